@@ -1,0 +1,64 @@
+"""Ask a model a few questions: `python example.py` needs no download, it runs the bundled model.
+
+python example.py --model Qwen/Qwen3-0.6B --prompt "introduce yourself"
+"""
+
+import argparse
+import time
+from pathlib import Path
+
+from nanoengine import LLM, SamplingParams
+
+DEMO = Path(__file__).parent / "nanoengine" / "demo"
+PASSAGE = (
+    "The brave sailor found the golden lantern near a castle. "
+    "The hungry fox stole the red apple behind a market. "
+    "The old queen buried the broken mirror under a tower."
+)
+NOISE = " ".join(
+    f"The {adjective} {noun} followed the {color} wagon inside a village."
+    for adjective in ("tall", "quiet", "young", "clever")
+    for noun, color in (("baker", "blue"), ("raven", "green"), ("soldier", "silver"), ("child", "wooden"))
+)
+QUESTIONS = [
+    "Who are you?",
+    "What is 27 + 58?",
+    "Count from 8 to 21.",
+    "Spell the word attention backwards.",
+    "List the primes below 100.",
+    f"Remember this passage: {PASSAGE} Here is some noise: {NOISE} Repeat the passage.",
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default=str(DEMO), help="hub id or directory; default: the bundled model")
+    parser.add_argument("--prompt", action="append", help="a question; may be given several times")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--max-tokens", type=int, default=256)
+    args = parser.parse_args()
+
+    with LLM(args.model) as llm:
+        questions = args.prompt or QUESTIONS
+        params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
+        start = time.perf_counter()
+        if llm.get_tokenizer().chat_template:
+            conversations = [[{"role": "user", "content": question}] for question in questions]
+            outputs = llm.chat(conversations, params)
+        else:
+            outputs = llm.generate(questions, params)
+        elapsed = time.perf_counter() - start
+
+        for question, output in zip(questions, outputs, strict=True):
+            num_tokens = len(output.prompt_token_ids)
+            if len(question) > 300:
+                question = f"{question[:240]} [...] {question[-30:]}"
+            print(f"\nQ ({num_tokens} tokens): {question}\nA: {output.outputs[0].text}")
+        num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+        print(f"\n{num_tokens} tokens in {elapsed:.2f} s: {num_tokens / elapsed:.0f} tokens/s")
+
+
+if __name__ == "__main__":
+    main()

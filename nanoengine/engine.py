@@ -1,0 +1,1174 @@
+"""The engine, whole. A request enters at `LLM.generate` and leaves as text; each step in between is this.
+
+    batch   = scheduler.schedule()             # which tokens to compute, in which cache blocks
+    sampled = runner.execute(batch)            # one forward pass; a token for each row that is due one
+    stopped = scheduler.update(batch, sampled) # append, finish, free blocks
+
+Read top to bottom: EngineConfig, Sequence, BlockManager, Scheduler, ModelRunner, LLM. State has one
+writer: the scheduler owns the sequences, the queues and the block manager and never sees a tensor;
+the runner owns the model and the KV cache and never changes a sequence; LLM owns the tokenizer and
+what users see.
+
+Words used throughout:
+    block           the cache memory for `block_size` consecutive tokens of a sequence
+    block_table     a sequence's blocks: logical index -> physical block id
+    slot            one token's place in the cache: block id * block_size + offset
+    computed        a token whose K and V are in the cache
+    token budget    how many tokens one step may compute, `max_num_batched_tokens`
+    preempt         take a running sequence's blocks away; it is recomputed from zero later
+"""
+
+import bisect
+import heapq
+import itertools
+import time
+from array import array
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as AnySequence
+from dataclasses import dataclass
+from enum import Enum
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import psutil
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from xxhash import xxh3_64_intdigest
+
+from nanoengine.attention import AttentionMetadata, KVCache, PagedAttention
+from nanoengine.model import Decoder
+from nanoengine.outputs import CompletionOutput, Detokenizer, RequestMetrics, RequestOutput
+from nanoengine.prompts import Prompt, read_prompt, render_chats, split_prompts
+from nanoengine.sampling import Logprob, SamplerOutput, SamplingParams, SamplingRow, sample
+from nanoengine.weights import Checkpoint, load_model, open_checkpoint, resolve_dtype
+
+# ---- EngineConfig: every setting, validated once -------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Settings of an engine. Nothing changes after construction; derived numbers live elsewhere.
+
+    Raises:
+        ValueError, TypeError: a setting is out of its range; the message names it.
+    """
+
+    model: str  # hub id or directory
+    tokenizer: str | None = None  # hub id or directory, where it is not the model's own
+    revision: str | None = None  # of a hub model
+    dtype: str | torch.dtype = "auto"  # "auto" is the checkpoint's own
+    device: str = "auto"  # "auto" is CUDA where there is one, else the CPU
+    seed: int = 0  # for requests without a seed of their own
+    max_model_len: int | None = None  # prompt and output together; None: what the model was made for
+    block_size: int | None = None  # tokens; None: 32 on a CPU, 256 on a GPU
+    num_kv_blocks: int | None = None  # usable blocks (the null block comes on top)
+    kv_cache_bytes: int | None = None  # alternative to num_kv_blocks
+    gpu_memory_utilization: float = 0.9  # share of a GPU's memory for weights, activations and cache
+    max_num_seqs: int = 256  # sequences that hold blocks at a time
+    max_num_batched_tokens: int = 8192  # token budget of a step
+    long_prefill_token_threshold: int = 0  # most tokens of one sequence in a step; 0 is no limit
+    enable_prefix_caching: bool = True
+    scheduling_policy: str = "fcfs"  # or "priority": a lower number runs first
+    load_format: str = "auto"  # or "dummy": random weights from config.json alone
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        """Check ranges."""
+        least = {"max_model_len": 2, "block_size": 1, "num_kv_blocks": 1, "kv_cache_bytes": 1}
+        least |= {"max_num_seqs": 1, "max_num_batched_tokens": 1, "long_prefill_token_threshold": 0}
+        for name, low in least.items():
+            value = getattr(self, name)
+            if value is None and name in ("max_model_len", "block_size", "num_kv_blocks", "kv_cache_bytes"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} must be an integer of at least {low}, got {value!r}")
+            if value < low:
+                raise ValueError(f"{name} must be an integer of at least {low}, got {value!r}")
+        if self.num_kv_blocks is not None and self.kv_cache_bytes is not None:
+            raise ValueError("give num_kv_blocks or kv_cache_bytes, not both")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization!r}")
+        choices = {"scheduling_policy": ("fcfs", "priority"), "load_format": ("auto", "dummy")}
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
+
+    def resolve_device(self) -> torch.device:
+        """The device to run on."""
+        if self.device == "auto":
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device(self.device)
+
+
+# ---- Sequence: one sample of one request ---------------------------------------------------------
+
+
+class Status(Enum):
+    """Where a sequence is in its life."""
+
+    WAITING = "waiting"  # holds no blocks
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Sequence:
+    """The tokens of one sample, and where their K and V are. Changed by the scheduler only."""
+
+    __slots__ = (
+        "block_keys",
+        "block_table",
+        "finish_reason",
+        "max_num_tokens",
+        "num_cached_blocks",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_hit_tokens",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "params",
+        "priority",
+        "seed",
+        "seq_id",
+        "status",
+        "stop_ids",
+        "stop_reason",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        seq_id: int,
+        prompt_token_ids: Iterable[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        seed: int = 0,
+        stop_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        self.seq_id = seq_id  # also the order of arrival
+        self.token_ids = list(prompt_token_ids)  # prompt, then output
+        self.num_prompt_tokens = len(self.token_ids)
+        self.params = params
+        self.priority = priority
+        self.seed = seed  # 64 bits; with a position it fixes the random number drawn there
+        self.stop_ids = stop_ids  # sampling one of these ends the sequence
+        self.max_num_tokens = 0  # prompt and output at most; set by the scheduler
+        self.status = Status.WAITING
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+
+        self.block_table: list[int] = []
+        self.num_computed_tokens = 0  # tokens whose K and V are in the cache
+        self.num_hit_tokens = 0  # leading tokens whose K and V were there at admission: never written
+        self.num_cached_blocks = 0  # leading blocks that the prefix cache can find
+        self.block_keys: list[BlockKey] = []  # of the full blocks, each hashed once
+
+        self.num_cached_tokens: int | None = None  # prefix hit when first admitted, for statistics
+        self.num_preemptions = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens."""
+        return len(self.token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """The tokens sampled so far."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Who goes first: the smaller. Under FCFS all priorities are equal, so arrival decides."""
+        return self.priority, self.seq_id
+
+
+# ---- BlockManager: who holds which block, and what is in it --------------------------------------
+
+
+class BlockKey(NamedTuple):
+    """What a full block holds, as the prefix cache looks it up."""
+
+    hash: int  # of this block's tokens, chained: seeded with the hash of the block before
+    content: bytes  # the tokens themselves, int32
+
+
+class Block:
+    """One physical block. Its key stays when it is freed: the content can be hit until it is reused."""
+
+    __slots__ = ("block_id", "content_id", "key", "parent_id", "ref_count", "stamp")
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.ref_count = 0  # sequences whose block_table names it
+        self.key: BlockKey | None = None  # None: the prefix cache does not know it
+        self.content_id = 0  # equal in two blocks only if they hold the same tokens after the same prefix
+        self.parent_id = 0  # content_id of the block before, 0 at the start of a sequence
+        self.stamp = 0  # its entry in the free list is current if it carries this stamp
+
+
+class BlockManager:
+    """Hands out cache blocks, shares those with the same prefix, and evicts the least recently used.
+
+    It is vLLM's BlockPool and KVCacheManager in one, for one kind of attention. Block 0 is the null
+    block: never handed out, padding and discarded writes go there.
+
+    The free list is a deque in eviction order. A cached block that is hit while free has to leave it
+    from the middle: its entry is left behind as stale (the block's stamp has moved on), skipped when
+    it comes up, and swept out when stale entries outnumber the current ones. So every operation is
+    O(1) amortised, without vLLM's linked list.
+
+    A hit is verified by content and parent, so that a hash collision costs a miss, never a wrong
+    token. `content_id` makes the parent's check O(1): it stands for the whole prefix up to a block.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        enable_prefix_caching: bool = True,
+        hash_function: Callable[[bytes, int], int] = xxh3_64_intdigest,
+    ) -> None:
+        self.num_blocks = num_blocks  # usable ones: the null block is not counted
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.hash_function = hash_function
+        self.num_queried_tokens = 0  # prefix cache statistics, over first admissions
+        self.num_hit_tokens = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget every block's use and content, as if new; statistics stay."""
+        self.blocks = [Block(block_id) for block_id in range(self.num_blocks + 1)]
+        self.free_list = deque((block_id, 0) for block_id in range(1, self.num_blocks + 1))
+        self.num_free_blocks = self.num_blocks
+        # hash -> the blocks with that hash, by id. Several may hold the same tokens, and two different
+        # contents may collide; evicting one block leaves the others findable.
+        self.cached_blocks: dict[int, dict[int, Block]] = {}
+        self.next_content_id = 1
+
+    # -- admission: prefix hits, then a block table for everything the sequence has so far
+
+    def find_prefix(self, seq: Sequence) -> list[Block]:
+        """The longest run of cached blocks that hold the beginning of the sequence."""
+        if not self.enable_prefix_caching:
+            return []
+        self._hash_full_blocks(seq)
+        hits: list[Block] = []
+        parent_id = 0
+        for key in seq.block_keys:
+            block = self._find(key, parent_id)
+            if block is None:
+                break
+            hits.append(block)
+            parent_id = block.content_id
+        return hits
+
+    def can_allocate(self, seq: Sequence, hits: list[Block]) -> bool:
+        """Whether the free blocks are enough for all of the sequence's tokens, given its hits."""
+        num_new = self.num_blocks_for(seq.num_tokens) - len(hits)
+        num_revived = sum(block.ref_count == 0 for block in hits)
+        return num_new + num_revived <= self.num_free_blocks
+
+    def allocate(self, seq: Sequence, hits: list[Block]) -> None:
+        """Give the sequence its block table: the hits, then new blocks. Call after can_allocate."""
+        for block in hits:
+            if block.ref_count == 0:
+                block.stamp += 1  # its free-list entry is stale from here on
+                self.num_free_blocks -= 1
+            block.ref_count += 1
+        self._sweep_free_list()
+        seq.block_table = [block.block_id for block in hits]
+        for _ in range(self.num_blocks_for(seq.num_tokens) - len(hits)):
+            seq.block_table.append(self._take_free_block())
+        seq.num_cached_blocks = len(hits)
+        seq.num_hit_tokens = len(hits) * self.block_size
+        # The last token is computed even if it is cached: its logits choose the next token.
+        seq.num_computed_tokens = min(seq.num_hit_tokens, seq.num_tokens - 1)
+        if seq.num_cached_tokens is None:
+            seq.num_cached_tokens = seq.num_computed_tokens
+            self.num_queried_tokens += seq.num_tokens
+            self.num_hit_tokens += seq.num_computed_tokens
+
+    # -- growth
+
+    def can_append(self, seq: Sequence) -> bool:
+        """Whether may_append will find the blocks it needs."""
+        return self.num_blocks_for(seq.num_tokens) - len(seq.block_table) <= self.num_free_blocks
+
+    def may_append(self, seq: Sequence) -> None:
+        """Grow the block table to hold all of the sequence's tokens, if it does not yet."""
+        for _ in range(self.num_blocks_for(seq.num_tokens) - len(seq.block_table)):
+            seq.block_table.append(self._take_free_block())
+
+    def cache_full_blocks(self, seq: Sequence, num_tokens: int) -> None:
+        """Make the blocks that are full after the first num_tokens tokens findable."""
+        if not self.enable_prefix_caching:
+            return
+        self._hash_full_blocks(seq)
+        first, last = seq.num_cached_blocks, num_tokens // self.block_size
+        parent_id = self.blocks[seq.block_table[first - 1]].content_id if first else 0
+        for key, block_id in zip(seq.block_keys[first:last], seq.block_table[first:last], strict=True):
+            block, twin = self.blocks[block_id], self._find(key, parent_id)
+            if twin is None:
+                block.content_id, self.next_content_id = (self.next_content_id, self.next_content_id + 1)
+            else:
+                block.content_id = twin.content_id
+            block.key, block.parent_id = key, parent_id
+            self.cached_blocks.setdefault(key.hash, {})[block_id] = block
+            parent_id = block.content_id
+        seq.num_cached_blocks = max(first, last)
+
+    # -- release
+
+    def free(self, seq: Sequence) -> None:
+        """Take all blocks back, the last first: tails are evicted before the prefixes others share."""
+        for block_id in reversed(seq.block_table):
+            block = self.blocks[block_id]
+            block.ref_count -= 1
+            if block.ref_count == 0:
+                self.num_free_blocks += 1
+                if block.key is None:  # nothing to find in it, and its memory is warm: reuse it first
+                    self.free_list.appendleft((block_id, block.stamp))
+                else:
+                    self.free_list.append((block_id, block.stamp))
+        seq.block_table = []
+        seq.num_computed_tokens = seq.num_hit_tokens = seq.num_cached_blocks = 0
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached content; refused (False) while any block is in use."""
+        if self.num_free_blocks != self.num_blocks:
+            return False
+        self.clear()
+        return True
+
+    # -- helpers
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """How many blocks hold that many tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def _find(self, key: BlockKey, parent_id: int) -> Block | None:
+        """A cached block with exactly this content after exactly this prefix."""
+        for block in self.cached_blocks.get(key.hash, {}).values():
+            if block.parent_id == parent_id and block.key is not None and block.key.content == key.content:
+                return block
+        return None
+
+    def _hash_full_blocks(self, seq: Sequence) -> None:
+        """Extend seq.block_keys to its full blocks; each block is hashed once in its life."""
+        first, last = len(seq.block_keys), seq.num_tokens // self.block_size
+        if first == last:
+            return
+        data = array("i", seq.token_ids[first * self.block_size : last * self.block_size]).tobytes()
+        block_bytes = len(data) // (last - first)
+        parent_hash = seq.block_keys[-1].hash if first else 0
+        for start in range(0, len(data), block_bytes):
+            content = data[start : start + block_bytes]
+            parent_hash = self.hash_function(content, parent_hash)
+            seq.block_keys.append(BlockKey(parent_hash, content))
+
+    def _take_free_block(self) -> int:
+        """The least recently used free block, its old content forgotten."""
+        while True:
+            block_id, stamp = self.free_list.popleft()
+            block = self.blocks[block_id]
+            if block.stamp == stamp:
+                break
+        block.stamp += 1
+        block.ref_count = 1
+        self.num_free_blocks -= 1
+        if block.key is not None:
+            same_hash = self.cached_blocks[block.key.hash]
+            del same_hash[block_id]
+            if not same_hash:
+                del self.cached_blocks[block.key.hash]
+            block.key = None
+        return block_id
+
+    def _sweep_free_list(self) -> None:
+        if len(self.free_list) > 2 * self.num_free_blocks:
+            self.free_list = deque(e for e in self.free_list if self.blocks[e[0]].stamp == e[1])
+
+    def check_invariants(self, sequences: Iterable[Sequence]) -> None:
+        """Assert the conservation laws; `sequences` are all that hold blocks."""
+        uses = Counter(block_id for seq in sequences for block_id in seq.block_table)
+        assert 0 not in uses, "the null block was handed out"
+        assert all(block.ref_count == uses[block.block_id] for block in self.blocks)
+        current = [block_id for block_id, stamp in self.free_list if self.blocks[block_id].stamp == stamp]
+        unused = [block.block_id for block in self.blocks[1:] if block.ref_count == 0]
+        assert sorted(current) == unused, "a block is lost, or free twice"
+        assert len(current) == self.num_free_blocks
+        findable = {b.block_id: b for same_hash in self.cached_blocks.values() for b in same_hash.values()}
+        assert findable == {b.block_id: b for b in self.blocks if b.key is not None}
+        assert all(b.block_id in self.cached_blocks[b.key.hash] for b in findable.values() if b.key)
+
+
+# ---- Scheduler: who computes what next -----------------------------------------------------------
+
+
+class Chunk(NamedTuple):
+    """Tokens [start, end) of a sequence, to compute this step. The runner only reads the sequence."""
+
+    seq: Sequence
+    start: int
+    end: int
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it reaches the sequence's end, so that the next token can be sampled."""
+        return self.end == len(self.seq.token_ids)
+
+
+class ScheduledBatch(NamedTuple):
+    """One step's work, complete: a chunk per sequence, and the sequences that get a token from it."""
+
+    chunks: list[Chunk]
+    sampled_seqs: list[Sequence]
+    num_tokens: int
+
+
+class Scheduler:
+    """Decides each step which sequences catch up by how many tokens.
+
+    There is no prefill phase and no decode phase. A sequence is behind by
+    `num_tokens - num_computed_tokens`, and a step's token budget lets sequences catch up: those that
+    run first, then waiting ones. Decode is catching up by one, a chunk of a long prompt by what the
+    budget leaves; a prefix hit starts further along, a preempted sequence starts over.
+
+    Both queues are in `Sequence.order`. The head of the waiting queue is admitted first and blocks
+    those behind it; when blocks run out, the tail of the running list is preempted. So FCFS and
+    priority scheduling are the same code, and an older request is never overtaken by a younger one.
+    """
+
+    def __init__(
+        self,
+        block_manager: BlockManager,
+        *,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 8192,
+        max_model_len: int = 1 << 30,
+        long_prefill_token_threshold: int = 0,
+    ) -> None:
+        self.block_manager = block_manager
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_chunk_tokens = long_prefill_token_threshold or max_num_batched_tokens
+        # A sequence that fills every block can still sample one token, which it will never compute.
+        self.max_computable_tokens = block_manager.num_blocks * block_manager.block_size
+        self.max_num_tokens = min(max_model_len, self.max_computable_tokens + 1)
+        self.max_model_len = max_model_len
+        self.sequences: dict[int, Sequence] = {}  # all unfinished ones, by seq_id
+        self.waiting: list[tuple[tuple[int, int], Sequence]] = []  # a heap on Sequence.order
+        self.running: list[Sequence] = []  # sorted by Sequence.order
+        self.num_preemptions = 0
+
+    def check_fits(self, num_prompt_tokens: int) -> None:
+        """Raise ValueError where a prompt of that length could never get an answer."""
+        if num_prompt_tokens == 0:
+            raise ValueError("prompt is empty; at least one token is needed")
+        if num_prompt_tokens >= self.max_model_len:
+            raise ValueError(
+                f"prompt has {num_prompt_tokens} tokens but max_model_len is {self.max_model_len}, which "
+                "has to hold at least one output token too; shorten it or raise max_model_len"
+            )
+        if num_prompt_tokens > self.max_computable_tokens:
+            raise ValueError(
+                f"prompt has {num_prompt_tokens} tokens but the KV cache holds {self.max_computable_tokens} "
+                f"({self.block_manager.num_blocks} blocks of {self.block_manager.block_size}); "
+                "shorten it or raise num_kv_blocks"
+            )
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a sequence.
+
+        Raises:
+            ValueError: it could never run to an answer.
+        """
+        self.check_fits(seq.num_prompt_tokens)
+        wanted = seq.params.max_tokens
+        limit = self.max_num_tokens
+        seq.max_num_tokens = limit if wanted is None else min(limit, seq.num_prompt_tokens + wanted)
+        self.sequences[seq.seq_id] = seq
+        heapq.heappush(self.waiting, (seq.order, seq))
+
+    def has_unfinished(self) -> bool:
+        """Whether any sequence waits or runs."""
+        return bool(self.sequences)
+
+    def schedule(self) -> ScheduledBatch:
+        """Choose the next step's chunks. Empty only if no sequence is unfinished."""
+        block_manager, block_size = self.block_manager, self.block_manager.block_size
+        num_preemptions = self.num_preemptions
+        budget, max_chunk_tokens = self.max_num_batched_tokens, self.max_chunk_tokens
+        chunks: list[Chunk] = []
+        sampled_seqs: list[Sequence] = []
+
+        def add_chunk(seq: Sequence) -> int:
+            """Schedule what the budget allows of what the sequence is behind; returns the tokens."""
+            start, num_tokens = seq.num_computed_tokens, len(seq.token_ids)
+            end = min(num_tokens, start + budget, start + max_chunk_tokens)
+            chunks.append(Chunk(seq, start, end))
+            if end == num_tokens:
+                sampled_seqs.append(seq)
+            # Findable from this step on: within a layer, all K and V are written before any is read.
+            if end // block_size > seq.num_cached_blocks:
+                block_manager.cache_full_blocks(seq, end)
+            return end - start
+
+        # Indexed, since preemption shortens the list from its tail while it is walked from its head.
+        i = 0
+        while i < len(self.running) and budget > 0:
+            seq = self.running[i]
+            if len(seq.token_ids) > len(seq.block_table) * block_size:
+                while not block_manager.can_append(seq) and self.running[-1] is not seq:
+                    self._preempt_last()
+                if not block_manager.can_append(seq):
+                    self._preempt_last()  # the sequence itself; those before it hold the blocks
+                    break
+                block_manager.may_append(seq)
+            budget -= add_chunk(seq)
+            i += 1
+
+        # After a preemption blocks are scarce: admitting now would only preempt again.
+        may_admit = num_preemptions == self.num_preemptions
+        while may_admit and self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
+            seq = self.waiting[0][1]
+            hits = block_manager.find_prefix(seq)
+            if not block_manager.can_allocate(seq, hits):
+                break
+            heapq.heappop(self.waiting)
+            block_manager.allocate(seq, hits)
+            seq.status = Status.RUNNING
+            bisect.insort(self.running, seq, key=lambda s: s.order)
+            budget -= add_chunk(seq)
+        return ScheduledBatch(chunks, sampled_seqs, self.max_num_batched_tokens - budget)
+
+    def update(self, batch: ScheduledBatch, token_ids: AnySequence[int]) -> list[Sequence]:
+        """Take in a step's results: one token per `batch.sampled_seqs`. Returns those that finished."""
+        for seq, _, end in batch.chunks:
+            seq.num_computed_tokens = end
+        finished = []
+        for seq, token_id in zip(batch.sampled_seqs, token_ids, strict=True):
+            seq.token_ids.append(token_id)
+            if token_id in seq.stop_ids:
+                seq.finish_reason = "stop"
+                seq.stop_reason = token_id if token_id in (seq.params.stop_token_ids or ()) else None
+                finished.append(seq)
+            elif len(seq.token_ids) >= seq.max_num_tokens:
+                seq.finish_reason = "length"
+                finished.append(seq)
+        if finished:
+            self._remove(finished)
+        return finished
+
+    def finish(self, seqs: Iterable[Sequence], reason: str, stop_reason: str | None = None) -> None:
+        """End sequences from outside: a stop string was found, or the user aborts.
+
+        A sequence that finished in the same step for another reason only gets the new reason.
+        """
+        seqs = list(seqs)
+        for seq in seqs:
+            seq.finish_reason, seq.stop_reason = reason, stop_reason
+        self._remove([seq for seq in seqs if seq.seq_id in self.sequences])
+
+    def recover(self) -> None:
+        """After a step that failed anywhere, even half-way through schedule() or update(): start over.
+
+        What the step wrote and registered is not to be trusted, so every block is taken back and the
+        cache forgotten; unfinished sequences keep their tokens and are recomputed.
+        """
+        self.block_manager.clear()
+        unfinished = [seq for seq in self.sequences.values() if seq.finish_reason is None]
+        for seq in self.sequences.values():
+            seq.block_table = []
+            seq.num_computed_tokens = seq.num_hit_tokens = seq.num_cached_blocks = 0
+            seq.status = Status.WAITING if seq.finish_reason is None else Status.FINISHED
+        self.sequences = {seq.seq_id: seq for seq in unfinished}
+        self.waiting = [(seq.order, seq) for seq in unfinished]
+        heapq.heapify(self.waiting)
+        self.running = []
+
+    def check_invariants(self) -> None:
+        """Assert that the queues and the blocks agree with each other."""
+        waiting = [seq for _, seq in self.waiting]
+        assert sorted(seq.seq_id for seq in waiting + self.running) == sorted(self.sequences)
+        assert all(seq.status is Status.WAITING and not seq.block_table for seq in waiting)
+        assert all(seq.status is Status.RUNNING for seq in self.running)
+        assert len(self.running) <= self.max_num_seqs
+        assert [seq.order for seq in self.running] == sorted(seq.order for seq in self.running)
+        self.block_manager.check_invariants(self.running)
+
+    def _preempt_last(self) -> None:
+        seq = self.running.pop()
+        self.block_manager.free(seq)
+        seq.status = Status.WAITING
+        seq.num_preemptions += 1
+        self.num_preemptions += 1
+        heapq.heappush(self.waiting, (seq.order, seq))
+
+    def _remove(self, seqs: list[Sequence]) -> None:
+        """Drop sequences from wherever they are, and free their blocks."""
+        was_waiting = False
+        for seq in seqs:
+            was_waiting |= seq.status is Status.WAITING
+            seq.status = Status.FINISHED
+            self.block_manager.free(seq)
+            del self.sequences[seq.seq_id]
+        self.running = [seq for seq in self.running if seq.status is Status.RUNNING]
+        if was_waiting:
+            self.waiting = [entry for entry in self.waiting if entry[1].status is Status.WAITING]
+            heapq.heapify(self.waiting)
+
+
+# ---- ModelRunner: from a scheduled batch to sampled tokens ---------------------------------------
+
+
+class ModelInputs(NamedTuple):
+    """A batch as integers, flat: no padding, no batch dimension. T tokens, S sequences, R samples."""
+
+    input_ids: np.ndarray  # (T,) int64
+    positions: np.ndarray  # (T,) int64  index of each token in its sequence
+    slot_mapping: np.ndarray  # (T,) int64  cache slot to write; in the null block: discard
+    cu_seqlens_q: np.ndarray  # (S + 1,) int32  tokens of sequence i: [cu[i], cu[i + 1])
+    seq_lens: np.ndarray  # (S,) int32  cached tokens of each sequence after this step
+    block_tables: np.ndarray  # (S, most blocks) int32, padded with the null block
+    sample_rows: np.ndarray  # (R,) int64  rows whose logits are needed
+
+
+def build_inputs(batch: ScheduledBatch, block_size: int) -> ModelInputs:
+    """Lay a batch out as arrays. A pure function of integers, with no Python loop over tokens."""
+    chunks = batch.chunks
+    token_ids: list[int] = []
+    block_ids: list[int] = []
+    for seq, start, end in chunks:
+        token_ids += seq.token_ids[start:end]
+        block_ids += seq.block_table
+    columns = [(start, end, len(seq.block_table), seq.num_hit_tokens) for seq, start, end in chunks]
+    starts, ends, num_blocks, num_hit_tokens = np.array(columns, dtype=np.int64).T
+    query_lens = ends - starts
+    cu_seqlens_q = np.concatenate(([0], query_lens.cumsum()))
+
+    block_tables = np.zeros((len(chunks), num_blocks.max()), dtype=np.int32)
+    block_tables[np.arange(block_tables.shape[1]) < num_blocks[:, None]] = block_ids
+
+    row_seq = np.repeat(np.arange(len(chunks)), query_lens)  # which sequence a row belongs to
+    positions = np.arange(batch.num_tokens) - (cu_seqlens_q[:-1] - starts)[row_seq]
+    blocks = block_tables[row_seq, positions // block_size].astype(np.int64)
+    # The token that a full prefix hit recomputes has its K and V in a shared block already.
+    blocks[positions < num_hit_tokens[row_seq]] = 0
+    last_rows = cu_seqlens_q[1:] - 1
+    return ModelInputs(
+        input_ids=np.array(token_ids, dtype=np.int64),
+        positions=positions,
+        slot_mapping=blocks * block_size + positions % block_size,
+        cu_seqlens_q=cu_seqlens_q.astype(np.int32),
+        seq_lens=ends.astype(np.int32),
+        block_tables=block_tables,
+        sample_rows=last_rows[[chunk.is_last for chunk in chunks]],
+    )
+
+
+class ModelRunner:
+    """Owns the model, the KV cache and the device; turns a batch into sampled tokens."""
+
+    def __init__(self, config: EngineConfig, checkpoint: Checkpoint, max_model_len: int) -> None:
+        self.device = config.resolve_device()
+        self.dtype = resolve_dtype(config.dtype, checkpoint.hf_config)
+        self.block_size = config.block_size or (256 if self.device.type == "cuda" else 32)
+        self.model: Decoder | None = load_model(
+            checkpoint, dtype=self.dtype, device=self.device, load_format=config.load_format, seed=config.seed
+        )
+        self.model.build_rope_table(max_model_len)
+        self.num_blocks = self._count_blocks(config, max_model_len)
+        self.caches = self._new_caches(self.num_blocks)
+
+    def _block_shape(self) -> tuple[int, int, int]:
+        assert self.model is not None
+        return self.block_size, self.model.config.num_kv_heads, self.model.config.head_dim
+
+    def _new_caches(self, num_blocks: int) -> list[KVCache]:
+        """A cache per layer. Zeroed, as padding is read (and masked): it must not hold NaN."""
+        assert self.model is not None
+        shape = (num_blocks + 1, *self._block_shape())  # block 0 is the null block
+
+        def zeros() -> Tensor:
+            return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+        return [KVCache(zeros(), zeros()) for _ in range(self.model.config.num_layers)]
+
+    def _count_blocks(self, config: EngineConfig, max_model_len: int) -> int:
+        """How many blocks to allocate: as told, or from the memory that is free."""
+        if config.num_kv_blocks is not None:
+            return config.num_kv_blocks
+        assert self.model is not None
+        block_bytes = (
+            2 * self.model.config.num_layers * int(np.prod(self._block_shape())) * self.dtype.itemsize
+        )
+        if config.kv_cache_bytes is not None:
+            usable_bytes, remedy = config.kv_cache_bytes, "raise kv_cache_bytes"
+        elif self.device.type == "cuda":
+            usable_bytes = self._free_cuda_bytes(config, max_model_len)
+            remedy = "raise gpu_memory_utilization or lower max_num_batched_tokens"
+        else:
+            # As vLLM on a CPU, 4 GiB at most; pages are taken from the system as they are first used.
+            usable_bytes = min(psutil.virtual_memory().available // 2, 4 << 30)
+            remedy = "free some memory"
+        usable_bytes -= block_bytes  # the null block
+        if usable_bytes < block_bytes:
+            raise ValueError(f"no memory for the KV cache: one block takes {block_bytes} bytes; {remedy}")
+        # More than every sequence at its longest can hold would only be a larger prefix cache.
+        most = config.max_num_seqs * -(-max_model_len // self.block_size)
+        return min(usable_bytes // block_bytes, most)
+
+    def _free_cuda_bytes(self, config: EngineConfig, max_model_len: int) -> int:
+        """What gpu_memory_utilization leaves after the weights and a pass over the largest batch."""
+        torch.cuda.reset_peak_memory_stats(self.device)
+        length = min(max_model_len - 1, config.max_num_batched_tokens)
+        blocks = -(-length // self.block_size)
+        seq = Sequence(0, [0] * length, SamplingParams())
+        seq.block_table = list(range(1, blocks + 1))
+        count = min(config.max_num_seqs, -(-config.max_num_batched_tokens // length))
+        self.caches = self._new_caches(blocks)
+        cache_bytes = sum(cache.k.nbytes + cache.v.nbytes for cache in self.caches)
+        self.execute(ScheduledBatch([Chunk(seq, 0, length)] * count, [seq] * count, length * count))
+        peak_bytes = torch.cuda.max_memory_allocated(self.device) - cache_bytes
+        self.caches = []
+        torch.cuda.empty_cache()
+        free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
+        others_bytes = total_bytes - free_bytes - torch.cuda.memory_reserved(self.device)
+        return int(total_bytes * config.gpu_memory_utilization) - peak_bytes - others_bytes
+
+    @torch.inference_mode()
+    def execute(self, batch: ScheduledBatch) -> SamplerOutput:
+        """Compute the batch's tokens and sample one per `batch.sampled_seqs`."""
+        if self.model is None:
+            raise RuntimeError("the engine is closed")
+
+        def tensor(values: np.ndarray) -> Tensor:
+            return torch.from_numpy(values).to(self.device)
+
+        inputs = build_inputs(batch, self.block_size)
+        metadata = AttentionMetadata(
+            tensor(inputs.cu_seqlens_q),
+            tensor(inputs.seq_lens),
+            tensor(inputs.block_tables),
+            tensor(inputs.slot_mapping),
+        )
+        attention = PagedAttention(metadata, self.block_size)
+        hidden = self.model(tensor(inputs.input_ids), tensor(inputs.positions), self.caches, attention)
+        if not batch.sampled_seqs:
+            return SamplerOutput([], [])
+        logits = self.model.compute_logits(hidden[tensor(inputs.sample_rows)])
+        rows = [
+            SamplingRow(seq.params, seq.seed, seq.token_ids, seq.num_prompt_tokens, seq.stop_ids)
+            for seq in batch.sampled_seqs
+        ]
+        return sample(logits, rows)
+
+    def close(self) -> None:
+        """Release the model and the cache."""
+        self.model, self.caches = None, []
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+# ---- LLM: what a user holds ----------------------------------------------------------------------
+
+
+class Request:
+    """A user's request: its samples (sequences), their text so far, and their log-probabilities."""
+
+    __slots__ = ("detokenizers", "logprobs", "metrics", "params", "prompt", "request_id", "seqs")
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        params: SamplingParams,
+        seqs: list[Sequence],
+        tokenizer: Any,
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.params = params
+        self.seqs = seqs
+        self.logprobs: list[list[dict[int, Logprob]]] = [[] for _ in seqs]
+        self.metrics = RequestMetrics(arrival_time=time.monotonic())
+        backend = tokenizer.backend_tokenizer if tokenizer is not None and params.detokenize else None
+        self.detokenizers = [Detokenizer(backend, seq.token_ids, params) for seq in seqs]
+
+    @property
+    def finished(self) -> bool:
+        """Whether all its samples are finished."""
+        return all(seq.finish_reason is not None for seq in self.seqs)
+
+    def output(self) -> RequestOutput:
+        """The request as it is now."""
+        self.metrics.num_preemptions = sum(seq.num_preemptions for seq in self.seqs)
+        first = self.seqs[0]
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=first.token_ids[: first.num_prompt_tokens],
+            outputs=[self._completion(index) for index in range(len(self.seqs))],
+            finished=self.finished,
+            num_cached_tokens=first.num_cached_tokens or 0,
+            metrics=self.metrics,
+        )
+
+    def _completion(self, index: int) -> CompletionOutput:
+        seq, token_ids = self.seqs[index], self.seqs[index].output_token_ids
+        completion = CompletionOutput(index, self.detokenizers[index].text, token_ids)
+        completion.finish_reason, completion.stop_reason = seq.finish_reason, seq.stop_reason
+        if self.params.logprobs is not None:
+            completion.logprobs = list(self.logprobs[index])
+            chosen = zip(completion.logprobs, token_ids, strict=True)
+            completion.cumulative_logprob = sum(entry[token_id].logprob for entry, token_id in chosen)
+        return completion
+
+
+class LLM:
+    """A model, ready to answer. Arguments are `EngineConfig`'s; names are vLLM's where it has them.
+
+    >>> with LLM("Qwen/Qwen3-0.6B") as llm:  # doctest: +SKIP
+    ...     print(llm.generate("Hello", SamplingParams(max_tokens=8))[0].outputs[0].text)
+
+    Raises:
+        TypeError: an argument that does not exist.
+        ValueError: a setting or checkpoint that cannot be served; nothing is kept.
+    """
+
+    def __init__(self, model: str, **settings: Any) -> None:
+        self.config = config = EngineConfig(model=model, **settings)
+        self.checkpoint = open_checkpoint(
+            config.model,
+            tokenizer=config.tokenizer,
+            revision=config.revision,
+            trust_remote_code=config.trust_remote_code,
+        )
+        model_config = self.checkpoint.config
+        self.max_model_len = config.max_model_len or model_config.max_model_len
+        if self.max_model_len > model_config.max_model_len:
+            raise ValueError(
+                f"max_model_len must be at most the {model_config.max_model_len} positions the model was "
+                f"made for, got {self.max_model_len}"
+            )
+        self.runner = ModelRunner(config, self.checkpoint, self.max_model_len)
+        self.scheduler = Scheduler(
+            BlockManager(
+                self.runner.num_blocks,
+                self.runner.block_size,
+                enable_prefix_caching=config.enable_prefix_caching,
+            ),
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            long_prefill_token_threshold=config.long_prefill_token_threshold,
+        )
+        self._requests: dict[str, Request] = {}  # all whose final output was not handed over yet
+        self._owners: dict[int, tuple[Request, int]] = {}  # seq_id -> request, index of the sample
+        self._unclaimed: list[Request] = []  # finished while somebody else's generate() was stepping
+        self._seq_ids = itertools.count()
+        self._request_numbers = itertools.count()
+        self._num_steps = self._num_prompt_tokens = self._num_generation_tokens = 0
+
+    # -- for most users
+
+    def generate(
+        self,
+        prompts: Prompt | AnySequence[Prompt],
+        sampling_params: SamplingParams | AnySequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: AnySequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete prompts; outputs come in their order.
+
+        Args:
+            prompts: a string, a list of token ids, `{"prompt": ...}` or `{"prompt_token_ids": ...}`,
+                or a list of these.
+            sampling_params: one for all or one per prompt; None is `get_default_sampling_params()`.
+            use_tqdm: show progress.
+            priority: one per prompt, with `scheduling_policy="priority"`; lower runs first.
+
+        Raises:
+            ValueError, TypeError: a prompt or parameter cannot be served; then none was queued. After
+                any other exception this call's requests are aborted and the engine stays usable.
+        """
+        prompt_list = split_prompts(prompts)
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        params_list = [params] * len(prompt_list) if isinstance(params, SamplingParams) else list(params)
+        priorities = [0] * len(prompt_list) if priority is None else list(priority)
+        for name, values in (("sampling_params", params_list), ("priority", priorities)):
+            if len(values) != len(prompt_list):
+                raise ValueError(f"{name} must be one per prompt: got {len(values)} for {len(prompt_list)}")
+        checked = [
+            self._check(*arguments) for arguments in zip(prompt_list, params_list, priorities, strict=True)
+        ]
+        requests: list[Request] = []
+        try:
+            for (prompt, token_ids), p, rank in zip(checked, params_list, priorities, strict=True):
+                requests.append(self._new_request(self._next_request_id(), prompt, token_ids, p, rank))
+                self._submit(requests[-1])
+            self._run_until_finished(requests, use_tqdm)
+        except BaseException:
+            self.abort_request([request.request_id for request in requests])
+            raise
+        return [self._claim(request) for request in requests]
+
+    def chat(
+        self,
+        messages: AnySequence[Any],
+        sampling_params: SamplingParams | AnySequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer a conversation (a list of `{"role": ..., "content": ...}`), or several at once.
+
+        Raises:
+            ValueError: the tokenizer has no chat template; and as `generate`.
+        """
+        prompts = render_chats(
+            messages,
+            self.get_tokenizer(),
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **(chat_template_kwargs or {}),
+        )
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the checkpoint's generation_config recommends; vLLM's defaults where it says nothing."""
+        names = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+        names["max_new_tokens"] = "max_tokens"
+        given = self.checkpoint.generation_config
+        chosen = {ours: given[theirs] for theirs, ours in names.items() if given.get(theirs) is not None}
+        return SamplingParams(**chosen)
+
+    def get_tokenizer(self) -> Any:
+        """The transformers tokenizer; None where the checkpoint has none."""
+        return self.checkpoint.tokenizer
+
+    # -- for those who drive the engine step by step
+
+    def add_request(
+        self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
+    ) -> None:
+        """Queue a request; `step` computes it.
+
+        Raises:
+            ValueError, TypeError: the id is in use, or the request cannot be served.
+        """
+        if not isinstance(request_id, str):
+            raise TypeError(f"request_id must be a string, got {request_id!r}")
+        if request_id in self._requests:
+            raise ValueError(f"request_id {request_id!r} is in use")
+        params = self.get_default_sampling_params() if params is None else params
+        text, token_ids = self._check(prompt, params, priority)
+        self._submit(self._new_request(request_id, text, token_ids, params, priority))
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step; returns each request that got a token or finished, with all it has so far.
+
+        Raises:
+            RuntimeError and whatever the model raises: no token of the step was kept, every request
+            is still queued and will be recomputed.
+        """
+        ready = self._step()
+        ready += [request for request in self._unclaimed if request not in ready]
+        self._unclaimed = []
+        return [self._claim(request) if request.finished else request.output() for request in ready]
+
+    def abort_request(self, request_ids: str | Iterable[str]) -> None:
+        """Drop requests and free their blocks; ids that are unknown or finished are ignored."""
+        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        requests = [self._requests[i] for i in ids if i in self._requests]
+        seqs = [seq for request in requests for seq in request.seqs if seq.finish_reason is None]
+        self.scheduler.finish(seqs, "abort")
+        for request in requests:
+            self._claim(request)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has something to compute or to hand over."""
+        return bool(self._requests)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; refused (False) while requests run."""
+        return self.scheduler.block_manager.reset_prefix_cache()
+
+    def metrics(self) -> dict[str, int | float]:
+        """Counters since the start, and the state of the queues and the cache now."""
+        blocks = self.scheduler.block_manager
+        return {
+            "num_running": len(self.scheduler.running),
+            "num_waiting": len(self.scheduler.waiting),
+            "num_blocks": blocks.num_blocks,
+            "num_free_blocks": blocks.num_free_blocks,
+            "kv_cache_usage": 1 - blocks.num_free_blocks / blocks.num_blocks,
+            "num_preemptions": self.scheduler.num_preemptions,
+            "prefix_cache_queries": blocks.num_queried_tokens,
+            "prefix_cache_hits": blocks.num_hit_tokens,
+            "prompt_tokens": self._num_prompt_tokens,
+            "generation_tokens": self._num_generation_tokens,
+            "num_steps": self._num_steps,
+        }
+
+    def close(self) -> None:
+        """Abort what runs and release the memory; the object is of no use afterwards."""
+        self.abort_request(list(self._requests))
+        self.runner.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- from prompts to requests
+
+    def _check(self, prompt: Any, params: Any, priority: Any) -> tuple[str | None, list[int]]:
+        """Validate one request completely, without changing anything; returns its text and token ids."""
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"sampling_params must be SamplingParams, got {params!r}")
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise TypeError(f"priority must be an integer, got {priority!r}")
+        if priority != 0 and self.config.scheduling_policy != "priority":
+            raise ValueError(f'priority must be 0 without scheduling_policy="priority", got {priority}')
+        vocab_size = self.checkpoint.config.vocab_size
+        params.check_vocabulary(vocab_size)
+        tokenizer = self.get_tokenizer()
+        if params.stop_strings and tokenizer is None:
+            raise ValueError("stop strings need a tokenizer and the checkpoint has none")
+        if set(params.allowed_token_ids or [-1]) <= self._stop_ids(params) and params.min_tokens:
+            raise ValueError(
+                f"allowed_token_ids {params.allowed_token_ids} are all end-of-sequence or stop tokens, "
+                f"which min_tokens={params.min_tokens} bans"
+            )
+        text, token_ids = read_prompt(prompt, tokenizer, vocab_size)
+        self.scheduler.check_fits(len(token_ids))
+        return text, token_ids
+
+    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        eos = () if params.ignore_eos else self.checkpoint.eos_token_ids
+        return frozenset((*eos, *(params.stop_token_ids or ())))
+
+    def _next_request_id(self) -> str:
+        return next(i for i in map(str, self._request_numbers) if i not in self._requests)
+
+    def _new_request(
+        self, request_id: str, prompt: str | None, token_ids: list[int], params: SamplingParams, priority: int
+    ) -> Request:
+        seqs = []
+        for index in range(params.n):
+            seq_id = next(self._seq_ids)
+            unseeded = params.seed is None or params.seed == -1
+            source = f"{self.config.seed} {seq_id}" if unseeded else f"{params.seed} sample {index}"
+            seqs.append(
+                Sequence(
+                    seq_id,
+                    token_ids,
+                    params,
+                    priority=priority,
+                    seed=xxh3_64_intdigest(source.encode()),
+                    stop_ids=self._stop_ids(params),
+                )
+            )
+        return Request(request_id, prompt, params, seqs, self.get_tokenizer())
+
+    def _submit(self, request: Request) -> None:
+        self._requests[request.request_id] = request
+        self._num_prompt_tokens += request.seqs[0].num_prompt_tokens
+        for index, seq in enumerate(request.seqs):
+            self._owners[seq.seq_id] = request, index
+            self.scheduler.add(seq)
+
+    def _claim(self, request: Request) -> RequestOutput:
+        """Hand over a request's final output and forget it."""
+        del self._requests[request.request_id]
+        for seq in request.seqs:
+            self._owners.pop(seq.seq_id, None)
+        return request.output()
+
+    # -- the loop
+
+    def _step(self) -> list[Request]:
+        """One step of the engine; returns the requests that got a token."""
+        try:
+            batch = self.scheduler.schedule()
+            if not batch.chunks:
+                return []
+            sampled = self.runner.execute(batch)
+            self.scheduler.update(batch, sampled.token_ids)
+            self._num_steps += 1
+            return self._take_in(batch, sampled)
+        except BaseException:
+            self.scheduler.recover()
+            self._unclaimed = [request for request in self._requests.values() if request.finished]
+            raise
+
+    def _take_in(self, batch: ScheduledBatch, sampled: SamplerOutput) -> list[Request]:
+        """Turn a step's tokens into text, look for stop strings, note the times."""
+        now = time.monotonic()
+        for seq, _, _ in batch.chunks:
+            metrics = self._owners[seq.seq_id][0].metrics
+            if metrics.first_scheduled_time is None:
+                metrics.first_scheduled_time = now
+        self._num_generation_tokens += len(batch.sampled_seqs)
+        requests: dict[str, Request] = {}
+        for seq, logprobs in zip(batch.sampled_seqs, sampled.logprobs, strict=True):
+            request, index = self._owners[seq.seq_id]
+            params = request.params
+            requests[request.request_id] = request
+            if request.metrics.first_token_time is None:
+                request.metrics.first_token_time = now
+            if logprobs is not None:
+                self._name_tokens(logprobs)
+                request.logprobs[index].append(logprobs)
+            # The text of the token that ends a sequence is not part of its output.
+            if seq.finish_reason != "stop" or params.include_stop_str_in_output:
+                may_stop = seq.num_tokens - seq.num_prompt_tokens > params.min_tokens or not params.min_tokens
+                stop = request.detokenizers[index].append(seq.token_ids[-1], may_stop)
+                if stop is not None:
+                    self.scheduler.finish([seq], "stop", stop)
+            if seq.finish_reason is not None and request.finished:
+                request.metrics.finished_time = now
+        return list(requests.values())
+
+    def _name_tokens(self, logprobs: dict[int, Logprob]) -> None:
+        tokenizer = self.get_tokenizer()
+        if tokenizer is not None:
+            for token_id, entry in logprobs.items():
+                entry.decoded_token = tokenizer.decode([token_id])
+
+    def _run_until_finished(self, requests: list[Request], use_tqdm: bool) -> None:
+        mine = {request.request_id for request in requests}
+        start, num_prompt_tokens, num_output_tokens = time.monotonic(), 0, 0
+        with tqdm(total=len(mine), desc="Processed prompts", disable=not use_tqdm) as bar:
+            while mine:
+                for request in self._step():
+                    if not request.finished:
+                        continue
+                    if request.request_id not in mine:
+                        self._unclaimed.append(request)
+                        continue
+                    mine.remove(request.request_id)
+                    num_prompt_tokens += request.seqs[0].num_prompt_tokens
+                    num_output_tokens += sum(len(seq.output_token_ids) for seq in request.seqs)
+                    elapsed = time.monotonic() - start
+                    bar.set_postfix_str(
+                        f"prompt {num_prompt_tokens / elapsed:.0f} tokens/s, "
+                        f"output {num_output_tokens / elapsed:.0f} tokens/s",
+                        refresh=False,
+                    )
+                    bar.update()

@@ -1,0 +1,281 @@
+"""The decoder: Llama, Mistral, Qwen2 and Qwen3 in one readable module.
+
+A flat batch goes in, hidden states come out; no padding, no batch dimension, no scheduling.
+Shape letters: T tokens in the batch, E hidden size, H query heads, K key/value heads, D head_dim.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanoengine.attention import KVCache, PagedAttention
+
+# ---- Configuration: one dataclass for the families served ----------------------------------------
+
+SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderConfig:
+    """What distinguishes one checkpoint of the supported families from another."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope: dict[str, Any]  # rope_type, rope_theta, and what the type needs besides
+    windows: tuple[int | None, ...]  # sliding window per layer, None is full attention
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+
+    @property
+    def max_model_len(self) -> int:
+        """How many positions the model was made for, its rope scaling counted in."""
+        if self.rope["rope_type"] != "yarn":
+            return self.max_position_embeddings
+        scaled = int(self.rope["original_max_position_embeddings"] * self.rope["factor"])
+        return max(self.max_position_embeddings, scaled)
+
+    @classmethod
+    def from_hf(cls, config: Any) -> "DecoderConfig":
+        """Translate a transformers config.
+
+        Raises:
+            ValueError: the architecture, rope type or activation is not supported.
+        """
+        architecture = (getattr(config, "architectures", None) or [type(config).__name__])[0]
+        if architecture not in SUPPORTED_ARCHITECTURES:
+            raise ValueError(
+                f"architecture {architecture!r} is not supported; "
+                f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
+            )
+        if config.hidden_act != "silu":
+            raise ValueError(f"hidden_act {config.hidden_act!r} is not supported; supported: silu")
+        family = architecture.removesuffix("ForCausalLM")
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        attention_bias = bool(getattr(config, "attention_bias", False))
+        window = getattr(config, "sliding_window", None)
+        layer_types = getattr(config, "layer_types", None)
+        if layer_types is None:
+            layer_types = ["sliding_attention"] * config.num_hidden_layers
+        return cls(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_layers=config.num_hidden_layers,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+            head_dim=head_dim,
+            rms_norm_eps=config.rms_norm_eps,
+            max_position_embeddings=config.max_position_embeddings,
+            rope=_rope_parameters(config),
+            windows=tuple(window if kind == "sliding_attention" else None for kind in layer_types),
+            tie_word_embeddings=bool(config.tie_word_embeddings),
+            qkv_bias=family == "Qwen2" or attention_bias,
+            o_bias=attention_bias and family != "Qwen2",
+            mlp_bias=bool(getattr(config, "mlp_bias", False)),
+            qk_norm=family == "Qwen3",
+        )
+
+
+def _rope_parameters(config: Any) -> dict[str, Any]:
+    """Rope settings, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
+    rope = dict(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
+    rope.setdefault("rope_theta", getattr(config, "rope_theta", 10000.0))
+    rope.setdefault("rope_type", rope.get("type", "default"))
+    if rope["rope_type"] not in SUPPORTED_ROPE_TYPES:
+        raise ValueError(
+            f"rope type {rope['rope_type']!r} is not supported; supported: {', '.join(SUPPORTED_ROPE_TYPES)}"
+        )
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(f"partial_rotary_factor {rope['partial_rotary_factor']} is not supported, only 1.0")
+    if rope.get("original_max_position_embeddings") is None:
+        rope["original_max_position_embeddings"] = config.max_position_embeddings
+    if rope["rope_type"] == "yarn" and rope.get("factor") is None:
+        rope["factor"] = config.max_position_embeddings / rope["original_max_position_embeddings"]
+    return rope
+
+
+# ---- Rotary position embedding ------------------------------------------------------------------
+
+
+def rope_frequencies(rope: dict[str, Any], head_dim: int) -> tuple[Tensor, float]:
+    """Inverse frequencies, (D / 2,) float32, and the factor that scales cos and sin.
+
+    Sources: RoFormer, https://arxiv.org/abs/2104.09864; position interpolation,
+    https://arxiv.org/abs/2306.15595; YaRN, https://arxiv.org/abs/2309.00071; Llama 3.1's code.
+    """
+    theta: float = rope["rope_theta"]
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim
+    inv_freq = 1.0 / theta**exponents
+    original = rope["original_max_position_embeddings"]
+    match rope["rope_type"]:
+        case "linear":
+            return inv_freq / rope["factor"], 1.0
+        case "llama3":
+            low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+            turns = original * inv_freq / (2 * math.pi)  # rotations over the original context
+            # Slow dimensions are interpolated, fast ones kept, those between are blended.
+            keep = ((turns - low) / (high - low)).clamp(0, 1)
+            return keep * inv_freq + (1 - keep) * inv_freq / rope["factor"], 1.0
+        case "yarn":
+            factor: float = rope["factor"]
+
+            def dimension(num_turns: float) -> float:
+                """The (fractional) dimension that makes `num_turns` over the original context."""
+                return head_dim * math.log(original / (num_turns * 2 * math.pi)) / (2 * math.log(theta))
+
+            low = dimension(rope.get("beta_fast") or 32)
+            high = dimension(rope.get("beta_slow") or 1)
+            if rope.get("truncate", True):
+                low, high = math.floor(low), math.ceil(high)
+            low, high = max(low, 0), min(high, head_dim - 1)
+            ramp = (torch.arange(head_dim // 2, dtype=torch.float32, device="cpu") - low) / max(
+                high - low, 0.001
+            )
+            keep = 1 - ramp.clamp(0, 1)
+
+            def mscale(weight: float) -> float:
+                return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+            attention_factor = rope.get("attention_factor")
+            if attention_factor is None:
+                this, all_dims = rope.get("mscale"), rope.get("mscale_all_dim")
+                attention_factor = mscale(this) / mscale(all_dims) if this and all_dims else mscale(1)
+            return keep * inv_freq + (1 - keep) * inv_freq / factor, float(attention_factor)
+    return inv_freq, 1.0
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate each head of x (T, heads, D) by its token's angles, cos and sin (T, 1, D)."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+# ---- Layers -------------------------------------------------------------------------------------
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight, computed in float32 and never in place: x is also the residual."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension; same shape and dtype."""
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Self-attention of one layer with one fused projection for queries, keys and values."""
+
+    def __init__(self, config: DecoderConfig, window: int | None) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.sizes = [config.num_heads * config.head_dim] + [config.num_kv_heads * config.head_dim] * 2
+        self.window = window
+        self.qkv_proj = nn.Linear(config.hidden_size, sum(self.sizes), bias=config.qkv_bias)
+        self.o_proj = nn.Linear(self.sizes[0], config.hidden_size, bias=config.o_bias)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache, attention: PagedAttention
+    ) -> Tensor:
+        """(T, E) -> (T, E)."""
+        q, k, v = (
+            part.view(len(x), -1, self.head_dim) for part in self.qkv_proj(x).split(self.sizes, dim=-1)
+        )
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        out = attention(q, k, v, cache, scale=self.head_dim**-0.5, window=self.window)
+        return self.o_proj(out.flatten(1))  # type: ignore[no-any-return]
+
+
+class MLP(nn.Module):
+    """down(silu(gate(x)) * up(x)), gate and up in one projection."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(T, E) -> (T, E)."""
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(F.silu(gate) * up)  # type: ignore[no-any-return]
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each behind a norm and around a residual."""
+
+    def __init__(self, config: DecoderConfig, window: int | None) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, window)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache, attention: PagedAttention
+    ) -> Tensor:
+        """(T, E) -> (T, E)."""
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, cache, attention)
+        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+
+
+class Decoder(nn.Module):
+    """The whole model; parameter names are Hugging Face's, less the `model.` prefix and the fusions."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config, window) for window in config.windows)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+        # A plain attribute, not a buffer: it stays float32 when the model's dtype is changed.
+        self.rope_table: tuple[Tensor, Tensor] | None = None
+
+    def build_rope_table(self, num_positions: int) -> None:
+        """Compute cos and sin for positions [0, num_positions): (positions, 1, D) float32 each."""
+        inv_freq, factor = rope_frequencies(self.config.rope, self.config.head_dim)
+        angles = torch.outer(torch.arange(num_positions).float(), inv_freq).repeat(1, 2).unsqueeze(1)
+        device = self.embed_tokens.weight.device
+        self.rope_table = (angles.cos() * factor).to(device), (angles.sin() * factor).to(device)
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, caches: Sequence[KVCache], attention: PagedAttention
+    ) -> Tensor:
+        """Token ids and positions, (T,) int64 each, to hidden states, (T, E); fills the caches."""
+        assert self.rope_table is not None, "call build_rope_table first"
+        x = self.embed_tokens(input_ids)
+        cos, sin = (table[positions].to(x.dtype) for table in self.rope_table)
+        for layer, cache in zip(self.layers, caches, strict=True):
+            x = layer(x, cos, sin, cache, attention)
+        return self.norm(x)  # type: ignore[no-any-return]
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """(R, E) -> (R, vocab_size)."""
+        return self.lm_head(hidden)  # type: ignore[no-any-return]

@@ -1,0 +1,317 @@
+"""What a request asks for (`SamplingParams`) and how logits become tokens (`sample`).
+
+Shape letters: R rows (sequences that get a token this step), V vocabulary.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from numbers import Integral, Real
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+# ---- SamplingParams: what a request asks for ----------------------------------------------------
+
+
+def _integer(name: str, value: Any, low: int, high: float = math.inf) -> None:
+    limits = f"an integer in [{low}, {high}{')' if high == math.inf else ']'}"
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} must be {limits}, got {value!r}")
+    if not low <= int(value) <= high:
+        raise ValueError(f"{name} must be {limits}, got {value!r}")
+
+
+def _number(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
+    opening, closing = "(" if open_low else "[", ")" if high == math.inf else "]"
+    limits = f"a finite number in {opening}{low}, {high}{closing}"
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be {limits}, got {value!r}")
+    number = float(value)
+    if not math.isfinite(number) or not low <= number <= high or (open_low and number == low):
+        raise ValueError(f"{name} must be {limits}, got {value!r}")
+
+
+def _items(name: str, value: Any, kind: type, what: str) -> None:
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise TypeError(f"{name} must be a list of {what}, got {value!r}")
+    for item in value:
+        if isinstance(item, bool) or not isinstance(item, kind):
+            raise TypeError(f"{name} must hold {what} only, got {item!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to sample, when to stop and what to report; names and defaults are vLLM's.
+
+    Raises:
+        TypeError, ValueError: a field is of the wrong type or out of its range.
+    """
+
+    n: int = 1  # samples per prompt; they share the prompt's full blocks
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0  # keep the likeliest tokens up to and including the one that crosses top_p
+    top_k: int = 0  # keep the k likeliest tokens; 0 or -1 is all
+    min_p: float = 0.0  # keep tokens at least min_p times as likely as the likeliest
+    seed: int | None = None  # None or -1: derived from the engine's seed
+    presence_penalty: float = 0.0  # subtracted once from every token in the output
+    frequency_penalty: float = 0.0  # subtracted per occurrence in the output
+    repetition_penalty: float = 1.0  # divides (or multiplies) logits of tokens in prompt and output
+    logit_bias: dict[int, float] | None = None  # added to the logits of these token ids
+    allowed_token_ids: list[int] | None = None  # nothing else may be sampled
+    max_tokens: int | None = 16  # None: up to max_model_len
+    min_tokens: int = 0  # no end-of-sequence or stop token or string before this many
+    ignore_eos: bool = False
+    stop: str | list[str] | None = None  # ends the output before the first of these strings
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    logprobs: int | None = None  # report this many likeliest tokens, and the sampled one
+    prompt_logprobs: int | None = None
+    detokenize: bool = True  # False: token ids only, text stays empty
+    skip_special_tokens: bool = True
+    # Strings in `stop`, as a tuple, whatever form the user gave them in.
+    stop_strings: tuple[str, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Validate every field; nothing is clipped or ignored."""
+        _integer("n", self.n, 1)
+        _number("temperature", self.temperature, 0.0, math.inf)
+        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _integer("top_k", self.top_k, -1)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        if self.seed is not None:
+            _integer("seed", self.seed, -(2**63), 2**64 - 1)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
+        if self.logit_bias is not None:
+            if not isinstance(self.logit_bias, dict):
+                raise TypeError(f"logit_bias must be a dict of token id to bias, got {self.logit_bias!r}")
+            _items("logit_bias", self.logit_bias, Integral, "token ids")
+            for bias in self.logit_bias.values():
+                _number("logit_bias", bias, -math.inf, math.inf)
+        if self.allowed_token_ids is not None:
+            _items("allowed_token_ids", self.allowed_token_ids, Integral, "token ids")
+            if not self.allowed_token_ids:
+                raise ValueError("allowed_token_ids must not be empty, got []")
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1)
+        _integer("min_tokens", self.min_tokens, 0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens must be at most max_tokens={self.max_tokens}, got {self.min_tokens}"
+            )
+        for name in ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+        _items("stop", stop, str, "strings")
+        if "" in stop:
+            raise ValueError("stop must not hold an empty string, got ''")
+        if stop and not self.detokenize:
+            raise ValueError("stop strings need detokenize=True, got detokenize=False")
+        object.__setattr__(self, "stop_strings", tuple(stop))
+        if self.stop_token_ids is not None:
+            _items("stop_token_ids", self.stop_token_ids, Integral, "token ids")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), 0)
+        if self.prompt_logprobs is not None:
+            raise ValueError(f"prompt_logprobs is not supported yet, got {self.prompt_logprobs!r}; use None")
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise ValueError where a token id or a count does not fit the vocabulary."""
+        for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
+            for token_id in getattr(self, name) or ():
+                if not 0 <= token_id < vocab_size:
+                    raise ValueError(f"{name} must hold token ids in [0, {vocab_size}), got {token_id}")
+        if self.logprobs is not None and self.logprobs > vocab_size:
+            raise ValueError(f"logprobs must be at most the vocabulary's {vocab_size}, got {self.logprobs}")
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether the logits must be edited before temperature and filters."""
+        return (
+            self.min_tokens > 0
+            or self.presence_penalty != 0
+            or self.frequency_penalty != 0
+            or self.repetition_penalty != 1
+            or self.logit_bias is not None
+            or self.allowed_token_ids is not None
+        )
+
+    @property
+    def filters(self) -> bool:
+        """Whether top_k, top_p or min_p cut anything off."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+
+# ---- sample: logits -> tokens -------------------------------------------------------------------
+
+
+class SamplingRow(NamedTuple):
+    """One sequence, as the sampler sees it."""
+
+    params: SamplingParams
+    seed: int  # 64 bits; with the position it fixes the row's random number
+    token_ids: Sequence[int]  # prompt and output so far
+    num_prompt_tokens: int
+    stop_ids: frozenset[int]  # end-of-sequence and stop token ids, banned until min_tokens
+
+
+@dataclass(slots=True)
+class Logprob:
+    """The log-probability of one token, its rank (1 is the likeliest) and its text."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+class SamplerOutput(NamedTuple):
+    """A token per row, and what was asked to be reported of it."""
+
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob] | None]
+
+
+def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> SamplerOutput:
+    """Draw one token per row; no row's result depends on the other rows.
+
+    The order is vLLM's: log-probabilities are reported from the raw logits; then bans, biases and
+    penalties; temperature; min_p, top_k, top_p; one draw.
+
+    Args:
+        logits: (R, V), any floating dtype, not modified.
+        rows: the R sequences.
+    """
+    raw = logits = logits.float()
+    params = [row.params for row in rows]
+    if any(p.changes_logits for p in params):
+        logits = _edit_logits(logits.clone(), rows)
+    if all(p.temperature == 0 for p in params):
+        tokens = logits.argmax(-1)
+    else:
+        device = logits.device
+        temperature = torch.tensor([p.temperature for p in params], device=device).unsqueeze(1)
+        is_greedy = temperature == 0
+        # Subtract the maximum first: then no temperature, however small, can overflow.
+        scaled = (logits - logits.amax(-1, keepdim=True)) / temperature.masked_fill(is_greedy, 1)
+        filtered = [i for i, p in enumerate(params) if p.filters]
+        if filtered:
+            index = torch.tensor(filtered, device=device)
+            scaled[index] = _filter(scaled[index], [params[i] for i in filtered])
+        seeds = np.array([row.seed for row in rows], dtype=np.uint64)
+        positions = np.array([len(row.token_ids) for row in rows], dtype=np.uint64)
+        tokens = _draw(scaled.exp(), torch.from_numpy(uniform(seeds, positions)).to(device))
+        if is_greedy.any():
+            tokens = torch.where(is_greedy.squeeze(1), logits.argmax(-1), tokens)
+    token_ids = tokens.tolist()
+    return SamplerOutput(token_ids, _logprobs(raw, token_ids, params))
+
+
+def uniform(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """One number in [0, 1) per (seed, position): the splitmix64 generator, indexed.
+
+    Keyed by position rather than drawn from a stream, so that it survives preemption and does not
+    depend on the batch. Shapes: (R,) uint64 each -> (R,) float64.
+    Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (2014).
+    """
+    z = seeds + (positions + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    z = (z ^ (z >> np.uint64(31))) >> np.uint64(11)
+    return np.asarray(z * 2.0**-53)
+
+
+def _edit_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Apply bans, biases and penalties in place, touching only the entries they name."""
+    for i, (params, _, token_ids, num_prompt_tokens, stop_ids) in enumerate(rows):
+        if not params.changes_logits:
+            continue
+        row = logits[i]
+        if params.allowed_token_ids is not None:
+            allowed = torch.tensor(params.allowed_token_ids, device=row.device)
+            row.copy_(torch.full_like(row, -math.inf).index_copy(0, allowed, row[allowed]))
+        for token_id, bias in (params.logit_bias or {}).items():
+            row[token_id] += bias
+        if len(token_ids) - num_prompt_tokens < params.min_tokens and stop_ids:
+            row[list(stop_ids)] = -math.inf
+        if params.repetition_penalty != 1:
+            seen = torch.tensor(np.unique(np.fromiter(token_ids, np.int64)), device=row.device)
+            value = row[seen]
+            row[seen] = torch.where(
+                value > 0, value / params.repetition_penalty, value * params.repetition_penalty
+            )
+        if params.presence_penalty or params.frequency_penalty:
+            output = np.array(token_ids[num_prompt_tokens:], dtype=np.int64)
+            made, counts = np.unique(output, return_counts=True)
+            penalty = params.presence_penalty + params.frequency_penalty * counts
+            row[torch.from_numpy(made).to(row.device)] -= torch.from_numpy(penalty).to(row)
+    return logits
+
+
+def _filter(scaled: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Set to -inf what min_p, top_k and top_p cut off; the likeliest token always stays."""
+
+    def column(values: list[float]) -> Tensor:
+        return torch.tensor(values, device=scaled.device).unsqueeze(1)
+
+    values, order = scaled.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(values.shape[1], device=values.device)
+    top_k = column([p.top_k if p.top_k > 0 else values.shape[1] for p in params])
+    too_unlikely = (values - values[:, :1]).exp() < column([p.min_p for p in params])
+    values = values.masked_fill((rank >= top_k) | too_unlikely, -math.inf)
+    probs = values.softmax(-1)
+    # top_p = 1 keeps everything, even where rounding lets the sum before a token reach 1.
+    top_p = column([p.top_p if p.top_p < 1 else math.inf for p in params])
+    values = values.masked_fill(probs.cumsum(-1) - probs >= top_p, -math.inf)
+    return torch.empty_like(scaled).scatter_(1, order, values)
+
+
+def _draw(weights: Tensor, u: Tensor) -> Tensor:
+    """Inverse-CDF sampling in two levels: first a chunk of the vocabulary, then a token within it.
+
+    A cumulative sum over the whole vocabulary would cost five times as much, `torch.multinomial`
+    thirty times. A token of weight 0 is never drawn. `weights` (R, V) float32, `u` (R,) float64.
+    """
+    num_rows, vocab_size = weights.shape
+    chunk_size = max(1, math.isqrt(vocab_size))
+    padded = torch.nn.functional.pad(weights, (0, -vocab_size % chunk_size))
+    chunks = padded.view(num_rows, -1, chunk_size)
+    each_row = torch.arange(num_rows, device=weights.device)
+
+    def pick(sums: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """The first index whose running sum exceeds `target`, and what is left of `target`."""
+        # Rounding may bring the target up to the total; the clamp keeps it inside the last weight.
+        below_total = torch.nextafter(sums[:, -1], torch.zeros_like(sums[:, -1]))
+        target = torch.minimum(target, below_total)
+        index = (sums <= target.unsqueeze(1)).sum(-1)
+        before = torch.where(index > 0, sums[each_row, index - 1], 0.0)
+        return index, target - before
+
+    chunk_sums = chunks.sum(-1, dtype=torch.float64).cumsum(-1)
+    chunk, rest = pick(chunk_sums, u * chunk_sums[:, -1])
+    within, _ = pick(chunks[each_row, chunk].double().cumsum(-1), rest)
+    return chunk * chunk_size + within
+
+
+def _logprobs(
+    raw: Tensor, token_ids: list[int], params: Sequence[SamplingParams]
+) -> list[dict[int, Logprob] | None]:
+    """Per row that asked: the sampled token and the likeliest k, from the raw logits."""
+    results: list[dict[int, Logprob] | None] = [None] * len(params)
+    for i, p in enumerate(params):
+        if p.logprobs is not None:
+            logprobs = raw[i].log_softmax(-1)
+            chosen = logprobs[token_ids[i]]
+            rank = int((logprobs > chosen).sum()) + 1
+            entry = {token_ids[i]: Logprob(float(chosen), rank)}
+            values, order = logprobs.topk(p.logprobs)
+            for k, (value, token_id) in enumerate(zip(values.tolist(), order.tolist(), strict=True), 1):
+                entry.setdefault(token_id, Logprob(value, k))
+            results[i] = entry
+    return results

@@ -1,0 +1,187 @@
+"""From a hub id or a directory to a config, a tokenizer and a loaded model. Safetensors only."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import AutoConfig, AutoTokenizer
+
+from nanoengine.model import Decoder, DecoderConfig
+
+# Hugging Face's name -> our fused parameter and the part of its rows.
+FUSED = {
+    "q_proj": ("qkv_proj", 0),
+    "k_proj": ("qkv_proj", 1),
+    "v_proj": ("qkv_proj", 2),
+    "gate_proj": ("gate_up_proj", 0),
+    "up_proj": ("gate_up_proj", 1),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A model's files on this machine, and what its config says."""
+
+    path: Path
+    hf_config: Any
+    config: DecoderConfig
+    tokenizer: Any  # a transformers tokenizer, None where there is none
+    eos_token_ids: tuple[int, ...]  # every id that ends a sequence
+    generation_config: dict[str, Any]
+
+
+def open_checkpoint(
+    model: str, *, tokenizer: str | None = None, revision: str | None = None, trust_remote_code: bool = False
+) -> Checkpoint:
+    """Find a checkpoint and read everything but its weights.
+
+    Raises:
+        ValueError: not a checkpoint, or not one of a supported architecture.
+        OSError: a hub id that cannot be found or reached.
+    """
+    path = _resolve(model, revision)
+    if not (path / "config.json").is_file():
+        raise ValueError(f"{path} holds no config.json; a model directory in Hugging Face format is needed")
+    hf_config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    config = DecoderConfig.from_hf(hf_config)
+    tokenizer_path = path if tokenizer is None else _resolve(tokenizer, revision)
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+    has_tokenizer = any((tokenizer_path / name).is_file() for name in names)
+    if tokenizer is not None and not has_tokenizer:
+        raise ValueError(f"tokenizer {tokenizer!r} holds none of {', '.join(names)}")
+    loaded = None
+    if has_tokenizer:
+        loaded = AutoTokenizer.from_pretrained(tokenizer_path, trust_remote_code=trust_remote_code)
+        if not loaded.is_fast:
+            raise ValueError(f"the tokenizer in {tokenizer_path} has no fast version (tokenizer.json)")
+    generation_path = path / "generation_config.json"
+    generation = json.loads(generation_path.read_text()) if generation_path.is_file() else {}
+    eos: list[int] = []
+    for ids in (
+        getattr(loaded, "eos_token_id", None),
+        hf_config.eos_token_id,
+        generation.get("eos_token_id"),
+    ):
+        eos += ids if isinstance(ids, list) else [] if ids is None else [ids]
+    return Checkpoint(path, hf_config, config, loaded, tuple(dict.fromkeys(eos)), generation)
+
+
+def _resolve(model: str, revision: str | None) -> Path:
+    """The directory of a local model, or of a hub model after downloading what is needed."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ValueError(f"model must be a directory or a hub id, got the file {model!r}")
+    if model.startswith((".", "/", "~")) or model.count("/") != 1:
+        raise ValueError(f"model {model!r} is neither a directory here nor a hub id of the form owner/name")
+    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+    return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
+
+
+def resolve_dtype(dtype: str | torch.dtype, hf_config: Any) -> torch.dtype:
+    """A torch dtype from "auto" (the checkpoint's own), "bfloat16", "float16" or "float32"."""
+    if dtype == "auto":
+        # `dtype` in transformers 5, `torch_dtype` before.
+        dtype = getattr(hf_config, "dtype", None) or getattr(hf_config, "torch_dtype", None) or "float32"
+    names = {"half": "float16", "float": "float32"}
+    resolved = getattr(torch, names.get(dtype, dtype), None) if isinstance(dtype, str) else dtype
+    if resolved not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"dtype must be auto, bfloat16, float16 or float32, got {dtype!r}")
+    return resolved
+
+
+@torch.no_grad()
+def load_model(
+    checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device, load_format: str, seed: int
+) -> Decoder:
+    """Build the decoder and fill every parameter, from the checkpoint or (dummy) at random.
+
+    Tensors are copied one at a time from memory-mapped files, so the weights are held once.
+
+    Raises:
+        ValueError: a tensor is missing, unexpected or of the wrong shape, or a file is damaged.
+    """
+    with torch.device("meta"):
+        model = Decoder(checkpoint.config).to(dtype)
+    model = model.to_empty(device=device).eval().requires_grad_(False)
+    if checkpoint.config.tie_word_embeddings:
+        model.lm_head.weight = model.embed_tokens.weight  # to_empty unties
+    if load_format == "dummy":
+        generator = torch.Generator(device).manual_seed(seed)
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.fill_(1.0)
+            else:
+                parameter.normal_(0.0, 0.02, generator=generator)
+    else:
+        _fill(model, checkpoint)
+    return model
+
+
+def _fill(model: Decoder, checkpoint: Checkpoint) -> None:
+    wanted = _destinations(model)
+    ignored = {"lm_head.weight"} if checkpoint.config.tie_word_embeddings else set()
+    filled: set[str] = set()
+    for name, tensor in _tensors(checkpoint.path):
+        if name in ignored or name.endswith("rotary_emb.inv_freq"):  # a buffer old Llamas saved
+            continue
+        if name not in wanted or name in filled:
+            problem = "twice" if name in filled else "which the architecture does not have"
+            raise ValueError(f"{checkpoint.path} holds tensor {name!r} {problem}")
+        if tensor.shape != wanted[name].shape:
+            raise ValueError(
+                f"tensor {name!r} has shape {tuple(tensor.shape)}, "
+                f"the config asks for {tuple(wanted[name].shape)}"
+            )
+        wanted[name].copy_(tensor)
+        filled.add(name)
+    if missing := sorted(wanted.keys() - filled):
+        raise ValueError(f"{checkpoint.path} lacks {len(missing)} tensors, the first is {missing[0]!r}")
+
+
+def _destinations(model: Decoder) -> dict[str, Tensor]:
+    """Hugging Face tensor name -> the (part of a) parameter it fills."""
+    config = model.config
+    rows = {
+        "qkv_proj": [n * config.head_dim for n in (config.num_heads, *[config.num_kv_heads] * 2)],
+        "gate_up_proj": [config.intermediate_size] * 2,
+    }
+    result: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        full_name = name if name.startswith("lm_head") else f"model.{name}"
+        fused = next((f for f in rows if f".{f}." in name), None)
+        if fused is None:
+            result[full_name] = parameter
+            continue
+        parts = torch.split(parameter, rows[fused])
+        for part_name, (target, index) in FUSED.items():
+            if target == fused:
+                result[full_name.replace(fused, part_name)] = parts[index]
+    return result
+
+
+def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a checkpoint, one at a time; the index decides which files belong to it."""
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        files = sorted({path / file for file in json.loads(index.read_text())["weight_map"].values()})
+    else:
+        files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{path} holds no *.safetensors; pickled weights (*.bin, *.pt) are not loaded")
+    for file in files:
+        if not file.is_file():
+            raise ValueError(f"{path} lacks the shard {file.name}, which {index.name} names")
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (not a dict)
+                    yield name, tensors.get_tensor(name)
+        except SafetensorError as error:
+            raise ValueError(f"{file} is damaged or not a safetensors file: {error}") from error

@@ -1,0 +1,104 @@
+"""Paged attention against dense attention, sequence by sequence."""
+
+import pytest
+import torch
+
+from nanoengine.attention import AttentionMetadata, KVCache, PagedAttention
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+def dense(q, k, v, scale, window):
+    """Causal attention of the last len(q) positions over k and v, in float64."""
+    q, k, v = q.double(), k.double(), v.double()
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+    distance = torch.arange(len(k))[-len(q) :, None] - torch.arange(len(k))
+    hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+
+
+def check(lens, block_size, heads=4, kv_heads=2, head_dim=16, window=None, dtype=torch.float32):
+    """`lens` is (new tokens, tokens in all) per sequence; blocks are scattered at random."""
+    generator = torch.Generator().manual_seed(0)
+
+    def rand(*shape):
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    num_blocks = [-(-total // block_size) for _, total in lens]
+    ids = torch.randperm(sum(num_blocks), generator=generator) + 1
+    tables = torch.zeros(len(lens), max(num_blocks), dtype=torch.int32)
+    cache = KVCache(*(rand(sum(num_blocks) + 1, block_size, kv_heads, head_dim) for _ in range(2)))
+    slots, past = [], []
+    for i, (new, total) in enumerate(lens):
+        table = ids[: num_blocks[i]]
+        ids = ids[num_blocks[i] :]
+        tables[i, : num_blocks[i]] = table
+        all_slots = table.repeat_interleave(block_size) * block_size
+        all_slots = (all_slots + torch.arange(block_size).repeat(num_blocks[i]))[:total]
+        past.append([x.view(-1, kv_heads, head_dim)[all_slots] for x in (cache.k, cache.v)])
+        slots.append(all_slots[total - new :])
+    num_tokens = sum(new for new, _ in lens)
+    q, k, v = rand(num_tokens, heads, head_dim), *(rand(num_tokens, kv_heads, head_dim) for _ in range(2))
+    starts = torch.tensor([0, *(new for new, _ in lens)]).cumsum(0)
+    metadata = AttentionMetadata(
+        cu_seqlens_q=starts.int(),
+        seq_lens=torch.tensor([total for _, total in lens], dtype=torch.int32),
+        block_tables=tables,
+        slot_mapping=torch.cat(slots),
+    )
+    out = PagedAttention(metadata, block_size)(q, k, v, cache, scale=head_dim**-0.5, window=window)
+    assert out.shape == q.shape
+    assert out.dtype == dtype
+    for i, (new, _) in enumerate(lens):
+        rows = slice(int(starts[i]), int(starts[i + 1]))
+        full_k, full_v = past[i]
+        full_k[-new:], full_v[-new:] = k[rows], v[rows]
+        expected = dense(q[rows], full_k, full_v, head_dim**-0.5, window)
+        torch.testing.assert_close(out[rows].double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+MIXED = [(1, 1), (1, 40), (7, 7), (5, 33), (1, 16), (16, 16), (2, 17), (1, 100), (50, 90)]
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16, 17, 256])
+def test_any_mix_of_prompts_chunks_and_decodes_equals_dense_attention(block_size):
+    check(MIXED, block_size)
+
+
+@pytest.mark.parametrize("window", [1, 5, 16, 1000])
+def test_a_sliding_window_hides_what_is_further_back(window):
+    check(MIXED, 8, window=window)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (8, 1), (3, 3)])
+def test_grouped_and_multi_query_heads_read_their_own_kv_head(heads, kv_heads):
+    check(MIXED, 16, heads=heads, kv_heads=kv_heads)
+
+
+@pytest.mark.parametrize(("kv_heads", "head_dim"), [(2, 20), (3, 11), (1, 80), (2, 96), (2, 256)])
+def test_any_head_dim_works_power_of_two_or_not(kv_heads, head_dim):
+    check(MIXED, 16, heads=2 * kv_heads, kv_heads=kv_heads, head_dim=head_dim)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_every_dtype_is_within_its_tolerance(dtype):
+    check(MIXED, 16, dtype=dtype)
+
+
+def test_forty_decodes_of_mixed_lengths_are_grouped_without_mixing_them_up():
+    check([(1, 1 + 7 * i % 90) for i in range(40)], 16)
+
+
+def test_a_discarded_write_leaves_shared_blocks_untouched():
+    cache = KVCache(torch.randn(3, 4, 1, 8), torch.randn(3, 4, 1, 8))
+    before = cache.k[1:].clone()
+    metadata = AttentionMetadata(
+        torch.tensor([0, 1], dtype=torch.int32),
+        torch.tensor([8], dtype=torch.int32),
+        torch.tensor([[1, 2]], dtype=torch.int32),
+        torch.tensor([0]),
+    )
+    q, k = torch.randn(1, 2, 8), torch.randn(1, 1, 8)
+    PagedAttention(metadata, 4)(q, k, k, cache, scale=1.0)
+    assert torch.equal(cache.k[1:], before)

@@ -1,0 +1,90 @@
+"""The decoder against transformers, on tiny random checkpoints of every family it serves."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, Qwen3Config
+
+from nanoengine import LLM, SamplingParams
+from nanoengine.model import DecoderConfig
+from tests.helpers import ARCHITECTURES, TINY, checkpoint, greedy, random_prompts
+
+LENGTHS = [1, 2, 15, 16, 17, 31, 33, 64, 100, 150, 200, 300]
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_greedy_tokens_equal_transformers_alone_and_in_a_batch(name, tmp_path_factory):
+    path, reference = checkpoint(name, tmp_path_factory)
+    prompts = random_prompts(LENGTHS)
+    params = SamplingParams(temperature=0, max_tokens=40)
+    with LLM(str(path), num_kv_blocks=800, block_size=16, enable_prefix_caching=False) as llm:
+        assert llm.runner.dtype == torch.float32
+        batched = llm.generate((prompts * 3)[:32], params, use_tqdm=False)
+        for index, prompt in enumerate(prompts):
+            expected = greedy(reference, prompt, 40)
+            assert batched[index].outputs[0].token_ids == expected
+            if index in (0, 3, 8, 11):
+                alone = llm.generate(prompt, params, use_tqdm=False)[0]
+                assert alone.outputs[0].token_ids == expected
+        for output, twin in zip(batched[12:], batched, strict=False):
+            assert output.outputs[0].token_ids == twin.outputs[0].token_ids
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.15), ("float16", 0.02)])
+@pytest.mark.parametrize("name", ["qwen3", "llama with biases", "llama yarn rope"])
+def test_logprobs_agree_with_transformers_in_every_dtype(name, dtype, tolerance, tmp_path_factory):
+    path, reference = checkpoint(name, tmp_path_factory)
+    prompt = random_prompts([90])[0]
+    with torch.no_grad():
+        expected = reference(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=5)
+    with LLM(str(path), dtype=dtype, num_kv_blocks=20) as llm:
+        entry = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].logprobs[0]
+    for token_id, logprob in entry.items():
+        assert abs(logprob.logprob - expected[token_id].item()) < tolerance * max(
+            1, abs(expected[token_id].item())
+        )
+
+
+def test_the_same_forward_pass_twice_gives_the_same_logits(tmp_path_factory):
+    """In-place norms once corrupted the residual in float32."""
+    path, _ = checkpoint("qwen3", tmp_path_factory)
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=0)
+    with LLM(str(path), num_kv_blocks=20, enable_prefix_caching=False) as llm:
+        first, second = (llm.generate([5, 6, 7], params, use_tqdm=False)[0] for _ in range(2))
+    assert first.outputs[0].cumulative_logprob == second.outputs[0].cumulative_logprob
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*supported: LlamaForCausalLM"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "rope type 'dynamic'.*supported: default, linear, llama3, yarn",
+        ),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor",
+        ),
+    ],
+)
+def test_what_cannot_be_served_is_an_error_that_lists_what_can(changes, message):
+    config = LlamaConfig(**{**TINY, "architectures": ["LlamaForCausalLM"], **changes})
+    with pytest.raises(ValueError, match=message):
+        DecoderConfig.from_hf(config)
+
+
+def test_a_llama_checkpoint_is_not_built_as_qwen3():
+    llama = DecoderConfig.from_hf(LlamaConfig(**TINY, architectures=["LlamaForCausalLM"]))
+    qwen = DecoderConfig.from_hf(Qwen3Config(**TINY, architectures=["Qwen3ForCausalLM"]))
+    assert (llama.qk_norm, qwen.qk_norm) == (False, True)
+
+
+def test_rope_settings_in_the_format_of_transformers_4_are_understood():
+    config = LlamaConfig(**TINY, architectures=["LlamaForCausalLM"])
+    config.rope_parameters = None
+    config.rope_theta = 5000.0
+    config.rope_scaling = {"type": "linear", "factor": 4.0}
+    rope = DecoderConfig.from_hf(config).rope
+    assert (rope["rope_type"], rope["rope_theta"], rope["factor"]) == ("linear", 5000.0, 4.0)

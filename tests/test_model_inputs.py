@@ -1,0 +1,63 @@
+"""build_inputs is a pure function of integers: every array is checked by hand."""
+
+import numpy as np
+import pytest
+
+from nanoengine.engine import Chunk, ScheduledBatch, build_inputs
+from tests.helpers import make_sequence
+
+
+def batch_of(*chunks: Chunk) -> ScheduledBatch:
+    sampled = [chunk.seq for chunk in chunks if chunk.is_last]
+    return ScheduledBatch(list(chunks), sampled, sum(end - start for _, start, end in chunks))
+
+
+def sequence(seq_id: int, token_ids: list[int], block_table: list[int], num_hit_tokens: int = 0):
+    seq = make_sequence(seq_id, token_ids)
+    seq.block_table, seq.num_hit_tokens = block_table, num_hit_tokens
+    return seq
+
+
+def test_a_mixed_batch_is_laid_out_flat():
+    decode = sequence(0, [10, 11, 12, 13, 14], [7, 2])
+    chunk = sequence(1, [20, 21, 22, 23, 24, 25, 26], [3, 5])
+    prompt = sequence(2, [30, 31], [9])
+    inputs = build_inputs(batch_of(Chunk(decode, 4, 5), Chunk(chunk, 2, 6), Chunk(prompt, 0, 2)), 4)
+    assert inputs.input_ids.tolist() == [14, 22, 23, 24, 25, 30, 31]
+    assert inputs.positions.tolist() == [4, 2, 3, 4, 5, 0, 1]
+    assert inputs.slot_mapping.tolist() == [8, 14, 15, 20, 21, 36, 37]
+    assert inputs.cu_seqlens_q.tolist() == [0, 1, 5, 7]
+    assert inputs.seq_lens.tolist() == [5, 6, 2]
+    assert inputs.block_tables.tolist() == [[7, 2], [3, 5], [9, 0]]
+    assert inputs.sample_rows.tolist() == [0, 6]  # the chunk's prompt is unfinished
+    assert [a.dtype for a in inputs] == [np.int64] * 3 + [np.int32] * 3 + [np.int64]
+
+
+def test_a_token_recomputed_after_a_full_hit_is_written_to_the_null_block():
+    hit = sequence(0, list(range(8)), [4, 6], num_hit_tokens=8)
+    inputs = build_inputs(batch_of(Chunk(hit, 7, 8)), 4)
+    assert inputs.positions.tolist() == [7]
+    assert inputs.slot_mapping[0] < 4
+    assert inputs.seq_lens.tolist() == [8]
+
+
+def test_tokens_after_a_partial_hit_are_written():
+    hit = sequence(0, list(range(10)), [4, 6, 8], num_hit_tokens=8)
+    assert build_inputs(batch_of(Chunk(hit, 8, 10)), 4).slot_mapping.tolist() == [32, 33]
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16])
+def test_slots_follow_the_definition_for_any_block_size(block_size):
+    rng = np.random.default_rng(0)
+    chunks = []
+    for seq_id in range(5):
+        length = int(rng.integers(2, 60))
+        blocks = -(-length // block_size)
+        seq = sequence(seq_id, list(range(length)), (rng.permutation(200)[:blocks] + 1).tolist())
+        chunks.append(Chunk(seq, int(rng.integers(0, length)), length))
+    expected = [
+        seq.block_table[p // block_size] * block_size + p % block_size
+        for seq, start, end in chunks
+        for p in range(start, end)
+    ]
+    assert build_inputs(batch_of(*chunks), block_size).slot_mapping.tolist() == expected

@@ -1,0 +1,102 @@
+"""Text as it arrives, and stop strings across token boundaries."""
+
+import random
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from nanoengine.outputs import Detokenizer
+from nanoengine.sampling import SamplingParams
+
+TEXT = "The quick brown fox jumps over the lazy dog — café, naïve, 日本語, 🙂🙃! " * 3
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    """A byte-level BPE whose tokens split characters, and hold several."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=alphabet, special_tokens=["<eos>"], show_progress=False
+    )
+    tokenizer.train_from_iterator([TEXT], trainer)
+    return tokenizer
+
+
+def feed(tokenizer, text, **params):
+    """The text and the stop string after each token, until one is found."""
+    detokenizer = Detokenizer(tokenizer, tokenizer.encode("Start:").ids, SamplingParams(**params))
+    steps = []
+    for token_id in tokenizer.encode(text).ids:
+        stop = detokenizer.append(token_id)
+        steps.append(detokenizer.text)
+        if stop is not None:
+            return steps, stop
+    return steps, None
+
+
+def test_the_text_grows_to_exactly_the_decoded_text_by_whole_characters(tokenizer):
+    assert len(tokenizer.encode("日本語🙂").ids) > 4  # characters are split over tokens
+    steps, _ = feed(tokenizer, TEXT)
+    assert steps[-1] == TEXT
+    for before, after in zip(steps, steps[1:], strict=False):
+        assert after.startswith(before)
+        assert "\ufffd" not in after
+
+
+def test_an_unfinished_character_at_the_end_is_never_shown(tokenizer):
+    ids = tokenizer.encode("ok 🙂").ids
+    detokenizer = Detokenizer(tokenizer, [1, 2, 3, 4], SamplingParams())
+    for token_id in ids[:-1]:
+        detokenizer.append(token_id)
+    assert detokenizer.text in ("ok", "ok ")  # the space may be in one token with the first bytes
+
+
+def test_a_stop_string_is_found_at_every_offset_and_across_tokens(tokenizer):
+    for start in range(0, 60, 3):
+        for length in (1, 2, 5, 11):
+            stop = TEXT[start : start + length]
+            steps, found = feed(tokenizer, TEXT, stop=stop)
+            assert found == stop
+            assert steps[-1] == TEXT[: TEXT.index(stop)]
+            steps, _ = feed(tokenizer, TEXT, stop=stop, include_stop_str_in_output=True)
+            assert steps[-1] == TEXT[: TEXT.index(stop) + length]
+
+
+def test_the_stop_string_that_comes_first_in_the_text_wins(tokenizer):
+    steps, found = feed(tokenizer, TEXT, stop=["lazy", "brown", "fox"])
+    assert (steps[-1], found) == ("The quick ", "brown")
+
+
+def test_a_stop_string_that_never_comes_changes_nothing(tokenizer):
+    assert feed(tokenizer, TEXT, stop=["absent"]) == feed(tokenizer, TEXT)
+
+
+def test_the_cost_of_a_token_does_not_grow_with_the_text(tokenizer):
+    """The window that is searched stays as short as the longest stop string."""
+    detokenizer = Detokenizer(tokenizer, [], SamplingParams(stop=["abcdefghij"]))
+    for token_id in tokenizer.encode(TEXT * 20).ids:
+        detokenizer.append(token_id)
+        assert len(detokenizer.tail) <= 9
+
+
+def test_special_tokens_are_skipped_unless_asked_for(tokenizer):
+    eos = tokenizer.token_to_id("<eos>")
+    for skip, expected in ((True, "ab"), (False, "a<eos>b")):
+        detokenizer = Detokenizer(tokenizer, [], SamplingParams(skip_special_tokens=skip))
+        for token_id in [*tokenizer.encode("a").ids, eos, *tokenizer.encode("b").ids]:
+            detokenizer.append(token_id)
+        assert detokenizer.text == expected
+
+
+def test_invalid_bytes_become_replacement_characters_and_do_not_stop_the_stream(tokenizer):
+    rng = random.Random(0)
+    for _ in range(200):
+        detokenizer = Detokenizer(tokenizer, [], SamplingParams())
+        ids = [rng.randrange(1, tokenizer.get_vocab_size()) for _ in range(40)]
+        ids += tokenizer.encode(" the end").ids
+        for token_id in ids:
+            detokenizer.append(token_id)
+        assert detokenizer.text == tokenizer.decode(ids)

@@ -1,0 +1,272 @@
+"""The scheduler by hand-computed integers; no model, no tensor."""
+
+import pytest
+
+from nanoengine.engine import Status
+from tests.helpers import make_scheduler, make_sequence, run_step
+
+
+def chunks_of(batch):
+    return [(seq.seq_id, start, end) for seq, start, end in batch.chunks]
+
+
+def test_a_prompt_is_computed_at_once_then_one_token_a_step():
+    scheduler = make_scheduler()
+    scheduler.add(make_sequence(0, [5, 6, 7]))
+    assert chunks_of(run_step(scheduler)) == [(0, 0, 3)]
+    assert chunks_of(run_step(scheduler)) == [(0, 3, 4)]
+    assert chunks_of(run_step(scheduler)) == [(0, 4, 5)]
+
+
+def test_a_long_prompt_is_chunked_by_the_budget_and_samples_only_at_its_end():
+    scheduler = make_scheduler(max_num_batched_tokens=4)
+    scheduler.add(make_sequence(0, list(range(10))))
+    batches = [run_step(scheduler) for _ in range(4)]
+    assert [chunks_of(batch) for batch in batches] == [[(0, 0, 4)], [(0, 4, 8)], [(0, 8, 10)], [(0, 10, 11)]]
+    assert [len(batch.sampled_seqs) for batch in batches] == [0, 0, 1, 1]
+
+
+def test_running_sequences_are_served_before_waiting_ones_are_admitted():
+    scheduler = make_scheduler(num_blocks=100, max_num_batched_tokens=5)
+    scheduler.add(make_sequence(0, [1, 2]))
+    run_step(scheduler)
+    for arrival in range(1, 20):  # a new prompt of 20 tokens arrives every step
+        scheduler.add(make_sequence(arrival, list(range(20))))
+        batch = run_step(scheduler)
+        assert chunks_of(batch)[0] == (0, arrival + 1, arrival + 2)  # it gets its token all the same
+        assert batch.num_tokens == 5
+
+
+def test_decode_and_a_prompt_chunk_share_a_step():
+    scheduler = make_scheduler(num_blocks=20, max_num_batched_tokens=6)
+    scheduler.add(make_sequence(0, [1, 2, 3]))
+    scheduler.add(make_sequence(1, list(range(10, 20))))
+    assert chunks_of(run_step(scheduler)) == [(0, 0, 3), (1, 0, 3)]
+    assert chunks_of(run_step(scheduler)) == [(0, 3, 4), (1, 3, 8)]
+    assert chunks_of(run_step(scheduler)) == [(0, 4, 5), (1, 8, 10)]
+
+
+def test_the_long_prefill_threshold_caps_each_sequence():
+    scheduler = make_scheduler(num_blocks=20, long_prefill_token_threshold=3)
+    scheduler.add(make_sequence(0, list(range(8))))
+    scheduler.add(make_sequence(1, list(range(20, 22))))
+    assert chunks_of(run_step(scheduler)) == [(0, 0, 3), (1, 0, 2)]
+    assert chunks_of(run_step(scheduler)) == [(0, 3, 6), (1, 2, 3)]
+
+
+def test_never_more_than_max_num_seqs_hold_blocks():
+    scheduler = make_scheduler(num_blocks=50, max_num_seqs=2)
+    for i in range(6):
+        scheduler.add(make_sequence(i, [i] * 5, max_tokens=6))
+    order = []
+    while scheduler.has_unfinished():
+        batch = run_step(scheduler)
+        holders = [seq for seq in scheduler.sequences.values() if seq.block_table]
+        assert len(holders) <= 2
+        order += [seq.seq_id for seq, start, _ in batch.chunks if start == 0]
+    assert order == [0, 1, 2, 3, 4, 5]
+    assert scheduler.block_manager.num_free_blocks == 50
+
+
+def test_identical_prompts_share_blocks_within_the_step_that_computes_them():
+    scheduler = make_scheduler()
+    for i in range(3):
+        scheduler.add(make_sequence(i, list(range(8))))
+    batch = run_step(scheduler)
+    assert chunks_of(batch) == [(0, 0, 8), (1, 7, 8), (2, 7, 8)]
+    assert [seq.block_table for seq in scheduler.running] == [[1, 2]] * 3
+    assert scheduler.block_manager.num_free_blocks == 6
+
+
+def test_a_prompt_is_admitted_only_when_all_of_it_fits():
+    scheduler = make_scheduler(num_blocks=4, max_num_batched_tokens=4)
+    scheduler.add(make_sequence(0, list(range(8)), max_tokens=4))
+    scheduler.add(make_sequence(1, list(range(50, 62)), max_tokens=1))
+    assert chunks_of(run_step(scheduler)) == [(0, 0, 4)]
+    for _ in range(4):
+        assert all(seq.seq_id == 0 for seq, _, _ in run_step(scheduler).chunks)
+    assert not scheduler.running
+    assert chunks_of(run_step(scheduler)) == [(1, 0, 4)]
+
+
+def test_the_last_admitted_is_preempted_and_goes_back_to_the_head_of_the_queue():
+    scheduler = make_scheduler(num_blocks=4)
+    for i in range(2):
+        scheduler.add(make_sequence(i, [i * 10 + j for j in range(7)], max_tokens=8))
+    scheduler.add(make_sequence(2, [77] * 7, max_tokens=8))
+    run_step(scheduler)  # 7 -> 8 tokens each: two blocks each, all four taken
+    run_step(scheduler)  # 8 -> 9
+    batch = run_step(scheduler)  # the first needs a third block: the second gives way
+    assert chunks_of(batch) == [(0, 8, 9)]
+    assert scheduler.num_preemptions == 1
+    assert [seq.seq_id for _, seq in sorted(scheduler.waiting)] == [1, 2]
+    finished = []
+    while scheduler.has_unfinished():
+        batch = scheduler.schedule()
+        finished += [s.seq_id for s in scheduler.update(batch, [1] * len(batch.sampled_seqs))]
+        scheduler.check_invariants()
+    assert finished == [0, 1, 2]
+
+
+def test_a_preempted_sequence_keeps_its_tokens_and_starts_over_from_its_cached_prefix():
+    scheduler = make_scheduler(num_blocks=4)
+    first, second = make_sequence(0, [1] * 7, max_tokens=6), make_sequence(1, [2] * 7, max_tokens=4)
+    scheduler.add(first)
+    scheduler.add(second)
+    for _ in range(3):
+        run_step(scheduler, token=9)
+    assert second.status is Status.WAITING
+    assert second.token_ids == [2] * 7 + [9] * 2
+    assert (second.num_computed_tokens, second.block_table) == (0, [])
+    while first.finish_reason is None:
+        run_step(scheduler, token=9)
+    batch = run_step(scheduler, token=9)
+    assert batch.chunks[0].seq is second
+    assert batch.chunks[0].start in (4, 8)  # what was not evicted meanwhile is not recomputed
+    assert second.num_preemptions == 1
+
+
+def test_a_lone_sequence_that_outgrows_the_pool_ends_with_length():
+    scheduler = make_scheduler(num_blocks=2)
+    seq = make_sequence(0, [1, 2, 3], max_tokens=None)
+    scheduler.add(seq)
+    while scheduler.has_unfinished():
+        run_step(scheduler)
+    assert seq.finish_reason == "length"
+    assert seq.num_tokens == 9  # eight in the cache, and one sampled from the eighth
+    assert scheduler.num_preemptions == 0
+
+
+def test_a_prompt_as_large_as_the_pool_gets_one_token():
+    scheduler = make_scheduler(num_blocks=2)
+    seq = make_sequence(0, list(range(8)))
+    scheduler.add(seq)
+    run_step(scheduler)
+    assert (seq.finish_reason, seq.num_tokens) == ("length", 9)
+
+
+def test_a_prompt_that_can_never_fit_is_refused_with_both_numbers():
+    scheduler = make_scheduler(num_blocks=2)
+    with pytest.raises(ValueError, match=r"9 tokens .* holds 8"):
+        scheduler.add(make_sequence(0, list(range(9))))
+    scheduler = make_scheduler(max_model_len=6)
+    with pytest.raises(ValueError, match=r"6 tokens .* max_model_len is 6"):
+        scheduler.add(make_sequence(0, list(range(6))))
+    with pytest.raises(ValueError, match="empty"):
+        scheduler.add(make_sequence(0, []))
+    assert not scheduler.has_unfinished()
+
+
+def test_generation_ends_at_max_model_len_with_length():
+    scheduler = make_scheduler(max_model_len=6)
+    seq = make_sequence(0, [1, 2, 3])
+    scheduler.add(seq)
+    while scheduler.has_unfinished():
+        run_step(scheduler)
+    assert (seq.finish_reason, seq.num_tokens) == ("length", 6)
+
+
+def test_every_stop_id_ends_a_sequence_and_only_stop_token_ids_are_a_stop_reason():
+    from nanoengine.engine import Sequence
+    from nanoengine.sampling import SamplingParams
+
+    scheduler = make_scheduler()
+    seqs = [
+        Sequence(i, [1], SamplingParams(stop_token_ids=[7], max_tokens=9), stop_ids=frozenset({7, 8, 9}))
+        for i in range(3)
+    ]
+    for seq in seqs:
+        scheduler.add(seq)
+    batch = scheduler.schedule()
+    scheduler.update(batch, [7, 8, 9])
+    assert [(s.finish_reason, s.stop_reason) for s in seqs] == [("stop", 7), ("stop", None), ("stop", None)]
+    assert not scheduler.has_unfinished()
+
+
+def test_aborting_frees_the_blocks_of_running_and_waiting_sequences():
+    scheduler = make_scheduler(max_num_seqs=2)
+    seqs = [make_sequence(i, [i] * 5) for i in range(4)]
+    for seq in seqs:
+        scheduler.add(seq)
+    run_step(scheduler)
+    scheduler.finish([seqs[0], seqs[2]], "abort")
+    scheduler.check_invariants()
+    assert [seq.seq_id for seq in scheduler.running] == [1]
+    assert chunks_of(run_step(scheduler)) == [(1, 5, 6), (3, 0, 5)]
+    scheduler.finish(seqs, "abort")
+    assert scheduler.block_manager.num_free_blocks == 8
+    assert not scheduler.has_unfinished()
+
+
+def test_priority_admits_the_lowest_number_first_and_preempts_the_highest():
+    scheduler = make_scheduler(num_blocks=4, max_num_seqs=2)
+    for seq_id, priority in enumerate([5, 1, 3]):
+        seq = make_sequence(seq_id, [seq_id * 10 + j for j in range(7)], priority=priority, max_tokens=4)
+        scheduler.add(seq)
+    assert [seq.seq_id for seq, _, _ in run_step(scheduler).chunks] == [1, 2]
+    run_step(scheduler)
+    assert chunks_of(run_step(scheduler)) == [(1, 8, 9)]  # 2 was preempted, not 1
+    finished = []
+    while scheduler.has_unfinished():
+        batch = scheduler.schedule()
+        finished += [s.seq_id for s in scheduler.update(batch, [1] * len(batch.sampled_seqs))]
+    assert finished == [1, 2, 0]
+
+
+def test_equal_priorities_go_by_arrival():
+    scheduler = make_scheduler(max_num_seqs=1)
+    for seq_id in (3, 1, 2):
+        scheduler.add(make_sequence(seq_id, [1], priority=7, max_tokens=1))
+    order = []
+    while scheduler.has_unfinished():
+        order += [seq.seq_id for seq, _, _ in run_step(scheduler).chunks]
+    assert order == [1, 2, 3]
+
+
+def test_nothing_a_failed_step_registered_can_be_hit():
+    scheduler = make_scheduler()
+    first = make_sequence(0, list(range(8)), max_tokens=3)
+    scheduler.add(first)
+    scheduler.schedule()  # registers both blocks; then the forward pass fails
+    scheduler.recover()
+    scheduler.check_invariants()
+    assert scheduler.block_manager.num_free_blocks == 8
+    scheduler.add(make_sequence(1, list(range(8))))
+    assert chunks_of(run_step(scheduler)) == [(0, 0, 8), (1, 7, 8)]  # computed, then shared
+
+
+@pytest.mark.parametrize("interrupted_after", range(40))
+def test_recover_mends_a_scheduler_that_was_interrupted_anywhere(interrupted_after):
+    """A KeyboardInterrupt may strike between any two lines: stop at the n-th line of a step."""
+    import sys
+
+    scheduler = make_scheduler(num_blocks=6)
+    for i in range(3):
+        scheduler.add(make_sequence(i, [i] * 7, max_tokens=3 + i))
+    for _ in range(2):
+        run_step(scheduler)
+
+    lines = 0
+
+    def trace(frame, event, argument):
+        nonlocal lines
+        if not frame.f_code.co_filename.endswith("engine.py"):
+            return None
+        lines += event == "line"
+        if lines > interrupted_after * 4:
+            raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        batch = scheduler.schedule()
+        scheduler.update(batch, [1] * len(batch.sampled_seqs))
+    except KeyboardInterrupt:
+        sys.settrace(None)
+        scheduler.recover()
+    finally:
+        sys.settrace(None)
+    scheduler.check_invariants()
+    while scheduler.has_unfinished():
+        run_step(scheduler)
+    assert scheduler.block_manager.num_free_blocks == 6
