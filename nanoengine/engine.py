@@ -42,7 +42,16 @@ from nanoengine.attention import AttentionMetadata, KVCache, PagedAttention
 from nanoengine.model import Decoder
 from nanoengine.outputs import CompletionOutput, Detokenizer, RequestMetrics, RequestOutput
 from nanoengine.prompts import Prompt, read_prompt, render_chats, split_prompts
-from nanoengine.sampling import Logprob, SamplerOutput, SamplingParams, SamplingRow, sample
+from nanoengine.sampling import (
+    Logprob,
+    SamplerOutput,
+    SamplingParams,
+    SamplingRow,
+    check_bool,
+    check_integer,
+    check_number,
+    sample,
+)
 from nanoengine.weights import Checkpoint, load_model, open_checkpoint, resolve_dtype
 
 # ---- EngineConfig: every setting, validated once -------------------------------------------------
@@ -77,20 +86,26 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         """Check ranges."""
-        least = {"max_model_len": 2, "block_size": 1, "num_kv_blocks": 1, "kv_cache_bytes": 1}
-        least |= {"max_num_seqs": 1, "max_num_batched_tokens": 1, "long_prefill_token_threshold": 0}
-        for name, low in least.items():
-            value = getattr(self, name)
-            if value is None and name in ("max_model_len", "block_size", "num_kv_blocks", "kv_cache_bytes"):
-                continue
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} must be an integer of at least {low}, got {value!r}")
-            if value < low:
-                raise ValueError(f"{name} must be an integer of at least {low}, got {value!r}")
+        for name, low in (
+            ("max_num_seqs", 1),
+            ("max_num_batched_tokens", 1),
+            ("long_prefill_token_threshold", 0),
+        ):
+            check_integer(name, getattr(self, name), low)
+        for name, low in (
+            ("max_model_len", 2),
+            ("block_size", 1),
+            ("num_kv_blocks", 1),
+            ("kv_cache_bytes", 1),
+        ):
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name), low)
+        check_integer("seed", self.seed, -(2**63), 2**64 - 1)
+        check_number("gpu_memory_utilization", self.gpu_memory_utilization, 0, 1, open_low=True)
+        check_bool("enable_prefix_caching", self.enable_prefix_caching)
+        check_bool("trust_remote_code", self.trust_remote_code)
         if self.num_kv_blocks is not None and self.kv_cache_bytes is not None:
             raise ValueError("give num_kv_blocks or kv_cache_bytes, not both")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization!r}")
         choices = {"scheduling_policy": ("fcfs", "priority"), "load_format": ("auto", "dummy")}
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:

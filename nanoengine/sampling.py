@@ -17,7 +17,8 @@ from torch import Tensor
 # ---- SamplingParams: what a request asks for ----------------------------------------------------
 
 
-def _integer(name: str, value: Any, low: int, high: float = math.inf) -> None:
+def check_integer(name: str, value: Any, low: int, high: float = math.inf) -> None:
+    """Raise TypeError or ValueError unless value is an integer in [low, high]."""
     limits = f"an integer in [{low}, {high}{')' if high == math.inf else ']'}"
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be {limits}, got {value!r}")
@@ -25,7 +26,8 @@ def _integer(name: str, value: Any, low: int, high: float = math.inf) -> None:
         raise ValueError(f"{name} must be {limits}, got {value!r}")
 
 
-def _number(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
+def check_number(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
+    """Raise TypeError or ValueError unless value is a finite number in [low, high], or (low, high]."""
     opening, closing = "(" if open_low else "[", ")" if high == math.inf else "]"
     limits = f"a finite number in {opening}{low}, {high}{closing}"
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -35,7 +37,14 @@ def _number(name: str, value: Any, low: float, high: float, open_low: bool = Fal
         raise ValueError(f"{name} must be {limits}, got {value!r}")
 
 
-def _items(name: str, value: Any, kind: type, what: str) -> None:
+def check_bool(name: str, value: Any) -> None:
+    """Raise TypeError unless value is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
+def check_items(name: str, value: Any, kind: type, what: str) -> None:
+    """Raise TypeError unless value is a collection of `kind`."""
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise TypeError(f"{name} must be a list of {what}, got {value!r}")
     for item in value:
@@ -77,48 +86,47 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """Validate every field; nothing is clipped or ignored."""
-        _integer("n", self.n, 1)
-        _number("temperature", self.temperature, 0.0, math.inf)
-        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _integer("top_k", self.top_k, -1)
-        _number("min_p", self.min_p, 0.0, 1.0)
+        check_integer("n", self.n, 1)
+        check_number("temperature", self.temperature, 0.0, math.inf)
+        check_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        check_integer("top_k", self.top_k, -1)
+        check_number("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None:
-            _integer("seed", self.seed, -(2**63), 2**64 - 1)
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
+            check_integer("seed", self.seed, -(2**63), 2**64 - 1)
+        check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        check_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, dict):
                 raise TypeError(f"logit_bias must be a dict of token id to bias, got {self.logit_bias!r}")
-            _items("logit_bias", self.logit_bias, Integral, "token ids")
+            check_items("logit_bias", self.logit_bias, Integral, "token ids")
             for bias in self.logit_bias.values():
-                _number("logit_bias", bias, -math.inf, math.inf)
+                check_number("logit_bias", bias, -math.inf, math.inf)
         if self.allowed_token_ids is not None:
-            _items("allowed_token_ids", self.allowed_token_ids, Integral, "token ids")
+            check_items("allowed_token_ids", self.allowed_token_ids, Integral, "token ids")
             if not self.allowed_token_ids:
                 raise ValueError("allowed_token_ids must not be empty, got []")
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1)
-        _integer("min_tokens", self.min_tokens, 0)
+            check_integer("max_tokens", self.max_tokens, 1)
+        check_integer("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens must be at most max_tokens={self.max_tokens}, got {self.min_tokens}"
             )
         for name in ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
+            check_bool(name, getattr(self, name))
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
-        _items("stop", stop, str, "strings")
+        check_items("stop", stop, str, "strings")
         if "" in stop:
             raise ValueError("stop must not hold an empty string, got ''")
         if stop and not self.detokenize:
             raise ValueError("stop strings need detokenize=True, got detokenize=False")
         object.__setattr__(self, "stop_strings", tuple(stop))
         if self.stop_token_ids is not None:
-            _items("stop_token_ids", self.stop_token_ids, Integral, "token ids")
+            check_items("stop_token_ids", self.stop_token_ids, Integral, "token ids")
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                _integer(name, getattr(self, name), 0)
+                check_integer(name, getattr(self, name), 0)
         if self.prompt_logprobs is not None:
             raise ValueError(f"prompt_logprobs is not supported yet, got {self.prompt_logprobs!r}; use None")
 

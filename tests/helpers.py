@@ -2,8 +2,13 @@
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tokenizers
+import tokenizers.decoders
+import tokenizers.models
+import tokenizers.pre_tokenizers
 import torch
 import transformers
 
@@ -12,7 +17,7 @@ from nanoengine.sampling import SamplingParams
 
 VOCAB = 128
 # Wide initial weights spread the logits, so that no test hangs on a tie between the top two.
-TINY = {
+TINY: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -64,7 +69,7 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
 }
 
 
-def hf_model(name: str) -> transformers.PreTrainedModel:
+def hf_model(name: str) -> Any:
     """A transformers model with random float32 weights, the same at every call."""
     family, changes = ARCHITECTURES[name]
     torch.manual_seed(0)
@@ -77,10 +82,10 @@ def hf_model(name: str) -> transformers.PreTrainedModel:
     return model
 
 
-_checkpoints: dict[str, tuple[Path, transformers.PreTrainedModel]] = {}
+_checkpoints: dict[str, tuple[Path, Any]] = {}
 
 
-def checkpoint(name: str, factory: pytest.TempPathFactory) -> tuple[Path, transformers.PreTrainedModel]:
+def checkpoint(name: str, factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """A saved tiny model and its transformers twin, built once per test run."""
     if name not in _checkpoints:
         model = hf_model(name)
@@ -90,13 +95,13 @@ def checkpoint(name: str, factory: pytest.TempPathFactory) -> tuple[Path, transf
     return _checkpoints[name]
 
 
-def greedy(model: transformers.PreTrainedModel, prompt: list[int], num_tokens: int) -> list[int]:
+def greedy(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
     """What transformers generates."""
     ids = torch.tensor([prompt])
     out = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False, pad_token_id=0
     )
-    return out[0, len(prompt) :].tolist()
+    return list(out[0, len(prompt) :].tolist())
 
 
 def random_prompts(lengths: list[int], seed: int = 0, vocab: int = VOCAB) -> list[list[int]]:
@@ -127,3 +132,56 @@ def run_step(scheduler: Scheduler, token: int = 1):
     scheduler.update(batch, [token] * len(batch.sampled_seqs))
     scheduler.check_invariants()
     return batch
+
+
+def byte_tokenizer(words: tuple[str, ...] = ()) -> transformers.PreTrainedTokenizerFast:
+    """Ids 0 to 255 are the bytes, 256 is <eos>, then `words`, each one token."""
+    symbols = {byte: symbol for symbol, byte in zip(*_byte_alphabet(), strict=True)}
+    vocabulary = {symbols[byte]: byte for byte in range(256)} | {"<eos>": 256}
+    for word in words:
+        vocabulary["".join(symbols[byte] for byte in word.encode())] = len(vocabulary)
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[], ignore_merges=True))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens(["<eos>"])
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
+
+
+def _byte_alphabet() -> tuple[list[str], list[int]]:
+    """GPT-2's printable stand-ins for bytes, and the bytes they stand for."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return [chr(b) for b in printable] + [chr(256 + i) for i in range(len(others))], printable + others
+
+
+def table_checkpoint(path: Path, logits: torch.Tensor, words: tuple[str, ...] = ()) -> Path:
+    """A real checkpoint whose next-token logits are exactly `logits[last token]`, (V, V) float32.
+
+    Attention and MLP add nothing, the embedding is the identity, so the head reads off the table.
+    """
+    size = len(logits)
+    config = transformers.Qwen3Config(
+        **{**TINY, "vocab_size": size, "hidden_size": size, "num_hidden_layers": 1, "eos_token_id": 256},
+        head_dim=16,
+        rms_norm_eps=0.0,
+    )
+    model = transformers.Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter.zero_()
+        model.model.embed_tokens.weight.copy_(torch.eye(size))
+        model.lm_head.weight.copy_(logits.T / size**0.5)  # the norm scales a unit vector by sqrt(size)
+    model.save_pretrained(path)
+    byte_tokenizer(words).save_pretrained(path)
+    return path
+
+
+def chain_checkpoint(path: Path, text: str, words: tuple[str, ...] = ()) -> Path:
+    """A checkpoint that, greedily, says `text` after its first token, over and over."""
+    ids = byte_tokenizer(words)(text).input_ids
+    assert len(set(ids)) == len(ids), "each token decides the next, so none may occur twice"
+    logits = torch.zeros(257 + len(words), 257 + len(words))
+    for this, following in zip(ids, [*ids[1:], ids[0]], strict=True):
+        logits[this, following] = 20.0
+    return table_checkpoint(path, logits, words)

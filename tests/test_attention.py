@@ -39,7 +39,8 @@ def check(lens, block_size, heads=4, kv_heads=2, head_dim=16, window=None, dtype
         past.append([x.view(-1, kv_heads, head_dim)[all_slots] for x in (cache.k, cache.v)])
         slots.append(all_slots[total - new :])
     num_tokens = sum(new for new, _ in lens)
-    q, k, v = rand(num_tokens, heads, head_dim), *(rand(num_tokens, kv_heads, head_dim) for _ in range(2))
+    q = rand(num_tokens, heads, head_dim)
+    k, v = (rand(num_tokens, kv_heads, head_dim) for _ in range(2))
     starts = torch.tensor([0, *(new for new, _ in lens)]).cumsum(0)
     metadata = AttentionMetadata(
         cu_seqlens_q=starts.int(),

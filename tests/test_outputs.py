@@ -1,5 +1,6 @@
 """Text as it arrives, and stop strings across token boundaries."""
 
+import itertools
 import random
 
 import pytest
@@ -41,7 +42,7 @@ def test_the_text_grows_to_exactly_the_decoded_text_by_whole_characters(tokenize
     assert len(tokenizer.encode("日本語🙂").ids) > 4  # characters are split over tokens
     steps, _ = feed(tokenizer, TEXT)
     assert steps[-1] == TEXT
-    for before, after in zip(steps, steps[1:], strict=False):
+    for before, after in itertools.pairwise(steps):
         assert after.startswith(before)
         assert "\ufffd" not in after
 

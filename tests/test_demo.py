@@ -1,0 +1,100 @@
+"""The bundled model: what the README promises of it, and transformers' tokens exactly."""
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from nanoengine import LLM, SamplingParams
+from nanoengine.demo import train
+
+ROOT = Path(__file__).parent.parent
+DEMO = ROOT / "nanoengine" / "demo"
+GREEDY = SamplingParams(temperature=0, max_tokens=250)
+TASKS = {
+    "sum": train.ask_sum,
+    "count": train.ask_count,
+    "backwards": train.ask_backwards,
+    "primes": train.ask_primes,
+    "passage": lambda rng: train.ask_passage(rng, 20),
+}
+
+
+def conversation(question: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": question}]
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"block_size": 4, "max_num_batched_tokens": 37, "num_kv_blocks": 150}]
+)
+def test_it_answers_right_whatever_the_schedule(settings):
+    """Attention or block mistakes would show as wrong text: 97 of 100 fresh questions must be right."""
+    rng = random.Random(999)
+    asked = [ask(rng) for ask in TASKS.values() for _ in range(20)]
+    with LLM(str(DEMO), **settings) as llm:
+        outputs = llm.chat([conversation(question) for question, _ in asked], GREEDY, use_tqdm=False)
+        if settings:
+            assert llm.metrics()["num_preemptions"] > 0
+    right = [out.outputs[0].text == answer for out, (_, answer) in zip(outputs, asked, strict=True)]
+    assert sum(right) >= 97
+
+
+def test_a_passage_is_repeated_from_more_than_two_hundred_tokens_back():
+    rng = random.Random(5)
+    passage, noise = train.sentences(rng, 4, 4), train.sentences(rng, 18, 18)
+    question = f"Remember this passage: {passage} Here is some noise: {noise} Repeat the passage."
+    with LLM(str(DEMO)) as llm:
+        noise_tokens = len(llm.get_tokenizer()(noise).input_ids)
+        output = llm.chat(conversation(question), GREEDY, use_tqdm=False)[0]
+    assert noise_tokens > 200
+    assert output.outputs[0].text == passage
+    assert output.outputs[0].finish_reason == "stop"
+
+
+def test_its_greedy_tokens_equal_transformers():
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    model = AutoModelForCausalLM.from_pretrained(DEMO)
+    rng = random.Random(3)
+    questions = [ask(rng)[0] for ask in TASKS.values()] + ["Tell me about the weather.", "日本語?"]
+    with LLM(str(DEMO)) as llm:
+        outputs = llm.chat([conversation(q) for q in questions], GREEDY, use_tqdm=False)
+    for output in outputs:
+        ids = torch.tensor([output.prompt_token_ids])
+        made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=250, do_sample=False)
+        expected = made[0, ids.shape[1] :].tolist()
+        assert output.outputs[0].token_ids == expected
+        if output.outputs[0].finish_reason == "stop":
+            assert output.outputs[0].text == tokenizer.decode(expected, skip_special_tokens=True)
+
+
+def test_example_prints_the_right_answers_with_no_arguments():
+    run = subprocess.run(
+        [sys.executable, ROOT / "example.py"], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    for answer in ("27 + 58 = 85", "8 9 10 11", "noitnetta", train.PRIMES, "under a tower.", "tokens/s"):
+        assert answer in run.stdout
+
+
+def test_the_checkpoint_is_small_complete_and_made_by_the_script_beside_it():
+    assert sum(file.stat().st_size for file in DEMO.iterdir() if file.is_file()) < 8_000_000
+    accuracy = json.loads((DEMO / "accuracy.json").read_text())
+    assert set(TASKS) < set(accuracy)
+    made = json.loads(train.build_tokenizer().backend_tokenizer.to_str())
+    assert made["model"] == json.loads((DEMO / "tokenizer.json").read_text())["model"]
+
+
+def test_the_scheduler_benchmark_runs_and_ends_with_json():
+    run = subprocess.run(
+        [sys.executable, ROOT / "bench.py", "--what", "scheduler", "--repeats", "1"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=True,
+    )
+    result = json.loads(run.stdout.splitlines()[-1])
+    assert set(result["admission_us"]) == {"1000 blocks", "10000 blocks", "100000 blocks"}

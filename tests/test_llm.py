@@ -1,0 +1,502 @@
+"""The whole engine: the same tokens whatever the schedule, and requests that cannot hurt each other."""
+
+import gc
+import random
+import weakref
+
+import pytest
+import torch
+
+from nanoengine import LLM, SamplingParams
+from tests.helpers import VOCAB, chain_checkpoint, checkpoint, greedy, random_prompts
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24)
+SEEDED = SamplingParams(temperature=1.0, top_p=0.95, seed=11, max_tokens=24, repetition_penalty=1.1)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    """Mixed lengths around block boundaries, and some that share prefixes."""
+    shared = random_prompts([40], seed=1)[0]
+    tails = random_prompts([1, 8, 9, 30], seed=2)
+    return [*random_prompts([1, 2, 15, 16, 17, 32, 33, 70]), shared, shared, *[shared + t for t in tails]]
+
+
+@pytest.fixture(scope="module")
+def expected(prompts, tmp_path_factory):
+    """Greedy tokens from transformers; seeded ones from requests that ran alone without a cache."""
+    path, reference = checkpoint("qwen3", tmp_path_factory)
+    seeded = []
+    with LLM(str(path), num_kv_blocks=40, enable_prefix_caching=False) as llm:
+        for prompt in prompts:
+            seeded.append(llm.generate(prompt, SEEDED, use_tqdm=False)[0].outputs[0].token_ids)
+    return [greedy(reference, prompt, 24) for prompt in prompts], seeded
+
+
+@pytest.fixture
+def path(tmp_path_factory):
+    return str(checkpoint("qwen3", tmp_path_factory)[0])
+
+
+def tokens(llm, prompts, params):
+    return [out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)]
+
+
+SCHEDULES = {
+    "no cache": {"enable_prefix_caching": False},
+    "cache": {},
+    "budget of 1": {"max_num_batched_tokens": 1},
+    "budget of 7": {"max_num_batched_tokens": 7},
+    "budget of 50, no cache": {"max_num_batched_tokens": 50, "enable_prefix_caching": False},
+    "threshold of 5": {"long_prefill_token_threshold": 5},
+    "blocks of 1": {"block_size": 1, "num_kv_blocks": 1500},
+    "blocks of 2": {"block_size": 2, "num_kv_blocks": 800},
+    "blocks of 7": {"block_size": 7, "num_kv_blocks": 300},
+    "blocks of 256": {"block_size": 256, "num_kv_blocks": 20},
+    "three at a time": {"max_num_seqs": 3},
+    "one at a time": {"max_num_seqs": 1},
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_no_schedule_changes_a_token(name, path, prompts, expected):
+    settings = {"block_size": 16, "num_kv_blocks": 200, **SCHEDULES[name]}
+    with LLM(path, **settings) as llm:
+        for _ in range(2):  # the second time over a warm cache
+            assert tokens(llm, prompts, GREEDY) == expected[0]
+            assert tokens(llm, prompts, SEEDED) == expected[1]
+        assert llm.metrics()["num_free_blocks"] == settings["num_kv_blocks"]
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_preemption_changes_no_token(block_size, path, prompts, expected):
+    with LLM(path, block_size=block_size, num_kv_blocks=-(-128 // block_size)) as llm:
+        assert tokens(llm, prompts, GREEDY) == expected[0]
+        assert llm.metrics()["num_preemptions"] > 3
+        outputs = llm.generate(prompts, SEEDED, use_tqdm=False)
+        assert [out.outputs[0].token_ids for out in outputs] == expected[1]
+        assert sum(out.metrics.num_preemptions for out in outputs) > 3
+
+
+def test_the_order_and_company_of_requests_change_no_token(path, prompts, expected):
+    order = list(range(len(prompts)))
+    with LLM(path, block_size=16, num_kv_blocks=100) as llm:
+        for seed in range(3):
+            random.Random(seed).shuffle(order)
+            mixed = [GREEDY if i % 2 else SEEDED for i in order]
+            got = tokens(llm, [prompts[i] for i in order], mixed)
+            assert got == [expected[0 if i % 2 else 1][i] for i in order]
+
+
+def test_a_constant_hash_changes_no_token(path, prompts, expected):
+    with LLM(path, block_size=4, num_kv_blocks=200) as llm:
+        llm.scheduler.block_manager.hash_function = lambda content, parent: 1
+        for _ in range(2):
+            assert tokens(llm, prompts, GREEDY) == expected[0]
+        assert llm.metrics()["prefix_cache_hits"] > 0
+
+
+def test_a_repeated_prompt_is_taken_from_the_cache_but_for_one_token(path):
+    prompt = random_prompts([64])[0]
+    with LLM(path, block_size=16, num_kv_blocks=20) as llm:
+        cold, same_batch = llm.generate([prompt, prompt], GREEDY, use_tqdm=False)
+        warm = llm.generate(prompt, GREEDY, use_tqdm=False)[0]
+        assert [out.num_cached_tokens for out in (cold, same_batch, warm)] == [0, 63, 63]
+        assert llm.reset_prefix_cache()
+        assert llm.generate(prompt, GREEDY, use_tqdm=False)[0].num_cached_tokens == 0
+
+
+def test_samples_of_one_request_share_the_prompt_and_differ(path):
+    prompt = random_prompts([48])[0]
+    params = SamplingParams(n=4, temperature=1.5, seed=3, max_tokens=10)
+    with LLM(path, block_size=16, num_kv_blocks=40) as llm:
+        first = llm.generate(prompt, params, use_tqdm=False)[0]
+        assert llm.metrics()["prefix_cache_hits"] == 3 * 47
+        again = llm.generate(prompt, params, use_tqdm=False)[0]
+    samples = [completion.token_ids for completion in first.outputs]
+    assert [completion.index for completion in first.outputs] == [0, 1, 2, 3]
+    assert len(set(map(tuple, samples))) == 4
+    assert samples == [completion.token_ids for completion in again.outputs]
+
+
+def test_unseeded_requests_follow_the_engine_s_seed(path):
+    params = SamplingParams(temperature=1.0, max_tokens=10)
+    runs = []
+    for seed in (0, 0, 1):
+        with LLM(path, num_kv_blocks=20, seed=seed) as llm:
+            runs.append(tokens(llm, [[1, 2, 3]] * 3, params))
+    assert runs[0] == runs[1] != runs[2]
+    assert len(set(map(tuple, runs[0]))) == 3  # each request draws its own
+
+
+def test_every_form_of_prompt_and_params_is_understood(tmp_path):
+    with LLM(str(chain_checkpoint(tmp_path, "abcdefgh")), num_kv_blocks=20) as llm:
+        params = SamplingParams(temperature=0, max_tokens=3)
+        for one in ("a", [97], {"prompt": "a"}, {"prompt_token_ids": [97]}):
+            outputs = llm.generate(one, params, use_tqdm=False)
+            assert [out.outputs[0].text for out in outputs] == ["bcd"]
+            assert outputs[0].prompt_token_ids == [97]
+        mixed = llm.generate(["a", {"prompt": "c"}, [100]], [params] * 3, use_tqdm=False)
+        assert [out.outputs[0].text for out in mixed] == ["bcd", "def", "efg"]
+        assert [out.prompt for out in mixed] == ["a", "c", None]
+        assert llm.generate(["a", "b"], use_tqdm=False)[1].outputs[0].finish_reason == "length"
+
+
+def test_outputs_come_in_the_order_of_the_prompts_however_they_finish(path):
+    lengths = [30, 2, 17, 1, 9]
+    params = [SamplingParams(temperature=0, max_tokens=n) for n in lengths]
+    with LLM(path, num_kv_blocks=40) as llm:
+        outputs = llm.generate([[i] for i in range(5)], params, use_tqdm=False)
+    assert [out.prompt_token_ids for out in outputs] == [[i] for i in range(5)]
+    assert [len(out.outputs[0].token_ids) for out in outputs] == lengths
+
+
+@pytest.mark.parametrize("stop", ["cde", "e", "ef", "bcdefg", "g"])
+@pytest.mark.parametrize("words", [(), ("cd", "fg")])
+def test_a_stop_string_ends_a_request_across_and_inside_tokens(stop, words, tmp_path):
+    text = "abcdefgh"
+    model = chain_checkpoint(tmp_path, text)
+    if words:  # the same text from tokens of several characters
+        ids = ["a", "b", "cd", "e", "fg", "h"]
+        model = _multi_character_chain(tmp_path / "words", ids)
+    with LLM(str(model), num_kv_blocks=20) as llm:
+        params = SamplingParams(temperature=0, max_tokens=50, stop=stop)
+        completion = llm.generate("a", params, use_tqdm=False)[0].outputs[0]
+        assert completion.text == "bcdefgh"[: "bcdefgh".index(stop)]
+        assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+        params = SamplingParams(
+            temperature=0, max_tokens=50, stop=["zz", stop], include_stop_str_in_output=True
+        )
+        kept = llm.generate("a", params, use_tqdm=False)[0].outputs[0]
+        assert kept.text == completion.text + stop
+        assert llm.metrics()["num_free_blocks"] == 20
+
+
+def _multi_character_chain(path, pieces):
+    from tests.helpers import byte_tokenizer, table_checkpoint
+
+    words = tuple(piece for piece in pieces if len(piece) > 1)
+    vocabulary = byte_tokenizer(words).get_vocab()
+    ids = [vocabulary[piece] for piece in pieces]
+    logits = torch.zeros(257 + len(words), 257 + len(words))
+    for this, following in zip(ids, [*ids[1:], ids[0]], strict=True):
+        logits[this, following] = 20.0
+    return table_checkpoint(path, logits, words)
+
+
+def test_end_of_sequence_stop_tokens_and_min_tokens(tmp_path):
+    with LLM(str(chain_checkpoint(tmp_path, "abc<eos>")), num_kv_blocks=20) as llm:
+
+        def run(**fields):
+            params = SamplingParams(temperature=0, **{"max_tokens": 8, **fields})
+            out = llm.generate("a", params, use_tqdm=False)[0].outputs[0]
+            return out.text, out.token_ids, out.finish_reason, out.stop_reason
+
+        assert run() == ("bc", [98, 99, 256], "stop", None)
+        assert run(max_tokens=3) == ("bc", [98, 99, 256], "stop", None)
+        assert run(max_tokens=2) == ("bc", [98, 99], "length", None)
+        assert run(ignore_eos=True, max_tokens=5) == ("bcab", [98, 99, 256, 97, 98], "length", None)
+        assert run(stop_token_ids=[99]) == ("b", [98, 99], "stop", 99)
+        assert run(stop_token_ids=[99], include_stop_str_in_output=True)[0] == "bc"
+        assert 256 not in run(min_tokens=6)[1][:6]
+        assert run(stop="b", min_tokens=2, max_tokens=3)[2:] == ("stop", None)
+
+
+def test_logprobs_of_every_token_come_with_their_text(tmp_path):
+    with LLM(str(chain_checkpoint(tmp_path, "abcd")), num_kv_blocks=20) as llm:
+        params = SamplingParams(temperature=0, max_tokens=3, logprobs=2)
+        completion = llm.generate("a", params, use_tqdm=False)[0].outputs[0]
+    assert [next(iter(e.values())).decoded_token for e in completion.logprobs] == ["b", "c", "d"]
+    assert all(
+        len(entry) == 2 and entry[t].rank == 1
+        for entry, t in zip(completion.logprobs, completion.token_ids, strict=True)
+    )
+    total = sum(e[t].logprob for e, t in zip(completion.logprobs, completion.token_ids, strict=True))
+    assert completion.cumulative_logprob == pytest.approx(total)
+    assert total == pytest.approx(0, abs=1e-3)
+
+
+# ---- bad requests ----
+
+BAD_REQUESTS = [
+    ("", "prompt is empty"),
+    ([], "prompt is empty"),
+    ([[1, 2], []], "prompt is empty"),
+    (["ok", ""], "prompt is empty"),
+    ([1, VOCAB * 3], r"token ids in \[0, 257\), got 384"),
+    ([1, -1], "token ids in"),
+    ([1, 2.5], "integer token ids"),
+    ([1, True], "integer token ids"),
+    ([[1], 5], "prompt must be a string"),
+    (5, "prompts must be"),
+    (None, "prompts must be"),
+    ({}, "prompt dict"),
+    ({"text": "a"}, "prompt dict"),
+    ({"prompt": 5}, "prompt must be a string"),
+    ({"prompt_token_ids": "ab"}, "prompt must be a string, token ids"),
+    ([1] * 64, r"64 tokens but max_model_len is 64"),
+    ("x" * 100, r"100 tokens but max_model_len is 64"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "message"), BAD_REQUESTS, ids=range(len(BAD_REQUESTS)))
+def test_a_bad_request_is_refused_whole_and_harms_nobody(prompt, message, tmp_path):
+    with LLM(str(chain_checkpoint(tmp_path, "abcdef")), num_kv_blocks=20, max_model_len=64) as llm:
+        llm.add_request("neighbour", "a", SamplingParams(temperature=0, max_tokens=5))
+        llm.step()
+        before = llm.metrics()
+        with pytest.raises((ValueError, TypeError), match=message):
+            llm.generate(prompt, use_tqdm=False)
+        assert llm.metrics() == before
+        while llm.has_unfinished_requests():
+            final = llm.step()
+        assert final[0].outputs[0].text == "bcdef"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"sampling_params": [SamplingParams()] * 2}, "sampling_params must be one per prompt: got 2 for 3"),
+        ({"sampling_params": [None] * 3}, "sampling_params must be SamplingParams"),
+        ({"sampling_params": {"temperature": 1}}, "sampling_params"),
+        ({"priority": [1, 2, 3]}, "scheduling_policy"),
+        ({"priority": [0]}, "priority must be one per prompt"),
+        ({"sampling_params": SamplingParams(stop_token_ids=[9999])}, "stop_token_ids"),
+        (
+            {"sampling_params": SamplingParams(allowed_token_ids=[256], min_tokens=2)},
+            "allowed_token_ids .* min_tokens=2 bans",
+        ),
+    ],
+)
+def test_bad_arguments_beside_good_prompts_queue_nothing(arguments, message, tmp_path):
+    with LLM(str(chain_checkpoint(tmp_path, "abcdef")), num_kv_blocks=20) as llm:
+        with pytest.raises((ValueError, TypeError), match=message):
+            llm.generate(["a", "b", "c"], **arguments)
+        assert not llm.has_unfinished_requests()
+
+
+def test_a_prompt_that_never_fits_the_pool_is_refused_and_those_behind_it_run(path):
+    with LLM(path, block_size=4, num_kv_blocks=3) as llm:
+        with pytest.raises(ValueError, match=r"13 tokens but the KV cache holds 12"):
+            llm.generate([[1] * 5, [1] * 13], GREEDY, use_tqdm=False)
+        assert tokens(llm, [[1] * 5], SamplingParams(temperature=0, max_tokens=2))[0]
+
+
+def test_a_lone_sequence_that_outgrows_the_pool_ends_with_length(path, tmp_path_factory):
+    with LLM(path, block_size=4, num_kv_blocks=3) as llm:
+        long, short = llm.generate(
+            [[1, 2, 3], [4]],
+            [SamplingParams(temperature=0, max_tokens=200), SamplingParams(temperature=0, max_tokens=4)],
+            use_tqdm=False,
+        )
+    reference = checkpoint("qwen3", tmp_path_factory)[1]
+    assert long.outputs[0].finish_reason == "length"
+    assert long.outputs[0].token_ids == greedy(reference, [1, 2, 3], 10)
+    assert short.outputs[0].token_ids == greedy(reference, [4], 4)
+
+
+def test_generation_stops_at_max_model_len(path):
+    with LLM(path, num_kv_blocks=20, max_model_len=20) as llm:
+        out = llm.generate([1] * 15, SamplingParams(temperature=0, max_tokens=None), use_tqdm=False)[0]
+    assert (len(out.outputs[0].token_ids), out.outputs[0].finish_reason) == (5, "length")
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "name"),
+    [
+        ({"max_num_seq": 3}, TypeError, "max_num_seq"),
+        ({"max_num_seqs": 0}, ValueError, "max_num_seqs"),
+        ({"max_num_batched_tokens": 0}, ValueError, "max_num_batched_tokens"),
+        ({"block_size": 0}, ValueError, "block_size"),
+        ({"block_size": 16.0}, TypeError, "block_size"),
+        ({"num_kv_blocks": 0}, ValueError, "num_kv_blocks"),
+        ({"num_kv_blocks": 5, "kv_cache_bytes": 5}, ValueError, "kv_cache_bytes"),
+        ({"kv_cache_bytes": 100}, ValueError, "kv_cache_bytes"),
+        ({"gpu_memory_utilization": 1.5}, ValueError, "gpu_memory_utilization"),
+        ({"max_model_len": 513}, ValueError, "max_model_len"),
+        ({"max_model_len": 1}, ValueError, "max_model_len"),
+        ({"scheduling_policy": "lifo"}, ValueError, "scheduling_policy"),
+        ({"load_format": "pickle"}, ValueError, "load_format"),
+        ({"dtype": "int8"}, ValueError, "dtype"),
+        ({"long_prefill_token_threshold": -1}, ValueError, "long_prefill_token_threshold"),
+        ({"seed": "x"}, TypeError, "seed"),
+        ({"enable_prefix_caching": 1}, TypeError, "enable_prefix_caching"),
+    ],
+)
+def test_a_bad_setting_is_refused_by_name(settings, error, name, path):
+    with pytest.raises(error, match=name):
+        LLM(path, **settings)
+
+
+# ---- failures in the middle, and driving the engine by hand ----
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError("out of memory"), ValueError])
+@pytest.mark.parametrize("failing_step", [0, 1, 5])
+def test_an_exception_inside_generate_leaves_an_engine_that_works(
+    error, failing_step, path, prompts, expected
+):
+    with LLM(path, block_size=16, num_kv_blocks=60) as llm:
+        execute, steps = llm.runner.execute, iter(range(1000))
+
+        def fails_once(batch):
+            sampled = execute(batch)  # fails after the cache was written
+            if next(steps) == failing_step:
+                raise error
+            return sampled
+
+        llm.runner.execute = fails_once
+        with pytest.raises(error if isinstance(error, type) else type(error)):
+            llm.generate(prompts, SEEDED, use_tqdm=False)
+        assert not llm.has_unfinished_requests()
+        assert llm.metrics()["num_free_blocks"] == 60
+        llm.scheduler.check_invariants()
+        assert tokens(llm, prompts, GREEDY) == expected[0]
+
+
+def test_a_failed_step_costs_the_other_requests_time_but_no_token(path, prompts, expected):
+    with LLM(path, block_size=16, num_kv_blocks=60) as llm:
+        execute, steps = llm.runner.execute, iter(range(1000))
+
+        def fails_sometimes(batch):
+            if next(steps) % 7 == 6:
+                raise RuntimeError("flaky")
+            return execute(batch)
+
+        llm.runner.execute = fails_sometimes
+        for i, prompt in enumerate(prompts):
+            llm.add_request(str(i), prompt, SEEDED)
+        finished, failures = {}, 0
+        while llm.has_unfinished_requests():
+            try:
+                finished |= {o.request_id: o.outputs[0].token_ids for o in llm.step() if o.finished}
+            except RuntimeError:
+                failures += 1
+                llm.scheduler.check_invariants()
+    assert failures > 2
+    assert [finished[str(i)] for i in range(len(prompts))] == expected[1]
+
+
+def test_requests_can_be_added_stepped_and_aborted_by_hand(path, prompts, expected):
+    with LLM(path, block_size=16, num_kv_blocks=60) as llm:
+        llm.add_request("a", prompts[3], GREEDY)
+        llm.add_request("b", prompts[4], GREEDY)
+        first = llm.step()
+        assert [(o.request_id, len(o.outputs[0].token_ids), o.finished) for o in first] == [
+            ("a", 1, False),
+            ("b", 1, False),
+        ]
+        with pytest.raises(ValueError, match="'a' is in use"):
+            llm.add_request("a", prompts[0], GREEDY)
+        llm.abort_request(["a", "unknown"])
+        llm.abort_request("a")
+        llm.add_request("c", prompts[5], GREEDY)
+        final = {}
+        while llm.has_unfinished_requests():
+            final |= {o.request_id: o for o in llm.step()}
+        assert final["b"].outputs[0].token_ids == expected[0][4]
+        assert final["c"].outputs[0].token_ids == expected[0][5]
+        assert llm.metrics()["num_free_blocks"] == 60
+        assert llm.step() == []
+
+
+def test_generate_beside_added_requests_does_not_lose_their_outputs(path, prompts, expected):
+    with LLM(path, block_size=16, num_kv_blocks=60) as llm:
+        llm.add_request("0", prompts[2], SamplingParams(temperature=0, max_tokens=2))
+        assert tokens(llm, [prompts[3]], GREEDY) == [expected[0][3]]
+        assert llm.has_unfinished_requests()
+        (output,) = llm.step()
+        assert (output.request_id, output.outputs[0].token_ids) == ("0", expected[0][2][:2])
+        assert not llm.has_unfinished_requests()
+
+
+def test_metrics_count_what_happened(path):
+    with LLM(path, block_size=16, num_kv_blocks=30) as llm:
+        outputs = llm.generate([[1] * 20, [2] * 10], SamplingParams(max_tokens=5), use_tqdm=False)
+        metrics = llm.metrics()
+        assert metrics["prompt_tokens"] == 30
+        assert metrics["generation_tokens"] == sum(len(o.outputs[0].token_ids) for o in outputs)
+        assert metrics["num_steps"] == 5
+        assert (metrics["num_running"], metrics["num_waiting"], metrics["kv_cache_usage"]) == (0, 0, 0)
+        times = outputs[0].metrics
+        assert times.arrival_time <= times.first_scheduled_time <= times.first_token_time
+        assert times.first_token_time <= times.finished_time
+
+
+def test_lower_priority_numbers_finish_first(path):
+    with LLM(path, num_kv_blocks=30, max_num_seqs=1, scheduling_policy="priority") as llm:
+        for name, priority in (("late", 5), ("early", -1), ("middle", 2)):
+            llm.add_request(name, [1, 2], SamplingParams(max_tokens=2), priority=priority)
+        order = []
+        while llm.has_unfinished_requests():
+            order += [o.request_id for o in llm.step() if o.finished]
+    assert order == ["early", "middle", "late"]
+
+
+def test_two_engines_live_side_by_side_and_share_nothing(path, prompts, expected):
+    with LLM(path, block_size=16, num_kv_blocks=60) as one, LLM(path, block_size=4, num_kv_blocks=90) as two:
+        one.add_request("x", prompts[6], GREEDY)
+        two.add_request("x", prompts[7], GREEDY)
+        last = {}
+        while one.has_unfinished_requests() or two.has_unfinished_requests():
+            for name, llm in (("one", one), ("two", two)):
+                for output in llm.step():
+                    last[name] = output.outputs[0].token_ids
+        assert (last["one"], last["two"]) == (expected[0][6], expected[0][7])
+
+
+@pytest.mark.parametrize("how", ["del", "close", "with"])
+def test_the_memory_of_an_engine_is_released(how, path):
+    llm = LLM(path, num_kv_blocks=50)
+    llm.generate([1, 2], use_tqdm=False)
+    cache = weakref.ref(llm.runner.caches[0].k)
+    weight = weakref.ref(llm.runner.model.embed_tokens.weight)
+    if how == "del":
+        del llm
+    elif how == "close":
+        llm.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            llm.generate([1, 2], use_tqdm=False)
+    else:
+        with llm:
+            pass
+    gc.collect()
+    assert cache() is None
+    assert weight() is None
+
+
+def test_the_cache_is_sized_by_bytes_or_by_memory(path):
+    block_bytes = 2 * 2 * 16 * 2 * 32 * 4  # k and v, layers, tokens, kv heads, head_dim, float32
+    with LLM(path, block_size=16, kv_cache_bytes=10 * block_bytes) as llm:
+        assert llm.metrics()["num_blocks"] == 9  # and the null block
+        assert sum(c.k.nbytes + c.v.nbytes for c in llm.runner.caches) == 10 * block_bytes
+    with LLM(path, block_size=16, max_num_seqs=4, max_model_len=64) as llm:
+        assert llm.metrics()["num_blocks"] == 16  # all that four sequences of 64 tokens can hold
+
+
+def test_progress_shows_prompt_and_output_tokens_per_second(path, capsys):
+    with LLM(path, num_kv_blocks=50) as llm:
+        llm.generate([[1, 2]] * 3, GREEDY)
+        assert "3/3" in (shown := capsys.readouterr().err)
+        assert "prompt" in shown
+        assert "output" in shown
+        llm.generate([[1, 2]] * 3, GREEDY, use_tqdm=False)
+        assert capsys.readouterr().err == ""
+
+
+def test_chat_renders_the_template_once_and_refuses_a_tokenizer_without_one(tmp_path):
+    with LLM(str(chain_checkpoint(tmp_path, "abcdef")), num_kv_blocks=20) as llm:
+        params = SamplingParams(temperature=0, max_tokens=2)
+        chat = [{"role": "user", "content": "a"}]
+        with pytest.raises(ValueError, match="no chat template"):
+            llm.chat(chat, params, use_tqdm=False)
+        template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{{ suffix }}"
+        kwargs = {"chat_template": template, "use_tqdm": False}
+        one = llm.chat(chat, params, **kwargs, chat_template_kwargs={"suffix": "c"})
+        assert (one[0].prompt, one[0].outputs[0].text) == ("ac", "de")
+        two = llm.chat([chat, [{"role": "user", "content": "b"}]], params, **kwargs)
+        assert [out.outputs[0].text for out in two] == ["bc", "cd"]
+        with pytest.raises(ValueError, match="messages must be"):
+            llm.chat([], params, **kwargs)
+        with pytest.raises(ValueError, match="each of messages"):
+            llm.chat([{"content": "a"}], params, **kwargs)

@@ -1,0 +1,229 @@
+"""SamplingParams' validation, and the sampler against distributions worked out by hand."""
+
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from nanoengine.sampling import SamplingParams, SamplingRow, sample, uniform
+
+NAN, INF = math.nan, math.inf
+BAD_FIELDS = [
+    *[("n", v) for v in (0, -1, 1.5, "2", True, None)],
+    *[("temperature", v) for v in (-0.1, NAN, INF, -INF, "1", None, True)],
+    *[("top_p", v) for v in (0, -0.5, 1.01, NAN, INF, "0.9", None)],
+    *[("top_k", v) for v in (-2, 1.0, "5", None, True)],
+    *[("min_p", v) for v in (-0.01, 1.01, NAN, None)],
+    *[("seed", v) for v in (1.5, "7", 2**64, -(2**63) - 1, True)],
+    *[("presence_penalty", v) for v in (-2.1, 2.1, NAN, None)],
+    *[("frequency_penalty", v) for v in (-2.1, 2.1, NAN, "0")],
+    *[("repetition_penalty", v) for v in (0, -1, NAN, INF, None)],
+    *[("logit_bias", v) for v in ([1], {"a": 1.0}, {1: NAN}, {1: INF}, {1: "x"})],
+    *[("allowed_token_ids", v) for v in ([], "12", 5, [1.0], ["a"])],
+    *[("max_tokens", v) for v in (0, -5, 2.0, "3", True)],
+    *[("min_tokens", v) for v in (-1, 1.0, None, 17)],
+    *[("ignore_eos", v) for v in (1, None, "yes")],
+    *[("stop", v) for v in ("", ["a", ""], 5, [5])],
+    *[("stop_token_ids", v) for v in (5, "5", [1.5], [None])],
+    *[("include_stop_str_in_output", v) for v in (1, None)],
+    *[("logprobs", v) for v in (-1, 1.5, "2", True)],
+    *[("prompt_logprobs", v) for v in (-1, 1.5)],
+    *[("detokenize", v) for v in (0, "no")],
+    *[("skip_special_tokens", v) for v in (0, None)],
+]
+
+
+@pytest.mark.parametrize(("name", "value"), BAD_FIELDS)
+def test_a_bad_field_is_refused_by_an_error_that_names_it_and_the_value(name, value):
+    with pytest.raises((ValueError, TypeError)) as caught:
+        SamplingParams(**{name: value})
+    assert name in str(caught.value)
+    shown = value if not isinstance(value, (list, dict)) else None
+    assert shown is None or repr(shown) in str(caught.value)
+
+
+def test_a_misspelt_field_is_a_type_error():
+    with pytest.raises(TypeError, match="temprature"):
+        SamplingParams(temprature=1.0)
+
+
+@pytest.mark.parametrize(
+    ("params", "name"),
+    [
+        (SamplingParams(logit_bias={100: 1.0}), "logit_bias"),
+        (SamplingParams(allowed_token_ids=[-1]), "allowed_token_ids"),
+        (SamplingParams(stop_token_ids=[100]), "stop_token_ids"),
+        (SamplingParams(logprobs=101), "logprobs"),
+    ],
+)
+def test_token_ids_outside_the_vocabulary_are_refused(params, name):
+    with pytest.raises(ValueError, match=name):
+        params.check_vocabulary(100)
+
+
+def row(params=None, token_ids=(0,), num_prompt_tokens=1, seed=0, stop_ids=(), **fields):
+    params = params or SamplingParams(**fields)
+    return SamplingRow(params, seed, list(token_ids), num_prompt_tokens, frozenset(stop_ids))
+
+
+LOGITS = torch.tensor([0.5, 2.0, 1.0, -1.0, 1.5, 0.0])
+
+
+def counts(num_samples=20_000, logits=LOGITS, **fields):
+    """How often each token is drawn, by position-keyed draws of one seed."""
+    params = SamplingParams(**fields)
+    rows = [row(params, token_ids=range(i + 1), num_prompt_tokens=1) for i in range(0, 400)]
+    drawn: Counter[int] = Counter()
+    for seed in range(num_samples // len(rows)):
+        seeded = [r._replace(seed=seed * 7919 + 1) for r in rows]
+        drawn.update(sample(logits.expand(len(rows), -1), seeded).token_ids)
+    return drawn
+
+
+def chi_square_fits(drawn, probs):
+    total = sum(drawn.values())
+    assert all(probs[token] > 0 for token in drawn), f"a token of probability 0 was drawn: {drawn}"
+    statistic = sum((drawn[i] - total * p) ** 2 / (total * p) for i, p in enumerate(probs) if p > 0)
+    degrees = sum(p > 0 for p in probs) - 1
+    # Three standard deviations above the mean of the chi-square distribution; the draws are seeded.
+    return statistic <= degrees + 3 * math.sqrt(2 * max(1, degrees))
+
+
+def softmax(values):
+    weights = [math.exp(v) for v in values]
+    return [w / sum(weights) for w in weights]
+
+
+L = LOGITS.tolist()
+P = softmax(L)  # by falling probability: tokens 1, 4, 2, 0, 5, 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, P),
+        ({"temperature": 0.5}, softmax([2 * v for v in L])),
+        ({"temperature": 3.0}, softmax([v / 3 for v in L])),
+        ({"top_k": 2}, softmax([v if i in (1, 4) else -INF for i, v in enumerate(L)])),
+        ({"top_k": -1}, P),
+        ({"top_k": 100}, P),
+        # 0.42 + 0.26 < 0.7 <= 0.42 + 0.26 + 0.16: the token that crosses the boundary stays.
+        ({"top_p": 0.7}, softmax([v if i in (1, 4, 2) else -INF for i, v in enumerate(L)])),
+        ({"top_p": 0.01}, [0, 1, 0, 0, 0, 0]),
+        # exp(1 - 2) = 0.368 of the likeliest, exp(0.5 - 2) = 0.22
+        ({"min_p": 0.3}, softmax([v if i in (1, 4, 2) else -INF for i, v in enumerate(L)])),
+        ({"min_p": 1.0}, [0, 1, 0, 0, 0, 0]),
+        # top_p counts what top_k left: of 1 and 4, the first has 0.62.
+        ({"top_k": 2, "top_p": 0.6}, [0, 1, 0, 0, 0, 0]),
+        ({"top_k": 2, "top_p": 0.7}, softmax([v if i in (1, 4) else -INF for i, v in enumerate(L)])),
+        ({"logit_bias": {3: 2.0}}, softmax([v + 2 * (i == 3) for i, v in enumerate(L)])),
+        ({"allowed_token_ids": [0, 3]}, softmax([v if i in (0, 3) else -INF for i, v in enumerate(L)])),
+    ],
+)
+def test_draws_follow_the_distribution_worked_out_by_hand(fields, expected):
+    assert chi_square_fits(counts(**fields), expected)
+
+
+def test_the_distribution_test_can_fail():
+    assert not chi_square_fits(counts(), softmax([1.1 * v for v in L]))
+
+
+def test_a_distribution_over_many_chunks_of_the_vocabulary_is_followed():
+    logits = torch.full((1000,), -INF)
+    logits[[0, 31, 32, 500, 999]] = torch.tensor([0.1, 1.0, 0.5, 0.7, 0.3])
+    drawn = counts(logits=logits)
+    probs = logits.double().softmax(0).tolist()
+    assert chi_square_fits(drawn, probs)
+
+
+def test_greedy_takes_the_likeliest_whatever_shares_its_batch():
+    rows = [row(temperature=0), row(temperature=1.0), row(temperature=0, top_k=1)]
+    tokens = sample(LOGITS.expand(3, -1), rows).token_ids
+    assert (tokens[0], tokens[2]) == (1, 1)
+
+
+def test_a_row_draws_the_same_alone_and_in_any_batch():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(16, 500, generator=generator)
+    choices = [{}, {"top_k": 5}, {"top_p": 0.5}, {"temperature": 0.0}, {"min_p": 0.1, "temperature": 2.0}]
+    rows = [row(seed=i, token_ids=range(i + 1), **choices[i % 5]) for i in range(16)]
+    together = sample(logits, rows).token_ids
+    assert together == [sample(logits[i : i + 1], [rows[i]]).token_ids[0] for i in range(16)]
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-8, 1e-3])
+def test_a_tiny_temperature_is_greedy_and_never_overflows(temperature):
+    logits = torch.tensor([[1e4, 1.0, 1e4 - 1, -1e4]])
+    assert sample(logits, [row(temperature=temperature)]).token_ids == [0]
+
+
+@pytest.mark.parametrize("u", [0.0, 1 - 2**-53, 0.5])
+def test_the_ends_of_the_unit_interval_never_draw_an_impossible_token(u, monkeypatch):
+    monkeypatch.setattr("nanoengine.sampling.uniform", lambda s, p: np.full(len(s), u))
+    logits = torch.full((1, 1000), -INF)
+    logits[0, [3, 700]] = 0.0
+    assert sample(logits, [row()]).token_ids[0] in (3, 700)
+
+
+def test_uniform_numbers_depend_on_seed_and_position_and_fill_the_interval():
+    seeds = np.arange(1000, dtype=np.uint64)
+    positions = np.zeros(1000, dtype=np.uint64)
+    numbers = uniform(seeds, positions)
+    assert ((numbers >= 0) & (numbers < 1)).all()
+    assert len(set(numbers.tolist())) == 1000
+    assert abs(numbers.mean() - 0.5) < 0.03
+    assert np.array_equal(numbers, uniform(seeds, positions))
+    assert not np.array_equal(numbers, uniform(seeds, positions + np.uint64(1)))
+
+
+def greedy_after(**fields):
+    token_ids = fields.pop("token_ids", (0,))
+    num_prompt_tokens = fields.pop("num_prompt_tokens", 1)
+    stop_ids = fields.pop("stop_ids", ())
+    params = SamplingParams(temperature=0, **fields)
+    return sample(LOGITS.unsqueeze(0), [row(params, token_ids, num_prompt_tokens, stop_ids=stop_ids)])
+
+
+def test_penalties_count_the_tokens_vllm_counts():
+    # Token 1 (2.0) leads token 4 (1.5) leads token 2 (1.0).
+    assert greedy_after(token_ids=[1]).token_ids == [1]
+    assert greedy_after(token_ids=[1], repetition_penalty=1.5).token_ids == [4]  # prompt counts: 1.33
+    assert greedy_after(token_ids=[0, 1], repetition_penalty=1.5).token_ids == [4]  # output too
+    assert greedy_after(token_ids=[1], presence_penalty=2.0).token_ids == [1]  # the prompt does not
+    assert greedy_after(token_ids=[0, 1], presence_penalty=0.4).token_ids == [1]
+    assert greedy_after(token_ids=[0, 1, 1, 1], presence_penalty=0.4).token_ids == [1]  # once only
+    assert greedy_after(token_ids=[0, 1], presence_penalty=0.6).token_ids == [4]
+    assert greedy_after(token_ids=[0, 1], frequency_penalty=0.3).token_ids == [1]
+    assert greedy_after(token_ids=[0, 1, 1], frequency_penalty=0.3).token_ids == [4]  # per occurrence
+
+
+def test_repetition_penalty_multiplies_negative_logits():
+    logits = torch.tensor([[-1.0, -1.5]])
+    params = SamplingParams(temperature=0, repetition_penalty=2.0)
+    assert sample(logits, [row(params, token_ids=[0])]).token_ids == [1]
+
+
+def test_min_tokens_bans_every_stop_id_until_it_is_reached():
+    options = {"stop_ids": (1, 4), "min_tokens": 2}
+    assert greedy_after(token_ids=[0], **options).token_ids == [2]
+    assert greedy_after(token_ids=[0, 5], **options).token_ids == [2]
+    assert greedy_after(token_ids=[0, 5, 5], **options).token_ids == [1]
+
+
+def test_logprobs_hold_the_sampled_token_and_the_likeliest_from_the_raw_logits():
+    result = greedy_after(logprobs=2, logit_bias={3: 100.0})
+    assert result.token_ids == [3]
+    entry = result.logprobs[0]
+    assert set(entry) == {3, 1, 4}
+    assert [entry[token].rank for token in (3, 1, 4)] == [6, 1, 2]
+    for token, logprob in entry.items():
+        assert logprob.logprob == pytest.approx(math.log(P[token]), abs=1e-5)
+    assert set(greedy_after(logprobs=0).logprobs[0]) == {1}
+
+
+def test_the_caller_s_logits_are_not_modified():
+    logits = LOGITS.unsqueeze(0).clone()
+    sample(logits, [row(repetition_penalty=2.0, min_tokens=1, stop_ids=(1,), top_k=2, temperature=0.5)])
+    assert torch.equal(logits[0], LOGITS)
