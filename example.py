@@ -30,19 +30,51 @@ QUESTIONS = [
 ]
 
 
+def chat(llm: LLM, params: SamplingParams) -> None:
+    """Hold a conversation in the terminal, the answers streaming."""
+    messages: list[dict[str, str]] = []
+    while True:
+        try:
+            question = input("\n> ")
+        except (EOFError, KeyboardInterrupt):
+            question = ""
+        if not question:
+            print("bye")
+            return
+        messages.append({"role": "user", "content": question})
+        answer = ""
+        try:
+            for output in llm.stream(llm.render_chat(messages), params):
+                for completion in output.outputs:
+                    answer += completion.text
+                    print(completion.text, end="", flush=True)
+        except KeyboardInterrupt:
+            print(" [stopped]", end="")
+        except ValueError as error:  # the conversation outgrew the model
+            print(f"{error}; starting over", end="")
+            messages.clear()
+            continue
+        print()
+        messages.append({"role": "assistant", "content": answer})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default=str(DEMO), help="hub id or directory; default: the bundled model")
     parser.add_argument("--prompt", action="append", help="a question; may be given several times")
+    parser.add_argument("--chat", action="store_true", help="hold a conversation")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--max-tokens", type=int, default=256)
     args = parser.parse_args()
 
     with LLM(args.model) as llm:
-        questions = args.prompt or QUESTIONS
         params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
+        if args.chat:
+            chat(llm, params)
+            return
+        questions = args.prompt or QUESTIONS
         start = time.perf_counter()
         if llm.get_tokenizer().chat_template:
             conversations = [[{"role": "user", "content": question}] for question in questions]

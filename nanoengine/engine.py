@@ -24,8 +24,9 @@ import itertools
 import time
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as AnySequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
@@ -40,16 +41,26 @@ from xxhash import xxh3_64_intdigest
 
 from nanoengine.attention import AttentionMetadata, KVCache, PagedAttention
 from nanoengine.model import Decoder
-from nanoengine.outputs import CompletionOutput, Detokenizer, RequestMetrics, RequestOutput
-from nanoengine.prompts import Prompt, read_prompt, render_chats, split_prompts
+from nanoengine.outputs import RequestOutput
+from nanoengine.requests import (
+    Prompt,
+    Request,
+    Sample,
+    bad_word_ids,
+    read_prompt,
+    render_chats,
+    split_prompts,
+)
 from nanoengine.sampling import (
     Logprob,
+    RequestOutputKind,
     SamplerOutput,
     SamplingParams,
     SamplingRow,
     check_bool,
     check_integer,
     check_number,
+    report_logprobs,
     sample,
 )
 from nanoengine.weights import Checkpoint, load_model, open_checkpoint, resolve_dtype
@@ -133,6 +144,7 @@ class Sequence:
     """The tokens of one sample, and where their K and V are. Changed by the scheduler only."""
 
     __slots__ = (
+        "bad_words",
         "block_keys",
         "block_table",
         "finish_reason",
@@ -145,6 +157,7 @@ class Sequence:
         "num_prompt_tokens",
         "params",
         "priority",
+        "prompt_logprobs",
         "seed",
         "seq_id",
         "status",
@@ -162,6 +175,8 @@ class Sequence:
         priority: int = 0,
         seed: int = 0,
         stop_ids: frozenset[int] = frozenset(),
+        bad_words: tuple[tuple[int, ...], ...] = (),
+        prompt_logprobs: int | None = None,
     ) -> None:
         self.seq_id = seq_id  # also the order of arrival
         self.token_ids = list(prompt_token_ids)  # prompt, then output
@@ -170,6 +185,8 @@ class Sequence:
         self.priority = priority
         self.seed = seed  # 64 bits; with a position it fixes the random number drawn there
         self.stop_ids = stop_ids  # sampling one of these ends the sequence
+        self.bad_words = bad_words  # params.bad_words as token ids
+        self.prompt_logprobs = prompt_logprobs  # how many to report per prompt token; None: not asked for
         self.max_num_tokens = 0  # prompt and output at most; set by the scheduler
         self.status = Status.WAITING
         self.finish_reason: str | None = None
@@ -269,7 +286,8 @@ class BlockManager:
 
     def find_prefix(self, seq: Sequence) -> list[Block]:
         """The longest run of cached blocks that hold the beginning of the sequence."""
-        if not self.enable_prefix_caching:
+        # A prompt token's log-probabilities need its logits, which the cache does not hold.
+        if not self.enable_prefix_caching or seq.prompt_logprobs is not None:
             return []
         self._hash_full_blocks(seq)
         hits: list[Block] = []
@@ -562,12 +580,19 @@ class Scheduler:
             budget -= add_chunk(seq)
         return ScheduledBatch(chunks, sampled_seqs, self.max_num_batched_tokens - budget)
 
-    def update(self, batch: ScheduledBatch, token_ids: AnySequence[int]) -> list[Sequence]:
-        """Take in a step's results: one token per `batch.sampled_seqs`. Returns those that finished."""
+    def update(self, batch: ScheduledBatch, token_ids: AnySequence[int | None]) -> list[Sequence]:
+        """Take in a step's results: one token per `batch.sampled_seqs`, None where sampling failed.
+
+        Returns those that finished.
+        """
         for seq, _, end in batch.chunks:
             seq.num_computed_tokens = end
         finished = []
         for seq, token_id in zip(batch.sampled_seqs, token_ids, strict=True):
+            if token_id is None:
+                seq.finish_reason = "error"
+                finished.append(seq)
+                continue
             seq.token_ids.append(token_id)
             if token_id in seq.stop_ids:
                 seq.finish_reason = "stop"
@@ -687,6 +712,9 @@ def build_inputs(batch: ScheduledBatch, block_size: int) -> ModelInputs:
     )
 
 
+LOGPROB_ROWS = 256  # prompt rows turned into logits at a time: a row is as wide as the vocabulary
+
+
 class ModelRunner:
     """Owns the model, the KV cache and the device; turns a batch into sampled tokens."""
 
@@ -775,14 +803,32 @@ class ModelRunner:
         )
         attention = PagedAttention(metadata, self.block_size)
         hidden = self.model(tensor(inputs.input_ids), tensor(inputs.positions), self.caches, attention)
+        prompt_logprobs = self._prompt_logprobs(batch, inputs, hidden)
         if not batch.sampled_seqs:
-            return SamplerOutput([], [])
+            return SamplerOutput([], [], prompt_logprobs)
         logits = self.model.compute_logits(hidden[tensor(inputs.sample_rows)])
         rows = [
-            SamplingRow(seq.params, seq.seed, seq.token_ids, seq.num_prompt_tokens, seq.stop_ids)
-            for seq in batch.sampled_seqs
+            SamplingRow(s.params, s.seed, s.token_ids, s.num_prompt_tokens, s.stop_ids, s.bad_words)
+            for s in batch.sampled_seqs
         ]
-        return sample(logits, rows)
+        return SamplerOutput(*sample(logits, rows), prompt_logprobs)
+
+    def _prompt_logprobs(
+        self, batch: ScheduledBatch, inputs: ModelInputs, hidden: Tensor
+    ) -> dict[int, list[dict[int, Logprob]]]:
+        """What the chunks' prompt tokens predict of the prompt tokens after them, where asked for."""
+        assert self.model is not None
+        results: dict[int, list[dict[int, Logprob]]] = {}
+        for (seq, start, end), row in zip(batch.chunks, inputs.cu_seqlens_q.tolist(), strict=False):
+            if seq.prompt_logprobs is None:
+                continue
+            results[seq.seq_id] = entries = []
+            last = min(end, seq.num_prompt_tokens - 1)
+            for low in range(start, last, LOGPROB_ROWS):
+                high = min(low + LOGPROB_ROWS, last)
+                logits = self.model.compute_logits(hidden[row + low - start : row + high - start])
+                entries += report_logprobs(logits, seq.token_ids[low + 1 : high + 1], seq.prompt_logprobs)
+        return results
 
     def close(self) -> None:
         """Release the model and the cache."""
@@ -792,58 +838,6 @@ class ModelRunner:
 
 
 # ---- LLM: what a user holds ----------------------------------------------------------------------
-
-
-class Request:
-    """A user's request: its samples (sequences), their text so far, and their log-probabilities."""
-
-    __slots__ = ("detokenizers", "logprobs", "metrics", "params", "prompt", "request_id", "seqs")
-
-    def __init__(
-        self,
-        request_id: str,
-        prompt: str | None,
-        params: SamplingParams,
-        seqs: list[Sequence],
-        tokenizer: Any,
-    ) -> None:
-        self.request_id = request_id
-        self.prompt = prompt
-        self.params = params
-        self.seqs = seqs
-        self.logprobs: list[list[dict[int, Logprob]]] = [[] for _ in seqs]
-        self.metrics = RequestMetrics(arrival_time=time.monotonic())
-        backend = tokenizer.backend_tokenizer if tokenizer is not None and params.detokenize else None
-        self.detokenizers = [Detokenizer(backend, seq.token_ids, params) for seq in seqs]
-
-    @property
-    def finished(self) -> bool:
-        """Whether all its samples are finished."""
-        return all(seq.finish_reason is not None for seq in self.seqs)
-
-    def output(self) -> RequestOutput:
-        """The request as it is now."""
-        self.metrics.num_preemptions = sum(seq.num_preemptions for seq in self.seqs)
-        first = self.seqs[0]
-        return RequestOutput(
-            request_id=self.request_id,
-            prompt=self.prompt,
-            prompt_token_ids=first.token_ids[: first.num_prompt_tokens],
-            outputs=[self._completion(index) for index in range(len(self.seqs))],
-            finished=self.finished,
-            num_cached_tokens=first.num_cached_tokens or 0,
-            metrics=self.metrics,
-        )
-
-    def _completion(self, index: int) -> CompletionOutput:
-        seq, token_ids = self.seqs[index], self.seqs[index].output_token_ids
-        completion = CompletionOutput(index, self.detokenizers[index].text, token_ids)
-        completion.finish_reason, completion.stop_reason = seq.finish_reason, seq.stop_reason
-        if self.params.logprobs is not None:
-            completion.logprobs = list(self.logprobs[index])
-            chosen = zip(completion.logprobs, token_ids, strict=True)
-            completion.cumulative_logprob = sum(entry[token_id].logprob for entry, token_id in chosen)
-        return completion
 
 
 class LLM:
@@ -884,9 +878,8 @@ class LLM:
             max_model_len=self.max_model_len,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
         )
-        self._requests: dict[str, Request] = {}  # all whose final output was not handed over yet
-        self._owners: dict[int, tuple[Request, int]] = {}  # seq_id -> request, index of the sample
-        self._unclaimed: list[Request] = []  # finished while somebody else's generate() was stepping
+        self._requests: dict[str, Request] = {}  # all whose last output was not handed over yet
+        self._samples: dict[int, tuple[Request, Sample]] = {}  # seq_id -> whose it is
         self._seq_ids = itertools.count()
         self._request_numbers = itertools.count()
         self._num_steps = self._num_prompt_tokens = self._num_generation_tokens = 0
@@ -914,26 +907,24 @@ class LLM:
             ValueError, TypeError: a prompt or parameter cannot be served; then none was queued. After
                 any other exception this call's requests are aborted and the engine stays usable.
         """
-        prompt_list = split_prompts(prompts)
-        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        params_list = [params] * len(prompt_list) if isinstance(params, SamplingParams) else list(params)
-        priorities = [0] * len(prompt_list) if priority is None else list(priority)
-        for name, values in (("sampling_params", params_list), ("priority", priorities)):
-            if len(values) != len(prompt_list):
-                raise ValueError(f"{name} must be one per prompt: got {len(values)} for {len(prompt_list)}")
-        checked = [
-            self._check(*arguments) for arguments in zip(prompt_list, params_list, priorities, strict=True)
-        ]
-        requests: list[Request] = []
-        try:
-            for (prompt, token_ids), p, rank in zip(checked, params_list, priorities, strict=True):
-                requests.append(self._new_request(self._next_request_id(), prompt, token_ids, p, rank))
-                self._submit(requests[-1])
+        checked = self._check_all(prompts, sampling_params, priority)
+        with self._queued(checked) as requests:
             self._run_until_finished(requests, use_tqdm)
-        except BaseException:
-            self.abort_request([request.request_id for request in requests])
-            raise
-        return [self._claim(request) for request in requests]
+            return [self._claim(request, RequestOutputKind.FINAL_ONLY) for request in requests]
+
+    def stream(
+        self,
+        prompts: Prompt | AnySequence[Prompt],
+        sampling_params: SamplingParams | AnySequence[SamplingParams] | None = None,
+        *,
+        priority: AnySequence[int] | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Complete prompts and yield each one's new text and tokens as they come, finished ones marked.
+
+        Takes what `generate` takes and raises what it raises, at the call. `request_id` is the
+        prompt's index. Leaving the loop early, or closing the iterator, aborts what is left.
+        """
+        return self._stream(self._check_all(prompts, sampling_params, priority))
 
     def chat(
         self,
@@ -951,15 +942,19 @@ class LLM:
         Raises:
             ValueError: the tokenizer has no chat template; and as `generate`.
         """
-        prompts = render_chats(
+        prompts = self.render_chat(
             messages,
-            self.get_tokenizer(),
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             **(chat_template_kwargs or {}),
         )
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def render_chat(self, messages: AnySequence[Any], **template_settings: Any) -> list[dict[str, Any]]:
+        """Conversations as prompts for `generate`, `stream` or `add_request`, by the chat template."""
+        settings = {"add_generation_prompt": True, **template_settings}
+        return render_chats(messages, self.get_tokenizer(), **settings)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the checkpoint's generation_config recommends; vLLM's defaults where it says nothing."""
@@ -988,8 +983,7 @@ class LLM:
         if request_id in self._requests:
             raise ValueError(f"request_id {request_id!r} is in use")
         params = self.get_default_sampling_params() if params is None else params
-        text, token_ids = self._check(prompt, params, priority)
-        self._submit(self._new_request(request_id, text, token_ids, params, priority))
+        self._submit(request_id, *self._check(prompt, params, priority), is_driven=False)
 
     def step(self) -> list[RequestOutput]:
         """Run one step; returns each request that got a token or finished, with all it has so far.
@@ -998,19 +992,21 @@ class LLM:
             RuntimeError and whatever the model raises: no token of the step was kept, every request
             is still queued and will be recomputed.
         """
-        ready = self._step()
-        ready += [request for request in self._unclaimed if request not in ready]
-        self._unclaimed = []
+        self._step()
+        ready = [request for request in self._requests.values() if request.is_due]
         return [self._claim(request) if request.finished else request.output() for request in ready]
 
-    def abort_request(self, request_ids: str | Iterable[str]) -> None:
-        """Drop requests and free their blocks; ids that are unknown or finished are ignored."""
+    def abort_request(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
+        """Drop requests and free their blocks; ids that are unknown or finished are ignored.
+
+        Returns:
+            What the aborted requests had so far, their samples' finish_reason being "abort".
+        """
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
-        requests = [self._requests[i] for i in ids if i in self._requests]
-        seqs = [seq for request in requests for seq in request.seqs if seq.finish_reason is None]
-        self.scheduler.finish(seqs, "abort")
-        for request in requests:
-            self._claim(request)
+        requests = [self._requests[i] for i in dict.fromkeys(ids) if i in self._requests]
+        seqs = [sample.seq for request in requests for sample in request.samples]
+        self.scheduler.finish([seq for seq in seqs if seq.finish_reason is None], "abort")
+        return [self._claim(request) for request in requests]
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has something to compute or to hand over."""
@@ -1052,8 +1048,23 @@ class LLM:
 
     # -- from prompts to requests
 
-    def _check(self, prompt: Any, params: Any, priority: Any) -> tuple[str | None, list[int]]:
-        """Validate one request completely, without changing anything; returns its text and token ids."""
+    def _check_all(
+        self, prompts: Any, sampling_params: Any, priority: Any
+    ) -> list[tuple[str | None, list[int], SamplingParams, int]]:
+        """Validate a whole call before anything of it is queued."""
+        prompt_list = split_prompts(prompts)
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        params_list = [params] * len(prompt_list) if isinstance(params, SamplingParams) else list(params)
+        priorities = [0] * len(prompt_list) if priority is None else list(priority)
+        for name, values in (("sampling_params", params_list), ("priority", priorities)):
+            if len(values) != len(prompt_list):
+                raise ValueError(f"{name} must be one per prompt: got {len(values)} for {len(prompt_list)}")
+        return [self._check(*one) for one in zip(prompt_list, params_list, priorities, strict=True)]
+
+    def _check(
+        self, prompt: Any, params: Any, priority: Any
+    ) -> tuple[str | None, list[int], SamplingParams, int]:
+        """Validate one request completely, without changing anything; the prompt as text and token ids."""
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params must be SamplingParams, got {params!r}")
         if isinstance(priority, bool) or not isinstance(priority, int):
@@ -1062,58 +1073,81 @@ class LLM:
             raise ValueError(f'priority must be 0 without scheduling_policy="priority", got {priority}')
         vocab_size = self.checkpoint.config.vocab_size
         params.check_vocabulary(vocab_size)
-        tokenizer = self.get_tokenizer()
-        if params.stop_strings and tokenizer is None:
-            raise ValueError("stop strings need a tokenizer and the checkpoint has none")
+        for name in ("stop", "bad_words"):
+            if getattr(params, name) and self.get_tokenizer() is None:
+                raise ValueError(f"{name} needs a tokenizer and the checkpoint has none")
         if set(params.allowed_token_ids or [-1]) <= self._stop_ids(params) and params.min_tokens:
             raise ValueError(
                 f"allowed_token_ids {params.allowed_token_ids} are all end-of-sequence or stop tokens, "
                 f"which min_tokens={params.min_tokens} bans"
             )
-        text, token_ids = read_prompt(prompt, tokenizer, vocab_size)
+        text, token_ids = read_prompt(prompt, self.get_tokenizer(), vocab_size)
         self.scheduler.check_fits(len(token_ids))
-        return text, token_ids
+        return text, token_ids, params, priority
 
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
         eos = () if params.ignore_eos else self.checkpoint.eos_token_ids
         return frozenset((*eos, *(params.stop_token_ids or ())))
 
-    def _next_request_id(self) -> str:
-        return next(i for i in map(str, self._request_numbers) if i not in self._requests)
-
-    def _new_request(
-        self, request_id: str, prompt: str | None, token_ids: list[int], params: SamplingParams, priority: int
+    def _submit(
+        self,
+        request_id: str,
+        text: str | None,
+        token_ids: list[int],
+        params: SamplingParams,
+        priority: int,
+        *,
+        is_driven: bool,
     ) -> Request:
+        """Queue a request that passed _check."""
+        tokenizer = self.get_tokenizer()
+        bad_words = bad_word_ids(params.bad_words or [], tokenizer)
+        stop_ids = self._stop_ids(params)
         seqs = []
         for index in range(params.n):
             seq_id = next(self._seq_ids)
             unseeded = params.seed is None or params.seed == -1
             source = f"{self.config.seed} {seq_id}" if unseeded else f"{params.seed} sample {index}"
-            seqs.append(
-                Sequence(
-                    seq_id,
-                    token_ids,
-                    params,
-                    priority=priority,
-                    seed=xxh3_64_intdigest(source.encode()),
-                    stop_ids=self._stop_ids(params),
-                )
+            seq = Sequence(
+                seq_id,
+                token_ids,
+                params,
+                priority=priority,
+                seed=xxh3_64_intdigest(source.encode()),
+                stop_ids=stop_ids,
+                bad_words=bad_words,
+                prompt_logprobs=params.prompt_logprobs if index == 0 else None,
             )
-        return Request(request_id, prompt, params, seqs, self.get_tokenizer())
+            seqs.append(seq)
+        request = Request(request_id, text, params, seqs, tokenizer, is_driven)
+        self._requests[request_id] = request
+        self._num_prompt_tokens += len(token_ids)
+        for sample_ in request.samples:
+            self._samples[sample_.seq.seq_id] = request, sample_
+            self.scheduler.add(sample_.seq)
+        return request
 
-    def _submit(self, request: Request) -> None:
-        self._requests[request.request_id] = request
-        self._num_prompt_tokens += request.seqs[0].num_prompt_tokens
-        for index, seq in enumerate(request.seqs):
-            self._owners[seq.seq_id] = request, index
-            self.scheduler.add(seq)
+    @contextmanager
+    def _queued(
+        self, checked: list[tuple[str | None, list[int], SamplingParams, int]]
+    ) -> Iterator[list[Request]]:
+        """Queue requests; those whose last output was not handed over when the block ends are aborted."""
+        unused = (i for i in map(str, self._request_numbers) if i not in self._requests)
+        request_ids = list(itertools.islice(unused, len(checked)))
+        try:
+            yield [
+                self._submit(request_id, *one, is_driven=True)
+                for request_id, one in zip(request_ids, checked, strict=True)
+            ]
+        finally:
+            self.abort_request(request_ids)
 
-    def _claim(self, request: Request) -> RequestOutput:
-        """Hand over a request's final output and forget it."""
+    def _claim(self, request: Request, kind: RequestOutputKind | None = None) -> RequestOutput:
+        """Hand over a request's last output and forget it."""
         del self._requests[request.request_id]
-        for seq in request.seqs:
-            self._owners.pop(seq.seq_id, None)
-        return request.output()
+        for sample_ in request.samples:
+            del self._samples[sample_.seq.seq_id]
+        return request.output(kind)
 
     # -- the loop
 
@@ -1129,61 +1163,85 @@ class LLM:
             return self._take_in(batch, sampled)
         except BaseException:
             self.scheduler.recover()
-            self._unclaimed = [request for request in self._requests.values() if request.finished]
             raise
 
     def _take_in(self, batch: ScheduledBatch, sampled: SamplerOutput) -> list[Request]:
         """Turn a step's tokens into text, look for stop strings, note the times."""
         now = time.monotonic()
-        for seq, _, _ in batch.chunks:
-            metrics = self._owners[seq.seq_id][0].metrics
-            if metrics.first_scheduled_time is None:
-                metrics.first_scheduled_time = now
-        self._num_generation_tokens += len(batch.sampled_seqs)
+        for seq, start, _ in batch.chunks:
+            request, _ = self._samples[seq.seq_id]
+            if request.metrics.first_scheduled_time is None:
+                request.metrics.first_scheduled_time = now
+            if entries := sampled.prompt_logprobs.get(seq.seq_id):
+                # After a preemption the prompt is computed again; what is known already is skipped.
+                request.prompt_logprobs += entries[len(request.prompt_logprobs) - start - 1 :]
+                self._name_tokens(entries)
         requests: dict[str, Request] = {}
         for seq, logprobs in zip(batch.sampled_seqs, sampled.logprobs, strict=True):
-            request, index = self._owners[seq.seq_id]
-            params = request.params
+            request, sample_ = self._samples[seq.seq_id]
             requests[request.request_id] = request
             if request.metrics.first_token_time is None:
                 request.metrics.first_token_time = now
-            if logprobs is not None:
-                self._name_tokens(logprobs)
-                request.logprobs[index].append(logprobs)
-            # The text of the token that ends a sequence is not part of its output.
-            if seq.finish_reason != "stop" or params.include_stop_str_in_output:
-                may_stop = seq.num_tokens - seq.num_prompt_tokens > params.min_tokens or not params.min_tokens
-                stop = request.detokenizers[index].append(seq.token_ids[-1], may_stop)
-                if stop is not None:
-                    self.scheduler.finish([seq], "stop", stop)
+            if seq.finish_reason != "error":
+                self._num_generation_tokens += 1
+                self._take_in_token(request.params, seq, sample_, logprobs)
             if seq.finish_reason is not None and request.finished:
                 request.metrics.finished_time = now
         return list(requests.values())
 
-    def _name_tokens(self, logprobs: dict[int, Logprob]) -> None:
+    def _take_in_token(
+        self, params: SamplingParams, seq: Sequence, sample_: Sample, logprobs: dict[int, Logprob] | None
+    ) -> None:
+        token_id = seq.token_ids[-1]
+        if logprobs is not None:
+            self._name_tokens([logprobs])
+            sample_.logprobs.append(logprobs)
+            sample_.cumulative_logprob += logprobs[token_id].logprob
+        # The text of the token that ends a sequence is not part of its output.
+        if seq.finish_reason != "stop" or params.include_stop_str_in_output:
+            num_output_tokens = seq.num_tokens - seq.num_prompt_tokens
+            may_stop = num_output_tokens > params.min_tokens or params.min_tokens == 0
+            stop = sample_.detokenizer.append(token_id, may_stop)
+            if stop is not None:
+                self.scheduler.finish([seq], "stop", stop)
+
+    def _name_tokens(self, entries: list[dict[int, Logprob]]) -> None:
         tokenizer = self.get_tokenizer()
         if tokenizer is not None:
-            for token_id, entry in logprobs.items():
-                entry.decoded_token = tokenizer.decode([token_id])
+            for entry in entries:
+                for token_id, logprob in entry.items():
+                    logprob.decoded_token = tokenizer.decode([token_id])
 
     def _run_until_finished(self, requests: list[Request], use_tqdm: bool) -> None:
-        mine = {request.request_id for request in requests}
+        """Step until all of the requests are finished; others in the engine advance with them."""
+        left = {request.request_id for request in requests}
         start, num_prompt_tokens, num_output_tokens = time.monotonic(), 0, 0
-        with tqdm(total=len(mine), desc="Processed prompts", disable=not use_tqdm) as bar:
-            while mine:
+        with tqdm(total=len(left), desc="Processed prompts", disable=not use_tqdm) as bar:
+            while left:
                 for request in self._step():
-                    if not request.finished:
+                    if request.request_id not in left or not request.finished:
                         continue
-                    if request.request_id not in mine:
-                        self._unclaimed.append(request)
-                        continue
-                    mine.remove(request.request_id)
-                    num_prompt_tokens += request.seqs[0].num_prompt_tokens
-                    num_output_tokens += sum(len(seq.output_token_ids) for seq in request.seqs)
+                    left.remove(request.request_id)
+                    seqs = [sample_.seq for sample_ in request.samples]
+                    num_prompt_tokens += seqs[0].num_prompt_tokens
+                    num_output_tokens += sum(seq.num_tokens - seq.num_prompt_tokens for seq in seqs)
                     elapsed = time.monotonic() - start
-                    bar.set_postfix_str(
-                        f"prompt {num_prompt_tokens / elapsed:.0f} tokens/s, "
-                        f"output {num_output_tokens / elapsed:.0f} tokens/s",
-                        refresh=False,
-                    )
+                    rates = f"{num_prompt_tokens / elapsed:.0f} prompt tokens/s, "
+                    rates += f"{num_output_tokens / elapsed:.0f} output tokens/s"
+                    bar.set_postfix_str(rates, refresh=False)
                     bar.update()
+
+    def _stream(
+        self, checked: list[tuple[str | None, list[int], SamplingParams, int]]
+    ) -> Iterator[RequestOutput]:
+        with self._queued(checked) as requests:
+            left = list(enumerate(requests))
+            while left:
+                self._step()
+                for index, request in left:
+                    if request.has_news and request.request_id in self._requests:
+                        kind = RequestOutputKind.DELTA
+                        output = self._claim(request, kind) if request.finished else request.output(kind)
+                        output.request_id = str(index)
+                        yield output
+                left = [(i, request) for i, request in left if request.request_id in self._requests]

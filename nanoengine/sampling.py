@@ -6,6 +6,7 @@ Shape letters: R rows (sequences that get a token this step), V vocabulary.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -52,6 +53,14 @@ def check_items(name: str, value: Any, kind: type, what: str) -> None:
             raise TypeError(f"{name} must hold {what} only, got {item!r}")
 
 
+class RequestOutputKind(Enum):
+    """What each output of a running request holds: all so far, what is new, or only the end result."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How to sample, when to stop and what to report; names and defaults are vLLM's.
@@ -71,18 +80,23 @@ class SamplingParams:
     repetition_penalty: float = 1.0  # divides (or multiplies) logits of tokens in prompt and output
     logit_bias: dict[int, float] | None = None  # added to the logits of these token ids
     allowed_token_ids: list[int] | None = None  # nothing else may be sampled
+    bad_words: list[str] | None = None  # token sequences that are never completed, spelled as words
     max_tokens: int | None = 16  # None: up to max_model_len
     min_tokens: int = 0  # no end-of-sequence or stop token or string before this many
     ignore_eos: bool = False
     stop: str | list[str] | None = None  # ends the output before the first of these strings
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool = False
-    logprobs: int | None = None  # report this many likeliest tokens, and the sampled one
-    prompt_logprobs: int | None = None
+    logprobs: int | None = None  # report this many likeliest tokens and the sampled one; -1: all
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens; no prefix hit is used then
     detokenize: bool = True  # False: token ids only, text stays empty
     skip_special_tokens: bool = True
-    # Strings in `stop`, as a tuple, whatever form the user gave them in.
-    stop_strings: tuple[str, ...] = field(init=False, repr=False)
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE  # of what `LLM.step` returns
+
+    # Derived once, since they are asked for at every step.
+    stop_strings: tuple[str, ...] = field(init=False, repr=False, compare=False)  # `stop` in one form
+    edits_logits: bool = field(init=False, repr=False, compare=False)  # before temperature and filters
+    filters: bool = field(init=False, repr=False, compare=False)  # top_k, top_p or min_p cut something
 
     def __post_init__(self) -> None:
         """Validate every field; nothing is clipped or ignored."""
@@ -121,14 +135,28 @@ class SamplingParams:
             raise ValueError("stop must not hold an empty string, got ''")
         if stop and not self.detokenize:
             raise ValueError("stop strings need detokenize=True, got detokenize=False")
-        object.__setattr__(self, "stop_strings", tuple(stop))
         if self.stop_token_ids is not None:
             check_items("stop_token_ids", self.stop_token_ids, Integral, "token ids")
+        if self.bad_words is not None:
+            check_items("bad_words", self.bad_words, str, "strings")
+            if any(not word.strip() for word in self.bad_words):
+                raise ValueError(f"bad_words must not hold an empty string, got {self.bad_words!r}")
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                check_integer(name, getattr(self, name), 0)
-        if self.prompt_logprobs is not None:
-            raise ValueError(f"prompt_logprobs is not supported yet, got {self.prompt_logprobs!r}; use None")
+                check_integer(name, getattr(self, name), -1)
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise TypeError(f"output_kind must be a RequestOutputKind, got {self.output_kind!r}")
+        object.__setattr__(self, "stop_strings", tuple(stop))
+        edits = (
+            self.min_tokens > 0
+            or self.presence_penalty != 0
+            or self.frequency_penalty != 0
+            or self.repetition_penalty != 1
+            or bool(self.logit_bias or self.allowed_token_ids or self.bad_words)
+        )
+        object.__setattr__(self, "edits_logits", edits)
+        filters = self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+        object.__setattr__(self, "filters", filters)
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise ValueError where a token id or a count does not fit the vocabulary."""
@@ -136,25 +164,11 @@ class SamplingParams:
             for token_id in getattr(self, name) or ():
                 if not 0 <= token_id < vocab_size:
                     raise ValueError(f"{name} must hold token ids in [0, {vocab_size}), got {token_id}")
-        if self.logprobs is not None and self.logprobs > vocab_size:
-            raise ValueError(f"logprobs must be at most the vocabulary's {vocab_size}, got {self.logprobs}")
-
-    @property
-    def changes_logits(self) -> bool:
-        """Whether the logits must be edited before temperature and filters."""
-        return (
-            self.min_tokens > 0
-            or self.presence_penalty != 0
-            or self.frequency_penalty != 0
-            or self.repetition_penalty != 1
-            or self.logit_bias is not None
-            or self.allowed_token_ids is not None
-        )
-
-    @property
-    def filters(self) -> bool:
-        """Whether top_k, top_p or min_p cut anything off."""
-        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(self, name) or 0) > vocab_size:
+                raise ValueError(
+                    f"{name} must be at most the vocabulary's {vocab_size}, got {getattr(self, name)}"
+                )
 
 
 # ---- sample: logits -> tokens -------------------------------------------------------------------
@@ -167,7 +181,8 @@ class SamplingRow(NamedTuple):
     seed: int  # 64 bits; with the position it fixes the row's random number
     token_ids: Sequence[int]  # prompt and output so far
     num_prompt_tokens: int
-    stop_ids: frozenset[int]  # end-of-sequence and stop token ids, banned until min_tokens
+    stop_ids: frozenset[int] = frozenset()  # banned until min_tokens
+    bad_words: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
 
 
 @dataclass(slots=True)
@@ -180,13 +195,16 @@ class Logprob:
 
 
 class SamplerOutput(NamedTuple):
-    """A token per row, and what was asked to be reported of it."""
+    """A token per row, and what was asked to be reported."""
 
-    token_ids: list[int]
+    token_ids: list[int | None]  # None: the row's logits were not numbers
     logprobs: list[dict[int, Logprob] | None]
+    prompt_logprobs: dict[int, list[dict[int, Logprob]]]  # seq_id -> entries of this step's prompt tokens
 
 
-def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> SamplerOutput:
+def sample(
+    logits: Tensor, rows: Sequence[SamplingRow]
+) -> tuple[list[int | None], list[dict[int, Logprob] | None]]:
     """Draw one token per row; no row's result depends on the other rows.
 
     The order is vLLM's: log-probabilities are reported from the raw logits; then bans, biases and
@@ -195,19 +213,24 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> SamplerOutput:
     Args:
         logits: (R, V), any floating dtype, not modified.
         rows: the R sequences.
+
+    Returns:
+        Per row the token id, None where a logit is NaN, and what `SamplingParams.logprobs` asks for.
     """
     raw = logits = logits.float()
     params = [row.params for row in rows]
-    if any(p.changes_logits for p in params):
+    if any(p.edits_logits for p in params):
         logits = _edit_logits(logits.clone(), rows)
     if all(p.temperature == 0 for p in params):
         tokens = logits.argmax(-1)
+        largest = logits.gather(1, tokens.unsqueeze(1))
     else:
         device = logits.device
         temperature = torch.tensor([p.temperature for p in params], device=device).unsqueeze(1)
         is_greedy = temperature == 0
         # Subtract the maximum first: then no temperature, however small, can overflow.
-        scaled = (logits - logits.amax(-1, keepdim=True)) / temperature.masked_fill(is_greedy, 1)
+        largest = logits.amax(-1, keepdim=True)
+        scaled = (logits - largest) / temperature.masked_fill(is_greedy, 1)
         filtered = [i for i, p in enumerate(params) if p.filters]
         if filtered:
             index = torch.tensor(filtered, device=device)
@@ -217,8 +240,33 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> SamplerOutput:
         tokens = _draw(scaled.exp(), torch.from_numpy(uniform(seeds, positions)).to(device))
         if is_greedy.any():
             tokens = torch.where(is_greedy.squeeze(1), logits.argmax(-1), tokens)
-    token_ids = tokens.tolist()
-    return SamplerOutput(token_ids, _logprobs(raw, token_ids, params))
+    # The maximum of a row with a NaN is NaN, so one number a row tells whether it can be sampled.
+    is_sound = largest.squeeze(1).isfinite()
+    token_ids: list[int | None] = tokens.tolist()
+    if not is_sound.all():
+        token_ids = [t if sound else None for t, sound in zip(token_ids, is_sound.tolist(), strict=True)]
+    return token_ids, [
+        report_logprobs(raw[i : i + 1], [token_id], p.logprobs)[0]
+        if p.logprobs is not None and token_id is not None
+        else None
+        for i, (p, token_id) in enumerate(zip(params, token_ids, strict=True))
+    ]
+
+
+def report_logprobs(logits: Tensor, token_ids: list[int], num_logprobs: int) -> list[dict[int, Logprob]]:
+    """Per row of logits (R, V): the given token and the likeliest num_logprobs (-1: all) of the row."""
+    logprobs = logits.float().log_softmax(-1)
+    chosen = logprobs.gather(1, torch.tensor(token_ids, device=logits.device).unsqueeze(1))
+    ranks = ((logprobs > chosen).sum(-1) + 1).tolist()
+    top = logprobs.topk(num_logprobs if num_logprobs >= 0 else logprobs.shape[1])
+    results = []
+    for row, token_id in enumerate(token_ids):
+        entry = {token_id: Logprob(float(chosen[row]), ranks[row])}
+        likeliest = zip(top.indices[row].tolist(), top.values[row].tolist(), strict=True)
+        for rank, (other_id, value) in enumerate(likeliest, 1):
+            entry.setdefault(other_id, Logprob(value, rank))
+        results.append(entry)
+    return results
 
 
 def uniform(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.float64]:
@@ -237,8 +285,8 @@ def uniform(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray
 
 def _edit_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """Apply bans, biases and penalties in place, touching only the entries they name."""
-    for i, (params, _, token_ids, num_prompt_tokens, stop_ids) in enumerate(rows):
-        if not params.changes_logits:
+    for i, (params, _, token_ids, num_prompt_tokens, stop_ids, bad_words) in enumerate(rows):
+        if not params.edits_logits:
             continue
         row = logits[i]
         if params.allowed_token_ids is not None:
@@ -246,6 +294,10 @@ def _edit_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
             row.copy_(torch.full_like(row, -math.inf).index_copy(0, allowed, row[allowed]))
         for token_id, bias in (params.logit_bias or {}).items():
             row[token_id] += bias
+        for *beginning, last in bad_words:
+            start = len(token_ids) - len(beginning)
+            if start >= num_prompt_tokens and list(token_ids[start:]) == beginning:
+                row[last] = -math.inf
         if len(token_ids) - num_prompt_tokens < params.min_tokens and stop_ids:
             row[list(stop_ids)] = -math.inf
         if params.repetition_penalty != 1:
@@ -305,21 +357,3 @@ def _draw(weights: Tensor, u: Tensor) -> Tensor:
     chunk, rest = pick(chunk_sums, u * chunk_sums[:, -1])
     within, _ = pick(chunks[each_row, chunk].double().cumsum(-1), rest)
     return chunk * chunk_size + within
-
-
-def _logprobs(
-    raw: Tensor, token_ids: list[int], params: Sequence[SamplingParams]
-) -> list[dict[int, Logprob] | None]:
-    """Per row that asked: the sampled token and the likeliest k, from the raw logits."""
-    results: list[dict[int, Logprob] | None] = [None] * len(params)
-    for i, p in enumerate(params):
-        if p.logprobs is not None:
-            logprobs = raw[i].log_softmax(-1)
-            chosen = logprobs[token_ids[i]]
-            rank = int((logprobs > chosen).sum()) + 1
-            entry = {token_ids[i]: Logprob(float(chosen), rank)}
-            values, order = logprobs.topk(p.logprobs)
-            for k, (value, token_id) in enumerate(zip(values.tolist(), order.tolist(), strict=True), 1):
-                entry.setdefault(token_id, Logprob(value, k))
-            results[i] = entry
-    return results

@@ -69,7 +69,8 @@ def open_checkpoint(
         generation.get("eos_token_id"),
     ):
         eos += ids if isinstance(ids, list) else [] if ids is None else [ids]
-    return Checkpoint(path, hf_config, config, loaded, tuple(dict.fromkeys(eos)), generation)
+    known = (token_id for token_id in dict.fromkeys(eos) if token_id < config.vocab_size)
+    return Checkpoint(path, hf_config, config, loaded, tuple(known), generation)
 
 
 def _resolve(model: str, revision: str | None) -> Path:

@@ -32,10 +32,11 @@ def feed(tokenizer, text, **params):
     steps = []
     for token_id in tokenizer.encode(text).ids:
         stop = detokenizer.append(token_id)
-        steps.append(detokenizer.text)
         if stop is not None:
-            return steps, stop
-    return steps, None
+            break
+        steps.append(detokenizer.text)
+    detokenizer.finish()
+    return [*steps, detokenizer.text], stop
 
 
 def test_the_text_grows_to_exactly_the_decoded_text_by_whole_characters(tokenizer):
@@ -52,6 +53,7 @@ def test_an_unfinished_character_at_the_end_is_never_shown(tokenizer):
     detokenizer = Detokenizer(tokenizer, [1, 2, 3, 4], SamplingParams())
     for token_id in ids[:-1]:
         detokenizer.append(token_id)
+    detokenizer.finish()
     assert detokenizer.text in ("ok", "ok ")  # the space may be in one token with the first bytes
 
 
@@ -72,7 +74,33 @@ def test_the_stop_string_that_comes_first_in_the_text_wins(tokenizer):
 
 
 def test_a_stop_string_that_never_comes_changes_nothing(tokenizer):
-    assert feed(tokenizer, TEXT, stop=["absent"]) == feed(tokenizer, TEXT)
+    assert feed(tokenizer, TEXT, stop=["absent"])[0][-1] == TEXT
+
+
+def test_what_may_begin_a_stop_string_is_held_back_so_nothing_shown_is_taken_back(tokenizer):
+    for stop in ("lazy dog", "café", "🙂🙃", "x"):
+        steps, _ = feed(tokenizer, TEXT, stop=stop)
+        for before, after in itertools.pairwise(steps):
+            assert after.startswith(before)
+
+
+def test_new_text_comes_in_pieces_that_make_up_the_text(tokenizer):
+    detokenizer = Detokenizer(tokenizer, [], SamplingParams(stop="lazy dog?"))
+    pieces = []
+    for token_id in tokenizer.encode(TEXT).ids:
+        detokenizer.append(token_id)
+        pieces.append(detokenizer.new_text())
+    detokenizer.finish()
+    assert "".join([*pieces, detokenizer.new_text()]) == detokenizer.text == TEXT
+    assert detokenizer.new_text() == ""
+
+
+def test_a_stop_string_that_was_not_allowed_yet_is_not_found_later(tokenizer):
+    detokenizer = Detokenizer(tokenizer, [], SamplingParams(stop=["b", "xxxxxx"]))
+    ids = [tokenizer.encode(letter).ids[0] for letter in "abcb"]
+    found = [detokenizer.append(token_id, may_stop=i >= 2) for i, token_id in enumerate(ids)]
+    detokenizer.finish()
+    assert (found, detokenizer.text) == ([None, None, None, "b"], "abc")
 
 
 def test_the_cost_of_a_token_does_not_grow_with_the_text(tokenizer):
@@ -80,7 +108,7 @@ def test_the_cost_of_a_token_does_not_grow_with_the_text(tokenizer):
     detokenizer = Detokenizer(tokenizer, [], SamplingParams(stop=["abcdefghij"]))
     for token_id in tokenizer.encode(TEXT * 20).ids:
         detokenizer.append(token_id)
-        assert len(detokenizer.tail) <= 9
+        assert len(detokenizer.held_back) <= 9
 
 
 def test_special_tokens_are_skipped_unless_asked_for(tokenizer):
@@ -100,4 +128,5 @@ def test_invalid_bytes_become_replacement_characters_and_do_not_stop_the_stream(
         ids += tokenizer.encode(" the end").ids
         for token_id in ids:
             detokenizer.append(token_id)
+        detokenizer.finish()
         assert detokenizer.text == tokenizer.decode(ids)

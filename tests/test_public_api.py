@@ -12,12 +12,14 @@ PACKAGE = Path(nanoengine.__file__).parent
 
 def test_the_public_names_are_exactly_these():
     assert sorted(nanoengine.__all__) == [
+        "AsyncLLM",
         "CompletionOutput",
         "EngineConfig",
         "LLM",
         "Logprob",
         "RequestMetrics",
         "RequestOutput",
+        "RequestOutputKind",
         "SamplingParams",
         "__version__",
     ]
@@ -41,8 +43,8 @@ def test_outputs_and_params_have_vllm_s_field_names():
     assert list(inspect.signature(LLM.generate).parameters)[1:4] == ["prompts", "sampling_params", "use_tqdm"]
 
 
-def test_imports_point_one_way_and_nothing_but_the_package_imports_the_engine():
-    order = ["sampling", "outputs", "prompts", "attention", "model", "weights", "engine"]
+def test_imports_point_one_way_and_only_the_asyncio_front_imports_the_engine():
+    order = ["sampling", "outputs", "requests", "attention", "model", "weights", "engine", "async_llm"]
     for position, name in enumerate(order):
         tree = ast.parse((PACKAGE / f"{name}.py").read_text())
         imported = {

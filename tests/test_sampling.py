@@ -28,8 +28,10 @@ BAD_FIELDS = [
     *[("stop", v) for v in ("", ["a", ""], 5, [5])],
     *[("stop_token_ids", v) for v in (5, "5", [1.5], [None])],
     *[("include_stop_str_in_output", v) for v in (1, None)],
-    *[("logprobs", v) for v in (-1, 1.5, "2", True)],
-    *[("prompt_logprobs", v) for v in (-1, 1.5)],
+    *[("logprobs", v) for v in (-2, 1.5, "2", True)],
+    *[("prompt_logprobs", v) for v in (-2, 1.5)],
+    *[("bad_words", v) for v in ("word", [""], [" "], [5])],
+    *[("output_kind", v) for v in (1, "delta", None)],
     *[("detokenize", v) for v in (0, "no")],
     *[("skip_special_tokens", v) for v in (0, None)],
 ]
@@ -78,7 +80,7 @@ def counts(num_samples=20_000, logits=LOGITS, **fields):
     drawn: Counter[int] = Counter()
     for seed in range(num_samples // len(rows)):
         seeded = [r._replace(seed=seed * 7919 + 1) for r in rows]
-        drawn.update(sample(logits.expand(len(rows), -1), seeded).token_ids)
+        drawn.update(sample(logits.expand(len(rows), -1), seeded)[0])
     return drawn
 
 
@@ -140,7 +142,7 @@ def test_a_distribution_over_many_chunks_of_the_vocabulary_is_followed():
 
 def test_greedy_takes_the_likeliest_whatever_shares_its_batch():
     rows = [row(temperature=0), row(temperature=1.0), row(temperature=0, top_k=1)]
-    tokens = sample(LOGITS.expand(3, -1), rows).token_ids
+    tokens = sample(LOGITS.expand(3, -1), rows)[0]
     assert (tokens[0], tokens[2]) == (1, 1)
 
 
@@ -149,14 +151,14 @@ def test_a_row_draws_the_same_alone_and_in_any_batch():
     logits = torch.randn(16, 500, generator=generator)
     choices = [{}, {"top_k": 5}, {"top_p": 0.5}, {"temperature": 0.0}, {"min_p": 0.1, "temperature": 2.0}]
     rows = [row(seed=i, token_ids=range(i + 1), **choices[i % 5]) for i in range(16)]
-    together = sample(logits, rows).token_ids
-    assert together == [sample(logits[i : i + 1], [rows[i]]).token_ids[0] for i in range(16)]
+    together = sample(logits, rows)[0]
+    assert together == [sample(logits[i : i + 1], [rows[i]])[0][0] for i in range(16)]
 
 
 @pytest.mark.parametrize("temperature", [1e-30, 1e-8, 1e-3])
 def test_a_tiny_temperature_is_greedy_and_never_overflows(temperature):
     logits = torch.tensor([[1e4, 1.0, 1e4 - 1, -1e4]])
-    assert sample(logits, [row(temperature=temperature)]).token_ids == [0]
+    assert sample(logits, [row(temperature=temperature)])[0] == [0]
 
 
 @pytest.mark.parametrize("u", [0.0, 1 - 2**-53, 0.5])
@@ -164,7 +166,7 @@ def test_the_ends_of_the_unit_interval_never_draw_an_impossible_token(u, monkeyp
     monkeypatch.setattr("nanoengine.sampling.uniform", lambda s, p: np.full(len(s), u))
     logits = torch.full((1, 1000), -INF)
     logits[0, [3, 700]] = 0.0
-    assert sample(logits, [row()]).token_ids[0] in (3, 700)
+    assert sample(logits, [row()])[0][0] in (3, 700)
 
 
 def test_uniform_numbers_depend_on_seed_and_position_and_fill_the_interval():
@@ -188,39 +190,39 @@ def greedy_after(**fields):
 
 def test_penalties_count_the_tokens_vllm_counts():
     # Token 1 (2.0) leads token 4 (1.5) leads token 2 (1.0).
-    assert greedy_after(token_ids=[1]).token_ids == [1]
-    assert greedy_after(token_ids=[1], repetition_penalty=1.5).token_ids == [4]  # prompt counts: 1.33
-    assert greedy_after(token_ids=[0, 1], repetition_penalty=1.5).token_ids == [4]  # output too
-    assert greedy_after(token_ids=[1], presence_penalty=2.0).token_ids == [1]  # the prompt does not
-    assert greedy_after(token_ids=[0, 1], presence_penalty=0.4).token_ids == [1]
-    assert greedy_after(token_ids=[0, 1, 1, 1], presence_penalty=0.4).token_ids == [1]  # once only
-    assert greedy_after(token_ids=[0, 1], presence_penalty=0.6).token_ids == [4]
-    assert greedy_after(token_ids=[0, 1], frequency_penalty=0.3).token_ids == [1]
-    assert greedy_after(token_ids=[0, 1, 1], frequency_penalty=0.3).token_ids == [4]  # per occurrence
+    assert greedy_after(token_ids=[1])[0] == [1]
+    assert greedy_after(token_ids=[1], repetition_penalty=1.5)[0] == [4]  # prompt counts: 1.33
+    assert greedy_after(token_ids=[0, 1], repetition_penalty=1.5)[0] == [4]  # output too
+    assert greedy_after(token_ids=[1], presence_penalty=2.0)[0] == [1]  # the prompt does not
+    assert greedy_after(token_ids=[0, 1], presence_penalty=0.4)[0] == [1]
+    assert greedy_after(token_ids=[0, 1, 1, 1], presence_penalty=0.4)[0] == [1]  # once only
+    assert greedy_after(token_ids=[0, 1], presence_penalty=0.6)[0] == [4]
+    assert greedy_after(token_ids=[0, 1], frequency_penalty=0.3)[0] == [1]
+    assert greedy_after(token_ids=[0, 1, 1], frequency_penalty=0.3)[0] == [4]  # per occurrence
 
 
 def test_repetition_penalty_multiplies_negative_logits():
     logits = torch.tensor([[-1.0, -1.5]])
     params = SamplingParams(temperature=0, repetition_penalty=2.0)
-    assert sample(logits, [row(params, token_ids=[0])]).token_ids == [1]
+    assert sample(logits, [row(params, token_ids=[0])])[0] == [1]
 
 
 def test_min_tokens_bans_every_stop_id_until_it_is_reached():
     options = {"stop_ids": (1, 4), "min_tokens": 2}
-    assert greedy_after(token_ids=[0], **options).token_ids == [2]
-    assert greedy_after(token_ids=[0, 5], **options).token_ids == [2]
-    assert greedy_after(token_ids=[0, 5, 5], **options).token_ids == [1]
+    assert greedy_after(token_ids=[0], **options)[0] == [2]
+    assert greedy_after(token_ids=[0, 5], **options)[0] == [2]
+    assert greedy_after(token_ids=[0, 5, 5], **options)[0] == [1]
 
 
 def test_logprobs_hold_the_sampled_token_and_the_likeliest_from_the_raw_logits():
     result = greedy_after(logprobs=2, logit_bias={3: 100.0})
-    assert result.token_ids == [3]
-    entry = result.logprobs[0]
+    assert result[0] == [3]
+    entry = result[1][0]
     assert set(entry) == {3, 1, 4}
     assert [entry[token].rank for token in (3, 1, 4)] == [6, 1, 2]
     for token, logprob in entry.items():
         assert logprob.logprob == pytest.approx(math.log(P[token]), abs=1e-5)
-    assert set(greedy_after(logprobs=0).logprobs[0]) == {1}
+    assert set(greedy_after(logprobs=0)[1][0]) == {1}
 
 
 def test_the_caller_s_logits_are_not_modified():

@@ -1,0 +1,240 @@
+"""The life of a request: streaming, chat, prompt log-probabilities, bad words, errors of one request."""
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from nanoengine import LLM, RequestOutputKind, SamplingParams
+from tests.helpers import chain_checkpoint, checkpoint, random_prompts, table_checkpoint
+
+
+@pytest.fixture(scope="module")
+def babbler(tmp_path_factory):
+    """A model that says anything, bytes of broken characters included."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(260, 260, generator=generator)
+    return str(table_checkpoint(tmp_path_factory.mktemp("babbler"), logits, words=("é", "日本", " the")))
+
+
+@pytest.fixture
+def path(tmp_path_factory):
+    return str(checkpoint("qwen3", tmp_path_factory)[0])
+
+
+def random_params(rng: random.Random) -> SamplingParams:
+    return SamplingParams(
+        temperature=rng.choice([0.0, 0.7, 1.5]),
+        max_tokens=rng.randint(1, 40),
+        seed=rng.randrange(1000),
+        n=rng.choice([1, 1, 1, 3]),
+        stop=rng.choice([None, "e", ["th", "日本"], "\ufffd", "abcdefghijkl"]),
+        include_stop_str_in_output=rng.random() < 0.3,
+        min_tokens=0,
+        logprobs=rng.choice([None, None, 2]),
+        skip_special_tokens=rng.random() < 0.8,
+        ignore_eos=rng.random() < 0.5,
+    )
+
+
+def test_streams_add_up_to_what_generate_returns_for_200_random_requests(babbler):
+    rng = random.Random(0)
+    prompts = [[rng.randrange(256) for _ in range(rng.randint(1, 30))] for _ in range(200)]
+    params = [random_params(rng) for _ in prompts]
+    with LLM(babbler, num_kv_blocks=60, block_size=8, max_num_seqs=16) as llm:
+        expected = llm.generate(prompts, params, use_tqdm=False)
+        texts = [[""] * p.n for p in params]
+        tokens = [[[] for _ in range(p.n)] for p in params]
+        logprobs = [[[] for _ in range(p.n)] for p in params]
+        last, seen = {}, []
+        for output in llm.stream(prompts, params):
+            index = int(output.request_id)
+            seen.append(index)
+            assert index not in last, "an output after the last one"
+            for completion in output.outputs:
+                texts[index][completion.index] += completion.text
+                tokens[index][completion.index] += completion.token_ids
+                logprobs[index][completion.index] += completion.logprobs or []
+            if output.finished:
+                last[index] = output
+        assert not llm.has_unfinished_requests()
+    assert len({i for i, _ in itertools.groupby(seen)}) < len([i for i, _ in itertools.groupby(seen)])
+    assert sorted(last) == list(range(200))
+    for i, output in enumerate(expected):
+        for completion in output.outputs:
+            assert texts[i][completion.index] == completion.text
+            assert tokens[i][completion.index] == completion.token_ids
+            assert len(logprobs[i][completion.index]) == len(completion.logprobs or [])
+        if params[i].stop and "\ufffd" not in params[i].stop_strings:
+            for completion in output.outputs:
+                if not params[i].include_stop_str_in_output:
+                    assert not any(stop in completion.text for stop in params[i].stop_strings)
+
+
+def test_leaving_a_stream_early_aborts_what_is_left_and_frees_its_blocks(babbler):
+    params = SamplingParams(max_tokens=50, ignore_eos=True)
+    with LLM(babbler, num_kv_blocks=60, block_size=8) as llm:
+        stream = llm.stream([[1, 2], [3], [4]], params)
+        assert not llm.has_unfinished_requests()  # nothing is queued before the first output is asked for
+        for _ in range(7):
+            next(stream)
+        assert llm.metrics()["num_running"] == 3
+        stream.close()
+        assert not llm.has_unfinished_requests()
+        assert llm.metrics()["num_free_blocks"] == 60
+
+
+def test_two_streams_and_added_requests_can_be_interleaved(babbler):
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    with LLM(babbler, num_kv_blocks=60, block_size=8) as llm:
+        expected = [o.outputs[0].token_ids for o in llm.generate([[1], [2], [3]], params, use_tqdm=False)]
+        llm.add_request("mine", [3], params)
+        one, two = llm.stream([[1]], params), llm.stream([[2]], params)
+        got = [[], []]
+        for a, b in itertools.zip_longest(one, two):
+            got[0] += a.outputs[0].token_ids if a else []
+            got[1] += b.outputs[0].token_ids if b else []
+        assert got == expected[:2]
+        (output,) = llm.step()
+        assert (output.request_id, output.outputs[0].token_ids) == ("mine", expected[2])
+        assert not llm.has_unfinished_requests()
+
+
+def test_a_stream_refuses_bad_requests_at_the_call(babbler):
+    with LLM(babbler, num_kv_blocks=10) as llm:
+        with pytest.raises(ValueError, match="prompt is empty"):
+            llm.stream(["a", ""])
+        with pytest.raises(ValueError, match="sampling_params must be one per prompt"):
+            llm.stream(["a"], [SamplingParams()] * 2)
+
+
+def test_aborting_a_streamed_request_ends_its_stream(babbler):
+    params = SamplingParams(max_tokens=50, ignore_eos=True)
+    with LLM(babbler, num_kv_blocks=60, block_size=8) as llm:
+        stream = llm.stream([[1]], params)
+        next(stream)
+        (aborted,) = llm.abort_request(list(llm._requests))
+        assert (aborted.finished, aborted.outputs[0].finish_reason) == (True, "abort")
+        assert list(stream) == []
+
+
+@pytest.mark.parametrize("kind", RequestOutputKind)
+def test_step_returns_outputs_of_the_kind_that_was_asked_for(kind, tmp_path):
+    params = SamplingParams(temperature=0, max_tokens=4, output_kind=kind)
+    with LLM(str(chain_checkpoint(tmp_path, "abcdef")), num_kv_blocks=10) as llm:
+        llm.add_request("x", "a", params)
+        texts = []
+        while llm.has_unfinished_requests():
+            texts += [output.outputs[0].text for output in llm.step()]
+    assert (
+        texts
+        == {
+            RequestOutputKind.CUMULATIVE: ["b", "bc", "bcd", "bcde"],
+            RequestOutputKind.DELTA: ["b", "c", "d", "e"],
+            RequestOutputKind.FINAL_ONLY: ["bcde"],
+        }[kind]
+    )
+
+
+def test_the_cumulative_text_of_step_never_shows_the_beginning_of_a_stop_string(tmp_path):
+    params = SamplingParams(temperature=0, max_tokens=20, stop="def")
+    with LLM(str(chain_checkpoint(tmp_path, "abcdefgh")), num_kv_blocks=10) as llm:
+        llm.add_request("x", "a", params)
+        texts = []
+        while llm.has_unfinished_requests():
+            texts += [output.outputs[0].text for output in llm.step()]
+    assert texts == ["", "", "b", "bc", "bc"]
+
+
+# ---- log-probabilities of prompts ----
+
+
+@pytest.mark.parametrize("budget", [8192, 7])
+@pytest.mark.parametrize("num_kv_blocks", [100, 9])
+def test_prompt_logprobs_equal_transformers_whatever_the_schedule(budget, num_kv_blocks, tmp_path_factory):
+    path, reference = checkpoint("qwen3", tmp_path_factory)
+    prompts = [random_prompts([50])[0], [7], random_prompts([33])[0], random_prompts([50])[0]]
+    params = SamplingParams(temperature=0, max_tokens=20, prompt_logprobs=3, logprobs=1)
+    settings = {"block_size": 16, "num_kv_blocks": num_kv_blocks, "max_num_batched_tokens": budget}
+    with LLM(str(path), **settings) as llm:
+        llm.generate(prompts, SamplingParams(max_tokens=1), use_tqdm=False)  # a warm prefix cache
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert (llm.metrics()["num_preemptions"] > 0) == (num_kv_blocks == 9)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        completion = output.outputs[0]
+        with torch.no_grad():
+            ids = torch.tensor([prompt + completion.token_ids])
+            expected = reference(ids).logits[0].log_softmax(-1)
+        assert len(output.prompt_logprobs) == len(prompt)
+        assert output.prompt_logprobs[0] is None
+        entries = [*output.prompt_logprobs[1:], *completion.logprobs]
+        targets = [*prompt[1:], *completion.token_ids]
+        for position, (entry, target) in enumerate(zip(entries, targets, strict=True)):
+            row = expected[position]
+            for token_id, logprob in entry.items():
+                assert logprob.logprob == pytest.approx(float(row[token_id]), abs=1e-4)
+            assert entry[target].rank == int((row > row[target]).sum()) + 1
+            assert 3 + (position >= len(prompt) - 1) * -2 <= len(entry) <= 4
+
+
+def test_all_log_probabilities_are_reported_for_minus_one(path):
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=-1, prompt_logprobs=-1)
+    with LLM(path, num_kv_blocks=10) as llm:
+        output = llm.generate([1, 2, 3], params, use_tqdm=False)[0]
+    assert len(output.outputs[0].logprobs[0]) == len(output.prompt_logprobs[1]) == 128
+
+
+# ---- sampling features end to end ----
+
+
+def test_bad_words_are_never_completed_alone_or_after_a_space(tmp_path):
+    with LLM(str(chain_checkpoint(tmp_path, "abc def")), num_kv_blocks=10) as llm:
+
+        def text(*bad_words):
+            params = SamplingParams(temperature=0, max_tokens=6, bad_words=list(bad_words) or None)
+            return llm.generate("a", params, use_tqdm=False)[0].outputs[0].text
+
+        assert text() == "bc def"
+        assert not text("cd").startswith("cd")
+        assert text("c")[0] == "b"
+        assert "c" not in text("c")
+        assert "de" not in text("de")
+        assert text("de").startswith("bc d")
+        assert text("zz") == "bc def"
+        with pytest.raises(TypeError, match="bad_words"):
+            text(5)
+
+
+def test_logit_bias_and_allowed_tokens_hold_in_the_engine(babbler):
+    params = SamplingParams(max_tokens=30, allowed_token_ids=[65, 66], temperature=2.0)
+    forced = SamplingParams(max_tokens=5, logit_bias={67: 100.0})
+    with LLM(babbler, num_kv_blocks=20) as llm:
+        both = llm.generate(["x", "y"], [params, forced], use_tqdm=False)
+    assert set(both[0].outputs[0].text) == {"A", "B"}
+    assert both[1].outputs[0].text == "CCCCC"
+
+
+def test_a_request_whose_logits_are_not_numbers_ends_with_error_and_hurts_nobody(tmp_path):
+    with LLM(str(chain_checkpoint(tmp_path, "abcdef")), num_kv_blocks=10) as llm:
+        compute_logits = llm.runner.model.compute_logits
+
+        def broken_after_x(hidden):
+            logits = compute_logits(hidden)
+            logits[hidden[:, ord("x")] > 1] = float("nan")  # the hidden state spells the last token
+            return logits
+
+        llm.runner.model.compute_logits = broken_after_x
+        for temperature in (0.0, 1e-4):
+            params = SamplingParams(temperature=temperature, max_tokens=4, logprobs=1)
+            good, bad = llm.generate(["a", "x"], params, use_tqdm=False)
+            assert good.outputs[0].text == "bcde"
+            assert (bad.outputs[0].finish_reason, bad.outputs[0].token_ids) == ("error", [])
+        assert llm.metrics()["num_free_blocks"] == 10
+
+
+def test_queue_time_is_how_long_a_request_waited_to_be_scheduled(path):
+    with LLM(path, num_kv_blocks=10, max_num_seqs=1) as llm:
+        first, second = llm.generate([[1], [2]], SamplingParams(max_tokens=5), use_tqdm=False)
+    assert 0 <= first.metrics.queue_time <= second.metrics.queue_time
+    assert second.metrics.first_scheduled_time >= first.metrics.finished_time
