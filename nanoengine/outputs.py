@@ -33,6 +33,7 @@ class RequestMetrics:
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
+    num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache when first admitted
     num_preemptions: int = 0
 
     @property

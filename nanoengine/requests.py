@@ -175,6 +175,7 @@ class Request:
         """The request as it is now; for DELTA only the samples and tokens that are new."""
         delta = (kind or self.params.output_kind) is RequestOutputKind.DELTA
         first = self.samples[0].seq
+        self.metrics.num_cached_tokens = first.num_cached_tokens or 0
         self.metrics.num_preemptions = sum(sample.seq.num_preemptions for sample in self.samples)
         return RequestOutput(
             request_id=self.request_id,
@@ -186,7 +187,7 @@ class Request:
                 if sample.has_news or not delta
             ],
             finished=self.finished,
-            num_cached_tokens=first.num_cached_tokens or 0,
+            num_cached_tokens=self.metrics.num_cached_tokens,
             prompt_logprobs=self.prompt_logprobs if self.params.prompt_logprobs is not None else None,
             metrics=self.metrics,
         )

@@ -1,5 +1,6 @@
 """The bundled model: what the README promises of it, and transformers' tokens exactly."""
 
+import importlib.util
 import json
 import random
 import subprocess
@@ -78,6 +79,36 @@ def test_example_prints_the_right_answers_with_no_arguments():
     )
     for answer in ("27 + 58 = 85", "8 9 10 11", "noitnetta", train.PRIMES, "under a tower.", "tokens/s"):
         assert answer in run.stdout
+
+
+def test_a_chat_streams_answers_remembers_turns_and_survives_ctrl_c(monkeypatch, capsys):
+    spec = importlib.util.spec_from_file_location("example", ROOT / "example.py")
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    passage = "The old fox found the red apple near a castle."
+    asked = iter([f"Remember this passage: {passage}", "What is 3 + 4?", "again", "Repeat the passage."])
+
+    def answer(prompt):
+        question = next(asked, "")
+        if question == "again":  # Ctrl-C in the middle of this answer
+            stream = llm.stream
+
+            def interrupted(*arguments):
+                monkeypatch.setattr(llm, "stream", stream)
+                yield next(stream(*arguments))
+                raise KeyboardInterrupt
+
+            monkeypatch.setattr(llm, "stream", interrupted)
+        return question
+
+    monkeypatch.setattr("builtins.input", answer)
+    with LLM(str(DEMO)) as llm:
+        example.chat(llm, GREEDY)
+        assert not llm.has_unfinished_requests()
+    shown = capsys.readouterr().out
+    assert "3 + 4 = 7" in shown
+    assert "[stopped]" in shown
+    assert passage in shown
 
 
 def test_the_checkpoint_is_small_complete_and_made_by_the_script_beside_it():

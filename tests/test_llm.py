@@ -102,6 +102,7 @@ def test_a_repeated_prompt_is_taken_from_the_cache_but_for_one_token(path):
         cold, same_batch = llm.generate([prompt, prompt], GREEDY, use_tqdm=False)
         warm = llm.generate(prompt, GREEDY, use_tqdm=False)[0]
         assert [out.num_cached_tokens for out in (cold, same_batch, warm)] == [0, 63, 63]
+        assert warm.metrics.num_cached_tokens == 63
         assert llm.reset_prefix_cache()
         assert llm.generate(prompt, GREEDY, use_tqdm=False)[0].num_cached_tokens == 0
 

@@ -111,6 +111,36 @@ def test_the_cost_of_a_token_does_not_grow_with_the_text(tokenizer):
         assert len(detokenizer.held_back) <= 9
 
 
+@pytest.fixture(scope="module")
+def sentencepiece_like() -> Tokenizer:
+    """Words begin with a visible space, unknown characters fall back to bytes, as in Llama 2."""
+    words = ["▁Hello", "▁world", "▁a", "b", "c", "▁", "!", "▁caf"]
+    vocabulary = {"<unk>": 0, **{f"<0x{byte:02X}>": byte + 1 for byte in range(256)}}
+    vocabulary |= {word: 257 + i for i, word in enumerate(words)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<unk>"))
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(content=" ", left=1, right=0),
+        ]
+    )
+    return tokenizer
+
+
+def test_the_space_that_begins_the_output_is_kept_with_a_sentencepiece_tokenizer(sentencepiece_like):
+    ids = [sentencepiece_like.token_to_id(token) for token in ("▁world", "!", "▁caf")]
+    ids += [byte + 1 for byte in "é 日".encode()]
+    prompt = [sentencepiece_like.token_to_id(token) for token in ("▁Hello", "▁a", "b", "c")]
+    for given in (prompt, prompt[:1], prompt * 3):
+        detokenizer = Detokenizer(sentencepiece_like, given, SamplingParams())
+        for token_id in ids:
+            detokenizer.append(token_id)
+        detokenizer.finish()
+        assert detokenizer.text == " world! café 日"
+
+
 def test_special_tokens_are_skipped_unless_asked_for(tokenizer):
     eos = tokenizer.token_to_id("<eos>")
     for skip, expected in ((True, "ab"), (False, "a<eos>b")):

@@ -109,7 +109,7 @@ def test_dummy_weights_need_only_a_config(copy):
         assert (len(output.token_ids), output.text) == (4, "")
         with pytest.raises(ValueError, match="no tokenizer"):
             llm.generate("text", use_tqdm=False)
-        with pytest.raises(ValueError, match="stop strings need a tokenizer"):
+        with pytest.raises(ValueError, match="stop needs a tokenizer"):
             llm.generate([1], SamplingParams(stop="x"), use_tqdm=False)
 
 
