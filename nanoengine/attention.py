@@ -39,6 +39,7 @@ class _DecodeGroup:
     rows: Tensor  # (S',) int64  their rows in the flat batch
     block_tables: Tensor  # (S', blocks) int64
     seq_lens: Tensor  # (S',) int64
+    padding: tuple[Tensor, ...]  # row and position of every slot behind a sequence's end
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,7 +78,10 @@ class PagedAttention:
         self._groups = []
         for group in torch.split(decodes, DECODE_GROUP_SIZE) if len(decodes) else ():
             num_blocks = -(-int(seq_lens[group[-1]]) // self.block_size)
-            self._groups.append(_DecodeGroup(starts[group], tables[group, :num_blocks], seq_lens[group]))
+            positions = torch.arange(num_blocks * self.block_size, device=group.device)
+            padding = (positions >= seq_lens[group].unsqueeze(1)).nonzero(as_tuple=True)
+            group_tables = tables[group, :num_blocks]
+            self._groups.append(_DecodeGroup(starts[group], group_tables, seq_lens[group], padding))
         self._chunks = []
         for i in (query_lens > 1).nonzero().squeeze(1).tolist():
             start, length, seq_len = int(starts[i]), int(query_lens[i]), int(seq_lens[i])
@@ -113,8 +117,10 @@ class PagedAttention:
         self, group: _DecodeGroup, q: Tensor, cache: KVCache, scale: float, window: int | None
     ) -> Tensor:
         num_seqs, num_heads, head_dim = q.shape
-        k = cache.k[group.block_tables].flatten(1, 2).transpose(1, 2)  # (S', K, L, D)
-        v = cache.v[group.block_tables].flatten(1, 2).transpose(1, 2)
+        k, v = (x[group.block_tables].flatten(1, 2) for x in (cache.k, cache.v))  # (S', L, K, D)
+        # A mask alone would not do: behind a sequence's end there may be NaN that another one left.
+        k[group.padding], v[group.padding] = 0, 0
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
         key = (group, window)
         if key not in self._masks:
             distance = group.seq_lens.unsqueeze(1) - 1 - torch.arange(k.shape[2], device=q.device)

@@ -734,7 +734,7 @@ class ModelRunner:
         return self.block_size, self.model.config.num_kv_heads, self.model.config.head_dim
 
     def _new_caches(self, num_blocks: int) -> list[KVCache]:
-        """A cache per layer. Zeroed, as padding is read (and masked): it must not hold NaN."""
+        """A cache per layer. Zeroed on a CPU means: taken from the system only as it is first used."""
         assert self.model is not None
         shape = (num_blocks + 1, *self._block_shape())  # block 0 is the null block
 

@@ -18,7 +18,7 @@ def dense(q, k, v, scale, window):
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
 
 
-def check(lens, block_size, heads=4, kv_heads=2, head_dim=16, window=None, dtype=torch.float32):
+def check(lens, block_size, heads=4, kv_heads=2, head_dim=16, window=None, dtype=torch.float32, stale=None):
     """`lens` is (new tokens, tokens in all) per sequence; blocks are scattered at random."""
     generator = torch.Generator().manual_seed(0)
 
@@ -39,6 +39,14 @@ def check(lens, block_size, heads=4, kv_heads=2, head_dim=16, window=None, dtype
         past.append([x.view(-1, kv_heads, head_dim)[all_slots] for x in (cache.k, cache.v)])
         slots.append(all_slots[total - new :])
     num_tokens = sum(new for new, _ in lens)
+    if stale is not None:  # all slots that hold no token of these sequences
+        cache.k.fill_(stale), cache.v.fill_(stale)
+        for i, (_, total) in enumerate(lens):
+            table = tables[i, : num_blocks[i]].long()
+            all_slots = table.repeat_interleave(block_size) * block_size
+            all_slots = (all_slots + torch.arange(block_size).repeat(num_blocks[i]))[:total]
+            cache.k.view(-1, kv_heads, head_dim)[all_slots] = past[i][0]
+            cache.v.view(-1, kv_heads, head_dim)[all_slots] = past[i][1]
     q = rand(num_tokens, heads, head_dim)
     k, v = (rand(num_tokens, kv_heads, head_dim) for _ in range(2))
     starts = torch.tensor([0, *(new for new, _ in lens)]).cumsum(0)
@@ -85,6 +93,11 @@ def test_any_head_dim_works_power_of_two_or_not(kv_heads, head_dim):
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_every_dtype_is_within_its_tolerance(dtype):
     check(MIXED, 16, dtype=dtype)
+
+
+@pytest.mark.parametrize("stale", [float("nan"), float("inf")])
+def test_what_other_sequences_left_in_a_block_is_never_read(stale):
+    check([(1, 1 + 7 * i % 90) for i in range(20)] + MIXED, 16, stale=stale)
 
 
 def test_forty_decodes_of_mixed_lengths_are_grouped_without_mixing_them_up():
