@@ -21,6 +21,8 @@ Words used throughout:
 import bisect
 import heapq
 import itertools
+import signal
+import threading
 import time
 from array import array
 from collections import Counter, deque
@@ -29,7 +31,8 @@ from collections.abc import Sequence as AnySequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from types import TracebackType
+from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -76,8 +79,8 @@ class EngineConfig:
         ValueError, TypeError: a setting is out of its range; the message names it.
     """
 
-    model: str  # hub id or directory
-    tokenizer: str | None = None  # hub id or directory, where it is not the model's own
+    model: str | Path  # hub id or directory
+    tokenizer: str | Path | None = None  # hub id or directory, where it is not the model's own
     revision: str | None = None  # of a hub model
     dtype: str | torch.dtype = "auto"  # "auto" is the checkpoint's own
     device: str = "auto"  # "auto" is CUDA where there is one, else the CPU
@@ -85,7 +88,7 @@ class EngineConfig:
     max_model_len: int | None = None  # prompt and output together; None: what the model was made for
     block_size: int | None = None  # tokens; None: 32 on a CPU, 256 on a GPU
     num_kv_blocks: int | None = None  # usable blocks (the null block comes on top)
-    kv_cache_bytes: int | None = None  # alternative to num_kv_blocks
+    kv_cache_bytes: int | None = None  # instead of num_kv_blocks; neither: from the memory that is free
     gpu_memory_utilization: float = 0.9  # share of a GPU's memory for weights, activations and cache
     max_num_seqs: int = 256  # sequences that hold blocks at a time
     max_num_batched_tokens: int = 8192  # token budget of a step
@@ -110,7 +113,7 @@ class EngineConfig:
             ("kv_cache_bytes", 1),
         ):
             if getattr(self, name) is not None:
-                check_integer(name, getattr(self, name), low)
+                check_integer(name, getattr(self, name), low, 2**62)
         check_integer("seed", self.seed, -(2**63), 2**64 - 1)
         check_number("gpu_memory_utilization", self.gpu_memory_utilization, 0, 1, open_low=True)
         check_bool("enable_prefix_caching", self.enable_prefix_caching)
@@ -126,7 +129,17 @@ class EngineConfig:
         """The device to run on."""
         if self.device == "auto":
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        return torch.device(self.device)
+        try:
+            device = torch.device(self.device)
+        except (RuntimeError, TypeError):
+            device = torch.device("meta")
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError(
+                f'device must be "auto", "cpu" or "cuda", with an index or not, got {self.device!r}'
+            )
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"device must be one this PyTorch can use, got {self.device!r} without CUDA")
+        return device
 
 
 # ---- Sequence: one sample of one request ---------------------------------------------------------
@@ -198,7 +211,7 @@ class Sequence:
         self.num_cached_blocks = 0  # leading blocks that the prefix cache can find
         self.block_keys: list[BlockKey] = []  # of the full blocks, each hashed once
 
-        self.num_cached_tokens: int | None = None  # prefix hit when first admitted, for statistics
+        self.num_cached_tokens: int | None = None  # computed tokens when first admitted: what a user sees
         self.num_preemptions = 0
 
     @property
@@ -268,8 +281,8 @@ class BlockManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.hash_function = hash_function
-        self.num_queried_tokens = 0  # prefix cache statistics, over first admissions
-        self.num_hit_tokens = 0
+        self.num_cache_queries = 0  # prefix cache statistics in tokens, over first admissions
+        self.num_cache_hits = 0
         self.clear()
 
     def clear(self) -> None:
@@ -323,8 +336,8 @@ class BlockManager:
         seq.num_computed_tokens = min(seq.num_hit_tokens, seq.num_tokens - 1)
         if seq.num_cached_tokens is None:
             seq.num_cached_tokens = seq.num_computed_tokens
-            self.num_queried_tokens += seq.num_tokens
-            self.num_hit_tokens += seq.num_computed_tokens
+            self.num_cache_queries += seq.num_tokens
+            self.num_cache_hits += seq.num_computed_tokens
 
     # -- growth
 
@@ -353,7 +366,7 @@ class BlockManager:
             block.key, block.parent_id = key, parent_id
             self.cached_blocks.setdefault(key.hash, {})[block_id] = block
             parent_id = block.content_id
-        seq.num_cached_blocks = max(first, last)
+        seq.num_cached_blocks = last
 
     # -- release
 
@@ -438,6 +451,7 @@ class BlockManager:
         findable = {b.block_id: b for same_hash in self.cached_blocks.values() for b in same_hash.values()}
         assert findable == {b.block_id: b for b in self.blocks if b.key is not None}
         assert all(b.block_id in self.cached_blocks[b.key.hash] for b in findable.values() if b.key)
+        assert all(self.cached_blocks.values()), "a hash without blocks was left behind"
 
 
 # ---- Scheduler: who computes what next -----------------------------------------------------------
@@ -474,7 +488,8 @@ class Scheduler:
 
     Both queues are in `Sequence.order`. The head of the waiting queue is admitted first and blocks
     those behind it; when blocks run out, the tail of the running list is preempted. So FCFS and
-    priority scheduling are the same code, and an older request is never overtaken by a younger one.
+    priority scheduling are the same code. A waiting sequence never preempts a running one, whatever
+    their priorities: only a lack of blocks does.
     """
 
     def __init__(
@@ -741,7 +756,13 @@ class ModelRunner:
         def zeros() -> Tensor:
             return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
-        return [KVCache(zeros(), zeros()) for _ in range(self.model.config.num_layers)]
+        try:
+            return [KVCache(zeros(), zeros()) for _ in range(self.model.config.num_layers)]
+        except RuntimeError as error:  # torch.OutOfMemoryError on a GPU is one
+            raise ValueError(
+                f"no memory for a KV cache of {num_blocks} blocks of {self.block_size} tokens; "
+                "lower num_kv_blocks or kv_cache_bytes"
+            ) from error
 
     def _count_blocks(self, config: EngineConfig, max_model_len: int) -> int:
         """How many blocks to allocate: as told, or from the memory that is free."""
@@ -751,8 +772,11 @@ class ModelRunner:
         block_bytes = (
             2 * self.model.config.num_layers * int(np.prod(self._block_shape())) * self.dtype.itemsize
         )
+        # More than every sequence at its longest can hold would only be a larger prefix cache.
+        most = config.max_num_seqs * -(-max_model_len // self.block_size)
         if config.kv_cache_bytes is not None:
             usable_bytes, remedy = config.kv_cache_bytes, "raise kv_cache_bytes"
+            most = usable_bytes
         elif self.device.type == "cuda":
             usable_bytes = self._free_cuda_bytes(config, max_model_len)
             remedy = "raise gpu_memory_utilization or lower max_num_batched_tokens"
@@ -763,8 +787,6 @@ class ModelRunner:
         usable_bytes -= block_bytes  # the null block
         if usable_bytes < block_bytes:
             raise ValueError(f"no memory for the KV cache: one block takes {block_bytes} bytes; {remedy}")
-        # More than every sequence at its longest can hold would only be a larger prefix cache.
-        most = config.max_num_seqs * -(-max_model_len // self.block_size)
         return min(usable_bytes // block_bytes, most)
 
     def _free_cuda_bytes(self, config: EngineConfig, max_model_len: int) -> int:
@@ -840,8 +862,27 @@ class ModelRunner:
 # ---- LLM: what a user holds ----------------------------------------------------------------------
 
 
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Delay Ctrl-C until the block ends, so that the engine's bookkeeping is never left half done."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield  # Python interrupts its main thread only
+        return
+    pending: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda *arguments: pending.append(arguments))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if pending:
+        handler(*pending[0])
+
+
 class LLM:
     """A model, ready to answer. Arguments are `EngineConfig`'s; names are vLLM's where it has them.
+
+    Not for several threads at once: `AsyncLLM` is.
 
     >>> with LLM("Qwen/Qwen3-0.6B") as llm:  # doctest: +SKIP
     ...     print(llm.generate("Hello", SamplingParams(max_tokens=8))[0].outputs[0].text)
@@ -851,11 +892,11 @@ class LLM:
         ValueError: a setting or checkpoint that cannot be served; nothing is kept.
     """
 
-    def __init__(self, model: str, **settings: Any) -> None:
+    def __init__(self, model: str | Path, **settings: Any) -> None:
         self.config = config = EngineConfig(model=model, **settings)
         self.checkpoint = open_checkpoint(
-            config.model,
-            tokenizer=config.tokenizer,
+            str(config.model),
+            tokenizer=None if config.tokenizer is None else str(config.tokenizer),
             revision=config.revision,
             trust_remote_code=config.trust_remote_code,
         )
@@ -878,6 +919,7 @@ class LLM:
             max_model_len=self.max_model_len,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
         )
+        self._is_closed = False
         self._requests: dict[str, Request] = {}  # all whose last output was not handed over yet
         self._samples: dict[int, tuple[Request, Sample]] = {}  # seq_id -> whose it is
         self._seq_ids = itertools.count()
@@ -978,6 +1020,8 @@ class LLM:
         Raises:
             ValueError, TypeError: the id is in use, or the request cannot be served.
         """
+        if self._is_closed:
+            raise RuntimeError("the engine is closed")
         if not isinstance(request_id, str):
             raise TypeError(f"request_id must be a string, got {request_id!r}")
         if request_id in self._requests:
@@ -989,8 +1033,8 @@ class LLM:
         """Run one step; returns each request that got a token or finished, with all it has so far.
 
         Raises:
-            RuntimeError and whatever the model raises: no token of the step was kept, every request
-            is still queued and will be recomputed.
+            Exception: whatever the forward pass raised. Every request keeps the tokens it had, is still
+                queued, and will be recomputed; call again, or abort some.
         """
         self._step()
         ready = [request for request in self._requests.values() if request.is_due]
@@ -1026,8 +1070,8 @@ class LLM:
             "num_free_blocks": blocks.num_free_blocks,
             "kv_cache_usage": 1 - blocks.num_free_blocks / blocks.num_blocks,
             "num_preemptions": self.scheduler.num_preemptions,
-            "prefix_cache_queries": blocks.num_queried_tokens,
-            "prefix_cache_hits": blocks.num_hit_tokens,
+            "prefix_cache_queries": blocks.num_cache_queries,
+            "prefix_cache_hits": blocks.num_cache_hits,
             "prompt_tokens": self._num_prompt_tokens,
             "generation_tokens": self._num_generation_tokens,
             "num_steps": self._num_steps,
@@ -1035,6 +1079,7 @@ class LLM:
 
     def close(self) -> None:
         """Abort what runs and release the memory; the object is of no use afterwards."""
+        self._is_closed = True
         self.abort_request(list(self._requests))
         self.runner.close()
 
@@ -1052,11 +1097,15 @@ class LLM:
         self, prompts: Any, sampling_params: Any, priority: Any
     ) -> list[tuple[str | None, list[int], SamplingParams, int]]:
         """Validate a whole call before anything of it is queued."""
+        if self._is_closed:
+            raise RuntimeError("the engine is closed")
         prompt_list = split_prompts(prompts)
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        params_list = [params] * len(prompt_list) if isinstance(params, SamplingParams) else list(params)
-        priorities = [0] * len(prompt_list) if priority is None else list(priority)
+        params_list = [params] * len(prompt_list) if isinstance(params, SamplingParams) else params
+        priorities = [0] * len(prompt_list) if priority is None else priority
         for name, values in (("sampling_params", params_list), ("priority", priorities)):
+            if not isinstance(values, list | tuple):
+                raise TypeError(f"{name} must be one for all prompts or a list, got {values!r}")
             if len(values) != len(prompt_list):
                 raise ValueError(f"{name} must be one per prompt: got {len(values)} for {len(prompt_list)}")
         return [self._check(*one) for one in zip(prompt_list, params_list, priorities, strict=True)]
@@ -1076,10 +1125,11 @@ class LLM:
         for name in ("stop", "bad_words"):
             if getattr(params, name) and self.get_tokenizer() is None:
                 raise ValueError(f"{name} needs a tokenizer and the checkpoint has none")
-        if set(params.allowed_token_ids or [-1]) <= self._stop_ids(params) and params.min_tokens:
+        candidates = params.allowed_token_ids or range(vocab_size)
+        if params.min_tokens and self._stop_ids(params).issuperset(candidates):
             raise ValueError(
-                f"allowed_token_ids {params.allowed_token_ids} are all end-of-sequence or stop tokens, "
-                f"which min_tokens={params.min_tokens} bans"
+                f"min_tokens={params.min_tokens} bans end-of-sequence and stop tokens, which leaves nothing "
+                f"to sample with allowed_token_ids={params.allowed_token_ids}"
             )
         text, token_ids = read_prompt(prompt, self.get_tokenizer(), vocab_size)
         self.scheduler.check_fits(len(token_ids))
@@ -1135,12 +1185,15 @@ class LLM:
         unused = (i for i in map(str, self._request_numbers) if i not in self._requests)
         request_ids = list(itertools.islice(unused, len(checked)))
         try:
-            yield [
-                self._submit(request_id, *one, is_driven=True)
-                for request_id, one in zip(request_ids, checked, strict=True)
-            ]
+            with uninterrupted():
+                requests = [
+                    self._submit(request_id, *one, is_driven=True)
+                    for request_id, one in zip(request_ids, checked, strict=True)
+                ]
+            yield requests
         finally:
-            self.abort_request(request_ids)
+            with uninterrupted():
+                self.abort_request(request_ids)
 
     def _claim(self, request: Request, kind: RequestOutputKind | None = None) -> RequestOutput:
         """Hand over a request's last output and forget it."""
@@ -1154,15 +1207,18 @@ class LLM:
     def _step(self) -> list[Request]:
         """One step of the engine; returns the requests that got a token."""
         try:
-            batch = self.scheduler.schedule()
+            with uninterrupted():
+                batch = self.scheduler.schedule()
             if not batch.chunks:
                 return []
             sampled = self.runner.execute(batch)
-            self.scheduler.update(batch, sampled.token_ids)
-            self._num_steps += 1
-            return self._take_in(batch, sampled)
+            with uninterrupted():
+                self.scheduler.update(batch, sampled.token_ids)
+                self._num_steps += 1
+                return self._take_in(batch, sampled)
         except BaseException:
-            self.scheduler.recover()
+            with uninterrupted():
+                self.scheduler.recover()
             raise
 
     def _take_in(self, batch: ScheduledBatch, sampled: SamplerOutput) -> list[Request]:
@@ -1218,6 +1274,10 @@ class LLM:
         start, num_prompt_tokens, num_output_tokens = time.monotonic(), 0, 0
         with tqdm(total=len(left), desc="Processed prompts", disable=not use_tqdm) as bar:
             while left:
+                if not self.scheduler.has_unfinished():
+                    raise RuntimeError(
+                        "requests were aborted, or stepped by another thread: use AsyncLLM there"
+                    )
                 for request in self._step():
                     if request.request_id not in left or not request.finished:
                         continue

@@ -92,14 +92,23 @@ class Detokenizer:
         self.num_taken = 0  # pieces handed out by new_text()
         self.held_back = ""  # the text's end while the sample runs
         if tokenizer is not None:
-            suffix = self._whole_characters(prompt_token_ids)
-            self.stream = DecodeStream(ids=suffix, skip_special_tokens=params.skip_special_tokens)
+            self.skip_special_tokens = params.skip_special_tokens
+            self.prompt_end = self._whole_characters(prompt_token_ids)
+            self.stream = self._new_stream()
 
     def append(self, token_id: int, may_stop: bool = True) -> str | None:
         """Add a token's text; returns the stop string it completed, the text being cut there."""
         if self.tokenizer is None:
             return None
-        new = self.stream.step(self.tokenizer, token_id)
+        try:
+            new = self.stream.step(self.tokenizer, token_id)
+        except Exception as error:
+            # Byte-fallback tokenizers may turn a whole character back into an invalid one when the
+            # bytes behind it are invalid, which the stream refuses. Begin afresh, as vLLM does.
+            if "Invalid prefix" not in str(error):
+                raise
+            self.stream = self._new_stream()
+            new = self.stream.step(self.tokenizer, token_id)
         if not new:
             return None
         old = len(self.held_back)
@@ -133,6 +142,9 @@ class Detokenizer:
     def text(self) -> str:
         """All the text so far."""
         return "".join(self.pieces)
+
+    def _new_stream(self) -> DecodeStream:
+        return DecodeStream(ids=self.prompt_end, skip_special_tokens=self.skip_special_tokens)
 
     def _whole_characters(self, token_ids: list[int]) -> list[int]:
         """A short end of the prompt that does not begin or end inside a character."""

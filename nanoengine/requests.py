@@ -16,7 +16,7 @@ def split_prompts(prompts: Any) -> list[Any]:
     """One or several prompts as a list; a list of integers is one prompt."""
     if isinstance(prompts, (str, dict)):
         return [prompts]
-    if not isinstance(prompts, Sequence):
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
         raise TypeError(f"prompts must be a string, token ids, a dict or a list of these, got {prompts!r}")
     if not prompts:
         raise ValueError("prompt is empty; at least one token is needed, got []")
@@ -32,17 +32,21 @@ def read_prompt(prompt: Any, tokenizer: Any, vocab_size: int) -> tuple[str | Non
         fields = {"prompt_token_ids": prompt}
     if not fields or not fields.keys() <= {"prompt", "prompt_token_ids"}:
         raise ValueError(
-            f'a prompt dict must hold "prompt" or "prompt_token_ids" and nothing else, got {sorted(fields)}'
+            f'a prompt dict must hold "prompt" or "prompt_token_ids" and nothing else, got {list(fields)}'
         )
     text, token_ids = fields.get("prompt"), fields.get("prompt_token_ids")
     if text is not None and not isinstance(text, str):
         raise TypeError(f"prompt must be a string, got {text!r}")
-    if token_ids is None:
+    if token_ids is None and text is not None:
         if tokenizer is None:
             raise ValueError("the checkpoint has no tokenizer; give the prompt as token ids")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"prompt must be valid Unicode, got {text!r}: {error}") from None
         token_ids = tokenizer(text).input_ids
-    if isinstance(token_ids, str) or not isinstance(token_ids, Sequence):
-        raise TypeError(f"prompt must be a string, token ids or a dict, got {token_ids!r}")
+    if isinstance(token_ids, str | bytes) or not isinstance(token_ids, Sequence):
+        raise TypeError(f"prompt must be a string, token ids or a dict, got {prompt!r}")
     for token_id in token_ids:
         if isinstance(token_id, bool) or not isinstance(token_id, int | np.integer):
             raise TypeError(f"prompt must hold integer token ids only, got {token_id!r}")

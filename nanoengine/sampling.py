@@ -4,7 +4,7 @@ Shape letters: R rows (sequences that get a token this step), V vocabulary.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from numbers import Integral, Real
@@ -18,24 +18,28 @@ from torch import Tensor
 # ---- SamplingParams: what a request asks for ----------------------------------------------------
 
 
-def check_integer(name: str, value: Any, low: int, high: float = math.inf) -> None:
-    """Raise TypeError or ValueError unless value is an integer in [low, high]."""
-    limits = f"an integer in [{low}, {high}{')' if high == math.inf else ']'}"
+def check_integer(name: str, value: Any, low: int, high: int = 2**31 - 1) -> int:
+    """The value as an int; TypeError or ValueError unless it is an integer in [low, high]."""
+    limits = f"an integer in [{low}, {high}]"
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be {limits}, got {value!r}")
     if not low <= int(value) <= high:
         raise ValueError(f"{name} must be {limits}, got {value!r}")
+    return int(value)
 
 
-def check_number(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
-    """Raise TypeError or ValueError unless value is a finite number in [low, high], or (low, high]."""
-    opening, closing = "(" if open_low else "[", ")" if high == math.inf else "]"
-    limits = f"a finite number in {opening}{low}, {high}{closing}"
+def check_number(name: str, value: Any, low: float, high: float, open_low: bool = False) -> float:
+    """The value as a float; TypeError or ValueError unless it is in [low, high], or (low, high]."""
+    limits = f"a number in {'(' if open_low else '['}{low}, {high}]"
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be {limits}, got {value!r}")
-    number = float(value)
-    if not math.isfinite(number) or not low <= number <= high or (open_low and number == low):
+    try:
+        number = float(value)
+    except OverflowError:  # an integer beyond all floats
+        number = math.inf
+    if not low <= number <= high or (open_low and number == low):  # false for NaN
         raise ValueError(f"{name} must be {limits}, got {value!r}")
+    return number
 
 
 def check_bool(name: str, value: Any) -> None:
@@ -44,13 +48,26 @@ def check_bool(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
-def check_items(name: str, value: Any, kind: type, what: str) -> None:
-    """Raise TypeError unless value is a collection of `kind`."""
-    if isinstance(value, str) or not isinstance(value, Iterable):
-        raise TypeError(f"{name} must be a list of {what}, got {value!r}")
+def check_strings(name: str, value: Any) -> list[str]:
+    """The value as a list; TypeError or ValueError unless it is a list of strings that are not blank."""
+    if not isinstance(value, list | tuple | set | frozenset):
+        raise TypeError(f"{name} must be a list of strings, got {value!r}")
     for item in value:
-        if isinstance(item, bool) or not isinstance(item, kind):
-            raise TypeError(f"{name} must hold {what} only, got {item!r}")
+        if not isinstance(item, str):
+            raise TypeError(f"{name} must hold strings only, got {item!r}")
+        if not item:
+            raise ValueError(f"{name} must not hold an empty string, got {value!r}")
+    return list(value)
+
+
+def check_token_ids(name: str, value: Any) -> list[int]:
+    """The value as a list; TypeError or ValueError unless it is a list of token ids."""
+    if not isinstance(value, list | tuple | set | frozenset):
+        raise TypeError(f"{name} must be a list of token ids, got {value!r}")
+    return [check_integer(name, item, 0) for item in value]
+
+
+LARGEST = 1e30  # far from where float32 overflows
 
 
 class RequestOutputKind(Enum):
@@ -100,53 +117,50 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """Validate every field; nothing is clipped or ignored."""
-        check_integer("n", self.n, 1)
-        check_number("temperature", self.temperature, 0.0, math.inf)
-        check_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        check_integer("top_k", self.top_k, -1)
-        check_number("min_p", self.min_p, 0.0, 1.0)
+        checked: dict[str, Any] = {
+            "n": check_integer("n", self.n, 1),
+            "temperature": check_number("temperature", self.temperature, 0.0, LARGEST),
+            "top_p": check_number("top_p", self.top_p, 0.0, 1.0, open_low=True),
+            "top_k": check_integer("top_k", self.top_k, -1),
+            "min_p": check_number("min_p", self.min_p, 0.0, 1.0),
+            "presence_penalty": check_number("presence_penalty", self.presence_penalty, -2.0, 2.0),
+            "frequency_penalty": check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
+            "repetition_penalty": check_number("repetition_penalty", self.repetition_penalty, 1e-4, 1e4),
+            "min_tokens": check_integer("min_tokens", self.min_tokens, 0),
+        }
+        for name, low in (("max_tokens", 1), ("logprobs", -1), ("prompt_logprobs", -1)):
+            if getattr(self, name) is not None:
+                checked[name] = check_integer(name, getattr(self, name), low)
         if self.seed is not None:
-            check_integer("seed", self.seed, -(2**63), 2**64 - 1)
-        check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        check_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
-        if self.logit_bias is not None:
-            if not isinstance(self.logit_bias, dict):
-                raise TypeError(f"logit_bias must be a dict of token id to bias, got {self.logit_bias!r}")
-            check_items("logit_bias", self.logit_bias, Integral, "token ids")
-            for bias in self.logit_bias.values():
-                check_number("logit_bias", bias, -math.inf, math.inf)
-        if self.allowed_token_ids is not None:
-            check_items("allowed_token_ids", self.allowed_token_ids, Integral, "token ids")
-            if not self.allowed_token_ids:
-                raise ValueError("allowed_token_ids must not be empty, got []")
-        if self.max_tokens is not None:
-            check_integer("max_tokens", self.max_tokens, 1)
-        check_integer("min_tokens", self.min_tokens, 0)
+            checked["seed"] = check_integer("seed", self.seed, -(2**63), 2**64 - 1)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens must be at most max_tokens={self.max_tokens}, got {self.min_tokens}"
             )
+        if self.logit_bias is not None:
+            if not isinstance(self.logit_bias, dict):
+                raise TypeError(f"logit_bias must be a dict of token id to bias, got {self.logit_bias!r}")
+            checked["logit_bias"] = {
+                check_integer("logit_bias", token_id, 0): check_number("logit_bias", bias, -LARGEST, LARGEST)
+                for token_id, bias in self.logit_bias.items()
+            }
+        for name in ("allowed_token_ids", "stop_token_ids"):
+            if getattr(self, name) is not None:
+                checked[name] = check_token_ids(name, getattr(self, name))
+        if self.allowed_token_ids is not None and not checked["allowed_token_ids"]:
+            raise ValueError("allowed_token_ids must not be empty, got []")
+        if self.bad_words is not None:
+            checked["bad_words"] = check_strings("bad_words", self.bad_words)
+            if any(not word.strip() for word in self.bad_words):
+                raise ValueError(f"bad_words must not hold a blank string, got {self.bad_words!r}")
         for name in ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens"):
             check_bool(name, getattr(self, name))
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
-        check_items("stop", stop, str, "strings")
-        if "" in stop:
-            raise ValueError("stop must not hold an empty string, got ''")
+        stop = [self.stop] if isinstance(self.stop, str) else [] if self.stop is None else self.stop
+        checked["stop_strings"] = tuple(check_strings("stop", stop))
         if stop and not self.detokenize:
             raise ValueError("stop strings need detokenize=True, got detokenize=False")
-        if self.stop_token_ids is not None:
-            check_items("stop_token_ids", self.stop_token_ids, Integral, "token ids")
-        if self.bad_words is not None:
-            check_items("bad_words", self.bad_words, str, "strings")
-            if any(not word.strip() for word in self.bad_words):
-                raise ValueError(f"bad_words must not hold an empty string, got {self.bad_words!r}")
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                check_integer(name, getattr(self, name), -1)
         if not isinstance(self.output_kind, RequestOutputKind):
             raise TypeError(f"output_kind must be a RequestOutputKind, got {self.output_kind!r}")
-        object.__setattr__(self, "stop_strings", tuple(stop))
         edits = (
             self.min_tokens > 0
             or self.presence_penalty != 0
@@ -154,9 +168,10 @@ class SamplingParams:
             or self.repetition_penalty != 1
             or bool(self.logit_bias or self.allowed_token_ids or self.bad_words)
         )
-        object.__setattr__(self, "edits_logits", edits)
-        filters = self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
-        object.__setattr__(self, "filters", filters)
+        checked["edits_logits"] = edits
+        checked["filters"] = self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+        for name, value in checked.items():  # the same values in plain types, and the derived ones
+            object.__setattr__(self, name, value)
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise ValueError where a token id or a count does not fit the vocabulary."""
@@ -207,8 +222,8 @@ def sample(
 ) -> tuple[list[int | None], list[dict[int, Logprob] | None]]:
     """Draw one token per row; no row's result depends on the other rows.
 
-    The order is vLLM's: log-probabilities are reported from the raw logits; then bans, biases and
-    penalties; temperature; min_p, top_k, top_p; one draw.
+    The order is vLLM's: log-probabilities are reported from the raw logits; then biases, penalties
+    and bans; temperature; min_p, top_k, top_p; one draw.
 
     Args:
         logits: (R, V), any floating dtype, not modified.
@@ -284,22 +299,13 @@ def uniform(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray
 
 
 def _edit_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Apply bans, biases and penalties in place, touching only the entries they name."""
+    """Apply biases, penalties and bans in place, touching only the entries they name."""
     for i, (params, _, token_ids, num_prompt_tokens, stop_ids, bad_words) in enumerate(rows):
         if not params.edits_logits:
             continue
         row = logits[i]
-        if params.allowed_token_ids is not None:
-            allowed = torch.tensor(params.allowed_token_ids, device=row.device)
-            row.copy_(torch.full_like(row, -math.inf).index_copy(0, allowed, row[allowed]))
         for token_id, bias in (params.logit_bias or {}).items():
             row[token_id] += bias
-        for *beginning, last in bad_words:
-            start = len(token_ids) - len(beginning)
-            if start >= num_prompt_tokens and list(token_ids[start:]) == beginning:
-                row[last] = -math.inf
-        if len(token_ids) - num_prompt_tokens < params.min_tokens and stop_ids:
-            row[list(stop_ids)] = -math.inf
         if params.repetition_penalty != 1:
             seen = torch.tensor(np.unique(np.fromiter(token_ids, np.int64)), device=row.device)
             value = row[seen]
@@ -311,6 +317,15 @@ def _edit_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
             made, counts = np.unique(output, return_counts=True)
             penalty = params.presence_penalty + params.frequency_penalty * counts
             row[torch.from_numpy(made).to(row.device)] -= torch.from_numpy(penalty).to(row)
+        if params.allowed_token_ids is not None:
+            allowed = torch.tensor(params.allowed_token_ids, device=row.device)
+            row.copy_(torch.full_like(row, -math.inf).index_copy(0, allowed, row[allowed]))
+        for *beginning, last in bad_words:
+            start = len(token_ids) - len(beginning)
+            if start >= num_prompt_tokens and list(token_ids[start:]) == beginning:
+                row[last] = -math.inf
+        if len(token_ids) - num_prompt_tokens < params.min_tokens and stop_ids:
+            row[list(stop_ids)] = -math.inf
     return logits
 
 

@@ -50,7 +50,7 @@ def open_checkpoint(
         raise ValueError(f"{path} holds no config.json; a model directory in Hugging Face format is needed")
     hf_config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     config = DecoderConfig.from_hf(hf_config)
-    tokenizer_path = path if tokenizer is None else _resolve(tokenizer, revision)
+    tokenizer_path = path if tokenizer is None else _resolve(tokenizer, None)
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
     has_tokenizer = any((tokenizer_path / name).is_file() for name in names)
     if tokenizer is not None and not has_tokenizer:
@@ -69,19 +69,21 @@ def open_checkpoint(
         generation.get("eos_token_id"),
     ):
         eos += ids if isinstance(ids, list) else [] if ids is None else [ids]
-    known = (token_id for token_id in dict.fromkeys(eos) if token_id < config.vocab_size)
+    known = (token_id for token_id in dict.fromkeys(eos) if 0 <= token_id < config.vocab_size)
     return Checkpoint(path, hf_config, config, loaded, tuple(known), generation)
 
 
 def _resolve(model: str, revision: str | None) -> Path:
     """The directory of a local model, or of a hub model after downloading what is needed."""
+    if not model:
+        raise ValueError("model must be a directory or a hub id, got ''")
     path = Path(model).expanduser()
     if path.is_dir():
         return path
     if path.exists():
-        raise ValueError(f"model must be a directory or a hub id, got the file {model!r}")
+        raise ValueError(f"a model must be a directory or a hub id, got the file {model!r}")
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
-        raise ValueError(f"model {model!r} is neither a directory here nor a hub id of the form owner/name")
+        raise ValueError(f"{model!r} is neither a directory here nor a hub id of the form owner/name")
     patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
     return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
 

@@ -60,6 +60,18 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
     "llama3 rope": ("Llama", {"rope_parameters": LLAMA3}),
     "llama linear rope": ("Llama", {"rope_parameters": LINEAR}),
     "llama yarn rope": ("Llama", {"rope_parameters": YARN}),
+    "llama yarn rope with mscale": (
+        "Llama",
+        {
+            "rope_parameters": {
+                **YARN,
+                "mscale": 1.3,
+                "mscale_all_dim": 0.6,
+                "beta_fast": 20.0,
+                "beta_slow": 0.5,
+            }
+        },
+    ),
     "llama odd sizes": (
         "Llama",
         {"hidden_size": 60, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 22},

@@ -204,6 +204,39 @@ def test_each_full_block_is_hashed_once_in_its_life():
     assert len(hashed) == 3
 
 
+def test_keys_are_chained_each_seeded_with_the_one_before():
+    calls = []
+
+    def recording_hash(content: bytes, parent: int) -> int:
+        calls.append((list(memoryview(content).cast("i")), parent))
+        return 100 + len(calls)
+
+    manager = manager_of(hash_function=recording_hash)
+    seq = make_sequence(0, list(range(8)))
+    admit(manager, seq)
+    for token in range(8, 12):
+        seq.token_ids.append(token)
+        manager.may_append(seq)
+    manager.cache_full_blocks(seq, 12)
+    assert calls == [([0, 1, 2, 3], 0), ([4, 5, 6, 7], 101), ([8, 9, 10, 11], 102)]
+
+
+def test_the_free_list_is_swept_only_when_stale_entries_outnumber_the_others():
+    manager = manager_of()
+    seqs = [make_sequence(i, [i] * 4) for i in range(8)]
+    for seq in seqs:
+        admit(manager, seq)
+        manager.cache_full_blocks(seq, 4)
+    for seq in seqs:
+        manager.free(seq)
+    free_list = manager.free_list
+    for seq in seqs[:4]:
+        admit(manager, seq)
+        assert manager.free_list is free_list  # stale entries: 1 to 4 of 8
+    admit(manager, seqs[4])
+    assert len(manager.free_list) == 3  # 5 stale ones outnumbered 3
+
+
 def test_a_hit_in_the_middle_of_the_free_list_costs_the_same_in_any_pool():
     """Counts deque operations instead of timing: stale entries are swept, never searched for."""
     manager = manager_of(num_blocks=1000)
@@ -281,4 +314,4 @@ def test_hit_statistics_count_the_tokens_of_first_admissions():
         manager.free(seq)
         admit(manager, seq)  # as after a preemption
         manager.free(seq)
-    assert (manager.num_queried_tokens, manager.num_hit_tokens) == (20, 8)
+    assert (manager.num_cache_queries, manager.num_cache_hits) == (20, 8)

@@ -2,6 +2,8 @@
 
 import gc
 import random
+import signal
+import time
 import weakref
 
 import pytest
@@ -120,6 +122,12 @@ def test_samples_of_one_request_share_the_prompt_and_differ(path):
     assert samples == [completion.token_ids for completion in again.outputs]
 
 
+def test_seed_minus_one_means_no_seed(path):
+    params = SamplingParams(temperature=1.0, max_tokens=10, seed=-1)
+    with LLM(path, num_kv_blocks=20) as llm:
+        assert len(set(map(tuple, tokens(llm, [[1, 2, 3]] * 4, params)))) > 1
+
+
 def test_unseeded_requests_follow_the_engine_s_seed(path):
     params = SamplingParams(temperature=1.0, max_tokens=10)
     runs = []
@@ -200,7 +208,12 @@ def test_end_of_sequence_stop_tokens_and_min_tokens(tmp_path):
         assert run(stop_token_ids=[99]) == ("b", [98, 99], "stop", 99)
         assert run(stop_token_ids=[99], include_stop_str_in_output=True)[0] == "bc"
         assert 256 not in run(min_tokens=6)[1][:6]
-        assert run(stop="b", min_tokens=2, max_tokens=3)[2:] == ("stop", None)
+        assert run(stop="b", min_tokens=2, max_tokens=3)[2:] == ("stop", None)  # by the end of sequence
+        # A stop string counts from the first token after min_tokens, not from the last before.
+        assert run(stop="c", min_tokens=2, ignore_eos=True, max_tokens=4)[2] == "length"
+        assert run(stop="c", min_tokens=1, ignore_eos=True)[2:] == ("stop", "c")
+        # Seen too early, it is not found later either, not even beside a longer one.
+        assert run(stop=["b", "z" * 30], min_tokens=3, max_tokens=4, ignore_eos=True)[2] == "length"
 
 
 def test_logprobs_of_every_token_come_with_their_text(tmp_path):
@@ -225,6 +238,15 @@ BAD_REQUESTS = [
     ([[1, 2], []], "prompt is empty"),
     (["ok", ""], "prompt is empty"),
     ([1, VOCAB * 3], r"token ids in \[0, 257\), got 384"),
+    ([257], r"token ids in \[0, 257\), got 257"),
+    ({"prompt": None}, "prompt must be"),
+    ([None], "prompt must be"),
+    ({"prompt_token_ids": None}, "prompt must be"),
+    ({1: 2, "a": 3}, "prompt dict"),
+    (b"abc", "prompts must be"),
+    ([b"abc"], "prompt must be"),
+    ("\ud800", "valid Unicode"),
+    ((i for i in [1]), "prompts must be"),
     ([1, -1], "token ids in"),
     ([1, 2.5], "integer token ids"),
     ([1, True], "integer token ids"),
@@ -262,10 +284,16 @@ def test_a_bad_request_is_refused_whole_and_harms_nobody(prompt, message, tmp_pa
         ({"sampling_params": {"temperature": 1}}, "sampling_params"),
         ({"priority": [1, 2, 3]}, "scheduling_policy"),
         ({"priority": [0]}, "priority must be one per prompt"),
+        ({"priority": 3}, "priority must be one for all prompts or a list"),
+        ({"sampling_params": 5}, "sampling_params must be one for all prompts or a list"),
+        (
+            {"sampling_params": SamplingParams(stop_token_ids=list(range(257)), min_tokens=3)},
+            "min_tokens=3 bans",
+        ),
         ({"sampling_params": SamplingParams(stop_token_ids=[9999])}, "stop_token_ids"),
         (
             {"sampling_params": SamplingParams(allowed_token_ids=[256], min_tokens=2)},
-            "allowed_token_ids .* min_tokens=2 bans",
+            "min_tokens=2 bans .* allowed_token_ids",
         ),
     ],
 )
@@ -321,6 +349,11 @@ def test_generation_stops_at_max_model_len(path):
         ({"dtype": "int8"}, ValueError, "dtype"),
         ({"long_prefill_token_threshold": -1}, ValueError, "long_prefill_token_threshold"),
         ({"seed": "x"}, TypeError, "seed"),
+        ({"device": "gpu"}, ValueError, "device"),
+        ({"device": "meta"}, ValueError, "device"),
+        ({"device": None}, ValueError, "device"),
+        ({"tokenizer": "/absent"}, ValueError, "/absent"),
+        ({"num_kv_blocks": 10**12, "block_size": 256}, ValueError, "lower num_kv_blocks"),
         ({"enable_prefix_caching": 1}, TypeError, "enable_prefix_caching"),
     ],
 )
@@ -376,6 +409,71 @@ def test_a_failed_step_costs_the_other_requests_time_but_no_token(path, prompts,
                 llm.scheduler.check_invariants()
     assert failures > 2
     assert [finished[str(i)] for i in range(len(prompts))] == expected[1]
+
+
+def test_a_failed_generate_does_not_touch_what_step_returns_later(path):
+    short, long = (SamplingParams(temperature=0, max_tokens=n) for n in (1, 5))
+    with LLM(path, num_kv_blocks=20) as llm:
+        llm.add_request("early", [9], short)
+        execute, calls = llm.runner.execute, iter(range(100))
+
+        def fails_the_second_time(batch):
+            if next(calls) == 1:
+                raise RuntimeError("flaky")
+            return execute(batch)
+
+        llm.runner.execute = fails_the_second_time
+        with pytest.raises(RuntimeError, match="flaky"):
+            llm.generate([[1], [2]], [short, long], use_tqdm=False)
+        llm.add_request("late", [3], short)
+        assert [output.request_id for output in llm.step()] == ["early", "late"]
+        assert not llm.has_unfinished_requests()
+        assert not llm._samples
+        assert llm.step() == []
+
+
+def test_aborting_an_id_twice_or_one_that_finished_meanwhile_is_harmless(path):
+    with LLM(path, num_kv_blocks=20) as llm:
+        llm.add_request("a", [1], SamplingParams(max_tokens=9))
+        llm.add_request("b", [2], SamplingParams(max_tokens=1))
+        llm.generate([3], SamplingParams(max_tokens=3), use_tqdm=False)  # "b" ends meanwhile
+        outputs = llm.abort_request(["a", "a", "b"])
+        assert [o.outputs[0].finish_reason for o in outputs] == ["abort", "length"]
+        assert llm.metrics()["num_free_blocks"] == 20
+        assert llm.abort_request("b") == llm.step() == []
+
+
+def test_ctrl_c_at_any_moment_costs_time_but_no_token(path):
+    """Real signals at random moments: bookkeeping is never left half done, texts and logprobs neither."""
+    prompts = random_prompts([5, 9, 17, 30])
+    params = SamplingParams(temperature=0, max_tokens=100, logprobs=1)
+    rng = random.Random(0)
+    with LLM(path, num_kv_blocks=60, block_size=16) as llm:
+        expected = [out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)]
+        for i, prompt in enumerate(prompts):
+            llm.add_request(str(i), prompt, params)
+        finished, interrupts = {}, 0
+        previous = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+        try:
+            while llm.has_unfinished_requests():
+                try:
+                    if interrupts < 100:
+                        signal.setitimer(signal.ITIMER_REAL, rng.uniform(2e-5, 2e-3))
+                    llm._step()
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                    time.sleep(0)  # a signal that arrived just now is handled here
+                except KeyboardInterrupt:
+                    interrupts += 1
+                llm.scheduler.check_invariants()
+                finished |= {o.request_id: o for o in llm.step() if o.finished}
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, previous)
+    assert interrupts > 5
+    for i, token_ids in enumerate(expected):
+        completion = finished[str(i)].outputs[0]
+        assert completion.token_ids == token_ids
+        assert [token_id in entry for token_id, entry in zip(token_ids, completion.logprobs, strict=True)]
 
 
 def test_requests_can_be_added_stepped_and_aborted_by_hand(path, prompts, expected):
@@ -458,6 +556,10 @@ def test_the_memory_of_an_engine_is_released(how, path):
         llm.close()
         with pytest.raises(RuntimeError, match="closed"):
             llm.generate([1, 2], use_tqdm=False)
+        with pytest.raises(RuntimeError, match="closed"):
+            llm.add_request("x", [1, 2])
+        assert not llm.has_unfinished_requests()
+        llm.close()  # a second time changes nothing
     else:
         with llm:
             pass
@@ -471,8 +573,10 @@ def test_the_cache_is_sized_by_bytes_or_by_memory(path):
     with LLM(path, block_size=16, kv_cache_bytes=10 * block_bytes) as llm:
         assert llm.metrics()["num_blocks"] == 9  # and the null block
         assert sum(c.k.nbytes + c.v.nbytes for c in llm.runner.caches) == 10 * block_bytes
-    with LLM(path, block_size=16, max_num_seqs=4, max_model_len=64) as llm:
-        assert llm.metrics()["num_blocks"] == 16  # all that four sequences of 64 tokens can hold
+    with LLM(path, block_size=16, kv_cache_bytes=10 * block_bytes, max_num_seqs=1, max_model_len=20) as llm:
+        assert llm.metrics()["num_blocks"] == 9  # given bytes are used, if only for the prefix cache
+    with LLM(path, block_size=16, max_num_seqs=4, max_model_len=65) as llm:
+        assert llm.metrics()["num_blocks"] == 20  # all that four sequences of 65 tokens can hold
 
 
 def test_progress_shows_prompt_and_output_tokens_per_second(path, capsys):

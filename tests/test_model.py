@@ -1,11 +1,14 @@
 """The decoder against transformers, on tiny random checkpoints of every family it serves."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import LlamaConfig, Qwen3Config
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.model import DecoderConfig
+from nanoengine.model import DecoderConfig, RMSNorm
 from tests.helpers import ARCHITECTURES, TINY, checkpoint, greedy, random_prompts
 
 LENGTHS = [1, 2, 15, 16, 17, 31, 33, 64, 100, 150, 200, 300]
@@ -81,10 +84,30 @@ def test_a_llama_checkpoint_is_not_built_as_qwen3():
     assert (llama.qk_norm, qwen.qk_norm) == (False, True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_norm_rounds_where_transformers_does(dtype):
+    ours, theirs = RMSNorm(64, 1e-6).to(dtype), LlamaRMSNorm(64, 1e-6).to(dtype)
+    x, weight = torch.randn(100, 64).to(dtype) * 3, torch.randn(64).to(dtype)
+    ours.weight.data, theirs.weight.data = weight, weight
+    before = x.clone()
+    assert torch.equal(ours(x), theirs(x))
+    assert torch.equal(x, before)
+
+
+def test_a_model_is_made_for_the_positions_its_yarn_factor_gives_or_more():
+    def length(**changes):
+        config = LlamaConfig(**{**TINY, **changes}, architectures=["LlamaForCausalLM"])
+        return DecoderConfig.from_hf(config).max_model_len
+
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+    assert length() == 512
+    assert length(max_position_embeddings=64, rope_parameters=yarn) == 256
+    assert length(max_position_embeddings=1024, rope_parameters=yarn) == 1024
+
+
 def test_rope_settings_in_the_format_of_transformers_4_are_understood():
-    config = LlamaConfig(**TINY, architectures=["LlamaForCausalLM"])
-    config.rope_parameters = None
-    config.rope_theta = 5000.0
-    config.rope_scaling = {"type": "linear", "factor": 4.0}
+    fields = {**LlamaConfig(**TINY, architectures=["LlamaForCausalLM"]).to_dict(), "rope_parameters": None}
+    scaling = {"type": "linear", "factor": 4.0}
+    config = SimpleNamespace(**{**fields, "rope_theta": 5000.0, "rope_scaling": scaling})
     rope = DecoderConfig.from_hf(config).rope
     assert (rope["rope_type"], rope["rope_theta"], rope["factor"]) == ("linear", 5000.0, 4.0)

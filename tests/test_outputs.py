@@ -8,6 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from nanoengine.outputs import Detokenizer
 from nanoengine.sampling import SamplingParams
+from tests.helpers import byte_tokenizer
 
 TEXT = "The quick brown fox jumps over the lazy dog — café, naïve, 日本語, 🙂🙃! " * 3
 
@@ -71,6 +72,29 @@ def test_a_stop_string_is_found_at_every_offset_and_across_tokens(tokenizer):
 def test_the_stop_string_that_comes_first_in_the_text_wins(tokenizer):
     steps, found = feed(tokenizer, TEXT, stop=["lazy", "brown", "fox"])
     assert (steps[-1], found) == ("The quick ", "brown")
+
+
+def test_of_several_stop_strings_in_one_token_the_first_in_the_text_wins():
+    tokenizer = byte_tokenizer(("quick",)).backend_tokenizer
+    detokenizer = Detokenizer(tokenizer, [], SamplingParams(stop=["ck", "ui", "u"]))
+    assert detokenizer.append(tokenizer.token_to_id("quick")) == "ui"
+    detokenizer.finish()
+    assert detokenizer.text == "q"
+
+
+def test_a_stream_that_byte_fallback_breaks_begins_afresh(sentencepiece_like):
+    """A whole character, then half a one, then a word: the stream calls this an invalid prefix."""
+    rng = random.Random(0)
+    prompt = [sentencepiece_like.token_to_id("▁")]
+    broken = [0x41 + 1, 0xE2 + 1, sentencepiece_like.token_to_id("▁a")]
+    for ids in [broken, *([rng.randrange(1, 265) for _ in range(60)] for _ in range(200))]:
+        detokenizer = Detokenizer(sentencepiece_like, prompt, SamplingParams())
+        for token_id in ids:
+            detokenizer.append(token_id)
+        detokenizer.append(sentencepiece_like.token_to_id("▁world"))
+        detokenizer.append(sentencepiece_like.token_to_id("!"))
+        detokenizer.finish()
+        assert detokenizer.text.endswith("world!")
 
 
 def test_a_stop_string_that_never_comes_changes_nothing(tokenizer):

@@ -233,6 +233,20 @@ def test_a_request_whose_logits_are_not_numbers_ends_with_error_and_hurts_nobody
         assert llm.metrics()["num_free_blocks"] == 10
 
 
+def test_a_request_is_finished_when_its_last_sample_is(tmp_path):
+    logits = torch.zeros(257, 257)
+    logits[:, 256] = 3.0  # ends soon, at different times
+    with LLM(str(table_checkpoint(tmp_path, logits)), num_kv_blocks=20) as llm:
+        llm.add_request("x", "a", SamplingParams(n=4, seed=1, max_tokens=200))
+        ended = []
+        while llm.has_unfinished_requests():
+            for output in llm.step():
+                ended.append(sum(c.finish_reason is not None for c in output.outputs))
+                assert output.finished == (ended[-1] == 4)
+                assert (output.metrics.finished_time is None) == (not output.finished)
+    assert len(set(ended)) > 2
+
+
 def test_queue_time_is_how_long_a_request_waited_to_be_scheduled(path):
     with LLM(path, num_kv_blocks=10, max_num_seqs=1) as llm:
         first, second = llm.generate([[1], [2]], SamplingParams(max_tokens=5), use_tqdm=False)

@@ -12,20 +12,20 @@ from nanoengine.sampling import SamplingParams, SamplingRow, sample, uniform
 NAN, INF = math.nan, math.inf
 BAD_FIELDS = [
     *[("n", v) for v in (0, -1, 1.5, "2", True, None)],
-    *[("temperature", v) for v in (-0.1, NAN, INF, -INF, "1", None, True)],
+    *[("temperature", v) for v in (10**400, 1e31, 1j, -0.1, NAN, INF, -INF, "1", None, True)],
     *[("top_p", v) for v in (0, -0.5, 1.01, NAN, INF, "0.9", None)],
-    *[("top_k", v) for v in (-2, 1.0, "5", None, True)],
+    *[("top_k", v) for v in (-2, 1.0, "5", None, True, 2**31)],
     *[("min_p", v) for v in (-0.01, 1.01, NAN, None)],
     *[("seed", v) for v in (1.5, "7", 2**64, -(2**63) - 1, True)],
     *[("presence_penalty", v) for v in (-2.1, 2.1, NAN, None)],
     *[("frequency_penalty", v) for v in (-2.1, 2.1, NAN, "0")],
-    *[("repetition_penalty", v) for v in (0, -1, NAN, INF, None)],
-    *[("logit_bias", v) for v in ([1], {"a": 1.0}, {1: NAN}, {1: INF}, {1: "x"})],
-    *[("allowed_token_ids", v) for v in ([], "12", 5, [1.0], ["a"])],
+    *[("repetition_penalty", v) for v in (0, -1, NAN, INF, None, 1e-40, 1e5)],
+    *[("logit_bias", v) for v in ([1], {"a": 1.0}, {1: NAN}, {1: INF}, {1: "x"}, {-1: 1.0}, {1: 1e39})],
+    *[("allowed_token_ids", v) for v in ([], "12", 5, [1.0], ["a"], [-1], (i for i in [1]))],
     *[("max_tokens", v) for v in (0, -5, 2.0, "3", True)],
     *[("min_tokens", v) for v in (-1, 1.0, None, 17)],
     *[("ignore_eos", v) for v in (1, None, "yes")],
-    *[("stop", v) for v in ("", ["a", ""], 5, [5])],
+    *[("stop", v) for v in ("", ["a", ""], 5, [5], 0, False, (s for s in ["a"]))],
     *[("stop_token_ids", v) for v in (5, "5", [1.5], [None])],
     *[("include_stop_str_in_output", v) for v in (1, None)],
     *[("logprobs", v) for v in (-2, 1.5, "2", True)],
@@ -55,9 +55,10 @@ def test_a_misspelt_field_is_a_type_error():
     ("params", "name"),
     [
         (SamplingParams(logit_bias={100: 1.0}), "logit_bias"),
-        (SamplingParams(allowed_token_ids=[-1]), "allowed_token_ids"),
+        (SamplingParams(allowed_token_ids=[5, 100]), "allowed_token_ids"),
         (SamplingParams(stop_token_ids=[100]), "stop_token_ids"),
         (SamplingParams(logprobs=101), "logprobs"),
+        (SamplingParams(prompt_logprobs=101), "prompt_logprobs"),
     ],
 )
 def test_token_ids_outside_the_vocabulary_are_refused(params, name):
@@ -157,8 +158,52 @@ def test_a_row_draws_the_same_alone_and_in_any_batch():
 
 @pytest.mark.parametrize("temperature", [1e-30, 1e-8, 1e-3])
 def test_a_tiny_temperature_is_greedy_and_never_overflows(temperature):
-    logits = torch.tensor([[1e4, 1.0, 1e4 - 1, -1e4]])
-    assert sample(logits, [row(temperature=temperature)])[0] == [0]
+    logits = torch.tensor([[1.0, 1e4 - 1, 1e4, -1e4]])
+    assert sample(logits, [row(temperature=temperature)])[0] == [2]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 1e30},
+        {"temperature": 1e30, "top_k": 3, "top_p": 0.9},
+        {"logit_bias": {1: 1e30, 4: -1e30}},
+        {"repetition_penalty": 1e-4},
+        {"repetition_penalty": 1e4, "temperature": 0},
+    ],
+)
+def test_extreme_values_never_draw_what_is_not_allowed(fields):
+    params = SamplingParams(allowed_token_ids=[3, 5], **fields)
+    drawn = {sample(LOGITS.unsqueeze(0), [row(params, [3, 1], seed=i)])[0][0] for i in range(50)}
+    assert drawn <= {3, 5}
+
+
+def test_a_greedy_row_with_a_bias_obeys_it_beside_a_sampled_row():
+    rows = [row(temperature=0, logit_bias={3: 50.0}), row(temperature=1.0)]
+    assert sample(LOGITS.expand(2, -1), rows)[0][0] == 3
+
+
+def test_top_p_keeps_no_token_beyond_the_one_that_reaches_it_exactly():
+    logits = torch.tensor([0.5, 0.25, 0.25]).log()
+    assert set(counts(2000, logits=logits, top_p=0.5)) == {0}
+
+
+def test_equal_logits_share_their_rank():
+    logits = torch.tensor([[1.0, 2.0, 2.0, 0.0]])
+    params = SamplingParams(temperature=0, logprobs=0, allowed_token_ids=[2])
+    assert sample(logits, [row(params)])[1][0][2].rank == 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_a_row_that_is_no_number_draws_nothing_and_leaves_the_others_alone(bad, temperature):
+    logits = LOGITS.expand(2, -1).clone()
+    logits[0, 2] = bad
+    rows = [row(temperature=temperature, logprobs=1), row(temperature=0, logprobs=1)]
+    token_ids, logprobs = sample(logits, rows)
+    assert token_ids == [None, 1]
+    assert logprobs[0] is None
+    assert 1 in logprobs[1]
 
 
 @pytest.mark.parametrize("u", [0.0, 1 - 2**-53, 0.5])

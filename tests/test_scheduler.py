@@ -108,6 +108,42 @@ def test_the_last_admitted_is_preempted_and_goes_back_to_the_head_of_the_queue()
     assert finished == [0, 1, 2]
 
 
+def test_nothing_is_admitted_in_a_step_that_preempted():
+    """What a preemption freed would go to a newcomer, which the next step would preempt again."""
+    scheduler = make_scheduler(num_blocks=6)
+    for i in range(2):
+        scheduler.add(make_sequence(i, [i * 10 + j for j in range(11)], max_tokens=9))
+    scheduler.add(make_sequence(2, [77], max_tokens=9))
+    run_step(scheduler)
+    run_step(scheduler)
+    assert chunks_of(run_step(scheduler)) == [(0, 12, 13)]  # 1 was preempted; 2 would fit, but waits
+    assert scheduler.block_manager.num_free_blocks == 2
+
+
+def test_the_waiting_queue_keeps_its_order_when_requests_leave_its_middle():
+    scheduler = make_scheduler(num_blocks=50, max_num_seqs=1)
+    seqs = [make_sequence(i, [i], priority=(i * 7) % 10, max_tokens=1) for i in range(10)]
+    for seq in seqs:
+        scheduler.add(seq)
+    scheduler.finish([seqs[0], seqs[3], seqs[6]], "abort")  # priorities 0, 1 and 2
+    order = []
+    while scheduler.has_unfinished():
+        order += [seq.priority for seq, _, _ in run_step(scheduler).chunks]
+    assert order == [3, 4, 5, 6, 7, 8, 9]
+
+
+def test_recover_keeps_priorities():
+    scheduler = make_scheduler(num_blocks=50, max_num_seqs=2)
+    for i in range(10):
+        scheduler.add(make_sequence(i, [i], priority=-i, max_tokens=1))
+    scheduler.schedule()
+    scheduler.recover()
+    order = []
+    while scheduler.has_unfinished():
+        order += [seq.priority for seq, _, _ in run_step(scheduler).chunks]
+    assert order == [-9, -8, -7, -6, -5, -4, -3, -2, -1, 0]
+
+
 def test_a_preempted_sequence_keeps_its_tokens_and_starts_over_from_its_cached_prefix():
     scheduler = make_scheduler(num_blocks=4)
     first, second = make_sequence(0, [1] * 7, max_tokens=6), make_sequence(1, [2] * 7, max_tokens=4)

@@ -4,7 +4,10 @@ import json
 import shutil
 
 import pytest
+import tokenizers
+import tokenizers.models
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from nanoengine import LLM, SamplingParams
@@ -129,8 +132,29 @@ def test_an_unknown_dtype_is_refused(dtype):
 
 
 def test_every_eos_id_of_the_generation_config_is_known(copy):
-    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 9], "temperature": 0.3}))
+    (copy / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [5, 9], "temperature": 0.3, "max_new_tokens": 77})
+    )
+    config = json.loads((copy / "config.json").read_text())
+    config["eos_token_id"] = [7, 500, -1]  # the last two are no tokens
+    (copy / "config.json").write_text(json.dumps(config))
+    _tokenizer_with_eos(3).save_pretrained(copy)
     with LLM(str(copy), num_kv_blocks=4) as llm:
-        assert set(llm.checkpoint.eos_token_ids) >= {5, 9}
+        assert llm.checkpoint.eos_token_ids == (3, 7, 5, 9)
         params = llm.get_default_sampling_params()
-    assert (params.temperature, params.top_p) == (0.3, 1.0)
+    assert (params.temperature, params.top_p, params.max_tokens) == (0.3, 1.0, 77)
+
+
+def _tokenizer_with_eos(eos_id):
+    vocabulary = {f"t{i}": i for i in range(10)}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="t0"))
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=f"t{eos_id}")
+
+
+def test_different_seeds_give_different_dummy_weights(copy):
+    weights = []
+    for seed in (0, 0, 1):
+        with LLM(str(copy), load_format="dummy", num_kv_blocks=4, seed=seed) as llm:
+            weights.append(llm.runner.model.layers[0].mlp.down_proj.weight.clone())
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
