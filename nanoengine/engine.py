@@ -95,6 +95,8 @@ class EngineConfig:
     long_prefill_token_threshold: int = 0  # most tokens of one sequence in a step; 0 is no limit
     enable_prefix_caching: bool = True
     scheduling_policy: str = "fcfs"  # or "priority": a lower number runs first
+    enforce_eager: bool = False  # no compilation, no CUDA graphs; so far there are none to turn off
+    tensor_parallel_size: int = 1  # more is not supported
     load_format: str = "auto"  # or "dummy": random weights from config.json alone
     trust_remote_code: bool = False
 
@@ -117,7 +119,10 @@ class EngineConfig:
         check_integer("seed", self.seed, -(2**63), 2**64 - 1)
         check_number("gpu_memory_utilization", self.gpu_memory_utilization, 0, 1, open_low=True)
         check_bool("enable_prefix_caching", self.enable_prefix_caching)
+        check_bool("enforce_eager", self.enforce_eager)
         check_bool("trust_remote_code", self.trust_remote_code)
+        if self.tensor_parallel_size != 1:
+            raise ValueError(f"tensor_parallel_size must be 1, got {self.tensor_parallel_size!r}")
         if self.num_kv_blocks is not None and self.kv_cache_bytes is not None:
             raise ValueError("give num_kv_blocks or kv_cache_bytes, not both")
         choices = {"scheduling_policy": ("fcfs", "priority"), "load_format": ("auto", "dummy")}
@@ -392,6 +397,11 @@ class BlockManager:
         return True
 
     # -- helpers
+
+    @property
+    def usage(self) -> float:
+        """The share of the blocks that is in use, from 0 to 1."""
+        return 1 - self.num_free_blocks / self.num_blocks
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """How many blocks hold that many tokens."""
@@ -1068,7 +1078,7 @@ class LLM:
             "num_waiting": len(self.scheduler.waiting),
             "num_blocks": blocks.num_blocks,
             "num_free_blocks": blocks.num_free_blocks,
-            "kv_cache_usage": 1 - blocks.num_free_blocks / blocks.num_blocks,
+            "kv_cache_usage": blocks.usage,
             "num_preemptions": self.scheduler.num_preemptions,
             "prefix_cache_queries": blocks.num_cache_queries,
             "prefix_cache_hits": blocks.num_cache_hits,

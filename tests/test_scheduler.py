@@ -1,5 +1,7 @@
 """The scheduler by hand-computed integers; no model, no tensor."""
 
+import tracemalloc
+
 import pytest
 
 from nanoengine.engine import Status
@@ -217,6 +219,21 @@ def test_every_stop_id_ends_a_sequence_and_only_stop_token_ids_are_a_stop_reason
     scheduler.update(batch, [7, 8, 9])
     assert [(s.finish_reason, s.stop_reason) for s in seqs] == [("stop", 7), ("stop", None), ("stop", None)]
     assert not scheduler.has_unfinished()
+
+
+def test_no_step_allocates_in_proportion_to_the_pool():
+    scheduler = make_scheduler(num_blocks=50_000, block_size=4)
+    for i in range(4):
+        scheduler.add(make_sequence(i, [i] * 6, max_tokens=40))
+    run_step(scheduler)
+    tracemalloc.start()
+    try:
+        while scheduler.has_unfinished():
+            batch = scheduler.schedule()
+            scheduler.update(batch, [1] * len(batch.sampled_seqs))
+        assert tracemalloc.get_traced_memory()[1] < 100_000  # bytes; the pool's own lists take megabytes
+    finally:
+        tracemalloc.stop()
 
 
 def test_aborting_frees_the_blocks_of_running_and_waiting_sequences():
