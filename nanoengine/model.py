@@ -169,6 +169,27 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 # ---- Layers -------------------------------------------------------------------------------------
 
 
+class Linear(nn.Linear):
+    """A linear layer whose weight can be laid out once as the CPU's matrix kernels want it."""
+
+    packed: Tensor | None = None
+
+    def pack(self) -> None:
+        """Reorder a bfloat16 weight for oneDNN; the plain one is let go. Results stay the same.
+
+        Without it `F.linear` reorders at every call, which costs more than a small batch's product.
+        """
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight)
+        self.register_parameter("weight", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(T, in) -> (T, out)."""
+        if self.packed is None:
+            return F.linear(x, self.weight, self.bias)
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        return out
+
+
 class RMSNorm(nn.Module):
     """x / rms(x) * weight, computed in float32 and never in place: x is also the residual."""
 
@@ -192,8 +213,8 @@ class Attention(nn.Module):
         self.head_dim = config.head_dim
         self.sizes = [config.num_heads * config.head_dim] + [config.num_kv_heads * config.head_dim] * 2
         self.window = window
-        self.qkv_proj = nn.Linear(config.hidden_size, sum(self.sizes), bias=config.qkv_bias)
-        self.o_proj = nn.Linear(self.sizes[0], config.hidden_size, bias=config.o_bias)
+        self.qkv_proj = Linear(config.hidden_size, sum(self.sizes), bias=config.qkv_bias)
+        self.o_proj = Linear(self.sizes[0], config.hidden_size, bias=config.o_bias)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
@@ -216,8 +237,8 @@ class MLP(nn.Module):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.gate_up_proj = Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """(T, E) -> (T, E)."""
@@ -252,11 +273,22 @@ class Decoder(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, window) for window in config.windows)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
         # A plain attribute, not a buffer: it stays float32 when the model's dtype is changed.
         self.rope_table: tuple[Tensor, Tensor] | None = None
+
+    def pack_weights(self) -> None:
+        """Prepare the weights for the CPU, where its kernels gain by it; call once they are loaded."""
+        weight = self.embed_tokens.weight
+        if weight.dtype != torch.bfloat16 or weight.device.type != "cpu":
+            return
+        if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            return
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.pack()
 
     def build_rope_table(self, num_positions: int) -> None:
         """Compute cos and sin for positions [0, num_positions): (positions, 1, D) float32 each."""

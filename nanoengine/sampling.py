@@ -245,14 +245,15 @@ def sample(
         is_greedy = temperature == 0
         # Subtract the maximum first: then no temperature, however small, can overflow.
         largest = logits.amax(-1, keepdim=True)
-        scaled = (logits - largest) / temperature.masked_fill(is_greedy, 1)
+        # In place from here: fresh memory for (R, V) costs more than the arithmetic.
+        scaled = (logits - largest).div_(temperature.masked_fill(is_greedy, 1))
         filtered = [i for i, p in enumerate(params) if p.filters]
         if filtered:
             index = torch.tensor(filtered, device=device)
             scaled[index] = _filter(scaled[index], [params[i] for i in filtered])
         seeds = np.array([row.seed for row in rows], dtype=np.uint64)
         positions = np.array([len(row.token_ids) for row in rows], dtype=np.uint64)
-        tokens = _draw(scaled.exp(), torch.from_numpy(uniform(seeds, positions)).to(device))
+        tokens = _draw(scaled.exp_(), torch.from_numpy(uniform(seeds, positions)).to(device))
         if is_greedy.any():
             tokens = torch.where(is_greedy.squeeze(1), logits.argmax(-1), tokens)
     # The maximum of a row with a NaN is NaN, so one number a row tells whether it can be sampled.
@@ -354,9 +355,12 @@ def _draw(weights: Tensor, u: Tensor) -> Tensor:
     thirty times. A token of weight 0 is never drawn. `weights` (R, V) float32, `u` (R,) float64.
     """
     num_rows, vocab_size = weights.shape
-    chunk_size = max(1, math.isqrt(vocab_size))
-    padded = torch.nn.functional.pad(weights, (0, -vocab_size % chunk_size))
-    chunks = padded.view(num_rows, -1, chunk_size)
+    # Vocabularies are mostly multiples of 64 or more; others are padded, which takes a copy.
+    divisor = math.gcd(vocab_size, 512)
+    chunk_size = divisor if divisor >= 64 else max(1, math.isqrt(vocab_size))
+    if missing := -vocab_size % chunk_size:
+        weights = torch.nn.functional.pad(weights, (0, missing))
+    chunks = weights.view(num_rows, -1, chunk_size)
     each_row = torch.arange(num_rows, device=weights.device)
 
     def pick(sums: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

@@ -125,6 +125,7 @@ def load_model(
                 parameter.normal_(0.0, 0.02, generator=generator)
     else:
         _fill(model, checkpoint)
+    model.pack_weights()
     return model
 
 

@@ -48,6 +48,22 @@ def test_logprobs_agree_with_transformers_in_every_dtype(name, dtype, tolerance,
         )
 
 
+def test_packing_the_weights_for_the_cpu_changes_no_result(tmp_path_factory, monkeypatch):
+    path, _ = checkpoint("llama with biases", tmp_path_factory)
+    prompts, params = random_prompts([1, 20, 70]), SamplingParams(temperature=0, max_tokens=1, logprobs=0)
+    results = []
+    for pack in (True, False):
+        if not pack:
+            monkeypatch.setattr("nanoengine.model.Decoder.pack_weights", lambda self: None)
+        with LLM(str(path), dtype="bfloat16", num_kv_blocks=20) as llm:
+            assert (llm.runner.model.lm_head.packed is not None) == (
+                pack and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+            )
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            results.append([next(iter(out.outputs[0].logprobs[0].values())).logprob for out in outputs])
+    assert results[0] == pytest.approx(results[1], abs=0.02)
+
+
 def test_the_same_forward_pass_twice_gives_the_same_logits(tmp_path_factory):
     """In-place norms once corrupted the residual in float32."""
     path, _ = checkpoint("qwen3", tmp_path_factory)

@@ -133,10 +133,11 @@ def test_the_distribution_test_can_fail():
     assert not chi_square_fits(counts(), softmax([1.1 * v for v in L]))
 
 
-def test_a_distribution_over_many_chunks_of_the_vocabulary_is_followed():
-    logits = torch.full((1000,), -INF)
+@pytest.mark.parametrize("vocab_size", [1000, 1024, 1187 * 128])  # padded, 512 and 128 to a chunk
+def test_a_distribution_over_many_chunks_of_the_vocabulary_is_followed(vocab_size):
+    logits = torch.full((vocab_size,), -INF)
     logits[[0, 31, 32, 500, 999]] = torch.tensor([0.1, 1.0, 0.5, 0.7, 0.3])
-    drawn = counts(logits=logits)
+    drawn = counts(20_000 if vocab_size < 2000 else 800, logits=logits)
     probs = logits.double().softmax(0).tolist()
     assert chi_square_fits(drawn, probs)
 
