@@ -29,7 +29,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as AnySequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -102,20 +102,12 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         """Check ranges."""
-        for name, low in (
-            ("max_num_seqs", 1),
-            ("max_num_batched_tokens", 1),
-            ("long_prefill_token_threshold", 0),
-        ):
-            check_integer(name, getattr(self, name), low)
-        for name, low in (
-            ("max_model_len", 2),
-            ("block_size", 1),
-            ("num_kv_blocks", 1),
-            ("kv_cache_bytes", 1),
-        ):
+        check_integer("max_num_seqs", self.max_num_seqs, 1)
+        check_integer("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        check_integer("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
+        for name in ("max_model_len", "block_size", "num_kv_blocks", "kv_cache_bytes"):
             if getattr(self, name) is not None:
-                check_integer(name, getattr(self, name), low, 2**62)
+                check_integer(name, getattr(self, name), 2 if name == "max_model_len" else 1, 2**62)
         check_integer("seed", self.seed, -(2**63), 2**64 - 1)
         check_number("gpu_memory_utilization", self.gpu_memory_utilization, 0, 1, open_low=True)
         check_bool("enable_prefix_caching", self.enable_prefix_caching)
@@ -158,66 +150,41 @@ class Status(Enum):
     FINISHED = "finished"
 
 
+@dataclass(slots=True, eq=False)
 class Sequence:
     """The tokens of one sample, and where their K and V are. Changed by the scheduler only."""
 
-    __slots__ = (
-        "bad_words",
-        "block_keys",
-        "block_table",
-        "finish_reason",
-        "max_num_tokens",
-        "num_cached_blocks",
-        "num_cached_tokens",
-        "num_computed_tokens",
-        "num_hit_tokens",
-        "num_preemptions",
-        "num_prompt_tokens",
-        "params",
-        "priority",
-        "prompt_logprobs",
-        "seed",
-        "seq_id",
-        "status",
-        "stop_ids",
-        "stop_reason",
-        "token_ids",
-    )
+    seq_id: int  # also the order of arrival
+    token_ids: list[int]  # prompt, then output
+    params: SamplingParams
+    _: KW_ONLY
+    priority: int = 0  # lower runs first
+    seed: int = 0  # 64 bits; with a position it fixes the random number drawn there
+    stop_ids: frozenset[int] = frozenset()  # sampling one of these ends the sequence
+    bad_words: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
+    prompt_logprobs: int | None = None  # how many to report per prompt token; None: not asked for
+    num_prompt_tokens: int = field(init=False)
+    max_num_tokens: int = field(init=False, default=0)  # prompt and output at most; set by the scheduler
 
-    def __init__(
-        self,
-        seq_id: int,
-        prompt_token_ids: Iterable[int],
-        params: SamplingParams,
-        *,
-        priority: int = 0,
-        seed: int = 0,
-        stop_ids: frozenset[int] = frozenset(),
-        bad_words: tuple[tuple[int, ...], ...] = (),
-        prompt_logprobs: int | None = None,
-    ) -> None:
-        self.seq_id = seq_id  # also the order of arrival
-        self.token_ids = list(prompt_token_ids)  # prompt, then output
+    status: Status = field(init=False, default=Status.WAITING)
+    finish_reason: str | None = field(init=False, default=None)
+    stop_reason: int | str | None = field(init=False, default=None)
+
+    block_table: list[int] = field(init=False, default_factory=list)
+    num_computed_tokens: int = field(init=False, default=0)  # tokens whose K and V are in the cache
+    # Leading tokens whose K and V were there at admission, whole blocks of them: never written again.
+    num_hit_tokens: int = field(init=False, default=0)
+    num_cached_blocks: int = field(init=False, default=0)  # leading blocks the prefix cache can find
+    block_keys: list["BlockKey"] = field(init=False, default_factory=list)  # of full blocks, hashed once
+
+    # Computed tokens when first admitted, which is the prefix hit a user sees.
+    num_cached_tokens: int | None = field(init=False, default=None)
+    num_preemptions: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        """Keep a list of its own."""
+        self.token_ids = list(self.token_ids)
         self.num_prompt_tokens = len(self.token_ids)
-        self.params = params
-        self.priority = priority
-        self.seed = seed  # 64 bits; with a position it fixes the random number drawn there
-        self.stop_ids = stop_ids  # sampling one of these ends the sequence
-        self.bad_words = bad_words  # params.bad_words as token ids
-        self.prompt_logprobs = prompt_logprobs  # how many to report per prompt token; None: not asked for
-        self.max_num_tokens = 0  # prompt and output at most; set by the scheduler
-        self.status = Status.WAITING
-        self.finish_reason: str | None = None
-        self.stop_reason: int | str | None = None
-
-        self.block_table: list[int] = []
-        self.num_computed_tokens = 0  # tokens whose K and V are in the cache
-        self.num_hit_tokens = 0  # leading tokens whose K and V were there at admission: never written
-        self.num_cached_blocks = 0  # leading blocks that the prefix cache can find
-        self.block_keys: list[BlockKey] = []  # of the full blocks, each hashed once
-
-        self.num_cached_tokens: int | None = None  # computed tokens when first admitted: what a user sees
-        self.num_preemptions = 0
 
     @property
     def num_tokens(self) -> int:
@@ -245,18 +212,16 @@ class BlockKey(NamedTuple):
     content: bytes  # the tokens themselves, int32
 
 
+@dataclass(slots=True, eq=False)
 class Block:
     """One physical block. Its key stays when it is freed: the content can be hit until it is reused."""
 
-    __slots__ = ("block_id", "content_id", "key", "parent_id", "ref_count", "stamp")
-
-    def __init__(self, block_id: int) -> None:
-        self.block_id = block_id
-        self.ref_count = 0  # sequences whose block_table names it
-        self.key: BlockKey | None = None  # None: the prefix cache does not know it
-        self.content_id = 0  # equal in two blocks only if they hold the same tokens after the same prefix
-        self.parent_id = 0  # content_id of the block before, 0 at the start of a sequence
-        self.stamp = 0  # its entry in the free list is current if it carries this stamp
+    block_id: int
+    ref_count: int = 0  # sequences whose block_table names it
+    key: BlockKey | None = None  # None: the prefix cache does not know it
+    content_id: int = 0  # equal in two blocks only if they hold the same tokens after the same prefix
+    parent_id: int = 0  # content_id of the block before, 0 at the start of a sequence
+    stamp: int = 0  # its entry in the free list is current if it carries this stamp
 
 
 class BlockManager:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -192,6 +193,6 @@ class Request:
             ],
             finished=self.finished,
             num_cached_tokens=self.metrics.num_cached_tokens,
-            prompt_logprobs=self.prompt_logprobs if self.params.prompt_logprobs is not None else None,
-            metrics=self.metrics,
+            prompt_logprobs=list(self.prompt_logprobs) if self.params.prompt_logprobs is not None else None,
+            metrics=replace(self.metrics),
         )

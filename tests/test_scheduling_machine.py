@@ -147,8 +147,5 @@ class SchedulingMachine(RuleBasedStateMachine):
 
 TestScheduling = SchedulingMachine.TestCase
 TestScheduling.settings = settings(
-    max_examples=300,
-    stateful_step_count=40,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
+    max_examples=300, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
