@@ -76,6 +76,9 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
         "Llama",
         {"hidden_size": 60, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 22},
     ),
+    "qwen3 yarn rope": ("Qwen3", {"head_dim": 32, "rope_parameters": YARN}),
+    "qwen2 linear rope": ("Qwen2", {"rope_parameters": LINEAR}),
+    "mistral llama3 rope": ("Mistral", {"sliding_window": None, "rope_parameters": LLAMA3}),
     "mistral": ("Mistral", {"sliding_window": None}),
     "mistral sliding": ("Mistral", {"sliding_window": 24}),
 }
@@ -85,7 +88,11 @@ def hf_model(name: str) -> Any:
     """A transformers model with random float32 weights, the same at every call."""
     family, changes = ARCHITECTURES[name]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**{**TINY, **changes})
+    settings = {**TINY, **changes}
+    if "rope_parameters" in settings and transformers.__version__ < "5":
+        rope = dict(settings.pop("rope_parameters"))
+        settings |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+    config = getattr(transformers, f"{family}Config")(**settings)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
