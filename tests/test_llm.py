@@ -1,6 +1,7 @@
 """The whole engine: the same tokens whatever the schedule, and requests that cannot hurt each other."""
 
 import gc
+import itertools
 import random
 import signal
 import time
@@ -11,6 +12,7 @@ import torch
 
 from nanoengine import LLM, SamplingParams
 from tests.helpers import VOCAB, chain_checkpoint, checkpoint, greedy, random_prompts
+from tests.test_sampling import BAD_FIELDS
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 SEEDED = SamplingParams(temperature=1.0, top_p=0.95, seed=11, max_tokens=24, repetition_penalty=1.1)
@@ -274,6 +276,21 @@ def test_a_bad_request_is_refused_whole_and_harms_nobody(prompt, message, tmp_pa
         while llm.has_unfinished_requests():
             final = llm.step()
         assert final[0].outputs[0].text == "bcdef"
+
+
+def test_a_running_request_is_unharmed_by_a_hundred_bad_ones_between_its_steps(tmp_path):
+    assert len(BAD_FIELDS) > 100
+    bad = iter(BAD_FIELDS)
+    text = "abcdefghijklmnopqrstuvwxyz0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+    with LLM(str(chain_checkpoint(tmp_path, text)), num_kv_blocks=20) as llm:
+        llm.add_request("neighbour", "a", SamplingParams(temperature=0, max_tokens=len(text) - 1))
+        while llm.has_unfinished_requests():
+            for name, value in itertools.islice(bad, 3):
+                with pytest.raises((ValueError, TypeError), match=name):
+                    llm.generate(["fine", "b"], SamplingParams(**{name: value}), use_tqdm=False)
+            final = llm.step()
+    assert next(bad, None) is None, "not all of them were tried"
+    assert final[0].outputs[0].text == text[1:]
 
 
 @pytest.mark.parametrize(
