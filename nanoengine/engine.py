@@ -46,6 +46,7 @@ from nanoengine.attention import AttentionMetadata, KVCache, PagedAttention
 from nanoengine.model import Decoder
 from nanoengine.outputs import RequestOutput
 from nanoengine.requests import (
+    CheckedRequest,
     Prompt,
     Request,
     Sample,
@@ -1002,7 +1003,7 @@ class LLM:
         if request_id in self._requests:
             raise ValueError(f"request_id {request_id!r} is in use")
         params = self.get_default_sampling_params() if params is None else params
-        self._submit(request_id, *self._check(prompt, params, priority), is_driven=False)
+        self._submit(request_id, self._check(prompt, params, priority), is_driven=False)
 
     def step(self) -> list[RequestOutput]:
         """Run one step; returns each request that got a token or finished, with all it has so far.
@@ -1068,9 +1069,7 @@ class LLM:
 
     # -- from prompts to requests
 
-    def _check_all(
-        self, prompts: Any, sampling_params: Any, priority: Any
-    ) -> list[tuple[str | None, list[int], SamplingParams, int]]:
+    def _check_all(self, prompts: Any, sampling_params: Any, priority: Any) -> list[CheckedRequest]:
         """Validate a whole call before anything of it is queued."""
         if self._is_closed:
             raise RuntimeError("the engine is closed")
@@ -1085,9 +1084,7 @@ class LLM:
                 raise ValueError(f"{name} must be one per prompt: got {len(values)} for {len(prompt_list)}")
         return [self._check(*one) for one in zip(prompt_list, params_list, priorities, strict=True)]
 
-    def _check(
-        self, prompt: Any, params: Any, priority: Any
-    ) -> tuple[str | None, list[int], SamplingParams, int]:
+    def _check(self, prompt: Any, params: Any, priority: Any) -> CheckedRequest:
         """Validate one request completely, without changing anything; the prompt as text and token ids."""
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params must be SamplingParams, got {params!r}")
@@ -1108,23 +1105,15 @@ class LLM:
             )
         text, token_ids = read_prompt(prompt, self.get_tokenizer(), vocab_size)
         self.scheduler.check_fits(len(token_ids))
-        return text, token_ids, params, priority
+        return CheckedRequest(text, token_ids, params, priority)
 
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
         eos = () if params.ignore_eos else self.checkpoint.eos_token_ids
         return frozenset((*eos, *(params.stop_token_ids or ())))
 
-    def _submit(
-        self,
-        request_id: str,
-        text: str | None,
-        token_ids: list[int],
-        params: SamplingParams,
-        priority: int,
-        *,
-        is_driven: bool,
-    ) -> Request:
-        """Queue a request that passed _check."""
+    def _submit(self, request_id: str, checked: CheckedRequest, *, is_driven: bool) -> Request:
+        """Make the request's sequences and queue them."""
+        text, token_ids, params, priority = checked
         tokenizer = self.get_tokenizer()
         bad_words = bad_word_ids(params.bad_words or [], tokenizer)
         stop_ids = self._stop_ids(params)
@@ -1153,16 +1142,14 @@ class LLM:
         return request
 
     @contextmanager
-    def _queued(
-        self, checked: list[tuple[str | None, list[int], SamplingParams, int]]
-    ) -> Iterator[list[Request]]:
+    def _queued(self, checked: list[CheckedRequest]) -> Iterator[list[Request]]:
         """Queue requests; those whose last output was not handed over when the block ends are aborted."""
         unused = (i for i in map(str, self._request_numbers) if i not in self._requests)
         request_ids = list(itertools.islice(unused, len(checked)))
         try:
             with uninterrupted():
                 requests = [
-                    self._submit(request_id, *one, is_driven=True)
+                    self._submit(request_id, one, is_driven=True)
                     for request_id, one in zip(request_ids, checked, strict=True)
                 ]
             yield requests
@@ -1266,9 +1253,7 @@ class LLM:
                     bar.set_postfix_str(rates, refresh=False)
                     bar.update()
 
-    def _stream(
-        self, checked: list[tuple[str | None, list[int], SamplingParams, int]]
-    ) -> Iterator[RequestOutput]:
+    def _stream(self, checked: list[CheckedRequest]) -> Iterator[RequestOutput]:
         with self._queued(checked) as requests:
             left = list(enumerate(requests))
             while left:

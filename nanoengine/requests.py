@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -11,6 +11,15 @@ from nanoengine.outputs import CompletionOutput, Detokenizer, RequestMetrics, Re
 from nanoengine.sampling import Logprob, RequestOutputKind, SamplingParams
 
 Prompt = str | Sequence[int] | dict[str, Any]
+
+
+class CheckedRequest(NamedTuple):
+    """A request that passed every check and can be queued."""
+
+    text: str | None
+    token_ids: list[int]
+    params: SamplingParams
+    priority: int
 
 
 def split_prompts(prompts: Any) -> list[Any]:
