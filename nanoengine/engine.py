@@ -130,8 +130,8 @@ class EngineConfig:
         try:
             device = torch.device(self.device)
         except (RuntimeError, TypeError):
-            device = torch.device("meta")
-        if device.type not in ("cpu", "cuda"):
+            device = None
+        if device is None or device.type not in ("cpu", "cuda"):
             raise ValueError(
                 f'device must be "auto", "cpu" or "cuda", with an index or not, got {self.device!r}'
             )
@@ -725,7 +725,7 @@ class ModelRunner:
         return self.block_size, self.model.config.num_kv_heads, self.model.config.head_dim
 
     def _new_caches(self, num_blocks: int) -> list[KVCache]:
-        """A cache per layer. Zeroed on a CPU means: taken from the system only as it is first used."""
+        """A cache per layer; zeroed memory is taken from the system only as it is first used."""
         assert self.model is not None
         shape = (num_blocks + 1, *self._block_shape())  # block 0 is the null block
 
@@ -996,8 +996,6 @@ class LLM:
         Raises:
             ValueError, TypeError: the id is in use, or the request cannot be served.
         """
-        if self._is_closed:
-            raise RuntimeError("the engine is closed")
         if not isinstance(request_id, str):
             raise TypeError(f"request_id must be a string, got {request_id!r}")
         if request_id in self._requests:
@@ -1017,16 +1015,17 @@ class LLM:
         return [self._claim(request) if request.finished else request.output() for request in ready]
 
     def abort_request(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
-        """Drop requests and free their blocks; ids that are unknown or finished are ignored.
+        """Drop requests and free their blocks; ids that are unknown, or were handed over, are ignored.
 
         Returns:
-            What the aborted requests had so far, their samples' finish_reason being "abort".
+            What the requests had so far; finish_reason is "abort" for the samples that still ran.
         """
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
-        requests = [self._requests[i] for i in dict.fromkeys(ids) if i in self._requests]
-        seqs = [sample.seq for request in requests for sample in request.samples]
-        self.scheduler.finish([seq for seq in seqs if seq.finish_reason is None], "abort")
-        return [self._claim(request) for request in requests]
+        with uninterrupted():
+            requests = [self._requests[i] for i in dict.fromkeys(ids) if i in self._requests]
+            seqs = [sample_.seq for request in requests for sample_ in request.samples]
+            self.scheduler.finish([seq for seq in seqs if seq.finish_reason is None], "abort")
+            return [self._claim(request) for request in requests]
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has something to compute or to hand over."""
@@ -1071,8 +1070,6 @@ class LLM:
 
     def _check_all(self, prompts: Any, sampling_params: Any, priority: Any) -> list[CheckedRequest]:
         """Validate a whole call before anything of it is queued."""
-        if self._is_closed:
-            raise RuntimeError("the engine is closed")
         prompt_list = split_prompts(prompts)
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         params_list = [params] * len(prompt_list) if isinstance(params, SamplingParams) else params
@@ -1086,6 +1083,8 @@ class LLM:
 
     def _check(self, prompt: Any, params: Any, priority: Any) -> CheckedRequest:
         """Validate one request completely, without changing anything; the prompt as text and token ids."""
+        if self._is_closed:
+            raise RuntimeError("the engine is closed")
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params must be SamplingParams, got {params!r}")
         if isinstance(priority, bool) or not isinstance(priority, int):
@@ -1134,11 +1133,12 @@ class LLM:
             )
             seqs.append(seq)
         request = Request(request_id, text, params, seqs, tokenizer, is_driven)
-        self._requests[request_id] = request
-        self._num_prompt_tokens += len(token_ids)
-        for sample_ in request.samples:
-            self._samples[sample_.seq.seq_id] = request, sample_
-            self.scheduler.add(sample_.seq)
+        with uninterrupted():
+            self._requests[request_id] = request
+            self._num_prompt_tokens += len(token_ids)
+            for sample_ in request.samples:
+                self._samples[sample_.seq.seq_id] = request, sample_
+                self.scheduler.add(sample_.seq)
         return request
 
     @contextmanager
@@ -1147,15 +1147,12 @@ class LLM:
         unused = (i for i in map(str, self._request_numbers) if i not in self._requests)
         request_ids = list(itertools.islice(unused, len(checked)))
         try:
-            with uninterrupted():
-                requests = [
-                    self._submit(request_id, one, is_driven=True)
-                    for request_id, one in zip(request_ids, checked, strict=True)
-                ]
-            yield requests
+            yield [
+                self._submit(request_id, one, is_driven=True)
+                for request_id, one in zip(request_ids, checked, strict=True)
+            ]
         finally:
-            with uninterrupted():
-                self.abort_request(request_ids)
+            self.abort_request(request_ids)
 
     def _claim(self, request: Request, kind: RequestOutputKind | None = None) -> RequestOutput:
         """Hand over a request's last output and forget it."""

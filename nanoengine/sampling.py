@@ -49,7 +49,7 @@ def check_bool(name: str, value: Any) -> None:
 
 
 def check_strings(name: str, value: Any) -> list[str]:
-    """The value as a list; TypeError or ValueError unless it is a list of strings that are not blank."""
+    """The value as a list; TypeError or ValueError unless it is a list of strings, none empty."""
     if not isinstance(value, list | tuple | set | frozenset):
         raise TypeError(f"{name} must be a list of strings, got {value!r}")
     for item in value:
@@ -261,12 +261,16 @@ def sample(
     token_ids: list[int | None] = tokens.tolist()
     if not is_sound.all():
         token_ids = [t if sound else None for t, sound in zip(token_ids, is_sound.tolist(), strict=True)]
-    return token_ids, [
-        report_logprobs(raw[i : i + 1], [token_id], p.logprobs)[0]
-        if p.logprobs is not None and token_id is not None
-        else None
-        for i, (p, token_id) in enumerate(zip(params, token_ids, strict=True))
-    ]
+    asked: dict[int, dict[int, int]] = {}  # number of logprobs -> row -> its token
+    for i, (p, token_id) in enumerate(zip(params, token_ids, strict=True)):
+        if p.logprobs is not None and token_id is not None:
+            asked.setdefault(p.logprobs, {})[i] = token_id
+    reports: list[dict[int, Logprob] | None] = [None] * len(rows)
+    for num_logprobs, chosen in asked.items():
+        entries = report_logprobs(raw[list(chosen)], list(chosen.values()), num_logprobs)
+        for i, entry in zip(chosen, entries, strict=True):
+            reports[i] = entry
+    return token_ids, reports
 
 
 def report_logprobs(logits: Tensor, token_ids: list[int], num_logprobs: int) -> list[dict[int, Logprob]]:
@@ -300,34 +304,74 @@ def uniform(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray
 
 
 def _edit_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Apply biases, penalties and bans in place, touching only the entries they name."""
+    """Apply biases, penalties and bans in place, touching only the entries they name.
+
+    What the rows ask for is collected as (row, token id, value) entries, and each kind of edit is
+    then one operation over the entries of all rows.
+    """
+    biases, repetitions, penalties, allowed, bans = (_Entries() for _ in range(5))
     for i, (params, _, token_ids, num_prompt_tokens, stop_ids, bad_words) in enumerate(rows):
         if not params.edits_logits:
             continue
-        row = logits[i]
-        for token_id, bias in (params.logit_bias or {}).items():
-            row[token_id] += bias
+        if params.logit_bias:
+            biases.add(i, list(params.logit_bias), list(params.logit_bias.values()))
         if params.repetition_penalty != 1:
-            seen = torch.tensor(np.unique(np.fromiter(token_ids, np.int64)), device=row.device)
-            value = row[seen]
-            row[seen] = torch.where(
-                value > 0, value / params.repetition_penalty, value * params.repetition_penalty
-            )
+            repetitions.add(i, np.unique(np.fromiter(token_ids, np.int64)), params.repetition_penalty)
         if params.presence_penalty or params.frequency_penalty:
             output = np.array(token_ids[num_prompt_tokens:], dtype=np.int64)
             made, counts = np.unique(output, return_counts=True)
-            penalty = params.presence_penalty + params.frequency_penalty * counts
-            row[torch.from_numpy(made).to(row.device)] -= torch.from_numpy(penalty).to(row)
+            penalties.add(i, made, params.presence_penalty + params.frequency_penalty * counts)
         if params.allowed_token_ids is not None:
-            allowed = torch.tensor(params.allowed_token_ids, device=row.device)
-            row.copy_(torch.full_like(row, -math.inf).index_copy(0, allowed, row[allowed]))
+            allowed.add(i, params.allowed_token_ids)
         for *beginning, last in bad_words:
             start = len(token_ids) - len(beginning)
             if start >= num_prompt_tokens and list(token_ids[start:]) == beginning:
-                row[last] = -math.inf
-        if len(token_ids) - num_prompt_tokens < params.min_tokens and stop_ids:
-            row[list(stop_ids)] = -math.inf
+                bans.add(i, [last])
+        if len(token_ids) - num_prompt_tokens < params.min_tokens:
+            bans.add(i, list(stop_ids))
+    if biases:
+        at, value = biases.tensors(logits)
+        logits[at] += value
+    if repetitions:
+        at, value = repetitions.tensors(logits)
+        logits[at] = torch.where(logits[at] > 0, logits[at] / value, logits[at] * value)
+    if penalties:
+        at, value = penalties.tensors(logits)
+        logits[at] -= value
+    if allowed:
+        at, _ = allowed.tensors(logits)
+        kept = logits[at]
+        logits[at[0]] = -math.inf
+        logits[at] = kept
+    if bans:
+        at, _ = bans.tensors(logits)
+        logits[at] = -math.inf
     return logits
+
+
+class _Entries:
+    """Entries of a logits matrix, with a value each; values are used only where no entry comes twice."""
+
+    def __init__(self) -> None:
+        self.rows: list[NDArray[np.int64]] = []
+        self.token_ids: list[NDArray[np.int64]] = []
+        self.values: list[NDArray[np.float64]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.rows)
+
+    def add(self, row: int, token_ids: Any, values: Any = 0.0) -> None:
+        """Add token ids of a row, with one value for all or one each."""
+        ids = np.asarray(token_ids, dtype=np.int64)
+        self.rows.append(np.full(len(ids), row))
+        self.token_ids.append(ids)
+        self.values.append(np.broadcast_to(np.asarray(values, dtype=np.float64), ids.shape))
+
+    def tensors(self, like: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        """The entries as an index of a matrix, and their values in `like`'s dtype, on its device."""
+        rows = torch.from_numpy(np.concatenate(self.rows)).to(like.device)
+        token_ids = torch.from_numpy(np.concatenate(self.token_ids)).to(like.device)
+        return (rows, token_ids), torch.from_numpy(np.concatenate(self.values)).to(like)
 
 
 def _filter(scaled: Tensor, params: Sequence[SamplingParams]) -> Tensor:

@@ -12,6 +12,17 @@ def manager_of(num_blocks: int = 8, block_size: int = 4, **settings) -> BlockMan
     return BlockManager(num_blocks, block_size, **settings)
 
 
+def leave_cached_and_free(manager: BlockManager, count: int):
+    """`count` sequences of one block each, cached, then freed in order."""
+    seqs = [make_sequence(i, [i] * 4) for i in range(count)]
+    for seq in seqs:
+        admit(manager, seq)
+        manager.cache_full_blocks(seq, 4)
+    for seq in seqs:
+        manager.free(seq)
+    return seqs
+
+
 def test_blocks_are_handed_out_in_order_and_never_the_null_block():
     manager = manager_of()
     assert admit(manager, make_sequence(0, list(range(9)))) == [1, 2, 3]
@@ -223,12 +234,7 @@ def test_keys_are_chained_each_seeded_with_the_one_before():
 
 def test_the_free_list_is_swept_only_when_stale_entries_outnumber_the_others():
     manager = manager_of()
-    seqs = [make_sequence(i, [i] * 4) for i in range(8)]
-    for seq in seqs:
-        admit(manager, seq)
-        manager.cache_full_blocks(seq, 4)
-    for seq in seqs:
-        manager.free(seq)
+    seqs = leave_cached_and_free(manager, 8)
     free_list = manager.free_list
     for seq in seqs[:4]:
         admit(manager, seq)
@@ -240,12 +246,7 @@ def test_the_free_list_is_swept_only_when_stale_entries_outnumber_the_others():
 def test_a_hit_in_the_middle_of_the_free_list_costs_the_same_in_any_pool():
     """Counts deque operations instead of timing: stale entries are swept, never searched for."""
     manager = manager_of(num_blocks=1000)
-    seqs = [make_sequence(i, [i] * 4) for i in range(1000)]
-    for seq in seqs:
-        admit(manager, seq)
-        manager.cache_full_blocks(seq, 4)
-    for seq in seqs:
-        manager.free(seq)
+    leave_cached_and_free(manager, 1000)
     rng = random.Random(0)
     for _ in range(5000):
         seq = make_sequence(0, [rng.randrange(1000)] * 4)

@@ -11,7 +11,15 @@ import pytest
 import torch
 
 from nanoengine import LLM, SamplingParams
-from tests.helpers import VOCAB, chain_checkpoint, checkpoint, greedy, random_prompts
+from tests.helpers import (
+    VOCAB,
+    byte_tokenizer,
+    chain_checkpoint,
+    checkpoint,
+    greedy,
+    random_prompts,
+    table_checkpoint,
+)
 from tests.test_sampling import BAD_FIELDS
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
@@ -184,8 +192,6 @@ def test_a_stop_string_ends_a_request_across_and_inside_tokens(stop, words, tmp_
 
 
 def _multi_character_chain(path, pieces):
-    from tests.helpers import byte_tokenizer, table_checkpoint
-
     words = tuple(piece for piece in pieces if len(piece) > 1)
     vocabulary = byte_tokenizer(words).get_vocab()
     ids = [vocabulary[piece] for piece in pieces]

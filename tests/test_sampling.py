@@ -157,6 +157,34 @@ def test_a_row_draws_the_same_alone_and_in_any_batch():
     assert together == [sample(logits[i : i + 1], [rows[i]])[0][0] for i in range(16)]
 
 
+def test_edits_and_reports_of_a_row_are_the_same_alone_and_in_any_batch():
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(14, 50, generator=generator)
+    choices = [
+        {"logit_bias": {3: 2.0, 7: -1.0}, "logprobs": 2},
+        {"repetition_penalty": 1.7, "logprobs": 0},
+        {"presence_penalty": 0.5, "frequency_penalty": 0.3},
+        {"allowed_token_ids": [1, 2, 30, 2], "logprobs": -1},
+        {"min_tokens": 5, "logprobs": 2},
+        {},
+        {"repetition_penalty": 0.8, "logit_bias": {1: 1.0}, "min_tokens": 3, "presence_penalty": -1.0},
+    ]
+    rows = []
+    for i in range(14):
+        token_ids = [(i * j) % 50 for j in range(1, 9)]
+        built = row(SamplingParams(**choices[i % 7]), token_ids, 5, seed=i, stop_ids=(4, 9))
+        rows.append(built._replace(bad_words=((token_ids[-1], 6), (8,)) if i % 3 == 0 else ()))
+    rows[5] = rows[5]._replace(params=SamplingParams(bad_words=["x"]))
+    token_ids, reports = sample(logits, rows)
+    for i in range(14):
+        alone, report = sample(logits[i : i + 1], [rows[i]])
+        assert token_ids[i] == alone[0]
+        assert (reports[i] is None) == (report[0] is None)
+        for token_id, entry in (reports[i] or {}).items():
+            assert entry.rank == report[0][token_id].rank
+            assert entry.logprob == pytest.approx(report[0][token_id].logprob, abs=1e-6)
+
+
 @pytest.mark.parametrize("temperature", [1e-30, 1e-8, 1e-3])
 def test_a_tiny_temperature_is_greedy_and_never_overflows(temperature):
     logits = torch.tensor([[1.0, 1e4 - 1, 1e4, -1e4]])

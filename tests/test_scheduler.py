@@ -1,10 +1,12 @@
 """The scheduler by hand-computed integers; no model, no tensor."""
 
+import sys
 import tracemalloc
 
 import pytest
 
-from nanoengine.engine import Status
+from nanoengine.engine import Sequence, Status
+from nanoengine.sampling import SamplingParams
 from tests.helpers import make_scheduler, make_sequence, run_step
 
 
@@ -205,9 +207,6 @@ def test_generation_ends_at_max_model_len_with_length():
 
 
 def test_every_stop_id_ends_a_sequence_and_only_stop_token_ids_are_a_stop_reason():
-    from nanoengine.engine import Sequence
-    from nanoengine.sampling import SamplingParams
-
     scheduler = make_scheduler()
     seqs = [
         Sequence(i, [1], SamplingParams(stop_token_ids=[7], max_tokens=9), stop_ids=frozenset({7, 8, 9}))
@@ -291,8 +290,6 @@ def test_nothing_a_failed_step_registered_can_be_hit():
 @pytest.mark.parametrize("interrupted_after", range(40))
 def test_recover_mends_a_scheduler_that_was_interrupted_anywhere(interrupted_after):
     """A KeyboardInterrupt may strike between any two lines: stop at the n-th line of a step."""
-    import sys
-
     scheduler = make_scheduler(num_blocks=6)
     for i in range(3):
         scheduler.add(make_sequence(i, [i] * 7, max_tokens=3 + i))
