@@ -1,10 +1,11 @@
 """Paged attention: write a batch's keys and values into cache blocks, then attend over the blocks.
 
-Shape letters: T tokens in the batch, S sequences, H query heads, K key/value heads, D head_dim,
-L cached tokens of a sequence (padded to a whole number of blocks), B block_size.
+Shape letters: T tokens in the batch, S sequences, H query heads, K key/value heads, D head_dim (D' of
+the values, where it differs), L cached tokens of a sequence (padded to whole blocks), B block_size.
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,8 @@ from torch import Tensor
 
 # Sequences decoded in one padded call. Sorted by length, so that little of a group is padding.
 DECODE_GROUP_SIZE = 16
+# Scores held at a time where SDPA cannot be used and they exist as a whole.
+SCORES_PER_SLICE = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +27,44 @@ class AttentionMetadata:
     slot_mapping: Tensor  # (T,) int64  cache slot that receives each token's K and V; < B: discard
 
 
+class KVSpec(NamedTuple):
+    """What one layer stores per token."""
+
+    num_kv_heads: int
+    k_head_dim: int
+    v_head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of K and V together."""
+        return self.num_kv_heads * (self.k_head_dim + self.v_head_dim) * self.dtype.itemsize
+
+
 @dataclass(slots=True)
 class KVCache:
-    """One layer's cache, `(num_blocks, block_size, K, D)` each; block 0 is the null block."""
+    """One layer's cache, `(num_blocks, B, K, D)` and `(num_blocks, B, K, D')`; block 0 is the null block."""
 
     k: Tensor
     v: Tensor
+
+    @classmethod
+    def zeros(cls, spec: KVSpec, num_blocks: int, block_size: int, device: torch.device) -> "KVCache":
+        """An empty cache; its memory is taken from the system only as it is first used."""
+        shape = (num_blocks, block_size, spec.num_kv_heads)
+        return cls(
+            torch.zeros(*shape, spec.k_head_dim, dtype=spec.dtype, device=device),
+            torch.zeros(*shape, spec.v_head_dim, dtype=spec.dtype, device=device),
+        )
+
+
+class _Settings(NamedTuple):
+    """How a layer attends."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: Tensor | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,7 +124,16 @@ class PagedAttention:
             self._chunks.append(_Chunk(start, start + length, seq_len, table))
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, scale: float, window: int | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: KVCache,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Write k and v into their slots, then attend from each token to its sequence's past.
 
@@ -97,63 +141,92 @@ class PagedAttention:
         another sequence fills in this very step.
 
         Shapes:
-            q (T, H, D); k, v (T, K, D), H a multiple of K.
+            q (T, H, D); k (T, K, D); v (T, K, D'), H a multiple of K.
             window: how many positions back, itself included, a token sees; None is all.
+            softcap: scores are bounded to (-softcap, softcap) by a tanh; None is no bound (Gemma 2).
+            sinks: (H,), a score per head that takes its share of the softmax and has no value (gpt-oss).
 
         Returns:
-            (T, H, D), dtype of q.
+            (T, H, D'), dtype of q.
         """
         # Copies land in the null block where slot_mapping says to discard; nothing ever reads it.
         cache.k.view(-1, *k.shape[1:]).index_copy_(0, self.metadata.slot_mapping, k)
         cache.v.view(-1, *v.shape[1:]).index_copy_(0, self.metadata.slot_mapping, v)
-        out = torch.empty_like(q)
+        settings = _Settings(scale, window, softcap, sinks)
+        out = q.new_empty(*q.shape[:2], v.shape[2])
         for group in self._groups:
-            out[group.rows] = self._decode(group, q[group.rows], cache, scale, window)
+            out[group.rows] = self._decode(group, q[group.rows], cache, settings)
         for chunk in self._chunks:
-            out[chunk.start : chunk.end] = self._chunk(chunk, q, cache, scale, window)
+            out[chunk.start : chunk.end] = self._chunk(chunk, q[chunk.start : chunk.end], cache, settings)
         return out
 
-    def _decode(
-        self, group: _DecodeGroup, q: Tensor, cache: KVCache, scale: float, window: int | None
-    ) -> Tensor:
+    def _decode(self, group: _DecodeGroup, q: Tensor, cache: KVCache, settings: _Settings) -> Tensor:
         num_seqs, num_heads, head_dim = q.shape
         k, v = (x[group.block_tables].flatten(1, 2) for x in (cache.k, cache.v))  # (S', L, K, D)
         # A mask alone would not do: behind a sequence's end there may be NaN that another one left.
         k[group.padding], v[group.padding] = 0, 0
         k, v = k.transpose(1, 2), v.transpose(1, 2)
-        key = (group, window)
+        num_kv_heads = k.shape[1]
+        key = (group, settings.window)
         if key not in self._masks:
             distance = group.seq_lens.unsqueeze(1) - 1 - torch.arange(k.shape[2], device=q.device)
-            self._masks[key] = _visible(distance, window)[:, None, None]  # (S', 1, 1, L)
+            self._masks[key] = _visible(distance, settings.window)[:, None, None]  # (S', 1, 1, L)
         # The query heads that share a KV head take the place of query positions.
-        folded = q.view(num_seqs, k.shape[1], -1, head_dim)
-        out = F.scaled_dot_product_attention(folded, k, v, attn_mask=self._masks[key], scale=scale)
-        return out.reshape(num_seqs, num_heads, head_dim)
+        folded = q.reshape(num_seqs, num_kv_heads, -1, head_dim)
+        sinks = None if settings.sinks is None else settings.sinks.view(1, num_kv_heads, -1, 1)
+        out = _attend(folded, k, v, self._masks[key], settings, sinks)
+        return out.reshape(num_seqs, num_heads, -1)
 
-    def _chunk(self, chunk: _Chunk, q: Tensor, cache: KVCache, scale: float, window: int | None) -> Tensor:
-        q = q[chunk.start : chunk.end]
+    def _chunk(self, chunk: _Chunk, q: Tensor, cache: KVCache, settings: _Settings) -> Tensor:
         length, num_heads, head_dim = q.shape
         k = cache.k[chunk.block_table].flatten(0, 1)[: chunk.seq_len].transpose(0, 1)  # (K, L, D)
         v = cache.v[chunk.block_table].flatten(0, 1)[: chunk.seq_len].transpose(0, 1)
-        group_size = num_heads // k.shape[0]
+        num_kv_heads, group_size = k.shape[0], num_heads // k.shape[0]
         mask = None
-        if length < chunk.seq_len or window is not None:
-            key = (chunk.start, window)
+        plain = settings.window is None and settings.softcap is None and settings.sinks is None
+        if length < chunk.seq_len or not plain:
+            key = (chunk.start, settings.window)
             if key not in self._masks:
                 positions = torch.arange(chunk.seq_len, device=q.device)
                 distance = positions[-length:].unsqueeze(1) - positions
-                self._masks[key] = _visible(distance, window)  # (length, L)
+                self._masks[key] = _visible(distance, settings.window)  # (length, L)
             mask = self._masks[key]
         # KV heads are the batch; the query heads that share one are SDPA's heads, K and V expanded.
-        out = F.scaled_dot_product_attention(
-            q.view(length, k.shape[0], group_size, head_dim).permute(1, 2, 0, 3),
+        out = _attend(
+            q.reshape(length, num_kv_heads, group_size, head_dim).permute(1, 2, 0, 3),
             k.unsqueeze(1).expand(-1, group_size, -1, -1),
             v.unsqueeze(1).expand(-1, group_size, -1, -1),
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scale,
+            mask,
+            settings,
+            None if settings.sinks is None else settings.sinks.view(num_kv_heads, group_size, 1, 1),
         )
-        return out.permute(2, 0, 1, 3).reshape(length, num_heads, head_dim)
+        return out.permute(2, 0, 1, 3).reshape(length, num_heads, -1)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, settings: _Settings, sinks: Tensor | None
+) -> Tensor:
+    """Attention of (.., .., queries, D) over (.., .., L, D); no mask is causal; sinks broadcast to scores."""
+    if settings.softcap is None and sinks is None:
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=settings.scale
+        )
+    assert mask is not None
+    # What SDPA cannot do is done a slice of the queries at a time, so that the scores stay small.
+    slice_length = max(1, SCORES_PER_SLICE // (q.shape[0] * q.shape[1] * k.shape[2]))
+    outs = []
+    for start in range(0, q.shape[2], slice_length):
+        scores = (q[:, :, start : start + slice_length] @ k.transpose(2, 3)).float() * settings.scale
+        if settings.softcap is not None:
+            scores = torch.tanh(scores / settings.softcap) * settings.softcap
+        rows = mask if mask.shape[-2] == 1 else mask[..., start : start + slice_length, :]
+        scores = scores.masked_fill(~rows, -torch.inf)
+        if sinks is not None:
+            shape = (*scores.shape[:3], 1)
+            part = sinks if sinks.shape[2] == 1 else sinks[:, :, start : start + slice_length]
+            scores = torch.cat((scores, part.float().expand(shape)), dim=-1)
+        outs.append(scores.softmax(-1)[..., : k.shape[2]].to(v.dtype) @ v)
+    return torch.cat(outs, dim=2)
 
 
 def _visible(distance: Tensor, window: int | None) -> Tensor:

@@ -22,6 +22,7 @@ import bisect
 import heapq
 import itertools
 import signal
+import sys
 import threading
 import time
 from array import array
@@ -43,6 +44,7 @@ from tqdm import tqdm
 from xxhash import xxh3_64_intdigest
 
 from nanoengine.attention import AttentionMetadata, KVCache, PagedAttention
+from nanoengine.hf_model import HFModel
 from nanoengine.model import Decoder
 from nanoengine.outputs import RequestOutput
 from nanoengine.requests import (
@@ -99,6 +101,7 @@ class EngineConfig:
     enforce_eager: bool = False  # no compilation, no CUDA graphs; so far there are none to turn off
     tensor_parallel_size: int = 1  # more is not supported
     load_format: str = "auto"  # or "dummy": random weights from config.json alone
+    model_impl: str = "auto"  # "nanoengine": model.py; "transformers": its own code; auto: the first that can
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
@@ -118,7 +121,11 @@ class EngineConfig:
             raise ValueError(f"tensor_parallel_size must be 1, got {self.tensor_parallel_size!r}")
         if self.num_kv_blocks is not None and self.kv_cache_bytes is not None:
             raise ValueError("give num_kv_blocks or kv_cache_bytes, not both")
-        choices = {"scheduling_policy": ("fcfs", "priority"), "load_format": ("auto", "dummy")}
+        choices = {
+            "scheduling_policy": ("fcfs", "priority"),
+            "load_format": ("auto", "dummy"),
+            "model_impl": ("auto", "nanoengine", "transformers"),
+        }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
@@ -713,27 +720,26 @@ class ModelRunner:
         self.device = config.resolve_device()
         self.dtype = resolve_dtype(config.dtype, checkpoint.hf_config)
         self.block_size = config.block_size or (256 if self.device.type == "cuda" else 32)
-        self.model: Decoder | None = load_model(
-            checkpoint, dtype=self.dtype, device=self.device, load_format=config.load_format, seed=config.seed
+        self.model: Decoder | HFModel | None = load_model(
+            checkpoint,
+            dtype=self.dtype,
+            device=self.device,
+            load_format=config.load_format,
+            seed=config.seed,
+            trust_remote_code=config.trust_remote_code,
         )
-        self.model.build_rope_table(max_model_len)
+        self.kv_specs = self.model.kv_specs
+        if isinstance(self.model, Decoder):
+            self.model.build_rope_table(max_model_len)
         self.num_blocks = self._count_blocks(config, max_model_len)
         self.caches = self._new_caches(self.num_blocks)
 
-    def _block_shape(self) -> tuple[int, int, int]:
-        assert self.model is not None
-        return self.block_size, self.model.config.num_kv_heads, self.model.config.head_dim
-
     def _new_caches(self, num_blocks: int) -> list[KVCache]:
-        """A cache per layer; zeroed memory is taken from the system only as it is first used."""
-        assert self.model is not None
-        shape = (num_blocks + 1, *self._block_shape())  # block 0 is the null block
-
-        def zeros() -> Tensor:
-            return torch.zeros(shape, dtype=self.dtype, device=self.device)
-
+        """A cache per layer, with the null block on top."""
         try:
-            return [KVCache(zeros(), zeros()) for _ in range(self.model.config.num_layers)]
+            return [
+                KVCache.zeros(spec, num_blocks + 1, self.block_size, self.device) for spec in self.kv_specs
+            ]
         except RuntimeError as error:  # torch.OutOfMemoryError on a GPU is one
             raise ValueError(
                 f"no memory for a KV cache of {num_blocks} blocks of {self.block_size} tokens; "
@@ -744,10 +750,7 @@ class ModelRunner:
         """How many blocks to allocate: as told, or from the memory that is free."""
         if config.num_kv_blocks is not None:
             return config.num_kv_blocks
-        assert self.model is not None
-        block_bytes = (
-            2 * self.model.config.num_layers * int(np.prod(self._block_shape())) * self.dtype.itemsize
-        )
+        block_bytes = self.block_size * sum(spec.bytes_per_token for spec in self.kv_specs)
         # More than every sequence at its longest can hold would only be a larger prefix cache.
         most = config.max_num_seqs * -(-max_model_len // self.block_size)
         if config.kv_cache_bytes is not None:
@@ -874,14 +877,19 @@ class LLM:
             str(config.model),
             tokenizer=None if config.tokenizer is None else str(config.tokenizer),
             revision=config.revision,
+            model_impl=config.model_impl,
             trust_remote_code=config.trust_remote_code,
         )
-        model_config = self.checkpoint.config
-        self.max_model_len = config.max_model_len or model_config.max_model_len
-        if self.max_model_len > model_config.max_model_len:
+        most = self.checkpoint.max_model_len or config.max_model_len
+        if most is None:
             raise ValueError(
-                f"max_model_len must be at most the {model_config.max_model_len} positions the model was "
-                f"made for, got {self.max_model_len}"
+                "max_model_len must be given: the checkpoint's config does not say how long it may be"
+            )
+        self.max_model_len = config.max_model_len or most
+        if self.max_model_len > most:
+            raise ValueError(
+                f"max_model_len must be at most the {most} positions the model was made for, "
+                f"got {self.max_model_len}"
             )
         self.runner = ModelRunner(config, self.checkpoint, self.max_model_len)
         self.scheduler = Scheduler(
@@ -895,12 +903,23 @@ class LLM:
             max_model_len=self.max_model_len,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
         )
+        self._print_what_runs()
         self._is_closed = False
         self._requests: dict[str, Request] = {}  # all whose last output was not handed over yet
         self._samples: dict[int, tuple[Request, Sample]] = {}  # seq_id -> whose it is
         self._seq_ids = itertools.count()
         self._request_numbers = itertools.count()
         self._num_steps = self._num_prompt_tokens = self._num_generation_tokens = 0
+
+    def _print_what_runs(self) -> None:
+        runner = self.runner
+        code = "nanoengine's" if isinstance(runner.model, Decoder) else "transformers'"
+        print(
+            f"nanoengine: {self.checkpoint.architecture} on {code} code, torch attention, "
+            f"{str(runner.dtype).removeprefix('torch.')} on {runner.device}, "
+            f"KV cache of {runner.num_blocks} blocks of {runner.block_size} tokens",
+            file=sys.stderr,
+        )
 
     # -- for most users
 
@@ -1091,7 +1110,7 @@ class LLM:
             raise TypeError(f"priority must be an integer, got {priority!r}")
         if priority != 0 and self.config.scheduling_policy != "priority":
             raise ValueError(f'priority must be 0 without scheduling_policy="priority", got {priority}')
-        vocab_size = self.checkpoint.config.vocab_size
+        vocab_size = self.checkpoint.vocab_size
         params.check_vocabulary(vocab_size)
         for name in ("stop", "bad_words"):
             if getattr(params, name) and self.get_tokenizer() is None:

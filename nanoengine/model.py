@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoengine.attention import KVCache, PagedAttention
+from nanoengine.attention import KVCache, KVSpec, PagedAttention
 
 # ---- Configuration: one dataclass for the families served ----------------------------------------
 
@@ -33,7 +33,6 @@ class DecoderConfig:
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
-    max_position_embeddings: int
     rope: dict[str, Any]  # rope_type, rope_theta, and what the type needs besides
     windows: tuple[int | None, ...]  # sliding window per layer, None is full attention
     tie_word_embeddings: bool
@@ -41,14 +40,6 @@ class DecoderConfig:
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
-
-    @property
-    def max_model_len(self) -> int:
-        """How many positions the model was made for, its rope scaling counted in."""
-        if self.rope["rope_type"] != "yarn":
-            return self.max_position_embeddings
-        scaled = int(self.rope["original_max_position_embeddings"] * self.rope["factor"])
-        return max(self.max_position_embeddings, scaled)
 
     @classmethod
     def from_hf(cls, config: Any) -> "DecoderConfig":
@@ -81,7 +72,6 @@ class DecoderConfig:
             num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
             head_dim=head_dim,
             rms_norm_eps=config.rms_norm_eps,
-            max_position_embeddings=config.max_position_embeddings,
             rope=_rope_parameters(config),
             windows=tuple(window if kind == "sliding_attention" else None for kind in layer_types),
             tie_word_embeddings=bool(config.tie_word_embeddings),
@@ -278,6 +268,14 @@ class Decoder(nn.Module):
             self.lm_head.weight = self.embed_tokens.weight
         # A plain attribute, not a buffer: it stays float32 when the model's dtype is changed.
         self.rope_table: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def kv_specs(self) -> list[KVSpec]:
+        """What each layer stores per token."""
+        spec = KVSpec(
+            self.config.num_kv_heads, self.config.head_dim, self.config.head_dim, self.norm.weight.dtype
+        )
+        return [spec] * len(self.layers)
 
     def pack_weights(self) -> None:
         """Prepare the weights for the CPU, where its kernels gain by it; call once they are loaded."""

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
+from nanoengine.hf_model import HFModel, UnsupportedModelError, check_config, load_hf_model, rope_settings
 from nanoengine.model import Decoder, DecoderConfig
 
 # Hugging Face's name -> our fused parameter and the part of its rows.
@@ -30,26 +32,75 @@ class Checkpoint:
 
     path: Path
     hf_config: Any
-    config: DecoderConfig
+    decoder_config: DecoderConfig | None  # None: served by transformers' code
     tokenizer: Any  # a transformers tokenizer, None where there is none
     eos_token_ids: tuple[int, ...]  # every id that ends a sequence
     generation_config: dict[str, Any]
 
+    @property
+    def architecture(self) -> str:
+        """The class name the checkpoint was saved by."""
+        return architecture_of(self.hf_config)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the logits."""
+        return int(self.hf_config.vocab_size)
+
+    @property
+    def max_model_len(self) -> int | None:
+        """How many positions the model was made for, its rope scaling counted in; None: it does not say."""
+        config = self.hf_config
+        positions = getattr(config, "max_position_embeddings", None)
+        if positions is None:
+            return None
+        for rope in rope_settings(config):
+            kind = rope.get("rope_type", rope.get("type", "default"))
+            original = rope.get("original_max_position_embeddings") or getattr(
+                config, "original_max_position_embeddings", positions
+            )
+            if kind == "yarn":
+                positions = max(positions, int(original * rope.get("factor", 1.0)))
+            elif kind in ("dynamic", "longrope"):
+                # Beyond, the frequencies depend on the length of what is computed together: every key in
+                # the cache would have to be computed again.
+                positions = min(positions, original)
+        return int(positions)
+
 
 def open_checkpoint(
-    model: str, *, tokenizer: str | None = None, revision: str | None = None, trust_remote_code: bool = False
+    model: str,
+    *,
+    tokenizer: str | None = None,
+    revision: str | None = None,
+    model_impl: str = "auto",
+    trust_remote_code: bool = False,
 ) -> Checkpoint:
     """Find a checkpoint and read everything but its weights.
 
+    `model_impl` "nanoengine" is `model.py`, "transformers" is `hf_model.py`, "auto" the first that can.
+
     Raises:
-        ValueError: not a checkpoint, or not one of a supported architecture.
+        ValueError: not a checkpoint, or one that cannot be served; with the reason.
         OSError: a hub id that cannot be found or reached.
     """
     path = _resolve(model, revision)
     if not (path / "config.json").is_file():
         raise ValueError(f"{path} holds no config.json; a model directory in Hugging Face format is needed")
-    hf_config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    config = DecoderConfig.from_hf(hf_config)
+    try:
+        hf_config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        raise ValueError(f"{path / 'config.json'} cannot be used: {error}") from error
+    decoder_config = None
+    if model_impl != "transformers":
+        try:
+            decoder_config = DecoderConfig.from_hf(hf_config)
+        except ValueError:
+            if model_impl == "nanoengine":
+                raise
+    if decoder_config is None:
+        with _naming(hf_config):
+            check_config(hf_config)
     tokenizer_path = path if tokenizer is None else _resolve(tokenizer, None)
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
     has_tokenizer = any((tokenizer_path / name).is_file() for name in names)
@@ -65,12 +116,26 @@ def open_checkpoint(
     eos: list[int] = []
     for ids in (
         getattr(loaded, "eos_token_id", None),
-        hf_config.eos_token_id,
+        getattr(hf_config, "eos_token_id", None),
         generation.get("eos_token_id"),
     ):
         eos += ids if isinstance(ids, list) else [] if ids is None else [ids]
-    known = (token_id for token_id in dict.fromkeys(eos) if 0 <= token_id < config.vocab_size)
-    return Checkpoint(path, hf_config, config, loaded, tuple(known), generation)
+    known = (token_id for token_id in dict.fromkeys(eos) if 0 <= token_id < hf_config.vocab_size)
+    return Checkpoint(path, hf_config, decoder_config, loaded, tuple(known), generation)
+
+
+def architecture_of(hf_config: Any) -> str:
+    """The architecture a transformers config names, or that its class stands for."""
+    return (getattr(hf_config, "architectures", None) or [type(hf_config).__name__])[0]  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _naming(hf_config: Any) -> Iterator[None]:
+    """Name the architecture in a refusal."""
+    try:
+        yield
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{architecture_of(hf_config)} cannot be served: {error}") from error
 
 
 def _resolve(model: str, revision: str | None) -> Path:
@@ -102,19 +167,39 @@ def resolve_dtype(dtype: str | torch.dtype, hf_config: Any) -> torch.dtype:
 
 @torch.no_grad()
 def load_model(
-    checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device, load_format: str, seed: int
-) -> Decoder:
-    """Build the decoder and fill every parameter, from the checkpoint or (dummy) at random.
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    load_format: str,
+    seed: int,
+    trust_remote_code: bool = False,
+) -> Decoder | HFModel:
+    """Build the model and fill every parameter, from the checkpoint or (dummy) at random.
 
     Tensors are copied one at a time from memory-mapped files, so the weights are held once.
 
     Raises:
-        ValueError: a tensor is missing, unexpected or of the wrong shape, or a file is damaged.
+        ValueError: a tensor is missing, unexpected or of the wrong shape, a file is damaged, or the
+            model turns out to be one that cannot be served.
     """
+    if checkpoint.decoder_config is None:
+        if load_format != "dummy":
+            _tensor_files(checkpoint.path)  # for its errors: those of transformers are less clear
+        with _naming(checkpoint.hf_config):
+            return load_hf_model(
+                checkpoint.path,
+                checkpoint.hf_config,
+                dtype=dtype,
+                device=device,
+                load_format=load_format,
+                seed=seed,
+                trust_remote_code=trust_remote_code,
+            )
     with torch.device("meta"):
-        model = Decoder(checkpoint.config).to(dtype)
+        model = Decoder(checkpoint.decoder_config).to(dtype)
     model = model.to_empty(device=device).eval().requires_grad_(False)
-    if checkpoint.config.tie_word_embeddings:
+    if model.config.tie_word_embeddings:
         model.lm_head.weight = model.embed_tokens.weight  # to_empty unties
     if load_format == "dummy":
         generator = torch.Generator(device).manual_seed(seed)
@@ -124,21 +209,21 @@ def load_model(
             else:
                 parameter.normal_(0.0, 0.02, generator=generator)
     else:
-        _fill(model, checkpoint)
+        _fill(model, checkpoint.path)
     model.pack_weights()
     return model
 
 
-def _fill(model: Decoder, checkpoint: Checkpoint) -> None:
+def _fill(model: Decoder, path: Path) -> None:
     wanted = _destinations(model)
-    ignored = {"lm_head.weight"} if checkpoint.config.tie_word_embeddings else set()
+    ignored = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
     filled: set[str] = set()
-    for name, tensor in _tensors(checkpoint.path):
+    for name, tensor in _tensors(path):
         if name in ignored or name.endswith("rotary_emb.inv_freq"):  # a buffer old Llamas saved
             continue
         if name not in wanted or name in filled:
             problem = "twice" if name in filled else "which the architecture does not have"
-            raise ValueError(f"{checkpoint.path} holds tensor {name!r} {problem}")
+            raise ValueError(f"{path} holds tensor {name!r} {problem}")
         if tensor.shape != wanted[name].shape:
             raise ValueError(
                 f"tensor {name!r} has shape {tuple(tensor.shape)}, "
@@ -147,7 +232,7 @@ def _fill(model: Decoder, checkpoint: Checkpoint) -> None:
         wanted[name].copy_(tensor)
         filled.add(name)
     if missing := sorted(wanted.keys() - filled):
-        raise ValueError(f"{checkpoint.path} lacks {len(missing)} tensors, the first is {missing[0]!r}")
+        raise ValueError(f"{path} lacks {len(missing)} tensors, the first is {missing[0]!r}")
 
 
 def _destinations(model: Decoder) -> dict[str, Tensor]:
@@ -171,8 +256,8 @@ def _destinations(model: Decoder) -> dict[str, Tensor]:
     return result
 
 
-def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a checkpoint, one at a time; the index decides which files belong to it."""
+def _tensor_files(path: Path) -> list[Path]:
+    """The safetensors files of a checkpoint; where there is an index, it decides which belong to it."""
     index = path / "model.safetensors.index.json"
     if index.is_file():
         files = sorted({path / file for file in json.loads(index.read_text())["weight_map"].values()})
@@ -183,6 +268,12 @@ def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     for file in files:
         if not file.is_file():
             raise ValueError(f"{path} lacks the shard {file.name}, which {index.name} names")
+    return files
+
+
+def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a checkpoint, one at a time."""
+    for file in _tensor_files(path):
         try:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 (not a dict)

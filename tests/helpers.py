@@ -83,17 +83,105 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
     "mistral sliding": ("Mistral", {"sliding_window": 24}),
 }
 
+WINDOW = 24
+ALTERNATING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+GEMMA = {"head_dim": 16, "hidden_activation": "gelu_pytorch_tanh"}
+MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+# The same for those that go through transformers' own code: name -> (config class, changes to TINY)
+HF_ARCHITECTURES: dict[str, tuple[str, dict]] = {
+    "gemma": ("Gemma", {"head_dim": 16}),
+    "gemma2": ("Gemma2", {**GEMMA, **ALTERNATING, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 8}),
+    "gemma3": ("Gemma3Text", {**GEMMA, **ALTERNATING, "query_pre_attn_scalar": 8}),
+    "phi": ("Phi", {"partial_rotary_factor": 0.5}),
+    "phi3": ("Phi3", {"sliding_window": WINDOW}),
+    "olmo": ("Olmo", {"clip_qkv": 1.5}),
+    "olmo2": ("Olmo2", {}),
+    "olmo3": ("Olmo3", ALTERNATING),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 2.0,
+            "residual_multiplier": 0.7,
+            "attention_multiplier": 0.1,
+        },
+    ),
+    "cohere": ("Cohere", {"logit_scale": 0.3, "use_qk_norm": True}),
+    "cohere2": ("Cohere2", ALTERNATING),
+    "stablelm": ("StableLm", {"use_qkv_bias": True}),
+    "gpt-neox": ("GPTNeoX", {"rotary_pct": 0.25}),
+    "gpt2": ("GPT2", {}),
+    "gpt-bigcode": ("GPTBigCode", {"multi_query": True}),
+    "opt": ("OPT", {"ffn_dim": 96, "word_embed_proj_dim": 32}),
+    "falcon": ("Falcon", {"multi_query": True}),
+    "falcon new": ("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "starcoder2": ("Starcoder2", {"sliding_window": WINDOW}),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0]}),
+    "qwen2-moe": (
+        "Qwen2Moe",
+        {**MOE, "num_experts": 4, "shared_expert_intermediate_size": 48},
+    ),
+    "qwen3-moe": ("Qwen3Moe", {**MOE, "num_experts": 4, "head_dim": 16}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": WINDOW}),
+    "gpt-oss": ("GptOss", {**ALTERNATING, "num_local_experts": 4, "head_dim": 16, "num_experts_per_tok": 2}),
+    "glm": ("Glm", {"head_dim": 16}),
+    "glm4": ("Glm4", {"head_dim": 16}),
+    "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "granite-moe": ("GraniteMoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "deepseek-v3": (
+        "DeepseekV3",
+        {
+            **MOE,
+            "num_key_value_heads": 4,
+            "n_routed_experts": 4,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 12,
+        },
+    ),
+    "persimmon": ("Persimmon", {}),
+    "exaone4": ("Exaone4", ALTERNATING),
+    "ernie4.5": ("Ernie4_5", {"use_bias": True}),
+    "seed-oss": ("SeedOss", {"head_dim": 16}),
+    "arcee": ("Arcee", {}),
+    "helium": ("Helium", {"head_dim": 16}),
+    "phimoe": ("Phimoe", {"num_local_experts": 4}),
+    "phi3 longrope": (
+        "Phi3",
+        {
+            "original_max_position_embeddings": 128,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "original_max_position_embeddings": 128,
+                "short_factor": [1.0 + i / 4 for i in range(8)],
+                "long_factor": [2.0 + i for i in range(8)],
+            },
+        },
+    ),
+    "llama, dynamic rope": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+    ),
+}
+
 
 def hf_model(name: str) -> Any:
     """A transformers model with random float32 weights, the same at every call."""
-    family, changes = ARCHITECTURES[name]
+    family, changes = {**ARCHITECTURES, **HF_ARCHITECTURES}[name]
     torch.manual_seed(0)
     settings = {**TINY, **changes}
     if "rope_parameters" in settings and transformers.__version__ < "5":
         rope = dict(settings.pop("rope_parameters"))
         settings |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
     config = getattr(transformers, f"{family}Config")(**settings)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    # Eager, since it alone computes soft-capping and sinks.
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if key.endswith("norm.weight") or key.endswith(".bias"):

@@ -8,17 +8,33 @@ from nanoengine.attention import AttentionMetadata, KVCache, PagedAttention
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
-def dense(q, k, v, scale, window):
+def dense(q, k, v, scale, window=None, softcap=None, sinks=None):
     """Causal attention of the last len(q) positions over k and v, in float64."""
     q, k, v = q.double(), k.double(), v.double()
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
     distance = torch.arange(len(k))[-len(q) :, None] - torch.arange(len(k))
     hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+    if softcap is not None:
+        scores = (scores / softcap).tanh() * softcap
+    weights = scores.masked_fill(hidden, -torch.inf).exp()
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + sinks.double().exp()[:, None, None]
+    return torch.einsum("hqk,khd->qhd", weights / total, v)
 
 
-def check(lens, block_size, heads=4, kv_heads=2, head_dim=16, window=None, dtype=torch.float32, stale=None):
+def check(
+    lens,
+    block_size,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    v_head_dim=None,
+    dtype=torch.float32,
+    stale=None,
+    **settings,
+):
     """`lens` is (new tokens, tokens in all) per sequence; blocks are scattered at random."""
     generator = torch.Generator().manual_seed(0)
 
@@ -28,7 +44,8 @@ def check(lens, block_size, heads=4, kv_heads=2, head_dim=16, window=None, dtype
     num_blocks = [-(-total // block_size) for _, total in lens]
     ids = torch.randperm(sum(num_blocks), generator=generator) + 1
     tables = torch.zeros(len(lens), max(num_blocks), dtype=torch.int32)
-    cache = KVCache(*(rand(sum(num_blocks) + 1, block_size, kv_heads, head_dim) for _ in range(2)))
+    v_head_dim = v_head_dim or head_dim
+    cache = KVCache(*(rand(sum(num_blocks) + 1, block_size, kv_heads, d) for d in (head_dim, v_head_dim)))
     slots, past = [], []
     for i, (new, total) in enumerate(lens):
         table = ids[: num_blocks[i]]
@@ -36,7 +53,7 @@ def check(lens, block_size, heads=4, kv_heads=2, head_dim=16, window=None, dtype
         tables[i, : num_blocks[i]] = table
         all_slots = table.repeat_interleave(block_size) * block_size
         all_slots = (all_slots + torch.arange(block_size).repeat(num_blocks[i]))[:total]
-        past.append([x.view(-1, kv_heads, head_dim)[all_slots] for x in (cache.k, cache.v)])
+        past.append([x.flatten(0, 1)[all_slots] for x in (cache.k, cache.v)])
         slots.append(all_slots[total - new :])
     num_tokens = sum(new for new, _ in lens)
     if stale is not None:  # all slots that hold no token of these sequences
@@ -45,10 +62,10 @@ def check(lens, block_size, heads=4, kv_heads=2, head_dim=16, window=None, dtype
             table = tables[i, : num_blocks[i]].long()
             all_slots = table.repeat_interleave(block_size) * block_size
             all_slots = (all_slots + torch.arange(block_size).repeat(num_blocks[i]))[:total]
-            cache.k.view(-1, kv_heads, head_dim)[all_slots] = past[i][0]
-            cache.v.view(-1, kv_heads, head_dim)[all_slots] = past[i][1]
+            cache.k.flatten(0, 1)[all_slots] = past[i][0]
+            cache.v.flatten(0, 1)[all_slots] = past[i][1]
     q = rand(num_tokens, heads, head_dim)
-    k, v = (rand(num_tokens, kv_heads, head_dim) for _ in range(2))
+    k, v = (rand(num_tokens, kv_heads, d) for d in (head_dim, v_head_dim))
     starts = torch.tensor([0, *(new for new, _ in lens)]).cumsum(0)
     metadata = AttentionMetadata(
         cu_seqlens_q=starts.int(),
@@ -56,14 +73,14 @@ def check(lens, block_size, heads=4, kv_heads=2, head_dim=16, window=None, dtype
         block_tables=tables,
         slot_mapping=torch.cat(slots),
     )
-    out = PagedAttention(metadata, block_size)(q, k, v, cache, scale=head_dim**-0.5, window=window)
-    assert out.shape == q.shape
+    out = PagedAttention(metadata, block_size)(q, k, v, cache, scale=head_dim**-0.5, **settings)
+    assert out.shape == (num_tokens, heads, v_head_dim)
     assert out.dtype == dtype
     for i, (new, _) in enumerate(lens):
         rows = slice(int(starts[i]), int(starts[i + 1]))
         full_k, full_v = past[i]
         full_k[-new:], full_v[-new:] = k[rows], v[rows]
-        expected = dense(q[rows], full_k, full_v, head_dim**-0.5, window)
+        expected = dense(q[rows], full_k, full_v, head_dim**-0.5, **settings)
         torch.testing.assert_close(out[rows].double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
@@ -73,6 +90,25 @@ MIXED = [(1, 1), (1, 40), (7, 7), (5, 33), (1, 16), (16, 16), (2, 17), (1, 100),
 @pytest.mark.parametrize("block_size", [1, 3, 16, 17, 256])
 def test_any_mix_of_prompts_chunks_and_decodes_equals_dense_attention(block_size):
     check(MIXED, block_size)
+
+
+SINKS = torch.tensor([-1.0, 0.5, 2.0, 30.0])
+
+
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("settings", [{"softcap": 2.0}, {"sinks": SINKS}, {"softcap": 1.0, "sinks": SINKS}])
+def test_scores_are_soft_capped_and_sinks_take_their_share(settings, window):
+    check(MIXED, 8, window=window, **settings)
+
+
+def test_soft_capping_a_long_prompt_slice_by_slice_changes_nothing(monkeypatch):
+    monkeypatch.setattr("nanoengine.attention.SCORES_PER_SLICE", 4 * 90 * 7)
+    check([(50, 90), (1, 40), (90, 90)], 8, softcap=2.0, sinks=SINKS)
+
+
+def test_values_may_be_narrower_than_keys():
+    check(MIXED, 8, head_dim=24, v_head_dim=16)
+    check(MIXED, 8, head_dim=16, v_head_dim=24, softcap=3.0)
 
 
 @pytest.mark.parametrize("window", [1, 5, 16, 1000])

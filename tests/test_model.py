@@ -110,17 +110,6 @@ def test_the_norm_rounds_where_transformers_does(dtype):
     assert torch.equal(x, before)
 
 
-def test_a_model_is_made_for_the_positions_its_yarn_factor_gives_or_more():
-    def length(**changes):
-        config = LlamaConfig(**{**TINY, **changes}, architectures=["LlamaForCausalLM"])
-        return DecoderConfig.from_hf(config).max_model_len
-
-    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
-    assert length() == 512
-    assert length(max_position_embeddings=64, rope_parameters=yarn) == 256
-    assert length(max_position_embeddings=1024, rope_parameters=yarn) == 1024
-
-
 def test_rope_settings_in_the_format_of_transformers_4_are_understood():
     fields = {**LlamaConfig(**TINY, architectures=["LlamaForCausalLM"]).to_dict(), "rope_parameters": None}
     scaling = {"type": "linear", "factor": 4.0}

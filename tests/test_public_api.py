@@ -44,7 +44,17 @@ def test_outputs_and_params_have_vllm_s_field_names():
 
 
 def test_imports_point_one_way_and_only_the_asyncio_front_imports_the_engine():
-    order = ["sampling", "outputs", "requests", "attention", "model", "weights", "engine", "async_llm"]
+    order = [
+        "sampling",
+        "outputs",
+        "requests",
+        "attention",
+        "model",
+        "hf_model",
+        "weights",
+        "engine",
+        "async_llm",
+    ]
     for position, name in enumerate(order):
         tree = ast.parse((PACKAGE / f"{name}.py").read_text())
         imported = {
@@ -57,6 +67,6 @@ def test_imports_point_one_way_and_only_the_asyncio_front_imports_the_engine():
 
 def test_no_state_lives_outside_objects():
     """No module-level mutable state, no class-level settings: two engines never share anything."""
-    for name in ("engine", "attention", "model", "sampling"):
+    for name in ("engine", "attention", "model", "hf_model", "sampling"):
         tree = ast.parse((PACKAGE / f"{name}.py").read_text())
         assert not [node for node in ast.walk(tree) if isinstance(node, ast.Global)]

@@ -1,7 +1,9 @@
 """Loading: strict about every tensor, clear about every mistake, and without side effects."""
 
+import gc
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import tokenizers
@@ -11,10 +13,15 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.weights import resolve_dtype
-from tests.helpers import checkpoint, greedy, hf_model
+from nanoengine.hf_model import HFModel
+from nanoengine.model import Decoder
+from nanoengine.weights import Checkpoint, resolve_dtype
+from tests.helpers import TINY, checkpoint, greedy, hf_model
 
 NAME = "qwen3"
+
+
+IMPLS = pytest.mark.parametrize("impl", ["nanoengine", "transformers"])
 
 
 @pytest.fixture
@@ -30,6 +37,11 @@ def edit(path, change):
     save_file({k: v.contiguous() for k, v in tensors.items()}, path / "model.safetensors")
 
 
+def edit_config(path, **changes):
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, **changes}))
+
+
 def refuse(path, message, error=ValueError, **settings):
     """Loading fails with that message, and leaves torch's defaults as they were."""
     before = torch.get_default_dtype(), torch.get_default_device()
@@ -38,30 +50,38 @@ def refuse(path, message, error=ValueError, **settings):
     assert (torch.get_default_dtype(), torch.get_default_device()) == before
 
 
-def test_a_missing_tensor_is_named(copy):
+@IMPLS
+def test_a_missing_tensor_is_named(copy, impl):
     edit(copy, lambda t: t.pop("model.layers.1.self_attn.k_proj.weight"))
-    refuse(copy, r"lacks 1 tensors, the first is 'model\.layers\.1\.self_attn\.k_proj\.weight'")
+    message = r"lacks 1 tensors, the first is 'model\.layers\.1\.self_attn\.k_proj\.weight'"
+    refuse(copy, message, model_impl=impl)
 
 
-def test_an_unexpected_tensor_is_named(copy):
+@IMPLS
+def test_an_unexpected_tensor_is_named(copy, impl):
     edit(copy, lambda t: t.update({"model.layers.0.mystery.weight": torch.zeros(2)}))
-    refuse(copy, r"'model\.layers\.0\.mystery\.weight' which the architecture does not have")
+    refuse(copy, r"'model\.layers\.0\.mystery\.weight' which the architecture does not have", model_impl=impl)
 
 
-def test_a_tensor_of_the_wrong_shape_is_named_with_both_shapes(copy):
+@IMPLS
+def test_a_tensor_of_the_wrong_shape_is_named_with_both_shapes(copy, impl):
     edit(copy, lambda t: t.update({"model.norm.weight": torch.zeros(63)}))
-    refuse(copy, r"'model\.norm\.weight' has shape \(63,\), the config asks for \(64,\)")
+    shapes = r"'model\.norm\.weight' has shape \(63,\), the config asks for \(64,\)"
+    other = r"of another shape than the config asks for: .*model\.norm\.weight"
+    refuse(copy, shapes if impl == "nanoengine" else other, model_impl=impl)
 
 
-def test_a_truncated_file_is_reported_as_damaged(copy):
+@IMPLS
+def test_a_truncated_file_is_reported_as_damaged(copy, impl):
     data = (copy / "model.safetensors").read_bytes()
     (copy / "model.safetensors").write_bytes(data[: len(data) // 2])
-    refuse(copy, r"model\.safetensors is damaged")
+    refuse(copy, r"is damaged", model_impl=impl)
 
 
-def test_a_directory_without_safetensors_is_refused_rather_than_run_uninitialised(copy):
+@IMPLS
+def test_a_directory_without_safetensors_is_refused_rather_than_run_uninitialised(copy, impl):
     (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
-    refuse(copy, r"holds no \*\.safetensors; pickled weights")
+    refuse(copy, r"holds no \*\.safetensors; pickled weights", model_impl=impl)
 
 
 def test_an_empty_directory_a_file_and_a_wrong_path_are_told_apart(tmp_path):
@@ -72,17 +92,18 @@ def test_an_empty_directory_a_file_and_a_wrong_path_are_told_apart(tmp_path):
     refuse("no-such-model", "neither a directory here nor a hub id")
 
 
-def test_sharded_files_load_like_a_single_one_and_a_missing_shard_is_named(tmp_path, tmp_path_factory):
+@IMPLS
+def test_sharded_files_load_like_a_single_one_and_a_missing_shard_is_named(impl, tmp_path):
     model = hf_model(NAME)
     model.save_pretrained(tmp_path, max_shard_size="60KB")
     shards = sorted(tmp_path.glob("*.safetensors"))
     assert len(shards) > 2
     prompt = [1, 2, 3]
-    with LLM(str(tmp_path), num_kv_blocks=8) as llm:
+    with LLM(str(tmp_path), num_kv_blocks=8, model_impl=impl) as llm:
         output = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=10), use_tqdm=False)
     assert output[0].outputs[0].token_ids == greedy(model, prompt, 10)
     shards[1].unlink()
-    refuse(tmp_path, f"lacks the shard {shards[1].name}")
+    refuse(tmp_path, f"lacks the shard {shards[1].name}", model_impl=impl)
 
 
 def test_a_tied_model_ignores_a_saved_head(tmp_path, tmp_path_factory):
@@ -95,11 +116,34 @@ def test_a_tied_model_ignores_a_saved_head(tmp_path, tmp_path_factory):
     assert output[0].outputs[0].token_ids == greedy(model, [7, 8], 10)
 
 
-def test_another_architecture_is_refused(copy):
-    config = json.loads((copy / "config.json").read_text())
-    config["architectures"] = ["GemmaForCausalLM"]
-    (copy / "config.json").write_text(json.dumps(config))
-    refuse(copy, "'GemmaForCausalLM' is not supported")
+@pytest.mark.parametrize("name", ["GemmaForCausalLM", "Qwen3ForSequenceClassification"])
+def test_a_config_of_another_architecture_than_it_names_is_refused(copy, name):
+    edit_config(copy, architectures=[name])
+    refuse(copy, f"{name} cannot be served: its config is that of Qwen3ForCausalLM")
+    refuse(copy, f"'{name}' is not supported; supported: Llama", model_impl="nanoengine")
+
+
+@IMPLS
+def test_an_unknown_rope_type_is_refused_with_its_name(copy, impl):
+    rope = {"rope_type": "helix", "type": "helix", "rope_theta": 1e4, "factor": 2.0}
+    edit_config(copy, rope_parameters=rope, rope_scaling=rope)
+    refuse(copy, "helix", model_impl=impl)
+
+
+def test_code_that_comes_with_a_checkpoint_is_not_run_unless_trusted(copy):
+    (copy / "mine.py").write_text("raise AssertionError('ran')")
+    mine = {"AutoConfig": "mine.MyConfig", "AutoModelForCausalLM": "mine.MyModel"}
+    edit_config(copy, auto_map=mine, model_type="mine", architectures=["MyModel"])
+    refuse(copy, "trust_remote_code")
+    refuse(copy, "cannot be used: ran", trust_remote_code=True)
+
+
+def test_a_failed_load_keeps_no_memory(copy):
+    edit(copy, lambda t: t.pop("lm_head.weight"))
+    for impl in ("nanoengine", "transformers"):
+        refuse(copy, "lacks 1 tensors", model_impl=impl)
+    gc.collect()
+    assert not [x for x in gc.get_objects() if type(x) in (Decoder, HFModel)]
 
 
 def test_dummy_weights_need_only_a_config(copy):
@@ -117,9 +161,7 @@ def test_dummy_weights_need_only_a_config(copy):
 
 
 def test_dtype_auto_is_the_checkpoints_own(copy):
-    config = json.loads((copy / "config.json").read_text())
-    config["dtype"] = "bfloat16"
-    (copy / "config.json").write_text(json.dumps(config))
+    edit_config(copy, dtype="bfloat16")
     with LLM(str(copy), num_kv_blocks=4) as llm:
         assert llm.runner.model.norm.weight.dtype == torch.bfloat16
         assert llm.runner.caches[0].k.dtype == torch.bfloat16
@@ -135,9 +177,7 @@ def test_every_eos_id_of_the_generation_config_is_known(copy):
     (copy / "generation_config.json").write_text(
         json.dumps({"eos_token_id": [5, 9], "temperature": 0.3, "max_new_tokens": 77})
     )
-    config = json.loads((copy / "config.json").read_text())
-    config["eos_token_id"] = [7, 500, -1]  # the last two are no tokens
-    (copy / "config.json").write_text(json.dumps(config))
+    edit_config(copy, eos_token_id=[7, 500, -1])  # the last two are no tokens
     _tokenizer_with_eos(3).save_pretrained(copy)
     with LLM(str(copy), num_kv_blocks=4) as llm:
         assert llm.checkpoint.eos_token_ids == (3, 7, 5, 9)
@@ -158,3 +198,35 @@ def test_different_seeds_give_different_dummy_weights(copy):
             weights.append(llm.runner.model.layers[0].mlp.down_proj.weight.clone())
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
+
+
+def length(family, **changes):
+    config = getattr(transformers, f"{family}Config")(**{**TINY, **changes})
+    return Checkpoint(Path(), config, None, None, (), {}).max_model_len
+
+
+def test_a_model_is_made_for_the_positions_its_yarn_factor_gives_or_more():
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+    assert length("Llama") == 512
+    assert length("Llama", max_position_embeddings=64, rope_parameters=yarn) == 256
+    assert length("Llama", max_position_embeddings=1024, rope_parameters=yarn) == 1024
+
+
+def test_rope_types_that_change_with_the_length_are_served_up_to_where_they_change(tmp_path):
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    long_rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "original_max_position_embeddings": 64,
+        **factors,
+    }
+    assert length("Phi3", rope_parameters=long_rope, original_max_position_embeddings=64) == 64
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    assert length("Llama", rope_parameters=dynamic) == 512
+
+
+def test_a_model_that_does_not_say_how_long_it_may_be_asks_for_max_model_len(copy, monkeypatch):
+    monkeypatch.setattr(Checkpoint, "max_model_len", None)
+    refuse(copy, "max_model_len must be given")
+    with LLM(str(copy), num_kv_blocks=4, max_model_len=100) as llm:
+        assert llm.max_model_len == 100

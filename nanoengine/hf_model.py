@@ -1,0 +1,331 @@
+"""Any other decoder-only model of transformers: its own code, our paged attention.
+
+transformers lets a library register an attention function (`AttentionInterface`) and hands every
+attention layer's queries, keys and values to it. So a model's own class computes the flat batch, as one
+row of T tokens with explicit positions, without a cache object and without a mask, and attention goes
+to the same paged cache as in `model.py`.
+
+What a model may not do is let tokens see each other anywhere else: `_probe` runs two tokens through the
+loaded model and refuses it if it does.
+"""
+
+import copy
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from nanoengine.attention import KVCache, KVSpec, PagedAttention
+
+ATTENTION_NAME = "nanoengine"
+# What models pass on to attention that changes nothing here.
+_HARMLESS = frozenset(("dropout", "position_ids", "position_embeddings", "cache_position", "use_cache"))
+
+# Called by a layer with q (T, H, D), k (T, K, D), v (T, K, D') and PagedAttention's settings.
+Attend = Callable[..., Tensor]
+
+
+class UnsupportedModelError(ValueError):
+    """The model cannot be computed over a flat batch with paged attention; the message says why."""
+
+
+def _attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    attend: Attend | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls in each attention layer: q (1, H, T, D), k and v (1, K, T, D)."""
+    if attend is None:
+        raise UnsupportedModelError("its attention modules cannot be handed an argument")
+    if attention_mask is not None:
+        raise UnsupportedModelError("it builds an attention mask of its own")
+    # Some ask SDPA for no causal mask where there is a single token.
+    if (is_causal is False and query.shape[2] > 1) or getattr(module, "is_causal", True) is False:
+        raise UnsupportedModelError("its attention is not causal")
+    unknown = sorted(
+        name for name, x in others.items() if x is not None and x is not False and name not in _HARMLESS
+    )
+    if unknown:
+        raise UnsupportedModelError(f"its attention takes {', '.join(unknown)}")
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+    out = attend(module, q, k, v, scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux)
+    return out.unsqueeze(0), None
+
+
+AttentionInterface.register(ATTENTION_NAME, _attention_forward)
+
+
+class _RedirectedSDPA(TorchFunctionMode):
+    """Attention for models written before the interface, which call PyTorch's SDPA: Falcon.
+
+    Inside the `with` block their calls reach `attend`. They are given `mask` to pass on, so that they
+    build none; any other means that they add something to it (ALiBi).
+    """
+
+    def __init__(self, attend: Attend) -> None:
+        super().__init__()
+        self.attend = attend
+        self.mask = torch.zeros(1, 1, 1, 1)
+        self.num_calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        settings = dict(kwargs or {})
+        mask = settings.pop("attn_mask", None)
+        if mask is not None and mask.data_ptr() != self.mask.data_ptr():
+            raise UnsupportedModelError("it builds an attention mask of its own (ALiBi, for one)")
+        scale = settings.get("scale")
+        q, k, v = (x[0].transpose(0, 1) for x in args)
+        self.num_calls += 1
+        out = self.attend(self.num_calls, q, k, v, scale=q.shape[-1] ** -0.5 if scale is None else scale)
+        return out.transpose(0, 1).unsqueeze(0)
+
+
+class _BodyOutput(tuple[Tensor]):
+    """A body's output as heads read it, by index or by name; all but the hidden states is None."""
+
+    def __getattr__(self, name: str) -> Tensor | None:
+        return self[0] if name == "last_hidden_state" else None
+
+
+class _GivenHidden(nn.Module):
+    """Stands in for the body of a causal LM whose head alone is wanted: returns what it is given."""
+
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> _BodyOutput:
+        """(1, R, E) as it came."""
+        return _BodyOutput((inputs_embeds,))
+
+    @property
+    def decoder(self) -> "_GivenHidden":
+        """OPT's head calls `model.decoder`."""
+        return self
+
+
+class HFModel(nn.Module):
+    """A transformers causal LM with the interface of `model.Decoder`."""
+
+    def __init__(self, causal_lm: Any) -> None:
+        super().__init__()
+        self.causal_lm = causal_lm.eval().requires_grad_(False)
+        body = next((n for n in (causal_lm.base_model_prefix, "model") if n in causal_lm._modules), None)
+        if body is None:
+            raise UnsupportedModelError("its body and its head cannot be told apart")
+        self.body = causal_lm._modules[body]
+        # The whole model's forward on a stand-in body is its head with all that belongs to it: scaling,
+        # soft-capping, biases. Shares every weight.
+        self.head = copy.copy(causal_lm)
+        self.head._modules = {**causal_lm._modules, body: _GivenHidden()}
+        # Not every body passes keyword arguments on to its attention modules: they get theirs directly.
+        self._attend: Attend | None = None
+        self._is_registered = causal_lm.config._attn_implementation == ATTENTION_NAME
+        for module in causal_lm.modules() if self._is_registered else ():
+            if hasattr(module, "is_causal"):
+                module.register_forward_pre_hook(self._hand_over, with_kwargs=True)
+        self._layers: dict[Any, int] = {}  # what calls attention -> index of its cache
+        self._kv_specs: list[KVSpec] = []
+        self._probe()
+
+    @property
+    def kv_specs(self) -> list[KVSpec]:
+        """What each attention layer stores per token, as its own calls have shown."""
+        return self._kv_specs
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, caches: Sequence[KVCache], attention: PagedAttention
+    ) -> Tensor:
+        """Token ids and positions, (T,) int64 each, to hidden states, (T, E); fills the caches."""
+
+        def attend(layer: Any, q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
+            return attention(q, k, v, caches[self._layers[layer]], **settings)
+
+        return self._run(input_ids, positions, attend)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """(R, E) -> (R, vocab_size)."""
+        logits: Tensor = self.head(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits
+        return logits[0]
+
+    def _run(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        inputs = {
+            "input_ids": input_ids.unsqueeze(0),
+            "position_ids": positions.unsqueeze(0),
+            "use_cache": False,
+        }
+        if self._is_registered:
+            self._attend = attend
+            try:
+                hidden: Tensor = self.body(**inputs)[0]
+            finally:
+                self._attend = None  # it refers to the caches
+        else:
+            with _RedirectedSDPA(attend) as sdpa:
+                hidden = self.body(**inputs, attention_mask=sdpa.mask.to(input_ids.device))[0]
+        return hidden[0]
+
+    def _hand_over(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {**kwargs, "attend": self._attend}
+
+    @torch.inference_mode()
+    def _probe(self) -> None:
+        """Learn the layers and what they store; refuse a model that this way would compute wrongly.
+
+        Attention is replaced by a function of each token alone. Then two tokens may not influence one
+        another at all: if they do, the model mixes them outside attention (state-space layers,
+        convolutions, n-gram embeddings), where a flat batch of several sequences would be mixed too.
+        """
+        config = self.causal_lm.config
+        windows: list[int | None] = []
+
+        def record(layer: Any, q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
+            if layer in self._layers:
+                raise UnsupportedModelError("an attention layer is used more than once in a pass")
+            self._layers[layer] = len(self._layers)
+            self._kv_specs.append(KVSpec(k.shape[1], k.shape[2], v.shape[2], k.dtype))
+            windows.append(settings.get("window"))
+            return stand_in(layer, q, k, v)
+
+        def stand_in(layer: Any, q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
+            return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+
+        device = self.causal_lm.get_input_embeddings().weight.device
+        positions = torch.tensor([8, 9], device=device)  # beyond the number of tokens, as in most steps
+        one, other = torch.tensor([[1, 2], [3, 2]], device=device)
+        try:
+            first = self._run(one, positions, record)
+            second = self._run(other, positions, stand_in)
+        except UnsupportedModelError:
+            raise
+        except Exception as error:
+            raise UnsupportedModelError(f"a trial pass failed: {type(error).__name__}: {error}") from error
+        if len(self._layers) != config.num_hidden_layers:
+            raise UnsupportedModelError(
+                f"only {len(self._layers)} of its {config.num_hidden_layers} layers have attention that can "
+                "be replaced"
+            )
+        by_default = "sliding" if getattr(config, "sliding_window", None) else "full"
+        layer_types = getattr(config, "layer_types", None) or [by_default] * len(windows)
+        for layer_type, window in zip(layer_types, windows, strict=True):
+            if layer_type.startswith("sliding") != (window is not None):
+                raise UnsupportedModelError(f"a {layer_type} layer asks for attention with window {window}")
+        if not torch.allclose(first[1].float(), second[1].float(), rtol=0.05, atol=0.05):
+            raise UnsupportedModelError("it mixes tokens outside attention")
+
+
+def check_config(config: Any) -> None:
+    """Refuse by its config a model that cannot be served, before any weight is read.
+
+    Raises:
+        UnsupportedModelError: with the reason.
+    """
+    text_config = config.get_text_config()
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError("it is an encoder-decoder")
+    if text_config is not config:
+        raise UnsupportedModelError(
+            "it takes more than text (images, audio); only text-only models are served"
+        )
+    _attention_implementation(config)
+    if getattr(config, "alibi", False):
+        raise UnsupportedModelError("its attention adds ALiBi biases, which paged attention does not take")
+    unknown = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise UnsupportedModelError(f"it has layers of type {', '.join(sorted(unknown))}")
+    for rope in rope_settings(config):
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind != "default" and kind not in ROPE_INIT_FUNCTIONS:
+            raise UnsupportedModelError(f"rope type {kind!r} is unknown to transformers")
+
+
+def _attention_implementation(config: Any) -> str:
+    """The attention to ask transformers for: ours, or SDPA for the few model classes that cannot take it."""
+    if "AutoModelForCausalLM" in getattr(config, "auto_map", {}):
+        return ATTENTION_NAME  # the checkpoint's own class; not known before it is loaded
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UnsupportedModelError("transformers has no causal language model for it")
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if model_class.__name__ not in (getattr(config, "architectures", None) or [model_class.__name__]):
+        raise UnsupportedModelError(f"its config is that of {model_class.__name__}, another kind of model")
+    if hasattr(sys.modules[model_class.__module__], "ALL_ATTENTION_FUNCTIONS"):
+        return ATTENTION_NAME
+    if model_class._supports_sdpa:
+        return "sdpa"
+    raise UnsupportedModelError("its attention is code of its own, which cannot be replaced")
+
+
+def rope_settings(config: Any) -> list[dict[str, Any]]:
+    """The rope settings of a config: none, one, or one for each type of layer."""
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+    if not isinstance(rope, dict):
+        return []
+    nested = [value for value in rope.values() if isinstance(value, dict)]
+    return nested or [rope]
+
+
+def load_hf_model(
+    path: Path,
+    config: Any,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    load_format: str,
+    seed: int,
+    trust_remote_code: bool,
+) -> HFModel:
+    """Build a transformers causal LM and fill every parameter, from safetensors or (dummy) at random.
+
+    Raises:
+        UnsupportedModelError: it cannot be served; the message has the reason.
+        ValueError: a tensor is missing, unexpected or of the wrong shape, or a file is damaged.
+    """
+    auto: Any = AutoModelForCausalLM
+    settings = {
+        "dtype": dtype,
+        "attn_implementation": _attention_implementation(config),
+        "trust_remote_code": trust_remote_code,
+    }
+    if load_format == "dummy":
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            causal_lm = auto.from_config(config, **settings)
+        return HFModel(causal_lm.to(device))
+    try:
+        causal_lm, report = auto.from_pretrained(
+            path,
+            config=config,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below
+            **settings,
+        )
+    except SafetensorError as error:
+        raise ValueError(f"a safetensors file in {path} is damaged: {error}") from error
+    except (OSError, RuntimeError) as error:
+        raise ValueError(f"{path} cannot be loaded: {error}") from error
+    for entry in report["mismatched_keys"]:  # a name, from transformers 5 on with both shapes
+        raise ValueError(f"{path} holds a tensor of another shape than the config asks for: {entry}")
+    if missing := sorted(report["missing_keys"]):
+        raise ValueError(f"{path} lacks {len(missing)} tensors, the first is {missing[0]!r}")
+    if unexpected := sorted(report["unexpected_keys"]):
+        raise ValueError(f"{path} holds tensor {unexpected[0]!r} which the architecture does not have")
+    return HFModel(causal_lm.to(device))

@@ -1,0 +1,146 @@
+"""Models that run through transformers' own code, against transformers."""
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from nanoengine import LLM, SamplingParams
+from nanoengine.hf_model import HFModel, UnsupportedModelError
+from tests.helpers import HF_ARCHITECTURES, TINY, WINDOW, checkpoint, greedy, random_prompts
+
+LENGTHS = [1, 13, 40, 75, 20]
+NUM_NEW = 16
+# Their transformers 4 code builds its own masks, or looks positions up in a table as long as the batch.
+NEED_TRANSFORMERS_5 = {"opt", "granite-moe", "persimmon", "phimoe"}
+
+
+@pytest.mark.parametrize("name", HF_ARCHITECTURES)
+def test_greedy_tokens_equal_transformers_chunked_cached_and_preempted(name, tmp_path_factory):
+    path, reference = checkpoint(name, tmp_path_factory)
+    if transformers.__version__ < "5" and name in NEED_TRANSFORMERS_5:
+        with pytest.raises(UnsupportedModelError, match=r"cannot be served: (it builds|a trial pass failed)"):
+            LLM(str(path), num_kv_blocks=4)
+        return
+    prompts = random_prompts(LENGTHS)
+    assert max(LENGTHS) > 2 * WINDOW
+    expected = [greedy(reference, prompt, NUM_NEW) for prompt in prompts]
+    params = SamplingParams(temperature=0, max_tokens=NUM_NEW)
+    with LLM(str(path), num_kv_blocks=24, block_size=8, max_num_batched_tokens=30) as llm:
+        assert llm.checkpoint.decoder_config is None
+        for _ in range(2):
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            assert [out.outputs[0].token_ids for out in outputs] == expected
+        assert llm.metrics()["num_preemptions"] > 0
+        assert llm.metrics()["prefix_cache_hits"] > 0
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3", "qwen2 sliding from layer 1", "llama yarn rope", "mistral sliding"]
+)
+def test_the_same_model_through_both_codes_gives_the_same_tokens(name, tmp_path_factory):
+    path, _ = checkpoint(name, tmp_path_factory)
+    prompts, tokens = random_prompts(LENGTHS), {}
+    for impl in ("nanoengine", "transformers"):
+        with LLM(str(path), num_kv_blocks=60, block_size=8, model_impl=impl) as llm:
+            assert isinstance(llm.runner.model, HFModel) == (impl == "transformers")
+            outputs = llm.generate(prompts, SamplingParams(seed=7, max_tokens=30), use_tqdm=False)
+            tokens[impl] = [out.outputs[0].token_ids for out in outputs]
+    assert tokens["nanoengine"] == tokens["transformers"]
+
+
+def test_prompt_logprobs_go_through_the_whole_head(tmp_path_factory):
+    """Scaling and soft-capping of logits are part of it."""
+    path, reference = checkpoint("granite", tmp_path_factory)
+    prompt = random_prompts([40])[0]
+    with torch.no_grad():
+        expected = reference(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    with LLM(str(path), num_kv_blocks=20, max_num_batched_tokens=16) as llm:
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+        entries = llm.generate(prompt, params, use_tqdm=False)[0].prompt_logprobs
+    for position in range(1, len(prompt)):
+        ours = entries[position][prompt[position]].logprob
+        assert ours == pytest.approx(expected[position - 1, prompt[position]].item(), abs=1e-4)
+
+
+def test_the_cache_has_the_shape_the_model_s_own_calls_show(tmp_path_factory):
+    """Not the config's: a latent-attention model stores keys and values of different widths."""
+    path, _ = checkpoint("deepseek-v3", tmp_path_factory)
+    with LLM(str(path), kv_cache_bytes=100_000, block_size=8) as llm:
+        assert llm.runner.caches[1].k.shape[1:] == (8, 4, 24)
+        assert llm.runner.caches[1].v.shape[1:] == (8, 4, 12)
+        block_bytes = 2 * 8 * 4 * (24 + 12) * 4
+        assert llm.runner.num_blocks == 100_000 // block_bytes - 1
+
+
+def test_layers_may_store_differently_wide_keys(tmp_path_factory):
+    """The second layer has fewer KV heads; every layer gets a cache of its own shape."""
+    _, model = checkpoint("olmo", tmp_path_factory)
+    model = transformers.AutoModelForCausalLM.from_config(model.config, attn_implementation="nanoengine")
+    attention = model.model.layers[1].self_attn
+    attention.k_proj, attention.v_proj = nn.Linear(64, 16, bias=False), nn.Linear(64, 16, bias=False)
+    assert [spec[:3] for spec in HFModel(model).kv_specs] == [(2, 16, 16), (1, 16, 16)]
+
+
+def test_what_runs_is_printed_at_the_start(tmp_path_factory, capsys):
+    for name, words in (
+        ("gemma", "GemmaForCausalLM on transformers' code"),
+        ("qwen3", "on nanoengine's code"),
+    ):
+        with LLM(str(checkpoint(name, tmp_path_factory)[0]), num_kv_blocks=9, block_size=8):
+            line = capsys.readouterr().err.splitlines()[-1]
+        assert words in line
+        assert "torch attention, float32 on cpu, KV cache of 9 blocks of 8 tokens" in line
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [
+        ("T5", {}, "it is an encoder-decoder"),
+        ("Mamba", {}, "code of its own|layers of type"),
+        ("Llava", {}, "it takes more than text"),
+        ("Falcon", {"alibi": True}, "ALiBi"),
+        ("Bloom", {}, "its attention is code of its own"),
+        ("GPTJ", {}, "its attention is code of its own"),
+        ("Bert", {**TINY, "is_decoder": False}, "its attention is not causal|a trial pass failed"),
+        ("Lfm2", {**TINY, "layer_types": ["conv", "full_attention"]}, "layers of type conv"),
+        ("Llama4Text", {**TINY, "layer_types": ["chunked_attention"] * 2}, "of type chunked_attention"),
+        ("Moshi", {**TINY, "sliding_window": 9}, "a sliding layer asks for attention with window None|mask"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_with_the_reason(family, changes, reason, tmp_path):
+    getattr(transformers, f"{family}Config")(**changes).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=f"cannot be served: .*({reason})"):
+        LLM(str(tmp_path), load_format="dummy", num_kv_blocks=4)
+
+
+class _Mixing(nn.Module):
+    """A layer's norm that lets each token see the one before it, as a convolution would."""
+
+    def forward(self, x):
+        return x + x.roll(1, dims=1)
+
+
+def test_a_model_that_mixes_tokens_outside_attention_is_refused(tmp_path_factory):
+    _, model = checkpoint("olmo", tmp_path_factory)
+    model = transformers.AutoModelForCausalLM.from_config(model.config, attn_implementation="nanoengine")
+    HFModel(model)
+    model.model.layers[1].post_attention_layernorm = _Mixing()
+    with pytest.raises(UnsupportedModelError, match="mixes tokens outside attention"):
+        HFModel(model)
+
+
+def test_a_window_that_a_model_applies_by_a_mask_alone_is_not_lost_silently(tmp_path_factory):
+    _, model = checkpoint("gemma2", tmp_path_factory)
+    model = transformers.AutoModelForCausalLM.from_config(model.config, attn_implementation="nanoengine")
+    model.model.layers[0].self_attn.sliding_window = None
+    with pytest.raises(UnsupportedModelError, match=r"sliding_attention layer .* with window None"):
+        HFModel(model)
+
+
+def test_an_attention_layer_used_twice_is_refused(tmp_path_factory):
+    _, model = checkpoint("olmo", tmp_path_factory)
+    model = transformers.AutoModelForCausalLM.from_config(model.config, attn_implementation="nanoengine")
+    model.model.layers[1] = model.model.layers[0]
+    with pytest.raises(UnsupportedModelError, match="used more than once"):
+        HFModel(model)
