@@ -178,7 +178,10 @@ def hf_model(name: str) -> Any:
     settings = {**TINY, **changes}
     if "rope_parameters" in settings and transformers.__version__ < "5":
         rope = dict(settings.pop("rope_parameters"))
-        settings |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+        theta = rope.pop("rope_theta")
+        if rope["rope_type"] == "longrope":  # Phi3's config of those days takes exactly these
+            rope = {"type": "longrope", **{key: rope[key] for key in ("short_factor", "long_factor")}}
+        settings |= {"rope_theta": theta, "rope_scaling": rope}
     config = getattr(transformers, f"{family}Config")(**settings)
     # Eager, since it alone computes soft-capping and sinks.
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
