@@ -69,6 +69,7 @@ from nanoengine.sampling import (
     report_logprobs,
     sample,
 )
+from nanoengine.threads import PinnedThreads
 from nanoengine.weights import Checkpoint, load_model, open_checkpoint, resolve_dtype
 
 # ---- EngineConfig: every setting, validated once -------------------------------------------------
@@ -98,6 +99,7 @@ class EngineConfig:
     long_prefill_token_threshold: int = 0  # most tokens of one sequence in a step; 0 is no limit
     enable_prefix_caching: bool = True
     scheduling_policy: str = "fcfs"  # or "priority": a lower number runs first
+    pin_threads: bool = True  # on a CPU: a core for each of PyTorch's threads, while a step runs
     enforce_eager: bool = False  # no compilation, no CUDA graphs; so far there are none to turn off
     tensor_parallel_size: int = 1  # more is not supported
     load_format: str = "auto"  # or "dummy": random weights from config.json alone
@@ -115,6 +117,7 @@ class EngineConfig:
         check_integer("seed", self.seed, -(2**63), 2**64 - 1)
         check_number("gpu_memory_utilization", self.gpu_memory_utilization, 0, 1, open_low=True)
         check_bool("enable_prefix_caching", self.enable_prefix_caching)
+        check_bool("pin_threads", self.pin_threads)
         check_bool("enforce_eager", self.enforce_eager)
         check_bool("trust_remote_code", self.trust_remote_code)
         if self.tensor_parallel_size != 1:
@@ -750,6 +753,7 @@ class ModelRunner:
         if isinstance(self.model, Decoder):
             self.model.build_rope_table(max_model_len)
         self.stopwatch = Stopwatch()
+        self.threads = PinnedThreads(config.pin_threads and self.device.type == "cpu")
         self.num_blocks = self._count_blocks(config, max_model_len)
         self.caches = self._new_caches(self.num_blocks)
 
@@ -1225,7 +1229,8 @@ class LLM:
             stopwatch.lap("schedule")
             if not batch.chunks:
                 return []
-            sampled = self.runner.execute(batch)
+            with self.runner.threads:
+                sampled = self.runner.execute(batch)
             stopwatch.start()
             with uninterrupted():
                 self.scheduler.update(batch, sampled.token_ids)
