@@ -4,15 +4,19 @@ Shape letters: T tokens in the batch, S sequences, H query heads, K key/value he
 the values, where it differs), L cached tokens of a sequence (padded to whole blocks), B block_size.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanoengine.cpu import Kernels
+
 # Sequences decoded in one padded call. Sorted by length, so that little of a group is padding.
 DECODE_GROUP_SIZE = 16
+# Prompt tokens whose scores are computed in one product by the CPU's kernels.
+TILE_SIZE = 128
 # Scores held at a time where SDPA cannot be used and they exist as a whole.
 SCORES_PER_SLICE = 1 << 24
 
@@ -72,8 +76,8 @@ class _DecodeGroup:
     """Sequences with one new token each, attended in a single padded call."""
 
     rows: Tensor  # (S',) int64  their rows in the flat batch
-    block_tables: Tensor  # (S', blocks) int64
-    seq_lens: Tensor  # (S',) int64
+    block_tables: Tensor  # (S', blocks) int32
+    seq_lens: Tensor  # (S',) int32
     padding: tuple[Tensor, ...]  # row and position of every slot behind a sequence's end
 
 
@@ -84,10 +88,9 @@ class _Chunk:
     start: int
     end: int
     seq_len: int
-    block_table: Tensor  # (blocks,) int64
+    block_table: Tensor  # (blocks,) int32
 
 
-@dataclass(slots=True)
 class PagedAttention:
     """One step's causal attention over the paged cache, in plain PyTorch, on any device.
 
@@ -96,32 +99,29 @@ class PagedAttention:
     Source: PagedAttention, https://arxiv.org/abs/2309.06180
     """
 
-    metadata: AttentionMetadata
-    block_size: int
-    _groups: list[_DecodeGroup] = field(init=False)
-    _chunks: list[_Chunk] = field(init=False)
-    _masks: dict[object, Tensor] = field(init=False, default_factory=dict)
-
-    def __post_init__(self) -> None:
-        """Split the batch into decode groups and chunks."""
-        meta = self.metadata
+    def __init__(self, metadata: AttentionMetadata, block_size: int) -> None:
+        self.metadata = meta = metadata
+        self._masks: dict[object, Tensor] = {}
         starts = meta.cu_seqlens_q[:-1].long()
         query_lens = meta.cu_seqlens_q.diff()
-        seq_lens, tables = meta.seq_lens.long(), meta.block_tables.long()
         decodes = (query_lens == 1).nonzero().squeeze(1)
-        decodes = decodes[seq_lens[decodes].argsort()]
-        self._groups = []
-        for group in torch.split(decodes, DECODE_GROUP_SIZE) if len(decodes) else ():
-            num_blocks = -(-int(seq_lens[group[-1]]) // self.block_size)
-            positions = torch.arange(num_blocks * self.block_size, device=group.device)
+        self._prepare_decodes(starts[decodes], meta.block_tables[decodes], meta.seq_lens[decodes], block_size)
+        self._chunks: list[_Chunk] = []
+        for i in (query_lens > 1).nonzero().squeeze(1).tolist():
+            start, length, seq_len = int(starts[i]), int(query_lens[i]), int(meta.seq_lens[i])
+            table = meta.block_tables[i, : -(-seq_len // block_size)]
+            self._chunks.append(_Chunk(start, start + length, seq_len, table))
+
+    def _prepare_decodes(self, rows: Tensor, tables: Tensor, seq_lens: Tensor, block_size: int) -> None:
+        """Group the sequences that have one new token: their rows, block tables and lengths."""
+        self._groups: list[_DecodeGroup] = []
+        order = seq_lens.argsort()
+        for group in torch.split(order, DECODE_GROUP_SIZE) if len(order) else ():
+            num_blocks = -(-int(seq_lens[group[-1]]) // block_size)
+            positions = torch.arange(num_blocks * block_size, device=group.device)
             padding = (positions >= seq_lens[group].unsqueeze(1)).nonzero(as_tuple=True)
             group_tables = tables[group, :num_blocks]
-            self._groups.append(_DecodeGroup(starts[group], group_tables, seq_lens[group], padding))
-        self._chunks = []
-        for i in (query_lens > 1).nonzero().squeeze(1).tolist():
-            start, length, seq_len = int(starts[i]), int(query_lens[i]), int(seq_lens[i])
-            table = tables[i, : -(-seq_len // self.block_size)]
-            self._chunks.append(_Chunk(start, start + length, seq_len, table))
+            self._groups.append(_DecodeGroup(rows[group], group_tables, seq_lens[group], padding))
 
     def __call__(
         self,
@@ -149,16 +149,23 @@ class PagedAttention:
         Returns:
             (T, H, D'), dtype of q.
         """
-        # Copies land in the null block where slot_mapping says to discard; nothing ever reads it.
-        cache.k.view(-1, *k.shape[1:]).index_copy_(0, self.metadata.slot_mapping, k)
-        cache.v.view(-1, *v.shape[1:]).index_copy_(0, self.metadata.slot_mapping, v)
-        settings = _Settings(scale, window, softcap, sinks)
+        q = q.contiguous()
+        settings = _Settings(scale, window, softcap, None if sinks is None else sinks.float())
         out = q.new_empty(*q.shape[:2], v.shape[2])
-        for group in self._groups:
-            out[group.rows] = self._decode(group, q[group.rows], cache, settings)
+        self._write(k, v, cache)
+        self._decodes(out, q, cache, settings)
         for chunk in self._chunks:
             out[chunk.start : chunk.end] = self._chunk(chunk, q[chunk.start : chunk.end], cache, settings)
         return out
+
+    def _write(self, k: Tensor, v: Tensor, cache: KVCache) -> None:
+        # Copies land in the null block where slot_mapping says to discard; nothing ever reads it.
+        cache.k.view(-1, *k.shape[1:]).index_copy_(0, self.metadata.slot_mapping, k)
+        cache.v.view(-1, *v.shape[1:]).index_copy_(0, self.metadata.slot_mapping, v)
+
+    def _decodes(self, out: Tensor, q: Tensor, cache: KVCache, settings: _Settings) -> None:
+        for group in self._groups:
+            out[group.rows] = self._decode(group, q[group.rows], cache, settings)
 
     def _decode(self, group: _DecodeGroup, q: Tensor, cache: KVCache, settings: _Settings) -> Tensor:
         num_seqs, num_heads, head_dim = q.shape
@@ -201,6 +208,43 @@ class PagedAttention:
             None if settings.sinks is None else settings.sinks.view(num_kv_heads, group_size, 1, 1),
         )
         return out.permute(2, 0, 1, 3).reshape(length, num_heads, -1)
+
+
+class CompiledAttention(PagedAttention):
+    """The same on a CPU with compiled kernels: decodes read the cache in place, chunks go tile by tile."""
+
+    def __init__(self, metadata: AttentionMetadata, block_size: int, kernels: Kernels) -> None:
+        super().__init__(metadata, block_size)
+        self._kernels = kernels
+
+    def _prepare_decodes(self, rows: Tensor, tables: Tensor, seq_lens: Tensor, block_size: int) -> None:
+        self._decode_sequences = tables, seq_lens, rows
+
+    def _write(self, k: Tensor, v: Tensor, cache: KVCache) -> None:
+        # Rows may be apart, as in a fused projection's output, but each must be whole.
+        k, v = (x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in (k, v))
+        self._kernels.write_kv(cache.k, cache.v, k, v, self.metadata.slot_mapping)
+
+    def _decodes(self, out: Tensor, q: Tensor, cache: KVCache, settings: _Settings) -> None:
+        sequences = self._decode_sequences
+        self._kernels.decode_attention(out, q, cache.k, cache.v, *sequences, **settings._asdict())
+
+    def _chunk(self, chunk: _Chunk, q: Tensor, cache: KVCache, settings: _Settings) -> Tensor:
+        length, num_heads, head_dim = q.shape
+        first = chunk.seq_len - length  # the first query's position
+        low = 0 if settings.window is None else max(0, first + 1 - settings.window)  # the first key's
+        k, v = (self._kernels.gather(x, chunk.block_table, low, chunk.seq_len) for x in (cache.k, cache.v))
+        num_kv_heads = k.shape[0]
+        heads = q.view(length, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)  # (K, H / K, length, D)
+        outs = []
+        for start in range(0, length, TILE_SIZE):
+            tile = heads[:, :, start : start + TILE_SIZE].flatten(1, 2)
+            num_keys = first + min(start + TILE_SIZE, length) - low  # the last query of the tile sees these
+            scores = torch.bmm(tile, k[:, :num_keys].transpose(1, 2))
+            shaped = scores.view(num_heads, -1, num_keys)
+            self._kernels.causal_softmax(shaped, first + start, low, **settings._asdict())
+            outs.append(torch.bmm(scores, v[:, :num_keys]).view(num_heads, -1, v.shape[2]))
+        return torch.cat(outs, dim=1).transpose(0, 1)
 
 
 def _attend(

@@ -43,7 +43,8 @@ from torch import Tensor
 from tqdm import tqdm
 from xxhash import xxh3_64_intdigest
 
-from nanoengine.attention import AttentionMetadata, KVCache, PagedAttention
+from nanoengine.attention import AttentionMetadata, CompiledAttention, KVCache, PagedAttention
+from nanoengine.cpu import Kernels, PinnedThreads, keep_freed_memory
 from nanoengine.hf_model import HFModel
 from nanoengine.model import Decoder
 from nanoengine.outputs import RequestOutput
@@ -69,7 +70,6 @@ from nanoengine.sampling import (
     report_logprobs,
     sample,
 )
-from nanoengine.threads import PinnedThreads
 from nanoengine.weights import Checkpoint, load_model, open_checkpoint, resolve_dtype
 
 # ---- EngineConfig: every setting, validated once -------------------------------------------------
@@ -100,7 +100,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     scheduling_policy: str = "fcfs"  # or "priority": a lower number runs first
     pin_threads: bool = True  # on a CPU: a core for each of PyTorch's threads, while a step runs
-    enforce_eager: bool = False  # no compilation, no CUDA graphs; so far there are none to turn off
+    enforce_eager: bool = False  # plain PyTorch: no compiled kernels
     tensor_parallel_size: int = 1  # more is not supported
     load_format: str = "auto"  # or "dummy": random weights from config.json alone
     model_impl: str = "auto"  # "nanoengine": model.py; "transformers": its own code; auto: the first that can
@@ -754,8 +754,26 @@ class ModelRunner:
             self.model.build_rope_table(max_model_len)
         self.stopwatch = Stopwatch()
         self.threads = PinnedThreads(config.pin_threads and self.device.type == "cpu")
+        self.kernels: Kernels | None = None
+        self.attention_name = "PyTorch attention"
+        if self.device.type == "cpu":
+            keep_freed_memory()
+            if not config.enforce_eager and all(Kernels.serves(spec.dtype) for spec in self.kv_specs):
+                self._load_kernels()
         self.num_blocks = self._count_blocks(config, max_model_len)
         self.caches = self._new_caches(self.num_blocks)
+
+    def _load_kernels(self) -> None:
+        try:
+            self.kernels = kernels = Kernels()
+        except RuntimeError as error:
+            self.attention_name += f" (compiled would be faster: {error})"
+            return
+        self.attention_name = "compiled attention"
+        if kernels.was_compiled:
+            self.attention_name += f" (compiled now, {kernels.seconds:.1f} s)"
+        if isinstance(self.model, Decoder):
+            self.model.use_kernels(kernels)
 
     def _new_caches(self, num_blocks: int) -> list[KVCache]:
         """A cache per layer, with the null block on top."""
@@ -827,7 +845,10 @@ class ModelRunner:
             tensor(inputs.block_tables),
             tensor(inputs.slot_mapping),
         )
-        attention = PagedAttention(metadata, self.block_size)
+        if self.kernels is None:
+            attention = PagedAttention(metadata, self.block_size)
+        else:
+            attention = CompiledAttention(metadata, self.block_size, self.kernels)
         input_ids, positions = tensor(inputs.input_ids), tensor(inputs.positions)
         self.stopwatch.lap("inputs")
         hidden = self.model(input_ids, positions, self.caches, attention)
@@ -946,7 +967,7 @@ class LLM:
         runner = self.runner
         code = "nanoengine's" if isinstance(runner.model, Decoder) else "transformers'"
         print(
-            f"nanoengine: {self.checkpoint.architecture} on {code} code, torch attention, "
+            f"nanoengine: {self.checkpoint.architecture} on {code} code, {runner.attention_name}, "
             f"{str(runner.dtype).removeprefix('torch.')} on {runner.device}, "
             f"KV cache of {runner.num_blocks} blocks of {runner.block_size} tokens",
             file=sys.stderr,

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoengine.attention import KVCache, KVSpec, PagedAttention
+from nanoengine.cpu import Kernels
 
 # ---- Configuration: one dataclass for the families served ----------------------------------------
 
@@ -183,6 +184,8 @@ class Linear(nn.Linear):
 class RMSNorm(nn.Module):
     """x / rms(x) * weight, computed in float32 and never in place: x is also the residual."""
 
+    kernels: Kernels | None = None
+
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
@@ -194,9 +197,19 @@ class RMSNorm(nn.Module):
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * wide.to(x.dtype)
 
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The norm of x + residual, (T, E), and that sum, which is the next residual."""
+        if self.kernels is not None:
+            return self.kernels.rms_norm(x, self.weight, self.eps, residual)
+        if residual is not None:
+            x = x + residual
+        return self(x), x
+
 
 class Attention(nn.Module):
     """Self-attention of one layer with one fused projection for queries, keys and values."""
+
+    kernels: Kernels | None = None
 
     def __init__(self, config: DecoderConfig, window: int | None) -> None:
         super().__init__()
@@ -215,15 +228,21 @@ class Attention(nn.Module):
         q, k, v = (
             part.view(len(x), -1, self.head_dim) for part in self.qkv_proj(x).split(self.sizes, dim=-1)
         )
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        q, k = self._norm_rotate(q, self.q_norm, cos, sin), self._norm_rotate(k, self.k_norm, cos, sin)
         out = attention(q, k, v, cache, scale=self.head_dim**-0.5, window=self.window)
         return self.o_proj(out.flatten(1))  # type: ignore[no-any-return]
+
+    def _norm_rotate(self, x: Tensor, norm: RMSNorm | None, cos: Tensor, sin: Tensor) -> Tensor:
+        if self.kernels is not None:
+            weight, eps = (norm.weight, norm.eps) if norm is not None else (None, 0.0)
+            return self.kernels.norm_rotate(x, weight, eps, cos, sin)
+        return rotate(x if norm is None else norm(x), cos, sin)
 
 
 class MLP(nn.Module):
     """down(silu(gate(x)) * up(x)), gate and up in one projection."""
+
+    kernels: Kernels | None = None
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -232,7 +251,10 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(T, E) -> (T, E)."""
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        gate_up = self.gate_up_proj(x)
+        if self.kernels is not None:
+            return self.down_proj(self.kernels.silu_and_mul(gate_up))  # type: ignore[no-any-return]
+        gate, up = gate_up.chunk(2, dim=-1)
         return self.down_proj(F.silu(gate) * up)  # type: ignore[no-any-return]
 
 
@@ -247,11 +269,22 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(config)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache, attention: PagedAttention
-    ) -> Tensor:
-        """(T, E) -> (T, E)."""
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, cache, attention)
-        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        cache: KVCache,
+        attention: PagedAttention,
+    ) -> tuple[Tensor, Tensor]:
+        """(T, E) each: what the layer before added and the sum so far, to the same of this layer.
+
+        The addition waits for the norm that follows it, with which it is one pass over memory.
+        """
+        x, residual = self.input_layernorm.add(x, residual)
+        x = self.self_attn(x, cos, sin, cache, attention)
+        x, residual = self.post_attention_layernorm.add(x, residual)
+        return self.mlp(x), residual
 
 
 class Decoder(nn.Module):
@@ -288,6 +321,12 @@ class Decoder(nn.Module):
             if isinstance(module, Linear):
                 module.pack()
 
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Compute the element-wise parts with compiled kernels; results stay the same up to rounding."""
+        for module in self.modules():
+            if isinstance(module, RMSNorm | Attention | MLP):
+                module.kernels = kernels
+
     def build_rope_table(self, num_positions: int) -> None:
         """Compute cos and sin for positions [0, num_positions): (positions, 1, D) float32 each."""
         inv_freq, factor = rope_frequencies(self.config.rope, self.config.head_dim)
@@ -302,9 +341,10 @@ class Decoder(nn.Module):
         assert self.rope_table is not None, "call build_rope_table first"
         x = self.embed_tokens(input_ids)
         cos, sin = (table[positions].to(x.dtype) for table in self.rope_table)
+        residual = None
         for layer, cache in zip(self.layers, caches, strict=True):
-            x = layer(x, cos, sin, cache, attention)
-        return self.norm(x)  # type: ignore[no-any-return]
+            x, residual = layer(x, residual, cos, sin, cache, attention)
+        return self.norm.add(x, residual)[0]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """(R, E) -> (R, vocab_size)."""

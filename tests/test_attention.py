@@ -1,9 +1,12 @@
 """Paged attention against dense attention, sequence by sequence."""
 
+import functools
+
 import pytest
 import torch
 
-from nanoengine.attention import AttentionMetadata, KVCache, PagedAttention
+from nanoengine.attention import AttentionMetadata, CompiledAttention, KVCache, PagedAttention
+from nanoengine.cpu import Kernels
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
@@ -24,7 +27,15 @@ def dense(q, k, v, scale, window=None, softcap=None, sinks=None):
     return torch.einsum("hqk,khd->qhd", weights / total, v)
 
 
-def check(
+@pytest.fixture(params=["PyTorch", "compiled"])
+def check(request):
+    """A check of either backend."""
+    kernels = Kernels() if request.param == "compiled" else None
+    return functools.partial(_check, kernels)
+
+
+def _check(
+    kernels,
     lens,
     block_size,
     heads=4,
@@ -73,7 +84,11 @@ def check(
         block_tables=tables,
         slot_mapping=torch.cat(slots),
     )
-    out = PagedAttention(metadata, block_size)(q, k, v, cache, scale=head_dim**-0.5, **settings)
+    compiled = kernels is not None and kernels.serves(dtype)
+    attention = (
+        CompiledAttention(metadata, block_size, kernels) if compiled else PagedAttention(metadata, block_size)
+    )
+    out = attention(q, k, v, cache, scale=head_dim**-0.5, **settings)
     assert out.shape == (num_tokens, heads, v_head_dim)
     assert out.dtype == dtype
     for i, (new, _) in enumerate(lens):
@@ -88,7 +103,7 @@ MIXED = [(1, 1), (1, 40), (7, 7), (5, 33), (1, 16), (16, 16), (2, 17), (1, 100),
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 16, 17, 256])
-def test_any_mix_of_prompts_chunks_and_decodes_equals_dense_attention(block_size):
+def test_any_mix_of_prompts_chunks_and_decodes_equals_dense_attention(check, block_size):
     check(MIXED, block_size)
 
 
@@ -97,46 +112,46 @@ SINKS = torch.tensor([-1.0, 0.5, 2.0, 30.0])
 
 @pytest.mark.parametrize("window", [None, 9])
 @pytest.mark.parametrize("settings", [{"softcap": 2.0}, {"sinks": SINKS}, {"softcap": 1.0, "sinks": SINKS}])
-def test_scores_are_soft_capped_and_sinks_take_their_share(settings, window):
+def test_scores_are_soft_capped_and_sinks_take_their_share(check, settings, window):
     check(MIXED, 8, window=window, **settings)
 
 
-def test_soft_capping_a_long_prompt_slice_by_slice_changes_nothing(monkeypatch):
+def test_soft_capping_a_long_prompt_slice_by_slice_changes_nothing(check, monkeypatch):
     monkeypatch.setattr("nanoengine.attention.SCORES_PER_SLICE", 4 * 90 * 7)
     check([(50, 90), (1, 40), (90, 90)], 8, softcap=2.0, sinks=SINKS)
 
 
-def test_values_may_be_narrower_than_keys():
+def test_values_may_be_narrower_than_keys(check):
     check(MIXED, 8, head_dim=24, v_head_dim=16)
     check(MIXED, 8, head_dim=16, v_head_dim=24, softcap=3.0)
 
 
 @pytest.mark.parametrize("window", [1, 5, 16, 1000])
-def test_a_sliding_window_hides_what_is_further_back(window):
+def test_a_sliding_window_hides_what_is_further_back(check, window):
     check(MIXED, 8, window=window)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (8, 1), (3, 3)])
-def test_grouped_and_multi_query_heads_read_their_own_kv_head(heads, kv_heads):
+def test_grouped_and_multi_query_heads_read_their_own_kv_head(check, heads, kv_heads):
     check(MIXED, 16, heads=heads, kv_heads=kv_heads)
 
 
 @pytest.mark.parametrize(("kv_heads", "head_dim"), [(2, 20), (3, 11), (1, 80), (2, 96), (2, 256)])
-def test_any_head_dim_works_power_of_two_or_not(kv_heads, head_dim):
+def test_any_head_dim_works_power_of_two_or_not(check, kv_heads, head_dim):
     check(MIXED, 16, heads=2 * kv_heads, kv_heads=kv_heads, head_dim=head_dim)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_every_dtype_is_within_its_tolerance(dtype):
+def test_every_dtype_is_within_its_tolerance(check, dtype):
     check(MIXED, 16, dtype=dtype)
 
 
 @pytest.mark.parametrize("stale", [float("nan"), float("inf")])
-def test_what_other_sequences_left_in_a_block_is_never_read(stale):
+def test_what_other_sequences_left_in_a_block_is_never_read(check, stale):
     check([(1, 1 + 7 * i % 90) for i in range(20)] + MIXED, 16, stale=stale)
 
 
-def test_forty_decodes_of_mixed_lengths_are_grouped_without_mixing_them_up():
+def test_forty_decodes_of_mixed_lengths_are_grouped_without_mixing_them_up(check):
     check([(1, 1 + 7 * i % 90) for i in range(40)], 16)
 
 

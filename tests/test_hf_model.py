@@ -90,7 +90,7 @@ def test_what_runs_is_printed_at_the_start(tmp_path_factory, capsys):
         with LLM(str(checkpoint(name, tmp_path_factory)[0]), num_kv_blocks=9, block_size=8):
             line = capsys.readouterr().err.splitlines()[-1]
         assert words in line
-        assert "torch attention, float32 on cpu, KV cache of 9 blocks of 8 tokens" in line
+        assert "compiled attention, float32 on cpu, KV cache of 9 blocks of 8 tokens" in line
 
 
 @pytest.mark.parametrize(

@@ -48,8 +48,8 @@ def test_imports_point_one_way_and_only_the_asyncio_front_imports_the_engine():
         "sampling",
         "outputs",
         "requests",
+        "cpu",
         "attention",
-        "threads",
         "model",
         "hf_model",
         "weights",
@@ -68,6 +68,6 @@ def test_imports_point_one_way_and_only_the_asyncio_front_imports_the_engine():
 
 def test_no_state_lives_outside_objects():
     """No module-level mutable state, no class-level settings: two engines never share anything."""
-    for name in ("engine", "attention", "threads", "model", "hf_model", "sampling"):
+    for name in ("engine", "attention", "cpu", "model", "hf_model", "sampling"):
         tree = ast.parse((PACKAGE / f"{name}.py").read_text())
         assert not [node for node in ast.walk(tree) if isinstance(node, ast.Global)]
