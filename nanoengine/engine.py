@@ -703,6 +703,24 @@ def build_inputs(batch: ScheduledBatch, block_size: int) -> ModelInputs:
     )
 
 
+class Stopwatch:
+    """Adds up the seconds each phase of the steps took."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(("schedule", "inputs", "forward", "sample", "update"), 0.0)
+        self.start()
+
+    def start(self) -> None:
+        """A phase begins here."""
+        self._started = time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        """It ends here, and the next one begins."""
+        now = time.perf_counter()
+        self.seconds[phase] += now - self._started
+        self._started = now
+
+
 LOGPROB_ROWS = 256  # prompt rows turned into logits at a time: a row is as wide as the vocabulary
 
 
@@ -717,6 +735,7 @@ class ModelRunner:
             checkpoint, dtype=self.dtype, device=self.device, load_format=config.load_format, seed=config.seed
         )
         self.model.build_rope_table(max_model_len)
+        self.stopwatch = Stopwatch()
         self.num_blocks = self._count_blocks(config, max_model_len)
         self.caches = self._new_caches(self.num_blocks)
 
@@ -778,6 +797,7 @@ class ModelRunner:
         self.execute(ScheduledBatch([Chunk(seq, 0, length)] * count, [seq] * count, length * count))
         peak_bytes = torch.cuda.max_memory_allocated(self.device) - cache_bytes
         self.caches = []
+        self.stopwatch = Stopwatch()  # that pass was not a step
         torch.cuda.empty_cache()
         free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
         others_bytes = total_bytes - free_bytes - torch.cuda.memory_reserved(self.device)
@@ -792,6 +812,7 @@ class ModelRunner:
         def tensor(values: np.ndarray) -> Tensor:
             return torch.from_numpy(values).to(self.device)
 
+        self.stopwatch.start()
         inputs = build_inputs(batch, self.block_size)
         metadata = AttentionMetadata(
             tensor(inputs.cu_seqlens_q),
@@ -800,16 +821,22 @@ class ModelRunner:
             tensor(inputs.slot_mapping),
         )
         attention = PagedAttention(metadata, self.block_size)
-        hidden = self.model(tensor(inputs.input_ids), tensor(inputs.positions), self.caches, attention)
+        input_ids, positions = tensor(inputs.input_ids), tensor(inputs.positions)
+        self.stopwatch.lap("inputs")
+        hidden = self.model(input_ids, positions, self.caches, attention)
         prompt_logprobs = self._prompt_logprobs(batch, inputs, hidden)
         if not batch.sampled_seqs:
+            self.stopwatch.lap("forward")
             return SamplerOutput([], [], prompt_logprobs)
         logits = self.model.compute_logits(hidden[tensor(inputs.sample_rows)])
+        self.stopwatch.lap("forward")
         rows = [
             SamplingRow(s.params, s.seed, s.token_ids, s.num_prompt_tokens, s.stop_ids, s.bad_words)
             for s in batch.sampled_seqs
         ]
-        return SamplerOutput(*sample(logits, rows), prompt_logprobs)
+        output = SamplerOutput(*sample(logits, rows), prompt_logprobs)
+        self.stopwatch.lap("sample")
+        return output
 
     def _prompt_logprobs(
         self, batch: ScheduledBatch, inputs: ModelInputs, hidden: Tensor
@@ -1036,7 +1063,12 @@ class LLM:
         return self.scheduler.block_manager.reset_prefix_cache()
 
     def metrics(self) -> dict[str, int | float]:
-        """Counters since the start, and the state of the queues and the cache now."""
+        """Counters since the start, and the state of the queues and the cache now.
+
+        `seconds_*` add up the phases of the steps: schedule, inputs (arrays, and their copies to the
+        device), forward (up to the logits), sample, update (the scheduler's, and tokens to text). On
+        CUDA, forward only queues its kernels; sampling waits for them, and its seconds hold theirs.
+        """
         blocks = self.scheduler.block_manager
         return {
             "num_running": len(self.scheduler.running),
@@ -1050,6 +1082,7 @@ class LLM:
             "prompt_tokens": self._num_prompt_tokens,
             "generation_tokens": self._num_generation_tokens,
             "num_steps": self._num_steps,
+            **{f"seconds_{phase}": seconds for phase, seconds in self.runner.stopwatch.seconds.items()},
         }
 
     def close(self) -> None:
@@ -1165,16 +1198,22 @@ class LLM:
 
     def _step(self) -> list[Request]:
         """One step of the engine; returns the requests that got a token."""
+        stopwatch = self.runner.stopwatch
         try:
+            stopwatch.start()
             with uninterrupted():
                 batch = self.scheduler.schedule()
+            stopwatch.lap("schedule")
             if not batch.chunks:
                 return []
             sampled = self.runner.execute(batch)
+            stopwatch.start()
             with uninterrupted():
                 self.scheduler.update(batch, sampled.token_ids)
                 self._num_steps += 1
-                return self._take_in(batch, sampled)
+                requests = self._take_in(batch, sampled)
+                stopwatch.lap("update")
+                return requests
         except BaseException:
             with uninterrupted():
                 self.scheduler.recover()

@@ -547,6 +547,20 @@ def test_metrics_count_what_happened(path):
         assert times.first_token_time <= times.finished_time
 
 
+def test_the_seconds_of_the_phases_add_up_to_the_steps(path):
+    names = {f"seconds_{phase}" for phase in ("schedule", "inputs", "forward", "sample", "update")}
+    # A budget of 8 makes steps that sample nothing.
+    with LLM(path, block_size=16, num_kv_blocks=30, max_num_batched_tokens=8) as llm:
+        assert all(llm.metrics()[name] == 0 for name in names)
+        start = time.perf_counter()
+        llm.generate([[1] * 20, [2] * 10], SamplingParams(max_tokens=30), use_tqdm=False)
+        elapsed = time.perf_counter() - start
+        seconds = {name: value for name, value in llm.metrics().items() if name.startswith("seconds_")}
+        assert seconds.keys() == names
+        assert all(value > 0 for value in seconds.values())
+        assert 0.3 * elapsed < sum(seconds.values()) < elapsed
+
+
 def test_lower_priority_numbers_finish_first(path):
     with LLM(path, num_kv_blocks=30, max_num_seqs=1, scheduling_policy="priority") as llm:
         for name, priority in (("late", 5), ("early", -1), ("middle", 2)):
