@@ -657,20 +657,19 @@ class Bench:
         self, workload: Workload, repeats: int, rate: float | None = None
     ) -> Iterator[dict[str, Any]]:
         """A row per engine: all at once, or (with a rate) as requests arrive."""
+        name = workload.name if rate is None else f"{workload.name}, {rate:g} requests a second"
         prompt_lens, output_lens = workload.lengths()
         arrivals = [0.0] * len(prompt_lens) if rate is None else poisson_arrivals(rate, len(prompt_lens))
         replies: dict[str, list[dict[str, Any]]] = {worker.engine: [] for worker in self.engines}
         if rate is None:
             self.warm_up(workload)
         for run in range(repeats):
-            prompts = workload.prompts(f"{workload.name} at {rate}, run {run}", self.config.vocab_size)
+            prompts = workload.prompts(f"{name}, run {run}", self.config.vocab_size)
             for worker in self.engines:
                 reply = worker.ask([prompts, output_lens, arrivals])
                 replies[worker.engine].append(reply)
                 done = reply.get("error") or f"{reply['output_tokens'] / reply['seconds']:.1f} tokens/s"
-                print(
-                    f"{workload.name}, run {run + 1} of {repeats}, {worker.engine}: {done}", file=sys.stderr
-                )
+                print(f"{name}, run {run + 1} of {repeats}, {worker.engine}: {done}", file=sys.stderr)
             if rate is None:
                 self._measure_limits()
         prompt_tokens = sum(prompt_lens) + workload.shared * len(prompt_lens)
@@ -892,15 +891,15 @@ def print_markdown(report: dict[str, Any]) -> None:
             medians = [f"{row[name][0]:.0f} ms" if row[name] else "-" for name in ("ttft_ms", "itl_ms")]
             print(start, " | ".join([figures[0], figures[2], *medians]), "|")
     place = report["machine"]
-    versions = {
-        f"{package} {version}"
-        for result in report["models"]
-        for about in result["engines"].values()
-        for package, version in about["versions"].items()
-    }
-    print(f"\n{place['gpu'] or place['cpu']}, {place['cores']} cores, {place['threads']} threads, ", end="")
-    print(f"{place['memory_gib']} GiB; {report['dtype']}; medians of {report['repeats']} runs; ", end="")
-    print(f"{', '.join(sorted(versions))}; `{command_line()}`\n")
+    engines = {engine: about for result in report["models"] for engine, about in result["engines"].items()}
+    software = [
+        f"{engine} ({', '.join(f'{name} {version}' for name, version in about['versions'].items())})"
+        for engine, about in engines.items()
+        if about["versions"]
+    ]
+    hardware = f"{place['gpu'] or place['cpu']}, {place['cores']} cores, {place['memory_gib']} GiB"
+    settings = f"{place['threads']} threads, {report['dtype']}, runs of each: {report['repeats']}"
+    print(f"\n{hardware}; {settings}; {'; '.join(software)}. `{command_line()}`\n")
 
 
 def draw(report: dict[str, Any], path: str) -> None:
@@ -930,6 +929,7 @@ def draw(report: dict[str, Any], path: str) -> None:
     left.set_xticks(SWEEP, [str(size) for size in SWEEP])
     left.legend()
     right.set(xlabel="share of the time", xlim=(0, 1))
+    right.margins(y=0.5)  # one bar alone would fill the figure
     handles, labels = right.get_legend_handles_labels()
     unique = dict(zip(labels, handles, strict=True))
     right.legend(unique.values(), unique.keys(), loc="lower center", ncols=6, bbox_to_anchor=(0.5, 1))
