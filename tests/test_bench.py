@@ -1,0 +1,232 @@
+"""The benchmark: its workloads, its arithmetic, and short runs of the engines beside each other."""
+
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import bench
+from bench import WORKLOADS, Workload, latencies, parse_custom, percentile, poisson_arrivals, roofline_seconds
+
+ROOT = Path(__file__).parent.parent
+
+
+def run_bench(*arguments: str) -> tuple[str, dict]:
+    """What it prints, and its last line."""
+    run = subprocess.run(
+        [sys.executable, ROOT / "bench.py", "--threads", "1", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=True,
+    )
+    return run.stdout, json.loads(run.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    ("name", "requests", "prompt_tokens", "output_tokens", "first", "longest"),
+    [
+        ("nano", 256, 144831, 144160, (964, 304), (1023, 1024)),
+        ("small", 32, 4710, 2710, (248, 125), (248, 125)),
+        ("decode", 16, 410, 2048, (28, 128), (32, 128)),
+        ("prefill", 16, 8192, 128, (512, 8), (512, 8)),
+        ("prefix", 32, 1024, 1024, (32, 32), (32, 32)),
+        ("tiny", 128, 18907, 18354, (248, 205), (256, 256)),
+    ],
+)
+def test_workloads_are_the_published_ones(name, requests, prompt_tokens, output_tokens, first, longest):
+    prompt_lens, output_lens = WORKLOADS[name].lengths()
+    assert len(prompt_lens) == len(output_lens) == requests
+    assert (sum(prompt_lens), sum(output_lens)) == (prompt_tokens, output_tokens)
+    assert (prompt_lens[0], output_lens[0]) == first
+    assert (max(prompt_lens), max(output_lens)) == longest
+    assert WORKLOADS[name].shared == (512 if name == "prefix" else 0)
+
+
+def test_prompts_have_their_lengths_share_their_prefix_and_differ_between_runs():
+    workload = Workload("", 8, (3, 9), (1, 1), shared=20)
+    one, two = workload.prompts("run 1", 5000), workload.prompts("run 2", 5000)
+    assert [len(prompt) - 20 for prompt in one] == workload.lengths()[0]
+    assert {tuple(prompt[:20]) for prompt in one} == {tuple(one[0][:20])}
+    assert one[0][:20] != two[0][:20]
+    assert all(a != b for a, b in itertools.combinations([prompt[20:] for prompt in one + two], 2))
+    assert one == workload.prompts("run 1", 5000)
+    ids = [token for prompt in Workload("", 8, (500, 500), (1, 1)).prompts("", 5000) for token in prompt]
+    assert 3900 < max(ids) < 4000
+    assert max(token for prompt in workload.prompts("", 7) for token in prompt) < 7
+
+
+def test_a_custom_workload_is_read_or_refused():
+    assert parse_custom("4:8-16:2:64") == Workload("4:8-16:2:64", 4, (8, 16), (2, 2), shared=64)
+    for text in ("0:1:1", "1:0:1", "1:9-8:1", "1:1", "x:1:1", "1:1:1:1:1", "1:1:1:-1"):
+        with pytest.raises(ValueError):  # noqa: PT011 (argparse words it)
+            parse_custom(text)
+
+
+def test_percentiles_interpolate():
+    assert percentile([7.0], 0.99) == 7.0
+    values = [float(i) for i in range(101)]
+    assert [percentile(values[::-1], share) for share in (0, 0.5, 0.9, 1)] == [0, 50, 90, 100]
+    assert percentile([0.0, 10.0], 0.25) == 2.5
+
+
+def test_arrivals_are_poisson_and_the_same_for_the_same_seed():
+    arrivals = poisson_arrivals(4.0, 4000, seed=1)
+    assert arrivals == poisson_arrivals(4.0, 4000, seed=1) == sorted(arrivals)
+    assert arrivals != poisson_arrivals(4.0, 4000, seed=2)
+    gaps = [b - a for a, b in itertools.pairwise(arrivals)]
+    mean = sum(gaps) / len(gaps)
+    assert mean == pytest.approx(0.25, rel=0.1)
+    assert sum((gap - mean) ** 2 for gap in gaps) / len(gaps) == pytest.approx(mean**2, rel=0.2)
+
+
+def test_latencies_are_counted_from_a_request_s_arrival():
+    assert latencies([0.0, 5.0], [[1.0, 2.0, 4.0], [8.0]]) == {
+        "ttft": [1.0, 3.0],
+        "tpot": [1.5],
+        "itl": [1.0, 2.0],
+    }
+
+
+SHAPE = SimpleNamespace(
+    num_layers=2, hidden_size=4, intermediate_size=5, num_heads=2, num_kv_heads=1, head_dim=3, vocab_size=10
+)
+# A layer: 4 * (2 * 6 + 2 * 3) = 72 weights in attention, 3 * 4 * 5 = 60 in the MLP; the head: 40.
+# So 304 weights, and K and V of a token are 2 * 2 * 3 = 12 numbers.
+
+
+def test_the_roofline_is_memory_traffic_where_arithmetic_is_free():
+    # Two requests, outputs 1 and 3: the prompts' pass, then two passes with the second alone, which
+    # attends to 7 + 1 and 7 + 2 tokens. 16-bit numbers.
+    seconds = roofline_seconds(SHAPE, [5, 7], [1, 3], bandwidth=1.0, flops=1e30)
+    assert seconds == 2 * 304 + 2 * (304 + 12 * 8) + 2 * (304 + 12 * 9)
+    assert seconds * 2 == roofline_seconds(SHAPE, [5, 7], [1, 3], bandwidth=1.0, flops=1e30, itemsize=4)
+
+
+def test_the_roofline_is_arithmetic_where_memory_is_free():
+    # 12 prompt tokens attend to 1 + ... + 5 and 1 + ... + 7 tokens; 4 * 2 layers * 6 for each.
+    prompts = 2 * (264 * 12 + 40 * 2) + 48 * (15 + 28)
+    decode = 2 * 304 + 48 * 8 + 2 * 304 + 48 * 9
+    assert roofline_seconds(SHAPE, [5, 7], [1, 3], bandwidth=1e30, flops=1.0) == prompts + decode
+
+
+def test_the_roofline_computes_a_shared_prefix_once():
+    # 3 shared tokens, then 2 and 1 of their own: attending to 1 + 2 + 3, to 4 + 5 and to 4.
+    expected = 2 * (264 * 6 + 40 * 2) + 48 * (6 + 9 + 4)
+    assert roofline_seconds(SHAPE, [2, 1], [1, 1], 3, bandwidth=1e30, flops=1.0) == expected
+
+
+def test_the_published_roofline_follows_from_the_published_limits():
+    """46 to 48 GB/s and 1000 GFLOP/s on the Qwen3-0.6B shape: 25 ms a decode step, 0.86 ms a prompt token."""
+    config = bench.SHAPES["qwen3-0.6b"]
+    shape = SimpleNamespace(
+        num_layers=config["num_hidden_layers"],
+        hidden_size=config["hidden_size"],
+        intermediate_size=config["intermediate_size"],
+        num_heads=config["num_attention_heads"],
+        num_kv_heads=config["num_key_value_heads"],
+        head_dim=config["head_dim"],
+        vocab_size=config["vocab_size"],
+    )
+    limits = {"bandwidth": 47e9, "flops": 1e12}
+    step = roofline_seconds(shape, [1], [2], **limits) - roofline_seconds(shape, [1], [1], **limits)
+    assert step == pytest.approx(25.4e-3, rel=0.01)
+    # The first 32 tokens read the weights; 512 tokens more cost their products, and attention a little.
+    token = (
+        roofline_seconds(shape, [1000], [1], **limits) - roofline_seconds(shape, [488], [1], **limits)
+    ) / 512
+    assert 0.86e-3 < token < 1.1e-3
+
+
+def test_the_engines_run_side_by_side_on_the_same_requests():
+    printed, report = run_bench(
+        *("--model", "tiny", "--custom", "3:4-8:2-5", "--repeats", "1", "--markdown", "--rate", "100"),
+        *("--engine", "nanoengine,transformers,vllm"),
+    )
+    workload = Workload("", 3, (4, 8), (2, 5))
+    prompt_tokens, output_tokens = map(sum, workload.lengths())
+    (result,) = report["models"]
+    rows = {(row["engine"], row["rate"]): row for row in result["results"]}
+    for engine in ("nanoengine", "transformers"):
+        row = rows[engine, None]
+        assert (row["prompt_tokens"], row["output_tokens"]) == (prompt_tokens, output_tokens)
+        speed = row["output_tokens_per_s"]
+        assert 0 < speed["min"] == speed["median"] == speed["max"]
+        assert row["total_tokens_per_s"]["median"] == pytest.approx(
+            speed["median"] * (prompt_tokens + output_tokens) / output_tokens, rel=1e-3
+        )
+        assert row["steps"] == max(workload.lengths()[1])
+        assert row["peak_rss_bytes"] > 2**27
+        assert row["roofline_share"] > 0
+        assert {"python", "torch", engine} <= result["engines"][engine]["versions"].keys()
+    ours = rows["nanoengine", None]
+    assert ours["batch_max"] == 3
+    assert ours["ttft_ms"] == sorted(ours["ttft_ms"])
+    seconds = output_tokens / ours["output_tokens_per_s"]["median"]
+    assert sum(ours["phases_s"].values()) == pytest.approx(seconds, rel=0.05)
+    assert rows["transformers", None]["ttft_ms"] is None
+    assert rows["nanoengine", 100.0]["output_tokens"] == output_tokens
+    assert "no arrivals" in rows["transformers", 100.0]["error"]
+    assert report["machine"]["threads"] == 1
+    assert report["command"].startswith("python bench.py --threads 1 --model tiny")
+    assert result["limits"]["bandwidth_gb_per_s"] > 0
+    assert "| 3:4-8:2-5 | tiny | nanoengine | " in printed
+    if result["engines"]["vllm"]["error"] is not None:  # where it is not, and it belongs elsewhere
+        assert rows["vllm", None]["error"] == "not installed"
+        assert "| 3:4-8:2-5 | tiny | vllm | not installed |" in printed
+
+
+def test_a_plot_is_drawn_from_results(tmp_path):
+    split = {
+        "workload": "small",
+        "engine": "nanoengine",
+        "rate": None,
+        "phases_s": {"forward": 2.0, "rest": 1.0},
+    }
+    missing = {"workload": "small", "engine": "vllm", "rate": None, "error": "not installed"}
+    speeds = [float(size) for size in bench.SWEEP]
+    sweep = {"nanoengine": speeds, "vllm": [None] * len(speeds), "roofline": speeds}
+    model = {"model": "tiny", "results": [split, missing], "sweep": sweep}
+    bench.draw({"models": [model]}, str(tmp_path / "plot.png"))
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--engine", "sglang"], "unknown: sglang"),
+        (["--workload", "large"], "unknown: large"),
+        (["--python", "vllm=/nowhere/python"], "/nowhere/python"),
+        (["--rate", "1,0"], "1,0"),
+        (["--repeats", "0"], "at least 1"),
+    ],
+)
+def test_a_wrong_option_is_refused_before_anything_starts(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench.py", *arguments])
+    with pytest.raises(SystemExit):
+        bench.parse_arguments()
+    assert message in capsys.readouterr().err
+
+
+def test_the_command_line_is_told_without_this_machine_s_paths(monkeypatch):
+    arguments = ["--engine", "vllm", "--python", "vllm=/home/me/env/vllm/bin/python", "--plot", "a b.png"]
+    monkeypatch.setattr(sys, "argv", ["/home/me/bench.py", *arguments])
+    expected = "python bench.py --engine vllm --python vllm=vllm/bin/python --plot 'a b.png'"
+    assert bench.command_line() == expected
+
+
+def test_every_built_in_shape_is_one_the_engine_serves(tmp_path):
+    from nanoengine.weights import open_checkpoint
+
+    for name, config in bench.SHAPES.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+        checkpoint = open_checkpoint(str(tmp_path / name))
+        assert checkpoint.eos_token_ids == ()
+        assert checkpoint.config.tie_word_embeddings
+        assert checkpoint.config.rope["rope_theta"] == config["rope_theta"]
+        assert checkpoint.config.rope["rope_type"] == ("llama3" if name.startswith("llama") else "default")
