@@ -285,9 +285,13 @@ def load_stepped(settings: dict[str, Any]) -> Run:
         from nanoengine import LLM, RequestOutputKind, SamplingParams
 
     names = ("model", "dtype", "load_format", "max_model_len")
-    limits = {"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS}
-    own = {"skip_tokenizer_init": True} if is_vllm else {"device": settings["device"]}
-    llm = LLM(**{name: settings[name] for name in names}, **limits, **own)
+    vllm_settings = {
+        "max_num_seqs": MAX_NUM_SEQS,
+        "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
+        "skip_tokenizer_init": True,
+    }
+    own = vllm_settings if is_vllm else {"device": settings["device"]}
+    llm = LLM(**{name: settings[name] for name in names}, **own)
 
     def run(prompts: list[list[int]], output_lens: list[int], arrivals: list[float]) -> dict[str, Any]:
         common = {"temperature": TEMPERATURE, "ignore_eos": True, "detokenize": False}
@@ -750,7 +754,7 @@ def bench_model(model: str, workloads: list[Workload], args: argparse.Namespace)
             reply = worker.ask(settings)
             worker.error, worker.versions = reply.get("error"), reply.get("versions", {})
         bench = Bench(
-            checkpoint.config,
+            checkpoint.decoder_config,
             getattr(torch, args.dtype).itemsize,
             engines=[workers[engine] for engine in args.engine],
             limits=workers["limits"],

@@ -95,7 +95,7 @@ class EngineConfig:
     kv_cache_bytes: int | None = None  # instead of num_kv_blocks; neither: from the memory that is free
     gpu_memory_utilization: float = 0.9  # share of a GPU's memory for weights, activations and cache
     max_num_seqs: int = 256  # sequences that hold blocks at a time
-    max_num_batched_tokens: int = 8192  # token budget of a step
+    max_num_batched_tokens: int | None = None  # token budget of a step; None: 1024 on a CPU, 8192 on a GPU
     long_prefill_token_threshold: int = 0  # most tokens of one sequence in a step; 0 is no limit
     enable_prefix_caching: bool = True
     scheduling_policy: str = "fcfs"  # or "priority": a lower number runs first
@@ -109,9 +109,14 @@ class EngineConfig:
     def __post_init__(self) -> None:
         """Check ranges."""
         check_integer("max_num_seqs", self.max_num_seqs, 1)
-        check_integer("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         check_integer("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
-        for name in ("max_model_len", "block_size", "num_kv_blocks", "kv_cache_bytes"):
+        for name in (
+            "max_model_len",
+            "block_size",
+            "num_kv_blocks",
+            "kv_cache_bytes",
+            "max_num_batched_tokens",
+        ):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), 2 if name == "max_model_len" else 1, 2**62)
         check_integer("seed", self.seed, -(2**63), 2**64 - 1)
@@ -740,7 +745,10 @@ class ModelRunner:
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint, max_model_len: int) -> None:
         self.device = config.resolve_device()
         self.dtype = resolve_dtype(config.dtype, checkpoint.hf_config)
-        self.block_size = config.block_size or (256 if self.device.type == "cuda" else 32)
+        on_cuda = self.device.type == "cuda"
+        self.block_size = config.block_size or (256 if on_cuda else 32)
+        # On a CPU more tokens at a time fill no unit better, and what they pass on leaves its caches.
+        self.max_num_batched_tokens = config.max_num_batched_tokens or (8192 if on_cuda else 1024)
         self.model: Decoder | HFModel | None = load_model(
             checkpoint,
             dtype=self.dtype,
@@ -812,11 +820,11 @@ class ModelRunner:
     def _free_cuda_bytes(self, config: EngineConfig, max_model_len: int) -> int:
         """What gpu_memory_utilization leaves after the weights and a pass over the largest batch."""
         torch.cuda.reset_peak_memory_stats(self.device)
-        length = min(max_model_len - 1, config.max_num_batched_tokens)
+        length = min(max_model_len - 1, self.max_num_batched_tokens)
         blocks = -(-length // self.block_size)
         seq = Sequence(0, [0] * length, SamplingParams())
         seq.block_table = list(range(1, blocks + 1))
-        count = min(config.max_num_seqs, -(-config.max_num_batched_tokens // length))
+        count = min(config.max_num_seqs, -(-self.max_num_batched_tokens // length))
         self.caches = self._new_caches(blocks)
         cache_bytes = sum(cache.k.nbytes + cache.v.nbytes for cache in self.caches)
         self.execute(ScheduledBatch([Chunk(seq, 0, length)] * count, [seq] * count, length * count))
@@ -951,7 +959,7 @@ class LLM:
                 enable_prefix_caching=config.enable_prefix_caching,
             ),
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_batched_tokens=self.runner.max_num_batched_tokens,
             max_model_len=self.max_model_len,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
         )
