@@ -217,6 +217,9 @@ class SamplerOutput(NamedTuple):
     prompt_logprobs: dict[int, list[dict[int, Logprob]]]  # seq_id -> entries of this step's prompt tokens
 
 
+CACHED_LOGITS = 1 << 20  # how many float32 logits a CPU's caches hold
+
+
 def sample(
     logits: Tensor, rows: Sequence[SamplingRow]
 ) -> tuple[list[int | None], list[dict[int, Logprob] | None]]:
@@ -232,32 +235,20 @@ def sample(
     Returns:
         Per row the token id, None where a logit is NaN, and what `SamplingParams.logprobs` asks for.
     """
-    raw = logits = logits.float()
     params = [row.params for row in rows]
+    raw = logits
     if any(p.edits_logits for p in params):
-        logits = _edit_logits(logits.clone(), rows)
+        logits = _edit_logits(logits.to(torch.float32, copy=True), rows)
     if all(p.temperature == 0 for p in params):
         tokens = logits.argmax(-1)
-        largest = logits.gather(1, tokens.unsqueeze(1))
+        largest = logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
     else:
-        device = logits.device
-        temperature = torch.tensor([p.temperature for p in params], device=device).unsqueeze(1)
-        is_greedy = temperature == 0
-        # Subtract the maximum first: then no temperature, however small, can overflow.
-        largest = logits.amax(-1, keepdim=True)
-        # In place from here: fresh memory for (R, V) costs more than the arithmetic.
-        scaled = (logits - largest).div_(temperature.masked_fill(is_greedy, 1))
-        filtered = [i for i, p in enumerate(params) if p.filters]
-        if filtered:
-            index = torch.tensor(filtered, device=device)
-            scaled[index] = _filter(scaled[index], [params[i] for i in filtered])
-        seeds = np.array([row.seed for row in rows], dtype=np.uint64)
-        positions = np.array([len(row.token_ids) for row in rows], dtype=np.uint64)
-        tokens = _draw(scaled.exp_(), torch.from_numpy(uniform(seeds, positions)).to(device))
-        if is_greedy.any():
-            tokens = torch.where(is_greedy.squeeze(1), logits.argmax(-1), tokens)
+        # On a CPU a few rows at a time, which stay in its caches from one operation to the next.
+        size = len(rows) if logits.is_cuda else max(1, CACHED_LOGITS // logits.shape[1])
+        parts = [_sample(part, rows[i * size :][:size]) for i, part in enumerate(torch.split(logits, size))]
+        tokens, largest = (torch.cat(columns) for columns in zip(*parts, strict=True))
     # The maximum of a row with a NaN is NaN, so one number a row tells whether it can be sampled.
-    is_sound = largest.squeeze(1).isfinite()
+    is_sound = largest.isfinite()
     token_ids: list[int | None] = tokens.tolist()
     if not is_sound.all():
         token_ids = [t if sound else None for t, sound in zip(token_ids, is_sound.tolist(), strict=True)]
@@ -271,6 +262,29 @@ def sample(
         for i, entry in zip(chosen, entries, strict=True):
             reports[i] = entry
     return token_ids, reports
+
+
+def _sample(logits: Tensor, rows: Sequence[SamplingRow]) -> tuple[Tensor, Tensor]:
+    """Token ids, (R,) int64, by temperature, filters and one draw; and each row's largest logit."""
+    device = logits.device
+    params = [row.params for row in rows]
+    temperature = torch.tensor([p.temperature for p in params], device=device).unsqueeze(1)
+    is_greedy = temperature == 0
+    logits = logits.float()
+    # Subtract the maximum first: then no temperature, however small, can overflow.
+    largest = logits.amax(-1, keepdim=True)
+    # In place from here: fresh memory for (R, V) costs more than the arithmetic.
+    scaled = (logits - largest).div_(temperature.masked_fill(is_greedy, 1))
+    filtered = [i for i, p in enumerate(params) if p.filters]
+    if filtered:
+        index = torch.tensor(filtered, device=device)
+        scaled[index] = _filter(scaled[index], [params[i] for i in filtered])
+    seeds = np.array([row.seed for row in rows], dtype=np.uint64)
+    positions = np.array([len(row.token_ids) for row in rows], dtype=np.uint64)
+    tokens = _draw(scaled.exp_(), torch.from_numpy(uniform(seeds, positions)).to(device))
+    if is_greedy.any():
+        tokens = torch.where(is_greedy.squeeze(1), logits.argmax(-1), tokens)
+    return tokens, largest.squeeze(1)
 
 
 def report_logprobs(logits: Tensor, token_ids: list[int], num_logprobs: int) -> list[dict[int, Logprob]]:
@@ -416,7 +430,7 @@ def _draw(weights: Tensor, u: Tensor) -> Tensor:
         before = torch.where(index > 0, sums[each_row, index - 1], 0.0)
         return index, target - before
 
-    chunk_sums = chunks.sum(-1, dtype=torch.float64).cumsum(-1)
+    chunk_sums = chunks.sum(-1).double().cumsum(-1)
     chunk, rest = pick(chunk_sums, u * chunk_sums[:, -1])
     within, _ = pick(chunks[each_row, chunk].double().cumsum(-1), rest)
     return chunk * chunk_size + within
