@@ -53,12 +53,15 @@ class KVCache:
     v: Tensor
 
     @classmethod
-    def zeros(cls, spec: KVSpec, num_blocks: int, block_size: int, device: torch.device) -> "KVCache":
-        """An empty cache; its memory is taken from the system only as it is first used."""
+    def empty(cls, spec: KVSpec, num_blocks: int, block_size: int, device: torch.device) -> "KVCache":
+        """A cache without content: nothing reads a slot before it is written.
+
+        Not zeroed, so that on a CPU its memory is taken from the system only as it is first used.
+        """
         shape = (num_blocks, block_size, spec.num_kv_heads)
         return cls(
-            torch.zeros(*shape, spec.k_head_dim, dtype=spec.dtype, device=device),
-            torch.zeros(*shape, spec.v_head_dim, dtype=spec.dtype, device=device),
+            torch.empty(*shape, spec.k_head_dim, dtype=spec.dtype, device=device),
+            torch.empty(*shape, spec.v_head_dim, dtype=spec.dtype, device=device),
         )
 
 

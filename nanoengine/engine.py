@@ -787,7 +787,7 @@ class ModelRunner:
         """A cache per layer, with the null block on top."""
         try:
             return [
-                KVCache.zeros(spec, num_blocks + 1, self.block_size, self.device) for spec in self.kv_specs
+                KVCache.empty(spec, num_blocks + 1, self.block_size, self.device) for spec in self.kv_specs
             ]
         except RuntimeError as error:  # torch.OutOfMemoryError on a GPU is one
             raise ValueError(

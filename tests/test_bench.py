@@ -227,6 +227,6 @@ def test_every_built_in_shape_is_one_the_engine_serves(tmp_path):
         (tmp_path / name / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
         checkpoint = open_checkpoint(str(tmp_path / name))
         assert checkpoint.eos_token_ids == ()
-        assert checkpoint.config.tie_word_embeddings
-        assert checkpoint.config.rope["rope_theta"] == config["rope_theta"]
-        assert checkpoint.config.rope["rope_type"] == ("llama3" if name.startswith("llama") else "default")
+        assert checkpoint.decoder_config.tie_word_embeddings
+        assert checkpoint.decoder_config.rope["rope_theta"] == config["rope_theta"]
+        assert checkpoint.decoder_config.rope["rope_type"] == ("llama3" if name.startswith("llama") else "default")
