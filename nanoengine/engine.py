@@ -95,7 +95,7 @@ class EngineConfig:
     kv_cache_bytes: int | None = None  # instead of num_kv_blocks; neither: from the memory that is free
     gpu_memory_utilization: float = 0.9  # share of a GPU's memory for weights, activations and cache
     max_num_seqs: int = 256  # sequences that hold blocks at a time
-    max_num_batched_tokens: int | None = None  # token budget of a step; None: 512 on a CPU, 8192 on a GPU
+    max_num_batched_tokens: int | None = None  # token budget of a step; None: 1024 on a CPU, 8192 on a GPU
     long_prefill_token_threshold: int = 0  # most tokens of one sequence in a step; 0 is no limit
     enable_prefix_caching: bool = True
     scheduling_policy: str = "fcfs"  # or "priority": a lower number runs first
@@ -748,7 +748,7 @@ class ModelRunner:
         on_cuda = self.device.type == "cuda"
         self.block_size = config.block_size or (256 if on_cuda else 32)
         # On a CPU more tokens at a time fill no unit better, and what they pass on leaves its caches.
-        self.max_num_batched_tokens = config.max_num_batched_tokens or (8192 if on_cuda else 512)
+        self.max_num_batched_tokens = config.max_num_batched_tokens or (8192 if on_cuda else 1024)
         self.model: Decoder | HFModel | None = load_model(
             checkpoint,
             dtype=self.dtype,
