@@ -53,15 +53,12 @@ class KVCache:
     v: Tensor
 
     @classmethod
-    def empty(cls, spec: KVSpec, num_blocks: int, block_size: int, device: torch.device) -> "KVCache":
-        """A cache without content: nothing reads a slot before it is written.
-
-        Not zeroed, so that on a CPU its memory is taken from the system only as it is first used.
-        """
+    def zeros(cls, spec: KVSpec, num_blocks: int, block_size: int, device: torch.device) -> "KVCache":
+        """A cache without content. Zeroed, so that no page of it is fetched from the system in a step."""
         shape = (num_blocks, block_size, spec.num_kv_heads)
         return cls(
-            torch.empty(*shape, spec.k_head_dim, dtype=spec.dtype, device=device),
-            torch.empty(*shape, spec.v_head_dim, dtype=spec.dtype, device=device),
+            torch.zeros(*shape, spec.k_head_dim, dtype=spec.dtype, device=device),
+            torch.zeros(*shape, spec.v_head_dim, dtype=spec.dtype, device=device),
         )
 
 

@@ -787,7 +787,7 @@ class ModelRunner:
         """A cache per layer, with the null block on top."""
         try:
             return [
-                KVCache.empty(spec, num_blocks + 1, self.block_size, self.device) for spec in self.kv_specs
+                KVCache.zeros(spec, num_blocks + 1, self.block_size, self.device) for spec in self.kv_specs
             ]
         except RuntimeError as error:  # torch.OutOfMemoryError on a GPU is one
             raise ValueError(
@@ -809,7 +809,7 @@ class ModelRunner:
             usable_bytes = self._free_cuda_bytes(config, max_model_len)
             remedy = "raise gpu_memory_utilization or lower max_num_batched_tokens"
         else:
-            # As vLLM on a CPU, 4 GiB at most; pages are taken from the system as they are first used.
+            # As vLLM on a CPU, 4 GiB at most.
             usable_bytes = min(psutil.virtual_memory().available // 2, 4 << 30)
             remedy = "free some memory"
         usable_bytes -= block_bytes  # the null block

@@ -229,4 +229,6 @@ def test_every_built_in_shape_is_one_the_engine_serves(tmp_path):
         assert checkpoint.eos_token_ids == ()
         assert checkpoint.decoder_config.tie_word_embeddings
         assert checkpoint.decoder_config.rope["rope_theta"] == config["rope_theta"]
-        assert checkpoint.decoder_config.rope["rope_type"] == ("llama3" if name.startswith("llama") else "default")
+        assert checkpoint.decoder_config.rope["rope_type"] == (
+            "llama3" if name.startswith("llama") else "default"
+        )
