@@ -148,7 +148,7 @@ class Kernels:
         self._call(
             "decode_attention", out, q, k_cache, v_cache, block_tables, seq_lens, rows,
             len(rows), block_tables.shape[1], q.shape[1], k_cache.shape[2], q.shape[2], out.shape[2],
-            k_cache.shape[1], float(scale), window or 0, softcap or 0.0, sinks,
+            k_cache.shape[1], float(scale), window or 0, float(softcap or 0), sinks,
         )  # fmt: skip
 
     def causal_softmax(
@@ -165,7 +165,7 @@ class Kernels:
         """Scores (H, queries, keys) to probabilities in place; positions count on from the first ones."""
         self._call(
             "causal_softmax", scores, *scores.shape, first_query, first_key,
-            float(scale), window or 0, softcap or 0.0, sinks,
+            float(scale), window or 0, float(softcap or 0), sinks,
         )  # fmt: skip
 
     def gather(self, cache: Tensor, block_table: Tensor, first: int, last: int) -> Tensor:
@@ -186,13 +186,13 @@ class Kernels:
         """The norm of x + residual, (T, E), and that sum; without a residual the sum is x."""
         out = torch.empty_like(x)
         total = x if residual is None else torch.empty_like(x)
-        self._call("rms_norm", out, total, x, residual, weight, eps, *x.shape)
+        self._call("rms_norm", out, total, x, residual, weight, float(eps), *x.shape)
         return out, total
 
     def norm_rotate(self, x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
         """Heads of x (T, heads, D) normalised, where there is a weight, and rotated by cos, sin (T, 1, D)."""
         out = x.new_empty(x.shape)
-        self._call("norm_rotate", out, x, x.stride(0), weight, eps, cos, sin, *x.shape)
+        self._call("norm_rotate", out, x, x.stride(0), weight, float(eps), cos, sin, *x.shape)
         return out
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:

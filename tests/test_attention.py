@@ -116,6 +116,10 @@ def test_scores_are_soft_capped_and_sinks_take_their_share(check, settings, wind
     check(MIXED, 8, window=window, **settings)
 
 
+def test_a_soft_cap_of_a_config_may_be_an_integer(check):
+    check(MIXED, 8, softcap=2)
+
+
 def test_soft_capping_a_long_prompt_slice_by_slice_changes_nothing(check, monkeypatch):
     monkeypatch.setattr("nanoengine.attention.SCORES_PER_SLICE", 4 * 90 * 7)
     check([(50, 90), (1, 40), (90, 90)], 8, softcap=2.0, sinks=SINKS)
