@@ -143,13 +143,8 @@ class HFModel(nn.Module):
             if hasattr(module, "is_causal"):
                 module.register_forward_pre_hook(self._hand_over, with_kwargs=True)
         self._layers: dict[Any, int] = {}  # what calls attention -> index of its cache
-        self._kv_specs: list[KVSpec] = []
+        self.kv_specs: list[KVSpec] = []  # what each attention layer stores per token
         self._probe()
-
-    @property
-    def kv_specs(self) -> list[KVSpec]:
-        """What each attention layer stores per token, as its own calls have shown."""
-        return self._kv_specs
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, caches: Sequence[KVCache], attention: PagedAttention
@@ -201,7 +196,7 @@ class HFModel(nn.Module):
             if layer in self._layers:
                 raise UnsupportedModelError("an attention layer is used more than once in a pass")
             self._layers[layer] = len(self._layers)
-            self._kv_specs.append(KVSpec(k.shape[1], k.shape[2], v.shape[2], k.dtype))
+            self.kv_specs.append(KVSpec(k.shape[1], k.shape[2], v.shape[2], k.dtype))
             windows.append(settings.get("window"))
             return stand_in(layer, q, k, v)
 
@@ -238,10 +233,9 @@ def check_config(config: Any) -> None:
     Raises:
         UnsupportedModelError: with the reason.
     """
-    text_config = config.get_text_config()
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError("it is an encoder-decoder")
-    if text_config is not config:
+    if config.get_text_config() is not config:
         raise UnsupportedModelError(
             "it takes more than text (images, audio); only text-only models are served"
         )
@@ -252,9 +246,8 @@ def check_config(config: Any) -> None:
     if unknown:
         raise UnsupportedModelError(f"it has layers of type {', '.join(sorted(unknown))}")
     for rope in rope_settings(config):
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind != "default" and kind not in ROPE_INIT_FUNCTIONS:
-            raise UnsupportedModelError(f"rope type {kind!r} is unknown to transformers")
+        if rope["rope_type"] not in ("default", *ROPE_INIT_FUNCTIONS):
+            raise UnsupportedModelError(f"rope type {rope['rope_type']!r} is unknown to transformers")
 
 
 def _attention_implementation(config: Any) -> str:
@@ -274,12 +267,13 @@ def _attention_implementation(config: Any) -> str:
 
 
 def rope_settings(config: Any) -> list[dict[str, Any]]:
-    """The rope settings of a config: none, one, or one for each type of layer."""
+    """The rope settings of a config: none, one, or one for each type of layer; each with its rope_type."""
+    # `rope_parameters` since transformers 5, `rope_scaling` before; `type` in old checkpoints.
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
     if not isinstance(rope, dict):
         return []
-    nested = [value for value in rope.values() if isinstance(value, dict)]
-    return nested or [rope]
+    nested = [value for value in rope.values() if isinstance(value, dict)] or [rope]
+    return [{"rope_type": one.get("type", "default"), **one} for one in nested]
 
 
 def load_hf_model(

@@ -49,7 +49,7 @@ class DecoderConfig:
         Raises:
             ValueError: the architecture, rope type or activation is not supported.
         """
-        architecture = (getattr(config, "architectures", None) or [type(config).__name__])[0]
+        architecture = architecture_of(config)
         if architecture not in SUPPORTED_ARCHITECTURES:
             raise ValueError(
                 f"architecture {architecture!r} is not supported; "
@@ -81,6 +81,11 @@ class DecoderConfig:
             mlp_bias=bool(getattr(config, "mlp_bias", False)),
             qk_norm=family == "Qwen3",
         )
+
+
+def architecture_of(config: Any) -> str:
+    """The architecture a transformers config names, or that its class stands for."""
+    return (getattr(config, "architectures", None) or [type(config).__name__])[0]  # type: ignore[no-any-return]
 
 
 def _rope_parameters(config: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
 from nanoengine.hf_model import HFModel, UnsupportedModelError, check_config, load_hf_model, rope_settings
-from nanoengine.model import Decoder, DecoderConfig
+from nanoengine.model import Decoder, DecoderConfig, architecture_of
 
 # Hugging Face's name -> our fused parameter and the part of its rows.
 FUSED = {
@@ -55,13 +55,12 @@ class Checkpoint:
         if positions is None:
             return None
         for rope in rope_settings(config):
-            kind = rope.get("rope_type", rope.get("type", "default"))
             original = rope.get("original_max_position_embeddings") or getattr(
                 config, "original_max_position_embeddings", positions
             )
-            if kind == "yarn":
+            if rope["rope_type"] == "yarn":
                 positions = max(positions, int(original * rope.get("factor", 1.0)))
-            elif kind in ("dynamic", "longrope"):
+            elif rope["rope_type"] in ("dynamic", "longrope"):
                 # Beyond, the frequencies depend on the length of what is computed together: every key in
                 # the cache would have to be computed again.
                 positions = min(positions, original)
@@ -122,11 +121,6 @@ def open_checkpoint(
         eos += ids if isinstance(ids, list) else [] if ids is None else [ids]
     known = (token_id for token_id in dict.fromkeys(eos) if 0 <= token_id < hf_config.vocab_size)
     return Checkpoint(path, hf_config, decoder_config, loaded, tuple(known), generation)
-
-
-def architecture_of(hf_config: Any) -> str:
-    """The architecture a transformers config names, or that its class stands for."""
-    return (getattr(hf_config, "architectures", None) or [type(hf_config).__name__])[0]  # type: ignore[no-any-return]
 
 
 @contextmanager
