@@ -1,11 +1,18 @@
 """Paged attention: write a batch's keys and values into cache blocks, then attend over the blocks.
 
+Four backends compute the same: `TorchAttention` (any device, and the one to read), `CompiledAttention` (a
+CPU with a compiler), `FlashAttention` and `VarlenAttention` (CUDA: flash-attn's kernels, from the flash-attn
+package or from PyTorch itself).
+
 Shape letters: T tokens in the batch, S sequences, H query heads, K key/value heads, D head_dim (D' of
 the values, where it differs), L cached tokens of a sequence (padded to whole blocks), B block_size.
 """
 
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,9 +33,13 @@ class AttentionMetadata:
     """Where a flat batch's tokens belong: everything an attention backend needs besides q, k, v."""
 
     cu_seqlens_q: Tensor  # (S + 1,) int32  tokens of sequence i: [cu[i], cu[i + 1])
+    cu_seqlens_k: Tensor  # (S + 1,) int32  the same over all they attend to: running sums of seq_lens
     seq_lens: Tensor  # (S,) int32  tokens of sequence i in the cache after this step's are written
     block_tables: Tensor  # (S, most blocks) int32  block ids, padded with the null block, 0
     slot_mapping: Tensor  # (T,) int64  cache slot that receives each token's K and V; < B: discard
+    max_query_len: int  # known without asking the device, as is what follows
+    max_seq_len: int
+    is_fresh: bool  # no sequence has a past: all K and V they attend to are this batch's own
 
 
 class KVSpec(NamedTuple):
@@ -91,37 +102,27 @@ class _Chunk:
     block_table: Tensor  # (blocks,) int32
 
 
-class PagedAttention:
-    """One step's causal attention over the paged cache, in plain PyTorch, on any device.
+class PagedAttention(ABC):
+    """One step's causal attention over the paged cache.
 
     Built once per step from the metadata and called once per layer, so that what does not depend on
     the layer (grouping, block gathers' indices, masks) is prepared once.
     Source: PagedAttention, https://arxiv.org/abs/2309.06180
     """
 
-    def __init__(self, metadata: AttentionMetadata, block_size: int) -> None:
-        self.metadata = meta = metadata
-        self._masks: dict[object, Tensor] = {}
-        starts = meta.cu_seqlens_q[:-1].long()
-        query_lens = meta.cu_seqlens_q.diff()
-        decodes = (query_lens == 1).nonzero().squeeze(1)
-        self._prepare_decodes(starts[decodes], meta.block_tables[decodes], meta.seq_lens[decodes], block_size)
-        self._chunks: list[_Chunk] = []
-        for i in (query_lens > 1).nonzero().squeeze(1).tolist():
-            start, length, seq_len = int(starts[i]), int(query_lens[i]), int(meta.seq_lens[i])
-            table = meta.block_tables[i, : -(-seq_len // block_size)]
-            self._chunks.append(_Chunk(start, start + length, seq_len, table))
+    name: ClassVar[str]  # as attn_backend has it
+    settings: ClassVar[frozenset[str]] = frozenset(("window", "softcap", "sinks"))  # that it can compute
+    devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
+    block_multiple: ClassVar[int] = 1  # block_size has to be a multiple of this
+    capturable: ClassVar[bool] = False  # whether a CUDA graph can hold it: it asks the device for nothing
 
-    def _prepare_decodes(self, rows: Tensor, tables: Tensor, seq_lens: Tensor, block_size: int) -> None:
-        """Group the sequences that have one new token: their rows, block tables and lengths."""
-        self._groups: list[_DecodeGroup] = []
-        order = seq_lens.argsort()
-        for group in torch.split(order, DECODE_GROUP_SIZE) if len(order) else ():
-            num_blocks = -(-int(seq_lens[group[-1]]) // block_size)
-            positions = torch.arange(num_blocks * block_size, device=group.device)
-            padding = (positions >= seq_lens[group].unsqueeze(1)).nonzero(as_tuple=True)
-            group_tables = tables[group, :num_blocks]
-            self._groups.append(_DecodeGroup(rows[group], group_tables, seq_lens[group], padding))
+    def __init__(self, metadata: AttentionMetadata, block_size: int) -> None:
+        self.metadata = metadata
+
+    @classmethod
+    def obstacle(cls, specs: Sequence[KVSpec], settings: frozenset[str]) -> str | None:
+        """Why it cannot compute layers that store `specs` and ask for `settings`; None: it can."""
+        return None
 
     def __call__(
         self,
@@ -149,19 +150,56 @@ class PagedAttention:
         Returns:
             (T, H, D'), dtype of q.
         """
-        q = q.contiguous()
-        settings = _Settings(scale, window, softcap, None if sinks is None else sinks.float())
-        out = q.new_empty(*q.shape[:2], v.shape[2])
         self._write(k, v, cache)
-        self._decodes(out, q, cache, settings)
-        for chunk in self._chunks:
-            out[chunk.start : chunk.end] = self._chunk(chunk, q[chunk.start : chunk.end], cache, settings)
-        return out
+        settings = _Settings(scale, window, softcap, None if sinks is None else sinks.float())
+        return self._attend(q.contiguous(), k, v, cache, settings)
 
     def _write(self, k: Tensor, v: Tensor, cache: KVCache) -> None:
         # Copies land in the null block where slot_mapping says to discard; nothing ever reads it.
         cache.k.view(-1, *k.shape[1:]).index_copy_(0, self.metadata.slot_mapping, k)
         cache.v.view(-1, *v.shape[1:]).index_copy_(0, self.metadata.slot_mapping, v)
+
+    @abstractmethod
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, settings: _Settings) -> Tensor:
+        """Attention over the cache, which holds k and v already."""
+
+
+class TorchAttention(PagedAttention):
+    """In plain PyTorch, on any device."""
+
+    name = "torch"
+
+    def __init__(self, metadata: AttentionMetadata, block_size: int) -> None:
+        super().__init__(metadata, block_size)
+        self._masks: dict[object, Tensor] = {}
+        starts = metadata.cu_seqlens_q[:-1].long()
+        query_lens = metadata.cu_seqlens_q.diff()
+        decodes = (query_lens == 1).nonzero().squeeze(1)
+        tables, seq_lens = metadata.block_tables, metadata.seq_lens
+        self._prepare_decodes(starts[decodes], tables[decodes], seq_lens[decodes], block_size)
+        self._chunks: list[_Chunk] = []
+        for i in (query_lens > 1).nonzero().squeeze(1).tolist():
+            start, length, seq_len = int(starts[i]), int(query_lens[i]), int(seq_lens[i])
+            table = tables[i, : -(-seq_len // block_size)]
+            self._chunks.append(_Chunk(start, start + length, seq_len, table))
+
+    def _prepare_decodes(self, rows: Tensor, tables: Tensor, seq_lens: Tensor, block_size: int) -> None:
+        """Group the sequences that have one new token: their rows, block tables and lengths."""
+        self._groups: list[_DecodeGroup] = []
+        order = seq_lens.argsort()
+        for group in torch.split(order, DECODE_GROUP_SIZE) if len(order) else ():
+            num_blocks = -(-int(seq_lens[group[-1]]) // block_size)
+            positions = torch.arange(num_blocks * block_size, device=group.device)
+            padding = (positions >= seq_lens[group].unsqueeze(1)).nonzero(as_tuple=True)
+            group_tables = tables[group, :num_blocks]
+            self._groups.append(_DecodeGroup(rows[group], group_tables, seq_lens[group], padding))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, settings: _Settings) -> Tensor:
+        out = q.new_empty(*q.shape[:2], v.shape[2])
+        self._decodes(out, q, cache, settings)
+        for chunk in self._chunks:
+            out[chunk.start : chunk.end] = self._chunk(chunk, q[chunk.start : chunk.end], cache, settings)
+        return out
 
     def _decodes(self, out: Tensor, q: Tensor, cache: KVCache, settings: _Settings) -> None:
         for group in self._groups:
@@ -181,7 +219,7 @@ class PagedAttention:
         # The query heads that share a KV head take the place of query positions.
         folded = q.reshape(num_seqs, num_kv_heads, -1, head_dim)
         sinks = None if settings.sinks is None else settings.sinks.view(1, num_kv_heads, -1, 1)
-        out = _attend(folded, k, v, self._masks[key], settings, sinks)
+        out = _scaled_dot_product(folded, k, v, self._masks[key], settings, sinks)
         return out.reshape(num_seqs, num_heads, -1)
 
     def _chunk(self, chunk: _Chunk, q: Tensor, cache: KVCache, settings: _Settings) -> Tensor:
@@ -199,7 +237,7 @@ class PagedAttention:
                 self._masks[key] = _visible(distance, settings.window)  # (length, L)
             mask = self._masks[key]
         # KV heads are the batch; the query heads that share one are SDPA's heads, K and V expanded.
-        out = _attend(
+        out = _scaled_dot_product(
             q.reshape(length, num_kv_heads, group_size, head_dim).permute(1, 2, 0, 3),
             k.unsqueeze(1).expand(-1, group_size, -1, -1),
             v.unsqueeze(1).expand(-1, group_size, -1, -1),
@@ -210,8 +248,11 @@ class PagedAttention:
         return out.permute(2, 0, 1, 3).reshape(length, num_heads, -1)
 
 
-class CompiledAttention(PagedAttention):
-    """The same on a CPU with compiled kernels: decodes read the cache in place, chunks go tile by tile."""
+class CompiledAttention(TorchAttention):
+    """On a CPU with compiled kernels: decodes read the cache in place, chunks go tile by tile."""
+
+    name = "compiled"
+    devices = ("cpu",)
 
     def __init__(self, metadata: AttentionMetadata, block_size: int, kernels: Kernels) -> None:
         super().__init__(metadata, block_size)
@@ -221,9 +262,7 @@ class CompiledAttention(PagedAttention):
         self._decode_sequences = tables, seq_lens, rows
 
     def _write(self, k: Tensor, v: Tensor, cache: KVCache) -> None:
-        # Rows may be apart, as in a fused projection's output, but each must be whole.
-        k, v = (x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in (k, v))
-        self._kernels.write_kv(cache.k, cache.v, k, v, self.metadata.slot_mapping)
+        self._kernels.write_kv(cache.k, cache.v, _whole_rows(k), _whole_rows(v), self.metadata.slot_mapping)
 
     def _decodes(self, out: Tensor, q: Tensor, cache: KVCache, settings: _Settings) -> None:
         sequences = self._decode_sequences
@@ -247,7 +286,147 @@ class CompiledAttention(PagedAttention):
         return torch.cat(outs, dim=1).transpose(0, 1)
 
 
-def _attend(
+class FlashAttention(PagedAttention):
+    """On CUDA by the flash-attn package (FlashAttention-2), which reads the cache through block tables.
+
+    Source: FlashAttention-2, https://arxiv.org/abs/2307.08691
+    """
+
+    name = "flash"
+    settings = frozenset(("window", "softcap"))
+    devices = ("cuda",)
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float16, torch.bfloat16)
+    block_multiple = 256
+    capturable = True
+
+    def __init__(self, metadata: AttentionMetadata, block_size: int) -> None:
+        super().__init__(metadata, block_size)
+        import flash_attn  # an extra: not everyone has it
+
+        self._flash = flash_attn
+
+    @classmethod
+    def obstacle(cls, specs: Sequence[KVSpec], settings: frozenset[str]) -> str | None:
+        """As in the base class."""
+        if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
+            return "it needs a GPU of the Ampere generation or later"
+        for _, k_head_dim, v_head_dim, dtype in specs:
+            if dtype not in cls.dtypes:
+                return f"it computes in float16 or bfloat16, not in {str(dtype).removeprefix('torch.')}"
+            if k_head_dim != v_head_dim or k_head_dim % 8 or k_head_dim > 256:
+                return (
+                    "head_dim must be the same for K and V, a multiple of 8 and at most 256, "
+                    f"not {k_head_dim} and {v_head_dim}"
+                )
+        if missing := settings - cls.settings:
+            return f"it does not compute {', '.join(sorted(missing))}"
+        return cls._cannot_import()
+
+    @classmethod
+    def _cannot_import(cls) -> str | None:
+        try:
+            import flash_attn  # noqa: F401
+        except ImportError as error:  # missing, or built for another PyTorch
+            return f"flash-attn cannot be imported: {error}"
+        return None
+
+    def _write(self, k: Tensor, v: Tensor, cache: KVCache) -> None:
+        from nanoengine.cuda import write_kv  # needs Triton, which a CPU's PyTorch comes without
+
+        write_kv(cache.k, cache.v, _whole_rows(k), _whole_rows(v), self.metadata.slot_mapping)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, settings: _Settings) -> Tensor:
+        meta = self.metadata
+        how: dict[str, Any] = {
+            "softmax_scale": settings.scale,
+            "causal": True,
+            "window_size": (-1, -1) if settings.window is None else (settings.window - 1, 0),
+            "softcap": float(settings.softcap or 0),
+        }
+        if meta.max_query_len == 1:
+            out: Tensor = self._flash.flash_attn_with_kvcache(
+                q.unsqueeze(1),
+                cache.k,
+                cache.v,
+                cache_seqlens=meta.seq_lens,
+                block_table=meta.block_tables,
+                **how,
+            )
+            return out.squeeze(1)
+        # Prompts from their beginning need no detour through their blocks.
+        k, v, table = (k, v, None) if meta.is_fresh else (cache.k, cache.v, meta.block_tables)
+        out = self._flash.flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            meta.cu_seqlens_q,
+            meta.cu_seqlens_k,
+            meta.max_query_len,
+            meta.max_seq_len,
+            block_table=table,
+            **how,
+        )
+        return out
+
+
+class VarlenAttention(FlashAttention):
+    """On CUDA by the same kernels as PyTorch carries them (`torch.nn.attention.varlen`)."""
+
+    name = "varlen"
+    settings = frozenset(("window",))
+
+    def __init__(self, metadata: AttentionMetadata, block_size: int) -> None:
+        PagedAttention.__init__(self, metadata, block_size)
+        from torch.nn.attention import varlen
+
+        self._varlen = varlen
+
+    @classmethod
+    def _cannot_import(cls) -> str | None:
+        try:
+            from torch.nn.attention.varlen import varlen_attn
+        except ImportError:
+            return f"PyTorch {torch.__version__} has no varlen_attn"
+        if "block_table" not in inspect.signature(varlen_attn).parameters:
+            return f"varlen_attn of PyTorch {torch.__version__} takes no block table"
+        return None
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, settings: _Settings) -> Tensor:
+        meta = self.metadata
+        paged: dict[str, Any] = {}
+        if not meta.is_fresh:
+            k, v, paged = cache.k, cache.v, {"seqused_k": meta.seq_lens, "block_table": meta.block_tables}
+        out: Any = self._varlen.varlen_attn(
+            q,
+            k,
+            v,
+            meta.cu_seqlens_q,
+            meta.cu_seqlens_k,
+            meta.max_query_len,
+            meta.max_seq_len,
+            scale=settings.scale,
+            window_size=(-1 if settings.window is None else settings.window - 1, 0),
+            enable_gqa=q.shape[1] != k.shape[-2],
+            **paged,
+        )
+        return out  # type: ignore[no-any-return]
+
+
+# The fastest first.
+BACKENDS: tuple[type[PagedAttention], ...] = (
+    FlashAttention,
+    VarlenAttention,
+    CompiledAttention,
+    TorchAttention,
+)
+
+
+def _whole_rows(x: Tensor) -> Tensor:
+    """Keys or values (T, K, D) with each token's numbers in one piece; tokens themselves may lie apart."""
+    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
+
+
+def _scaled_dot_product(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, settings: _Settings, sinks: Tensor | None
 ) -> Tensor:
     """Attention of (.., .., queries, D) over (.., .., L, D); no mask is causal; sinks broadcast to scores."""

@@ -19,6 +19,7 @@ Words used throughout:
 """
 
 import bisect
+import gc
 import heapq
 import itertools
 import signal
@@ -30,11 +31,11 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as AnySequence
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeVar
 
 import numpy as np
 import psutil
@@ -43,7 +44,7 @@ from torch import Tensor
 from tqdm import tqdm
 from xxhash import xxh3_64_intdigest
 
-from nanoengine.attention import AttentionMetadata, CompiledAttention, KVCache, PagedAttention
+from nanoengine.attention import BACKENDS, AttentionMetadata, CompiledAttention, KVCache, PagedAttention
 from nanoengine.cpu import Kernels, PinnedThreads, keep_freed_memory
 from nanoengine.hf_model import HFModel
 from nanoengine.model import Decoder
@@ -59,6 +60,7 @@ from nanoengine.requests import (
     split_prompts,
 )
 from nanoengine.sampling import (
+    Download,
     Logprob,
     RequestOutputKind,
     SamplerOutput,
@@ -67,10 +69,15 @@ from nanoengine.sampling import (
     check_bool,
     check_integer,
     check_number,
+    draw_tokens,
+    read_tokens,
     report_logprobs,
-    sample,
+    report_samples,
 )
 from nanoengine.weights import Checkpoint, load_model, open_checkpoint, resolve_dtype
+
+if TYPE_CHECKING:
+    from nanoengine.cuda import Staging
 
 # ---- EngineConfig: every setting, validated once -------------------------------------------------
 
@@ -100,7 +107,9 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     scheduling_policy: str = "fcfs"  # or "priority": a lower number runs first
     pin_threads: bool = True  # on a CPU: a core for each of PyTorch's threads, while a step runs
-    enforce_eager: bool = False  # plain PyTorch: no compiled kernels
+    attn_backend: str = "auto"  # a name of `attention.BACKENDS`; auto: the first that can
+    enforce_eager: bool = False  # plain PyTorch: no compiled kernels, no CUDA graphs
+    async_scheduling: bool | None = None  # prepare a step while the one before runs; None: on a GPU
     tensor_parallel_size: int = 1  # more is not supported
     load_format: str = "auto"  # or "dummy": random weights from config.json alone
     model_impl: str = "auto"  # "nanoengine": model.py; "transformers": its own code; auto: the first that can
@@ -124,6 +133,8 @@ class EngineConfig:
         check_bool("enable_prefix_caching", self.enable_prefix_caching)
         check_bool("pin_threads", self.pin_threads)
         check_bool("enforce_eager", self.enforce_eager)
+        if self.async_scheduling is not None:
+            check_bool("async_scheduling", self.async_scheduling)
         check_bool("trust_remote_code", self.trust_remote_code)
         if self.tensor_parallel_size != 1:
             raise ValueError(f"tensor_parallel_size must be 1, got {self.tensor_parallel_size!r}")
@@ -133,6 +144,7 @@ class EngineConfig:
             "scheduling_policy": ("fcfs", "priority"),
             "load_format": ("auto", "dummy"),
             "model_impl": ("auto", "nanoengine", "transformers"),
+            "attn_backend": ("auto", *(backend.name for backend in BACKENDS)),
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
@@ -180,6 +192,9 @@ class Sequence:
     bad_words: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
     prompt_logprobs: int | None = None  # how many to report per prompt token; None: not asked for
     num_prompt_tokens: int = field(init=False)
+    # With async scheduling: 1 while the step in flight draws the next token, which is its sample_index-th.
+    num_pending_tokens: int = field(init=False, default=0)
+    sample_index: int = field(init=False, default=0)
     max_num_tokens: int = field(init=False, default=0)  # prompt and output at most; set by the scheduler
 
     status: Status = field(init=False, default=Status.WAITING)
@@ -204,12 +219,17 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output tokens."""
-        return len(self.token_ids)
+        """Prompt and output tokens, the pending one too."""
+        return len(self.token_ids) + self.num_pending_tokens
+
+    @property
+    def num_output_tokens(self) -> int:
+        """The tokens sampled so far."""
+        return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def output_token_ids(self) -> list[int]:
-        """The tokens sampled so far."""
+        """The same, themselves."""
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
@@ -397,7 +417,7 @@ class BlockManager:
 
     def _hash_full_blocks(self, seq: Sequence) -> None:
         """Extend seq.block_keys to its full blocks; each block is hashed once in its life."""
-        first, last = len(seq.block_keys), seq.num_tokens // self.block_size
+        first, last = len(seq.block_keys), len(seq.token_ids) // self.block_size
         if first == last:
             return
         data = array("i", seq.token_ids[first * self.block_size : last * self.block_size]).tobytes()
@@ -458,7 +478,7 @@ class Chunk(NamedTuple):
     @property
     def is_last(self) -> bool:
         """Whether it reaches the sequence's end, so that the next token can be sampled."""
-        return self.end == len(self.seq.token_ids)
+        return self.end == self.seq.num_tokens
 
 
 class ScheduledBatch(NamedTuple):
@@ -548,21 +568,25 @@ class Scheduler:
 
         def add_chunk(seq: Sequence) -> int:
             """Schedule what the budget allows of what the sequence is behind; returns the tokens."""
-            start, num_tokens = seq.num_computed_tokens, len(seq.token_ids)
+            start, num_tokens = seq.num_computed_tokens, seq.num_tokens
             end = min(num_tokens, start + budget, start + max_chunk_tokens)
             chunks.append(Chunk(seq, start, end))
             if end == num_tokens:
                 sampled_seqs.append(seq)
             # Findable from this step on: within a layer, all K and V are written before any is read.
-            if end // block_size > seq.num_cached_blocks:
-                block_manager.cache_full_blocks(seq, end)
+            end_known = end - seq.num_pending_tokens  # a pending token ends its chunk
+            if end_known // block_size > seq.num_cached_blocks:
+                block_manager.cache_full_blocks(seq, end_known)
             return end - start
 
         # Indexed, since preemption shortens the list from its tail while it is walked from its head.
         i = 0
         while i < len(self.running) and budget > 0:
             seq = self.running[i]
-            if len(seq.token_ids) > len(seq.block_table) * block_size:
+            if seq.num_tokens >= seq.max_num_tokens:  # its last token is pending: nothing is left to do
+                i += 1
+                continue
+            if seq.num_tokens > len(seq.block_table) * block_size:
                 while not block_manager.can_append(seq) and self.running[-1] is not seq:
                     self._preempt_last()
                 if not block_manager.can_append(seq):
@@ -586,15 +610,27 @@ class Scheduler:
             budget -= add_chunk(seq)
         return ScheduledBatch(chunks, sampled_seqs, self.max_num_batched_tokens - budget)
 
-    def update(self, batch: ScheduledBatch, token_ids: AnySequence[int | None]) -> list[Sequence]:
-        """Take in a step's results: one token per `batch.sampled_seqs`, None where sampling failed.
-
-        Returns those that finished.
-        """
+    def advance(self, batch: ScheduledBatch) -> None:
+        """Count a batch as computed whose tokens are still pending, so that the next can be scheduled."""
         for seq, _, end in batch.chunks:
             seq.num_computed_tokens = end
+        for index, seq in enumerate(batch.sampled_seqs):
+            seq.num_pending_tokens, seq.sample_index = 1, index
+
+    def update(
+        self, batch: ScheduledBatch, token_ids: AnySequence[int | None], *, is_advanced: bool = False
+    ) -> list[Sequence]:
+        """Take in a step's results: one token per `batch.sampled_seqs`, None where sampling failed.
+
+        Sequences that ended while the step was in flight are passed over. Returns those that finished.
+        """
+        if not is_advanced:
+            self.advance(batch)
         finished = []
         for seq, token_id in zip(batch.sampled_seqs, token_ids, strict=True):
+            if seq.status is Status.FINISHED:
+                continue
+            seq.num_pending_tokens = 0
             if token_id is None:
                 seq.finish_reason = "error"
                 finished.append(seq)
@@ -632,6 +668,7 @@ class Scheduler:
         for seq in self.sequences.values():
             seq.block_table = []
             seq.num_computed_tokens = seq.num_hit_tokens = seq.num_cached_blocks = 0
+            seq.num_pending_tokens = 0
             seq.status = Status.WAITING if seq.finish_reason is None else Status.FINISHED
         self.sequences = {seq.seq_id: seq for seq in unfinished}
         self.waiting = [(seq.order, seq) for seq in unfinished]
@@ -673,26 +710,36 @@ class Scheduler:
 # ---- ModelRunner: from a scheduled batch to sampled tokens ---------------------------------------
 
 
-class ModelInputs(NamedTuple):
+Array = TypeVar("Array", np.ndarray, Tensor)
+
+
+class ModelInputs(NamedTuple, Generic[Array]):
     """A batch as integers, flat: no padding, no batch dimension. T tokens, S sequences, R samples."""
 
-    input_ids: np.ndarray  # (T,) int64
-    positions: np.ndarray  # (T,) int64  index of each token in its sequence
-    slot_mapping: np.ndarray  # (T,) int64  cache slot to write; in the null block: discard
-    cu_seqlens_q: np.ndarray  # (S + 1,) int32  tokens of sequence i: [cu[i], cu[i + 1])
-    seq_lens: np.ndarray  # (S,) int32  cached tokens of each sequence after this step
-    block_tables: np.ndarray  # (S, most blocks) int32, padded with the null block
-    sample_rows: np.ndarray  # (R,) int64  rows whose logits are needed
+    input_ids: Array  # (T,) int64
+    positions: Array  # (T,) int64  index of each token in its sequence
+    slot_mapping: Array  # (T,) int64  cache slot to write; in the null block: discard
+    cu_seqlens_q: Array  # (S + 1,) int32  tokens of sequence i: [cu[i], cu[i + 1])
+    cu_seqlens_k: Array  # (S + 1,) int32  running sums of seq_lens
+    seq_lens: Array  # (S,) int32  cached tokens of each sequence after this step
+    block_tables: Array  # (S, most blocks) int32, padded with the null block
+    sample_rows: Array  # (R,) int64  rows whose logits are needed
+    pending_rows: Array  # (P,) int64  rows whose token is pending, and 0 in input_ids
+    pending_samples: Array  # (P,) int64  which sample of the step in flight it is
 
 
-def build_inputs(batch: ScheduledBatch, block_size: int) -> ModelInputs:
+def build_inputs(batch: ScheduledBatch, block_size: int) -> ModelInputs[np.ndarray]:
     """Lay a batch out as arrays. A pure function of integers, with no Python loop over tokens."""
     chunks = batch.chunks
     token_ids: list[int] = []
     block_ids: list[int] = []
+    pending: list[tuple[int, int]] = []
     for seq, start, end in chunks:
         token_ids += seq.token_ids[start:end]
         block_ids += seq.block_table
+        if seq.num_pending_tokens:
+            pending.append((len(token_ids), seq.sample_index))
+            token_ids.append(0)
     columns = [(start, end, len(seq.block_table), seq.num_hit_tokens) for seq, start, end in chunks]
     starts, ends, num_blocks, num_hit_tokens = np.array(columns, dtype=np.int64).T
     query_lens = ends - starts
@@ -707,14 +754,63 @@ def build_inputs(batch: ScheduledBatch, block_size: int) -> ModelInputs:
     # The token that a full prefix hit recomputes has its K and V in a shared block already.
     blocks[positions < num_hit_tokens[row_seq]] = 0
     last_rows = cu_seqlens_q[1:] - 1
+    pending_rows, pending_samples = np.array(pending, dtype=np.int64).reshape(-1, 2).T
     return ModelInputs(
         input_ids=np.array(token_ids, dtype=np.int64),
         positions=positions,
         slot_mapping=blocks * block_size + positions % block_size,
         cu_seqlens_q=cu_seqlens_q.astype(np.int32),
+        cu_seqlens_k=np.concatenate(([0], ends.cumsum())).astype(np.int32),
         seq_lens=ends.astype(np.int32),
         block_tables=block_tables,
         sample_rows=last_rows[[chunk.is_last for chunk in chunks]],
+        pending_rows=pending_rows,
+        pending_samples=pending_samples,
+    )
+
+
+def graph_sizes(most: int) -> list[int]:
+    """The numbers of sequences whose decode steps are captured: close together where steps are short.
+
+    >>> graph_sizes(50)
+    [1, 2, 4, 8, 16, 24, 32, 40, 48, 50]
+    """
+    ladder = (1, 2, 4, *range(8, 128, 8), *range(128, 512, 16), 512)
+    return [size for size in ladder if size < most] + ([most] if most <= ladder[-1] else [])
+
+
+def pad_decodes(inputs: ModelInputs[np.ndarray], num_seqs: int, table_width: int) -> ModelInputs[np.ndarray]:
+    """A batch of decodes filled up with sequences that compute a token of the null block for nobody."""
+    missing = num_seqs - len(inputs.seq_lens)
+
+    def pad(values: np.ndarray, value: int) -> np.ndarray:
+        return np.concatenate((values, np.full(missing, value, dtype=values.dtype)))
+
+    block_tables = np.zeros((num_seqs, table_width), dtype=np.int32)
+    block_tables[: len(inputs.block_tables), : inputs.block_tables.shape[1]] = inputs.block_tables
+    seq_lens = pad(inputs.seq_lens, 1)
+    return inputs._replace(
+        input_ids=pad(inputs.input_ids, 0),
+        positions=pad(inputs.positions, 0),
+        slot_mapping=pad(inputs.slot_mapping, 0),
+        cu_seqlens_q=np.arange(num_seqs + 1, dtype=np.int32),
+        cu_seqlens_k=np.concatenate(([0], seq_lens.cumsum())).astype(np.int32),
+        seq_lens=seq_lens,
+        block_tables=block_tables,
+    )
+
+
+def attention_metadata(host: ModelInputs[np.ndarray], device: ModelInputs[Tensor]) -> AttentionMetadata:
+    """The part of a batch that attention needs, from the same batch on both sides."""
+    return AttentionMetadata(
+        device.cu_seqlens_q,
+        device.cu_seqlens_k,
+        device.seq_lens,
+        device.block_tables,
+        device.slot_mapping,
+        max_query_len=int(np.diff(host.cu_seqlens_q).max()),
+        max_seq_len=int(host.seq_lens.max()),
+        is_fresh=int(host.cu_seqlens_k[-1]) == len(host.input_ids),
     )
 
 
@@ -736,6 +832,78 @@ class Stopwatch:
         self._started = now
 
 
+class DecodeGraphs:
+    """Decode steps captured for a ladder of batch sizes, each replayed by a single launch.
+
+    A batch of decodes has one shape per number of sequences once its block tables have a fixed width. A
+    graph reads its inputs where `send` puts arrays of these shapes, and leaves the hidden states in
+    `self.hidden`. Batches in between take the next larger graph, padded by `pad_decodes`.
+    """
+
+    def __init__(
+        self,
+        sizes: list[int],
+        table_width: int,
+        block_size: int,
+        send: Callable[[ModelInputs[np.ndarray]], ModelInputs[Tensor]],
+        forward: Callable[[ModelInputs[Tensor], AttentionMetadata], Tensor],
+    ) -> None:
+        from nanoengine.cuda import GraphRecorder
+
+        start = time.perf_counter()
+        self.sizes, self.table_width = sizes, table_width
+        self.hidden: Tensor | None = None
+        self.replays: dict[int, Callable[[], None]] = {}
+        recorder = GraphRecorder()
+        seq = Sequence(0, [0], SamplingParams())
+        seq.block_table = [0]
+        decode = build_inputs(ScheduledBatch([Chunk(seq, 0, 1)], [], 1), block_size)
+        for size in reversed(sizes):  # the smaller ones then fit into the memory of the largest
+            host = pad_decodes(decode, size, table_width)
+            device = send(host)
+            # Kernels are chosen at capture: for the longest a sequence may be, and reading from blocks.
+            metadata = replace(
+                attention_metadata(host, device), max_seq_len=table_width * block_size, is_fresh=False
+            )
+
+            def run(
+                size: int = size,
+                device: ModelInputs[Tensor] = device,
+                metadata: AttentionMetadata = metadata,
+            ) -> None:
+                hidden = forward(device, metadata)
+                if self.hidden is None:
+                    self.hidden = torch.empty_like(hidden)
+                self.hidden[:size].copy_(hidden)
+
+            self.replays[size] = recorder.record(run)
+        self.seconds = time.perf_counter() - start
+
+    def size_for(self, inputs: ModelInputs[np.ndarray]) -> int | None:
+        """The graph that can compute the batch; None: it is not all decodes, or too large."""
+        num_seqs = len(inputs.seq_lens)
+        if len(inputs.input_ids) != num_seqs or num_seqs > self.sizes[-1]:
+            return None
+        return self.sizes[bisect.bisect_left(self.sizes, num_seqs)]
+
+    def replay(self, size: int) -> Tensor:
+        """Hidden states of the inputs that were sent last, (size, E), until the next replay."""
+        self.replays[size]()
+        assert self.hidden is not None
+        return self.hidden[:size]
+
+
+class Launch(NamedTuple):
+    """A step on its way: what was asked of the device, and where its tokens will be."""
+
+    batch: ScheduledBatch
+    rows: list[SamplingRow]
+    tokens: Tensor | None  # (R,) int64, on the device; None: no row is due a token
+    download: Download | None
+    logits: Tensor | None  # kept where log-probabilities are to be reported
+    prompt_logprobs: dict[int, list[dict[int, Logprob]]]
+
+
 LOGPROB_ROWS = 256  # prompt rows turned into logits at a time: a row is as wide as the vocabulary
 
 
@@ -746,7 +914,6 @@ class ModelRunner:
         self.device = config.resolve_device()
         self.dtype = resolve_dtype(config.dtype, checkpoint.hf_config)
         on_cuda = self.device.type == "cuda"
-        self.block_size = config.block_size or (256 if on_cuda else 32)
         # On a CPU more tokens at a time fill no unit better, and what they pass on leaves its caches.
         self.max_num_batched_tokens = config.max_num_batched_tokens or (8192 if on_cuda else 1024)
         self.model: Decoder | HFModel | None = load_model(
@@ -761,27 +928,76 @@ class ModelRunner:
         if isinstance(self.model, Decoder):
             self.model.build_rope_table(max_model_len)
         self.stopwatch = Stopwatch()
-        self.threads = PinnedThreads(config.pin_threads and self.device.type == "cpu")
+        self.threads = PinnedThreads(config.pin_threads and not on_cuda)
         self.kernels: Kernels | None = None
-        self.attention_name = "PyTorch attention"
-        if self.device.type == "cpu":
+        if not on_cuda:
             keep_freed_memory()
-            if not config.enforce_eager and all(Kernels.serves(spec.dtype) for spec in self.kv_specs):
-                self._load_kernels()
-        self.num_blocks = self._count_blocks(config, max_model_len)
+        self.attention_name = ""  # for the user: what runs, and what would be faster and why it does not
+        self.backend = self._choose_attention(config)
+        self.block_size = config.block_size or (256 if on_cuda else 32)
+        if self.block_size % self.backend.block_multiple:
+            raise ValueError(
+                f"block_size must be a multiple of {self.backend.block_multiple} for {self.backend.name} "
+                f'attention, got {self.block_size}; attn_backend="torch" takes any'
+            )
+        self.max_num_seqs = config.max_num_seqs
+        self.table_width = -(-max_model_len // self.block_size)  # blocks of the longest sequence
+        uses_graphs = self.backend.capturable and isinstance(self.model, Decoder) and not config.enforce_eager
+        self.staging = self._new_staging() if on_cuda or uses_graphs else None
+        self.graphs: DecodeGraphs | None = None
+        self.num_blocks = self._count_blocks(config, max_model_len, uses_graphs)
         self.caches = self._new_caches(self.num_blocks)
+        if uses_graphs:
+            self.graphs = self._capture_decodes()
+            self.attention_name += f", {len(self.graphs.sizes)} graphs ({self.graphs.seconds:.1f} s)"
 
-    def _load_kernels(self) -> None:
+    def _new_staging(self) -> "Staging":
+        """Room for the largest batch there may be."""
+        from nanoengine.cuda import Staging
+
+        most_tokens, most_seqs = self.max_num_batched_tokens, self.max_num_seqs
+        largest = [np.empty(most_tokens, np.int64)] * 3 + [np.empty(most_seqs + 1, np.int32)] * 3
+        largest += [np.empty((most_seqs, self.table_width), np.int32)]
+        largest += [np.empty(most_seqs, np.int64)] * 3
+        return Staging(Staging.num_bytes(largest), self.device)
+
+    def _choose_attention(self, config: EngineConfig) -> type[PagedAttention]:
+        """The backend to attend with; the compiled kernels are loaded on the way, if they can be."""
+        assert self.model is not None
+        notes = []
+        no_kernels = self._load_kernels(config) if self.device.type == "cpu" else None
+        for backend in BACKENDS:
+            if config.attn_backend not in ("auto", backend.name):
+                continue
+            obstacle = backend.obstacle(self.kv_specs, self.model.attention_settings)
+            if self.device.type not in backend.devices:
+                obstacle = f"it does not run on {self.device.type}"
+            elif backend is CompiledAttention:
+                obstacle = no_kernels
+            if obstacle is None:
+                break
+            if config.attn_backend != "auto":
+                raise ValueError(f"attn_backend={backend.name!r} cannot be used: {obstacle}")
+            if self.device.type in backend.devices:
+                notes.append(f"not {backend.name}: {obstacle}")
+        if backend is CompiledAttention and self.kernels is not None and self.kernels.was_compiled:
+            notes.append(f"compiled now, {self.kernels.seconds:.1f} s")
+        self.attention_name = f"{backend.name} attention" + (f" ({'; '.join(notes)})" if notes else "")
+        return backend
+
+    def _load_kernels(self, config: EngineConfig) -> str | None:
+        """Load the CPU's kernels and have the model use them; returns why that cannot be."""
+        if config.enforce_eager:
+            return "enforce_eager"
+        if unserved := {spec.dtype for spec in self.kv_specs if not Kernels.serves(spec.dtype)}:
+            return f"there are no kernels for {str(unserved.pop()).removeprefix('torch.')}"
         try:
-            self.kernels = kernels = Kernels()
+            self.kernels = Kernels()
         except RuntimeError as error:
-            self.attention_name += f" (compiled would be faster: {error})"
-            return
-        self.attention_name = "compiled attention"
-        if kernels.was_compiled:
-            self.attention_name += f" (compiled now, {kernels.seconds:.1f} s)"
+            return str(error)
         if isinstance(self.model, Decoder):
-            self.model.use_kernels(kernels)
+            self.model.use_kernels(self.kernels)
+        return None
 
     def _new_caches(self, num_blocks: int) -> list[KVCache]:
         """A cache per layer, with the null block on top."""
@@ -795,7 +1011,7 @@ class ModelRunner:
                 "lower num_kv_blocks or kv_cache_bytes"
             ) from error
 
-    def _count_blocks(self, config: EngineConfig, max_model_len: int) -> int:
+    def _count_blocks(self, config: EngineConfig, max_model_len: int, uses_graphs: bool) -> int:
         """How many blocks to allocate: as told, or from the memory that is free."""
         if config.num_kv_blocks is not None:
             return config.num_kv_blocks
@@ -806,7 +1022,7 @@ class ModelRunner:
             usable_bytes, remedy = config.kv_cache_bytes, "raise kv_cache_bytes"
             most = usable_bytes
         elif self.device.type == "cuda":
-            usable_bytes = self._free_cuda_bytes(config, max_model_len)
+            usable_bytes = self._free_cuda_bytes(config, max_model_len, uses_graphs)
             remedy = "raise gpu_memory_utilization or lower max_num_batched_tokens"
         else:
             # As vLLM on a CPU, 4 GiB at most.
@@ -817,65 +1033,131 @@ class ModelRunner:
             raise ValueError(f"no memory for the KV cache: one block takes {block_bytes} bytes; {remedy}")
         return min(usable_bytes // block_bytes, most)
 
-    def _free_cuda_bytes(self, config: EngineConfig, max_model_len: int) -> int:
-        """What gpu_memory_utilization leaves after the weights and a pass over the largest batch."""
-        torch.cuda.reset_peak_memory_stats(self.device)
+    def _free_cuda_bytes(self, config: EngineConfig, max_model_len: int, uses_graphs: bool) -> int:
+        """What gpu_memory_utilization leaves after the weights, a pass over the largest batch, the graphs."""
         length = min(max_model_len - 1, self.max_num_batched_tokens)
         blocks = -(-length // self.block_size)
         seq = Sequence(0, [0] * length, SamplingParams())
         seq.block_table = list(range(1, blocks + 1))
-        count = min(config.max_num_seqs, -(-self.max_num_batched_tokens // length))
-        self.caches = self._new_caches(blocks)
-        cache_bytes = sum(cache.k.nbytes + cache.v.nbytes for cache in self.caches)
-        self.execute(ScheduledBatch([Chunk(seq, 0, length)] * count, [seq] * count, length * count))
-        peak_bytes = torch.cuda.max_memory_allocated(self.device) - cache_bytes
+        count = min(config.max_num_seqs, self.max_num_batched_tokens // length)
+        batch = ScheduledBatch([Chunk(seq, 0, length)] * count, [seq] * count, length * count)
+        try:
+            self.caches = self._new_caches(blocks)
+            cache_bytes = sum(cache.k.nbytes + cache.v.nbytes for cache in self.caches)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self.execute(batch)
+            peak_bytes = torch.cuda.max_memory_allocated(self.device) - cache_bytes
+            graph_bytes = self._graph_bytes() if uses_graphs else 0
+        except torch.OutOfMemoryError as error:
+            raise ValueError(
+                f"no memory on {self.device} for the largest batch, {count} prompts of {length} tokens; "
+                "lower max_num_batched_tokens, max_num_seqs or max_model_len, or set enforce_eager=True"
+            ) from error
         self.caches = []
         self.stopwatch = Stopwatch()  # that pass was not a step
         torch.cuda.empty_cache()
         free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
         others_bytes = total_bytes - free_bytes - torch.cuda.memory_reserved(self.device)
-        return int(total_bytes * config.gpu_memory_utilization) - peak_bytes - others_bytes
+        usable_bytes = int(total_bytes * config.gpu_memory_utilization)
+        return usable_bytes - peak_bytes - graph_bytes - others_bytes
 
-    @torch.inference_mode()
+    def _graph_bytes(self) -> int:
+        """What the graphs take, by capturing them once around the small cache of the trial pass."""
+        torch.cuda.empty_cache()
+        before, _ = torch.cuda.mem_get_info(self.device)
+        graphs = self._capture_decodes()
+        after, _ = torch.cuda.mem_get_info(self.device)
+        del graphs
+        return before - after
+
     def execute(self, batch: ScheduledBatch) -> SamplerOutput:
         """Compute the batch's tokens and sample one per `batch.sampled_seqs`."""
+        return self.collect(self.launch(batch))
+
+    @torch.inference_mode()
+    def launch(self, batch: ScheduledBatch, before: Launch | None = None) -> Launch:
+        """Queue a batch on the device; where tokens are pending, `before` is the step that draws them."""
         if self.model is None:
             raise RuntimeError("the engine is closed")
-
-        def tensor(values: np.ndarray) -> Tensor:
-            return torch.from_numpy(values).to(self.device)
-
         self.stopwatch.start()
         inputs = build_inputs(batch, self.block_size)
-        metadata = AttentionMetadata(
-            tensor(inputs.cu_seqlens_q),
-            tensor(inputs.seq_lens),
-            tensor(inputs.block_tables),
-            tensor(inputs.slot_mapping),
-        )
-        if self.kernels is None:
-            attention = PagedAttention(metadata, self.block_size)
+        graph_size = None if self.graphs is None else self.graphs.size_for(inputs)
+        if self.graphs is not None and graph_size is not None:
+            inputs = pad_decodes(inputs, graph_size, self.graphs.table_width)
+        tensors = self._send(inputs)
+        if len(inputs.pending_rows):
+            assert before is not None
+            assert before.tokens is not None
+            # A token that could not be drawn is -1; what follows from it is thrown away.
+            drawn = before.tokens[tensors.pending_samples].clamp(min=0)
+            tensors.input_ids[tensors.pending_rows] = drawn
+        if self.graphs is not None and graph_size is not None:
+            self.stopwatch.lap("inputs")
+            hidden = self.graphs.replay(graph_size)
         else:
-            attention = CompiledAttention(metadata, self.block_size, self.kernels)
-        input_ids, positions = tensor(inputs.input_ids), tensor(inputs.positions)
-        self.stopwatch.lap("inputs")
-        hidden = self.model(input_ids, positions, self.caches, attention)
+            metadata = attention_metadata(inputs, tensors)
+            self.stopwatch.lap("inputs")
+            hidden = self._forward(tensors, metadata)
         prompt_logprobs = self._prompt_logprobs(batch, inputs, hidden)
         if not batch.sampled_seqs:
             self.stopwatch.lap("forward")
-            return SamplerOutput([], [], prompt_logprobs)
-        logits = self.model.compute_logits(hidden[tensor(inputs.sample_rows)])
+            return Launch(batch, [], None, None, None, prompt_logprobs)
+        logits = self.model.compute_logits(hidden[tensors.sample_rows])
         self.stopwatch.lap("forward")
         rows = [
-            SamplingRow(s.params, s.seed, s.token_ids, s.num_prompt_tokens, s.stop_ids, s.bad_words)
+            SamplingRow(
+                s.params,
+                s.seed,
+                s.token_ids,
+                s.num_prompt_tokens,
+                s.stop_ids,
+                s.bad_words,
+                s.num_pending_tokens,
+            )
             for s in batch.sampled_seqs
         ]
-        output = SamplerOutput(*sample(logits, rows), prompt_logprobs)
+        tokens = draw_tokens(logits, rows)
+        reports = any(row.params.logprobs is not None for row in rows)
+        launch = Launch(batch, rows, tokens, Download(tokens), logits if reports else None, prompt_logprobs)
         self.stopwatch.lap("sample")
-        return output
+        return launch
+
+    @torch.inference_mode()
+    def collect(self, launch: Launch) -> SamplerOutput:
+        """Wait for a step's tokens, and for no step after it."""
+        if launch.download is None:
+            return SamplerOutput([], [], launch.prompt_logprobs)
+        self.stopwatch.start()
+        token_ids = read_tokens(launch.download.read())
+        logprobs: list[dict[int, Logprob] | None] = [None] * len(token_ids)
+        if launch.logits is not None:
+            logprobs = report_samples(launch.logits, launch.rows, token_ids)
+        self.stopwatch.lap("sample")
+        return SamplerOutput(token_ids, logprobs, launch.prompt_logprobs)
+
+    def _send(self, inputs: ModelInputs[np.ndarray]) -> ModelInputs[Tensor]:
+        if self.staging is None:
+            return ModelInputs(*map(torch.from_numpy, inputs))
+        return ModelInputs(*self.staging.send(inputs))
+
+    def _forward(self, tensors: ModelInputs[Tensor], metadata: AttentionMetadata) -> Tensor:
+        """Hidden states, (T, E)."""
+        assert self.model is not None
+        if self.backend is CompiledAttention:
+            assert self.kernels is not None
+            attention: PagedAttention = CompiledAttention(metadata, self.block_size, self.kernels)
+        else:
+            attention = self.backend(metadata, self.block_size)
+        return self.model(tensors.input_ids, tensors.positions, self.caches, attention)  # type: ignore[no-any-return]
+
+    @torch.inference_mode()
+    def _capture_decodes(self) -> DecodeGraphs:
+        return DecodeGraphs(
+            graph_sizes(self.max_num_seqs), self.table_width, self.block_size, self._send, self._forward
+        )
 
     def _prompt_logprobs(
-        self, batch: ScheduledBatch, inputs: ModelInputs, hidden: Tensor
+        self, batch: ScheduledBatch, inputs: ModelInputs[np.ndarray], hidden: Tensor
     ) -> dict[int, list[dict[int, Logprob]]]:
         """What the chunks' prompt tokens predict of the prompt tokens after them, where asked for."""
         assert self.model is not None
@@ -892,9 +1174,10 @@ class ModelRunner:
         return results
 
     def close(self) -> None:
-        """Release the model and the cache."""
-        self.model, self.caches = None, []
+        """Release the model, the cache and the graphs."""
+        self.model, self.caches, self.graphs, self.staging = None, [], None, None
         if self.device.type == "cuda":
+            gc.collect()
             torch.cuda.empty_cache()
 
 
@@ -970,6 +1253,9 @@ class LLM:
         self._seq_ids = itertools.count()
         self._request_numbers = itertools.count()
         self._num_steps = self._num_prompt_tokens = self._num_generation_tokens = 0
+        self._in_flight: Launch | None = None  # the step whose tokens were not taken in yet
+        on_gpu = self.runner.device.type == "cuda"
+        self._is_async = on_gpu if config.async_scheduling is None else config.async_scheduling
 
     def _print_what_runs(self) -> None:
         runner = self.runner
@@ -1249,33 +1535,68 @@ class LLM:
     # -- the loop
 
     def _step(self) -> list[Request]:
-        """One step of the engine; returns the requests that got a token."""
-        stopwatch = self.runner.stopwatch
+        """One step of the engine; returns the requests that got a token.
+
+        With async scheduling the tokens are those of the step before: this one is launched first, from
+        tokens that only the device knows, so that the device always has work. Sequences that turn out
+        to have ended are computed once more for nothing.
+        """
+        requests: list[Request] = []
         try:
-            stopwatch.start()
-            with uninterrupted():
-                batch = self.scheduler.schedule()
-            stopwatch.lap("schedule")
-            if not batch.chunks:
-                return []
-            with self.runner.threads:
-                sampled = self.runner.execute(batch)
-            stopwatch.start()
-            with uninterrupted():
-                self.scheduler.update(batch, sampled.token_ids)
-                self._num_steps += 1
-                requests = self._take_in(batch, sampled)
-                stopwatch.lap("update")
-                return requests
+            if (before := self._in_flight) is not None:
+                # Penalties and bans need to know the tokens before the one they apply to.
+                if any(seq.params.edits_logits for seq in before.batch.sampled_seqs):
+                    requests = self._collect()
+                else:
+                    self.scheduler.advance(before.batch)
+            launch = self._launch()
+            if self._in_flight is not None:
+                requests = self._collect(is_advanced=True)
+            self._in_flight = launch
+            if launch is not None and not self._is_async:
+                requests = self._collect()
+            return requests
         except BaseException:
             with uninterrupted():
+                self._in_flight = None
                 self.scheduler.recover()
             raise
 
-    def _take_in(self, batch: ScheduledBatch, sampled: SamplerOutput) -> list[Request]:
+    def _launch(self) -> Launch | None:
+        """Schedule a step and queue it on the device; None if there is nothing to compute."""
+        stopwatch = self.runner.stopwatch
+        stopwatch.start()
+        with uninterrupted():
+            batch = self.scheduler.schedule()
+        stopwatch.lap("schedule")
+        if not batch.chunks:
+            return None
+        with self.runner.threads:
+            return self.runner.launch(batch, self._in_flight)
+
+    def _collect(self, *, is_advanced: bool = False) -> list[Request]:
+        """Wait for the step in flight and take in its tokens; returns the requests that got one."""
+        assert self._in_flight is not None
+        batch = self._in_flight.batch
+        with self.runner.threads:
+            sampled = self.runner.collect(self._in_flight)
+        self.runner.stopwatch.start()
+        with uninterrupted():
+            self._in_flight = None
+            # What ended while the step was in flight takes nothing from it.
+            is_due = [seq.status is not Status.FINISHED for seq in batch.sampled_seqs]
+            self.scheduler.update(batch, sampled.token_ids, is_advanced=is_advanced)
+            self._num_steps += 1
+            requests = self._take_in(batch, sampled, is_due)
+        self.runner.stopwatch.lap("update")
+        return requests
+
+    def _take_in(self, batch: ScheduledBatch, sampled: SamplerOutput, is_due: list[bool]) -> list[Request]:
         """Turn a step's tokens into text, look for stop strings, note the times."""
         now = time.monotonic()
         for seq, start, _ in batch.chunks:
+            if seq.seq_id not in self._samples:  # aborted while the step was in flight
+                continue
             request, _ = self._samples[seq.seq_id]
             if request.metrics.first_scheduled_time is None:
                 request.metrics.first_scheduled_time = now
@@ -1284,7 +1605,9 @@ class LLM:
                 request.prompt_logprobs += entries[len(request.prompt_logprobs) - start - 1 :]
                 self._name_tokens(entries)
         requests: dict[str, Request] = {}
-        for seq, logprobs in zip(batch.sampled_seqs, sampled.logprobs, strict=True):
+        for seq, logprobs, due in zip(batch.sampled_seqs, sampled.logprobs, is_due, strict=True):
+            if not due:
+                continue
             request, sample_ = self._samples[seq.seq_id]
             requests[request.request_id] = request
             if request.metrics.first_token_time is None:
@@ -1306,8 +1629,7 @@ class LLM:
             sample_.cumulative_logprob += logprobs[token_id].logprob
         # The text of the token that ends a sequence is not part of its output.
         if seq.finish_reason != "stop" or params.include_stop_str_in_output:
-            num_output_tokens = seq.num_tokens - seq.num_prompt_tokens
-            may_stop = num_output_tokens > params.min_tokens or params.min_tokens == 0
+            may_stop = seq.num_output_tokens > params.min_tokens or params.min_tokens == 0
             stop = sample_.detokenizer.append(token_id, may_stop)
             if stop is not None:
                 self.scheduler.finish([seq], "stop", stop)
@@ -1335,7 +1657,7 @@ class LLM:
                     left.remove(request.request_id)
                     seqs = [sample_.seq for sample_ in request.samples]
                     num_prompt_tokens += seqs[0].num_prompt_tokens
-                    num_output_tokens += sum(seq.num_tokens - seq.num_prompt_tokens for seq in seqs)
+                    num_output_tokens += sum(seq.num_output_tokens for seq in seqs)
                     elapsed = time.monotonic() - start
                     rates = f"{num_prompt_tokens / elapsed:.0f} prompt tokens/s, "
                     rates += f"{num_output_tokens / elapsed:.0f} output tokens/s"

@@ -144,6 +144,7 @@ class HFModel(nn.Module):
                 module.register_forward_pre_hook(self._hand_over, with_kwargs=True)
         self._layers: dict[Any, int] = {}  # what calls attention -> index of its cache
         self.kv_specs: list[KVSpec] = []  # what each attention layer stores per token
+        self.attention_settings: frozenset[str] = frozenset()  # what they ask for besides a scale
         self._probe()
 
     def forward(
@@ -198,6 +199,8 @@ class HFModel(nn.Module):
             self._layers[layer] = len(self._layers)
             self.kv_specs.append(KVSpec(k.shape[1], k.shape[2], v.shape[2], k.dtype))
             windows.append(settings.get("window"))
+            asked = {name for name, value in settings.items() if value is not None and name != "scale"}
+            self.attention_settings |= asked
             return stand_in(layer, q, k, v)
 
         def stand_in(layer: Any, q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:

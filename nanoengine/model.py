@@ -315,6 +315,11 @@ class Decoder(nn.Module):
         )
         return [spec] * len(self.layers)
 
+    @property
+    def attention_settings(self) -> frozenset[str]:
+        """What its layers ask of attention besides a scale."""
+        return frozenset(("window",) if any(w is not None for w in self.config.windows) else ())
+
     def pack_weights(self) -> None:
         """Prepare the weights for the CPU, where its kernels gain by it; call once they are loaded."""
         weight = self.embed_tokens.weight

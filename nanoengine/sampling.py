@@ -198,6 +198,7 @@ class SamplingRow(NamedTuple):
     num_prompt_tokens: int
     stop_ids: frozenset[int] = frozenset()  # banned until min_tokens
     bad_words: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
+    num_pending_tokens: int = 0  # tokens after these that a step in flight draws; 0 if edits_logits
 
 
 @dataclass(slots=True)
@@ -223,10 +224,7 @@ CACHED_LOGITS = 1 << 20  # how many float32 logits a CPU's caches hold
 def sample(
     logits: Tensor, rows: Sequence[SamplingRow]
 ) -> tuple[list[int | None], list[dict[int, Logprob] | None]]:
-    """Draw one token per row; no row's result depends on the other rows.
-
-    The order is vLLM's: log-probabilities are reported from the raw logits; then biases, penalties
-    and bans; temperature; min_p, top_k, top_p; one draw.
+    """Draw one token per row and report on it; no row's result depends on the other rows.
 
     Args:
         logits: (R, V), any floating dtype, not modified.
@@ -235,8 +233,16 @@ def sample(
     Returns:
         Per row the token id, None where a logit is NaN, and what `SamplingParams.logprobs` asks for.
     """
+    token_ids = read_tokens(draw_tokens(logits, rows))
+    return token_ids, report_samples(logits, rows, token_ids)
+
+
+def draw_tokens(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """A token per row, (R,) int64, -1 where a logit is NaN; on a GPU without waiting for it.
+
+    The order is vLLM's: biases, penalties and bans; temperature; min_p, top_k, top_p; one draw.
+    """
     params = [row.params for row in rows]
-    raw = logits
     if any(p.edits_logits for p in params):
         logits = _edit_logits(logits.to(torch.float32, copy=True), rows)
     if all(p.temperature == 0 for p in params):
@@ -248,49 +254,85 @@ def sample(
         parts = [_sample(part, rows[i * size :][:size]) for i, part in enumerate(torch.split(logits, size))]
         tokens, largest = (torch.cat(columns) for columns in zip(*parts, strict=True))
     # The maximum of a row with a NaN is NaN, so one number a row tells whether it can be sampled.
-    is_sound = largest.isfinite()
-    token_ids: list[int | None] = tokens.tolist()
-    if not is_sound.all():
-        token_ids = [t if sound else None for t, sound in zip(token_ids, is_sound.tolist(), strict=True)]
+    return tokens.masked_fill(~largest.isfinite(), -1)
+
+
+class Download:
+    """A tensor on its way to the host: from a GPU it is queued here, and waited for alone in `read`."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._host = tensor
+        self._arrived: Any = None
+        if tensor.is_cuda:
+            self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._arrived.record()
+
+    def read(self) -> Tensor:
+        """The tensor on the host."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._host
+
+
+def read_tokens(tokens: Tensor) -> list[int | None]:
+    """What `draw_tokens` drew; None where it could not."""
+    return [None if token_id < 0 else token_id for token_id in tokens.tolist()]
+
+
+def report_samples(
+    logits: Tensor, rows: Sequence[SamplingRow], token_ids: Sequence[int | None]
+) -> list[dict[int, Logprob] | None]:
+    """The log-probabilities each row asks for, from the logits as the model gave them."""
     asked: dict[int, dict[int, int]] = {}  # number of logprobs -> row -> its token
-    for i, (p, token_id) in enumerate(zip(params, token_ids, strict=True)):
-        if p.logprobs is not None and token_id is not None:
-            asked.setdefault(p.logprobs, {})[i] = token_id
+    for i, (row, token_id) in enumerate(zip(rows, token_ids, strict=True)):
+        if row.params.logprobs is not None and token_id is not None:
+            asked.setdefault(row.params.logprobs, {})[i] = token_id
     reports: list[dict[int, Logprob] | None] = [None] * len(rows)
     for num_logprobs, chosen in asked.items():
-        entries = report_logprobs(raw[list(chosen)], list(chosen.values()), num_logprobs)
+        entries = report_logprobs(logits[list(chosen)], list(chosen.values()), num_logprobs)
         for i, entry in zip(chosen, entries, strict=True):
             reports[i] = entry
-    return token_ids, reports
+    return reports
 
 
 def _sample(logits: Tensor, rows: Sequence[SamplingRow]) -> tuple[Tensor, Tensor]:
     """Token ids, (R,) int64, by temperature, filters and one draw; and each row's largest logit."""
     device = logits.device
     params = [row.params for row in rows]
-    temperature = torch.tensor([p.temperature for p in params], device=device).unsqueeze(1)
-    is_greedy = temperature == 0
+    temperatures = np.array([p.temperature for p in params], dtype=np.float32)
+    is_greedy = temperatures == 0
+    seeds = np.array([row.seed for row in rows], dtype=np.uint64)
+    positions = np.array([len(row.token_ids) + row.num_pending_tokens for row in rows], dtype=np.uint64)
+    divisors, u = upload(
+        np.stack((np.where(is_greedy, 1.0, temperatures), uniform(seeds, positions))), device
+    )
     logits = logits.float()
     # Subtract the maximum first: then no temperature, however small, can overflow.
     largest = logits.amax(-1, keepdim=True)
     # In place from here: fresh memory for (R, V) costs more than the arithmetic.
-    scaled = (logits - largest).div_(temperature.masked_fill(is_greedy, 1))
+    scaled = (logits - largest).div_(divisors.float().unsqueeze(1))
     filtered = [i for i, p in enumerate(params) if p.filters]
     if filtered:
-        index = torch.tensor(filtered, device=device)
+        index = upload(np.array(filtered), device)
         scaled[index] = _filter(scaled[index], [params[i] for i in filtered])
-    seeds = np.array([row.seed for row in rows], dtype=np.uint64)
-    positions = np.array([len(row.token_ids) for row in rows], dtype=np.uint64)
-    tokens = _draw(scaled.exp_(), torch.from_numpy(uniform(seeds, positions)).to(device))
+    tokens = _draw(scaled.exp_(), u)
     if is_greedy.any():
-        tokens = torch.where(is_greedy.squeeze(1), logits.argmax(-1), tokens)
+        tokens = torch.where(upload(is_greedy, device), logits.argmax(-1), tokens)
     return tokens, largest.squeeze(1)
+
+
+def upload(values: NDArray[Any], device: torch.device) -> Tensor:
+    """An array on the device. Towards a GPU it is queued, where `torch.tensor` would wait for all before."""
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def report_logprobs(logits: Tensor, token_ids: list[int], num_logprobs: int) -> list[dict[int, Logprob]]:
     """Per row of logits (R, V): the given token and the likeliest num_logprobs (-1: all) of the row."""
     logprobs = logits.float().log_softmax(-1)
-    chosen = logprobs.gather(1, torch.tensor(token_ids, device=logits.device).unsqueeze(1))
+    chosen = logprobs.gather(1, upload(np.array(token_ids), logits.device).unsqueeze(1))
     ranks = ((logprobs > chosen).sum(-1) + 1).tolist()
     top = logprobs.topk(num_logprobs if num_logprobs >= 0 else logprobs.shape[1])
     results = []
@@ -324,7 +366,7 @@ def _edit_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     then one operation over the entries of all rows.
     """
     biases, repetitions, penalties, allowed, bans = (_Entries() for _ in range(5))
-    for i, (params, _, token_ids, num_prompt_tokens, stop_ids, bad_words) in enumerate(rows):
+    for i, (params, _, token_ids, num_prompt_tokens, stop_ids, bad_words, _) in enumerate(rows):
         if not params.edits_logits:
             continue
         if params.logit_bias:
@@ -383,16 +425,16 @@ class _Entries:
 
     def tensors(self, like: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
         """The entries as an index of a matrix, and their values in `like`'s dtype, on its device."""
-        rows = torch.from_numpy(np.concatenate(self.rows)).to(like.device)
-        token_ids = torch.from_numpy(np.concatenate(self.token_ids)).to(like.device)
-        return (rows, token_ids), torch.from_numpy(np.concatenate(self.values)).to(like)
+        rows = upload(np.concatenate(self.rows), like.device)
+        token_ids = upload(np.concatenate(self.token_ids), like.device)
+        return (rows, token_ids), upload(np.concatenate(self.values), like.device).to(like.dtype)
 
 
 def _filter(scaled: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """Set to -inf what min_p, top_k and top_p cut off; the likeliest token always stays."""
 
-    def column(values: list[float]) -> Tensor:
-        return torch.tensor(values, device=scaled.device).unsqueeze(1)
+    def column(numbers: list[float]) -> Tensor:
+        return upload(np.array(numbers, dtype=np.float32), scaled.device).unsqueeze(1)
 
     values, order = scaled.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(values.shape[1], device=values.device)

@@ -114,13 +114,13 @@ def test_bad_requests_and_duplicate_ids_raise_where_they_were_made(path, expecte
 def test_a_failed_step_is_raised_to_those_it_concerned_and_the_engine_goes_on(path, expected):
     async def main():
         async with AsyncLLM(path, **SETTINGS) as engine:
-            execute = engine.llm.runner.execute
+            launch = engine.llm.runner.launch
 
-            def fail(batch):
-                engine.llm.runner.execute = execute
+            def fail(*_):
+                engine.llm.runner.launch = launch
                 raise RuntimeError("out of memory")
 
-            engine.llm.runner.execute = fail
+            engine.llm.runner.launch = fail
             with pytest.raises(RuntimeError, match="out of memory"):
                 await collect(engine, expected[0][0], GREEDY, "a")
             assert await collect(engine, expected[0][0], GREEDY, "a") == expected[1][0]

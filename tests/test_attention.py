@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-from nanoengine.attention import AttentionMetadata, CompiledAttention, KVCache, PagedAttention
+from nanoengine.attention import AttentionMetadata, CompiledAttention, KVCache, TorchAttention
 from nanoengine.cpu import Kernels
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -27,15 +27,33 @@ def dense(q, k, v, scale, window=None, softcap=None, sinks=None):
     return torch.einsum("hqk,khd->qhd", weights / total, v)
 
 
-@pytest.fixture(params=["PyTorch", "compiled"])
+@pytest.fixture(params=["torch", "compiled"])
 def check(request):
-    """A check of either backend."""
-    kernels = Kernels() if request.param == "compiled" else None
-    return functools.partial(_check, kernels)
+    """A check of either backend of a CPU."""
+    return functools.partial(check_attention, on_cpu if request.param == "compiled" else TorchAttention)
 
 
-def _check(
-    kernels,
+def on_cpu(metadata, block_size):
+    return CompiledAttention(metadata, block_size, Kernels())
+
+
+def metadata_of(lens, tables, slots):
+    """`lens` is (new tokens, tokens in all) per sequence."""
+    new, total = (torch.tensor([0, *column]).cumsum(0).int() for column in zip(*lens, strict=True))
+    return AttentionMetadata(
+        cu_seqlens_q=new,
+        cu_seqlens_k=total,
+        seq_lens=total.diff(),
+        block_tables=tables,
+        slot_mapping=slots,
+        max_query_len=max(n for n, _ in lens),
+        max_seq_len=max(n for _, n in lens),
+        is_fresh=all(n == total for n, total in lens),
+    )
+
+
+def check_attention(
+    backend,
     lens,
     block_size,
     heads=4,
@@ -77,17 +95,9 @@ def _check(
             cache.v.flatten(0, 1)[all_slots] = past[i][1]
     q = rand(num_tokens, heads, head_dim)
     k, v = (rand(num_tokens, kv_heads, d) for d in (head_dim, v_head_dim))
-    starts = torch.tensor([0, *(new for new, _ in lens)]).cumsum(0)
-    metadata = AttentionMetadata(
-        cu_seqlens_q=starts.int(),
-        seq_lens=torch.tensor([total for _, total in lens], dtype=torch.int32),
-        block_tables=tables,
-        slot_mapping=torch.cat(slots),
-    )
-    compiled = kernels is not None and kernels.serves(dtype)
-    attention = (
-        CompiledAttention(metadata, block_size, kernels) if compiled else PagedAttention(metadata, block_size)
-    )
+    metadata = metadata_of(lens, tables, torch.cat(slots))
+    starts = metadata.cu_seqlens_q
+    attention = backend(metadata, block_size)
     out = attention(q, k, v, cache, scale=head_dim**-0.5, **settings)
     assert out.shape == (num_tokens, heads, v_head_dim)
     assert out.dtype == dtype
@@ -145,9 +155,13 @@ def test_any_head_dim_works_power_of_two_or_not(check, kv_heads, head_dim):
     check(MIXED, 16, heads=2 * kv_heads, kv_heads=kv_heads, head_dim=head_dim)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_dtype_is_within_its_tolerance(check, dtype):
     check(MIXED, 16, dtype=dtype)
+
+
+def test_float16_is_within_its_tolerance_in_plain_pytorch():
+    check_attention(TorchAttention, MIXED, 16, dtype=torch.float16)
 
 
 @pytest.mark.parametrize("stale", [float("nan"), float("inf")])
@@ -162,12 +176,7 @@ def test_forty_decodes_of_mixed_lengths_are_grouped_without_mixing_them_up(check
 def test_a_discarded_write_leaves_shared_blocks_untouched():
     cache = KVCache(torch.randn(3, 4, 1, 8), torch.randn(3, 4, 1, 8))
     before = cache.k[1:].clone()
-    metadata = AttentionMetadata(
-        torch.tensor([0, 1], dtype=torch.int32),
-        torch.tensor([8], dtype=torch.int32),
-        torch.tensor([[1, 2]], dtype=torch.int32),
-        torch.tensor([0]),
-    )
+    metadata = metadata_of([(1, 8)], torch.tensor([[1, 2]], dtype=torch.int32), torch.tensor([0]))
     q, k = torch.randn(1, 2, 8), torch.randn(1, 1, 8)
-    PagedAttention(metadata, 4)(q, k, k, cache, scale=1.0)
+    TorchAttention(metadata, 4)(q, k, k, cache, scale=1.0)
     assert torch.equal(cache.k[1:], before)

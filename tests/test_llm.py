@@ -396,15 +396,15 @@ def test_an_exception_inside_generate_leaves_an_engine_that_works(
     error, failing_step, path, prompts, expected
 ):
     with LLM(path, block_size=16, num_kv_blocks=60) as llm:
-        execute, steps = llm.runner.execute, iter(range(1000))
+        launch, steps = llm.runner.launch, iter(range(1000))
 
-        def fails_once(batch):
-            sampled = execute(batch)  # fails after the cache was written
+        def fails_once(*arguments):
+            launched = launch(*arguments)  # fails after the cache was written
             if next(steps) == failing_step:
                 raise error
-            return sampled
+            return launched
 
-        llm.runner.execute = fails_once
+        llm.runner.launch = fails_once
         with pytest.raises(error if isinstance(error, type) else type(error)):
             llm.generate(prompts, SEEDED, use_tqdm=False)
         assert not llm.has_unfinished_requests()
@@ -415,14 +415,14 @@ def test_an_exception_inside_generate_leaves_an_engine_that_works(
 
 def test_a_failed_step_costs_the_other_requests_time_but_no_token(path, prompts, expected):
     with LLM(path, block_size=16, num_kv_blocks=60) as llm:
-        execute, steps = llm.runner.execute, iter(range(1000))
+        launch, steps = llm.runner.launch, iter(range(1000))
 
-        def fails_sometimes(batch):
+        def fails_sometimes(*arguments):
             if next(steps) % 7 == 6:
                 raise RuntimeError("flaky")
-            return execute(batch)
+            return launch(*arguments)
 
-        llm.runner.execute = fails_sometimes
+        llm.runner.launch = fails_sometimes
         for i, prompt in enumerate(prompts):
             llm.add_request(str(i), prompt, SEEDED)
         finished, failures = {}, 0
@@ -440,14 +440,14 @@ def test_a_failed_generate_does_not_touch_what_step_returns_later(path):
     short, long = (SamplingParams(temperature=0, max_tokens=n) for n in (1, 5))
     with LLM(path, num_kv_blocks=20) as llm:
         llm.add_request("early", [9], short)
-        execute, calls = llm.runner.execute, iter(range(100))
+        launch, calls = llm.runner.launch, iter(range(100))
 
-        def fails_the_second_time(batch):
+        def fails_the_second_time(*arguments):
             if next(calls) == 1:
                 raise RuntimeError("flaky")
-            return execute(batch)
+            return launch(*arguments)
 
-        llm.runner.execute = fails_the_second_time
+        llm.runner.launch = fails_the_second_time
         with pytest.raises(RuntimeError, match="flaky"):
             llm.generate([[1], [2]], [short, long], use_tqdm=False)
         llm.add_request("late", [3], short)
@@ -468,16 +468,19 @@ def test_aborting_an_id_twice_or_one_that_finished_meanwhile_is_harmless(path):
         assert llm.abort_request("b") == llm.step() == []
 
 
-def test_ctrl_c_at_any_moment_costs_time_but_no_token(path):
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_ctrl_c_at_any_moment_costs_time_but_no_token(async_scheduling, path):
     """Real signals at random moments: bookkeeping is never left half done, texts and logprobs neither."""
     prompts = random_prompts([5, 9, 17, 30])
     params = SamplingParams(temperature=0, max_tokens=100, logprobs=1)
     rng = random.Random(0)
-    with LLM(path, num_kv_blocks=60, block_size=16) as llm:
+    with LLM(path, num_kv_blocks=60, block_size=16, async_scheduling=async_scheduling) as llm:
         expected = [out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)]
         for i, prompt in enumerate(prompts):
             llm.add_request(str(i), prompt, params)
         finished, interrupts = {}, 0
+        # Set anew: a test run in the background of a shell has Ctrl-C ignored.
+        previous_int = signal.signal(signal.SIGINT, signal.default_int_handler)
         previous = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
         try:
             while llm.has_unfinished_requests():
@@ -494,6 +497,7 @@ def test_ctrl_c_at_any_moment_costs_time_but_no_token(path):
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, previous)
+            signal.signal(signal.SIGINT, previous_int)
     assert interrupts > 5
     for i, token_ids in enumerate(expected):
         completion = finished[str(i)].outputs[0]

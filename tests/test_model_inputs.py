@@ -1,9 +1,11 @@
 """build_inputs is a pure function of integers: every array is checked by hand."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
-from nanoengine.engine import Chunk, ScheduledBatch, build_inputs
+from nanoengine.engine import Chunk, ScheduledBatch, build_inputs, graph_sizes, pad_decodes
 from tests.helpers import make_sequence
 
 
@@ -30,7 +32,49 @@ def test_a_mixed_batch_is_laid_out_flat():
     assert inputs.seq_lens.tolist() == [5, 6, 2]
     assert inputs.block_tables.tolist() == [[7, 2], [3, 5], [9, 0]]
     assert inputs.sample_rows.tolist() == [0, 6]  # the chunk's prompt is unfinished
-    assert [a.dtype for a in inputs] == [np.int64] * 3 + [np.int32] * 3 + [np.int64]
+    assert inputs.cu_seqlens_k.tolist() == [0, 5, 11, 13]
+    assert [a.dtype for a in inputs] == [np.int64] * 3 + [np.int32] * 4 + [np.int64] * 3
+
+
+def test_a_pending_token_has_a_row_and_says_which_sample_it_will_be():
+    known = sequence(0, [10, 11], [7])
+    pending = sequence(1, [20, 21, 22, 23], [3, 5])
+    pending.num_pending_tokens, pending.sample_index = 1, 6
+    inputs = build_inputs(batch_of(Chunk(known, 1, 2), Chunk(pending, 4, 5)), 4)
+    assert inputs.input_ids.tolist() == [11, 0]
+    assert inputs.positions.tolist() == [1, 4]
+    assert inputs.slot_mapping.tolist() == [29, 20]
+    assert inputs.sample_rows.tolist() == [0, 1]
+    assert inputs.pending_rows.tolist() == [1]
+    assert inputs.pending_samples.tolist() == [6]
+
+
+def test_decodes_are_padded_with_sequences_in_the_null_block():
+    first, second = sequence(0, [10, 11, 12, 13, 14], [7, 2]), sequence(1, [20], [3])
+    inputs = build_inputs(batch_of(Chunk(first, 4, 5), Chunk(second, 0, 1)), 4)
+    padded = pad_decodes(inputs, 4, 3)
+    assert padded.input_ids.tolist() == [14, 20, 0, 0]
+    assert padded.positions.tolist() == [4, 0, 0, 0]
+    assert padded.slot_mapping.tolist() == [8, 12, 0, 0]
+    assert padded.cu_seqlens_q.tolist() == [0, 1, 2, 3, 4]
+    assert padded.cu_seqlens_k.tolist() == [0, 5, 6, 7, 8]
+    assert padded.seq_lens.tolist() == [5, 1, 1, 1]
+    assert padded.block_tables.tolist() == [[7, 2, 0], [3, 0, 0], [0, 0, 0], [0, 0, 0]]
+    assert padded.sample_rows.tolist() == [0, 1]  # nobody samples from the others
+    assert [a.dtype for a in padded] == [a.dtype for a in inputs]
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 7, 8, 9, 17, 97, 100, 128, 130, 256, 500, 512])
+def test_the_ladder_of_graphs_ends_at_the_largest_batch_and_climbs_in_small_steps(most):
+    sizes = graph_sizes(most)
+    assert sizes == sorted(set(sizes))
+    assert sizes[0] == 1
+    assert sizes[-1] == most
+    assert all(above - below <= max(8, below // 8) for below, above in pairwise(sizes))
+
+
+def test_a_batch_over_the_ladder_has_no_graph():
+    assert graph_sizes(1000)[-1] == 512
 
 
 def test_a_token_recomputed_after_a_full_hit_is_written_to_the_null_block():

@@ -49,6 +49,7 @@ def test_imports_point_one_way_and_only_the_asyncio_front_imports_the_engine():
         "outputs",
         "requests",
         "cpu",
+        "cuda",
         "attention",
         "model",
         "hf_model",
@@ -68,6 +69,6 @@ def test_imports_point_one_way_and_only_the_asyncio_front_imports_the_engine():
 
 def test_no_state_lives_outside_objects():
     """No module-level mutable state, no class-level settings: two engines never share anything."""
-    for name in ("engine", "attention", "cpu", "model", "hf_model", "sampling"):
+    for name in ("engine", "attention", "cpu", "cuda", "model", "hf_model", "sampling"):
         tree = ast.parse((PACKAGE / f"{name}.py").read_text())
         assert not [node for node in ast.walk(tree) if isinstance(node, ast.Global)]

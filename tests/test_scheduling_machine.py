@@ -2,6 +2,7 @@
 
 The ledger plays the runner: it records, for every physical slot, the exact token prefix whose K and V
 a model would have written there, and checks before each step that what attention would read is right.
+A step may be left in flight, its tokens unknown, while the next is scheduled.
 """
 
 from array import array
@@ -10,7 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from nanoengine.engine import BlockManager, Scheduler, Sequence, Status, build_inputs
+from nanoengine.engine import BlockManager, ScheduledBatch, Scheduler, Sequence, Status, build_inputs
 from nanoengine.sampling import SamplingParams
 
 EOS = 3
@@ -38,6 +39,8 @@ class SchedulingMachine(RuleBasedStateMachine):
         )
         self.slots: dict[int, tuple[int, ...]] = {}  # slot -> the tokens up to and including its own
         self.seqs: list[Sequence] = []
+        self.in_flight: ScheduledBatch | None = None
+        self.unknown: list[tuple[int, Sequence, int]] = []  # slots written from a pending token
 
     @rule(
         prompt=st.lists(st.integers(0, 1), min_size=1, max_size=14),
@@ -71,10 +74,13 @@ class SchedulingMachine(RuleBasedStateMachine):
             assert slot not in written, "two tokens of a step write the same slot"
             written.add(slot)
             self.slots[slot] = tuple(seq.token_ids[: position + 1])
+            if position == len(seq.token_ids):
+                assert seq.num_pending_tokens == 1
+                self.unknown.append((slot, seq, position))
         computed = {seq.seq_id: seq.num_computed_tokens for seq in self.scheduler.running}
         computed |= {seq.seq_id: end for seq, _, end in batch.chunks}
         for seq in self.scheduler.running:
-            for position in range(computed[seq.seq_id]):
+            for position in range(min(computed[seq.seq_id], len(seq.token_ids))):
                 slot = seq.block_table[position // size] * size + position % size
                 assert self.slots[slot] == tuple(seq.token_ids[: position + 1]), "wrong K and V"
         for block in self.block_manager.blocks:
@@ -82,36 +88,61 @@ class SchedulingMachine(RuleBasedStateMachine):
                 tokens = self.slots[block.block_id * size + size - 1][-size:]
                 assert array("i", tokens).tobytes() == block.key.content, "a hit would be wrong"
 
+    def launch(self):
+        """Schedule and compute a step; returns it with the one whose tokens are due now, if any."""
+        before, self.in_flight = self.in_flight, None
+        if before is not None:
+            self.scheduler.advance(before)
+        batch = self.scheduler.schedule()
+        assert batch.chunks or before is not None, "work is left but nothing was scheduled"
+        assert batch.num_tokens == sum(end - start for _, start, end in batch.chunks)
+        assert batch.num_tokens <= self.scheduler.max_num_batched_tokens
+        assert all(end < seq.max_num_tokens for seq, _, end in batch.chunks), "computed for nothing"
+        if batch.chunks:
+            self.write(batch)
+        return batch, before
+
+    def collect(self, batch, tokens, is_advanced):
+        for seq in self.scheduler.update(batch, tokens, is_advanced=is_advanced):
+            assert seq.block_table == []
+        for slot, seq, position in self.unknown:  # what was written then is known now
+            if self.slots[slot] == tuple(seq.token_ids[:position]):
+                self.slots[slot] = tuple(seq.token_ids[: position + 1])
+        self.unknown = [entry for entry in self.unknown if entry[2] >= len(entry[1].token_ids)]
+        self.scheduler.check_invariants()
+
     @precondition(lambda self: self.scheduler.has_unfinished())
-    @rule(data=st.data(), repeat=st.integers(1, 4))
-    def step(self, data, repeat):
+    @rule(data=st.data(), repeat=st.integers(1, 4), overlap=st.booleans())
+    def step(self, data, repeat, overlap):
         for _ in range(repeat):
             if not self.scheduler.has_unfinished():
                 return
-            batch = self.scheduler.schedule()
-            assert batch.chunks, "work is left but nothing was scheduled"
-            assert batch.num_tokens == sum(end - start for _, start, end in batch.chunks)
-            assert batch.num_tokens <= self.scheduler.max_num_batched_tokens
-            self.write(batch)
-            tokens = data.draw(
-                st.lists(
-                    st.sampled_from([0, 1, 0, 1, EOS]),
-                    min_size=len(batch.sampled_seqs),
-                    max_size=len(batch.sampled_seqs),
-                )
-            )
-            for seq in self.scheduler.update(batch, tokens):
-                assert seq.block_table == []
-            self.scheduler.check_invariants()
+            batch, before = self.launch()
+
+            def tokens(batch):
+                count = len(batch.sampled_seqs)
+                choices = st.sampled_from([0, 1, 0, 1, EOS, None])
+                return data.draw(st.lists(choices, min_size=count, max_size=count))
+
+            if before is not None:
+                self.collect(before, tokens(before), True)
+            if overlap and batch.chunks:
+                self.in_flight = batch
+            elif batch.chunks:
+                self.collect(batch, tokens(batch), False)
 
     @precondition(lambda self: self.scheduler.has_unfinished())
     @rule(data=st.data())
     def fail_a_step(self, data):
         """The forward pass dies: part of it was written, nothing of it may be read later."""
+        if self.in_flight is not None:
+            self.scheduler.advance(self.in_flight)
         batch = self.scheduler.schedule()
-        for slot in build_inputs(batch, self.block_manager.block_size).slot_mapping:
+        slots = build_inputs(batch, self.block_manager.block_size).slot_mapping if batch.chunks else ()
+        for slot in slots:
             self.slots[int(slot)] = (-1,)
         self.scheduler.recover()
+        self.in_flight, self.unknown = None, []
 
     @precondition(lambda self: self.scheduler.has_unfinished())
     @rule(data=st.data())
@@ -136,9 +167,11 @@ class SchedulingMachine(RuleBasedStateMachine):
         for _ in range(5000):
             if not self.scheduler.has_unfinished():
                 break
-            batch = self.scheduler.schedule()
-            self.write(batch)
-            self.scheduler.update(batch, [0] * len(batch.sampled_seqs))
+            batch, before = self.launch()
+            if before is not None:
+                self.collect(before, [0] * len(before.sampled_seqs), True)
+            if batch.chunks:
+                self.collect(batch, [0] * len(batch.sampled_seqs), False)
         self.scheduler.check_invariants()
         assert not self.scheduler.has_unfinished(), "a sequence never finished"
         assert all(seq.status is Status.FINISHED and seq.finish_reason for seq in self.seqs)

@@ -1,0 +1,233 @@
+"""Stand-ins for what only a GPU has, written from the documented signatures and semantics.
+
+They check every argument as the real functions do, and compute the answer densely, one sequence at a
+time. Sources: flash-attn 2.8's `flash_attn_interface.py` and the checks of `csrc/flash_attn/flash_api.cpp`;
+`torch.nn.attention.varlen` of PyTorch 2.13.
+"""
+
+import sys
+import types
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanoengine.attention import FlashAttention
+
+calls: Counter[str] = Counter()  # which path was taken how often
+
+
+def attend(q, k, v, scale, causal, window_size, softcap):
+    """Bottom-right aligned: the last query sits at the last key. A row that sees nothing is zero."""
+    shift = len(k) - len(q)
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k.double()) * scale
+    if softcap > 0:
+        scores = (scores / softcap).tanh() * softcap
+    at = torch.arange(len(q))[:, None] + shift
+    left, right = window_size
+    if causal:
+        right = 0
+    key = torch.arange(len(k))
+    seen = torch.ones(len(q), len(k), dtype=torch.bool)
+    if left >= 0:
+        seen &= key >= at - left
+    if right >= 0:
+        seen &= key <= at + right
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0.0)
+    # A masked value must not be touched: there may be NaN in it.
+    v = torch.where(seen.any(0)[:, None, None], v.double(), 0.0)
+    return torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    assert q.dtype in FlashAttention.dtypes  # fp16 and bf16, unless a test has to compare exactly
+    assert k.dtype == v.dtype == q.dtype
+    for x in (q, k, v):
+        assert x.stride(-1) == 1, "Input tensor must have contiguous last dimension"
+    assert q.shape[-1] == k.shape[-1] == v.shape[-1]
+    assert q.shape[-1] % 8 == 0
+    assert q.shape[-1] <= 256
+    assert q.shape[-2] % k.shape[-2] == 0
+    assert k.shape == v.shape
+
+
+def check_int32(x: Tensor, *shape: int) -> None:
+    assert isinstance(x, Tensor)
+    assert x.dtype == torch.int32
+    assert x.is_contiguous()
+    assert x.shape == shape
+
+
+def check_pages(k: Tensor, block_table: Tensor, num_seqs: int) -> None:
+    assert k.dim() == 4
+    assert k.shape[1] % 256 == 0, "Paged KV cache block size must be divisible by 256"
+    assert block_table.dtype == torch.int32
+    assert block_table.stride(-1) == 1, "block_table must have contiguous last dimension"
+    assert block_table.dim() == 2
+    assert len(block_table) == num_seqs
+    assert 0 <= block_table.min() <= block_table.max() < len(k)
+
+
+def pages(cache: Tensor, table: Tensor, length: int) -> Tensor:
+    assert length <= len(table) * cache.shape[1]
+    return cache[table.long()].flatten(0, 1)[:length]
+
+
+def lengths(cu_seqlens: Tensor) -> list[int]:
+    assert cu_seqlens[0] == 0
+    return cu_seqlens.diff().tolist()
+
+
+def varlen(q, k, v, cu_q, cu_k, max_q, max_k, scale, causal, window_size, softcap, block_table):
+    check_tensors(q, k, v)
+    num_seqs = len(cu_q) - 1
+    assert num_seqs > 0
+    check_int32(cu_q, num_seqs + 1)
+    check_int32(cu_k, num_seqs + 1)
+    query_lens, key_lens = lengths(cu_q), lengths(cu_k)
+    assert sum(query_lens) == len(q)
+    assert isinstance(max_q, int)
+    assert isinstance(max_k, int)
+    assert max(query_lens) <= max_q  # a smaller one leaves rows uncomputed without a word
+    assert max(key_lens) <= max_k
+    if block_table is None:
+        assert k.dim() == 3
+        assert sum(key_lens) == len(k)
+    else:
+        check_pages(k, block_table, num_seqs)
+    outs = []
+    for i, (first, key_first) in enumerate(zip(cu_q.tolist()[:-1], cu_k.tolist()[:-1], strict=True)):
+        if block_table is None:
+            keys, values = (x[key_first : key_first + key_lens[i]] for x in (k, v))
+        else:
+            keys, values = (pages(x, block_table[i], key_lens[i]) for x in (k, v))
+        rows = q[first : first + query_lens[i]]
+        outs.append(attend(rows, keys, values, scale, causal, window_size, softcap))
+    return torch.cat(outs)
+
+
+def flash_attn_varlen_func(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+    block_table=None,
+):
+    assert dropout_p == 0.0
+    assert alibi_slopes is None
+    assert not return_attn_probs
+    calls["varlen contiguous" if block_table is None else "varlen paged"] += 1
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    return varlen(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        scale, causal, window_size, softcap, block_table,
+    )  # fmt: skip
+
+
+def flash_attn_with_kvcache(
+    q,
+    k_cache,
+    v_cache,
+    k=None,
+    v=None,
+    rotary_cos=None,
+    rotary_sin=None,
+    cache_seqlens=None,
+    cache_batch_idx=None,
+    cache_leftpad=None,
+    block_table=None,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    rotary_interleaved=True,
+    alibi_slopes=None,
+    num_splits=0,
+    return_softmax_lse=False,
+):
+    others = (k, v, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, alibi_slopes)
+    assert all(x is None for x in others)
+    assert not return_softmax_lse
+    calls["with_kvcache"] += 1
+    num_seqs, query_len, _, head_dim = q.shape
+    check_tensors(q, k_cache, v_cache)
+    check_int32(cache_seqlens, num_seqs)
+    check_pages(k_cache, block_table, num_seqs)
+    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+    outs = []
+    for i, length in enumerate(cache_seqlens.tolist()):
+        assert length >= query_len
+        keys, values = (pages(x, block_table[i], length) for x in (k_cache, v_cache))
+        outs.append(attend(q[i], keys, values, scale, causal, window_size, softcap))
+    return torch.stack(outs)
+
+
+def varlen_attn(
+    query,
+    key,
+    value,
+    cu_seq_q,
+    cu_seq_k,
+    max_q,
+    max_k,
+    *,
+    return_aux=None,
+    scale=None,
+    window_size=(-1, -1),
+    enable_gqa=False,
+    seqused_k=None,
+    block_table=None,
+    num_splits=None,
+):
+    assert return_aux is None
+    calls["varlen contiguous" if block_table is None else "varlen paged"] += 1
+    assert enable_gqa or query.shape[1] == key.shape[-2], "Try setting enable_gqa=True for GQA"
+    if block_table is not None:
+        check_int32(seqused_k, len(cu_seq_q) - 1)
+        assert seqused_k.tolist() == lengths(cu_seq_k)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    return varlen(
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k,
+        scale, window_size == (-1, 0), window_size, 0.0, block_table,
+    )  # fmt: skip
+
+
+class GraphRecorder:
+    """A capture that is replayed by running it again: on the same tensors, wherever they lie."""
+
+    def record(self, run):
+        run()
+        run()
+
+        def replay():
+            calls["replay"] += 1
+            run()
+
+        return replay
+
+
+@pytest.fixture
+def flash_doubles(monkeypatch):
+    """flash-attn, varlen_attn and graphs are there, and serve the CPU; gives the count of calls by path."""
+    monkeypatch.setattr("nanoengine.cuda.GraphRecorder", GraphRecorder)
+    module = types.ModuleType("flash_attn")
+    module.flash_attn_varlen_func = flash_attn_varlen_func
+    module.flash_attn_with_kvcache = flash_attn_with_kvcache
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    monkeypatch.setattr(FlashAttention, "devices", ("cuda", "cpu"))
+    calls.clear()
+    return calls

@@ -1,0 +1,178 @@
+"""A step launched before the tokens of the one before are known: users see the same."""
+
+import random
+
+import pytest
+
+from nanoengine import LLM, SamplingParams
+from tests.doubles import flash_doubles  # noqa: F401
+from tests.helpers import chain_checkpoint, checkpoint, greedy, random_prompts
+from tests.test_cuda import in_float32  # noqa: F401
+from tests.test_requests import babbler, random_params  # noqa: F401
+
+
+def seen(llm, prompts, params, **more):
+    """All that a user sees of the answers."""
+    return [
+        [
+            (c.text, c.token_ids, c.finish_reason, c.stop_reason, c.cumulative_logprob, c.logprobs)
+            for c in output.outputs
+        ]
+        for output in llm.generate(prompts, params, use_tqdm=False, **more)
+    ]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_kv_blocks": 200, "block_size": 8},
+        {"num_kv_blocks": 24, "block_size": 4, "max_num_seqs": 9},
+        {"num_kv_blocks": 90, "block_size": 1, "max_num_batched_tokens": 5},
+        {"num_kv_blocks": 60, "block_size": 3, "enable_prefix_caching": False, "max_num_seqs": 3},
+        {"num_kv_blocks": 30, "block_size": 4, "scheduling_policy": "priority", "max_model_len": 50},
+    ],
+    ids=["roomy", "with preemption", "in chunks", "without cache", "by priority"],
+)
+def test_answers_are_the_same_as_step_by_step(settings, babbler):  # noqa: F811
+    rng = random.Random(1)
+    prompts = [[rng.randrange(256) for _ in range(rng.randint(1, 30))] for _ in range(60)]
+    params = [random_params(rng) for _ in prompts]
+    for i in range(0, 60, 7):  # some whose next token depends on those before
+        params[i] = SamplingParams(
+            temperature=0.8, seed=i, repetition_penalty=1.3, min_tokens=4, max_tokens=12
+        )
+    more = {"priority": [i % 3 for i in range(60)]} if "scheduling_policy" in settings else {}
+    answers, preemptions = [], []
+    for async_scheduling in (False, True):
+        with LLM(babbler, async_scheduling=async_scheduling, **settings) as llm:
+            answers.append([seen(llm, prompts, params, **more) for _ in range(2)])
+            preemptions.append(llm.metrics()["num_preemptions"])
+            assert llm.metrics()["num_free_blocks"] == settings["num_kv_blocks"]
+            llm.scheduler.check_invariants()
+    assert answers[0] == answers[1]
+    assert (min(preemptions) > 0) == (settings["num_kv_blocks"] in (24, 30, 90))
+
+
+def recorded(llm):
+    """The order in which steps are launched and collected from here on."""
+    runner, events = llm.runner, []
+    launch, collect = runner.launch, runner.collect
+
+    def launch_and_note(batch, before=None):
+        launched = launch(batch, before)
+        events.append(("launch", id(launched.tokens)))
+        kept.append(launched)  # so that no id is used twice
+        return launched
+
+    def collect_and_note(launched):
+        events.append(("collect", id(launched.tokens)))
+        return collect(launched)
+
+    kept: list = []
+    runner.launch, runner.collect = launch_and_note, collect_and_note
+    return events
+
+
+def test_the_next_step_is_launched_before_the_tokens_of_the_last_are_read(babbler):  # noqa: F811
+    params = SamplingParams(max_tokens=5, ignore_eos=True, temperature=0)
+    with LLM(babbler, num_kv_blocks=20, async_scheduling=True) as llm:
+        events = recorded(llm)
+        llm.generate([[1], [2]], params, use_tqdm=False)
+    kinds = [kind for kind, _ in events]
+    assert kinds == ["launch", *["launch", "collect"] * 4, "collect"]  # five tokens: not one step too many
+    launched, collected = ([i for kind, i in events if kind == k] for k in ("launch", "collect"))
+    assert launched == collected
+
+
+def test_a_step_waits_for_the_last_where_its_tokens_decide_what_is_allowed(babbler):  # noqa: F811
+    penalised = SamplingParams(max_tokens=4, ignore_eos=True, frequency_penalty=0.5)
+    with LLM(babbler, num_kv_blocks=20, async_scheduling=True) as llm:
+        events = recorded(llm)
+        llm.generate([[1]], penalised, use_tqdm=False)
+    assert [kind for kind, _ in events] == ["launch", "collect"] * 4
+
+
+def test_a_sequence_that_stops_is_computed_once_more_and_nobody_sees_it(tmp_path):
+    with LLM(chain_checkpoint(tmp_path, "abcdef"), num_kv_blocks=9, async_scheduling=True) as llm:
+        events = recorded(llm)
+        params = SamplingParams(temperature=0, max_tokens=50, stop="cd")
+        (output,) = llm.generate("a", params, use_tqdm=False)
+        assert (output.outputs[0].text, output.outputs[0].finish_reason) == ("b", "stop")
+        assert [kind for kind, _ in events].count("launch") == 4  # b, c, d, and one for nobody
+        assert llm.metrics()["generation_tokens"] == 3
+        again = llm.generate(["a", "b"], params, use_tqdm=False)
+        assert [out.outputs[0].text for out in again] == ["b", ""]
+        assert llm.metrics()["num_free_blocks"] == 9
+
+
+def test_a_failure_with_a_step_in_flight_costs_time_but_no_token(tmp_path_factory):
+    path, reference = checkpoint("qwen3", tmp_path_factory)
+    prompts = random_prompts([3, 17, 40])
+    params = SamplingParams(temperature=0, max_tokens=20)
+    with LLM(path, num_kv_blocks=30, block_size=8, async_scheduling=True) as llm:
+        rng = random.Random(0)
+        for name in ("launch", "collect"):
+            works = getattr(llm.runner, name)
+
+            def fails_sometimes(*arguments, works=works):
+                if rng.random() < 0.2:
+                    raise RuntimeError("flaky")
+                return works(*arguments)
+
+            setattr(llm.runner, name, fails_sometimes)
+        for i, prompt in enumerate(prompts):
+            llm.add_request(str(i), prompt, params)
+        finished, failures = {}, 0
+        while llm.has_unfinished_requests():
+            try:
+                finished |= {o.request_id: o.outputs[0].token_ids for o in llm.step() if o.finished}
+            except RuntimeError:
+                failures += 1
+            llm.scheduler.check_invariants()
+    assert failures > 2
+    assert [finished[str(i)] for i in range(3)] == [greedy(reference, prompt, 20) for prompt in prompts]
+
+
+def test_requests_aborted_with_a_step_in_flight_take_nothing_from_it(tmp_path_factory):
+    path, reference = checkpoint("qwen3", tmp_path_factory)
+    params = SamplingParams(temperature=0, max_tokens=9)
+    with LLM(path, num_kv_blocks=30, block_size=8, async_scheduling=True) as llm:
+        llm.add_request("a", [1, 2, 3], params)
+        llm.add_request("b", [4, 5], params)
+        assert llm.step() == []  # launched; its tokens come with the next
+        llm.step()
+        (aborted,) = llm.abort_request("a")
+        assert len(aborted.outputs[0].token_ids) == 1
+        llm.add_request("a", [6], params)  # the id is free at once
+        outputs = {}
+        while llm.has_unfinished_requests():
+            outputs |= {o.request_id: o.outputs[0].token_ids for o in llm.step()}
+        assert outputs == {"a": greedy(reference, [6], 9), "b": greedy(reference, [4, 5], 9)}
+        assert llm.metrics()["num_free_blocks"] == 30
+
+
+def test_a_row_that_cannot_be_sampled_ends_with_error_and_hurts_nobody(tmp_path):
+    with LLM(chain_checkpoint(tmp_path, "abcdef"), num_kv_blocks=10, async_scheduling=True) as llm:
+        compute_logits = llm.runner.model.compute_logits
+
+        def broken_after_x(hidden):
+            logits = compute_logits(hidden)
+            logits[hidden[:, ord("x")] > 1] = float("nan")
+            return logits
+
+        llm.runner.model.compute_logits = broken_after_x
+        good, bad = llm.generate(["a", "x"], SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
+        assert good.outputs[0].text == "bcde"
+        assert (bad.outputs[0].finish_reason, bad.outputs[0].token_ids) == ("error", [])
+        assert llm.metrics()["num_free_blocks"] == 10
+
+
+def test_with_graphs_and_pages_the_whole_path_of_a_gpu_equals_transformers(in_float32, tmp_path_factory):  # noqa: F811
+    path, reference = checkpoint("qwen3", tmp_path_factory)
+    prompts = random_prompts([3, 255, 256, 1, 300, 20])
+    settings = {"num_kv_blocks": 8, "block_size": 256, "max_num_seqs": 5, "max_num_batched_tokens": 100}
+    params = [SamplingParams(temperature=0, max_tokens=5 + i) for i in range(6)]
+    with LLM(path, attn_backend="flash", async_scheduling=True, **settings) as llm:
+        answers = [out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)]
+    assert answers == [greedy(reference, p, 5 + i) for i, p in enumerate(prompts)]
+    assert in_float32["replay"] > 0

@@ -1,0 +1,200 @@
+"""The CUDA path on a CPU: a GPU's functions are doubles that check their arguments, the rest is real."""
+
+import functools
+import importlib.util
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from nanoengine import LLM, SamplingParams
+from nanoengine.attention import BACKENDS, FlashAttention, KVSpec, VarlenAttention
+from nanoengine.cuda import Staging, write_kv
+from tests.doubles import flash_doubles  # noqa: F401
+from tests.helpers import checkpoint, greedy, random_prompts
+from tests.test_attention import MIXED, check_attention
+
+ALL_FRESH = [(1, 1), (7, 7), (300, 300), (16, 16)]
+ALL_DECODES = [(1, 1), (1, 40), (1, 256), (1, 257), (1, 700)]
+
+
+@pytest.fixture(params=[FlashAttention, VarlenAttention])
+def check(request, flash_doubles):  # noqa: F811
+    return functools.partial(check_attention, request.param, block_size=256, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("lens", [MIXED, ALL_FRESH, ALL_DECODES, [(5, 300)], [(300, 700), (2, 2)]])
+@pytest.mark.parametrize("window", [None, 1, 9, 260])
+def test_any_mix_of_prompts_chunks_and_decodes_equals_dense_attention(check, lens, window):
+    check(lens, window=window)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 4, 8), (6, 2, 80), (8, 1, 256), (3, 3, 24)])
+def test_any_heads_and_head_dim_that_flash_attn_takes_work(check, heads, kv_heads, head_dim):
+    check(MIXED, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+
+
+def test_what_other_sequences_left_in_a_block_is_never_read(check):
+    check(ALL_DECODES + MIXED, stale=float("nan"))
+
+
+@pytest.mark.parametrize("lens", [MIXED, ALL_FRESH, ALL_DECODES])
+def test_flash_attn_soft_caps(flash_doubles, lens):  # noqa: F811
+    check_attention(FlashAttention, lens, 256, dtype=torch.bfloat16, softcap=2, window=20)
+
+
+@pytest.mark.parametrize(
+    ("lens", "path"),
+    [(ALL_FRESH, "varlen contiguous"), (ALL_DECODES, "with_kvcache"), (MIXED, "varlen paged")],
+)
+def test_each_kind_of_batch_takes_the_path_made_for_it(flash_doubles, lens, path):  # noqa: F811
+    check_attention(FlashAttention, lens, 256, dtype=torch.bfloat16)
+    assert flash_doubles == {path: 1}
+
+
+SPEC = KVSpec(2, 64, 64, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("spec", "settings", "reason"),
+    [
+        (SPEC, {"window", "softcap"}, None),
+        (SPEC._replace(dtype=torch.float32), (), "not in float32"),
+        (SPEC._replace(v_head_dim=32), (), "64 and 32"),
+        (SPEC._replace(k_head_dim=20, v_head_dim=20), (), "a multiple of 8"),
+        (SPEC._replace(k_head_dim=264, v_head_dim=264), (), "at most 256"),
+        (SPEC, {"sinks"}, "does not compute sinks"),
+    ],
+)
+def test_what_flash_attn_cannot_compute_is_known_beforehand(spec, settings, reason, flash_doubles):  # noqa: F811
+    obstacle = FlashAttention.obstacle([SPEC, spec], frozenset(settings))
+    assert obstacle is None if reason is None else reason in obstacle
+
+
+def test_without_flash_attn_or_block_tables_in_varlen_attn_the_reason_is_named(monkeypatch):
+    assert "flash-attn cannot be imported" in FlashAttention.obstacle([SPEC], frozenset())
+    assert VarlenAttention.obstacle([SPEC], frozenset()) is None  # this PyTorch has it
+    assert "does not compute softcap" in VarlenAttention.obstacle([SPEC], frozenset({"softcap"}))
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", lambda query, key, value: None)
+    assert "takes no block table" in VarlenAttention.obstacle([SPEC], frozenset())
+
+
+def test_a_backend_that_cannot_run_is_an_error_where_it_was_asked_for(tmp_path_factory):
+    path, _ = checkpoint("qwen3", tmp_path_factory)
+    with pytest.raises(ValueError, match="attn_backend='flash' cannot be used: it does not run on cpu"):
+        LLM(path, attn_backend="flash")
+    with pytest.raises(ValueError, match="attn_backend='compiled' cannot be used: enforce_eager"):
+        LLM(path, attn_backend="compiled", enforce_eager=True)
+    with pytest.raises(ValueError, match="attn_backend must be one of"):
+        LLM(path, attn_backend="xformers")
+
+
+@pytest.fixture
+def in_float32(flash_doubles, monkeypatch):  # noqa: F811
+    """Exact comparison with transformers needs the one dtype that flash-attn does not have."""
+    monkeypatch.setattr(FlashAttention, "dtypes", (torch.float32,))
+    return flash_doubles
+
+
+def test_the_fastest_backend_is_chosen_and_named(in_float32, tmp_path_factory, monkeypatch, capsys):
+    path, _ = checkpoint("qwen3", tmp_path_factory)
+
+    def chosen(**settings):
+        with LLM(path, num_kv_blocks=4, **{"block_size": 256, **settings}) as llm:
+            return llm.runner.backend.name, capsys.readouterr().err
+
+    assert [backend.name for backend in BACKENDS] == ["flash", "varlen", "compiled", "torch"]
+    assert chosen()[0] == "flash"
+    assert chosen(attn_backend="torch")[0] == "torch"
+    with pytest.raises(ValueError, match="block_size must be a multiple of 256 for flash attention, got 16"):
+        chosen(block_size=16)
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    name, line = chosen()
+    assert name == "varlen"
+    assert "varlen attention (not flash: flash-attn cannot be imported" in line
+
+
+@pytest.mark.parametrize(
+    ("backend", "enforce_eager"), [("flash", False), ("flash", True), ("varlen", False), ("varlen", True)]
+)
+@pytest.mark.parametrize("model", ["qwen3", "qwen2 sliding from layer 1", "gemma3"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"max_num_batched_tokens": 100}, {"num_kv_blocks": 5, "max_num_batched_tokens": 100}],
+    ids=["at once", "in chunks", "with preemption"],
+)
+def test_greedy_tokens_equal_transformers_however_the_batches_fall(
+    backend, enforce_eager, model, settings, in_float32, tmp_path_factory
+):
+    path, reference = checkpoint(model, tmp_path_factory)
+    shared = random_prompts([260], seed=5)[0]
+    prompts = [*random_prompts([3, 255, 256, 1]), shared + [7] * 20, [*shared, 8, 9]]
+    settings = {"num_kv_blocks": 40, "max_num_seqs": 5, "block_size": 256, **settings}
+    params = SamplingParams(temperature=0, max_tokens=8)
+    with LLM(path, attn_backend=backend, enforce_eager=enforce_eager, **settings) as llm:
+        llm.generate(random_prompts([20, 30], seed=6), params, use_tqdm=False)  # nothing cached at all
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        again = llm.generate(prompts[4:], params, use_tqdm=False)
+        preempted = llm.metrics()["num_preemptions"]
+    assert [out.outputs[0].token_ids for out in outputs] == [greedy(reference, p, 8) for p in prompts]
+    assert [out.outputs[0].token_ids for out in again] == [out.outputs[0].token_ids for out in outputs[4:]]
+    assert all(out.num_cached_tokens == 256 for out in again) or preempted
+    assert (preempted > 0) == (settings["num_kv_blocks"] == 5)
+    assert in_float32["varlen paged"] > 0
+    assert in_float32["varlen contiguous"] > 0
+    assert backend == "varlen" or in_float32["with_kvcache"] > 0
+    assert (in_float32["replay"] > 0) == (not enforce_eager and model != "gemma3")  # ours alone is captured
+
+
+def test_arrays_of_the_same_shapes_are_staged_at_the_same_addresses():
+    arrays = [np.arange(5), np.arange(3, dtype=np.int32), np.arange(6, dtype=np.int32).reshape(2, 3)]
+    staging = Staging(Staging.num_bytes(arrays) + 8, torch.device("cpu"))
+    first = staging.send([*arrays, np.arange(1)])
+    assert [t.tolist() for t in first] == [a.tolist() for a in arrays] + [[0]]
+    assert [t.dtype for t in first] == [torch.int64, torch.int32, torch.int32, torch.int64]
+    second = staging.send([a[::-1] for a in arrays])
+    assert [t.tolist() for t in second] == [a[::-1].tolist() for a in arrays]
+    assert [t.data_ptr() for t in second] == [t.data_ptr() for t in first[:3]]
+    with pytest.raises(ValueError, match="broadcast"):  # never beyond its memory
+        staging.send([np.arange(50)])
+
+
+WRITE_KV = """
+import torch
+from nanoengine.cuda import write_kv
+
+for heads, k_dim, v_dim, dtype in [
+    (3, 11, 11, torch.float32), (2, 24, 16, torch.bfloat16), (1, 128, 128, torch.float16)
+]:
+    for interpreted in (True, False):
+        torch.manual_seed(0)
+        qkv = torch.randn(5, 40 + heads * (k_dim + v_dim)).to(dtype)  # K and V lie apart, inside a projection
+        k, v = qkv[:, 40:].split([heads * k_dim, heads * v_dim], dim=1)
+        k, v = k.view(5, heads, k_dim), v.view(5, heads, v_dim)
+        caches = [torch.randn(4, 4, heads, dim).to(dtype) for dim in (k_dim, v_dim)]
+        slots = torch.tensor([9, 0, 15, 4, 6])
+        if interpreted:
+            write_kv(*caches, k, v, slots)
+            seen = caches
+        else:
+            for cache, x in zip(caches, (k, v)):
+                cache.view(16, heads, -1)[slots] = x
+    assert all(torch.equal(a, b) for a, b in zip(seen, caches)), (heads, k_dim, v_dim)
+print("equal")
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_the_kernel_that_writes_kv_runs_under_tritons_interpreter():
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    result = subprocess.run([sys.executable, "-c", WRITE_KV], env=env, capture_output=True, text=True)
+    assert result.stdout == "equal\n", result.stderr
+
+
+def test_without_triton_keys_and_values_are_written_by_pytorch():
+    cache, k, slots = torch.zeros(3, 4, 2, 5), torch.randn(3, 2, 5), torch.tensor([5, 11, 4])
+    write_kv(cache, cache.clone(), k, k, slots)
+    assert torch.equal(cache.view(12, 2, 5)[slots], k)
