@@ -1,7 +1,8 @@
 """The engine, whole. A request enters at `LLM.generate` and leaves as text; each step in between is this.
 
     batch   = scheduler.schedule()             # which tokens to compute, in which cache blocks
-    sampled = runner.execute(batch)            # one forward pass; a token for each row that is due one
+    launch  = runner.launch(batch)             # one forward pass; a token for each row that is due one
+    sampled = runner.collect(launch)           # the tokens, once the device has them
     stopped = scheduler.update(batch, sampled) # append, finish, free blocks
 
 Read top to bottom: EngineConfig, Sequence, BlockManager, Scheduler, ModelRunner, LLM. State has one
@@ -1370,6 +1371,8 @@ class LLM:
 
     def step(self) -> list[RequestOutput]:
         """Run one step; returns each request that got a token or finished, with all it has so far.
+
+        With async scheduling the tokens are those of the step before, so that the first call returns none.
 
         Raises:
             Exception: whatever the forward pass raised. Every request keeps the tokens it had, is still

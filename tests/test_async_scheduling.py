@@ -105,34 +105,6 @@ def test_a_sequence_that_stops_is_computed_once_more_and_nobody_sees_it(tmp_path
         assert llm.metrics()["num_free_blocks"] == 9
 
 
-def test_a_failure_with_a_step_in_flight_costs_time_but_no_token(tmp_path_factory):
-    path, reference = checkpoint("qwen3", tmp_path_factory)
-    prompts = random_prompts([3, 17, 40])
-    params = SamplingParams(temperature=0, max_tokens=20)
-    with LLM(path, num_kv_blocks=30, block_size=8, async_scheduling=True) as llm:
-        rng = random.Random(0)
-        for name in ("launch", "collect"):
-            works = getattr(llm.runner, name)
-
-            def fails_sometimes(*arguments, works=works):
-                if rng.random() < 0.2:
-                    raise RuntimeError("flaky")
-                return works(*arguments)
-
-            setattr(llm.runner, name, fails_sometimes)
-        for i, prompt in enumerate(prompts):
-            llm.add_request(str(i), prompt, params)
-        finished, failures = {}, 0
-        while llm.has_unfinished_requests():
-            try:
-                finished |= {o.request_id: o.outputs[0].token_ids for o in llm.step() if o.finished}
-            except RuntimeError:
-                failures += 1
-            llm.scheduler.check_invariants()
-    assert failures > 2
-    assert [finished[str(i)] for i in range(3)] == [greedy(reference, prompt, 20) for prompt in prompts]
-
-
 def test_requests_aborted_with_a_step_in_flight_take_nothing_from_it(tmp_path_factory):
     path, reference = checkpoint("qwen3", tmp_path_factory)
     params = SamplingParams(temperature=0, max_tokens=9)

@@ -413,18 +413,23 @@ def test_an_exception_inside_generate_leaves_an_engine_that_works(
         assert tokens(llm, prompts, GREEDY) == expected[0]
 
 
-def test_a_failed_step_costs_the_other_requests_time_but_no_token(path, prompts, expected):
-    with LLM(path, block_size=16, num_kv_blocks=60) as llm:
-        launch, steps = llm.runner.launch, iter(range(1000))
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "with penalties"])
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("part", ["launch", "collect"])
+def test_a_failed_step_costs_the_other_requests_time_but_no_token(
+    part, async_scheduling, params, path, prompts, expected
+):
+    with LLM(path, block_size=16, num_kv_blocks=60, async_scheduling=async_scheduling) as llm:
+        works, steps = getattr(llm.runner, part), iter(range(1000))
 
         def fails_sometimes(*arguments):
             if next(steps) % 7 == 6:
                 raise RuntimeError("flaky")
-            return launch(*arguments)
+            return works(*arguments)
 
-        llm.runner.launch = fails_sometimes
+        setattr(llm.runner, part, fails_sometimes)
         for i, prompt in enumerate(prompts):
-            llm.add_request(str(i), prompt, SEEDED)
+            llm.add_request(str(i), prompt, params)
         finished, failures = {}, 0
         while llm.has_unfinished_requests():
             try:
@@ -433,7 +438,7 @@ def test_a_failed_step_costs_the_other_requests_time_but_no_token(path, prompts,
                 failures += 1
                 llm.scheduler.check_invariants()
     assert failures > 2
-    assert [finished[str(i)] for i in range(len(prompts))] == expected[1]
+    assert [finished[str(i)] for i in range(len(prompts))] == expected[params is SEEDED]
 
 
 def test_a_failed_generate_does_not_touch_what_step_returns_later(path):
