@@ -31,7 +31,7 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as AnySequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field, replace
 from enum import Enum
 from pathlib import Path
@@ -48,7 +48,7 @@ from xxhash import xxh3_64_intdigest
 from nanoengine.attention import BACKENDS, AttentionMetadata, CompiledAttention, KVCache, PagedAttention
 from nanoengine.cpu import Kernels, PinnedThreads, keep_freed_memory
 from nanoengine.hf_model import HFModel
-from nanoengine.model import Decoder
+from nanoengine.model import Decoder, FusedKernels
 from nanoengine.outputs import RequestOutput
 from nanoengine.requests import (
     CheckedRequest,
@@ -930,9 +930,13 @@ class ModelRunner:
             self.model.build_rope_table(max_model_len)
         self.stopwatch = Stopwatch()
         self.threads = PinnedThreads(config.pin_threads and not on_cuda)
+        # Triton and graph capture use the thread's current GPU, whichever the tensors are on.
+        self.gpu = torch.cuda.device(self.device) if on_cuda else nullcontext()
         self.kernels: Kernels | None = None
         if not on_cuda:
             keep_freed_memory()
+        elif isinstance(self.model, Decoder) and not config.enforce_eager:
+            self.model.use_kernels(FusedKernels())
         self.attention_name = ""  # for the user: what runs, and what would be faster and why it does not
         self.backend = self._choose_attention(config)
         self.block_size = config.block_size or (256 if on_cuda else 32)
@@ -946,10 +950,12 @@ class ModelRunner:
         uses_graphs = self.backend.capturable and isinstance(self.model, Decoder) and not config.enforce_eager
         self.staging = self._new_staging() if on_cuda or uses_graphs else None
         self.graphs: DecodeGraphs | None = None
-        self.num_blocks = self._count_blocks(config, max_model_len, uses_graphs)
-        self.caches = self._new_caches(self.num_blocks)
-        if uses_graphs:
-            self.graphs = self._capture_decodes()
+        with self.gpu:
+            self.num_blocks = self._count_blocks(config, max_model_len, uses_graphs)
+            self.caches = self._new_caches(self.num_blocks)
+            if uses_graphs:
+                self.graphs = self._capture_decodes()
+        if self.graphs is not None:
             self.attention_name += f", {len(self.graphs.sizes)} graphs ({self.graphs.seconds:.1f} s)"
 
     def _new_staging(self) -> "Staging":
@@ -1430,6 +1436,7 @@ class LLM:
         """Abort what runs and release the memory; the object is of no use afterwards."""
         self._is_closed = True
         self.abort_request(list(self._requests))
+        self._in_flight = None
         self.runner.close()
 
     def __enter__(self) -> Self:
@@ -1574,14 +1581,14 @@ class LLM:
         stopwatch.lap("schedule")
         if not batch.chunks:
             return None
-        with self.runner.threads:
+        with self.runner.threads, self.runner.gpu:
             return self.runner.launch(batch, self._in_flight)
 
     def _collect(self, *, is_advanced: bool = False) -> list[Request]:
         """Wait for the step in flight and take in its tokens; returns the requests that got one."""
         assert self._in_flight is not None
         batch = self._in_flight.batch
-        with self.runner.threads:
+        with self.runner.threads, self.runner.gpu:
             sampled = self.runner.collect(self._in_flight)
         self.runner.stopwatch.start()
         with uninterrupted():

@@ -162,6 +162,45 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
+# ---- Element-wise parts --------------------------------------------------------------------------
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The last dimension of x as x / rms(x) * weight, computed in float32; same shape and dtype."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """Of gate_up, (T, 2 I), silu(gate) * up."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def _add_and_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    total = x if residual is None else x + residual
+    return rms_norm(total, weight, eps), total
+
+
+def _norm_rotate(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+    return rotate(x if weight is None else rms_norm(x, weight, eps), cos, sin)
+
+
+class FusedKernels:
+    """What `cpu.Kernels` does for a CPU, for a GPU: each part is fused by `torch.compile`, and kept.
+
+    Compiled at the first call, which on a GPU is the trial pass or the capture of the graphs.
+    """
+
+    def __init__(self) -> None:
+        self.rms_norm = torch.compile(_add_and_norm, dynamic=True)
+        self.norm_rotate = torch.compile(_norm_rotate, dynamic=True)
+        self.silu_and_mul = torch.compile(silu_and_mul, dynamic=True)
+
+
 # ---- Layers -------------------------------------------------------------------------------------
 
 
@@ -187,9 +226,9 @@ class Linear(nn.Linear):
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight, computed in float32 and never in place: x is also the residual."""
+    """`rms_norm` with its weight; never in place: x is also the residual."""
 
-    kernels: Kernels | None = None
+    kernels: Kernels | FusedKernels | None = None
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -198,23 +237,19 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension; same shape and dtype."""
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """The norm of x + residual, (T, E), and that sum, which is the next residual."""
         if self.kernels is not None:
             return self.kernels.rms_norm(x, self.weight, self.eps, residual)
-        if residual is not None:
-            x = x + residual
-        return self(x), x
+        return _add_and_norm(x, self.weight, self.eps, residual)
 
 
 class Attention(nn.Module):
     """Self-attention of one layer with one fused projection for queries, keys and values."""
 
-    kernels: Kernels | None = None
+    kernels: Kernels | FusedKernels | None = None
 
     def __init__(self, config: DecoderConfig, window: int | None) -> None:
         super().__init__()
@@ -238,16 +273,15 @@ class Attention(nn.Module):
         return self.o_proj(out.flatten(1))  # type: ignore[no-any-return]
 
     def _norm_rotate(self, x: Tensor, norm: RMSNorm | None, cos: Tensor, sin: Tensor) -> Tensor:
-        if self.kernels is not None:
-            weight, eps = (norm.weight, norm.eps) if norm is not None else (None, 0.0)
-            return self.kernels.norm_rotate(x, weight, eps, cos, sin)
-        return rotate(x if norm is None else norm(x), cos, sin)
+        weight, eps = (norm.weight, norm.eps) if norm is not None else (None, 0.0)
+        norm_rotate = _norm_rotate if self.kernels is None else self.kernels.norm_rotate
+        return norm_rotate(x, weight, eps, cos, sin)
 
 
 class MLP(nn.Module):
     """down(silu(gate(x)) * up(x)), gate and up in one projection."""
 
-    kernels: Kernels | None = None
+    kernels: Kernels | FusedKernels | None = None
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -256,11 +290,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(T, E) -> (T, E)."""
-        gate_up = self.gate_up_proj(x)
-        if self.kernels is not None:
-            return self.down_proj(self.kernels.silu_and_mul(gate_up))  # type: ignore[no-any-return]
-        gate, up = gate_up.chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate) * up)  # type: ignore[no-any-return]
+        act = silu_and_mul if self.kernels is None else self.kernels.silu_and_mul
+        return self.down_proj(act(self.gate_up_proj(x)))  # type: ignore[no-any-return]
 
 
 class DecoderLayer(nn.Module):
@@ -331,7 +362,7 @@ class Decoder(nn.Module):
             if isinstance(module, Linear):
                 module.pack()
 
-    def use_kernels(self, kernels: Kernels) -> None:
+    def use_kernels(self, kernels: Kernels | FusedKernels) -> None:
         """Compute the element-wise parts with compiled kernels; results stay the same up to rounding."""
         for module in self.modules():
             if isinstance(module, RMSNorm | Attention | MLP):

@@ -13,6 +13,7 @@ import torch
 from nanoengine import LLM, SamplingParams
 from nanoengine.attention import BACKENDS, FlashAttention, KVSpec, VarlenAttention
 from nanoengine.cuda import Staging, write_kv
+from nanoengine.model import FusedKernels
 from tests.doubles import flash_doubles  # noqa: F401
 from tests.helpers import checkpoint, greedy, random_prompts
 from tests.test_attention import MIXED, check_attention
@@ -198,3 +199,13 @@ def test_without_triton_keys_and_values_are_written_by_pytorch():
     cache, k, slots = torch.zeros(3, 4, 2, 5), torch.randn(3, 2, 5), torch.tensor([5, 11, 4])
     write_kv(cache, cache.clone(), k, k, slots)
     assert torch.equal(cache.view(12, 2, 5)[slots], k)
+
+
+def test_fused_kernels_compute_what_the_plain_parts_do(tmp_path_factory):
+    path, reference = checkpoint("qwen3", tmp_path_factory)
+    prompts = random_prompts([1, 20])
+    with LLM(path, num_kv_blocks=20, enforce_eager=True) as llm:
+        llm.runner.model.use_kernels(FusedKernels())
+        params = SamplingParams(temperature=0, max_tokens=6)
+        answers = [out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)]
+    assert answers == [greedy(reference, prompt, 6) for prompt in prompts]
