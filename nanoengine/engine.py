@@ -976,11 +976,12 @@ class ModelRunner:
         for backend in BACKENDS:
             if config.attn_backend not in ("auto", backend.name):
                 continue
-            obstacle = backend.obstacle(self.kv_specs, self.model.attention_settings)
             if self.device.type not in backend.devices:
-                obstacle = f"it does not run on {self.device.type}"
+                obstacle: str | None = f"it does not run on {self.device.type}"
             elif backend is CompiledAttention:
                 obstacle = no_kernels
+            else:
+                obstacle = backend.obstacle(self.kv_specs, self.model.attention_settings)
             if obstacle is None:
                 break
             if config.attn_backend != "auto":
