@@ -16,6 +16,7 @@ Words used throughout:
     slot            one token's place in the cache: block id * block_size + offset
     computed        a token whose K and V are in the cache
     token budget    how many tokens one step may compute, `max_num_batched_tokens`
+    pending         a token that the step in flight draws: counted, not known yet (async scheduling)
     preempt         take a running sequence's blocks away; it is recomputed from zero later
 """
 
@@ -225,12 +226,12 @@ class Sequence:
 
     @property
     def num_output_tokens(self) -> int:
-        """The tokens sampled so far."""
+        """How many tokens were sampled so far; a pending one is not among them."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def output_token_ids(self) -> list[int]:
-        """The same, themselves."""
+        """The tokens sampled so far."""
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
@@ -1053,7 +1054,7 @@ class ModelRunner:
             self.caches = self._new_caches(blocks)
             cache_bytes = sum(cache.k.nbytes + cache.v.nbytes for cache in self.caches)
             torch.cuda.reset_peak_memory_stats(self.device)
-            self.execute(batch)
+            self.collect(self.launch(batch))
             peak_bytes = torch.cuda.max_memory_allocated(self.device) - cache_bytes
             graph_bytes = self._graph_bytes() if uses_graphs else 0
         except torch.OutOfMemoryError as error:
@@ -1077,10 +1078,6 @@ class ModelRunner:
         after, _ = torch.cuda.mem_get_info(self.device)
         del graphs
         return before - after
-
-    def execute(self, batch: ScheduledBatch) -> SamplerOutput:
-        """Compute the batch's tokens and sample one per `batch.sampled_seqs`."""
-        return self.collect(self.launch(batch))
 
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch, before: Launch | None = None) -> Launch:
