@@ -434,35 +434,49 @@ def load_transformers_cb(settings: dict[str, Any]) -> Run:
 def load_limits(settings: dict[str, Any]) -> Run:
     """No engine: the machine's memory bandwidth and matrix rate, in what an engine's layers consist of.
 
-    A stack of weights larger than the caches is applied to 1, 8, ... rows. One row reads every weight
-    for two FLOPs each: that is bandwidth. The best rate of all is taken for the matrix rate.
+    A stack of weights larger than the caches is applied to 1, 8, ... rows by the fastest way there is. One
+    row reads every weight for two FLOPs each: that is bandwidth. The best rate of all is taken for the
+    matrix rate.
     """
     import torch
     import torch.nn.functional as F
 
+    from nanoengine.cpu import Kernels
+
     device, dtype = torch.device(settings["device"]), getattr(torch, settings["dtype"])
     size, num_layers = 4096, 8
     weights = [torch.full((size, size), 0.01, dtype=dtype, device=device) for _ in range(num_layers)]
-    is_packed = device.type == "cpu" and dtype == torch.bfloat16
-    if is_packed and (is_packed := torch.ops.mkldnn._is_mkldnn_bf16_supported()):
-        weights = [torch.ops.mkldnn._reorder_linear_weight(weight) for weight in weights]
-    row_counts = (1, 8, 16, 32, 64, 256) if device.type == "cpu" else (1, 64, 256, 1024, 4096)
+    on_cpu = device.type == "cpu"
+    row_counts = (1, 8, 16, 32, 64, 256) if on_cpu else (1, 64, 256, 1024, 4096)
 
-    def seconds(rows: int) -> float:
+    # Ways to multiply: what to call with rows and a weight, and the weights as it takes them.
+    ways: list[tuple[Callable[[Any, Any], Any], list[Any]]] = []
+    if on_cpu and dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        multiply = torch.ops.mkldnn._linear_pointwise
+        packed = [torch.ops.mkldnn._reorder_linear_weight(weight) for weight in weights]
+        ways.append((lambda x, weight: multiply(x, weight, None, "none", [], ""), packed))
+    else:
+        ways.append((F.linear, weights))
+    if on_cpu:
+        with suppress(RuntimeError):  # no compiler
+            kernels = Kernels()
+            if kernels.can_multiply(weights[0]):
+                ours = [kernels.pack(weight) for weight in weights]
+                ways.append((lambda x, weight: kernels.linear(x, weight, None, size), ours))
+
+    def seconds(rows: int, way: tuple[Callable[[Any, Any], Any], list[Any]]) -> float:
         x = torch.full((rows, size), 0.01, dtype=dtype, device=device)
+        multiply, weights = way
         start = time.perf_counter()
         for weight in weights:
-            if is_packed:
-                torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
-            else:
-                F.linear(x, weight)
+            multiply(x, weight)
         if device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter() - start
 
     @torch.inference_mode()
     def run(prompts: list[list[int]], output_lens: list[int], arrivals: list[float]) -> dict[str, Any]:
-        best = {rows: min(seconds(rows) for _ in range(3)) for rows in row_counts}
+        best = {rows: min(seconds(rows, way) for way in ways for _ in range(3)) for rows in row_counts}
         numbers = num_layers * size * size
         return {
             "bandwidth": numbers * dtype.itemsize / best[1],

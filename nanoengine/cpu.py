@@ -195,6 +195,32 @@ class Kernels:
         self._call("norm_rotate", out, x, x.stride(0), weight, float(eps), cos, sin, *x.shape)
         return out
 
+    def can_multiply(self, weight: Tensor) -> bool:
+        """Whether `linear` takes that weight, (N, I), and there is nothing faster on this processor."""
+        is_bfloat16 = weight.dtype == torch.bfloat16
+        return is_bfloat16 and weight.shape[1] % 2 == 0 and hasattr(self.library, "linear_bfloat16")
+
+    @staticmethod
+    def pack(weight: Tensor) -> Tensor:
+        """A weight (N, I) as `linear` reads it: (blocks, I / 2, 64, 2), blocks of 64 outputs, 0 beyond N."""
+        num_outputs, num_inputs = weight.shape
+        packed = weight.new_zeros(-(-num_outputs // 64), num_inputs // 2, 64, 2)
+        for block, rows in zip(packed, torch.split(weight, 64), strict=True):
+            block[:, : len(rows)] = rows.view(len(rows), -1, 2).transpose(0, 1)
+        return packed
+
+    @staticmethod
+    def unpack_rows(packed: Tensor, rows: Tensor) -> Tensor:
+        """Rows (T,) of the weight that was packed: (T, I)."""
+        pairs = packed.view(torch.int32).squeeze(-1)
+        return pairs[rows // 64, :, rows % 64].view(packed.dtype)
+
+    def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None, num_outputs: int) -> Tensor:
+        """The product of x (T, I) with a packed weight, plus bias (N,): (T, N)."""
+        out = x.new_empty(len(x), num_outputs)
+        self._call("linear", out, x.contiguous(), packed, bias, *x.shape, num_outputs)
+        return out
+
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up for gate_up (T, 2 I)."""
         num_rows, width = gate_up.shape

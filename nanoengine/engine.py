@@ -940,6 +940,8 @@ class ModelRunner:
             self.model.use_kernels(FusedKernels())
         self.attention_name = ""  # for the user: what runs, and what would be faster and why it does not
         self.backend = self._choose_attention(config)
+        if isinstance(self.model, Decoder) and not on_cuda:
+            self.model.pack_weights(self.kernels)
         self.block_size = config.block_size or (256 if on_cuda else 32)
         if self.block_size % self.backend.block_multiple:
             raise ValueError(

@@ -208,19 +208,28 @@ class Linear(nn.Linear):
     """A linear layer whose weight can be laid out once as the CPU's matrix kernels want it."""
 
     packed: Tensor | None = None
+    kernels: Kernels | None = None  # those that packed it; None with a packed weight: oneDNN
 
-    def pack(self) -> None:
-        """Reorder a bfloat16 weight for oneDNN; the plain one is let go. Results stay the same.
+    def pack(self, kernels: Kernels | None) -> None:
+        """Lay a bfloat16 weight out for our kernels or oneDNN's; the plain one is let go.
 
-        Without it `F.linear` reorders at every call, which costs more than a small batch's product.
+        Results stay the same up to rounding. Without it `F.linear` reorders the weight at every call,
+        which costs more than a small batch's product.
         """
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight)
+        if kernels is not None and kernels.can_multiply(self.weight):
+            self.packed, self.kernels = kernels.pack(self.weight), kernels
+        elif torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight)
+        else:
+            return
         self.register_parameter("weight", None)
 
     def forward(self, x: Tensor) -> Tensor:
         """(T, in) -> (T, out)."""
         if self.packed is None:
             return F.linear(x, self.weight, self.bias)
+        if self.kernels is not None:
+            return self.kernels.linear(x, self.packed, self.bias, self.out_features)
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
         return out
 
@@ -351,16 +360,21 @@ class Decoder(nn.Module):
         """What its layers ask of attention besides a scale."""
         return frozenset(("window",) if any(w is not None for w in self.config.windows) else ())
 
-    def pack_weights(self) -> None:
-        """Prepare the weights for the CPU, where its kernels gain by it; call once they are loaded."""
-        weight = self.embed_tokens.weight
-        if weight.dtype != torch.bfloat16 or weight.device.type != "cpu":
-            return
-        if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    def pack_weights(self, kernels: Kernels | None) -> None:
+        """Prepare bfloat16 weights for a CPU, where its kernels gain by it; call once they are loaded."""
+        if self.norm.weight.dtype != torch.bfloat16:
             return
         for module in self.modules():
             if isinstance(module, Linear):
-                module.pack()
+                module.pack(kernels)
+        if self.config.tie_word_embeddings and self.lm_head.kernels is not None:
+            self.embed_tokens.register_parameter("weight", None)  # rows are read out of the packed head
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """Token ids, (T,), to what the first layer gets, (T, E)."""
+        if self.embed_tokens.weight is None:
+            return Kernels.unpack_rows(self.lm_head.packed, input_ids)
+        return self.embed_tokens(input_ids)  # type: ignore[no-any-return]
 
     def use_kernels(self, kernels: Kernels | FusedKernels) -> None:
         """Compute the element-wise parts with compiled kernels; results stay the same up to rounding."""
@@ -372,7 +386,7 @@ class Decoder(nn.Module):
         """Compute cos and sin for positions [0, num_positions): (positions, 1, D) float32 each."""
         inv_freq, factor = rope_frequencies(self.config.rope, self.config.head_dim)
         angles = torch.outer(torch.arange(num_positions).float(), inv_freq).repeat(1, 2).unsqueeze(1)
-        device = self.embed_tokens.weight.device
+        device = self.norm.weight.device
         self.rope_table = (angles.cos() * factor).to(device), (angles.sin() * factor).to(device)
 
     def forward(
@@ -380,7 +394,7 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Token ids and positions, (T,) int64 each, to hidden states, (T, E); fills the caches."""
         assert self.rope_table is not None, "call build_rope_table first"
-        x = self.embed_tokens(input_ids)
+        x = self.embed(input_ids)
         cos, sin = (table[positions].to(x.dtype) for table in self.rope_table)
         residual = None
         for layer, cache in zip(self.layers, caches, strict=True):

@@ -204,7 +204,6 @@ def load_model(
                 parameter.normal_(0.0, 0.02, generator=generator)
     else:
         _fill(model, checkpoint.path)
-    model.pack_weights()
     return model
 
 

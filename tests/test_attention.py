@@ -160,6 +160,48 @@ def test_every_dtype_is_within_its_tolerance(check, dtype):
     check(MIXED, 16, dtype=dtype)
 
 
+LONG = [(1, 255), (1, 256), (1, 257), (1, 700), (9, 300), (1, 1), (1, 33)]
+
+
+@pytest.mark.parametrize("settings", [{}, {"window": 300}, {"softcap": 2.0, "sinks": SINKS}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sequence_attended_to_in_several_spans_equals_dense_attention(check, dtype, settings):
+    check(LONG, 16, dtype=dtype, **settings)
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "head_dim", "block_size"), [(2, 32, 16), (1, 128, 3), (3, 64, 1), (2, 96, 17)]
+)
+def test_bfloat16_by_the_processor_s_own_instructions_equals_dense_attention(
+    check, kv_heads, head_dim, block_size
+):
+    settings = {"heads": 2 * kv_heads, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": torch.bfloat16}
+    check(MIXED + LONG, block_size, stale=float("nan"), **settings)
+    check(MIXED, block_size, v_head_dim=64, window=5, **settings)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_decode_s_result_does_not_depend_on_the_batch(dtype):
+    """To the last bit, so that no sampled token can."""
+    generator = torch.Generator().manual_seed(0)
+    lens = [1, 40, 256, 700, 300]
+    q = torch.randn(len(lens), 4, 32, generator=generator).to(dtype)
+    caches = [torch.randn(50, 32, 2, 32, generator=generator).to(dtype) for _ in range(2)]
+    tables = torch.stack([torch.randperm(50, generator=generator)[:22] for _ in lens]).int()
+    kernels = Kernels()
+
+    def attend(rows):
+        out = torch.zeros_like(q)
+        lengths = torch.tensor([lens[i] for i in rows], dtype=torch.int32)
+        settings = {"scale": 0.2, "window": None, "softcap": None, "sinks": None}
+        kernels.decode_attention(out, q, *caches, tables[rows], lengths, torch.tensor(rows), **settings)
+        return out
+
+    together = attend([0, 1, 2, 3, 4])
+    for i in range(len(lens)):
+        assert torch.equal(attend([i])[i], together[i])
+
+
 def test_float16_is_within_its_tolerance_in_plain_pytorch():
     check_attention(TorchAttention, MIXED, 16, dtype=torch.float16)
 

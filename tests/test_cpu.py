@@ -174,6 +174,52 @@ def test_the_compiled_activation_is_silu_of_one_half_times_the_other(dtype):
     assert kernels.silu_and_mul(gate_up).isnan().sum() == 1
 
 
+needs_products = pytest.mark.skipif(
+    not Kernels().can_multiply(torch.empty(1, 2, dtype=torch.bfloat16)),
+    reason="needs AVX-512 with bfloat16, and no AMX",
+)
+
+
+@needs_products
+@pytest.mark.parametrize("num_inputs", [2, 6, 64, 1024])
+@pytest.mark.parametrize("num_outputs", [1, 17, 64, 65, 200])
+def test_a_product_with_a_packed_weight_is_that_with_the_weight(num_inputs, num_outputs):
+    kernels, weight, bias = kernels_and_inputs(torch.bfloat16, (num_outputs, num_inputs), (num_outputs,))
+    packed = kernels.pack(weight)
+    for num_rows in (0, 1, 5, 6, 7, 12, 13, 16, 25, 100):
+        x = torch.randn(num_rows, num_inputs).bfloat16()
+        for b in (None, bias):
+            exact = nn.functional.linear(x.float(), weight.float(), None if b is None else b.float())
+            out = kernels.linear(x, packed, b, num_outputs)
+            torch.testing.assert_close(out.float(), exact, rtol=8e-3, atol=1e-3 * num_inputs**0.5)
+
+
+@needs_products
+def test_a_row_of_a_product_does_not_depend_on_the_other_rows():
+    """To the last bit, so that no sampled token can."""
+    kernels, weight, x = kernels_and_inputs(torch.bfloat16, (130, 512), (40, 512))
+    packed = kernels.pack(weight)
+    together = kernels.linear(x, packed, None, 130)
+    for rows in ([7], [0, 39], range(13)):
+        assert torch.equal(kernels.linear(x[rows], packed, None, 130), together[rows])
+
+
+def test_the_rows_of_a_packed_weight_are_found_again():
+    weight = torch.randn(130, 10).bfloat16()
+    packed = Kernels.pack(weight)
+    assert packed.shape == (3, 5, 64, 2)
+    rows = torch.tensor([129, 0, 63, 64, 64])
+    assert torch.equal(Kernels.unpack_rows(packed, rows), weight[rows])
+    assert not packed[2, :, 2:].any()
+
+
+@needs_products
+def test_what_the_products_do_not_take_is_left_to_others():
+    kernels = Kernels()
+    assert not kernels.can_multiply(torch.empty(4, 3, dtype=torch.bfloat16))
+    assert not kernels.can_multiply(torch.empty(4, 4))
+
+
 @DTYPES
 def test_nan_in_a_sequence_s_own_cache_is_not_hidden(dtype):
     kernels, q, k, v = kernels_and_inputs(dtype, (2, 4, 8), (4, 2, 2, 8), (4, 2, 2, 8))

@@ -1,5 +1,7 @@
 """The decoder against transformers, on tiny random checkpoints of every family it serves."""
 
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -58,20 +60,41 @@ def test_logprobs_are_as_exact_as_transformers_in_every_dtype(name, dtype, enfor
     assert error.square().mean().sqrt() <= 1.1 * theirs_error[:-1].square().mean().sqrt() + 1e-5
 
 
-def test_packing_the_weights_for_the_cpu_changes_no_result(tmp_path_factory, monkeypatch):
-    path, _ = checkpoint("llama with biases", tmp_path_factory)
+@pytest.mark.parametrize("name", ["llama with biases", "qwen3 tied, one kv head"])
+def test_packing_the_weights_for_the_cpu_changes_no_result(name, tmp_path_factory, monkeypatch):
+    path, _ = checkpoint(name, tmp_path_factory)
     prompts, params = random_prompts([1, 20, 70]), SamplingParams(temperature=0, max_tokens=1, logprobs=0)
-    results = []
-    for pack in (True, False):
-        if not pack:
-            monkeypatch.setattr("nanoengine.model.Decoder.pack_weights", lambda self: None)
+
+    def results():
         with LLM(str(path), dtype="bfloat16", num_kv_blocks=20) as llm:
-            assert (llm.runner.model.lm_head.packed is not None) == (
-                pack and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-            )
+            head = llm.runner.model.lm_head
+            layouts.append(None if head.packed is None else "ours" if head.kernels is not None else "oneDNN")
+            assert (head.weight is None) == (head.packed is not None)
             outputs = llm.generate(prompts, params, use_tqdm=False)
-            results.append([next(iter(out.outputs[0].logprobs[0].values())).logprob for out in outputs])
-    assert results[0] == pytest.approx(results[1], abs=0.02)
+            return [next(iter(out.outputs[0].logprobs[0].values())).logprob for out in outputs]
+
+    layouts: list[str | None] = []
+    ours = results()
+    monkeypatch.setattr("nanoengine.cpu.Kernels.can_multiply", lambda self, weight: False)
+    assert results() == pytest.approx(ours, abs=0.02)
+    monkeypatch.setattr("nanoengine.model.Decoder.pack_weights", lambda self, kernels: None)
+    assert results() == pytest.approx(ours, abs=0.02)
+    assert layouts[2] is None
+    assert layouts[1] == ("oneDNN" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else None)
+    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    if "avx512_bf16" in flags and "amx_bf16" not in flags and shutil.which("g++"):
+        assert layouts[0] == "ours"
+
+
+def test_a_tied_embedding_is_read_out_of_the_packed_head(tmp_path_factory):
+    path, reference = checkpoint("qwen3 tied, one kv head", tmp_path_factory)
+    with LLM(str(path), dtype="bfloat16", num_kv_blocks=20) as llm:
+        model = llm.runner.model
+        if model.lm_head.kernels is None:
+            pytest.skip("the head is not packed by our kernels here")
+        assert model.embed_tokens.weight is None
+        ids = torch.tensor([0, 5, 5, reference.config.vocab_size - 1])
+        assert torch.equal(model.embed(ids), reference.get_input_embeddings().weight[ids].bfloat16())
 
 
 def test_the_same_forward_pass_twice_gives_the_same_logits(tmp_path_factory):
