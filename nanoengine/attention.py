@@ -331,9 +331,12 @@ class FlashAttention(PagedAttention):
         return None
 
     def _write(self, k: Tensor, v: Tensor, cache: KVCache) -> None:
-        from nanoengine.cuda import write_kv  # needs Triton, which a CPU's PyTorch comes without
+        from nanoengine import cuda  # loads Triton, where there is one
 
-        write_kv(cache.k, cache.v, _whole_rows(k), _whole_rows(v), self.metadata.slot_mapping)
+        if cuda.has_triton(k.device):
+            cuda.write_kv(cache.k, cache.v, _whole_rows(k), _whole_rows(v), self.metadata.slot_mapping)
+        else:
+            super()._write(k, v, cache)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, settings: _Settings) -> Tensor:
         meta = self.metadata

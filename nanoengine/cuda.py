@@ -40,15 +40,16 @@ if triton is not None:
         tl.store(v_cache + slot * V_WIDTH + offsets, values, mask=offsets < V_WIDTH)
 
 
+def has_triton(device: torch.device) -> bool:
+    """Whether `write_kv` runs there."""
+    return triton is not None and (device.type == "cuda" or triton.knobs.runtime.interpret)
+
+
 def write_kv(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    """Write k (T, K, D) and v (T, K, D') to their slots, (T,) int64; by one Triton kernel where there is one.
+    """Write k (T, K, D) and v (T, K, D') to their slots, (T,) int64, by one Triton kernel.
 
     The caches are (num_blocks, B, K, D) and (num_blocks, B, K, D'); each token's numbers are contiguous.
     """
-    if triton is None or not (k.is_cuda or triton.knobs.runtime.interpret):
-        k_cache.view(-1, *k.shape[1:]).index_copy_(0, slots, k)
-        v_cache.view(-1, *v.shape[1:]).index_copy_(0, slots, v)
-        return
     widths = k[0].numel(), v[0].numel()
     _write_kv_kernel[(len(k),)](
         k_cache, v_cache, k, v, slots, k.stride(0), v.stride(0), *widths, triton.next_power_of_2(max(widths))

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.attention import BACKENDS, FlashAttention, KVSpec, VarlenAttention
-from nanoengine.cuda import Staging, write_kv
+from nanoengine.attention import BACKENDS, FlashAttention, KVCache, KVSpec, VarlenAttention
+from nanoengine.cuda import Staging, has_triton
 from nanoengine.model import FusedKernels
 from tests.doubles import flash_doubles  # noqa: F401
 from tests.helpers import checkpoint, greedy, random_prompts
-from tests.test_attention import MIXED, check_attention
+from tests.test_attention import MIXED, check_attention, metadata_of
 
 ALL_FRESH = [(1, 1), (7, 7), (300, 300), (16, 16)]
 ALL_DECODES = [(1, 1), (1, 40), (1, 256), (1, 257), (1, 700)]
@@ -195,10 +195,13 @@ def test_the_kernel_that_writes_kv_runs_under_tritons_interpreter():
     assert result.stdout == "equal\n", result.stderr
 
 
-def test_without_triton_keys_and_values_are_written_by_pytorch():
-    cache, k, slots = torch.zeros(3, 4, 2, 5), torch.randn(3, 2, 5), torch.tensor([5, 11, 4])
-    write_kv(cache, cache.clone(), k, k, slots)
-    assert torch.equal(cache.view(12, 2, 5)[slots], k)
+def test_without_triton_keys_and_values_are_written_by_pytorch(flash_doubles):  # noqa: F811
+    k, v, slots = torch.randn(3, 2, 8), torch.randn(3, 2, 8), torch.tensor([5, 11, 4])
+    cache = KVCache(torch.zeros(3, 4, 2, 8), torch.zeros(3, 4, 2, 8))
+    assert not has_triton(k.device)  # not for a tensor on a CPU
+    FlashAttention(metadata_of([(3, 3)], torch.tensor([[1]]), slots), 4)._write(k, v, cache)
+    assert torch.equal(cache.k.view(12, 2, 8)[slots], k)
+    assert torch.equal(cache.v.view(12, 2, 8)[slots], v)
 
 
 def test_fused_kernels_compute_what_the_plain_parts_do(tmp_path_factory):
