@@ -246,10 +246,11 @@ static void decode_attention(X* out, const X* q, const X* k_cache, const X* v_ca
     std::vector<X> weights(H * ROW);
 #pragma omp for schedule(dynamic)
     for (size_t i = 0; i < tasks.size(); i++) {
-      auto [s, begin, end] = tasks[i];
+      int64_t s = tasks[i].sequence, begin = tasks[i].begin, end = tasks[i].end;
       // Calls use(offset in the span, slot, slot of the tokens after these, count) for up to 16 tokens that lie
       // together in a block.
-      auto each_run = [&, begin = begin, end = end, table = block_tables + s * blocks](auto use) {
+      auto each_run = [&](auto use) {
+        const int32_t* table = block_tables + s * blocks;
         auto slot = [&](int64_t position) { return table[position / B] * B + position % B; };
         for (int64_t position = begin, next; position < end; position = next) {
           next = std::min({(position / B + 1) * B, position + 16, end});
