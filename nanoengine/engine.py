@@ -75,6 +75,7 @@ from nanoengine.sampling import (
     read_tokens,
     report_logprobs,
     report_samples,
+    scale_logits,
 )
 from nanoengine.weights import Checkpoint, load_model, open_checkpoint, resolve_dtype
 
@@ -938,6 +939,8 @@ class ModelRunner:
             keep_freed_memory()
         elif isinstance(self.model, Decoder) and not config.enforce_eager:
             self.model.use_kernels(FusedKernels())
+        fuses = on_cuda and not config.enforce_eager
+        self.scale_logits = torch.compile(scale_logits, dynamic=True) if fuses else scale_logits
         self.attention_name = ""  # for the user: what runs, and what would be faster and why it does not
         self.backend = self._choose_attention(config)
         if isinstance(self.model, Decoder) and not on_cuda:
@@ -1123,7 +1126,7 @@ class ModelRunner:
             )
             for s in batch.sampled_seqs
         ]
-        tokens = draw_tokens(logits, rows)
+        tokens = draw_tokens(logits, rows, self.scale_logits)
         reports = any(row.params.logprobs is not None for row in rows)
         launch = Launch(batch, rows, tokens, Download(tokens), logits if reports else None, prompt_logprobs)
         self.stopwatch.lap("sample")

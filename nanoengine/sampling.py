@@ -4,7 +4,7 @@ Shape letters: R rows (sequences that get a token this step), V vocabulary.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from numbers import Integral, Real
@@ -237,10 +237,25 @@ def sample(
     return token_ids, report_samples(logits, rows, token_ids)
 
 
-def draw_tokens(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+def scale_logits(logits: Tensor, divisors: Tensor) -> tuple[Tensor, Tensor]:
+    """(R, V) logits less their row's largest, over the divisors (R, 1), in float32; and the largest, (R, 1).
+
+    The largest is taken off first: then no temperature, however small, can overflow.
+    """
+    logits = logits.float()
+    largest = logits.amax(-1, keepdim=True)
+    return (logits - largest).div_(divisors), largest  # in place: fresh memory costs more than the arithmetic
+
+
+def draw_tokens(
+    logits: Tensor,
+    rows: Sequence[SamplingRow],
+    scale: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = scale_logits,
+) -> Tensor:
     """A token per row, (R,) int64, -1 where a logit is NaN; on a GPU without waiting for it.
 
-    The order is vLLM's: biases, penalties and bans; temperature; min_p, top_k, top_p; one draw.
+    The order is vLLM's: biases, penalties and bans; temperature; min_p, top_k, top_p; one draw. `scale` is
+    `scale_logits`, or that compiled.
     """
     params = [row.params for row in rows]
     if any(p.edits_logits for p in params):
@@ -251,7 +266,9 @@ def draw_tokens(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     else:
         # On a CPU a few rows at a time, which stay in its caches from one operation to the next.
         size = len(rows) if logits.is_cuda else max(1, CACHED_LOGITS // logits.shape[1])
-        parts = [_sample(part, rows[i * size :][:size]) for i, part in enumerate(torch.split(logits, size))]
+        parts = [
+            _sample(part, rows[i * size :][:size], scale) for i, part in enumerate(torch.split(logits, size))
+        ]
         tokens, largest = (torch.cat(columns) for columns in zip(*parts, strict=True))
     # The maximum of a row with a NaN is NaN, so one number a row tells whether it can be sampled.
     return tokens.masked_fill(~largest.isfinite(), -1)
@@ -297,7 +314,9 @@ def report_samples(
     return reports
 
 
-def _sample(logits: Tensor, rows: Sequence[SamplingRow]) -> tuple[Tensor, Tensor]:
+def _sample(
+    logits: Tensor, rows: Sequence[SamplingRow], scale: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor]:
     """Token ids, (R,) int64, by temperature, filters and one draw; and each row's largest logit."""
     device = logits.device
     params = [row.params for row in rows]
@@ -308,11 +327,7 @@ def _sample(logits: Tensor, rows: Sequence[SamplingRow]) -> tuple[Tensor, Tensor
     divisors, u = upload(
         np.stack((np.where(is_greedy, 1.0, temperatures), uniform(seeds, positions))), device
     )
-    logits = logits.float()
-    # Subtract the maximum first: then no temperature, however small, can overflow.
-    largest = logits.amax(-1, keepdim=True)
-    # In place from here: fresh memory for (R, V) costs more than the arithmetic.
-    scaled = (logits - largest).div_(divisors.float().unsqueeze(1))
+    scaled, largest = scale(logits, divisors.float().unsqueeze(1))
     filtered = [i for i, p in enumerate(params) if p.filters]
     if filtered:
         index = upload(np.array(filtered), device)

@@ -14,6 +14,7 @@ from nanoengine import LLM, SamplingParams
 from nanoengine.attention import BACKENDS, FlashAttention, KVCache, KVSpec, VarlenAttention
 from nanoengine.cuda import Staging, has_triton
 from nanoengine.model import FusedKernels
+from nanoengine.sampling import SamplingRow, draw_tokens, scale_logits
 from tests.doubles import flash_doubles  # noqa: F401
 from tests.helpers import checkpoint, greedy, random_prompts
 from tests.test_attention import MIXED, check_attention, metadata_of
@@ -212,3 +213,26 @@ def test_fused_kernels_compute_what_the_plain_parts_do(tmp_path_factory):
         params = SamplingParams(temperature=0, max_tokens=6)
         answers = [out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)]
     assert answers == [greedy(reference, prompt, 6) for prompt in prompts]
+
+
+def test_the_compiled_sampler_draws_the_tokens_the_plain_one_does():
+    generator = torch.Generator().manual_seed(0)
+    compiled = torch.compile(scale_logits, dynamic=True)
+    settings = [
+        {},
+        {"temperature": 0},
+        {"temperature": 1e-30},
+        {"top_k": 3},
+        {"top_p": 0.5, "temperature": 2.0},
+    ]
+    for num_rows in (1, 7, 20):
+        logits = (torch.randn(num_rows, 640, generator=generator) * 3).bfloat16()
+        if num_rows == 20:
+            logits[4, 9] = float("nan")
+        rows = [
+            SamplingRow(SamplingParams(**settings[i % 5]), 100 + i, [1, 2], 1, frozenset())
+            for i in range(num_rows)
+        ]
+        expected = draw_tokens(logits, rows)
+        assert torch.equal(draw_tokens(logits, rows, compiled), expected)
+        assert (expected == -1).sum() == (num_rows == 20)
