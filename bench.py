@@ -439,44 +439,44 @@ def load_limits(settings: dict[str, Any]) -> Run:
     matrix rate.
     """
     import torch
-    import torch.nn.functional as F
 
     from nanoengine.cpu import Kernels
+    from nanoengine.model import Linear
 
     device, dtype = torch.device(settings["device"]), getattr(torch, settings["dtype"])
     size, num_layers = 4096, 8
-    weights = [torch.full((size, size), 0.01, dtype=dtype, device=device) for _ in range(num_layers)]
-    on_cpu = device.type == "cpu"
-    row_counts = (1, 8, 16, 32, 64, 256) if on_cpu else (1, 64, 256, 1024, 4096)
+    row_counts = (1, 8, 16, 32, 64, 256) if device.type == "cpu" else (1, 64, 256, 1024, 4096)
+    is_packed = device.type == "cpu" and dtype == torch.bfloat16
 
-    # Ways to multiply: what to call with rows and a weight, and the weights as it takes them.
-    ways: list[tuple[Callable[[Any, Any], Any], list[Any]]] = []
-    if on_cpu and dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        multiply = torch.ops.mkldnn._linear_pointwise
-        packed = [torch.ops.mkldnn._reorder_linear_weight(weight) for weight in weights]
-        ways.append((lambda x, weight: multiply(x, weight, None, "none", [], ""), packed))
-    else:
-        ways.append((F.linear, weights))
-    if on_cpu:
+    def stack(kernels: Kernels | None = None) -> list[Linear]:
+        layers = []
+        for _ in range(num_layers):
+            layer = Linear(size, size, bias=False, dtype=dtype, device="meta").to_empty(device=device)
+            layer.requires_grad_(False).weight.fill_(0.01)
+            if is_packed:
+                layer.pack(kernels)
+            layers.append(layer)
+        return layers
+
+    stacks = [stack()]
+    if is_packed:
         with suppress(RuntimeError):  # no compiler
-            kernels = Kernels()
-            if kernels.can_multiply(weights[0]):
-                ours = [kernels.pack(weight) for weight in weights]
-                ways.append((lambda x, weight: kernels.linear(x, weight, None, size), ours))
+            stacks.append(stack(Kernels()))
 
-    def seconds(rows: int, way: tuple[Callable[[Any, Any], Any], list[Any]]) -> float:
+    def seconds(rows: int, layers: list[Linear]) -> float:
         x = torch.full((rows, size), 0.01, dtype=dtype, device=device)
-        multiply, weights = way
         start = time.perf_counter()
-        for weight in weights:
-            multiply(x, weight)
+        for layer in layers:
+            layer(x)
         if device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter() - start
 
     @torch.inference_mode()
     def run(prompts: list[list[int]], output_lens: list[int], arrivals: list[float]) -> dict[str, Any]:
-        best = {rows: min(seconds(rows, way) for way in ways for _ in range(3)) for rows in row_counts}
+        best = {
+            rows: min(seconds(rows, layers) for layers in stacks for _ in range(3)) for rows in row_counts
+        }
         numbers = num_layers * size * size
         return {
             "bandwidth": numbers * dtype.itemsize / best[1],

@@ -935,12 +935,13 @@ class ModelRunner:
         # Triton and graph capture use the thread's current GPU, whichever the tensors are on.
         self.gpu = torch.cuda.device(self.device) if on_cuda else nullcontext()
         self.kernels: Kernels | None = None
+        self.scale_logits = scale_logits
         if not on_cuda:
             keep_freed_memory()
-        elif isinstance(self.model, Decoder) and not config.enforce_eager:
-            self.model.use_kernels(FusedKernels())
-        fuses = on_cuda and not config.enforce_eager
-        self.scale_logits = torch.compile(scale_logits, dynamic=True) if fuses else scale_logits
+        elif not config.enforce_eager:
+            self.scale_logits = torch.compile(scale_logits, dynamic=True)
+            if isinstance(self.model, Decoder):
+                self.model.use_kernels(FusedKernels())
         self.attention_name = ""  # for the user: what runs, and what would be faster and why it does not
         self.backend = self._choose_attention(config)
         if isinstance(self.model, Decoder) and not on_cuda:
