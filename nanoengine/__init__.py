@@ -1,15 +1,18 @@
 """nanoengine: a vLLM that one person can read in an evening, and run."""
 
 from nanoengine.async_llm import AsyncLLM
-from nanoengine.engine import LLM, EngineConfig
-from nanoengine.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from nanoengine.sampling import Logprob, RequestOutputKind, SamplingParams
+from nanoengine.config import EngineConfig
+from nanoengine.engine import LLMEngine
+from nanoengine.llm import LLM
+from nanoengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from nanoengine.sampling_params import RequestOutputKind, SamplingParams
 
 __all__ = [
     "LLM",
     "AsyncLLM",
     "CompletionOutput",
     "EngineConfig",
+    "LLMEngine",
     "Logprob",
     "RequestMetrics",
     "RequestOutput",

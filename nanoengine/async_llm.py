@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
-from nanoengine.engine import LLM
+from nanoengine.config import EngineConfig
+from nanoengine.engine import LLMEngine
 from nanoengine.outputs import RequestOutput
 from nanoengine.requests import Prompt
-from nanoengine.sampling import RequestOutputKind, SamplingParams
+from nanoengine.sampling_params import SamplingParams
 
 
 @dataclass(slots=True)
@@ -20,7 +21,6 @@ class _Mailbox:
     """What one consumer has not taken yet: never more than one output, since later ones are merged in."""
 
     loop: asyncio.AbstractEventLoop
-    is_delta: bool
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
     output: RequestOutput | None = None
     error: BaseException | None = None
@@ -33,10 +33,8 @@ class _Mailbox:
     def _put(self, item: RequestOutput | BaseException) -> None:
         if isinstance(item, BaseException):
             self.error = item
-        elif self.output is not None and self.is_delta:
-            self.output = self.output.merged_with(item)
         else:
-            self.output = item
+            self.output = item if self.output is None else self.output.merged_with(item)
         self.arrived.set()
 
     async def take(self) -> RequestOutput:
@@ -70,7 +68,7 @@ class AsyncLLM:
     """
 
     def __init__(self, model: str, *, max_concurrent_requests: int = 1024, **settings: Any) -> None:
-        self.llm = LLM(model, **settings)  # touched by the thread only, from here on
+        self.llm_engine = LLMEngine(EngineConfig(model=model, **settings))  # from here on the thread's alone
         self._slots = asyncio.Semaphore(max_concurrent_requests)
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._closed, self._lock = False, threading.Lock()
@@ -86,16 +84,14 @@ class AsyncLLM:
         Leaving the loop, or cancelling the task, aborts the request and frees its blocks.
 
         Raises:
-            ValueError, TypeError: as `LLM.add_request`.
+            ValueError, TypeError: as `LLMEngine.add_request`.
             RuntimeError: the engine is closed; and whatever a failed step raised.
         """
         async with self._slots:
-            loop = asyncio.get_running_loop()
-            is_delta = getattr(sampling_params, "output_kind", None) is RequestOutputKind.DELTA
-            mailbox = _Mailbox(loop, is_delta)
+            mailbox = _Mailbox(asyncio.get_running_loop())
 
             def add() -> None:
-                self.llm.add_request(request_id, prompt, sampling_params, priority=priority)
+                self.llm_engine.add_request(request_id, prompt, sampling_params, priority=priority)
                 self._mailboxes[request_id] = mailbox
 
             finished = False
@@ -168,7 +164,7 @@ class AsyncLLM:
         while True:
             try:
                 # Sleep while there is nothing to compute; otherwise only look.
-                command = self._commands.get(block=not self.llm.has_unfinished_requests())
+                command = self._commands.get(block=not self.llm_engine.has_unfinished_requests())
             except queue.Empty:
                 self._step()
                 continue
@@ -177,15 +173,15 @@ class AsyncLLM:
             command()
         for request_id in list(self._mailboxes):
             self._abort(request_id, self._mailboxes[request_id])
-        self.llm.close()
+        self.llm_engine.close()
 
     def _step(self) -> None:
         try:
-            outputs = self.llm.step()
+            outputs = self.llm_engine.step()
         except Exception as error:
             # Nobody knows whose fault it was, so everybody is told and the engine starts afresh.
             for request_id, mailbox in self._mailboxes.items():
-                self.llm.abort_request(request_id)
+                self.llm_engine.abort_request(request_id)
                 mailbox.put(error)
             self._mailboxes.clear()
             return
@@ -199,5 +195,5 @@ class AsyncLLM:
         if mailbox is None or self._mailboxes.get(request_id) is not mailbox:
             return
         del self._mailboxes[request_id]
-        for output in self.llm.abort_request(request_id):
+        for output in self.llm_engine.abort_request(request_id):
             mailbox.put(output)

@@ -1,25 +1,78 @@
-"""A request, from the prompt in any form a user may write it to the outputs as they are handed over."""
+"""A request's life: a prompt in any form, checked; tokens to text; outputs as they are handed over."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+from xxhash import xxh3_64_intdigest
 
-from nanoengine.outputs import CompletionOutput, Detokenizer, RequestMetrics, RequestOutput
-from nanoengine.sampling import Logprob, RequestOutputKind, SamplingParams
+from nanoengine.config import EngineConfig
+from nanoengine.models.weights import Checkpoint
+from nanoengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from nanoengine.sampling_params import RequestOutputKind, SamplingParams
 
 Prompt = str | Sequence[int] | dict[str, Any]
+
+# ---- From what a user writes to a checked request ------------------------------------------------
 
 
 class CheckedRequest(NamedTuple):
     """A request that passed every check and can be queued."""
 
-    text: str | None
+    text: str | None  # of the prompt; None where it was given as token ids
     token_ids: list[int]
     params: SamplingParams
     priority: int
+    stop_ids: frozenset[int]  # end-of-sequence and stop tokens: sampling one ends a sequence
+    bad_words: tuple[tuple[int, ...], ...]  # params.bad_words as token ids
+
+
+class RequestChecker:
+    """Validates requests completely before anything of them is queued.
+
+    Args:
+        checkpoint: its tokenizer and vocabulary decide what a prompt may hold.
+        config: says whether priorities are served.
+        check_fits: raises ValueError for a prompt of so many tokens that could never be served.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, config: EngineConfig, check_fits: Callable[[int], None]
+    ) -> None:
+        self.checkpoint, self.config, self.check_fits = checkpoint, config, check_fits
+
+    def check(self, prompt: Any, params: Any, priority: Any) -> CheckedRequest:
+        """The request in the engine's terms.
+
+        Raises:
+            ValueError, TypeError: it cannot be served; the message names the field.
+        """
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"sampling_params must be SamplingParams, got {params!r}")
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise TypeError(f"priority must be an integer, got {priority!r}")
+        if priority != 0 and self.config.scheduling_policy != "priority":
+            raise ValueError(f'priority must be 0 without scheduling_policy="priority", got {priority}')
+        tokenizer, vocab_size = self.checkpoint.tokenizer, self.checkpoint.vocab_size
+        params.check_vocabulary(vocab_size)
+        for name in ("stop", "bad_words"):
+            if getattr(params, name) and tokenizer is None:
+                raise ValueError(f"{name} needs a tokenizer and the checkpoint has none")
+        eos = () if params.ignore_eos else self.checkpoint.eos_token_ids
+        stop_ids = frozenset((*eos, *(params.stop_token_ids or ())))
+        if params.min_tokens and stop_ids.issuperset(params.allowed_token_ids or range(vocab_size)):
+            raise ValueError(
+                f"min_tokens={params.min_tokens} bans end-of-sequence and stop tokens, which leaves nothing "
+                f"to sample with allowed_token_ids={params.allowed_token_ids}"
+            )
+        text, token_ids = read_prompt(prompt, tokenizer, vocab_size)
+        self.check_fits(len(token_ids))
+        bad_words = bad_word_ids(params.bad_words or [], tokenizer)
+        return CheckedRequest(text, token_ids, params, priority, stop_ids, bad_words)
 
 
 def split_prompts(prompts: Any) -> list[Any]:
@@ -105,15 +158,120 @@ def render_chats(messages: Any, tokenizer: Any, **template_settings: Any) -> lis
     return prompts
 
 
+def random_seed(params: SamplingParams, index: int, engine_seed: int, seq_id: int) -> int:
+    """The 64 bits that seed a request's sample: from its own seed, or the engine's where it has none."""
+    unseeded = params.seed is None or params.seed == -1
+    source = f"{engine_seed} {seq_id}" if unseeded else f"{params.seed} sample {index}"
+    return xxh3_64_intdigest(source.encode())
+
+
+# ---- From tokens to text -------------------------------------------------------------------------
+
+
+class Detokenizer:
+    """Turns one sample's tokens into text as they arrive; a token's cost does not grow with the text.
+
+    Never emits half a UTF-8 character: its bytes wait until it is complete. While the sample runs,
+    what may be the beginning of a stop string is held back, so that nothing shown is ever taken back.
+
+    Args:
+        tokenizer: what decodes.
+        prompt_token_ids: its end is shown to the decoder, so that the output's leading space is kept.
+        params: stop strings, when they count, and what to do with special tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: list[int], params: SamplingParams) -> None:
+        self.tokenizer = tokenizer
+        self.params = params
+        # All but the last character of a stop string may stand at the end without ending the text.
+        self.num_held_back = max(map(len, params.stop_strings), default=1) - 1
+        self.num_tokens = 0
+        self.pieces: list[str] = []  # text that can no longer change
+        self.num_taken = 0  # pieces handed out by new_text()
+        self.held_back = ""  # the text's end while the sample runs
+        self.prompt_end = self._whole_characters(prompt_token_ids)
+        self.stream = self._new_stream()
+
+    def append(self, token_id: int, is_stop_id: bool = False) -> str | None:
+        """Add a token's text; returns the stop string it completed, the text being cut there.
+
+        A stop string counts from the first token after min_tokens. The text of the token that ends a
+        sequence (is_stop_id) is no part of its output, unless include_stop_str_in_output asks for it.
+        """
+        self.num_tokens += 1
+        if is_stop_id and not self.params.include_stop_str_in_output:
+            return None
+        new = self._decode(token_id)
+        if not new:
+            return None
+        old = len(self.held_back)
+        text = self.held_back + new
+        # A match ends in the new text: one that lay before it was found, or not allowed, then.
+        found = [
+            (at, stop)
+            for stop in self.params.stop_strings
+            if (at := text.find(stop, max(0, old - len(stop) + 1))) >= 0
+        ]
+        min_tokens = self.params.min_tokens
+        if found and (self.num_tokens > min_tokens or min_tokens == 0):
+            at, stop = min(found, key=lambda pair: pair[0])
+            self.held_back = text[: at + len(stop) if self.params.include_stop_str_in_output else at]
+            return stop
+        safe = max(0, len(text) - self.num_held_back)
+        self.pieces.append(text[:safe])
+        self.held_back = text[safe:]
+        return None
+
+    def finish(self) -> None:
+        """No more tokens will come: what was held back is text."""
+        self.pieces.append(self.held_back)
+        self.held_back = ""
+
+    def new_text(self) -> str:
+        """The text that came since the last call."""
+        new, self.num_taken = "".join(self.pieces[self.num_taken :]), len(self.pieces)
+        return new
+
+    @property
+    def text(self) -> str:
+        """All the text so far."""
+        return "".join(self.pieces)
+
+    def _decode(self, token_id: int) -> str | None:
+        """The text that the token completes; None while a character is incomplete."""
+        try:
+            return self.stream.step(self.tokenizer, token_id)
+        except Exception as error:
+            # Byte-fallback tokenizers may turn a whole character back into an invalid one when the
+            # bytes behind it are invalid, which the stream refuses. Begin afresh, as vLLM does.
+            if "Invalid prefix" not in str(error):
+                raise
+            self.stream = self._new_stream()
+            return self.stream.step(self.tokenizer, token_id)
+
+    def _new_stream(self) -> DecodeStream:
+        return DecodeStream(ids=self.prompt_end, skip_special_tokens=self.params.skip_special_tokens)
+
+    def _whole_characters(self, token_ids: list[int]) -> list[int]:
+        """A short end of the prompt that does not begin or end inside a character."""
+        for length in range(4, 24):
+            suffix = token_ids[-length:]
+            if "\ufffd" not in self.tokenizer.decode(suffix, skip_special_tokens=False):
+                return suffix
+        return []
+
+
+# ---- From sequences to outputs -------------------------------------------------------------------
+
+
 class Sample:
     """One of a request's samples: a sequence of the engine, and what its user has seen of it."""
 
-    __slots__ = ("cumulative_logprob", "detokenizer", "finish_shown", "index", "logprobs", "num_shown", "seq")
+    __slots__ = ("cumulative_logprob", "finish_shown", "index", "logprobs", "num_shown", "seq")
 
-    def __init__(self, index: int, seq: Any, tokenizer: Any, params: SamplingParams) -> None:
+    def __init__(self, index: int, seq: Any) -> None:
         self.index = index
         self.seq = seq  # the engine's Sequence, only read here
-        self.detokenizer = Detokenizer(tokenizer, seq.token_ids, params)
         self.logprobs: list[dict[int, Logprob]] = []  # one entry per output token, where asked for
         self.cumulative_logprob = 0.0
         self.num_shown = 0  # output tokens handed over
@@ -123,21 +281,20 @@ class Sample:
     def has_news(self) -> bool:
         """Whether a token or the end came since its last output."""
         seq = self.seq
-        num_output_tokens = len(seq.token_ids) - seq.num_prompt_tokens
-        return num_output_tokens > self.num_shown or (seq.finish_reason is not None and not self.finish_shown)
+        return seq.num_output_tokens > self.num_shown or (seq.is_finished and not self.finish_shown)
 
     def output(self, delta: bool, with_logprobs: bool) -> CompletionOutput:
         """All so far, or what is new since the last call."""
-        seq, first = self.seq, self.num_shown if delta else 0
-        if seq.finish_reason is not None and not self.finish_shown:
-            self.detokenizer.finish()
-            self.finish_shown = True
-        token_ids = seq.token_ids[seq.num_prompt_tokens + first :]
-        self.num_shown = len(seq.token_ids) - seq.num_prompt_tokens
+        seq, first, text = self.seq, self.num_shown if delta else 0, ""
+        if (detokenizer := seq.detokenizer) is not None:
+            if seq.is_finished and not self.finish_shown:
+                detokenizer.finish()
+            text = detokenizer.new_text() if delta else detokenizer.text
+        self.num_shown, self.finish_shown = seq.num_output_tokens, seq.is_finished
         return CompletionOutput(
             index=self.index,
-            text=self.detokenizer.new_text() if delta else self.detokenizer.text,
-            token_ids=token_ids,
+            text=text,
+            token_ids=seq.token_ids[seq.num_prompt_tokens + first :],
             cumulative_logprob=self.cumulative_logprob if with_logprobs else None,
             logprobs=self.logprobs[first:] if with_logprobs else None,
             finish_reason=seq.finish_reason,
@@ -148,60 +305,86 @@ class Sample:
 class Request:
     """A user's request, its samples, and when things happened to it."""
 
-    __slots__ = ("is_driven", "metrics", "params", "prompt", "prompt_logprobs", "request_id", "samples")
+    __slots__ = (
+        "metrics",
+        "num_unfinished",
+        "prompt_logprobs",
+        "request_id",
+        "samples",
+        "source",
+        "tokenizer",
+    )
 
-    def __init__(
-        self,
-        request_id: str,
-        prompt: str | None,
-        params: SamplingParams,
-        seqs: Sequence[Any],
-        tokenizer: Any,
-        is_driven: bool,
-    ) -> None:
-        self.request_id = request_id
-        self.prompt = prompt
-        self.params = params
-        self.is_driven = is_driven  # a generate() or stream() hands its outputs over, step() does not
-        backend = tokenizer.backend_tokenizer if tokenizer is not None and params.detokenize else None
-        self.samples = [Sample(index, seq, backend, params) for index, seq in enumerate(seqs)]
-        self.prompt_logprobs: list[dict[int, Logprob] | None] = [None]  # grows chunk by chunk
+    def __init__(self, request_id: Any, source: CheckedRequest, seqs: Sequence[Any], tokenizer: Any) -> None:
+        self.request_id = request_id  # a user's are strings; `LLM` gives its own calls integers
+        self.source = source
+        self.tokenizer = tokenizer
+        self.samples = {seq.seq_id: Sample(index, seq) for index, seq in enumerate(seqs)}
+        self.num_unfinished = len(seqs)
+        # One entry per prompt token, chunk by chunk; nothing predicts the first.
+        self.prompt_logprobs: list[dict[int, Logprob] | None] = [None]
         self.metrics = RequestMetrics(arrival_time=time.monotonic())
 
     @property
     def finished(self) -> bool:
         """Whether all its samples are finished."""
-        return all(sample.seq.finish_reason is not None for sample in self.samples)
-
-    @property
-    def has_news(self) -> bool:
-        """Whether a sample got a token or ended since the last output."""
-        return any(sample.has_news for sample in self.samples)
+        return self.num_unfinished == 0
 
     @property
     def is_due(self) -> bool:
-        """Whether `LLM.step` should return it now."""
-        if self.is_driven or not self.has_news:
-            return False
-        return self.params.output_kind is not RequestOutputKind.FINAL_ONLY or self.finished
+        """Whether an output should be handed over after a step that brought a token or an end."""
+        return self.source.params.output_kind is not RequestOutputKind.FINAL_ONLY or self.finished
 
-    def output(self, kind: RequestOutputKind | None = None) -> RequestOutput:
+    def take_token(self, seq: Any, logprobs: dict[int, Logprob] | None, now: float) -> None:
+        """Note what a step brought to one of the request's sequences: a token, or the end by an error."""
+        if self.metrics.first_token_time is None:
+            self.metrics.first_token_time = now
+        if logprobs is not None:
+            sample = self.samples[seq.seq_id]
+            self._name_tokens([logprobs])
+            sample.logprobs.append(logprobs)
+            sample.cumulative_logprob += logprobs[seq.token_ids[-1]].logprob
+        if seq.is_finished:
+            self.num_unfinished -= 1
+            if self.finished:
+                self.metrics.finished_time = now
+
+    def take_prompt_logprobs(self, first: int, entries: list[dict[int, Logprob]]) -> None:
+        """Add the entries of prompt tokens [first, first + len(entries)).
+
+        After a preemption the prompt is computed again: the entries that are known already are skipped.
+        """
+        num_known = len(self.prompt_logprobs) - first
+        self._name_tokens(entries[num_known:])
+        self.prompt_logprobs += entries[num_known:]
+
+    def output(self) -> RequestOutput:
         """The request as it is now; for DELTA only the samples and tokens that are new."""
-        delta = (kind or self.params.output_kind) is RequestOutputKind.DELTA
-        first = self.samples[0].seq
+        params = self.source.params
+        delta = params.output_kind is RequestOutputKind.DELTA
+        samples = self.samples.values()
+        first = next(iter(samples)).seq
+        self.metrics.first_scheduled_time = first.first_scheduled_time
         self.metrics.num_cached_tokens = first.num_cached_tokens or 0
-        self.metrics.num_preemptions = sum(sample.seq.num_preemptions for sample in self.samples)
+        self.metrics.num_preemptions = sum(sample.seq.num_preemptions for sample in samples)
         return RequestOutput(
             request_id=self.request_id,
-            prompt=self.prompt,
-            prompt_token_ids=first.token_ids[: first.num_prompt_tokens],
+            prompt=self.source.text,
+            prompt_token_ids=list(self.source.token_ids),
             outputs=[
-                sample.output(delta, self.params.logprobs is not None)
-                for sample in self.samples
+                sample.output(delta, params.logprobs is not None)
+                for sample in samples
                 if sample.has_news or not delta
             ],
             finished=self.finished,
             num_cached_tokens=self.metrics.num_cached_tokens,
-            prompt_logprobs=list(self.prompt_logprobs) if self.params.prompt_logprobs is not None else None,
+            prompt_logprobs=list(self.prompt_logprobs) if params.prompt_logprobs is not None else None,
             metrics=replace(self.metrics),
+            is_delta=delta,
         )
+
+    def _name_tokens(self, entries: list[dict[int, Logprob]]) -> None:
+        if self.tokenizer is not None:
+            for entry in entries:
+                for token_id, logprob in entry.items():
+                    logprob.decoded_token = self.tokenizer.decode([token_id])

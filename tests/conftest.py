@@ -3,6 +3,9 @@
 import pytest
 import torch
 
+from tests import doubles
+from tests.helpers import table_checkpoint
+
 # The models are tiny, and threads that share a busy core make each step wait milliseconds.
 torch.set_num_threads(1)
 
@@ -12,3 +15,24 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs CUDA"))
+
+
+@pytest.fixture(scope="session")
+def babbler(tmp_path_factory):
+    """A model that says anything, bytes of broken characters included."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(260, 260, generator=generator)
+    return str(table_checkpoint(tmp_path_factory.mktemp("babbler"), logits, words=("é", "日本", " the")))
+
+
+@pytest.fixture
+def flash_doubles(monkeypatch):
+    """A GPU with flash-attn, varlen_attn and graphs, played by the CPU; gives the count of calls by path."""
+    return doubles.install(monkeypatch)
+
+
+@pytest.fixture
+def in_float32(flash_doubles, monkeypatch):
+    """Exact comparison with transformers needs the one dtype that flash-attn does not have."""
+    monkeypatch.setattr("nanoengine.backends.flash.FlashKernels.dtypes", (torch.float32,))
+    return flash_doubles

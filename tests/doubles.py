@@ -8,12 +8,14 @@ time. Sources: flash-attn 2.8's `flash_attn_interface.py` and the checks of `csr
 import sys
 import types
 from collections import Counter
+from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
-from nanoengine.attention import FlashAttention
+from nanoengine.backends.cuda import CUDA
+from nanoengine.backends.device import Device
+from nanoengine.backends.flash import FlashKernels
 
 calls: Counter[str] = Counter()  # which path was taken how often
 
@@ -42,7 +44,7 @@ def attend(q, k, v, scale, causal, window_size, softcap):
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    assert q.dtype in FlashAttention.dtypes  # fp16 and bf16, unless a test has to compare exactly
+    assert q.dtype in FlashKernels.dtypes  # fp16 and bf16, unless a test has to compare exactly
     assert k.dtype == v.dtype == q.dtype
     for x in (q, k, v):
         assert x.stride(-1) == 1, "Input tensor must have contiguous last dimension"
@@ -219,15 +221,34 @@ class GraphRecorder:
         return replay
 
 
-@pytest.fixture
-def flash_doubles(monkeypatch):
-    """flash-attn, varlen_attn and graphs are there, and serve the CPU; gives the count of calls by path."""
-    monkeypatch.setattr("nanoengine.cuda.GraphRecorder", GraphRecorder)
-    module = types.ModuleType("flash_attn")
+class FakeGPU(CUDA):
+    """A CPU that is driven as a GPU is; what only a GPU has is as for any other device."""
+
+    running = Device.running
+    download = Device.download
+
+    def release(self):
+        self.staging = None
+
+
+def install(monkeypatch) -> Counter[str]:
+    """Put the doubles in the place of what they stand for; returns the count of calls by path."""
+    monkeypatch.setattr("nanoengine.backends.cuda.GraphRecorder", GraphRecorder)
+    monkeypatch.setattr("nanoengine.backends.cuda.fuse", lambda function: function)
+    monkeypatch.setattr("nanoengine.engine.CPU", FakeGPU)
+    memory = {  # of a card of 1 GiB, of which something else holds a quarter
+        "reset_peak_memory_stats": None,
+        "empty_cache": None,
+        "max_memory_allocated": 100 << 20,
+        "mem_get_info": (700 << 20, 1 << 30),
+        "memory_reserved": 68 << 20,
+    }
+    for name, value in memory.items():
+        monkeypatch.setattr(f"torch.cuda.{name}", lambda device=None, value=value: value)
+    module: Any = types.ModuleType("flash_attn")
     module.flash_attn_varlen_func = flash_attn_varlen_func
     module.flash_attn_with_kvcache = flash_attn_with_kvcache
     monkeypatch.setitem(sys.modules, "flash_attn", module)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
-    monkeypatch.setattr(FlashAttention, "devices", ("cuda", "cpu"))
     calls.clear()
     return calls

@@ -1,5 +1,6 @@
 """Builders with tiny defaults, shared by the tests."""
 
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,12 @@ import tokenizers.pre_tokenizers
 import torch
 import transformers
 
-from nanoengine.engine import BlockManager, Scheduler, Sequence
-from nanoengine.sampling import SamplingParams
+import nanoengine
+from nanoengine.engine import BlockManager, Chunk, ScheduledBatch, Scheduler, Sequence
+from nanoengine.sampling import draw_tokens, read_tokens, report_samples
+from nanoengine.sampling_params import SamplingParams
 
+DEMO = Path(nanoengine.__file__).parent / "demo"
 VOCAB = 128
 # Wide initial weights spread the logits, so that no test hangs on a tie between the top two.
 TINY: dict[str, Any] = {
@@ -219,6 +223,52 @@ def random_prompts(lengths: list[int], seed: int = 0, vocab: int = VOCAB) -> lis
     return [[rng.randrange(vocab) for _ in range(length)] for length in lengths]
 
 
+# (field, value): what no SamplingParams may hold.
+BAD_FIELDS = [
+    *[("n", v) for v in (0, -1, 1.5, "2", True, None)],
+    *[("temperature", v) for v in (10**400, 1e31, 1j, -0.1, math.nan, math.inf, -math.inf, "1", None, True)],
+    *[("top_p", v) for v in (0, -0.5, 1.01, math.nan, math.inf, "0.9", None)],
+    *[("top_k", v) for v in (-2, 1.0, "5", None, True, 2**31)],
+    *[("min_p", v) for v in (-0.01, 1.01, math.nan, None)],
+    *[("seed", v) for v in (1.5, "7", 2**64, -(2**63) - 1, True)],
+    *[("presence_penalty", v) for v in (-2.1, 2.1, math.nan, None)],
+    *[("frequency_penalty", v) for v in (-2.1, 2.1, math.nan, "0")],
+    *[("repetition_penalty", v) for v in (0, -1, math.nan, math.inf, None, 1e-40, 1e5)],
+    *[
+        ("logit_bias", v)
+        for v in ([1], {"a": 1.0}, {1: math.nan}, {1: math.inf}, {1: "x"}, {-1: 1.0}, {1: 1e39})
+    ],
+    *[("allowed_token_ids", v) for v in ([], "12", 5, [1.0], ["a"], [-1], (i for i in [1]))],
+    *[("max_tokens", v) for v in (0, -5, 2.0, "3", True)],
+    *[("min_tokens", v) for v in (-1, 1.0, None, 17)],
+    *[("ignore_eos", v) for v in (1, None, "yes")],
+    *[("stop", v) for v in ("", ["a", ""], 5, [5], 0, False, (s for s in ["a"]))],
+    *[("stop_token_ids", v) for v in (5, "5", [1.5], [None])],
+    *[("include_stop_str_in_output", v) for v in (1, None)],
+    *[("logprobs", v) for v in (-2, 1.5, "2", True)],
+    *[("prompt_logprobs", v) for v in (-2, 1.5)],
+    *[("bad_words", v) for v in ("word", [""], [" "], [5])],
+    *[("output_kind", v) for v in (1, "delta", None)],
+    *[("detokenize", v) for v in (0, "no")],
+    *[("skip_special_tokens", v) for v in (0, None)],
+]
+
+
+def random_params(rng: random.Random) -> SamplingParams:
+    return SamplingParams(
+        temperature=rng.choice([0.0, 0.7, 1.5]),
+        max_tokens=rng.randint(1, 40),
+        seed=rng.randrange(1000),
+        n=rng.choice([1, 1, 1, 3]),
+        stop=rng.choice([None, "e", ["th", "日本"], "\ufffd", "abcdefghijkl"]),
+        include_stop_str_in_output=rng.random() < 0.3,
+        min_tokens=0,
+        logprobs=rng.choice([None, None, 2]),
+        skip_special_tokens=rng.random() < 0.8,
+        ignore_eos=rng.random() < 0.5,
+    )
+
+
 def make_sequence(seq_id: int, token_ids: list[int], priority: int = 0, **params) -> Sequence:
     params.setdefault("max_tokens", 100)
     return Sequence(seq_id, token_ids, SamplingParams(**params), priority=priority)
@@ -229,10 +279,8 @@ def make_scheduler(num_blocks: int = 8, block_size: int = 4, caching: bool = Tru
 
 
 def admit(manager: BlockManager, seq: Sequence) -> list[int]:
-    """Allocate as the scheduler does; returns the block table."""
-    hits = manager.find_prefix(seq)
-    assert manager.can_allocate(seq, hits)
-    manager.allocate(seq, hits)
+    """Allocate, which has to succeed; returns the block table."""
+    assert manager.allocate(seq)
     return seq.block_table
 
 
@@ -242,6 +290,19 @@ def run_step(scheduler: Scheduler, token: int = 1):
     scheduler.update(batch, [token] * len(batch.sampled_seqs))
     scheduler.check_invariants()
     return batch
+
+
+def batch_of(*chunks: tuple[Sequence, int, int]) -> ScheduledBatch:
+    """A batch of (sequence, start, end), as the scheduler would make it."""
+    made = [Chunk(seq, start, end, end == max(len(seq.token_ids), start + 1)) for seq, start, end in chunks]
+    num_tokens = sum(end - start for _, start, end in chunks)
+    return ScheduledBatch(made, [chunk.seq for chunk in made if chunk.is_last], num_tokens)
+
+
+def sample(logits: torch.Tensor, rows: list) -> tuple[list, list]:
+    """A step's sampling, as the runner does it: per row the token id, and what was asked to be reported."""
+    token_ids = read_tokens(draw_tokens(logits, rows))
+    return token_ids, report_samples(logits, rows, token_ids)
 
 
 def byte_tokenizer(words: tuple[str, ...] = ()) -> transformers.PreTrainedTokenizerFast:

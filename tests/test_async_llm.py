@@ -76,8 +76,8 @@ def test_cancelling_or_leaving_a_consumer_aborts_its_request_only(path, expected
             assert await other == expected[1][1]
             # The same ids can be used again, and every block is back.
             assert await collect(engine, expected[0][3], GREEDY, "cancelled") == expected[1][3]
-            assert engine.llm.metrics()["num_free_blocks"] == 60
-            assert not engine.llm.has_unfinished_requests()
+            assert engine.llm_engine.metrics()["num_free_blocks"] == 60
+            assert not engine.llm_engine.has_unfinished_requests()
 
     asyncio.run(main())
 
@@ -114,13 +114,13 @@ def test_bad_requests_and_duplicate_ids_raise_where_they_were_made(path, expecte
 def test_a_failed_step_is_raised_to_those_it_concerned_and_the_engine_goes_on(path, expected):
     async def main():
         async with AsyncLLM(path, **SETTINGS) as engine:
-            launch = engine.llm.runner.launch
+            launch = engine.llm_engine.runner.launch
 
             def fail(*_):
-                engine.llm.runner.launch = launch
+                engine.llm_engine.runner.launch = launch
                 raise RuntimeError("out of memory")
 
-            engine.llm.runner.launch = fail
+            engine.llm_engine.runner.launch = fail
             with pytest.raises(RuntimeError, match="out of memory"):
                 await collect(engine, expected[0][0], GREEDY, "a")
             assert await collect(engine, expected[0][0], GREEDY, "a") == expected[1][0]
@@ -131,14 +131,14 @@ def test_a_failed_step_is_raised_to_those_it_concerned_and_the_engine_goes_on(pa
 def test_no_more_requests_are_served_at_a_time_than_allowed(path, expected):
     async def main():
         async with AsyncLLM(path, max_concurrent_requests=2, **SETTINGS) as engine:
-            most, add = 0, engine.llm.add_request
+            most, add = 0, engine.llm_engine.add_request
 
             def counting_add(*arguments, **keywords):
                 nonlocal most
                 add(*arguments, **keywords)
-                most = max(most, len(engine.llm._requests))
+                most = max(most, len(engine.llm_engine._requests))
 
-            engine.llm.add_request = counting_add
+            engine.llm_engine.add_request = counting_add
             jobs = [collect(engine, p, GREEDY, f"r{i}") for i, p in enumerate(expected[0])]
             assert await asyncio.gather(*jobs) == expected[1]
             assert most == 2

@@ -5,26 +5,9 @@ import functools
 import pytest
 import torch
 
-from nanoengine.attention import AttentionMetadata, CompiledAttention, KVCache, TorchAttention
-from nanoengine.cpu import Kernels
-
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-
-
-def dense(q, k, v, scale, window=None, softcap=None, sinks=None):
-    """Causal attention of the last len(q) positions over k and v, in float64."""
-    q, k, v = q.double(), k.double(), v.double()
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-    distance = torch.arange(len(k))[-len(q) :, None] - torch.arange(len(k))
-    hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
-    if softcap is not None:
-        scores = (scores / softcap).tanh() * softcap
-    weights = scores.masked_fill(hidden, -torch.inf).exp()
-    total = weights.sum(-1, keepdim=True)
-    if sinks is not None:
-        total = total + sinks.double().exp()[:, None, None]
-    return torch.einsum("hqk,khd->qhd", weights / total, v)
+from nanoengine.backends.attention import KVCache, TorchAttention
+from nanoengine.backends.cpu import CompiledAttention, Kernels
+from tests.attention import MIXED, check_attention, metadata_of
 
 
 @pytest.fixture(params=["torch", "compiled"])
@@ -35,81 +18,6 @@ def check(request):
 
 def on_cpu(metadata, block_size):
     return CompiledAttention(metadata, block_size, Kernels())
-
-
-def metadata_of(lens, tables, slots):
-    """`lens` is (new tokens, tokens in all) per sequence."""
-    new, total = (torch.tensor([0, *column]).cumsum(0).int() for column in zip(*lens, strict=True))
-    return AttentionMetadata(
-        cu_seqlens_q=new,
-        cu_seqlens_k=total,
-        seq_lens=total.diff(),
-        block_tables=tables,
-        slot_mapping=slots,
-        max_query_len=max(n for n, _ in lens),
-        max_seq_len=max(n for _, n in lens),
-        is_fresh=all(n == total for n, total in lens),
-    )
-
-
-def check_attention(
-    backend,
-    lens,
-    block_size,
-    heads=4,
-    kv_heads=2,
-    head_dim=16,
-    v_head_dim=None,
-    dtype=torch.float32,
-    stale=None,
-    **settings,
-):
-    """`lens` is (new tokens, tokens in all) per sequence; blocks are scattered at random."""
-    generator = torch.Generator().manual_seed(0)
-
-    def rand(*shape):
-        return torch.randn(*shape, generator=generator).to(dtype)
-
-    num_blocks = [-(-total // block_size) for _, total in lens]
-    ids = torch.randperm(sum(num_blocks), generator=generator) + 1
-    tables = torch.zeros(len(lens), max(num_blocks), dtype=torch.int32)
-    v_head_dim = v_head_dim or head_dim
-    cache = KVCache(*(rand(sum(num_blocks) + 1, block_size, kv_heads, d) for d in (head_dim, v_head_dim)))
-    slots, past = [], []
-    for i, (new, total) in enumerate(lens):
-        table = ids[: num_blocks[i]]
-        ids = ids[num_blocks[i] :]
-        tables[i, : num_blocks[i]] = table
-        all_slots = table.repeat_interleave(block_size) * block_size
-        all_slots = (all_slots + torch.arange(block_size).repeat(num_blocks[i]))[:total]
-        past.append([x.flatten(0, 1)[all_slots] for x in (cache.k, cache.v)])
-        slots.append(all_slots[total - new :])
-    num_tokens = sum(new for new, _ in lens)
-    if stale is not None:  # all slots that hold no token of these sequences
-        cache.k.fill_(stale), cache.v.fill_(stale)
-        for i, (_, total) in enumerate(lens):
-            table = tables[i, : num_blocks[i]].long()
-            all_slots = table.repeat_interleave(block_size) * block_size
-            all_slots = (all_slots + torch.arange(block_size).repeat(num_blocks[i]))[:total]
-            cache.k.flatten(0, 1)[all_slots] = past[i][0]
-            cache.v.flatten(0, 1)[all_slots] = past[i][1]
-    q = rand(num_tokens, heads, head_dim)
-    k, v = (rand(num_tokens, kv_heads, d) for d in (head_dim, v_head_dim))
-    metadata = metadata_of(lens, tables, torch.cat(slots))
-    starts = metadata.cu_seqlens_q
-    attention = backend(metadata, block_size)
-    out = attention(q, k, v, cache, scale=head_dim**-0.5, **settings)
-    assert out.shape == (num_tokens, heads, v_head_dim)
-    assert out.dtype == dtype
-    for i, (new, _) in enumerate(lens):
-        rows = slice(int(starts[i]), int(starts[i + 1]))
-        full_k, full_v = past[i]
-        full_k[-new:], full_v[-new:] = k[rows], v[rows]
-        expected = dense(q[rows], full_k, full_v, head_dim**-0.5, **settings)
-        torch.testing.assert_close(out[rows].double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-
-
-MIXED = [(1, 1), (1, 40), (7, 7), (5, 33), (1, 16), (16, 16), (2, 17), (1, 100), (50, 90)]
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 16, 17, 256])
@@ -131,7 +39,7 @@ def test_a_soft_cap_of_a_config_may_be_an_integer(check):
 
 
 def test_soft_capping_a_long_prompt_slice_by_slice_changes_nothing(check, monkeypatch):
-    monkeypatch.setattr("nanoengine.attention.SCORES_PER_SLICE", 4 * 90 * 7)
+    monkeypatch.setattr("nanoengine.backends.attention.SCORES_PER_SLICE", 4 * 90 * 7)
     check([(50, 90), (1, 40), (90, 90)], 8, softcap=2.0, sinks=SINKS)
 
 

@@ -9,16 +9,19 @@ from types import SimpleNamespace
 
 import pytest
 
-import bench
-from bench import WORKLOADS, Workload, latencies, parse_custom, percentile, poisson_arrivals, roofline_seconds
+import benchmarks.__main__ as command
+from benchmarks.engines import latencies, percentiles
+from benchmarks.report import draw
+from benchmarks.roofline import roofline_seconds
+from benchmarks.workloads import SHAPES, SWEEP, WORKLOADS, Workload, parse_custom, poisson_arrivals
 
 ROOT = Path(__file__).parent.parent
 
 
-def run_bench(*arguments: str) -> tuple[str, dict]:
+def run_bench(*arguments: str, program: tuple[str, ...] = ("-m", "benchmarks")) -> tuple[str, dict]:
     """What it prints, and its last line."""
     run = subprocess.run(
-        [sys.executable, ROOT / "bench.py", "--threads", "1", *arguments],
+        [sys.executable, *program, "--threads", "1", *arguments],
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -68,10 +71,9 @@ def test_a_custom_workload_is_read_or_refused():
 
 
 def test_percentiles_interpolate():
-    assert percentile([7.0], 0.99) == 7.0
-    values = [float(i) for i in range(101)]
-    assert [percentile(values[::-1], share) for share in (0, 0.5, 0.9, 1)] == [0, 50, 90, 100]
-    assert percentile([0.0, 10.0], 0.25) == 2.5
+    assert percentiles([7.0]) == [7.0, 7.0, 7.0]
+    assert percentiles([float(i) for i in range(100, -1, -1)]) == [50, 90, 99]
+    assert percentiles([0.0, 10.0]) == pytest.approx([5.0, 9.0, 9.9])
 
 
 def test_arrivals_are_poisson_and_the_same_for_the_same_seed():
@@ -122,7 +124,7 @@ def test_the_roofline_computes_a_shared_prefix_once():
 
 def test_the_published_roofline_follows_from_the_published_limits():
     """46 to 48 GB/s and 1000 GFLOP/s on the Qwen3-0.6B shape: 25 ms a decode step, 0.86 ms a prompt token."""
-    config = bench.SHAPES["qwen3-0.6b"]
+    config = SHAPES["qwen3-0.6b"]
     shape = SimpleNamespace(
         num_layers=config["num_hidden_layers"],
         hidden_size=config["hidden_size"],
@@ -172,12 +174,23 @@ def test_the_engines_run_side_by_side_on_the_same_requests():
     assert rows["nanoengine", 100.0]["output_tokens"] == output_tokens
     assert "no arrivals" in rows["transformers", 100.0]["error"]
     assert report["machine"]["threads"] == 1
-    assert report["command"].startswith("python bench.py --threads 1 --model tiny")
+    assert report["command"].startswith("python -m benchmarks --threads 1 --model tiny")
     assert result["limits"]["bandwidth_gb_per_s"] > 0
     assert "| 3:4-8:2-5 | tiny | nanoengine | " in printed
     if result["engines"]["vllm"]["error"] is not None:  # where it is not, and it belongs elsewhere
         assert rows["vllm", None]["error"] == "not installed"
         assert "| 3:4-8:2-5 | tiny | vllm | not installed |" in printed
+
+
+def test_the_small_benchmark_serves_its_workload_and_reports_rates_latencies_and_roofline(tmp_path):
+    printed, result = run_bench("--workload", "tiny", "--repeats", "1", program=("bench.py",))
+    assert "run 1 of 1" in printed
+    num_tokens = sum(WORKLOADS["tiny"].lengths()[1])
+    assert result["output_tokens_per_s"] == pytest.approx(num_tokens / result["seconds"][0])
+    for name in ("first_token_s", "between_tokens_s"):
+        assert 0 < result[name][0] <= result[name][1] <= result[name][2] < result["seconds"][0]
+    assert result["share_of_roofline"] > 0
+    assert 0 < result["bandwidth_gb_per_s"] < 10000
 
 
 def test_a_plot_is_drawn_from_results(tmp_path):
@@ -188,10 +201,10 @@ def test_a_plot_is_drawn_from_results(tmp_path):
         "phases_s": {"forward": 2.0, "rest": 1.0},
     }
     missing = {"workload": "small", "engine": "vllm", "rate": None, "error": "not installed"}
-    speeds = [float(size) for size in bench.SWEEP]
+    speeds = [float(size) for size in SWEEP]
     sweep = {"nanoengine": speeds, "vllm": [None] * len(speeds), "roofline": speeds}
     model = {"model": "tiny", "results": [split, missing], "sweep": sweep}
-    bench.draw({"models": [model]}, str(tmp_path / "plot.png"))
+    draw({"models": [model]}, str(tmp_path / "plot.png"))
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -206,23 +219,23 @@ def test_a_plot_is_drawn_from_results(tmp_path):
     ],
 )
 def test_a_wrong_option_is_refused_before_anything_starts(arguments, message, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["bench.py", *arguments])
+    monkeypatch.setattr(sys, "argv", ["benchmarks", *arguments])
     with pytest.raises(SystemExit):
-        bench.parse_arguments()
+        command.parse_arguments()
     assert message in capsys.readouterr().err
 
 
 def test_the_command_line_is_told_without_this_machine_s_paths(monkeypatch):
     arguments = ["--engine", "vllm", "--python", "vllm=/home/me/env/vllm/bin/python", "--plot", "a b.png"]
-    monkeypatch.setattr(sys, "argv", ["/home/me/bench.py", *arguments])
-    expected = "python bench.py --engine vllm --python vllm=vllm/bin/python --plot 'a b.png'"
-    assert bench.command_line() == expected
+    monkeypatch.setattr(sys, "argv", ["/home/me/benchmarks/__main__.py", *arguments])
+    expected = "python -m benchmarks --engine vllm --python vllm=vllm/bin/python --plot 'a b.png'"
+    assert command.command_line() == expected
 
 
 def test_every_built_in_shape_is_one_the_engine_serves(tmp_path):
-    from nanoengine.weights import open_checkpoint
+    from nanoengine.models.weights import open_checkpoint
 
-    for name, config in bench.SHAPES.items():
+    for name, config in SHAPES.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
         checkpoint = open_checkpoint(str(tmp_path / name))
@@ -232,3 +245,15 @@ def test_every_built_in_shape_is_one_the_engine_serves(tmp_path):
         assert checkpoint.decoder_config.rope["rope_type"] == (
             "llama3" if name.startswith("llama") else "default"
         )
+
+
+def test_the_scheduler_benchmark_runs_and_ends_with_json():
+    run = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "--what", "scheduler", "--repeats", "1"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=True,
+    )
+    result = json.loads(run.stdout.splitlines()[-1])
+    assert set(result["admission_us"]) == {"1000 blocks", "10000 blocks", "100000 blocks"}

@@ -1,6 +1,7 @@
 """BlockManager by hand-computed integers: 8 blocks of 4 tokens unless a test says otherwise."""
 
 import random
+import sys
 
 import pytest
 
@@ -12,12 +13,12 @@ def manager_of(num_blocks: int = 8, block_size: int = 4, **settings) -> BlockMan
     return BlockManager(num_blocks, block_size, **settings)
 
 
-def leave_cached_and_free(manager: BlockManager, count: int):
-    """`count` sequences of one block each, cached, then freed in order."""
+def leave_registered_and_free(manager: BlockManager, count: int):
+    """`count` sequences of one block each, registered, then freed in order."""
     seqs = [make_sequence(i, [i] * 4) for i in range(count)]
     for seq in seqs:
         admit(manager, seq)
-        manager.cache_full_blocks(seq, 4)
+        manager.register_full_blocks(seq, 4)
     for seq in seqs:
         manager.free(seq)
     return seqs
@@ -28,7 +29,7 @@ def test_blocks_are_handed_out_in_order_and_never_the_null_block():
     assert admit(manager, make_sequence(0, list(range(9)))) == [1, 2, 3]
     assert admit(manager, make_sequence(1, [50] * 20)) == [4, 5, 6, 7, 8]
     assert manager.num_free_blocks == 0
-    assert not manager.can_allocate(make_sequence(2, [1]), [])
+    assert not manager.allocate(make_sequence(2, [1]))
 
 
 @pytest.mark.parametrize(
@@ -45,10 +46,9 @@ def test_growth_appends_a_block_only_when_the_last_one_is_full(block_size):
     admit(manager, seq)
     for _ in range(11):
         seq.token_ids.append(2)
-        assert manager.can_append(seq)
-        manager.may_append(seq)
+        assert manager.may_append(seq)
         assert len(seq.block_table) == -(-seq.num_tokens // block_size)
-        manager.may_append(seq)  # nothing more to grow
+        assert manager.may_append(seq)  # nothing more to grow
         assert len(seq.block_table) == -(-seq.num_tokens // block_size)
     manager.check_invariants([seq])
 
@@ -57,16 +57,17 @@ def test_growth_is_refused_when_no_block_is_free():
     manager = manager_of(num_blocks=1)
     seq = make_sequence(0, [1, 2, 3, 4])
     admit(manager, seq)
-    assert manager.can_append(seq)
+    assert manager.may_append(seq)
     seq.token_ids.append(5)
-    assert not manager.can_append(seq)
+    assert not manager.may_append(seq)
+    assert seq.block_table == [1]
 
 
 def test_a_prompt_of_whole_blocks_repeated_recomputes_one_token_and_stores_nothing():
     manager = manager_of()
     first, second = (make_sequence(i, list(range(8))) for i in range(2))
     admit(manager, first)
-    manager.cache_full_blocks(first, 8)
+    manager.register_full_blocks(first, 8)
     assert admit(manager, second) == first.block_table == [1, 2]
     assert second.num_computed_tokens == 7
     assert second.num_hit_tokens == 8  # the eighth token's K and V are not written again
@@ -78,7 +79,7 @@ def test_a_partial_block_is_never_shared():
     manager = manager_of()
     first, second = (make_sequence(i, list(range(7))) for i in range(2))
     admit(manager, first)
-    manager.cache_full_blocks(first, 7)
+    manager.register_full_blocks(first, 7)
     assert admit(manager, second) == [1, 3]
     assert second.num_computed_tokens == second.num_hit_tokens == 4
 
@@ -87,7 +88,7 @@ def test_only_computed_blocks_can_be_hit():
     manager = manager_of()
     first, second = (make_sequence(i, list(range(12))) for i in range(2))
     admit(manager, first)
-    manager.cache_full_blocks(first, 6)  # a chunk of six tokens fills one block
+    manager.register_full_blocks(first, 6)  # a chunk of six tokens fills one block
     admit(manager, second)
     assert second.num_hit_tokens == 4
 
@@ -99,7 +100,7 @@ def test_a_freed_block_can_be_hit_twice():
         admit(manager, seq)
         assert seq.block_table[:2] == [1, 2]
         assert seq.num_hit_tokens == (0 if seq_id == 0 else 8)
-        manager.cache_full_blocks(seq, 9)
+        manager.register_full_blocks(seq, 9)
         manager.free(seq)
         manager.check_invariants([])
 
@@ -110,8 +111,8 @@ def test_evicting_one_of_two_equal_blocks_leaves_the_other_findable():
     first, second = (make_sequence(i, [1, 2, 3, 4]) for i in range(2))
     admit(manager, first)
     admit(manager, second)
-    manager.cache_full_blocks(first, 4)
-    manager.cache_full_blocks(second, 4)
+    manager.register_full_blocks(first, 4)
+    manager.register_full_blocks(second, 4)
     manager.free(first)
     filler = make_sequence(2, [9] * 12)
     assert first.block_table == []
@@ -126,8 +127,8 @@ def test_children_of_either_copy_are_found_after_the_other():
     first, second = (make_sequence(i, [1, 2, 3, 4, 5, 6, 7, 8]) for i in range(2))
     admit(manager, first)
     admit(manager, second)
-    manager.cache_full_blocks(first, 4)  # only the first block of one sequence ...
-    manager.cache_full_blocks(second, 8)  # ... and both of the other
+    manager.register_full_blocks(first, 4)  # only the first block of one sequence ...
+    manager.register_full_blocks(second, 8)  # ... and both of the other
     manager.free(second)
     assert [b.block_id for b in manager.find_prefix(make_sequence(2, list(range(1, 9))))] == [1, 4]
 
@@ -136,7 +137,7 @@ def test_a_block_with_the_same_tokens_after_another_prefix_is_no_hit():
     manager = manager_of()
     first = make_sequence(0, [1, 1, 1, 1, 7, 7, 7, 7])
     admit(manager, first)
-    manager.cache_full_blocks(first, 8)
+    manager.register_full_blocks(first, 8)
     assert manager.find_prefix(make_sequence(1, [2, 2, 2, 2, 7, 7, 7, 7])) == []
     assert manager.find_prefix(make_sequence(2, [7, 7, 7, 7])) == []
 
@@ -146,7 +147,7 @@ def test_a_hash_collision_costs_a_miss_and_never_a_wrong_block():
     first, second = make_sequence(0, [1, 1, 1, 1, 7, 7, 7, 7]), make_sequence(1, [2, 2, 2, 2, 7, 7, 7, 7])
     for seq in (first, second):
         admit(manager, seq)
-        manager.cache_full_blocks(seq, 8)
+        manager.register_full_blocks(seq, 8)
     assert second.block_table == [3, 4]
     for original in (first, second):
         again = make_sequence(5, original.token_ids)
@@ -158,7 +159,7 @@ def test_tails_are_evicted_before_the_prefixes_others_may_share():
     manager = manager_of(num_blocks=3)
     seq = make_sequence(0, list(range(12)))
     admit(manager, seq)
-    manager.cache_full_blocks(seq, 12)
+    manager.register_full_blocks(seq, 12)
     manager.free(seq)
     other = make_sequence(1, [99])
     assert admit(manager, other) == [3]
@@ -170,7 +171,7 @@ def test_the_least_recently_used_prefix_is_evicted_first():
     old, new = make_sequence(0, [1] * 4), make_sequence(1, [2] * 4)
     for seq in (old, new):
         admit(manager, seq)
-        manager.cache_full_blocks(seq, 4)
+        manager.register_full_blocks(seq, 4)
     manager.free(old)
     manager.free(new)
     hit = make_sequence(2, [1] * 4)  # touches the old one, which makes it the recent one
@@ -179,12 +180,12 @@ def test_the_least_recently_used_prefix_is_evicted_first():
     assert admit(manager, make_sequence(3, [9])) == [2]
 
 
-def test_blocks_without_findable_content_are_reused_before_any_cached_one():
+def test_blocks_without_findable_content_are_reused_before_any_registered_one():
     manager = manager_of(num_blocks=2)
     cached, partial = make_sequence(0, [1] * 4), make_sequence(1, [2] * 3)
     for seq in (cached, partial):
         admit(manager, seq)
-        manager.cache_full_blocks(seq, seq.num_tokens)
+        manager.register_full_blocks(seq, seq.num_tokens)
     manager.free(cached)
     manager.free(partial)
     assert admit(manager, make_sequence(2, [9])) == [2]
@@ -202,14 +203,14 @@ def test_each_full_block_is_hashed_once_in_its_life():
     admit(manager, blocker)
     hashed.clear()
     for _ in range(10):  # waits at the head of the queue for ten steps
-        assert not manager.can_allocate(waiting, manager.find_prefix(waiting))
+        assert not manager.allocate(waiting)
     assert len(hashed) == 2
     manager.free(blocker)
     admit(manager, waiting)
     for token in (10, 11, 12):
         waiting.token_ids.append(token)
         manager.may_append(waiting)
-        manager.cache_full_blocks(waiting, waiting.num_tokens)
+        manager.register_full_blocks(waiting, waiting.num_tokens)
     manager.free(waiting)
     admit(manager, waiting)
     assert len(hashed) == 3
@@ -228,65 +229,86 @@ def test_keys_are_chained_each_seeded_with_the_one_before():
     for token in range(8, 12):
         seq.token_ids.append(token)
         manager.may_append(seq)
-    manager.cache_full_blocks(seq, 12)
+    manager.register_full_blocks(seq, 12)
     assert calls == [([0, 1, 2, 3], 0), ([4, 5, 6, 7], 101), ([8, 9, 10, 11], 102)]
 
 
-def test_the_free_list_is_swept_only_when_stale_entries_outnumber_the_others():
-    manager = manager_of()
-    seqs = leave_cached_and_free(manager, 8)
-    free_list = manager.free_list
-    for seq in seqs[:4]:
-        admit(manager, seq)
-        assert manager.free_list is free_list  # stale entries: 1 to 4 of 8
-    admit(manager, seqs[4])
-    assert len(manager.free_list) == 3  # 5 stale ones outnumbered 3
+def test_a_hit_in_the_middle_of_the_free_blocks_costs_the_same_in_any_pool():
+    """Counts the lines run instead of timing: nothing is searched for, and nothing is left behind."""
+    lines = []
+    for num_blocks in (10, 1000):
+        manager = manager_of(num_blocks=num_blocks)
+        leave_registered_and_free(manager, num_blocks)
+        rng = random.Random(0)
+        for _ in range(2000):
+            seq = make_sequence(0, [rng.randrange(num_blocks)] * 4)
+            admit(manager, seq)
+            assert seq.num_hit_tokens == 4
+            manager.free(seq)
+            assert len(manager.evictable_blocks) == num_blocks
+        manager.check_invariants([])
+        lines.append(lines_run(lambda manager=manager, seq=seq: (manager.allocate(seq), manager.free(seq))))
+    assert lines[0] == lines[1] < 100
 
 
-def test_a_hit_in_the_middle_of_the_free_list_costs_the_same_in_any_pool():
-    """Counts deque operations instead of timing: stale entries are swept, never searched for."""
-    manager = manager_of(num_blocks=1000)
-    leave_cached_and_free(manager, 1000)
-    rng = random.Random(0)
-    for _ in range(5000):
-        seq = make_sequence(0, [rng.randrange(1000)] * 4)
-        admit(manager, seq)
-        assert seq.num_hit_tokens == 4
-        manager.free(seq)
-        assert len(manager.free_list) <= 2 * manager.num_free_blocks + 1
-    manager.check_invariants([])
+def lines_run(function) -> int:
+    """How many lines of Python a call runs."""
+    count = 0
+
+    def trace(frame, event, argument):
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    sys.settrace(trace)
+    try:
+        function()
+    finally:
+        sys.settrace(None)
+    return count
+
+
+def state(manager):
+    """All that an operation may change."""
+    return (
+        [block.block_id for block in manager.empty_blocks],
+        list(manager.evictable_blocks),
+        {key: list(blocks) for key, blocks in manager.registered_blocks.items()},
+        [(block.ref_count, block.key, block.prefix_id, block.parent_id) for block in manager.blocks],
+    )
 
 
 def test_refused_allocation_changes_nothing():
     manager = manager_of(num_blocks=2)
     first = make_sequence(0, [1] * 4)
     admit(manager, first)
-    manager.cache_full_blocks(first, 4)
+    manager.register_full_blocks(first, 4)
     manager.free(first)
-    before = (list(manager.free_list), manager.num_free_blocks, dict(manager.cached_blocks))
+    before = state(manager)
     big = make_sequence(1, [1] * 12)
-    hits = manager.find_prefix(big)
-    assert len(hits) == 1
-    assert not manager.can_allocate(big, hits)
-    assert before == (list(manager.free_list), manager.num_free_blocks, dict(manager.cached_blocks))
-    assert big.block_table == []
+    assert len(manager.find_prefix(big)) == 1
+    assert not manager.allocate(big)
+    assert before == state(manager)
+    assert (big.block_table, big.num_computed_tokens, big.num_cached_tokens) == ([], 0, None)
+    assert (manager.num_query_tokens, manager.num_query_hits) == (4, 0)
 
 
 def test_a_free_block_that_is_hit_is_counted_against_the_free_ones():
     manager = manager_of(num_blocks=3)
     first = make_sequence(0, [1] * 4)
     admit(manager, first)
-    manager.cache_full_blocks(first, 4)
+    manager.register_full_blocks(first, 4)
     manager.free(first)
     seq = make_sequence(1, [1] * 13)  # four blocks, of which one is hit but free: three are not enough
-    assert not manager.can_allocate(seq, manager.find_prefix(seq))
+    assert len(manager.find_prefix(seq)) == 1
+    assert not manager.allocate(seq)
 
 
 def test_resetting_the_prefix_cache_is_refused_while_a_block_is_in_use():
     manager = manager_of()
     seq = make_sequence(0, [1] * 4)
     admit(manager, seq)
-    manager.cache_full_blocks(seq, 4)
+    manager.register_full_blocks(seq, 4)
     assert not manager.reset_prefix_cache()
     manager.free(seq)
     assert manager.reset_prefix_cache()
@@ -302,7 +324,7 @@ def test_nothing_is_hashed_or_found_with_prefix_caching_off():
     for seq_id in range(2):
         seq = make_sequence(seq_id, [1] * 4)
         admit(manager, seq)
-        manager.cache_full_blocks(seq, 4)
+        manager.register_full_blocks(seq, 4)
         assert seq.num_hit_tokens == 0
 
 
@@ -311,8 +333,8 @@ def test_hit_statistics_count_the_tokens_of_first_admissions():
     for seq_id in range(2):
         seq = make_sequence(seq_id, list(range(10)))
         admit(manager, seq)
-        manager.cache_full_blocks(seq, 10)
+        manager.register_full_blocks(seq, 10)
         manager.free(seq)
         admit(manager, seq)  # as after a preemption
         manager.free(seq)
-    assert (manager.num_cache_queries, manager.num_cache_hits) == (20, 8)
+    assert (manager.num_query_tokens, manager.num_query_hits) == (20, 8)

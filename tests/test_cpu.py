@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.cpu import FLAGS, Kernels
-from nanoengine.model import RMSNorm, rotate
-from tests.test_demo import DEMO
+from nanoengine.backends.cpu import FLAGS, Kernels
+from nanoengine.models.decoder import RMSNorm, rotate
+from tests.helpers import DEMO
 
 # Seen from outside, in a process with as many threads as cores: the tests themselves run on one thread.
 CODE = """
 import json, os, sys, threading, torch
-from nanoengine.cpu import PinnedThreads
+from nanoengine.backends.cpu import PinnedThreads
 
 x = torch.randn(600, 600)
 pinned = PinnedThreads(**json.loads(sys.argv[1]))
@@ -100,7 +100,7 @@ def test_kernels_are_compiled_once_and_kept(tmp_path, monkeypatch):
     again = Kernels()
     assert not again.was_compiled
     assert [path.suffix for path in (tmp_path / "nanoengine").iterdir()] == [".so"]
-    monkeypatch.setattr("nanoengine.cpu.FLAGS", FLAGS + " -DOTHER")
+    monkeypatch.setattr("nanoengine.backends.cpu.FLAGS", FLAGS + " -DOTHER")
     assert Kernels().was_compiled
 
 
@@ -115,7 +115,7 @@ def test_without_a_compiler_the_engine_runs_on_pytorch_and_says_so(
     if not compiler:
         monkeypatch.setattr("shutil.which", lambda _: None)
     with LLM(str(DEMO), num_kv_blocks=20) as llm:
-        assert llm.runner.kernels is None
+        assert llm.llm_engine.runner.device.kernels is None
         assert "torch attention (not compiled: " in (line := capsys.readouterr().err)
         assert reason in line
         assert (

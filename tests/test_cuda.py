@@ -11,20 +11,18 @@ import pytest
 import torch
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.attention import BACKENDS, FlashAttention, KVCache, KVSpec, VarlenAttention
-from nanoengine.cuda import Staging, has_triton
-from nanoengine.model import FusedKernels
+from nanoengine.backends.attention import KVCache, KVSpec
+from nanoengine.backends.cuda import FusedKernels, Staging, graph_sizes
+from nanoengine.backends.flash import FlashAttention, VarlenAttention, has_triton
+from nanoengine.engine import build_inputs
+from nanoengine.models.decoder import PlainKernels
 from nanoengine.sampling import SamplingRow, draw_tokens, scale_logits
-from tests.doubles import flash_doubles  # noqa: F401
-from tests.helpers import checkpoint, greedy, random_prompts
-from tests.test_attention import MIXED, check_attention, metadata_of
-
-ALL_FRESH = [(1, 1), (7, 7), (300, 300), (16, 16)]
-ALL_DECODES = [(1, 1), (1, 40), (1, 256), (1, 257), (1, 700)]
+from tests.attention import ALL_DECODES, ALL_FRESH, MIXED, check_attention, metadata_of
+from tests.helpers import batch_of, checkpoint, greedy, make_sequence, random_prompts
 
 
 @pytest.fixture(params=[FlashAttention, VarlenAttention])
-def check(request, flash_doubles):  # noqa: F811
+def check(request, flash_doubles):
     return functools.partial(check_attention, request.param, block_size=256, dtype=torch.bfloat16)
 
 
@@ -44,7 +42,7 @@ def test_what_other_sequences_left_in_a_block_is_never_read(check):
 
 
 @pytest.mark.parametrize("lens", [MIXED, ALL_FRESH, ALL_DECODES])
-def test_flash_attn_soft_caps(flash_doubles, lens):  # noqa: F811
+def test_flash_attn_soft_caps(flash_doubles, lens):
     check_attention(FlashAttention, lens, 256, dtype=torch.bfloat16, softcap=2, window=20)
 
 
@@ -52,7 +50,7 @@ def test_flash_attn_soft_caps(flash_doubles, lens):  # noqa: F811
     ("lens", "path"),
     [(ALL_FRESH, "varlen contiguous"), (ALL_DECODES, "with_kvcache"), (MIXED, "varlen paged")],
 )
-def test_each_kind_of_batch_takes_the_path_made_for_it(flash_doubles, lens, path):  # noqa: F811
+def test_each_kind_of_batch_takes_the_path_made_for_it(flash_doubles, lens, path):
     check_attention(FlashAttention, lens, 256, dtype=torch.bfloat16)
     assert flash_doubles == {path: 1}
 
@@ -71,7 +69,7 @@ SPEC = KVSpec(2, 64, 64, torch.bfloat16)
         (SPEC, {"sinks"}, "does not compute sinks"),
     ],
 )
-def test_what_flash_attn_cannot_compute_is_known_beforehand(spec, settings, reason, flash_doubles):  # noqa: F811
+def test_what_flash_attn_cannot_compute_is_known_beforehand(spec, settings, reason, flash_doubles):
     obstacle = FlashAttention.obstacle([SPEC, spec], frozenset(settings))
     assert obstacle is None if reason is None else reason in obstacle
 
@@ -94,21 +92,13 @@ def test_a_backend_that_cannot_run_is_an_error_where_it_was_asked_for(tmp_path_f
         LLM(path, attn_backend="xformers")
 
 
-@pytest.fixture
-def in_float32(flash_doubles, monkeypatch):  # noqa: F811
-    """Exact comparison with transformers needs the one dtype that flash-attn does not have."""
-    monkeypatch.setattr(FlashAttention, "dtypes", (torch.float32,))
-    return flash_doubles
-
-
 def test_the_fastest_backend_is_chosen_and_named(in_float32, tmp_path_factory, monkeypatch, capsys):
     path, _ = checkpoint("qwen3", tmp_path_factory)
 
     def chosen(**settings):
         with LLM(path, num_kv_blocks=4, **{"block_size": 256, **settings}) as llm:
-            return llm.runner.backend.name, capsys.readouterr().err
+            return llm.llm_engine.runner.attention.backend.name, capsys.readouterr().err
 
-    assert [backend.name for backend in BACKENDS] == ["flash", "varlen", "compiled", "torch"]
     assert chosen()[0] == "flash"
     assert chosen(attn_backend="torch")[0] == "torch"
     with pytest.raises(ValueError, match="block_size must be a multiple of 256 for flash attention, got 16"):
@@ -151,6 +141,43 @@ def test_greedy_tokens_equal_transformers_however_the_batches_fall(
     assert (in_float32["replay"] > 0) == (not enforce_eager and model != "gemma3")  # ours alone is captured
 
 
+@pytest.mark.parametrize("max_num_seqs", [1, 5, 13, 40])
+def test_every_batch_of_decodes_is_padded_to_the_next_graph_and_no_other_batch_is(
+    max_num_seqs, in_float32, tmp_path_factory
+):
+    path, _ = checkpoint("qwen3", tmp_path_factory)
+    with LLM(path, attn_backend="flash", num_kv_blocks=4, max_num_seqs=max_num_seqs) as llm:
+        graphs = llm.llm_engine.runner.forward
+        assert graphs.sizes == graph_sizes(max_num_seqs)
+        seq = make_sequence(0, [1, 2, 3])
+        seq.block_table = [1]
+        for count in range(1, max_num_seqs + 1):
+            inputs = build_inputs(batch_of(*[(seq, 2, 3)] * count), 256)
+            size = graphs.size_for(count, count)
+            assert size == min(s for s in graphs.sizes if s >= count)
+            assert len(graphs.pad(inputs).input_ids) == size
+            mixed = build_inputs(batch_of((seq, 1, 3), *[(seq, 2, 3)] * (count - 1)), 256)
+            assert graphs.pad(mixed) is mixed
+        assert graphs.size_for(max_num_seqs + 1, max_num_seqs + 1) is None
+        assert graphs.pad(build_inputs(batch_of(*[(seq, 2, 3)] * (max_num_seqs + 1)), 256)) is not None
+
+
+def test_the_cache_gets_what_the_weights_the_largest_batch_and_others_leave_of_a_gpu(
+    in_float32, tmp_path_factory
+):
+    """The card of `doubles.install`: 1 GiB, 256 MiB of it others', 100 MiB at the trial's peak."""
+    path, _ = checkpoint("qwen3", tmp_path_factory)
+    with LLM(path, attn_backend="flash", gpu_memory_utilization=0.8, max_num_seqs=999) as llm:
+        runner = llm.llm_engine.runner
+        block_bytes = 2 * 2 * 256 * 2 * 32 * 4  # k and v, layers, tokens, kv heads, head_dim, float32
+        trial_cache = 3 * block_bytes  # two blocks for a prompt of 511 tokens, and the null block
+        usable = int((1 << 30) * 0.8) - ((100 << 20) - trial_cache) - (256 << 20)
+        assert runner.num_blocks == usable // block_bytes - 1
+        assert runner.largest_batch().num_tokens == 511 * 16  # of a budget of 8192
+        assert all(seconds == 0 for seconds in runner.stopwatch.seconds.values())  # the trial was no step
+    assert in_float32["varlen contiguous"] == 2  # the largest batch, once through two layers
+
+
 def test_arrays_of_the_same_shapes_are_staged_at_the_same_addresses():
     arrays = [np.arange(5), np.arange(3, dtype=np.int32), np.arange(6, dtype=np.int32).reshape(2, 3)]
     staging = Staging(Staging.num_bytes(arrays) + 8, torch.device("cpu"))
@@ -166,7 +193,7 @@ def test_arrays_of_the_same_shapes_are_staged_at_the_same_addresses():
 
 WRITE_KV = """
 import torch
-from nanoengine.cuda import write_kv
+from nanoengine.backends.flash import write_kv
 
 for heads, k_dim, v_dim, dtype in [
     (3, 11, 11, torch.float32), (2, 24, 16, torch.bfloat16), (1, 128, 128, torch.float16)
@@ -196,7 +223,7 @@ def test_the_kernel_that_writes_kv_runs_under_tritons_interpreter():
     assert result.stdout == "equal\n", result.stderr
 
 
-def test_without_triton_keys_and_values_are_written_by_pytorch(flash_doubles):  # noqa: F811
+def test_without_triton_keys_and_values_are_written_by_pytorch(flash_doubles):
     k, v, slots = torch.randn(3, 2, 8), torch.randn(3, 2, 8), torch.tensor([5, 11, 4])
     cache = KVCache(torch.zeros(3, 4, 2, 8), torch.zeros(3, 4, 2, 8))
     assert not has_triton(k.device)  # not for a tensor on a CPU
@@ -209,7 +236,7 @@ def test_fused_kernels_compute_what_the_plain_parts_do(tmp_path_factory):
     path, reference = checkpoint("qwen3", tmp_path_factory)
     prompts = random_prompts([1, 20])
     with LLM(path, num_kv_blocks=20, enforce_eager=True) as llm:
-        llm.runner.model.use_kernels(FusedKernels())
+        llm.llm_engine.runner.model.use_kernels(FusedKernels(PlainKernels))
         params = SamplingParams(temperature=0, max_tokens=6)
         answers = [out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)]
     assert answers == [greedy(reference, prompt, 6) for prompt in prompts]
@@ -230,8 +257,7 @@ def test_the_compiled_sampler_draws_the_tokens_the_plain_one_does():
         if num_rows == 20:
             logits[4, 9] = float("nan")
         rows = [
-            SamplingRow(SamplingParams(**settings[i % 5]), 100 + i, [1, 2], 1, frozenset())
-            for i in range(num_rows)
+            SamplingRow(SamplingParams(**settings[i % 5]), 100 + i, 2, [1, 2], 1) for i in range(num_rows)
         ]
         expected = draw_tokens(logits, rows)
         assert torch.equal(draw_tokens(logits, rows, compiled), expected)

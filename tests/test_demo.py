@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.demo import train
+from tests.helpers import DEMO
 
 ROOT = Path(__file__).parent.parent
-DEMO = ROOT / "nanoengine" / "demo"
 GREEDY = SamplingParams(temperature=0, max_tokens=250)
 TASKS = {
     "sum": train.ask_sum,
@@ -117,15 +117,3 @@ def test_the_checkpoint_is_small_complete_and_made_by_the_script_beside_it():
     assert set(TASKS) < set(accuracy)
     made = json.loads(train.build_tokenizer().backend_tokenizer.to_str())
     assert made["model"] == json.loads((DEMO / "tokenizer.json").read_text())["model"]
-
-
-def test_the_scheduler_benchmark_runs_and_ends_with_json():
-    run = subprocess.run(
-        [sys.executable, ROOT / "bench.py", "--what", "scheduler", "--repeats", "1"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        check=True,
-    )
-    result = json.loads(run.stdout.splitlines()[-1])
-    assert set(result["admission_us"]) == {"1000 blocks", "10000 blocks", "100000 blocks"}

@@ -7,18 +7,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.attention import (
-    AttentionMetadata,
-    FlashAttention,
-    KVCache,
-    KVSpec,
-    TorchAttention,
-    VarlenAttention,
-)
-from tests.helpers import random_prompts
-from tests.test_attention import MIXED, dense
-from tests.test_cuda import ALL_DECODES, ALL_FRESH
-from tests.test_demo import DEMO
+from nanoengine.backends.attention import KVSpec, TorchAttention
+from nanoengine.backends.flash import FlashAttention, VarlenAttention
+from tests.attention import ALL_DECODES, ALL_FRESH, MIXED, check_attention
+from tests.helpers import DEMO, random_prompts
 
 pytestmark = pytest.mark.gpu
 GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
@@ -54,37 +46,8 @@ def shape(tmp_path):
 def test_attention_in_bfloat16_equals_dense_attention_in_float64(backend, lens, window):
     if reason := backend.obstacle([KVSpec(2, 128, 128, torch.bfloat16)], frozenset({"window"})):
         pytest.skip(reason)
-    torch.manual_seed(0)
-    device, size = torch.device("cuda"), 256
-    blocks = [-(-total // size) for _, total in lens]
-    ids = (torch.randperm(sum(blocks)) + 1).split(blocks)
-    tables = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).int()
-    shape = (sum(blocks) + 1, size, 2, 128)
-    cache = KVCache(*(torch.randn(shape, dtype=torch.bfloat16, device=device) for _ in "kv"))
-    num_tokens = sum(new for new, _ in lens)
-    q = torch.randn(num_tokens, 8, 128, dtype=torch.bfloat16, device=device)
-    k, v = (torch.randn(num_tokens, 2, 128, dtype=torch.bfloat16, device=device) for _ in "kv")
-    positions = [torch.arange(total) for _, total in lens]
-    slots = [row[p // size].long() * size + p % size for row, p in zip(tables, positions, strict=True)]
-    past = [[x.flatten(0, 1)[s.to(device)].clone() for x in (cache.k, cache.v)] for s in slots]
-    new, total = (torch.tensor([0, *column]).cumsum(0).int() for column in zip(*lens, strict=True))
-    metadata = AttentionMetadata(
-        new.to(device),
-        total.to(device),
-        total.diff().to(device),
-        tables.to(device),
-        torch.cat([s[t - n :] for s, (n, t) in zip(slots, lens, strict=True)]).to(device),
-        max_query_len=max(n for n, _ in lens),
-        max_seq_len=max(t for _, t in lens),
-        is_fresh=all(n == t for n, t in lens),
-    )
-    out = backend(metadata, size)(q, k, v, cache, scale=128**-0.5, window=window)
-    for i, (n, _) in enumerate(lens):
-        rows = slice(int(new[i]), int(new[i + 1]))
-        full_k, full_v = past[i]
-        full_k[-n:], full_v[-n:] = k[rows], v[rows]
-        expected = dense(*(x.cpu() for x in (q[rows], full_k, full_v)), 128**-0.5, window=window)
-        torch.testing.assert_close(out[rows].cpu().double(), expected, atol=2e-2, rtol=2e-2)
+    shape = {"heads": 8, "kv_heads": 2, "head_dim": 128}
+    check_attention(backend, lens, 256, **shape, dtype=torch.bfloat16, device="cuda", window=window)
 
 
 def test_greedy_tokens_of_the_bundled_model_equal_transformers():

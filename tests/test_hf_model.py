@@ -6,7 +6,7 @@ import transformers
 from torch import nn
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.hf_model import HFModel, UnsupportedModelError
+from nanoengine.models.hf import HFModel, UnsupportedModelError
 from tests.helpers import HF_ARCHITECTURES, TINY, WINDOW, checkpoint, greedy, random_prompts
 
 LENGTHS = [1, 13, 40, 75, 20]
@@ -27,7 +27,7 @@ def test_greedy_tokens_equal_transformers_chunked_cached_and_preempted(name, tmp
     expected = [greedy(reference, prompt, NUM_NEW) for prompt in prompts]
     params = SamplingParams(temperature=0, max_tokens=NUM_NEW)
     with LLM(str(path), num_kv_blocks=24, block_size=8, max_num_batched_tokens=30) as llm:
-        assert llm.checkpoint.decoder_config is None
+        assert llm.llm_engine.checkpoint.decoder_config is None
         for _ in range(2):
             outputs = llm.generate(prompts, params, use_tqdm=False)
             assert [out.outputs[0].token_ids for out in outputs] == expected
@@ -43,7 +43,7 @@ def test_the_same_model_through_both_codes_gives_the_same_tokens(name, tmp_path_
     prompts, tokens = random_prompts(LENGTHS), {}
     for impl in ("nanoengine", "transformers"):
         with LLM(str(path), num_kv_blocks=60, block_size=8, model_impl=impl) as llm:
-            assert isinstance(llm.runner.model, HFModel) == (impl == "transformers")
+            assert isinstance(llm.llm_engine.runner.model, HFModel) == (impl == "transformers")
             outputs = llm.generate(prompts, SamplingParams(seed=7, max_tokens=30), use_tqdm=False)
             tokens[impl] = [out.outputs[0].token_ids for out in outputs]
     assert tokens["nanoengine"] == tokens["transformers"]
@@ -67,10 +67,10 @@ def test_the_cache_has_the_shape_the_model_s_own_calls_show(tmp_path_factory):
     """Not the config's: a latent-attention model stores keys and values of different widths."""
     path, _ = checkpoint("deepseek-v3", tmp_path_factory)
     with LLM(str(path), kv_cache_bytes=100_000, block_size=8) as llm:
-        assert llm.runner.caches[1].k.shape[1:] == (8, 4, 24)
-        assert llm.runner.caches[1].v.shape[1:] == (8, 4, 12)
+        assert llm.llm_engine.runner.caches[1].k.shape[1:] == (8, 4, 24)
+        assert llm.llm_engine.runner.caches[1].v.shape[1:] == (8, 4, 12)
         block_bytes = 2 * 8 * 4 * (24 + 12) * 4
-        assert llm.runner.num_blocks == 100_000 // block_bytes - 1
+        assert llm.llm_engine.runner.num_blocks == 100_000 // block_bytes - 1
 
 
 def test_layers_may_store_differently_wide_keys(tmp_path_factory):

@@ -4,6 +4,7 @@ import gc
 import itertools
 import random
 import signal
+import sys
 import time
 import weakref
 
@@ -12,6 +13,7 @@ import torch
 
 from nanoengine import LLM, SamplingParams
 from tests.helpers import (
+    BAD_FIELDS,
     VOCAB,
     byte_tokenizer,
     chain_checkpoint,
@@ -20,7 +22,6 @@ from tests.helpers import (
     random_prompts,
     table_checkpoint,
 )
-from tests.test_sampling import BAD_FIELDS
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 SEEDED = SamplingParams(temperature=1.0, top_p=0.95, seed=11, max_tokens=24, repetition_penalty=1.1)
@@ -396,7 +397,7 @@ def test_an_exception_inside_generate_leaves_an_engine_that_works(
     error, failing_step, path, prompts, expected
 ):
     with LLM(path, block_size=16, num_kv_blocks=60) as llm:
-        launch, steps = llm.runner.launch, iter(range(1000))
+        launch, steps = llm.llm_engine.runner.launch, iter(range(1000))
 
         def fails_once(*arguments):
             launched = launch(*arguments)  # fails after the cache was written
@@ -404,7 +405,7 @@ def test_an_exception_inside_generate_leaves_an_engine_that_works(
                 raise error
             return launched
 
-        llm.runner.launch = fails_once
+        llm.llm_engine.runner.launch = fails_once
         with pytest.raises(error if isinstance(error, type) else type(error)):
             llm.generate(prompts, SEEDED, use_tqdm=False)
         assert not llm.has_unfinished_requests()
@@ -420,14 +421,14 @@ def test_a_failed_step_costs_the_other_requests_time_but_no_token(
     part, async_scheduling, params, path, prompts, expected
 ):
     with LLM(path, block_size=16, num_kv_blocks=60, async_scheduling=async_scheduling) as llm:
-        works, steps = getattr(llm.runner, part), iter(range(1000))
+        works, steps = getattr(llm.llm_engine.runner, part), iter(range(1000))
 
         def fails_sometimes(*arguments):
             if next(steps) % 7 == 6:
                 raise RuntimeError("flaky")
             return works(*arguments)
 
-        setattr(llm.runner, part, fails_sometimes)
+        setattr(llm.llm_engine.runner, part, fails_sometimes)
         for i, prompt in enumerate(prompts):
             llm.add_request(str(i), prompt, params)
         finished, failures = {}, 0
@@ -445,20 +446,20 @@ def test_a_failed_generate_does_not_touch_what_step_returns_later(path):
     short, long = (SamplingParams(temperature=0, max_tokens=n) for n in (1, 5))
     with LLM(path, num_kv_blocks=20) as llm:
         llm.add_request("early", [9], short)
-        launch, calls = llm.runner.launch, iter(range(100))
+        launch, calls = llm.llm_engine.runner.launch, iter(range(100))
 
         def fails_the_second_time(*arguments):
             if next(calls) == 1:
                 raise RuntimeError("flaky")
             return launch(*arguments)
 
-        llm.runner.launch = fails_the_second_time
+        llm.llm_engine.runner.launch = fails_the_second_time
         with pytest.raises(RuntimeError, match="flaky"):
             llm.generate([[1], [2]], [short, long], use_tqdm=False)
         llm.add_request("late", [3], short)
         assert [output.request_id for output in llm.step()] == ["early", "late"]
         assert not llm.has_unfinished_requests()
-        assert not llm._samples
+        assert not llm.llm_engine._request_of
         assert llm.step() == []
 
 
@@ -508,6 +509,83 @@ def test_ctrl_c_at_any_moment_costs_time_but_no_token(async_scheduling, path):
         completion = finished[str(i)].outputs[0]
         assert completion.token_ids == token_ids
         assert [token_id in entry for token_id, entry in zip(token_ids, completion.logprobs, strict=True)]
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_ctrl_c_at_any_line_of_a_step_strikes_at_its_end_and_loses_nothing(async_scheduling, path):
+    """A signal at every n-th line of the package's Python: no state is left half changed, no output lost."""
+    prompts = random_prompts([5, 17])
+    params = SamplingParams(temperature=0, max_tokens=4, logprobs=1, seed=1)
+    lines, strike = 0, -1
+
+    def trace(frame, event, argument):
+        nonlocal lines
+        if "/nanoengine/" not in frame.f_code.co_filename:
+            return None
+        if event == "line":
+            lines += 1
+            if lines == strike:
+                signal.raise_signal(signal.SIGINT)
+        return trace
+
+    def run(llm):
+        """Both requests to their end; returns their tokens and how often a step was interrupted."""
+        nonlocal lines
+        for i, prompt in enumerate(prompts):
+            llm.add_request(str(i), prompt, params)
+        tokens, interrupts, lines = {}, 0, 0
+        while llm.has_unfinished_requests():
+            sys.settrace(trace)
+            try:
+                outputs = llm.step()
+            except KeyboardInterrupt:
+                interrupts += 1
+                outputs = []
+            finally:
+                sys.settrace(None)
+            llm.scheduler.check_invariants()
+            tokens |= {o.request_id: o.outputs[0].token_ids for o in outputs if o.finished}
+        return tokens, interrupts
+
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with LLM(path, num_kv_blocks=9, block_size=4, async_scheduling=async_scheduling) as llm:
+            run(llm)  # what is done once only
+            llm.reset_prefix_cache()
+            expected = run(llm)
+            num_lines = lines
+            assert expected[1] == 0
+            for strike in range(20, num_lines - 20, num_lines // 50):
+                llm.reset_prefix_cache()
+                assert run(llm) == (expected[0], 1), f"at line {strike} of {num_lines}"
+            assert llm.metrics()["num_free_blocks"] == 9
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def test_a_failed_launch_loses_no_output_of_the_step_before(path):
+    """With penalties and async scheduling the step before is collected, and may finish, before the launch."""
+    params = [SamplingParams(temperature=0, max_tokens=n, frequency_penalty=0.1) for n in (2, 5)]
+    with LLM(path, num_kv_blocks=20, async_scheduling=True) as llm:
+        expected = tokens(llm, [[1], [2]], params)
+        for i in range(2):
+            llm.add_request(str(i), [i + 1], params[i])
+        launch, calls = llm.llm_engine.runner.launch, iter(range(100))
+
+        def fails_the_third_time(*arguments):
+            if next(calls) == 2:
+                raise RuntimeError("flaky")
+            return launch(*arguments)
+
+        llm.llm_engine.runner.launch = fails_the_third_time
+        for _ in range(2):
+            assert not any(output.finished for output in llm.step())
+        with pytest.raises(RuntimeError, match="flaky"):
+            llm.step()
+        finished = {}
+        while llm.has_unfinished_requests():
+            finished |= {o.request_id: o.outputs[0].token_ids for o in llm.step() if o.finished}
+        assert [finished["0"], finished["1"]] == expected
 
 
 def test_requests_can_be_added_stepped_and_aborted_by_hand(path, prompts, expected):
@@ -596,8 +674,8 @@ def test_two_engines_live_side_by_side_and_share_nothing(path, prompts, expected
 def test_the_memory_of_an_engine_is_released(how, path):
     llm = LLM(path, num_kv_blocks=50)
     llm.generate([1, 2], use_tqdm=False)
-    cache = weakref.ref(llm.runner.caches[0].k)
-    weight = weakref.ref(llm.runner.model.embed_tokens.weight)
+    cache = weakref.ref(llm.llm_engine.runner.caches[0].k)
+    weight = weakref.ref(llm.llm_engine.runner.model.embed_tokens.weight)
     if how == "del":
         del llm
     elif how == "close":
@@ -620,7 +698,7 @@ def test_the_cache_is_sized_by_bytes_or_by_memory(path):
     block_bytes = 2 * 2 * 16 * 2 * 32 * 4  # k and v, layers, tokens, kv heads, head_dim, float32
     with LLM(path, block_size=16, kv_cache_bytes=10 * block_bytes) as llm:
         assert llm.metrics()["num_blocks"] == 9  # and the null block
-        assert sum(c.k.nbytes + c.v.nbytes for c in llm.runner.caches) == 10 * block_bytes
+        assert sum(c.k.nbytes + c.v.nbytes for c in llm.llm_engine.runner.caches) == 10 * block_bytes
     with LLM(path, block_size=16, kv_cache_bytes=10 * block_bytes, max_num_seqs=1, max_model_len=20) as llm:
         assert llm.metrics()["num_blocks"] == 9  # given bytes are used, if only for the prefix cache
     with LLM(path, block_size=16, max_num_seqs=4, max_model_len=65) as llm:

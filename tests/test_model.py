@@ -6,11 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.model import DecoderConfig, RMSNorm
+from nanoengine.backends.cpu import OneDNNLinear, PackedLinear
+from nanoengine.models.decoder import DecoderConfig, RMSNorm
 from tests.helpers import ARCHITECTURES, TINY, checkpoint, greedy, random_prompts
 
 LENGTHS = [1, 2, 15, 16, 17, 31, 33, 64, 100, 150, 200, 300]
@@ -24,8 +26,8 @@ def test_greedy_tokens_equal_transformers_alone_and_in_a_batch(name, enforce_eag
     params = SamplingParams(temperature=0, max_tokens=40)
     settings = {"num_kv_blocks": 800, "block_size": 16, "enable_prefix_caching": False}
     with LLM(str(path), enforce_eager=enforce_eager, **settings) as llm:
-        assert llm.runner.dtype == torch.float32
-        assert (llm.runner.kernels is None) == enforce_eager
+        assert llm.llm_engine.runner.dtype == torch.float32
+        assert (llm.llm_engine.runner.device.kernels is None) == enforce_eager
         batched = llm.generate((prompts * 3)[:32], params, use_tqdm=False)
         for index, prompt in enumerate(prompts):
             expected = greedy(reference, prompt, 40)
@@ -67,34 +69,34 @@ def test_packing_the_weights_for_the_cpu_changes_no_result(name, tmp_path_factor
 
     def results():
         with LLM(str(path), dtype="bfloat16", num_kv_blocks=20) as llm:
-            head = llm.runner.model.lm_head
-            layouts.append(None if head.packed is None else "ours" if head.kernels is not None else "oneDNN")
-            assert (head.weight is None) == (head.packed is not None)
+            layouts.append(type(llm.llm_engine.runner.model.lm_head))
+            linear = [m for m in llm.llm_engine.runner.model.modules() if "Linear" in type(m).__name__]
+            assert {type(module) for module in linear} == {layouts[-1]}
             outputs = llm.generate(prompts, params, use_tqdm=False)
             return [next(iter(out.outputs[0].logprobs[0].values())).logprob for out in outputs]
 
-    layouts: list[str | None] = []
+    layouts: list[type] = []
     ours = results()
-    monkeypatch.setattr("nanoengine.cpu.Kernels.can_multiply", lambda self, weight: False)
+    monkeypatch.setattr("nanoengine.backends.cpu.Kernels.can_multiply", lambda self, weight: False)
     assert results() == pytest.approx(ours, abs=0.02)
-    monkeypatch.setattr("nanoengine.model.Decoder.pack_weights", lambda self, kernels: None)
+    monkeypatch.setattr("nanoengine.backends.cpu.pack_linear", lambda layer, kernels: layer)
     assert results() == pytest.approx(ours, abs=0.02)
-    assert layouts[2] is None
-    assert layouts[1] == ("oneDNN" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else None)
+    assert layouts[2] is nn.Linear
+    assert layouts[1] is (OneDNNLinear if torch.ops.mkldnn._is_mkldnn_bf16_supported() else nn.Linear)
     flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     if "avx512_bf16" in flags and "amx_bf16" not in flags and shutil.which("g++"):
-        assert layouts[0] == "ours"
+        assert layouts[0] is PackedLinear
 
 
 def test_a_tied_embedding_is_read_out_of_the_packed_head(tmp_path_factory):
     path, reference = checkpoint("qwen3 tied, one kv head", tmp_path_factory)
     with LLM(str(path), dtype="bfloat16", num_kv_blocks=20) as llm:
-        model = llm.runner.model
-        if model.lm_head.kernels is None:
+        model = llm.llm_engine.runner.model
+        if not isinstance(model.lm_head, PackedLinear):
             pytest.skip("the head is not packed by our kernels here")
-        assert model.embed_tokens.weight is None
+        assert not any(name.startswith("embed") for name, _ in model.named_parameters())
         ids = torch.tensor([0, 5, 5, reference.config.vocab_size - 1])
-        assert torch.equal(model.embed(ids), reference.get_input_embeddings().weight[ids].bfloat16())
+        assert torch.equal(model.embed_tokens(ids), reference.get_input_embeddings().weight[ids].bfloat16())
 
 
 def test_the_same_forward_pass_twice_gives_the_same_logits(tmp_path_factory):

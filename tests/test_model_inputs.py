@@ -5,13 +5,13 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from nanoengine.engine import Chunk, ScheduledBatch, build_inputs, graph_sizes, pad_decodes
-from tests.helpers import make_sequence
+from nanoengine.backends.cuda import graph_sizes, pad_decodes
+from nanoengine.engine import build_inputs
+from tests.helpers import batch_of, make_sequence
 
 
-def batch_of(*chunks: Chunk) -> ScheduledBatch:
-    sampled = [chunk.seq for chunk in chunks if chunk.is_last]
-    return ScheduledBatch(list(chunks), sampled, sum(end - start for _, start, end in chunks))
+def arrays_of(inputs):
+    return [value for value in inputs if isinstance(value, np.ndarray)]
 
 
 def sequence(seq_id: int, token_ids: list[int], block_table: list[int], num_hit_tokens: int = 0):
@@ -24,44 +24,67 @@ def test_a_mixed_batch_is_laid_out_flat():
     decode = sequence(0, [10, 11, 12, 13, 14], [7, 2])
     chunk = sequence(1, [20, 21, 22, 23, 24, 25, 26], [3, 5])
     prompt = sequence(2, [30, 31], [9])
-    inputs = build_inputs(batch_of(Chunk(decode, 4, 5), Chunk(chunk, 2, 6), Chunk(prompt, 0, 2)), 4)
+    inputs = build_inputs(batch_of((decode, 4, 5), (chunk, 2, 6), (prompt, 0, 2)), 4)
     assert inputs.input_ids.tolist() == [14, 22, 23, 24, 25, 30, 31]
     assert inputs.positions.tolist() == [4, 2, 3, 4, 5, 0, 1]
-    assert inputs.slot_mapping.tolist() == [8, 14, 15, 20, 21, 36, 37]
-    assert inputs.cu_seqlens_q.tolist() == [0, 1, 5, 7]
-    assert inputs.seq_lens.tolist() == [5, 6, 2]
-    assert inputs.block_tables.tolist() == [[7, 2], [3, 5], [9, 0]]
+    assert inputs.metadata.slot_mapping.tolist() == [8, 14, 15, 20, 21, 36, 37]
+    assert inputs.metadata.cu_seqlens_q.tolist() == [0, 1, 5, 7]
+    assert inputs.metadata.seq_lens.tolist() == [5, 6, 2]
+    assert inputs.metadata.block_tables.tolist() == [[7, 2], [3, 5], [9, 0]]
     assert inputs.sample_rows.tolist() == [0, 6]  # the chunk's prompt is unfinished
-    assert inputs.cu_seqlens_k.tolist() == [0, 5, 11, 13]
-    assert [a.dtype for a in inputs] == [np.int64] * 3 + [np.int32] * 4 + [np.int64] * 3
+    assert inputs.metadata.cu_seqlens_k.tolist() == [0, 5, 11, 13]
+    assert [a.dtype for a in arrays_of(inputs)] == [np.int64] * 5
+    assert [a.dtype for a in inputs.metadata[:5]] == [np.int32] * 4 + [np.int64]
+    assert (inputs.metadata.max_query_len, inputs.metadata.max_seq_len, inputs.metadata.is_fresh) == (
+        4,
+        6,
+        False,
+    )
 
 
-def test_a_pending_token_has_a_row_and_says_which_sample_it_will_be():
+def test_a_batch_is_fresh_where_no_sequence_has_a_past():
+    one, two = sequence(0, [1, 2, 3], [7]), sequence(1, [4, 5, 6], [3])
+    assert build_inputs(batch_of((one, 0, 3), (two, 0, 2)), 4).metadata.is_fresh
+    assert not build_inputs(batch_of((one, 0, 3), (two, 1, 2)), 4).metadata.is_fresh
+
+
+def test_a_pending_token_has_a_row_and_says_which_sample_of_the_step_before_it_will_be():
     known = sequence(0, [10, 11], [7])
     pending = sequence(1, [20, 21, 22, 23], [3, 5])
-    pending.num_pending_tokens, pending.sample_index = 1, 6
-    inputs = build_inputs(batch_of(Chunk(known, 1, 2), Chunk(pending, 4, 5)), 4)
+    other = sequence(2, [30], [4])
+    before = batch_of((other, 0, 1), (known, 0, 1), (pending, 3, 4))
+    assert before.sampled_seqs == [other, pending]
+    inputs = build_inputs(batch_of((known, 1, 2), (pending, 4, 5)), 4, before)
     assert inputs.input_ids.tolist() == [11, 0]
     assert inputs.positions.tolist() == [1, 4]
-    assert inputs.slot_mapping.tolist() == [29, 20]
+    assert inputs.metadata.slot_mapping.tolist() == [29, 20]
     assert inputs.sample_rows.tolist() == [0, 1]
     assert inputs.pending_rows.tolist() == [1]
-    assert inputs.pending_samples.tolist() == [6]
+    assert inputs.pending_samples.tolist() == [1]
+    with pytest.raises(KeyError):  # nobody draws it
+        build_inputs(batch_of((pending, 4, 5)), 4)
 
 
 def test_decodes_are_padded_with_sequences_in_the_null_block():
     first, second = sequence(0, [10, 11, 12, 13, 14], [7, 2]), sequence(1, [20], [3])
-    inputs = build_inputs(batch_of(Chunk(first, 4, 5), Chunk(second, 0, 1)), 4)
-    padded = pad_decodes(inputs, 4, 3)
+    inputs = build_inputs(batch_of((first, 4, 5), (second, 0, 1)), 4)
+    padded = pad_decodes(inputs, 4, 3, 4)
     assert padded.input_ids.tolist() == [14, 20, 0, 0]
     assert padded.positions.tolist() == [4, 0, 0, 0]
-    assert padded.slot_mapping.tolist() == [8, 12, 0, 0]
-    assert padded.cu_seqlens_q.tolist() == [0, 1, 2, 3, 4]
-    assert padded.cu_seqlens_k.tolist() == [0, 5, 6, 7, 8]
-    assert padded.seq_lens.tolist() == [5, 1, 1, 1]
-    assert padded.block_tables.tolist() == [[7, 2, 0], [3, 0, 0], [0, 0, 0], [0, 0, 0]]
+    assert padded.metadata.slot_mapping.tolist() == [8, 12, 0, 0]
+    assert padded.metadata.cu_seqlens_q.tolist() == [0, 1, 2, 3, 4]
+    assert padded.metadata.cu_seqlens_k.tolist() == [0, 5, 6, 7, 8]
+    assert padded.metadata.seq_lens.tolist() == [5, 1, 1, 1]
+    assert padded.metadata.block_tables.tolist() == [[7, 2, 0], [3, 0, 0], [0, 0, 0], [0, 0, 0]]
     assert padded.sample_rows.tolist() == [0, 1]  # nobody samples from the others
-    assert [a.dtype for a in padded] == [a.dtype for a in inputs]
+    assert [a.dtype for a in arrays_of(padded)] == [a.dtype for a in arrays_of(inputs)]
+    assert [a.dtype for a in padded.metadata[:5]] == [a.dtype for a in inputs.metadata[:5]]
+    # Kernels are chosen at capture, so for any batch: for full block tables, read out of their blocks.
+    assert (padded.metadata.max_query_len, padded.metadata.max_seq_len, padded.metadata.is_fresh) == (
+        1,
+        12,
+        False,
+    )
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 7, 8, 9, 17, 97, 100, 128, 130, 256, 500, 512])
@@ -79,15 +102,15 @@ def test_a_batch_over_the_ladder_has_no_graph():
 
 def test_a_token_recomputed_after_a_full_hit_is_written_to_the_null_block():
     hit = sequence(0, list(range(8)), [4, 6], num_hit_tokens=8)
-    inputs = build_inputs(batch_of(Chunk(hit, 7, 8)), 4)
+    inputs = build_inputs(batch_of((hit, 7, 8)), 4)
     assert inputs.positions.tolist() == [7]
-    assert inputs.slot_mapping[0] < 4
-    assert inputs.seq_lens.tolist() == [8]
+    assert inputs.metadata.slot_mapping[0] < 4
+    assert inputs.metadata.seq_lens.tolist() == [8]
 
 
 def test_tokens_after_a_partial_hit_are_written():
     hit = sequence(0, list(range(10)), [4, 6, 8], num_hit_tokens=8)
-    assert build_inputs(batch_of(Chunk(hit, 8, 10)), 4).slot_mapping.tolist() == [32, 33]
+    assert build_inputs(batch_of((hit, 8, 10)), 4).metadata.slot_mapping.tolist() == [32, 33]
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 16])
@@ -98,10 +121,10 @@ def test_slots_follow_the_definition_for_any_block_size(block_size):
         length = int(rng.integers(2, 60))
         blocks = -(-length // block_size)
         seq = sequence(seq_id, list(range(length)), (rng.permutation(200)[:blocks] + 1).tolist())
-        chunks.append(Chunk(seq, int(rng.integers(0, length)), length))
+        chunks.append((seq, int(rng.integers(0, length)), length))
     expected = [
         seq.block_table[p // block_size] * block_size + p % block_size
         for seq, start, end in chunks
         for p in range(start, end)
     ]
-    assert build_inputs(batch_of(*chunks), block_size).slot_mapping.tolist() == expected
+    assert build_inputs(batch_of(*chunks), block_size).metadata.slot_mapping.tolist() == expected

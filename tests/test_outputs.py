@@ -6,8 +6,8 @@ import random
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from nanoengine.outputs import Detokenizer
-from nanoengine.sampling import SamplingParams
+from nanoengine.requests import Detokenizer
+from nanoengine.sampling_params import SamplingParams
 from tests.helpers import byte_tokenizer
 
 TEXT = "The quick brown fox jumps over the lazy dog — café, naïve, 日本語, 🙂🙃! " * 3
@@ -120,9 +120,9 @@ def test_new_text_comes_in_pieces_that_make_up_the_text(tokenizer):
 
 
 def test_a_stop_string_that_was_not_allowed_yet_is_not_found_later(tokenizer):
-    detokenizer = Detokenizer(tokenizer, [], SamplingParams(stop=["b", "xxxxxx"]))
+    detokenizer = Detokenizer(tokenizer, [], SamplingParams(stop=["b", "xxxxxx"], min_tokens=2))
     ids = [tokenizer.encode(letter).ids[0] for letter in "abcb"]
-    found = [detokenizer.append(token_id, may_stop=i >= 2) for i, token_id in enumerate(ids)]
+    found = [detokenizer.append(token_id) for token_id in ids]
     detokenizer.finish()
     assert (found, detokenizer.text) == ([None, None, None, "b"], "abc")
 

@@ -2,10 +2,13 @@
 
 import ast
 import inspect
+import sys
+from collections import deque
 from pathlib import Path
 
 import nanoengine
 from nanoengine import LLM, CompletionOutput, RequestOutput, SamplingParams
+from tests.helpers import DEMO
 
 PACKAGE = Path(nanoengine.__file__).parent
 
@@ -16,6 +19,7 @@ def test_the_public_names_are_exactly_these():
         "CompletionOutput",
         "EngineConfig",
         "LLM",
+        "LLMEngine",
         "Logprob",
         "RequestMetrics",
         "RequestOutput",
@@ -43,32 +47,74 @@ def test_outputs_and_params_have_vllm_s_field_names():
     assert list(inspect.signature(LLM.generate).parameters)[1:4] == ["prompts", "sampling_params", "use_tqdm"]
 
 
-def test_imports_point_one_way_and_only_the_asyncio_front_imports_the_engine():
-    order = [
-        "sampling",
-        "outputs",
-        "requests",
-        "cpu",
-        "cuda",
-        "attention",
-        "model",
-        "hf_model",
-        "weights",
-        "engine",
-        "async_llm",
-    ]
-    for position, name in enumerate(order):
-        tree = ast.parse((PACKAGE / f"{name}.py").read_text())
-        imported = {
-            node.module.removeprefix("nanoengine.")
-            for node in ast.walk(tree)
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("nanoengine.")
-        }
-        assert imported <= set(order[:position]), f"{name}.py imports {imported}"
+ORDER = [
+    "sampling_params",
+    "config",
+    "outputs",
+    "steps",
+    "backends.attention",
+    "backends.device",
+    "backends.cpu",
+    "backends.flash",
+    "backends.cuda",
+    "models.decoder",
+    "models.hf",
+    "models.weights",
+    "sampling",
+    "requests",
+    "engine",
+    "llm",
+    "async_llm",
+]
 
 
-def test_no_state_lives_outside_objects():
-    """No module-level mutable state, no class-level settings: two engines never share anything."""
-    for name in ("engine", "attention", "cpu", "cuda", "model", "hf_model", "sampling"):
-        tree = ast.parse((PACKAGE / f"{name}.py").read_text())
-        assert not [node for node in ast.walk(tree) if isinstance(node, ast.Global)]
+def imported_modules(tree: ast.AST) -> set[str]:
+    """What of nanoengine a file imports, its imports for type checkers left out."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            node.body = []
+    return {
+        str(node.module).removeprefix("nanoengine.")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("nanoengine.")
+    }
+
+
+def test_imports_point_one_way():
+    files = {".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in PACKAGE.rglob("*.py")}
+    assert {name for name in files if not name.endswith("__init__") and name != "demo.train"} == set(ORDER)
+    for position, name in enumerate(ORDER):
+        tree = ast.parse((PACKAGE / f"{name.replace('.', '/')}.py").read_text())
+        imported = imported_modules(tree)
+        assert imported <= set(ORDER[:position]), f"{name}.py imports {imported}"
+
+
+def shared_state() -> dict[str, str]:
+    """Every mutable value that a module or a class of nanoengine holds, and how it looks now."""
+    found = {}
+    for module_name, module in list(sys.modules.items()):
+        if not module_name.startswith("nanoengine"):
+            continue
+        for name, value in vars(module).items():
+            owned = getattr(value, "__module__", "").startswith("nanoengine")
+            members = vars(value) if isinstance(value, type) and owned else {"": value}
+            for member, held in members.items():
+                if isinstance(held, (list, dict, set, bytearray, deque)) and not member.startswith("__"):
+                    found[f"{module_name}.{name}.{member}"] = repr(held)
+                elif isinstance(value, type):
+                    found[f"{module_name}.{name}.{member}"] = str(id(held))
+    return {name: held for name, held in found.items() if ".__" not in name}
+
+
+def test_no_state_lives_outside_objects(tmp_path_factory):
+    """Two engines never share anything: what modules and classes hold is the same after both have run."""
+    for name in ORDER:
+        tree = ast.parse((PACKAGE / f"{name.replace('.', '/')}.py").read_text())
+        assert not [node for node in ast.walk(tree) if isinstance(node, (ast.Global, ast.Nonlocal))]
+    before = shared_state()
+    assert "nanoengine.models.weights.FUSED." in before
+    for settings in ({}, {"model_impl": "transformers"}, {"async_scheduling": True, "enforce_eager": True}):
+        with LLM(DEMO, num_kv_blocks=20, dtype="bfloat16", **settings) as llm:
+            llm.generate(["a", "b"], SamplingParams(logprobs=1, n=2), use_tqdm=False)
+            assert shared_state() == before
+    assert shared_state() == before

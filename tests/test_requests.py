@@ -2,40 +2,18 @@
 
 import itertools
 import random
+import time
 
 import pytest
 import torch
 
 from nanoengine import LLM, RequestOutputKind, SamplingParams
-from tests.helpers import chain_checkpoint, checkpoint, random_prompts, table_checkpoint
-
-
-@pytest.fixture(scope="module")
-def babbler(tmp_path_factory):
-    """A model that says anything, bytes of broken characters included."""
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(260, 260, generator=generator)
-    return str(table_checkpoint(tmp_path_factory.mktemp("babbler"), logits, words=("é", "日本", " the")))
+from tests.helpers import chain_checkpoint, checkpoint, random_params, random_prompts, table_checkpoint
 
 
 @pytest.fixture
 def path(tmp_path_factory):
     return str(checkpoint("qwen3", tmp_path_factory)[0])
-
-
-def random_params(rng: random.Random) -> SamplingParams:
-    return SamplingParams(
-        temperature=rng.choice([0.0, 0.7, 1.5]),
-        max_tokens=rng.randint(1, 40),
-        seed=rng.randrange(1000),
-        n=rng.choice([1, 1, 1, 3]),
-        stop=rng.choice([None, "e", ["th", "日本"], "\ufffd", "abcdefghijkl"]),
-        include_stop_str_in_output=rng.random() < 0.3,
-        min_tokens=0,
-        logprobs=rng.choice([None, None, 2]),
-        skip_special_tokens=rng.random() < 0.8,
-        ignore_eos=rng.random() < 0.5,
-    )
 
 
 def test_streams_add_up_to_what_generate_returns_for_200_random_requests(babbler):
@@ -109,14 +87,33 @@ def test_a_stream_refuses_bad_requests_at_the_call(babbler):
             llm.stream(["a"], [SamplingParams()] * 2)
 
 
-def test_aborting_a_streamed_request_ends_its_stream(babbler):
+def test_closing_the_engine_gives_an_open_stream_a_last_output_with_abort(babbler):
     params = SamplingParams(max_tokens=50, ignore_eos=True)
+    llm = LLM(babbler, num_kv_blocks=60, block_size=8)
+    stream = llm.stream([[1], [2]], params)
+    next(stream)
+    llm.close()
+    left = {output.request_id: output for output in stream}
+    assert sorted(left) == ["0", "1"]
+    assert all(o.finished and o.outputs[0].finish_reason == "abort" for o in left.values())
+    assert len(left["1"].outputs[0].token_ids) == 1  # it had come, and was not asked for yet
+
+
+def test_stepping_by_hand_with_a_stream_open_serves_both_and_ends(babbler):
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
     with LLM(babbler, num_kv_blocks=60, block_size=8) as llm:
+        expected = [o.outputs[0].token_ids for o in llm.generate([[1], [2]], params, use_tqdm=False)]
         stream = llm.stream([[1]], params)
-        next(stream)
-        (aborted,) = llm.abort_request(list(llm._requests))
-        assert (aborted.finished, aborted.outputs[0].finish_reason) == (True, "abort")
-        assert list(stream) == []
+        first = next(stream).outputs[0].token_ids
+        llm.add_request("0", [2], params)  # an id of its own, whatever the stream calls its requests
+        steps = 0
+        while llm.has_unfinished_requests():
+            outputs = llm.step()
+            steps += 1
+        assert steps == 9
+        assert [(o.request_id, o.outputs[0].token_ids) for o in outputs] == [("0", expected[1])]
+        (rest,) = stream  # what came meanwhile, as one output
+        assert first + rest.outputs[0].token_ids == expected[0]
 
 
 @pytest.mark.parametrize("kind", RequestOutputKind)
@@ -215,16 +212,18 @@ def test_logit_bias_and_allowed_tokens_hold_in_the_engine(babbler):
     assert both[1].outputs[0].text == "CCCCC"
 
 
-def test_a_request_whose_logits_are_not_numbers_ends_with_error_and_hurts_nobody(tmp_path):
-    with LLM(str(chain_checkpoint(tmp_path, "abcdef")), num_kv_blocks=10) as llm:
-        compute_logits = llm.runner.model.compute_logits
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_request_whose_logits_are_not_numbers_ends_with_error_and_hurts_nobody(async_scheduling, tmp_path):
+    model = str(chain_checkpoint(tmp_path, "abcdef"))
+    with LLM(model, num_kv_blocks=10, async_scheduling=async_scheduling) as llm:
+        compute_logits = llm.llm_engine.runner.model.compute_logits
 
         def broken_after_x(hidden):
             logits = compute_logits(hidden)
             logits[hidden[:, ord("x")] > 1] = float("nan")  # the hidden state spells the last token
             return logits
 
-        llm.runner.model.compute_logits = broken_after_x
+        llm.llm_engine.runner.model.compute_logits = broken_after_x
         for temperature in (0.0, 1e-4):
             params = SamplingParams(temperature=temperature, max_tokens=4, logprobs=1)
             good, bad = llm.generate(["a", "x"], params, use_tqdm=False)
@@ -245,6 +244,20 @@ def test_a_request_is_finished_when_its_last_sample_is(tmp_path):
                 assert output.finished == (ended[-1] == 4)
                 assert (output.metrics.finished_time is None) == (not output.finished)
     assert len(set(ended)) > 2
+
+
+def test_queue_time_ends_when_a_request_is_scheduled_not_when_its_first_step_is_done(path):
+    with LLM(path, num_kv_blocks=10) as llm:
+        launch = llm.llm_engine.runner.launch
+
+        def slow(*arguments):
+            time.sleep(0.05)
+            return launch(*arguments)
+
+        llm.llm_engine.runner.launch = slow
+        times = llm.generate([1], SamplingParams(max_tokens=1), use_tqdm=False)[0].metrics
+    assert times.first_token_time - times.first_scheduled_time > 0.05
+    assert times.queue_time < 0.05
 
 
 def test_queue_time_is_how_long_a_request_waited_to_be_scheduled(path):

@@ -7,34 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from nanoengine.sampling import SamplingParams, SamplingRow, sample, uniform
+from nanoengine.sampling import SamplingRow, uniform
+from nanoengine.sampling_params import SamplingParams
+from tests.helpers import BAD_FIELDS, sample
 
 NAN, INF = math.nan, math.inf
-BAD_FIELDS = [
-    *[("n", v) for v in (0, -1, 1.5, "2", True, None)],
-    *[("temperature", v) for v in (10**400, 1e31, 1j, -0.1, NAN, INF, -INF, "1", None, True)],
-    *[("top_p", v) for v in (0, -0.5, 1.01, NAN, INF, "0.9", None)],
-    *[("top_k", v) for v in (-2, 1.0, "5", None, True, 2**31)],
-    *[("min_p", v) for v in (-0.01, 1.01, NAN, None)],
-    *[("seed", v) for v in (1.5, "7", 2**64, -(2**63) - 1, True)],
-    *[("presence_penalty", v) for v in (-2.1, 2.1, NAN, None)],
-    *[("frequency_penalty", v) for v in (-2.1, 2.1, NAN, "0")],
-    *[("repetition_penalty", v) for v in (0, -1, NAN, INF, None, 1e-40, 1e5)],
-    *[("logit_bias", v) for v in ([1], {"a": 1.0}, {1: NAN}, {1: INF}, {1: "x"}, {-1: 1.0}, {1: 1e39})],
-    *[("allowed_token_ids", v) for v in ([], "12", 5, [1.0], ["a"], [-1], (i for i in [1]))],
-    *[("max_tokens", v) for v in (0, -5, 2.0, "3", True)],
-    *[("min_tokens", v) for v in (-1, 1.0, None, 17)],
-    *[("ignore_eos", v) for v in (1, None, "yes")],
-    *[("stop", v) for v in ("", ["a", ""], 5, [5], 0, False, (s for s in ["a"]))],
-    *[("stop_token_ids", v) for v in (5, "5", [1.5], [None])],
-    *[("include_stop_str_in_output", v) for v in (1, None)],
-    *[("logprobs", v) for v in (-2, 1.5, "2", True)],
-    *[("prompt_logprobs", v) for v in (-2, 1.5)],
-    *[("bad_words", v) for v in ("word", [""], [" "], [5])],
-    *[("output_kind", v) for v in (1, "delta", None)],
-    *[("detokenize", v) for v in (0, "no")],
-    *[("skip_special_tokens", v) for v in (0, None)],
-]
 
 
 @pytest.mark.parametrize(("name", "value"), BAD_FIELDS)
@@ -68,7 +45,8 @@ def test_token_ids_outside_the_vocabulary_are_refused(params, name):
 
 def row(params=None, token_ids=(0,), num_prompt_tokens=1, seed=0, stop_ids=(), **fields):
     params = params or SamplingParams(**fields)
-    return SamplingRow(params, seed, list(token_ids), num_prompt_tokens, frozenset(stop_ids))
+    token_ids = list(token_ids)
+    return SamplingRow(params, seed, len(token_ids), token_ids, num_prompt_tokens, frozenset(stop_ids))
 
 
 LOGITS = torch.tensor([0.5, 2.0, 1.0, -1.0, 1.5, 0.0])

@@ -1,17 +1,17 @@
 """The scheduler by hand-computed integers; no model, no tensor."""
 
-import sys
+import random
 import tracemalloc
 
 import pytest
 
-from nanoengine.engine import Sequence, Status
-from nanoengine.sampling import SamplingParams
+from nanoengine.engine import Sequence
+from nanoengine.sampling_params import SamplingParams
 from tests.helpers import make_scheduler, make_sequence, run_step
 
 
 def chunks_of(batch):
-    return [(seq.seq_id, start, end) for seq, start, end in batch.chunks]
+    return [(seq.seq_id, start, end) for seq, start, end, _ in batch.chunks]
 
 
 def test_a_prompt_is_computed_at_once_then_one_token_a_step():
@@ -65,9 +65,9 @@ def test_never_more_than_max_num_seqs_hold_blocks():
     order = []
     while scheduler.has_unfinished():
         batch = run_step(scheduler)
-        holders = [seq for seq in scheduler.sequences.values() if seq.block_table]
+        holders = [seq for seq in scheduler.running + scheduler.waiting if seq.block_table]
         assert len(holders) <= 2
-        order += [seq.seq_id for seq, start, _ in batch.chunks if start == 0]
+        order += [seq.seq_id for seq, start, _, _ in batch.chunks if start == 0]
     assert order == [0, 1, 2, 3, 4, 5]
     assert scheduler.block_manager.num_free_blocks == 50
 
@@ -88,7 +88,7 @@ def test_a_prompt_is_admitted_only_when_all_of_it_fits():
     scheduler.add(make_sequence(1, list(range(50, 62)), max_tokens=1))
     assert chunks_of(run_step(scheduler)) == [(0, 0, 4)]
     for _ in range(4):
-        assert all(seq.seq_id == 0 for seq, _, _ in run_step(scheduler).chunks)
+        assert all(seq.seq_id == 0 for seq, _, _, _ in run_step(scheduler).chunks)
     assert not scheduler.running
     assert chunks_of(run_step(scheduler)) == [(1, 0, 4)]
 
@@ -103,25 +103,46 @@ def test_the_last_admitted_is_preempted_and_goes_back_to_the_head_of_the_queue()
     batch = run_step(scheduler)  # the first needs a third block: the second gives way
     assert chunks_of(batch) == [(0, 8, 9)]
     assert scheduler.num_preemptions == 1
-    assert [seq.seq_id for _, seq in sorted(scheduler.waiting)] == [1, 2]
+    assert [seq.seq_id for seq in scheduler.waiting] == [1, 2]
     finished = []
     while scheduler.has_unfinished():
         batch = scheduler.schedule()
-        finished += [s.seq_id for s in scheduler.update(batch, [1] * len(batch.sampled_seqs))]
+        took = scheduler.update(batch, [1] * len(batch.sampled_seqs))
+        finished += [seq.seq_id for seq in took if seq.is_finished]
         scheduler.check_invariants()
     assert finished == [0, 1, 2]
 
 
-def test_nothing_is_admitted_in_a_step_that_preempted():
+@pytest.mark.parametrize("priority", [0, -1])
+def test_nothing_is_admitted_in_a_step_that_preempted(priority):
     """What a preemption freed would go to a newcomer, which the next step would preempt again."""
     scheduler = make_scheduler(num_blocks=6)
     for i in range(2):
         scheduler.add(make_sequence(i, [i * 10 + j for j in range(11)], max_tokens=9))
-    scheduler.add(make_sequence(2, [77], max_tokens=9))
     run_step(scheduler)
+    # Behind the preempted one by its arrival, or before it by its priority.
+    scheduler.add(make_sequence(2, [77], max_tokens=9, priority=priority))
     run_step(scheduler)
     assert chunks_of(run_step(scheduler)) == [(0, 12, 13)]  # 1 was preempted; 2 would fit, but waits
     assert scheduler.block_manager.num_free_blocks == 2
+    assert (2 in [seq_id for seq_id, _, _ in chunks_of(run_step(scheduler))]) == (priority < 0)
+
+
+def test_under_pressure_few_tokens_are_computed_more_than_once():
+    """1.51 times what is needed; admitting in steps that preempted makes it 1.59."""
+    num_computed = num_needed = 0
+    for seed in range(10):
+        rng = random.Random(seed)
+        scheduler = make_scheduler(num_blocks=24, caching=False, max_num_seqs=16)
+        seqs = []
+        while len(seqs) < 60 or scheduler.has_unfinished():
+            for _ in range(rng.choice([0, 0, 1, 2]) if len(seqs) < 60 else 0):  # the last come first
+                prompt = [len(seqs)] * rng.randint(1, 9)
+                seqs.append(make_sequence(len(seqs), prompt, -len(seqs), max_tokens=rng.randint(5, 25)))
+                scheduler.add(seqs[-1])
+            num_computed += run_step(scheduler).num_tokens
+        num_needed += sum(seq.num_tokens - 1 for seq in seqs)
+    assert 1.4 < num_computed / num_needed < 1.55
 
 
 def test_the_waiting_queue_keeps_its_order_when_requests_leave_its_middle():
@@ -129,10 +150,11 @@ def test_the_waiting_queue_keeps_its_order_when_requests_leave_its_middle():
     seqs = [make_sequence(i, [i], priority=(i * 7) % 10, max_tokens=1) for i in range(10)]
     for seq in seqs:
         scheduler.add(seq)
-    scheduler.finish([seqs[0], seqs[3], seqs[6]], "abort")  # priorities 0, 1 and 2
+    for i in (0, 3, 6):  # priorities 0, 1 and 2
+        scheduler.finish(seqs[i], "abort")
     order = []
     while scheduler.has_unfinished():
-        order += [seq.priority for seq, _, _ in run_step(scheduler).chunks]
+        order += [seq.priority for seq, _, _, _ in run_step(scheduler).chunks]
     assert order == [3, 4, 5, 6, 7, 8, 9]
 
 
@@ -144,7 +166,7 @@ def test_recover_keeps_priorities():
     scheduler.recover()
     order = []
     while scheduler.has_unfinished():
-        order += [seq.priority for seq, _, _ in run_step(scheduler).chunks]
+        order += [seq.priority for seq, _, _, _ in run_step(scheduler).chunks]
     assert order == [-9, -8, -7, -6, -5, -4, -3, -2, -1, 0]
 
 
@@ -155,14 +177,14 @@ def test_a_preempted_sequence_keeps_its_tokens_and_starts_over_from_its_cached_p
     scheduler.add(second)
     for _ in range(3):
         run_step(scheduler, token=9)
-    assert second.status is Status.WAITING
+    assert scheduler.waiting == [second]
     assert second.token_ids == [2] * 7 + [9] * 2
     assert (second.num_computed_tokens, second.block_table) == (0, [])
     while first.finish_reason is None:
         run_step(scheduler, token=9)
     batch = run_step(scheduler, token=9)
-    assert batch.chunks[0].seq is second
-    assert batch.chunks[0].start in (4, 8)  # what was not evicted meanwhile is not recomputed
+    # Of its two full blocks the tail was evicted for the first sequence, the head is hit.
+    assert chunks_of(batch) == [(1, 4, 9)]
     assert second.num_preemptions == 1
 
 
@@ -241,11 +263,13 @@ def test_aborting_frees_the_blocks_of_running_and_waiting_sequences():
     for seq in seqs:
         scheduler.add(seq)
     run_step(scheduler)
-    scheduler.finish([seqs[0], seqs[2]], "abort")
+    for seq in (seqs[0], seqs[2]):
+        scheduler.finish(seq, "abort")
     scheduler.check_invariants()
     assert [seq.seq_id for seq in scheduler.running] == [1]
     assert chunks_of(run_step(scheduler)) == [(1, 5, 6), (3, 0, 5)]
-    scheduler.finish(seqs, "abort")
+    for seq in (seqs[1], seqs[3]):
+        scheduler.finish(seq, "abort")
     assert scheduler.block_manager.num_free_blocks == 8
     assert not scheduler.has_unfinished()
 
@@ -255,13 +279,14 @@ def test_priority_admits_the_lowest_number_first_and_preempts_the_highest():
     for seq_id, priority in enumerate([5, 1, 3]):
         seq = make_sequence(seq_id, [seq_id * 10 + j for j in range(7)], priority=priority, max_tokens=4)
         scheduler.add(seq)
-    assert [seq.seq_id for seq, _, _ in run_step(scheduler).chunks] == [1, 2]
+    assert [seq.seq_id for seq, _, _, _ in run_step(scheduler).chunks] == [1, 2]
     run_step(scheduler)
     assert chunks_of(run_step(scheduler)) == [(1, 8, 9)]  # 2 was preempted, not 1
     finished = []
     while scheduler.has_unfinished():
         batch = scheduler.schedule()
-        finished += [s.seq_id for s in scheduler.update(batch, [1] * len(batch.sampled_seqs))]
+        took = scheduler.update(batch, [1] * len(batch.sampled_seqs))
+        finished += [seq.seq_id for seq in took if seq.is_finished]
     assert finished == [1, 2, 0]
 
 
@@ -271,7 +296,7 @@ def test_equal_priorities_go_by_arrival():
         scheduler.add(make_sequence(seq_id, [1], priority=7, max_tokens=1))
     order = []
     while scheduler.has_unfinished():
-        order += [seq.seq_id for seq, _, _ in run_step(scheduler).chunks]
+        order += [seq.seq_id for seq, _, _, _ in run_step(scheduler).chunks]
     assert order == [1, 2, 3]
 
 
@@ -285,38 +310,3 @@ def test_nothing_a_failed_step_registered_can_be_hit():
     assert scheduler.block_manager.num_free_blocks == 8
     scheduler.add(make_sequence(1, list(range(8))))
     assert chunks_of(run_step(scheduler)) == [(0, 0, 8), (1, 7, 8)]  # computed, then shared
-
-
-@pytest.mark.parametrize("interrupted_after", range(40))
-def test_recover_mends_a_scheduler_that_was_interrupted_anywhere(interrupted_after):
-    """A KeyboardInterrupt may strike between any two lines: stop at the n-th line of a step."""
-    scheduler = make_scheduler(num_blocks=6)
-    for i in range(3):
-        scheduler.add(make_sequence(i, [i] * 7, max_tokens=3 + i))
-    for _ in range(2):
-        run_step(scheduler)
-
-    lines = 0
-
-    def trace(frame, event, argument):
-        nonlocal lines
-        if not frame.f_code.co_filename.endswith("engine.py"):
-            return None
-        lines += event == "line"
-        if lines > interrupted_after * 4:
-            raise KeyboardInterrupt
-        return trace
-
-    sys.settrace(trace)
-    try:
-        batch = scheduler.schedule()
-        scheduler.update(batch, [1] * len(batch.sampled_seqs))
-    except KeyboardInterrupt:
-        sys.settrace(None)
-        scheduler.recover()
-    finally:
-        sys.settrace(None)
-    scheduler.check_invariants()
-    while scheduler.has_unfinished():
-        run_step(scheduler)
-    assert scheduler.block_manager.num_free_blocks == 6

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from nanoengine.engine import BlockManager, ScheduledBatch, Scheduler, Sequence, Status, build_inputs
-from nanoengine.sampling import SamplingParams
+from nanoengine.engine import BlockManager, ScheduledBatch, Scheduler, Sequence, build_inputs
+from nanoengine.sampling_params import SamplingParams
 
 EOS = 3
 
@@ -62,25 +62,24 @@ class SchedulingMachine(RuleBasedStateMachine):
             self.seqs.append(seq)
             self.scheduler.add(seq)
 
-    def write(self, batch):
+    def write(self, batch, before):
         """Do to the ledger what the model does to the cache, then read all that may be read."""
         size = self.block_manager.block_size
-        inputs = build_inputs(batch, size)
-        owners = [seq for seq, start, end in batch.chunks for _ in range(start, end)]
-        written = set()
-        for seq, position, slot in zip(owners, inputs.positions, inputs.slot_mapping, strict=True):
+        inputs = build_inputs(batch, size, before)
+        owners = [seq for seq, start, end, _ in batch.chunks for _ in range(start, end)]
+        written, pending = set(), []
+        for seq, position, slot in zip(owners, inputs.positions, inputs.metadata.slot_mapping, strict=True):
             if slot < size:
                 continue  # the null block: discarded
             assert slot not in written, "two tokens of a step write the same slot"
             written.add(slot)
             self.slots[slot] = tuple(seq.token_ids[: position + 1])
             if position == len(seq.token_ids):
-                assert seq.num_pending_tokens == 1
+                pending.append(seq)
                 self.unknown.append((slot, seq, position))
-        computed = {seq.seq_id: seq.num_computed_tokens for seq in self.scheduler.running}
-        computed |= {seq.seq_id: end for seq, _, end in batch.chunks}
+        assert [before.sampled_seqs[i] for i in inputs.pending_samples] == pending
         for seq in self.scheduler.running:
-            for position in range(min(computed[seq.seq_id], len(seq.token_ids))):
+            for position in range(min(seq.num_computed_tokens, len(seq.token_ids))):
                 slot = seq.block_table[position // size] * size + position % size
                 assert self.slots[slot] == tuple(seq.token_ids[: position + 1]), "wrong K and V"
         for block in self.block_manager.blocks:
@@ -91,20 +90,20 @@ class SchedulingMachine(RuleBasedStateMachine):
     def launch(self):
         """Schedule and compute a step; returns it with the one whose tokens are due now, if any."""
         before, self.in_flight = self.in_flight, None
-        if before is not None:
-            self.scheduler.advance(before)
         batch = self.scheduler.schedule()
         assert batch.chunks or before is not None, "work is left but nothing was scheduled"
-        assert batch.num_tokens == sum(end - start for _, start, end in batch.chunks)
+        assert batch.num_tokens == sum(end - start for _, start, end, _ in batch.chunks)
+        assert batch.sampled_seqs == [seq for seq, _, _, is_last in batch.chunks if is_last]
         assert batch.num_tokens <= self.scheduler.max_num_batched_tokens
-        assert all(end < seq.max_num_tokens for seq, _, end in batch.chunks), "computed for nothing"
+        assert all(end < seq.max_num_tokens for seq, _, end, _ in batch.chunks), "computed for nothing"
         if batch.chunks:
-            self.write(batch)
+            self.write(batch, before)
         return batch, before
 
-    def collect(self, batch, tokens, is_advanced):
-        for seq in self.scheduler.update(batch, tokens, is_advanced=is_advanced):
-            assert seq.block_table == []
+    def collect(self, batch, tokens):
+        due = [seq for seq in batch.sampled_seqs if not seq.is_finished]
+        assert self.scheduler.update(batch, tokens) == due
+        assert not any(seq.block_table for seq in due if seq.is_finished)
         for slot, seq, position in self.unknown:  # what was written then is known now
             if self.slots[slot] == tuple(seq.token_ids[:position]):
                 self.slots[slot] = tuple(seq.token_ids[: position + 1])
@@ -125,21 +124,19 @@ class SchedulingMachine(RuleBasedStateMachine):
                 return data.draw(st.lists(choices, min_size=count, max_size=count))
 
             if before is not None:
-                self.collect(before, tokens(before), True)
+                self.collect(before, tokens(before))
             if overlap and batch.chunks:
                 self.in_flight = batch
             elif batch.chunks:
-                self.collect(batch, tokens(batch), False)
+                self.collect(batch, tokens(batch))
 
     @precondition(lambda self: self.scheduler.has_unfinished())
     @rule(data=st.data())
     def fail_a_step(self, data):
         """The forward pass dies: part of it was written, nothing of it may be read later."""
-        if self.in_flight is not None:
-            self.scheduler.advance(self.in_flight)
         batch = self.scheduler.schedule()
-        slots = build_inputs(batch, self.block_manager.block_size).slot_mapping if batch.chunks else ()
-        for slot in slots:
+        size, before = self.block_manager.block_size, self.in_flight
+        for slot in build_inputs(batch, size, before).metadata.slot_mapping if batch.chunks else ():
             self.slots[int(slot)] = (-1,)
         self.scheduler.recover()
         self.in_flight, self.unknown = None, []
@@ -147,8 +144,9 @@ class SchedulingMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.scheduler.has_unfinished())
     @rule(data=st.data())
     def abort(self, data):
-        seqs = data.draw(st.lists(st.sampled_from(sorted(self.scheduler.sequences)), min_size=1, max_size=3))
-        self.scheduler.finish([self.scheduler.sequences[i] for i in set(seqs)], "abort")
+        unfinished = {seq.seq_id: seq for seq in self.scheduler.running + self.scheduler.waiting}
+        for i in data.draw(st.sets(st.sampled_from(sorted(unfinished)), min_size=1, max_size=3)):
+            self.scheduler.finish(unfinished[i], "abort")
 
     @rule()
     def reset_prefix_cache(self):
@@ -169,12 +167,12 @@ class SchedulingMachine(RuleBasedStateMachine):
                 break
             batch, before = self.launch()
             if before is not None:
-                self.collect(before, [0] * len(before.sampled_seqs), True)
+                self.collect(before, [0] * len(before.sampled_seqs))
             if batch.chunks:
-                self.collect(batch, [0] * len(batch.sampled_seqs), False)
+                self.collect(batch, [0] * len(batch.sampled_seqs))
         self.scheduler.check_invariants()
         assert not self.scheduler.has_unfinished(), "a sequence never finished"
-        assert all(seq.status is Status.FINISHED and seq.finish_reason for seq in self.seqs)
+        assert all(seq.is_finished for seq in self.seqs)
         assert self.block_manager.num_free_blocks == self.block_manager.num_blocks
 
 

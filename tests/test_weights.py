@@ -13,9 +13,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.hf_model import HFModel
-from nanoengine.model import Decoder
-from nanoengine.weights import Checkpoint, resolve_dtype
+from nanoengine.models.decoder import Decoder
+from nanoengine.models.hf import HFModel
+from nanoengine.models.weights import Checkpoint, resolve_dtype
 from tests.helpers import TINY, checkpoint, greedy, hf_model
 
 NAME = "qwen3"
@@ -111,7 +111,7 @@ def test_a_tied_model_ignores_a_saved_head(tmp_path, tmp_path_factory):
     shutil.copytree(path, tmp_path / "model")
     edit(tmp_path / "model", lambda t: t.update({"lm_head.weight": torch.zeros(128, 64)}))
     with LLM(str(tmp_path / "model"), num_kv_blocks=8) as llm:
-        assert llm.runner.model.lm_head.weight is llm.runner.model.embed_tokens.weight
+        assert llm.llm_engine.runner.model.lm_head.weight is llm.llm_engine.runner.model.embed_tokens.weight
         output = llm.generate([7, 8], SamplingParams(temperature=0, max_tokens=10), use_tqdm=False)
     assert output[0].outputs[0].token_ids == greedy(model, [7, 8], 10)
 
@@ -163,8 +163,8 @@ def test_dummy_weights_need_only_a_config(copy):
 def test_dtype_auto_is_the_checkpoints_own(copy):
     edit_config(copy, dtype="bfloat16")
     with LLM(str(copy), num_kv_blocks=4) as llm:
-        assert llm.runner.model.norm.weight.dtype == torch.bfloat16
-        assert llm.runner.caches[0].k.dtype == torch.bfloat16
+        assert llm.llm_engine.runner.model.norm.weight.dtype == torch.bfloat16
+        assert llm.llm_engine.runner.caches[0].k.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float64", "bf16", torch.int32])
@@ -180,7 +180,7 @@ def test_every_eos_id_of_the_generation_config_is_known(copy):
     edit_config(copy, eos_token_id=[7, 500, -1])  # the last two are no tokens
     _tokenizer_with_eos(3).save_pretrained(copy)
     with LLM(str(copy), num_kv_blocks=4) as llm:
-        assert llm.checkpoint.eos_token_ids == (3, 7, 5, 9)
+        assert llm.llm_engine.checkpoint.eos_token_ids == (3, 7, 5, 9)
         params = llm.get_default_sampling_params()
     assert (params.temperature, params.top_p, params.max_tokens) == (0.3, 1.0, 77)
 
@@ -195,7 +195,7 @@ def test_different_seeds_give_different_dummy_weights(copy):
     weights = []
     for seed in (0, 0, 1):
         with LLM(str(copy), load_format="dummy", num_kv_blocks=4, seed=seed) as llm:
-            weights.append(llm.runner.model.layers[0].mlp.down_proj.weight.clone())
+            weights.append(llm.llm_engine.runner.model.layers[0].mlp.down_proj.weight.clone())
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
 
@@ -229,4 +229,4 @@ def test_a_model_that_does_not_say_how_long_it_may_be_asks_for_max_model_len(cop
     monkeypatch.setattr(Checkpoint, "max_model_len", None)
     refuse(copy, "max_model_len must be given")
     with LLM(str(copy), num_kv_blocks=4, max_model_len=100) as llm:
-        assert llm.max_model_len == 100
+        assert llm.llm_engine.max_model_len == 100

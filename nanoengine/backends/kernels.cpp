@@ -1,7 +1,7 @@
 // What PyTorch has no fast operator for on a CPU: attention over cache blocks, products with weights that come out
 // of memory once for all rows, and the element-wise work between two products, each in one pass over memory.
 // cpu.py compiles this file where there is a compiler and calls it through ctypes; everything here also exists in
-// plain PyTorch, in attention.py and model.py, which say what it means.
+// plain PyTorch, in attention.py and models/decoder.py, which say what it means.
 //
 // Shape letters: T tokens, S sequences, H query heads, K key/value heads, G = H / K, D head_dim (Dv of the
 // values), B block_size. X is float or bf16; arithmetic is in float, rounded to X where PyTorch rounds.

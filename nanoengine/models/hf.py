@@ -3,7 +3,7 @@
 transformers lets a library register an attention function (`AttentionInterface`) and hands every
 attention layer's queries, keys and values to it. So a model's own class computes the flat batch, as one
 row of T tokens with explicit positions, without a cache object and without a mask, and attention goes
-to the same paged cache as in `model.py`.
+to the same paged cache as in `decoder.py`.
 
 What a model may not do is let tokens see each other anywhere else: `_probe` runs two tokens through the
 loaded model and refuses it if it does.
@@ -12,19 +12,18 @@ loaded model and refuses it if it does.
 import copy
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers import AttentionInterface
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from nanoengine.attention import KVCache, KVSpec, PagedAttention
+from nanoengine.backends.attention import KVCache, KVSpec, PagedAttention
+from nanoengine.models.decoder import rope_settings
 
 ATTENTION_NAME = "nanoengine"
 # What models pass on to attention that changes nothing here.
@@ -123,7 +122,11 @@ class _GivenHidden(nn.Module):
 
 
 class HFModel(nn.Module):
-    """A transformers causal LM with the interface of `model.Decoder`."""
+    """A transformers causal LM with the interface of `decoder.Decoder`."""
+
+    code = "transformers'"
+    replaceable = False
+    capturable = False  # not known: a model may ask the device
 
     def __init__(self, causal_lm: Any) -> None:
         super().__init__()
@@ -242,7 +245,7 @@ def check_config(config: Any) -> None:
         raise UnsupportedModelError(
             "it takes more than text (images, audio); only text-only models are served"
         )
-    _attention_implementation(config)
+    attention_implementation(config)
     if getattr(config, "alibi", False):
         raise UnsupportedModelError("its attention adds ALiBi biases, which paged attention does not take")
     unknown = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
@@ -253,7 +256,7 @@ def check_config(config: Any) -> None:
             raise UnsupportedModelError(f"rope type {rope['rope_type']!r} is unknown to transformers")
 
 
-def _attention_implementation(config: Any) -> str:
+def attention_implementation(config: Any) -> str:
     """The attention to ask transformers for: ours, or SDPA for the few model classes that cannot take it."""
     if "AutoModelForCausalLM" in getattr(config, "auto_map", {}):
         return ATTENTION_NAME  # the checkpoint's own class; not known before it is loaded
@@ -267,62 +270,3 @@ def _attention_implementation(config: Any) -> str:
     if model_class._supports_sdpa:
         return "sdpa"
     raise UnsupportedModelError("its attention is code of its own, which cannot be replaced")
-
-
-def rope_settings(config: Any) -> list[dict[str, Any]]:
-    """The rope settings of a config: none, one, or one for each type of layer; each with its rope_type."""
-    # `rope_parameters` since transformers 5, `rope_scaling` before; `type` in old checkpoints.
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
-    if not isinstance(rope, dict):
-        return []
-    nested = [value for value in rope.values() if isinstance(value, dict)] or [rope]
-    return [{"rope_type": one.get("type", "default"), **one} for one in nested]
-
-
-def load_hf_model(
-    path: Path,
-    config: Any,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    load_format: str,
-    seed: int,
-    trust_remote_code: bool,
-) -> HFModel:
-    """Build a transformers causal LM and fill every parameter, from safetensors or (dummy) at random.
-
-    Raises:
-        UnsupportedModelError: it cannot be served; the message has the reason.
-        ValueError: a tensor is missing, unexpected or of the wrong shape, or a file is damaged.
-    """
-    auto: Any = AutoModelForCausalLM
-    settings = {
-        "dtype": dtype,
-        "attn_implementation": _attention_implementation(config),
-        "trust_remote_code": trust_remote_code,
-    }
-    if load_format == "dummy":
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            causal_lm = auto.from_config(config, **settings)
-        return HFModel(causal_lm.to(device))
-    try:
-        causal_lm, report = auto.from_pretrained(
-            path,
-            config=config,
-            use_safetensors=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported below
-            **settings,
-        )
-    except SafetensorError as error:
-        raise ValueError(f"a safetensors file in {path} is damaged: {error}") from error
-    except (OSError, RuntimeError) as error:
-        raise ValueError(f"{path} cannot be loaded: {error}") from error
-    for entry in report["mismatched_keys"]:  # a name, from transformers 5 on with both shapes
-        raise ValueError(f"{path} holds a tensor of another shape than the config asks for: {entry}")
-    if missing := sorted(report["missing_keys"]):
-        raise ValueError(f"{path} lacks {len(missing)} tensors, the first is {missing[0]!r}")
-    if unexpected := sorted(report["unexpected_keys"]):
-        raise ValueError(f"{path} holds tensor {unexpected[0]!r} which the architecture does not have")
-    return HFModel(causal_lm.to(device))

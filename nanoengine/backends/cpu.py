@@ -1,6 +1,10 @@
-"""What PyTorch leaves to its user on a CPU: cores for the threads, memory kept, kernels it lacks."""
+"""What PyTorch leaves to its user on a CPU: cores for the threads, memory kept, kernels it lacks.
+
+Top to bottom: threads, memory, kernels, weights packed for them, attention by them; `CPU` uses all.
+"""
 
 import ctypes
+import functools
 import hashlib
 import os
 import platform
@@ -9,14 +13,32 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from threading import local
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from nanoengine.backends.attention import (
+    AttentionMetadata,
+    KVCache,
+    KVSpec,
+    PagedAttention,
+    QueryChunk,
+    Settings,
+    TorchAttention,
+    whole_rows,
+)
+from nanoengine.backends.device import Attention, Device
+from nanoengine.config import EngineConfig
+
+if TYPE_CHECKING:
+    from nanoengine.engine import ModelRunner
 
 # ---- Threads -------------------------------------------------------------------------------------
 
@@ -271,3 +293,179 @@ def _processor() -> str:
     info = Path("/proc/cpuinfo")
     flags = re.search(r"(?m)^(flags|Features).*$", info.read_text()) if info.exists() else None
     return f"{platform.machine()} {flags[0] if flags else platform.processor()}"
+
+
+# ---- Weights -------------------------------------------------------------------------------------
+
+
+class PackedLinear(nn.Module):
+    """A linear layer whose bfloat16 weight lies as `Kernels.linear` reads it."""
+
+    def __init__(self, layer: nn.Linear, kernels: Kernels) -> None:
+        super().__init__()
+        self.kernels, self.out_features, self.bias = kernels, layer.out_features, layer.bias
+        self.packed = kernels.pack(layer.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(T, in) -> (T, out)."""
+        return self.kernels.linear(x, self.packed, self.bias, self.out_features)
+
+
+class OneDNNLinear(nn.Module):
+    """A linear layer whose bfloat16 weight lies as oneDNN's products want it.
+
+    `nn.Linear` reorders it at every call, which costs more than a small batch's product.
+    """
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.bias = layer.bias
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(T, in) -> (T, out)."""
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        return out
+
+
+class PackedEmbedding(nn.Module):
+    """An embedding tied to a packed head: its rows are read out of there, and the weights held once."""
+
+    def __init__(self, head: PackedLinear) -> None:
+        super().__init__()
+        self.packed = head.packed
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """(T,) -> (T, E)."""
+        return Kernels.unpack_rows(self.packed, input_ids)
+
+
+def pack_linear(layer: nn.Linear, kernels: Kernels | None) -> nn.Module:
+    """The layer in the layout that is fastest here, which may be its own; equal results up to rounding."""
+    if layer.weight.dtype != torch.bfloat16:
+        return layer
+    if kernels is not None and kernels.can_multiply(layer.weight):
+        return PackedLinear(layer, kernels)
+    return OneDNNLinear(layer) if torch.ops.mkldnn._is_mkldnn_bf16_supported() else layer
+
+
+def pack_weights(model: nn.Module, kernels: Kernels | None) -> None:
+    """Replace a model's linear layers by packed ones, and an embedding that is tied to one of them.
+
+    One at a time: each plain weight is let go before the next is packed.
+    """
+    parents = [module for module in model.modules() if next(module.children(), None) is not None]
+    for parent in parents:
+        for name in [name for name, child in parent.named_children() if type(child) is nn.Linear]:
+            layer: Any = getattr(parent, name)
+            packed = pack_linear(layer, kernels)
+            setattr(parent, name, packed)
+            if isinstance(packed, PackedLinear):
+                for owner in parents:
+                    for tied, child in list(owner.named_children()):
+                        if isinstance(child, nn.Embedding) and child.weight is layer.weight:
+                            setattr(owner, tied, PackedEmbedding(packed))
+
+
+# ---- Attention -----------------------------------------------------------------------------------
+
+TILE_SIZE = 128  # prompt tokens whose scores are computed in one product
+
+
+class CompiledAttention(TorchAttention):
+    """On a CPU with compiled kernels: decodes read the cache in place, chunks go tile by tile."""
+
+    name = "compiled"
+
+    def __init__(self, metadata: AttentionMetadata[Tensor], block_size: int, kernels: Kernels) -> None:
+        super().__init__(metadata, block_size)
+        self._kernels = kernels
+
+    def _prepare_decodes(self, rows: Tensor, tables: Tensor, seq_lens: Tensor, block_size: int) -> None:
+        self._decode_sequences = tables, seq_lens, rows
+
+    def _write(self, k: Tensor, v: Tensor, cache: KVCache) -> None:
+        self._kernels.write_kv(cache.k, cache.v, whole_rows(k), whole_rows(v), self.metadata.slot_mapping)
+
+    def _decodes(self, out: Tensor, q: Tensor, cache: KVCache, settings: Settings) -> None:
+        sequences = self._decode_sequences
+        self._kernels.decode_attention(out, q, cache.k, cache.v, *sequences, **settings._asdict())
+
+    def _chunk(self, chunk: QueryChunk, q: Tensor, cache: KVCache, settings: Settings) -> Tensor:
+        length, num_heads, head_dim = q.shape
+        first = chunk.seq_len - length  # the first query's position
+        low = 0 if settings.window is None else max(0, first + 1 - settings.window)  # the first key's
+        k, v = (self._kernels.gather(x, chunk.block_table, low, chunk.seq_len) for x in (cache.k, cache.v))
+        num_kv_heads = k.shape[0]
+        heads = q.view(length, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)  # (K, H / K, length, D)
+        outs = []
+        for start in range(0, length, TILE_SIZE):
+            tile = heads[:, :, start : start + TILE_SIZE].flatten(1, 2)
+            num_keys = first + min(start + TILE_SIZE, length) - low  # the last query of the tile sees these
+            scores = torch.bmm(tile, k[:, :num_keys].transpose(1, 2))
+            shaped = scores.view(num_heads, -1, num_keys)
+            self._kernels.causal_softmax(shaped, first + start, low, **settings._asdict())
+            outs.append(torch.bmm(scores, v[:, :num_keys]).view(num_heads, -1, v.shape[2]))
+        return torch.cat(outs, dim=1).transpose(0, 1)
+
+
+# ---- All of it together --------------------------------------------------------------------------
+
+
+class CPU(Device):
+    """A CPU: compiled kernels (with a compiler, without enforce_eager), packed weights, pinned threads."""
+
+    backends = (CompiledAttention, TorchAttention)
+
+    def __init__(self, device: torch.device, config: EngineConfig) -> None:
+        super().__init__(device, config)
+        self.threads = PinnedThreads(config.pin_threads)
+        self.kernels: Kernels | None = None
+        self._no_kernels: str | None = None  # why there are none
+        keep_freed_memory()
+
+    def prepare(self, model: Any) -> None:
+        """As in the base class."""
+        self._no_kernels = self._load_kernels({spec.dtype for spec in model.kv_specs})
+        if model.replaceable:
+            pack_weights(model, self.kernels)
+            if self.kernels is not None:
+                model.use_kernels(self.kernels)
+
+    def _load_kernels(self, dtypes: set[torch.dtype]) -> str | None:
+        """Load them; returns why that cannot be."""
+        if self.config.enforce_eager:
+            return "enforce_eager"
+        if unserved := {dtype for dtype in dtypes if not Kernels.serves(dtype)}:
+            return f"there are no kernels for {str(unserved.pop()).removeprefix('torch.')}"
+        try:
+            self.kernels = Kernels()
+        except RuntimeError as error:
+            return str(error)
+        return None
+
+    def running(self) -> AbstractContextManager[object]:
+        """As in the base class."""
+        return self.threads
+
+    def choose_attention(self, specs: Sequence[KVSpec], settings: frozenset[str]) -> Attention:
+        """As in the base class."""
+        attention = super().choose_attention(specs, settings)
+        if attention.backend is not CompiledAttention:
+            return attention
+        assert self.kernels is not None
+        if self.kernels.was_compiled:
+            attention.notes.append(f"compiled now, {self.kernels.seconds:.1f} s")
+        return attention._replace(build=functools.partial(CompiledAttention, kernels=self.kernels))
+
+    def obstacle(
+        self, backend: type[PagedAttention], specs: Sequence[KVSpec], settings: frozenset[str]
+    ) -> str | None:
+        """As in the base class."""
+        if backend is CompiledAttention:
+            return self._no_kernels
+        return super().obstacle(backend, specs, settings)
+
+    def free_bytes(self, runner: "ModelRunner") -> int:
+        """As vLLM on a CPU, 4 GiB at most."""
+        return min(psutil.virtual_memory().available // 2, 4 << 30)

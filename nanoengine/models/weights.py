@@ -1,7 +1,7 @@
 """From a hub id or a directory to a config, a tokenizer and a loaded model. Safetensors only."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +11,12 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from nanoengine.hf_model import HFModel, UnsupportedModelError, check_config, load_hf_model, rope_settings
-from nanoengine.model import Decoder, DecoderConfig, architecture_of
+from nanoengine.config import EngineConfig
+from nanoengine.models.decoder import Decoder, DecoderConfig, architecture_of, rope_settings
+from nanoengine.models.hf import HFModel, UnsupportedModelError, attention_implementation, check_config
+from nanoengine.sampling_params import SamplingParams
 
 # Hugging Face's name -> our fused parameter and the part of its rows.
 FUSED = {
@@ -66,6 +68,33 @@ class Checkpoint:
                 positions = min(positions, original)
         return int(positions)
 
+    def default_sampling_params(self) -> SamplingParams:
+        """What generation_config.json recommends; vLLM's defaults where it says nothing."""
+        names = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+        names["max_new_tokens"] = "max_tokens"
+        given = self.generation_config
+        chosen = {ours: given[theirs] for theirs, ours in names.items() if given.get(theirs) is not None}
+        return SamplingParams(**chosen)
+
+    def choose_length(self, max_model_len: int | None) -> int:
+        """The most tokens of a prompt and its output: those asked for, or as many as there are positions.
+
+        Raises:
+            ValueError: there are fewer, or the config does not say.
+        """
+        positions = self.max_model_len or max_model_len
+        if positions is None:
+            raise ValueError(
+                "max_model_len must be given: the checkpoint's config does not say how long it may be"
+            )
+        length = max_model_len or positions
+        if length > positions:
+            raise ValueError(
+                f"max_model_len must be at most the {positions} positions the model was made for, "
+                f"got {length}"
+            )
+        return length
+
 
 def open_checkpoint(
     model: str,
@@ -77,7 +106,7 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Find a checkpoint and read everything but its weights.
 
-    `model_impl` "nanoengine" is `model.py`, "transformers" is `hf_model.py`, "auto" the first that can.
+    `model_impl` "nanoengine" is `decoder.py`, "transformers" is `hf.py`, "auto" the first that can.
 
     Raises:
         ValueError: not a checkpoint, or one that cannot be served; with the reason.
@@ -162,61 +191,53 @@ def resolve_dtype(dtype: str | torch.dtype, hf_config: Any) -> torch.dtype:
 @torch.no_grad()
 def load_model(
     checkpoint: Checkpoint,
+    config: EngineConfig,
     *,
     dtype: torch.dtype,
     device: torch.device,
-    load_format: str,
-    seed: int,
-    trust_remote_code: bool = False,
+    max_model_len: int,
 ) -> Decoder | HFModel:
     """Build the model and fill every parameter, from the checkpoint or (dummy) at random.
-
-    Tensors are copied one at a time from memory-mapped files, so the weights are held once.
 
     Raises:
         ValueError: a tensor is missing, unexpected or of the wrong shape, a file is damaged, or the
             model turns out to be one that cannot be served.
     """
+    is_dummy = config.load_format == "dummy"
     if checkpoint.decoder_config is None:
-        if load_format != "dummy":
-            _tensor_files(checkpoint.path)  # for its errors: those of transformers are less clear
         with _naming(checkpoint.hf_config):
-            return load_hf_model(
-                checkpoint.path,
-                checkpoint.hf_config,
-                dtype=dtype,
-                device=device,
-                load_format=load_format,
-                seed=seed,
-                trust_remote_code=trust_remote_code,
-            )
+            return HFModel(_load_transformers(checkpoint, config, dtype).to(device))
     with torch.device("meta"):
         model = Decoder(checkpoint.decoder_config).to(dtype)
     model = model.to_empty(device=device).eval().requires_grad_(False)
     if model.config.tie_word_embeddings:
         model.lm_head.weight = model.embed_tokens.weight  # to_empty unties
-    if load_format == "dummy":
-        generator = torch.Generator(device).manual_seed(seed)
-        for name, parameter in model.named_parameters():
-            if name.endswith("norm.weight"):
-                parameter.fill_(1.0)
-            else:
-                parameter.normal_(0.0, 0.02, generator=generator)
-    else:
-        _fill(model, checkpoint.path)
+    _fill_at_random(model, config.seed) if is_dummy else _fill(model, checkpoint.path)
+    model.build_rope_table(max_model_len)
     return model
 
 
+def _fill_at_random(model: Decoder, seed: int) -> None:
+    generator = torch.Generator(model.norm.weight.device).manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            parameter.fill_(1.0)
+        else:
+            parameter.normal_(0.0, 0.02, generator=generator)
+
+
 def _fill(model: Decoder, path: Path) -> None:
+    """Copy tensors one at a time from memory-mapped files, so that the weights are held once."""
     wanted = _destinations(model)
     ignored = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
     filled: set[str] = set()
     for name, tensor in _tensors(path):
         if name in ignored or name.endswith("rotary_emb.inv_freq"):  # a buffer old Llamas saved
             continue
-        if name not in wanted or name in filled:
-            problem = "twice" if name in filled else "which the architecture does not have"
-            raise ValueError(f"{path} holds tensor {name!r} {problem}")
+        if name in filled:
+            raise ValueError(f"{path} holds tensor {name!r} twice")
+        if name not in wanted:
+            _refuse(path, unexpected=[name])
         if tensor.shape != wanted[name].shape:
             raise ValueError(
                 f"tensor {name!r} has shape {tuple(tensor.shape)}, "
@@ -224,8 +245,48 @@ def _fill(model: Decoder, path: Path) -> None:
             )
         wanted[name].copy_(tensor)
         filled.add(name)
-    if missing := sorted(wanted.keys() - filled):
-        raise ValueError(f"{path} lacks {len(missing)} tensors, the first is {missing[0]!r}")
+    _refuse(path, missing=wanted.keys() - filled)
+
+
+def _refuse(path: Path, *, missing: Iterable[str] = (), unexpected: Iterable[str] = ()) -> None:
+    """Raise ValueError where there are tensors too few or too many."""
+    if names := sorted(missing):
+        raise ValueError(f"{path} lacks {len(names)} tensors, the first is {names[0]!r}")
+    if names := sorted(unexpected):
+        raise ValueError(f"{path} holds tensor {names[0]!r} which the architecture does not have")
+
+
+def _load_transformers(checkpoint: Checkpoint, config: EngineConfig, dtype: torch.dtype) -> Any:
+    """A transformers causal LM with every parameter filled, from safetensors or (dummy) at random."""
+    path = checkpoint.path
+    auto: Any = AutoModelForCausalLM
+    settings: dict[str, Any] = {
+        "dtype": dtype,
+        "attn_implementation": attention_implementation(checkpoint.hf_config),
+        "trust_remote_code": config.trust_remote_code,
+    }
+    if config.load_format == "dummy":
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.seed)
+            return auto.from_config(checkpoint.hf_config, **settings)
+    _tensor_files(path)  # for its errors: those of transformers are less clear
+    try:
+        causal_lm, report = auto.from_pretrained(
+            path,
+            config=checkpoint.hf_config,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below
+            **settings,
+        )
+    except SafetensorError as error:
+        raise ValueError(f"a safetensors file in {path} is damaged: {error}") from error
+    except (OSError, RuntimeError) as error:
+        raise ValueError(f"{path} cannot be loaded: {error}") from error
+    for entry in report["mismatched_keys"]:  # a name, from transformers 5 on with both shapes
+        raise ValueError(f"{path} holds a tensor of another shape than the config asks for: {entry}")
+    _refuse(path, missing=report["missing_keys"], unexpected=report["unexpected_keys"])
+    return causal_lm
 
 
 def _destinations(model: Decoder) -> dict[str, Tensor]:

@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoengine.attention import KVCache, KVSpec, PagedAttention
-from nanoengine.cpu import Kernels
+from nanoengine.backends.attention import KVCache, KVSpec, PagedAttention
 
 # ---- Configuration: one dataclass for the families served ----------------------------------------
 
@@ -88,11 +87,20 @@ def architecture_of(config: Any) -> str:
     return (getattr(config, "architectures", None) or [type(config).__name__])[0]  # type: ignore[no-any-return]
 
 
+def rope_settings(config: Any) -> list[dict[str, Any]]:
+    """The rope settings of a config: none, one, or one for each type of layer; each with its rope_type."""
+    # `rope_parameters` since transformers 5, `rope_scaling` before; `type` in old checkpoints.
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+    if not isinstance(rope, dict):
+        return []
+    nested = [value for value in rope.values() if isinstance(value, dict)] or [rope]
+    return [{"rope_type": one.get("type", "default"), **one} for one in nested]
+
+
 def _rope_parameters(config: Any) -> dict[str, Any]:
-    """Rope settings, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
-    rope = dict(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
+    """The one rope setting of a supported family, with what its type needs filled in."""
+    rope = (rope_settings(config) or [{"rope_type": "default"}])[0]
     rope.setdefault("rope_theta", getattr(config, "rope_theta", 10000.0))
-    rope.setdefault("rope_type", rope.get("type", "default"))
     if rope["rope_type"] not in SUPPORTED_ROPE_TYPES:
         raise ValueError(
             f"rope type {rope['rope_type']!r} is not supported; supported: {', '.join(SUPPORTED_ROPE_TYPES)}"
@@ -172,72 +180,36 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * wide.to(x.dtype)
 
 
-def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """Of gate_up, (T, 2 I), silu(gate) * up."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+class PlainKernels:
+    """The element-wise parts between two products, in PyTorch; a device may have the same in fewer passes."""
 
+    @staticmethod
+    def rms_norm(
+        x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The norm of x + residual, (T, E), and that sum; without a residual the sum is x."""
+        total = x if residual is None else x + residual
+        return rms_norm(total, weight, eps), total
 
-def _add_and_norm(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    total = x if residual is None else x + residual
-    return rms_norm(total, weight, eps), total
+    @staticmethod
+    def norm_rotate(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+        """Heads of x (T, heads, D) normalised, where there is a weight, and rotated by cos, sin (T, 1, D)."""
+        return rotate(x if weight is None else rms_norm(x, weight, eps), cos, sin)
 
-
-def _norm_rotate(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
-    return rotate(x if weight is None else rms_norm(x, weight, eps), cos, sin)
-
-
-class FusedKernels:
-    """What `cpu.Kernels` does for a CPU, for a GPU: each part is fused by `torch.compile`, and kept.
-
-    Compiled at the first call, which on a GPU is the trial pass or the capture of the graphs.
-    """
-
-    def __init__(self) -> None:
-        self.rms_norm = torch.compile(_add_and_norm, dynamic=True)
-        self.norm_rotate = torch.compile(_norm_rotate, dynamic=True)
-        self.silu_and_mul = torch.compile(silu_and_mul, dynamic=True)
+    @staticmethod
+    def silu_and_mul(gate_up: Tensor) -> Tensor:
+        """silu(gate) * up for gate_up (T, 2 I)."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
 
 
 # ---- Layers -------------------------------------------------------------------------------------
 
 
-class Linear(nn.Linear):
-    """A linear layer whose weight can be laid out once as the CPU's matrix kernels want it."""
-
-    packed: Tensor | None = None
-    kernels: Kernels | None = None  # those that packed it; None with a packed weight: oneDNN
-
-    def pack(self, kernels: Kernels | None) -> None:
-        """Lay a bfloat16 weight out for our kernels or oneDNN's; the plain one is let go.
-
-        Results stay the same up to rounding. Without it `F.linear` reorders the weight at every call,
-        which costs more than a small batch's product.
-        """
-        if kernels is not None and kernels.can_multiply(self.weight):
-            self.packed, self.kernels = kernels.pack(self.weight), kernels
-        elif torch.ops.mkldnn._is_mkldnn_bf16_supported():
-            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight)
-        else:
-            return
-        self.register_parameter("weight", None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(T, in) -> (T, out)."""
-        if self.packed is None:
-            return F.linear(x, self.weight, self.bias)
-        if self.kernels is not None:
-            return self.kernels.linear(x, self.packed, self.bias, self.out_features)
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
-        return out
-
-
 class RMSNorm(nn.Module):
     """`rms_norm` with its weight; never in place: x is also the residual."""
 
-    kernels: Kernels | FusedKernels | None = None
+    kernels: Any = PlainKernels
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -250,23 +222,21 @@ class RMSNorm(nn.Module):
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """The norm of x + residual, (T, E), and that sum, which is the next residual."""
-        if self.kernels is not None:
-            return self.kernels.rms_norm(x, self.weight, self.eps, residual)
-        return _add_and_norm(x, self.weight, self.eps, residual)
+        return self.kernels.rms_norm(x, self.weight, self.eps, residual)  # type: ignore[no-any-return]
 
 
 class Attention(nn.Module):
     """Self-attention of one layer with one fused projection for queries, keys and values."""
 
-    kernels: Kernels | FusedKernels | None = None
+    kernels: Any = PlainKernels
 
     def __init__(self, config: DecoderConfig, window: int | None) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         self.sizes = [config.num_heads * config.head_dim] + [config.num_kv_heads * config.head_dim] * 2
         self.window = window
-        self.qkv_proj = Linear(config.hidden_size, sum(self.sizes), bias=config.qkv_bias)
-        self.o_proj = Linear(self.sizes[0], config.hidden_size, bias=config.o_bias)
+        self.qkv_proj = nn.Linear(config.hidden_size, sum(self.sizes), bias=config.qkv_bias)
+        self.o_proj = nn.Linear(self.sizes[0], config.hidden_size, bias=config.o_bias)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
@@ -283,24 +253,22 @@ class Attention(nn.Module):
 
     def _norm_rotate(self, x: Tensor, norm: RMSNorm | None, cos: Tensor, sin: Tensor) -> Tensor:
         weight, eps = (norm.weight, norm.eps) if norm is not None else (None, 0.0)
-        norm_rotate = _norm_rotate if self.kernels is None else self.kernels.norm_rotate
-        return norm_rotate(x, weight, eps, cos, sin)
+        return self.kernels.norm_rotate(x, weight, eps, cos, sin)  # type: ignore[no-any-return]
 
 
 class MLP(nn.Module):
     """down(silu(gate(x)) * up(x)), gate and up in one projection."""
 
-    kernels: Kernels | FusedKernels | None = None
+    kernels: Any = PlainKernels
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.gate_up_proj = Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """(T, E) -> (T, E)."""
-        act = silu_and_mul if self.kernels is None else self.kernels.silu_and_mul
-        return self.down_proj(act(self.gate_up_proj(x)))  # type: ignore[no-any-return]
+        return self.down_proj(self.kernels.silu_and_mul(self.gate_up_proj(x)))  # type: ignore[no-any-return]
 
 
 class DecoderLayer(nn.Module):
@@ -335,13 +303,18 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """The whole model; parameter names are Hugging Face's, less the `model.` prefix and the fusions."""
 
+    code = "nanoengine's"  # for the user: whose code computes it
+    replaceable = True  # a device may replace its linear layers and its element-wise parts by faster ones
+    capturable = True  # nothing in a forward pass waits for the device, so that a CUDA graph can hold it
+    kernels: Any = PlainKernels
+
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, window) for window in config.windows)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
         # A plain attribute, not a buffer: it stays float32 when the model's dtype is changed.
@@ -350,34 +323,17 @@ class Decoder(nn.Module):
     @property
     def kv_specs(self) -> list[KVSpec]:
         """What each layer stores per token."""
-        spec = KVSpec(
-            self.config.num_kv_heads, self.config.head_dim, self.config.head_dim, self.norm.weight.dtype
-        )
-        return [spec] * len(self.layers)
+        num_kv_heads, head_dim = self.config.num_kv_heads, self.config.head_dim
+        return [KVSpec(num_kv_heads, head_dim, head_dim, self.norm.weight.dtype)] * len(self.layers)
 
     @property
     def attention_settings(self) -> frozenset[str]:
         """What its layers ask of attention besides a scale."""
         return frozenset(("window",) if any(w is not None for w in self.config.windows) else ())
 
-    def pack_weights(self, kernels: Kernels | None) -> None:
-        """Prepare bfloat16 weights for a CPU, where its kernels gain by it; call once they are loaded."""
-        if self.norm.weight.dtype != torch.bfloat16:
-            return
-        for module in self.modules():
-            if isinstance(module, Linear):
-                module.pack(kernels)
-        if self.config.tie_word_embeddings and self.lm_head.kernels is not None:
-            self.embed_tokens.register_parameter("weight", None)  # rows are read out of the packed head
-
-    def embed(self, input_ids: Tensor) -> Tensor:
-        """Token ids, (T,), to what the first layer gets, (T, E)."""
-        if self.embed_tokens.weight is None:
-            return Kernels.unpack_rows(self.lm_head.packed, input_ids)
-        return self.embed_tokens(input_ids)  # type: ignore[no-any-return]
-
-    def use_kernels(self, kernels: Kernels | FusedKernels) -> None:
-        """Compute the element-wise parts with compiled kernels; results stay the same up to rounding."""
+    def use_kernels(self, kernels: Any) -> None:
+        """Compute the element-wise parts by these, which do what `PlainKernels` do, up to rounding."""
+        self.kernels = kernels
         for module in self.modules():
             if isinstance(module, RMSNorm | Attention | MLP):
                 module.kernels = kernels
@@ -394,7 +350,7 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Token ids and positions, (T,) int64 each, to hidden states, (T, E); fills the caches."""
         assert self.rope_table is not None, "call build_rope_table first"
-        x = self.embed(input_ids)
+        x = self.embed_tokens(input_ids)
         cos, sin = (table[positions].to(x.dtype) for table in self.rope_table)
         residual = None
         for layer, cache in zip(self.layers, caches, strict=True):

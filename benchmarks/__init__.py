@@ -1,0 +1,1 @@
+"""Engines side by side: `python -m benchmarks`. Nothing is downloaded."""

@@ -1,0 +1,131 @@
+"""Measure engines side by side. No download; the last line printed is one JSON object.
+
+python -m benchmarks                               # nanoengine on this machine's default workload
+python -m benchmarks --workload decode,prefix --engine nanoengine,transformers,transformers-cb
+python -m benchmarks --engine nanoengine,vllm --python vllm=/path/to/its/venv/bin/python
+python -m benchmarks --custom 64:32-256:16-64:512  # 64 requests, prompts of 32 to 256 tokens after 512 shared
+python -m benchmarks --rate 1,2,4                  # latency when requests come at random, so many a second
+python -m benchmarks --plot bench.png              # throughput against batch size, and where the time goes
+python -m benchmarks --what scheduler              # the host side alone: scheduler and block manager
+
+Each engine lives in a process of its own and they take turns: the first run of each, the second of
+each, ... Those whose turn it is not are stopped. All get the same prompts, output lengths, dtype and
+number of threads; a warm-up with other tokens goes before. The models are published shapes with random
+weights, unless --model names a checkpoint. So one figure compares with another of the same run.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import re
+import shlex
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engines import CORES, ENGINES
+from benchmarks.workloads import SHAPES, WORKLOADS, parse_custom
+
+
+def command_line() -> str:
+    """How this was called, less the paths that are this machine's own."""
+    command = shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]])
+    return re.sub(r"=/\S*/(?=\S+/bin/)", "=", command)
+
+
+def parse_rates(text: str) -> list[float]:
+    """Positive numbers, separated by commas."""
+    rates = [float(rate) for rate in text.split(",")]
+    if min(rates) <= 0:
+        raise ValueError(text)
+    return rates
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Options, checked before anything is started."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--what", choices=["engines", "scheduler"], default="engines")
+    parser.add_argument(
+        "--workload", help=f"one or more of {', '.join(WORKLOADS)}; default: small, on a GPU nano"
+    )
+    parser.add_argument("--custom", type=parse_custom, metavar="REQUESTS:PROMPT:OUTPUT[:SHARED]")
+    parser.add_argument("--model", help=f"{', '.join(SHAPES)} (random weights), a directory or a hub id")
+    parser.add_argument("--engine", default="nanoengine", help=f"one or more of {', '.join(ENGINES)}")
+    parser.add_argument(
+        "--python", action="append", default=[], metavar="ENGINE=PATH", help="its interpreter"
+    )
+    parser.add_argument("--repeats", type=int, help="default: 3, of the scheduler 20")
+    parser.add_argument("--rate", type=parse_rates, default=[], help="requests a second: Poisson arrivals")
+    parser.add_argument("--threads", type=int, default=len(CORES))
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--markdown", action="store_true", help="print README's table too")
+    parser.add_argument(
+        "--plot", metavar="FILE.png", help="sweep over batch sizes and draw; needs matplotlib"
+    )
+    args = parser.parse_args()
+    if args.repeats is None:
+        args.repeats = 3 if args.what == "engines" else 20
+    if args.repeats < 1 or args.threads < 1:
+        parser.error("--repeats and --threads must be at least 1")
+    if args.what == "scheduler":
+        return args
+
+    def choose(text: str, known: Iterable[str]) -> list[str]:
+        names = list(dict.fromkeys(text.split(",")))
+        if unknown := set(names).difference(known):
+            parser.error(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(known)}")
+        return names
+
+    args.engine = choose(args.engine, ENGINES)
+    args.pythons = dict(item.partition("=")[::2] for item in args.python)
+    choose(",".join(args.pythons) or ENGINES[0], ENGINES)
+    if missing := [path for path in args.pythons.values() if not os.access(path, os.X_OK)]:
+        parser.error(f"--python needs ENGINE=PATH of an interpreter, got {missing[0]!r}")
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib: pip install -e '.[bench]'")
+    if args.model is None or args.model in SHAPES or Path(args.model).is_dir():
+        os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
+    import torch
+
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    names = choose(args.workload, WORKLOADS) if args.workload else []
+    if not names and not args.custom:
+        names = ["nano" if args.device == "cuda" else "small"]
+    args.workload = [WORKLOADS[name] for name in names] + ([args.custom] if args.custom else [])
+    return args
+
+
+def main() -> None:
+    """Measure, print, draw."""
+    args = parse_arguments()
+    report: dict[str, Any]
+    started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    # Imported late: a wrong option is refused at once, and huggingface_hub reads HF_HUB_OFFLINE.
+    if args.what == "scheduler":
+        from benchmarks.host import bench_scheduler
+
+        report = bench_scheduler(args.repeats)
+    else:
+        from benchmarks.compare import bench_engines
+        from benchmarks.report import draw, print_markdown, print_tables
+
+        report = bench_engines(args)
+        print_tables(report)
+        if args.markdown:
+            print_markdown(report, command_line())
+        if args.plot:
+            draw(report, args.plot)
+    about = {"what": args.what, "command": command_line(), "started": started}
+    print(json.dumps(about | {"python": platform.python_version(), "machine": platform.machine()} | report))
+
+
+if __name__ == "__main__":
+    main()

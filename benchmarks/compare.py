@@ -1,0 +1,226 @@
+"""One model, served by several engines in turns: measured, summarised, held against the roofline."""
+
+import argparse
+import itertools
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engines import percentiles
+from benchmarks.roofline import roofline_seconds
+from benchmarks.workers import Worker, start_worker
+from benchmarks.workloads import SHAPES, SWEEP, Workload, poisson_arrivals
+
+LATENCIES = ("ttft", "tpot", "itl")
+COUNTERS = ("steps", "batch_mean", "batch_max", "prefix_hit_rate", "preemptions", "peak_kv_usage")
+
+
+def summarize(replies: list[dict[str, Any]], prompt_tokens: int, output_tokens: int) -> dict[str, Any]:
+    """One engine's runs of one workload as figures; what it does not report is None."""
+    for reply in replies:
+        if "error" not in reply and reply["output_tokens"] != output_tokens:
+            reply["error"] = f"{reply['output_tokens']} output tokens of {output_tokens} asked for"
+        if "error" in reply:
+            return {"error": reply["error"]}
+
+    def spread(values: list[float]) -> dict[str, float]:
+        numbers = {"median": statistics.median(values), "min": min(values), "max": max(values)}
+        return {name: round(value, 2) for name, value in numbers.items()}
+
+    row: dict[str, Any] = {
+        "prompt_tokens": prompt_tokens,
+        "output_tokens": output_tokens,
+        "output_tokens_per_s": spread([output_tokens / r["seconds"] for r in replies]),
+        "total_tokens_per_s": spread([(prompt_tokens + output_tokens) / r["seconds"] for r in replies]),
+    }
+    for name in LATENCIES:
+        values = [value for reply in replies for value in reply.get(name, [])]
+        row[f"{name}_ms"] = [round(1000 * value, 3) for value in percentiles(values)] if values else None
+    for name in COUNTERS:
+        known = [reply[name] for reply in replies if name in reply]
+        row[name] = round(statistics.median(known), 4) if known else None
+    phases = [reply["phases"] for reply in replies if "phases" in reply]
+    row["phases_s"] = (
+        {p: round(statistics.median(r[p] for r in phases), 4) for p in phases[0]} if phases else None
+    )
+    cuda = [reply["cuda_peak_bytes"] for reply in replies if "cuda_peak_bytes" in reply]
+    row["cuda_peak_bytes"] = max(cuda, default=None)
+    return row
+
+
+@dataclass(slots=True)
+class Bench:
+    """One model, served by several engines that take turns."""
+
+    config: Any  # DecoderConfig
+    itemsize: int  # bytes of a weight
+    engines: list[Worker]
+    limits: Worker
+    bandwidth: float = 0.0  # bytes a second, the best seen so far
+    flops: dict[str, float] = field(default_factory=dict)  # rows -> a second, likewise
+
+    def warm_up(self, workload: Workload) -> None:
+        """Up to 4096 prompt tokens of other prompts, 8 output tokens each."""
+        prompts = workload.prompts(f"{workload.name}, warm-up", self.config.vocab_size)
+        totals = itertools.accumulate(map(len, prompts))
+        prompts = prompts[: max(1, sum(total <= 4096 for total in totals))]
+        output_lens = [min(8, num_tokens) for num_tokens in workload.lengths()[1][: len(prompts)]]
+        for worker in self.engines:
+            worker.error = worker.ask([prompts, output_lens, [0.0] * len(prompts)]).get("error")
+
+    def measure(
+        self, workload: Workload, repeats: int, rate: float | None = None
+    ) -> Iterator[dict[str, Any]]:
+        """A row per engine: all at once, or (with a rate) as requests arrive."""
+        name = workload.name if rate is None else f"{workload.name}, {rate:g} requests a second"
+        prompt_lens, output_lens = workload.lengths()
+        arrivals = [0.0] * len(prompt_lens) if rate is None else poisson_arrivals(rate, len(prompt_lens))
+        replies: dict[str, list[dict[str, Any]]] = {worker.engine: [] for worker in self.engines}
+        if rate is None:
+            self.warm_up(workload)
+        for run in range(repeats):
+            prompts = workload.prompts(f"{name}, run {run}", self.config.vocab_size)
+            for worker in self.engines:
+                reply = worker.ask([prompts, output_lens, arrivals])
+                replies[worker.engine].append(reply)
+                done = reply.get("error") or f"{reply['output_tokens'] / reply['seconds']:.1f} tokens/s"
+                print(f"{name}, run {run + 1} of {repeats}, {worker.engine}: {done}", file=sys.stderr)
+            if rate is None:
+                self._measure_limits()
+        prompt_tokens = sum(prompt_lens) + workload.shared * len(prompt_lens)
+        for worker in self.engines:
+            row: dict[str, Any] = {"workload": workload.name, "engine": worker.engine, "rate": rate}
+            row |= summarize(replies[worker.engine], prompt_tokens, sum(output_lens))
+            if "error" not in row:
+                share = row["output_tokens_per_s"]["median"] / self.roofline(workload)
+                row["roofline_share"] = round(share, 4) if rate is None else None
+                row["peak_rss_bytes"] = worker.peak_rss_bytes()
+            yield row
+
+    def roofline(self, workload: Workload) -> float:
+        """Output tokens a second of an ideal engine on this machine."""
+        prompt_lens, output_lens = workload.lengths()
+        seconds = roofline_seconds(
+            self.config,
+            prompt_lens,
+            output_lens,
+            workload.shared,
+            bandwidth=self.bandwidth,
+            flops=max(self.flops.values()),
+            itemsize=self.itemsize,
+        )
+        return sum(output_lens) / seconds
+
+    def _measure_limits(self) -> None:
+        """What else the machine does only ever lowers them, so the best counts."""
+        reply = self.limits.ask([[], [], []])
+        if "error" in reply:
+            raise RuntimeError(f"the machine's limits cannot be measured: {reply['error']}")
+        self.bandwidth = max(self.bandwidth, reply["bandwidth"])
+        self.flops = {rows: max(rate, self.flops.get(rows, 0.0)) for rows, rate in reply["flops"].items()}
+
+
+def machine(threads: int, device: str) -> dict[str, Any]:
+    """Where this was measured."""
+    import psutil
+    import torch
+
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {
+        "cpu": names[0] if names else platform.processor(),
+        "cores": os.cpu_count(),
+        "threads": threads,
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
+        "system": platform.platform(),
+    }
+
+
+def bench_model(model: str, workloads: list[Workload], args: argparse.Namespace) -> dict[str, Any]:
+    """Start the engines on one model and let them serve the workloads, the rates and the sweep."""
+    import torch
+
+    from nanoengine.models.weights import open_checkpoint
+
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
+        if model in SHAPES:
+            Path(scratch, "config.json").write_text(json.dumps(SHAPES[model] | {"dtype": args.dtype}))
+        checkpoint = open_checkpoint(scratch if model in SHAPES else model)
+        lengths = [(n + w.shared + m) for w in workloads for n, m in zip(*w.lengths(), strict=True)]
+        settings = {
+            "model": str(checkpoint.path),
+            "load_format": "auto" if any(checkpoint.path.glob("*.safetensors")) else "dummy",
+            "dtype": args.dtype,
+            "device": args.device,
+            "max_model_len": max(1024, -(-max(lengths) // 256) * 256),
+        }
+        pythons = {"limits": sys.executable} | {e: args.pythons.get(e, sys.executable) for e in args.engine}
+        workers: dict[str, Worker] = {}
+        for engine, python in pythons.items():
+            print(f"{model}: starting {engine}", file=sys.stderr)
+            worker = workers[engine] = start_worker(engine, python, args.threads)
+            stack.callback(worker.close)
+            reply = worker.ask(settings)
+            worker.error, worker.versions = reply.get("error"), reply.get("versions", {})
+        bench = Bench(
+            checkpoint.decoder_config,
+            getattr(torch, args.dtype).itemsize,
+            engines=[workers[engine] for engine in args.engine],
+            limits=workers["limits"],
+        )
+        rows: list[dict[str, Any]] = []
+        rooflines: dict[str, float] = {}
+        sweep: dict[str, list[float | None]] = {engine: [] for engine in (*args.engine, "roofline")}
+        for workload in workloads:
+            rows += bench.measure(workload, args.repeats)
+            rooflines[workload.name] = round(bench.roofline(workload), 1)
+            for rate in args.rate:
+                rows += bench.measure(workload, 1, rate)
+        for size in SWEEP if args.plot else ():
+            workload = Workload(f"batch {size}", size, (32, 32), (32, 32))
+            for row in bench.measure(workload, 1):
+                sweep[row["engine"]].append(None if "error" in row else row["output_tokens_per_s"]["median"])
+            sweep["roofline"].append(round(bench.roofline(workload), 1))
+        return {
+            "model": model,
+            "engines": {
+                worker.engine: {
+                    "error": worker.error,
+                    "versions": worker.versions,
+                    "environment": worker.notes,
+                }
+                for worker in bench.engines
+            },
+            "limits": {
+                "bandwidth_gb_per_s": round(bench.bandwidth / 1e9, 1),
+                "gemm_gflop_per_s": {rows: round(rate / 1e9) for rows, rate in bench.flops.items()},
+                "roofline_output_tokens_per_s": rooflines,
+            },
+            "results": rows,
+            "sweep": sweep,  # output tokens/s at each size of SWEEP
+        }
+
+
+def bench_engines(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure every workload that was asked for."""
+    groups: dict[str, list[Workload]] = {}
+    for workload in args.workload:
+        groups.setdefault(args.model or workload.shape, []).append(workload)
+    report: dict[str, Any] = {
+        "machine": machine(args.threads, args.device),
+        "dtype": args.dtype,
+        "repeats": args.repeats,
+        "workloads": [asdict(workload) for workload in args.workload],
+        "models": [bench_model(model, workloads, args) for model, workloads in groups.items()],
+    }
+    return report

@@ -1,0 +1,279 @@
+"""The engines, each in a process of its own and in its own Python: nothing but the standard library up here.
+
+`python -m benchmarks.engines NAME` answers JSON lines with JSON lines: first the settings, then a run each.
+"""
+
+import importlib.util
+import itertools
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+# Serve prompts, with these output lengths, from these arrival times on; what was measured, as JSON.
+Run = Callable[[list[list[int]], list[int], list[float]], dict[str, Any]]
+
+MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, TEMPERATURE = 256, 8192, 0.6
+KV_CACHE_BYTES = 4 << 30  # on a CPU; nanoengine's own choice, too
+CORES = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else list(range(os.cpu_count() or 1))
+STATIC_BATCH = 64  # requests of one `generate` call
+
+
+def latencies(arrivals: list[float], stamps: list[list[float]]) -> dict[str, list[float]]:
+    """From each request's arrival and its tokens' times, in seconds.
+
+    ttft: time to the first token, queueing included, per request; tpot: time per output token after
+    the first, per request; itl: time between one token and the next, per token.
+    """
+    gaps = [[b - a for a, b in itertools.pairwise(times)] for times in stamps]
+    return {
+        "ttft": [times[0] - arrival for arrival, times in zip(arrivals, stamps, strict=True)],
+        "tpot": [statistics.fmean(each) for each in gaps if each],
+        "itl": [gap for each in gaps for gap in each],
+    }
+
+
+def percentiles(values: list[float]) -> list[float]:
+    """The 50th, 90th and 99th percentile, interpolated between neighbours.
+
+    >>> percentiles([40.0, 10.0, 30.0, 20.0])[0]
+    25.0
+    """
+    cuts = statistics.quantiles(values * 2 if len(values) == 1 else values, n=100, method="inclusive")
+    return [cuts[49], cuts[89], cuts[98]]
+
+
+def drive(
+    engine: Any,
+    prompts: list[list[int]],
+    params: list[Any],
+    arrivals: list[float],
+    after_step: Callable[[list[Any]], None] = lambda outputs: None,
+) -> dict[str, Any]:
+    """Serve requests by `add_request` and `step`, which nanoengine and vLLM share."""
+    stamps: list[list[float]] = [[] for _ in prompts]
+    num_added, start = 0, time.perf_counter()
+    while num_added < len(prompts) or engine.has_unfinished_requests():
+        now = time.perf_counter() - start
+        while num_added < len(prompts) and arrivals[num_added] <= now:
+            engine.add_request(str(num_added), {"prompt_token_ids": prompts[num_added]}, params[num_added])
+            num_added += 1
+        if not engine.has_unfinished_requests():
+            time.sleep(arrivals[num_added] - now)
+            continue
+        outputs = engine.step()
+        now = time.perf_counter() - start
+        for output in outputs:
+            stamps[int(output.request_id)] += [now] * len(output.outputs[0].token_ids)
+        after_step(outputs)
+    seconds = time.perf_counter() - start
+    return {"seconds": seconds, "output_tokens": sum(map(len, stamps)), **latencies(arrivals, stamps)}
+
+
+def load_stepped(settings: dict[str, Any]) -> Run:
+    """nanoengine, or whatever vLLM its environment holds: where they agree, one code drives both."""
+    is_vllm = settings["engine"] == "vllm"
+    if is_vllm:
+        from vllm import LLM, SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+    else:
+        from nanoengine import LLM, RequestOutputKind, SamplingParams
+
+    names = ("model", "dtype", "load_format", "max_model_len")
+    vllm_settings = {
+        "max_num_seqs": MAX_NUM_SEQS,
+        "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
+        "skip_tokenizer_init": True,
+    }
+    own = vllm_settings if is_vllm else {"device": settings["device"]}
+    llm = LLM(**{name: settings[name] for name in names}, **own)
+
+    def run(prompts: list[list[int]], output_lens: list[int], arrivals: list[float]) -> dict[str, Any]:
+        common = {"temperature": TEMPERATURE, "ignore_eos": True, "detokenize": False}
+        kind = RequestOutputKind.DELTA  # an output is what the step added
+        params = [SamplingParams(max_tokens=n, output_kind=kind, **common) for n in output_lens]
+        if is_vllm:
+            return drive(llm.llm_engine, prompts, params, arrivals)
+        batch_sizes: list[int] = []
+        usages: list[float] = []
+
+        def after_step(outputs: list[Any]) -> None:
+            metrics = llm.metrics()
+            batch_sizes.append(metrics["num_running"] + sum(output.finished for output in outputs))
+            usages.append(metrics["kv_cache_usage"])
+
+        before = llm.metrics()
+        result = drive(llm, prompts, params, arrivals, after_step)
+        spent = {name: value - before[name] for name, value in llm.metrics().items()}
+        phases = {
+            name.removeprefix("seconds_"): value
+            for name, value in spent.items()
+            if name.startswith("seconds_")
+        }
+        return result | {
+            "steps": spent["num_steps"],
+            "batch_mean": statistics.fmean(batch_sizes),
+            "batch_max": max(batch_sizes),
+            "prefix_hit_rate": spent["prefix_cache_hits"] / spent["prefix_cache_queries"],
+            "preemptions": spent["num_preemptions"],
+            "peak_kv_usage": max(usages),
+            "phases": phases | {"rest": result["seconds"] - sum(phases.values())},
+        }
+
+    return run
+
+
+def _transformers_model(settings: dict[str, Any]) -> tuple[Any, Any]:
+    """A model and the generation settings both of its engines use: sampling, and no end of sequence."""
+    import torch
+    import transformers
+
+    library: Any = transformers  # partly without types
+
+    dtype = getattr(torch, settings["dtype"])
+    if settings["load_format"] == "dummy":
+        config = library.AutoConfig.from_pretrained(settings["model"])
+        model = library.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    else:
+        model = library.AutoModelForCausalLM.from_pretrained(settings["model"], dtype=dtype)
+    model.generation_config = library.GenerationConfig(
+        do_sample=True, temperature=TEMPERATURE, top_k=0, top_p=1.0, pad_token_id=0, eos_token_id=None
+    )
+    return model.to(settings["device"]).eval(), model.generation_config
+
+
+def load_transformers(settings: dict[str, Any]) -> Run:
+    """`generate`: static batches, left padding. A batch runs as long as the longest of its outputs."""
+    import torch
+
+    model, _ = _transformers_model(settings)
+
+    def run(prompts: list[list[int]], output_lens: list[int], arrivals: list[float]) -> dict[str, Any]:
+        if any(arrivals):
+            raise ValueError("static batches take no arrivals")
+        start, steps, output_tokens = time.perf_counter(), 0, 0
+        # Sorted, so that a batch's outputs are about as long as each other.
+        order = sorted(range(len(prompts)), key=lambda i: output_lens[i])
+        for first in range(0, len(order), STATIC_BATCH):
+            batch = order[first : first + STATIC_BATCH]
+            width, longest = max(len(prompts[i]) for i in batch), max(output_lens[i] for i in batch)
+            ids = torch.tensor([[0] * (width - len(prompts[i])) + prompts[i] for i in batch])
+            mask = torch.tensor([[0] * (width - len(prompts[i])) + [1] * len(prompts[i]) for i in batch])
+            ids, mask = ids.to(model.device), mask.to(model.device)
+            generated = model.generate(ids, attention_mask=mask, max_new_tokens=longest).shape[1] - width
+            output_tokens += sum(min(output_lens[i], generated) for i in batch)
+            steps += generated
+        return {
+            "seconds": time.perf_counter() - start,
+            "output_tokens": output_tokens,
+            "steps": steps,
+            "batch_mean": output_tokens / steps,
+            "batch_max": min(STATIC_BATCH, len(prompts)),
+        }
+
+    return run
+
+
+def load_transformers_cb(settings: dict[str, Any]) -> Run:
+    """Continuous batching, as `generate_batch` does it, with an output length for each request."""
+    import torch
+    from transformers import ContinuousBatchingConfig
+
+    model, generation_config = _transformers_model(settings)
+    cb_config = ContinuousBatchingConfig(
+        max_batch_tokens=MAX_NUM_BATCHED_TOKENS, max_requests_per_batch=MAX_NUM_SEQS
+    )
+    if (
+        settings["device"] == "cpu"
+    ):  # as much cache as the other engines take; alone, it would take all memory
+        config, itemsize = model.config, getattr(torch, settings["dtype"]).itemsize
+        token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * itemsize
+        num_tokens = min(KV_CACHE_BYTES // token_bytes, MAX_NUM_SEQS * settings["max_model_len"])
+        cb_config.num_blocks = num_tokens // cb_config.page_size
+
+    def serve(
+        manager: Any, prompts: list[list[int]], output_lens: list[int], arrivals: list[float]
+    ) -> list[Any]:
+        start = time.perf_counter()
+        ids = []
+        for prompt, num_tokens, arrival in zip(prompts, output_lens, arrivals, strict=True):
+            time.sleep(max(0.0, start + arrival - time.perf_counter()))
+            ids.append(manager.add_request(prompt, max_new_tokens=num_tokens, record_timestamps=True))
+        finished: dict[str, Any] = {}
+        while len(finished) < len(ids):
+            result = manager.get_result(timeout=1)
+            if result is not None and result.error is not None:
+                raise RuntimeError(result.error)
+            if result is not None and result.is_finished():
+                finished[result.request_id] = result
+            elif result is None and not manager.is_running():
+                raise RuntimeError("the generation thread ended")
+        return [finished[request_id] for request_id in ids]
+
+    def run(prompts: list[list[int]], output_lens: list[int], arrivals: list[float]) -> dict[str, Any]:
+        manager_context = model.continuous_batching_context_manager(
+            generation_config, continuous_batching_config=cb_config, warmup=settings["device"] == "cuda"
+        )
+        with manager_context as manager:
+            serve(manager, [[0]], [1], [0.0])  # it allocates its cache when the first request comes
+            start = time.perf_counter()
+            outputs = serve(manager, prompts, output_lens, arrivals)
+            seconds = time.perf_counter() - start
+        stamps = [[stamp - start for stamp in output.timestamps] for output in outputs]
+        output_tokens = sum(len(output.generated_tokens) for output in outputs)
+        return {"seconds": seconds, "output_tokens": output_tokens, **latencies(arrivals, stamps)}
+
+    return run
+
+
+def load_limits(settings: dict[str, Any]) -> Run:
+    """No engine: the machine's memory bandwidth and rate of matrix products."""
+    from benchmarks.roofline import measure_limits
+
+    return lambda prompts, output_lens, arrivals: measure_limits(settings["dtype"], settings["device"])
+
+
+# name -> the package it needs, and how it starts
+LOADERS: dict[str, tuple[str, Callable[[dict[str, Any]], Run]]] = {
+    "nanoengine": ("nanoengine", load_stepped),
+    "transformers": ("transformers", load_transformers),
+    "transformers-cb": ("transformers", load_transformers_cb),
+    "vllm": ("vllm", load_stepped),
+    "limits": ("torch", load_limits),
+}
+ENGINES = [name for name in LOADERS if name != "limits"]
+
+
+def worker_main(engine: str) -> None:
+    """Answer JSON lines with JSON lines: first the settings, then a run each."""
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # engines print; that goes to the log
+    package, load = LOADERS[engine]
+    run: Run | None = None
+    for line in sys.stdin:
+        command, reply = json.loads(line), {}
+        try:
+            if run is not None:
+                reply = run(*command)
+            elif importlib.util.find_spec(package) is None:
+                reply = {"error": "not installed"}
+            else:
+                run = load(command | {"engine": engine})
+                modules = {name: sys.modules.get(name) for name in ("torch", "transformers", package)}
+                versions = {name: module.__version__ for name, module in modules.items() if module}
+                reply = {"versions": {"python": platform.python_version(), **versions}}
+            if (torch := sys.modules.get("torch")) and torch.cuda.is_initialized():
+                reply["cuda_peak_bytes"] = torch.cuda.max_memory_allocated()
+        except Exception as error:
+            traceback.print_exc()
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(reply), file=replies, flush=True)
+
+
+if __name__ == "__main__":
+    worker_main(sys.argv[1])

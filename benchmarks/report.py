@@ -1,0 +1,138 @@
+"""Tables, README's table, and plots."""
+
+import itertools
+import math
+import sys
+from typing import Any
+
+from benchmarks.compare import LATENCIES
+from benchmarks.workloads import SWEEP
+
+
+def cells(row: dict[str, Any]) -> dict[str, str]:
+    """A result as text, by label; "-" is what the engine does not report."""
+
+    def text(name: str, form: str, scale: float = 1.0) -> str:
+        return "-" if row.get(name) is None else format(row[name] * scale, form)
+
+    def spread(name: str) -> str:
+        return "{median:.1f} ({min:.1f} to {max:.1f})".format(**row[name])
+
+    labels = {
+        "output tokens/s (min to max)": spread("output_tokens_per_s"),
+        "total tokens/s (min to max)": spread("total_tokens_per_s"),
+        "share of the roofline": text("roofline_share", ".0%"),
+    }
+    for name in LATENCIES:
+        values = row[f"{name}_ms"]
+        labels[f"{name.upper()} p50 / p90 / p99, ms"] = (
+            " / ".join(f"{v:.1f}" for v in values) if values else "-"
+        )
+    labels |= {
+        "steps": text("steps", ".0f"),
+        "sequences a step, mean / most": f"{text('batch_mean', '.1f')} / {text('batch_max', '.0f')}",
+        "prefix hits": text("prefix_hit_rate", ".0%"),
+        "preemptions": text("preemptions", ".0f"),
+        "peak KV use": text("peak_kv_usage", ".0%"),
+        "peak memory, GiB": text("peak_rss_bytes", ".2f", 2**-30),
+        "peak CUDA memory, GiB": text("cuda_peak_bytes", ".2f", 2**-30),
+    }
+    phases: dict[str, float] = row["phases_s"] or {}
+    for name in ("schedule", "inputs", "forward", "sample", "update", "rest"):
+        labels[f"time in {name}"] = f"{phases[name] / sum(phases.values()):.1%}" if phases else "-"
+    return labels
+
+
+def print_tables(report: dict[str, Any]) -> None:
+    """Per model: a table per workload (and rate) with a column per engine, what they are, and the limits."""
+    for result in report["models"]:
+        _print_tables(result)
+
+
+def _print_tables(result: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False)
+    for (workload, rate), group in itertools.groupby(
+        result["results"], lambda row: (row["workload"], row["rate"])
+    ):
+        rows = list(group)
+        load = "" if rate is None else f", {rate:g} requests a second"
+        table = Table("", *(row["engine"] for row in rows), title=f"{workload}{load}, {result['model']}")
+        columns = [{} if "error" in row else cells(row) for row in rows]
+        errors = [row.get("error", "") for row in rows]
+        for label in next((column for column in columns if column), {}):
+            table.add_row(label, *(column.get(label, "") for column in columns))
+        if any(errors):
+            table.add_row("not measured", *errors)
+        console.print(table)
+    for engine, about in result["engines"].items():
+        versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+        console.print(f"{engine}: {about['error'] or versions}; {about['environment']}")
+    limits = result["limits"]
+    rates = ", ".join(f"{rate} at {rows} rows" for rows, rate in limits["gemm_gflop_per_s"].items())
+    console.print(f"memory: {limits['bandwidth_gb_per_s']} GB/s; matrix products, GFLOP/s: {rates}")
+    for workload, tokens in limits["roofline_output_tokens_per_s"].items():
+        console.print(f"roofline of {workload}: {tokens} output tokens/s")
+
+
+def print_markdown(report: dict[str, Any], command: str) -> None:
+    """README's table: a row per workload and engine."""
+    print("\n| workload | model | engine | output tokens/s (min to max) | of roofline | TTFT p50 | ITL p50 |")
+    print("|---|---|---|---|---|---|---|")
+    for result in report["models"]:
+        for row in result["results"]:
+            if row["rate"] is not None:
+                continue
+            start = f"| {row['workload']} | {result['model']} | {row['engine']} |"
+            if "error" in row:
+                print(start, f"{row['error']} | | | |")
+                continue
+            figures = list(cells(row).values())
+            medians = [f"{row[name][0]:.0f} ms" if row[name] else "-" for name in ("ttft_ms", "itl_ms")]
+            print(start, " | ".join([figures[0], figures[2], *medians]), "|")
+    place = report["machine"]
+    engines = {engine: about for result in report["models"] for engine, about in result["engines"].items()}
+    software = [
+        f"{engine} ({', '.join(f'{name} {version}' for name, version in about['versions'].items())})"
+        for engine, about in engines.items()
+        if about["versions"]
+    ]
+    hardware = f"{place['gpu'] or place['cpu']}, {place['cores']} cores, {place['memory_gib']} GiB"
+    settings = f"{place['threads']} threads, {report['dtype']}, runs of each: {report['repeats']}"
+    print(f"\n{hardware}; {settings}; {'; '.join(software)}. `{command}`\n")
+
+
+def draw(report: dict[str, Any], path: str) -> None:
+    """Throughput against batch size, and where nanoengine's time went."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
+    for result in report["models"]:
+        for engine, speeds in result["sweep"].items():
+            style = "k--" if engine == "roofline" else "o-"
+            left.plot(
+                SWEEP, [speed or math.nan for speed in speeds], style, label=f"{engine}, {result['model']}"
+            )
+        for row in result["results"]:
+            phases: dict[str, float] = (row["rate"] is None and row.get("phases_s")) or {}
+            start = 0.0
+            for number, (phase, seconds) in enumerate(phases.items()):
+                share = seconds / sum(phases.values())
+                right.barh(row["workload"], share, left=start, color=f"C{number}", label=phase)
+                start += share
+    left.set(
+        xlabel="sequences, 32 tokens in and 32 out", ylabel="output tokens/s", xscale="log", yscale="log"
+    )
+    left.set_xticks(SWEEP, [str(size) for size in SWEEP])
+    left.legend()
+    right.set(xlabel="share of the time", xlim=(0, 1))
+    right.margins(y=0.5)  # one bar alone would fill the figure
+    handles, labels = right.get_legend_handles_labels()
+    unique = dict(zip(labels, handles, strict=True))
+    right.legend(unique.values(), unique.keys(), loc="lower center", ncols=6, bbox_to_anchor=(0.5, 1))
+    figure.savefig(path, dpi=150)

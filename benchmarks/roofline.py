@@ -1,0 +1,113 @@
+"""How fast an ideal engine would be on this machine, from its memory bandwidth and its rate of products."""
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanoengine.backends.cpu import Kernels, pack_linear
+
+
+def roofline_seconds(
+    config: Any,
+    prompt_lens: list[int],
+    output_lens: list[int],
+    shared: int = 0,
+    *,
+    bandwidth: float,
+    flops: float,
+    itemsize: int = 2,
+) -> float:
+    """Seconds that an ideal engine would take for a workload, on a machine with these two limits.
+
+    It computes all prompts in one pass, then one token of every unfinished request a pass. A pass
+    takes as long as its memory traffic or its arithmetic, whichever is longer:
+
+        bytes   every weight once, and K and V of every token attended to, per sequence (in the first
+                pass they were only just computed)
+        FLOPs   2 per weight and token, the vocabulary's only for tokens that are due one; and
+                4 * heads * head_dim per layer for each pair of a token and a token it attends to
+
+    A shared prefix is computed once. Norms, activations, sampling and the host cost nothing, attention
+    is full. A model that fits in the CPU's caches can be faster than memory, hence than this.
+
+    Args:
+        config: a `DecoderConfig`.
+        prompt_lens: each request's tokens after the shared ones.
+        output_lens: each request's tokens to generate.
+        shared: tokens that all prompts begin with.
+        bandwidth: bytes a second.
+        flops: a second.
+        itemsize: bytes of a number.
+    """
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    attention_weights = config.hidden_size * (2 * q_size + 2 * kv_size)
+    mlp_weights = 3 * config.hidden_size * config.intermediate_size
+    layer_weights = config.num_layers * (attention_weights + mlp_weights)
+    head_weights = config.hidden_size * config.vocab_size
+
+    def pass_seconds(tokens: int, due: int, pairs: int, tokens_read: int) -> float:
+        num_bytes = itemsize * (layer_weights + head_weights + 2 * config.num_layers * kv_size * tokens_read)
+        work = 2 * (layer_weights * tokens + head_weights * due) + 4 * config.num_layers * q_size * pairs
+        return float(max(num_bytes / bandwidth, work / flops))
+
+    prefix_pairs = shared * (shared + 1) // 2
+    prompt_pairs = sum(shared * n + n * (n + 1) // 2 for n in prompt_lens)
+    seconds = pass_seconds(shared + sum(prompt_lens), len(prompt_lens), prefix_pairs + prompt_pairs, 0)
+    for step in range(1, max(output_lens)):
+        contexts = [shared + n + step for n, m in zip(prompt_lens, output_lens, strict=True) if m > step]
+        seconds += pass_seconds(len(contexts), len(contexts), sum(contexts), sum(contexts))
+    return seconds
+
+
+def measure_limits(dtype_name: str, device_name: str) -> dict[str, Any]:
+    """The machine's memory bandwidth and matrix rate, in what an engine's layers consist of.
+
+    A stack of weights larger than the caches is applied to 1, 8, ... rows by the fastest way there is. One
+    row reads every weight for two FLOPs each: that is bandwidth. The best rate of all is taken for the
+    matrix rate.
+
+    Returns:
+        "bandwidth" in bytes a second, and "flops" a second, by the number of rows.
+    """
+    device, dtype = torch.device(device_name), getattr(torch, dtype_name)
+    size, num_layers = 4096, 8
+    row_counts = (1, 8, 16, 32, 64, 256) if device.type == "cpu" else (1, 64, 256, 1024, 4096)
+
+    def stack(pack: Callable[[nn.Linear], nn.Module]) -> list[nn.Module]:
+        layers = []
+        for _ in range(num_layers):
+            layer = nn.Linear(size, size, bias=False, dtype=dtype, device="meta").to_empty(device=device)
+            layer.requires_grad_(False).weight.fill_(0.01)
+            layers.append(pack(layer))
+        return layers
+
+    if device.type == "cpu":
+        stacks = [stack(lambda layer: pack_linear(layer, None))]
+        with suppress(RuntimeError):  # no compiler
+            kernels = Kernels()
+            stacks.append(stack(lambda layer: pack_linear(layer, kernels)))
+    else:
+        stacks = [stack(lambda layer: layer)]
+
+    def seconds(rows: int, layers: list[nn.Module]) -> float:
+        x = torch.full((rows, size), 0.01, dtype=dtype, device=device)
+        start = time.perf_counter()
+        for layer in layers:
+            layer(x)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    with torch.inference_mode():
+        best = {
+            rows: min(seconds(rows, layers) for layers in stacks for _ in range(3)) for rows in row_counts
+        }
+    numbers = num_layers * size * size
+    return {
+        "bandwidth": numbers * dtype.itemsize / best[1],
+        "flops": {str(rows): 2 * rows * numbers / best[rows] for rows in row_counts},
+    }

@@ -1,0 +1,103 @@
+"""Engines' processes, seen from outside: started, asked, stopped while others have their turn."""
+
+import ctypes.util
+import json
+import os
+import signal
+import subprocess
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engines import CORES, KV_CACHE_BYTES
+
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass(slots=True)
+class Worker:
+    """An engine in its own process, stopped while others have their turn."""
+
+    engine: str
+    process: subprocess.Popen[str]
+    log: Any  # what it prints
+    notes: str  # settings of its environment
+    versions: dict[str, str] = field(default_factory=dict)
+    error: str | None = None  # why it is of no use any more
+
+    def ask(self, command: Any) -> dict[str, Any]:
+        """Its answer; an error is kept."""
+        if self.error is not None:
+            return {"error": self.error}
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self._signal(signal.SIGCONT)
+        try:
+            print(json.dumps(command), file=self.process.stdin, flush=True)
+            answer = self.process.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        self._signal(signal.SIGSTOP)
+        if not answer:
+            self.log.seek(0)
+            tail = " | ".join(self.log.read().strip().splitlines()[-3:])
+            answer = json.dumps({"error": f"the process ended: {tail}"})
+        reply: dict[str, Any] = json.loads(answer)
+        return reply
+
+    def peak_rss_bytes(self) -> int | None:
+        """The most memory its processes held, each at its own peak; None where /proc does not tell."""
+        import psutil
+
+        main = psutil.Process(self.process.pid)
+        total = 0
+        for process in (main, *main.children(recursive=True)):
+            try:
+                lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+            except OSError:
+                return None
+            total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+        return total
+
+    def close(self) -> None:
+        """Let it end, or end it, and whatever it started."""
+        self._signal(signal.SIGCONT)
+        with suppress(subprocess.TimeoutExpired):
+            self.process.communicate(timeout=10)
+        self._signal(signal.SIGKILL)
+        self.process.wait()
+        self.log.close()
+
+    def _signal(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
+
+def start_worker(engine: str, python: str, threads: int) -> Worker:
+    """Start an engine's process. Like a shell's job: a terminal that closes takes it along."""
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    notes = f"OMP_NUM_THREADS={threads}"
+    if engine == "vllm":  # what it runs best with; it sets OMP_NUM_THREADS itself
+        cores = ",".join(map(str, CORES[:threads]))
+        own = {"VLLM_CPU_OMP_THREADS_BIND": cores, "VLLM_CPU_KVCACHE_SPACE": str(KV_CACHE_BYTES >> 30)}
+        iomp = Path(python).parent.parent / "lib" / "libiomp5.so"
+        preload = [ctypes.util.find_library("tcmalloc_minimal"), str(iomp) if iomp.is_file() else None]
+        own["LD_PRELOAD"] = ":".join(library for library in preload if library)
+        env |= own
+        notes = " ".join(f"{name}={value}" for name, value in own.items())
+    else:
+        env["OMP_NUM_THREADS"] = str(threads)
+    log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (the worker closes it)
+    process = subprocess.Popen(
+        [python, "-m", "benchmarks.engines", engine],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        text=True,
+        env=env,
+        cwd=ROOT,
+        process_group=0,
+    )
+    return Worker(engine, process, log, notes)

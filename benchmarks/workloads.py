@@ -1,0 +1,122 @@
+"""What is served: published model shapes with random weights, and how many requests of which lengths."""
+
+import itertools
+import random
+import re
+from dataclasses import dataclass
+from typing import Any
+
+
+def shape(
+    family: str,
+    vocab: int,
+    hidden: int,
+    mlp: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    **more: Any,
+) -> dict[str, Any]:
+    """A config.json."""
+    return {
+        "architectures": [f"{family}ForCausalLM"],
+        "model_type": family.lower(),
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+        "eos_token_id": None,
+        **more,
+    }
+
+
+_QWEN3 = {"max_position_embeddings": 40960, "rope_theta": 1e6, "rms_norm_eps": 1e-6}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_LLAMA3 = {
+    "max_position_embeddings": 131072,
+    "rope_theta": 500000.0,
+    "rope_scaling": _LLAMA3_ROPE,
+    "rms_norm_eps": 1e-5,
+}
+SHAPES = {
+    "qwen3-0.6b": shape("Qwen3", 151936, 1024, 3072, 28, 16, 8, 128, **_QWEN3),
+    "qwen3-1.7b": shape("Qwen3", 151936, 2048, 6144, 28, 16, 8, 128, **_QWEN3),
+    "llama-3.2-1b": shape("Llama", 128256, 2048, 8192, 16, 32, 8, 64, **_LLAMA3),
+    "tiny": shape("Qwen3", 4096, 256, 768, 4, 8, 4, 64, **_QWEN3),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests to serve: how many and how long. Lengths are drawn from closed ranges, always alike."""
+
+    name: str
+    num_requests: int
+    prompt: tuple[int, int]  # tokens of its own
+    output: tuple[int, int]
+    shared: int = 0  # tokens that all prompts begin with
+    shape: str = "qwen3-0.6b"  # the model, where --model names no other
+
+    def lengths(self) -> tuple[list[int], list[int]]:
+        """Tokens of each request's own prompt, and of each output."""
+        rng = random.Random(0)
+        prompt_lens = [rng.randint(*self.prompt) for _ in range(self.num_requests)]
+        return prompt_lens, [rng.randint(*self.output) for _ in range(self.num_requests)]
+
+    def prompts(self, run: str, vocab_size: int) -> list[list[int]]:
+        """Random token ids; no two runs share them, so that no prefix cache carries over."""
+        rng = random.Random(run)
+
+        def draw(num_tokens: int) -> list[int]:
+            return [rng.randrange(min(4000, vocab_size)) for _ in range(num_tokens)]
+
+        prefix = draw(self.shared)
+        return [prefix + draw(num_tokens) for num_tokens in self.lengths()[0]]
+
+
+WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        Workload("nano", 256, (100, 1024), (100, 1024)),  # nano-vllm's benchmark, for a GPU
+        Workload("small", 32, (32, 256), (32, 128)),
+        Workload("decode", 16, (16, 32), (128, 128)),
+        Workload("prefill", 16, (512, 512), (8, 8)),
+        Workload("prefix", 32, (32, 32), (32, 32), shared=512),
+        Workload("tiny", 128, (32, 256), (32, 256), shape="tiny"),
+    )
+}
+SWEEP = (1, 2, 4, 8, 16, 32, 64)  # batch sizes of --plot
+
+
+def parse_custom(text: str) -> Workload:
+    """REQUESTS:PROMPT:OUTPUT[:SHARED], where PROMPT and OUTPUT are LENGTH or LOW-HIGH.
+
+    >>> parse_custom("8:32-256:16").output
+    (16, 16)
+    """
+    match = re.fullmatch(r"(\d+):(\d+)(?:-(\d+))?:(\d+)(?:-(\d+))?(?::(\d+))?", text)
+    if match is None:
+        raise ValueError(text)
+    requests, low, high, shortest, longest, shared = (int(part or 0) for part in match.groups())
+    workload = Workload(text, requests, (low, high or low), (shortest, longest or shortest), shared)
+    if requests < 1 or not all(1 <= a <= b for a, b in (workload.prompt, workload.output)):
+        raise ValueError(text)
+    return workload
+
+
+def poisson_arrivals(rate: float, num_requests: int, seed: int = 0) -> list[float]:
+    """Seconds at which requests arrive, `rate` a second on average, independent of each other."""
+    rng = random.Random(seed)
+    return list(itertools.accumulate(rng.expovariate(rate) for _ in range(num_requests)))

@@ -1,0 +1,1 @@
+"""Attention over paged memory, and the processors it runs on."""

@@ -1,0 +1,321 @@
+"""What PyTorch leaves to its user on a GPU: transfers that the host does not wait for, fused kernels, graphs.
+
+Top to bottom: transfers, fusion, decode graphs, and `CUDA`, which uses all.
+"""
+
+import bisect
+import gc
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nanoengine.backends.attention import PagedAttention, TorchAttention, new_caches
+from nanoengine.backends.device import Device, Download, Forward, Function
+from nanoengine.config import EngineConfig
+
+if TYPE_CHECKING:
+    from nanoengine.engine import ModelInputs, ModelRunner
+
+# ---- Transfers -----------------------------------------------------------------------------------
+
+
+def upload(values: NDArray[Any], device: torch.device) -> Tensor:
+    """An array on the device. Towards a GPU it is queued, where `torch.tensor` would wait for all before."""
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+class PinnedDownload(Download):
+    """Copied to memory that the GPU writes by itself; an event tells when."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__(torch.empty_like(tensor, device="cpu", pin_memory=True))
+        self._tensor.copy_(tensor, non_blocking=True)
+        self._arrived: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._arrived.record()
+
+    def read(self) -> Tensor:
+        """As in the base class."""
+        self._arrived.synchronize()
+        return super().read()
+
+
+TORCH_DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
+
+
+class Staging:
+    """Carries a step's arrays to the device in one copy that the host does not wait for.
+
+    They are laid side by side in memory the GPU can read by itself, and arrive in memory of their own:
+    arrays of the same shapes arrive at the same addresses, where a captured graph looks for them.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        on_cuda = device.type == "cuda"
+        self._host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=on_cuda)
+        self._device = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self._copied: Any = torch.cuda.Event() if on_cuda else None  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def num_bytes(arrays: Iterable[np.ndarray]) -> int:
+        """What the arrays take; each begins at a multiple of 8."""
+        return sum(-(-array.nbytes // 8) * 8 for array in arrays)
+
+    def send(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
+        """The arrays on the device, until the next call."""
+        if self._copied is not None:
+            self._copied.synchronize()  # the copy before this one, long done
+        spans, offset = [], 0
+        host = self._host.numpy()
+        for array in arrays:
+            end = offset + array.nbytes
+            host[offset:end].view(array.dtype)[:] = array.ravel()
+            spans.append((offset, end))
+            offset = -(-end // 8) * 8
+        self._device[:offset].copy_(self._host[:offset], non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+        return [
+            self._device[start:end].view(TORCH_DTYPES[array.dtype]).view(array.shape)
+            for (start, end), array in zip(spans, arrays, strict=True)
+        ]
+
+
+# ---- Fusion --------------------------------------------------------------------------------------
+
+
+def fuse(function: Function) -> Function:
+    """A function compiled at its first call, which on a GPU is in the trial pass or before a capture."""
+    return torch.compile(function, dynamic=True)  # type: ignore[return-value]
+
+
+class FusedKernels:
+    """The element-wise parts of a decoder, each one kernel instead of several."""
+
+    def __init__(self, plain: Any) -> None:
+        self.rms_norm = fuse(plain.rms_norm)
+        self.norm_rotate = fuse(plain.norm_rotate)
+        self.silu_and_mul = fuse(plain.silu_and_mul)
+
+
+# ---- Graphs --------------------------------------------------------------------------------------
+
+
+class GraphRecorder:
+    """Captures what a function launches on the GPU, to be launched again as a whole.
+
+    Graphs of one recorder share their memory: only one runs at a time.
+    Source: https://pytorch.org/blog/accelerating-pytorch-with-cuda-graphs/
+    """
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Run once as it is, once captured; returns what replays the capture."""
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # what is compiled or set up at a first call must not be captured
+            run()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            run()
+        self._pool = graph.pool()
+        return graph.replay
+
+
+def graph_sizes(largest: int) -> list[int]:
+    """The numbers of sequences whose decode steps are captured: close together where steps are short.
+
+    >>> graph_sizes(50)
+    [1, 2, 4, 8, 16, 24, 32, 40, 48, 50]
+    """
+    ladder = (1, 2, 4, *range(8, 128, 8), *range(128, 512, 16), 512)
+    return [size for size in ladder if size < largest] + ([largest] if largest <= ladder[-1] else [])
+
+
+def pad_decodes(
+    inputs: "ModelInputs[np.ndarray]", num_seqs: int, table_width: int, block_size: int
+) -> "ModelInputs[np.ndarray]":
+    """A batch of decodes in the shapes of a graph: num_seqs sequences, block tables of table_width.
+
+    Each missing sequence is a token at position 0 of the null block, and no row of it is sampled. The
+    lengths are those the graph was captured for, since its kernels were chosen at capture: as many tokens
+    as a block table holds, read out of their blocks.
+    """
+    metadata = inputs.metadata
+    missing = num_seqs - len(metadata.seq_lens)
+
+    def pad(values: np.ndarray, value: int) -> np.ndarray:
+        return np.concatenate((values, np.full(missing, value, dtype=values.dtype)))
+
+    block_tables = np.zeros((num_seqs, table_width), dtype=np.int32)
+    block_tables[: len(metadata.block_tables), : metadata.block_tables.shape[1]] = metadata.block_tables
+    seq_lens = pad(metadata.seq_lens, 1)
+    metadata = metadata._replace(
+        cu_seqlens_q=np.arange(num_seqs + 1, dtype=np.int32),
+        cu_seqlens_k=np.concatenate(([0], seq_lens.cumsum())).astype(np.int32),
+        seq_lens=seq_lens,
+        block_tables=block_tables,
+        slot_mapping=pad(metadata.slot_mapping, 0),
+        max_seq_len=table_width * block_size,
+        is_fresh=False,
+    )
+    return inputs._replace(
+        input_ids=pad(inputs.input_ids, 0), positions=pad(inputs.positions, 0), metadata=metadata
+    )
+
+
+class DecodeGraphs(Forward):
+    """Decode steps captured for a ladder of batch sizes, each replayed by a single launch.
+
+    A batch of decodes has one shape per number of sequences once its block tables have a fixed width. So
+    `pad` fills a batch up to the next size of the ladder, and `send` lays arrays of the same shapes at the
+    same addresses: that is where each graph finds its inputs, without being told. All graphs leave their
+    hidden states in the same memory. Prompts, mixed and larger batches run as they come.
+    """
+
+    def __init__(self, runner: "ModelRunner", decode: "ModelInputs[np.ndarray]") -> None:
+        super().__init__(runner.compute)
+        start = time.perf_counter()
+        self.sizes = graph_sizes(runner.max_num_seqs)
+        self.table_width, self.block_size = runner.table_width, runner.block_size
+        self.hidden: Tensor | None = None  # (largest size, E)
+        self.replays: dict[int, Callable[[], None]] = {}
+        recorder = GraphRecorder()
+        for size in reversed(self.sizes):  # the smaller ones then fit into the memory of the largest
+            inputs = runner.send(pad_decodes(decode, size, self.table_width, self.block_size))
+
+            def run(size: int = size, inputs: "ModelInputs[Tensor]" = inputs) -> None:
+                hidden = self.compute(inputs)
+                if self.hidden is None:
+                    self.hidden = torch.empty_like(hidden)
+                self.hidden[:size].copy_(hidden)
+
+            self.replays[size] = recorder.record(run)
+        self.seconds = time.perf_counter() - start
+
+    def size_for(self, num_tokens: int, num_seqs: int) -> int | None:
+        """The smallest graph that holds the batch; None: it is not all decodes, or too large."""
+        if num_tokens != num_seqs or num_seqs > self.sizes[-1]:
+            return None
+        return self.sizes[bisect.bisect_left(self.sizes, num_seqs)]
+
+    def pad(self, inputs: "ModelInputs[np.ndarray]") -> "ModelInputs[np.ndarray]":
+        """As in the base class."""
+        size = self.size_for(len(inputs.input_ids), len(inputs.metadata.seq_lens))
+        return inputs if size is None else pad_decodes(inputs, size, self.table_width, self.block_size)
+
+    def __call__(self, inputs: "ModelInputs[Tensor]") -> Tensor:
+        """As in the base class; of a graph, valid until the next call."""
+        size = self.size_for(len(inputs.input_ids), len(inputs.metadata.seq_lens))
+        if size is None:
+            return super().__call__(inputs)
+        self.replays[size]()
+        assert self.hidden is not None
+        return self.hidden[:size]
+
+    def describe(self) -> str:
+        """As in the base class."""
+        return f", {len(self.sizes)} graphs ({self.seconds:.1f} s)"
+
+
+# ---- All of it together --------------------------------------------------------------------------
+
+
+class CUDA(Device):
+    """A GPU."""
+
+    block_size = 256
+    max_num_batched_tokens = 8192
+    async_scheduling = True
+    more_memory = "raise gpu_memory_utilization or lower max_num_batched_tokens"
+
+    def __init__(self, device: torch.device, config: EngineConfig) -> None:
+        super().__init__(device, config)
+        self.staging: Staging | None = None
+
+    @property
+    def backends(self) -> tuple[type[PagedAttention], ...]:  # type: ignore[override]
+        """As in the base class."""
+        from nanoengine.backends.flash import FlashAttention, VarlenAttention  # loads Triton
+
+        return FlashAttention, VarlenAttention, TorchAttention
+
+    def prepare(self, model: Any) -> None:
+        """As in the base class."""
+        if model.replaceable and not self.config.enforce_eager:
+            model.use_kernels(FusedKernels(model.kernels))
+
+    def fuse(self, function: Function) -> Function:
+        """As in the base class."""
+        return function if self.config.enforce_eager else fuse(function)
+
+    def running(self) -> AbstractContextManager[object]:
+        """Triton and graph capture use the thread's current GPU, whichever the tensors are on."""
+        return torch.cuda.device(self.device)
+
+    def reserve(self, max_num_tokens: int, max_num_seqs: int, table_width: int) -> None:
+        """As in the base class."""
+        per_token = [np.empty(max_num_tokens, np.int64)] * 3
+        per_seq = [np.empty(max_num_seqs, np.int64)] * 3 + [np.empty(max_num_seqs + 1, np.int32)] * 3
+        tables = np.empty((max_num_seqs, table_width), np.int32)
+        self.staging = Staging(Staging.num_bytes([*per_token, *per_seq, tables]), self.device)
+
+    def send(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
+        """As in the base class."""
+        assert self.staging is not None
+        return self.staging.send(arrays)
+
+    def download(self, tensor: Tensor) -> Download:
+        """As in the base class."""
+        return PinnedDownload(tensor)
+
+    def capture(self, runner: "ModelRunner", decode: "ModelInputs[np.ndarray]") -> Forward:
+        """As in the base class."""
+        return Forward(runner.compute) if self.config.enforce_eager else DecodeGraphs(runner, decode)
+
+    def free_bytes(self, runner: "ModelRunner") -> int:
+        """What gpu_memory_utilization leaves after the weights, the largest batch's work and the graphs.
+
+        Tried out with a cache just large enough for the largest batch, which is given back.
+        """
+        batch = runner.largest_batch()
+        length, num_blocks = batch.chunks[0].end, len(batch.chunks[0].seq.block_table)
+        try:
+            runner.caches = new_caches(runner.kv_specs, num_blocks, runner.block_size, self.device)
+            cache_bytes = sum(cache.k.nbytes + cache.v.nbytes for cache in runner.caches)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            runner.collect(runner.launch(batch))
+            peak_bytes = torch.cuda.max_memory_allocated(self.device) - cache_bytes
+            torch.cuda.empty_cache()
+            before, _ = torch.cuda.mem_get_info(self.device)
+            graphs = runner.capture()
+            after, _ = torch.cuda.mem_get_info(self.device)
+            del graphs
+        except torch.OutOfMemoryError as error:
+            raise ValueError(
+                f"no memory on {self.device} for the largest batch, {len(batch.chunks)} prompts of {length} "
+                "tokens; lower max_num_batched_tokens, max_num_seqs or max_model_len, or set "
+                "enforce_eager=True"
+            ) from error
+        finally:
+            runner.caches = []
+        torch.cuda.empty_cache()
+        free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
+        others_bytes = total_bytes - free_bytes - torch.cuda.memory_reserved(self.device)
+        usable_bytes = int(total_bytes * self.config.gpu_memory_utilization)
+        return usable_bytes - peak_bytes - (before - after) - others_bytes
+
+    def release(self) -> None:
+        """As in the base class."""
+        self.staging = None
+        gc.collect()
+        torch.cuda.empty_cache()

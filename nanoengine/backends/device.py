@@ -1,0 +1,153 @@
+"""What the ModelRunner asks of the processor it runs on: here the answers in plain PyTorch.
+
+`cpu.CPU` and `cuda.CUDA` answer what is faster there, so that nobody else has to ask which one it is.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanoengine.backends.attention import AttentionMetadata, KVSpec, PagedAttention, TorchAttention
+from nanoengine.config import EngineConfig
+
+if TYPE_CHECKING:
+    from nanoengine.engine import ModelInputs, ModelRunner
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class Attention(NamedTuple):
+    """The backend to attend with."""
+
+    backend: type[PagedAttention]
+    build: Callable[
+        [AttentionMetadata[Tensor], int], PagedAttention
+    ]  # for one step, from its metadata and block_size
+    notes: list[str]  # for the user: which faster ones were passed over, and why
+
+
+class Forward:
+    """Runs a batch through the model as it comes; `cuda.DecodeGraphs` replays some from a capture."""
+
+    def __init__(self, compute: Callable[["ModelInputs[Tensor]"], Tensor]) -> None:
+        self.compute = compute  # `ModelRunner.compute`
+
+    def pad(self, inputs: "ModelInputs[np.ndarray]") -> "ModelInputs[np.ndarray]":
+        """A batch, filled up to a shape that was captured, where there is one."""
+        return inputs
+
+    def __call__(self, inputs: "ModelInputs[Tensor]") -> Tensor:
+        """Hidden states, (T, E), of what `pad` returned, on the device by now."""
+        return self.compute(inputs)
+
+    def describe(self) -> str:
+        """For the user, behind the attention's name."""
+        return ""
+
+
+class Download:
+    """A tensor on its way to the host; `read` waits for it, and for nothing queued after it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def read(self) -> Tensor:
+        """The tensor on the host."""
+        return self._tensor
+
+
+class Device:
+    """A processor. Plain PyTorch computes everything; subclasses know faster ways."""
+
+    backends: ClassVar[tuple[type[PagedAttention], ...]] = (
+        TorchAttention,
+    )  # of attention, the fastest first
+    block_size: ClassVar[int] = 32  # defaults of what a user may set
+    max_num_batched_tokens: ClassVar[int] = 1024
+    async_scheduling: ClassVar[bool] = False
+    more_memory: ClassVar[str] = "free some memory"  # advice
+
+    def __init__(self, device: torch.device, config: EngineConfig) -> None:
+        self.device = device
+        self.config = config
+
+    def prepare(self, model: Any) -> None:
+        """Give a loaded model the kernels and the layout of weights that are fastest here."""
+
+    def fuse(self, function: Function) -> Function:
+        """A function of tensors, element-wise for the most part, in as few passes over memory as can be."""
+        return function
+
+    def running(self) -> AbstractContextManager[object]:
+        """A `with` block around each part of a step that computes."""
+        return nullcontext()
+
+    def send(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
+        """A step's arrays on the device, until the next call."""
+        return [torch.from_numpy(array) for array in arrays]
+
+    def reserve(self, max_num_tokens: int, max_num_seqs: int, table_width: int) -> None:
+        """Make room for what `send` will get of the largest step; a block table has table_width entries."""
+
+    def download(self, tensor: Tensor) -> Download:
+        """Begin to copy a tensor to the host."""
+        return Download(tensor)
+
+    def capture(self, runner: "ModelRunner", decode: "ModelInputs[np.ndarray]") -> Forward:
+        """What runs the steps of a model and a backend that a graph can hold; `decode` is one sequence's."""
+        return Forward(runner.compute)
+
+    def choose_attention(self, specs: Sequence[KVSpec], settings: frozenset[str]) -> Attention:
+        """The fastest backend that can compute layers that store `specs` and ask for `settings`.
+
+        Raises:
+            ValueError: the one that attn_backend asks for cannot.
+        """
+        asked, notes = self.config.attn_backend, list[str]()
+        for backend in self.backends:
+            if asked not in ("auto", backend.name):
+                continue
+            obstacle = self.obstacle(backend, specs, settings)
+            if obstacle is None:
+                return Attention(backend, backend, notes)
+            if asked != "auto":
+                raise ValueError(f"attn_backend={asked!r} cannot be used: {obstacle}")
+            notes.append(f"not {backend.name}: {obstacle}")
+        raise ValueError(f"attn_backend={asked!r} cannot be used: it does not run on {self.device.type}")
+
+    def obstacle(
+        self, backend: type[PagedAttention], specs: Sequence[KVSpec], settings: frozenset[str]
+    ) -> str | None:
+        """Why a backend cannot be used; None: it can."""
+        return backend.obstacle(specs, settings)
+
+    def count_blocks(self, runner: "ModelRunner") -> int:
+        """How many blocks the KV cache gets: as many as the config says, or as memory has room for.
+
+        Raises:
+            ValueError: there is no room for two, one of which is the null block.
+        """
+        config = self.config
+        if config.num_kv_blocks is not None:
+            return config.num_kv_blocks
+        block_bytes = runner.block_size * sum(spec.bytes_per_token for spec in runner.kv_specs)
+        if config.kv_cache_bytes is not None:
+            num_blocks, remedy = config.kv_cache_bytes // block_bytes - 1, "raise kv_cache_bytes"
+        else:
+            num_blocks, remedy = self.free_bytes(runner) // block_bytes - 1, self.more_memory
+            # More than every sequence at its longest can hold would only be a larger prefix cache.
+            num_blocks = min(num_blocks, runner.max_num_seqs * runner.table_width)
+        if num_blocks < 1:
+            raise ValueError(f"no memory for the KV cache: one block takes {block_bytes} bytes; {remedy}")
+        return num_blocks
+
+    def free_bytes(self, runner: "ModelRunner") -> int:
+        """What there is for the KV cache beside the weights and the work of the largest batch."""
+        raise NotImplementedError
+
+    def release(self) -> None:
+        """Give memory back to the system, once the tensors are gone."""

@@ -1,0 +1,204 @@
+"""On CUDA: paged attention by flash-attn's kernels, from the flash-attn package or from PyTorch itself."""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from nanoengine.backends.attention import (
+    AttentionMetadata,
+    KVCache,
+    KVSpec,
+    PagedAttention,
+    Settings,
+    whole_rows,
+)
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # Windows, and PyTorch for the CPU
+    triton = None
+
+# ---- Writing keys and values ---------------------------------------------------------------------
+
+if triton is not None:
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _write_kv_kernel(  # type: ignore[no-untyped-def]
+        k_cache,
+        v_cache,
+        k,
+        v,
+        slots,
+        k_stride,
+        v_stride,
+        K_WIDTH: tl.constexpr,
+        V_WIDTH: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
+        """One program per token. BLOCK is the power of two Triton needs; widths may be any number."""
+        token = tl.program_id(0).to(tl.int64)
+        slot = tl.load(slots + token)
+        offsets = tl.arange(0, BLOCK)
+        keys = tl.load(k + token * k_stride + offsets, mask=offsets < K_WIDTH)
+        tl.store(k_cache + slot * K_WIDTH + offsets, keys, mask=offsets < K_WIDTH)
+        values = tl.load(v + token * v_stride + offsets, mask=offsets < V_WIDTH)
+        tl.store(v_cache + slot * V_WIDTH + offsets, values, mask=offsets < V_WIDTH)
+
+
+def has_triton(device: torch.device) -> bool:
+    """Whether `write_kv` runs there."""
+    return triton is not None and (device.type == "cuda" or triton.knobs.runtime.interpret)
+
+
+def write_kv(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    """Write k (T, K, D) and v (T, K, D') to their slots, (T,) int64, by one Triton kernel.
+
+    The caches are (num_blocks, B, K, D) and (num_blocks, B, K, D'); each token's numbers are contiguous.
+    """
+    widths = k[0].numel(), v[0].numel()
+    _write_kv_kernel[(len(k),)](
+        k_cache, v_cache, k, v, slots, k.stride(0), v.stride(0), *widths, triton.next_power_of_2(max(widths))
+    )
+
+
+# ---- Attention -----------------------------------------------------------------------------------
+
+
+class FlashKernels(PagedAttention):
+    """What both sources of flash-attn's kernels share: what these can compute, and writing K and V."""
+
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float16, torch.bfloat16)
+    block_multiple = 256
+    capturable = True
+
+    @classmethod
+    def obstacle(cls, specs: Sequence[KVSpec], settings: frozenset[str]) -> str | None:
+        """As in the base class."""
+        if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
+            return "it needs a GPU of the Ampere generation or later"
+        for _, k_head_dim, v_head_dim, dtype in specs:
+            if dtype not in cls.dtypes:
+                return f"it computes in float16 or bfloat16, not in {str(dtype).removeprefix('torch.')}"
+            if k_head_dim != v_head_dim or k_head_dim % 8 or k_head_dim > 256:
+                return (
+                    "head_dim must be the same for K and V, a multiple of 8 and at most 256, "
+                    f"not {k_head_dim} and {v_head_dim}"
+                )
+        if missing := settings - cls.settings:
+            return f"it does not compute {', '.join(sorted(missing))}"
+        return cls._cannot_import()
+
+    @classmethod
+    def _cannot_import(cls) -> str | None:
+        """Why the kernels are not there; None: they are."""
+        raise NotImplementedError
+
+    def _write(self, k: Tensor, v: Tensor, cache: KVCache) -> None:
+        if has_triton(k.device):
+            write_kv(cache.k, cache.v, whole_rows(k), whole_rows(v), self.metadata.slot_mapping)
+        else:
+            super()._write(k, v, cache)
+
+
+class FlashAttention(FlashKernels):
+    """By the flash-attn package (FlashAttention-2), which reads the cache through block tables.
+
+    Source: FlashAttention-2, https://arxiv.org/abs/2307.08691
+    """
+
+    name = "flash"
+    settings = frozenset(("window", "softcap"))
+
+    def __init__(self, metadata: AttentionMetadata[Tensor], block_size: int) -> None:
+        super().__init__(metadata, block_size)
+        import flash_attn  # an extra: not everyone has it
+
+        self._flash = flash_attn
+
+    @classmethod
+    def _cannot_import(cls) -> str | None:
+        try:
+            import flash_attn  # noqa: F401
+        except ImportError as error:  # missing, or built for another PyTorch
+            return f"flash-attn cannot be imported: {error}"
+        return None
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, settings: Settings) -> Tensor:
+        meta = self.metadata
+        how: dict[str, Any] = {
+            "softmax_scale": settings.scale,
+            "causal": True,
+            "window_size": (-1, -1) if settings.window is None else (settings.window - 1, 0),
+            "softcap": float(settings.softcap or 0),
+        }
+        if meta.max_query_len == 1:
+            out: Tensor = self._flash.flash_attn_with_kvcache(
+                q.unsqueeze(1),
+                cache.k,
+                cache.v,
+                cache_seqlens=meta.seq_lens,
+                block_table=meta.block_tables,
+                **how,
+            )
+            return out.squeeze(1)
+        # Prompts from their beginning need no detour through their blocks.
+        k, v, table = (k, v, None) if meta.is_fresh else (cache.k, cache.v, meta.block_tables)
+        out = self._flash.flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            meta.cu_seqlens_q,
+            meta.cu_seqlens_k,
+            meta.max_query_len,
+            meta.max_seq_len,
+            block_table=table,
+            **how,
+        )
+        return out
+
+
+class VarlenAttention(FlashKernels):
+    """By the same kernels as PyTorch carries them (`torch.nn.attention.varlen`)."""
+
+    name = "varlen"
+    settings = frozenset(("window",))
+
+    def __init__(self, metadata: AttentionMetadata[Tensor], block_size: int) -> None:
+        super().__init__(metadata, block_size)
+        from torch.nn.attention import varlen
+
+        self._varlen = varlen
+
+    @classmethod
+    def _cannot_import(cls) -> str | None:
+        try:
+            from torch.nn.attention.varlen import varlen_attn
+        except ImportError:
+            return f"PyTorch {torch.__version__} has no varlen_attn"
+        if "block_table" not in inspect.signature(varlen_attn).parameters:
+            return f"varlen_attn of PyTorch {torch.__version__} takes no block table"
+        return None
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, settings: Settings) -> Tensor:
+        meta = self.metadata
+        paged: dict[str, Any] = {}
+        if not meta.is_fresh:
+            k, v, paged = cache.k, cache.v, {"seqused_k": meta.seq_lens, "block_table": meta.block_tables}
+        out: Any = self._varlen.varlen_attn(
+            q,
+            k,
+            v,
+            meta.cu_seqlens_q,
+            meta.cu_seqlens_k,
+            meta.max_query_len,
+            meta.max_seq_len,
+            scale=settings.scale,
+            window_size=(-1 if settings.window is None else settings.window - 1, 0),
+            enable_gqa=q.shape[1] != k.shape[-2],
+            **paged,
+        )
+        return out  # type: ignore[no-any-return]

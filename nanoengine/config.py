@@ -1,0 +1,88 @@
+"""Every setting of an engine, validated once."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from nanoengine.sampling_params import check_bool, check_integer, check_number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Settings of an engine. Nothing changes after construction; derived numbers live elsewhere.
+
+    Raises:
+        ValueError, TypeError: a setting is out of its range; the message names it.
+    """
+
+    model: str | Path  # hub id or directory
+    tokenizer: str | Path | None = None  # hub id or directory, where it is not the model's own
+    revision: str | None = None  # of a hub model
+    dtype: str | torch.dtype = "auto"  # "auto" is the checkpoint's own
+    device: str = "auto"  # "auto" is CUDA where there is one, else the CPU
+    seed: int = 0  # for requests without a seed of their own
+    max_model_len: int | None = None  # prompt and output together; None: what the model was made for
+    block_size: int | None = None  # tokens; None: 32 on a CPU, 256 on a GPU
+    num_kv_blocks: int | None = None  # usable blocks (the null block comes on top)
+    kv_cache_bytes: int | None = None  # instead of num_kv_blocks; neither: from the memory that is free
+    gpu_memory_utilization: float = 0.9  # share of a GPU's memory for weights, activations and cache
+    max_num_seqs: int = 256  # sequences that hold blocks at a time
+    max_num_batched_tokens: int | None = None  # token budget of a step; None: 1024 on a CPU, 8192 on a GPU
+    long_prefill_token_threshold: int = 0  # most tokens of one sequence in a step; 0 is no limit
+    enable_prefix_caching: bool = True
+    scheduling_policy: str = "fcfs"  # or "priority": a lower number runs first
+    pin_threads: bool = True  # on a CPU: a core for each of PyTorch's threads, while a step runs
+    attn_backend: str = "auto"  # "flash", "varlen", "compiled" or "torch"; auto: the fastest that can
+    enforce_eager: bool = False  # plain PyTorch: no compiled kernels, no CUDA graphs
+    async_scheduling: bool | None = None  # prepare a step while the one before runs; None: on a GPU
+    tensor_parallel_size: int = 1  # more is not supported
+    load_format: str = "auto"  # or "dummy": random weights from config.json alone
+    model_impl: str = (
+        "auto"  # "nanoengine": models/decoder.py; "transformers": its own code; auto: the first that can
+    )
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        """Check ranges."""
+        check_integer("max_num_seqs", self.max_num_seqs, 1)
+        check_integer("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
+        lows = {"max_model_len": 2, "block_size": 1, "num_kv_blocks": 1, "kv_cache_bytes": 1}
+        for name, low in (lows | {"max_num_batched_tokens": 1}).items():
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name), low, 2**62)
+        check_integer("seed", self.seed, -(2**63), 2**64 - 1)
+        check_number("gpu_memory_utilization", self.gpu_memory_utilization, 0, 1, open_low=True)
+        for name in ("enable_prefix_caching", "pin_threads", "enforce_eager", "trust_remote_code"):
+            check_bool(name, getattr(self, name))
+        if self.async_scheduling is not None:
+            check_bool("async_scheduling", self.async_scheduling)
+        if self.tensor_parallel_size != 1:
+            raise ValueError(f"tensor_parallel_size must be 1, got {self.tensor_parallel_size!r}")
+        if self.num_kv_blocks is not None and self.kv_cache_bytes is not None:
+            raise ValueError("give num_kv_blocks or kv_cache_bytes, not both")
+        choices = {
+            "scheduling_policy": ("fcfs", "priority"),
+            "load_format": ("auto", "dummy"),
+            "model_impl": ("auto", "nanoengine", "transformers"),
+            "attn_backend": ("auto", "flash", "varlen", "compiled", "torch"),
+        }
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
+
+    def resolve_device(self) -> torch.device:
+        """The device to run on."""
+        if self.device == "auto":
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            device = torch.device(self.device)
+        except (RuntimeError, TypeError):
+            device = None
+        if device is None or device.type not in ("cpu", "cuda"):
+            raise ValueError(
+                f'device must be "auto", "cpu" or "cuda", with an index or not, got {self.device!r}'
+            )
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"device must be one this PyTorch can use, got {self.device!r} without CUDA")
+        return device

@@ -1,0 +1,260 @@
+"""`LLM`: what most users hold. It generates, chats and streams over an `LLMEngine`."""
+
+import itertools
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from tqdm import tqdm
+
+from nanoengine.config import EngineConfig
+from nanoengine.engine import LLMEngine, Scheduler
+from nanoengine.outputs import RequestOutput
+from nanoengine.requests import CheckedRequest, Prompt, render_chats, split_prompts
+from nanoengine.sampling_params import RequestOutputKind, SamplingParams
+from nanoengine.steps import uninterrupted
+
+Inbox = dict[Any, RequestOutput]  # request_id -> what came and was not taken yet, as one output
+
+
+class LLM:
+    """A model, ready to answer. Arguments are `EngineConfig`'s; names are vLLM's where it has them.
+
+    Not for several threads at once: `AsyncLLM` is.
+
+    >>> with LLM("Qwen/Qwen3-0.6B") as llm:  # doctest: +SKIP
+    ...     print(llm.generate("Hello", SamplingParams(max_tokens=8))[0].outputs[0].text)
+
+    Raises:
+        TypeError: an argument that does not exist.
+        ValueError: a setting or checkpoint that cannot be served; nothing is kept.
+    """
+
+    def __init__(self, model: str | Path, **settings: Any) -> None:
+        self.llm_engine = LLMEngine(EngineConfig(model=model, **settings))
+        self._numbers = itertools.count()  # request ids of its own calls; a user's are strings
+        self._inboxes: dict[Any, Inbox] = {}  # by request_id: that of the call that made the request
+        self._inbox: Inbox = {}  # for `step`: what came of requests that the user added
+
+    # -- for most users
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete prompts; outputs come in their order.
+
+        Args:
+            prompts: a string, a list of token ids, `{"prompt": ...}` or `{"prompt_token_ids": ...}`,
+                or a list of these.
+            sampling_params: one for all or one per prompt; None is `get_default_sampling_params()`.
+            use_tqdm: show progress.
+            priority: one per prompt, with `scheduling_policy="priority"`; lower runs first.
+
+        Raises:
+            ValueError, TypeError: a prompt or parameter cannot be served; then none was queued. After
+                any other exception this call's requests are aborted and the engine stays usable.
+        """
+        kind = RequestOutputKind.FINAL_ONLY
+        with self._submitted(self._check_all(prompts, sampling_params, priority, kind)) as (ids, inbox):
+            self._run_until_finished(ids, inbox, use_tqdm)
+            return [replace(inbox[request_id], request_id=str(request_id)) for request_id in ids]
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: Sequence[int] | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Complete prompts and yield each one's new text and tokens as they come, finished ones marked.
+
+        Takes what `generate` takes and raises what it raises, at the call. `request_id` is the
+        prompt's index. Leaving the loop early, or closing the iterator, aborts what is left.
+        """
+        return self._stream(self._check_all(prompts, sampling_params, priority, RequestOutputKind.DELTA))
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer a conversation (a list of `{"role": ..., "content": ...}`), or several at once.
+
+        Raises:
+            ValueError: the tokenizer has no chat template; and as `generate`.
+        """
+        prompts = self.render_chat(
+            messages,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **(chat_template_kwargs or {}),
+        )
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def render_chat(self, messages: Sequence[Any], **template_settings: Any) -> list[dict[str, Any]]:
+        """Conversations as prompts for `generate`, `stream` or `add_request`, by the chat template."""
+        settings = {"add_generation_prompt": True, **template_settings}
+        return render_chats(messages, self.get_tokenizer(), **settings)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the checkpoint's generation_config recommends; vLLM's defaults where it says nothing."""
+        return self.llm_engine.checkpoint.default_sampling_params()
+
+    def get_tokenizer(self) -> Any:
+        """The transformers tokenizer; None where the checkpoint has none."""
+        return self.llm_engine.checkpoint.tokenizer
+
+    # -- for those who drive the engine step by step
+
+    def add_request(
+        self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
+    ) -> None:
+        """As `LLMEngine.add_request`."""
+        self.llm_engine.add_request(request_id, prompt, params, priority=priority)
+
+    def step(self) -> list[RequestOutput]:
+        """As `LLMEngine.step`, of the requests that were added: one output of each that has news.
+
+        Streams that are open advance too.
+        """
+        self._step()
+        outputs, self._inbox = list(self._inbox.values()), {}
+        return outputs
+
+    def abort_request(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
+        """As `LLMEngine.abort_request`; a request whose last output waits for `step` returns that."""
+        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        waiting = [self._inbox.pop(i) for i in dict.fromkeys(ids) if i in self._inbox]
+        return self.llm_engine.abort_request(ids) + [output for output in waiting if output.finished]
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has something to compute or to hand over."""
+        return bool(self._inbox) or self.llm_engine.has_unfinished_requests()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; refused (False) while requests run."""
+        return self.llm_engine.reset_prefix_cache()
+
+    def metrics(self) -> dict[str, int | float]:
+        """As `LLMEngine.metrics`."""
+        return self.llm_engine.metrics()
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The engine's, to look at."""
+        return self.llm_engine.scheduler
+
+    def close(self) -> None:
+        """Abort what runs and release the memory; the object is of no use afterwards."""
+        self._deliver(self.llm_engine.abort_request(list(self._inboxes)))  # streams end with "abort"
+        self._inbox = {}
+        self.llm_engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- how its own calls and the user's requests share the engine
+
+    def _check_all(
+        self, prompts: Any, sampling_params: Any, priority: Any, kind: RequestOutputKind
+    ) -> list[Any]:
+        """Validate a whole call before anything of it is queued."""
+        prompt_list = split_prompts(prompts)
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        params_list = [params] * len(prompt_list) if isinstance(params, SamplingParams) else params
+        priorities = [0] * len(prompt_list) if priority is None else priority
+        for name, values in (("sampling_params", params_list), ("priority", priorities)):
+            if not isinstance(values, list | tuple):
+                raise TypeError(f"{name} must be one for all prompts or a list, got {values!r}")
+            if len(values) != len(prompt_list):
+                raise ValueError(f"{name} must be one per prompt: got {len(values)} for {len(prompt_list)}")
+        of_kind: dict[int, Any] = {}  # many prompts, few params: each is copied once
+        for one in params_list:
+            is_params = isinstance(one, SamplingParams)
+            of_kind.setdefault(id(one), replace(one, output_kind=kind) if is_params else one)
+        check = self.llm_engine.check
+        return [
+            check(prompt, of_kind[id(one)], priority)
+            for prompt, one, priority in zip(prompt_list, params_list, priorities, strict=True)
+        ]
+
+    @contextmanager
+    def _submitted(self, checked: list[CheckedRequest]) -> Iterator[tuple[list[int], Inbox]]:
+        """Queue requests; gives their ids and inbox. What is unfinished when the block ends is aborted."""
+        ids, inbox = list(itertools.islice(self._numbers, len(checked))), Inbox()
+        try:
+            for request_id, one in zip(ids, checked, strict=True):
+                self._inboxes[request_id] = inbox
+                self.llm_engine.submit(request_id, one)
+            yield ids, inbox
+        finally:
+            self.llm_engine.abort_request(ids)
+            for request_id in ids:
+                self._inboxes.pop(request_id, None)
+
+    @uninterrupted()
+    def _step(self) -> None:
+        self._deliver(self.llm_engine.step())
+
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            inbox = self._inboxes.get(output.request_id, self._inbox)
+            before = inbox.get(output.request_id)
+            inbox[output.request_id] = output if before is None else before.merged_with(output)
+
+    def _advance(self) -> None:
+        """A step on behalf of requests that are unfinished."""
+        if not self.llm_engine.has_unfinished_requests():
+            raise RuntimeError("requests were aborted, or stepped by another thread: use AsyncLLM there")
+        self._step()
+
+    def _run_until_finished(self, ids: list[int], inbox: Inbox, use_tqdm: bool) -> None:
+        """Step until each of the requests has its output; others in the engine advance with them."""
+        start, num_shown, num_prompt_tokens, num_output_tokens = time.monotonic(), 0, 0, 0
+        with tqdm(total=len(ids), desc="Processed prompts", disable=not use_tqdm) as bar:
+            while len(inbox) < len(ids):
+                self._advance()
+                if len(inbox) == num_shown:
+                    continue
+                for output in itertools.islice(inbox.values(), num_shown, None):
+                    num_prompt_tokens += len(output.prompt_token_ids)
+                    num_output_tokens += sum(len(completion.token_ids) for completion in output.outputs)
+                    elapsed = time.monotonic() - start
+                    rates = f"{num_prompt_tokens / elapsed:.0f} prompt tokens/s, "
+                    rates += f"{num_output_tokens / elapsed:.0f} output tokens/s"
+                    bar.set_postfix_str(rates, refresh=False)
+                    bar.update()
+                num_shown = len(inbox)
+
+    def _stream(self, checked: list[CheckedRequest]) -> Iterator[RequestOutput]:
+        with self._submitted(checked) as (ids, inbox):
+            left = set(ids)
+            while left:
+                if not inbox:
+                    self._advance()
+                for request_id in sorted(inbox):
+                    output = inbox.pop(request_id)
+                    if output.finished:
+                        left.remove(request_id)
+                    yield replace(output, request_id=str(request_id - ids[0]))

@@ -1,0 +1,175 @@
+"""What a request asks for: `SamplingParams`, and the checks that user input passes."""
+
+import math
+from dataclasses import dataclass, field
+from enum import Enum
+from numbers import Integral, Real
+from typing import Any
+
+
+def check_integer(name: str, value: Any, low: int, high: int = 2**31 - 1) -> int:
+    """The value as an int; TypeError or ValueError unless it is an integer in [low, high]."""
+    limits = f"an integer in [{low}, {high}]"
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} must be {limits}, got {value!r}")
+    if not low <= int(value) <= high:
+        raise ValueError(f"{name} must be {limits}, got {value!r}")
+    return int(value)
+
+
+def check_number(name: str, value: Any, low: float, high: float, open_low: bool = False) -> float:
+    """The value as a float; TypeError or ValueError unless it is in [low, high], or (low, high]."""
+    limits = f"a number in {'(' if open_low else '['}{low}, {high}]"
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be {limits}, got {value!r}")
+    try:
+        number = float(value)
+    except OverflowError:  # an integer beyond all floats
+        number = math.inf
+    if not low <= number <= high or (open_low and number == low):  # false for NaN
+        raise ValueError(f"{name} must be {limits}, got {value!r}")
+    return number
+
+
+def check_bool(name: str, value: Any) -> None:
+    """Raise TypeError unless value is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
+def check_strings(name: str, value: Any) -> list[str]:
+    """The value as a list; TypeError or ValueError unless it is a list of strings, none empty."""
+    if not isinstance(value, list | tuple | set | frozenset):
+        raise TypeError(f"{name} must be a list of strings, got {value!r}")
+    for item in value:
+        if not isinstance(item, str):
+            raise TypeError(f"{name} must hold strings only, got {item!r}")
+        if not item:
+            raise ValueError(f"{name} must not hold an empty string, got {value!r}")
+    return list(value)
+
+
+def check_token_ids(name: str, value: Any) -> list[int]:
+    """The value as a list; TypeError or ValueError unless it is a list of token ids."""
+    if not isinstance(value, list | tuple | set | frozenset):
+        raise TypeError(f"{name} must be a list of token ids, got {value!r}")
+    return [check_integer(name, item, 0) for item in value]
+
+
+LARGEST = 1e30  # far from where float32 overflows
+
+
+class RequestOutputKind(Enum):
+    """What each output of a running request holds: all so far, what is new, or only the end result."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to sample, when to stop and what to report; names and defaults are vLLM's.
+
+    Raises:
+        TypeError, ValueError: a field is of the wrong type or out of its range.
+    """
+
+    n: int = 1  # samples per prompt; they share the prompt's full blocks
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0  # keep the likeliest tokens up to and including the one that crosses top_p
+    top_k: int = 0  # keep the k likeliest tokens; 0 or -1 is all
+    min_p: float = 0.0  # keep tokens at least min_p times as likely as the likeliest
+    seed: int | None = None  # None or -1: derived from the engine's seed
+    presence_penalty: float = 0.0  # subtracted once from every token in the output
+    frequency_penalty: float = 0.0  # subtracted per occurrence in the output
+    repetition_penalty: float = 1.0  # divides (or multiplies) logits of tokens in prompt and output
+    logit_bias: dict[int, float] | None = None  # added to the logits of these token ids
+    allowed_token_ids: list[int] | None = None  # nothing else may be sampled
+    bad_words: list[str] | None = None  # token sequences that are never completed, spelled as words
+    max_tokens: int | None = 16  # None: up to max_model_len
+    min_tokens: int = 0  # no end-of-sequence or stop token or string before this many
+    ignore_eos: bool = False
+    stop: str | list[str] | None = None  # ends the output before the first of these strings
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    logprobs: int | None = None  # report this many likeliest tokens and the sampled one; -1: all
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens; no prefix hit is used then
+    detokenize: bool = True  # False: token ids only, text stays empty
+    skip_special_tokens: bool = True
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE  # of what `LLM.step` returns
+
+    # Derived once, since they are asked for at every step.
+    stop_strings: tuple[str, ...] = field(init=False, repr=False, compare=False)  # `stop` in one form
+    edits_logits: bool = field(init=False, repr=False, compare=False)  # before temperature and filters
+    filters: bool = field(init=False, repr=False, compare=False)  # top_k, top_p or min_p cut something
+
+    def __post_init__(self) -> None:
+        """Validate every field; nothing is clipped or ignored."""
+        checked: dict[str, Any] = {
+            "n": check_integer("n", self.n, 1),
+            "temperature": check_number("temperature", self.temperature, 0.0, LARGEST),
+            "top_p": check_number("top_p", self.top_p, 0.0, 1.0, open_low=True),
+            "top_k": check_integer("top_k", self.top_k, -1),
+            "min_p": check_number("min_p", self.min_p, 0.0, 1.0),
+            "presence_penalty": check_number("presence_penalty", self.presence_penalty, -2.0, 2.0),
+            "frequency_penalty": check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
+            "repetition_penalty": check_number("repetition_penalty", self.repetition_penalty, 1e-4, 1e4),
+            "min_tokens": check_integer("min_tokens", self.min_tokens, 0),
+        }
+        for name, low in (("max_tokens", 1), ("logprobs", -1), ("prompt_logprobs", -1)):
+            if getattr(self, name) is not None:
+                checked[name] = check_integer(name, getattr(self, name), low)
+        if self.seed is not None:
+            checked["seed"] = check_integer("seed", self.seed, -(2**63), 2**64 - 1)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens must be at most max_tokens={self.max_tokens}, got {self.min_tokens}"
+            )
+        if self.logit_bias is not None:
+            if not isinstance(self.logit_bias, dict):
+                raise TypeError(f"logit_bias must be a dict of token id to bias, got {self.logit_bias!r}")
+            checked["logit_bias"] = {
+                check_integer("logit_bias", token_id, 0): check_number("logit_bias", bias, -LARGEST, LARGEST)
+                for token_id, bias in self.logit_bias.items()
+            }
+        for name in ("allowed_token_ids", "stop_token_ids"):
+            if getattr(self, name) is not None:
+                checked[name] = check_token_ids(name, getattr(self, name))
+        if self.allowed_token_ids is not None and not checked["allowed_token_ids"]:
+            raise ValueError("allowed_token_ids must not be empty, got []")
+        if self.bad_words is not None:
+            checked["bad_words"] = check_strings("bad_words", self.bad_words)
+            if any(not word.strip() for word in self.bad_words):
+                raise ValueError(f"bad_words must not hold a blank string, got {self.bad_words!r}")
+        for name in ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens"):
+            check_bool(name, getattr(self, name))
+        stop = [self.stop] if isinstance(self.stop, str) else [] if self.stop is None else self.stop
+        checked["stop_strings"] = tuple(check_strings("stop", stop))
+        if stop and not self.detokenize:
+            raise ValueError("stop strings need detokenize=True, got detokenize=False")
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise TypeError(f"output_kind must be a RequestOutputKind, got {self.output_kind!r}")
+        edits = (
+            self.min_tokens > 0
+            or self.presence_penalty != 0
+            or self.frequency_penalty != 0
+            or self.repetition_penalty != 1
+            or bool(self.logit_bias or self.allowed_token_ids or self.bad_words)
+        )
+        checked["edits_logits"] = edits
+        checked["filters"] = self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+        for name, value in checked.items():  # the same values in plain types, and the derived ones
+            object.__setattr__(self, name, value)
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise ValueError where a token id or a count does not fit the vocabulary."""
+        for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
+            for token_id in getattr(self, name) or ():
+                if not 0 <= token_id < vocab_size:
+                    raise ValueError(f"{name} must hold token ids in [0, {vocab_size}), got {token_id}")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(self, name) or 0) > vocab_size:
+                raise ValueError(
+                    f"{name} must be at most the vocabulary's {vocab_size}, got {getattr(self, name)}"
+                )
