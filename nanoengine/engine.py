@@ -18,7 +18,8 @@ Words used throughout:
     slot            one token's place in the cache. With block_size 4 and block_table [7, 2], the token at
                     position 5 is the second of the second block: slot 2 * 4 + 1 = 9
     computed        a token whose K and V are in the cache, or will be when the scheduled steps have run
-    hit             a token that was computed before its sequence came: another one began with the same
+    hit             a token whose K and V the prefix cache has when its sequence is admitted: from another
+                    sequence with the same beginning, or from itself before a preemption
     registered      a full block that the prefix cache can find
     token budget    how many tokens one step may compute, `max_num_batched_tokens`
     pending         a token that the step in flight draws: it has a position, but is not known yet
@@ -32,7 +33,6 @@ import time
 from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
-from collections.abc import Sequence as AnySequence
 from dataclasses import KW_ONLY, dataclass, field
 from operator import attrgetter
 from typing import Any, Generic, NamedTuple
@@ -70,7 +70,7 @@ from nanoengine.steps import Stopwatch, uninterrupted
 class Sequence:
     """The tokens of one sample, and where their K and V are.
 
-    A prompt of 10 tokens, in blocks of 4, whose first 8 another sequence has computed:
+    A prompt of 10 tokens, in blocks of 4, whose first 8 another sequence has computed, step by step:
 
                             block_table  num_hit_tokens  num_computed_tokens  num_registered_blocks  tokens
         waiting             []           0               0                    0                      10
@@ -82,6 +82,13 @@ class Sequence:
 
     Had the prompt 8 tokens, all of them hits, it would be admitted with num_computed_tokens 7: the last
     one is computed again, since its logits choose the next token.
+
+    With async scheduling a step is scheduled before the one before is collected. Then a token is pending:
+
+                            chunk     known tokens  num_computed_tokens  num_tokens
+        step 1 scheduled    [8, 10)   10            10                   11: position 10 is pending
+        step 2 scheduled    [10, 11)  10            11                   12: its input is step 1's sample
+        step 1 updated                11            11                   12: position 11 is pending
     """
 
     # What was asked for.
@@ -97,9 +104,11 @@ class Sequence:
     detokenizer: Detokenizer | None = None  # the output as text, and its stop strings; None: no text
     num_prompt_tokens: int = field(init=False)
 
+    # Written by the block manager at admission and release, moved on by the scheduler.
+    num_computed_tokens: int = field(init=False, default=0)
+
     # Written by the scheduler.
     max_num_tokens: int = field(init=False, default=0)  # prompt and output at most
-    num_computed_tokens: int = field(init=False, default=0)
     num_preemptions: int = field(init=False, default=0)
     first_scheduled_time: float | None = field(init=False, default=None)  # seconds of time.monotonic()
     finish_reason: str | None = field(init=False, default=None)  # None: it waits or runs
@@ -107,7 +116,7 @@ class Sequence:
 
     # Written by the block manager.
     block_table: list[int] = field(init=False, default_factory=list)  # empty while it waits
-    num_hit_tokens: int = field(init=False, default=0)  # whole blocks of them: never written again
+    num_hit_tokens: int = field(init=False, default=0)  # in whole blocks, shared ones: not to be written
     num_registered_blocks: int = field(init=False, default=0)  # leading ones of block_table
     block_keys: list["BlockKey"] = field(init=False, default_factory=list)  # of full blocks, hashed once
     num_cached_tokens: int | None = field(
@@ -124,7 +133,7 @@ class Sequence:
         """Prompt and output, the pending token too.
 
         A token is pending while all known ones are computed, since the step that computes the last of
-        them draws the next: with 10 known and 10 computed there are 11, and position 10 can be scheduled.
+        them draws the next.
         """
         num_known, num_computed = len(self.token_ids), self.num_computed_tokens
         return num_known if num_known > num_computed else num_computed + 1
@@ -189,7 +198,7 @@ class BlockManager:
     can be found, the last freed first, since its memory is warm; then those that hold registered content,
     the least recently used first. A hit takes its block out of the middle of the second, in O(1).
 
-    A hit is verified by content and parent, so that a hash collision costs a miss, never a wrong token.
+    A hit is verified by content and parent, so that a hash collision costs a comparison, never a wrong token.
     """
 
     def __init__(
@@ -274,9 +283,10 @@ class BlockManager:
     def register_full_blocks(self, seq: Sequence, num_tokens: int) -> None:
         """Make the blocks that the first num_tokens tokens fill findable.
 
-        Called when the step that fills them is scheduled, so before they are filled. A sequence that hits
-        them in the same step reads them in time all the same: each layer writes the K and V of the whole
-        batch before any of it attends. Should the step fail, `clear` forgets them.
+        Called when the step that fills them is scheduled, so before they are filled. Whoever hits them
+        reads them in time all the same: in that step, since each layer writes the K and V of the whole
+        batch before any of it attends; in later ones, since the device runs steps in order. Should the
+        step fail, `clear` forgets them.
         """
         if not self.enable_prefix_caching:
             return
@@ -297,7 +307,10 @@ class BlockManager:
     # -- release
 
     def free(self, seq: Sequence) -> None:
-        """Take all blocks back, the last first: tails are evicted before the prefixes others share."""
+        """Take all blocks back, the last first, so that tails are evicted before the prefixes others share.
+
+        A prefix is of use without its tail, a tail without its prefix never: a lookup begins at the start.
+        """
         for block_id in reversed(seq.block_table):
             block = self.blocks[block_id]
             block.ref_count -= 1
@@ -393,7 +406,7 @@ class Chunk(NamedTuple):
 class ScheduledBatch(NamedTuple):
     """One step's work: a chunk per sequence, and the sequences that get a token from it.
 
-    It means the same a step later, when its sequences have grown or are finished.
+    What is last is stored, not asked of the sequences, which may have grown or ended a step later.
     """
 
     chunks: list[Chunk]
@@ -410,10 +423,10 @@ class Scheduler:
     budget leaves; a prefix hit starts further along, a preempted sequence starts over. A prompt of 10
     tokens under a budget of 4 takes the chunks [0, 4), [4, 8) and [8, 10), and only the last one samples.
 
-    Both queues are sorted by `Sequence.order`. The head of the waiting queue is admitted first and blocks
-    those behind it; when blocks run out, the tail of the running list is preempted. So FCFS and
-    priority scheduling are the same code. A waiting sequence never preempts a running one, whatever
-    their priorities: only a lack of blocks does.
+    Both queues are sorted by `Sequence.order`. The head of the waiting queue is admitted first, and those
+    behind it wait until it is. When a running sequence needs a block and none is free, the tail of the
+    running list is preempted; a waiting one never preempts, whatever its priority. So FCFS and priority
+    scheduling are the same code.
     """
 
     def __init__(
@@ -474,7 +487,7 @@ class Scheduler:
     def schedule(self) -> ScheduledBatch:
         """Choose the next step's chunks, and count their tokens as computed from here on.
 
-        Empty if nothing is left to compute: no sequence is unfinished, or the last tokens of all are pending.
+        Without a step in flight it is empty only if no sequence is unfinished.
         """
         num_preemptions, budget = self.num_preemptions, self.max_num_batched_tokens
         block_size = self.block_manager.block_size
@@ -485,7 +498,7 @@ class Scheduler:
         while i < len(self.running) and budget > 0:
             seq = self.running[i]
             num_tokens = seq.num_tokens
-            if num_tokens < seq.max_num_tokens:  # else its last token is pending, and nothing left to do
+            if num_tokens < seq.max_num_tokens:  # else the step in flight draws its last token
                 if num_tokens > len(seq.block_table) * block_size and not self._make_room(seq):
                     break
                 chunk = self._schedule_chunk(seq, budget)
@@ -493,7 +506,8 @@ class Scheduler:
                 budget -= chunk.end - chunk.start
             i += 1
 
-        # After a preemption blocks are scarce: admitting now would only preempt again.
+        # After a preemption blocks are scarce: admitting now would only preempt again. And the sequence that
+        # was preempted may have a token in flight, which it must take before it can start over.
         may_admit = num_preemptions == self.num_preemptions
         while may_admit and self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             seq = self.waiting[0]
@@ -533,14 +547,14 @@ class Scheduler:
         start, num_tokens = seq.num_computed_tokens, seq.num_tokens
         end = min(num_tokens, start + budget, start + self.max_chunk_tokens)
         seq.num_computed_tokens = end
-        num_known_tokens = min(end, len(seq.token_ids))  # what a pending token will be cannot be hashed yet
+        num_known_tokens = min(end, len(seq.token_ids))  # a pending token cannot be hashed: a step later
         if num_known_tokens // self.block_manager.block_size > seq.num_registered_blocks:
             self.block_manager.register_full_blocks(seq, num_known_tokens)
         return Chunk(seq, start, end, end == num_tokens)
 
     # -- after it
 
-    def update(self, batch: ScheduledBatch, token_ids: AnySequence[int | None]) -> list[Sequence]:
+    def update(self, batch: ScheduledBatch, token_ids: list[int | None]) -> list[Sequence]:
         """Append a step's tokens, one per `batch.sampled_seqs`, and end the sequences that are complete.
 
         None, where no token could be drawn, ends its sequence with "error". Sequences that ended while
@@ -576,8 +590,8 @@ class Scheduler:
     def recover(self) -> None:
         """After a step that failed: compute everything anew.
 
-        What the step wrote and registered is not to be trusted, so all running sequences are preempted,
-        which keep their tokens, and the prefix cache is forgotten.
+        What the step wrote and registered is not to be trusted, so all running sequences are preempted
+        (and counted as such), which keep their tokens, and the prefix cache is forgotten.
         """
         while self.running:
             self._preempt_last()
@@ -643,12 +657,13 @@ def build_inputs(
     cu_seqlens_q = np.concatenate(([0], query_lens.cumsum()))
 
     block_tables = np.zeros((len(columns), num_blocks.max()), dtype=np.int32)
+    # Row by row, the first num_blocks entries of each.
     block_tables[np.arange(block_tables.shape[1]) < num_blocks[:, None]] = block_ids
 
     row_seq = np.repeat(np.arange(len(columns)), query_lens)  # which sequence a row belongs to
     positions = np.arange(batch.num_tokens) - (cu_seqlens_q[:-1] - starts)[row_seq]
     blocks = block_tables[row_seq, positions // block_size].astype(np.int64)
-    # The token that a full prefix hit computes again has its K and V in a shared block already.
+    # The token that a full prefix hit computes again has its K and V in a shared block: discard them.
     blocks[positions < num_hit_tokens[row_seq]] = 0
 
     sample_of = {seq: i for i, seq in enumerate(before.sampled_seqs)} if before and pending_seqs else {}
@@ -661,7 +676,7 @@ def build_inputs(
         slot_mapping=blocks * block_size + positions % block_size,
         max_query_len=int(query_lens.max()),
         max_seq_len=int(ends.max()),
-        is_fresh=not starts.any(),
+        is_fresh=not starts.any(),  # every chunk begins at 0
     )
     return ModelInputs(
         input_ids=np.array(token_ids, dtype=np.int64),
@@ -723,7 +738,7 @@ class ModelRunner:
             )
         self.table_width = -(-max_model_len // self.block_size)  # blocks of the longest sequence
         self.device.reserve(self.max_num_batched_tokens, self.max_num_seqs, self.table_width)
-        self.forward = Forward(self.compute)
+        self.forward = Forward(self.compute)  # for what the device may try out first
         with self.device.running():
             self.num_blocks = self.device.count_blocks(self)
             self.caches = new_caches(self.kv_specs, self.num_blocks, self.block_size, torch_device)
@@ -783,12 +798,16 @@ class ModelRunner:
             return Sampled(token_ids, logprobs)
 
     def send(self, inputs: ModelInputs[np.ndarray]) -> ModelInputs[Tensor]:
-        """The batch on the device, until the next call."""
+        """The batch on the device, in memory that the next call overwrites."""
+        of_attention, numbers = inputs.metadata[:5], inputs.metadata[5:]
+        of_sampling = inputs.sample_rows, inputs.pending_rows, inputs.pending_samples
         # What a graph reads goes first: its place must not depend on how many rows are sampled.
-        arrays = [inputs.input_ids, inputs.positions, *inputs.metadata[:5], *inputs[3:]]
-        input_ids, positions, cu_q, cu_k, seq_lens, tables, slots, *rows = self.device.send(arrays)
-        metadata = AttentionMetadata(cu_q, cu_k, seq_lens, tables, slots, *inputs.metadata[5:])
-        return ModelInputs(input_ids, positions, metadata, *rows)
+        tensors = self.device.send([inputs.input_ids, inputs.positions, *of_attention, *of_sampling])
+        cu_seqlens_q, cu_seqlens_k, seq_lens, block_tables, slot_mapping = tensors[2:7]
+        metadata = AttentionMetadata(
+            cu_seqlens_q, cu_seqlens_k, seq_lens, block_tables, slot_mapping, *numbers
+        )
+        return ModelInputs(tensors[0], tensors[1], metadata, *tensors[7:])
 
     def compute(self, inputs: ModelInputs[Tensor]) -> Tensor:
         """Hidden states, (T, E)."""
@@ -815,7 +834,7 @@ class ModelRunner:
 
     def largest_batch(self) -> ScheduledBatch:
         """As many of the longest prompts as a step may hold, all in the same blocks."""
-        length = min(self.max_model_len - 1, self.max_num_batched_tokens)
+        length = min(self.max_model_len - 1, self.max_num_batched_tokens)  # an output token has to fit too
         seq = Sequence(0, [0] * length, SamplingParams())
         seq.block_table = list(range(1, -(-length // self.block_size) + 1))
         count = min(self.max_num_seqs, self.max_num_batched_tokens // length)
@@ -952,6 +971,7 @@ class LLMEngine:
             except BaseException:
                 self._in_flight.clear()
                 self.scheduler.recover()
+                self._hand_over([request for request in self._requests.values() if request.has_news])
                 raise
         outputs, self._outputs = self._outputs, []
         return outputs
@@ -969,7 +989,6 @@ class LLMEngine:
             for sample in request.samples.values():
                 if not sample.seq.is_finished:
                     self.scheduler.finish(sample.seq, "abort")
-            request.num_unfinished = 0
             self._forget(request)
         return [request.output() for request in requests]
 
@@ -1017,7 +1036,7 @@ class LLMEngine:
     def _step(self) -> None:
         """Launch a step, and collect those that may not stay in flight."""
         before = self._in_flight[-1] if self._in_flight else None
-        # Penalties and bans need to know the tokens before the one they apply to.
+        # What edits logits has to know the tokens before, of which the step in flight draws the last.
         if before is not None and any(seq.params.edits_logits for seq in before.batch.sampled_seqs):
             self._collect()
             before = None
@@ -1027,6 +1046,7 @@ class LLMEngine:
         stopwatch.lap("schedule")
         if batch.chunks:
             self._in_flight.append(self.runner.launch(batch, before))
+        # With nothing launched there is nothing to overlap with.
         while len(self._in_flight) > (self._max_in_flight if batch.chunks else 0):
             self._collect()
 
@@ -1048,12 +1068,16 @@ class LLMEngine:
             requests[request.request_id] = request
             request.take_token(seq, sampled.logprobs.get(seq.seq_id), now)
             self._num_generation_tokens += seq.finish_reason != "error"
-        for request in requests.values():
+        self._hand_over(requests.values())
+        stopwatch.lap("update")
+
+    def _hand_over(self, requests: Iterable[Request]) -> None:
+        """Make the outputs that are due of requests with news, and forget those that are finished."""
+        for request in requests:
             if request.is_due:
                 self._outputs.append(request.output())
             if request.finished:
                 self._forget(request)
-        stopwatch.lap("update")
 
     def _forget(self, request: Request) -> None:
         del self._requests[request.request_id]

@@ -306,8 +306,8 @@ class Request:
     """A user's request, its samples, and when things happened to it."""
 
     __slots__ = (
+        "_unfinished",
         "metrics",
-        "num_unfinished",
         "prompt_logprobs",
         "request_id",
         "samples",
@@ -320,7 +320,7 @@ class Request:
         self.source = source
         self.tokenizer = tokenizer
         self.samples = {seq.seq_id: Sample(index, seq) for index, seq in enumerate(seqs)}
-        self.num_unfinished = len(seqs)
+        self._unfinished = list(seqs)  # and some that are finished, but never the last of the list
         # One entry per prompt token, chunk by chunk; nothing predicts the first.
         self.prompt_logprobs: list[dict[int, Logprob] | None] = [None]
         self.metrics = RequestMetrics(arrival_time=time.monotonic())
@@ -328,7 +328,14 @@ class Request:
     @property
     def finished(self) -> bool:
         """Whether all its samples are finished."""
-        return self.num_unfinished == 0
+        while self._unfinished and self._unfinished[-1].is_finished:
+            self._unfinished.pop()
+        return not self._unfinished
+
+    @property
+    def has_news(self) -> bool:
+        """Whether a sample got a token or ended since the last output."""
+        return any(sample.has_news for sample in self.samples.values())
 
     @property
     def is_due(self) -> bool:
@@ -344,10 +351,8 @@ class Request:
             self._name_tokens([logprobs])
             sample.logprobs.append(logprobs)
             sample.cumulative_logprob += logprobs[seq.token_ids[-1]].logprob
-        if seq.is_finished:
-            self.num_unfinished -= 1
-            if self.finished:
-                self.metrics.finished_time = now
+        if seq.is_finished and self.finished:
+            self.metrics.finished_time = now
 
     def take_prompt_logprobs(self, first: int, entries: list[dict[int, Logprob]]) -> None:
         """Add the entries of prompt tokens [first, first + len(entries)).

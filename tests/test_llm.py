@@ -588,6 +588,31 @@ def test_a_failed_launch_loses_no_output_of_the_step_before(path):
         assert [finished["0"], finished["1"]] == expected
 
 
+def test_a_tokenizer_that_fails_in_a_step_loses_nothing_of_what_others_got_in_it(tmp_path):
+    params = [SamplingParams(temperature=0, max_tokens=n) for n in (2, 4, 4)]
+    with LLM(str(chain_checkpoint(tmp_path, "abcdefgh")), num_kv_blocks=20) as llm:
+        for i in range(3):
+            llm.add_request(str(i), "abc"[i], params[i])
+        llm.step()
+        broken = llm.scheduler.running[1]
+        works = broken.detokenizer.append
+
+        def fails_once(*arguments):
+            broken.detokenizer.append = works
+            raise RuntimeError("flaky")
+
+        broken.detokenizer.append = fails_once
+        with pytest.raises(RuntimeError, match="flaky"):
+            llm.step()  # the first request has ended in this step, the last has not got its token yet
+        finished = {}
+        for _ in range(10):
+            finished |= {o.request_id: o.outputs[0] for o in llm.step() if o.finished}
+        assert not llm.has_unfinished_requests()
+    assert (finished["0"].text, finished["0"].finish_reason) == ("bc", "length")
+    assert finished["1"].token_ids == list(b"cdef")  # the token was taken, its text was not
+    assert finished["2"].text == "defg"
+
+
 def test_requests_can_be_added_stepped_and_aborted_by_hand(path, prompts, expected):
     with LLM(path, block_size=16, num_kv_blocks=60) as llm:
         llm.add_request("a", prompts[3], GREEDY)

@@ -66,7 +66,8 @@ class Device:
     backends: ClassVar[tuple[type[PagedAttention], ...]] = (
         TorchAttention,
     )  # of attention, the fastest first
-    block_size: ClassVar[int] = 32  # defaults of what a user may set
+    # Defaults of what a user may set. A larger step is no faster on a CPU, whose caches it overflows.
+    block_size: ClassVar[int] = 32
     max_num_batched_tokens: ClassVar[int] = 1024
     async_scheduling: ClassVar[bool] = False
     more_memory: ClassVar[str] = "free some memory"  # advice
