@@ -50,7 +50,7 @@ from nanoengine.config import EngineConfig
 from nanoengine.models.decoder import Decoder
 from nanoengine.models.hf import HFModel
 from nanoengine.models.weights import Checkpoint, load_model, open_checkpoint, resolve_dtype
-from nanoengine.outputs import Logprob, RequestOutput
+from nanoengine.outputs import Inbox, Logprob, RequestOutput
 from nanoengine.requests import CheckedRequest, Detokenizer, Prompt, Request, RequestChecker, random_seed
 from nanoengine.sampling import (
     SamplingRow,
@@ -898,7 +898,7 @@ class LLMEngine:
         self._in_flight: deque[Launch] = deque()  # launched, not collected
         self._requests: dict[Any, Request] = {}  # the unfinished ones, by request_id
         self._request_of: dict[int, Request] = {}  # the same, by the seq_id of each of their sequences
-        self._outputs: list[RequestOutput] = []  # not handed over yet
+        self._outputs = Inbox()  # not handed over yet
         self._seq_ids = itertools.count()
         self._num_steps = self._num_prompt_tokens = self._num_generation_tokens = 0
         self._is_closed = False
@@ -926,7 +926,7 @@ class LLMEngine:
         """
         if not isinstance(request_id, str):
             raise TypeError(f"request_id must be a string, got {request_id!r}")
-        if request_id in self._requests:
+        if request_id in self._requests or request_id in self._outputs:
             raise ValueError(f"request_id {request_id!r} is in use")
         params = self.checkpoint.default_sampling_params() if params is None else params
         self.submit(request_id, self.check(prompt, params, priority))
@@ -973,24 +973,25 @@ class LLMEngine:
                 self.scheduler.recover()
                 self._hand_over([request for request in self._requests.values() if request.has_news])
                 raise
-        outputs, self._outputs = self._outputs, []
-        return outputs
+        return self._outputs.take(self._outputs)
 
     @uninterrupted()
     def abort_request(self, request_ids: Any) -> list[RequestOutput]:
-        """Drop requests (an id or several) and free their blocks; ids of none that runs are ignored.
+        """Drop requests (an id or several) and free their blocks; unknown ids are ignored.
 
         Returns:
-            What the requests had so far; finish_reason is "abort" for the samples that still ran.
+            What the requests had so far, and was not handed over; finish_reason is "abort" for the
+            samples that still ran.
         """
-        ids = [request_ids] if isinstance(request_ids, str) else request_ids
+        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         requests = [self._requests[i] for i in dict.fromkeys(ids) if i in self._requests]
         for request in requests:
             for sample in request.samples.values():
                 if not sample.seq.is_finished:
                     self.scheduler.finish(sample.seq, "abort")
             self._forget(request)
-        return [request.output() for request in requests]
+            self._outputs.put(request.output())
+        return self._outputs.take(ids)
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has something to compute or to hand over."""
@@ -1028,7 +1029,7 @@ class LLMEngine:
         self._is_closed = True
         self.abort_request(list(self._requests))
         self._in_flight.clear()
-        self._outputs = []
+        self._outputs.clear()
         self.runner.close()
 
     # -- the step
@@ -1075,7 +1076,7 @@ class LLMEngine:
         """Make the outputs that are due of requests with news, and forget those that are finished."""
         for request in requests:
             if request.is_due:
-                self._outputs.append(request.output())
+                self._outputs.put(request.output())
             if request.finished:
                 self._forget(request)
 

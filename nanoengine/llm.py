@@ -13,12 +13,10 @@ from tqdm import tqdm
 
 from nanoengine.config import EngineConfig
 from nanoengine.engine import LLMEngine, Scheduler
-from nanoengine.outputs import RequestOutput
+from nanoengine.outputs import Inbox, RequestOutput
 from nanoengine.requests import CheckedRequest, Prompt, render_chats, split_prompts
 from nanoengine.sampling_params import RequestOutputKind, SamplingParams
 from nanoengine.steps import uninterrupted
-
-Inbox = dict[Any, RequestOutput]  # request_id -> what came and was not taken yet, as one output
 
 
 class LLM:
@@ -38,7 +36,7 @@ class LLM:
         self.llm_engine = LLMEngine(EngineConfig(model=model, **settings))
         self._numbers = itertools.count()  # request ids of its own calls; a user's are strings
         self._inboxes: dict[Any, Inbox] = {}  # by request_id: that of the call that made the request
-        self._inbox: Inbox = {}  # for `step`: what came of requests that the user added
+        self._inbox = Inbox()  # for `step`: what came of requests that the user added
 
     # -- for most users
 
@@ -126,6 +124,8 @@ class LLM:
         self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
     ) -> None:
         """As `LLMEngine.add_request`."""
+        if request_id in self._inbox:  # finished, but not handed over
+            raise ValueError(f"request_id {request_id!r} is in use")
         self.llm_engine.add_request(request_id, prompt, params, priority=priority)
 
     def step(self) -> list[RequestOutput]:
@@ -134,14 +134,13 @@ class LLM:
         Streams that are open advance too.
         """
         self._step()
-        outputs, self._inbox = list(self._inbox.values()), {}
-        return outputs
+        return self._inbox.take(self._inbox)
 
     def abort_request(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
-        """As `LLMEngine.abort_request`; a request whose last output waits for `step` returns that."""
+        """As `LLMEngine.abort_request`."""
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
-        waiting = [self._inbox.pop(i) for i in dict.fromkeys(ids) if i in self._inbox]
-        return self.llm_engine.abort_request(ids) + [output for output in waiting if output.finished]
+        self._deliver(self.llm_engine.abort_request(ids))
+        return self._inbox.take(ids)
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has something to compute or to hand over."""
@@ -163,7 +162,7 @@ class LLM:
     def close(self) -> None:
         """Abort what runs and release the memory; the object is of no use afterwards."""
         self._deliver(self.llm_engine.abort_request(list(self._inboxes)))  # streams end with "abort"
-        self._inbox = {}
+        self._inbox.clear()
         self.llm_engine.close()
 
     def __enter__(self) -> Self:
@@ -219,9 +218,7 @@ class LLM:
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
-            inbox = self._inboxes.get(output.request_id, self._inbox)
-            before = inbox.get(output.request_id)
-            inbox[output.request_id] = output if before is None else before.merged_with(output)
+            self._inboxes.get(output.request_id, self._inbox).put(output)
 
     def _advance(self) -> None:
         """A step on behalf of requests that are unfinished."""

@@ -1,6 +1,8 @@
 """What a user gets back. Names are vLLM's."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 
 @dataclass(slots=True)
@@ -73,3 +75,16 @@ class RequestOutput:
                 new = replace(new, text=text, token_ids=token_ids, logprobs=logprobs)
             merged[new.index] = new
         return replace(later, outputs=[merged[index] for index in sorted(merged)])
+
+
+class Inbox(dict[Any, RequestOutput]):
+    """By request_id, what came and was not taken yet: one output each, later ones merged in."""
+
+    def put(self, output: RequestOutput) -> None:
+        """Add an output."""
+        before = self.get(output.request_id)
+        self[output.request_id] = output if before is None else before.merged_with(output)
+
+    def take(self, request_ids: Iterable[Any]) -> list[RequestOutput]:
+        """Take out what there is of these requests."""
+        return [self.pop(request_id) for request_id in list(request_ids) if request_id in self]

@@ -111,19 +111,28 @@ def test_bad_requests_and_duplicate_ids_raise_where_they_were_made(path, expecte
     asyncio.run(main())
 
 
-def test_a_failed_step_is_raised_to_those_it_concerned_and_the_engine_goes_on(path, expected):
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("failing_launch", [0, 3])
+def test_a_failed_step_is_raised_to_those_it_concerned_and_the_engine_goes_on(
+    failing_launch, async_scheduling, path, expected
+):
+    # A penalty has the step before collected first: its output was made when the launch fails.
+    params = SamplingParams(temperature=0, max_tokens=20, repetition_penalty=1.1)
+
     async def main():
-        async with AsyncLLM(path, **SETTINGS) as engine:
-            launch = engine.llm_engine.runner.launch
+        async with AsyncLLM(path, async_scheduling=async_scheduling, **SETTINGS) as engine:
+            launch, calls = engine.llm_engine.runner.launch, iter(range(1000))
 
-            def fail(*_):
-                engine.llm_engine.runner.launch = launch
-                raise RuntimeError("out of memory")
+            def fail_once(*arguments):
+                if next(calls) == failing_launch:
+                    raise RuntimeError("out of memory")
+                return launch(*arguments)
 
-            engine.llm_engine.runner.launch = fail
+            engine.llm_engine.runner.launch = fail_once
             with pytest.raises(RuntimeError, match="out of memory"):
-                await collect(engine, expected[0][0], GREEDY, "a")
-            assert await collect(engine, expected[0][0], GREEDY, "a") == expected[1][0]
+                await collect(engine, expected[0][0], params, "a")
+            again = collect(engine, expected[0][0], GREEDY, "b")
+            assert await asyncio.wait_for(again, 30) == expected[1][0]
 
     asyncio.run(main())
 

@@ -11,7 +11,7 @@ import weakref
 import pytest
 import torch
 
-from nanoengine import LLM, SamplingParams
+from nanoengine import LLM, RequestOutputKind, SamplingParams
 from tests.helpers import (
     BAD_FIELDS,
     VOCAB,
@@ -644,6 +644,46 @@ def test_generate_beside_added_requests_does_not_lose_their_outputs(path, prompt
         (output,) = llm.step()
         assert (output.request_id, output.outputs[0].token_ids) == ("0", expected[0][2][:2])
         assert not llm.has_unfinished_requests()
+
+
+def test_an_id_is_in_use_until_its_last_output_is_handed_over(path):
+    params = SamplingParams(temperature=0, max_tokens=2)
+    with LLM(path, num_kv_blocks=20) as llm:
+        llm.add_request("x", [1], params)
+        llm.generate([2], SamplingParams(max_tokens=5), use_tqdm=False)  # "x" ends meanwhile
+        with pytest.raises(ValueError, match="'x' is in use"):
+            llm.add_request("x", [3], params)
+        assert [output.request_id for output in llm.step()] == ["x"]
+        llm.add_request("x", [3], params)
+
+
+def test_an_aborted_request_returns_all_that_was_not_handed_over(path, prompts, expected):
+    delta = SamplingParams(temperature=0, max_tokens=20, output_kind=RequestOutputKind.DELTA)
+    with LLM(path, num_kv_blocks=60, block_size=16) as llm:
+        llm.add_request("x", prompts[3], delta)
+        llm.generate([2], SamplingParams(max_tokens=5), use_tqdm=False)
+        (output,) = llm.abort_request("x")
+        assert (output.outputs[0].token_ids, output.finished) == (expected[0][3][:5], True)
+        assert llm.abort_request("x") == llm.step() == []
+
+
+@pytest.mark.parametrize("failing_launch", range(1, 6))
+def test_a_stream_that_fails_leaves_nothing_behind_for_step(failing_launch, path):
+    """With penalties and async scheduling an output may have been made when the launch fails."""
+    params = SamplingParams(temperature=0, max_tokens=9, repetition_penalty=1.1)
+    with LLM(path, num_kv_blocks=20, async_scheduling=True) as llm:
+        launch, calls = llm.llm_engine.runner.launch, iter(range(100))
+
+        def fails_once(*arguments):
+            if next(calls) == failing_launch:
+                raise RuntimeError("flaky")
+            return launch(*arguments)
+
+        llm.llm_engine.runner.launch = fails_once
+        with pytest.raises(RuntimeError, match="flaky"):
+            list(llm.stream([[1], [2]], params))
+        assert not llm.has_unfinished_requests()
+        assert llm.step() == []
 
 
 def test_metrics_count_what_happened(path):
