@@ -478,10 +478,6 @@ class Scheduler:
         seq.max_num_tokens = limit if wanted is None else min(limit, seq.num_prompt_tokens + wanted)
         bisect.insort(self.waiting, seq, key=BY_ORDER)
 
-    def has_unfinished(self) -> bool:
-        """Whether any sequence waits or runs."""
-        return bool(self.waiting or self.running)
-
     # -- before the forward pass
 
     def schedule(self) -> ScheduledBatch:

@@ -284,6 +284,11 @@ def admit(manager: BlockManager, seq: Sequence) -> list[int]:
     return seq.block_table
 
 
+def is_busy(scheduler: Scheduler) -> bool:
+    """Whether any sequence waits or runs."""
+    return bool(scheduler.waiting or scheduler.running)
+
+
 def run_step(scheduler: Scheduler, token: int = 1):
     """One step in which every sequence that is due a token gets `token`."""
     batch = scheduler.schedule()

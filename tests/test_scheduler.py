@@ -7,7 +7,7 @@ import pytest
 
 from nanoengine.engine import Sequence
 from nanoengine.sampling_params import SamplingParams
-from tests.helpers import make_scheduler, make_sequence, run_step
+from tests.helpers import is_busy, make_scheduler, make_sequence, run_step
 
 
 def chunks_of(batch):
@@ -63,7 +63,7 @@ def test_never_more_than_max_num_seqs_hold_blocks():
     for i in range(6):
         scheduler.add(make_sequence(i, [i] * 5, max_tokens=6))
     order = []
-    while scheduler.has_unfinished():
+    while is_busy(scheduler):
         batch = run_step(scheduler)
         holders = [seq for seq in scheduler.running + scheduler.waiting if seq.block_table]
         assert len(holders) <= 2
@@ -105,7 +105,7 @@ def test_the_last_admitted_is_preempted_and_goes_back_to_the_head_of_the_queue()
     assert scheduler.num_preemptions == 1
     assert [seq.seq_id for seq in scheduler.waiting] == [1, 2]
     finished = []
-    while scheduler.has_unfinished():
+    while is_busy(scheduler):
         batch = scheduler.schedule()
         took = scheduler.update(batch, [1] * len(batch.sampled_seqs))
         finished += [seq.seq_id for seq in took if seq.is_finished]
@@ -135,7 +135,7 @@ def test_under_pressure_few_tokens_are_computed_more_than_once():
         rng = random.Random(seed)
         scheduler = make_scheduler(num_blocks=24, caching=False, max_num_seqs=16)
         seqs = []
-        while len(seqs) < 60 or scheduler.has_unfinished():
+        while len(seqs) < 60 or is_busy(scheduler):
             for _ in range(rng.choice([0, 0, 1, 2]) if len(seqs) < 60 else 0):  # the last come first
                 prompt = [len(seqs)] * rng.randint(1, 9)
                 seqs.append(make_sequence(len(seqs), prompt, -len(seqs), max_tokens=rng.randint(5, 25)))
@@ -153,7 +153,7 @@ def test_the_waiting_queue_keeps_its_order_when_requests_leave_its_middle():
     for i in (0, 3, 6):  # priorities 0, 1 and 2
         scheduler.finish(seqs[i], "abort")
     order = []
-    while scheduler.has_unfinished():
+    while is_busy(scheduler):
         order += [seq.priority for seq, _, _, _ in run_step(scheduler).chunks]
     assert order == [3, 4, 5, 6, 7, 8, 9]
 
@@ -165,7 +165,7 @@ def test_recover_keeps_priorities():
     scheduler.schedule()
     scheduler.recover()
     order = []
-    while scheduler.has_unfinished():
+    while is_busy(scheduler):
         order += [seq.priority for seq, _, _, _ in run_step(scheduler).chunks]
     assert order == [-9, -8, -7, -6, -5, -4, -3, -2, -1, 0]
 
@@ -192,7 +192,7 @@ def test_a_lone_sequence_that_outgrows_the_pool_ends_with_length():
     scheduler = make_scheduler(num_blocks=2)
     seq = make_sequence(0, [1, 2, 3], max_tokens=None)
     scheduler.add(seq)
-    while scheduler.has_unfinished():
+    while is_busy(scheduler):
         run_step(scheduler)
     assert seq.finish_reason == "length"
     assert seq.num_tokens == 9  # eight in the cache, and one sampled from the eighth
@@ -216,14 +216,14 @@ def test_a_prompt_that_can_never_fit_is_refused_with_both_numbers():
         scheduler.add(make_sequence(0, list(range(6))))
     with pytest.raises(ValueError, match="empty"):
         scheduler.add(make_sequence(0, []))
-    assert not scheduler.has_unfinished()
+    assert not is_busy(scheduler)
 
 
 def test_generation_ends_at_max_model_len_with_length():
     scheduler = make_scheduler(max_model_len=6)
     seq = make_sequence(0, [1, 2, 3])
     scheduler.add(seq)
-    while scheduler.has_unfinished():
+    while is_busy(scheduler):
         run_step(scheduler)
     assert (seq.finish_reason, seq.num_tokens) == ("length", 6)
 
@@ -239,7 +239,7 @@ def test_every_stop_id_ends_a_sequence_and_only_stop_token_ids_are_a_stop_reason
     batch = scheduler.schedule()
     scheduler.update(batch, [7, 8, 9])
     assert [(s.finish_reason, s.stop_reason) for s in seqs] == [("stop", 7), ("stop", None), ("stop", None)]
-    assert not scheduler.has_unfinished()
+    assert not is_busy(scheduler)
 
 
 def test_no_step_allocates_in_proportion_to_the_pool():
@@ -249,7 +249,7 @@ def test_no_step_allocates_in_proportion_to_the_pool():
     run_step(scheduler)
     tracemalloc.start()
     try:
-        while scheduler.has_unfinished():
+        while is_busy(scheduler):
             batch = scheduler.schedule()
             scheduler.update(batch, [1] * len(batch.sampled_seqs))
         assert tracemalloc.get_traced_memory()[1] < 100_000  # bytes; the pool's own lists take megabytes
@@ -271,7 +271,7 @@ def test_aborting_frees_the_blocks_of_running_and_waiting_sequences():
     for seq in (seqs[1], seqs[3]):
         scheduler.finish(seq, "abort")
     assert scheduler.block_manager.num_free_blocks == 8
-    assert not scheduler.has_unfinished()
+    assert not is_busy(scheduler)
 
 
 def test_priority_admits_the_lowest_number_first_and_preempts_the_highest():
@@ -283,7 +283,7 @@ def test_priority_admits_the_lowest_number_first_and_preempts_the_highest():
     run_step(scheduler)
     assert chunks_of(run_step(scheduler)) == [(1, 8, 9)]  # 2 was preempted, not 1
     finished = []
-    while scheduler.has_unfinished():
+    while is_busy(scheduler):
         batch = scheduler.schedule()
         took = scheduler.update(batch, [1] * len(batch.sampled_seqs))
         finished += [seq.seq_id for seq in took if seq.is_finished]
@@ -295,7 +295,7 @@ def test_equal_priorities_go_by_arrival():
     for seq_id in (3, 1, 2):
         scheduler.add(make_sequence(seq_id, [1], priority=7, max_tokens=1))
     order = []
-    while scheduler.has_unfinished():
+    while is_busy(scheduler):
         order += [seq.seq_id for seq, _, _, _ in run_step(scheduler).chunks]
     assert order == [1, 2, 3]
 

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from nanoengine.engine import BlockManager, ScheduledBatch, Scheduler, Sequence, build_inputs
 from nanoengine.sampling_params import SamplingParams
+from tests.helpers import is_busy
 
 EOS = 3
 
@@ -110,11 +111,11 @@ class SchedulingMachine(RuleBasedStateMachine):
         self.unknown = [entry for entry in self.unknown if entry[2] >= len(entry[1].token_ids)]
         self.scheduler.check_invariants()
 
-    @precondition(lambda self: self.scheduler.has_unfinished())
+    @precondition(lambda self: is_busy(self.scheduler))
     @rule(data=st.data(), repeat=st.integers(1, 4), overlap=st.booleans())
     def step(self, data, repeat, overlap):
         for _ in range(repeat):
-            if not self.scheduler.has_unfinished():
+            if not is_busy(self.scheduler):
                 return
             batch, before = self.launch()
 
@@ -130,7 +131,7 @@ class SchedulingMachine(RuleBasedStateMachine):
             elif batch.chunks:
                 self.collect(batch, tokens(batch))
 
-    @precondition(lambda self: self.scheduler.has_unfinished())
+    @precondition(lambda self: is_busy(self.scheduler))
     @rule(data=st.data())
     def fail_a_step(self, data):
         """The forward pass dies: part of it was written, nothing of it may be read later."""
@@ -141,7 +142,7 @@ class SchedulingMachine(RuleBasedStateMachine):
         self.scheduler.recover()
         self.in_flight, self.unknown = None, []
 
-    @precondition(lambda self: self.scheduler.has_unfinished())
+    @precondition(lambda self: is_busy(self.scheduler))
     @rule(data=st.data())
     def abort(self, data):
         unfinished = {seq.seq_id: seq for seq in self.scheduler.running + self.scheduler.waiting}
@@ -163,7 +164,7 @@ class SchedulingMachine(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         for _ in range(5000):
-            if not self.scheduler.has_unfinished():
+            if not is_busy(self.scheduler):
                 break
             batch, before = self.launch()
             if before is not None:
@@ -171,7 +172,7 @@ class SchedulingMachine(RuleBasedStateMachine):
             if batch.chunks:
                 self.collect(batch, [0] * len(batch.sampled_seqs))
         self.scheduler.check_invariants()
-        assert not self.scheduler.has_unfinished(), "a sequence never finished"
+        assert not is_busy(self.scheduler), "a sequence never finished"
         assert all(seq.is_finished for seq in self.seqs)
         assert self.block_manager.num_free_blocks == self.block_manager.num_blocks
 
