@@ -106,14 +106,34 @@ def test_sharded_files_load_like_a_single_one_and_a_missing_shard_is_named(impl,
     refuse(tmp_path, f"lacks the shard {shards[1].name}", model_impl=impl)
 
 
-def test_a_tied_model_ignores_a_saved_head(tmp_path, tmp_path_factory):
-    path, model = checkpoint("qwen2 tied", tmp_path_factory)
+def test_a_file_without_tensors_is_refused_rather_than_run_uninitialised(copy):
+    save_file({}, copy / "model.safetensors")
+    refuse(copy, "lacks 25 tensors")
+
+
+@IMPLS
+@pytest.mark.parametrize("held", ["another head", "the same head", "the head alone"])
+def test_a_tied_model_uses_the_head_its_files_hold_as_transformers_does(
+    held, impl, tmp_path, tmp_path_factory
+):
+    if held == "another head" and transformers.__version__ < "5":
+        pytest.skip("transformers 4 ties whatever the files hold")
+    path, tied = checkpoint("qwen2 tied", tmp_path_factory)
     shutil.copytree(path, tmp_path / "model")
-    edit(tmp_path / "model", lambda t: t.update({"lm_head.weight": torch.zeros(128, 64)}))
-    with LLM(str(tmp_path / "model"), num_kv_blocks=8) as llm:
-        assert llm.llm_engine.runner.model.lm_head.weight is llm.llm_engine.runner.model.embed_tokens.weight
+    embedding = tied.get_input_embeddings().weight.detach()
+    head = torch.randn_like(embedding) if held == "another head" else embedding.clone()
+    edit(tmp_path / "model", lambda t: t.update({"lm_head.weight": head}))
+    if held == "the head alone":
+        edit(tmp_path / "model", lambda t: t.pop("model.embed_tokens.weight"))
+    reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    expected = greedy(reference, [7, 8], 10)
+    assert (expected == greedy(tied, [7, 8], 10)) == (held != "another head")
+    with LLM(str(tmp_path / "model"), num_kv_blocks=8, model_impl=impl) as llm:
+        model = llm.llm_engine.runner.model
+        if impl == "nanoengine":
+            assert (model.lm_head.weight is model.embed_tokens.weight) == (held != "another head")
         output = llm.generate([7, 8], SamplingParams(temperature=0, max_tokens=10), use_tqdm=False)
-    assert output[0].outputs[0].token_ids == greedy(model, [7, 8], 10)
+    assert output[0].outputs[0].token_ids == expected
 
 
 @pytest.mark.parametrize("name", ["GemmaForCausalLM", "Qwen3ForSequenceClassification"])

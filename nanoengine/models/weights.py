@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import snapshot_download
@@ -18,6 +18,7 @@ from nanoengine.models.decoder import Decoder, DecoderConfig, architecture_of, r
 from nanoengine.models.hf import HFModel, UnsupportedModelError, attention_implementation, check_config
 from nanoengine.sampling_params import SamplingParams
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Hugging Face's name -> our fused parameter and the part of its rows.
 FUSED = {
     "q_proj": ("qkv_proj", 0),
@@ -26,6 +27,14 @@ FUSED = {
     "gate_proj": ("gate_up_proj", 0),
     "up_proj": ("gate_up_proj", 1),
 }
+
+
+class TensorHeader(NamedTuple):
+    """A tensor as the header of its file describes it."""
+
+    file: Path
+    dtype: str  # safetensors' name: F32, BF16, I64, ...
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,16 +212,24 @@ def load_model(
         ValueError: a tensor is missing, unexpected or of the wrong shape, a file is damaged, or the
             model turns out to be one that cannot be served.
     """
-    is_dummy = config.load_format == "dummy"
     if checkpoint.decoder_config is None:
         with _naming(checkpoint.hf_config):
             return HFModel(_load_transformers(checkpoint, config, dtype).to(device))
     with torch.device("meta"):
         model = Decoder(checkpoint.decoder_config).to(dtype)
-    model = model.to_empty(device=device).eval().requires_grad_(False)
-    if model.config.tie_word_embeddings:
-        model.lm_head.weight = model.embed_tokens.weight  # to_empty unties
-    _fill_at_random(model, config.seed) if is_dummy else _fill(model, checkpoint.path)
+    is_dummy = config.load_format == "dummy"
+    headers = {} if is_dummy else _read_headers(checkpoint.path)
+    if not is_dummy:
+        _check_fit(model, headers, checkpoint.path)
+    is_tied = model.config.tie_word_embeddings
+    model = model.to_empty(device=device).eval().requires_grad_(False)  # which unties
+    # Where the files hold a head beside the embedding, it may be another one.
+    if is_tied and not {HEAD, EMBEDDING} <= headers.keys():
+        model.lm_head.weight = model.embed_tokens.weight
+    _fill_at_random(model, config.seed) if is_dummy else _fill(model, headers)
+    # As in transformers (`PreTrainedModel.tie_weights`): a head of its own is used, whatever the config says.
+    if is_tied and torch.equal(model.lm_head.weight, model.embed_tokens.weight):
+        model.lm_head.weight = model.embed_tokens.weight
     model.build_rope_table(max_model_len)
     return model
 
@@ -226,26 +243,27 @@ def _fill_at_random(model: Decoder, seed: int) -> None:
             parameter.normal_(0.0, 0.02, generator=generator)
 
 
-def _fill(model: Decoder, path: Path) -> None:
+def _check_fit(model: Decoder, headers: dict[str, TensorHeader], path: Path) -> None:
+    """Refuse files that lack a tensor of the model, hold another one, or one of another shape."""
+    shapes = {name: tuple(part.shape) for name, part in _destinations(model).items()}
+    if model.config.tie_word_embeddings and HEAD in headers:
+        shapes[HEAD] = shapes[EMBEDDING]
+        if EMBEDDING not in headers:
+            del shapes[EMBEDDING]
+    _refuse(path, missing=shapes.keys() - headers.keys(), unexpected=headers.keys() - shapes.keys())
+    for name, shape in shapes.items():
+        if headers[name].shape != shape:
+            raise ValueError(f"tensor {name!r} has shape {headers[name].shape}, the config asks for {shape}")
+
+
+def _fill(model: Decoder, headers: dict[str, TensorHeader]) -> None:
     """Copy tensors one at a time from memory-mapped files, so that the weights are held once."""
     wanted = _destinations(model)
-    ignored = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
-    filled: set[str] = set()
-    for name, tensor in _tensors(path):
-        if name in ignored or name.endswith("rotary_emb.inv_freq"):  # a buffer old Llamas saved
-            continue
-        if name in filled:
-            raise ValueError(f"{path} holds tensor {name!r} twice")
-        if name not in wanted:
-            _refuse(path, unexpected=[name])
-        if tensor.shape != wanted[name].shape:
-            raise ValueError(
-                f"tensor {name!r} has shape {tuple(tensor.shape)}, "
-                f"the config asks for {tuple(wanted[name].shape)}"
-            )
-        wanted[name].copy_(tensor)
-        filled.add(name)
-    _refuse(path, missing=wanted.keys() - filled)
+    wanted.setdefault(HEAD, wanted[EMBEDDING])
+    for file in dict.fromkeys(header.file for header in headers.values()):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys() & headers.keys():
+                wanted[name].copy_(tensors.get_tensor(name))
 
 
 def _refuse(path: Path, *, missing: Iterable[str] = (), unexpected: Iterable[str] = ()) -> None:
@@ -325,12 +343,23 @@ def _tensor_files(path: Path) -> list[Path]:
     return files
 
 
-def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a checkpoint, one at a time."""
+def _read_headers(path: Path) -> dict[str, TensorHeader]:
+    """What a checkpoint's files hold, by tensor name; the tensors themselves are not read.
+
+    Raises:
+        ValueError: a file is missing or damaged, or a tensor is in two of them.
+    """
+    headers: dict[str, TensorHeader] = {}
     for file in _tensor_files(path):
         try:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 (not a dict)
-                    yield name, tensors.get_tensor(name)
+                    if name in headers:
+                        raise ValueError(f"{path} holds tensor {name!r} twice")
+                    if name.endswith("rotary_emb.inv_freq"):  # a buffer old Llamas saved
+                        continue
+                    part = tensors.get_slice(name)
+                    headers[name] = TensorHeader(file, part.get_dtype(), tuple(part.get_shape()))
         except SafetensorError as error:
             raise ValueError(f"{file} is damaged or not a safetensors file: {error}") from error
+    return headers
