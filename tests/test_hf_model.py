@@ -6,7 +6,7 @@ import transformers
 from torch import nn
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.models.hf import HFModel, UnsupportedModelError
+from nanoengine.models.hf import HFModel, UnsupportedModelError, attention_implementation
 from tests.helpers import HF_ARCHITECTURES, TINY, WINDOW, checkpoint, greedy, random_prompts
 
 LENGTHS = [1, 13, 40, 75, 20]
@@ -105,6 +105,7 @@ def test_what_runs_is_printed_at_the_start(tmp_path_factory, capsys):
         ("Bert", {**TINY, "is_decoder": False}, "its attention is not causal|a trial pass failed"),
         ("Lfm2", {**TINY, "layer_types": ["conv", "full_attention"]}, "layers of type conv"),
         ("Llama4Text", {**TINY, "layer_types": ["chunked_attention"] * 2}, "of type chunked_attention"),
+        ("Llama4Text", {**TINY, "layer_types": ["full_attention"] * 2}, "attn_temperature_tuning"),
         ("Moshi", {**TINY, "sliding_window": 9}, "a sliding layer asks for attention with window None|mask"),
     ],
 )
@@ -128,6 +129,34 @@ def test_a_model_that_mixes_tokens_outside_attention_is_refused(tmp_path_factory
     model.model.layers[1].post_attention_layernorm = _Mixing()
     with pytest.raises(UnsupportedModelError, match="mixes tokens outside attention"):
         HFModel(model)
+
+
+class _CountingPositions(nn.Module):
+    """Rotary embedding that counts positions from the beginning of the batch, as if it were one sequence."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x, position_ids):
+        return self.inner(x, torch.arange(x.shape[1]).unsqueeze(0) + position_ids[:, :1])
+
+
+def test_a_model_that_takes_positions_from_the_place_in_the_batch_is_refused(tmp_path_factory):
+    _, model = checkpoint("olmo", tmp_path_factory)
+    model = transformers.AutoModelForCausalLM.from_config(model.config, attn_implementation="nanoengine")
+    model.model.rotary_emb = _CountingPositions(model.model.rotary_emb)
+    with pytest.raises(UnsupportedModelError, match="positions from a token's place in the batch"):
+        HFModel(model)
+
+
+@pytest.mark.parametrize("name", [name for name in HF_ARCHITECTURES if name not in NEED_TRANSFORMERS_5])
+def test_rounding_in_bfloat16_is_not_mistaken_for_mixing(name, tmp_path_factory):
+    _, model = checkpoint(name, tmp_path_factory)
+    model = transformers.AutoModelForCausalLM.from_config(
+        model.config, attn_implementation=attention_implementation(model.config), dtype=torch.bfloat16
+    )
+    assert HFModel(model).kv_specs[0].dtype == torch.bfloat16
 
 
 def test_a_window_that_a_model_applies_by_a_mask_alone_is_not_lost_silently(tmp_path_factory):

@@ -5,8 +5,8 @@ attention layer's queries, keys and values to it. So a model's own class compute
 row of T tokens with explicit positions, without a cache object and without a mask, and attention goes
 to the same paged cache as in `decoder.py`.
 
-What a model may not do is let tokens see each other anywhere else: `_probe` runs two tokens through the
-loaded model and refuses it if it does.
+What a model may not do is let tokens see each other anywhere else, or count positions by itself: `_probe`
+runs a few tokens through the loaded model and refuses it if it does.
 """
 
 import copy
@@ -26,6 +26,9 @@ from nanoengine.backends.attention import KVCache, KVSpec, PagedAttention
 from nanoengine.models.decoder import rope_settings
 
 ATTENTION_NAME = "nanoengine"
+# Between two trial passes, of a token's queries, keys or hidden state, by norm. Passes of one shape differ by
+# the order of sums at most, below 1e-6 in float32; a wrong position changes more than half.
+PROBE_TOLERANCE = 0.02
 # What models pass on to attention that changes nothing here.
 _HARMLESS = frozenset(("dropout", "position_ids", "position_embeddings", "cache_position", "use_cache"))
 
@@ -189,12 +192,15 @@ class HFModel(nn.Module):
     def _probe(self) -> None:
         """Learn the layers and what they store; refuse a model that this way would compute wrongly.
 
-        Attention is replaced by a function of each token alone. Then two tokens may not influence one
+        Attention is replaced by a function of each token alone. Then tokens may not influence one
         another at all: if they do, the model mixes them outside attention (state-space layers,
         convolutions, n-gram embeddings), where a flat batch of several sequences would be mixed too.
+        Nor may it matter where in the batch a token stands: if it does, the model counts positions
+        itself. All passes have the same shape, so that rounding is the same too.
         """
         config = self.causal_lm.config
         windows: list[int | None] = []
+        seen: list[Tensor] = []  # by a pass: queries and keys of each layer, hidden states; (T, ..) each
 
         def record(layer: Any, q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
             if layer in self._layers:
@@ -207,14 +213,22 @@ class HFModel(nn.Module):
             return stand_in(layer, q, k, v)
 
         def stand_in(layer: Any, q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
+            seen.extend((q.flatten(1), k.flatten(1)))
             return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
 
+        def trial(ids: Tensor, positions: Tensor, attend: Attend) -> list[Tensor]:
+            seen.clear()
+            hidden = self._run(ids, positions, attend)
+            return [*seen, hidden]
+
         device = self.causal_lm.get_input_embeddings().weight.device
-        positions = torch.tensor([8, 9], device=device)  # beyond the number of tokens, as in most steps
-        one, other = torch.tensor([[1, 2], [3, 2]], device=device)
+        ids = torch.arange(1, 9, device=device)
+        positions = ids + 7  # beyond the number of tokens, as in most steps
+        other_ids = torch.cat((ids[1:-1], ids[:1], ids[-1:]))  # all but the last token are others
         try:
-            first = self._run(one, positions, record)
-            second = self._run(other, positions, stand_in)
+            first = trial(ids, positions, record)
+            among_others = trial(other_ids, positions, stand_in)
+            backwards = trial(ids.flip(0), positions.flip(0), stand_in)
         except UnsupportedModelError:
             raise
         except Exception as error:
@@ -229,8 +243,18 @@ class HFModel(nn.Module):
         for layer_type, window in zip(layer_types, windows, strict=True):
             if layer_type.startswith("sliding") != (window is not None):
                 raise UnsupportedModelError(f"a {layer_type} layer asks for attention with window {window}")
-        if not torch.allclose(first[1].float(), second[1].float(), rtol=0.05, atol=0.05):
+        if _differ([x[-1:] for x in first], [x[-1:] for x in among_others]):
             raise UnsupportedModelError("it mixes tokens outside attention")
+        if _differ(first, [x.flip(0) for x in backwards]):
+            raise UnsupportedModelError("it takes positions from a token's place in the batch")
+
+
+def _differ(these: list[Tensor], those: list[Tensor]) -> bool:
+    """Whether two trial passes computed something else than the same, up to rounding, for any token."""
+    return any(
+        bool(((x - y).float().norm(dim=-1) > PROBE_TOLERANCE * x.float().norm(dim=-1)).any())
+        for x, y in zip(these, those, strict=True)
+    )
 
 
 def check_config(config: Any) -> None:
@@ -251,6 +275,10 @@ def check_config(config: Any) -> None:
     unknown = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
     if unknown:
         raise UnsupportedModelError(f"it has layers of type {', '.join(sorted(unknown))}")
+    if getattr(config, "attn_temperature_tuning", False):  # a factor of 1 where `_probe` looks
+        raise UnsupportedModelError(
+            "attn_temperature_tuning scales queries by a token's place in the batch, not by its position"
+        )
     for rope in rope_settings(config):
         if rope["rope_type"] not in ("default", *ROPE_INIT_FUNCTIONS):
             raise UnsupportedModelError(f"rope type {rope['rope_type']!r} is unknown to transformers")
