@@ -16,7 +16,7 @@ from nanoengine import LLM, SamplingParams
 from nanoengine.models.decoder import Decoder
 from nanoengine.models.hf import HFModel
 from nanoengine.models.weights import Checkpoint, resolve_dtype
-from tests.helpers import TINY, checkpoint, greedy, hf_model
+from tests.helpers import TINY, YARN, checkpoint, greedy, hf_model
 
 NAME = "qwen3"
 
@@ -134,6 +134,93 @@ def test_a_tied_model_uses_the_head_its_files_hold_as_transformers_does(
             assert (model.lm_head.weight is model.embed_tokens.weight) == (held != "another head")
         output = llm.generate([7, 8], SamplingParams(temperature=0, max_tokens=10), use_tqdm=False)
     assert output[0].outputs[0].token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b'{"weight_map": {"a', "is not JSON"),
+        (b"\xff\xfe\x00", "is not JSON"),
+        (b"[" * 100_000, "is not JSON"),
+        (b"[]", "must hold a JSON object"),
+        (b"{}", ": weight_map must name the file of each tensor, got None"),
+        (b'{"weight_map": [1]}', ": weight_map must name the file of each tensor"),
+        (b'{"weight_map": {}}', ": weight_map must name the file of each tensor"),
+        (b'{"weight_map": {"a": 3}}', "for 'a', got 3"),
+        (b'{"weight_map": {"a": null}}', "for 'a', got None"),
+        (b'{"weight_map": {"a": "../model.safetensors"}}', "must name a file of that directory for 'a'"),
+        (b'{"weight_map": {"a": "."}}', "must name a file of that directory for 'a'"),
+    ],
+)
+@IMPLS
+def test_a_broken_index_of_shards_is_refused_by_file_and_field(copy, text, message, impl):
+    (copy / "model.safetensors.index.json").write_bytes(text)
+    refuse(copy, rf"model\.safetensors\.index\.json.*{message}", model_impl=impl)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"{", "is not JSON"),
+        (b"\xff\xfe\x00", "is not JSON"),
+        (b"[1]", "must hold a JSON object"),
+        (b'{"temperature": "hot"}', "temperature must be"),
+        (b'{"temperature": -1}', "temperature must be"),
+        (b'{"top_k": 0.5}', "top_k must be"),
+        (b'{"max_new_tokens": 0}', "max_tokens must be"),
+        (b'{"eos_token_id": "x"}', "eos_token_id must be a token id or a list of them"),
+        (b'{"eos_token_id": [null]}', "eos_token_id must be"),
+        (b'{"eos_token_id": 1.5}', "eos_token_id must be"),
+        (b'{"eos_token_id": true}', "eos_token_id must be"),
+        (b'{"eos_token_id": {}}', "eos_token_id must be"),
+    ],
+)
+def test_a_broken_generation_config_is_refused_by_file_and_field(copy, text, message):
+    (copy / "generation_config.json").write_bytes(text)
+    refuse(copy, rf"generation_config\.json.*{message}")
+
+
+@pytest.mark.parametrize("positions", [-5, 0, 10**12])
+@IMPLS
+def test_a_number_of_positions_that_cannot_be_is_refused_by_file_and_field(copy, positions, impl):
+    edit_config(copy, max_position_embeddings=positions)
+    refuse(copy, rf"config\.json: max_position_embeddings must .*, got {positions}$", model_impl=impl)
+
+
+@pytest.mark.parametrize("factor", [1e9, -1.0, 0.0, float("nan"), "4"])
+@IMPLS
+def test_a_rope_factor_that_cannot_be_is_refused_by_file_and_field(copy, factor, impl):
+    edit_config(copy, rope_parameters={**YARN, "factor": factor}, rope_scaling={**YARN, "factor": factor})
+    refuse(copy, r"config\.json: rope's factor.* must be above 0", model_impl=impl)
+
+
+def test_an_unknown_activation_is_refused_by_file_and_field(copy):
+    edit_config(copy, hidden_act="gulu")
+    refuse(copy, r"config\.json's hidden_act 'gulu' is unknown")
+    refuse(copy, r"hidden_act 'gulu' is not supported; supported: silu", model_impl="nanoengine")
+
+
+def test_whatever_transformers_makes_of_an_unsound_config_is_a_value_error(copy):
+    edit_config(copy, num_attention_heads=0)
+    for impl in ("nanoengine", "transformers"):
+        refuse(copy, "the config asks for|cannot be loaded: ZeroDivisionError", model_impl=impl)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "uint8", "bool", "complex64", "float8_e4m3fn"])
+@IMPLS
+def test_weights_that_are_no_plain_floats_are_refused_rather_than_cast(copy, dtype, impl):
+    name = "model.layers.0.mlp.up_proj.weight"
+    edit(copy, lambda t: t.update({name: t[name].to(getattr(torch, dtype))}))
+    refuse(copy, rf"holds tensor '{name}' as .*; a weight must be one of F64, F32", model_impl=impl)
+
+
+def test_a_mask_that_an_old_checkpoint_saved_as_booleans_is_no_weight(tmp_path, tmp_path_factory):
+    path, model = checkpoint("gpt2", tmp_path_factory)
+    shutil.copytree(path, tmp_path / "model")
+    edit(tmp_path / "model", lambda t: t.update({"transformer.h.0.attn.bias": torch.ones(1, 1, 8, 8).bool()}))
+    with LLM(str(tmp_path / "model"), num_kv_blocks=8) as llm:
+        output = llm.generate([7, 8], SamplingParams(temperature=0, max_tokens=10), use_tqdm=False)
+    assert output[0].outputs[0].token_ids == greedy(model, [7, 8], 10)
 
 
 @pytest.mark.parametrize("name", ["GemmaForCausalLM", "Qwen3ForSequenceClassification"])

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface
+from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -275,6 +276,10 @@ def check_config(config: Any) -> None:
     unknown = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
     if unknown:
         raise UnsupportedModelError(f"it has layers of type {', '.join(sorted(unknown))}")
+    for field in ("hidden_act", "hidden_activation", "activation_function"):
+        name = getattr(config, field, None)
+        if isinstance(name, str) and name not in ACT2FN:
+            raise UnsupportedModelError(f"config.json's {field} {name!r} is unknown to transformers")
     if getattr(config, "attn_temperature_tuning", False):  # a factor of 1 where `_probe` looks
         raise UnsupportedModelError(
             "attn_temperature_tuning scales queries by a token's place in the batch, not by its position"

@@ -1,7 +1,7 @@
 """From a hub id or a directory to a config, a tokenizer and a loaded model. Safetensors only."""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,9 @@ from nanoengine.models.decoder import Decoder, DecoderConfig, architecture_of, r
 from nanoengine.models.hf import HFModel, UnsupportedModelError, attention_implementation, check_config
 from nanoengine.sampling_params import SamplingParams
 
+GENERATION_CONFIG = "generation_config.json"
+FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")  # by safetensors' names
+MAX_POSITIONS = 2**31 - 1  # the attention kernels' lengths are int32
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Hugging Face's name -> our fused parameter and the part of its rows.
 FUSED = {
@@ -65,25 +68,42 @@ class Checkpoint:
         positions = getattr(config, "max_position_embeddings", None)
         if positions is None:
             return None
+        self._check_number("max_position_embeddings", positions)
         for rope in rope_settings(config):
+            factor = 1.0 if rope.get("factor") is None else rope["factor"]
             original = rope.get("original_max_position_embeddings") or getattr(
                 config, "original_max_position_embeddings", positions
             )
+            self._check_number("rope's factor", factor)
+            self._check_number("rope's original_max_position_embeddings", original)
             if rope["rope_type"] == "yarn":
-                positions = max(positions, int(original * rope.get("factor", 1.0)))
+                positions = max(positions, int(original * factor))
+                self._check_number("rope's factor, times the original_max_position_embeddings,", positions)
             elif rope["rope_type"] in ("dynamic", "longrope"):
                 # Beyond, the frequencies depend on the length of what is computed together: every key in
                 # the cache would have to be computed again.
                 positions = min(positions, original)
         return int(positions)
 
+    def _check_number(self, field: str, value: Any) -> None:
+        if not isinstance(value, int | float) or not 0 < value <= MAX_POSITIONS:
+            where = self.path / "config.json"
+            raise ValueError(f"{where}: {field} must be above 0 and at most {MAX_POSITIONS}, got {value!r}")
+
     def default_sampling_params(self) -> SamplingParams:
-        """What generation_config.json recommends; vLLM's defaults where it says nothing."""
+        """What generation_config.json recommends; vLLM's defaults where it says nothing.
+
+        Raises:
+            ValueError: it recommends what cannot be.
+        """
         names = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
         names["max_new_tokens"] = "max_tokens"
         given = self.generation_config
         chosen = {ours: given[theirs] for theirs, ours in names.items() if given.get(theirs) is not None}
-        return SamplingParams(**chosen)
+        try:
+            return SamplingParams(**chosen)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{self.path / GENERATION_CONFIG} cannot be used: {error}") from error
 
     def choose_length(self, max_model_len: int | None) -> int:
         """The most tokens of a prompt and its output: those asked for, or as many as there are positions.
@@ -131,7 +151,8 @@ def open_checkpoint(
     decoder_config = None
     if model_impl != "transformers":
         try:
-            decoder_config = DecoderConfig.from_hf(hf_config)
+            with _as_value_error(path):
+                decoder_config = DecoderConfig.from_hf(hf_config)
         except ValueError:
             if model_impl == "nanoengine":
                 raise
@@ -148,17 +169,37 @@ def open_checkpoint(
         loaded = AutoTokenizer.from_pretrained(tokenizer_path, trust_remote_code=trust_remote_code)
         if not loaded.is_fast:
             raise ValueError(f"the tokenizer in {tokenizer_path} has no fast version (tokenizer.json)")
-    generation_path = path / "generation_config.json"
-    generation = json.loads(generation_path.read_text()) if generation_path.is_file() else {}
+    generation_path = path / GENERATION_CONFIG
+    generation = _read_json(generation_path) if generation_path.is_file() else {}
     eos: list[int] = []
-    for ids in (
-        getattr(loaded, "eos_token_id", None),
-        getattr(hf_config, "eos_token_id", None),
-        generation.get("eos_token_id"),
+    for name, ids in (
+        ("the tokenizer", getattr(loaded, "eos_token_id", None)),
+        ("config.json", getattr(hf_config, "eos_token_id", None)),
+        (GENERATION_CONFIG, generation.get("eos_token_id")),
     ):
-        eos += ids if isinstance(ids, list) else [] if ids is None else [ids]
+        ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
+        if not all(type(token_id) is int for token_id in ids):
+            raise ValueError(f"{path}: {name}'s eos_token_id must be a token id or a list of them, got {ids}")
+        eos += ids
     known = (token_id for token_id in dict.fromkeys(eos) if 0 <= token_id < hf_config.vocab_size)
-    return Checkpoint(path, hf_config, decoder_config, loaded, tuple(known), generation)
+    checkpoint = Checkpoint(path, hf_config, decoder_config, loaded, tuple(known), generation)
+    checkpoint.default_sampling_params()  # for its errors
+    return checkpoint
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        ValueError: it holds none.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {content!r:.40}")
+    return content
 
 
 @contextmanager
@@ -251,9 +292,20 @@ def _check_fit(model: Decoder, headers: dict[str, TensorHeader], path: Path) -> 
         if EMBEDDING not in headers:
             del shapes[EMBEDDING]
     _refuse(path, missing=shapes.keys() - headers.keys(), unexpected=headers.keys() - shapes.keys())
+    _check_dtypes(headers, shapes)
     for name, shape in shapes.items():
         if headers[name].shape != shape:
             raise ValueError(f"tensor {name!r} has shape {headers[name].shape}, the config asks for {shape}")
+
+
+def _check_dtypes(headers: dict[str, TensorHeader], parameters: Container[str]) -> None:
+    """Refuse integers, booleans, complex numbers and unscaled 8-bit floats where a parameter is filled."""
+    for name, header in headers.items():
+        if header.dtype not in FLOAT_DTYPES and (name in parameters or name.endswith(".weight")):
+            raise ValueError(
+                f"{header.file} holds tensor {name!r} as {header.dtype}; "
+                f"a weight must be one of {', '.join(FLOAT_DTYPES)}"
+            )
 
 
 def _fill(model: Decoder, headers: dict[str, TensorHeader]) -> None:
@@ -284,11 +336,11 @@ def _load_transformers(checkpoint: Checkpoint, config: EngineConfig, dtype: torc
         "trust_remote_code": config.trust_remote_code,
     }
     if config.load_format == "dummy":
-        with torch.random.fork_rng(devices=[]):
+        with _as_value_error(path), torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
             return auto.from_config(checkpoint.hf_config, **settings)
-    _tensor_files(path)  # for its errors: those of transformers are less clear
-    try:
+    headers = _read_headers(path)  # for its errors: those of transformers are less clear
+    with _as_value_error(path):
         causal_lm, report = auto.from_pretrained(
             path,
             config=checkpoint.hf_config,
@@ -297,14 +349,21 @@ def _load_transformers(checkpoint: Checkpoint, config: EngineConfig, dtype: torc
             ignore_mismatched_sizes=True,  # reported below
             **settings,
         )
-    except SafetensorError as error:
-        raise ValueError(f"a safetensors file in {path} is damaged: {error}") from error
-    except (OSError, RuntimeError) as error:
-        raise ValueError(f"{path} cannot be loaded: {error}") from error
+    _check_dtypes(headers, dict(causal_lm.named_parameters()))
     for entry in report["mismatched_keys"]:  # a name, from transformers 5 on with both shapes
         raise ValueError(f"{path} holds a tensor of another shape than the config asks for: {entry}")
     _refuse(path, missing=report["missing_keys"], unexpected=report["unexpected_keys"])
     return causal_lm
+
+
+@contextmanager
+def _as_value_error(path: Path) -> Iterator[None]:
+    """Whatever transformers makes of a checkpoint that is not sound, said as what it is."""
+    try:
+        yield
+    except Exception as error:
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        raise ValueError(f"{path} cannot be loaded: {kind}{error}") from error
 
 
 def _destinations(model: Decoder) -> dict[str, Tensor]:
@@ -332,7 +391,15 @@ def _tensor_files(path: Path) -> list[Path]:
     """The safetensors files of a checkpoint; where there is an index, it decides which belong to it."""
     index = path / "model.safetensors.index.json"
     if index.is_file():
-        files = sorted({path / file for file in json.loads(index.read_text())["weight_map"].values()})
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ValueError(f"{index}: weight_map must name the file of each tensor, got {weight_map!r:.40}")
+        for tensor, file in weight_map.items():
+            if not isinstance(file, str) or Path(file).name != file:
+                raise ValueError(
+                    f"{index}: weight_map must name a file of that directory for {tensor!r}, got {file!r}"
+                )
+        files = sorted({path / file for file in weight_map.values()})
     else:
         files = sorted(path.glob("*.safetensors"))
     if not files:
