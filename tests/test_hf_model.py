@@ -7,7 +7,7 @@ from torch import nn
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.models.hf import HFModel, UnsupportedModelError, attention_implementation
-from tests.helpers import HF_ARCHITECTURES, TINY, WINDOW, checkpoint, greedy, random_prompts
+from tests.helpers import HF_ARCHITECTURES, TINY, WINDOW, checkpoint, greedy, hf_model, random_prompts
 
 LENGTHS = [1, 13, 40, 75, 20]
 NUM_NEW = 16
@@ -97,7 +97,10 @@ def test_what_runs_is_printed_at_the_start(tmp_path_factory, capsys):
     ("family", "changes", "reason"),
     [
         ("T5", {}, "it is an encoder-decoder"),
-        ("Mamba", {}, "code of its own|layers of type"),
+        ("Mamba", {}, "it has no attention|layers of type"),
+        ("Rwkv", {}, "it has no attention"),
+        ("Doge", TINY, "it builds an attention mask of its own"),
+        ("Git", {}, "it takes more than text"),
         ("Llava", {}, "it takes more than text"),
         ("Falcon", {"alibi": True}, "ALiBi"),
         ("Bloom", {}, "its attention is code of its own"),
@@ -165,6 +168,20 @@ def test_a_window_that_a_model_applies_by_a_mask_alone_is_not_lost_silently(tmp_
     model.model.layers[0].self_attn.sliding_window = None
     with pytest.raises(UnsupportedModelError, match=r"sliding_attention layer .* with window None"):
         HFModel(model)
+
+
+def test_a_model_made_for_as_many_positions_as_its_window_is_served(tmp_path):
+    model = hf_model("phimoe")
+    model.config.sliding_window = 64
+    model.save_pretrained(tmp_path)
+    prompt = random_prompts([50])[0]
+    if transformers.__version__ < "5":
+        pytest.skip("refused there for another reason")
+    with pytest.raises(UnsupportedModelError, match="a sliding layer asks for attention with window None"):
+        LLM(str(tmp_path), num_kv_blocks=8)
+    with LLM(str(tmp_path), num_kv_blocks=8, max_model_len=64) as llm:
+        output = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=14), use_tqdm=False)
+    assert output[0].outputs[0].token_ids == greedy(model, prompt, 14)
 
 
 def test_an_attention_layer_used_twice_is_refused(tmp_path_factory):

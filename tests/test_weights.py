@@ -136,6 +136,20 @@ def test_a_tied_model_uses_the_head_its_files_hold_as_transformers_does(
     assert output[0].outputs[0].token_ids == expected
 
 
+def test_tensors_whose_names_only_transformers_knows_are_served_by_its_code(tmp_path, tmp_path_factory):
+    """A Llama without the `model.` prefix, for one: the weights decide, the config is the same."""
+    path, model = checkpoint("qwen2 tied", tmp_path_factory)
+    shutil.copytree(path, tmp_path / "model")
+    tensors = load_file(path / "model.safetensors")
+    bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    save_file(bare, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    refuse(tmp_path / "model", r"lacks 26 tensors, the first is 'model\.", model_impl="nanoengine")
+    with LLM(str(tmp_path / "model"), num_kv_blocks=8) as llm:
+        assert isinstance(llm.llm_engine.runner.model, HFModel)
+        output = llm.generate([7, 8], SamplingParams(temperature=0, max_tokens=10), use_tqdm=False)
+    assert output[0].outputs[0].token_ids == greedy(model, [7, 8], 10)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

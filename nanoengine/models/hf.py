@@ -57,10 +57,10 @@ def _attention_forward(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls in each attention layer: q (1, H, T, D), k and v (1, K, T, D)."""
-    if attend is None:
-        raise UnsupportedModelError("its attention modules cannot be handed an argument")
     if attention_mask is not None:
         raise UnsupportedModelError("it builds an attention mask of its own")
+    if attend is None:
+        raise UnsupportedModelError("its attention modules cannot be handed an argument")
     # Some ask SDPA for no causal mask where there is a single token.
     if (is_causal is False and query.shape[2] > 1) or getattr(module, "is_causal", True) is False:
         raise UnsupportedModelError("its attention is not causal")
@@ -132,7 +132,7 @@ class HFModel(nn.Module):
     replaceable = False
     capturable = False  # not known: a model may ask the device
 
-    def __init__(self, causal_lm: Any) -> None:
+    def __init__(self, causal_lm: Any, max_model_len: int | None = None) -> None:
         super().__init__()
         self.causal_lm = causal_lm.eval().requires_grad_(False)
         body = next((n for n in (causal_lm.base_model_prefix, "model") if n in causal_lm._modules), None)
@@ -152,7 +152,7 @@ class HFModel(nn.Module):
         self._layers: dict[Any, int] = {}  # what calls attention -> index of its cache
         self.kv_specs: list[KVSpec] = []  # what each attention layer stores per token
         self.attention_settings: frozenset[str] = frozenset()  # what they ask for besides a scale
-        self._probe()
+        self._probe(max_model_len)
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, caches: Sequence[KVCache], attention: PagedAttention
@@ -190,7 +190,7 @@ class HFModel(nn.Module):
         return args, {**kwargs, "attend": self._attend}
 
     @torch.inference_mode()
-    def _probe(self) -> None:
+    def _probe(self, max_model_len: int | None) -> None:
         """Learn the layers and what they store; refuse a model that this way would compute wrongly.
 
         Attention is replaced by a function of each token alone. Then tokens may not influence one
@@ -239,10 +239,13 @@ class HFModel(nn.Module):
                 f"only {len(self._layers)} of its {config.num_hidden_layers} layers have attention that can "
                 "be replaced"
             )
-        by_default = "sliding" if getattr(config, "sliding_window", None) else "full"
+        configured = getattr(config, "sliding_window", None)
+        by_default = "sliding" if configured else "full"
         layer_types = getattr(config, "layer_types", None) or [by_default] * len(windows)
+        # A window that covers all positions is none: models may leave it out.
+        is_whole = configured and max_model_len is not None and configured >= max_model_len
         for layer_type, window in zip(layer_types, windows, strict=True):
-            if layer_type.startswith("sliding") != (window is not None):
+            if layer_type.startswith("sliding") != (window is not None) and not (window is None and is_whole):
                 raise UnsupportedModelError(f"a {layer_type} layer asks for attention with window {window}")
         if _differ([x[-1:] for x in first], [x[-1:] for x in among_others]):
             raise UnsupportedModelError("it mixes tokens outside attention")
@@ -266,7 +269,8 @@ def check_config(config: Any) -> None:
     """
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError("it is an encoder-decoder")
-    if config.get_text_config() is not config:
+    others = [name for name in getattr(config, "sub_configs", ()) if name in ("vision_config", "audio_config")]
+    if config.get_text_config() is not config or others:
         raise UnsupportedModelError(
             "it takes more than text (images, audio); only text-only models are served"
         )
@@ -302,4 +306,6 @@ def attention_implementation(config: Any) -> str:
         return ATTENTION_NAME
     if model_class._supports_sdpa:
         return "sdpa"
+    if getattr(config, "num_attention_heads", None) is None:
+        raise UnsupportedModelError("it has no attention: its layers hand a state from token to token")
     raise UnsupportedModelError("its attention is code of its own, which cannot be replaced")

@@ -32,6 +32,10 @@ FUSED = {
 }
 
 
+class MisfitError(ValueError):
+    """The files hold other tensors than the model is made of."""
+
+
 class TensorHeader(NamedTuple):
     """A tensor as the header of its file describes it."""
 
@@ -253,11 +257,41 @@ def load_model(
         ValueError: a tensor is missing, unexpected or of the wrong shape, a file is damaged, or the
             model turns out to be one that cannot be served.
     """
-    if checkpoint.decoder_config is None:
-        with _naming(checkpoint.hf_config):
-            return HFModel(_load_transformers(checkpoint, config, dtype).to(device))
+    if checkpoint.decoder_config is not None:
+        try:
+            return _load_decoder(checkpoint, checkpoint.decoder_config, config, dtype, device, max_model_len)
+        except MisfitError as misfit:
+            if config.model_impl != "auto":
+                raise
+            try:  # transformers knows more ways to name the same tensors
+                return _load_hf(checkpoint, config, dtype, device, max_model_len)
+            except ValueError:
+                raise misfit from None
+    return _load_hf(checkpoint, config, dtype, device, max_model_len)
+
+
+def _load_hf(
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+) -> HFModel:
+    with _naming(checkpoint.hf_config):
+        check_config(checkpoint.hf_config)
+        return HFModel(_load_transformers(checkpoint, config, dtype).to(device), max_model_len)
+
+
+def _load_decoder(
+    checkpoint: Checkpoint,
+    decoder_config: DecoderConfig,
+    config: EngineConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+) -> Decoder:
     with torch.device("meta"):
-        model = Decoder(checkpoint.decoder_config).to(dtype)
+        model = Decoder(decoder_config).to(dtype)
     is_dummy = config.load_format == "dummy"
     headers = {} if is_dummy else _read_headers(checkpoint.path)
     if not is_dummy:
@@ -319,11 +353,11 @@ def _fill(model: Decoder, headers: dict[str, TensorHeader]) -> None:
 
 
 def _refuse(path: Path, *, missing: Iterable[str] = (), unexpected: Iterable[str] = ()) -> None:
-    """Raise ValueError where there are tensors too few or too many."""
+    """Raise MisfitError where there are tensors too few or too many."""
     if names := sorted(missing):
-        raise ValueError(f"{path} lacks {len(names)} tensors, the first is {names[0]!r}")
+        raise MisfitError(f"{path} lacks {len(names)} tensors, the first is {names[0]!r}")
     if names := sorted(unexpected):
-        raise ValueError(f"{path} holds tensor {names[0]!r} which the architecture does not have")
+        raise MisfitError(f"{path} holds tensor {names[0]!r} which the architecture does not have")
 
 
 def _load_transformers(checkpoint: Checkpoint, config: EngineConfig, dtype: torch.dtype) -> Any:
