@@ -16,7 +16,7 @@ from nanoengine import LLM, SamplingParams
 from nanoengine.models.decoder import Decoder
 from nanoengine.models.hf import HFModel
 from nanoengine.models.weights import Checkpoint, resolve_dtype
-from tests.helpers import TINY, YARN, checkpoint, greedy, hf_model
+from tests.helpers import TINY, YARN, checkpoint, greedy, hf_model, random_prompts
 
 NAME = "qwen3"
 
@@ -226,6 +226,90 @@ def test_weights_that_are_no_plain_floats_are_refused_rather_than_cast(copy, dty
     name = "model.layers.0.mlp.up_proj.weight"
     edit(copy, lambda t: t.update({name: t[name].to(getattr(torch, dtype))}))
     refuse(copy, rf"holds tensor '{name}' as .*; a weight must be one of F64, F32", model_impl=impl)
+
+
+@pytest.mark.parametrize("scheme", ["gptq", "awq", "bitsandbytes", "compressed-tensors", "never heard of"])
+@IMPLS
+def test_weights_quantised_by_a_scheme_that_is_not_served_are_refused_by_its_name(copy, scheme, impl):
+    edit_config(copy, quantization_config={"quant_method": scheme, "bits": 4})
+    refuse(copy, f"cannot be served: its weights are quantised by {scheme}; served are", model_impl=impl)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "scheme"),
+    [
+        ("quantize_config.json", {"bits": 4, "group_size": 128}, "gptq"),
+        ("hf_quant_config.json", {"quantization": {"quant_algo": "NVFP4"}}, "NVFP4"),
+    ],
+)
+def test_a_quantisation_that_is_stated_in_a_file_of_its_own_is_seen(copy, file, content, scheme):
+    (copy / file).write_text(json.dumps(content))
+    refuse(copy, f"its weights are quantised by {scheme}; served are")
+
+
+def test_fp8_without_accelerate_says_what_is_needed(copy, monkeypatch):
+    monkeypatch.setattr("nanoengine.models.weights.find_spec", lambda name: None)
+    edit_config(copy, quantization_config={"quant_method": "fp8", "weight_block_size": [32, 32]})
+    refuse(copy, r"quantised by fp8, which needs accelerate: pip install 'nanoengine\[quantized\]'")
+    refuse(copy, 'quantised by fp8, which only model_impl="transformers" reads', model_impl="nanoengine")
+
+
+def served_like(path, model):
+    """Greedy tokens of the checkpoint equal those of the transformers model."""
+    prompts = random_prompts([5, 40])
+    with LLM(str(path), num_kv_blocks=20, block_size=8, dtype="float32", model_impl="auto") as llm:
+        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=10), use_tqdm=False)
+    assert [out.outputs[0].token_ids for out in outputs] == [greedy(model, p, 10) for p in prompts]
+
+
+@pytest.mark.skipif(transformers.__version__ < "5", reason="dequantises to bfloat16 alone there")
+def test_mxfp4_weights_are_served_dequantised(tmp_path):
+    """The oracle dequantises by the format's definition: 32 values of 4 bits share an exponent."""
+    model = hf_model("gpt-oss")
+    model.save_pretrained(tmp_path)
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    values = torch.cat((values, -values))
+    quantised = {}
+    for name, parameter in model.named_parameters():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            experts, inner, outer = parameter.shape
+            codes = torch.randint(16, (experts, outer, inner // 32, 32))
+            exponents = torch.randint(-5, -2, (experts, outer, inner // 32))
+            weight = (values[codes] * 2.0 ** exponents.unsqueeze(-1)).flatten(2).transpose(1, 2)
+            parameter.data.copy_(weight)
+            quantised[f"{name}_blocks"] = (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8)
+            quantised[f"{name}_scales"] = (exponents + 127).to(torch.uint8)
+
+    def quantise(tensors):
+        for name in quantised:
+            tensors.pop(name.removesuffix("_blocks"), None)
+        tensors.update(quantised)
+
+    assert len(quantised) == 8
+    edit(tmp_path, quantise)
+    edit_config(tmp_path, quantization_config={"quant_method": "mxfp4"})
+    served_like(tmp_path, model)
+
+
+@pytest.mark.skipif(transformers.__version__ < "5", reason="does not dequantise fp8 there")
+def test_fp8_weights_are_served_dequantised(tmp_path):
+    """The oracle multiplies each block of 32 x 32 by its scale."""
+    pytest.importorskip("accelerate")
+    model = hf_model(NAME)
+    model.save_pretrained(tmp_path)
+    quantised = {}
+    for name, parameter in model.named_parameters():
+        if name.endswith("proj.weight"):
+            rows, columns = (size // 32 for size in parameter.shape)
+            scale = torch.rand(rows, columns) * 0.01 + 0.001
+            blocks = scale.repeat_interleave(32, 0).repeat_interleave(32, 1)
+            quantised[name] = (parameter.data / blocks).clamp(-448, 448).to(torch.float8_e4m3fn)
+            quantised[f"{name}_scale_inv"] = scale
+            parameter.data.copy_(quantised[name].float() * blocks)
+    assert len(quantised) == 2 * 2 * 7
+    edit(tmp_path, lambda tensors: tensors.update(quantised))
+    edit_config(tmp_path, quantization_config={"quant_method": "fp8", "weight_block_size": [32, 32]})
+    served_like(tmp_path, model)
 
 
 def test_a_mask_that_an_old_checkpoint_saved_as_booleans_is_no_weight(tmp_path, tmp_path_factory):

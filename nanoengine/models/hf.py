@@ -269,7 +269,9 @@ def check_config(config: Any) -> None:
     """
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError("it is an encoder-decoder")
-    others = [name for name in getattr(config, "sub_configs", ()) if name in ("vision_config", "audio_config")]
+    others = [
+        name for name in getattr(config, "sub_configs", ()) if name in ("vision_config", "audio_config")
+    ]
     if config.get_text_config() is not config or others:
         raise UnsupportedModelError(
             "it takes more than text (images, audio); only text-only models are served"

@@ -4,6 +4,7 @@ import json
 from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +20,10 @@ from nanoengine.models.hf import HFModel, UnsupportedModelError, attention_imple
 from nanoengine.sampling_params import SamplingParams
 
 GENERATION_CONFIG = "generation_config.json"
+# Schemes that transformers dequantises when it loads them -> the libraries it needs for that.
+DEQUANTIZED: dict[str, tuple[str, ...]] = {"mxfp4": (), "fp8": ("accelerate",)}
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")  # by safetensors' names
+SERVED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_POSITIONS = 2**31 - 1  # the attention kernels' lengths are int32
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Hugging Face's name -> our fused parameter and the part of its rows.
@@ -152,8 +156,10 @@ def open_checkpoint(
         hf_config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:
         raise ValueError(f"{path / 'config.json'} cannot be used: {error}") from error
+    with _naming(hf_config):
+        is_quantized = _choose_dequantizing(path, hf_config, model_impl)
     decoder_config = None
-    if model_impl != "transformers":
+    if model_impl != "transformers" and not is_quantized:
         try:
             with _as_value_error(path):
                 decoder_config = DecoderConfig.from_hf(hf_config)
@@ -206,6 +212,39 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def _choose_dequantizing(path: Path, hf_config: Any, model_impl: str) -> bool:
+    """Whether the weights are quantised; then transformers is told to dequantise them when it loads them.
+
+    Raises:
+        UnsupportedModelError: by a scheme that is not served, or whose library is missing.
+    """
+    stated = getattr(hf_config, "quantization_config", None)
+    for name in ("quantize_config.json", "hf_quant_config.json"):  # GPTQ's and ModelOpt's own
+        if not stated and (path / name).is_file():
+            content = _read_json(path / name)
+            stated = content.get("quantization") or {"quant_method": "gptq", **content}
+    if not stated:
+        return False
+    scheme = stated.get("quant_method") or stated.get("quant_algo") or "an unnamed scheme"
+    if scheme not in DEQUANTIZED:
+        raise UnsupportedModelError(
+            f"its weights are quantised by {scheme}; served are {' and '.join(DEQUANTIZED)}, dequantised "
+            "while they are loaded, and checkpoints that are not quantised"
+        )
+    if model_impl == "nanoengine":
+        raise UnsupportedModelError(
+            f'its weights are quantised by {scheme}, which only model_impl="transformers" reads'
+        )
+    for library in DEQUANTIZED[scheme]:
+        if find_spec(library) is None:
+            raise UnsupportedModelError(
+                f"its weights are quantised by {scheme}, which needs {library}: "
+                "pip install 'nanoengine[quantized]'"
+            )
+    hf_config.quantization_config = {**stated, "dequantize": True}
+    return True
+
+
 @contextmanager
 def _naming(hf_config: Any) -> Iterator[None]:
     """Name the architecture in a refusal."""
@@ -237,7 +276,7 @@ def resolve_dtype(dtype: str | torch.dtype, hf_config: Any) -> torch.dtype:
         dtype = getattr(hf_config, "dtype", None) or getattr(hf_config, "torch_dtype", None) or "float32"
     names = {"half": "float16", "float": "float32"}
     resolved = getattr(torch, names.get(dtype, dtype), None) if isinstance(dtype, str) else dtype
-    if resolved not in (torch.float32, torch.bfloat16, torch.float16):
+    if resolved not in SERVED_DTYPES:
         raise ValueError(f"dtype must be auto, bfloat16, float16 or float32, got {dtype!r}")
     return resolved
 
@@ -383,7 +422,12 @@ def _load_transformers(checkpoint: Checkpoint, config: EngineConfig, dtype: torc
             ignore_mismatched_sizes=True,  # reported below
             **settings,
         )
-    _check_dtypes(headers, dict(causal_lm.named_parameters()))
+    parameters = dict(causal_lm.named_parameters())
+    if getattr(checkpoint.hf_config, "quantization_config", None) is None:
+        _check_dtypes(headers, parameters)
+    for name, parameter in parameters.items():
+        if parameter.dtype not in SERVED_DTYPES:
+            raise ValueError(f"{path}: {name!r} is still {parameter.dtype} after loading")
     for entry in report["mismatched_keys"]:  # a name, from transformers 5 on with both shapes
         raise ValueError(f"{path} holds a tensor of another shape than the config asks for: {entry}")
     _refuse(path, missing=report["missing_keys"], unexpected=report["unexpected_keys"])
