@@ -7,7 +7,17 @@ from torch import nn
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.models.hf import HFModel, UnsupportedModelError, attention_implementation
-from tests.helpers import HF_ARCHITECTURES, TINY, WINDOW, checkpoint, greedy, hf_model, random_prompts
+from tests.helpers import (
+    ALTERNATING,
+    GEMMA,
+    HF_ARCHITECTURES,
+    TINY,
+    WINDOW,
+    checkpoint,
+    greedy,
+    hf_model,
+    random_prompts,
+)
 
 LENGTHS = [1, 13, 40, 75, 20]
 NUM_NEW = 16
@@ -101,7 +111,7 @@ def test_what_runs_is_printed_at_the_start(tmp_path_factory, capsys):
         ("Rwkv", {}, "it has no attention"),
         ("Doge", TINY, "it builds an attention mask of its own"),
         ("Git", {}, "it takes more than text"),
-        ("Llava", {}, "it takes more than text"),
+        ("Mllama", {}, "it takes more than text"),
         ("Falcon", {"alibi": True}, "ALiBi"),
         ("Bloom", {}, "its attention is code of its own"),
         ("GPTJ", {}, "its attention is code of its own"),
@@ -116,6 +126,63 @@ def test_what_cannot_be_served_is_refused_with_the_reason(family, changes, reaso
     getattr(transformers, f"{family}Config")(**changes).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match=f"cannot be served: .*({reason})"):
         LLM(str(tmp_path), load_format="dummy", num_kv_blocks=4)
+
+
+VISION = {
+    "hidden_size": 64,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+    "depth": 1,
+    "embed_dim": 64,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "fullatt_block_indexes": [0],
+    "deepstack_visual_indexes": [0],
+}
+MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+
+
+@pytest.mark.skipif(transformers.__version__ < "5", reason="other names and settings there")
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("impl", ["auto", "transformers"])
+@pytest.mark.parametrize(
+    ("family", "text", "vision", "code"),
+    [
+        ("Gemma3", {**GEMMA, **ALTERNATING}, {}, "transformers'"),
+        ("Mistral3", {"model_type": "mistral"}, {"model_type": "pixtral"}, "nanoengine's"),
+        ("Llava", {"model_type": "llama"}, {"model_type": "clip_vision_model"}, "nanoengine's"),
+        ("Qwen2VL", {"rope_parameters": MROPE}, {}, "nanoengine's"),
+        ("Qwen2_5_VL", {"rope_parameters": MROPE}, {}, "nanoengine's"),
+        (
+            "Qwen3VL",
+            {"head_dim": 16, "rope_parameters": {**MROPE, "mrope_interleaved": True}},
+            {},
+            "nanoengine's",
+        ),
+    ],
+)
+def test_the_language_part_of_a_model_that_takes_images_is_served(
+    family, text, vision, code, impl, tied, tmp_path
+):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(
+        text_config={**TINY, **text, "tie_word_embeddings": tied},
+        vision_config={**VISION, **vision},
+        tie_word_embeddings=tied,
+    )
+    model = transformers.AutoModelForImageTextToText.from_config(config).eval()
+    model.save_pretrained(tmp_path)
+    prompts = random_prompts(LENGTHS)
+    params = SamplingParams(temperature=0, max_tokens=NUM_NEW)
+    with LLM(
+        str(tmp_path), num_kv_blocks=40, block_size=8, max_num_batched_tokens=30, model_impl=impl
+    ) as llm:
+        assert llm.llm_engine.runner.model.code == (code if impl == "auto" else "transformers'")
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert [out.outputs[0].token_ids for out in outputs] == [greedy(model, p, NUM_NEW) for p in prompts]
 
 
 class _Mixing(nn.Module):

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import AttentionInterface
+from transformers import AttentionInterface, Qwen2Config, Qwen3Config
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -32,6 +32,16 @@ ATTENTION_NAME = "nanoengine"
 PROBE_TOLERANCE = 0.02
 # What models pass on to attention that changes nothing here.
 _HARMLESS = frozenset(("dropout", "position_ids", "position_embeddings", "cache_position", "use_cache"))
+
+# Models that take images and text -> the config class of their language model, None where it says it itself.
+LANGUAGE_PARTS: dict[str, Any] = {
+    "gemma3": None,
+    "llava": None,
+    "mistral3": None,
+    "qwen2_vl": Qwen2Config,
+    "qwen2_5_vl": Qwen2Config,
+    "qwen3_vl": Qwen3Config,
+}
 
 # Called by a layer with q (T, H, D), k (T, K, D), v (T, K, D') and PagedAttention's settings.
 Attend = Callable[..., Tensor]
@@ -259,6 +269,29 @@ def _differ(these: list[Tensor], those: list[Tensor]) -> bool:
         bool(((x - y).float().norm(dim=-1) > PROBE_TOLERANCE * x.float().norm(dim=-1)).any())
         for x, y in zip(these, those, strict=True)
     )
+
+
+def language_part(config: Any) -> Any | None:
+    """The config of the language model inside one that takes images too; None: there is none we know.
+
+    Without images Qwen-VL's three positions of a token are one, so that its language model is Qwen's.
+    """
+    if config.model_type not in LANGUAGE_PARTS or config.get_text_config() is config:
+        return None
+    part = config.get_text_config()
+    if LANGUAGE_PARTS[config.model_type] is not None:
+        fields = {
+            name: x for name, x in part.to_dict().items() if name not in ("model_type", "architectures")
+        }
+        for name in ("rope_parameters", "rope_scaling"):
+            if isinstance(fields.get(name), dict):
+                fields[name] = {key: x for key, x in fields[name].items() if not key.startswith("mrope")}
+        part = LANGUAGE_PARTS[config.model_type](**fields)
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(part)]
+    part.architectures = [model_class.__name__]
+    part.tie_word_embeddings = config.tie_word_embeddings
+    part.dtype = getattr(part, "dtype", None) or getattr(config, "dtype", None)
+    return part
 
 
 def check_config(config: Any) -> None:

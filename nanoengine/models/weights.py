@@ -1,6 +1,7 @@
 """From a hub id or a directory to a config, a tokenizer and a loaded model. Safetensors only."""
 
 import json
+import re
 from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +17,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from nanoengine.config import EngineConfig
 from nanoengine.models.decoder import Decoder, DecoderConfig, architecture_of, rope_settings
-from nanoengine.models.hf import HFModel, UnsupportedModelError, attention_implementation, check_config
+from nanoengine.models.hf import (
+    HFModel,
+    UnsupportedModelError,
+    attention_implementation,
+    check_config,
+    language_part,
+)
 from nanoengine.sampling_params import SamplingParams
 
 GENERATION_CONFIG = "generation_config.json"
@@ -26,6 +33,13 @@ FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")  # by safetensors' names
 SERVED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_POSITIONS = 2**31 - 1  # the attention kernels' lengths are int32
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# What a model that takes images too calls its language model's tensors -> that model's own names; the rest.
+PART_NAMES = {
+    r"^model\.language_model\.": "model.",
+    r"^language_model\.model\.": "model.",
+    r"^language_model\.lm_head\.": "lm_head.",
+}
+OTHER_PARTS = re.compile(r"(model\.)?(visual|vision_tower|multi_modal_projector)\.")
 # Hugging Face's name -> our fused parameter and the part of its rows.
 FUSED = {
     "q_proj": ("qkv_proj", 0),
@@ -44,6 +58,7 @@ class TensorHeader(NamedTuple):
     """A tensor as the header of its file describes it."""
 
     file: Path
+    name: str  # in the file
     dtype: str  # safetensors' name: F32, BF16, I64, ...
     shape: tuple[int, ...]
 
@@ -58,6 +73,7 @@ class Checkpoint:
     tokenizer: Any  # a transformers tokenizer, None where there is none
     eos_token_ids: tuple[int, ...]  # every id that ends a sequence
     generation_config: dict[str, Any]
+    is_part: bool = False  # the language model of one that takes images too, which are left out
 
     @property
     def architecture(self) -> str:
@@ -156,8 +172,13 @@ def open_checkpoint(
         hf_config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:
         raise ValueError(f"{path / 'config.json'} cannot be used: {error}") from error
-    with _naming(hf_config):
-        is_quantized = _choose_dequantizing(path, hf_config, model_impl)
+    whole_config, part = hf_config, language_part(hf_config)
+    if part is not None:
+        hf_config = part
+    with _naming(whole_config):
+        is_quantized = _choose_dequantizing(path, whole_config, model_impl)
+        if is_quantized and part is not None:
+            raise UnsupportedModelError("its weights are quantised, and it takes more than text")
     decoder_config = None
     if model_impl != "transformers" and not is_quantized:
         try:
@@ -185,6 +206,7 @@ def open_checkpoint(
     for name, ids in (
         ("the tokenizer", getattr(loaded, "eos_token_id", None)),
         ("config.json", getattr(hf_config, "eos_token_id", None)),
+        ("config.json", getattr(whole_config, "eos_token_id", None)),
         (GENERATION_CONFIG, generation.get("eos_token_id")),
     ):
         ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
@@ -192,7 +214,9 @@ def open_checkpoint(
             raise ValueError(f"{path}: {name}'s eos_token_id must be a token id or a list of them, got {ids}")
         eos += ids
     known = (token_id for token_id in dict.fromkeys(eos) if 0 <= token_id < hf_config.vocab_size)
-    checkpoint = Checkpoint(path, hf_config, decoder_config, loaded, tuple(known), generation)
+    checkpoint = Checkpoint(
+        path, hf_config, decoder_config, loaded, tuple(known), generation, part is not None
+    )
     checkpoint.default_sampling_params()  # for its errors
     return checkpoint
 
@@ -332,7 +356,7 @@ def _load_decoder(
     with torch.device("meta"):
         model = Decoder(decoder_config).to(dtype)
     is_dummy = config.load_format == "dummy"
-    headers = {} if is_dummy else _read_headers(checkpoint.path)
+    headers = {} if is_dummy else _read_headers(checkpoint)
     if not is_dummy:
         _check_fit(model, headers, checkpoint.path)
     is_tied = model.config.tie_word_embeddings
@@ -387,8 +411,9 @@ def _fill(model: Decoder, headers: dict[str, TensorHeader]) -> None:
     wanted.setdefault(HEAD, wanted[EMBEDDING])
     for file in dict.fromkeys(header.file for header in headers.values()):
         with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys() & headers.keys():
-                wanted[name].copy_(tensors.get_tensor(name))
+            for name, header in headers.items():
+                if header.file == file:
+                    wanted[name].copy_(tensors.get_tensor(header.name))
 
 
 def _refuse(path: Path, *, missing: Iterable[str] = (), unexpected: Iterable[str] = ()) -> None:
@@ -408,11 +433,14 @@ def _load_transformers(checkpoint: Checkpoint, config: EngineConfig, dtype: torc
         "attn_implementation": attention_implementation(checkpoint.hf_config),
         "trust_remote_code": config.trust_remote_code,
     }
+    if checkpoint.is_part:
+        settings["key_mapping"] = PART_NAMES
     if config.load_format == "dummy":
+        settings.pop("key_mapping", None)
         with _as_value_error(path), torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
             return auto.from_config(checkpoint.hf_config, **settings)
-    headers = _read_headers(path)  # for its errors: those of transformers are less clear
+    headers = _read_headers(checkpoint)  # for its errors: those of transformers are less clear
     with _as_value_error(path):
         causal_lm, report = auto.from_pretrained(
             path,
@@ -430,7 +458,10 @@ def _load_transformers(checkpoint: Checkpoint, config: EngineConfig, dtype: torc
             raise ValueError(f"{path}: {name!r} is still {parameter.dtype} after loading")
     for entry in report["mismatched_keys"]:  # a name, from transformers 5 on with both shapes
         raise ValueError(f"{path} holds a tensor of another shape than the config asks for: {entry}")
-    _refuse(path, missing=report["missing_keys"], unexpected=report["unexpected_keys"])
+    unexpected = report["unexpected_keys"]
+    if checkpoint.is_part:
+        unexpected = [name for name in unexpected if not OTHER_PARTS.match(name)]
+    _refuse(path, missing=report["missing_keys"], unexpected=unexpected)
     return causal_lm
 
 
@@ -488,23 +519,32 @@ def _tensor_files(path: Path) -> list[Path]:
     return files
 
 
-def _read_headers(path: Path) -> dict[str, TensorHeader]:
+def _read_headers(checkpoint: Checkpoint) -> dict[str, TensorHeader]:
     """What a checkpoint's files hold, by tensor name; the tensors themselves are not read.
+
+    Of a model that takes images too, what belongs to its language model, by that model's names.
 
     Raises:
         ValueError: a file is missing or damaged, or a tensor is in two of them.
     """
     headers: dict[str, TensorHeader] = {}
-    for file in _tensor_files(path):
+    for file in _tensor_files(checkpoint.path):
         try:
             with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 (not a dict)
+                for saved_name in tensors.keys():  # noqa: SIM118 (not a dict)
+                    name = saved_name
+                    if checkpoint.is_part:
+                        if OTHER_PARTS.match(name):
+                            continue
+                        for pattern, prefix in PART_NAMES.items():
+                            name = re.sub(pattern, prefix, name)
                     if name in headers:
-                        raise ValueError(f"{path} holds tensor {name!r} twice")
+                        raise ValueError(f"{checkpoint.path} holds tensor {name!r} twice")
                     if name.endswith("rotary_emb.inv_freq"):  # a buffer old Llamas saved
                         continue
-                    part = tensors.get_slice(name)
-                    headers[name] = TensorHeader(file, part.get_dtype(), tuple(part.get_shape()))
+                    part = tensors.get_slice(saved_name)
+                    shape = tuple(part.get_shape())
+                    headers[name] = TensorHeader(file, saved_name, part.get_dtype(), shape)
         except SafetensorError as error:
             raise ValueError(f"{file} is damaged or not a safetensors file: {error}") from error
     return headers
