@@ -190,6 +190,7 @@ class Detokenizer:
         self.num_taken = 0  # pieces handed out by new_text()
         self.held_back = ""  # the text's end while the sample runs
         self.prompt_end = self._whole_characters(prompt_token_ids)
+        self.pending: list[int] = []  # tokens behind the last text: they end inside a character
         self.stream = self._new_stream()
 
     def append(self, token_id: int, is_stop_id: bool = False) -> str | None:
@@ -201,9 +202,15 @@ class Detokenizer:
         self.num_tokens += 1
         if is_stop_id and not self.params.include_stop_str_in_output:
             return None
+        self.pending.append(token_id)
         new = self._decode(token_id)
         if not new:
             return None
+        self.pending = []
+        return self._take(new)
+
+    def _take(self, new: str) -> str | None:
+        """Add text, what may begin a stop string held back; returns the stop string it completed."""
         old = len(self.held_back)
         text = self.held_back + new
         # A match ends in the new text: one that lay before it was found, or not allowed, then.
@@ -223,9 +230,12 @@ class Detokenizer:
         return None
 
     def finish(self) -> None:
-        """No more tokens will come: what was held back is text."""
+        """No more tokens will come: what was held back is text, and the last token's whole characters."""
+        if self.pending:
+            end = self.tokenizer.decode(self.pending, skip_special_tokens=self.params.skip_special_tokens)
+            self._take(end.rstrip("\ufffd"))
         self.pieces.append(self.held_back)
-        self.held_back = ""
+        self.held_back, self.pending = "", []
 
     def new_text(self) -> str:
         """The text that came since the last call."""

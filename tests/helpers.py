@@ -315,7 +315,7 @@ def byte_tokenizer(words: tuple[str, ...] = ()) -> transformers.PreTrainedTokeni
     symbols = {byte: symbol for symbol, byte in zip(*_byte_alphabet(), strict=True)}
     vocabulary = {symbols[byte]: byte for byte in range(256)} | {"<eos>": 256}
     for word in words:
-        vocabulary["".join(symbols[byte] for byte in word.encode())] = len(vocabulary)
+        vocabulary["".join(symbols[byte] for byte in word.encode(errors="surrogateescape"))] = len(vocabulary)
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[], ignore_merges=True))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()

@@ -184,3 +184,23 @@ def test_invalid_bytes_become_replacement_characters_and_do_not_stop_the_stream(
             detokenizer.append(token_id)
         detokenizer.finish()
         assert detokenizer.text == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["", "with a special token behind"])
+def test_the_whole_characters_of_a_last_token_that_ends_inside_one_are_kept(special):
+    tokenizer = byte_tokenizer((" \udce4\udcb8", "a\udcff b\udce4")).backend_tokenizer
+    ids = tokenizer.encode("ok").ids
+    for token, text in ((257, "ok "), (258, "oka\ufffd b")):
+        detokenizer = Detokenizer(tokenizer, [1, 2, 3, 4], SamplingParams())
+        for token_id in [*ids, token, *[256] * special]:
+            detokenizer.append(token_id)
+        detokenizer.finish()
+        assert detokenizer.text == detokenizer.new_text() == text
+
+
+def test_a_stop_string_in_a_last_token_that_ends_inside_a_character_is_not_shown():
+    tokenizer = byte_tokenizer(("a\udcff b\udce4",)).backend_tokenizer
+    detokenizer = Detokenizer(tokenizer, [], SamplingParams(stop=["b"]))
+    assert detokenizer.append(257) is None
+    detokenizer.finish()
+    assert detokenizer.text == "a\ufffd "
