@@ -76,14 +76,12 @@ class RequestChecker:
 
 
 def split_prompts(prompts: Any) -> list[Any]:
-    """One or several prompts as a list; a list of integers is one prompt."""
+    """One or several prompts as a list; a list of integers is one prompt, an empty one is none."""
     if isinstance(prompts, (str, dict)):
         return [prompts]
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
         raise TypeError(f"prompts must be a string, token ids, a dict or a list of these, got {prompts!r}")
-    if not prompts:
-        raise ValueError("prompt is empty; at least one token is needed, got []")
-    return [prompts] if isinstance(prompts[0], int | np.integer) else list(prompts)
+    return [prompts] if prompts and isinstance(prompts[0], int | np.integer) else list(prompts)
 
 
 def read_prompt(prompt: Any, tokenizer: Any, vocab_size: int) -> tuple[str | None, list[int]]:

@@ -243,7 +243,7 @@ def test_logprobs_of_every_token_come_with_their_text(tmp_path):
 
 BAD_REQUESTS = [
     ("", "prompt is empty"),
-    ([], "prompt is empty"),
+    ([[]], "prompt is empty"),
     ([[1, 2], []], "prompt is empty"),
     (["ok", ""], "prompt is empty"),
     ([1, VOCAB * 3], r"token ids in \[0, 257\), got 384"),
