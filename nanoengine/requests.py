@@ -132,8 +132,12 @@ def bad_word_ids(bad_words: Sequence[str], tokenizer: Any) -> tuple[tuple[int, .
 def render_chats(messages: Any, tokenizer: Any, **template_settings: Any) -> list[dict[str, Any]]:
     """One conversation or a list of them, each a list of messages, through the chat template.
 
+    A message's content is a string or a list of text parts. Where the template wants strings, parts are
+    joined by line ends, as in vLLM.
+
     Raises:
-        ValueError: the tokenizer has no template, or a conversation is not a list of messages.
+        ValueError: the tokenizer has no template, a conversation is not a list of messages, or a content
+            holds more than text.
     """
     if tokenizer is None or not (tokenizer.chat_template or template_settings.get("chat_template")):
         raise ValueError(
@@ -149,11 +153,35 @@ def render_chats(messages: Any, tokenizer: Any, **template_settings: Any) -> lis
                 raise ValueError(
                     f'each of messages must be a dict with "role" and "content", got {message!r}'
                 )
+        if any(isinstance(message.get("content"), list) for message in conversation):
+            join = not reads_parts(tokenizer, template_settings.get("chat_template"))
+            conversation = [with_text_only(message, join) for message in conversation]
         text = tokenizer.apply_chat_template(conversation, tokenize=False, **template_settings)
         # The template writes the special tokens itself.
         token_ids = tokenizer(text, add_special_tokens=False).input_ids
         prompts.append({"prompt": text, "prompt_token_ids": token_ids})
     return prompts
+
+
+def with_text_only(message: dict[str, Any], join: bool) -> dict[str, Any]:
+    """The message with a content of text parts, or of one string that joins them; ValueError for others."""
+    if not isinstance(message.get("content"), list):
+        return message
+    parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in message["content"]]
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(f'content must hold parts {{"type": "text", "text": ...}} only, got {part!r}')
+    return message | {"content": "\n".join(part["text"] for part in parts) if join else parts}
+
+
+def reads_parts(tokenizer: Any, chat_template: str | None) -> bool:
+    """Whether a template writes the text of a content's parts; one for strings fails, or writes a list."""
+    probe = [{"role": "user", "content": [{"type": "text", "text": "probe-of-parts"}]}]
+    try:
+        text = tokenizer.apply_chat_template(probe, tokenize=False, chat_template=chat_template)
+    except Exception:  # whatever Jinja and the template make of a list where a string belongs
+        return False
+    return "probe-of-parts" in text and "'type'" not in text
 
 
 def random_seed(params: SamplingParams, index: int, engine_seed: int, seq_id: int) -> int:
