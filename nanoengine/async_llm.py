@@ -5,6 +5,7 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -87,6 +88,7 @@ class AsyncLLM:
             ValueError, TypeError: as `LLMEngine.add_request`.
             RuntimeError: the engine is closed; and whatever a failed step raised.
         """
+        sampling_params = deepcopy(sampling_params)  # others may change it while this waits
         async with self._slots:
             mailbox = _Mailbox(asyncio.get_running_loop())
 

@@ -177,7 +177,7 @@ class LLM:
 
     def _check_all(
         self, prompts: Any, sampling_params: Any, priority: Any, kind: RequestOutputKind
-    ) -> list[Any]:
+    ) -> list[CheckedRequest]:
         """Validate a whole call before anything of it is queued."""
         prompt_list = split_prompts(prompts)
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
@@ -188,15 +188,11 @@ class LLM:
                 raise TypeError(f"{name} must be one for all prompts or a list, got {values!r}")
             if len(values) != len(prompt_list):
                 raise ValueError(f"{name} must be one per prompt: got {len(values)} for {len(prompt_list)}")
-        of_kind: dict[int, Any] = {}  # many prompts, few params: each is copied once
-        for one in params_list:
-            is_params = isinstance(one, SamplingParams)
-            of_kind.setdefault(id(one), replace(one, output_kind=kind) if is_params else one)
-        check = self.llm_engine.check
-        return [
-            check(prompt, of_kind[id(one)], priority)
-            for prompt, one, priority in zip(prompt_list, params_list, priorities, strict=True)
-        ]
+        requests = zip(prompt_list, params_list, priorities, strict=True)
+        checked = [self.llm_engine.check(*request) for request in requests]
+        for one in checked:
+            one.params.output_kind = kind  # of the request's own copy
+        return checked
 
     @contextmanager
     def _submitted(self, checked: list[CheckedRequest]) -> Iterator[tuple[list[int], Inbox]]:

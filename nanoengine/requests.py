@@ -46,13 +46,14 @@ class RequestChecker:
         self.checkpoint, self.config, self.check_fits = checkpoint, config, check_fits
 
     def check(self, prompt: Any, params: Any, priority: Any) -> CheckedRequest:
-        """The request in the engine's terms.
+        """The request in the engine's terms, with a copy of the parameters of its own.
 
         Raises:
             ValueError, TypeError: it cannot be served; the message names the field.
         """
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params must be SamplingParams, got {params!r}")
+        params = params.clone()
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise TypeError(f"priority must be an integer, got {priority!r}")
         if priority != 0 and self.config.scheduling_policy != "priority":

@@ -1,7 +1,7 @@
 """What a request asks for: `SamplingParams`, and the checks that user input passes."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from numbers import Integral, Real
 from typing import Any
@@ -67,9 +67,12 @@ class RequestOutputKind(Enum):
     FINAL_ONLY = 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class SamplingParams:
     """How to sample, when to stop and what to report; names and defaults are vLLM's.
+
+    Checked when made, and again when a request is made of it: the request keeps a copy, so that fields may
+    be changed in between, and afterwards for the next one.
 
     Raises:
         TypeError, ValueError: a field is of the wrong type or out of its range.
@@ -99,7 +102,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE  # of what `LLM.step` returns
 
-    # Derived once, since they are asked for at every step.
+    # Derived when made, since they are asked for at every step: of a request's copy, which nobody changes.
     stop_strings: tuple[str, ...] = field(init=False, repr=False, compare=False)  # `stop` in one form
     edits_logits: bool = field(init=False, repr=False, compare=False)  # before temperature and filters
     filters: bool = field(init=False, repr=False, compare=False)  # top_k, top_p or min_p cut something
@@ -146,6 +149,8 @@ class SamplingParams:
             check_bool(name, getattr(self, name))
         stop = [self.stop] if isinstance(self.stop, str) else [] if self.stop is None else self.stop
         checked["stop_strings"] = tuple(check_strings("stop", stop))
+        if stop is self.stop:
+            checked["stop"] = list(stop)
         if stop and not self.detokenize:
             raise ValueError("stop strings need detokenize=True, got detokenize=False")
         if not isinstance(self.output_kind, RequestOutputKind):
@@ -160,7 +165,15 @@ class SamplingParams:
         checked["edits_logits"] = edits
         checked["filters"] = self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
         for name, value in checked.items():  # the same values in plain types, and the derived ones
-            object.__setattr__(self, name, value)
+            setattr(self, name, value)
+
+    def clone(self) -> "SamplingParams":
+        """A copy that shares nothing with this one, checked anew.
+
+        Raises:
+            TypeError, ValueError: a field that was changed is of the wrong type or out of its range.
+        """
+        return replace(self)
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise ValueError where a token id or a count does not fit the vocabulary."""
