@@ -47,6 +47,7 @@ from nanoengine.backends.cpu import CPU
 from nanoengine.backends.cuda import CUDA
 from nanoengine.backends.device import Device, Download, Forward
 from nanoengine.config import EngineConfig
+from nanoengine.metrics import Metric, RequestStats, read_metrics
 from nanoengine.models.decoder import Decoder
 from nanoengine.models.hf import HFModel
 from nanoengine.models.weights import Checkpoint, load_model, open_checkpoint, resolve_dtype
@@ -897,6 +898,7 @@ class LLMEngine:
         self._outputs = Inbox()  # not handed over yet
         self._seq_ids = itertools.count()
         self._num_steps = self._num_prompt_tokens = self._num_generation_tokens = 0
+        self._stats = RequestStats(self.max_model_len)  # of those that ended
         self._is_closed = False
         print(self._what_runs(), file=sys.stderr)
 
@@ -1020,6 +1022,10 @@ class LLMEngine:
             **{f"seconds_{phase}": seconds for phase, seconds in self.runner.stopwatch.seconds.items()},
         }
 
+    def get_metrics(self) -> list[Metric]:
+        """The same, and histograms of the requests that ended, as vLLM's metrics reader gives them."""
+        return read_metrics(self.metrics(), self._stats, str(self.config.model))
+
     def close(self) -> None:
         """Abort what runs and release the memory; the object is of no use afterwards."""
         self._is_closed = True
@@ -1077,6 +1083,7 @@ class LLMEngine:
                 self._forget(request)
 
     def _forget(self, request: Request) -> None:
+        self._stats.add(request)
         del self._requests[request.request_id]
         for seq_id in request.samples:
             del self._request_of[seq_id]

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from nanoengine.config import EngineConfig
 from nanoengine.engine import LLMEngine, Scheduler
+from nanoengine.metrics import Metric
 from nanoengine.outputs import Inbox, RequestOutput
 from nanoengine.requests import CheckedRequest, Prompt, render_chats, split_prompts
 from nanoengine.sampling_params import RequestOutputKind, SamplingParams
@@ -153,6 +154,10 @@ class LLM:
     def metrics(self) -> dict[str, int | float]:
         """As `LLMEngine.metrics`."""
         return self.llm_engine.metrics()
+
+    def get_metrics(self) -> list[Metric]:
+        """As `LLMEngine.get_metrics`."""
+        return self.llm_engine.get_metrics()
 
     @property
     def scheduler(self) -> Scheduler:

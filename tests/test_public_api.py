@@ -62,6 +62,7 @@ ORDER = [
     "models.weights",
     "sampling",
     "requests",
+    "metrics",
     "engine",
     "llm",
     "async_llm",

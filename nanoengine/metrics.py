@@ -1,0 +1,152 @@
+"""`get_metrics`: what the engine counts, under vLLM's names and in the shapes of vLLM's metrics reader.
+
+Source: vllm/v1/metrics/reader.py and loggers.py, whose buckets these are.
+"""
+
+from bisect import bisect_left
+from collections import Counter as Multiset
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+
+@dataclass
+class Metric:
+    """A measurement, its labels beside it: "model_name" and "engine", and for some one more."""
+
+    name: str
+    labels: dict[str, str]
+
+
+@dataclass
+class Counter(Metric):
+    """A whole number that only grows."""
+
+    value: int
+
+
+@dataclass
+class Vector(Metric):
+    """Counters by position. vLLM has one, of speculative decoding; nanoengine has none to report."""
+
+    values: list[int]
+
+
+@dataclass
+class Gauge(Metric):
+    """A number that goes up and down."""
+
+    value: float
+
+
+@dataclass
+class Histogram(Metric):
+    """How many observations, their sum, and how many lay at or below each limit ("0.5", ..., "+Inf")."""
+
+    count: int
+    sum: float
+    buckets: dict[str, int]
+
+
+class Observations:
+    """What a histogram is made of."""
+
+    def __init__(self, limits: Sequence[float]) -> None:
+        self.limits = limits
+        self.counts = [0] * (len(limits) + 1)  # per bucket; the last is for what lies above all limits
+        self.sum = 0.0
+
+    def add(self, value: float) -> None:
+        """Count one."""
+        self.counts[bisect_left(self.limits, value)] += 1
+        self.sum += value
+
+    def histogram(self, name: str, labels: dict[str, str]) -> Histogram:
+        """As it is now."""
+        limits = [*(str(float(limit)) for limit in self.limits), "+Inf"]
+        up_to = list(accumulate(self.counts))
+        return Histogram(name, dict(labels), up_to[-1], self.sum, dict(zip(limits, up_to, strict=True)))
+
+
+LATENCIES = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+FIRST_TOKEN = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80),
+    *(160, 640, 2560),
+)
+PER_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+REASONS = ("stop", "length", "abort", "error")
+
+
+class RequestStats:
+    """What requests were like and how long they took, taken when each ends. Lengths are in tokens."""
+
+    def __init__(self, max_model_len: int) -> None:
+        lengths = [m * 10**e for e in range(8) for m in (1, 2, 5) if m * 10**e <= max_model_len]
+        self.reasons: Multiset[str] = Multiset()  # of samples, as all that counts output tokens
+        self.observed = {
+            "request_prompt_tokens": Observations(lengths),
+            "request_generation_tokens": Observations(lengths),
+            "request_params_n": Observations((1, 2, 5, 10, 20)),
+            "request_params_max_tokens": Observations(lengths),
+            "time_to_first_token_seconds": Observations(FIRST_TOKEN),
+            "request_time_per_output_token_seconds": Observations(PER_TOKEN),
+            "e2e_request_latency_seconds": Observations(LATENCIES),
+            "request_queue_time_seconds": Observations(LATENCIES),
+            "request_inference_time_seconds": Observations(LATENCIES),
+            "request_prefill_time_seconds": Observations(LATENCIES),
+            "request_decode_time_seconds": Observations(LATENCIES),
+        }
+
+    def add(self, request: Any) -> None:
+        """Take in a request that ended. Times are of those that ran to their end, not of aborted ones."""
+        seqs = [sample.seq for sample in request.samples.values()]
+        self.reasons.update(seq.finish_reason for seq in seqs)
+        arrived, first, end = (
+            getattr(request.metrics, f"{event}_time") for event in ("arrival", "first_token", "finished")
+        )
+        params, scheduled = request.source.params, seqs[0].first_scheduled_time
+        if None in (scheduled, first, end):
+            return
+        add = {name: observations.add for name, observations in self.observed.items()}
+        add["request_prompt_tokens"](len(request.source.token_ids))
+        add["request_params_n"](params.n)
+        if params.max_tokens is not None:
+            add["request_params_max_tokens"](params.max_tokens)
+        for seq in seqs:
+            add["request_generation_tokens"](seq.num_output_tokens)
+        longest = max(seq.num_output_tokens for seq in seqs)
+        if longest > 1:
+            add["request_time_per_output_token_seconds"]((end - first) / (longest - 1))
+        add["time_to_first_token_seconds"](first - arrived)
+        add["e2e_request_latency_seconds"](end - arrived)
+        add["request_queue_time_seconds"](scheduled - arrived)
+        add["request_inference_time_seconds"](end - scheduled)
+        add["request_prefill_time_seconds"](first - scheduled)
+        add["request_decode_time_seconds"](end - first)
+
+
+def read_metrics(now: dict[str, int | float], stats: RequestStats, model: str) -> list[Metric]:
+    """All metrics, from `LLMEngine.metrics` and the requests that ended."""
+    labels = {"model_name": model, "engine": "0"}
+    gauges = {
+        "num_requests_running": "num_running",
+        "num_requests_waiting": "num_waiting",
+        "kv_cache_usage_perc": "kv_cache_usage",
+    }
+    counters = (
+        "prefix_cache_queries",
+        "prefix_cache_hits",
+        "num_preemptions",
+        "prompt_tokens",
+        "generation_tokens",
+    )
+    return [
+        *(Gauge(f"vllm:{name}", dict(labels), float(now[ours])) for name, ours in gauges.items()),
+        *(Counter(f"vllm:{name}", dict(labels), int(now[name])) for name in counters),
+        *(
+            Counter("vllm:request_success", labels | {"finished_reason": reason}, stats.reasons[reason])
+            for reason in REASONS
+        ),
+        *(observed.histogram(f"vllm:{name}", labels) for name, observed in stats.observed.items()),
+    ]
