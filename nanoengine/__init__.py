@@ -5,12 +5,20 @@ from nanoengine.config import EngineConfig
 from nanoengine.engine import LLMEngine
 from nanoengine.llm import LLM
 from nanoengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from nanoengine.requests import TextPrompt, TokensPrompt
 from nanoengine.sampling_params import RequestOutputKind, SamplingParams
+
+# One class under each of vLLM's names.
+EngineArgs = AsyncEngineArgs = EngineConfig
+AsyncLLMEngine = AsyncLLM
 
 __all__ = [
     "LLM",
+    "AsyncEngineArgs",
     "AsyncLLM",
+    "AsyncLLMEngine",
     "CompletionOutput",
+    "EngineArgs",
     "EngineConfig",
     "LLMEngine",
     "Logprob",
@@ -18,6 +26,8 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "TextPrompt",
+    "TokensPrompt",
     "__version__",
 ]
 __version__ = "0.1.0"

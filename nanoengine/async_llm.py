@@ -6,7 +6,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
@@ -77,8 +77,19 @@ class AsyncLLM:
         self._thread = threading.Thread(target=self._run, name="nanoengine", daemon=True)
         self._thread.start()
 
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineConfig) -> Self:
+        """The same under vLLM's name."""
+        return cls(**asdict(engine_args))
+
     async def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams, request_id: str, *, priority: int = 0
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        **unserved: Any,
     ) -> AsyncIterator[RequestOutput]:
         """Yield the request's outputs, of the kind `sampling_params.output_kind` asks for.
 
@@ -93,7 +104,9 @@ class AsyncLLM:
             mailbox = _Mailbox(asyncio.get_running_loop())
 
             def add() -> None:
-                self.llm_engine.add_request(request_id, prompt, sampling_params, priority=priority)
+                self.llm_engine.add_request(
+                    request_id, prompt, sampling_params, priority=priority, **unserved
+                )
                 self._mailboxes[request_id] = mailbox
 
             finished = False
@@ -119,6 +132,8 @@ class AsyncLLM:
                 self._closed = True
                 self._commands.put(None)
         self._thread.join()
+
+    shutdown = close  # vLLM's name
 
     async def __aenter__(self) -> Self:
         return self

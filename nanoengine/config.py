@@ -5,15 +5,17 @@ from pathlib import Path
 
 import torch
 
+from nanoengine.compat import ENGINE, RENAMED, accepts
 from nanoengine.sampling_params import check_bool, check_integer, check_number
 
 
+@accepts(ENGINE, RENAMED)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Settings of an engine. Nothing changes after construction; derived numbers live elsewhere.
+    """Settings of an engine; vLLM's EngineArgs. Nothing changes after construction.
 
     Raises:
-        ValueError, TypeError: a setting is out of its range; the message names it.
+        ValueError, TypeError: a setting is out of its range or not served; the message names it.
     """
 
     model: str | Path  # hub id or directory
@@ -37,7 +39,7 @@ class EngineConfig:
     enforce_eager: bool = False  # plain PyTorch: no compiled kernels, no CUDA graphs
     async_scheduling: bool | None = None  # prepare a step while the one before runs; None: on a GPU
     tensor_parallel_size: int = 1  # more is not supported
-    load_format: str = "auto"  # or "dummy": random weights from config.json alone
+    load_format: str = "auto"  # or "safetensors", the same; "dummy": random weights from config.json alone
     model_impl: str = (
         "auto"  # "nanoengine": models/decoder.py; "transformers": its own code; auto: the first that can
     )
@@ -63,7 +65,7 @@ class EngineConfig:
             raise ValueError("give num_kv_blocks or kv_cache_bytes, not both")
         choices = {
             "scheduling_policy": ("fcfs", "priority"),
-            "load_format": ("auto", "dummy"),
+            "load_format": ("auto", "safetensors", "dummy"),
             "model_impl": ("auto", "nanoengine", "transformers"),
             "attn_backend": ("auto", "flash", "varlen", "compiled", "torch"),
         }

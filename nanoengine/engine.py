@@ -35,7 +35,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass, field
 from operator import attrgetter
-from typing import Any, Generic, NamedTuple
+from typing import Any, Generic, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -46,6 +46,7 @@ from nanoengine.backends.attention import Array, AttentionMetadata, new_caches
 from nanoengine.backends.cpu import CPU
 from nanoengine.backends.cuda import CUDA
 from nanoengine.backends.device import Device, Download, Forward
+from nanoengine.compat import CALL, without_unserved
 from nanoengine.config import EngineConfig
 from nanoengine.metrics import Metric, RequestStats, read_metrics
 from nanoengine.models.decoder import Decoder
@@ -904,6 +905,11 @@ class LLMEngine:
 
     # -- what users call
 
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineConfig) -> Self:
+        """The same under vLLM's name."""
+        return cls(engine_args)
+
     def check(self, prompt: Prompt, params: SamplingParams, priority: int = 0) -> CheckedRequest:
         """Validate a request completely, without changing anything.
 
@@ -915,13 +921,20 @@ class LLMEngine:
         return self.checker.check(prompt, params, priority)
 
     def add_request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        **unserved: Any,
     ) -> None:
-        """Queue a request; `step` computes it.
+        """Queue a request; `step` computes it. It keeps a copy of its parameters.
 
         Raises:
             ValueError, TypeError: the id is in use, or the request cannot be served.
         """
+        without_unserved("add_request", unserved, (), CALL)
         if not isinstance(request_id, str):
             raise TypeError(f"request_id must be a string, got {request_id!r}")
         if request_id in self._requests or request_id in self._outputs:
@@ -1033,6 +1046,8 @@ class LLMEngine:
         self._in_flight.clear()
         self._outputs.clear()
         self.runner.close()
+
+    shutdown = close  # vLLM's name
 
     # -- the step
 

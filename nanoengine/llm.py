@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from tqdm import tqdm
 
+from nanoengine.compat import CALL, without_unserved
 from nanoengine.config import EngineConfig
 from nanoengine.engine import LLMEngine, Scheduler
 from nanoengine.metrics import Metric
@@ -48,6 +49,7 @@ class LLM:
         *,
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
+        **unserved: Any,
     ) -> list[RequestOutput]:
         """Complete prompts; outputs come in their order.
 
@@ -57,11 +59,13 @@ class LLM:
             sampling_params: one for all or one per prompt; None is `get_default_sampling_params()`.
             use_tqdm: show progress.
             priority: one per prompt, with `scheduling_policy="priority"`; lower runs first.
+            unserved: vLLM's other arguments, as long as they ask for nothing: `compat.CALL`.
 
         Raises:
             ValueError, TypeError: a prompt or parameter cannot be served; then none was queued. After
                 any other exception this call's requests are aborted and the engine stays usable.
         """
+        without_unserved("generate", unserved, (), CALL)
         kind = RequestOutputKind.FINAL_ONLY
         with self._submitted(self._check_all(prompts, sampling_params, priority, kind)) as (ids, inbox):
             self._run_until_finished(ids, inbox, use_tqdm)
@@ -85,26 +89,31 @@ class LLM:
         self,
         messages: Sequence[Any],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
         use_tqdm: bool = True,
+        *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        **unserved: Any,
     ) -> list[RequestOutput]:
         """Answer a conversation (a list of `{"role": ..., "content": ...}`), or several at once.
 
+        A content is a string, or a list of text parts. The template is shown `tools`.
+
         Raises:
-            ValueError: the tokenizer has no chat template; and as `generate`.
+            ValueError: the tokenizer has no chat template, or a content is not text; and as `generate`.
         """
-        prompts = self.render_chat(
-            messages,
-            chat_template=chat_template,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
+        settings: dict[str, Any] = {
+            "chat_template": chat_template,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
             **(chat_template_kwargs or {}),
-        )
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        }
+        prompts = self.render_chat(messages, **settings)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, **unserved)
 
     def render_chat(self, messages: Sequence[Any], **template_settings: Any) -> list[dict[str, Any]]:
         """Conversations as prompts for `generate`, `stream` or `add_request`, by the chat template."""
@@ -122,12 +131,12 @@ class LLM:
     # -- for those who drive the engine step by step
 
     def add_request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
+        self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, **settings: Any
     ) -> None:
         """As `LLMEngine.add_request`."""
-        if request_id in self._inbox:  # finished, but not handed over
+        if isinstance(request_id, str) and request_id in self._inbox:  # finished, but not handed over
             raise ValueError(f"request_id {request_id!r} is in use")
-        self.llm_engine.add_request(request_id, prompt, params, priority=priority)
+        self.llm_engine.add_request(request_id, prompt, params, **settings)
 
     def step(self) -> list[RequestOutput]:
         """As `LLMEngine.step`, of the requests that were added: one output of each that has news.
@@ -169,6 +178,8 @@ class LLM:
         self._deliver(self.llm_engine.abort_request(list(self._inboxes)))  # streams end with "abort"
         self._inbox.clear()
         self.llm_engine.close()
+
+    shutdown = close  # vLLM's name
 
     def __enter__(self) -> Self:
         return self

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -15,7 +15,21 @@ from nanoengine.models.weights import Checkpoint
 from nanoengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from nanoengine.sampling_params import RequestOutputKind, SamplingParams
 
-Prompt = str | Sequence[int] | dict[str, Any]
+
+class TextPrompt(TypedDict):
+    """A prompt as text, under vLLM's name."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids, and its text where that is to be shown, under vLLM's name."""
+
+    prompt_token_ids: list[int]
+    prompt: NotRequired[str]
+
+
+Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | dict[str, Any]
 
 # ---- From what a user writes to a checked request ------------------------------------------------
 

@@ -6,6 +6,8 @@ from enum import Enum
 from numbers import Integral, Real
 from typing import Any
 
+from nanoengine.compat import SAMPLING, accepts
+
 
 def check_integer(name: str, value: Any, low: int, high: int = 2**31 - 1) -> int:
     """The value as an int; TypeError or ValueError unless it is an integer in [low, high]."""
@@ -67,6 +69,7 @@ class RequestOutputKind(Enum):
     FINAL_ONLY = 2
 
 
+@accepts(SAMPLING)
 @dataclass(slots=True, kw_only=True)
 class SamplingParams:
     """How to sample, when to stop and what to report; names and defaults are vLLM's.

@@ -15,8 +15,11 @@ PACKAGE = Path(nanoengine.__file__).parent
 
 def test_the_public_names_are_exactly_these():
     assert sorted(nanoengine.__all__) == [
+        "AsyncEngineArgs",
         "AsyncLLM",
+        "AsyncLLMEngine",
         "CompletionOutput",
+        "EngineArgs",
         "EngineConfig",
         "LLM",
         "LLMEngine",
@@ -25,6 +28,8 @@ def test_the_public_names_are_exactly_these():
         "RequestOutput",
         "RequestOutputKind",
         "SamplingParams",
+        "TextPrompt",
+        "TokensPrompt",
         "__version__",
     ]
 
@@ -48,6 +53,7 @@ def test_outputs_and_params_have_vllm_s_field_names():
 
 
 ORDER = [
+    "compat",
     "sampling_params",
     "config",
     "outputs",
