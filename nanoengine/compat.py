@@ -117,6 +117,15 @@ CALL: Unserved = {
     "trace_headers": ((None, {}), "there is no tracing"),
 }
 
+# Of a prompt that is a dict.
+PROMPT: Unserved = {
+    "cache_salt": ((None,), "set enable_prefix_caching=False for the engine"),
+    "mm_processor_kwargs": ((None, {}), "only text is served"),
+    "multi_modal_data": ((None, {}), "only text is served"),
+    "multi_modal_uuids": ((None, {}), "only text is served"),
+    "prompt_embeds": ((None,), "give text or token ids"),
+}
+
 
 def without_unserved(
     whose: str,

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 from xxhash import xxh3_64_intdigest
 
+from nanoengine.compat import PROMPT, without_unserved
 from nanoengine.config import EngineConfig
 from nanoengine.models.weights import Checkpoint
 from nanoengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -106,6 +107,9 @@ def read_prompt(prompt: Any, tokenizer: Any, vocab_size: int) -> tuple[str | Non
         fields = {"prompt": prompt}
     elif not isinstance(prompt, dict):
         fields = {"prompt_token_ids": prompt}
+    elif of_vllm := prompt.keys() & PROMPT.keys():
+        without_unserved("a prompt", {name: prompt[name] for name in of_vllm}, (), PROMPT)
+        fields = {name: value for name, value in prompt.items() if name not in of_vllm}
     if not fields or not fields.keys() <= {"prompt", "prompt_token_ids"}:
         raise ValueError(
             f'a prompt dict must hold "prompt" or "prompt_token_ids" and nothing else, got {list(fields)}'

@@ -647,12 +647,18 @@ def test_metrics_count_by_reason_label_and_bucket(alphabet):
 
 # ---- what is refused, and the README ----
 
-TABLES = {"EngineArgs": compat.ENGINE, "SamplingParams": compat.SAMPLING, "calls": compat.CALL}
+TABLES = {
+    "EngineArgs": compat.ENGINE,
+    "SamplingParams": compat.SAMPLING,
+    "calls": compat.CALL,
+    "prompts": compat.PROMPT,
+}
 ROWS = [(of, name) for of, table in TABLES.items() for name in table]
 MAKERS = {
     "EngineArgs": lambda llm, **given: EngineArgs(model="m", **given),
     "SamplingParams": lambda llm, **given: SamplingParams(**given),
     "calls": lambda llm, **given: texts(llm.generate("a", GREEDY, use_tqdm=False, **given)),
+    "prompts": lambda llm, **given: texts(llm.generate({"prompt": "a", **given}, GREEDY, use_tqdm=False)),
 }
 
 
