@@ -87,7 +87,7 @@ class RequestChecker:
             )
         text, token_ids = read_prompt(prompt, tokenizer, vocab_size)
         self.check_fits(len(token_ids))
-        bad_words = bad_word_ids(params.bad_words or [], tokenizer)
+        bad_words = bad_word_ids(params.bad_words or [], tokenizer, vocab_size)
         return CheckedRequest(text, token_ids, params, priority, stop_ids, bad_words)
 
 
@@ -120,11 +120,7 @@ def read_prompt(prompt: Any, tokenizer: Any, vocab_size: int) -> tuple[str | Non
     if token_ids is None and text is not None:
         if tokenizer is None:
             raise ValueError("the checkpoint has no tokenizer; give the prompt as token ids")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"prompt must be valid Unicode, got {text!r}: {error}") from None
-        token_ids = tokenizer(text).input_ids
+        token_ids = tokenizer(check_unicode("prompt", text)).input_ids
     if isinstance(token_ids, str | bytes) or not isinstance(token_ids, Sequence):
         raise TypeError(f"prompt must be a string, token ids or a dict, got {prompt!r}")
     for token_id in token_ids:
@@ -135,12 +131,31 @@ def read_prompt(prompt: Any, tokenizer: Any, vocab_size: int) -> tuple[str | Non
     return text, [int(token_id) for token_id in token_ids]
 
 
-def bad_word_ids(bad_words: Sequence[str], tokenizer: Any) -> tuple[tuple[int, ...], ...]:
-    """The token sequences that spell the words, at the start of a text and after a space, as in vLLM."""
+def check_unicode(name: str, text: str) -> str:
+    """The text; ValueError where it holds half a surrogate pair, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} must be valid Unicode, got {text!r}: {error}") from None
+    return text
+
+
+def bad_word_ids(bad_words: Sequence[str], tokenizer: Any, vocab_size: int) -> tuple[tuple[int, ...], ...]:
+    """The token sequences that spell the words, at the start of a text and after a space, as in vLLM.
+
+    Raises:
+        ValueError: the tokenizer makes nothing of a word, or a token that the model does not have.
+    """
     results = []
     for word in bad_words:
-        bare = tuple(tokenizer.encode(word.lstrip(), add_special_tokens=False))
-        spaced = tuple(tokenizer.encode(" " + word.lstrip(), add_special_tokens=False))
+        bare_word = check_unicode("bad_words", word).lstrip()
+        bare = tuple(tokenizer.encode(bare_word, add_special_tokens=False))
+        spaced = tuple(tokenizer.encode(" " + bare_word, add_special_tokens=False))
+        if not bare or max(*bare, *spaced) >= vocab_size:
+            raise ValueError(
+                f"bad_words must hold words that are token ids in [0, {vocab_size}), "
+                f"got {word!r}, which is {list(bare)}, after a space {list(spaced)}"
+            )
         results.append(bare)
         # Where the space is a token of its own, the bare spelling is found behind it anyway.
         if len(spaced) == len(bare) and spaced[0] != bare[0]:
@@ -177,7 +192,7 @@ def render_chats(messages: Any, tokenizer: Any, **template_settings: Any) -> lis
             conversation = [with_text_only(message, join) for message in conversation]
         text = tokenizer.apply_chat_template(conversation, tokenize=False, **template_settings)
         # The template writes the special tokens itself.
-        token_ids = tokenizer(text, add_special_tokens=False).input_ids
+        token_ids = tokenizer(check_unicode("messages", text), add_special_tokens=False).input_ids
         prompts.append({"prompt": text, "prompt_token_ids": token_ids})
     return prompts
 
@@ -213,11 +228,15 @@ def random_seed(params: SamplingParams, index: int, engine_seed: int, seq_id: in
 # ---- From tokens to text -------------------------------------------------------------------------
 
 
+MAX_PENDING = 32  # tokens without text that a detokenizer waits for
+
+
 class Detokenizer:
     """Turns one sample's tokens into text as they arrive; a token's cost does not grow with the text.
 
-    Never emits half a UTF-8 character: its bytes wait until it is complete. While the sample runs,
-    what may be the beginning of a stop string is held back, so that nothing shown is ever taken back.
+    Never emits half a UTF-8 character: its bytes wait until it is complete, but not in more than
+    `MAX_PENDING` tokens. While the sample runs, what may be the beginning of a stop string is held back,
+    so that nothing shown is ever taken back.
 
     Args:
         tokenizer: what decodes.
@@ -237,6 +256,7 @@ class Detokenizer:
         self.prompt_end = self._whole_characters(prompt_token_ids)
         self.pending: list[int] = []  # tokens behind the last text: they end inside a character
         self.stream = self._new_stream()
+        self.pending: list[int] = []  # the last tokens, which brought no text yet
 
     def append(self, token_id: int, is_stop_id: bool = False) -> str | None:
         """Add a token's text; returns the stop string it completed, the text being cut there.
@@ -294,15 +314,38 @@ class Detokenizer:
 
     def _decode(self, token_id: int) -> str | None:
         """The text that the token completes; None while a character is incomplete."""
+        self.pending.append(token_id)
         try:
-            return self.stream.step(self.tokenizer, token_id)
+            text: str | None = self.stream.step(self.tokenizer, token_id)
         except Exception as error:
             # Byte-fallback tokenizers may turn a whole character back into an invalid one when the
             # bytes behind it are invalid, which the stream refuses. Begin afresh, as vLLM does.
             if "Invalid prefix" not in str(error):
                 raise
-            self.stream = self._new_stream()
-            return self.stream.step(self.tokenizer, token_id)
+            self.stream, self.pending = self._new_stream(), [token_id]
+            text = self.stream.step(self.tokenizer, token_id)
+        if text is not None:
+            self.pending = []
+        elif len(self.pending) > MAX_PENDING:
+            text = self._decode_pending()
+        return text
+
+    def _decode_pending(self) -> str:
+        """The text of a run of invalid bytes (or of tokens without text), less what may be a beginning.
+
+        The stream decodes the whole run for each token of it, so that a long one would take quadratic time.
+        """
+
+        def decode(token_ids: list[int]) -> str:
+            return self.tokenizer.decode(token_ids, skip_special_tokens=self.params.skip_special_tokens)
+
+        pending, self.pending, self.stream = self.pending, [], self._new_stream()
+        whole = decode(pending)
+        for num_kept in (4, 5, 6, 7):  # a character has at most 4 bytes; the cut must not be inside one
+            done, kept = decode(pending[:-num_kept]), pending[-num_kept:]
+            if done + decode(kept) == whole:
+                break
+        return done + "".join(self._decode(token_id) or "" for token_id in kept)
 
     def _new_stream(self) -> DecodeStream:
         return DecodeStream(ids=self.prompt_end, skip_special_tokens=self.params.skip_special_tokens)
