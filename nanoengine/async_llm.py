@@ -1,8 +1,11 @@
 """The engine behind asyncio: many coroutines, one thread that steps."""
 
 import asyncio
+import atexit
+import logging
 import queue
 import threading
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from copy import deepcopy
@@ -14,7 +17,7 @@ from nanoengine.config import EngineConfig
 from nanoengine.engine import LLMEngine
 from nanoengine.outputs import RequestOutput
 from nanoengine.requests import Prompt
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.sampling_params import SamplingParams, check_integer
 
 
 @dataclass(slots=True)
@@ -24,35 +27,29 @@ class _Mailbox:
     loop: asyncio.AbstractEventLoop
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
     output: RequestOutput | None = None
-    error: BaseException | None = None
 
-    def put(self, item: RequestOutput | BaseException) -> None:
+    def put(self, output: RequestOutput) -> None:
         """Deliver from the engine's thread."""
         with suppress(RuntimeError):  # its event loop is closed: nobody is left to take it
-            self.loop.call_soon_threadsafe(self._put, item)
+            self.loop.call_soon_threadsafe(self._put, output)
 
-    def _put(self, item: RequestOutput | BaseException) -> None:
-        if isinstance(item, BaseException):
-            self.error = item
-        else:
-            self.output = item if self.output is None else self.output.merged_with(item)
+    def _put(self, output: RequestOutput) -> None:
+        self.output = output if self.output is None else self.output.merged_with(output)
         self.arrived.set()
 
     async def take(self) -> RequestOutput:
-        """Wait for an output, or raise the error that took its place."""
+        """Wait for an output."""
         await self.arrived.wait()
         self.arrived.clear()
-        if self.output is None:
-            assert self.error is not None
-            raise self.error
         output, self.output = self.output, None
-        if self.error is not None:
-            self.arrived.set()
+        assert output is not None
         return output
 
 
 class AsyncLLM:
     """`LLM` for asyncio: requests of many coroutines run in one batch, stepped by a thread of its own.
+
+    The coroutines may belong to several event loops, one after another or in several threads.
 
     A slow consumer costs no memory beyond its own output: what it has not taken is merged into one
     output. At most `max_concurrent_requests` are in the engine; further ones wait in `generate`.
@@ -69,13 +66,15 @@ class AsyncLLM:
     """
 
     def __init__(self, model: str, *, max_concurrent_requests: int = 1024, **settings: Any) -> None:
+        self._max_concurrent_requests = check_integer("max_concurrent_requests", max_concurrent_requests, 1)
         self.llm_engine = LLMEngine(EngineConfig(model=model, **settings))  # from here on the thread's alone
-        self._slots = asyncio.Semaphore(max_concurrent_requests)
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._closed, self._lock = False, threading.Lock()
         self._mailboxes: dict[str, _Mailbox] = {}  # likewise the thread's
+        self._waiting: deque[Callable[[], None]] = deque()  # likewise: requests beyond those that may run
         self._thread = threading.Thread(target=self._run, name="nanoengine", daemon=True)
         self._thread.start()
+        atexit.register(self.close)  # a thread that computes while the interpreter is taken down crashes it
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> Self:
@@ -93,33 +92,31 @@ class AsyncLLM:
     ) -> AsyncIterator[RequestOutput]:
         """Yield the request's outputs, of the kind `sampling_params.output_kind` asks for.
 
-        Leaving the loop, or cancelling the task, aborts the request and frees its blocks.
+        Leaving the loop, or cancelling the task, aborts the request and frees its blocks. A step that fails
+        is computed anew; where it fails again, those it was computing end with finish_reason "error".
 
         Raises:
             ValueError, TypeError: as `LLMEngine.add_request`.
-            RuntimeError: the engine is closed; and whatever a failed step raised.
+            RuntimeError: the engine is closed.
         """
         sampling_params = deepcopy(sampling_params)  # others may change it while this waits
-        async with self._slots:
-            mailbox = _Mailbox(asyncio.get_running_loop())
+        mailbox = _Mailbox(asyncio.get_running_loop())
 
-            def add() -> None:
-                self.llm_engine.add_request(
-                    request_id, prompt, sampling_params, priority=priority, **unserved
-                )
-                self._mailboxes[request_id] = mailbox
+        def add() -> None:
+            self.llm_engine.add_request(request_id, prompt, sampling_params, priority=priority, **unserved)
+            self._mailboxes[request_id] = mailbox
 
-            finished = False
-            try:
-                await self._call(add)
-                while not finished:
-                    output = await mailbox.take()
-                    finished = output.finished
-                    yield output
-            finally:
-                if not finished:
-                    with suppress(RuntimeError):  # closed: aborted already
-                        self._send(lambda: self._abort(request_id, mailbox))
+        finished = False
+        try:
+            await self._call(add, takes_place=True)
+            while not finished:
+                output = await mailbox.take()
+                finished = output.finished
+                yield output
+        finally:
+            if not finished:
+                with suppress(RuntimeError):  # closed: aborted already
+                    self._send(lambda: self._abort(request_id, mailbox))
 
     async def abort(self, request_id: str) -> None:
         """End a request; its consumer gets a last output with finish_reason "abort"."""
@@ -132,6 +129,7 @@ class AsyncLLM:
                 self._closed = True
                 self._commands.put(None)
         self._thread.join()
+        atexit.unregister(self.close)
 
     shutdown = close  # vLLM's name
 
@@ -143,12 +141,15 @@ class AsyncLLM:
     ) -> None:
         await asyncio.to_thread(self.close)
 
-    async def _call(self, command: Callable[[], None]) -> None:
-        """Run a command in the engine's thread and wait for it; its exception is raised here."""
+    async def _call(self, command: Callable[[], None], takes_place: bool = False) -> None:
+        """Run a command in the engine's thread and wait for it; its exception is raised here.
+
+        One that takes a place among the concurrent requests waits for it.
+        """
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
 
-        def settle(error: Exception | None) -> None:
+        def settle(error: BaseException | None) -> None:
             if done.cancelled():
                 return
             if error is None:
@@ -157,15 +158,19 @@ class AsyncLLM:
                 done.set_exception(error)
 
         def run() -> None:
-            error = None
+            if done.cancelled():  # while it waited: nobody would take what it brings
+                return
+            error: BaseException | None = None
             try:
                 command()
-            except Exception as caught:
+            except (
+                BaseException
+            ) as caught:  # a tokenizer's panic is no Exception, and must not end the thread
                 error = caught
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(settle, error)
 
-        self._send(run)
+        self._send((lambda: self._waiting.append(run)) if takes_place else run)
         await done
 
     def _send(self, command: Callable[[], None]) -> None:
@@ -178,29 +183,32 @@ class AsyncLLM:
     # -- in the engine's thread
 
     def _run(self) -> None:
-        while True:
-            try:
-                # Sleep while there is nothing to compute; otherwise only look.
-                command = self._commands.get(block=not self.llm_engine.has_unfinished_requests())
-            except queue.Empty:
-                self._step()
-                continue
-            if command is None:
-                break
-            command()
+        while self._run_commands():
+            self._step()
         for request_id in list(self._mailboxes):
             self._abort(request_id, self._mailboxes[request_id])
         self.llm_engine.close()
+        for run in self._waiting:
+            run()  # is told that the engine is closed
+
+    def _run_commands(self) -> bool:
+        """Run what was sent, and wait for it where there is nothing to compute; False after the end mark."""
+        is_idle = not (self._waiting or self.llm_engine.has_unfinished_requests())
+        # Only what is there now, so that no flood of commands keeps the engine from stepping.
+        for _ in range(max(is_idle, self._commands.qsize())):
+            command = self._commands.get()
+            if command is None:
+                return False
+            command()
+        for _ in range(min(len(self._waiting), self._max_concurrent_requests - len(self._mailboxes))):
+            self._waiting.popleft()()
+        return True
 
     def _step(self) -> None:
         try:
             outputs = self.llm_engine.step()
-        except Exception as error:
-            # Nobody knows whose fault it was, so everybody is told and the engine starts afresh.
-            for request_id, mailbox in self._mailboxes.items():
-                self.llm_engine.abort_request(request_id)
-                mailbox.put(error)
-            self._mailboxes.clear()
+        except BaseException:  # as in `run`
+            logging.getLogger(__name__).exception("a step failed and is computed anew")
             return
         for output in outputs:
             self._mailboxes[output.request_id].put(output)

@@ -56,14 +56,14 @@ from nanoengine.outputs import Inbox, Logprob, RequestOutput
 from nanoengine.requests import CheckedRequest, Detokenizer, Prompt, Request, RequestChecker, random_seed
 from nanoengine.sampling import (
     SamplingRow,
-    draw_tokens,
+    draw_isolated,
     read_tokens,
+    report_isolated,
     report_prompt,
-    report_samples,
     scale_logits,
 )
 from nanoengine.sampling_params import SamplingParams
-from nanoengine.steps import Stopwatch, uninterrupted
+from nanoengine.steps import Owner, Stopwatch, uninterrupted
 
 # ---- Sequence: one sample of one request ---------------------------------------------------------
 
@@ -451,6 +451,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []  # these hold no blocks
         self.running: list[Sequence] = []  # these hold one at least
         self.num_preemptions = 0
+        self.failed: dict[int, int] = {}  # seq_id -> number of tokens, of those in the last step that failed
 
     def check_fits(self, num_prompt_tokens: int) -> None:
         """Raise ValueError where a prompt of that length could never get an answer."""
@@ -589,11 +590,17 @@ class Scheduler:
         """After a step that failed: compute everything anew.
 
         What the step wrote and registered is not to be trusted, so all running sequences are preempted
-        (and counted as such), which keep their tokens, and the prefix cache is forgotten.
+        (and counted as such), which keep their tokens, and the prefix cache is forgotten. Those that were
+        in the failure before, and got no token since, end with "error": else they might fail for ever.
         """
+        failed = self.running or self.waiting[:1]  # the head, where nothing could even be scheduled
+        again = [seq for seq in failed if self.failed.get(seq.seq_id) == len(seq.token_ids)]
+        self.failed = {seq.seq_id: len(seq.token_ids) for seq in failed}
         while self.running:
             self._preempt_last()
         self.block_manager.clear()
+        for seq in again:
+            self.finish(seq, "error")
 
     def check_invariants(self) -> None:
         """Assert that the queues and the blocks agree with each other."""
@@ -704,7 +711,7 @@ class Launch(NamedTuple):
 class Sampled(NamedTuple):
     """What a step drew."""
 
-    token_ids: list[int | None]  # one per `batch.sampled_seqs`; None: its logits were not numbers
+    token_ids: list[int | None]  # one per `batch.sampled_seqs`; None: it could not be drawn
     logprobs: dict[int, dict[int, Logprob]]  # seq_id -> the entry of its token, where asked for
 
 
@@ -773,7 +780,7 @@ class ModelRunner:
                 for s, _, end, is_last in batch.chunks
                 if is_last
             ]
-            tokens = draw_tokens(logits, rows, self.scale_logits)
+            tokens = draw_isolated(logits, rows, self.scale_logits)
             download = self.device.download(tokens)
             reports = any(row.params.logprobs is not None for row in rows)
             self.stopwatch.lap("sample")
@@ -789,7 +796,7 @@ class ModelRunner:
             token_ids = read_tokens(launch.download.read())
             logprobs = {}
             if launch.logits is not None:
-                reports = report_samples(launch.logits, launch.rows, token_ids)
+                token_ids, reports = report_isolated(launch.logits, launch.rows, token_ids)
                 seqs = launch.batch.sampled_seqs
                 logprobs = {seq.seq_id: entry for seq, entry in zip(seqs, reports, strict=True) if entry}
             self.stopwatch.lap("sample")
@@ -861,7 +868,7 @@ class ModelRunner:
 class LLMEngine:
     """Requests in, outputs out, one step at a time. Names are vLLM's.
 
-    Not for several threads at once: `AsyncLLM` is. `LLM` generates, chats and streams with it.
+    For one thread at a time: `AsyncLLM` is for several. `LLM` generates, chats and streams with it.
 
     Raises:
         ValueError: a setting or checkpoint that cannot be served; nothing is kept.
@@ -900,7 +907,7 @@ class LLMEngine:
         self._seq_ids = itertools.count()
         self._num_steps = self._num_prompt_tokens = self._num_generation_tokens = 0
         self._stats = RequestStats(self.max_model_len)  # of those that ended
-        self._is_closed = False
+        self._is_closed, self._owner = False, Owner()
         print(self._what_runs(), file=sys.stderr)
 
     # -- what users call
@@ -933,6 +940,7 @@ class LLMEngine:
 
         Raises:
             ValueError, TypeError: the id is in use, or the request cannot be served.
+            RuntimeError: the engine is closed, or another thread's requests are unfinished.
         """
         without_unserved("add_request", unserved, (), CALL)
         if not isinstance(request_id, str):
@@ -945,6 +953,7 @@ class LLMEngine:
     @uninterrupted()
     def submit(self, request_id: Any, checked: CheckedRequest) -> None:
         """Make a checked request's sequences and queue them."""
+        self._owner.claim()
         params, tokenizer = checked.params, self.checkpoint.tokenizer
         backend = tokenizer.backend_tokenizer if tokenizer is not None and params.detokenize else None
         seqs = [
@@ -974,8 +983,10 @@ class LLMEngine:
 
         Raises:
             Exception: whatever the forward pass raised. Every request keeps the tokens it had, is still
-                queued, and will be computed anew; call again, or abort some.
+                queued, and will be computed anew; call again, or abort some. What fails twice without a
+                token in between ends with "error".
         """
+        self._owner.claim()
         with uninterrupted():  # a Ctrl-C strikes at the end of this block, and the outputs are kept
             try:
                 self._step()
@@ -984,6 +995,8 @@ class LLMEngine:
                 self.scheduler.recover()
                 self._hand_over([request for request in self._requests.values() if request.has_news])
                 raise
+        if not self._requests:
+            self._owner.release()
         return self._outputs.take(self._outputs)
 
     @uninterrupted()
@@ -996,13 +1009,18 @@ class LLMEngine:
         """
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         requests = [self._requests[i] for i in dict.fromkeys(ids) if i in self._requests]
+        if requests:
+            self._owner.claim()
         for request in requests:
             for sample in request.samples.values():
                 if not sample.seq.is_finished:
                     self.scheduler.finish(sample.seq, "abort")
             self._forget(request)
             self._outputs.put(request.output())
-        return self._outputs.take(ids)
+        outputs = self._outputs.take(ids)
+        if requests and not self.has_unfinished_requests():
+            self._owner.release()
+        return outputs
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has something to compute or to hand over."""
@@ -1041,11 +1059,13 @@ class LLMEngine:
 
     def close(self) -> None:
         """Abort what runs and release the memory; the object is of no use afterwards."""
+        self._owner.claim()
         self._is_closed = True
         self.abort_request(list(self._requests))
         self._in_flight.clear()
         self._outputs.clear()
         self.runner.close()
+        self._owner.release()
 
     shutdown = close  # vLLM's name
 

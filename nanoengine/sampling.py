@@ -3,9 +3,11 @@
 Shape letters: R rows (sequences that get a token this step), V vocabulary.
 """
 
+import logging
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -100,6 +102,48 @@ def report_samples(
         for i, entry in zip(chosen, entries, strict=True):
             reports[i] = entry
     return reports
+
+
+def draw_isolated(logits: Tensor, rows: Sequence[SamplingRow], scale: Scale = scale_logits) -> Tensor:
+    """As `draw_tokens`, and -1 too where drawing a row's token raises: the other rows have theirs."""
+    failed = logits.new_full((1,), -1, dtype=torch.int64)
+    return torch.cat(_isolate(lambda at: draw_tokens(logits[at], rows[at], scale), len(rows), failed))
+
+
+def report_isolated(
+    logits: Tensor, rows: Sequence[SamplingRow], token_ids: list[int | None]
+) -> tuple[list[int | None], list[dict[int, Logprob] | None]]:
+    """As `report_samples`; a row whose report raises has none, and None for its token."""
+    failed: list[dict[int, Logprob] | None] = [{}]  # a real entry holds the token at least
+    parts = _isolate(lambda at: report_samples(logits[at], rows[at], token_ids[at]), len(rows), failed)
+    reports = list(chain.from_iterable(parts))
+    drawn = [None if report == {} else i for i, report in zip(token_ids, reports, strict=True)]
+    return drawn, reports
+
+
+T = TypeVar("T")
+
+
+def _isolate(function: Callable[[slice], T], num_rows: int, failed: T) -> list[T]:
+    """A function's result for all rows; where that raises, one for each row, `failed` where it raises again.
+
+    Raises:
+        Exception: what the function raised, where it does so for each of several rows: no row is at fault.
+    """
+    try:
+        return [function(slice(0, num_rows))]
+    except Exception as error:
+        results = []
+        for i in range(num_rows):
+            try:
+                results.append(function(slice(i, i + 1)))
+            except Exception:
+                results.append(failed)
+        num_failed = sum(result is failed for result in results)
+        if num_failed == num_rows > 1:
+            raise
+        logging.getLogger(__name__).error("sampling failed for %d requests", num_failed, exc_info=error)
+        return results
 
 
 def _sample(logits: Tensor, rows: Sequence[SamplingRow], scale: Scale) -> tuple[Tensor, Tensor]:
@@ -253,7 +297,8 @@ def _filter(scaled: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     probs = values.softmax(-1)
     # top_p = 1 keeps everything, even where rounding lets the sum before a token reach 1.
     top_p = column([p.top_p if p.top_p < 1 else math.inf for p in params])
-    values = values.masked_fill(probs.cumsum(-1) - probs >= top_p, -math.inf)
+    beyond = (probs.cumsum(-1) - probs >= top_p) & (rank > 0)  # a top_p may be 0 in float32
+    values = values.masked_fill(beyond, -math.inf)
     return torch.empty_like(scaled).scatter_(1, order, values)
 
 

@@ -1,4 +1,4 @@
-"""What surrounds the engine's steps: Ctrl-C that waits for their end, and the seconds of their phases."""
+"""What surrounds the engine's steps: Ctrl-C that waits for their end, the thread they are for, their time."""
 
 import signal
 import threading
@@ -23,6 +23,37 @@ def uninterrupted() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
         if pending:
             handler(*pending[0])
+
+
+class Owner:
+    """The thread that an engine works for: from its first request until nothing of its is unfinished.
+
+    Two threads that step one engine would take each other's outputs. One after the other may use it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # reentrant: a signal's handler may come here too
+        self._thread: threading.Thread | None = None
+
+    def claim(self) -> None:
+        """Make the engine the calling thread's.
+
+        Raises:
+            RuntimeError: another thread's requests are unfinished.
+        """
+        caller = threading.current_thread()
+        with self._lock:
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = caller
+            owner = self._thread
+        if owner is not caller:
+            raise RuntimeError(
+                f"thread {owner.name!r} is using the engine: one thread at a time, or AsyncLLM for several"
+            )
+
+    def release(self) -> None:
+        """Nothing is unfinished: any thread may claim the engine."""
+        self._thread = None
 
 
 class Stopwatch:

@@ -1,6 +1,8 @@
 """The asyncio front: many consumers, cancellation, slow consumers, errors, shutdown."""
 
 import asyncio
+import itertools
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -112,29 +114,150 @@ def test_bad_requests_and_duplicate_ids_raise_where_they_were_made(path, expecte
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
-@pytest.mark.parametrize("failing_launch", [0, 3])
-def test_a_failed_step_is_raised_to_those_it_concerned_and_the_engine_goes_on(
-    failing_launch, async_scheduling, path, expected
+@pytest.mark.parametrize("failing", [{3}, {0, 2, 5}])
+def test_a_step_that_fails_once_is_computed_anew_and_nobody_notices(
+    failing, async_scheduling, path, expected, caplog
 ):
-    # A penalty has the step before collected first: its output was made when the launch fails.
-    params = SamplingParams(temperature=0, max_tokens=20, repetition_penalty=1.1)
+    # A penalty has the step before collected first: its outputs were made when the launch fails.
+    penalised = SamplingParams(temperature=0, max_tokens=20, repetition_penalty=1.1)
 
     async def main():
         async with AsyncLLM(path, async_scheduling=async_scheduling, **SETTINGS) as engine:
-            launch, calls = engine.llm_engine.runner.launch, iter(range(1000))
+            launch, calls = engine.llm_engine.runner.launch, itertools.count()
 
-            def fail_once(*arguments):
-                if next(calls) == failing_launch:
+            def fails_sometimes(*arguments):
+                if next(calls) in failing:
                     raise RuntimeError("out of memory")
                 return launch(*arguments)
 
-            engine.llm_engine.runner.launch = fail_once
-            with pytest.raises(RuntimeError, match="out of memory"):
-                await collect(engine, expected[0][0], params, "a")
-            again = collect(engine, expected[0][0], GREEDY, "b")
-            assert await asyncio.wait_for(again, 30) == expected[1][0]
+            engine.llm_engine.runner.launch = fails_sometimes
+            jobs = [collect(engine, p, GREEDY, f"r{i}") for i, p in enumerate(expected[0])]
+            *answers, other = await asyncio.gather(*jobs, collect(engine, [1, 2], penalised, "penalised"))
+            assert answers == expected[1]
+            assert len(other) == 20
+            assert caplog.text.count("RuntimeError: out of memory") == len(failing)
 
     asyncio.run(main())
+
+
+def test_a_step_that_fails_twice_ends_those_it_computed_and_none_that_wait(path, expected):
+    async def main():
+        async with AsyncLLM(path, max_num_seqs=2, **SETTINGS) as engine:
+            launch, poison = engine.llm_engine.runner.launch, expected[0][1]
+
+            def fails_on_poison(batch, before):
+                if any(chunk.seq.token_ids[: len(poison)] == poison for chunk in batch.chunks):
+                    raise RuntimeError("poison")
+                return launch(batch, before)
+
+            engine.llm_engine.runner.launch = fails_on_poison
+            prompts = [expected[0][i] for i in (0, 1, 2, 3, 4)]  # two run: the first and the poison
+
+            async def last_output(i):
+                async for output in engine.generate(prompts[i], GREEDY, f"r{i}"):
+                    last = output
+                return last.outputs[0]
+
+            outputs = await asyncio.gather(*map(last_output, range(5)))
+            assert [o.finish_reason for o in outputs] == ["error", "error", "length", "length", "length"]
+            assert [o.token_ids for o in outputs[2:]] == expected[1][2:5]
+            assert engine.llm_engine.metrics()["num_free_blocks"] == 60
+
+    asyncio.run(main())
+
+
+def test_a_late_chunk_that_always_fails_ends_its_request_though_the_chunks_before_it_succeed(path, expected):
+    """In between others get tokens: they are computed anew, and go on."""
+
+    async def main():
+        async with AsyncLLM(path, max_num_batched_tokens=20, **SETTINGS) as engine:
+            launch, poison = engine.llm_engine.runner.launch, expected[0][4]  # 60 tokens: several chunks
+
+            def fails_on_poison(batch, before):
+                if any(chunk.seq.token_ids == poison and chunk.is_last for chunk in batch.chunks):
+                    raise RuntimeError("poison")
+                return launch(batch, before)
+
+            engine.llm_engine.runner.launch = fails_on_poison
+            poisoned = asyncio.create_task(collect(engine, poison, GREEDY, "poison"))
+            jobs = [collect(engine, expected[0][i], GREEDY, f"r{i}") for i in (0, 3, 5)]
+            assert await asyncio.gather(*jobs) == [expected[1][i] for i in (0, 3, 5)]
+            assert await asyncio.wait_for(poisoned, 20) == []
+
+    asyncio.run(main())
+
+
+def test_one_engine_serves_several_event_loops_at_once_and_one_after_another(path, expected):
+    """More requests than places, so that they wait for each other across the loops."""
+    engine = AsyncLLM(path, max_concurrent_requests=2, **SETTINGS)
+
+    async def main(name):
+        jobs = [collect(engine, p, GREEDY, f"{name} {i}") for i, p in enumerate(expected[0])]
+        return await asyncio.wait_for(asyncio.gather(*jobs), 60)
+
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            results = list(pool.map(lambda name: asyncio.run(main(name)), "abc"))
+        results += [asyncio.run(main(name)) for name in "de"]
+        assert results == [expected[1]] * 5
+        assert engine.llm_engine.metrics()["num_free_blocks"] == 60
+    finally:
+        engine.close()
+
+
+def test_a_request_cancelled_while_it_waits_for_its_place_never_runs(path, expected):
+    async def main():
+        async with AsyncLLM(path, max_concurrent_requests=1, **SETTINGS) as engine:
+            first = asyncio.create_task(collect(engine, expected[0][0], GREEDY, "first"))
+            await asyncio.sleep(0)
+            waiting = asyncio.create_task(collect(engine, expected[0][1], GREEDY, "waiting"))
+            await asyncio.sleep(0.001)
+            waiting.cancel()
+            assert await first == expected[1][0]
+            assert await collect(engine, expected[0][2], GREEDY, "third") == expected[1][2]
+            assert engine.llm_engine.metrics()["generation_tokens"] == 40
+
+    asyncio.run(main())
+
+
+def test_closing_refuses_those_that_wait_for_a_place(path, expected):
+    async def main():
+        engine = AsyncLLM(path, max_concurrent_requests=1, **SETTINGS)
+        endless = SamplingParams(temperature=0, max_tokens=400)
+        jobs = [asyncio.create_task(collect(engine, expected[0][0], endless, str(i))) for i in range(3)]
+        await asyncio.sleep(0.05)
+        await asyncio.to_thread(engine.close)
+        assert len(await jobs[0]) < 400
+        for job in jobs[1:]:
+            with pytest.raises(RuntimeError, match="closed"):
+                await job
+
+    asyncio.run(main())
+
+
+def test_a_flood_of_bad_requests_does_not_keep_others_from_their_tokens(path, expected):
+    async def main():
+        async with AsyncLLM(path, **SETTINGS) as engine:
+            going_on = True
+
+            async def flood():
+                while going_on:
+                    with pytest.raises(ValueError, match="prompt is empty"):
+                        await collect(engine, [], GREEDY, "bad")
+
+            floods = [asyncio.create_task(flood()) for _ in range(50)]
+            job = collect(engine, expected[0][0], GREEDY, "good")
+            assert await asyncio.wait_for(job, 20) == expected[1][0]
+            going_on = False
+            await asyncio.gather(*floods)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5])
+def test_a_number_of_places_that_makes_no_sense_is_refused(value, path):
+    with pytest.raises((ValueError, TypeError), match="max_concurrent_requests"):
+        AsyncLLM(path, max_concurrent_requests=value, **SETTINGS)
 
 
 def test_no_more_requests_are_served_at_a_time_than_allowed(path, expected):

@@ -1,0 +1,371 @@
+"""What hostile use found, and what it did not: nobody's request, signal or file may harm another's answer."""
+
+import random
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from nanoengine import LLM, SamplingParams
+from nanoengine.requests import MAX_PENDING, Detokenizer
+from nanoengine.sampling import SamplingRow, draw_tokens
+from tests.helpers import BAD_FIELDS, byte_tokenizer, chain_checkpoint
+
+SEEDED = SamplingParams(temperature=1.0, seed=3, max_tokens=12, ignore_eos=True)
+BYSTANDERS = [
+    ("the first", SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)),
+    ("a second", SEEDED),
+    ("3", SamplingParams(temperature=0.7, seed=1, top_p=0.8, top_k=30, max_tokens=12, logprobs=2)),
+    ("four", SamplingParams(temperature=0, max_tokens=12, repetition_penalty=1.2, min_tokens=12)),
+    ("number five", SamplingParams(temperature=1.5, seed=2, max_tokens=12, stop="zzz", n=2)),
+]
+
+
+def answers(outputs):
+    return [[(c.token_ids, c.text, c.finish_reason) for c in out.outputs] for out in outputs]
+
+
+def run_beside(llm, intruder):
+    """The bystanders' answers while `intruder(llm)` has its way with the same engine."""
+    for i, (prompt, params) in enumerate(BYSTANDERS):
+        llm.add_request(str(i), prompt, params)
+    llm.step()
+    intruder(llm)
+    finished = {}
+    for _ in range(500):
+        if not llm.has_unfinished_requests():
+            break
+        finished |= {out.request_id: out for out in llm.step() if out.finished}
+    assert not llm.has_unfinished_requests(), "it never ends"
+    llm.scheduler.check_invariants()
+    assert llm.metrics()["num_free_blocks"] == llm.metrics()["num_blocks"]
+    return answers(finished[str(i)] for i in range(len(BYSTANDERS))), finished
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["step by step", "async scheduling"])
+def engine(request, babbler):
+    """An engine, and what it answers the bystanders, each alone."""
+    with LLM(babbler, num_kv_blocks=60, block_size=16, async_scheduling=request.param) as llm:
+        alone = [llm.generate(prompt, params, use_tqdm=False)[0] for prompt, params in BYSTANDERS]
+        yield llm, answers(alone)
+
+
+# ---- a request that cannot be sampled ----
+
+
+@pytest.mark.parametrize("top_p", [1e-300, 1e-46, 1e-38])
+def test_a_top_p_below_every_float32_keeps_the_likeliest_token(top_p):
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
+    rows = [SamplingRow(SamplingParams(top_p=top_p), seed, 5, [1], 1) for seed in range(3)]
+    assert draw_tokens(logits, rows).tolist() == logits.argmax(-1).tolist()
+
+
+def fails_for(seed, function):
+    """The function, and an exception where its rows have that request among them."""
+
+    def failing(logits, rows, *arguments):
+        if any(row.params.seed == seed for row in rows):
+            raise IndexError("this row")
+        return function(logits, rows, *arguments)
+
+    return failing
+
+
+@pytest.mark.parametrize("name", ["draw_tokens", "report_samples"])
+def test_a_request_whose_sampling_raises_ends_with_error_and_the_others_go_on(
+    name, engine, monkeypatch, caplog
+):
+    llm, alone = engine
+    original = vars(sys.modules["nanoengine.sampling"])[name]
+    monkeypatch.setattr(f"nanoengine.sampling.{name}", fails_for(666, original))
+    poison = SamplingParams(seed=666, max_tokens=5, logprobs=1)
+    together, finished = run_beside(llm, lambda llm: llm.add_request("poison", "x", poison))
+    assert together == alone
+    assert finished["poison"].outputs[0].finish_reason == "error"
+    assert finished["poison"].outputs[0].token_ids == []
+    assert caplog.text.count("IndexError: this row") == 1
+
+
+def test_sampling_that_raises_for_everybody_is_a_failed_step_and_nobody_s_fault(engine, monkeypatch):
+    llm, alone = engine
+    draw, calls = vars(sys.modules["nanoengine.sampling"])["draw_tokens"], iter(range(1000))
+
+    def fails_for_a_while(*arguments):
+        if 10 <= next(calls) < 17:  # all rows together, then each of the six
+            raise RuntimeError("out of memory")
+        return draw(*arguments)
+
+    for i, (prompt, params) in enumerate(BYSTANDERS):
+        llm.add_request(str(i), prompt, params)
+    monkeypatch.setattr("nanoengine.sampling.draw_tokens", fails_for_a_while)
+    finished, failures = {}, 0
+    while llm.has_unfinished_requests():
+        try:
+            finished |= {out.request_id: out for out in llm.step() if out.finished}
+        except RuntimeError:
+            failures += 1
+    assert failures
+    assert answers(finished[str(i)] for i in range(len(BYSTANDERS))) == alone
+
+
+def test_a_pass_that_fails_for_ever_ends_those_it_computes_and_lets_the_others_run(engine):
+    llm, _ = engine
+    launch = llm.llm_engine.runner.launch
+
+    def always_fails(*_):
+        raise RuntimeError("broken")
+
+    llm.llm_engine.runner.launch = always_fails
+    try:
+        for i in range(5):
+            llm.add_request(str(i), "abc", SEEDED)
+        reasons, failures = [], 0
+        while llm.has_unfinished_requests():
+            try:
+                reasons += [out.outputs[0].finish_reason for out in llm.step()]
+            except RuntimeError:
+                failures += 1
+            assert failures < 10
+    finally:
+        llm.llm_engine.runner.launch = launch
+    assert reasons == ["error"] * 5
+    assert llm.metrics()["num_free_blocks"] == 60
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory):
+    """A model with fewer tokens than its tokenizer."""
+    path = chain_checkpoint(tmp_path_factory.mktemp("narrow"), "abcdef")
+    byte_tokenizer(("beyond",)).save_pretrained(path)
+    return str(path)
+
+
+@pytest.mark.parametrize("word", ["beyond", "\u200b", "\ud800"])
+def test_bad_words_that_no_token_of_the_model_spells_are_refused(word, narrow):
+    with LLM(narrow, num_kv_blocks=20) as llm:
+        assert llm.llm_engine.checkpoint.vocab_size == 257
+        normalizer = __import__("tokenizers").normalizers.Replace("\u200b", "")
+        llm.get_tokenizer().backend_tokenizer.normalizer = normalizer
+        with pytest.raises(ValueError, match="bad_words must"):
+            llm.add_request("x", "a", SamplingParams(bad_words=["b", word]))
+        assert not llm.has_unfinished_requests()
+        assert (
+            llm.generate("a", SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)[0].outputs[0].text
+            == "bcd"
+        )
+
+
+def test_half_a_surrogate_pair_in_a_message_is_refused_as_in_a_prompt(narrow):
+    template = "{{ messages[0].content }}"
+    with (
+        LLM(narrow, num_kv_blocks=20) as llm,
+        pytest.raises(ValueError, match="messages must be valid Unicode"),
+    ):
+        llm.chat([{"role": "user", "content": "a\udcff"}], chat_template=template)
+
+
+# ---- no request can end another one, whatever it asks for ----
+
+number = st.one_of(
+    st.floats(),
+    st.integers(-3, 3),
+    st.sampled_from([1e-300, 1e-46, 1e-38, 5e-324, 1e30, 1e300, 1 - 2**-53, -0.0, 2**31, 10**400]),
+)
+token_ids = st.lists(st.integers(-2, 270), max_size=4)
+word = st.text(st.sampled_from("aé日\u200b \ud800\x00e"), max_size=4)
+FIELDS = {
+    "n": st.integers(-1, 4),
+    "temperature": number,
+    "top_p": number,
+    "top_k": st.one_of(number, st.integers(-1, 300)),
+    "min_p": number,
+    "seed": st.one_of(number, st.integers()),
+    "presence_penalty": number,
+    "frequency_penalty": number,
+    "repetition_penalty": number,
+    "logit_bias": st.dictionaries(st.integers(-1, 270), number, max_size=3),
+    "allowed_token_ids": token_ids,
+    "bad_words": st.lists(word, max_size=3),
+    "max_tokens": st.integers(-1, 20),
+    "min_tokens": st.integers(-1, 20),
+    "ignore_eos": st.booleans(),
+    "stop": st.lists(word, max_size=3),
+    "stop_token_ids": token_ids,
+    "include_stop_str_in_output": st.booleans(),
+    "logprobs": st.integers(-2, 300),
+    "prompt_logprobs": st.integers(-2, 300),
+    "detokenize": st.booleans(),
+    "skip_special_tokens": st.booleans(),
+}
+some_fields = st.lists(st.sampled_from(sorted(FIELDS)), unique=True, max_size=6).flatmap(
+    lambda names: st.fixed_dictionaries({name: FIELDS[name] for name in names})
+)
+bad_field = st.sampled_from(BAD_FIELDS).map(lambda field: dict([field]))
+prompt = st.one_of(
+    st.text(max_size=20),
+    word,
+    st.lists(st.one_of(st.integers(-1, 262), number), max_size=40),
+    st.just([7] * 2000),
+    st.just({"prompt": None}),
+)
+
+
+@settings(
+    max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None
+)
+@given(st.lists(st.tuples(prompt, st.one_of(some_fields, bad_field)), min_size=1, max_size=4))
+def test_no_request_changes_another_one_s_tokens_whatever_it_asks_for(engine, requests):
+    llm, alone = engine
+
+    def intrude(llm):
+        for i, (text, fields) in enumerate(requests):
+            try:
+                llm.add_request(f"intruder {i}", text, SamplingParams(**fields))
+            except (ValueError, TypeError):
+                continue  # refused at submission
+
+    assert run_beside(llm, intrude)[0] == alone
+
+
+# ---- text ----
+
+
+def test_a_run_of_invalid_bytes_is_detokenized_in_linear_time_and_to_the_same_text():
+    tokenizer = byte_tokenizer().backend_tokenizer
+
+    def seconds(token_ids):
+        detokenizer = Detokenizer(tokenizer, [65], SamplingParams())
+        start = time.perf_counter()
+        longest = 0
+        for token_id in token_ids:
+            detokenizer.append(token_id)
+            longest = max(longest, len(detokenizer.pending))
+        taken = time.perf_counter() - start
+        detokenizer.append(65)
+        detokenizer.finish()
+        assert detokenizer.text == tokenizer.decode([*token_ids, 65])
+        assert longest <= MAX_PENDING
+        return taken
+
+    assert seconds([0xFF] * 8000) < 2  # was 11.8
+
+
+def test_invalid_runs_with_characters_among_them_lose_no_character():
+    tokenizer = byte_tokenizer().backend_tokenizer
+    rng = random.Random(0)
+    parts = [b"\xff", b"\xe6\x97", b"\xf0\x9f\x99", "日".encode(), "🙂".encode(), b"\x80", b"\xc3"]
+    for _ in range(300):
+        ids = list(b"".join(rng.choices(parts, [8, 2, 2, 1, 1, 3, 1], k=120)))
+        detokenizer = Detokenizer(tokenizer, [65], SamplingParams())
+        for token_id in [*ids, 65]:
+            detokenizer.append(token_id)
+        detokenizer.finish()
+        assert detokenizer.text == tokenizer.decode([*ids, 65])
+
+
+def test_a_run_of_skipped_tokens_does_not_pile_up():
+    tokenizer = byte_tokenizer().backend_tokenizer
+    detokenizer = Detokenizer(tokenizer, [65], SamplingParams(ignore_eos=True))
+    for token_id in [66, *[256] * 500, 67]:
+        detokenizer.append(token_id)
+        assert len(detokenizer.pending) <= MAX_PENDING
+    detokenizer.finish()
+    assert detokenizer.text == "BC"
+
+
+# ---- threads ----
+
+
+def test_a_second_thread_is_refused_while_the_first_has_requests_and_harms_nothing(babbler):
+    with LLM(babbler, num_kv_blocks=60) as llm:
+        expected = answers(llm.generate(["a", "b"], SEEDED, use_tqdm=False))
+        results, refusals, barrier = [], [], threading.Barrier(4)
+
+        def work():
+            barrier.wait()
+            for _ in range(10):
+                try:
+                    results.append(answers(llm.generate(["a", "b"], SEEDED, use_tqdm=False)))
+                except RuntimeError as error:
+                    refusals.append(str(error))
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(results) + len(refusals) == 40
+        assert results
+        assert refusals
+        assert all(result == expected for result in results)
+        assert all("AsyncLLM" in message for message in refusals)
+        assert answers(llm.generate(["a", "b"], SEEDED, use_tqdm=False)) == expected
+        assert llm.metrics()["num_free_blocks"] == 60
+
+
+def in_a_thread(function, *arguments):
+    """The function's result, or what it raised, from a thread of its own."""
+    box = []
+
+    def run():
+        try:
+            box.append(function(*arguments))
+        except Exception as error:
+            box.append(error)
+
+    thread = threading.Thread(target=run, name="other")
+    thread.start()
+    thread.join()
+    return box[0]
+
+
+def test_threads_may_use_an_engine_one_after_another_and_inherit_from_one_that_ended(babbler):
+    with LLM(babbler, num_kv_blocks=60) as llm:
+        expected = answers(llm.generate("a", SEEDED, use_tqdm=False))
+        assert answers(in_a_thread(lambda: llm.generate("a", SEEDED, use_tqdm=False))) == expected
+        llm.add_request("mine", "a", SEEDED)
+        for call in (
+            lambda: llm.add_request("theirs", "b", SEEDED),
+            llm.step,
+            llm.close,
+            lambda: llm.abort_request("mine"),
+        ):
+            assert "AsyncLLM" in str(in_a_thread(call))
+        llm.abort_request("mine")
+        assert in_a_thread(lambda: llm.add_request("left behind", "b", SEEDED)) is None
+        assert llm.abort_request("left behind")[0].outputs[0].finish_reason == "abort"
+
+
+# ---- the end of the process ----
+
+IN_TRAFFIC = """
+import asyncio, sys, threading, time
+from nanoengine import AsyncLLM, SamplingParams
+
+engine = AsyncLLM(sys.argv[1], num_kv_blocks=60)
+params = SamplingParams(max_tokens=900, ignore_eos=True)
+
+async def consume(i):
+    async for _ in engine.generate("abc", params, str(i)):
+        pass
+
+async def main():
+    await asyncio.gather(*(consume(i) for i in range(8)))
+
+threading.Thread(target=lambda: asyncio.run(main()), daemon=True).start()
+time.sleep(0.3)
+{end}
+"""
+
+
+@pytest.mark.parametrize("end", ["", "sys.exit(3)"])
+def test_a_process_that_ends_in_traffic_without_close_ends_cleanly(end, babbler):
+    command = [sys.executable, "-c", IN_TRAFFIC.format(end=end), babbler]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == (3 if end else 0), done.stderr
+    assert "Fatal" not in done.stderr
