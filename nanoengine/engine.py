@@ -744,7 +744,7 @@ class ModelRunner:
         self.table_width = -(-max_model_len // self.block_size)  # blocks of the longest sequence
         self.device.reserve(self.max_num_batched_tokens, self.max_num_seqs, self.table_width)
         self.forward = Forward(self.compute)  # for what the device may try out first
-        with self.device.running():
+        with uninterrupted(), self.device.running():
             self.num_blocks = self.device.count_blocks(self)
             self.caches = new_caches(self.kv_specs, self.num_blocks, self.block_size, torch_device)
             self.forward = self.capture()

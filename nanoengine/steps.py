@@ -25,6 +25,31 @@ def uninterrupted() -> Iterator[None]:
             handler(*pending[0])
 
 
+@contextmanager
+def unwound_by_sigterm() -> Iterator[None]:
+    """Have SIGTERM, where it would end the process at once, leave the block as an exception first.
+
+    So what the block began is cleaned up; then the process ends by the signal after all.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    struck: list[int] = []
+
+    def unwind(number: int, frame: FrameType | None) -> None:
+        struck.append(number)
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, unwind)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if struck:
+            signal.raise_signal(signal.SIGTERM)
+
+
 class Owner:
     """The thread that an engine works for: from its first request until nothing of its is unfinished.
 

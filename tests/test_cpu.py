@@ -2,15 +2,18 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 
+import psutil
 import pytest
 import torch
 from torch import nn
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.backends.cpu import FLAGS, Kernels
+from nanoengine.backends.cpu import FLAGS, Kernels, _digest
 from nanoengine.models.decoder import RMSNorm, rotate
 from tests.helpers import DEMO
 
@@ -102,6 +105,169 @@ def test_kernels_are_compiled_once_and_kept(tmp_path, monkeypatch):
     assert [path.suffix for path in (tmp_path / "nanoengine").iterdir()] == [".so"]
     monkeypatch.setattr("nanoengine.backends.cpu.FLAGS", FLAGS + " -DOTHER")
     assert Kernels().was_compiled
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """The kernels, compiled for these tests."""
+    cache = tmp_path_factory.mktemp("compiled")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(cache))
+        Kernels()
+    return cached_library(cache)
+
+
+@pytest.fixture
+def quick_compiler(compiled, tmp_path, monkeypatch):
+    """One that has compiled them already."""
+    script = f'#!/bin/sh\n[ "$1" = --version ] && exit\nfor last; do :; done\ncp {compiled} "$last"\n'
+    (tmp_path / "g++").write_text(script)
+    (tmp_path / "g++").chmod(0o755)
+    monkeypatch.setenv("CXX", str(tmp_path / "g++"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "cache").mkdir()
+    return tmp_path / "cache"
+
+
+def cached_library(cache):
+    (path,) = (cache / "nanoengine").glob("*.so")
+    return path
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", "half"])
+def test_a_cached_library_that_was_spoiled_is_compiled_anew_and_replaced(content, quick_compiler):
+    """Cut short, its pages are missing: loading it was a SIGBUS."""
+    Kernels()
+    path = cached_library(quick_compiler)
+    good = path.read_bytes()
+    path.unlink()  # what is loaded stays as it is
+    path.write_bytes(good[: len(good) // 2] if content == "half" else content)
+    assert Kernels().was_compiled
+    assert not Kernels().was_compiled
+    assert cached_library(quick_compiler).read_bytes() == good
+
+
+HANGING = '#!/bin/sh\n[ "$1" = --version ] && exit\nsleep 987 & echo $! > "$0.pid"\nwait\n'
+PLANTED = """
+#include <stdio.h>
+#include <stdlib.h>
+__attribute__((constructor)) static void planted() { fclose(fopen(getenv("PLANTED"), "w")); }
+"""
+
+
+def plant(tmp_path, path):
+    """Put a library there that leaves a mark when it is loaded."""
+    (tmp_path / "planted.c").write_text(PLANTED)
+    compiler = ["g++", "-x", "c", str(tmp_path / "planted.c"), "-shared", "-fPIC", "-o", str(path)]
+    subprocess.run(compiler, check=True)
+
+
+@pytest.mark.parametrize("where", ["same name", "name of its digest", "name of its digest, world-writable"])
+def test_a_planted_library_is_loaded_only_if_it_can_be_ours(where, quick_compiler, tmp_path, monkeypatch):
+    monkeypatch.setenv("PLANTED", str(tmp_path / "mark"))
+    Kernels()
+    path = cached_library(quick_compiler)
+    path.unlink()
+    plant(tmp_path, path)
+    if where.startswith("name of its digest"):
+        prefix = path.name.rpartition("-")[0]
+        path = path.rename(path.with_name(f"{prefix}-{_digest(path.read_bytes())}.so"))
+        path.chmod(0o777 if "world" in where else 0o755)
+    was_compiled = Kernels().was_compiled
+    # The last word is the file's owner and mode: a digest keeps out what is broken, not one of our own.
+    trusted = where == "name of its digest"
+    assert (tmp_path / "mark").exists() == trusted
+    assert was_compiled == (not trusted)
+
+
+def others_may_write(cache):
+    (cache / "nanoengine").mkdir()
+    (cache / "nanoengine").chmod(0o777)
+
+
+def others_may_exchange_it(cache):
+    (cache / "nanoengine").mkdir()
+    cache.chmod(0o777)
+
+
+def is_a_file(cache):
+    (cache / "nanoengine").write_text("")
+
+
+def is_not_ours(cache):
+    (cache / "nanoengine").mkdir()
+    os.chown(cache / "nanoengine", 65534, -1)
+
+
+def cannot_be_written(cache):
+    (cache / "nanoengine").mkdir(mode=0o700)
+    (cache / "nanoengine").chmod(0o500)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        others_may_write,
+        others_may_exchange_it,
+        is_a_file,
+        pytest.param(is_not_ours, marks=pytest.mark.skipif(os.getuid() != 0, reason="needs root")),
+        pytest.param(cannot_be_written, marks=pytest.mark.skipif(os.getuid() == 0, reason="root can")),
+    ],
+)
+def test_a_cache_that_is_not_ours_alone_is_neither_read_nor_written(
+    spoil, quick_compiler, tmp_path, monkeypatch
+):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    spoil(quick_compiler)
+    before = sorted(tmp_path.rglob("*"))
+    kernels = Kernels()
+    assert kernels.was_compiled
+    assert kernels.silu_and_mul(torch.zeros(1, 4)).tolist() == [[0, 0]]
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.fixture
+def hanging_compiler(tmp_path):
+    (tmp_path / "g++").write_text(HANGING)
+    (tmp_path / "g++").chmod(0o755)
+    return tmp_path / "g++"
+
+
+def started_process(compiler):
+    """What the hanging compiler started: its id, once there is one."""
+    file = compiler.with_name("g++.pid")
+    return int(file.read_text() or 0) if file.exists() else 0
+
+
+def is_running(pid):
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def test_a_compiler_that_hangs_is_given_up_with_all_it_started(hanging_compiler, tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", str(hanging_compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("nanoengine.backends.cpu.COMPILER_SECONDS", 1)
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="did not end in 1 s"):
+        Kernels()
+    assert time.monotonic() - start < 20
+    assert not is_running(started_process(hanging_compiler))
+    assert not list((tmp_path / "cache" / "nanoengine").iterdir())
+
+
+def test_sigterm_while_compiling_leaves_no_file_and_no_process(hanging_compiler, tmp_path):
+    code = "from nanoengine.backends.cpu import Kernels; Kernels()"
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "CXX": str(hanging_compiler)}
+    with subprocess.Popen([sys.executable, "-c", code], env=env, stderr=subprocess.DEVNULL) as process:
+        while not started_process(hanging_compiler):
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.terminate()
+        assert process.wait(30) == -signal.SIGTERM
+    assert not is_running(started_process(hanging_compiler))
+    assert not list((tmp_path / "cache" / "nanoengine").iterdir())
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,13 @@ import os
 import platform
 import re
 import shutil
+import signal
+import stat
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from threading import local
 from types import TracebackType
@@ -36,6 +38,7 @@ from nanoengine.backends.attention import (
 )
 from nanoengine.backends.device import Attention, Device
 from nanoengine.config import EngineConfig
+from nanoengine.steps import unwound_by_sigterm
 
 if TYPE_CHECKING:
     from nanoengine.engine import ModelRunner
@@ -139,7 +142,8 @@ class Kernels:
 
     def __init__(self) -> None:
         start = time.perf_counter()
-        self.library, self.was_compiled = _compile()
+        with unwound_by_sigterm():  # which else would leave the compiler and its files behind
+            self.library, self.was_compiled = _compile()
         self.seconds = time.perf_counter() - start
         self._functions: dict[tuple[str, torch.dtype], Callable[..., None]] = {}
 
@@ -264,28 +268,86 @@ class Kernels:
 
 
 def _compile() -> tuple[ctypes.CDLL, bool]:
-    """Compile `kernels.cpp`, unless this source was compiled for this processor before."""
+    """Compile `kernels.cpp`, unless this source was compiled for this processor before.
+
+    A library's name holds its own digest, so that one that was cut short or exchanged is not loaded.
+    """
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         raise RuntimeError("no C++ compiler (g++, clang++ or $CXX)")
     command = [*compiler.split(), *FLAGS.split()]
     try:
-        version = subprocess.run([*compiler.split(), "--version"], capture_output=True, text=True).stdout
+        version = _run([*compiler.split(), "--version"], tempfile.gettempdir())
         told = "\n".join((SOURCE.read_text(), *command, version, _processor()))
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanoengine"
-        path = cache / f"kernels-{hashlib.sha256(told.encode()).hexdigest()[:24]}.so"
-        if path.is_file():
-            return ctypes.CDLL(str(path)), False
-        cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache) as directory:
-            new = Path(directory) / "kernels.so"
-            done = subprocess.run([*command, str(SOURCE), "-o", str(new)], capture_output=True, text=True)
-            if done.returncode:
-                raise RuntimeError(f"{' '.join(command)} failed: {done.stderr[-500:]}")
-            new.replace(path)  # in one go: another process may be doing the same
-        return ctypes.CDLL(str(path)), True
+        name = f"kernels-{_digest(told.encode())}"
+        cache = _private_cache()
+        for path in cache.glob(f"{name}-*.so") if cache else ():
+            if _is_private(path) and path.name == f"{name}-{_digest(path.read_bytes())}.so":
+                return ctypes.CDLL(str(path)), False
+            with suppress(OSError):
+                path.unlink()
+        writable = cache if cache is not None and os.access(cache, os.W_OK) else None
+        with tempfile.TemporaryDirectory(dir=writable) as directory:
+            path = Path(directory) / "kernels.so"
+            _run([*command, str(SOURCE), "-o", str(path)], directory)
+            if writable is not None:  # in one go: another process may be doing the same
+                path = path.replace(writable / f"{name}-{_digest(path.read_bytes())}.so")
+            return ctypes.CDLL(str(path)), True
     except OSError as error:
         raise RuntimeError(str(error)) from error
+
+
+COMPILER_SECONDS = 60  # after which a compiler is given up
+
+
+def _run(command: list[str], directory: str) -> str:
+    """What a compiler prints; its own temporary files go to `directory`, and no part of it outlives the call.
+
+    Raises:
+        RuntimeError: it fails or does not end.
+    """
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env={**os.environ, "TMPDIR": directory},
+        start_new_session=True,  # a group of its own: the compiler starts others
+    )
+    try:
+        out, err = process.communicate(timeout=COMPILER_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"{' '.join(command)} did not end in {COMPILER_SECONDS} s") from None
+    finally:
+        with suppress(OSError):  # the group is gone, as it should be
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed: {err[-500:]}")
+    return out
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:32]
+
+
+def _private_cache() -> Path | None:
+    """The user's cache directory for kernels; None where others could put a library there."""
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").resolve() / "nanoengine"
+        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return cache if all(map(_is_private, (cache, *cache.parents))) else None
+    except (OSError, RuntimeError):  # it cannot be made; there is no home
+        return None
+
+
+def _is_private(path: Path) -> bool:
+    """Whether a file or directory is ours or root's, and nobody else can change or exchange what is in it."""
+    status = path.lstat()
+    is_open = status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX
+    return status.st_uid in (os.getuid(), 0) and not stat.S_ISLNK(status.st_mode) and not is_open
 
 
 def _processor() -> str:
