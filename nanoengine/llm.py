@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -67,8 +67,10 @@ class LLM:
         """
         without_unserved("generate", unserved, (), CALL)
         kind = RequestOutputKind.FINAL_ONLY
-        with self._submitted(self._check_all(prompts, sampling_params, priority, kind)) as (ids, inbox):
-            self._run_until_finished(ids, inbox, use_tqdm)
+        checked = self._check_all(prompts, sampling_params, priority, kind)
+        # A Ctrl-C between steps strikes here too, but never while requests are queued or aborted.
+        with uninterrupted() as let_strike, self._submitted(checked) as (ids, inbox):
+            self._run_until_finished(ids, inbox, use_tqdm, let_strike)
             return [replace(inbox[request_id], request_id=str(request_id)) for request_id in ids]
 
     def stream(
@@ -238,12 +240,15 @@ class LLM:
             raise RuntimeError("requests were aborted, or stepped by another thread: use AsyncLLM there")
         self._step()
 
-    def _run_until_finished(self, ids: list[int], inbox: Inbox, use_tqdm: bool) -> None:
+    def _run_until_finished(
+        self, ids: list[int], inbox: Inbox, use_tqdm: bool, let_strike: Callable[[], None]
+    ) -> None:
         """Step until each of the requests has its output; others in the engine advance with them."""
         start, num_shown, num_prompt_tokens, num_output_tokens = time.monotonic(), 0, 0, 0
         with tqdm(total=len(ids), desc="Processed prompts", disable=not use_tqdm) as bar:
             while len(inbox) < len(ids):
                 self._advance()
+                let_strike()
                 if len(inbox) == num_shown:
                     continue
                 for output in itertools.islice(inbox.values(), num_shown, None):

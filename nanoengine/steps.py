@@ -3,26 +3,35 @@
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 
 @contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Delay Ctrl-C until the block (or the decorated call) ends, so that no state is left half changed."""
+def uninterrupted() -> Iterator[Callable[[], None]]:
+    """Delay Ctrl-C until the block (or the decorated call) ends, so that no state is left half changed.
+
+    Gives a function to call wherever in the block it may strike: what the block cleans up, it then does.
+    """
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield  # Python interrupts its main thread only
+        yield lambda: None  # Python interrupts its main thread only
         return
     pending: list[tuple[int, FrameType | None]] = []
+
+    def let_strike() -> None:
+        if pending:
+            arguments = pending[0]
+            pending.clear()
+            handler(*arguments)
+
     signal.signal(signal.SIGINT, lambda *arguments: pending.append(arguments))
     try:
-        yield
+        yield let_strike
     finally:
         signal.signal(signal.SIGINT, handler)
-        if pending:
-            handler(*pending[0])
+        let_strike()
 
 
 @contextmanager

@@ -1,10 +1,12 @@
 """What hostile use found, and what it did not: nobody's request, signal or file may harm another's answer."""
 
 import random
+import signal
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 import tokenizers
@@ -13,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nanoengine import LLM, SamplingParams
+from nanoengine.backends.cpu import PinnedThreads
 from nanoengine.requests import MAX_PENDING, Detokenizer
 from nanoengine.sampling import SamplingRow, draw_tokens
 from tests.helpers import BAD_FIELDS, byte_tokenizer, table_checkpoint
@@ -339,6 +342,74 @@ def test_threads_may_use_an_engine_one_after_another_and_inherit_from_one_that_e
         llm.abort_request("mine")
         assert in_a_thread(lambda: llm.add_request("left behind", "b", SEEDED)) is None
         assert llm.abort_request("left behind")[0].outputs[0].finish_reason == "abort"
+
+
+# ---- signals ----
+
+
+@pytest.fixture
+def ctrl_c():
+    """Ctrl-C as in a program of its own: a test run in the background of a shell has it ignored."""
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, previous)
+
+
+def test_ctrl_c_while_loading_never_leaves_the_thread_on_one_core(model, ctrl_c, monkeypatch):
+    leave, left = PinnedThreads.__exit__, []
+
+    def interrupted(self, *error):
+        signal.raise_signal(signal.SIGINT)
+        leave(self, *error)
+        left.append(error)
+
+    monkeypatch.setattr(PinnedThreads, "__exit__", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        LLM(model, num_kv_blocks=20)
+    assert left == [(None, None, None)]
+
+
+def test_ctrl_c_at_any_line_of_generate_leaves_nothing_of_it_behind(engine, ctrl_c):
+    """A signal at every n-th line of the package's Python, before the step, in it, and after it."""
+    llm, _ = engine
+    params = SamplingParams(temperature=0, max_tokens=3)
+    lines, strike = 0, -1
+
+    def trace(frame, event, argument):
+        nonlocal lines
+        if "/nanoengine/" not in frame.f_code.co_filename:
+            return None
+        if event == "line":
+            lines += 1
+            if lines == strike:
+                signal.raise_signal(signal.SIGINT)
+        return trace
+
+    def run():
+        nonlocal lines
+        lines = 0
+        sys.settrace(trace)
+        try:
+            return answers(llm.generate(["ab", "c"], params, use_tqdm=False))
+        finally:
+            sys.settrace(None)
+
+    expected = run()
+    num_lines = lines
+    interrupts = 0
+    # The first and last lines one by one: there the requests are queued and cleaned up.
+    for strike in [*range(1, num_lines, num_lines // 60), *range(num_lines - 60, num_lines + 1)]:
+        llm.reset_prefix_cache()
+        with suppress(KeyboardInterrupt):
+            run()
+            interrupts -= 1
+        interrupts += 1
+        assert not llm._inboxes, f"at line {strike} of {num_lines}"
+        assert not llm.has_unfinished_requests(), f"at line {strike} of {num_lines}"
+        assert llm.metrics()["num_free_blocks"] == 60
+    strike = -1
+    assert interrupts > 100
+    assert run() == expected
 
 
 # ---- the end of the process ----
