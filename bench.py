@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from itertools import pairwise
@@ -108,6 +109,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     args = parser.parse_args()
+    if args.repeats < 1 or args.threads < 1:
+        parser.error("--repeats and --threads must be at least 1")
 
     torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as scratch:
@@ -115,9 +118,11 @@ def main() -> None:
         Path(scratch, "config.json").write_text(json.dumps(config))
         load_format = "auto" if args.model else "dummy"
         length = None if args.model else 2048
-        with LLM(
-            args.model or scratch, dtype=args.dtype, load_format=load_format, max_model_len=length
-        ) as llm:
+        try:
+            llm = LLM(args.model or scratch, dtype=args.dtype, load_format=load_format, max_model_len=length)
+        except (ValueError, OSError) as error:
+            sys.exit(f"{parser.prog}: {' '.join(str(error).split())}")
+        with llm:
             print(json.dumps(measure(llm, args)))
 
 

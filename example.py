@@ -4,6 +4,9 @@ python example.py --model Qwen/Qwen3-0.6B --prompt "introduce yourself"
 """
 
 import argparse
+import io
+import signal
+import sys
 import time
 from pathlib import Path
 
@@ -50,7 +53,7 @@ def chat(llm: LLM, params: SamplingParams) -> None:
                     print(completion.text, end="", flush=True)
         except KeyboardInterrupt:
             print(" [stopped]", end="")
-        except ValueError as error:  # the conversation outgrew the model
+        except ValueError as error:  # the conversation outgrew the model, or is no text
             print(f"{error}; starting over", end="")
             messages.clear()
             continue
@@ -68,15 +71,28 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--max-tokens", type=int, default=256)
     args = parser.parse_args()
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # whoever reads the output may stop, as `head` does
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are no text are refused as a message
+    try:
+        run(args)
+    except (ValueError, OSError) as error:  # an option, the model or its files
+        sys.exit(f"{parser.prog}: {' '.join(str(error).split())}")
+    except KeyboardInterrupt:
+        sys.exit(130)
 
+
+def run(args: argparse.Namespace) -> None:
+    """Chat, or ask the questions and print the answers."""
+    params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
     with LLM(args.model) as llm:
-        params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
         if args.chat:
             chat(llm, params)
             return
         questions = args.prompt or QUESTIONS
         start = time.perf_counter()
-        if llm.get_tokenizer().chat_template:
+        if getattr(llm.get_tokenizer(), "chat_template", None):
             conversations = [[{"role": "user", "content": question}] for question in questions]
             outputs = llm.chat(conversations, params)
         else:

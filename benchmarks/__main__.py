@@ -117,7 +117,10 @@ def main() -> None:
         from benchmarks.compare import bench_engines
         from benchmarks.report import draw, print_markdown, print_tables
 
-        report = bench_engines(args)
+        try:
+            report = bench_engines(args)
+        except (ValueError, OSError) as error:  # the model: what an engine raises is reported beside it
+            sys.exit(f"python -m benchmarks: {' '.join(str(error).split())}")
         print_tables(report)
         if args.markdown:
             print_markdown(report, command_line())

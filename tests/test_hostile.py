@@ -1,12 +1,15 @@
 """What hostile use found, and what it did not: nobody's request, signal or file may harm another's answer."""
 
 import random
+import runpy
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import tokenizers
@@ -18,8 +21,9 @@ from nanoengine import LLM, SamplingParams
 from nanoengine.backends.cpu import PinnedThreads
 from nanoengine.requests import MAX_PENDING, Detokenizer
 from nanoengine.sampling import SamplingRow, draw_tokens
-from tests.helpers import BAD_FIELDS, byte_tokenizer, table_checkpoint
+from tests.helpers import BAD_FIELDS, DEMO, byte_tokenizer, table_checkpoint
 
+ROOT = Path(__file__).parent.parent
 SEEDED = SamplingParams(temperature=1.0, seed=3, max_tokens=12, ignore_eos=True)
 BYSTANDERS = [
     ("the first", SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)),
@@ -440,3 +444,59 @@ def test_a_process_that_ends_in_traffic_without_close_ends_cleanly(end, babbler)
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == (3 if end else 0), done.stderr
     assert "Fatal" not in done.stderr
+
+
+# ---- the scripts ----
+
+
+@pytest.fixture(scope="module")
+def without_tokenizer(tmp_path_factory):
+    path = tmp_path_factory.mktemp("without_tokenizer")
+    for file in DEMO.iterdir():
+        if file.suffix == ".safetensors" or file.name in ("config.json", "generation_config.json"):
+            shutil.copy(file, path)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("example.py --model /nope", "is neither a directory here nor a hub id"),
+        ("example.py --max-tokens 0", "max_tokens must be"),
+        ("example.py --temperature nan", "temperature must be"),
+        ("example.py --model {without_tokenizer}", "the checkpoint has no tokenizer"),
+        ("bench.py --model /nope", "is neither a directory here nor a hub id"),
+        ("bench.py --threads 0", "must be at least 1"),
+        ("-m benchmarks --model /nope", "is neither a directory here nor a hub id"),
+    ],
+)
+def test_a_script_says_what_is_wrong_in_one_line(command, message, without_tokenizer, monkeypatch, capsys):
+    """In this process: each of its own would import PyTorch for seconds."""
+    program, *arguments = command.format(without_tokenizer=without_tokenizer).removeprefix("-m ").split()
+    monkeypatch.setattr(sys, "argv", [program, *arguments])
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # what is set for a process of its own
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    run, name = (runpy.run_path, str(ROOT / program)) if ".py" in program else (runpy.run_module, program)
+    with pytest.raises(SystemExit) as ended:
+        run(name, run_name="__main__")
+    said = str(ended.value) if isinstance(ended.value.code, str) else capsys.readouterr().err.splitlines()[-1]
+    assert message in said
+    assert "\n" not in said
+
+
+def test_the_example_s_chat_answers_bytes_that_are_no_text_with_a_message():
+    command = [sys.executable, str(ROOT / "example.py"), "--chat", "--max-tokens", "3"]
+    chat = subprocess.run(command, input=b"\xff\nWho are you?\n", capture_output=True, timeout=120, cwd=ROOT)
+    assert chat.returncode == 0
+    assert b"messages must be valid Unicode" in chat.stdout
+    assert chat.stdout.count(b"> ") == 3
+    assert b"Traceback" not in chat.stderr
+
+
+@pytest.mark.slow  # a process that imports PyTorch
+def test_the_example_s_output_may_be_cut():
+    cut = f"{sys.executable} example.py --prompt Hello --max-tokens 3 | true"
+    done = subprocess.run(cut, shell=True, capture_output=True, timeout=120, cwd=ROOT)
+    assert b"Traceback" not in done.stderr
+    assert b"BrokenPipe" not in done.stderr
