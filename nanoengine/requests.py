@@ -254,9 +254,10 @@ class Detokenizer:
         self.num_taken = 0  # pieces handed out by new_text()
         self.held_back = ""  # the text's end while the sample runs
         self.prompt_end = self._whole_characters(prompt_token_ids)
-        self.pending: list[int] = []  # tokens behind the last text: they end inside a character
         self.stream = self._new_stream()
-        self.pending: list[int] = []  # the last tokens, which brought no text yet
+        self.pending: list[
+            int
+        ] = []  # the last tokens, which brought no text yet: they end inside a character
 
     def append(self, token_id: int, is_stop_id: bool = False) -> str | None:
         """Add a token's text; returns the stop string it completed, the text being cut there.
@@ -267,12 +268,8 @@ class Detokenizer:
         self.num_tokens += 1
         if is_stop_id and not self.params.include_stop_str_in_output:
             return None
-        self.pending.append(token_id)
         new = self._decode(token_id)
-        if not new:
-            return None
-        self.pending = []
-        return self._take(new)
+        return self._take(new) if new else None
 
     def _take(self, new: str) -> str | None:
         """Add text, what may begin a stop string held back; returns the stop string it completed."""
