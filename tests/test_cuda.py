@@ -1,19 +1,21 @@
 """The CUDA path on a CPU: a GPU's functions are doubles that check their arguments, the rest is real."""
 
+import contextlib
 import functools
 import importlib.util
 import os
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
 import torch
 
-from nanoengine import LLM, SamplingParams
-from nanoengine.backends.attention import KVCache, KVSpec
-from nanoengine.backends.cuda import FusedKernels, Staging, graph_sizes
-from nanoengine.backends.flash import FlashAttention, VarlenAttention, has_triton
+from nanoengine import LLM, EngineConfig, SamplingParams
+from nanoengine.backends.attention import KVCache, KVSpec, TorchAttention
+from nanoengine.backends.cuda import CUDA, FusedKernels, GraphRecorder, Staging, graph_sizes
+from nanoengine.backends.flash import FlashAttention, VarlenAttention
 from nanoengine.engine import build_inputs
 from nanoengine.models.decoder import PlainKernels
 from nanoengine.sampling import SamplingRow, draw_tokens, scale_logits
@@ -55,6 +57,19 @@ def test_each_kind_of_batch_takes_the_path_made_for_it(flash_doubles, lens, path
     assert flash_doubles == {path: 1}
 
 
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("lens", [MIXED, ALL_DECODES, [(1, 300), (1, 2000)], [(5, 600), (3, 700)]])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("window", [None, 300])
+def test_varlen_attn_never_leaves_rows_of_split_keys_unwritten(
+    flash_doubles, kv_heads, lens, head_dim, window
+):
+    shape = {"heads": 4, "kv_heads": kv_heads, "head_dim": head_dim}
+    check_attention(VarlenAttention, lens, 256, **shape, dtype=torch.bfloat16, window=window)
+    are_packed = window is None and kv_heads < 4 and all(new == 1 for new, _ in lens)
+    assert flash_doubles["varlen packed"] == are_packed  # the query heads of a KV head in one
+
+
 SPEC = KVSpec(2, 64, 64, torch.bfloat16)
 
 
@@ -80,6 +95,153 @@ def test_without_flash_attn_or_block_tables_in_varlen_attn_the_reason_is_named(m
     assert "does not compute softcap" in VarlenAttention.obstacle([SPEC], frozenset({"softcap"}))
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", lambda query, key, value: None)
     assert "takes no block table" in VarlenAttention.obstacle([SPEC], frozenset())
+
+
+def test_flash_attn_without_the_functions_is_as_good_as_none(monkeypatch):
+    """flash-attn 4 has modules below `flash_attn`, and nothing in it."""
+    monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
+    assert "flash-attn cannot be imported" in FlashAttention.obstacle([SPEC], frozenset())
+
+
+@pytest.fixture
+def qwen3(tmp_path_factory):
+    return checkpoint("qwen3", tmp_path_factory)[0]
+
+
+ANSWER = SamplingParams(temperature=0, max_tokens=4)
+
+
+def run_and_read(path, capsys, **settings):
+    """A few greedy tokens, and what `LLM` printed."""
+    with LLM(path, num_kv_blocks=20, **settings) as llm:
+        outputs = llm.generate([[1, 2, 3], [4]], ANSWER, use_tqdm=False)
+    return [out.outputs[0].token_ids for out in outputs], capsys.readouterr().err
+
+
+def test_without_triton_or_a_compiler_plain_pytorch_runs_and_the_line_says_why(
+    in_float32, qwen3, monkeypatch, capsys
+):
+    expected, line = run_and_read(qwen3, capsys)
+    assert in_float32["write_kv"] > 0
+    assert "fused" not in line
+
+    def broken(function):
+        def call(*_):
+            raise RuntimeError("Failed to find C compiler.\nPlease specify via CC environment variable.")
+
+        return call
+
+    monkeypatch.setattr("nanoengine.backends.cuda.fuse", broken)
+    in_float32.clear()
+    tokens, line = run_and_read(qwen3, capsys)
+    assert tokens == expected
+    assert "flash attention (nothing fused: RuntimeError: Failed to find C compiler.)" in line
+    assert in_float32["write_kv"] == 0
+    assert in_float32["replay"] > 0  # graphs need no compiler
+
+
+def test_enforce_eager_means_no_triton_either(in_float32, qwen3, capsys):
+    _, line = run_and_read(qwen3, capsys, enforce_eager=True)
+    assert in_float32["write_kv"] == 0
+    assert "nothing fused: enforce_eager" in line
+
+
+def test_a_capture_that_fails_leaves_eager_steps_and_the_line_says_why(
+    in_float32, qwen3, monkeypatch, capsys
+):
+    expected, line = run_and_read(qwen3, capsys)
+    assert "graphs (" in line
+
+    def record(self, run):
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nCompile with ...")
+
+    monkeypatch.setattr("tests.doubles.GraphRecorder.record", record)
+    tokens, line = run_and_read(qwen3, capsys)
+    assert tokens == expected
+    assert "no graphs (RuntimeError: CUDA error: operation not permitted when stream is capturing)," in line
+
+
+def test_a_capture_without_memory_is_no_reason_to_run_without_graphs(in_float32, qwen3, monkeypatch):
+    def record(self, run):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr("tests.doubles.GraphRecorder.record", record)
+    with pytest.raises(ValueError, match="no memory on cpu for the largest batch"):
+        LLM(qwen3)
+
+
+class FakeStream:
+    """Notes what waits for what."""
+
+    def __init__(self, device=None):
+        self.device, self.waited_for = device, []
+
+    def wait_stream(self, other):
+        self.waited_for.append(other)
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    """PyTorch's streams and graphs, as far as the recorder uses them; returns every event in order."""
+    events: list = []
+    main = FakeStream()
+    monkeypatch.setattr("torch.cuda.Stream", FakeStream)
+    monkeypatch.setattr("torch.cuda.current_stream", lambda: main)
+
+    class Graph:
+        def pool(self):
+            return "the pool"
+
+        def replay(self):
+            events.append("replay")
+
+    @contextlib.contextmanager
+    def graph(graph, pool=None, stream=None, capture_error_mode="global"):
+        events.append(("capture", stream, pool, capture_error_mode))
+        yield
+
+    @contextlib.contextmanager
+    def on_stream(stream):
+        events.append(("stream", stream))
+        yield
+
+    monkeypatch.setattr("torch.cuda.CUDAGraph", Graph)
+    monkeypatch.setattr("torch.cuda.graph", graph)
+    monkeypatch.setattr("torch.cuda.stream", on_stream)
+    return events
+
+
+def test_captures_use_one_stream_of_the_engine_s_own_gpu_and_disturb_no_other_thread(streams):
+    config = EngineConfig(model=".", enforce_eager=True)
+    devices = [CUDA(torch.device("cuda", i), config) for i in (0, 1)]
+    assert [device.capture_stream.device.index for device in devices] == [0, 1]
+    stream = devices[1].capture_stream
+    assert devices[1].capture_stream is stream  # for the trial capture and the real one
+    recorder = GraphRecorder(stream)
+    replays = [recorder.record(lambda: streams.append("run")) for _ in range(2)]
+    warm_up = ("stream", stream)
+    assert streams == [
+        *(warm_up, "run", ("capture", stream, None, "thread_local"), "run"),
+        *(warm_up, "run", ("capture", stream, "the pool", "thread_local"), "run"),
+    ]
+    assert stream.waited_for == [torch.cuda.current_stream()] * 2
+    assert torch.cuda.current_stream().waited_for == [stream] * 2
+    replays[0]()
+    assert streams[-1] == "replay"
+
+
+def test_the_generation_asked_for_is_that_of_the_engine_s_own_gpu(monkeypatch, flash_doubles):
+    monkeypatch.setattr(
+        "torch.cuda.get_device_capability", lambda device=None: (9, 0) if device.index else (7, 5)
+    )
+    config = EngineConfig(model=".", enforce_eager=True)
+    old, new = (CUDA(torch.device("cuda", i), config) for i in (0, 1))
+    assert old.choose_attention([SPEC], frozenset()).backend is TorchAttention
+    assert (
+        "not flash: it needs a GPU of the Ampere generation"
+        in old.choose_attention([SPEC], frozenset()).notes[0]
+    )
+    assert new.choose_attention([SPEC], frozenset()).backend is FlashAttention
 
 
 def test_a_backend_that_cannot_run_is_an_error_where_it_was_asked_for(tmp_path_factory):
@@ -223,13 +385,15 @@ def test_the_kernel_that_writes_kv_runs_under_tritons_interpreter():
     assert result.stdout == "equal\n", result.stderr
 
 
-def test_without_triton_keys_and_values_are_written_by_pytorch(flash_doubles):
+@pytest.mark.parametrize("use_triton", [False, True])
+def test_keys_and_values_are_written_by_pytorch_or_by_triton(flash_doubles, use_triton):
     k, v, slots = torch.randn(3, 2, 8), torch.randn(3, 2, 8), torch.tensor([5, 11, 4])
     cache = KVCache(torch.zeros(3, 4, 2, 8), torch.zeros(3, 4, 2, 8))
-    assert not has_triton(k.device)  # not for a tensor on a CPU
-    FlashAttention(metadata_of([(3, 3)], torch.tensor([[1]]), slots), 4)._write(k, v, cache)
+    metadata = metadata_of([(3, 3)], torch.tensor([[1]]), slots)
+    FlashAttention(metadata, 4, use_triton=use_triton)._write(k, v, cache)
     assert torch.equal(cache.k.view(12, 2, 8)[slots], k)
     assert torch.equal(cache.v.view(12, 2, 8)[slots], v)
+    assert flash_doubles["write_kv"] == use_triton
 
 
 def test_fused_kernels_compute_what_the_plain_parts_do(tmp_path_factory):

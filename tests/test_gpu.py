@@ -95,6 +95,9 @@ def test_graphs_equal_eager_steps(shape):
 
 
 def test_memory_is_given_back_and_a_second_engine_finds_it(shape):
+    # A library keeps what it has once set up; the first engine is there for that.
+    with LLM(shape, load_format="dummy", num_kv_blocks=20) as llm:
+        llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
     before = torch.cuda.memory_allocated()
     for _ in range(2):
         with LLM(shape, load_format="dummy", gpu_memory_utilization=0.3) as llm:

@@ -4,6 +4,7 @@ Top to bottom: transfers, fusion, decode graphs, and `CUDA`, which uses all.
 """
 
 import bisect
+import functools
 import gc
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -15,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanoengine.backends.attention import PagedAttention, TorchAttention, new_caches
-from nanoengine.backends.device import Device, Download, Forward, Function
+from nanoengine.backends.attention import KVSpec, PagedAttention, TorchAttention, new_caches
+from nanoengine.backends.device import Attention, Device, Download, Forward, Function
 from nanoengine.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -95,6 +96,20 @@ def fuse(function: Function) -> Function:
     return torch.compile(function, dynamic=True)  # type: ignore[return-value]
 
 
+def fusion_obstacle(device: torch.device) -> str | None:
+    """Why nothing can be compiled for a GPU: no Triton, no C compiler, too old a GPU. None: it can."""
+    try:
+        fuse(torch.square)(torch.zeros(1, device=device))
+    except Exception as error:  # whatever went wrong, plain PyTorch does the same
+        return first_line(error)
+    return None
+
+
+def first_line(error: Exception) -> str:
+    """An error in a line, for the user; PyTorch's go on with advice and traces."""
+    return f"{type(error).__name__}: {error}".strip().splitlines()[0]
+
+
 class FusedKernels:
     """The element-wise parts of a decoder, each one kernel instead of several."""
 
@@ -114,18 +129,19 @@ class GraphRecorder:
     Source: https://pytorch.org/blog/accelerating-pytorch-with-cuda-graphs/
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
         self._pool: Any = None
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
         """Run once as it is, once captured; returns what replays the capture."""
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # what is compiled or set up at a first call must not be captured
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):  # what is set up at a first call must not be captured
             run()
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # What other threads do meanwhile, another engine's for one, is none of this capture's business.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             run()
         self._pool = graph.pool()
         return graph.replay
@@ -182,14 +198,15 @@ class DecodeGraphs(Forward):
     hidden states in the same memory. Prompts, mixed and larger batches run as they come.
     """
 
-    def __init__(self, runner: "ModelRunner", decode: "ModelInputs[np.ndarray]") -> None:
+    def __init__(
+        self, runner: "ModelRunner", decode: "ModelInputs[np.ndarray]", recorder: GraphRecorder
+    ) -> None:
         super().__init__(runner.compute)
         start = time.perf_counter()
         self.sizes = graph_sizes(runner.max_num_seqs)
         self.table_width, self.block_size = runner.table_width, runner.block_size
         self.hidden: Tensor | None = None  # (largest size, E)
         self.replays: dict[int, Callable[[], None]] = {}
-        recorder = GraphRecorder()
         for size in reversed(self.sizes):  # the smaller ones then fit into the memory of the largest
             inputs = runner.send(pad_decodes(decode, size, self.table_width, self.block_size))
 
@@ -241,6 +258,17 @@ class CUDA(Device):
     def __init__(self, device: torch.device, config: EngineConfig) -> None:
         super().__init__(device, config)
         self.staging: Staging | None = None
+        self.no_fusion = "enforce_eager" if config.enforce_eager else fusion_obstacle(device)
+
+    @functools.cached_property
+    def capability(self) -> tuple[int, int]:
+        """The GPU's generation: (8, 0) is Ampere, (9, 0) Hopper."""
+        return torch.cuda.get_device_capability(self.device)
+
+    @functools.cached_property
+    def capture_stream(self) -> Any:
+        """One for all captures: cuBLAS keeps memory for every stream it has run on, 32 MiB on a Hopper."""
+        return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
     @property
     def backends(self) -> tuple[type[PagedAttention], ...]:  # type: ignore[override]
@@ -251,12 +279,34 @@ class CUDA(Device):
 
     def prepare(self, model: Any) -> None:
         """As in the base class."""
-        if model.replaceable and not self.config.enforce_eager:
+        if model.replaceable and self.no_fusion is None:
             model.use_kernels(FusedKernels(model.kernels))
 
     def fuse(self, function: Function) -> Function:
         """As in the base class."""
-        return function if self.config.enforce_eager else fuse(function)
+        return function if self.no_fusion else fuse(function)
+
+    def choose_attention(self, specs: Sequence[KVSpec], settings: frozenset[str]) -> Attention:
+        """As in the base class."""
+        from nanoengine.backends.flash import FlashKernels  # loads Triton
+
+        attention = super().choose_attention(specs, settings)
+        if self.no_fusion:
+            attention.notes.append(f"nothing fused: {self.no_fusion}")
+        if issubclass(attention.backend, FlashKernels):
+            build = functools.partial(attention.backend, use_triton=not self.no_fusion)
+            attention = attention._replace(build=build)
+        return attention
+
+    def obstacle(
+        self, backend: type[PagedAttention], specs: Sequence[KVSpec], settings: frozenset[str]
+    ) -> str | None:
+        """As in the base class."""
+        from nanoengine.backends.flash import FlashKernels
+
+        if issubclass(backend, FlashKernels) and self.capability < (8, 0):
+            return "it needs a GPU of the Ampere generation or later"
+        return super().obstacle(backend, specs, settings)
 
     def running(self) -> AbstractContextManager[object]:
         """Triton and graph capture use the thread's current GPU, whichever the tensors are on."""
@@ -280,7 +330,14 @@ class CUDA(Device):
 
     def capture(self, runner: "ModelRunner", decode: "ModelInputs[np.ndarray]") -> Forward:
         """As in the base class."""
-        return Forward(runner.compute) if self.config.enforce_eager else DecodeGraphs(runner, decode)
+        if self.config.enforce_eager:
+            return Forward(runner.compute)
+        try:
+            return DecodeGraphs(runner, decode, GraphRecorder(self.capture_stream))
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # something in it waits for the GPU, which a graph cannot hold
+            return Forward(runner.compute, f", no graphs ({first_line(error)})")
 
     def free_bytes(self, runner: "ModelRunner") -> int:
         """What gpu_memory_utilization leaves after the weights, the largest batch's work and the graphs.

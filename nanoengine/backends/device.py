@@ -33,8 +33,9 @@ class Attention(NamedTuple):
 class Forward:
     """Runs a batch through the model as it comes; `cuda.DecodeGraphs` replays some from a capture."""
 
-    def __init__(self, compute: Callable[["ModelInputs[Tensor]"], Tensor]) -> None:
+    def __init__(self, compute: Callable[["ModelInputs[Tensor]"], Tensor], remark: str = "") -> None:
         self.compute = compute  # `ModelRunner.compute`
+        self._remark = remark
 
     def pad(self, inputs: "ModelInputs[np.ndarray]") -> "ModelInputs[np.ndarray]":
         """A batch, filled up to a shape that was captured, where there is one."""
@@ -46,7 +47,7 @@ class Forward:
 
     def describe(self) -> str:
         """For the user, behind the attention's name."""
-        return ""
+        return self._remark
 
 
 class Download:

@@ -49,11 +49,6 @@ if triton is not None:
         tl.store(v_cache + slot * V_WIDTH + offsets, values, mask=offsets < V_WIDTH)
 
 
-def has_triton(device: torch.device) -> bool:
-    """Whether `write_kv` runs there."""
-    return triton is not None and (device.type == "cuda" or triton.knobs.runtime.interpret)
-
-
 def write_kv(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
     """Write k (T, K, D) and v (T, K, D') to their slots, (T,) int64, by one Triton kernel.
 
@@ -75,11 +70,15 @@ class FlashKernels(PagedAttention):
     block_multiple = 256
     capturable = True
 
+    def __init__(
+        self, metadata: AttentionMetadata[Tensor], block_size: int, *, use_triton: bool = False
+    ) -> None:
+        super().__init__(metadata, block_size)
+        self._use_triton = use_triton
+
     @classmethod
     def obstacle(cls, specs: Sequence[KVSpec], settings: frozenset[str]) -> str | None:
         """As in the base class."""
-        if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
-            return "it needs a GPU of the Ampere generation or later"
         for _, k_head_dim, v_head_dim, dtype in specs:
             if dtype not in cls.dtypes:
                 return f"it computes in float16 or bfloat16, not in {str(dtype).removeprefix('torch.')}"
@@ -98,7 +97,7 @@ class FlashKernels(PagedAttention):
         raise NotImplementedError
 
     def _write(self, k: Tensor, v: Tensor, cache: KVCache) -> None:
-        if has_triton(k.device):
+        if self._use_triton:
             write_kv(cache.k, cache.v, whole_rows(k), whole_rows(v), self.metadata.slot_mapping)
         else:
             super()._write(k, v, cache)
@@ -113,17 +112,19 @@ class FlashAttention(FlashKernels):
     name = "flash"
     settings = frozenset(("window", "softcap"))
 
-    def __init__(self, metadata: AttentionMetadata[Tensor], block_size: int) -> None:
-        super().__init__(metadata, block_size)
+    def __init__(
+        self, metadata: AttentionMetadata[Tensor], block_size: int, *, use_triton: bool = False
+    ) -> None:
+        super().__init__(metadata, block_size, use_triton=use_triton)
         import flash_attn  # an extra: not everyone has it
 
         self._flash = flash_attn
 
     @classmethod
     def _cannot_import(cls) -> str | None:
-        try:
-            import flash_attn  # noqa: F401
-        except ImportError as error:  # missing, or built for another PyTorch
+        try:  # the functions: flash-attn 4 alone leaves a package without them
+            from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache  # noqa: F401
+        except Exception as error:  # missing, or built for another PyTorch
             return f"flash-attn cannot be imported: {error}"
         return None
 
@@ -167,8 +168,10 @@ class VarlenAttention(FlashKernels):
     name = "varlen"
     settings = frozenset(("window",))
 
-    def __init__(self, metadata: AttentionMetadata[Tensor], block_size: int) -> None:
-        super().__init__(metadata, block_size)
+    def __init__(
+        self, metadata: AttentionMetadata[Tensor], block_size: int, *, use_triton: bool = False
+    ) -> None:
+        super().__init__(metadata, block_size, use_triton=use_triton)
         from torch.nn.attention import varlen
 
         self._varlen = varlen
@@ -179,26 +182,29 @@ class VarlenAttention(FlashKernels):
             from torch.nn.attention.varlen import varlen_attn
         except ImportError:
             return f"PyTorch {torch.__version__} has no varlen_attn"
-        if "block_table" not in inspect.signature(varlen_attn).parameters:
+        if not {"block_table", "num_splits"} <= inspect.signature(varlen_attn).parameters.keys():
             return f"varlen_attn of PyTorch {torch.__version__} takes no block table"
         return None
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, settings: Settings) -> Tensor:
         meta = self.metadata
-        paged: dict[str, Any] = {}
+        how: dict[str, Any] = {
+            "scale": settings.scale,
+            "window_size": (-1 if settings.window is None else settings.window - 1, 0),
+            "enable_gqa": q.shape[1] != k.shape[1],
+        }
         if not meta.is_fresh:
-            k, v, paged = cache.k, cache.v, {"seqused_k": meta.seq_lens, "block_table": meta.block_tables}
+            k, v = cache.k, cache.v
+            how |= {"seqused_k": meta.seq_lens, "block_table": meta.block_tables}
+            if meta.max_query_len == 1 and how["enable_gqa"] and settings.window is None:
+                # A decode sees all its keys, so no mask is needed; without one, the kernel takes the query
+                # heads of a KV head together, and may split the keys.
+                how["window_size"] = (-1, -1)
+            else:
+                # Elsewhere it joins the splits of the first sequence only, and leaves the others' rows
+                # unwritten: https://github.com/pytorch/pytorch/issues/194167
+                how["num_splits"] = 1
         out: Any = self._varlen.varlen_attn(
-            q,
-            k,
-            v,
-            meta.cu_seqlens_q,
-            meta.cu_seqlens_k,
-            meta.max_query_len,
-            meta.max_seq_len,
-            scale=settings.scale,
-            window_size=(-1 if settings.window is None else settings.window - 1, 0),
-            enable_gqa=q.shape[1] != k.shape[-2],
-            **paged,
+            q, k, v, meta.cu_seqlens_q, meta.cu_seqlens_k, meta.max_query_len, meta.max_seq_len, **how
         )
         return out  # type: ignore[no-any-return]
