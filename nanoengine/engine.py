@@ -55,11 +55,12 @@ from nanoengine.models.weights import Checkpoint, load_model, open_checkpoint, r
 from nanoengine.outputs import Inbox, Logprob, RequestOutput
 from nanoengine.requests import CheckedRequest, Detokenizer, Prompt, Request, RequestChecker, random_seed
 from nanoengine.sampling import (
+    LogprobTable,
     SamplingRow,
-    draw_isolated,
+    read_reports,
     read_tokens,
-    report_isolated,
     report_prompt,
+    sample_rows,
     scale_logits,
 )
 from nanoengine.sampling_params import SamplingParams
@@ -700,12 +701,11 @@ class Launch(NamedTuple):
     """A step on its way: what was asked of the device, and where its tokens will be."""
 
     batch: ScheduledBatch
-    rows: list[SamplingRow]
     tokens: Tensor | None  # (R,) int64, on the device; None: no sequence is due a token
-    download: Download | None
-    logits: Tensor | None  # kept where log-probabilities are to be reported
-    # seq_id -> a prompt position and the entries of the tokens from there on, where asked for
-    prompt_logprobs: dict[int, tuple[int, list[dict[int, Logprob]]]]
+    download: Download | None  # of the tokens
+    logprobs: list[LogprobTable]  # of the tokens, where asked for
+    # seq_id -> a prompt position, the tokens from there on and their tables, where asked for
+    prompt_logprobs: dict[int, tuple[int, list[int], list[LogprobTable]]]
 
 
 class Sampled(NamedTuple):
@@ -713,6 +713,8 @@ class Sampled(NamedTuple):
 
     token_ids: list[int | None]  # one per `batch.sampled_seqs`; None: it could not be drawn
     logprobs: dict[int, dict[int, Logprob]]  # seq_id -> the entry of its token, where asked for
+    # seq_id -> a prompt position and the entries of the tokens from there on, where asked for
+    prompt_logprobs: dict[int, tuple[int, list[dict[int, Logprob]]]]
 
 
 class ModelRunner:
@@ -772,7 +774,7 @@ class ModelRunner:
             prompt_logprobs = self._prompt_logprobs(batch, hidden)
             if not batch.sampled_seqs:
                 self.stopwatch.lap("forward")
-                return Launch(batch, [], None, None, None, prompt_logprobs)
+                return Launch(batch, None, None, [], prompt_logprobs)
             logits = self.model.compute_logits(hidden[inputs.sample_rows])
             self.stopwatch.lap("forward")
             rows = [
@@ -780,27 +782,25 @@ class ModelRunner:
                 for s, _, end, is_last in batch.chunks
                 if is_last
             ]
-            tokens = draw_isolated(logits, rows, self.scale_logits)
+            tokens, logprobs = sample_rows(logits, rows, self.scale_logits, self.device.download)
             download = self.device.download(tokens)
-            reports = any(row.params.logprobs is not None for row in rows)
             self.stopwatch.lap("sample")
-            return Launch(batch, rows, tokens, download, logits if reports else None, prompt_logprobs)
+            return Launch(batch, tokens, download, logprobs, prompt_logprobs)
 
     @torch.inference_mode()
     def collect(self, launch: Launch) -> Sampled:
         """Wait for a step's tokens, and for no step after it."""
-        if launch.download is None:
-            return Sampled([], {})
         with self.device.running():
             self.stopwatch.start()
-            token_ids = read_tokens(launch.download.read())
-            logprobs = {}
-            if launch.logits is not None:
-                token_ids, reports = report_isolated(launch.logits, launch.rows, token_ids)
-                seqs = launch.batch.sampled_seqs
-                logprobs = {seq.seq_id: entry for seq, entry in zip(seqs, reports, strict=True) if entry}
+            token_ids = [] if launch.download is None else read_tokens(launch.download.read())
+            seqs, entries = launch.batch.sampled_seqs, read_reports(launch.logprobs, token_ids)
+            logprobs = {seqs[row].seq_id: entry for row, entry in entries.items()}
+            prompt_logprobs = {
+                seq_id: (first, list(read_reports(tables, predicted).values()))
+                for seq_id, (first, predicted, tables) in launch.prompt_logprobs.items()
+            }
             self.stopwatch.lap("sample")
-            return Sampled(token_ids, logprobs)
+            return Sampled(token_ids, logprobs, prompt_logprobs)
 
     def send(self, inputs: ModelInputs[np.ndarray]) -> ModelInputs[Tensor]:
         """The batch on the device, in memory that the next call overwrites."""
@@ -822,16 +822,18 @@ class ModelRunner:
 
     def _prompt_logprobs(
         self, batch: ScheduledBatch, hidden: Tensor
-    ) -> dict[int, tuple[int, list[dict[int, Logprob]]]]:
-        """What the chunks' prompt tokens predict of the prompt tokens after them, where asked for."""
+    ) -> dict[int, tuple[int, list[int], list[LogprobTable]]]:
+        """Queue what the chunks' prompt tokens predict of the prompt tokens after them, where asked for."""
         assert self.model is not None
         results, row = {}, 0
         for seq, start, end, _ in batch.chunks:
             last = min(end, seq.num_prompt_tokens - 1)  # the last prompt token predicts the output
             if seq.prompt_logprobs is not None and start < last:
                 rows, predicted = hidden[row : row + last - start], seq.token_ids[start + 1 : last + 1]
-                entries = report_prompt(self.model.compute_logits, rows, predicted, seq.prompt_logprobs)
-                results[seq.seq_id] = start + 1, entries
+                tables = report_prompt(
+                    self.model.compute_logits, rows, predicted, seq.prompt_logprobs, self.device.download
+                )
+                results[seq.seq_id] = start + 1, predicted, tables
             row += end - start
         return results
 
@@ -1097,7 +1099,7 @@ class LLMEngine:
         took = self.scheduler.update(launch.batch, sampled.token_ids)
         self._num_steps += 1
         now = time.monotonic()
-        for seq_id, (first, entries) in launch.prompt_logprobs.items():
+        for seq_id, (first, entries) in sampled.prompt_logprobs.items():
             if seq_id in self._request_of:  # not aborted meanwhile
                 self._request_of[seq_id].take_prompt_logprobs(first, entries)
         requests: dict[Any, Request] = {}

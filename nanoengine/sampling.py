@@ -6,7 +6,6 @@ Shape letters: R rows (sequences that get a token this step), V vocabulary.
 import logging
 import math
 from collections.abc import Callable, Sequence
-from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanoengine.backends.cuda import upload
+from nanoengine.backends.device import Download
 from nanoengine.outputs import Logprob
 from nanoengine.sampling_params import SamplingParams
 
@@ -88,37 +88,97 @@ def read_tokens(tokens: Tensor) -> list[int | None]:
     return [None if token_id < 0 else token_id for token_id in tokens.tolist()]
 
 
+def _sample(logits: Tensor, rows: Sequence[SamplingRow], scale: Scale) -> tuple[Tensor, Tensor]:
+    """Token ids, (R,) int64, by temperature, filters and one draw; and each row's largest logit."""
+    device = logits.device
+    params = [row.params for row in rows]
+    temperatures = np.array([p.temperature for p in params], dtype=np.float32)
+    is_greedy = temperatures == 0
+    seeds = np.array([row.seed for row in rows], dtype=np.uint64)
+    positions = np.array([row.position for row in rows], dtype=np.uint64)
+    divisors, u = upload(
+        np.stack((np.where(is_greedy, 1.0, temperatures), uniform(seeds, positions))), device
+    )
+    scaled, largest = scale(logits, divisors.float().unsqueeze(1))
+    _filter(scaled, params)
+    tokens = _draw(scaled.exp_(), u)
+    if is_greedy.any():
+        tokens = torch.where(upload(is_greedy, device), logits.argmax(-1), tokens)
+    return tokens, largest.squeeze(1)
+
+
+class LogprobTable(NamedTuple):
+    """Log-probabilities of some rows, on their way to the host."""
+
+    rows: Sequence[int]  # which ones
+    download: Download
+
+    def read(self, token_ids: Sequence[int | None]) -> dict[int, dict[int, Logprob]]:
+        """Row -> its entries, of the rows that have a token; token_ids are those of all rows."""
+        table = self.download.read().numpy()
+        floats, integers = table.view(np.float32), table.tolist()
+        num_top = (table.shape[1] - 2) // 2
+        entries = {}
+        for row, numbers, values in zip(self.rows, integers, floats.tolist(), strict=True):
+            token_id = token_ids[row]
+            if token_id is not None:
+                entries[row] = entry = {token_id: Logprob(values[0], numbers[1])}
+                likeliest = zip(numbers[2 + num_top :], values[2 : 2 + num_top], strict=True)
+                for rank, (other_id, value) in enumerate(likeliest, 1):
+                    entry.setdefault(other_id, Logprob(value, rank))
+        return entries
+
+
+Transfer = Callable[[Tensor], Download]
+
+
+def tabulate_logprobs(logits: Tensor, token_ids: Tensor, num_logprobs: int) -> Tensor:
+    """The log-probability of each row's token, its rank, and the likeliest num_logprobs (-1: all) tokens.
+
+    Shapes: logits (R, V), token_ids (R,) int64. One table, so that it is one transfer: (R, 2 + 2 k) int32,
+    a row being the log-probability, the rank, k log-probabilities and their k token ids. Floats keep
+    their bits.
+    """
+    logprobs = logits.float().log_softmax(-1)
+    chosen = logprobs.gather(1, token_ids.unsqueeze(1))
+    ranks = (logprobs > chosen).sum(-1, keepdim=True) + 1
+    top = logprobs.topk(num_logprobs if num_logprobs >= 0 else logprobs.shape[1])
+    bits = torch.cat((chosen, ranks.int().view(torch.float32), top.values), dim=1)
+    return torch.cat((bits.view(torch.int32), top.indices.int()), dim=1)
+
+
 def report_samples(
-    logits: Tensor, rows: Sequence[SamplingRow], token_ids: Sequence[int | None]
-) -> list[dict[int, Logprob] | None]:
-    """The log-probabilities each row asks for, from the logits as the model gave them."""
-    asked: dict[int, dict[int, int]] = {}  # number of logprobs -> row -> its token
-    for i, (row, token_id) in enumerate(zip(rows, token_ids, strict=True)):
-        if row.params.logprobs is not None and token_id is not None:
-            asked.setdefault(row.params.logprobs, {})[i] = token_id
-    reports: list[dict[int, Logprob] | None] = [None] * len(rows)
+    logits: Tensor, rows: Sequence[SamplingRow], tokens: Tensor, transfer: Transfer, first: int = 0
+) -> list[LogprobTable]:
+    """Queue what rows (counted from `first`) ask for of the tokens drawn for them, from the raw logits."""
+    asked: dict[int, list[int]] = {}  # number of logprobs -> rows
+    for i, row in enumerate(rows):
+        if row.params.logprobs is not None:
+            asked.setdefault(row.params.logprobs, []).append(i)
+    tables = []
     for num_logprobs, chosen in asked.items():
-        entries = report_logprobs(logits[list(chosen)], list(chosen.values()), num_logprobs)
-        for i, entry in zip(chosen, entries, strict=True):
-            reports[i] = entry
-    return reports
+        at = upload(np.array(chosen), logits.device)
+        # Where none could be drawn there is a -1, and the row of the table is not read.
+        table = tabulate_logprobs(logits[at], tokens[at].clamp(min=0), num_logprobs)
+        tables.append(LogprobTable([first + i for i in chosen], transfer(table)))
+    return tables
 
 
-def draw_isolated(logits: Tensor, rows: Sequence[SamplingRow], scale: Scale = scale_logits) -> Tensor:
-    """As `draw_tokens`, and -1 too where drawing a row's token raises: the other rows have theirs."""
-    failed = logits.new_full((1,), -1, dtype=torch.int64)
-    return torch.cat(_isolate(lambda at: draw_tokens(logits[at], rows[at], scale), len(rows), failed))
+def sample_rows(
+    logits: Tensor, rows: Sequence[SamplingRow], scale: Scale, transfer: Transfer
+) -> tuple[Tensor, list[LogprobTable]]:
+    """As `draw_tokens`, and the log-probabilities that rows ask for, queued for the host.
 
+    A row whose parameters make either raise gets -1, and the other rows what they would have got.
+    """
 
-def report_isolated(
-    logits: Tensor, rows: Sequence[SamplingRow], token_ids: list[int | None]
-) -> tuple[list[int | None], list[dict[int, Logprob] | None]]:
-    """As `report_samples`; a row whose report raises has none, and None for its token."""
-    failed: list[dict[int, Logprob] | None] = [{}]  # a real entry holds the token at least
-    parts = _isolate(lambda at: report_samples(logits[at], rows[at], token_ids[at]), len(rows), failed)
-    reports = list(chain.from_iterable(parts))
-    drawn = [None if report == {} else i for i, report in zip(token_ids, reports, strict=True)]
-    return drawn, reports
+    def sample(at: slice) -> tuple[Tensor, list[LogprobTable]]:
+        tokens = draw_tokens(logits[at], rows[at], scale)
+        return tokens, report_samples(logits[at], rows[at], tokens, transfer, at.start)
+
+    failed = logits.new_full((1,), -1, dtype=torch.int64), list[LogprobTable]()
+    tokens, tables = zip(*_isolate(sample, len(rows), failed), strict=True)
+    return torch.cat(tokens), [table for part in tables for table in part]
 
 
 T = TypeVar("T")
@@ -146,56 +206,32 @@ def _isolate(function: Callable[[slice], T], num_rows: int, failed: T) -> list[T
         return results
 
 
-def _sample(logits: Tensor, rows: Sequence[SamplingRow], scale: Scale) -> tuple[Tensor, Tensor]:
-    """Token ids, (R,) int64, by temperature, filters and one draw; and each row's largest logit."""
-    device = logits.device
-    params = [row.params for row in rows]
-    temperatures = np.array([p.temperature for p in params], dtype=np.float32)
-    is_greedy = temperatures == 0
-    seeds = np.array([row.seed for row in rows], dtype=np.uint64)
-    positions = np.array([row.position for row in rows], dtype=np.uint64)
-    divisors, u = upload(
-        np.stack((np.where(is_greedy, 1.0, temperatures), uniform(seeds, positions))), device
-    )
-    scaled, largest = scale(logits, divisors.float().unsqueeze(1))
-    filtered = [i for i, p in enumerate(params) if p.filters]
-    if filtered:
-        index = upload(np.array(filtered), device)
-        scaled[index] = _filter(scaled[index], [params[i] for i in filtered])
-    tokens = _draw(scaled.exp_(), u)
-    if is_greedy.any():
-        tokens = torch.where(upload(is_greedy, device), logits.argmax(-1), tokens)
-    return tokens, largest.squeeze(1)
-
-
-def report_logprobs(logits: Tensor, token_ids: list[int], num_logprobs: int) -> list[dict[int, Logprob]]:
-    """Per row of logits (R, V): the given token and the likeliest num_logprobs (-1: all) of the row."""
-    logprobs = logits.float().log_softmax(-1)
-    chosen = logprobs.gather(1, upload(np.array(token_ids), logits.device).unsqueeze(1))
-    ranks = ((logprobs > chosen).sum(-1) + 1).tolist()
-    top = logprobs.topk(num_logprobs if num_logprobs >= 0 else logprobs.shape[1])
-    results = []
-    for row, token_id in enumerate(token_ids):
-        entry = {token_id: Logprob(float(chosen[row]), ranks[row])}
-        likeliest = zip(top.indices[row].tolist(), top.values[row].tolist(), strict=True)
-        for rank, (other_id, value) in enumerate(likeliest, 1):
-            entry.setdefault(other_id, Logprob(value, rank))
-        results.append(entry)
-    return results
-
-
 LOGPROB_ROWS = 256  # prompt rows turned into logits at a time: a row is as wide as the vocabulary
 
 
 def report_prompt(
-    compute_logits: Callable[[Tensor], Tensor], hidden: Tensor, token_ids: list[int], num_logprobs: int
-) -> list[dict[int, Logprob]]:
-    """As `report_logprobs`, of the logits of hidden states (R, E)."""
-    entries = []
-    for i in range(0, len(token_ids), LOGPROB_ROWS):
-        logits = compute_logits(hidden[i : i + LOGPROB_ROWS])
-        entries += report_logprobs(logits, token_ids[i : i + LOGPROB_ROWS], num_logprobs)
-    return entries
+    compute_logits: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    token_ids: list[int],
+    num_logprobs: int,
+    transfer: Transfer,
+) -> list[LogprobTable]:
+    """Queue the same of prompt tokens, from the hidden states (R, E) that predict them."""
+    device_ids = upload(np.array(token_ids), hidden.device)
+    tables = []
+    for start in range(0, len(token_ids), LOGPROB_ROWS):
+        rows = range(len(token_ids))[start : start + LOGPROB_ROWS]
+        logits = compute_logits(hidden[start : rows.stop])
+        table = tabulate_logprobs(logits, device_ids[start : rows.stop], num_logprobs)
+        tables.append(LogprobTable(rows, transfer(table)))
+    return tables
+
+
+def read_reports(
+    tables: Sequence[LogprobTable], token_ids: Sequence[int | None]
+) -> dict[int, dict[int, Logprob]]:
+    """Row -> the entries that were queued for it; token_ids are those of all rows."""
+    return {row: entry for table in tables for row, entry in table.read(token_ids).items()}
 
 
 def uniform(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.float64]:
@@ -235,9 +271,9 @@ def _edit_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         for *beginning, last in bad_words:
             start = len(token_ids) - len(beginning)
             if start >= num_prompt_tokens and list(token_ids[start:]) == beginning:
-                bans.add(i, [last])
+                bans.add(i, [last], -math.inf)
         if len(token_ids) - num_prompt_tokens < params.min_tokens:
-            bans.add(i, list(stop_ids))
+            bans.add(i, list(stop_ids), -math.inf)
     if biases:
         at, value = biases.tensors(logits)
         logits[at] += value
@@ -250,11 +286,11 @@ def _edit_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     if allowed:
         at, _ = allowed.tensors(logits)
         kept = logits[at]
-        logits[at[0]] = -math.inf
+        logits.index_fill_(0, at[0], -math.inf)
         logits[at] = kept
     if bans:
-        at, _ = bans.tensors(logits)
-        logits[at] = -math.inf
+        at, value = bans.tensors(logits)
+        logits[at] = value  # a number would be copied to the device, and waited for
     return logits
 
 
@@ -283,23 +319,55 @@ class _Entries:
         return (rows, token_ids), upload(np.concatenate(self.values), like.device).to(like.dtype)
 
 
-def _filter(scaled: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Set to -inf what min_p, top_k and top_p cut off; the likeliest token always stays."""
+def _filter(scaled: Tensor, params: Sequence[SamplingParams]) -> None:
+    """Set to -inf, in place, what min_p, top_k and top_p cut off; the likeliest token always stays.
+
+    Each row's largest is 0. Of equal ones the first come first, as in a stable sort, so that the other
+    rows of the batch cannot change which of them stay.
+    """
 
     def column(numbers: list[float]) -> Tensor:
         return upload(np.array(numbers, dtype=np.float32), scaled.device).unsqueeze(1)
 
-    values, order = scaled.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(values.shape[1], device=values.device)
-    top_k = column([p.top_k if p.top_k > 0 else values.shape[1] for p in params])
-    too_unlikely = (values - values[:, :1]).exp() < column([p.min_p for p in params])
-    values = values.masked_fill((rank >= top_k) | too_unlikely, -math.inf)
-    probs = values.softmax(-1)
-    # top_p = 1 keeps everything, even where rounding lets the sum before a token reach 1.
-    top_p = column([p.top_p if p.top_p < 1 else math.inf for p in params])
-    beyond = (probs.cumsum(-1) - probs >= top_p) & (rank > 0)  # a top_p may be 0 in float32
-    values = values.masked_fill(beyond, -math.inf)
-    return torch.empty_like(scaled).scatter_(1, order, values)
+    sampled = [i for i, p in enumerate(params) if p.temperature > 0]
+    if unlikely := [i for i in sampled if params[i].min_p > 0]:
+        at = upload(np.array(unlikely), scaled.device)
+        kept = scaled[at]
+        scaled[at] = kept.masked_fill(kept.exp() < column([params[i].min_p for i in unlikely]), -math.inf)
+    with_k = [i for i in sampled if params[i].top_k > 0]
+    without_k = [i for i in sampled if params[i].top_k <= 0 and params[i].top_p < 1]
+    for rows in filter(None, (with_k, without_k)):
+        at = upload(np.array(rows), scaled.device)
+        logits = scaled[at]
+        if rows is with_k:  # these need no sort of the vocabulary
+            order = _likeliest(logits, max(params[i].top_k for i in rows))
+            values = logits.gather(1, order)
+            ranks = torch.arange(values.shape[1], device=values.device)
+            top_k = upload(np.array([params[i].top_k for i in rows]), values.device).unsqueeze(1)
+            values = values.masked_fill(ranks >= top_k, -math.inf)
+        else:
+            values, order = logits.sort(dim=-1, descending=True, stable=True)
+        probs = values.softmax(-1)
+        # top_p = 1 keeps everything, even where rounding lets the sum before a token reach 1.
+        top_p = column([params[i].top_p if params[i].top_p < 1 else math.inf for i in rows])
+        beyond = probs.cumsum(-1) - probs >= top_p
+        beyond[:, :1].fill_(False)  # the likeliest stays, even where top_p is 0 in float32
+        values = values.masked_fill(beyond, -math.inf)
+        scaled[at] = torch.full_like(logits, -math.inf).scatter_(1, order, values)
+
+
+def _likeliest(logits: Tensor, num: int) -> Tensor:
+    """Of each row of (R, V) float32, the first num (or V) of a stable descending sort, (R, num) int64.
+
+    `topk` may choose and order equal values as it likes. So it chooses among integers that all differ: the
+    bits of the float, turned so that they sort as it does, then those of the index, the lowest highest.
+    """
+    bits = (logits + 0.0).view(torch.int32).long()  # there is no -0.0, which would sort below 0.0
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    indices = torch.arange(logits.shape[1], device=logits.device)
+    keys = (ordered << 32) + (0x7FFFFFFF - indices)
+    top = keys.topk(min(num, logits.shape[1])).values
+    return 0x7FFFFFFF - (top & 0xFFFFFFFF)
 
 
 def _draw(weights: Tensor, u: Tensor) -> Tensor:
@@ -323,7 +391,7 @@ def _draw(weights: Tensor, u: Tensor) -> Tensor:
         below_total = torch.nextafter(sums[:, -1], torch.zeros_like(sums[:, -1]))
         target = torch.minimum(target, below_total)
         index = (sums <= target.unsqueeze(1)).sum(-1)
-        before = torch.where(index > 0, sums[each_row, index - 1], 0.0)
+        before = sums[each_row, index - 1].masked_fill(index == 0, 0.0)
         return index, target - before
 
     chunk_sums = chunks.sum(-1).double().cumsum(-1)

@@ -14,8 +14,9 @@ import torch
 import transformers
 
 import nanoengine
+from nanoengine.backends.device import Download
 from nanoengine.engine import BlockManager, Chunk, ScheduledBatch, Scheduler, Sequence
-from nanoengine.sampling import draw_tokens, read_tokens, report_samples
+from nanoengine.sampling import draw_tokens, read_reports, read_tokens, report_samples
 from nanoengine.sampling_params import SamplingParams
 
 DEMO = Path(nanoengine.__file__).parent / "demo"
@@ -306,8 +307,10 @@ def batch_of(*chunks: tuple[Sequence, int, int]) -> ScheduledBatch:
 
 def sample(logits: torch.Tensor, rows: list) -> tuple[list, list]:
     """A step's sampling, as the runner does it: per row the token id, and what was asked to be reported."""
-    token_ids = read_tokens(draw_tokens(logits, rows))
-    return token_ids, report_samples(logits, rows, token_ids)
+    tokens = draw_tokens(logits, rows)
+    token_ids = read_tokens(tokens)
+    entries = read_reports(report_samples(logits, rows, tokens, Download), token_ids)
+    return token_ids, [entries.get(row) for row in range(len(rows))]
 
 
 def byte_tokenizer(words: tuple[str, ...] = ()) -> transformers.PreTrainedTokenizerFast:

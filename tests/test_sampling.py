@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanoengine.sampling import SamplingRow, uniform
+from nanoengine.sampling import SamplingRow, _filter, uniform
 from nanoengine.sampling_params import SamplingParams
 from tests.helpers import BAD_FIELDS, sample
 
@@ -281,3 +281,61 @@ def test_the_caller_s_logits_are_not_modified():
     logits = LOGITS.unsqueeze(0).clone()
     sample(logits, [row(repetition_penalty=2.0, min_tokens=1, stop_ids=(1,), top_k=2, temperature=0.5)])
     assert torch.equal(logits[0], LOGITS)
+
+
+def filtered_by_sorting(scaled, params):
+    """The filters' definition: a stable sort of the whole row, then what stays of it."""
+    kept = torch.full_like(scaled, -INF)
+    for row, p in enumerate(params):
+        values, order = scaled[row].sort(descending=True, stable=True)
+        rank = torch.arange(len(values))
+        values = values.masked_fill((rank >= p.top_k) & (p.top_k > 0), -INF)
+        values = values.masked_fill(values.exp() < np.float32(p.min_p), -INF)
+        probs = values.softmax(-1)
+        if p.top_p < 1:
+            values = values.masked_fill(probs.cumsum(-1) - probs >= np.float32(p.top_p), -INF)
+        kept[row, order] = values
+    return kept
+
+
+@pytest.mark.parametrize("vocab_size", [5, 130, 3000])
+@pytest.mark.parametrize("step", [0.0, 0.5, 1e-3])  # the coarser, the more logits are equal
+def test_filters_keep_what_a_stable_sort_would_whatever_the_other_rows(vocab_size, step):
+    generator = torch.Generator().manual_seed(0)
+    params = [
+        SamplingParams(top_k=k, top_p=p, min_p=m, temperature=t)
+        for k in (-1, 1, 3, 50, 1000)
+        for p in (1.0, 0.9, 0.5, 0.3)
+        for m, t in ((0.0, 1.0), (0.2, 1.0), (0.0, 0.0))
+    ]
+    logits = torch.randn(len(params), vocab_size, generator=generator) * 3
+    if step:
+        logits = (logits / step).round() * step
+    scaled = logits - logits.amax(-1, keepdim=True)
+    scaled[:, 0] += -0.0  # sorts with 0.0
+    expected = filtered_by_sorting(scaled, params)
+    greedy_rows = [i for i, p in enumerate(params) if p.temperature == 0]
+    expected[greedy_rows] = scaled[greedy_rows]  # nothing is drawn from them
+    together = scaled.clone()
+    _filter(together, params)
+    assert torch.equal(together, expected)
+    for i, p in enumerate(params):
+        alone = scaled[i : i + 1].clone()
+        _filter(alone, [p])
+        assert torch.equal(alone[0], expected[i])
+
+
+def test_a_vocabulary_is_sorted_only_for_top_p_without_top_k(monkeypatch):
+    sorted_rows = []
+    sort = torch.Tensor.sort
+
+    def count(self, *args, **kwargs):
+        sorted_rows.append(len(self))
+        return sort(self, *args, **kwargs)
+
+    monkeypatch.setattr("torch.Tensor.sort", count)
+    fields = [{"top_k": 20, "top_p": 0.9}, {"min_p": 0.1}, {"top_k": 3}, {"temperature": 0, "top_p": 0.5}, {}]
+    sample(LOGITS.expand(len(fields), -1), [row(**f) for f in fields])
+    assert sorted_rows == []
+    sample(LOGITS.expand(3, -1), [row(top_k=2), row(top_p=0.5), row()])
+    assert sorted_rows == [1]
