@@ -850,9 +850,6 @@ class ModelRunner:
     @torch.inference_mode()
     def capture(self) -> Forward:
         """What runs the steps: with CUDA graphs of decodes, where there can be any."""
-        assert self.model is not None
-        if not (self.attention.backend.capturable and self.model.capturable):
-            return Forward(self.compute)
         seq = Sequence(0, [0], SamplingParams())
         seq.block_table = [0]
         decode = build_inputs(ScheduledBatch([Chunk(seq, 0, 1, False)], [], 1), self.block_size)

@@ -119,6 +119,7 @@ HF_ARCHITECTURES: dict[str, tuple[str, dict]] = {
     "gpt-bigcode": ("GPTBigCode", {"multi_query": True}),
     "opt": ("OPT", {"ffn_dim": 96, "word_embed_proj_dim": 32}),
     "falcon": ("Falcon", {"multi_query": True}),
+    "falcon, many kv heads": ("Falcon", {"multi_query": False}),
     "falcon new": ("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
     "starcoder2": ("Starcoder2", {"sliding_window": WINDOW}),
     "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0]}),

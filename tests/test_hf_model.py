@@ -6,7 +6,7 @@ import transformers
 from torch import nn
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.models.hf import HFModel, UnsupportedModelError, attention_implementation
+from nanoengine.models.hf import HFModel, UnsupportedModelError, _Waits, attention_implementation
 from tests.helpers import (
     ALTERNATING,
     GEMMA,
@@ -257,3 +257,31 @@ def test_an_attention_layer_used_twice_is_refused(tmp_path_factory):
     model.model.layers[1] = model.model.layers[0]
     with pytest.raises(UnsupportedModelError, match="used more than once"):
         HFModel(model)
+
+
+@pytest.mark.parametrize(
+    ("operation", "waits"),
+    [
+        (lambda x: x.max().item(), True),
+        (lambda x: bool(x.sum() > 0), True),
+        (lambda x: x.nonzero(), True),
+        (lambda x: x[x > 0], True),
+        (lambda x: x.to("meta"), True),
+        (lambda x: x[torch.tensor([1])], False),
+        (lambda x: torch.where(x > 0, x, 0.0), False),
+        (lambda x: x.unsqueeze(0) @ x, False),
+    ],
+)
+def test_what_a_gpu_would_be_waited_for_is_known_without_one(operation, waits):
+    x = torch.ones(3)
+    with torch.no_grad(), _Waits() as noted:
+        operation(x)
+    assert (noted.first is not None) == waits
+
+
+@pytest.mark.parametrize(("name", "capturable"), [("gemma2", True), ("llama, dynamic rope", False)])
+def test_a_model_that_asks_the_device_for_numbers_is_never_captured(name, capturable, tmp_path_factory):
+    """Dynamic rope compares the largest position with a limit, on the host."""
+    path, _ = checkpoint(name, tmp_path_factory)
+    with LLM(str(path), num_kv_blocks=4) as llm:
+        assert llm.llm_engine.runner.model.capturable == capturable

@@ -26,25 +26,41 @@ if TYPE_CHECKING:
 # ---- Transfers -----------------------------------------------------------------------------------
 
 
+def host_memory(shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, NDArray[Any]]:
+    """Memory of the host that a GPU reads and writes by itself, without a wait; for PyTorch and for numpy."""
+    memory = torch.empty(*shape, dtype=dtype, pin_memory=True)
+    return memory, memory.numpy()
+
+
+def new_event() -> Any:
+    """What tells whether the GPU has come so far."""
+    return torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+
 def upload(values: NDArray[Any], device: torch.device) -> Tensor:
     """An array on the device. Towards a GPU it is queued, where `torch.tensor` would wait for all before."""
     tensor = torch.from_numpy(values)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    if device.type != "cuda":
+        return tensor
+    host, array = host_memory(values.shape, tensor.dtype)
+    array[:] = values
+    return host.to(device, non_blocking=True)
 
 
 class PinnedDownload(Download):
     """Copied to memory that the GPU writes by itself; an event tells when."""
 
     def __init__(self, tensor: Tensor) -> None:
-        super().__init__(torch.empty_like(tensor, device="cpu", pin_memory=True))
-        self._tensor.copy_(tensor, non_blocking=True)
-        self._arrived: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        memory, self._array = host_memory(tensor.shape, tensor.dtype)
+        super().__init__(memory)
+        memory.copy_(tensor, non_blocking=True)
+        self._arrived = new_event()
         self._arrived.record()
 
     def read(self) -> Tensor:
         """As in the base class."""
         self._arrived.synchronize()
-        return super().read()
+        return torch.from_numpy(self._array)
 
 
 TORCH_DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
@@ -58,10 +74,13 @@ class Staging:
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        on_cuda = device.type == "cuda"
-        self._host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=on_cuda)
         self._device = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        self._copied: Any = torch.cuda.Event() if on_cuda else None  # type: ignore[no-untyped-call]
+        if device.type == "cuda":
+            self._host, self._array = host_memory([num_bytes], torch.uint8)
+        else:
+            self._host = torch.empty_like(self._device)
+            self._array = self._host.numpy()
+        self._copied = new_event() if device.type == "cuda" else None
 
     @staticmethod
     def num_bytes(arrays: Iterable[np.ndarray]) -> int:
@@ -73,10 +92,9 @@ class Staging:
         if self._copied is not None:
             self._copied.synchronize()  # the copy before this one, long done
         spans, offset = [], 0
-        host = self._host.numpy()
         for array in arrays:
             end = offset + array.nbytes
-            host[offset:end].view(array.dtype)[:] = array.ravel()
+            self._array[offset:end].view(array.dtype)[:] = array.ravel()
             spans.append((offset, end))
             offset = -(-end // 8) * 8
         self._device[:offset].copy_(self._host[:offset], non_blocking=True)
@@ -330,8 +348,12 @@ class CUDA(Device):
 
     def capture(self, runner: "ModelRunner", decode: "ModelInputs[np.ndarray]") -> Forward:
         """As in the base class."""
+        assert runner.model is not None
         if self.config.enforce_eager:
             return Forward(runner.compute)
+        for name, part in (("attention", runner.attention.backend), ("model", runner.model)):
+            if not part.capturable:
+                return Forward(runner.compute, f", no graphs (the {name} waits for the GPU)")
         try:
             return DecodeGraphs(runner, decode, GraphRecorder(self.capture_stream))
         except torch.OutOfMemoryError:

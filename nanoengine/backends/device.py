@@ -100,7 +100,7 @@ class Device:
         return Download(tensor)
 
     def capture(self, runner: "ModelRunner", decode: "ModelInputs[np.ndarray]") -> Forward:
-        """What runs the steps of a model and a backend that a graph can hold; `decode` is one sequence's."""
+        """What runs the steps, by graphs of decodes where there can be any; `decode` is one sequence's."""
         return Forward(runner.compute)
 
     def choose_attention(self, specs: Sequence[KVSpec], settings: frozenset[str]) -> Attention:

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, Qwen2Config, Qwen3Config
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -95,10 +96,10 @@ class _RedirectedSDPA(TorchFunctionMode):
     build none; any other means that they add something to it (ALiBi).
     """
 
-    def __init__(self, attend: Attend) -> None:
+    def __init__(self, attend: Attend, mask: Tensor) -> None:
         super().__init__()
         self.attend = attend
-        self.mask = torch.zeros(1, 1, 1, 1)
+        self.mask = mask
         self.num_calls = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -113,6 +114,24 @@ class _RedirectedSDPA(TorchFunctionMode):
         self.num_calls += 1
         out = self.attend(self.num_calls, q, k, v, scale=q.shape[-1] ** -0.5 if scale is None else scale)
         return out.transpose(0, 1).unsqueeze(0)
+
+
+class _Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the first operation a GPU is waited for in: it asks for a number, or leaves the device."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.first: str | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        asks = torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
+        if func is torch.ops.aten.index.Tensor:  # by numbers, or by a mask, whose sum is the shape
+            asks = any(x is not None and x.dtype == torch.bool for x in args[1])
+        out = func(*args, **(kwargs or {}))
+        leaves = {x.device for x in (out, *args) if isinstance(x, Tensor)}
+        if (asks or len(leaves) > 1) and self.first is None:
+            self.first = str(func)
+        return out
 
 
 class _BodyOutput(tuple[Tensor]):
@@ -140,7 +159,6 @@ class HFModel(nn.Module):
 
     code = "transformers'"
     replaceable = False
-    capturable = False  # not known: a model may ask the device
 
     def __init__(self, causal_lm: Any, max_model_len: int | None = None) -> None:
         super().__init__()
@@ -159,7 +177,10 @@ class HFModel(nn.Module):
         for module in causal_lm.modules() if self._is_registered else ():
             if hasattr(module, "is_causal"):
                 module.register_forward_pre_hook(self._hand_over, with_kwargs=True)
+        device = causal_lm.get_input_embeddings().weight.device
+        self.register_buffer("mask", torch.zeros(1, 1, 1, 1, device=device), persistent=False)
         self._layers: dict[Any, int] = {}  # what calls attention -> index of its cache
+        self.mask: Tensor
         self.kv_specs: list[KVSpec] = []  # what each attention layer stores per token
         self.attention_settings: frozenset[str] = frozenset()  # what they ask for besides a scale
         self._probe(max_model_len)
@@ -192,14 +213,14 @@ class HFModel(nn.Module):
             finally:
                 self._attend = None  # it refers to the caches
         else:
-            with _RedirectedSDPA(attend) as sdpa:
-                hidden = self.body(**inputs, attention_mask=sdpa.mask.to(input_ids.device))[0]
+            with _RedirectedSDPA(attend, self.mask):
+                hidden = self.body(**inputs, attention_mask=self.mask)[0]
         return hidden[0]
 
     def _hand_over(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return args, {**kwargs, "attend": self._attend}
 
-    @torch.inference_mode()
+    @torch.no_grad()  # inference_mode would hide from `_Waits` what an operation is made of
     def _probe(self, max_model_len: int | None) -> None:
         """Learn the layers and what they store; refuse a model that this way would compute wrongly.
 
@@ -238,7 +259,8 @@ class HFModel(nn.Module):
         other_ids = torch.cat((ids[1:-1], ids[:1], ids[-1:]))  # all but the last token are others
         try:
             first = trial(ids, positions, record)
-            among_others = trial(other_ids, positions, stand_in)
+            with _Waits() as waits:
+                among_others = trial(other_ids, positions, stand_in)
             backwards = trial(ids.flip(0), positions.flip(0), stand_in)
         except UnsupportedModelError:
             raise
@@ -261,6 +283,7 @@ class HFModel(nn.Module):
             raise UnsupportedModelError("it mixes tokens outside attention")
         if _differ(first, [x.flip(0) for x in backwards]):
             raise UnsupportedModelError("it takes positions from a token's place in the batch")
+        self.capturable = waits.first is None  # a CUDA graph cannot hold what waits for the device
 
 
 def _differ(these: list[Tensor], those: list[Tensor]) -> bool:

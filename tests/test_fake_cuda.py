@@ -1,0 +1,253 @@
+"""The whole CUDA path on fake tensors: they have a shape, a dtype and a device, `cuda:0`, but no numbers.
+
+What a GPU would refuse or wait for fails here: tensors of two devices in one operation, a number that the
+host asks the device for, a copy that the host waits for. Tokens are what was never written: all of them 0.
+"""
+
+import contextlib
+import importlib.machinery
+import re
+import sys
+import types
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.nn.attention.varlen import varlen_attn
+from torch.utils import cpp_extension
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import nanoengine.engine
+from nanoengine import LLM, SamplingParams
+from nanoengine.backends.cuda import CUDA, upload
+from nanoengine.engine import ModelRunner
+from tests import doubles
+from tests.helpers import checkpoint, random_prompts
+
+REAL_VARLEN_ATTN = varlen_attn
+GUARD = """
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+namespace c10::impl { C10_REGISTER_GUARD_IMPL(CUDA, NoOpDeviceGuardImpl<DeviceType::CUDA>) }
+"""
+
+
+@pytest.fixture(scope="session")
+def cuda_guard():
+    """PyTorch without CUDA slices no tensors on it, fake ones either, until told how to change devices."""
+    if torch.version.cuda or torch.version.hip:
+        return
+    name = "noop_cuda_guard_" + re.sub(r"\W", "_", torch.__version__)
+    try:
+        cpp_extension.load_inline(name, [GUARD], is_python_module=False, extra_cflags=["-O0"])
+    except (RuntimeError, OSError) as error:
+        pytest.skip(f"the device guard cannot be compiled: {error}")
+
+
+class Watch(TorchDispatchMode):
+    """Fails on what the host would wait for, or a GPU refuse, beyond what fake tensors notice themselves."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func.namespace == "aten":
+            found = [x for x in torch.utils._pytree.tree_leaves((args, kwargs, out))]
+            devices = {x.device.type for x in found if isinstance(x, torch.Tensor)}
+            is_queued = kwargs.get("non_blocking") or (
+                func is torch.ops.aten.copy_.default and len(args) > 2 and args[2]
+            )
+            assert len(devices) < 2 or is_queued, f"{func} has tensors on {sorted(devices)}: the host waits"
+        return out
+
+
+class Event:
+    def record(self):
+        pass
+
+    def synchronize(self):
+        pass
+
+
+def on_the_gpu(model, device):
+    """Its parameters and buffers without their numbers, on the device; tied ones stay tied."""
+    moved = {}
+
+    def move(x):
+        if id(x) not in moved:
+            moved[id(x)] = x, torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+        return moved[id(x)][1]
+
+    for module in {*model.modules(), *(getattr(model, "head", model).modules())}:
+        for name, x in module._parameters.items():
+            if x is not None:
+                module._parameters[name] = torch.nn.Parameter(move(x), requires_grad=False)
+        for name, x in module._buffers.items():
+            if x is not None:
+                module._buffers[name] = move(x)
+        for name, x in vars(module).items():
+            if isinstance(x, torch.Tensor):
+                setattr(module, name, move(x))
+    if getattr(model, "rope_table", None):
+        model.rope_table = tuple(map(move, model.rope_table))
+    return model
+
+
+def attend(q, *tensors):
+    """A kernel as far as shapes and devices go."""
+    assert {x.device for x in tensors} == {q.device} == {torch.device("cuda", 0)}
+    return torch.empty_like(q)
+
+
+@pytest.fixture
+def fake_gpu(cuda_guard, monkeypatch):
+    """`LLM(device="cuda")` runs on fake tensors, inside the context that this returns."""
+    doubles.install(monkeypatch)  # streams, captures, memory figures
+    monkeypatch.setattr("nanoengine.engine.CPU", nanoengine.backends.cpu.CPU)
+    monkeypatch.setattr("nanoengine.config.EngineConfig.resolve_device", lambda _: torch.device("cuda", 0))
+    for name in ("capability", "capture_stream"):
+        monkeypatch.setattr(CUDA, name, getattr(doubles.FakeGPU, name))
+    monkeypatch.setattr(CUDA, "running", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr("nanoengine.backends.cuda.new_event", Event)
+
+    def host_memory(shape, dtype):
+        with unset_fake_temporarily():
+            array = torch.zeros(*shape, dtype=dtype).numpy()
+        return torch.empty(*shape, dtype=dtype), array
+
+    monkeypatch.setattr("nanoengine.backends.cuda.host_memory", host_memory)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", REAL_VARLEN_ATTN)  # knows fake tensors
+    flash: Any = types.ModuleType("flash_attn")
+    flash.__spec__ = importlib.machinery.ModuleSpec("flash_attn", None)  # transformers looks for it
+    flash.flash_attn_with_kvcache = lambda q, k, v, *, cache_seqlens, block_table, **_: attend(
+        q, k, v, cache_seqlens, block_table
+    )
+    flash.flash_attn_varlen_func = lambda q, k, v, cu_q, cu_k, *_, block_table, **__: attend(
+        q, k, v, cu_q, cu_k, *([] if block_table is None else [block_table])
+    )
+    monkeypatch.setitem(sys.modules, "flash_attn", flash)
+    load, launch, collect = nanoengine.engine.load_model, ModelRunner.launch, ModelRunner.collect
+
+    def load_model(*args, device, **kwargs):
+        with unset_fake_temporarily():  # with numbers, since a model is probed when it is loaded
+            model = load(*args, device=torch.device("cpu"), **kwargs)
+        return on_the_gpu(model, device)
+
+    def watched(*args):
+        with Watch():
+            return launch(*args)
+
+    def collected(*args):
+        with unset_fake_temporarily():  # it reads what has arrived, and computes nothing
+            return collect(*args)
+
+    monkeypatch.setattr("nanoengine.engine.load_model", load_model)
+    monkeypatch.setattr(ModelRunner, "launch", watched)
+    monkeypatch.setattr(ModelRunner, "collect", collected)
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+SETTINGS = [
+    {"temperature": 0},
+    {},
+    {"temperature": 0.5, "seed": 3, "n": 2},
+    {"top_k": 5},
+    {"top_p": 0.9},
+    {"min_p": 0.1},
+    {"top_k": 7, "top_p": 0.5, "min_p": 0.01},
+    {"presence_penalty": 0.5, "frequency_penalty": 0.1},
+    {"repetition_penalty": 1.2},
+    {"logit_bias": {3: 2.0}},
+    {"allowed_token_ids": [0, 5]},
+    {"bad_words": ["b"]},
+    {"min_tokens": 2, "stop_token_ids": [9]},
+    {"logprobs": 3},
+    {"logprobs": -1, "top_k": 3},
+    {"prompt_logprobs": 2},
+    {"prompt_logprobs": -1, "logprobs": 0},
+]
+# Falcon with one KV head, or few, picks them by a list: transformers' own code waits for that in each layer.
+MODELS = ["gemma", "gemma2", "gpt2", "falcon, many kv heads", "phi3", "opt", "granite", "cohere2"]
+
+
+def walk(path, fields, **settings):
+    """Prompts at once, in chunks and beside decodes, decodes in graphs and not, pending tokens."""
+    defaults = {
+        "num_kv_blocks": 40,
+        "max_num_batched_tokens": 64,
+        "max_num_seqs": 9,
+        "dtype": "bfloat16",
+        "device": "cuda",
+    }
+    with LLM(path, **{**defaults, **settings}) as llm:
+        params = [SamplingParams(max_tokens=5, ignore_eos=True, **f) for f in fields]
+        prompts = random_prompts([1 + 37 * i % 150 for i in range(len(fields))])
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert all(len(sample.token_ids) == 5 for out in outputs for sample in out.outputs)
+        return llm.llm_engine._what_runs()
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_nothing_in_a_step_waits_for_the_gpu_or_leaves_it(settings, fake_gpu, babbler):
+    with fake_gpu:
+        assert "flash attention, " in walk(babbler, [settings, {}, settings])
+
+
+@pytest.mark.parametrize(
+    ("backend", "enforce_eager", "async_scheduling"),
+    [("flash", False, True), ("varlen", False, True), ("flash", True, False)],
+)
+def test_any_parameters_side_by_side_do_not_either(
+    backend, enforce_eager, async_scheduling, fake_gpu, babbler
+):
+    settings = {"enforce_eager": enforce_eager, "async_scheduling": async_scheduling}
+    with fake_gpu:
+        line = walk(babbler, SETTINGS, attn_backend=backend, **settings)
+    assert f"{backend} attention" in line
+    assert ("graphs" in line) == (not enforce_eager)
+
+
+def test_the_trial_pass_sizes_the_cache(fake_gpu, babbler):
+    with fake_gpu:
+        walk(babbler, SETTINGS, num_kv_blocks=None)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers_own_code_does_not_either(name, fake_gpu, tmp_path_factory):
+    path, _ = checkpoint(name, tmp_path_factory)
+    with fake_gpu:
+        line = walk(path, SETTINGS[:9])
+    assert "transformers' code" in line
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2 sliding from layer 1", "llama yarn rope"])
+def test_our_own_code_does_not_either(name, fake_gpu, tmp_path_factory):
+    path, _ = checkpoint(name, tmp_path_factory)
+    with fake_gpu:
+        walk(path, SETTINGS[:9])
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda logits: logits.argmax().item(),
+        lambda logits: bool(logits.isnan().any()),
+        lambda logits: logits[0].tolist(),
+        lambda logits: logits.cpu(),
+        lambda logits: logits[logits > 0],
+        lambda logits: logits.nonzero(),
+        lambda logits: logits + torch.ones(logits.shape[1]),
+        lambda logits: logits + torch.ones(1).to(logits.device),
+        lambda logits: logits.__setitem__((0, upload(np.array([1]), logits.device)), -1.0),
+    ],
+)
+def test_a_wait_or_a_tensor_elsewhere_is_noticed(wait, fake_gpu, babbler, monkeypatch):
+    draw = nanoengine.engine.draw_tokens
+
+    def waiting(logits, *args):
+        wait(logits)
+        return draw(logits, *args)
+
+    monkeypatch.setattr("nanoengine.engine.draw_tokens", waiting)
+    with fake_gpu, pytest.raises(Exception, match=r"waits|aten\.|device"):
+        walk(babbler, [{}])
