@@ -723,7 +723,7 @@ class ModelRunner:
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint, max_model_len: int) -> None:
         torch_device = config.resolve_device()
         self.device: Device = (CUDA if torch_device.type == "cuda" else CPU)(torch_device, config)
-        self.dtype = resolve_dtype(config.dtype, checkpoint.hf_config)
+        self.dtype = self.device.choose_dtype(resolve_dtype(config.dtype, checkpoint.hf_config))
         self.max_num_seqs = config.max_num_seqs
         self.max_num_batched_tokens = config.max_num_batched_tokens or self.device.max_num_batched_tokens
         self.max_model_len = max_model_len
@@ -839,13 +839,19 @@ class ModelRunner:
 
     # -- what the device asks for, to size the KV cache and to capture graphs
 
-    def largest_batch(self) -> ScheduledBatch:
-        """As many of the longest prompts as a step may hold, all in the same blocks."""
-        length = min(self.max_model_len - 1, self.max_num_batched_tokens)  # an output token has to fit too
-        seq = Sequence(0, [0] * length, SamplingParams())
-        seq.block_table = list(range(1, -(-length // self.block_size) + 1))
-        count = min(self.max_num_seqs, self.max_num_batched_tokens // length)
-        return ScheduledBatch([Chunk(seq, 0, length, True)] * count, [seq] * count, length * count)
+    def largest_batches(self) -> list[ScheduledBatch]:
+        """What takes most memory: the longest prompts that fill a step, and the most rows to sample."""
+        budget = self.max_num_batched_tokens
+        length = min(self.max_model_len - 1, budget)  # an output token has to fit too
+        prompts = ([length] * (budget // length) + [budget % length])[: self.max_num_seqs]
+        most_work = SamplingParams(top_p=0.5, min_p=0.1, repetition_penalty=1.1, logprobs=1)
+        batches = []
+        for lengths, params in (prompts, SamplingParams()), ([1] * min(self.max_num_seqs, budget), most_work):
+            seq = Sequence(0, [0] * length, params)  # all in the same blocks
+            seq.block_table = list(range(1, -(-length // self.block_size) + 1))
+            chunks = [Chunk(seq, 0, num_tokens, True) for num_tokens in lengths if num_tokens]
+            batches.append(ScheduledBatch(chunks, [seq] * len(chunks), sum(lengths)))
+        return batches
 
     @torch.inference_mode()
     def capture(self) -> Forward:

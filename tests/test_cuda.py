@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+import nanoengine.engine
 from nanoengine import LLM, EngineConfig, SamplingParams
 from nanoengine.backends.attention import KVCache, KVSpec, TorchAttention
 from nanoengine.backends.cuda import CUDA, FusedKernels, GraphRecorder, Staging, graph_sizes
@@ -344,9 +345,64 @@ def test_the_cache_gets_what_the_weights_the_largest_batch_and_others_leave_of_a
         trial_cache = 3 * block_bytes  # two blocks for a prompt of 511 tokens, and the null block
         usable = int((1 << 30) * 0.8) - ((100 << 20) - trial_cache) - (256 << 20)
         assert runner.num_blocks == usable // block_bytes - 1
-        assert runner.largest_batch().num_tokens == 511 * 16  # of a budget of 8192
+        prompts, samples = runner.largest_batches()
+        assert [chunk.end for chunk in prompts.chunks] == [511] * 16 + [16]  # a budget of 8192, used up
+        assert len(samples.sampled_seqs) == samples.num_tokens == 999
         assert all(seconds == 0 for seconds in runner.stopwatch.seconds.values())  # the trial was no step
-    assert in_float32["varlen contiguous"] == 2  # the largest batch, once through two layers
+    assert in_float32["varlen contiguous"] == 2  # the longest prompts, once through two layers
+    assert in_float32["with_kvcache"] >= 2  # the most rows, once, beside the captures
+
+
+@pytest.mark.parametrize(("max_num_seqs", "budget"), [(1, 100), (3, 2000), (50, 20), (7, 511)])
+def test_the_batches_tried_out_are_ones_that_a_scheduler_could_make(max_num_seqs, budget, in_float32, qwen3):
+    with LLM(qwen3, num_kv_blocks=4, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget) as llm:
+        prompts, samples = llm.llm_engine.runner.largest_batches()
+    for batch in (prompts, samples):
+        assert 1 <= len(batch.chunks) <= max_num_seqs
+        assert batch.num_tokens == sum(chunk.end for chunk in batch.chunks) <= budget
+        assert all(1 <= chunk.end <= 511 for chunk in batch.chunks)
+    assert prompts.num_tokens == min(budget, 511 * max_num_seqs)
+    assert len(samples.chunks) == min(max_num_seqs, budget)
+
+
+def test_the_trial_pass_draws_for_as_many_sequences_as_may_run_with_what_takes_most_memory(
+    in_float32, qwen3, monkeypatch
+):
+    drawn, draw = [], nanoengine.engine.draw_tokens
+
+    def noted(logits, rows, *args):
+        drawn.append((len(rows), rows[0].params))
+        return draw(logits, rows, *args)
+
+    monkeypatch.setattr("nanoengine.engine.draw_tokens", noted)
+    with LLM(qwen3, max_num_seqs=77):
+        num_rows, params = drawn[1]
+    assert num_rows == 77
+    assert params.filters
+    assert params.top_k <= 0 < params.top_p < 1  # the whole vocabulary is sorted
+    assert params.edits_logits
+    assert params.logprobs is not None
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "expected"),
+    [
+        ((7, 5), "auto", "float16"),
+        ((7, 5), "bfloat16", "bfloat16"),
+        ((8, 0), "auto", "bfloat16"),
+    ],
+)
+def test_bfloat16_by_default_is_float16_before_ampere(
+    capability, dtype, expected, flash_doubles, tmp_path_factory, monkeypatch, capsys
+):
+    path, _ = checkpoint("qwen3", tmp_path_factory)
+    monkeypatch.setattr("tests.doubles.FakeGPU.capability", capability)
+    monkeypatch.setattr("nanoengine.engine.resolve_dtype", lambda *_: torch.bfloat16)
+    tokens, line = run_and_read(path, capsys, dtype=dtype)
+    assert f", {expected} on cpu" in line
+    assert ("float16 instead of bfloat16" in line) == (expected == "float16")
+    assert ("torch attention" in line) == (capability < (8, 0))
+    assert all(len(answer) == 4 for answer in tokens)
 
 
 def test_arrays_of_the_same_shapes_are_staged_at_the_same_addresses():

@@ -276,6 +276,7 @@ class CUDA(Device):
     def __init__(self, device: torch.device, config: EngineConfig) -> None:
         super().__init__(device, config)
         self.staging: Staging | None = None
+        self.notes: list[str] = []  # for the user: what was chosen for this GPU, and why
         self.no_fusion = "enforce_eager" if config.enforce_eager else fusion_obstacle(device)
 
     @functools.cached_property
@@ -295,6 +296,13 @@ class CUDA(Device):
 
         return FlashAttention, VarlenAttention, TorchAttention
 
+    def choose_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Before Ampere, bfloat16 has no attention kernel: all scores would exist at once."""
+        if dtype != torch.bfloat16 or self.config.dtype != "auto" or self.capability >= (8, 0):
+            return dtype
+        self.notes.append("float16 instead of bfloat16, which this GPU does not compute in")
+        return torch.float16
+
     def prepare(self, model: Any) -> None:
         """As in the base class."""
         if model.replaceable and self.no_fusion is None:
@@ -309,6 +317,7 @@ class CUDA(Device):
         from nanoengine.backends.flash import FlashKernels  # loads Triton
 
         attention = super().choose_attention(specs, settings)
+        attention.notes.extend(self.notes)
         if self.no_fusion:
             attention.notes.append(f"nothing fused: {self.no_fusion}")
         if issubclass(attention.backend, FlashKernels):
@@ -362,17 +371,19 @@ class CUDA(Device):
             return Forward(runner.compute, f", no graphs ({first_line(error)})")
 
     def free_bytes(self, runner: "ModelRunner") -> int:
-        """What gpu_memory_utilization leaves after the weights, the largest batch's work and the graphs.
+        """What gpu_memory_utilization leaves after the weights, the largest batches' work and the graphs.
 
-        Tried out with a cache just large enough for the largest batch, which is given back.
+        Tried out with a cache just large enough for the largest batches, which is given back.
         """
-        batch = runner.largest_batch()
-        length, num_blocks = batch.chunks[0].end, len(batch.chunks[0].seq.block_table)
+        batches = runner.largest_batches()
+        chunks = batches[0].chunks
+        length, num_blocks = chunks[0].end, len(chunks[0].seq.block_table)
         try:
             runner.caches = new_caches(runner.kv_specs, num_blocks, runner.block_size, self.device)
             cache_bytes = sum(cache.k.nbytes + cache.v.nbytes for cache in runner.caches)
             torch.cuda.reset_peak_memory_stats(self.device)
-            runner.collect(runner.launch(batch))
+            for batch in batches:
+                runner.collect(runner.launch(batch))
             peak_bytes = torch.cuda.max_memory_allocated(self.device) - cache_bytes
             torch.cuda.empty_cache()
             before, _ = torch.cuda.mem_get_info(self.device)
@@ -381,7 +392,7 @@ class CUDA(Device):
             del graphs
         except torch.OutOfMemoryError as error:
             raise ValueError(
-                f"no memory on {self.device} for the largest batch, {len(batch.chunks)} prompts of {length} "
+                f"no memory on {self.device} for the largest batch, {len(chunks)} prompts of up to {length} "
                 "tokens; lower max_num_batched_tokens, max_num_seqs or max_model_len, or set "
                 "enforce_eager=True"
             ) from error

@@ -77,6 +77,10 @@ class Device:
         self.device = device
         self.config = config
 
+    def choose_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype to compute in, where the config or the checkpoint asks for this one."""
+        return dtype
+
     def prepare(self, model: Any) -> None:
         """Give a loaded model the kernels and the layout of weights that are fastest here."""
 
