@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: run test check clean
+.PHONY: run test check gpu clean
 
 run: .venv/installed  ## answer a few questions with the bundled model
 	$(BIN)/python example.py
@@ -14,6 +14,18 @@ check: .venv/developed  ## what CI runs besides the tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# VLLM=path/to/python, of an environment with vLLM, adds it to the comparison.
+gpu: .venv/tested  ## everything that only a GPU can prove, into gpu-report.txt (benchmarks/gpu.md)
+	{ nvidia-smi; $(BIN)/pip list; \
+	$(BIN)/python -m pytest -m gpu -rA; \
+	TORCH_LOGS=recompiles $(BIN)/python -m benchmarks.gpu; \
+	$(BIN)/python bench.py --workload nano; \
+	$(BIN)/python -m benchmarks --workload nano --markdown \
+	  --engine nanoengine,transformers$(if $(VLLM),$(comma)vllm --python vllm=$(VLLM)); \
+	} 2>&1 | tee gpu-report.txt
+
+comma := ,
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv

@@ -21,6 +21,7 @@ from nanoengine.engine import build_inputs
 from nanoengine.models.decoder import PlainKernels
 from nanoengine.sampling import SamplingRow, draw_tokens, scale_logits
 from tests.attention import ALL_DECODES, ALL_FRESH, MIXED, check_attention, metadata_of
+from tests.doubles import FakeGPU
 from tests.helpers import batch_of, checkpoint, greedy, make_sequence, random_prompts
 
 
@@ -252,6 +253,53 @@ def test_the_generation_asked_for_is_that_of_the_engine_s_own_gpu(monkeypatch, f
         in old.choose_attention([SPEC], frozenset()).notes[0]
     )
     assert new.choose_attention([SPEC], frozenset()).backend is FlashAttention
+
+
+@pytest.mark.parametrize(
+    ("missing", "chosen", "reasons"),
+    [
+        ({}, "flash", []),
+        ({"flash_attn"}, "varlen", ["not flash: flash-attn cannot be imported"]),
+        ({"flash_attn", "block_table"}, "torch", ["not flash: flash", "not varlen: varlen_attn of PyTorch"]),
+        ({"flash_attn", "softcap"}, "torch", ["not flash: flash", "not varlen: it does not compute softcap"]),
+        ({"softcap"}, "flash", []),
+        (
+            {"sinks"},
+            "torch",
+            ["not flash: it does not compute sinks", "not varlen: it does not compute sinks"],
+        ),
+        ({"ampere"}, "torch", ["not flash: it needs a GPU of the Ampere", "not varlen: it needs a GPU"]),
+        ({"float32"}, "torch", ["not flash: it computes in float16 or bfloat16", "not varlen: it computes"]),
+        ({"head_dim"}, "torch", ["not flash: head_dim must be", "not varlen: head_dim must be"]),
+        ({"triton"}, "flash", ["nothing fused: RuntimeError: no Triton"]),
+        ({"triton", "flash_attn"}, "varlen", ["not flash: flash", "nothing fused: RuntimeError: no Triton"]),
+        ({"triton", "flash_attn", "block_table", "ampere"}, "torch", ["not flash", "not varlen", "nothing"]),
+    ],
+    ids=str,
+)
+def test_whatever_is_missing_the_next_backend_runs_and_says_why(
+    missing, chosen, reasons, flash_doubles, monkeypatch
+):
+    """README's table; softcap, sinks, float32 and a head_dim of 512 are what the model asks for."""
+    monkeypatch.setattr("tests.doubles.FakeGPU.capability", (7, 5) if "ampere" in missing else (9, 0))
+    if "flash_attn" in missing:
+        monkeypatch.setitem(sys.modules, "flash_attn", None)
+    if "block_table" in missing:
+        monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", lambda query, key, value: None)
+    if "triton" in missing:
+
+        def broken(function):
+            raise RuntimeError("no Triton")
+
+        monkeypatch.setattr("nanoengine.backends.cuda.fuse", broken)
+    head_dim = 512 if "head_dim" in missing else 64
+    spec = KVSpec(2, head_dim, head_dim, torch.float32 if "float32" in missing else torch.bfloat16)
+    device = FakeGPU(torch.device("cpu"), EngineConfig(model="."))
+    attention = device.choose_attention([spec], frozenset({"softcap", "sinks"} & set(missing)))
+    assert attention.backend.name == chosen
+    assert len(attention.notes) == len(reasons)
+    for note, reason in zip(attention.notes, reasons, strict=True):
+        assert note.startswith(reason)
 
 
 def test_a_backend_that_cannot_run_is_an_error_where_it_was_asked_for(tmp_path_factory):

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 from nanoengine import LLM, SamplingParams
 from nanoengine.backends.attention import KVSpec, TorchAttention
 from nanoengine.backends.flash import FlashAttention, VarlenAttention
+from nanoengine.engine import ModelRunner
 from tests.attention import ALL_DECODES, ALL_FRESH, MIXED, check_attention
 from tests.helpers import DEMO, random_prompts
 
@@ -104,3 +105,73 @@ def test_memory_is_given_back_and_a_second_engine_finds_it(shape):
             llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
             assert torch.cuda.memory_allocated() > before + (1 << 30)
         assert torch.cuda.memory_allocated() <= before + (64 << 20)
+
+
+@pytest.mark.parametrize("num_seqs", [2, 8, 14])
+@pytest.mark.parametrize("kv_heads", [2, 8])
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_varlen_attn_writes_every_row_of_a_batch_of_decodes(num_seqs, kv_heads, is_captured, monkeypatch):
+    """Rows that no kernel writes would hold what the memory held: NaN, here."""
+    if reason := VarlenAttention.obstacle([KVSpec(kv_heads, 128, 128, torch.bfloat16)], frozenset()):
+        pytest.skip(reason)
+
+    def poison():
+        held = [torch.full((1 << size,), torch.nan, device="cuda") for size in range(8, 22)]
+        torch.cuda.synchronize()
+        del held
+
+    attend = VarlenAttention._attend
+
+    def poisoned(self, *args):
+        if not is_captured:
+            poison()
+            return attend(self, *args)
+        attend(self, *args)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = attend(self, *args)
+        out.fill_(torch.nan)
+        graph.replay()
+        return out
+
+    monkeypatch.setattr(VarlenAttention, "_attend", poisoned)
+    shape = {"heads": 8, "kv_heads": kv_heads, "head_dim": 128}
+    lens = [(1, 900 + 100 * i) for i in range(num_seqs)]
+    check_attention(VarlenAttention, lens, 256, **shape, dtype=torch.bfloat16, device="cuda")
+
+
+@pytest.mark.parametrize("backend", ["flash", "varlen"])
+def test_decodes_are_captured(backend, shape, capsys):
+    try:
+        with LLM(shape, load_format="dummy", num_kv_blocks=20, attn_backend=backend):
+            assert " graphs (" in capsys.readouterr().err
+    except ValueError as error:
+        pytest.skip(str(error))
+
+
+def test_no_launch_waits_for_the_gpu(shape, monkeypatch):
+    launch = ModelRunner.launch
+
+    def strict(*args):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return launch(*args)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    fields = [{"temperature": 0}, {}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"logprobs": 2}]
+    fields += [{"prompt_logprobs": 1}, {"logit_bias": {1: 2.0}}, {"allowed_token_ids": [1, 2]}]
+    params = [SamplingParams(max_tokens=8, ignore_eos=True, **f) for f in fields]
+    with LLM(shape, load_format="dummy", num_kv_blocks=40) as llm:
+        prompts = random_prompts([40] * len(params), vocab=4096)
+        llm.generate(prompts, params, use_tqdm=False)  # what is set up at a first call may wait
+        monkeypatch.setattr(ModelRunner, "launch", strict)
+        llm.generate(prompts, params, use_tqdm=False)
+
+
+def test_256_sequences_of_top_p_fit_into_the_memory_that_was_planned(shape):
+    params = SamplingParams(top_p=0.9, max_tokens=16, ignore_eos=True, logprobs=1)
+    with LLM(shape, load_format="dummy") as llm:
+        outputs = llm.generate(random_prompts([300] * 256, vocab=4096), params, use_tqdm=False)
+    assert all(len(out.outputs[0].token_ids) == 16 for out in outputs)
