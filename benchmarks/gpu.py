@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import torch
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.workloads import SHAPES
@@ -43,7 +42,7 @@ def main() -> None:
                 while llm.has_unfinished_requests():
                     llm.step()
                 table = profiler.key_averages()
-                kernels = [event for event in table if event.device_type == DeviceType.CUDA]
+                kernels = [event for event in table if event.device_type.name == "CUDA"]
                 busy = sum(event.self_device_time_total for event in kernels) / 1e6
                 print(table.table(sort_by="self_cuda_time_total", row_limit=15))
                 figures = {"top_p": top_p, "ms_per_step": 1e3 * seconds / NUM_STEPS, "busy": busy / seconds}
