@@ -35,7 +35,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     scheduling_policy: str = "fcfs"  # or "priority": a lower number runs first
     pin_threads: bool = True  # on a CPU: a core for each of PyTorch's threads, while a step runs
-    attn_backend: str = "auto"  # "flash", "varlen", "compiled" or "torch"; auto: the fastest that can
+    attn_backend: str = "auto"  # "flash", "varlen", "triton", "compiled" or "torch"; auto: the first that can
     enforce_eager: bool = False  # plain PyTorch: no compiled kernels, no CUDA graphs
     async_scheduling: bool | None = None  # prepare a step while the one before runs; None: on a GPU
     tensor_parallel_size: int = 1  # more is not supported
@@ -67,7 +67,7 @@ class EngineConfig:
             "scheduling_policy": ("fcfs", "priority"),
             "load_format": ("auto", "safetensors", "dummy"),
             "model_impl": ("auto", "nanoengine", "transformers"),
-            "attn_backend": ("auto", "flash", "varlen", "compiled", "torch"),
+            "attn_backend": ("auto", "flash", "varlen", "triton", "compiled", "torch"),
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:

@@ -327,6 +327,10 @@ def test_the_fastest_backend_is_chosen_and_named(in_float32, tmp_path_factory, m
     name, line = chosen()
     assert name == "varlen"
     assert "varlen attention (not flash: flash-attn cannot be imported" in line
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", lambda query, key, value: None)
+    name, line = chosen()
+    assert name == "torch"
+    assert "; not triton: Triton needs a GPU)" in line
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from nanoengine import LLM, SamplingParams
 from nanoengine.backends.attention import KVSpec, TorchAttention
 from nanoengine.backends.flash import FlashAttention, VarlenAttention
 from nanoengine.engine import ModelRunner
+from nanoengine.backends.triton import TritonAttention
 from tests.attention import ALL_DECODES, ALL_FRESH, MIXED, check_attention
 from tests.helpers import DEMO, random_prompts
 
@@ -41,7 +42,7 @@ def shape(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("backend", [FlashAttention, VarlenAttention, TorchAttention])
+@pytest.mark.parametrize("backend", [FlashAttention, VarlenAttention, TritonAttention, TorchAttention])
 @pytest.mark.parametrize("lens", [MIXED, ALL_FRESH, ALL_DECODES, [(300, 700), (2, 2)]])
 @pytest.mark.parametrize("window", [None, 9])
 def test_attention_in_bfloat16_equals_dense_attention_in_float64(backend, lens, window):
@@ -64,7 +65,7 @@ def test_greedy_tokens_of_the_bundled_model_equal_transformers():
         assert answer == theirs[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("backend", ["flash", "varlen"])
+@pytest.mark.parametrize("backend", ["flash", "varlen", "triton"])
 def test_graphs_pages_and_steps_in_flight_change_little_of_256_mixed_sequences(backend, shape):
     prompts = random_prompts([1 + 37 * i % 700 for i in range(256)], vocab=4096)
     answers = []

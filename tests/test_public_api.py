@@ -62,6 +62,7 @@ ORDER = [
     "backends.device",
     "backends.cpu",
     "backends.flash",
+    "backends.triton",
     "backends.cuda",
     "models.decoder",
     "models.hf",

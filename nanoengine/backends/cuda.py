@@ -293,8 +293,9 @@ class CUDA(Device):
     def backends(self) -> tuple[type[PagedAttention], ...]:  # type: ignore[override]
         """As in the base class."""
         from nanoengine.backends.flash import FlashAttention, VarlenAttention  # loads Triton
+        from nanoengine.backends.triton import TritonAttention
 
-        return FlashAttention, VarlenAttention, TorchAttention
+        return FlashAttention, VarlenAttention, TritonAttention, TorchAttention
 
     def choose_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Before Ampere, bfloat16 has no attention kernel: all scores would exist at once."""

@@ -1,0 +1,378 @@
+"""Paged attention by Triton kernels of our own: any block size, head_dim and setting, on many a GPU.
+
+A program holds a tile of queries and walks over the keys they see, a tile at a time, with a running softmax
+(FlashAttention). The query heads that share a KV head lie in the tile's rows together, so that each key is
+read once for all of them. A sequence with one new token has too little work in it to fill a GPU, so its keys
+are split among programs, and a second kernel combines what they found (flash-decoding).
+
+Tiles and splits follow from the layer's shapes and the sequence alone: a result is the same, bit for bit,
+whatever else is in the batch. Grids follow from what the host knows, so CUDA graphs can hold them.
+
+Source: FlashAttention-2, https://arxiv.org/abs/2307.08691; vLLM's `triton_unified_attention.py`.
+"""
+
+from __future__ import annotations  # Triton's types are not there without Triton
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanoengine.backends.attention import (
+    AttentionMetadata,
+    KVCache,
+    KVSpec,
+    PagedAttention,
+    Settings,
+    whole_rows,
+)
+from nanoengine.backends.flash import write_kv
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # Windows, and PyTorch for the CPU
+    triton = None
+
+MIN_SPAN, MAX_SPLITS = 256, 16  # of a sequence's keys: a split holds so many, and there are so many at most
+LOG2E = math.log2(math.e)  # the softmax is computed with powers of two, which a GPU has an instruction for
+
+# ---- Kernels -------------------------------------------------------------------------------------
+
+
+def kernel(function: Callable[..., Any]) -> Any:
+    """A function in Triton's language, compiled at its first call.
+
+    It is compiled anew for values of its own of an integer, and for alignments of a pointer: not for those
+    that change from step to step.
+    """
+    if triton is None:
+        return function
+    changing = {
+        "do_not_specialize": ("num_seqs", "table_stride", "num_splits"),
+        "do_not_specialize_on_alignment": ("block_tables", "cu_seqlens_q", "seq_lens"),
+    }
+    return triton.jit(**changing)(function)
+
+
+@kernel
+def _span(num_keys, MIN_SPAN: tl.constexpr, MAX_SPLITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Keys of a split of a sequence that sees num_keys."""
+    return tl.maximum(tl.cdiv(num_keys, MAX_SPLITS), MIN_SPAN)
+
+
+@kernel
+def _dot(a, b, UPCAST: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(M, N) float32; float32 itself is not rounded to TF32."""
+    if UPCAST:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@kernel
+def _with_sink(total, top, sinks, head):  # type: ignore[no-untyped-def]
+    """The sum of weights, relative to 2^top, with that of the head's sink, which has no value."""
+    if sinks is not None:
+        total += tl.exp2(tl.load(sinks + head) * 1.4426950408889634 - top)
+    return total
+
+
+@kernel
+def _attend_kernel(  # type: ignore[no-untyped-def]
+    out,  # (T, H, D')
+    parts,  # (S, num_splits, H, D') float32: weighted sums of values, of splits; None: of chunks
+    sums,  # (S, num_splits, H, 2) float32: the largest score and, relative to it, the sum of weights
+    q,  # (T, H, D)
+    k_cache,  # (num_blocks, B, K, D)
+    v_cache,  # (num_blocks, B, K, D')
+    block_tables,  # (S, most blocks) int32
+    cu_seqlens_q,  # (S + 1,) int32
+    seq_lens,  # (S,) int32
+    sinks,  # (H,) float32, or None
+    scale,  # that turns products into exponents of two; with a soft-cap, into its argument
+    softcap,  # of exponents, or None
+    window,  # or None
+    num_seqs,
+    table_stride,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    K_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    DECODE: tl.constexpr,  # whether this launch is for the sequences with one new token, or for the others
+    ROWS: tl.constexpr,  # of a tile of queries, each a token's head
+    TOKENS: tl.constexpr,  # of such a tile
+    KEYS: tl.constexpr,  # of a tile of keys
+    K_PAD: tl.constexpr,  # K_DIM and V_DIM as powers of two, which Triton needs
+    V_PAD: tl.constexpr,
+    MIN_SPAN: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """One program per tile of queries and KV head, and per split of a decode's keys."""
+    tile, kv_head = tl.program_id(0), tl.program_id(1)
+    if DECODE:
+        seq, token = tile, 0
+    else:
+        # Sequence i owns the tiles from cu_seqlens_q[i] // TOKENS + i on: as many as it needs, or one more.
+        seq, end = 0, num_seqs
+        while end - seq > 1:
+            middle = (seq + end) // 2
+            if tl.load(cu_seqlens_q + middle) // TOKENS + middle <= tile:
+                seq = middle
+            else:
+                end = middle
+        token = (tile - tl.load(cu_seqlens_q + seq) // TOKENS - seq) * TOKENS
+    start = tl.load(cu_seqlens_q + seq)
+    query_len = tl.load(cu_seqlens_q + seq + 1) - start
+    is_other = query_len != 1 if DECODE else (query_len == 1) | (token >= query_len)
+    if is_other:
+        return
+
+    # The tile's queries: rows, their tokens, heads and positions.
+    past = tl.load(seq_lens + seq) - query_len
+    rows = tl.arange(0, ROWS)
+    tokens = token + rows // (H // K)
+    heads = kv_head * (H // K) + rows % (H // K)
+    is_row = (rows < TOKENS * (H // K)) & (tokens < query_len)
+    out_rows = (start + tokens).to(tl.int64) * H + heads
+    k_dims, v_dims = tl.arange(0, K_PAD), tl.arange(0, V_PAD)
+    queries = tl.load(
+        q + out_rows[:, None] * K_DIM + k_dims[None, :],
+        mask=is_row[:, None] & (k_dims < K_DIM)[None, :],
+        other=0.0,
+    )
+
+    # The keys that any of them sees: positions [low, high), or a split of these.
+    low = 0
+    if window is not None:
+        low = tl.maximum(past + token + 1 - window, 0)
+    high = past + tl.minimum(token + TOKENS, query_len)
+    if DECODE:
+        span = _span(high - low, MIN_SPAN, MAX_SPLITS)
+        is_split = high - low > span
+        low += tl.program_id(2) * span
+        high = tl.minimum(low + span, high)
+        if low >= high:
+            return
+
+    top = tl.full((ROWS,), -float("inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, V_PAD), tl.float32)
+    for first in range(low, high, KEYS):
+        positions = first + tl.arange(0, KEYS)
+        is_key = positions < high  # behind it there may be NaN, which no weight of zero would undo
+        blocks = tl.load(
+            block_tables + seq * table_stride + positions // BLOCK_SIZE, mask=is_key, other=0
+        )  # of whatever block the table names next, nothing is read either
+        cache_rows = (blocks.to(tl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE) * K + kv_head
+        keys = tl.load(
+            k_cache + cache_rows[None, :] * K_DIM + k_dims[:, None],
+            mask=is_key[None, :] & (k_dims < K_DIM)[:, None],
+            other=0.0,
+        )
+        scores = _dot(queries, keys, UPCAST) * scale
+        if softcap is not None:
+            scores = softcap * (1 - 2 / (tl.exp2(scores) + 1))  # tanh
+        distance = (past + tokens)[:, None] - positions[None, :]
+        is_visible = (distance >= 0) & is_key[None, :]
+        if window is not None:
+            is_visible &= distance < window
+        scores = tl.where(is_visible, scores, -float("inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        base = tl.where(new_top == -float("inf"), 0.0, new_top)  # of a row that has seen nothing yet
+        weights = tl.exp2(scores - base[:, None])
+        fade = tl.exp2(top - base)
+        total = total * fade + tl.sum(weights, 1)
+        values = tl.load(
+            v_cache + cache_rows[:, None] * V_DIM + v_dims[None, :],
+            mask=is_key[:, None] & (v_dims < V_DIM)[None, :],
+            other=0.0,
+        )
+        acc = acc * fade[:, None] + _dot(weights.to(values.dtype), values, UPCAST)
+        top = new_top
+
+    is_value = is_row[:, None] & (v_dims < V_DIM)[None, :]
+    if DECODE:  # noqa: SIM102  (Triton computes both sides of an `and`)
+        if is_split:
+            part_rows = (seq * tl.num_programs(2) + tl.program_id(2)).to(tl.int64) * H + heads
+            tl.store(sums + part_rows * 2, top, mask=is_row)
+            tl.store(sums + part_rows * 2 + 1, total, mask=is_row)
+            tl.store(parts + part_rows[:, None] * V_DIM + v_dims[None, :], acc, mask=is_value)
+            return
+    acc /= _with_sink(total, top, sinks, heads)[:, None]
+    tl.store(out + out_rows[:, None] * V_DIM + v_dims[None, :], acc.to(out.dtype.element_ty), mask=is_value)
+
+
+@kernel
+def _combine_kernel(  # type: ignore[no-untyped-def]
+    out,
+    parts,
+    sums,
+    cu_seqlens_q,
+    seq_lens,
+    sinks,
+    window,
+    num_splits,
+    H: tl.constexpr,
+    V_DIM: tl.constexpr,
+    V_PAD: tl.constexpr,
+    MIN_SPAN: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+):
+    """One program per sequence and head: the splits' sums of a decode, weighed against each other."""
+    seq, head = tl.program_id(0), tl.program_id(1)
+    start = tl.load(cu_seqlens_q + seq)
+    num_keys = tl.load(seq_lens + seq)
+    if window is not None:
+        num_keys = tl.minimum(num_keys, window)
+    span = _span(num_keys, MIN_SPAN, MAX_SPLITS)
+    is_chunk = tl.load(cu_seqlens_q + seq + 1) - start != 1
+    if is_chunk | (num_keys <= span):
+        return
+    splits = tl.arange(0, MAX_SPLITS)
+    is_split = splits * span < num_keys
+    rows = (seq * num_splits + splits).to(tl.int64) * H + head
+    tops = tl.load(sums + rows * 2, mask=is_split, other=-float("inf"))
+    totals = tl.load(sums + rows * 2 + 1, mask=is_split, other=0.0)
+    top = tl.max(tops, 0)
+    weights = tl.exp2(tops - top)
+    dims = tl.arange(0, V_PAD)
+    is_dim = dims < V_DIM
+    acc = tl.load(
+        parts + rows[:, None] * V_DIM + dims[None, :], mask=is_split[:, None] & is_dim[None, :], other=0.0
+    )
+    result = tl.sum(acc * weights[:, None], 0) / _with_sink(tl.sum(totals * weights, 0), top, sinks, head)
+    tl.store(
+        out + (start.to(tl.int64) * H + head) * V_DIM + dims, result.to(out.dtype.element_ty), mask=is_dim
+    )
+
+
+# ---- Launching them ------------------------------------------------------------------------------
+
+
+class TritonAttention(PagedAttention):
+    """On any GPU that Triton compiles for, and on a CPU under Triton's interpreter (TRITON_INTERPRET=1)."""
+
+    name = "triton"
+    capturable = True
+
+    @classmethod
+    def obstacle(cls, specs: Sequence[KVSpec], settings: frozenset[str]) -> str | None:
+        """As in the base class; found by trying."""
+        if triton is None:
+            return "Triton is not installed"
+        if not (torch.cuda.is_available() or triton.knobs.runtime.interpret):
+            return "Triton needs a GPU"
+        for spec in dict.fromkeys(specs):
+            try:
+                is_right = cls._attends_to_ones(spec, settings)
+            except Exception as error:  # no C compiler, a GPU too old or with too little shared memory, ...
+                return f"Triton fails: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            if not is_right:
+                return "Triton's kernels compute wrong numbers here"
+        return None
+
+    @classmethod
+    def _attends_to_ones(cls, spec: KVSpec, settings: frozenset[str]) -> bool:
+        """Whether a chunk and a decode whose values are all one get ones."""
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        num_heads, block_size = spec.num_kv_heads, 16
+        k = torch.zeros(3, num_heads, spec.k_head_dim, dtype=spec.dtype, device=device)
+        v = torch.ones(3, num_heads, spec.v_head_dim, dtype=spec.dtype, device=device)
+        ends = torch.tensor([0, 2, 3], dtype=torch.int32, device=device)
+        metadata = AttentionMetadata(
+            cu_seqlens_q=ends,
+            cu_seqlens_k=ends,
+            seq_lens=ends.diff(),
+            block_tables=torch.tensor([[1], [2]], dtype=torch.int32, device=device),
+            slot_mapping=torch.tensor([16, 17, 32], device=device),
+            max_query_len=2,
+            max_seq_len=MIN_SPAN + 1,  # as if something were split: every kernel is tried
+            is_fresh=True,
+        )
+        out = cls(metadata, block_size)(
+            k,
+            k,
+            v,
+            KVCache.zeros(spec, 3, block_size, device),
+            scale=1.0,
+            window=2 if "window" in settings else None,
+            softcap=1.0 if "softcap" in settings else None,
+            sinks=torch.full((num_heads,), -torch.inf, device=device) if "sinks" in settings else None,
+        )
+        return bool((out - 1).abs().max() < 0.01)
+
+    def _write(self, k: Tensor, v: Tensor, cache: KVCache) -> None:
+        write_kv(cache.k, cache.v, whole_rows(k), whole_rows(v), self.metadata.slot_mapping)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, settings: Settings) -> Tensor:
+        meta, window = self.metadata, settings.window
+        (num_tokens, num_heads, k_dim), (num_kv_heads, v_dim) = q.shape, v.shape[1:]
+        num_seqs, group = len(meta.seq_lens), num_heads // num_kv_heads
+        out = q.new_empty(num_tokens, num_heads, v_dim)
+        if settings.softcap is None:
+            scale, softcap = settings.scale * LOG2E, None
+        else:
+            scale, softcap = settings.scale / settings.softcap * 2 * LOG2E, settings.softcap * LOG2E
+        k_pad, v_pad = (max(16, triton.next_power_of_2(dim)) for dim in (k_dim, v_dim))
+        # A tile of keys has 8 KiB at most, one of a chunk's queries 16, as far as the least a product takes
+        # allows; for the GPUs with the smallest shared memory.
+        width = max(k_pad, v_pad) * q.element_size()
+        keys, chunk_rows = (min(max(16, num_bytes // width), 64) for num_bytes in (8192, 16384))
+        least_rows = max(16, triton.next_power_of_2(group))
+        splits = {"MIN_SPAN": MIN_SPAN, "MAX_SPLITS": MAX_SPLITS}
+
+        def launch(grid: tuple[int, ...], parts: Tensor | None, sums: Tensor | None, rows: int) -> None:
+            is_decode = parts is not None
+            _attend_kernel[grid](
+                out,
+                parts,
+                sums,
+                q,
+                cache.k,
+                cache.v,
+                meta.block_tables,
+                meta.cu_seqlens_q,
+                meta.seq_lens,
+                settings.sinks,
+                scale,
+                softcap,
+                window,
+                num_seqs,
+                meta.block_tables.stride(0),
+                H=num_heads,
+                K=num_kv_heads,
+                K_DIM=k_dim,
+                V_DIM=v_dim,
+                BLOCK_SIZE=self.block_size,
+                DECODE=is_decode,
+                ROWS=rows,
+                TOKENS=1 if is_decode else rows // group,
+                KEYS=keys,
+                K_PAD=k_pad,
+                V_PAD=v_pad,
+                # Triton's interpreter would multiply the bits of bfloat16 as integers.
+                UPCAST=q.dtype == torch.bfloat16 and triton.knobs.runtime.interpret,
+                num_stages=2,
+                **splits,
+            )
+
+        most_keys = meta.max_seq_len if window is None else min(meta.max_seq_len, window)
+        num_splits = min(-(-most_keys // MIN_SPAN), MAX_SPLITS)
+        parts, sums = (
+            torch.empty(num_seqs, num_splits, num_heads, n, device=q.device, dtype=torch.float32)
+            for n in (v_dim, 2)
+        )
+        launch((num_seqs, num_kv_heads, num_splits), parts, sums, least_rows)
+        if num_splits > 1:
+            ends = meta.cu_seqlens_q, meta.seq_lens
+            _combine_kernel[(num_seqs, num_heads)](
+                out, parts, sums, *ends, settings.sinks, window, num_splits, num_heads, v_dim, v_pad, **splits
+            )
+        if meta.max_query_len > 1:
+            rows = max(least_rows, chunk_rows)
+            launch((num_tokens // (rows // group) + num_seqs, num_kv_heads), None, None, rows)
+        return out

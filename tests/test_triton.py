@@ -1,0 +1,360 @@
+"""The Triton backend: its kernels as a GPU runs them where there is one, else by Triton's interpreter.
+
+The interpreter has to be chosen before Triton is imported, so one test runs this file again in a process of
+its own. `TRITON_INTERPRET=1 pytest tests/test_triton.py` does the same by hand.
+"""
+
+import functools
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanoengine import LLM, SamplingParams
+from nanoengine.backends import triton as backend
+from nanoengine.backends.attention import KVCache, KVSpec, Settings
+from nanoengine.backends.triton import MAX_SPLITS, MIN_SPAN, TritonAttention
+from tests.attention import ALL_DECODES, ALL_FRESH, MIXED, check_attention, metadata_of
+from tests.helpers import checkpoint, greedy, random_prompts
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+ON_GPU = torch.cuda.is_available() and not INTERPRETED
+DEVICE = "cuda" if ON_GPU else "cpu"
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+runs_kernels = pytest.mark.skipif(not (INTERPRETED or ON_GPU), reason="run again under Triton's interpreter")
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="run again under Triton's interpreter")
+compiles = pytest.mark.skipif(INTERPRETED, reason="what is interpreted is not compiled")
+
+
+@compiles
+def test_all_of_this_file_passes_under_tritons_interpreter():
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    root = Path(__file__).parents[1]
+    result = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert re.search(r"\d\d passed", result.stdout), result.stdout
+
+
+# ---- Against dense attention ---------------------------------------------------------------------
+
+SHORT = [(1, 1), (1, 40), (5, 33), (7, 7), (1, 17)]
+SINKS = torch.tensor([-1.0, 0.5, 2.0, 30.0])
+
+
+class OnDevice(TritonAttention):
+    """The backend with sinks wherever they are given."""
+
+    def __call__(self, q, k, v, cache, *, sinks=None, **settings):
+        return super().__call__(
+            q, k, v, cache, sinks=None if sinks is None else sinks.to(q.device), **settings
+        )
+
+
+check = functools.partial(check_attention, OnDevice, device=DEVICE)
+
+
+@runs_kernels
+@pytest.mark.parametrize("block_size", [1, 3, 16, 256])
+def test_any_mix_of_prompts_chunks_and_decodes_equals_dense_attention(block_size):
+    check(MIXED, block_size)
+
+
+@runs_kernels
+@pytest.mark.parametrize("lens", [ALL_FRESH, ALL_DECODES, [(5, 300)], [(130, 200), (2, 2)]])
+def test_batches_of_one_kind_and_chunks_of_several_tiles_equal_dense_attention(lens):
+    check(lens, 16)
+
+
+@runs_kernels
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("lens", [MIXED, ALL_DECODES])
+def test_half_precision_equals_dense_attention_within_its_rounding(lens, dtype):
+    check(lens, 16, dtype=dtype)
+
+
+@runs_kernels
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"),
+    [
+        *[(dim, torch.float32) for dim in (8, 20, 64, 80, 96, 128, 256, 300)],
+        *[(dim, torch.bfloat16) for dim in (20, 128, 300)],
+    ],
+)
+def test_any_head_dim_works(head_dim, dtype):
+    check(SHORT, 16, head_dim=head_dim, dtype=dtype, stale=float("nan"))
+
+
+@runs_kernels
+@pytest.mark.parametrize(("head_dim", "v_head_dim"), [(24, 16), (16, 24), (192, 128), (40, 300)])
+def test_values_may_be_narrower_or_wider_than_keys(head_dim, v_head_dim):
+    check([*SHORT, (1, 600)], 16, head_dim=head_dim, v_head_dim=v_head_dim)
+
+
+@runs_kernels
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (8, 1), (3, 3), (71, 1)])
+def test_grouped_and_multi_query_heads_read_their_own_kv_head(heads, kv_heads):
+    check([*SHORT, (20, 30), (1, 300)], 16, heads=heads, kv_heads=kv_heads)
+
+
+@runs_kernels
+@pytest.mark.parametrize("window", [1, 5, 16, 300, 1000])
+def test_a_sliding_window_hides_what_is_further_back(window):
+    check([*MIXED, (1, 700), (1, 301), (70, 400)], 16, window=window)
+
+
+@runs_kernels
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("settings", [{"softcap": 2}, {"sinks": SINKS}, {"softcap": 1.0, "sinks": SINKS}])
+def test_scores_are_soft_capped_and_sinks_take_their_share(settings, window):
+    check([*MIXED, (1, 600)], 8, window=window, **settings)
+
+
+@runs_kernels
+@pytest.mark.parametrize("block_size", [3, 16])
+@pytest.mark.parametrize("window", [None, 9])
+def test_what_other_sequences_left_in_a_block_is_never_read(block_size, window):
+    check([*MIXED, (1, 257), (1, 300)], block_size, window=window, stale=float("nan"))
+
+
+AT_THE_EDGES = [MIN_SPAN - 1, MIN_SPAN, MIN_SPAN + 1, 2 * MIN_SPAN, 2 * MIN_SPAN + 1]
+
+
+@runs_kernels
+@pytest.mark.parametrize(
+    "lens",
+    [
+        [(1, n) for n in AT_THE_EDGES],
+        [(1, MAX_SPLITS * MIN_SPAN + 1)],
+        [(1, 3 * MAX_SPLITS * MIN_SPAN // 2 + 5), (3, 500)],
+    ],
+)
+@pytest.mark.parametrize("settings", [{}, {"window": 520, "sinks": SINKS}])
+def test_long_decodes_are_split_and_combined(lens, settings):
+    check(lens, 16, stale=float("nan"), **settings)
+
+
+# ---- A result does not depend on the batch -------------------------------------------------------
+
+
+def attend(seqs, dtype, num_padding=0, most_tokens=0, **settings):
+    """The outputs of sequences (seed, new tokens, tokens in all), each drawn from its own seed.
+
+    As a CUDA graph has it, there are num_padding tokens in the null block behind them, which is full of NaN,
+    and the longest is said to have most_tokens.
+    """
+    heads, kv_heads, dim, block_size = 6, 2, 16, 16
+    num_blocks = sum(-(-total // block_size) for _, _, total in seqs)
+    cache = KVCache(*(torch.full((num_blocks + 1, block_size, kv_heads, dim), torch.nan) for _ in "kv"))
+    cache = KVCache(cache.k.to(dtype), cache.v.to(dtype))
+    tables, slots, new = [], [], []
+    free = torch.arange(1, num_blocks + 1).flip(0)
+    for seed, length, total in seqs:
+        generator = torch.Generator().manual_seed(seed)
+        q = torch.randn(length, heads, dim, generator=generator).to(dtype)
+        k, v = (torch.randn(total, kv_heads, dim, generator=generator).to(dtype) for _ in "kv")
+        count = -(-total // block_size)
+        tables.append(free[:count])
+        free = free[count:]
+        held = (tables[-1][:, None] * block_size + torch.arange(block_size)).flatten()[:total]
+        cache.k.flatten(0, 1)[held[:-length]], cache.v.flatten(0, 1)[held[:-length]] = (
+            k[:-length],
+            v[:-length],
+        )
+        slots.append(held[-length:])
+        new.append((q, k[-length:], v[-length:]))
+    for _ in range(num_padding):
+        tables.append(torch.tensor([0]))
+        slots.append(torch.tensor([0]))
+        new.append(tuple(torch.full((1, n, dim), torch.nan).to(dtype) for n in (heads, kv_heads, kv_heads)))
+    lens = [(length, total) for _, length, total in seqs] + [(1, 1)] * num_padding
+    padded = torch.nn.utils.rnn.pad_sequence(tables, batch_first=True).int()
+    metadata = metadata_of(lens, padded, torch.cat(slots), DEVICE)
+    metadata = metadata._replace(max_seq_len=max(metadata.max_seq_len, most_tokens))
+    attention = TritonAttention(metadata, block_size)
+    q, k, v = (torch.cat(x).to(DEVICE) for x in zip(*new, strict=True))
+    cache = KVCache(cache.k.to(DEVICE), cache.v.to(DEVICE))
+    return attention(q, k, v, cache, scale=dim**-0.5, **settings).split([length for length, _ in lens])
+
+
+@runs_kernels
+@pytest.mark.parametrize(
+    ("dtype", "settings"),
+    [(torch.float32, {}), (torch.bfloat16, {}), (torch.float32, {"window": 300, "softcap": 3.0})],
+)
+def test_a_sequence_gets_the_same_bits_alone_and_in_any_batch(dtype, settings):
+    seqs = [(0, 1, 600), (1, 1, 5), (2, 40, 90), (3, 1, 256), (4, 3, 3), (5, 1, 257)]
+    alone = [attend([seq], dtype, **settings)[0] for seq in seqs]
+    for order in (range(6), (5, 2, 0), (0, 1, 3)):
+        together = attend([seqs[i] for i in order], dtype, **settings)
+        for i, out in zip(order, together, strict=True):
+            assert torch.equal(out, alone[i]), f"sequence {i} of {list(order)}"
+            assert out.isfinite().all()
+
+
+@runs_kernels
+def test_padding_a_batch_of_decodes_for_a_graph_changes_no_bit_of_it():
+    seqs = [(0, 1, 700), (1, 1, 5), (3, 1, 256)]
+    plain = attend(seqs, torch.float32)
+    padded = attend(seqs, torch.float32, num_padding=3, most_tokens=40_000)
+    assert all(torch.equal(a, b) for a, b in zip(plain, padded[:3], strict=True))
+
+
+# ---- Through the engine --------------------------------------------------------------------------
+
+
+CHUNKS = {"num_kv_blocks": 5, "max_num_batched_tokens": 30}  # and preemption
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [("qwen3", {}), ("qwen3", CHUNKS), ("qwen2 sliding from layer 1", CHUNKS), ("gemma3", CHUNKS)],
+)
+def test_greedy_tokens_equal_transformers(model, settings, in_float32, tmp_path_factory):
+    path, reference = checkpoint(model, tmp_path_factory)
+    shared = random_prompts([20], seed=5)[0]
+    prompts = [*random_prompts([3, 15, 16, 1]), shared + [7] * 5, [*shared, 8, 9]]
+    settings = {"num_kv_blocks": 40, "max_num_seqs": 4, "block_size": 16, **settings}
+    with LLM(path, attn_backend="triton", **settings) as llm:
+        params = SamplingParams(temperature=0, max_tokens=4)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert (llm.metrics()["num_preemptions"] > 0) == (settings["num_kv_blocks"] == 5)
+        assert llm.llm_engine.runner.attention.backend is TritonAttention
+    assert [out.outputs[0].token_ids for out in outputs] == [greedy(reference, p, 4) for p in prompts]
+    assert (in_float32["replay"] > 0) == (model != "gemma3")  # ours alone is captured
+
+
+# ---- Whether it can run --------------------------------------------------------------------------
+
+SPEC = KVSpec(2, 20, 24, torch.bfloat16)
+EVERYTHING = frozenset(("window", "softcap", "sinks"))
+
+
+@runs_kernels
+def test_it_runs_wherever_its_kernels_do():
+    assert TritonAttention.obstacle([SPEC, SPEC], EVERYTHING) is None
+
+
+@runs_kernels
+def test_kernels_that_fail_or_compute_nonsense_are_passed_over(monkeypatch):
+    class Broken:
+        def __getitem__(self, grid):
+            raise RuntimeError("Failed to find C compiler.\nPlease specify via CC")
+
+    class Idle:
+        def __getitem__(self, grid):
+            return lambda *args, **kwargs: args[0].fill_(0)
+
+    monkeypatch.setattr(backend, "_attend_kernel", Broken())
+    assert TritonAttention.obstacle([SPEC], frozenset()) == (
+        "Triton fails: RuntimeError: Failed to find C compiler."
+    )
+    monkeypatch.setattr(backend, "_attend_kernel", Idle())
+    assert "wrong numbers" in TritonAttention.obstacle([SPEC], frozenset())
+
+
+@pytest.mark.skipif(INTERPRETED or ON_GPU, reason="Triton runs here")
+def test_without_a_gpu_or_without_triton_the_reason_is_named(monkeypatch):
+    assert TritonAttention.obstacle([SPEC], frozenset()) == "Triton needs a GPU"
+    monkeypatch.setattr(backend, "triton", None)
+    assert TritonAttention.obstacle([SPEC], frozenset()) == "Triton is not installed"
+
+
+# ---- Compiling, which needs no GPU ---------------------------------------------------------------
+
+TYPES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int32: "*i32"}
+
+
+class Recorder:
+    """A kernel whose launches are kept."""
+
+    def __init__(self, kernel):
+        self.kernel, self.launches = kernel, []
+
+    def __getitem__(self, grid):
+        def launch(*args, **kwargs):
+            options = {name: kwargs.pop(name) for name in ("num_stages",) if name in kwargs}
+            named = dict(zip(self.kernel.arg_names, args, strict=False), **kwargs)
+            self.launches.append((named, options))
+
+        return launch
+
+
+def launches_of(monkeypatch, lens, dtype, dim, settings):
+    """The kernels that attend to a batch, each with its arguments and options."""
+    recorders = [Recorder(getattr(backend, name)) for name in ("_attend_kernel", "_combine_kernel")]
+    with monkeypatch.context() as patch:
+        for recorder in recorders:
+            patch.setattr(backend, recorder.kernel.fn.__name__, recorder)
+        table = torch.zeros(len(lens), -(-max(total for _, total in lens) // 16), dtype=torch.int32)
+        num_tokens = sum(new for new, _ in lens)
+        metadata = metadata_of(lens, table, torch.zeros(num_tokens, dtype=torch.int64))
+        q = torch.zeros(num_tokens, 8, dim, dtype=dtype)
+        spec = KVSpec(2, dim, dim, dtype)
+        cache = KVCache.zeros(spec, 2, 16, torch.device("cpu"))
+        TritonAttention(metadata, 16)._attend(q, q[:, :2], q[:, :2], cache, settings)
+    return [(recorder.kernel, *launch) for recorder in recorders for launch in recorder.launches]
+
+
+ALL_SETTINGS = Settings(0.1, 600, 2.0, torch.zeros(8))
+PLAIN = Settings(0.1, None, None, None)
+
+
+@compiles
+@pytest.mark.parametrize(
+    ("target", "shared_bytes"),
+    [(("cuda", 75, 32), 64 << 10), (("cuda", 80, 32), 99 << 10), (("hip", "gfx942", 64), 64 << 10)],
+)
+@pytest.mark.parametrize(
+    ("dtype", "dim", "settings"), [(torch.bfloat16, 128, ALL_SETTINGS), (torch.float16, 300, PLAIN)]
+)
+def test_the_kernels_compile_for_gpus_and_fit_into_their_shared_memory(
+    target, shared_bytes, dtype, dim, settings, monkeypatch, tmp_path
+):
+    """Of Turing, Ampere (whose smallest holds 99 KiB) and AMD's CDNA 3."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # compiled, not found
+    launches = launches_of(monkeypatch, [(1, 1000), (3, 3)], dtype, dim, settings)
+    assert len(launches) == 3
+    for kernel, named, options in launches:
+        constant = {param.name for param in kernel.params if param.is_constexpr}
+        constants = {name: x for name, x in named.items() if name in constant or x is None}
+        signature = {
+            name: "constexpr"
+            if name in constants
+            else TYPES[x.dtype]
+            if isinstance(x, torch.Tensor)
+            else {float: "fp32", int: "i32"}[type(x)]
+            for name, x in named.items()
+        }
+        source = ASTSource(kernel, signature, constants)
+        compiled = compile(source, target=GPUTarget(*target), options=options)
+        assert compiled.metadata.shared <= shared_bytes
+
+
+@compiles
+def test_no_step_needs_kernels_of_its_own(monkeypatch):
+    """What differs from step to step is nothing that Triton compiles for."""
+    steps = [
+        launches_of(monkeypatch, lens, torch.bfloat16, 64, ALL_SETTINGS)
+        for lens in ([(1, 1000), (16, 16)], [(1, 257), *[(1, 3)] * 15, (40, 400)])
+    ]
+    for (kernel, first, _), (_, second, _) in zip(*steps, strict=True):
+        for param in kernel.params:
+            a, b = first[param.name], second[param.name]
+            if isinstance(a, torch.Tensor):
+                staged = param.name in ("block_tables", "cu_seqlens_q", "seq_lens")
+                assert param.do_not_specialize_on_alignment == staged
+            else:
+                assert a == b or param.do_not_specialize, param.name
