@@ -100,7 +100,7 @@ def test_values_may_be_narrower_or_wider_than_keys(head_dim, v_head_dim):
 
 
 @runs_kernels
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (8, 1), (3, 3), (71, 1)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (8, 1), (3, 3), (17, 1)])
 def test_grouped_and_multi_query_heads_read_their_own_kv_head(heads, kv_heads):
     check([*SHORT, (20, 30), (1, 300)], 16, heads=heads, kv_heads=kv_heads)
 
@@ -311,16 +311,17 @@ PLAIN = Settings(0.1, None, None, None)
 
 @compiles
 @pytest.mark.parametrize(
-    ("target", "shared_bytes"),
-    [(("cuda", 75, 32), 64 << 10), (("cuda", 80, 32), 99 << 10), (("hip", "gfx942", 64), 64 << 10)],
-)
-@pytest.mark.parametrize(
-    ("dtype", "dim", "settings"), [(torch.bfloat16, 128, ALL_SETTINGS), (torch.float16, 300, PLAIN)]
+    ("target", "shared_bytes", "dtype", "dim", "settings"),
+    [
+        (("cuda", 75, 32), 64 << 10, torch.float16, 300, PLAIN),  # Turing
+        (("cuda", 80, 32), 99 << 10, torch.bfloat16, 128, ALL_SETTINGS),  # Ampere, where it has the least
+        (("cuda", 90, 32), 227 << 10, torch.bfloat16, 128, ALL_SETTINGS),  # Hopper
+        (("hip", "gfx942", 64), 64 << 10, torch.bfloat16, 128, ALL_SETTINGS),  # AMD's CDNA 3
+    ],
 )
 def test_the_kernels_compile_for_gpus_and_fit_into_their_shared_memory(
     target, shared_bytes, dtype, dim, settings, monkeypatch, tmp_path
 ):
-    """Of Turing, Ampere (whose smallest holds 99 KiB) and AMD's CDNA 3."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
