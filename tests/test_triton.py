@@ -208,6 +208,23 @@ def test_padding_a_batch_of_decodes_for_a_graph_changes_no_bit_of_it():
     assert all(torch.equal(a, b) for a, b in zip(plain, padded[:3], strict=True))
 
 
+@runs_kernels
+def test_a_tile_writes_its_own_rows_and_no_others(monkeypatch):
+    """On a GPU tiles run at once: what one writes for another would overwrite it as it happens."""
+    whole = attend([(0, 30, 30)], torch.float32)[0]
+    kernel = backend._attend_kernel
+
+    class FirstTile:
+        def __getitem__(self, grid):
+            return lambda out, *args, **kwargs: kernel[(1, *grid[1:])](out.fill_(torch.nan), *args, **kwargs)
+
+    monkeypatch.setattr(backend, "_attend_kernel", FirstTile())
+    out = attend([(0, 30, 30)], torch.float32)[0]
+    written = 64 // 3  # three heads to a token, 64 rows to a tile
+    assert torch.equal(out[:written], whole[:written])
+    assert out[written:].isnan().all()
+
+
 # ---- Through the engine --------------------------------------------------------------------------
 
 
