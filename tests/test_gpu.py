@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 from nanoengine import LLM, SamplingParams
 from nanoengine.backends.attention import KVSpec, TorchAttention
 from nanoengine.backends.flash import FlashAttention, VarlenAttention
-from nanoengine.engine import ModelRunner
 from nanoengine.backends.triton import TritonAttention
+from nanoengine.engine import ModelRunner
 from tests.attention import ALL_DECODES, ALL_FRESH, MIXED, check_attention
 from tests.helpers import DEMO, random_prompts
 
