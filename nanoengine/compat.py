@@ -11,8 +11,9 @@ from inspect import signature
 from itertools import combinations
 from typing import Any, TypeVar
 
-Unserved = Mapping[str, tuple[tuple[Any, ...] | None, str]]  # name -> values accepted, what else to do
-ANY = None  # instead of values: each is accepted, since none changes an answer
+# name -> values accepted, what to do instead of others
+Unserved = Mapping[str, tuple[tuple[Any, ...] | None, str]]
+ANY = None  # in place of values: each is accepted, since none changes an answer, for the reason beside it
 NO_MEDIA = [
     dict.fromkeys(kinds, 0) for n in range(4) for kinds in combinations(("image", "video", "audio"), n)
 ]
@@ -31,7 +32,7 @@ ENGINE: Unserved = {
     "cpu_offload_gb": ((None, 0), "give a smaller model or dtype"),
     "cudagraph_capture_sizes": ((None,), "leave it out: graphs are captured up to max_num_seqs"),
     "data_parallel_size": ((None, 1), "start a process per device"),
-    "disable_async_output_proc": (ANY, "nothing of the kind"),
+    "disable_async_output_proc": (ANY, "outputs are made in the step"),
     "disable_cascade_attn": (ANY, "there is no cascade attention"),
     "disable_custom_all_reduce": (ANY, "one device has nothing to reduce"),
     "disable_log_requests": (ANY, "requests are not logged"),
@@ -47,7 +48,7 @@ ENGINE: Unserved = {
     "enable_prompt_embeds": ((None, False), "prompts are text or token ids"),
     "enable_sleep_mode": ((None, False), "close() releases the memory"),
     "enforce_eager": ((None,), ""),
-    "generation_config": ((None, "auto"), "pass SamplingParams of your own to each call"),
+    "generation_config": ((None, "auto"), "leave it out and pass SamplingParams of your own"),
     "guided_decoding_backend": ((None, "auto"), "structured outputs are not served"),
     "hf_config_path": ((None,), "put the config.json into the model's directory"),
     "hf_overrides": ((None, {}), "edit config.json in a copy of the checkpoint"),
@@ -64,7 +65,7 @@ ENGINE: Unserved = {
     "max_seq_len_to_capture": (ANY, "graphs do not depend on the length"),
     "mm_processor_kwargs": ((None, {}), "only text is served"),
     "model_loader_extra_config": ((None, {}), "weights are read from safetensors"),
-    "override_generation_config": ((None, {}), "pass SamplingParams of your own to each call"),
+    "override_generation_config": ((None, {}), "leave it out and pass SamplingParams of your own"),
     "pipeline_parallel_size": ((None, 1), "leave it out: the model runs on one device"),
     "preemption_mode": ((None, "recompute"), "preempted sequences are recomputed"),
     "prefix_caching_hash_algo": (ANY, "a hit is verified by its tokens"),
