@@ -1,5 +1,6 @@
 """What hostile use found, and what it did not: nobody's request, signal or file may harm another's answer."""
 
+import asyncio
 import random
 import runpy
 import shutil
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,7 +19,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nanoengine import LLM, SamplingParams
+from nanoengine import LLM, AsyncLLM, SamplingParams
 from nanoengine.backends.cpu import PinnedThreads
 from nanoengine.requests import MAX_PENDING, Detokenizer
 from nanoengine.sampling import SamplingRow, draw_tokens
@@ -237,6 +239,148 @@ def test_no_request_changes_another_one_s_tokens_whatever_it_asks_for(engine, re
                 continue  # refused at submission
 
     assert run_beside(llm, intrude)[0] == alone
+
+
+# ---- what did no harm, and must not ----
+
+
+def test_a_storm_of_cancellations_duplicate_ids_and_preemptions_changes_no_answer(model):
+    """Also bad requests; one engine, many coroutines, blocks for a few of them."""
+    rng = random.Random(0)
+    prompts = [[rng.randrange(250) for _ in range(rng.randint(1, 40))] for _ in range(12)]
+    params = [
+        SamplingParams(temperature=i % 2, seed=i, max_tokens=20 + i, ignore_eos=True) for i in range(12)
+    ]
+    with LLM(model, num_kv_blocks=60, block_size=4) as llm:
+        expected = [out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)]
+
+    async def main():
+        engine = AsyncLLM(model, num_kv_blocks=60, block_size=4, max_concurrent_requests=30)
+        counts = Counter()
+
+        async def consume(number):
+            i, request_id = number % 12, f"r{number - number % 5 // 4}"  # every fifth takes its neighbour's
+            try:
+                outputs = [output async for output in engine.generate(prompts[i], params[i], request_id)]
+            except ValueError:
+                counts["duplicate"] += 1
+            else:
+                assert outputs[-1].outputs[0].token_ids == expected[i]
+                counts["answered"] += 1
+
+        tasks = [asyncio.create_task(consume(number)) for number in range(150)]
+        while rest := [task for task in tasks if not task.done()]:
+            if rng.random() < 0.3 and counts["cancelled"] < 50:
+                rng.choice(rest).cancel()
+                counts["cancelled"] += 1
+            await asyncio.sleep(rng.choice([0, 0.001, 0.01]))
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert {type(result) for result in results} == {type(None), asyncio.CancelledError}
+        for _ in range(2):
+            await engine.abort("nobody")  # when this returns, the aborts before it have run
+        metrics = engine.llm_engine.metrics()
+        assert not engine._mailboxes
+        assert not engine._waiting
+        await asyncio.to_thread(engine.close)
+        return counts, metrics
+
+    counts, metrics = asyncio.run(main())
+    assert metrics["num_free_blocks"] == 60
+    assert metrics["num_preemptions"] > 10
+    assert counts["answered"] > 50
+    assert counts["cancelled"] == 50
+    assert counts["duplicate"] > 5
+
+
+def test_logits_that_are_not_numbers_harm_only_whoever_they_are_of(engine):
+    llm, alone = engine
+    runner = llm.llm_engine.runner
+    launch, compute_logits, rng = runner.launch, runner.model.compute_logits, random.Random(0)
+
+    def launch_poisoned(batch, before):
+        poisoned = [i for i, seq in enumerate(batch.sampled_seqs) if seq.token_ids[0] == ord("!")]
+
+        def poison(hidden):
+            logits = compute_logits(hidden)
+            if poisoned:
+                value = rng.choice([float("nan"), float("inf"), -float("inf")])
+                logits[poisoned, rng.randrange(260) :] = value
+            return logits
+
+        runner.model.compute_logits = poison
+        return launch(batch, before)
+
+    runner.launch = launch_poisoned
+    try:
+        for seed in range(20):
+            params = SamplingParams(temperature=seed % 3, seed=seed, max_tokens=9, top_k=seed % 4, n=2)
+            assert run_beside(llm, lambda llm, p=params: llm.add_request("!", "!", p))[0] == alone
+    finally:
+        runner.launch, runner.model.compute_logits = launch, compute_logits
+
+
+@pytest.mark.parametrize(
+    ("num_kv_blocks", "block_size", "others"),
+    [
+        (12, 4, {}),
+        (12, 4, {"max_num_seqs": 1}),
+        (12, 4, {"max_num_batched_tokens": 1}),
+        (13, 4, {"max_num_batched_tokens": 3, "async_scheduling": True}),
+        (48, 1, {"long_prefill_token_threshold": 2}),
+        (3, 16, {"enable_prefix_caching": False}),
+    ],
+)
+def test_no_pool_is_so_small_that_requests_stop_each_other(num_kv_blocks, block_size, others, model):
+    prompts = [[5] * 11, [5] * 11 + [6] * 7, [7], [5] * 24]
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    with LLM(model, num_kv_blocks=200) as llm:
+        expected = answers(llm.generate(prompts, params, use_tqdm=False))
+    with LLM(model, num_kv_blocks=num_kv_blocks, block_size=block_size, **others) as llm:
+        for i in range(12):
+            llm.add_request(str(i), prompts[i % 4], params)
+        finished = {}
+        for _ in range(12 * 60 * 4):
+            if not llm.has_unfinished_requests():
+                break
+            finished |= {out.request_id: out for out in llm.step() if out.finished}
+        assert answers(finished[str(i)] for i in range(12)) == expected * 3
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_aborting_waiting_requests_one_at_a_time_takes_linear_time(backwards, model):
+    def seconds(number):
+        ids = [str(i) for i in range(number)]
+        for request_id in ids:
+            llm.add_request(request_id, [1, 2], SEEDED)
+        start = time.process_time()
+        for request_id in reversed(ids) if backwards else ids:
+            llm.abort_request(request_id)
+        return time.process_time() - start
+
+    with LLM(model, num_kv_blocks=20) as llm:
+        # 8 times as many: 8 times as long, or 64 times.
+        assert min(seconds(4000) for _ in range(3)) < 24 * min(seconds(500) for _ in range(5))
+
+
+def test_whether_a_request_of_many_samples_is_finished_is_told_without_looking_at_all(model, monkeypatch):
+    looks = 0
+
+    def is_finished(seq):
+        nonlocal looks
+        looks += 1
+        return seq.finish_reason is not None
+
+    with LLM(model, num_kv_blocks=20) as llm:
+        llm.add_request("x", [1, 2], SamplingParams(n=1000))
+        request = llm.llm_engine._requests["x"]
+        monkeypatch.setattr("nanoengine.engine.Sequence.is_finished", property(is_finished))
+        for sample in request.samples.values():
+            assert not request.finished
+            llm.scheduler.finish(sample.seq, "abort")
+        assert request.finished
+        assert looks <= 2 * 1000 + 1
+        monkeypatch.undo()
+        llm.abort_request("x")
 
 
 # ---- text ----
