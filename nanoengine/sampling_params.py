@@ -59,6 +59,7 @@ def check_token_ids(name: str, value: Any) -> list[int]:
 
 
 LARGEST = 1e30  # far from where float32 overflows
+MAX_SAMPLES = 1024  # per prompt: each is a sequence with tokens of its own, made before any is computed
 
 
 class RequestOutputKind(Enum):
@@ -113,7 +114,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         """Validate every field; nothing is clipped or ignored."""
         checked: dict[str, Any] = {
-            "n": check_integer("n", self.n, 1),
+            "n": check_integer("n", self.n, 1, MAX_SAMPLES),
             "temperature": check_number("temperature", self.temperature, 0.0, LARGEST),
             "top_p": check_number("top_p", self.top_p, 0.0, 1.0, open_low=True),
             "top_k": check_integer("top_k", self.top_k, -1),

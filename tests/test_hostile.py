@@ -173,6 +173,13 @@ def test_bad_words_that_no_token_of_the_model_spells_are_refused(word, engine, m
     assert run_beside(llm, intrude)[0] == alone
 
 
+def test_a_number_of_samples_that_would_take_all_memory_is_refused():
+    assert SamplingParams(n=1024).n == 1024
+    for number in (1025, 2**31 - 1):
+        with pytest.raises(ValueError, match=r"n must be an integer in \[1, 1024\]"):
+            SamplingParams(n=number)
+
+
 def test_half_a_surrogate_pair_in_a_message_is_refused_as_in_a_prompt(engine):
     llm, _ = engine
     template = "{{ messages[0].content }}"
