@@ -1,0 +1,198 @@
+"""Every type of causal language model in transformers, built small and served: README's table of models.
+
+python -m tests.model_table llama t5 mamba   # what becomes of these types
+python -m tests.model_table --write          # of all, into README.md; two minutes
+"""
+
+import inspect
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from nanoengine import LLM, SamplingParams
+from nanoengine.models.hf import UnsupportedModelError
+from nanoengine.models.weights import open_checkpoint
+from tests.helpers import TINY, greedy, random_prompts
+
+README = Path(__file__).parent.parent / "README.md"
+MARKS = "<!-- models -->\n", "<!-- end of models -->\n"
+TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+MOST_PARAMETERS = 30_000_000
+# What configs call their sizes: a config is given those that it has names for.
+SMALL: dict[str, Any] = {
+    **TINY,
+    **dict.fromkeys(("d_model", "n_embd", "dim"), 64),
+    **dict.fromkeys(("n_layer", "n_layers", "num_layers"), 2),
+    **dict.fromkeys(("n_head", "n_heads", "num_heads"), 4),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(("encoder_layers", "decoder_layers"), 2),
+    **dict.fromkeys(("ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim"), 96),
+    **dict.fromkeys(("n_positions", "max_seq_len"), 512),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "head_dim": 16,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "is_decoder": True,
+}
+# What those do not fit.
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+SMALL_VISION = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+CHANGES: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 24,
+        "rope_parameters": {"sliding_attention": ROPE, "full_attention": ROPE},
+    },
+    "cwm": {"bos_token_id": 1, "eos_token_id": 2},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "dots1": {"n_shared_experts": 1},
+    "dots3_note_text": {"num_key_value_heads": 4},
+    "gemma4_text": {"vocab_size_per_layer_input": 128},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "gemma3": {"text_config": {**TINY, "head_dim": 16}, "vision_config": SMALL_VISION},
+    "gemma3n_text": {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": 128},
+    "gemma4_assistant": {
+        "text_config": {
+            **TINY,
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 0,
+            "num_kv_shared_layers": 2,
+        }
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "longcat_flash": {"head_dim": 8},
+    "mamba2": {"num_heads": 8},
+    "modernbert-decoder": {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    "xmod": {"default_language": "en_XX"},
+    "zaya": {"num_experts_per_tok": 1},
+    "zamba": {"num_hidden_layers": 3},
+    "zamba2": {"num_hidden_layers": 54},
+}
+SERVED = "`decoder.py`", "`hf.py`"
+LENGTHS = [1, 13, 40, 75, 20]
+NUM_NEW = 16
+
+
+def small_config(model_type: str) -> Any:
+    """A config of the type whose model has a few million parameters, where its sizes are its own."""
+    config_class = CONFIG_MAPPING[model_type]
+    known = {*inspect.signature(config_class.__init__).parameters, *config_class.attribute_map}
+    sizes = {name: value for name, value in SMALL.items() if name in known}
+    if "kv_lora_rank" in known:  # latent attention has as many heads for keys as for queries
+        sizes["num_key_value_heads"] = 4
+    return config_class(**{**sizes, **CHANGES.get(model_type, {})})
+
+
+def small_model(config: Any) -> Any:
+    """Random float32 weights, the same at every call; wide ones, so that no comparison hangs on a tie.
+
+    Raises:
+        UnsupportedModelError: it is not small.
+    """
+    with torch.device("meta"):
+        num_parameters = sum(x.numel() for x in AutoModelForCausalLM.from_config(config).parameters())
+    if num_parameters > MOST_PARAMETERS:
+        raise UnsupportedModelError("cannot be served: not tried, since no small one can be made")
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("norm.weight", ".bias")):
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model
+
+
+def outcome(model_type: str) -> str:
+    """`decoder.py` or `hf.py` by whose code it is served, else the reason why not.
+
+    Served means that greedy tokens of five prompts equal those of transformers' generate: in chunks, with
+    preemptions, and once more from the prefix cache.
+
+    Raises:
+        AssertionError: it is served, and gives other tokens.
+        Exception: it was not refused, and could not be built small.
+    """
+    with tempfile.TemporaryDirectory() as path:
+        try:
+            config = small_config(model_type)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ValueError(f"CHANGES has to say how a small {model_type} is configured: {error}") from error
+        config.save_pretrained(path)
+        try:
+            open_checkpoint(path)  # most refusals need no model
+            model = small_model(config)
+            model.save_pretrained(path)
+            with LLM(path, num_kv_blocks=24, block_size=8, max_num_batched_tokens=30) as llm:
+                check_tokens(llm, model)
+                return SERVED[llm.llm_engine.checkpoint.decoder_config is None]
+        except UnsupportedModelError as error:
+            return str(error).partition("cannot be served: ")[2]
+
+
+def check_tokens(llm: LLM, model: Any) -> None:
+    prompts, params = random_prompts(LENGTHS), SamplingParams(temperature=0, max_tokens=NUM_NEW)
+    expected = [greedy(model, prompt, NUM_NEW) for prompt in prompts]
+    for _ in range(2):
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert [out.outputs[0].token_ids for out in outputs] == expected
+    assert llm.metrics()["num_preemptions"] > 0
+    assert llm.metrics()["prefix_cache_hits"] > 0
+
+
+def table(outcomes: dict[str, str]) -> str:
+    """Types by outcome, in Markdown."""
+    version = ".".join(transformers.__version__.split(".")[:2])
+    reasons = sorted(
+        set(outcomes.values()) - set(SERVED), key=lambda reason: (reason.startswith("not"), reason)
+    )
+    lines = [f"| code | `model_type` ({len(outcomes)} in transformers {version}) |", "|---|---|"]
+    for result in (*SERVED, *reasons):
+        types = ", ".join(model_type for model_type, one in outcomes.items() if one == result)
+        lines.append(f"| {result if result in SERVED else f'refused: {result}'} | {types} |")
+    return "\n".join(lines) + "\n"
+
+
+def read_table() -> tuple[str, dict[str, str]]:
+    """The version of transformers that README's table is about, and its outcomes."""
+    caption, _, *rows = README.read_text().partition(MARKS[0])[2].partition(MARKS[1])[0].splitlines()
+    outcomes = {}
+    for row in rows:
+        result, types = row.strip("| ").split(" | ")
+        outcomes.update(dict.fromkeys(types.split(", "), result.removeprefix("refused: ")))
+    return caption.partition("transformers ")[2].partition(")")[0], outcomes
+
+
+def main() -> None:
+    """Print outcomes, or write the table into README.md."""
+    torch.set_num_threads(1)  # the models are tiny
+    types = [name for name in sys.argv[1:] if name != "--write"] or TYPES
+    outcomes = {}
+    for model_type in types:
+        outcomes[model_type] = outcome(model_type)
+        print(f"{model_type}: {outcomes[model_type]}", flush=True)
+    if "--write" in sys.argv:
+        before, _, rest = README.read_text().partition(MARKS[0])
+        README.write_text(before + MARKS[0] + table(outcomes) + MARKS[1] + rest.partition(MARKS[1])[2])
+
+
+if __name__ == "__main__":
+    main()
