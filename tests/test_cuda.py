@@ -264,7 +264,7 @@ def test_the_generation_asked_for_is_that_of_the_engine_s_own_gpu(monkeypatch, f
         ("flash_attn softcap", "torch", ["not flash: flash", "not varlen: it does not compute softcap"]),
         ("softcap", "flash", []),
         (
-            {"sinks"},
+            "sinks",
             "torch",
             ["not flash: it does not compute sinks", "not varlen: it does not compute sinks"],
         ),
