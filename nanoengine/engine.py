@@ -28,6 +28,7 @@ Words used throughout:
 
 import bisect
 import itertools
+import logging
 import sys
 import time
 from array import array
@@ -322,6 +323,11 @@ class BlockManager:
                     self.empty_blocks.appendleft(block)
                 else:
                     self.evictable_blocks[block_id] = block
+        self.forget(seq)
+
+    @staticmethod
+    def forget(seq: Sequence) -> None:
+        """The sequence has no blocks any more."""
         seq.block_table = []
         seq.num_computed_tokens = seq.num_hit_tokens = seq.num_registered_blocks = 0
 
@@ -513,8 +519,8 @@ class Scheduler:
             seq = self.waiting[0]
             if not self.block_manager.allocate(seq):
                 break
-            del self.waiting[0]
             bisect.insort(self.running, seq, key=BY_ORDER)
+            del self.waiting[0]  # never in neither queue: an exception may come between two lines
             if seq.first_scheduled_time is None:
                 seq.first_scheduled_time = time.monotonic()
             chunk = self._schedule_chunk(seq, budget)
@@ -535,11 +541,12 @@ class Scheduler:
 
     def _preempt_last(self) -> Sequence:
         """Take the blocks of the running sequence that goes last; it keeps its tokens and waits."""
-        seq = self.running.pop()
+        seq = self.running[-1]
         self.block_manager.free(seq)
+        bisect.insort(self.waiting, seq, key=BY_ORDER)
+        del self.running[-1]
         seq.num_preemptions += 1
         self.num_preemptions += 1
-        bisect.insort(self.waiting, seq, key=BY_ORDER)
         return seq
 
     def _schedule_chunk(self, seq: Sequence, budget: int) -> Chunk:
@@ -571,7 +578,12 @@ class Scheduler:
             seq.token_ids.append(token_id)
             is_stop_id, stop_string = token_id in seq.stop_ids, None
             if seq.detokenizer is not None:
-                stop_string = seq.detokenizer.append(token_id, is_stop_id)
+                try:
+                    stop_string = seq.detokenizer.append(token_id, is_stop_id)
+                except Exception:  # its own fault: the others' tokens are taken all the same
+                    logging.getLogger(__name__).exception("a tokenizer failed on its own tokens")
+                    self.finish(seq, "error")
+                    continue
             if stop_string is not None:
                 self.finish(seq, "stop", stop_string)
             elif is_stop_id:
@@ -582,26 +594,29 @@ class Scheduler:
 
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         """End a sequence that waits or runs, and free its blocks."""
+        seq.finish_reason, seq.stop_reason = reason, stop_reason
         queue = self.running if seq.block_table else self.waiting
         del queue[bisect.bisect_left(queue, seq.order, key=BY_ORDER)]
         self.block_manager.free(seq)
-        seq.finish_reason, seq.stop_reason = reason, stop_reason
 
     def recover(self) -> None:
         """After a step that failed: compute everything anew.
 
-        What the step wrote and registered is not to be trusted, so all running sequences are preempted
-        (and counted as such), which keep their tokens, and the prefix cache is forgotten. Those that were
-        in the failure before, and got no token since, end with "error": else they might fail for ever.
+        What the step wrote and registered is not to be trusted, wherever it stopped: the prefix cache is
+        forgotten, and all unfinished sequences wait again, with their tokens. Those that were in the failure
+        before, and got no token since, end with "error": else they might fail for ever.
         """
         failed = self.running or self.waiting[:1]  # the head, where nothing could even be scheduled
         again = [seq for seq in failed if self.failed.get(seq.seq_id) == len(seq.token_ids)]
         self.failed = {seq.seq_id: len(seq.token_ids) for seq in failed}
-        while self.running:
-            self._preempt_last()
+        unfinished = {seq.seq_id: seq for seq in self.running + self.waiting if not seq.is_finished}
+        self.running, self.waiting = [], sorted(unfinished.values(), key=BY_ORDER)
         self.block_manager.clear()
+        for seq in unfinished.values():
+            self.block_manager.forget(seq)
         for seq in again:
-            self.finish(seq, "error")
+            if not seq.is_finished:
+                self.finish(seq, "error")
 
     def check_invariants(self) -> None:
         """Assert that the queues and the blocks agree with each other."""
@@ -745,7 +760,7 @@ class ModelRunner:
             )
         self.table_width = -(-max_model_len // self.block_size)  # blocks of the longest sequence
         self.device.reserve(self.max_num_batched_tokens, self.max_num_seqs, self.table_width)
-        self.forward = Forward(self.compute)  # for what the device may try out first
+        self.forward = Forward()  # for what the device may try out first
         with uninterrupted(), self.device.running():
             self.num_blocks = self.device.count_blocks(self)
             self.caches = new_caches(self.kv_specs, self.num_blocks, self.block_size, torch_device)
@@ -770,7 +785,7 @@ class ModelRunner:
                 drawn = before.tokens[inputs.pending_samples].clamp(min=0)
                 inputs.input_ids[inputs.pending_rows] = drawn
             self.stopwatch.lap("inputs")
-            hidden = self.forward(inputs)
+            hidden = self.forward(self.compute, inputs)
             prompt_logprobs = self._prompt_logprobs(batch, hidden)
             if not batch.sampled_seqs:
                 self.stopwatch.lap("forward")
@@ -863,7 +878,7 @@ class ModelRunner:
 
     def close(self) -> None:
         """Release the model, the cache and the graphs."""
-        self.model, self.caches, self.forward = None, [], Forward(self.compute)
+        self.model, self.caches, self.forward = None, [], Forward()
         self.device.release()
 
 

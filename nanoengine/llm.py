@@ -222,9 +222,10 @@ class LLM:
                 self.llm_engine.submit(request_id, one)
             yield ids, inbox
         finally:
-            self.llm_engine.abort_request(ids)
-            for request_id in ids:
-                self._inboxes.pop(request_id, None)
+            with uninterrupted():
+                self.llm_engine.abort_request(ids)
+                for request_id in ids:
+                    self._inboxes.pop(request_id, None)
 
     @uninterrupted()
     def _step(self) -> None:

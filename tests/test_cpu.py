@@ -1,7 +1,9 @@
 """What the engine does about a CPU: threads on cores of their own, kernels compiled and kept."""
 
+import grp
 import json
 import os
+import pwd
 import signal
 import subprocess
 import sys
@@ -226,6 +228,19 @@ def test_a_cache_that_is_not_ours_alone_is_neither_read_nor_written(
     assert kernels.was_compiled
     assert kernels.silu_and_mul(torch.zeros(1, 4)).tolist() == [[0, 0]]
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(("members", "is_ours"), [([], True), (["somebody"], False)])
+def test_a_cache_that_the_user_s_own_group_may_write_is_used_if_nobody_else_is_in_it(
+    members, is_ours, quick_compiler, monkeypatch
+):
+    """Many systems give each user such a group, and make files writable by it."""
+    user = pwd.getpwuid(os.getuid()).pw_name
+    group = grp.struct_group((user, "x", os.getgid(), members))
+    monkeypatch.setattr("grp.getgrgid", lambda group_id: group)
+    Kernels()
+    quick_compiler.chmod(0o775)
+    assert Kernels().was_compiled == (not is_ours)
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import nanoengine.engine
+import nanoengine.sampling
 from nanoengine import LLM, EngineConfig, SamplingParams
 from nanoengine.backends.attention import KVCache, KVSpec, TorchAttention
 from nanoengine.backends.cuda import CUDA, FusedKernels, GraphRecorder, Staging, graph_sizes
@@ -255,25 +256,48 @@ def test_the_generation_asked_for_is_that_of_the_engine_s_own_gpu(monkeypatch, f
     assert new.choose_attention([SPEC], frozenset()).backend is FlashAttention
 
 
+NO_TRITON = "not triton: Triton needs a GPU"  # a real one: it attends once to try
+
+
 @pytest.mark.parametrize(
     ("missing", "chosen", "reasons"),
     [
         ("", "flash", []),
         ("flash_attn", "varlen", ["not flash: flash-attn cannot be imported"]),
-        ("flash_attn block_table", "torch", ["not flash: flash", "not varlen: varlen_attn of PyTorch"]),
-        ("flash_attn softcap", "torch", ["not flash: flash", "not varlen: it does not compute softcap"]),
+        (
+            "flash_attn block_table",
+            "torch",
+            ["not flash: flash", "not varlen: varlen_attn of PyTorch", NO_TRITON],
+        ),
+        (
+            "flash_attn softcap",
+            "torch",
+            ["not flash: flash", "not varlen: it does not compute softcap", NO_TRITON],
+        ),
         ("softcap", "flash", []),
         (
             "sinks",
             "torch",
-            ["not flash: it does not compute sinks", "not varlen: it does not compute sinks"],
+            ["not flash: it does not compute sinks", "not varlen: it does not compute sinks", NO_TRITON],
         ),
-        ("ampere", "torch", ["not flash: it needs a GPU of the Ampere", "not varlen: it needs a GPU"]),
-        ("float32", "torch", ["not flash: it computes in float16 or bfloat16", "not varlen: it computes"]),
-        ("head_dim", "torch", ["not flash: head_dim must be", "not varlen: head_dim must be"]),
+        (
+            "ampere",
+            "torch",
+            ["not flash: it needs a GPU of the Ampere", "not varlen: it needs a GPU", NO_TRITON],
+        ),
+        (
+            "float32",
+            "torch",
+            ["not flash: it computes in float16 or bfloat16", "not varlen: it computes", NO_TRITON],
+        ),
+        ("head_dim", "torch", ["not flash: head_dim must be", "not varlen: head_dim must be", NO_TRITON]),
         ("triton", "flash", ["nothing fused: RuntimeError: no Triton"]),
         ("triton flash_attn", "varlen", ["not flash: flash", "nothing fused: RuntimeError: no Triton"]),
-        ("triton flash_attn block_table ampere", "torch", ["not flash", "not varlen", "nothing"]),
+        (
+            "triton flash_attn block_table ampere",
+            "torch",
+            ["not flash", "not varlen", "not triton: RuntimeError: no Triton", "nothing"],
+        ),
     ],
 )
 def test_whatever_is_missing_the_next_backend_runs_and_says_why(
@@ -420,13 +444,13 @@ def test_the_batches_tried_out_are_ones_that_a_scheduler_could_make(max_num_seqs
 def test_the_trial_pass_draws_for_as_many_sequences_as_may_run_with_what_takes_most_memory(
     in_float32, qwen3, monkeypatch
 ):
-    drawn, draw = [], nanoengine.engine.draw_tokens
+    drawn, draw = [], nanoengine.sampling.draw_tokens
 
     def noted(logits, rows, *args):
         drawn.append((len(rows), rows[0].params))
         return draw(logits, rows, *args)
 
-    monkeypatch.setattr("nanoengine.engine.draw_tokens", noted)
+    monkeypatch.setattr("nanoengine.sampling.draw_tokens", noted)
     with LLM(qwen3, max_num_seqs=77):
         num_rows, params = drawn[1]
     assert num_rows == 77

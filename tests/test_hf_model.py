@@ -1,5 +1,7 @@
 """Models that run through transformers' own code, against transformers."""
 
+import copy
+
 import pytest
 import torch
 import transformers
@@ -86,7 +88,9 @@ def test_the_cache_has_the_shape_the_model_s_own_calls_show(tmp_path_factory):
 def test_layers_may_store_differently_wide_keys(tmp_path_factory):
     """The second layer has fewer KV heads; every layer gets a cache of its own shape."""
     _, model = checkpoint("olmo", tmp_path_factory)
-    model = transformers.AutoModelForCausalLM.from_config(model.config, attn_implementation="nanoengine")
+    model = transformers.AutoModelForCausalLM.from_config(
+        copy.deepcopy(model.config), attn_implementation="nanoengine"
+    )
     attention = model.model.layers[1].self_attn
     attention.k_proj, attention.v_proj = nn.Linear(64, 16, bias=False), nn.Linear(64, 16, bias=False)
     assert [spec[:3] for spec in HFModel(model).kv_specs] == [(2, 16, 16), (1, 16, 16)]
@@ -194,7 +198,9 @@ class _Mixing(nn.Module):
 
 def test_a_model_that_mixes_tokens_outside_attention_is_refused(tmp_path_factory):
     _, model = checkpoint("olmo", tmp_path_factory)
-    model = transformers.AutoModelForCausalLM.from_config(model.config, attn_implementation="nanoengine")
+    model = transformers.AutoModelForCausalLM.from_config(
+        copy.deepcopy(model.config), attn_implementation="nanoengine"
+    )
     HFModel(model)
     model.model.layers[1].post_attention_layernorm = _Mixing()
     with pytest.raises(UnsupportedModelError, match="mixes tokens outside attention"):
@@ -214,7 +220,9 @@ class _CountingPositions(nn.Module):
 
 def test_a_model_that_takes_positions_from_the_place_in_the_batch_is_refused(tmp_path_factory):
     _, model = checkpoint("olmo", tmp_path_factory)
-    model = transformers.AutoModelForCausalLM.from_config(model.config, attn_implementation="nanoengine")
+    model = transformers.AutoModelForCausalLM.from_config(
+        copy.deepcopy(model.config), attn_implementation="nanoengine"
+    )
     model.model.rotary_emb = _CountingPositions(model.model.rotary_emb)
     with pytest.raises(UnsupportedModelError, match="positions from a token's place in the batch"):
         HFModel(model)
@@ -224,14 +232,18 @@ def test_a_model_that_takes_positions_from_the_place_in_the_batch_is_refused(tmp
 def test_rounding_in_bfloat16_is_not_mistaken_for_mixing(name, tmp_path_factory):
     _, model = checkpoint(name, tmp_path_factory)
     model = transformers.AutoModelForCausalLM.from_config(
-        model.config, attn_implementation=attention_implementation(model.config), dtype=torch.bfloat16
+        copy.deepcopy(model.config),
+        attn_implementation=attention_implementation(model.config),
+        dtype=torch.bfloat16,
     )
     assert HFModel(model).kv_specs[0].dtype == torch.bfloat16
 
 
 def test_a_window_that_a_model_applies_by_a_mask_alone_is_not_lost_silently(tmp_path_factory):
     _, model = checkpoint("gemma2", tmp_path_factory)
-    model = transformers.AutoModelForCausalLM.from_config(model.config, attn_implementation="nanoengine")
+    model = transformers.AutoModelForCausalLM.from_config(
+        copy.deepcopy(model.config), attn_implementation="nanoengine"
+    )
     model.model.layers[0].self_attn.sliding_window = None
     with pytest.raises(UnsupportedModelError, match=r"sliding_attention layer .* with window None"):
         HFModel(model)
@@ -253,7 +265,9 @@ def test_a_model_made_for_as_many_positions_as_its_window_is_served(tmp_path):
 
 def test_an_attention_layer_used_twice_is_refused(tmp_path_factory):
     _, model = checkpoint("olmo", tmp_path_factory)
-    model = transformers.AutoModelForCausalLM.from_config(model.config, attn_implementation="nanoengine")
+    model = transformers.AutoModelForCausalLM.from_config(
+        copy.deepcopy(model.config), attn_implementation="nanoengine"
+    )
     model.model.layers[1] = model.model.layers[0]
     with pytest.raises(UnsupportedModelError, match="used more than once"):
         HFModel(model)

@@ -588,8 +588,8 @@ def test_a_failed_launch_loses_no_output_of_the_step_before(path):
         assert [finished["0"], finished["1"]] == expected
 
 
-def test_a_tokenizer_that_fails_in_a_step_loses_nothing_of_what_others_got_in_it(tmp_path):
-    params = [SamplingParams(temperature=0, max_tokens=n) for n in (2, 4, 4)]
+def test_a_tokenizer_that_fails_ends_its_request_alone(tmp_path, caplog):
+    params = [SamplingParams(temperature=0, max_tokens=n, logprobs=0) for n in (2, 4, 4)]
     with LLM(str(chain_checkpoint(tmp_path, "abcdefgh")), num_kv_blocks=20) as llm:
         for i in range(3):
             llm.add_request(str(i), "abc"[i], params[i])
@@ -602,15 +602,14 @@ def test_a_tokenizer_that_fails_in_a_step_loses_nothing_of_what_others_got_in_it
             raise RuntimeError("flaky")
 
         broken.detokenizer.append = fails_once
-        with pytest.raises(RuntimeError, match="flaky"):
-            llm.step()  # the first request has ended in this step, the last has not got its token yet
         finished = {}
-        for _ in range(10):
+        while llm.has_unfinished_requests():
             finished |= {o.request_id: o.outputs[0] for o in llm.step() if o.finished}
-        assert not llm.has_unfinished_requests()
     assert (finished["0"].text, finished["0"].finish_reason) == ("bc", "length")
-    assert finished["1"].token_ids == list(b"cdef")  # the token was taken, its text was not
+    assert (finished["1"].token_ids, finished["1"].finish_reason) == (list(b"cd"), "error")
     assert finished["2"].text == "defg"
+    assert [len(completion.logprobs) for completion in finished.values()] == [2, 2, 4]
+    assert "flaky" in caplog.text
 
 
 def test_requests_can_be_added_stepped_and_aborted_by_hand(path, prompts, expected):
@@ -736,7 +735,10 @@ def test_two_engines_live_side_by_side_and_share_nothing(path, prompts, expected
 
 
 @pytest.mark.parametrize("how", ["del", "close", "with"])
-def test_the_memory_of_an_engine_is_released(how, path):
+def test_the_memory_of_an_engine_is_released_at_once(how, path, request):
+    gc.collect()
+    gc.disable()  # no cycle may hold the memory until the garbage collector comes
+    request.addfinalizer(gc.enable)
     llm = LLM(path, num_kv_blocks=50)
     llm.generate([1, 2], use_tqdm=False)
     cache = weakref.ref(llm.llm_engine.runner.caches[0].k)
@@ -754,7 +756,6 @@ def test_the_memory_of_an_engine_is_released(how, path):
     else:
         with llm:
             pass
-    gc.collect()
     assert cache() is None
     assert weight() is None
 

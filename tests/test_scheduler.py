@@ -1,6 +1,7 @@
 """The scheduler by hand-computed integers; no model, no tensor."""
 
 import random
+import sys
 import tracemalloc
 
 import pytest
@@ -310,3 +311,42 @@ def test_nothing_a_failed_step_registered_can_be_hit():
     assert scheduler.block_manager.num_free_blocks == 8
     scheduler.add(make_sequence(1, list(range(8))))
     assert chunks_of(run_step(scheduler)) == [(0, 0, 8), (1, 7, 8)]  # computed, then shared
+
+
+@pytest.mark.parametrize("interrupted_after", range(0, 240, 3))
+def test_recover_mends_a_scheduler_that_was_interrupted_anywhere(interrupted_after):
+    """A signal's handler may raise between any two lines, a timeout for one: stop at the n-th of a step."""
+    scheduler = make_scheduler(num_blocks=6)
+    seqs = [make_sequence(i, [i] * 7, max_tokens=3 + i) for i in range(4)]
+    for seq in seqs[:3]:
+        scheduler.add(seq)
+    for _ in range(2):
+        run_step(scheduler)
+    scheduler.add(seqs[3])  # beside growth and a preemption, an admission once there is room
+
+    lines = 0
+
+    def trace(frame, event, argument):
+        nonlocal lines
+        if not frame.f_code.co_filename.endswith("engine.py"):
+            return None
+        lines += event == "line"
+        if lines > interrupted_after:
+            raise TimeoutError
+        return trace
+
+    sys.settrace(trace)
+    try:
+        for _ in range(3):
+            batch = scheduler.schedule()
+            scheduler.update(batch, [1] * len(batch.sampled_seqs))
+    except TimeoutError:
+        sys.settrace(None)
+        scheduler.recover()
+    finally:
+        sys.settrace(None)
+    scheduler.check_invariants()
+    while is_busy(scheduler):
+        run_step(scheduler)
+    assert scheduler.block_manager.num_free_blocks == 6
+    assert all(seq.is_finished for seq in seqs)

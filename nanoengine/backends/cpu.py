@@ -345,9 +345,24 @@ def _private_cache() -> Path | None:
 
 def _is_private(path: Path) -> bool:
     """Whether a file or directory is ours or root's, and nobody else can change or exchange what is in it."""
+    if not hasattr(os, "getuid"):  # Windows, where a profile is its user's
+        return True
     status = path.lstat()
-    is_open = status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX
+    writers = status.st_mode & (stat.S_IWOTH if _is_own_group(status.st_gid) else stat.S_IWGRP | stat.S_IWOTH)
+    is_open = writers and not status.st_mode & stat.S_ISVTX
     return status.st_uid in (os.getuid(), 0) and not stat.S_ISLNK(status.st_mode) and not is_open
+
+
+def _is_own_group(group_id: int) -> bool:
+    """Whether a group is this user's alone, as many systems give each user one, named alike."""
+    import grp  # not on Windows
+    import pwd
+
+    try:
+        user, group = pwd.getpwuid(os.getuid()).pw_name, grp.getgrgid(group_id)
+    except KeyError:
+        return False
+    return group.gr_name == user and set(group.gr_mem) <= {user}
 
 
 def _processor() -> str:

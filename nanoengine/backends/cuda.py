@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanoengine.backends.attention import KVSpec, PagedAttention, TorchAttention, new_caches
-from nanoengine.backends.device import Attention, Device, Download, Forward, Function
+from nanoengine.backends.device import Attention, Compute, Device, Download, Forward, Function
 from nanoengine.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -219,7 +219,7 @@ class DecodeGraphs(Forward):
     def __init__(
         self, runner: "ModelRunner", decode: "ModelInputs[np.ndarray]", recorder: GraphRecorder
     ) -> None:
-        super().__init__(runner.compute)
+        super().__init__()
         start = time.perf_counter()
         self.sizes = graph_sizes(runner.max_num_seqs)
         self.table_width, self.block_size = runner.table_width, runner.block_size
@@ -229,7 +229,7 @@ class DecodeGraphs(Forward):
             inputs = runner.send(pad_decodes(decode, size, self.table_width, self.block_size))
 
             def run(size: int = size, inputs: "ModelInputs[Tensor]" = inputs) -> None:
-                hidden = self.compute(inputs)
+                hidden = runner.compute(inputs)
                 if self.hidden is None:
                     self.hidden = torch.empty_like(hidden)
                 self.hidden[:size].copy_(hidden)
@@ -248,11 +248,11 @@ class DecodeGraphs(Forward):
         size = self.size_for(len(inputs.input_ids), len(inputs.metadata.seq_lens))
         return inputs if size is None else pad_decodes(inputs, size, self.table_width, self.block_size)
 
-    def __call__(self, inputs: "ModelInputs[Tensor]") -> Tensor:
+    def __call__(self, compute: Compute, inputs: "ModelInputs[Tensor]") -> Tensor:
         """As in the base class; of a graph, valid until the next call."""
         size = self.size_for(len(inputs.input_ids), len(inputs.metadata.seq_lens))
         if size is None:
-            return super().__call__(inputs)
+            return super().__call__(compute, inputs)
         self.replays[size]()
         assert self.hidden is not None
         return self.hidden[:size]
@@ -334,6 +334,8 @@ class CUDA(Device):
 
         if issubclass(backend, FlashKernels) and self.capability < (8, 0):
             return "it needs a GPU of the Ampere generation or later"
+        if backend.name == "triton" and self.no_fusion:  # Triton and its compiler, or enforce_eager
+            return self.no_fusion
         return super().obstacle(backend, specs, settings)
 
     def running(self) -> AbstractContextManager[object]:
@@ -360,16 +362,16 @@ class CUDA(Device):
         """As in the base class."""
         assert runner.model is not None
         if self.config.enforce_eager:
-            return Forward(runner.compute)
+            return Forward()
         for name, part in (("attention", runner.attention.backend), ("model", runner.model)):
             if not part.capturable:
-                return Forward(runner.compute, f", no graphs (the {name} waits for the GPU)")
+                return Forward(f", no graphs (the {name} waits for the GPU)")
         try:
             return DecodeGraphs(runner, decode, GraphRecorder(self.capture_stream))
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:  # something in it waits for the GPU, which a graph cannot hold
-            return Forward(runner.compute, f", no graphs ({first_line(error)})")
+            return Forward(f", no graphs ({first_line(error)})")
 
     def free_bytes(self, runner: "ModelRunner") -> int:
         """What gpu_memory_utilization leaves after the weights, the largest batches' work and the graphs.

@@ -30,20 +30,26 @@ class Attention(NamedTuple):
     notes: list[str]  # for the user: which faster ones were passed over, and why
 
 
+Compute = Callable[["ModelInputs[Tensor]"], Tensor]
+
+
 class Forward:
     """Runs a batch through the model as it comes; `cuda.DecodeGraphs` replays some from a capture."""
 
-    def __init__(self, compute: Callable[["ModelInputs[Tensor]"], Tensor], remark: str = "") -> None:
-        self.compute = compute  # `ModelRunner.compute`
+    def __init__(self, remark: str = "") -> None:
         self._remark = remark
 
     def pad(self, inputs: "ModelInputs[np.ndarray]") -> "ModelInputs[np.ndarray]":
         """A batch, filled up to a shape that was captured, where there is one."""
         return inputs
 
-    def __call__(self, inputs: "ModelInputs[Tensor]") -> Tensor:
-        """Hidden states, (T, E), of what `pad` returned, on the device by now."""
-        return self.compute(inputs)
+    def __call__(self, compute: Compute, inputs: "ModelInputs[Tensor]") -> Tensor:
+        """Hidden states, (T, E), of what `pad` returned, on the device by now.
+
+        `compute` is `ModelRunner.compute`. It is not kept: a runner that refers to itself would hold its
+        memory until the garbage collector comes.
+        """
+        return compute(inputs)
 
     def describe(self) -> str:
         """For the user, behind the attention's name."""
@@ -105,7 +111,7 @@ class Device:
 
     def capture(self, runner: "ModelRunner", decode: "ModelInputs[np.ndarray]") -> Forward:
         """What runs the steps, by graphs of decodes where there can be any; `decode` is one sequence's."""
-        return Forward(runner.compute)
+        return Forward()
 
     def choose_attention(self, specs: Sequence[KVSpec], settings: frozenset[str]) -> Attention:
         """The fastest backend that can compute layers that store `specs` and ask for `settings`.
