@@ -49,7 +49,7 @@ from nanoengine.backends.cuda import CUDA
 from nanoengine.backends.device import Device, Download, Forward
 from nanoengine.compat import CALL, without_unserved
 from nanoengine.config import EngineConfig
-from nanoengine.metrics import Metric, RequestStats, read_metrics
+from nanoengine.metrics import Metric, RequestStats, count, read_metrics, what_runs
 from nanoengine.models.decoder import Decoder
 from nanoengine.models.hf import HFModel
 from nanoengine.models.weights import Checkpoint, load_model, open_checkpoint, resolve_dtype
@@ -925,10 +925,10 @@ class LLMEngine:
         self._request_of: dict[int, Request] = {}  # the same, by the seq_id of each of their sequences
         self._outputs = Inbox()  # not handed over yet
         self._seq_ids = itertools.count()
-        self._num_steps = self._num_prompt_tokens = self._num_generation_tokens = 0
+        self.num_steps = self.num_prompt_tokens = self.num_generation_tokens = 0
         self._stats = RequestStats(self.max_model_len)  # of those that ended
         self._is_closed, self._owner = False, Owner()
-        print(self._what_runs(), file=sys.stderr)
+        print(what_runs(self), file=sys.stderr)
 
     # -- what users call
 
@@ -991,7 +991,7 @@ class LLMEngine:
             for index, seq_id in enumerate(itertools.islice(self._seq_ids, params.n))
         ]
         self._requests[request_id] = request = Request(request_id, checked, seqs, tokenizer)
-        self._num_prompt_tokens += len(checked.token_ids)
+        self.num_prompt_tokens += len(checked.token_ids)
         for seq in seqs:
             self._request_of[seq.seq_id] = request
             self.scheduler.add(seq)
@@ -1057,21 +1057,7 @@ class LLMEngine:
         device), forward (up to the logits), sample, update (the scheduler's, and tokens to text). On
         CUDA, forward only queues its kernels; sampling waits for them, and its seconds hold theirs.
         """
-        blocks = self.scheduler.block_manager
-        return {
-            "num_running": len(self.scheduler.running),
-            "num_waiting": len(self.scheduler.waiting),
-            "num_blocks": blocks.num_blocks,
-            "num_free_blocks": blocks.num_free_blocks,
-            "kv_cache_usage": 1 - blocks.num_free_blocks / blocks.num_blocks,
-            "num_preemptions": self.scheduler.num_preemptions,
-            "prefix_cache_queries": blocks.num_query_tokens,
-            "prefix_cache_hits": blocks.num_query_hits,
-            "prompt_tokens": self._num_prompt_tokens,
-            "generation_tokens": self._num_generation_tokens,
-            "num_steps": self._num_steps,
-            **{f"seconds_{phase}": seconds for phase, seconds in self.runner.stopwatch.seconds.items()},
-        }
+        return count(self)
 
     def get_metrics(self) -> list[Metric]:
         """The same, and histograms of the requests that ended, as vLLM's metrics reader gives them."""
@@ -1115,7 +1101,7 @@ class LLMEngine:
         stopwatch = self.runner.stopwatch
         stopwatch.start()
         took = self.scheduler.update(launch.batch, sampled.token_ids)
-        self._num_steps += 1
+        self.num_steps += 1
         now = time.monotonic()
         for seq_id, (first, entries) in sampled.prompt_logprobs.items():
             if seq_id in self._request_of:  # not aborted meanwhile
@@ -1125,7 +1111,7 @@ class LLMEngine:
             request = self._request_of[seq.seq_id]
             requests[request.request_id] = request
             request.take_token(seq, sampled.logprobs.get(seq.seq_id), now)
-            self._num_generation_tokens += seq.finish_reason != "error"
+            self.num_generation_tokens += seq.finish_reason != "error"
         self._hand_over(requests.values())
         stopwatch.lap("update")
 
@@ -1142,15 +1128,3 @@ class LLMEngine:
         del self._requests[request.request_id]
         for seq_id in request.samples:
             del self._request_of[seq_id]
-
-    def _what_runs(self) -> str:
-        """For the user: whose code, which attention and why not a faster one, where, and how much cache."""
-        runner = self.runner
-        assert runner.model is not None
-        notes = f" ({'; '.join(runner.attention.notes)})" if runner.attention.notes else ""
-        return (
-            f"nanoengine: {self.checkpoint.architecture} on {runner.model.code} code, "
-            f"{runner.attention.backend.name} attention{notes}{runner.forward.describe()}, "
-            f"{str(runner.dtype).removeprefix('torch.')} on {runner.device.device}, "
-            f"KV cache of {runner.num_blocks} blocks of {runner.block_size} tokens"
-        )

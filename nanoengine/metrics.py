@@ -1,6 +1,6 @@
-"""`get_metrics`: what the engine counts, under vLLM's names and in the shapes of vLLM's metrics reader.
+"""What an engine says of itself: the line it prints, its counts, and these as vLLM's metrics reader has them.
 
-Source: vllm/v1/metrics/reader.py and loggers.py, whose buckets these are.
+Source of the latter's names, shapes and buckets: vllm/v1/metrics/reader.py and loggers.py.
 """
 
 from bisect import bisect_left
@@ -8,7 +8,42 @@ from collections import Counter as Multiset
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nanoengine.engine import LLMEngine
+
+
+def what_runs(engine: "LLMEngine") -> str:
+    """For the user: whose code, which attention and why not a faster one, where, and how much cache."""
+    runner = engine.runner
+    assert runner.model is not None
+    notes = f" ({'; '.join(runner.attention.notes)})" if runner.attention.notes else ""
+    return (
+        f"nanoengine: {engine.checkpoint.architecture} on {runner.model.code} code, "
+        f"{runner.attention.backend.name} attention{notes}{runner.forward.describe()}, "
+        f"{str(runner.dtype).removeprefix('torch.')} on {runner.device.device}, "
+        f"KV cache of {runner.num_blocks} blocks of {runner.block_size} tokens"
+    )
+
+
+def count(engine: "LLMEngine") -> dict[str, int | float]:
+    """`LLMEngine.metrics`."""
+    scheduler, blocks = engine.scheduler, engine.scheduler.block_manager
+    return {
+        "num_running": len(scheduler.running),
+        "num_waiting": len(scheduler.waiting),
+        "num_blocks": blocks.num_blocks,
+        "num_free_blocks": blocks.num_free_blocks,
+        "kv_cache_usage": 1 - blocks.num_free_blocks / blocks.num_blocks,
+        "num_preemptions": scheduler.num_preemptions,
+        "prefix_cache_queries": blocks.num_query_tokens,
+        "prefix_cache_hits": blocks.num_query_hits,
+        "prompt_tokens": engine.num_prompt_tokens,
+        "generation_tokens": engine.num_generation_tokens,
+        "num_steps": engine.num_steps,
+        **{f"seconds_{phase}": seconds for phase, seconds in engine.runner.stopwatch.seconds.items()},
+    }
 
 
 @dataclass
