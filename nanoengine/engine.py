@@ -750,7 +750,8 @@ class ModelRunner:
         self.kv_specs = self.model.kv_specs
         self.device.prepare(self.model)
         self.scale_logits = self.device.fuse(scale_logits)
-        self.attention = self.device.choose_attention(self.kv_specs, self.model.attention_settings)
+        with uninterrupted(), self.device.running():  # a backend may try itself out, on its own GPU
+            self.attention = self.device.choose_attention(self.kv_specs, self.model.attention_settings)
         self.block_size = config.block_size or self.device.block_size
         multiple, name = self.attention.backend.block_multiple, self.attention.backend.name
         if self.block_size % multiple:

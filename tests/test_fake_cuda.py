@@ -24,6 +24,7 @@ import nanoengine.sampling
 from nanoengine import LLM, SamplingParams
 from nanoengine.backends.cuda import CUDA, upload
 from nanoengine.engine import ModelRunner
+from nanoengine.metrics import what_runs
 from tests import doubles
 from tests.helpers import checkpoint, random_prompts
 
@@ -187,7 +188,7 @@ def walk(path, fields, **settings):
         prompts = random_prompts([1 + 37 * i % 150 for i in range(len(fields))])
         outputs = llm.generate(prompts, params, use_tqdm=False)
         assert all(len(sample.token_ids) == 5 for out in outputs for sample in out.outputs)
-        return llm.llm_engine._what_runs()
+        return what_runs(llm.llm_engine)
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
