@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import subprocess
 import sys
 from collections import deque
 from pathlib import Path
@@ -76,25 +77,40 @@ ORDER = [
 ]
 
 
+ADDONS = [f"addons.{path.stem}" for path in (PACKAGE / "addons").glob("[!_]*.py")]
+
+
 def imported_modules(tree: ast.AST) -> set[str]:
-    """What of nanoengine a file imports, its imports for type checkers left out."""
+    """What of nanoengine a file imports at once: not for type checkers, not an addon when it is asked for."""
+    later: set[ast.AST] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
             node.body = []
-    return {
-        str(node.module).removeprefix("nanoengine.")
+        if isinstance(node, ast.FunctionDef):
+            later.update(ast.walk(node))
+    modules = {
+        str(node.module)
         for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("nanoengine.")
+        if isinstance(node, ast.ImportFrom)
+        and not (node in later and str(node.module).startswith("nanoengine.addons."))
     }
+    return {name.removeprefix("nanoengine.") for name in modules if name.startswith("nanoengine.")}
 
 
 def test_imports_point_one_way():
     files = {".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in PACKAGE.rglob("*.py")}
-    assert {name for name in files if not name.endswith("__init__") and name != "demo.train"} == set(ORDER)
+    known = {*ORDER, *ADDONS, "demo.train"}
+    assert {name for name in files if not name.endswith("__init__")} == known
     for position, name in enumerate(ORDER):
         tree = ast.parse((PACKAGE / f"{name.replace('.', '/')}.py").read_text())
         imported = imported_modules(tree)
         assert imported <= set(ORDER[:position]), f"{name}.py imports {imported}"
+
+
+def test_no_addon_is_imported_before_it_is_asked_for():
+    code = "import sys, nanoengine; print([name for name in sys.modules if 'nanoengine.addons' in name])"
+    printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert printed == "[]\n"
 
 
 def shared_state() -> dict[str, str]:
@@ -116,7 +132,7 @@ def shared_state() -> dict[str, str]:
 
 def test_no_state_lives_outside_objects(tmp_path_factory):
     """Two engines never share anything: what modules and classes hold is the same after both have run."""
-    for name in ORDER:
+    for name in ORDER + ADDONS:
         tree = ast.parse((PACKAGE / f"{name.replace('.', '/')}.py").read_text())
         assert not [node for node in ast.walk(tree) if isinstance(node, (ast.Global, ast.Nonlocal))]
     before = shared_state()
