@@ -1,1 +1,1 @@
-"""What the engine runs without: imported only where it is asked for, with a seam of a few lines in the core."""
+"""What the engine runs without: imported only where asked for, with a seam of a few lines in the core."""
