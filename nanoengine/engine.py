@@ -15,6 +15,8 @@ the runner owns the model and the KV cache and only reads sequences; the engine 
 Words used throughout:
     block           the cache memory for `block_size` consecutive tokens of a sequence
     block_table     a sequence's blocks: the i-th holds its tokens [i * block_size, (i + 1) * block_size)
+    group           layers that see the same of a sequence: all of it, or a sliding window. A sequence has a
+                    block table for each. Most models have one group; what follows reads best with one in mind
     slot            one token's place in the cache. With block_size 4 and block_table [7, 2], the token at
                     position 5 is the second of the second block: slot 2 * 4 + 1 = 9
     computed        a token whose K and V are in the cache, or will be when the scheduled steps have run
@@ -43,7 +45,7 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
-from nanoengine.backends.attention import Array, AttentionMetadata, new_caches
+from nanoengine.backends.attention import Array, AttentionMetadata, GroupedAttention, group_layers, new_caches
 from nanoengine.backends.cpu import CPU
 from nanoengine.backends.cuda import CUDA
 from nanoengine.backends.device import Device, Download, Forward
@@ -119,9 +121,10 @@ class Sequence:
     stop_reason: int | str | None = field(init=False, default=None)
 
     # Written by the block manager.
-    block_table: list[int] = field(init=False, default_factory=list)  # empty while it waits
+    block_tables: list[list[int]] = field(init=False, default_factory=list)  # by group; none while it waits
     num_hit_tokens: int = field(init=False, default=0)  # in whole blocks, shared ones: not to be written
-    num_registered_blocks: int = field(init=False, default=0)  # leading ones of block_table
+    num_registered_blocks: int = field(init=False, default=0)  # leading ones of each table
+    prefix_id: int = field(init=False, default=0)  # of the last registered block
     block_keys: list["BlockKey"] = field(init=False, default_factory=list)  # of full blocks, hashed once
     num_cached_tokens: int | None = field(
         init=False, default=None
@@ -131,6 +134,11 @@ class Sequence:
         """Keep a list of its own."""
         self.token_ids = list(self.token_ids)
         self.num_prompt_tokens = len(self.token_ids)
+
+    @property
+    def block_table(self) -> list[int]:
+        """The first group's, which in most models is the only one; empty while it waits."""
+        return self.block_tables[0] if self.block_tables else []
 
     @property
     def num_tokens(self) -> int:
@@ -186,7 +194,8 @@ class Block:
     """
 
     block_id: int
-    ref_count: int = 0  # sequences whose block_table names it
+    ref_count: int = 0  # sequences whose block tables name it
+    group: int = 0  # whose K and V it holds
     key: BlockKey | None = None  # None: not registered
     prefix_id: int = 0
     parent_id: int = 0  # prefix_id of the block before, 0 at the start of a sequence
@@ -195,14 +204,23 @@ class Block:
 class BlockManager:
     """Hands out cache blocks, shares those with the same prefix, and evicts the least recently used.
 
-    It is vLLM's BlockPool and KVCacheManager in one, for one kind of attention. Block 0 is the null
-    block: never handed out, padding and discarded writes go there.
+    It is vLLM's BlockPool and KVCacheManager in one. Block 0 is the null block: never handed out, padding
+    and discarded writes go there.
 
     Free blocks wait in two places, which together are the order of eviction: first those in which nothing
     can be found, the last freed first, since its memory is warm; then those that hold registered content,
     the least recently used first. A hit takes its block out of the middle of the second, in O(1).
 
     A hit is verified by content and parent, so that a hash collision costs a comparison, never a wrong token.
+
+    All groups take blocks from the one pool. A group with a window gives a block back once no token to come
+    sees it; the null block takes its place in the table. And it grows by what a step may compute at most,
+    not by a whole prompt. With blocks of 2, a window of 3 and steps of 4 tokens, a prompt of 11 tokens has
+
+        step        computes  sees from  block table
+        admitted    [0, 4)    0          [1, 2, 3]
+        second      [4, 8)    2          [0, 2, 3, 4]
+        third       [8, 11)   6          [0, 0, 0, 4, 5, 6]
     """
 
     def __init__(
@@ -210,11 +228,17 @@ class BlockManager:
         num_blocks: int,
         block_size: int,
         *,
+        windows: Iterable[int | None] = (None,),
+        max_chunk_tokens: int = 8192,
         enable_prefix_caching: bool = True,
         hash_function: Callable[[bytes, int], int] = xxh3_64_intdigest,
     ) -> None:
         self.num_blocks = num_blocks  # usable ones: the null block is not counted
         self.block_size = block_size
+        # By group; None, which sees everything, before any window. Of a window of one token a hit would
+        # keep no block, to tell after which prefix the next is.
+        self.windows = tuple(window and max(window, 2) for window in windows)
+        self.max_chunk_tokens = max_chunk_tokens  # what a step may compute of a sequence
         self.enable_prefix_caching = enable_prefix_caching
         self.hash_function = hash_function
         self.num_query_tokens = 0  # statistics of the prefix cache, over first admissions
@@ -238,50 +262,78 @@ class BlockManager:
         All or nothing: False, and nothing changed, where the free blocks are too few.
         """
         hits = self.find_prefix(seq)
-        num_new = self.num_blocks_for(seq.num_tokens) - len(hits)
-        num_revived = sum(block.ref_count == 0 for block in hits)  # free ones, that will not be free any more
+        num_hits = len(hits[0])
+        # At least one token is computed, even if all are hits: its logits choose the next.
+        num_computed = min(num_hits * self.block_size, seq.num_tokens - 1)
+        lengths = self._table_lengths(num_computed, seq.num_tokens)
+        num_new = sum(lengths) - num_hits * len(hits)
+        held = [block for blocks in hits for block in blocks if block.block_id]
+        num_revived = sum(block.ref_count == 0 for block in held)  # free ones, that will not be free any more
         if num_new + num_revived > self.num_free_blocks:
             return False
-        for block in hits:
+        for block in held:
             if block.ref_count == 0:
                 del self.evictable_blocks[block.block_id]
             block.ref_count += 1
-        seq.block_table = [block.block_id for block in hits]
-        seq.block_table += [self._take_free_block() for _ in range(num_new)]
-        seq.num_registered_blocks = len(hits)
-        seq.num_hit_tokens = len(hits) * self.block_size
-        # At least one token is computed, even if all are hits: its logits choose the next.
-        seq.num_computed_tokens = min(seq.num_hit_tokens, seq.num_tokens - 1)
+        seq.block_tables = [[block.block_id for block in blocks] for blocks in hits]
+        self._grow(seq, lengths)
+        seq.num_registered_blocks = num_hits
+        seq.prefix_id = hits[0][-1].prefix_id if num_hits else 0
+        seq.num_hit_tokens = num_hits * self.block_size
+        seq.num_computed_tokens = num_computed
         if seq.num_cached_tokens is None:
-            seq.num_cached_tokens = seq.num_computed_tokens
+            seq.num_cached_tokens = num_computed
             self.num_query_tokens += seq.num_tokens
-            self.num_query_hits += seq.num_computed_tokens
+            self.num_query_hits += num_computed
         return True
 
-    def find_prefix(self, seq: Sequence) -> list[Block]:
-        """The longest run of registered blocks that hold the beginning of the sequence."""
+    def find_prefix(self, seq: Sequence) -> list[list[Block]]:
+        """By group, the registered blocks with the longest beginning of the sequence that all groups have.
+
+        The first group's are looked up from the start, each after the one before. Of the others, and of any
+        group with a window, there need only be what the next token sees; the null block stands for the rest.
+        """
         # A prompt token's log-probabilities need its logits, which the cache does not hold.
         if not self.enable_prefix_caching or seq.prompt_logprobs is not None:
-            return []
+            return [[] for _ in self.windows]
         self._hash_full_blocks(seq)
-        hits: list[Block] = []
+        chain: list[Block] = []
         parent_id = 0
         for key in seq.block_keys:
             block = self._find(key, parent_id)
             if block is None:
                 break
-            hits.append(block)
+            chain.append(block)
             parent_id = block.prefix_id
-        return hits
+        if self.windows == (None,):
+            return [chain]
+        parent_ids = [0, *(block.prefix_id for block in chain)]
+        num_hits = len(chain)
+        while True:
+            next_position = min(num_hits * self.block_size, seq.num_tokens - 1)
+            hits: list[list[Block]] = []
+            for group, window in enumerate(self.windows):
+                first = self._first_seen(window, next_position)
+                found = [self._find(seq.block_keys[i], parent_ids[i], group) for i in range(first, num_hits)]
+                if None in found:  # whatever ends behind the first that is missing sees it
+                    num_hits = first + found.index(None)
+                    break
+                hits.append([self.blocks[0]] * first + [block for block in found if block])
+            else:
+                return hits
 
     # -- growth
 
     def may_append(self, seq: Sequence) -> bool:
-        """Grow the block table to hold all of the sequence's tokens, where it does not; all or nothing."""
-        num_new = self.num_blocks_for(seq.num_tokens) - len(seq.block_table)
-        if num_new > self.num_free_blocks:
+        """Grow the block tables to hold all of the sequence's tokens, where they do not; all or nothing.
+
+        A group with a window first gives back what is out of sight, then grows as far as a step may reach.
+        """
+        self._remove_skipped_blocks(seq)
+        lengths = self._table_lengths(seq.num_computed_tokens, seq.num_tokens)
+        if sum(lengths) - sum(map(len, seq.block_tables)) > self.num_free_blocks:
             return False
-        seq.block_table += [self._take_free_block() for _ in range(num_new)]
+        self._grow(seq, lengths)
         return True
 
     def register_full_blocks(self, seq: Sequence, num_tokens: int) -> None:
@@ -295,18 +347,20 @@ class BlockManager:
         if not self.enable_prefix_caching:
             return
         self._hash_full_blocks(seq)
-        first, last = seq.num_registered_blocks, num_tokens // self.block_size
-        parent_id = self.blocks[seq.block_table[first - 1]].prefix_id if first else 0
-        for key, block_id in zip(seq.block_keys[first:last], seq.block_table[first:last], strict=True):
-            block, twin = self.blocks[block_id], self._find(key, parent_id)
+        for i in range(seq.num_registered_blocks, num_tokens // self.block_size):
+            key, parent_id = seq.block_keys[i], seq.prefix_id
+            twin = self._find(key, parent_id)
             if twin is None:
-                block.prefix_id, self.next_prefix_id = self.next_prefix_id, self.next_prefix_id + 1
+                seq.prefix_id, self.next_prefix_id = self.next_prefix_id, self.next_prefix_id + 1
             else:
-                block.prefix_id = twin.prefix_id
-            block.key, block.parent_id = key, parent_id
-            self.registered_blocks.setdefault(key.hash, {})[block_id] = block
-            parent_id = block.prefix_id
-        seq.num_registered_blocks = last
+                seq.prefix_id = twin.prefix_id
+            for group, table in enumerate(seq.block_tables):
+                if table[i]:
+                    block = self.blocks[table[i]]
+                    block.group, block.key = group, key
+                    block.parent_id, block.prefix_id = parent_id, seq.prefix_id
+                    self.registered_blocks.setdefault(key.hash, {})[block.block_id] = block
+            seq.num_registered_blocks = i + 1
 
     # -- release
 
@@ -315,21 +369,16 @@ class BlockManager:
 
         A prefix is of use without its tail, a tail without its prefix never: a lookup begins at the start.
         """
-        for block_id in reversed(seq.block_table):
-            block = self.blocks[block_id]
-            block.ref_count -= 1
-            if block.ref_count == 0:
-                if block.key is None:
-                    self.empty_blocks.appendleft(block)
-                else:
-                    self.evictable_blocks[block_id] = block
+        for block_ids in reversed([*itertools.zip_longest(*seq.block_tables, fillvalue=0)]):
+            for block_id in filter(None, block_ids):
+                self._release(block_id)
         self.forget(seq)
 
     @staticmethod
     def forget(seq: Sequence) -> None:
         """The sequence has no blocks any more."""
-        seq.block_table = []
-        seq.num_computed_tokens = seq.num_hit_tokens = seq.num_registered_blocks = 0
+        seq.block_tables = []
+        seq.num_computed_tokens = seq.num_hit_tokens = seq.num_registered_blocks = seq.prefix_id = 0
 
     def reset_prefix_cache(self) -> bool:
         """Forget all registered content; refused (False) while any block is in use."""
@@ -349,10 +398,58 @@ class BlockManager:
         """How many blocks hold that many tokens."""
         return -(-num_tokens // self.block_size)
 
-    def _find(self, key: BlockKey, parent_id: int) -> Block | None:
-        """A registered block with exactly this content after exactly this prefix."""
+    @property
+    def max_computable_tokens(self) -> int:
+        """The longest sequence that fits when it is alone."""
+        spans = [w and self.num_blocks_for(w - 1 + self.max_chunk_tokens) + 1 for w in self.windows]
+
+        def num_held(length: int) -> int:  # at most, where a block table has that length
+            return sum(length if span is None else min(length, span) for span in spans)
+
+        return (bisect.bisect_right(range(1 << 40), self.num_blocks, key=num_held) - 1) * self.block_size
+
+    def _table_lengths(self, num_computed_tokens: int, num_tokens: int) -> list[int]:
+        """How long each group's block table has to be before the next step."""
+        return [
+            self.num_blocks_for(
+                num_tokens
+                if window is None
+                else min(num_tokens, max(num_computed_tokens, window - 1) + self.max_chunk_tokens)
+            )
+            for window in self.windows
+        ]
+
+    def _grow(self, seq: Sequence, lengths: list[int]) -> None:
+        for table, length in zip(seq.block_tables, lengths, strict=True):
+            table += [self._take_free_block() for _ in range(length - len(table))]
+
+    def _first_seen(self, window: int | None, position: int) -> int:
+        """Index of the first block of which the token at a position sees anything."""
+        return 0 if window is None else max(0, position - window + 1) // self.block_size
+
+    def _remove_skipped_blocks(self, seq: Sequence) -> None:
+        """Take back the blocks that no token from now on sees, the last first; the name is vLLM's."""
+        for window, table in zip(self.windows, seq.block_tables, strict=True):
+            index = self._first_seen(window, seq.num_computed_tokens)
+            while index > 0 and table[index - 1]:
+                index -= 1
+                self._release(table[index])
+                table[index] = 0
+
+    def _release(self, block_id: int) -> None:
+        """A sequence holds the block no more."""
+        block = self.blocks[block_id]
+        block.ref_count -= 1
+        if block.ref_count == 0:
+            if block.key is None:
+                self.empty_blocks.appendleft(block)
+            else:
+                self.evictable_blocks[block_id] = block
+
+    def _find(self, key: BlockKey, parent_id: int, group: int = 0) -> Block | None:
+        """A registered block of the group with exactly this content after exactly this prefix."""
         for block in self.registered_blocks.get(key.hash, {}).values():
-            if block.parent_id == parent_id and block.key is not None and block.key.content == key.content:
+            if (block.parent_id, block.group, block.key) == (parent_id, group, key):
                 return block
         return None
 
@@ -386,8 +483,8 @@ class BlockManager:
 
     def check_invariants(self, sequences: Iterable[Sequence]) -> None:
         """Assert the conservation laws; `sequences` are all that hold blocks."""
-        uses = Counter(block_id for seq in sequences for block_id in seq.block_table)
-        assert 0 not in uses, "the null block was handed out"
+        tables = [table for seq in sequences for table in seq.block_tables]
+        uses = Counter(block_id for table in tables for block_id in table if block_id)
         assert all(block.ref_count == uses[block.block_id] for block in self.blocks)
         free = [*self.empty_blocks, *self.evictable_blocks.values()]
         unused = [block.block_id for block in self.blocks[1:] if block.ref_count == 0]
@@ -452,7 +549,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_chunk_tokens = long_prefill_token_threshold or max_num_batched_tokens
         # A sequence that fills every block can still sample one token, which it will never compute.
-        self.max_computable_tokens = block_manager.num_blocks * block_manager.block_size
+        self.max_computable_tokens = block_manager.max_computable_tokens
         self.max_num_tokens = min(max_model_len, self.max_computable_tokens + 1)
         self.max_model_len = max_model_len
         self.waiting: list[Sequence] = []  # these hold no blocks
@@ -505,7 +602,8 @@ class Scheduler:
             seq = self.running[i]
             num_tokens = seq.num_tokens
             if num_tokens < seq.max_num_tokens:  # else the step in flight draws its last token
-                if num_tokens > len(seq.block_table) * block_size and not self._make_room(seq):
+                # The last group's window is the smallest, and its table the first that ends.
+                if num_tokens > len(seq.block_tables[-1]) * block_size and not self._make_room(seq):
                     break
                 chunk = self._schedule_chunk(seq, budget)
                 chunks.append(chunk)
@@ -530,7 +628,7 @@ class Scheduler:
         return ScheduledBatch(chunks, sampled_seqs, self.max_num_batched_tokens - budget)
 
     def _make_room(self, seq: Sequence) -> bool:
-        """Grow a running sequence's block table, preempting others from the tail where blocks run out.
+        """Grow a running sequence's block tables, preempting others from the tail where blocks run out.
 
         False if the sequence was the tail itself, and gave way: those before it hold the blocks.
         """
@@ -595,7 +693,7 @@ class Scheduler:
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         """End a sequence that waits or runs, and free its blocks."""
         seq.finish_reason, seq.stop_reason = reason, stop_reason
-        queue = self.running if seq.block_table else self.waiting
+        queue = self.running if seq.block_tables else self.waiting
         del queue[bisect.bisect_left(queue, seq.order, key=BY_ORDER)]
         self.block_manager.free(seq)
 
@@ -624,8 +722,8 @@ class Scheduler:
             assert not any(seq.is_finished for seq in queue)
             orders = [seq.order for seq in queue]
             assert all(before < after for before, after in itertools.pairwise(orders))
-        assert not any(seq.block_table for seq in self.waiting)
-        assert all(seq.block_table for seq in self.running)
+        assert not any(seq.block_tables for seq in self.waiting)
+        assert all(seq.block_tables for seq in self.running)
         assert len(self.running) <= self.max_num_seqs
         self.block_manager.check_invariants(self.running)
 
@@ -638,7 +736,7 @@ class ModelInputs(NamedTuple, Generic[Array]):
 
     input_ids: Array  # (T,) int64; 0 where the token is pending
     positions: Array  # (T,) int64  index of each token in its sequence
-    metadata: AttentionMetadata[Array]  # cu_seqlens_q, seq_lens, block_tables, slot_mapping, ...
+    metadata: AttentionMetadata[Array]  # block_tables (G, S, most blocks), slot_mapping (G, T), ...
     sample_rows: Array  # (R,) int64  rows whose logits are needed
     pending_rows: Array  # (P,) int64  rows whose token is pending
     pending_samples: Array  # (P,) int64  which sample of the step in flight it will be
@@ -656,36 +754,39 @@ def build_inputs(
         positions     4  2  3         seq_lens      5 4
         slot_mapping  8  14 15        block_tables  [7, 2] [3, 0]
 
+    The last two have a first dimension more: one group after the other.
+
     Args:
         batch: the step to compute.
         block_size: tokens of a block.
         before: the step in flight, which draws the tokens that are pending in this one.
     """
     token_ids: list[int] = []
-    block_ids: list[int] = []
     pending_rows: list[int] = []
     pending_seqs: list[Sequence] = []
     for seq, start, end, _ in batch.chunks:
         token_ids += seq.token_ids[start:end]
-        block_ids += seq.block_table
         if end > len(seq.token_ids):  # the chunk's last token is pending: a 0 holds its place
             pending_rows.append(len(token_ids))
             pending_seqs.append(seq)
             token_ids.append(0)
-    columns = [(start, end, len(seq.block_table), seq.num_hit_tokens) for seq, start, end, _ in batch.chunks]
-    starts, ends, num_blocks, num_hit_tokens = np.array(columns, dtype=np.int64).T
+    columns = [(start, end, seq.num_hit_tokens) for seq, start, end, _ in batch.chunks]
+    starts, ends, num_hit_tokens = np.array(columns, dtype=np.int64).T
     query_lens = ends - starts
     cu_seqlens_q = np.concatenate(([0], query_lens.cumsum()))
 
-    block_tables = np.zeros((len(columns), num_blocks.max()), dtype=np.int32)
-    # Row by row, the first num_blocks entries of each.
-    block_tables[np.arange(block_tables.shape[1]) < num_blocks[:, None]] = block_ids
+    # Of the first group, then of the second...; a row per sequence.
+    of_seqs = [chunk.seq.block_tables for chunk in batch.chunks]
+    tables = [table for of_group in zip(*of_seqs, strict=True) for table in of_group]
+    num_blocks = np.array([len(table) for table in tables]).reshape(-1, len(columns), 1)
+    block_tables = np.zeros((*num_blocks.shape[:2], num_blocks.max()), dtype=np.int32)
+    block_tables[np.arange(block_tables.shape[2]) < num_blocks] = [*itertools.chain.from_iterable(tables)]
 
     row_seq = np.repeat(np.arange(len(columns)), query_lens)  # which sequence a row belongs to
     positions = np.arange(batch.num_tokens) - (cu_seqlens_q[:-1] - starts)[row_seq]
-    blocks = block_tables[row_seq, positions // block_size].astype(np.int64)
+    blocks = block_tables[:, row_seq, positions // block_size].astype(np.int64, order="C")
     # The token that a full prefix hit computes again has its K and V in a shared block: discard them.
-    blocks[positions < num_hit_tokens[row_seq]] = 0
+    blocks[:, positions < num_hit_tokens[row_seq]] = 0
 
     sample_of = {seq: i for i, seq in enumerate(before.sampled_seqs)} if before and pending_seqs else {}
     last_rows = cu_seqlens_q[1:] - 1
@@ -748,6 +849,7 @@ class ModelRunner:
             checkpoint, config, dtype=self.dtype, device=torch_device, max_model_len=max_model_len
         )
         self.kv_specs = self.model.kv_specs
+        self.kv_groups = group_layers(self.kv_specs, max_model_len)
         self.device.prepare(self.model)
         self.scale_logits = self.device.fuse(scale_logits)
         with uninterrupted(), self.device.running():  # a backend may try itself out, on its own GPU
@@ -760,11 +862,15 @@ class ModelRunner:
                 'attn_backend="torch" takes any'
             )
         self.table_width = -(-max_model_len // self.block_size)  # blocks of the longest sequence
-        self.device.reserve(self.max_num_batched_tokens, self.max_num_seqs, self.table_width)
+        self.device.reserve(
+            self.max_num_batched_tokens, self.max_num_seqs, len(self.kv_groups), self.table_width
+        )
         self.forward = Forward()  # for what the device may try out first
         with uninterrupted(), self.device.running():
             self.num_blocks = self.device.count_blocks(self)
-            self.caches = new_caches(self.kv_specs, self.num_blocks, self.block_size, torch_device)
+            self.caches = new_caches(
+                self.kv_specs, self.kv_groups, self.num_blocks, self.block_size, torch_device
+            )
             self.forward = self.capture()
         self.stopwatch = Stopwatch()  # what the device tried out was no step
 
@@ -833,7 +939,12 @@ class ModelRunner:
     def compute(self, inputs: ModelInputs[Tensor]) -> Tensor:
         """Hidden states, (T, E)."""
         assert self.model is not None
-        attention = self.attention.build(inputs.metadata, self.block_size)
+        meta = inputs.metadata
+        groups = [
+            self.attention.build(meta._replace(block_tables=tables, slot_mapping=slots), self.block_size)
+            for tables, slots in zip(meta.block_tables, meta.slot_mapping, strict=True)
+        ]
+        attention = groups[0] if len(groups) == 1 else GroupedAttention(groups)
         return self.model(inputs.input_ids, inputs.positions, self.caches, attention)  # type: ignore[no-any-return]
 
     def _prompt_logprobs(
@@ -864,7 +975,7 @@ class ModelRunner:
         batches = []
         for lengths, params in (prompts, SamplingParams()), ([1] * min(self.max_num_seqs, budget), most_work):
             seq = Sequence(0, [0] * length, params)  # all in the same blocks
-            seq.block_table = list(range(1, -(-length // self.block_size) + 1))
+            seq.block_tables = [[*range(1, -(-length // self.block_size) + 1)]] * len(self.kv_groups)
             chunks = [Chunk(seq, 0, num_tokens, True) for num_tokens in lengths if num_tokens]
             batches.append(ScheduledBatch(chunks, [seq] * len(chunks), sum(lengths)))
         return batches
@@ -873,7 +984,7 @@ class ModelRunner:
     def capture(self) -> Forward:
         """What runs the steps: with CUDA graphs of decodes, where there can be any."""
         seq = Sequence(0, [0], SamplingParams())
-        seq.block_table = [0]
+        seq.block_tables = [[0]] * len(self.kv_groups)
         decode = build_inputs(ScheduledBatch([Chunk(seq, 0, 1, False)], [], 1), self.block_size)
         return self.device.capture(self, decode)
 
@@ -910,6 +1021,8 @@ class LLMEngine:
             BlockManager(
                 self.runner.num_blocks,
                 self.runner.block_size,
+                windows=[group.window for group in self.runner.kv_groups],
+                max_chunk_tokens=self.runner.max_num_batched_tokens,
                 enable_prefix_caching=config.enable_prefix_caching,
             ),
             max_num_seqs=config.max_num_seqs,

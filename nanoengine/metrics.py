@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nanoengine.engine import LLMEngine
+    from nanoengine.engine import LLMEngine, ModelRunner
 
 
 def what_runs(engine: "LLMEngine") -> str:
@@ -23,8 +23,18 @@ def what_runs(engine: "LLMEngine") -> str:
         f"nanoengine: {engine.checkpoint.architecture} on {runner.model.code} code, "
         f"{runner.attention.backend.name} attention{notes}{runner.forward.describe()}, "
         f"{str(runner.dtype).removeprefix('torch.')} on {runner.device.device}, "
-        f"KV cache of {runner.num_blocks} blocks of {runner.block_size} tokens"
+        f"KV cache of {runner.num_blocks} blocks of {runner.block_size} tokens{describe_windows(runner)}"
     )
+
+
+def describe_windows(runner: "ModelRunner") -> str:
+    """For the user: what becomes of blocks that a sliding window has left behind."""
+    windows = [group.window for group in runner.kv_groups]
+    if windows == [None]:
+        has_window = any(spec.window and spec.window < runner.max_model_len for spec in runner.kv_specs)
+        return ", none given back behind a window (the layers' shapes differ)" if has_window else ""
+    kinds = [f"{windows.count(w)} of {f'a window of {w}' if w else 'all'}" for w in dict.fromkeys(windows)]
+    return f", layers in groups: {', '.join(kinds)}" if len(windows) > 1 else f", a window of {windows[0]}"
 
 
 def count(engine: "LLMEngine") -> dict[str, int | float]:

@@ -54,7 +54,10 @@ def check_attention(
     device="cpu",
     **settings,
 ):
-    """Blocks are scattered at random; `stale` fills the slots that hold no token of these sequences."""
+    """Blocks are scattered at random; `stale` fills the slots that hold no token of these sequences.
+
+    Blocks of which a window sees nothing have fallen out of the tables, and the null block holds NaN.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def rand(*shape):
@@ -75,6 +78,11 @@ def check_attention(
             cache.fill_(stale)
             for held, values in zip(slots, past, strict=True):
                 cache.flatten(0, 1)[held] = values[x]
+    if settings.get("window"):
+        for table, (new, total) in zip(tables, lens, strict=True):
+            table[: max(0, total - new + 1 - settings["window"]) // block_size] = 0
+    for cache in caches:
+        cache[0] = torch.nan
     num_tokens = sum(new for new, _ in lens)
     q = rand(num_tokens, heads, head_dim)
     k, v = (rand(num_tokens, kv_heads, dim) for dim in dims)

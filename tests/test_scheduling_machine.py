@@ -22,15 +22,25 @@ class SchedulingMachine(RuleBasedStateMachine):
     @initialize(
         block_size=st.sampled_from([1, 2, 4]),
         num_blocks=st.integers(2, 12),
+        windows=st.sampled_from(
+            [(None,)] * 3 + [(3,), (1,), (None, 4), (None, None, 2), (5, 2), (None, 3, 3)]
+        ),
         max_num_seqs=st.integers(1, 5),
         budget=st.sampled_from([1, 2, 5, 64]),
         threshold=st.sampled_from([0, 0, 3]),
         caching=st.sampled_from([True, True, True, False]),
         constant_hash=st.booleans(),
     )
-    def start(self, block_size, num_blocks, max_num_seqs, budget, threshold, caching, constant_hash):
+    def start(self, block_size, num_blocks, windows, max_num_seqs, budget, threshold, caching, constant_hash):
         extra = {"hash_function": lambda content, parent: 7} if constant_hash else {}
-        self.block_manager = BlockManager(num_blocks, block_size, enable_prefix_caching=caching, **extra)
+        self.block_manager = BlockManager(
+            num_blocks * len(windows),
+            block_size,
+            windows=windows,
+            max_chunk_tokens=budget,
+            enable_prefix_caching=caching,
+            **extra,
+        )
         self.scheduler = Scheduler(
             self.block_manager,
             max_num_seqs=max_num_seqs,
@@ -38,7 +48,8 @@ class SchedulingMachine(RuleBasedStateMachine):
             max_model_len=24,
             long_prefill_token_threshold=threshold,
         )
-        self.slots: dict[int, tuple[int, ...]] = {}  # slot -> the tokens up to and including its own
+        # slot -> the group that wrote it, and the tokens up to and including its own
+        self.slots: dict[int, tuple[int, tuple[int, ...]]] = {}
         self.seqs: list[Sequence] = []
         self.in_flight: ScheduledBatch | None = None
         self.unknown: list[tuple[int, Sequence, int]] = []  # slots written from a pending token
@@ -50,7 +61,7 @@ class SchedulingMachine(RuleBasedStateMachine):
         copies=st.sampled_from([1, 1, 2]),
     )
     def add(self, prompt, max_tokens, priority, copies):
-        if len(prompt) > self.block_manager.num_blocks * self.block_manager.block_size:
+        if len(prompt) > self.scheduler.max_computable_tokens:
             return
         for _ in range(copies):
             seq = Sequence(
@@ -69,24 +80,38 @@ class SchedulingMachine(RuleBasedStateMachine):
         inputs = build_inputs(batch, size, before)
         owners = [seq for seq, start, end, _ in batch.chunks for _ in range(start, end)]
         written, pending = set(), []
-        for seq, position, slot in zip(owners, inputs.positions, inputs.metadata.slot_mapping, strict=True):
-            if slot < size:
-                continue  # the null block: discarded
-            assert slot not in written, "two tokens of a step write the same slot"
-            written.add(slot)
-            self.slots[slot] = tuple(seq.token_ids[: position + 1])
-            if position == len(seq.token_ids):
-                pending.append(seq)
-                self.unknown.append((slot, seq, position))
+        for group, slots in enumerate(inputs.metadata.slot_mapping):
+            for seq, position, slot in zip(owners, inputs.positions, slots, strict=True):
+                if slot < size:
+                    assert position < seq.num_hit_tokens, "the K and V of a token are lost"
+                    continue  # the null block: discarded
+                assert slot not in written, "two tokens of a step write the same slot"
+                written.add(slot)
+                self.slots[slot] = group, tuple(seq.token_ids[: position + 1])
+                if position == len(seq.token_ids):
+                    self.unknown.append((slot, seq, position))
+                    if group == 0:
+                        pending.append(seq)
         assert [before.sampled_seqs[i] for i in inputs.pending_samples] == pending
+        for i, (seq, start, end, _) in enumerate(batch.chunks):
+            for group, window in enumerate(self.block_manager.windows):
+                first = 0 if window is None else max(0, start - window + 1)
+                table = inputs.metadata.block_tables[group, i]
+                for position in range(first, min(end, len(seq.token_ids))):
+                    held = self.slots[table[position // size] * size + position % size]
+                    assert held == (group, tuple(seq.token_ids[: position + 1])), "wrong K and V"
         for seq in self.scheduler.running:
-            for position in range(min(seq.num_computed_tokens, len(seq.token_ids))):
-                slot = seq.block_table[position // size] * size + position % size
-                assert self.slots[slot] == tuple(seq.token_ids[: position + 1]), "wrong K and V"
+            for window, table in zip(self.block_manager.windows, seq.block_tables, strict=True):
+                num_held = sum(block_id != 0 for block_id in table)
+                if window is None:
+                    assert num_held == len(table)
+                else:
+                    assert num_held <= -(-(window - 1 + self.scheduler.max_num_batched_tokens) // size) + 1
         for block in self.block_manager.blocks:
             if block.key is not None:
-                tokens = self.slots[block.block_id * size + size - 1][-size:]
-                assert array("i", tokens).tobytes() == block.key.content, "a hit would be wrong"
+                group, tokens = self.slots[block.block_id * size + size - 1]
+                assert array("i", tokens[-size:]).tobytes() == block.key.content, "a hit would be wrong"
+                assert group == block.group
 
     def launch(self):
         """Schedule and compute a step; returns it with the one whose tokens are due now, if any."""
@@ -104,10 +129,11 @@ class SchedulingMachine(RuleBasedStateMachine):
     def collect(self, batch, tokens):
         due = [seq for seq in batch.sampled_seqs if not seq.is_finished]
         assert self.scheduler.update(batch, tokens) == due
-        assert not any(seq.block_table for seq in due if seq.is_finished)
+        assert not any(seq.block_tables for seq in due if seq.is_finished)
         for slot, seq, position in self.unknown:  # what was written then is known now
-            if self.slots[slot] == tuple(seq.token_ids[:position]):
-                self.slots[slot] = tuple(seq.token_ids[: position + 1])
+            group, tokens = self.slots[slot]
+            if tokens == tuple(seq.token_ids[:position]):
+                self.slots[slot] = group, tuple(seq.token_ids[: position + 1])
         self.unknown = [entry for entry in self.unknown if entry[2] >= len(entry[1].token_ids)]
         self.scheduler.check_invariants()
 
@@ -137,8 +163,8 @@ class SchedulingMachine(RuleBasedStateMachine):
         """The forward pass dies: part of it was written, nothing of it may be read later."""
         batch = self.scheduler.schedule()
         size, before = self.block_manager.block_size, self.in_flight
-        for slot in build_inputs(batch, size, before).metadata.slot_mapping if batch.chunks else ():
-            self.slots[int(slot)] = (-1,)
+        for slot in build_inputs(batch, size, before).metadata.slot_mapping.flat if batch.chunks else ():
+            self.slots[int(slot)] = -1, (-1,)
         self.scheduler.recover()
         self.in_flight, self.unknown = None, []
 

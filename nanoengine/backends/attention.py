@@ -9,10 +9,11 @@ Shape letters: T tokens in the batch, S sequences, H query heads, K key/value he
 the values, where it differs), L cached tokens of a sequence (padded to whole blocks), B block_size.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -29,12 +30,15 @@ Array = TypeVar("Array", np.ndarray, Tensor)
 
 
 class AttentionMetadata(NamedTuple, Generic[Array]):
-    """Where a flat batch's tokens belong: everything an attention backend needs besides q, k, v."""
+    """Where a flat batch's tokens belong: everything an attention backend needs besides q, k, v.
+
+    A batch's has a first dimension more where KV cache groups differ, G of them; a backend gets one group's.
+    """
 
     cu_seqlens_q: Array  # (S + 1,) int32  tokens of sequence i: [cu[i], cu[i + 1])
     cu_seqlens_k: Array  # (S + 1,) int32  the same over all they attend to: running sums of seq_lens
     seq_lens: Array  # (S,) int32  tokens of sequence i in the cache after this step's are written
-    block_tables: Array  # (S, most blocks) int32  block ids, padded with the null block, 0
+    block_tables: Array  # (S, most blocks) int32  block ids; 0, the null block, is padding or out of sight
     slot_mapping: Array  # (T,) int64  cache slot that receives each token's K and V; < B: discard
     max_query_len: int  # known without asking the device, as is what follows
     max_seq_len: int
@@ -42,17 +46,58 @@ class AttentionMetadata(NamedTuple, Generic[Array]):
 
 
 class KVSpec(NamedTuple):
-    """What one layer stores per token."""
+    """What one layer stores per token, and which of it a token sees."""
 
     num_kv_heads: int
     k_head_dim: int
     v_head_dim: int
     dtype: torch.dtype
+    window: int | None = None  # how many positions back, itself included; None: all
 
     @property
     def bytes_per_token(self) -> int:
         """Of K and V together."""
         return self.num_kv_heads * (self.k_head_dim + self.v_head_dim) * self.dtype.itemsize
+
+
+class KVGroup(NamedTuple):
+    """Layers with one block table per sequence, since they see the same of it."""
+
+    layers: list[int]
+    window: int | None  # the widest of its layers', which decides when a block can be given back; None: never
+
+
+def group_layers(specs: Sequence[KVSpec], max_model_len: int) -> list[KVGroup]:
+    """Divide layers by their windows into groups of one size: full attention first, the smallest window last.
+
+    The i-th layer of every group stores its K and V in the same memory, so that a block serves any group.
+    That takes layers of one shape; others stay in one group, and keep what the widest window sees.
+    The size is the one that leaves least of a block unused.
+
+    Source: vLLM's hybrid KV cache manager, https://docs.vllm.ai/en/latest/design/hybrid_kv_cache_manager
+
+    >>> spec = KVSpec(1, 8, 8, torch.float32)
+    >>> group_layers([spec._replace(window=w) for w in (16, 16, None, 16, 16, None)], max_model_len=100)
+    ... # doctest: +NORMALIZE_WHITESPACE
+    [KVGroup(layers=[2, 5], window=None),
+     KVGroup(layers=[0, 1], window=16), KVGroup(layers=[3, 4], window=16)]
+    """
+    kinds: dict[float, list[int]] = {}  # window -> layers
+    for layer, spec in enumerate(specs):
+        is_whole = spec.window is None or spec.window >= max_model_len
+        kinds.setdefault(math.inf if is_whole or spec.window is None else spec.window, []).append(layer)
+    size = len(specs)
+    if len({spec._replace(window=None) for spec in specs}) == 1:
+        counts = [len(layers) for layers in kinds.values()]
+        num_layers = {n: n * sum(-(-count // n) for count in counts) for n in range(1, max(counts) + 1)}
+        size = min(range(min(counts), max(counts) + 1), key=lambda n: (num_layers[n], -n))
+    else:
+        kinds = {max(kinds): list(range(len(specs)))}
+    return [
+        KVGroup(layers[i : i + size], None if window == math.inf else int(window))
+        for window, layers in sorted(kinds.items(), reverse=True)
+        for i in range(0, len(layers), size)
+    ]
 
 
 @dataclass(slots=True)
@@ -61,6 +106,7 @@ class KVCache:
 
     k: Tensor
     v: Tensor
+    group: int = 0  # which of the block tables says where its sequences' tokens are
 
     @classmethod
     def zeros(cls, spec: KVSpec, num_blocks: int, block_size: int, device: torch.device) -> "KVCache":
@@ -73,20 +119,27 @@ class KVCache:
 
 
 def new_caches(
-    specs: Sequence[KVSpec], num_blocks: int, block_size: int, device: torch.device
+    specs: Sequence[KVSpec], groups: Sequence[KVGroup], num_blocks: int, block_size: int, device: torch.device
 ) -> list[KVCache]:
-    """A cache per layer, with the null block on top.
+    """A cache per layer, with the null block on top; the i-th layers of all groups share one memory.
 
     Raises:
         ValueError: there is no memory for them.
     """
     try:
-        return [KVCache.zeros(spec, num_blocks + 1, block_size, device) for spec in specs]
+        largest = max(groups, key=lambda group: len(group.layers))
+        memory = [KVCache.zeros(specs[layer], num_blocks + 1, block_size, device) for layer in largest.layers]
     except RuntimeError as error:  # torch.OutOfMemoryError on a GPU is one
         raise ValueError(
             f"no memory for a KV cache of {num_blocks} blocks of {block_size} tokens; "
             "lower num_kv_blocks or kv_cache_bytes"
         ) from error
+    caches = {
+        layer: KVCache(cache.k, cache.v, index)
+        for index, group in enumerate(groups)
+        for layer, cache in zip(group.layers, memory, strict=False)
+    }
+    return [caches[layer] for layer in range(len(specs))]
 
 
 class Settings(NamedTuple):
@@ -105,7 +158,7 @@ class _DecodeGroup:
     rows: Tensor  # (S',) int64  their rows in the flat batch
     block_tables: Tensor  # (S', blocks) int32
     seq_lens: Tensor  # (S',) int32
-    padding: tuple[Tensor, ...]  # row and position of every slot behind a sequence's end
+    padding: tuple[Tensor, ...]  # row and position of every slot behind its end or in the null block
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,6 +168,7 @@ class QueryChunk:
     start: int
     end: int
     seq_len: int
+    first: int  # the first position that is not in the null block
     block_table: Tensor  # (blocks,) int32
 
 
@@ -180,6 +234,17 @@ class PagedAttention(ABC):
         """Attention over the cache, which holds k and v already."""
 
 
+class GroupedAttention:
+    """A `PagedAttention` per KV cache group, for a model that calls it as if there were one."""
+
+    def __init__(self, groups: Sequence[PagedAttention]) -> None:
+        self._groups = groups
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, **settings: Any) -> Tensor:
+        """By the attention that knows the block tables of the cache's group."""
+        return self._groups[cache.group](q, k, v, cache, **settings)
+
+
 class TorchAttention(PagedAttention):
     """In plain PyTorch, on any device."""
 
@@ -197,7 +262,8 @@ class TorchAttention(PagedAttention):
         for i in (query_lens > 1).nonzero().squeeze(1).tolist():
             start, length, seq_len = int(starts[i]), int(query_lens[i]), int(seq_lens[i])
             table = tables[i, : -(-seq_len // block_size)]
-            self._chunks.append(QueryChunk(start, start + length, seq_len, table))
+            first = int(table.bool().int().argmax()) * block_size
+            self._chunks.append(QueryChunk(start, start + length, seq_len, first, table))
 
     def _prepare_decodes(self, rows: Tensor, tables: Tensor, seq_lens: Tensor, block_size: int) -> None:
         """Group the sequences that have one new token: their rows, block tables and lengths."""
@@ -206,8 +272,9 @@ class TorchAttention(PagedAttention):
         for group in torch.split(order, DECODE_GROUP_SIZE) if len(order) else ():
             num_blocks = -(-int(seq_lens[group[-1]]) // block_size)
             positions = torch.arange(num_blocks * block_size, device=group.device)
-            padding = (positions >= seq_lens[group].unsqueeze(1)).nonzero(as_tuple=True)
             group_tables = tables[group, :num_blocks]
+            is_null = (group_tables == 0).repeat_interleave(block_size, dim=1)
+            padding = ((positions >= seq_lens[group].unsqueeze(1)) | is_null).nonzero(as_tuple=True)
             self._groups.append(_DecodeGroup(rows[group], group_tables, seq_lens[group], padding))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, settings: Settings) -> Tensor:
@@ -224,7 +291,7 @@ class TorchAttention(PagedAttention):
     def _decode(self, group: _DecodeGroup, q: Tensor, cache: KVCache, settings: Settings) -> Tensor:
         num_seqs, num_heads, head_dim = q.shape
         k, v = (x[group.block_tables].flatten(1, 2) for x in (cache.k, cache.v))  # (S', L, K, D)
-        # A mask alone would not do: behind a sequence's end there may be NaN that another one left.
+        # A mask alone would not do: there may be NaN that another sequence left.
         k[group.padding], v[group.padding] = 0, 0
         k, v = k.transpose(1, 2), v.transpose(1, 2)
         num_kv_heads = k.shape[1]
@@ -240,15 +307,16 @@ class TorchAttention(PagedAttention):
 
     def _chunk(self, chunk: QueryChunk, q: Tensor, cache: KVCache, settings: Settings) -> Tensor:
         length, num_heads, head_dim = q.shape
-        k = cache.k[chunk.block_table].flatten(0, 1)[: chunk.seq_len].transpose(0, 1)  # (K, L, D)
-        v = cache.v[chunk.block_table].flatten(0, 1)[: chunk.seq_len].transpose(0, 1)
+        table = chunk.block_table[chunk.first // self.block_size :]
+        num_keys = chunk.seq_len - chunk.first
+        k, v = (x[table].flatten(0, 1)[:num_keys].transpose(0, 1) for x in (cache.k, cache.v))  # (K, L, D)
         num_kv_heads, group_size = k.shape[0], num_heads // k.shape[0]
         mask = None
         plain = settings.window is None and settings.softcap is None and settings.sinks is None
-        if length < chunk.seq_len or not plain:
+        if length < num_keys or not plain:
             key = (chunk.start, settings.window)
             if key not in self._masks:
-                positions = torch.arange(chunk.seq_len, device=q.device)
+                positions = torch.arange(num_keys, device=q.device)
                 distance = positions[-length:].unsqueeze(1) - positions
                 self._masks[key] = _visible(distance, settings.window)  # (length, L)
             mask = self._masks[key]

@@ -190,15 +190,16 @@ def pad_decodes(
     def pad(values: np.ndarray, value: int) -> np.ndarray:
         return np.concatenate((values, np.full(missing, value, dtype=values.dtype)))
 
-    block_tables = np.zeros((num_seqs, table_width), dtype=np.int32)
-    block_tables[: len(metadata.block_tables), : metadata.block_tables.shape[1]] = metadata.block_tables
+    num_groups, seqs, width = metadata.block_tables.shape
+    block_tables = np.zeros((num_groups, num_seqs, table_width), dtype=np.int32)
+    block_tables[:, :seqs, :width] = metadata.block_tables
     seq_lens = pad(metadata.seq_lens, 1)
     metadata = metadata._replace(
         cu_seqlens_q=np.arange(num_seqs + 1, dtype=np.int32),
         cu_seqlens_k=np.concatenate(([0], seq_lens.cumsum())).astype(np.int32),
         seq_lens=seq_lens,
         block_tables=block_tables,
-        slot_mapping=pad(metadata.slot_mapping, 0),
+        slot_mapping=np.pad(metadata.slot_mapping, ((0, 0), (0, missing))),
         max_seq_len=table_width * block_size,
         is_fresh=False,
     )
@@ -342,11 +343,11 @@ class CUDA(Device):
         """Triton and graph capture use the thread's current GPU, whichever the tensors are on."""
         return torch.cuda.device(self.device)
 
-    def reserve(self, max_num_tokens: int, max_num_seqs: int, table_width: int) -> None:
+    def reserve(self, max_num_tokens: int, max_num_seqs: int, num_groups: int, table_width: int) -> None:
         """As in the base class."""
-        per_token = [np.empty(max_num_tokens, np.int64)] * 3
+        per_token = [np.empty(max_num_tokens, np.int64)] * (2 + num_groups)
         per_seq = [np.empty(max_num_seqs, np.int64)] * 3 + [np.empty(max_num_seqs + 1, np.int32)] * 3
-        tables = np.empty((max_num_seqs, table_width), np.int32)
+        tables = np.empty((num_groups, max_num_seqs, table_width), np.int32)
         self.staging = Staging(Staging.num_bytes([*per_token, *per_seq, tables]), self.device)
 
     def send(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
@@ -382,8 +383,11 @@ class CUDA(Device):
         chunks = batches[0].chunks
         length, num_blocks = chunks[0].end, len(chunks[0].seq.block_table)
         try:
-            runner.caches = new_caches(runner.kv_specs, num_blocks, runner.block_size, self.device)
-            cache_bytes = sum(cache.k.nbytes + cache.v.nbytes for cache in runner.caches)
+            runner.caches = new_caches(
+                runner.kv_specs, runner.kv_groups, num_blocks, runner.block_size, self.device
+            )
+            memory = {id(x): x.nbytes for cache in runner.caches for x in (cache.k, cache.v)}
+            cache_bytes = sum(memory.values())  # of each once: groups share it
             torch.cuda.reset_peak_memory_stats(self.device)
             for batch in batches:
                 runner.collect(runner.launch(batch))

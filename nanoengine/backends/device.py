@@ -102,7 +102,7 @@ class Device:
         """A step's arrays on the device, until the next call."""
         return [torch.from_numpy(array) for array in arrays]
 
-    def reserve(self, max_num_tokens: int, max_num_seqs: int, table_width: int) -> None:
+    def reserve(self, max_num_tokens: int, max_num_seqs: int, num_groups: int, table_width: int) -> None:
         """Make room for what `send` will get of the largest step; a block table has table_width entries."""
 
     def download(self, tensor: Tensor) -> Download:
@@ -146,13 +146,15 @@ class Device:
         config = self.config
         if config.num_kv_blocks is not None:
             return config.num_kv_blocks
-        block_bytes = runner.block_size * sum(spec.bytes_per_token for spec in runner.kv_specs)
+        layers = max((group.layers for group in runner.kv_groups), key=len)
+        block_bytes = runner.block_size * sum(runner.kv_specs[layer].bytes_per_token for layer in layers)
         if config.kv_cache_bytes is not None:
             num_blocks, remedy = config.kv_cache_bytes // block_bytes - 1, "raise kv_cache_bytes"
         else:
             num_blocks, remedy = self.free_bytes(runner) // block_bytes - 1, self.more_memory
             # More than every sequence at its longest can hold would only be a larger prefix cache.
-            num_blocks = min(num_blocks, runner.max_num_seqs * runner.table_width)
+            longest = runner.table_width * len(runner.kv_groups)
+            num_blocks = min(num_blocks, runner.max_num_seqs * longest)
         if num_blocks < 1:
             raise ValueError(f"no memory for the KV cache: one block takes {block_bytes} bytes; {remedy}")
         return num_blocks

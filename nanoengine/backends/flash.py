@@ -79,7 +79,7 @@ class FlashKernels(PagedAttention):
     @classmethod
     def obstacle(cls, specs: Sequence[KVSpec], settings: frozenset[str]) -> str | None:
         """As in the base class."""
-        for _, k_head_dim, v_head_dim, dtype in specs:
+        for _, k_head_dim, v_head_dim, dtype, _ in specs:
             if dtype not in cls.dtypes:
                 return f"it computes in float16 or bfloat16, not in {str(dtype).removeprefix('torch.')}"
             if k_head_dim != v_head_dim or k_head_dim % 8 or k_head_dim > 256:

@@ -323,8 +323,8 @@ class Decoder(nn.Module):
     @property
     def kv_specs(self) -> list[KVSpec]:
         """What each layer stores per token."""
-        num_kv_heads, head_dim = self.config.num_kv_heads, self.config.head_dim
-        return [KVSpec(num_kv_heads, head_dim, head_dim, self.norm.weight.dtype)] * len(self.layers)
+        shape = self.config.num_kv_heads, self.config.head_dim, self.config.head_dim
+        return [KVSpec(*shape, self.norm.weight.dtype, window) for window in self.config.windows]
 
     @property
     def attention_settings(self) -> frozenset[str]:

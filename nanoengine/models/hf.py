@@ -231,15 +231,13 @@ class HFModel(nn.Module):
         itself. All passes have the same shape, so that rounding is the same too.
         """
         config = self.causal_lm.config
-        windows: list[int | None] = []
         seen: list[Tensor] = []  # by a pass: queries and keys of each layer, hidden states; (T, ..) each
 
         def record(layer: Any, q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
             if layer in self._layers:
                 raise UnsupportedModelError("an attention layer is used more than once in a pass")
             self._layers[layer] = len(self._layers)
-            self.kv_specs.append(KVSpec(k.shape[1], k.shape[2], v.shape[2], k.dtype))
-            windows.append(settings.get("window"))
+            self.kv_specs.append(KVSpec(k.shape[1], k.shape[2], v.shape[2], k.dtype, settings.get("window")))
             asked = {name for name, value in settings.items() if value is not None and name != "scale"}
             self.attention_settings |= asked
             return stand_in(layer, q, k, v)
@@ -273,9 +271,10 @@ class HFModel(nn.Module):
             )
         configured = getattr(config, "sliding_window", None)
         by_default = "sliding" if configured else "full"
-        layer_types = getattr(config, "layer_types", None) or [by_default] * len(windows)
+        layer_types = getattr(config, "layer_types", None) or [by_default] * len(self.kv_specs)
         # A window that covers all positions is none: models may leave it out.
         is_whole = configured and max_model_len is not None and configured >= max_model_len
+        windows = [spec.window for spec in self.kv_specs]
         for layer_type, window in zip(layer_types, windows, strict=True):
             if layer_type.startswith("sliding") != (window is not None) and not (window is None and is_whole):
                 raise UnsupportedModelError(f"a {layer_type} layer asks for attention with window {window}")

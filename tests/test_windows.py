@@ -1,0 +1,221 @@
+"""Sliding windows: blocks out of sight are given back, and groups of layers share one pool."""
+
+import pytest
+import torch
+
+from nanoengine import LLM, SamplingParams
+from nanoengine.backends.attention import KVSpec, group_layers, new_caches
+from nanoengine.engine import BlockManager, Scheduler, Sequence
+from tests.helpers import checkpoint, greedy, random_prompts
+
+BLOCK_SIZE = 8
+BUDGET = 16
+WINDOW = 24  # of the checkpoints
+SPAN = -(-(WINDOW - 1 + BUDGET) // BLOCK_SIZE) + 1  # blocks that a window's group holds at most
+LENGTHS = [150, 9, 75, 200]
+WINDOW_ONLY = ["mistral sliding", "mixtral"]
+HYBRID = ["qwen2 sliding from layer 1", "gemma3", "gpt-oss", "cohere2"]
+GREEDY = SamplingParams(temperature=0, max_tokens=40)
+
+
+def manager_of(num_blocks=20, windows=(3,), block_size=2, budget=4, **settings):
+    return BlockManager(num_blocks, block_size, windows=windows, max_chunk_tokens=budget, **settings)
+
+
+def run(manager, seq, budget=4):
+    """Admit a sequence alone; a step each time the generator is advanced."""
+    scheduler = Scheduler(manager, max_num_batched_tokens=budget)
+    scheduler.add(seq)
+    while not seq.is_finished:
+        batch = scheduler.schedule()
+        yield scheduler
+        scheduler.update(batch, [7] * len(batch.sampled_seqs))
+        scheduler.check_invariants()
+
+
+def sequence(seq_id, tokens, max_tokens=1):
+    return Sequence(seq_id, list(tokens), SamplingParams(max_tokens=max_tokens))
+
+
+# ---- Blocks, by hand -----------------------------------------------------------------------------
+
+
+def test_a_block_that_no_token_to_come_sees_gives_way_to_the_null_block():
+    seq = sequence(0, range(11), max_tokens=4)
+    tables = [[*seq.block_table] for _ in run(manager_of(), seq)]
+    assert tables == [
+        [1, 2, 3],
+        [0, 2, 3, 4],
+        [0, 0, 0, 4, 5, 6],
+        [0, 0, 0, 4, 5, 6],  # the token at position 11 sees from 9 on; no new block was needed
+        [0, 0, 0, 0, 0, 6, 7],  # 12 sees from 10 on
+        [0, 0, 0, 0, 0, 6, 7],
+    ]
+
+
+def test_the_block_given_back_is_the_next_to_be_evicted_and_found_until_then():
+    manager = manager_of(num_blocks=6)
+    first = sequence(0, range(11))
+    steps = run(manager, first)
+    for _ in range(3):
+        next(steps)
+    assert first.block_table == [0, 0, 0, 4, 5, 6]
+    assert [block.block_id for block in manager.evictable_blocks.values()] == [1, 3, 2]
+    again = sequence(1, range(6))
+    assert [block.block_id for block in manager.find_prefix(again)[0]] == [0, 2, 3]  # 6 tokens, all hits
+    assert manager.allocate(again)
+    assert again.num_computed_tokens == 5
+    # Without its beginning, which is evicted first, nothing of a prefix is found by a window alone.
+    other = sequence(2, [50, 51])
+    assert manager.allocate(other)
+    assert other.block_table == [1]
+    assert manager.find_prefix(sequence(3, range(6))) == [[]]
+
+
+def test_a_hybrid_finds_a_prefix_whose_beginning_its_window_has_lost():
+    manager = manager_of(num_blocks=12, windows=(None, 3))
+    first = sequence(0, range(12))
+    steps = run(manager, first)
+    for _ in range(3):
+        next(steps)
+    assert [table[:4].count(0) for table in first.block_tables] == [0, 3]
+    for _ in steps:
+        pass
+    lost = [block for block in manager.blocks if block.key and block.group == 1][:2]
+    while any(block.key for block in lost):  # the first that the window gave back go first
+        manager._take_free_block()
+    hits = manager.find_prefix(sequence(1, range(12)))
+    assert [len(blocks) for blocks in hits] == [6, 6]
+    assert [block.block_id > 0 for block in hits[1]] == [False] * 4 + [True] * 2
+
+
+def test_a_prompt_longer_than_the_pool_is_admitted_where_all_layers_have_windows():
+    manager = manager_of(num_blocks=4)  # (3 - 1 + 4) / 2 + 1: what the window and a step span
+    assert manager.max_computable_tokens > 10**6
+    assert manager_of(num_blocks=3).max_computable_tokens == 6
+    seq = sequence(0, range(101), max_tokens=50)
+    for _ in run(manager, seq):
+        assert sum(block_id > 0 for block_id in seq.block_table) <= 4
+    assert len(seq.token_ids) == 151
+
+
+def test_a_hybrid_s_longest_sequence_leaves_room_for_its_windows():
+    manager = manager_of(num_blocks=20, windows=(None, 3, 3))  # 4 for either window at most, 12 for the rest
+    assert manager.max_computable_tokens == 24
+    with pytest.raises(ValueError, match="25 tokens but the KV cache holds 24"):
+        Scheduler(manager).add(sequence(0, range(25)))
+    seq = sequence(1, range(20), max_tokens=100)
+    for _ in run(manager, seq):
+        pass
+    assert len(seq.token_ids) == 25
+
+
+# ---- Groups of layers ----------------------------------------------------------------------------
+
+SPEC = KVSpec(2, 16, 16, torch.float32)
+
+
+def groups_of(windows, max_model_len=1000, **shapes):
+    specs = [SPEC._replace(window=w, **shapes if i == 0 else {}) for i, w in enumerate(windows)]
+    groups = group_layers(specs, max_model_len)
+    assert sorted(layer for group in groups for layer in group.layers) == list(range(len(windows)))
+    for group in groups:
+        assert all((windows[i] or 1000) <= (group.window or 1000) for i in group.layers)
+    caches = new_caches(specs, groups, 3, 4, torch.device("cpu"))
+    return [(len(group.layers), group.window) for group in groups], caches
+
+
+def test_groups_have_one_size_and_leave_little_of_a_block_unused():
+    assert groups_of([None] * 4)[0] == [(4, None)]
+    assert groups_of([8] * 4)[0] == [(4, 8)]
+    assert groups_of([8, None] * 6)[0] == [(6, None), (6, 8)]
+    assert groups_of(([8] * 5 + [None]) * 2)[0] == [(2, None)] + [(2, 8)] * 5
+    assert groups_of([None] * 21 + [8] * 22)[0] == [(21, None), (22, 8)]
+    assert groups_of([8, 16, None])[0] == [(1, None), (1, 16), (1, 8)]
+
+
+def test_a_window_no_shorter_than_the_longest_sequence_is_none():
+    assert groups_of([None, 1000, 1000])[0] == [(3, None)]
+    assert groups_of([None, 999, 999])[0] == [(1, None), (1, 999), (1, 999)]
+
+
+def test_layers_of_unequal_shape_stay_in_one_group_with_the_widest_window():
+    assert groups_of([8, None, 8], num_kv_heads=1)[0] == [(3, None)]
+    assert groups_of([8, 16, 8], k_head_dim=24)[0] == [(3, 16)]
+
+
+def test_the_layers_of_a_group_have_memory_of_their_own_and_groups_share_it():
+    _, caches = groups_of([8, 8, None, 8, 8, None])
+    assert [cache.group for cache in caches] == [1, 1, 0, 2, 2, 0]
+    pointers = [cache.k.data_ptr() for cache in caches]
+    assert pointers[2] == pointers[0] == pointers[3]
+    assert pointers[5] == pointers[1] == pointers[4] != pointers[2]
+
+
+# ---- Models --------------------------------------------------------------------------------------
+
+
+def held_at_most(llm):
+    """How many blocks of a window's group a sequence holds, at most, while the engine runs to its end."""
+    engine, most = llm.llm_engine, 0
+    while engine.has_unfinished_requests():
+        engine.step()
+        for seq in engine.scheduler.running:
+            most = max(most, sum(block_id > 0 for block_id in seq.block_tables[-1]))
+        engine.scheduler.check_invariants()
+    return most
+
+
+@pytest.mark.parametrize("enforce_eager", [True, False])
+@pytest.mark.parametrize("name", WINDOW_ONLY + HYBRID)
+def test_tokens_far_beyond_the_window_equal_transformers_chunked_cached_and_preempted(
+    name, enforce_eager, tmp_path_factory
+):
+    path, reference = checkpoint(name, tmp_path_factory)
+    prompts = random_prompts(LENGTHS)
+    prompts += [prompts[3][:180], prompts[0] + prompts[1]]  # hits that end within others
+    expected = [greedy(reference, prompt, 40) for prompt in prompts]
+    longest = -(-(max(LENGTHS) + 40) // BLOCK_SIZE)
+    tight = SPAN + 4 if name in WINDOW_ONLY else longest + 2 * SPAN
+    counts = {"num_preemptions": 0, "prefix_cache_hits": 0}
+    for num_kv_blocks in (tight, 12 * longest):
+        settings = {
+            "num_kv_blocks": num_kv_blocks,
+            "block_size": BLOCK_SIZE,
+            "async_scheduling": enforce_eager,
+        }
+        with LLM(str(path), **settings, max_num_batched_tokens=BUDGET, enforce_eager=enforce_eager) as llm:
+            for _ in range(2):
+                outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+                assert [output.outputs[0].token_ids for output in outputs] == expected
+            for i, prompt in enumerate(prompts):
+                llm.llm_engine.add_request(f"again {i}", {"prompt_token_ids": prompt}, GREEDY)
+            assert held_at_most(llm) <= SPAN
+            for count in counts:
+                counts[count] += llm.metrics()[count]
+    assert all(counts.values()), counts
+
+
+@pytest.mark.parametrize("enforce_eager", [True, False])
+@pytest.mark.parametrize("name", ["mistral sliding", "gemma3"])
+def test_what_lies_in_the_null_block_reaches_nobody(name, enforce_eager, tmp_path_factory):
+    path, reference = checkpoint(name, tmp_path_factory)
+    prompt = random_prompts([100])[0]
+    settings = {"num_kv_blocks": 60, "block_size": BLOCK_SIZE, "max_num_batched_tokens": BUDGET}
+    with LLM(str(path), **settings, enforce_eager=enforce_eager) as llm:
+        for cache in llm.llm_engine.runner.caches:
+            cache.k[0], cache.v[0] = torch.nan, torch.nan
+        for _ in range(2):  # prompt chunks, decodes; then the same after hits
+            output = llm.generate(prompt, GREEDY, use_tqdm=False)[0]
+            assert output.outputs[0].token_ids == greedy(reference, prompt, 40)
+        assert output.num_cached_tokens == 96
+
+
+def test_the_first_line_says_what_the_windows_are(tmp_path_factory, capsys):
+    for name, told in (
+        ("mistral sliding", "blocks of 8 tokens, a window of 24\n"),
+        ("gemma3", "blocks of 8 tokens, layers in groups: 1 of all, 1 of a window of 24\n"),
+        ("qwen3", "blocks of 8 tokens\n"),
+    ):
+        LLM(str(checkpoint(name, tmp_path_factory)[0]), num_kv_blocks=20, block_size=8).close()
+        assert capsys.readouterr().err.endswith(told)
