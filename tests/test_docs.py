@@ -1,0 +1,123 @@
+"""The lessons in docs/: their code prints what they say, and what they point at exists."""
+
+import importlib
+import operator
+import re
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+import torch
+from sybil import Sybil
+from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser
+from transformers import AutoModelForCausalLM
+
+from tests.helpers import DEMO
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+CHAPTERS = sorted(DOCS.glob("[0-9]*.md"))
+PAGES = [DOCS / "README.md", *CHAPTERS]
+by_name = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+each_chapter = pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda chapter: chapter.stem)
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch):
+    """Where the reader sits."""
+    monkeypatch.chdir(ROOT)
+
+
+def run(page: Path) -> None:
+    """Run a page's Python as one session; AssertionError where it prints something else."""
+    for example in Sybil([PythonCodeBlockParser()]).parse(page).examples():
+        example.evaluate()
+
+
+def code_blocks(page: Path) -> list[str]:
+    """The Python of a page."""
+    parser = CodeBlockParser(language="python", evaluator=lambda example: None)
+    return [example.parsed for example in Sybil([parser]).parse(page).examples()]
+
+
+@each_chapter
+def test_a_chapter_prints_what_it_says(chapter):
+    run(chapter)
+
+
+def test_a_chapter_that_says_something_else_fails(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("```python\n>>> 1 + 1\n2\n```\n<details>\n\n```python\n>>> 1 + 1\n3\n```\n\n</details>\n")
+    with pytest.raises(AssertionError, match=r"Got:\n *2"):
+        run(page)
+
+
+def test_the_mini_engine_is_the_code_of_the_first_three_chapters():
+    taught = [block for chapter in CHAPTERS[:3] for block in code_blocks(chapter) if ">>>" not in block]
+    lines = (DOCS / "mini.py").read_text().splitlines()
+    assert [line for block in taught for line in block.splitlines() if line] == [
+        line for line in lines if line
+    ]
+    assert len([line for line in lines if line]) < 100
+
+
+def test_the_mini_engine_says_what_transformers_says():
+    from docs.mini import STOP, Engine, ask, generate, generate_cached
+
+    questions = [
+        "Who are you?",
+        "What is 62 + 19?",
+        "Count from 3 to 11.",
+        "Spell the word paging backwards.",
+    ]
+    prompts = [ask(question) for question in questions]
+    model = AutoModelForCausalLM.from_pretrained(DEMO)
+    expected = [
+        model.generate(torch.tensor([prompt]), max_new_tokens=60, do_sample=False)[0, len(prompt) :].tolist()
+        for prompt in prompts
+    ]
+    assert all(answer[-1] == STOP for answer in expected)
+    assert [generate(prompt) for prompt in prompts] == expected
+    assert [generate_cached(prompt) for prompt in prompts] == expected
+    for block_size in 1, 16:
+        assert Engine(256 // block_size, block_size).generate(prompts) == expected
+
+
+SYMBOL = re.compile(r"\[`([\w.]+)`\]\(\.\./(nanoengine/[\w/]+)\.py\)")
+
+
+@by_name
+def test_what_a_page_points_at_exists(page):
+    text = page.read_text()
+    for target in re.findall(r"\]\(([^)]+)\)", text):
+        assert target.startswith("https://") or (page.parent / target).exists(), target
+    for symbol, module in SYMBOL.findall(text):
+        operator.attrgetter(symbol)(importlib.import_module(module.replace("/", ".")))
+
+
+@each_chapter
+def test_a_chapter_has_code_pointers_an_exercise_and_its_answer(chapter):
+    lesson, exercise = chapter.read_text().split("\n## Exercise\n")
+    question, answer = exercise.split("\n<details><summary>Answer</summary>\n")
+    assert question.strip()
+    assert len(SYMBOL.findall(lesson.split("\n## In the engine\n")[1])) >= 2
+    for part in lesson, answer.split("\n</details>\n")[0]:
+        assert "```python\n>>> " in part
+
+
+def test_the_contents_list_every_chapter_in_order_under_its_title():
+    listed = re.findall(
+        r"^\| (\d+) \| \[([^\]]+)\]\(([^)]+)\)", (DOCS / "README.md").read_text(), re.MULTILINE
+    )
+    assert [name for _, _, name in listed] == [chapter.name for chapter in CHAPTERS]
+    for (number, title, _), chapter in zip(listed, CHAPTERS, strict=True):
+        assert chapter.read_text().startswith(f"# {number}. {title}")
+
+
+def test_each_picture_is_shown_says_what_it_is_and_is_drawn_for_light_and_dark():
+    shown = [name for page in PAGES for name in re.findall(r"!\[[^\]]+\]\(([^)]+)\)", page.read_text())]
+    assert sorted(shown) == sorted(path.name for path in DOCS.glob("*.svg"))
+    for name in shown:
+        picture = ElementTree.parse(DOCS / name).getroot()
+        assert picture.findtext("{http://www.w3.org/2000/svg}title")
+        assert "prefers-color-scheme: dark" in (picture.findtext("{http://www.w3.org/2000/svg}style") or "")
