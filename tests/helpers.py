@@ -121,6 +121,11 @@ HF_ARCHITECTURES: dict[str, tuple[str, dict]] = {
     "falcon": ("Falcon", {"multi_query": True}),
     "falcon, many kv heads": ("Falcon", {"multi_query": False}),
     "falcon new": ("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon, alibi": ("Falcon", {"alibi": True}),
+    "bloom": ("Bloom", {"hidden_size": 96, "num_attention_heads": 6}),
+    "mpt": ("Mpt", {}),
+    "gpt-j": ("GPTJ", {"rotary_dim": 8}),
+    "gpt-neo": ("GPTNeo", {"attention_types": [[["global", "local"], 1]], "window_size": WINDOW}),
     "starcoder2": ("Starcoder2", {"sliding_window": WINDOW}),
     "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0]}),
     "qwen2-moe": (
@@ -189,8 +194,9 @@ def hf_model(name: str) -> Any:
             rope = {"type": "longrope", **{key: rope[key] for key in ("short_factor", "long_factor")}}
         settings |= {"rope_theta": theta, "rope_scaling": rope}
     config = getattr(transformers, f"{family}Config")(**settings)
-    # Eager, since it alone computes soft-capping and sinks.
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    # Eager, since it alone computes soft-capping and sinks. Falcon's adds ALiBi twice.
+    attention = "sdpa" if family == "Falcon" else "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if key.endswith("norm.weight") or key.endswith(".bias"):

@@ -66,7 +66,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "dots1": {"n_shared_experts": 1},
     "dots3_note_text": {"num_key_value_heads": 4},
     "gemma4_text": {"vocab_size_per_layer_input": 128},
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "codegen": {"rotary_dim": 8},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 24},
+    "gptj": {"rotary_dim": 8},
     "gemma3": {"text_config": {**TINY, "head_dim": 16}, "vision_config": SMALL_VISION},
     "gemma3n_text": {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": 128},
     "gemma4_assistant": {
@@ -77,6 +79,7 @@ CHANGES: dict[str, dict[str, Any]] = {
             "num_kv_shared_layers": 2,
         }
     },
+    "bloom": {"seq_length": 512},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "longcat_flash": {"head_dim": 8},

@@ -8,6 +8,7 @@ import transformers
 from torch import nn
 
 from nanoengine import LLM, SamplingParams
+from nanoengine.models.eager import alibi_slopes
 from nanoengine.models.hf import HFModel, UnsupportedModelError, _Waits, attention_implementation
 from tests.helpers import (
     ALTERNATING,
@@ -85,6 +86,39 @@ def test_the_cache_has_the_shape_the_model_s_own_calls_show(tmp_path_factory):
         assert llm.llm_engine.runner.num_blocks == 100_000 // block_bytes - 1
 
 
+def test_falcon_s_repeated_heads_are_stored_once(tmp_path_factory):
+    path, model = checkpoint("falcon new", tmp_path_factory)
+    with LLM(str(path), num_kv_blocks=4) as llm:
+        assert [spec.num_kv_heads for spec in llm.llm_engine.runner.kv_specs] == [2, 2]
+    assert type(model.transformer.h[0].self_attention).forward.__module__.startswith("transformers")
+
+
+@pytest.mark.parametrize("name", ["bloom", "mpt", "falcon, alibi"])
+def test_alibi_is_asked_of_a_backend_that_computes_it(name, tmp_path_factory):
+    path, _ = checkpoint(name, tmp_path_factory)
+    with LLM(str(path), num_kv_blocks=4) as llm:
+        assert llm.llm_engine.runner.model.attention_settings == {"alibi_slopes"}
+
+
+@pytest.mark.parametrize("num_heads", [1, 2, 3, 6, 8, 12, 71])
+def test_alibi_slopes_are_those_of_transformers(num_heads):
+    from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+    from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
+
+    bloom = build_alibi_tensor(torch.ones(1, 2), num_heads, torch.float32)
+    mpt = build_mpt_alibi_tensor(num_heads, 2)
+    for biases in (bloom, mpt):
+        slopes = (biases[..., 1] - biases[..., 0]).flatten()
+        torch.testing.assert_close(alibi_slopes(num_heads), slopes)
+
+
+def test_a_bert_that_is_no_decoder_is_refused(tmp_path):
+    config = transformers.MegatronBertConfig(**TINY, is_decoder=False)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="its attention is not causal"):
+        LLM(str(tmp_path), load_format="dummy", num_kv_blocks=4)
+
+
 def test_layers_may_store_differently_wide_keys(tmp_path_factory):
     """The second layer has fewer KV heads; every layer gets a cache of its own shape."""
     _, model = checkpoint("olmo", tmp_path_factory)
@@ -116,9 +150,7 @@ def test_what_runs_is_printed_at_the_start(tmp_path_factory, capsys):
         ("Doge", TINY, "it builds an attention mask of its own"),
         ("Git", {}, "it takes more than text"),
         ("Mllama", {}, "it takes more than text"),
-        ("Falcon", {"alibi": True}, "ALiBi"),
-        ("Bloom", {}, "its attention is code of its own"),
-        ("GPTJ", {}, "its attention is code of its own"),
+        ("XLNet", {}, "its attention is code of its own"),
         ("Bert", {**TINY, "is_decoder": False}, "its attention is not causal|a trial pass failed"),
         ("Lfm2", {**TINY, "layer_types": ["conv", "full_attention"]}, "layers of type conv"),
         ("Llama4Text", {**TINY, "layer_types": ["chunked_attention"] * 2}, "of type chunked_attention"),

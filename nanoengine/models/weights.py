@@ -31,6 +31,7 @@ GENERATION_CONFIG = "generation_config.json"
 DEQUANTIZED: dict[str, tuple[str, ...]] = {"mxfp4": (), "fp8": ("accelerate",)}
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")  # by safetensors' names
 SERVED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+POSITIONS = "max_position_embeddings", "max_seq_len", "seq_length"  # what configs call their number
 MAX_POSITIONS = 2**31 - 1  # the attention kernels' lengths are int32
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # What a model that takes images too calls its language model's tensors -> that model's own names; the rest.
@@ -89,10 +90,12 @@ class Checkpoint:
     def max_model_len(self) -> int | None:
         """How many positions the model was made for, its rope scaling counted in; None: it does not say."""
         config = self.hf_config
-        positions = getattr(config, "max_position_embeddings", None)
-        if positions is None:
+        stated = {name: getattr(config, name, None) for name in POSITIONS}
+        field = next((name for name, value in stated.items() if value is not None), None)
+        if field is None:
             return None
-        self._check_number("max_position_embeddings", positions)
+        positions: Any = stated[field]
+        self._check_number(field, positions)
         for rope in rope_settings(config):
             factor = 1.0 if rope.get("factor") is None else rope["factor"]
             original = rope.get("original_max_position_embeddings") or getattr(
