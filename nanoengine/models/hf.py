@@ -37,8 +37,18 @@ _HARMLESS = frozenset(("dropout", "position_ids", "position_embeddings", "cache_
 # Models that take images and text -> the config class of their language model, None where it says it itself.
 LANGUAGE_PARTS: dict[str, Any] = {
     "gemma3": None,
+    "gemma3n": None,
+    "gemma4": None,
+    "gemma4_unified": None,
+    "internvl": None,
+    "llama4": None,
     "llava": None,
+    "llava_next": None,
     "mistral3": None,
+    "qwen3_5": None,
+    "qwen3_5_moe": None,
+    "qwen4_exp": None,
+    "smolvlm": None,
     "qwen2_vl": Qwen2Config,
     "qwen2_5_vl": Qwen2Config,
     "qwen3_vl": Qwen3Config,
@@ -276,6 +286,8 @@ def language_part(config: Any) -> Any | None:
     if config.model_type not in LANGUAGE_PARTS or config.get_text_config() is config:
         return None
     part = config.get_text_config()
+    if LANGUAGE_PARTS[config.model_type] is None and type(part) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return None
     if LANGUAGE_PARTS[config.model_type] is not None:
         fields = {
             name: x for name, x in part.to_dict().items() if name not in ("model_type", "architectures")
