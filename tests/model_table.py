@@ -153,7 +153,8 @@ def outcome(model_type: str) -> str:
                 composite_of(model, config, (r"^model\.", "model.language_model."), Path(path))
             with LLM(path, num_kv_blocks=24, block_size=8, max_num_batched_tokens=30) as llm:
                 check_tokens(llm, model)
-                return SERVED[llm.llm_engine.runner.model.code == "transformers'"]
+                served: Any = llm.llm_engine.runner.model
+                return SERVED[served.code == "transformers'"]
         except UnsupportedModelError as error:
             return str(error).partition("cannot be served: ")[2]
 
