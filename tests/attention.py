@@ -84,7 +84,8 @@ def check_attention(
     metadata = metadata_of(lens, tables, new_slots, device)
     cache = KVCache(*(cache.to(device) for cache in caches))
     attention = backend(metadata, block_size)
-    out = attention(q.to(device), k.to(device), v.to(device), cache, scale=head_dim**-0.5, **settings)
+    there = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in settings.items()}
+    out = attention(q.to(device), k.to(device), v.to(device), cache, scale=head_dim**-0.5, **there)
     assert out.shape == (num_tokens, heads, dims[1])
     assert out.dtype == dtype
     starts = metadata.cu_seqlens_q.tolist()

@@ -50,15 +50,7 @@ SHORT = [(1, 1), (1, 40), (5, 33), (7, 7), (1, 17)]
 SINKS = torch.tensor([-1.0, 0.5, 2.0, 30.0])
 
 
-class OnDevice(TritonAttention):
-    """The backend with what there is of each head wherever it is given."""
-
-    def __call__(self, q, k, v, cache, **settings):
-        there = {name: x.to(q.device) if isinstance(x, torch.Tensor) else x for name, x in settings.items()}
-        return super().__call__(q, k, v, cache, **there)
-
-
-check = functools.partial(check_attention, OnDevice, device=DEVICE)
+check = functools.partial(check_attention, TritonAttention, device=DEVICE)
 
 
 @runs_kernels

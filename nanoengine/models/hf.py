@@ -162,7 +162,7 @@ class HFModel(nn.Module):
         # soft-capping, biases. Shares every weight.
         self.head = copy.copy(causal_lm)
         self.head._modules = {**causal_lm._modules, body: _GivenHidden()}
-        if causal_lm.config._attn_implementation == "eager":
+        if attention_implementation(causal_lm.config) == "eager":
             replace_attention(causal_lm)
             causal_lm.config._attn_implementation = ATTENTION_NAME  # for which no masks are made
         # Not every body passes keyword arguments on to its attention modules: they get theirs directly.
