@@ -1,6 +1,8 @@
 """Models that run through transformers' own code, against transformers."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -84,6 +86,17 @@ def test_prompt_logprobs_go_through_the_whole_head(tmp_path_factory):
     for position in range(1, len(prompt)):
         ours = entries[position][prompt[position]].logprob
         assert ours == pytest.approx(expected[position - 1, prompt[position]].item(), abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gemma", "bloom"])
+def test_the_memory_of_a_model_on_transformers_code_is_released_at_once(name, tmp_path_factory, request):
+    path, _ = checkpoint(name, tmp_path_factory)
+    with LLM(str(path), num_kv_blocks=4) as llm:
+        gc.collect()
+        gc.disable()  # no cycle may hold the memory until the garbage collector comes
+        request.addfinalizer(gc.enable)
+        weight = weakref.ref(next(llm.llm_engine.runner.model.parameters()))
+    assert weight() is None
 
 
 def test_the_cache_has_the_shape_the_model_s_own_calls_show(tmp_path_factory):
