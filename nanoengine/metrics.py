@@ -19,8 +19,9 @@ def what_runs(engine: "LLMEngine") -> str:
     runner = engine.runner
     assert runner.model is not None
     notes = f" ({'; '.join(runner.attention.notes)})" if runner.attention.notes else ""
+    part = " (its language model: images are left out)" if engine.checkpoint.is_part else ""
     return (
-        f"nanoengine: {engine.checkpoint.architecture} on {runner.model.code} code, "
+        f"nanoengine: {engine.checkpoint.architecture}{part} on {runner.model.code} code, "
         f"{runner.attention.backend.name} attention{notes}{runner.forward.describe()}, "
         f"{str(runner.dtype).removeprefix('torch.')} on {runner.device.device}, "
         f"KV cache of {runner.num_blocks} blocks of {runner.block_size} tokens{describe_windows(runner)}"

@@ -204,7 +204,10 @@ def with_text_only(message: dict[str, Any], join: bool) -> dict[str, Any]:
     parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in message["content"]]
     for part in parts:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise ValueError(f'content must hold parts {{"type": "text", "text": ...}} only, got {part!r}')
+            raise ValueError(
+                f'content must hold parts {{"type": "text", "text": ...}} only: images and audio are not '
+                f"served, got {part!r:.80}"
+            )
     return message | {"content": "\n".join(part["text"] for part in parts) if join else parts}
 
 

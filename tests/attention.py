@@ -11,7 +11,7 @@ ALL_FRESH = [(1, 1), (7, 7), (300, 300), (16, 16)]
 ALL_DECODES = [(1, 1), (1, 40), (1, 256), (1, 257), (1, 700)]
 
 
-def dense(q, k, v, scale, window=None, softcap=None, sinks=None):
+def dense(q, k, v, scale, window=None, softcap=None, sinks=None, alibi_slopes=None):
     """Causal attention of the last len(q) positions over k and v, in float64."""
     q, k, v = q.double(), k.double(), v.double()
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
@@ -20,6 +20,8 @@ def dense(q, k, v, scale, window=None, softcap=None, sinks=None):
     hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
     if softcap is not None:
         scores = (scores / softcap).tanh() * softcap
+    if alibi_slopes is not None:
+        scores = scores - alibi_slopes.double()[:, None, None] * distance
     weights = scores.masked_fill(hidden, -torch.inf).exp()
     total = weights.sum(-1, keepdim=True)
     if sinks is not None:
@@ -90,7 +92,8 @@ def check_attention(
     metadata = metadata_of(lens, tables, new_slots, device)
     cache = KVCache(*(cache.to(device) for cache in caches))
     attention = backend(metadata, block_size)
-    out = attention(q.to(device), k.to(device), v.to(device), cache, scale=head_dim**-0.5, **settings)
+    there = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in settings.items()}
+    out = attention(q.to(device), k.to(device), v.to(device), cache, scale=head_dim**-0.5, **there)
     assert out.shape == (num_tokens, heads, dims[1])
     assert out.dtype == dtype
     starts = metadata.cu_seqlens_q.tolist()

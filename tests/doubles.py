@@ -21,7 +21,7 @@ from nanoengine.backends.flash import FlashKernels
 calls: Counter[str] = Counter()  # which path was taken how often
 
 
-def attend(q, k, v, scale, causal, window_size, softcap):
+def attend(q, k, v, scale, causal, window_size, softcap, alibi_slopes=None):
     """Bottom-right aligned: the last query sits at the last key. A row that sees nothing is zero."""
     shift = len(k) - len(q)
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
@@ -29,6 +29,8 @@ def attend(q, k, v, scale, causal, window_size, softcap):
     if softcap > 0:
         scores = (scores / softcap).tanh() * softcap
     at = torch.arange(len(q))[:, None] + shift
+    if alibi_slopes is not None:
+        scores = scores - alibi_slopes.double()[:, None, None] * (at - torch.arange(len(k))).abs()
     left, right = window_size
     if causal:
         right = 0
@@ -78,6 +80,14 @@ def check_pages(k: Tensor, block_table: Tensor, num_seqs: int) -> None:
     assert 0 <= block_table.min() <= block_table.max() < len(k)
 
 
+def check_slopes(slopes: Tensor | None, q: Tensor) -> None:
+    if slopes is not None:
+        assert slopes.dtype == torch.float32, "ALiBi slopes must have dtype fp32"
+        check_devices(slopes, q)
+        assert slopes.stride(-1) == 1, "ALiBi slopes tensor must have contiguous last dimension"
+        assert slopes.shape == (q.shape[-2],)  # or one of each sequence, which nothing here asks for
+
+
 def pages(cache: Tensor, table: Tensor, length: int) -> Tensor:
     assert length <= len(table) * cache.shape[1]
     return cache[table.long()].flatten(0, 1)[:length]
@@ -89,11 +99,13 @@ def lengths(cu_seqlens: Tensor) -> list[int]:
 
 
 def varlen(
-    q, k, v, cu_q, cu_k, max_q, max_k, scale, causal, window_size, softcap, block_table, num_written=None
-):
+    q, k, v, cu_q, cu_k, max_q, max_k, scale, causal, window_size, softcap, block_table,
+    num_written=None, alibi_slopes=None,
+):  # fmt: skip
     """Of so many sequences the rows are written; None: of all."""
     check_tensors(q, k, v)
     check_devices(q, k, v, cu_q, cu_k, *([] if block_table is None else [block_table]))
+    check_slopes(alibi_slopes, q)
     num_seqs = len(cu_q) - 1
     assert num_seqs > 0
     check_int32(cu_q, num_seqs + 1)
@@ -117,7 +129,7 @@ def varlen(
         else:
             keys, values = (pages(x, block_table[i], key_lens[i]) for x in (k, v))
         rows = slice(first, first + query_lens[i])
-        out[rows] = attend(q[rows], keys, values, scale, causal, window_size, softcap)
+        out[rows] = attend(q[rows], keys, values, scale, causal, window_size, softcap, alibi_slopes)
     return out
 
 
@@ -140,13 +152,12 @@ def flash_attn_varlen_func(
     block_table=None,
 ):
     assert dropout_p == 0.0
-    assert alibi_slopes is None
     assert not return_attn_probs
     calls["varlen contiguous" if block_table is None else "varlen paged"] += 1
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     return varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-        scale, causal, window_size, softcap, block_table,
+        scale, causal, window_size, softcap, block_table, alibi_slopes=alibi_slopes,
     )  # fmt: skip
 
 
@@ -171,7 +182,7 @@ def flash_attn_with_kvcache(
     num_splits=0,
     return_softmax_lse=False,
 ):
-    others = (k, v, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, alibi_slopes)
+    others = (k, v, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad)
     assert all(x is None for x in others)
     assert not return_softmax_lse
     calls["with_kvcache"] += 1
@@ -180,12 +191,13 @@ def flash_attn_with_kvcache(
     check_devices(q, k_cache, v_cache, cache_seqlens, block_table)
     check_int32(cache_seqlens, num_seqs)
     check_pages(k_cache, block_table, num_seqs)
+    check_slopes(alibi_slopes, q)
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     out = torch.full_like(q, torch.nan)
     for i, length in enumerate(cache_seqlens.tolist()):
         assert length >= query_len
         keys, values = (pages(x, block_table[i], length) for x in (k_cache, v_cache))
-        out[i] = attend(q[i], keys, values, scale, causal, window_size, softcap)
+        out[i] = attend(q[i], keys, values, scale, causal, window_size, softcap, alibi_slopes)
     return out
 
 

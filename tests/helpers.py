@@ -2,6 +2,7 @@
 
 import math
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import tokenizers.models
 import tokenizers.pre_tokenizers
 import torch
 import transformers
+from safetensors.torch import save_file
 
 import nanoengine
 from nanoengine.backends.device import Download
@@ -91,6 +93,15 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
 WINDOW = 24
 ALTERNATING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 GEMMA = {"head_dim": 16, "hidden_activation": "gelu_pytorch_tanh"}
+PER_LAYER: dict[str, Any] = {"vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 8}
+GEMMA3N: dict[str, Any] = {
+    **ALTERNATING,
+    **PER_LAYER,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,  # the last two attend to the keys and values of the first two
+}
+GEMMA4: dict[str, Any] = {**GEMMA3N, "global_head_dim": 32}
 MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 # The same for those that go through transformers' own code: name -> (config class, changes to TINY)
 HF_ARCHITECTURES: dict[str, tuple[str, dict]] = {
@@ -121,6 +132,11 @@ HF_ARCHITECTURES: dict[str, tuple[str, dict]] = {
     "falcon": ("Falcon", {"multi_query": True}),
     "falcon, many kv heads": ("Falcon", {"multi_query": False}),
     "falcon new": ("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon, alibi": ("Falcon", {"alibi": True}),
+    "bloom": ("Bloom", {"hidden_size": 96, "num_attention_heads": 6}),
+    "mpt": ("Mpt", {}),
+    "gpt-j": ("GPTJ", {"rotary_dim": 8}),
+    "gpt-neo": ("GPTNeo", {"attention_types": [[["global", "local"], 1]], "window_size": WINDOW}),
     "starcoder2": ("Starcoder2", {"sliding_window": WINDOW}),
     "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0]}),
     "qwen2-moe": (
@@ -189,8 +205,9 @@ def hf_model(name: str) -> Any:
             rope = {"type": "longrope", **{key: rope[key] for key in ("short_factor", "long_factor")}}
         settings |= {"rope_theta": theta, "rope_scaling": rope}
     config = getattr(transformers, f"{family}Config")(**settings)
-    # Eager, since it alone computes soft-capping and sinks.
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    # Eager, since it alone computes soft-capping and sinks. Falcon's adds ALiBi twice.
+    attention = "sdpa" if family == "Falcon" else "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if key.endswith("norm.weight") or key.endswith(".bias"):
@@ -209,6 +226,13 @@ def checkpoint(name: str, factory: pytest.TempPathFactory) -> tuple[Path, Any]:
         model.save_pretrained(path)
         _checkpoints[name] = path, model
     return _checkpoints[name]
+
+
+def composite_of(text_model: Any, config: Any, names: tuple[str, str], path: Path) -> None:
+    """Save a language model as a part of a larger one, `names` replaced in those of its tensors."""
+    config.save_pretrained(path)
+    tensors = {re.sub(*names, name): x for name, x in text_model.state_dict().items()}
+    save_file({**tensors, "model.vision_tower.weight": torch.ones(3)}, path / "model.safetensors")
 
 
 def greedy(model: Any, prompt: list[int], num_tokens: int) -> list[int]:

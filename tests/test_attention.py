@@ -34,13 +34,22 @@ def test_scores_are_soft_capped_and_sinks_take_their_share(check, settings, wind
     check(MIXED, 8, window=window, **settings)
 
 
+SLOPES = torch.tensor([0.5, 0.25, 0.0, 0.01])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("settings", [{}, {"window": 9}, {"softcap": 1.0, "sinks": SINKS}])
+def test_alibi_takes_its_slope_per_position_off_a_score(check, settings, dtype):
+    check(MIXED, 8, dtype=dtype, alibi_slopes=SLOPES, **settings)
+
+
 def test_a_soft_cap_of_a_config_may_be_an_integer(check):
     check(MIXED, 8, softcap=2)
 
 
 def test_soft_capping_a_long_prompt_slice_by_slice_changes_nothing(check, monkeypatch):
     monkeypatch.setattr("nanoengine.backends.attention.SCORES_PER_SLICE", 4 * 90 * 7)
-    check([(50, 90), (1, 40), (90, 90)], 8, softcap=2.0, sinks=SINKS)
+    check([(50, 90), (1, 40), (90, 90)], 8, softcap=2.0, sinks=SINKS, alibi_slopes=SLOPES)
 
 
 def test_values_may_be_narrower_than_keys(check):
@@ -71,7 +80,10 @@ def test_every_dtype_is_within_its_tolerance(check, dtype):
 LONG = [(1, 255), (1, 256), (1, 257), (1, 700), (9, 300), (1, 1), (1, 33)]
 
 
-@pytest.mark.parametrize("settings", [{}, {"window": 300}, {"softcap": 2.0, "sinks": SINKS}])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"window": 300}, {"softcap": 2.0, "sinks": SINKS}, {"window": 300, "alibi_slopes": SLOPES}],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_sequence_attended_to_in_several_spans_equals_dense_attention(check, dtype, settings):
     check(LONG, 16, dtype=dtype, **settings)

@@ -51,6 +51,13 @@ def test_flash_attn_soft_caps(flash_doubles, lens):
     check_attention(FlashAttention, lens, 256, dtype=torch.bfloat16, softcap=2, window=20)
 
 
+@pytest.mark.parametrize("lens", [MIXED, ALL_FRESH, ALL_DECODES])
+@pytest.mark.parametrize("window", [None, 9])
+def test_flash_attn_takes_alibi_slopes(flash_doubles, lens, window):
+    slopes = torch.tensor([0.5, 0.25, 0.0, 0.01])
+    check_attention(FlashAttention, lens, 256, dtype=torch.bfloat16, window=window, alibi_slopes=slopes)
+
+
 @pytest.mark.parametrize(
     ("lens", "path"),
     [(ALL_FRESH, "varlen contiguous"), (ALL_DECODES, "with_kvcache"), (MIXED, "varlen paged")],
@@ -79,7 +86,7 @@ SPEC = KVSpec(2, 64, 64, torch.bfloat16)
 @pytest.mark.parametrize(
     ("spec", "settings", "reason"),
     [
-        (SPEC, {"window", "softcap"}, None),
+        (SPEC, {"window", "softcap", "alibi_slopes"}, None),
         (SPEC._replace(dtype=torch.float32), (), "not in float32"),
         (SPEC._replace(v_head_dim=32), (), "64 and 32"),
         (SPEC._replace(k_head_dim=20, v_head_dim=20), (), "a multiple of 8"),
@@ -95,7 +102,8 @@ def test_what_flash_attn_cannot_compute_is_known_beforehand(spec, settings, reas
 def test_without_flash_attn_or_block_tables_in_varlen_attn_the_reason_is_named(monkeypatch):
     assert "flash-attn cannot be imported" in FlashAttention.obstacle([SPEC], frozenset())
     assert VarlenAttention.obstacle([SPEC], frozenset()) is None  # this PyTorch has it
-    assert "does not compute softcap" in VarlenAttention.obstacle([SPEC], frozenset({"softcap"}))
+    for setting in ("softcap", "alibi_slopes"):
+        assert f"does not compute {setting}" in VarlenAttention.obstacle([SPEC], frozenset({setting}))
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", lambda query, key, value: None)
     assert "takes no block table" in VarlenAttention.obstacle([SPEC], frozenset())
 

@@ -11,6 +11,7 @@ from nanoengine.backends.attention import KVSpec, TorchAttention
 from nanoengine.backends.flash import FlashAttention, VarlenAttention
 from nanoengine.backends.triton import TritonAttention
 from nanoengine.engine import ModelRunner
+from nanoengine.models.eager import alibi_slopes
 from tests.attention import ALL_DECODES, ALL_FRESH, MIXED, check_attention
 from tests.helpers import DEMO, random_prompts
 
@@ -44,12 +45,12 @@ def shape(tmp_path):
 
 @pytest.mark.parametrize("backend", [FlashAttention, VarlenAttention, TritonAttention, TorchAttention])
 @pytest.mark.parametrize("lens", [MIXED, ALL_FRESH, ALL_DECODES, [(300, 700), (2, 2)]])
-@pytest.mark.parametrize("window", [None, 9])
-def test_attention_in_bfloat16_equals_dense_attention_in_float64(backend, lens, window):
-    if reason := backend.obstacle([KVSpec(2, 128, 128, torch.bfloat16)], frozenset({"window"})):
+@pytest.mark.parametrize("settings", [{}, {"window": 9}, {"alibi_slopes": alibi_slopes(8)}])
+def test_attention_in_bfloat16_equals_dense_attention_in_float64(backend, lens, settings):
+    if reason := backend.obstacle([KVSpec(2, 128, 128, torch.bfloat16)], frozenset(settings)):
         pytest.skip(reason)
     shape = {"heads": 8, "kv_heads": 2, "head_dim": 128}
-    check_attention(backend, lens, 256, **shape, dtype=torch.bfloat16, device="cuda", window=window)
+    check_attention(backend, lens, 256, **shape, dtype=torch.bfloat16, device="cuda", **settings)
 
 
 def test_greedy_tokens_of_the_bundled_model_equal_transformers():

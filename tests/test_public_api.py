@@ -66,6 +66,7 @@ ORDER = [
     "backends.triton",
     "backends.cuda",
     "models.decoder",
+    "models.eager",
     "models.hf",
     "models.weights",
     "sampling",

@@ -50,16 +50,7 @@ SHORT = [(1, 1), (1, 40), (5, 33), (7, 7), (1, 17)]
 SINKS = torch.tensor([-1.0, 0.5, 2.0, 30.0])
 
 
-class OnDevice(TritonAttention):
-    """The backend with sinks wherever they are given."""
-
-    def __call__(self, q, k, v, cache, *, sinks=None, **settings):
-        return super().__call__(
-            q, k, v, cache, sinks=None if sinks is None else sinks.to(q.device), **settings
-        )
-
-
-check = functools.partial(check_attention, OnDevice, device=DEVICE)
+check = functools.partial(check_attention, TritonAttention, device=DEVICE)
 
 
 @runs_kernels
@@ -116,6 +107,13 @@ def test_a_sliding_window_hides_what_is_further_back(window):
 @pytest.mark.parametrize("settings", [{"softcap": 2}, {"sinks": SINKS}, {"softcap": 1.0, "sinks": SINKS}])
 def test_scores_are_soft_capped_and_sinks_take_their_share(settings, window):
     check([*MIXED, (1, 600)], 8, window=window, **settings)
+
+
+@runs_kernels
+@pytest.mark.parametrize("settings", [{}, {"window": 9}, {"softcap": 1.0, "sinks": SINKS}])
+def test_alibi_takes_its_slope_per_position_off_a_score(settings):
+    slopes = torch.tensor([0.5, 0.25, 0.0, 0.01])
+    check([*MIXED, (1, 600)], 8, alibi_slopes=slopes, **settings)
 
 
 @runs_kernels
@@ -253,7 +251,7 @@ def test_greedy_tokens_equal_transformers(model, settings, in_float32, tmp_path_
 # ---- Whether it can run --------------------------------------------------------------------------
 
 SPEC = KVSpec(2, 20, 24, torch.bfloat16)
-EVERYTHING = frozenset(("window", "softcap", "sinks"))
+EVERYTHING = frozenset(("window", "softcap", "sinks", "alibi_slopes"))
 
 
 @runs_kernels
@@ -322,7 +320,7 @@ def launches_of(monkeypatch, lens, dtype, dim, settings):
     return [(recorder.kernel, *launch) for recorder in recorders for launch in recorder.launches]
 
 
-ALL_SETTINGS = Settings(0.1, 600, 2.0, torch.zeros(8))
+ALL_SETTINGS = Settings(0.1, 600, 2.0, torch.zeros(8), torch.zeros(8))
 PLAIN = Settings(0.1, None, None, None)
 
 

@@ -431,6 +431,13 @@ def test_a_content_with_more_than_text_is_refused(part, llm):
     assert not llm.has_unfinished_requests()
 
 
+def test_an_image_is_refused_without_all_of_its_data_in_the_message(llm):
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 100_000}}
+    with pytest.raises(ValueError, match="images and audio are not served") as raised:
+        llm.chat([{"role": "user", "content": [part]}], GREEDY)
+    assert len(str(raised.value)) < 300
+
+
 def test_tools_reach_the_template(llm):
     tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
     output = llm.chat(CONVERSATION[:1], GREEDY, tools=tools, chat_template_content_format="auto")[0]

@@ -149,6 +149,29 @@ class Settings(NamedTuple):
     window: int | None
     softcap: float | None
     sinks: Tensor | None
+    alibi_slopes: Tensor | None = None
+
+    def for_heads(self, *shape: int) -> "Settings":
+        """With what there is of each head in that shape."""
+        sinks, slopes = (None if x is None else x.view(shape) for x in (self.sinks, self.alibi_slopes))
+        return self._replace(sinks=sinks, alibi_slopes=slopes)
+
+
+class _Mask(NamedTuple):
+    """Of queries and keys, broadcast to scores: how many positions apart they are, and who sees whom."""
+
+    distance: Tensor
+    visible: Tensor
+
+    @classmethod
+    def of(cls, distance: Tensor, window: int | None) -> "_Mask":
+        """What is not in the future, and inside the window, is visible.
+
+        >>> _Mask.of(torch.tensor([2, 1, 0, -1]), window=2).visible.tolist()
+        [False, True, True, False]
+        """
+        visible = distance >= 0
+        return cls(distance, visible if window is None else visible & (distance < window))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -181,7 +204,8 @@ class PagedAttention(ABC):
     """
 
     name: ClassVar[str]  # as attn_backend has it
-    settings: ClassVar[frozenset[str]] = frozenset(("window", "softcap", "sinks"))  # that it can compute
+    # Those that it can compute.
+    settings: ClassVar[frozenset[str]] = frozenset(("window", "softcap", "sinks", "alibi_slopes"))
     block_multiple: ClassVar[int] = 1  # block_size has to be a multiple of this
     capturable: ClassVar[bool] = False  # whether a CUDA graph can hold it: it asks the device for nothing
 
@@ -205,6 +229,7 @@ class PagedAttention(ABC):
         window: int | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
     ) -> Tensor:
         """Write k and v into their slots, then attend from each token to its sequence's past.
 
@@ -216,12 +241,13 @@ class PagedAttention(ABC):
             window: how many positions back, itself included, a token sees; None is all.
             softcap: scores are bounded to (-softcap, softcap) by a tanh; None is no bound (Gemma 2).
             sinks: (H,), a score per head that takes its share of the softmax and has no value (gpt-oss).
+            alibi_slopes: (H,) float32, what a score loses per position between query and key (Bloom).
 
         Returns:
             (T, H, D'), dtype of q.
         """
         self._write(k, v, cache)
-        settings = Settings(scale, window, softcap, None if sinks is None else sinks.float())
+        settings = Settings(scale, window, softcap, None if sinks is None else sinks.float(), alibi_slopes)
         return self._attend(q.contiguous(), k, v, cache, settings)
 
     def _write(self, k: Tensor, v: Tensor, cache: KVCache) -> None:
@@ -252,7 +278,7 @@ class TorchAttention(PagedAttention):
 
     def __init__(self, metadata: AttentionMetadata[Tensor], block_size: int) -> None:
         super().__init__(metadata, block_size)
-        self._masks: dict[object, Tensor] = {}
+        self._masks: dict[object, _Mask] = {}
         starts = metadata.cu_seqlens_q[:-1].long()
         query_lens = metadata.cu_seqlens_q.diff()
         decodes = (query_lens == 1).nonzero().squeeze(1)
@@ -298,11 +324,11 @@ class TorchAttention(PagedAttention):
         key = (group, settings.window)
         if key not in self._masks:
             distance = group.seq_lens.unsqueeze(1) - 1 - torch.arange(k.shape[2], device=q.device)
-            self._masks[key] = _visible(distance, settings.window)[:, None, None]  # (S', 1, 1, L)
+            self._masks[key] = _Mask.of(distance[:, None, None], settings.window)  # (S', 1, 1, L)
         # The query heads that share a KV head take the place of query positions.
         folded = q.reshape(num_seqs, num_kv_heads, -1, head_dim)
-        sinks = None if settings.sinks is None else settings.sinks.view(1, num_kv_heads, -1, 1)
-        out = _scaled_dot_product(folded, k, v, self._masks[key], settings, sinks)
+        settings = settings.for_heads(1, num_kv_heads, -1, 1)
+        out = _scaled_dot_product(folded, k, v, self._masks[key], settings)
         return out.reshape(num_seqs, num_heads, -1)
 
     def _chunk(self, chunk: QueryChunk, q: Tensor, cache: KVCache, settings: Settings) -> Tensor:
@@ -312,13 +338,13 @@ class TorchAttention(PagedAttention):
         k, v = (x[table].flatten(0, 1)[:num_keys].transpose(0, 1) for x in (cache.k, cache.v))  # (K, L, D)
         num_kv_heads, group_size = k.shape[0], num_heads // k.shape[0]
         mask = None
-        plain = settings.window is None and settings.softcap is None and settings.sinks is None
-        if length < num_keys or not plain:
+        is_plain = all(x is None for x in settings[1:])
+        if length < num_keys or not is_plain:
             key = (chunk.start, settings.window)
             if key not in self._masks:
-                positions = torch.arange(num_keys, device=q.device)
+                positions = torch.arange(num_keys, dtype=torch.int32, device=q.device)
                 distance = positions[-length:].unsqueeze(1) - positions
-                self._masks[key] = _visible(distance, settings.window)  # (length, L)
+                self._masks[key] = _Mask.of(distance, settings.window)  # (length, L)
             mask = self._masks[key]
         # KV heads are the batch; the query heads that share one are SDPA's heads, K and V expanded.
         out = _scaled_dot_product(
@@ -326,8 +352,7 @@ class TorchAttention(PagedAttention):
             k.unsqueeze(1).expand(-1, group_size, -1, -1),
             v.unsqueeze(1).expand(-1, group_size, -1, -1),
             mask,
-            settings,
-            None if settings.sinks is None else settings.sinks.view(num_kv_heads, group_size, 1, 1),
+            settings.for_heads(num_kv_heads, group_size, 1, 1),
         )
         return out.permute(2, 0, 1, 3).reshape(length, num_heads, -1)
 
@@ -337,37 +362,33 @@ def whole_rows(x: Tensor) -> Tensor:
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 
 
-def _scaled_dot_product(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, settings: Settings, sinks: Tensor | None
-) -> Tensor:
-    """Attention of (.., .., queries, D) over (.., .., L, D); no mask is causal; sinks broadcast to scores."""
-    if settings.softcap is None and sinks is None:
+def _scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, mask: _Mask | None, settings: Settings) -> Tensor:
+    """Attention of (.., .., queries, D) over (.., .., L, D); no mask is causal; settings fit the scores."""
+    sinks, slopes = settings.sinks, settings.alibi_slopes
+    if settings.softcap is None and sinks is None and slopes is None:
+        visible = None if mask is None else mask.visible
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=settings.scale
+            q, k, v, attn_mask=visible, is_causal=mask is None, scale=settings.scale
         )
     assert mask is not None
     # What SDPA cannot do is done a slice of the queries at a time, so that the scores stay small.
     slice_length = max(1, SCORES_PER_SLICE // (q.shape[0] * q.shape[1] * k.shape[2]))
     outs = []
     for start in range(0, q.shape[2], slice_length):
-        scores = (q[:, :, start : start + slice_length] @ k.transpose(2, 3)).float() * settings.scale
+        rows = slice(start, start + slice_length)
+        scores = (q[:, :, rows] @ k.transpose(2, 3)).float() * settings.scale
         if settings.softcap is not None:
             scores = torch.tanh(scores / settings.softcap) * settings.softcap
-        rows = mask if mask.shape[-2] == 1 else mask[..., start : start + slice_length, :]
-        scores = scores.masked_fill(~rows, -torch.inf)
+        if slopes is not None:
+            scores -= _of_rows(slopes, rows) * _of_rows(mask.distance, rows)
+        scores = scores.masked_fill(~_of_rows(mask.visible, rows), -torch.inf)
         if sinks is not None:
             shape = (*scores.shape[:3], 1)
-            part = sinks if sinks.shape[2] == 1 else sinks[:, :, start : start + slice_length]
-            scores = torch.cat((scores, part.float().expand(shape)), dim=-1)
+            scores = torch.cat((scores, _of_rows(sinks, rows).expand(shape)), dim=-1)
         outs.append(scores.softmax(-1)[..., : k.shape[2]].to(v.dtype) @ v)
     return torch.cat(outs, dim=2)
 
 
-def _visible(distance: Tensor, window: int | None) -> Tensor:
-    """Whether a key `distance` positions back is visible: not in the future, and inside the window.
-
-    >>> _visible(torch.tensor([2, 1, 0, -1]), window=2).tolist()
-    [False, True, True, False]
-    """
-    visible = distance >= 0
-    return visible if window is None else visible & (distance < window)
+def _of_rows(x: Tensor, rows: slice) -> Tensor:
+    """Some rows of (.., queries, ..), which may be one for all queries."""
+    return x if x.shape[-2] == 1 else x[..., rows, :]

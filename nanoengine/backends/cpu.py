@@ -166,15 +166,16 @@ class Kernels:
         window: int | None,
         softcap: float | None,
         sinks: Tensor | None,
+        alibi_slopes: Tensor | None = None,
     ) -> None:
         """Attention of the rows of q (T, H, D) that are a sequence's one new token, into out (T, H, D').
 
-        block_tables (S, blocks) and seq_lens (S,) are int32, rows (S,) int64; sinks (H,) float32.
+        block_tables (S, blocks) and seq_lens (S,) are int32, rows (S,) int64; sinks and slopes (H,) float32.
         """
         self._call(
             "decode_attention", out, q, k_cache, v_cache, block_tables, seq_lens, rows,
             len(rows), block_tables.shape[1], q.shape[1], k_cache.shape[2], q.shape[2], out.shape[2],
-            k_cache.shape[1], float(scale), window or 0, float(softcap or 0), sinks,
+            k_cache.shape[1], float(scale), window or 0, float(softcap or 0), sinks, alibi_slopes,
         )  # fmt: skip
 
     def causal_softmax(
@@ -187,11 +188,12 @@ class Kernels:
         window: int | None,
         softcap: float | None,
         sinks: Tensor | None,
+        alibi_slopes: Tensor | None = None,
     ) -> None:
         """Scores (H, queries, keys) to probabilities in place; positions count on from the first ones."""
         self._call(
             "causal_softmax", scores, *scores.shape, first_query, first_key,
-            float(scale), window or 0, float(softcap or 0), sinks,
+            float(scale), window or 0, float(softcap or 0), sinks, alibi_slopes,
         )  # fmt: skip
 
     def gather(self, cache: Tensor, block_table: Tensor, first: int, last: int) -> Tensor:

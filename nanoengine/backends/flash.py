@@ -110,7 +110,7 @@ class FlashAttention(FlashKernels):
     """
 
     name = "flash"
-    settings = frozenset(("window", "softcap"))
+    settings = frozenset(("window", "softcap", "alibi_slopes"))
 
     def __init__(
         self, metadata: AttentionMetadata[Tensor], block_size: int, *, use_triton: bool = False
@@ -135,6 +135,7 @@ class FlashAttention(FlashKernels):
             "causal": True,
             "window_size": (-1, -1) if settings.window is None else (settings.window - 1, 0),
             "softcap": float(settings.softcap or 0),
+            "alibi_slopes": settings.alibi_slopes,
         }
         if meta.max_query_len == 1:
             out: Tensor = self._flash.flash_attn_with_kvcache(

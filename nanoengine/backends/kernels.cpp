@@ -131,10 +131,14 @@ static void add_scaled(float* __restrict sum, const float* __restrict row, float
   for (int64_t i = 0; i < n; i++) sum[i] += factor * row[i];
 }
 
-// A row of scores to weights e^(score - most), in place; most, the largest of them and the sink, and their sum.
-static std::pair<float, float> exponentials(float* row, int64_t n, float softcap, const float* sink) {
+// A row of scores to weights e^(score - most), in place; most, the largest of them and the sink, and their sum. The
+// first key is `distance` positions before the query; each position costs *slope (ALiBi).
+static std::pair<float, float> exponentials(float* row, int64_t n, float softcap, const float* sink,
+                                            const float* slope, int64_t distance) {
   if (softcap > 0)
     for (int64_t i = 0; i < n; i++) row[i] = softcap * std::tanh(row[i] / softcap);
+  if (slope)
+    for (int64_t i = 0; i < n; i++) row[i] -= *slope * float(distance - i);
   float most = row[0];
 #pragma omp simd reduction(max : most)
   for (int64_t i = 0; i < n; i++) most = std::max(most, row[i]);
@@ -144,9 +148,9 @@ static std::pair<float, float> exponentials(float* row, int64_t n, float softcap
   return {most, sink ? sum + fast_exp(*sink - most) : sum};
 }
 
-// A row of scores to probabilities; a sink takes its share of the sum and is not stored.
-static void softmax(float* row, int64_t n, float softcap, const float* sink) {
-  float scale = 1 / exponentials(row, n, softcap, sink).second;
+// A row of scores up to the query's own to probabilities; a sink takes its share of the sum and is not stored.
+static void softmax(float* row, int64_t n, float softcap, const float* sink, const float* slope) {
+  float scale = 1 / exponentials(row, n, softcap, sink, slope, n - 1).second;
   for (int64_t i = 0; i < n; i++) row[i] *= scale;
 }
 
@@ -224,7 +228,7 @@ template <class X>
 static void decode_attention(X* out, const X* q, const X* k_cache, const X* v_cache, const int32_t* block_tables,
                              const int32_t* seq_lens, const int64_t* rows, int64_t S, int64_t blocks, int64_t H,
                              int64_t K, int64_t D, int64_t Dv, int64_t B, float scale, int64_t window,
-                             float softcap, const float* sinks) {
+                             float softcap, const float* sinks, const float* slopes) {
   struct Task {
     int64_t sequence, begin, end;
   };
@@ -266,7 +270,8 @@ static void decode_attention(X* out, const X* q, const X* k_cache, const X* v_ca
       for (int64_t head = 0; head < H; head++) {
         float* mine = &scores[head * ROW];
         for (int64_t t = 0; t < end - begin; t++) mine[t] *= scale;
-        std::tie(totals[2 * head], totals[2 * head + 1]) = exponentials(mine, end - begin, softcap, nullptr);
+        std::tie(totals[2 * head], totals[2 * head + 1]) = exponentials(
+            mine, end - begin, softcap, nullptr, slopes ? slopes + head : nullptr, seq_lens[s] - 1 - begin);
         narrow_row(&weights[head * ROW], mine, end - begin);
       }
       each_run([&](int64_t offset, int64_t slot, int64_t next, int64_t count) {
@@ -295,7 +300,8 @@ static void decode_attention(X* out, const X* q, const X* k_cache, const X* v_ca
 // first_key + j; what a query may not see becomes 0.
 template <class X>
 static void causal_softmax(X* scores, int64_t H, int64_t queries, int64_t keys, int64_t first_query,
-                           int64_t first_key, float scale, int64_t window, float softcap, const float* sinks) {
+                           int64_t first_key, float scale, int64_t window, float softcap, const float* sinks,
+                           const float* slopes) {
 #pragma omp parallel
   {
     std::vector<float> row(keys);
@@ -305,7 +311,8 @@ static void causal_softmax(X* scores, int64_t H, int64_t queries, int64_t keys, 
       int64_t begin = window ? std::max<int64_t>(0, end - window) : 0;
       X* mine = scores + i * keys;
       for (int64_t j = begin; j < end; j++) row[j] = load(mine[j]) * scale;
-      softmax(row.data() + begin, end - begin, softcap, sinks ? sinks + i / queries : nullptr);
+      int64_t head = i / queries;
+      softmax(row.data() + begin, end - begin, softcap, sinks ? sinks + head : nullptr, slopes ? slopes + head : nullptr);
       for (int64_t j = 0; j < begin; j++) mine[j] = narrow<X>(0);
       for (int64_t j = begin; j < end; j++) mine[j] = narrow<X>(row[j]);
       for (int64_t j = end; j < keys; j++) mine[j] = narrow<X>(0);

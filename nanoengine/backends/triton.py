@@ -91,6 +91,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     cu_seqlens_q,  # (S + 1,) int32
     seq_lens,  # (S,) int32
     sinks,  # (H,) float32, or None
+    alibi_slopes,  # (H,) float32, or None
     scale,  # that turns products into exponents of two; with a soft-cap, into its argument
     softcap,  # of exponents, or None
     window,  # or None
@@ -145,6 +146,9 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
         other=0.0,
     )
 
+    if alibi_slopes is not None:
+        slopes = tl.load(alibi_slopes + heads, mask=is_row, other=0.0) * 1.4426950408889634
+
     # The keys that any of them sees: positions [low, high), or a split of these.
     low = 0
     if window is not None:
@@ -177,6 +181,8 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
         if softcap is not None:
             scores = softcap * (1 - 2 / (tl.exp2(scores) + 1))  # tanh
         distance = (past + tokens)[:, None] - positions[None, :]
+        if alibi_slopes is not None:
+            scores -= slopes[:, None] * distance
         is_visible = (distance >= 0) & is_key[None, :]
         if window is not None:
             is_visible &= distance < window
@@ -302,6 +308,7 @@ class TritonAttention(PagedAttention):
             window=2 if "window" in settings else None,
             softcap=1.0 if "softcap" in settings else None,
             sinks=torch.full((num_heads,), -torch.inf, device=device) if "sinks" in settings else None,
+            alibi_slopes=torch.ones(num_heads, device=device) if "alibi_slopes" in settings else None,
         )
         return bool((out - 1).abs().max() < 0.01)
 
@@ -338,6 +345,7 @@ class TritonAttention(PagedAttention):
                 meta.cu_seqlens_q,
                 meta.seq_lens,
                 settings.sinks,
+                settings.alibi_slopes,
                 scale,
                 softcap,
                 window,

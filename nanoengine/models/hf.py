@@ -3,7 +3,8 @@
 transformers lets a library register an attention function (`AttentionInterface`) and hands every
 attention layer's queries, keys and values to it. So a model's own class computes the flat batch, as one
 row of T tokens with explicit positions, without a cache object and without a mask, and attention goes
-to the same paged cache as in `decoder.py`.
+to the same paged cache as in `decoder.py`. Where a model has attention in its own code, `eager.py` has
+another in its place.
 
 What a model may not do is let tokens see each other anywhere else, or count positions by itself: `_probe`
 runs a few tokens through the loaded model and refuses it if it does.
@@ -15,9 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, Qwen2Config, Qwen3Config
 from transformers.activations import ACT2FN
@@ -26,6 +25,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from nanoengine.backends.attention import KVCache, KVSpec, PagedAttention
 from nanoengine.models.decoder import rope_settings
+from nanoengine.models.eager import METHODS, replace_attention
 
 ATTENTION_NAME = "nanoengine"
 # Between two trial passes, of a token's queries, keys or hidden state, by norm. Passes of one shape differ by
@@ -37,8 +37,18 @@ _HARMLESS = frozenset(("dropout", "position_ids", "position_embeddings", "cache_
 # Models that take images and text -> the config class of their language model, None where it says it itself.
 LANGUAGE_PARTS: dict[str, Any] = {
     "gemma3": None,
+    "gemma3n": None,
+    "gemma4": None,
+    "gemma4_unified": None,
+    "internvl": None,
+    "llama4": None,
     "llava": None,
+    "llava_next": None,
     "mistral3": None,
+    "qwen3_5": None,
+    "qwen3_5_moe": None,
+    "qwen4_exp": None,
+    "smolvlm": None,
     "qwen2_vl": Qwen2Config,
     "qwen2_5_vl": Qwen2Config,
     "qwen3_vl": Qwen3Config,
@@ -59,7 +69,6 @@ def _attention_forward(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    attend: Attend | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -70,8 +79,6 @@ def _attention_forward(
     """What transformers calls in each attention layer: q (1, H, T, D), k and v (1, K, T, D)."""
     if attention_mask is not None:
         raise UnsupportedModelError("it builds an attention mask of its own")
-    if attend is None:
-        raise UnsupportedModelError("its attention modules cannot be handed an argument")
     # Some ask SDPA for no causal mask where there is a single token.
     if (is_causal is False and query.shape[2] > 1) or getattr(module, "is_causal", True) is False:
         raise UnsupportedModelError("its attention is not causal")
@@ -82,6 +89,7 @@ def _attention_forward(
         raise UnsupportedModelError(f"its attention takes {', '.join(unknown)}")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+    attend: Any = module.paged_attend
     out = attend(module, q, k, v, scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux)
     return out.unsqueeze(0), None
 
@@ -89,31 +97,14 @@ def _attention_forward(
 AttentionInterface.register(ATTENTION_NAME, _attention_forward)
 
 
-class _RedirectedSDPA(TorchFunctionMode):
-    """Attention for models written before the interface, which call PyTorch's SDPA: Falcon.
+class _Relay:
+    """What a model's layers call to attend: leads to the attention of the pass in progress."""
 
-    Inside the `with` block their calls reach `attend`. They are given `mask` to pass on, so that they
-    build none; any other means that they add something to it (ALiBi).
-    """
+    attention: Attend | None = None
 
-    def __init__(self, attend: Attend, mask: Tensor) -> None:
-        super().__init__()
-        self.attend = attend
-        self.mask = mask
-        self.num_calls = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **(kwargs or {}))
-        settings = dict(kwargs or {})
-        mask = settings.pop("attn_mask", None)
-        if mask is not None and mask.data_ptr() != self.mask.data_ptr():
-            raise UnsupportedModelError("it builds an attention mask of its own (ALiBi, for one)")
-        scale = settings.get("scale")
-        q, k, v = (x[0].transpose(0, 1) for x in args)
-        self.num_calls += 1
-        out = self.attend(self.num_calls, q, k, v, scale=q.shape[-1] ** -0.5 if scale is None else scale)
-        return out.transpose(0, 1).unsqueeze(0)
+    def __call__(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
+        assert self.attention is not None
+        return self.attention(layer, q, k, v, **settings)
 
 
 class _Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -171,16 +162,14 @@ class HFModel(nn.Module):
         # soft-capping, biases. Shares every weight.
         self.head = copy.copy(causal_lm)
         self.head._modules = {**causal_lm._modules, body: _GivenHidden()}
+        if attention_implementation(causal_lm.config) == "eager":
+            replace_attention(causal_lm)
+            causal_lm.config._attn_implementation = ATTENTION_NAME  # for which no masks are made
         # Not every body passes keyword arguments on to its attention modules: they get theirs directly.
-        self._attend: Attend | None = None
-        self._is_registered = causal_lm.config._attn_implementation == ATTENTION_NAME
-        for module in causal_lm.modules() if self._is_registered else ():
-            if hasattr(module, "is_causal"):
-                module.register_forward_pre_hook(self._hand_over, with_kwargs=True)
-        device = causal_lm.get_input_embeddings().weight.device
-        self.register_buffer("mask", torch.zeros(1, 1, 1, 1, device=device), persistent=False)
+        self._relay = _Relay()
+        for module in causal_lm.modules():
+            module.paged_attend = self._relay
         self._layers: dict[Any, int] = {}  # what calls attention -> index of its cache
-        self.mask: Tensor
         self.kv_specs: list[KVSpec] = []  # what each attention layer stores per token
         self.attention_settings: frozenset[str] = frozenset()  # what they ask for besides a scale
         self._probe(max_model_len)
@@ -206,19 +195,12 @@ class HFModel(nn.Module):
             "position_ids": positions.unsqueeze(0),
             "use_cache": False,
         }
-        if self._is_registered:
-            self._attend = attend
-            try:
-                hidden: Tensor = self.body(**inputs)[0]
-            finally:
-                self._attend = None  # it refers to the caches
-        else:
-            with _RedirectedSDPA(attend, self.mask):
-                hidden = self.body(**inputs, attention_mask=self.mask)[0]
+        self._relay.attention = attend
+        try:
+            hidden: Tensor = self.body(**inputs)[0]
+        finally:
+            self._relay.attention = None  # it refers to the caches
         return hidden[0]
-
-    def _hand_over(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return args, {**kwargs, "attend": self._attend}
 
     @torch.no_grad()  # inference_mode would hide from `_Waits` what an operation is made of
     def _probe(self, max_model_len: int | None) -> None:
@@ -271,10 +253,12 @@ class HFModel(nn.Module):
             )
         configured = getattr(config, "sliding_window", None)
         by_default = "sliding" if configured else "full"
-        layer_types = getattr(config, "layer_types", None) or [by_default] * len(self.kv_specs)
+        windows = [spec.window for spec in self.kv_specs]
+        layer_types = getattr(config, "layer_types", None) or [by_default] * len(windows)
+        if config.model_type in METHODS:  # which ask for what their configs say in words of their own
+            layer_types = ["full" if window is None else "sliding" for window in windows]
         # A window that covers all positions is none: models may leave it out.
         is_whole = configured and max_model_len is not None and configured >= max_model_len
-        windows = [spec.window for spec in self.kv_specs]
         for layer_type, window in zip(layer_types, windows, strict=True):
             if layer_type.startswith("sliding") != (window is not None) and not (window is None and is_whole):
                 raise UnsupportedModelError(f"a {layer_type} layer asks for attention with window {window}")
@@ -301,6 +285,8 @@ def language_part(config: Any) -> Any | None:
     if config.model_type not in LANGUAGE_PARTS or config.get_text_config() is config:
         return None
     part = config.get_text_config()
+    if LANGUAGE_PARTS[config.model_type] is None and type(part) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return None
     if LANGUAGE_PARTS[config.model_type] is not None:
         fields = {
             name: x for name, x in part.to_dict().items() if name not in ("model_type", "architectures")
@@ -332,8 +318,6 @@ def check_config(config: Any) -> None:
             "it takes more than text (images, audio); only text-only models are served"
         )
     attention_implementation(config)
-    if getattr(config, "alibi", False):
-        raise UnsupportedModelError("its attention adds ALiBi biases, which paged attention does not take")
     unknown = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
     if unknown:
         raise UnsupportedModelError(f"it has layers of type {', '.join(sorted(unknown))}")
@@ -351,7 +335,7 @@ def check_config(config: Any) -> None:
 
 
 def attention_implementation(config: Any) -> str:
-    """The attention to ask transformers for: ours, or SDPA for the few model classes that cannot take it."""
+    """The attention to ask transformers for: ours, or the one that `eager.py` replaces."""
     if "AutoModelForCausalLM" in getattr(config, "auto_map", {}):
         return ATTENTION_NAME  # the checkpoint's own class; not known before it is loaded
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -361,8 +345,10 @@ def attention_implementation(config: Any) -> str:
         raise UnsupportedModelError(f"its config is that of {model_class.__name__}, another kind of model")
     if hasattr(sys.modules[model_class.__module__], "ALL_ATTENTION_FUNCTIONS"):
         return ATTENTION_NAME
-    if model_class._supports_sdpa:
-        return "sdpa"
+    if config.model_type in METHODS:
+        if not getattr(config, "is_decoder", True):
+            raise UnsupportedModelError("its attention is not causal")
+        return "eager"
     if getattr(config, "num_attention_heads", None) is None:
         raise UnsupportedModelError("it has no attention: its layers hand a state from token to token")
     raise UnsupportedModelError("its attention is code of its own, which cannot be replaced")

@@ -1,6 +1,7 @@
 """From a hub id or a directory to a config, a tokenizer and a loaded model. Safetensors only."""
 
 import json
+import logging
 import re
 from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
@@ -31,15 +32,16 @@ GENERATION_CONFIG = "generation_config.json"
 DEQUANTIZED: dict[str, tuple[str, ...]] = {"mxfp4": (), "fp8": ("accelerate",)}
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")  # by safetensors' names
 SERVED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+POSITIONS = "max_position_embeddings", "max_seq_len", "seq_length"  # what configs call their number
 MAX_POSITIONS = 2**31 - 1  # the attention kernels' lengths are int32
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# What a model that takes images too calls its language model's tensors -> that model's own names; the rest.
+# What a model that takes images too calls its language model's tensors -> that model's own names.
 PART_NAMES = {
-    r"^model\.language_model\.": "model.",
+    r"^model\.(language_model|text_model)\.": "model.",
     r"^language_model\.model\.": "model.",
-    r"^language_model\.lm_head\.": "lm_head.",
+    r"^model\.(?=(embed_tokens|layers|norm)\.)": "model.",  # Qwen2-VL's published ones
+    r"^(language_model\.)?lm_head\.": "lm_head.",
 }
-OTHER_PARTS = re.compile(r"(model\.)?(visual|vision_tower|multi_modal_projector)\.")
 # Hugging Face's name -> our fused parameter and the part of its rows.
 FUSED = {
     "q_proj": ("qkv_proj", 0),
@@ -69,7 +71,8 @@ class Checkpoint:
 
     path: Path
     hf_config: Any
-    decoder_config: DecoderConfig | None  # None: served by transformers' code
+    # For `decoder.py`; None: it cannot. Whose code serves in the end is the loaded model's `code`.
+    decoder_config: DecoderConfig | None
     tokenizer: Any  # a transformers tokenizer, None where there is none
     eos_token_ids: tuple[int, ...]  # every id that ends a sequence
     generation_config: dict[str, Any]
@@ -89,10 +92,12 @@ class Checkpoint:
     def max_model_len(self) -> int | None:
         """How many positions the model was made for, its rope scaling counted in; None: it does not say."""
         config = self.hf_config
-        positions = getattr(config, "max_position_embeddings", None)
-        if positions is None:
+        stated = {name: getattr(config, name, None) for name in POSITIONS}
+        field = next((name for name, value in stated.items() if value is not None), None)
+        if field is None:
             return None
-        self._check_number("max_position_embeddings", positions)
+        positions: Any = stated[field]
+        self._check_number(field, positions)
         for rope in rope_settings(config):
             factor = 1.0 if rope.get("factor") is None else rope["factor"]
             original = rope.get("original_max_position_embeddings") or getattr(
@@ -440,8 +445,8 @@ def _load_transformers(checkpoint: Checkpoint, config: EngineConfig, dtype: torc
         with _as_value_error(path), torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
             return auto.from_config(checkpoint.hf_config, **settings)
-    headers = _read_headers(checkpoint)  # for its errors: those of transformers are less clear
-    with _as_value_error(path):
+    headers = _read_headers(checkpoint)  # also for its errors: those of transformers are less clear
+    with _as_value_error(path), _without_report():
         causal_lm, report = auto.from_pretrained(
             path,
             config=checkpoint.hf_config,
@@ -458,11 +463,20 @@ def _load_transformers(checkpoint: Checkpoint, config: EngineConfig, dtype: torc
             raise ValueError(f"{path}: {name!r} is still {parameter.dtype} after loading")
     for entry in report["mismatched_keys"]:  # a name, from transformers 5 on with both shapes
         raise ValueError(f"{path} holds a tensor of another shape than the config asks for: {entry}")
-    unexpected = report["unexpected_keys"]
-    if checkpoint.is_part:
-        unexpected = [name for name in unexpected if not OTHER_PARTS.match(name)]
+    unexpected = [name for name in report["unexpected_keys"] if name in headers or not checkpoint.is_part]
     _refuse(path, missing=report["missing_keys"], unexpected=unexpected)
     return causal_lm
+
+
+@contextmanager
+def _without_report() -> Iterator[None]:
+    """No word from transformers on tensors that do not fit: all of it is raised, or left out knowingly."""
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = False
 
 
 @contextmanager
@@ -534,10 +548,10 @@ def _read_headers(checkpoint: Checkpoint) -> dict[str, TensorHeader]:
                 for saved_name in tensors.keys():  # noqa: SIM118 (not a dict)
                     name = saved_name
                     if checkpoint.is_part:
-                        if OTHER_PARTS.match(name):
+                        pattern = next((pattern for pattern in PART_NAMES if re.match(pattern, name)), None)
+                        if pattern is None:
                             continue
-                        for pattern, prefix in PART_NAMES.items():
-                            name = re.sub(pattern, prefix, name)
+                        name = re.sub(pattern, PART_NAMES[pattern], name)
                     if name in headers:
                         raise ValueError(f"{checkpoint.path} holds tensor {name!r} twice")
                     if name.endswith("rotary_emb.inv_freq"):  # a buffer old Llamas saved
