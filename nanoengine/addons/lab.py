@@ -7,7 +7,7 @@ python -m nanoengine.addons.lab --trace arrivals.jsonl --num-kv-blocks 500,1000,
 python -m nanoengine.addons.lab --fit path/to/model            # the costs of a model on this machine
 
 Every combination of the settings that are given several values, separated by commas, serves the same
-arrivals. A step costs what the scheduler's own Python costs, so that hours pass in minutes.
+arrivals. All that takes time is the scheduler's own Python, so that hours pass in minutes.
 
 A step takes `step + token * tokens + context * contexts` seconds: a fixed part, a part for each token it
 computes, and one for each token that its sequences attend to, the lengths they have reached. `--fit` finds
@@ -324,8 +324,10 @@ class RealEngine:
     def add(self, arrival: Arrival, prefix: int, priority: int) -> int:
         """Queue a request of random tokens, seeded by what they stand for."""
         seq_id, num_shared = next(self.seq_ids), arrival.num_prefix_tokens
-        token_ids = random.Random(prefix).choices(self.vocabulary, k=num_shared)
-        token_ids += random.Random(seq_id).choices(self.vocabulary, k=arrival.num_prompt_tokens - num_shared)
+        token_ids = []
+        for content, num_tokens in ((prefix, num_shared), (seq_id, arrival.num_prompt_tokens - num_shared)):
+            rng = random.Random(str(content))  # as text: of a number the sign would not count
+            token_ids += rng.choices(self.vocabulary, k=num_tokens)
         params = SamplingParams(max_tokens=arrival.num_output_tokens, ignore_eos=True)
         self.engine.add_request(str(seq_id), {"prompt_token_ids": token_ids}, params, priority=priority)
         return seq_id
@@ -350,7 +352,7 @@ class Report:
     ttft: np.ndarray  # time to first token, from arrival
     tpot: np.ndarray  # time per output token after the first; NaN where there is no other
     latency: np.ndarray  # from arrival to the last token
-    gaps: np.ndarray  # between a token and the next; each length once per step
+    gaps: np.ndarray  # between a token and the next: all lengths that occurred, to four digits
     gap_counts: np.ndarray  # how many tokens waited that long
     seconds: float  # from the first arrival to the last token
     busy_seconds: float  # in steps
@@ -398,7 +400,8 @@ def serve(server: Server, arrivals: Iterable[Arrival], policy: Policy = fcfs) ->
     # When each got its first and its latest token.
     first_times: dict[int, float] = {}
     token_times: dict[int, float] = {}
-    ttft, tpot, latency, gaps, gap_counts = (array("d") for _ in range(5))
+    ttft, tpot, latency = array("d"), array("d"), array("d")
+    gaps: Counter[float] = Counter()
     num_steps = num_prompt_tokens = num_output_tokens = 0
     busy_seconds = 0.0
     upcoming = iter(arrivals)
@@ -426,16 +429,16 @@ def serve(server: Server, arrivals: Iterable[Arrival], policy: Policy = fcfs) ->
         busy_seconds += seconds
         num_steps += 1
         num_output_tokens += len(took)
-        waits: Counter[float] = Counter()  # nearly all alike: who got a token a step ago waited a step
+        waits: dict[float, int] = {}  # nearly all alike: who got a token a step ago waited a step
         for took_id in took:
             before = token_times.get(took_id)
             if before is None:
                 first_times[took_id] = now
             else:
-                waits[now - before] += 1
+                waits[now - before] = waits.get(now - before, 0) + 1
             token_times[took_id] = now
-        gaps.extend(waits)
-        gap_counts.extend(waits.values())
+        for wait, count in waits.items():
+            gaps[float(f"{wait:.4g}")] += count  # else a long run would keep a length for each step
         for ended in finished:
             (place, request), first = unfinished.pop(ended), first_times.pop(ended)
             del token_times[ended]
@@ -450,8 +453,8 @@ def serve(server: Server, arrivals: Iterable[Arrival], policy: Policy = fcfs) ->
         ttft=np.array(ttft),
         tpot=np.array(tpot),
         latency=np.array(latency),
-        gaps=np.array(gaps),
-        gap_counts=np.array(gap_counts),
+        gaps=np.array(list(gaps)),
+        gap_counts=np.array(list(gaps.values())),
         seconds=now - start,
         busy_seconds=busy_seconds,
         num_steps=num_steps,
