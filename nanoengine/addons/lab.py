@@ -474,7 +474,8 @@ def simulate(
 
 # ---- The fit -------------------------------------------------------------------------------------
 
-# The bundled model's, by `--fit nanoengine/demo` on two cores of an AMD EPYC.
+# The bundled model's on two cores of an AMD EPYC, in float32, fitted to 1566 steps. On 547 others they are
+# off by 16 % a step, and by 3 % of the time of all together.
 DEMO_COSTS = CostModel(2.3e-3, 3.6e-5, 5e-7)
 WAVES = (8, 64, 1, 4, 32, 2, 128, 16)  # requests at a time: the batch shrinks from there as they end
 
@@ -582,7 +583,7 @@ def draw(reports: dict[str, Report], path: str) -> None:
     import matplotlib
 
     matplotlib.use("agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     figure, axes = pyplot.subplot_mosaic(
         "AAABBB;CCDDEE",
@@ -601,9 +602,10 @@ def draw(reports: dict[str, Report], path: str) -> None:
             axes[axis].bar_label(axes[axis].barh(name, value, color=color), fmt="%.0f", padding=3)
     for axis, label in (("A", "time to first token, ms"), ("B", "time per token after the first, ms")):
         axes[axis].set(xlabel=label, ylabel="share of the requests", xscale="log")
-        for ticks in (axes[axis].xaxis.set_major_formatter, axes[axis].xaxis.set_minor_formatter):
-            ticks("{x:g}")
-        axes[axis].tick_params(axis="x", which="both", labelrotation=45)
+        axes[axis].xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        axes[axis].xaxis.set_major_formatter("{x:g}")
+        axes[axis].xaxis.set_minor_formatter(ticker.NullFormatter())
+        axes[axis].tick_params(axis="x", labelrotation=45)
         axes[axis].grid(alpha=0.3)
     for axis, label in zip("CDE", ("preemptions", "prefix hits, %", "output tokens/s"), strict=True):
         axes[axis].set_xlabel(label)
