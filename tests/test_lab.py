@@ -53,15 +53,15 @@ def random_arrivals(num_requests: int, rate: float, seed: int = 0, **settings) -
 
 
 def test_times_are_those_computed_by_hand():
-    arrivals = [Arrival(0.0, 4, 3), Arrival(1.0, 2, 2), Arrival(10.0, 1, 1)]
+    arrivals = [Arrival(0.0, 4, 3), Arrival(0.5, 2, 2), Arrival(10.0, 1, 1)]
     report = simulate(make_scheduler(), arrivals, COST)
     # step 1: 4 tokens of A attend to 4:                      1 + .4 + .04 = 1.44, at 1.44
-    # step 2: 1 of A to 5, 2 of B (here since 1.0) to 2:      1 + .3 + .07 = 1.37, at 2.81
+    # step 2: 1 of A to 5, 2 of B (here since 0.5) to 2:      1 + .3 + .07 = 1.37, at 2.81
     # step 3: 1 of A to 6, 1 of B to 3; both are complete:    1 + .2 + .09 = 1.29, at 4.10
     # step 4: C, which nobody makes wait: 1 token to 1:       1 + .1 + .01 = 1.11, at 11.11
-    assert report.ttft.tolist() == pytest.approx([1.44, 1.81, 1.11])
+    assert report.ttft.tolist() == pytest.approx([1.44, 2.31, 1.11])
     assert report.tpot.tolist() == pytest.approx([(1.37 + 1.29) / 2, 1.29, np.nan], nan_ok=True)
-    assert report.latency.tolist() == pytest.approx([4.10, 3.10, 1.11])
+    assert report.latency.tolist() == pytest.approx([4.10, 3.60, 1.11])
     assert dict(zip(report.gaps, report.gap_counts, strict=True)) == {1.37: 1, 1.29: 2}
     assert (report.num_requests, report.num_steps) == (3, 4)
     assert (report.num_prompt_tokens, report.num_output_tokens) == (7, 6)
