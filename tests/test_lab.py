@@ -455,6 +455,11 @@ def test_requests_that_do_not_fit_end_the_command_without_a_traceback(run_lab):
         run_lab("--num-requests", "5", "--num-kv-blocks", "1")
 
 
+def test_a_model_that_is_not_there_ends_the_command_without_a_traceback(run_lab):
+    with pytest.raises(SystemExit, match="'/nowhere/model' is neither"):
+        run_lab("--fit", "/nowhere/model")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

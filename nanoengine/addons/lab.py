@@ -31,6 +31,7 @@ A file of arrivals has a JSON object per line, with the fields of `Arrival`:
 """
 
 import argparse
+import importlib.util
 import itertools
 import json
 import math
@@ -726,6 +727,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--plot", metavar="FILE.png", help="draw; needs matplotlib")
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     args = parser.parse_args()
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib: pip install -e '.[bench]'")
     try:
         args.arrivals = read_arrivals(args.trace) if args.trace else None
     except (OSError, ValueError) as error:
@@ -737,7 +740,10 @@ def parse_arguments() -> argparse.Namespace:
 
 def fit(model: str, seconds: float) -> CostModel:
     """Costs of a model on this machine; prints them, and how far the lab is off with them."""
-    engine = LLMEngine(EngineConfig(model=model, async_scheduling=False))
+    try:
+        engine = LLMEngine(EngineConfig(model=model, async_scheduling=False))
+    except (ValueError, OSError) as error:  # no such model, or none that is served
+        raise SystemExit(f"--fit: {error}") from None
     found = calibrate(engine, seconds)
     engine.close()
     print(f"fitted to {found.num_steps} steps: --cost {','.join(f'{cost:.3g}' for cost in found.cost)}")
