@@ -12,8 +12,9 @@ arrivals. All that takes time is the scheduler's own Python, so that hours pass 
 A step takes `step + token * tokens + context * contexts` seconds: a fixed part, a part for each token it
 computes, and one for each token that its sequences attend to, the lengths they have reached. `--fit` finds
 the three by least squares from the steps of a real engine under many loads. Then it serves other arrivals
-with both, the engine and the lab, and says how far the lab is off. What the model leaves out: sampling
-settings, text, and the overlap of async scheduling, whose steps are decided a step ahead.
+with both, the engine and the lab, and says how far the lab is off; that is far where the machine is busy
+with other things too. What the model leaves out: sampling settings, text, and the overlap of async
+scheduling, whose steps are decided a step ahead.
 
 A policy is a function from an `Arrival` to its priority; the lower runs first, and of equals the one that
 came first. That is all a policy needs, since both queues of the scheduler are sorted by priority, and it is
