@@ -107,7 +107,6 @@ class Sequence:
     bad_words: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
     prompt_logprobs: int | None = None  # how many to report per prompt token; None: not asked for
     detokenizer: Detokenizer | None = None  # the output as text, and its stop strings; None: no text
-    drafter: Any = field(init=False, default=None)  # what a proposer of drafts keeps about it
     num_prompt_tokens: int = field(init=False)
 
     # Written by the block manager at admission and release, moved on by the scheduler.
@@ -119,6 +118,7 @@ class Sequence:
     first_scheduled_time: float | None = field(init=False, default=None)  # seconds of time.monotonic()
     finish_reason: str | None = field(init=False, default=None)  # None: it waits or runs
     stop_reason: int | str | None = field(init=False, default=None)
+    drafter: Any = field(init=False, default=None)  # what `propose` keeps about the sequence
 
     # Written by the block manager.
     block_table: list[int] = field(init=False, default_factory=list)  # empty while it waits

@@ -26,7 +26,7 @@ class SchedulingMachine(RuleBasedStateMachine):
         num_blocks=st.integers(2, 12),
         max_num_seqs=st.integers(1, 5),
         budget=st.sampled_from([1, 2, 5, 64]),
-        threshold=st.sampled_from([0, 0, 3]),
+        threshold=st.sampled_from([0, 0, 1, 3]),
         caching=st.sampled_from([True, True, True, False]),
         constant_hash=st.booleans(),
         guesses=st.booleans(),
