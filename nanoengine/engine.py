@@ -602,12 +602,12 @@ class Scheduler:
         None, where no token could be drawn, ends its sequence with "error". Sequences that ended while
         the step was in flight take nothing from it; all others are returned.
         """
-        took: dict[Sequence, None] = {}
+        took = []
         draws = zip(batch.sampled_seqs, token_ids, strict=True)
         for seq, token_id in draws if self.propose is None else self._accepted(batch, token_ids):
             if seq.finish_reason is not None:
                 continue
-            took[seq] = None
+            took.append(seq)
             if token_id is None:
                 self.finish(seq, "error")
                 continue
@@ -626,7 +626,7 @@ class Scheduler:
                 self.finish(seq, "stop", token_id if token_id in (seq.params.stop_token_ids or ()) else None)
             elif len(seq.token_ids) >= seq.max_num_tokens:
                 self.finish(seq, "length")
-        return list(took)
+        return took if self.propose is None else list(dict.fromkeys(took))
 
     def _accepted(
         self, batch: ScheduledBatch, token_ids: list[int | None]
