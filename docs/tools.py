@@ -29,7 +29,7 @@ def step(scheduler: Scheduler) -> None:
     """Run one step, and print each chunk of it, then who was preempted, who ended and who waits."""
     running = list(scheduler.running)
     batch = scheduler.schedule()
-    for seq, start, end, is_last in batch.chunks:
+    for seq, start, end, is_last, _ in batch.chunks:
         due = f", draws {name(seq)}" if is_last else ""
         print(
             f"{name(seq)} computes [{start}, {end}) {text(seq, start, end)} in blocks {seq.block_table}{due}"

@@ -79,7 +79,6 @@ ENGINE: Unserved = {
         (None, False),
         "token ids as prompts and SamplingParams(detokenize=False) use no tokenizer",
     ),
-    "speculative_config": ((None,), "leave it out: a step draws one token of each sequence"),
     "stream_interval": ((None, 1), "take every so many outputs"),
     "swap_space": (ANY, "preempted sequences are recomputed, never swapped"),
     "task": ((None, "auto", "generate"), "only generation is served"),

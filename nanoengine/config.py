@@ -2,11 +2,41 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from nanoengine.compat import ENGINE, RENAMED, accepts
 from nanoengine.sampling_params import check_bool, check_integer, check_number
+
+
+@accepts({})
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """How to guess tokens ahead; vLLM's names and defaults."""
+
+    method: str  # "ngram": what followed the last tokens where they were seen before (prompt lookup)
+    num_speculative_tokens: int  # most drafts of a sequence in a step
+    prompt_lookup_min: int | None = None  # tokens that have to agree; None: prompt_lookup_max, or 5
+    prompt_lookup_max: int | None = None  # the most that are looked up; None: prompt_lookup_min, or 5
+
+    def __post_init__(self) -> None:
+        """Check ranges."""
+        if self.method != "ngram":
+            raise ValueError(f'speculative_config["method"] must be "ngram", got {self.method!r}')
+        check_integer("num_speculative_tokens", self.num_speculative_tokens, 1)
+        for name in ("prompt_lookup_min", "prompt_lookup_max"):
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name), 1)
+        low, high = self.lookup_lengths
+        if low > high:
+            raise ValueError(f"prompt_lookup_min must be at most prompt_lookup_max, got {low} and {high}")
+
+    @property
+    def lookup_lengths(self) -> tuple[int, int]:
+        """The shortest and the longest run of tokens to look up."""
+        low, high = self.prompt_lookup_min, self.prompt_lookup_max
+        return low or high or 5, high or low or 5
 
 
 @accepts(ENGINE, RENAMED)
@@ -38,6 +68,7 @@ class EngineConfig:
     attn_backend: str = "auto"  # "flash", "varlen", "triton", "compiled" or "torch"; auto: the first that can
     enforce_eager: bool = False  # plain PyTorch: no compiled kernels, no CUDA graphs
     async_scheduling: bool | None = None  # prepare a step while the one before runs; None: on a GPU
+    speculative_config: dict[str, Any] | None = None  # guess tokens ahead: as `SpeculativeConfig`
     tensor_parallel_size: int = 1  # more is not supported
     load_format: str = "auto"  # or "safetensors", the same; "dummy": random weights from config.json alone
     model_impl: str = (
@@ -59,6 +90,11 @@ class EngineConfig:
             check_bool(name, getattr(self, name))
         if self.async_scheduling is not None:
             check_bool("async_scheduling", self.async_scheduling)
+        if self.speculation is not None and self.async_scheduling:
+            raise ValueError(
+                "async_scheduling=True does not go with speculative_config: what to guess depends on the "
+                "tokens of the step before"
+            )
         if self.tensor_parallel_size != 1:
             raise ValueError(f"tensor_parallel_size must be 1, got {self.tensor_parallel_size!r}")
         if self.num_kv_blocks is not None and self.kv_cache_bytes is not None:
@@ -72,6 +108,19 @@ class EngineConfig:
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """`speculative_config`, checked."""
+        given = self.speculative_config
+        if given is not None and not isinstance(given, dict):
+            raise TypeError(f"speculative_config must be a dict, got {given!r}")
+        return SpeculativeConfig(**given) if given is not None else None
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """Most drafts of a sequence in a step."""
+        return self.speculation.num_speculative_tokens if self.speculation is not None else 0
 
     def resolve_device(self) -> torch.device:
         """The device to run on."""

@@ -25,6 +25,7 @@ Words used throughout:
     registered      a full block that the prefix cache can find
     token budget    how many tokens one step may compute, `max_num_batched_tokens`
     pending         a token that the step in flight draws: it has a position, but is not known yet
+    draft           a guess of a token to come, computed along with the known ones; it counts once it is drawn
     preempt         take a running sequence's blocks away; it keeps its tokens and is computed anew later
 """
 
@@ -35,7 +36,7 @@ import sys
 import time
 from array import array
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass, field
 from operator import attrgetter
 from typing import Any, Generic, NamedTuple, Self
@@ -119,6 +120,7 @@ class Sequence:
     first_scheduled_time: float | None = field(init=False, default=None)  # seconds of time.monotonic()
     finish_reason: str | None = field(init=False, default=None)  # None: it waits or runs
     stop_reason: int | str | None = field(init=False, default=None)
+    drafter: Any = field(init=False, default=None)  # what `propose` keeps about the sequence
 
     # Written by the block manager.
     block_tables: list[list[int]] = field(init=False, default_factory=list)  # by group; none while it waits
@@ -324,14 +326,17 @@ class BlockManager:
 
     # -- growth
 
-    def may_append(self, seq: Sequence) -> bool:
+    def may_append(self, seq: Sequence, num_tokens: int | None = None) -> bool:
         """Grow the block tables to hold all of the sequence's tokens, where they do not; all or nothing.
 
         A group with a window first gives back what is out of sight, then grows as far as a step may reach.
+        num_tokens is given for drafts: to hold so many, behind a decode that is scheduled already.
         """
-        self._remove_skipped_blocks(seq)
-        lengths = self._table_lengths(seq.num_computed_tokens, seq.num_tokens)
-        if sum(lengths) - sum(map(len, seq.block_tables)) > self.num_free_blocks:
+        next_position = seq.num_computed_tokens - (num_tokens is not None)
+        self._remove_skipped_blocks(seq, next_position)
+        lengths = self._table_lengths(seq.num_computed_tokens, num_tokens or seq.num_tokens)
+        pairs = zip(lengths, seq.block_tables, strict=True)
+        if sum(max(0, length - len(table)) for length, table in pairs) > self.num_free_blocks:
             return False
         self._grow(seq, lengths)
         return True
@@ -427,10 +432,10 @@ class BlockManager:
         """Index of the first block of which the token at a position sees anything."""
         return 0 if window is None else max(0, position - window + 1) // self.block_size
 
-    def _remove_skipped_blocks(self, seq: Sequence) -> None:
-        """Take back the blocks that no token from now on sees, the last first; the name is vLLM's."""
+    def _remove_skipped_blocks(self, seq: Sequence, position: int) -> None:
+        """Take back the blocks that no token from a position on sees, the last first; the name is vLLM's."""
         for window, table in zip(self.windows, seq.block_tables, strict=True):
-            index = self._first_seen(window, seq.num_computed_tokens)
+            index = self._first_seen(window, position)
             while index > 0 and table[index - 1]:
                 index -= 1
                 self._release(table[index])
@@ -501,22 +506,27 @@ class BlockManager:
 
 
 class Chunk(NamedTuple):
-    """Tokens [start, end) of a sequence, to compute this step."""
+    """Tokens [start, end) of a sequence, to compute this step.
+
+    A draft has a chunk of its own, behind that of its sequence's last token and of the drafts before it: to
+    attention it is one more decode, over the same blocks and a token longer.
+    """
 
     seq: Sequence
     start: int
     end: int
     is_last: bool  # it reaches the sequence's end, so that a token is sampled
+    drafts: tuple[int, ...] = ()  # those behind the known tokens, up to the one to compute here
 
 
 class ScheduledBatch(NamedTuple):
-    """One step's work: a chunk per sequence, and the sequences that get a token from it.
+    """One step's work: a chunk per sequence, one more per draft, and the sequences that are sampled.
 
     What is last is stored, not asked of the sequences, which may have grown or ended a step later.
     """
 
     chunks: list[Chunk]
-    sampled_seqs: list[Sequence]  # those of the chunks that are the last
+    sampled_seqs: list[Sequence]  # those of the chunks that are the last, so with drafts more than once
     num_tokens: int
 
 
@@ -533,6 +543,11 @@ class Scheduler:
     behind it wait until it is. When a running sequence needs a block and none is free, the tail of the
     running list is preempted; a waiting one never preempts, whatever its priority. So FCFS and priority
     scheduling are the same code.
+
+    With `propose`, a function of a sequence and a number, at most so many guesses of what comes next are
+    computed behind a decode, and a token is drawn behind each: speculative decoding. The draws up to the
+    first that differs from its guess are those without guesses. Drafts take what others leave of the budget
+    and of the free blocks. Source: https://arxiv.org/abs/2211.17192, for a guesser that is always certain.
     """
 
     def __init__(
@@ -543,6 +558,7 @@ class Scheduler:
         max_num_batched_tokens: int = 8192,
         max_model_len: int = 1 << 30,
         long_prefill_token_threshold: int = 0,
+        propose: Callable[[Sequence, int], list[int]] | None = None,
     ) -> None:
         self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs
@@ -555,6 +571,9 @@ class Scheduler:
         self.waiting: list[Sequence] = []  # these hold no blocks
         self.running: list[Sequence] = []  # these hold one at least
         self.num_preemptions = 0
+        self.propose = propose
+        # Drafts by their place in a guess, from 0: those computed, and those that were drawn too.
+        self.num_drafted, self.num_accepted = Counter[int](), Counter[int]()
         self.failed: dict[int, int] = {}  # seq_id -> number of tokens, of those in the last step that failed
 
     def check_fits(self, num_prompt_tokens: int) -> None:
@@ -624,7 +643,9 @@ class Scheduler:
             chunk = self._schedule_chunk(seq, budget)
             chunks.append(chunk)
             budget -= chunk.end - chunk.start
-        sampled_seqs = [seq for seq, _, _, is_last in chunks if is_last]
+        if self.propose is not None:
+            chunks, budget = self._add_drafts(chunks, budget)
+        sampled_seqs = [seq for seq, _, _, is_last, _ in chunks if is_last]
         return ScheduledBatch(chunks, sampled_seqs, self.max_num_batched_tokens - budget)
 
     def _make_room(self, seq: Sequence) -> bool:
@@ -657,6 +678,23 @@ class Scheduler:
             self.block_manager.register_full_blocks(seq, num_known_tokens)
         return Chunk(seq, start, end, end == num_tokens)
 
+    def _add_drafts(self, chunks: list[Chunk], budget: int) -> tuple[list[Chunk], int]:
+        """The chunks, those of drafts behind each decode, and what is left of the budget."""
+        assert self.propose is not None
+        with_drafts: list[Chunk] = []
+        for chunk in chunks:
+            with_drafts.append(chunk)
+            seq, start, end, is_last, drafts = chunk
+            limit = min(budget, seq.max_num_tokens - 1 - end)  # a token is drawn behind the last one
+            if is_last and end - start == 1 and limit > 0:
+                drafts = tuple(self.propose(seq, limit)[:limit])
+            while drafts and not self.block_manager.may_append(seq, end + len(drafts)):
+                drafts = drafts[:-1]
+            for i in range(len(drafts)):
+                with_drafts.append(Chunk(seq, end + i, end + i + 1, True, drafts[: i + 1]))
+            budget -= len(drafts)
+        return with_drafts, budget
+
     # -- after it
 
     def update(self, batch: ScheduledBatch, token_ids: list[int | None]) -> list[Sequence]:
@@ -666,7 +704,8 @@ class Scheduler:
         the step was in flight take nothing from it; all others are returned.
         """
         took = []
-        for seq, token_id in zip(batch.sampled_seqs, token_ids, strict=True):
+        draws = zip(batch.sampled_seqs, token_ids, strict=True)
+        for seq, token_id in draws if self.propose is None else self._accepted(batch, token_ids):
             if seq.finish_reason is not None:
                 continue
             took.append(seq)
@@ -688,7 +727,27 @@ class Scheduler:
                 self.finish(seq, "stop", token_id if token_id in (seq.params.stop_token_ids or ()) else None)
             elif len(seq.token_ids) >= seq.max_num_tokens:
                 self.finish(seq, "length")
-        return took
+        return took if self.propose is None else list(dict.fromkeys(took))
+
+    def _accepted(
+        self, batch: ScheduledBatch, token_ids: list[int | None]
+    ) -> Iterator[tuple[Sequence, int | None]]:
+        """The draws that count: those behind a draft only if the tokens before came out as guessed.
+
+        One at a time, since that is told by what the sequence has taken of those before. From here on, not
+        before, an accepted draft counts as computed; the slots of others are written again.
+        """
+        sampled = (chunk for chunk in batch.chunks if chunk.is_last)
+        for (seq, _, end, _, drafts), token_id in zip(sampled, token_ids, strict=True):
+            if drafts:
+                self.num_drafted[len(drafts) - 1] += 1
+                if seq.is_finished or len(seq.token_ids) != end or seq.token_ids[-1] != drafts[-1]:
+                    continue
+                self.num_accepted[len(drafts) - 1] += 1
+                seq.num_computed_tokens = end
+                if end // self.block_manager.block_size > seq.num_registered_blocks:
+                    self.block_manager.register_full_blocks(seq, end)
+            yield seq, token_id
 
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         """End a sequence that waits or runs, and free its blocks."""
@@ -764,13 +823,13 @@ def build_inputs(
     token_ids: list[int] = []
     pending_rows: list[int] = []
     pending_seqs: list[Sequence] = []
-    for seq, start, end, _ in batch.chunks:
-        token_ids += seq.token_ids[start:end]
-        if end > len(seq.token_ids):  # the chunk's last token is pending: a 0 holds its place
+    for seq, start, end, _, drafts in batch.chunks:
+        token_ids += seq.token_ids[start:end] or drafts[-1:]
+        if end > len(seq.token_ids) and not drafts:  # its last token is pending: a 0 holds its place
             pending_rows.append(len(token_ids))
             pending_seqs.append(seq)
             token_ids.append(0)
-    columns = [(start, end, seq.num_hit_tokens) for seq, start, end, _ in batch.chunks]
+    columns = [(start, end, seq.num_hit_tokens) for seq, start, end, _, _ in batch.chunks]
     starts, ends, num_hit_tokens = np.array(columns, dtype=np.int64).T
     query_lens = ends - starts
     cu_seqlens_q = np.concatenate(([0], query_lens.cumsum()))
@@ -828,7 +887,7 @@ class Sampled(NamedTuple):
     """What a step drew."""
 
     token_ids: list[int | None]  # one per `batch.sampled_seqs`; None: it could not be drawn
-    logprobs: dict[int, dict[int, Logprob]]  # seq_id -> the entry of its token, where asked for
+    logprobs: dict[int, list[dict[int, Logprob]]]  # seq_id -> the entry of each draw, where asked for
     # seq_id -> a prompt position and the entries of the tokens from there on, where asked for
     prompt_logprobs: dict[int, tuple[int, list[dict[int, Logprob]]]]
 
@@ -843,6 +902,7 @@ class ModelRunner:
         self.max_num_seqs = config.max_num_seqs
         self.max_num_batched_tokens = config.max_num_batched_tokens or self.device.max_num_batched_tokens
         self.max_model_len = max_model_len
+        self.max_num_chunks = self.max_num_seqs * (1 + config.num_speculative_tokens)  # of a step
         self.stopwatch = Stopwatch()
 
         self.model: Decoder | HFModel | None = load_model(
@@ -863,7 +923,7 @@ class ModelRunner:
             )
         self.table_width = -(-max_model_len // self.block_size)  # blocks of the longest sequence
         self.device.reserve(
-            self.max_num_batched_tokens, self.max_num_seqs, len(self.kv_groups), self.table_width
+            self.max_num_batched_tokens, self.max_num_chunks, len(self.kv_groups), self.table_width
         )
         self.forward = Forward()  # for what the device may try out first
         with uninterrupted(), self.device.running():
@@ -899,11 +959,12 @@ class ModelRunner:
                 return Launch(batch, None, None, [], prompt_logprobs)
             logits = self.model.compute_logits(hidden[inputs.sample_rows])
             self.stopwatch.lap("forward")
-            rows = [
-                SamplingRow(s.params, s.seed, end, s.token_ids, s.num_prompt_tokens, s.stop_ids, s.bad_words)
-                for s, _, end, is_last in batch.chunks
-                if is_last
-            ]
+            rows = []
+            for s, _, end, is_last, drafts in batch.chunks:
+                if is_last:
+                    known = [*s.token_ids, *drafts] if drafts else s.token_ids
+                    length, stops, bans = s.num_prompt_tokens, s.stop_ids, s.bad_words
+                    rows.append(SamplingRow(s.params, s.seed, end, known, length, stops, bans))
             tokens, logprobs = sample_rows(logits, rows, self.scale_logits, self.device.download)
             download = self.device.download(tokens)
             self.stopwatch.lap("sample")
@@ -916,7 +977,9 @@ class ModelRunner:
             self.stopwatch.start()
             token_ids = [] if launch.download is None else read_tokens(launch.download.read())
             seqs, entries = launch.batch.sampled_seqs, read_reports(launch.logprobs, token_ids)
-            logprobs = {seqs[row].seq_id: entry for row, entry in entries.items()}
+            logprobs: dict[int, list[dict[int, Logprob]]] = {}
+            for row, entry in entries.items():
+                logprobs.setdefault(seqs[row].seq_id, []).append(entry)
             prompt_logprobs = {
                 seq_id: (first, list(read_reports(tables, predicted).values()))
                 for seq_id, (first, predicted, tables) in launch.prompt_logprobs.items()
@@ -953,7 +1016,7 @@ class ModelRunner:
         """Queue what the chunks' prompt tokens predict of the prompt tokens after them, where asked for."""
         assert self.model is not None
         results, row = {}, 0
-        for seq, start, end, _ in batch.chunks:
+        for seq, start, end, _, _ in batch.chunks:
             last = min(end, seq.num_prompt_tokens - 1)  # the last prompt token predicts the output
             if seq.prompt_logprobs is not None and start < last:
                 rows, predicted = hidden[row : row + last - start], seq.token_ids[start + 1 : last + 1]
@@ -972,8 +1035,9 @@ class ModelRunner:
         length = min(self.max_model_len - 1, budget)  # an output token has to fit too
         prompts = ([length] * (budget // length) + [budget % length])[: self.max_num_seqs]
         most_work = SamplingParams(top_p=0.5, min_p=0.1, repetition_penalty=1.1, logprobs=1)
+        decodes = [1] * min(self.max_num_chunks, budget)
         batches = []
-        for lengths, params in (prompts, SamplingParams()), ([1] * min(self.max_num_seqs, budget), most_work):
+        for lengths, params in (prompts, SamplingParams()), (decodes, most_work):
             seq = Sequence(0, [0] * length, params)  # all in the same blocks
             seq.block_tables = [[*range(1, -(-length // self.block_size) + 1)]] * len(self.kv_groups)
             chunks = [Chunk(seq, 0, num_tokens, True) for num_tokens in lengths if num_tokens]
@@ -1016,6 +1080,11 @@ class LLMEngine:
             trust_remote_code=config.trust_remote_code,
         )
         self.max_model_len = self.checkpoint.choose_length(config.max_model_len)
+        propose = None
+        if config.speculation is not None:
+            from nanoengine.addons.speculate import NgramProposer
+
+            propose = NgramProposer(config.speculation)
         self.runner = ModelRunner(config, self.checkpoint, self.max_model_len)
         self.scheduler = Scheduler(
             BlockManager(
@@ -1029,9 +1098,10 @@ class LLMEngine:
             max_num_batched_tokens=self.runner.max_num_batched_tokens,
             max_model_len=self.max_model_len,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
+            propose=propose,
         )
         self.checker = RequestChecker(self.checkpoint, config, self.scheduler.check_fits)
-        is_async = self.runner.device.async_scheduling
+        is_async = self.runner.device.async_scheduling and propose is None
         is_async = is_async if config.async_scheduling is None else config.async_scheduling
         self._max_in_flight = 1 if is_async else 0  # steps that may stay in flight while the host goes on
         self._in_flight: deque[Launch] = deque()  # launched, not collected
@@ -1175,7 +1245,7 @@ class LLMEngine:
 
     def get_metrics(self) -> list[Metric]:
         """The same, and histograms of the requests that ended, as vLLM's metrics reader gives them."""
-        return read_metrics(self.metrics(), self._stats, str(self.config.model))
+        return read_metrics(self, self._stats)
 
     def close(self) -> None:
         """Abort what runs and release the memory; the object is of no use afterwards."""
@@ -1224,8 +1294,7 @@ class LLMEngine:
         for seq in took:
             request = self._request_of[seq.seq_id]
             requests[request.request_id] = request
-            request.take_token(seq, sampled.logprobs.get(seq.seq_id), now)
-            self.num_generation_tokens += seq.finish_reason != "error"
+            self.num_generation_tokens += request.take_tokens(seq, sampled.logprobs.get(seq.seq_id, ()), now)
         self._hand_over(requests.values())
         stopwatch.lap("update")
 

@@ -20,11 +20,14 @@ def what_runs(engine: "LLMEngine") -> str:
     assert runner.model is not None
     notes = f" ({'; '.join(runner.attention.notes)})" if runner.attention.notes else ""
     part = " (its language model: images are left out)" if engine.checkpoint.is_part else ""
+    num_guesses = engine.config.num_speculative_tokens
+    ahead = f", up to {num_guesses} tokens guessed ahead (ngram), no async scheduling" if num_guesses else ""
+    windows = describe_windows(runner)
     return (
         f"nanoengine: {engine.checkpoint.architecture}{part} on {runner.model.code} code, "
         f"{runner.attention.backend.name} attention{notes}{runner.forward.describe()}, "
         f"{str(runner.dtype).removeprefix('torch.')} on {runner.device.device}, "
-        f"KV cache of {runner.num_blocks} blocks of {runner.block_size} tokens{describe_windows(runner)}"
+        f"KV cache of {runner.num_blocks} blocks of {runner.block_size} tokens{windows}{ahead}"
     )
 
 
@@ -41,6 +44,7 @@ def describe_windows(runner: "ModelRunner") -> str:
 def count(engine: "LLMEngine") -> dict[str, int | float]:
     """`LLMEngine.metrics`."""
     scheduler, blocks = engine.scheduler, engine.scheduler.block_manager
+    num_drafts, num_accepted = scheduler.num_drafted[0], scheduler.num_accepted.total()
     return {
         "num_running": len(scheduler.running),
         "num_waiting": len(scheduler.waiting),
@@ -53,6 +57,11 @@ def count(engine: "LLMEngine") -> dict[str, int | float]:
         "prompt_tokens": engine.num_prompt_tokens,
         "generation_tokens": engine.num_generation_tokens,
         "num_steps": engine.num_steps,
+        "spec_decode_num_drafts": num_drafts,
+        "spec_decode_num_draft_tokens": scheduler.num_drafted.total(),
+        "spec_decode_num_accepted_tokens": num_accepted,
+        # Tokens of a decode that had a draft, as vLLM counts them: those accepted, and the one drawn anyway.
+        "spec_decode_mean_acceptance_length": 1 + num_accepted / num_drafts if num_drafts else 0.0,
         **{f"seconds_{phase}": seconds for phase, seconds in engine.runner.stopwatch.seconds.items()},
     }
 
@@ -74,7 +83,7 @@ class Counter(Metric):
 
 @dataclass
 class Vector(Metric):
-    """Counters by position. vLLM has one, of speculative decoding; nanoengine has none to report."""
+    """Counters by position."""
 
     values: list[int]
 
@@ -172,24 +181,31 @@ class RequestStats:
         add["request_decode_time_seconds"](end - first)
 
 
-def read_metrics(now: dict[str, int | float], stats: RequestStats, model: str) -> list[Metric]:
-    """All metrics, from `LLMEngine.metrics` and the requests that ended."""
+def read_metrics(engine: "LLMEngine", stats: RequestStats) -> list[Metric]:
+    """All metrics: `LLMEngine.metrics`, the requests that ended, and with drafts what became of them."""
+    now, model, num_guesses = engine.metrics(), str(engine.config.model), engine.config.num_speculative_tokens
     labels = {"model_name": model, "engine": "0"}
     gauges = {
         "num_requests_running": "num_running",
         "num_requests_waiting": "num_waiting",
         "kv_cache_usage_perc": "kv_cache_usage",
     }
-    counters = (
+    counters = [
         "prefix_cache_queries",
         "prefix_cache_hits",
         "num_preemptions",
         "prompt_tokens",
         "generation_tokens",
-    )
+    ]
+    vectors: list[Metric] = []
+    if num_guesses:
+        counters += [f"spec_decode_num_{what}" for what in ("drafts", "draft_tokens", "accepted_tokens")]
+        accepted = [engine.scheduler.num_accepted[place] for place in range(num_guesses)]
+        vectors.append(Vector("vllm:spec_decode_num_accepted_tokens_per_pos", dict(labels), accepted))
     return [
         *(Gauge(f"vllm:{name}", dict(labels), float(now[ours])) for name, ours in gauges.items()),
         *(Counter(f"vllm:{name}", dict(labels), int(now[name])) for name in counters),
+        *vectors,
         *(
             Counter("vllm:request_success", labels | {"finished_reason": reason}, stats.reasons[reason])
             for reason in REASONS

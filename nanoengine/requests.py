@@ -365,13 +365,14 @@ class Detokenizer:
 class Sample:
     """One of a request's samples: a sequence of the engine, and what its user has seen of it."""
 
-    __slots__ = ("cumulative_logprob", "finish_shown", "index", "logprobs", "num_shown", "seq")
+    __slots__ = ("cumulative_logprob", "finish_shown", "index", "logprobs", "num_shown", "num_taken", "seq")
 
     def __init__(self, index: int, seq: Any) -> None:
         self.index = index
         self.seq = seq  # the engine's Sequence, only read here
         self.logprobs: list[dict[int, Logprob]] = []  # one entry per output token, where asked for
         self.cumulative_logprob = 0.0
+        self.num_taken = 0  # output tokens that `Request.take_tokens` has seen
         self.num_shown = 0  # output tokens handed over
         self.finish_shown = False
 
@@ -440,17 +441,30 @@ class Request:
         """Whether an output should be handed over after a step that brought a token or an end."""
         return self.source.params.output_kind is not RequestOutputKind.FINAL_ONLY or self.finished
 
-    def take_token(self, seq: Any, logprobs: dict[int, Logprob] | None, now: float) -> None:
-        """Note what a step brought to one of the request's sequences: a token, or the end by an error."""
+    def take_tokens(self, seq: Any, logprobs: Sequence[dict[int, Logprob]], now: float) -> int:
+        """Note what a step brought to one of the request's sequences: tokens, or the end by an error.
+
+        Args:
+            seq: the sequence, which has appended them.
+            logprobs: their entries, and maybe more that are of no use; empty where not asked for.
+            now: seconds of time.monotonic().
+
+        Returns:
+            How many tokens there were.
+        """
         if self.metrics.first_token_time is None:
             self.metrics.first_token_time = now
-        if logprobs is not None:
-            sample = self.samples[seq.seq_id]
-            self._name_tokens([logprobs])
-            sample.logprobs.append(logprobs)
-            sample.cumulative_logprob += logprobs[seq.token_ids[-1]].logprob
+        sample = self.samples[seq.seq_id]
+        first, sample.num_taken = sample.num_taken, seq.num_output_tokens
+        if logprobs:
+            new = seq.token_ids[seq.num_prompt_tokens + first :]
+            for token_id, entry in zip(new, logprobs, strict=False):
+                self._name_tokens([entry])
+                sample.logprobs.append(entry)
+                sample.cumulative_logprob += entry[token_id].logprob
         if seq.is_finished and self.finished:
             self.metrics.finished_time = now
+        return sample.num_taken - first
 
     def take_prompt_logprobs(self, first: int, entries: list[dict[int, Logprob]]) -> None:
         """Add the entries of prompt tokens [first, first + len(entries)).

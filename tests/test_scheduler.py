@@ -12,7 +12,7 @@ from tests.helpers import is_busy, make_scheduler, make_sequence, run_step
 
 
 def chunks_of(batch):
-    return [(seq.seq_id, start, end) for seq, start, end, _ in batch.chunks]
+    return [(seq.seq_id, start, end) for seq, start, end, _, _ in batch.chunks]
 
 
 def test_a_prompt_is_computed_at_once_then_one_token_a_step():
@@ -68,7 +68,7 @@ def test_never_more_than_max_num_seqs_hold_blocks():
         batch = run_step(scheduler)
         holders = [seq for seq in scheduler.running + scheduler.waiting if seq.block_table]
         assert len(holders) <= 2
-        order += [seq.seq_id for seq, start, _, _ in batch.chunks if start == 0]
+        order += [seq.seq_id for seq, start, _, _, _ in batch.chunks if start == 0]
     assert order == [0, 1, 2, 3, 4, 5]
     assert scheduler.block_manager.num_free_blocks == 50
 
@@ -89,7 +89,7 @@ def test_a_prompt_is_admitted_only_when_all_of_it_fits():
     scheduler.add(make_sequence(1, list(range(50, 62)), max_tokens=1))
     assert chunks_of(run_step(scheduler)) == [(0, 0, 4)]
     for _ in range(4):
-        assert all(seq.seq_id == 0 for seq, _, _, _ in run_step(scheduler).chunks)
+        assert all(seq.seq_id == 0 for seq, _, _, _, _ in run_step(scheduler).chunks)
     assert not scheduler.running
     assert chunks_of(run_step(scheduler)) == [(1, 0, 4)]
 
@@ -155,7 +155,7 @@ def test_the_waiting_queue_keeps_its_order_when_requests_leave_its_middle():
         scheduler.finish(seqs[i], "abort")
     order = []
     while is_busy(scheduler):
-        order += [seq.priority for seq, _, _, _ in run_step(scheduler).chunks]
+        order += [seq.priority for seq, _, _, _, _ in run_step(scheduler).chunks]
     assert order == [3, 4, 5, 6, 7, 8, 9]
 
 
@@ -167,7 +167,7 @@ def test_recover_keeps_priorities():
     scheduler.recover()
     order = []
     while is_busy(scheduler):
-        order += [seq.priority for seq, _, _, _ in run_step(scheduler).chunks]
+        order += [seq.priority for seq, _, _, _, _ in run_step(scheduler).chunks]
     assert order == [-9, -8, -7, -6, -5, -4, -3, -2, -1, 0]
 
 
@@ -280,7 +280,7 @@ def test_priority_admits_the_lowest_number_first_and_preempts_the_highest():
     for seq_id, priority in enumerate([5, 1, 3]):
         seq = make_sequence(seq_id, [seq_id * 10 + j for j in range(7)], priority=priority, max_tokens=4)
         scheduler.add(seq)
-    assert [seq.seq_id for seq, _, _, _ in run_step(scheduler).chunks] == [1, 2]
+    assert [seq.seq_id for seq, _, _, _, _ in run_step(scheduler).chunks] == [1, 2]
     run_step(scheduler)
     assert chunks_of(run_step(scheduler)) == [(1, 8, 9)]  # 2 was preempted, not 1
     finished = []
@@ -297,7 +297,7 @@ def test_equal_priorities_go_by_arrival():
         scheduler.add(make_sequence(seq_id, [1], priority=7, max_tokens=1))
     order = []
     while is_busy(scheduler):
-        order += [seq.seq_id for seq, _, _, _ in run_step(scheduler).chunks]
+        order += [seq.seq_id for seq, _, _, _, _ in run_step(scheduler).chunks]
     assert order == [1, 2, 3]
 
 

@@ -212,7 +212,7 @@ class Step(NamedTuple):
 
 def context_of(batch: ScheduledBatch) -> int:
     """How many tokens' K and V a step reads, counted once for each of its sequences."""
-    return sum([end for _, _, end, _ in batch.chunks])
+    return sum([end for _, _, end, _, _ in batch.chunks])
 
 
 class CostModel(NamedTuple):

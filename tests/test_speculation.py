@@ -1,0 +1,544 @@
+"""Tokens guessed ahead: whatever is guessed, users see what they see without."""
+
+import itertools
+import json
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from benchmarks.speculate import ask_for_code, compare
+from nanoengine import LLM, EngineConfig, SamplingParams
+from nanoengine.addons.speculate import MAX_PAUSE, Lookup, NgramProposer
+from nanoengine.config import SpeculativeConfig
+from nanoengine.metrics import Counter as MetricCounter
+from nanoengine.metrics import Vector
+from tests.helpers import (
+    DEMO,
+    VOCAB,
+    chain_checkpoint,
+    checkpoint,
+    greedy,
+    make_scheduler,
+    make_sequence,
+    random_params,
+    random_prompts,
+    run_step,
+)
+from tests.test_async_scheduling import seen
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+
+
+class Oracle:
+    """Knows what each sequence will say, by its seq_id, and tells some of it, with mistakes."""
+
+    def __init__(self, answers: dict[int, list[int]], vocab_size: int, error_rate: float) -> None:
+        self.answers, self.vocab_size, self.error_rate = answers, vocab_size, error_rate
+        self.rng = random.Random(0)
+
+    def __call__(self, seq, num_tokens):
+        said = self.answers[seq.seq_id][seq.num_output_tokens :]
+        said += [0] * 9  # it does not know where the end is
+        return [
+            self.rng.randrange(self.vocab_size) if self.rng.random() < self.error_rate else token
+            for token in said[: self.rng.randint(0, min(num_tokens, 6))]
+        ]
+
+
+def by_sequence(answers: list) -> dict[int, list[int]]:
+    """The token ids of each sample, by the seq_id it has in a new engine."""
+    return dict(enumerate(sample[1] for output in answers for sample in output))
+
+
+def without_rounding(answers: list) -> list:
+    """Log-probabilities to where the number of rows in a matrix product cannot show."""
+    return [
+        [
+            (
+                *sample[:4],
+                None if sample[4] is None else pytest.approx(sample[4], abs=1e-3),
+                sample[5]
+                and [
+                    {i: pytest.approx(entry.logprob, abs=1e-4) for i, entry in entries.items()}
+                    for entries in sample[5]
+                ],
+            )
+            for sample in output
+        ]
+        for output in answers
+    ]
+
+
+def plain(answers: list) -> list:
+    """The same with numbers."""
+    return [
+        [
+            (*s[:5], s[5] and [{i: entry.logprob for i, entry in entries.items()} for entries in s[5]])
+            for s in output
+        ]
+        for output in answers
+    ]
+
+
+def mixed_requests() -> tuple[list[list[int]], list[SamplingParams]]:
+    """Sampled and greedy, with stops, samples and log-probabilities; every third depends on its own past."""
+    rng = random.Random(2)
+    prompts = [[rng.randrange(256) for _ in range(rng.randint(1, 30))] for _ in range(30)]
+    params = [random_params(rng) for _ in prompts]
+    pasts: list[dict[str, Any]] = [
+        {"repetition_penalty": 1.3, "min_tokens": 4, "max_tokens": 12},
+        {"frequency_penalty": 0.5, "presence_penalty": 0.5, "logprobs": 1, "max_tokens": 20},
+        {"bad_words": ["é", "a", "e"], "min_tokens": 20, "max_tokens": 30, "stop_token_ids": [*range(60)]},
+        {"allowed_token_ids": [65, 66, 67], "logit_bias": {65: 1.0}, "top_k": 2, "max_tokens": 20},
+    ]
+    for i in range(0, 30, 3):
+        params[i] = SamplingParams(temperature=0.8, seed=i, **pasts[i // 3 % 4])
+    return prompts, params
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_kv_blocks": 200, "block_size": 8},
+        {"num_kv_blocks": 24, "block_size": 4, "max_num_seqs": 9},
+        {"num_kv_blocks": 90, "block_size": 1, "max_num_batched_tokens": 7},
+        {"num_kv_blocks": 60, "block_size": 3, "enable_prefix_caching": False, "max_num_seqs": 3},
+        {"num_kv_blocks": 30, "block_size": 4, "scheduling_policy": "priority", "max_model_len": 50},
+    ],
+    ids=["roomy", "with preemption", "in chunks", "without cache", "by priority"],
+)
+def test_answers_are_the_same_as_without_guesses(settings, babbler):
+    prompts, params = mixed_requests()
+    more = {"priority": [i % 3 for i in range(30)]} if "scheduling_policy" in settings else {}
+    with LLM(babbler, **settings) as llm:
+        expected = [seen(llm, prompts, params, **more) for _ in range(2)]
+        num_steps, num_tokens = llm.metrics()["num_steps"], llm.metrics()["generation_tokens"]
+    answers_of = by_sequence(expected[0] + expected[1])
+    for error_rate in (0.0, 0.3) if settings["num_kv_blocks"] == 200 else (0.1,):
+        with LLM(babbler, **settings) as llm:
+            llm.scheduler.propose = Oracle(answers_of, 260, error_rate)
+            answers = [seen(llm, prompts, params, **more) for _ in range(2)]
+            assert [plain(a) for a in answers] == [without_rounding(e) for e in expected]
+            metrics = llm.metrics()
+            assert metrics["num_free_blocks"] == settings["num_kv_blocks"]
+            assert metrics["generation_tokens"] == num_tokens
+            assert 0 < metrics["spec_decode_num_accepted_tokens"] <= metrics["spec_decode_num_draft_tokens"]
+            if settings["num_kv_blocks"] == 200:
+                assert metrics["num_steps"] < num_steps * (0.5 if error_rate == 0 else 0.9)
+            elif settings["num_kv_blocks"] != 60:
+                assert metrics["num_preemptions"] > 0
+            llm.scheduler.check_invariants()
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral sliding", "gemma3"])
+@pytest.mark.parametrize(
+    "settings",
+    [{"enforce_eager": False}, {"enforce_eager": True, "block_size": 4, "max_num_batched_tokens": 9}],
+    ids=["compiled", "torch"],
+)
+def test_with_guesses_right_and_wrong_it_says_what_transformers_says(name, settings, tmp_path_factory):
+    path, reference = checkpoint(name, tmp_path_factory)
+    prompts = random_prompts([3, 20, 33])
+    expected = [greedy(reference, prompt, 60) for prompt in prompts]
+    with LLM(path, num_kv_blocks=80, **settings) as llm:
+        llm.scheduler.propose = Oracle(dict(enumerate(expected)), VOCAB, 0.2)
+        params = SamplingParams(temperature=0, max_tokens=60)
+        answers = [out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)]
+        assert llm.metrics()["spec_decode_num_accepted_tokens"] > 60
+    assert answers == expected
+
+
+def test_guesses_run_through_the_graphs_of_decodes(in_float32, tmp_path_factory):
+    path, reference = checkpoint("qwen3", tmp_path_factory)
+    prompts = [*random_prompts([3, 255, 30]), [5, 6, 7, 8] * 6]
+    settings = {"num_kv_blocks": 8, "block_size": 256, "max_num_seqs": 4, "max_num_batched_tokens": 100}
+    with LLM(path, attn_backend="flash", speculative_config=NGRAM, **settings) as llm:
+        params = SamplingParams(temperature=0, max_tokens=40)
+        replays = in_float32["replay"]
+        answers = [out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)]
+        metrics = llm.metrics()
+        assert llm.llm_engine.runner.forward.sizes[-1] == 4 * 5  # each sequence's token and its guesses
+    assert answers == [greedy(reference, prompt, 40) for prompt in prompts]
+    assert metrics["spec_decode_num_accepted_tokens"] > 20
+    assert in_float32["replay"] - replays > metrics["num_steps"] / 2
+
+
+def test_the_bundled_model_says_the_same_in_bfloat16():
+    """Its attention and products do not depend on how many rows a step has."""
+    passage = "The brave sailor found the golden lantern near a castle. The hungry fox stole the red apple."
+    question = (
+        f"Remember this passage: {passage} Here is some noise: The old king lost a map. Repeat the passage."
+    )
+    messages = [[{"role": "user", "content": text}] for text in (question, "Count from 3 to 9.")]
+    params = [SamplingParams(temperature=t, seed=1, max_tokens=60) for t in (0, 0.9)]
+    answers, steps = [], []
+    for config in (None, NGRAM):
+        with LLM(DEMO, dtype="bfloat16", num_kv_blocks=60, speculative_config=config) as llm:
+            outputs = [llm.chat(messages, one, use_tqdm=False) for one in params]
+            answers.append([out.outputs[0].token_ids for outs in outputs for out in outs])
+            steps.append(llm.metrics()["num_steps"])
+    assert answers[0] == answers[1]
+    assert steps[1] < 0.8 * steps[0], steps
+
+
+# ---- Bursts: several tokens in a step ------------------------------------------------------------
+
+
+def test_a_burst_is_cut_at_the_token_that_ends_it(tmp_path):
+    path = chain_checkpoint(tmp_path, "abcdefgh")
+    ends = [
+        ({"stop": "de"}, "bc", "stop", "de"),
+        ({"stop": "de", "include_stop_str_in_output": True}, "bcde", "stop", "de"),
+        ({"stop_token_ids": [ord("f")]}, "bcde", "stop", ord("f")),
+        ({"max_tokens": 5}, "bcdef", "length", None),
+        ({"max_tokens": 1}, "b", "length", None),
+        ({"stop": "de", "min_tokens": 6}, "bcdefghabcd"[:10], "stop", "de"),
+    ]
+    knowing = Oracle({seq_id: [*map(ord, "bcdefgha" * 3)] for seq_id in range(9)}, 257, 0.0)
+    with LLM(path, num_kv_blocks=50) as llm:
+        knowing.rng.randint = lambda low, high: high  # as many as there may be
+        llm.scheduler.propose = knowing
+        params = [SamplingParams(temperature=0, **{"max_tokens": 40, **more}) for more, *_ in ends]
+        outputs = llm.generate(["a"] * len(ends), params, use_tqdm=False)
+        found = [(o.outputs[0].text, o.outputs[0].finish_reason, o.outputs[0].stop_reason) for o in outputs]
+        assert found == [tuple(end[1:]) for end in ends]
+        metrics = llm.metrics()
+        assert metrics["generation_tokens"] == sum(len(out.outputs[0].token_ids) for out in outputs)
+        assert metrics["num_steps"] == 2  # in bursts of 7
+        for output in outputs:
+            assert output.metrics.first_token_time <= output.metrics.finished_time
+
+
+def test_a_stream_shows_every_token_of_a_burst_once(tmp_path):
+    path = chain_checkpoint(tmp_path, "abcdefgh")
+    with LLM(path, num_kv_blocks=50, speculative_config=NGRAM) as llm:
+        params = SamplingParams(temperature=0, max_tokens=30, logprobs=0)
+        parts = [out.outputs[0] for out in llm.stream("abcdefghab", params)]
+    assert "".join(part.text for part in parts) == ("cdefghab" * 4)[:30]
+    tokens = [token for part in parts for token in part.token_ids]
+    assert tokens == [*map(ord, ("cdefghab" * 4)[:30])]
+    assert [list(entry) for part in parts for entry in part.logprobs] == [[token] for token in tokens]
+    assert max(len(part.token_ids) for part in parts) == 5
+
+
+def test_a_draw_that_fails_in_a_burst_ends_its_sequence_behind_the_tokens_before():
+    scheduler = make_scheduler(propose=lambda seq, num_tokens: [7, 8, 9][:num_tokens])
+    seq, other = make_sequence(0, [1, 2]), make_sequence(1, [3])
+    scheduler.add(seq)
+    scheduler.add(other)
+    batch = scheduler.schedule()
+    assert [chunk.drafts for chunk in batch.chunks] == [(), (), (7,), (7, 8), (7, 8, 9)]
+    assert scheduler.update(batch, [5, 7, 8, None, 6]) == [seq, other]
+    assert seq.token_ids == [1, 2, 5]
+    assert other.token_ids == [3, 7, 8]
+    assert other.finish_reason == "error"
+    scheduler.check_invariants()
+
+
+# ---- What guesses may take -----------------------------------------------------------------------
+
+
+def counts(batch) -> Counter:
+    """Chunks by sequence."""
+    return Counter(chunk.seq.seq_id for chunk in batch.chunks)
+
+
+def test_guesses_take_what_everybody_else_leaves_of_the_budget():
+    scheduler = make_scheduler(
+        num_blocks=50, max_num_batched_tokens=8, propose=lambda seq, num_tokens: [9] * num_tokens
+    )
+    for i in range(3):
+        scheduler.add(make_sequence(i, [i], ignore_eos=True))
+    assert counts(run_step(scheduler)) == {0: 6, 1: 1, 2: 1}
+    scheduler.add(make_sequence(3, [3] * 4))
+    batch = run_step(scheduler)
+    assert [(c.seq.seq_id, c.start, c.end) for c in batch.chunks if not c.drafts][-1] == (3, 0, 4)
+    assert counts(batch) == {0: 2, 1: 1, 2: 1, 3: 1}
+    assert batch.num_tokens == 8
+
+
+def test_only_what_ends_a_sequence_is_followed_by_guesses():
+    propose = Oracle({0: [9] * 9}, 10, 0.0)
+    propose.rng.randint = lambda low, high: 2
+    scheduler = make_scheduler(long_prefill_token_threshold=1, propose=propose)
+    scheduler.add(make_sequence(0, [1, 2, 3]))
+    assert [counts(run_step(scheduler, token=9))[0] for _ in range(4)] == [1, 1, 3, 3]
+
+
+def test_nobody_is_preempted_for_a_guess():
+    scheduler = make_scheduler(num_blocks=4, block_size=4, propose=lambda seq, num_tokens: [9] * num_tokens)
+    scheduler.add(make_sequence(0, [1] * 3, max_tokens=8))
+    scheduler.add(make_sequence(1, [2] * 8, max_tokens=8))
+    run_step(scheduler)  # the prompts: one block and two, so one is free
+    batch = run_step(scheduler)
+    assert counts(batch) == {0: 1, 1: 4}  # the second's token takes the last block, which has room for three
+    assert scheduler.num_preemptions == 0
+    assert [len(seq.block_table) for seq in scheduler.running] == [1, 3]
+
+
+def test_no_guess_goes_beyond_what_a_sequence_may_say():
+    scheduler = make_scheduler(num_blocks=50, propose=lambda seq, num_tokens: [9] * 20, max_model_len=9)
+    short, long = make_sequence(0, [1], max_tokens=3), make_sequence(1, [1, 2])
+    scheduler.add(short)
+    scheduler.add(long)
+    assert counts(run_step(scheduler)) == {0: 3, 1: 1}
+    batch = run_step(scheduler, token=9)
+    assert counts(batch) == {0: 2, 1: 6}
+    assert (short.token_ids, short.finish_reason) == ([1, 1, 9, 9], "length")
+    assert (long.token_ids, long.finish_reason) == ([1, 2, 1, *[9] * 6], "length")
+
+
+def test_what_was_said_in_bursts_is_found_by_the_prefix_cache(tmp_path):
+    path = chain_checkpoint(tmp_path, "abcdefgh")
+    hits = []
+    for config in (None, NGRAM):
+        with LLM(path, num_kv_blocks=50, block_size=4, speculative_config=config) as llm:
+            cached = []
+            for length in range(17, 25):
+                llm.reset_prefix_cache()
+                params = SamplingParams(temperature=0, max_tokens=length)
+                (output,) = llm.generate("abcdefghab", params, use_tqdm=False)
+                again = [*output.prompt_token_ids, *output.outputs[0].token_ids, 1]
+                (output,) = llm.generate([again], params, use_tqdm=False)
+                cached.append(output.num_cached_tokens)
+            hits.append(cached)
+    assert hits[0] == hits[1] == [24, 24, 28, 28, 28, 28, 32, 32]
+
+
+# ---- What may go wrong ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["launch", "collect", "propose"])
+def test_a_step_that_fails_between_guesses_loses_nothing(where, tmp_path_factory):
+    path, reference = checkpoint("qwen3", tmp_path_factory)
+    prompts = random_prompts([3, 20])
+    expected = [greedy(reference, prompt, 50) for prompt in prompts]
+    with LLM(path, num_kv_blocks=60, block_size=4, speculative_config=NGRAM) as llm:
+        engine = llm.llm_engine
+        engine.scheduler.propose = Oracle(dict(enumerate(expected)), VOCAB, 0.2)
+        owner = engine.scheduler if where == "propose" else engine.runner
+        inner, calls = getattr(owner, where), []
+
+        def failing(*arguments):
+            calls.append(1)
+            result = inner(*arguments)
+            if len(calls) % 7 == 0:
+                raise RuntimeError("planted")
+            return result
+
+        setattr(owner, where, failing)
+        for i, prompt in enumerate(prompts):
+            engine.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=50))
+        answers, failures = {}, 0
+        while engine.has_unfinished_requests():
+            try:
+                outputs = engine.step()
+            except RuntimeError:
+                failures += 1
+                engine.scheduler.check_invariants()
+                continue
+            answers |= {int(out.request_id): out.outputs[0].token_ids for out in outputs}
+        assert failures >= 2
+        assert engine.metrics()["num_free_blocks"] == 60
+        assert engine.metrics()["spec_decode_num_accepted_tokens"] > 0
+    assert answers == dict(enumerate(expected))
+
+
+def test_requests_are_aborted_between_bursts(tmp_path):
+    with LLM(chain_checkpoint(tmp_path, "abcdef"), num_kv_blocks=30, speculative_config=NGRAM) as llm:
+        engine = llm.llm_engine
+        for i in "xy":
+            engine.add_request(i, "abcdefab", SamplingParams(temperature=0, max_tokens=40))
+        for _ in range(4):
+            engine.step()
+        (aborted,) = engine.abort_request("x")
+        assert aborted.outputs[0].text == ("cdefab" * 9)[: len(aborted.outputs[0].token_ids)]
+        assert len(aborted.outputs[0].token_ids) > 8
+        while engine.has_unfinished_requests():
+            outputs = engine.step()
+        assert outputs[0].outputs[0].text == ("cdefab" * 9)[:40]
+        assert engine.metrics()["num_free_blocks"] == 30
+
+
+# ---- Settings and metrics ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"num_speculative_tokens": 4}, "method"),
+        ({"method": "ngram"}, "num_speculative_tokens"),
+        ({"method": "eagle", "num_speculative_tokens": 4}, "must be \"ngram\", got 'eagle'"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens"),
+        ({"method": "ngram", "num_speculative_tokens": 2.5}, "num_speculative_tokens"),
+        ({**NGRAM, "prompt_lookup_min": 0}, "prompt_lookup_min"),
+        ({**NGRAM, "prompt_lookup_min": 4}, "at most prompt_lookup_max, got 4 and 3"),
+        ({**NGRAM, "prompt_lookup": 4}, "did you mean 'prompt_lookup_"),
+        (4, "speculative_config must be a dict"),
+    ],
+)
+def test_a_speculative_config_is_refused_by_field(config, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        EngineConfig(model="x", speculative_config=config)
+
+
+def test_the_lengths_looked_up_are_vllm_s_defaults():
+    lengths = [
+        SpeculativeConfig(method="ngram", num_speculative_tokens=1, **given).lookup_lengths
+        for given in ({}, {"prompt_lookup_min": 2}, {"prompt_lookup_max": 3})
+    ]
+    assert lengths == [(5, 5), (2, 2), (3, 3)]
+
+
+def test_async_scheduling_is_off_with_guesses_and_refused_beside_them(
+    flash_doubles, tmp_path_factory, capsys
+):
+    path, _ = checkpoint("qwen3", tmp_path_factory)
+    with pytest.raises(ValueError, match="async_scheduling=True does not go with speculative_config"):
+        LLM(path, async_scheduling=True, speculative_config=NGRAM)
+    settings = {"num_kv_blocks": 8, "attn_backend": "flash", "dtype": "bfloat16", "max_num_seqs": 1}
+    for config, num_in_flight in ((None, 1), (NGRAM, 0)):
+        with LLM(path, speculative_config=config, **settings) as llm:
+            assert llm.llm_engine._max_in_flight == num_in_flight
+        told = "up to 4 tokens guessed ahead (ngram), no async scheduling" in capsys.readouterr().err
+        assert told == (config is not None)
+
+
+def test_metrics_count_guesses_under_vllm_s_names(tmp_path):
+    path = chain_checkpoint(tmp_path, "abcd")
+    config = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 2}
+    with LLM(path, num_kv_blocks=9, speculative_config=json.loads(json.dumps(config))) as llm:
+        # After the prompt a guess, then three, then the one that max_tokens leaves room for; all are right.
+        llm.generate("abcdab", SamplingParams(temperature=0, max_tokens=9), use_tqdm=False)
+        metrics, all_metrics = llm.metrics(), llm.get_metrics()
+    found = {name: metrics[name] for name in metrics if name.startswith("spec_decode")}
+    assert found == {
+        "spec_decode_num_drafts": 3,
+        "spec_decode_num_draft_tokens": 5,
+        "spec_decode_num_accepted_tokens": 5,
+        "spec_decode_mean_acceptance_length": 1 + 5 / 3,
+    }
+    assert metrics["num_steps"] == 4
+    named = {metric.name: metric for metric in all_metrics}
+    for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
+        metric = named[f"vllm:spec_decode_{name}"]
+        assert isinstance(metric, MetricCounter)
+        assert metric.value == found[f"spec_decode_{name}"]
+    per_place = named["vllm:spec_decode_num_accepted_tokens_per_pos"]
+    assert isinstance(per_place, Vector)
+    assert per_place.values == [3, 1, 1, 0]
+    with LLM(path, num_kv_blocks=9) as llm:
+        assert not any("spec_decode" in metric.name for metric in llm.get_metrics())
+
+
+# ---- Prompt lookup -------------------------------------------------------------------------------
+
+
+def guess(text: str, shortest: int = 2, longest: int = 3, num_tokens: int = 3) -> str:
+    lookup = Lookup(shortest, longest, 9)
+    lookup.size = 9
+    return "".join(map(chr, lookup.guess([*map(ord, text)], num_tokens)))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("xabcdefab", "cde"),
+        ("ab1 ab2 ab3 ab", "3 a"),  # what came last
+        ("1ab2 3ab4 1ab", "2 3"),  # the longest run, though it was earlier
+        ("abab", "aba"),  # on and on
+        ("aaa", "aaa"),
+        ("abcdef", ""),
+        ("abcda", ""),  # one token is too few
+        ("a", ""),
+        ("", ""),
+    ],
+)
+def test_a_guess_is_what_followed_the_longest_run_where_it_was_seen_last(text, expected):
+    assert guess(text) == expected
+
+
+class Watched(list):
+    """Counts the tokens that are read."""
+
+    num_read = 0
+
+    def __getitem__(self, at):
+        found = super().__getitem__(at)
+        self.num_read += len(found) if isinstance(at, slice) else 1
+        return found
+
+
+def test_a_guess_costs_the_same_however_long_the_text_is():
+    rng = random.Random(0)
+    lookup, reads = Lookup(2, 4, 4), []
+    text = Watched(rng.randrange(3) for _ in range(20))
+    for _ in range(3000):
+        before = text.num_read
+        lookup.guess(text, 4)
+        lookup.resume_at = 0  # no pause, during which others would wait
+        reads.append(text.num_read - before)
+        text.append(rng.randrange(3))
+    assert max(reads[1:]) <= 30
+    assert sum(reads[-1000:]) <= 1.1 * sum(reads[1000:2000])
+
+
+def made(lookup: Lookup, text: list[int]) -> int:
+    return len(lookup.guess(text, 100))
+
+
+def test_guesses_grow_while_they_come_true_and_pause_while_they_fail():
+    lookup, text = Lookup(1, 1, 8), [1, 2, 1]
+    sizes = []
+    for _ in range(4):
+        sizes.append(made(lookup, text))
+        text += [2, 1] * (sizes[-1] // 2 + 1)  # all right, and more
+    assert sizes == [1, 3, 7, 8]
+    assert made(lookup, text) == 8
+    text += [2, 3, 1]  # one is right
+    assert made(lookup, text) == 3
+    text += [4, 1]  # none is
+    assert made(lookup, text) == 1
+    guessed_at = []
+    for other in range(5, 1000):  # something else follows each time
+        text += [other, 1]
+        guessed_at += [other] if made(lookup, text) else []
+    gaps = [after - before for before, after in itertools.pairwise(guessed_at)]
+    assert gaps[:5] == [3, 5, 9, 17, 33]  # of two tokens each: that of the guess, and the pause
+    assert set(gaps[5:]) == {1 + MAX_PAUSE // 2}
+    text += [text[-2], 1]
+    lookup.resume_at = 0
+    assert made(lookup, text) == 1
+    text += [text[-2], 1]  # right again
+    assert (made(lookup, text), lookup.pause) == (3, 1)
+
+
+def test_a_failed_step_says_nothing_about_a_guess():
+    lookup, text = Lookup(1, 1, 8), [1, 2, 1]
+    assert [made(lookup, text) for _ in range(3)] == [1, 1, 1]
+    assert (lookup.pause, lookup.size) == (1, 1)
+
+
+def test_each_sequence_has_a_memory_of_its_own():
+    config = SpeculativeConfig(**NGRAM)
+    propose = NgramProposer(config)
+    one, two = make_sequence(0, [1, 2, 1]), make_sequence(1, [1, 3, 1])
+    assert [propose(one, 4), propose(two, 4), propose(one, 4)] == [[2], [3], [2]]
+    assert propose(make_sequence(2, [1, 3]), 4) == []
+
+
+# ---- The benchmark -------------------------------------------------------------------------------
+
+
+def test_the_benchmark_serves_the_same_requests_with_and_without_guesses(capsys):
+    settings = {"num_kv_blocks": 60, "enforce_eager": True}
+    with LLM(DEMO, **settings) as off, LLM(DEMO, speculative_config=NGRAM, **settings) as on:
+        result = compare({"off": off, "on": on}, "passages", 1, 2)
+        assert on.metrics()["num_steps"] < 0.8 * off.metrics()["num_steps"]
+    assert result["answers_that_differ"] == 0
+    assert result["drafted"] > result["accepted"] > 10
+    assert len(result["output_tokens_per_s"]["off"]) == len(result["output_tokens_per_s"]["on"]) == 2
+    assert f"{result['gain']:6.2f}x" in capsys.readouterr().out
+    assert "Rename" in ask_for_code(random.Random(0))
