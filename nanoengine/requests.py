@@ -362,13 +362,24 @@ class Detokenizer:
 class Sample:
     """One of a request's samples: a sequence of the engine, and what its user has seen of it."""
 
-    __slots__ = ("cumulative_logprob", "finish_shown", "index", "logprobs", "num_shown", "seq")
+    __slots__ = (
+        "cumulative_logprob",
+        "finish_shown",
+        "index",
+        "last_token_time",
+        "latencies",
+        "logprobs",
+        "num_shown",
+        "seq",
+    )
 
     def __init__(self, index: int, seq: Any) -> None:
         self.index = index
         self.seq = seq  # the engine's Sequence, only read here
         self.logprobs: list[dict[int, Logprob]] = []  # one entry per output token, where asked for
         self.cumulative_logprob = 0.0
+        self.last_token_time: float | None = None  # seconds of time.monotonic()
+        self.latencies: list[float] = []  # seconds between a token and the one before
         self.num_shown = 0  # output tokens handed over
         self.finish_shown = False
 
@@ -441,8 +452,11 @@ class Request:
         """Note what a step brought to one of the request's sequences: a token, or the end by an error."""
         if self.metrics.first_token_time is None:
             self.metrics.first_token_time = now
+        sample = self.samples[seq.seq_id]
+        if sample.last_token_time is not None:
+            sample.latencies.append(now - sample.last_token_time)
+        sample.last_token_time = now
         if logprobs is not None:
-            sample = self.samples[seq.seq_id]
             self._name_tokens([logprobs])
             sample.logprobs.append(logprobs)
             sample.cumulative_logprob += logprobs[seq.token_ids[-1]].logprob
