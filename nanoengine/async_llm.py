@@ -6,7 +6,7 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from nanoengine.config import EngineConfig
 from nanoengine.engine import LLMEngine
+from nanoengine.metrics import Metric
 from nanoengine.outputs import RequestOutput
 from nanoengine.requests import Prompt
 from nanoengine.sampling_params import SamplingParams, check_integer
@@ -89,7 +90,7 @@ class AsyncLLM:
         *,
         priority: int = 0,
         **unserved: Any,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput]:
         """Yield the request's outputs, of the kind `sampling_params.output_kind` asks for.
 
         Leaving the loop, or cancelling the task, aborts the request and frees its blocks. A step that fails
@@ -121,6 +122,17 @@ class AsyncLLM:
     async def abort(self, request_id: str) -> None:
         """End a request; its consumer gets a last output with finish_reason "abort"."""
         await self._call(lambda: self._abort(request_id, self._mailboxes.get(request_id)))
+
+    async def get_metrics(self) -> list[Metric]:
+        """As `LLMEngine.get_metrics`, between two steps."""
+        metrics: list[Metric] = []
+        await self._call(lambda: metrics.extend(self.llm_engine.get_metrics()))
+        return metrics
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests are served: not closed, and its thread alive."""
+        return not self._closed and self._thread.is_alive()
 
     def close(self) -> None:
         """End every request with "abort", stop the thread and release the memory. May be called twice."""
@@ -183,13 +195,20 @@ class AsyncLLM:
     # -- in the engine's thread
 
     def _run(self) -> None:
-        while self._run_commands():
-            self._step()
-        for request_id in list(self._mailboxes):
-            self._abort(request_id, self._mailboxes[request_id])
-        self.llm_engine.close()
-        for run in self._waiting:
-            run()  # is told that the engine is closed
+        try:
+            while self._run_commands():
+                self._step()
+        finally:  # at the end mark; or by a bug, which must leave nobody waiting for this thread
+            with self._lock:
+                self._closed = True
+            for request_id in list(self._mailboxes):
+                self._abort(request_id, self._mailboxes[request_id])
+            self.llm_engine.close()
+            while not self._commands.empty():
+                if (command := self._commands.get()) is not None:
+                    command()
+            for run in self._waiting:
+                run()  # is told that the engine is closed
 
     def _run_commands(self) -> bool:
         """Run what was sent, and wait for it where there is nothing to compute; False after the end mark."""

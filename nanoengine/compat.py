@@ -74,7 +74,7 @@ ENGINE: Unserved = {
     "rope_theta": ((None,), "edit config.json in a copy of the checkpoint"),
     "runner": ((None, "auto", "generate"), "only generation is served"),
     "seed": ((None,), ""),
-    "served_model_name": (ANY, "there is no server"),
+    "served_model_name": (ANY, "a flag of the server, not of the engine"),
     "skip_tokenizer_init": (
         (None, False),
         "token ids as prompts and SamplingParams(detokenize=False) use no tokenizer",

@@ -145,6 +145,7 @@ class RequestStats:
             "request_params_n": Observations((1, 2, 5, 10, 20)),
             "request_params_max_tokens": Observations(lengths),
             "time_to_first_token_seconds": Observations(FIRST_TOKEN),
+            "inter_token_latency_seconds": Observations(PER_TOKEN),
             "request_time_per_output_token_seconds": Observations(PER_TOKEN),
             "e2e_request_latency_seconds": Observations(LATENCIES),
             "request_queue_time_seconds": Observations(LATENCIES),
@@ -168,8 +169,10 @@ class RequestStats:
         add["request_params_n"](params.n)
         if params.max_tokens is not None:
             add["request_params_max_tokens"](params.max_tokens)
-        for seq in seqs:
-            add["request_generation_tokens"](seq.num_output_tokens)
+        for sample in request.samples.values():
+            add["request_generation_tokens"](sample.seq.num_output_tokens)
+            for latency in sample.latencies:
+                add["inter_token_latency_seconds"](latency)
         longest = max(seq.num_output_tokens for seq in seqs)
         if longest > 1:
             add["request_time_per_output_token_seconds"]((end - first) / (longest - 1))

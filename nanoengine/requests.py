@@ -365,7 +365,17 @@ class Detokenizer:
 class Sample:
     """One of a request's samples: a sequence of the engine, and what its user has seen of it."""
 
-    __slots__ = ("cumulative_logprob", "finish_shown", "index", "logprobs", "num_shown", "num_taken", "seq")
+    __slots__ = (
+        "cumulative_logprob",
+        "finish_shown",
+        "index",
+        "last_token_time",
+        "latencies",
+        "logprobs",
+        "num_shown",
+        "num_taken",
+        "seq",
+    )
 
     def __init__(self, index: int, seq: Any) -> None:
         self.index = index
@@ -373,6 +383,8 @@ class Sample:
         self.logprobs: list[dict[int, Logprob]] = []  # one entry per output token, where asked for
         self.cumulative_logprob = 0.0
         self.num_taken = 0  # output tokens that `Request.take_tokens` has seen
+        self.last_token_time: float | None = None  # seconds of time.monotonic()
+        self.latencies: list[float] = []  # seconds between a step that brought tokens and the one before
         self.num_shown = 0  # output tokens handed over
         self.finish_shown = False
 
@@ -455,6 +467,9 @@ class Request:
         if self.metrics.first_token_time is None:
             self.metrics.first_token_time = now
         sample = self.samples[seq.seq_id]
+        if sample.last_token_time is not None:
+            sample.latencies.append(now - sample.last_token_time)
+        sample.last_token_time = now
         first, sample.num_taken = sample.num_taken, seq.num_output_tokens
         if logprobs:
             new = seq.token_ids[seq.num_prompt_tokens + first :]

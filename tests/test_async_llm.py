@@ -293,3 +293,42 @@ def test_closing_ends_running_requests_and_refuses_new_ones(path, expected):
         engine.close()
 
     asyncio.run(main())
+
+
+def test_metrics_are_read_between_steps_and_say_what_ran(path, expected):
+    async def main():
+        async with AsyncLLM(path, **SETTINGS) as engine:
+            jobs = [collect(engine, p, GREEDY, f"r{i}") for i, p in enumerate(expected[0])]
+            answers = asyncio.gather(*jobs)
+            while not (running := await read(engine, "vllm:num_requests_running")):
+                await asyncio.sleep(0)
+            assert 0 < running <= 6
+            assert await answers == expected[1]
+            assert await read(engine, "vllm:num_requests_running") == 0
+            assert await read(engine, "vllm:generation_tokens") == 120
+        with pytest.raises(RuntimeError, match="closed"):
+            await engine.get_metrics()
+
+    async def read(engine, name):
+        return next(metric.value for metric in await engine.get_metrics() if metric.name == name)
+
+    asyncio.run(main())
+
+
+@pytest.mark.filterwarnings("ignore:Exception in thread")
+def test_a_thread_that_dies_leaves_nobody_waiting(path, expected):
+    async def main():
+        engine = AsyncLLM(path, max_concurrent_requests=2, **SETTINGS)
+        assert engine.is_running
+        endless = SamplingParams(temperature=0, max_tokens=400)
+        jobs = [asyncio.create_task(collect(engine, p, endless, f"r{i}")) for i, p in enumerate(expected[0])]
+        await asyncio.sleep(0.1)
+        engine._step = None
+        ends = await asyncio.wait_for(asyncio.gather(*jobs, return_exceptions=True), 20)
+        assert [type(end) for end in ends] == [list] * 2 + [RuntimeError] * 4  # four had no place yet
+        assert not engine.is_running
+        with pytest.raises(RuntimeError, match="closed"):
+            await collect(engine, expected[0][0], GREEDY, "y")
+        engine.close()
+
+    asyncio.run(main())

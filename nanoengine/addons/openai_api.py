@@ -1,0 +1,386 @@
+"""OpenAI's two APIs in the engine's terms: what a request asks for, and what the engine made of it.
+
+Sampling parameters are named and checked by `SamplingParams` alone, so a new one is served here at once. What
+is not served stands in `UNSERVED` and `compat.SAMPLING`, and is refused by name.
+
+Source: the OpenAI API reference; vllm/entrypoints/openai for the names of what goes beyond it.
+"""
+
+import inspect
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, fields, replace
+from itertools import accumulate
+from typing import Any, ClassVar
+
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, ConfigDict
+
+from nanoengine.compat import ANY, SAMPLING, Unserved, without_unserved
+from nanoengine.outputs import CompletionOutput, Logprob, RequestOutput
+from nanoengine.requests import render_chats, split_prompts
+from nanoengine.sampling_params import RequestOutputKind, SamplingParams
+
+MAX_LOGPROBS = 20  # per token: OpenAI's limit, and vLLM's default one
+MAX_STRINGS = 64  # of `stop` and of `bad_words`: each is looked for at every token
+# What a request may hold of SamplingParams; the rest of its fields are set by the API's own ones.
+SAMPLED = {item.name for item in fields(SamplingParams) if item.init} - {"output_kind", "detokenize"}
+UNSERVED: Unserved = {
+    **SAMPLING,
+    "audio": ((), "only text is served"),
+    "chat_template": ((), "start the server with a tokenizer that has it"),
+    "echo": ((False,), "use /v1/completions"),
+    "function_call": (("none", "auto"), "calls of tools are not parsed"),
+    "functions": (([],), "calls of tools are not parsed"),
+    "metadata": (ANY, "nothing is stored"),
+    "modalities": ((["text"],), "only text is served"),
+    "parallel_tool_calls": (ANY, "calls of tools are not parsed"),
+    "prediction": ((), "a step draws one token of each sequence"),
+    "prompt_cache_key": (ANY, "every request shares the prefix cache"),
+    "prompt_cache_retention": (ANY, "every request shares the prefix cache"),
+    "reasoning_effort": (("none",), "use chat_template_kwargs, where the model's template has a switch"),
+    "response_format": (({"type": "text"},), "use allowed_token_ids or logit_bias, or check the answer"),
+    "safety_identifier": (ANY, "nothing is kept of who asks"),
+    "service_tier": (("auto", "default"), "use priority"),
+    "store": ((False,), "nothing is stored"),
+    "suffix": (("",), "put it into the prompt, as the model was trained to fill in"),
+    "tool_choice": (("none", "auto"), "calls of tools are not parsed"),
+    "tools": (([],), "calls of tools are not parsed; put them into a message"),
+    "user": (ANY, "nothing is kept of who asks"),
+    "verbosity": (("medium",), "say it in a message"),
+    "web_search_options": ((), "only the model is asked"),
+}
+
+# ---- JSON, and errors in OpenAI's shape ----------------------------------------------------------
+
+
+def to_json(content: Any) -> bytes:
+    """As UTF-8. Half a surrogate pair, which has none, becomes the escape that JSON has for it."""
+    text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode(errors="backslashreplace")
+
+
+class JSON(JSONResponse):
+    """A response by `to_json`."""
+
+    def render(self, content: Any) -> bytes:
+        """The body."""
+        return to_json(content)
+
+
+class APIError(Exception):
+    """An answer that is an error, with its HTTP status; `param` is the field at fault."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None, **headers: str
+    ) -> None:
+        super().__init__(message)
+        self.status, self.param = status, param
+        self.code = code or ("invalid_request" if status < 500 else "server_error")
+        self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """In OpenAI's shape; what a message quotes of the request is cut."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        message = str(self)[:1000]
+        return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        """For a client whose answer has not begun."""
+        return JSON(self.content, self.status, self.headers)
+
+
+def unavailable(message: str) -> APIError:
+    """The same request may be served later, or by another server."""
+    return APIError(503, message, code="unavailable", retry_after="1")
+
+
+@contextmanager
+def refusing(body: BaseModel, param: str | None = None) -> Iterator[None]:
+    """Turn what the engine says of a bad request into an APIError.
+
+    Its messages begin with the field's name; `param` is for those that begin otherwise.
+    """
+    try:
+        yield
+    except (TypeError, ValueError, RecursionError) as error:
+        word = re.match(r"\w*", str(error))
+        first = word.group() if word else ""
+        known = first in SAMPLED or first in type(body).model_fields
+        raise APIError(400, str(error), param=first if known else param) from None
+
+
+# ---- What is asked for, and the answer in the same API's shape -----------------------------------
+
+
+class Conversation(BaseModel):
+    """Messages, and how the chat template writes them."""
+
+    messages: Any = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def render(self, tokenizer: Any) -> dict[str, Any]:
+        """As a prompt for the engine.
+
+        Raises:
+            ValueError: the template refuses them; or a setting that is not for the template.
+        """
+        settings = dict(self.chat_template_kwargs or {})
+        # Anything else than the template's own variables, a template from outside above all.
+        if reserved := settings.keys() & inspect.signature(tokenizer.apply_chat_template).parameters:
+            raise ValueError(f"chat_template_kwargs must not hold {sorted(reserved)}")
+        if not isinstance(self.messages, list) or not all(isinstance(one, dict) for one in self.messages):
+            raise ValueError(f"messages must be a list of messages, got {self.messages!r}")
+        settings["add_generation_prompt"] = self.add_generation_prompt is not False
+        settings["continue_final_message"] = self.continue_final_message is True
+        if settings["continue_final_message"]:
+            settings["add_generation_prompt"] = self.add_generation_prompt is True
+        try:
+            return render_chats(self.messages, tokenizer, **settings)[0]
+        except Exception as error:  # a template is a program: it raises what it likes
+            if isinstance(error, ValueError):
+                raise
+            raise ValueError(f"messages do not fit the model's chat template: {error}") from None
+
+
+class StreamOptions(BaseModel):
+    """What a stream holds besides the answer."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # there is none
+
+
+class GenerationRequest(BaseModel):
+    """What both APIs take; null is as good as left out. Fields of SamplingParams are `model_extra`."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    logit_bias: Any = None
+    prompt_logprobs: int | None = None  # this and what follows are vLLM's
+    priority: int | None = None
+    return_token_ids: bool | None = None
+
+    def sampling_params(self, defaults: SamplingParams, **own: Any) -> SamplingParams:
+        """In the engine's terms; `own` are those that each API writes in its own way.
+
+        Raises:
+            APIError: a parameter is out of its range, or not served.
+        """
+        given: dict[str, Any] = {}
+        for name, value in (self.model_extra or {}).items():
+            if value is not None:
+                with refusing(self, name):
+                    given |= without_unserved("the request", {name: value}, SAMPLED, UNSERVED)
+        with refusing(self):
+            bias = self.logit_bias
+            if isinstance(bias, dict):  # JSON's keys are strings
+                bias = {int(key) if key.isdecimal() else key: value for key, value in bias.items()}
+            given |= {"logit_bias": bias, "prompt_logprobs": self.prompt_logprobs, **own}
+            for name in ("logprobs", "prompt_logprobs"):
+                if (given.get(name) or 0) not in range(MAX_LOGPROBS + 1):
+                    raise ValueError(f"{name} must be in [0, {MAX_LOGPROBS}], got {given[name]}")
+            for name in ("stop", "bad_words"):
+                if isinstance(given.get(name), list) and len(given[name]) > MAX_STRINGS:
+                    raise ValueError(f"{name} must hold at most {MAX_STRINGS} strings")
+            if self.stream and self.prompt_logprobs is not None:
+                raise ValueError("prompt_logprobs are not streamed")
+            if self.stream_options is not None and not self.stream:
+                raise ValueError("stream_options need stream=true")
+            kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
+            return replace(defaults, output_kind=kind, **given)
+
+    def common(self, completion: CompletionOutput, output: RequestOutput, is_first: bool) -> dict[str, Any]:
+        """What a choice holds in both APIs; of the prompt, only its first piece."""
+        choice: dict[str, Any] = {
+            "finish_reason": completion.finish_reason,
+            "stop_reason": completion.stop_reason,
+        }
+        if self.return_token_ids:
+            choice["token_ids"] = completion.token_ids
+            choice["prompt_token_ids"] = output.prompt_token_ids if is_first else None
+        if self.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = [
+                entry and {str(token_id): asdict(clamped(one)) for token_id, one in entry.items()}
+                for entry in output.prompt_logprobs or []
+            ]
+        return choice
+
+
+def clamped(logprob: Logprob) -> Logprob:
+    """With a number that JSON has: minus infinity is -9999, as in vLLM."""
+    return replace(logprob, logprob=max(logprob.logprob, -9999.0))
+
+
+def best_first(entry: dict[int, Logprob]) -> list[Logprob]:
+    """The tokens reported for one position, the likeliest first."""
+    return sorted(map(clamped, entry.values()), key=lambda one: one.rank or 0)
+
+
+class CompletionRequest(GenerationRequest):
+    """Text goes on: /v1/completions."""
+
+    prefix: ClassVar[str] = "cmpl"
+    source: ClassVar[str] = "prompt"
+    kinds: ClassVar[tuple[str, str]] = ("text_completion", "text_completion")  # whole, piece of a stream
+    prompt: Any  # a string, a list of strings, token ids, a list of lists of token ids
+    max_tokens: int | None = None
+    logprobs: int | None = None
+    echo: bool | None = None
+
+    def params(self, defaults: SamplingParams, recommended: int | None) -> SamplingParams:
+        """In the engine's terms."""
+        own: dict[str, Any] = {"logprobs": self.logprobs}
+        if self.max_tokens is not None:
+            own["max_tokens"] = 1 if self.is_echo_alone else self.max_tokens
+        if self.echo and self.logprobs is not None:
+            own["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
+        return self.sampling_params(defaults, **own)
+
+    @property
+    def is_echo_alone(self) -> bool:
+        """Whether only the prompt is asked about: then a token is drawn all the same, and left out."""
+        return bool(self.echo) and self.max_tokens == 0
+
+    @property
+    def num_prompts(self) -> int:
+        """How many there are, known before any is looked at.
+
+        Raises:
+            TypeError: neither text nor a list.
+        """
+        if not isinstance(self.prompt, str | list):
+            raise TypeError(f"prompt must be text, token ids, or a list of these, got {self.prompt!r}")
+        return len(split_prompts(self.prompt))
+
+    def prompts(self, tokenizer: Any) -> list[Any]:
+        """As the engine takes them."""
+        return split_prompts(self.prompt)
+
+    def choice(
+        self,
+        index: int,
+        completion: CompletionOutput,
+        output: RequestOutput,
+        sent: dict[int, int],
+        tokenizer: Any,
+    ) -> dict[str, Any]:
+        """A sample, or its next piece. `sent`: how long the text of each sample was so far, by its index."""
+        text, is_first, offset = completion.text, index not in sent, sent.get(index, 0)
+        tokens = list(zip(completion.token_ids, completion.logprobs or [], strict=False))
+        before: list[tuple[int, dict[int, Logprob] | None]] = []
+        if self.echo and is_first:
+            prompt = output.prompt
+            text = (tokenizer.decode(output.prompt_token_ids) if prompt is None else prompt) + text
+            before = list(zip(output.prompt_token_ids, output.prompt_logprobs or [], strict=False))
+        logprobs, sent[index] = None, offset
+        if self.logprobs is not None:
+            reported = [*before, *tokens]
+            names = [
+                entry[token_id].decoded_token or "" if entry else tokenizer.decode([token_id])
+                for token_id, entry in reported
+            ]
+            *offsets, sent[index] = accumulate(map(len, names), initial=offset)
+            logprobs = {
+                "tokens": names,
+                "token_logprobs": [
+                    entry and clamped(entry[token_id]).logprob for token_id, entry in reported
+                ],
+                # Where two tokens have one text, the likelier is kept.
+                "top_logprobs": [
+                    None
+                    if entry is None
+                    else {one.decoded_token: one.logprob for one in reversed(best_first(entry))}
+                    for _, entry in reported
+                ],
+                "text_offset": offsets,
+            }
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": logprobs,
+            **self.common(completion, output, is_first),
+        }
+
+
+class ChatRequest(Conversation, GenerationRequest):
+    """A conversation goes on: /v1/chat/completions."""
+
+    prefix: ClassVar[str] = "chatcmpl"
+    source: ClassVar[str] = "messages"
+    kinds: ClassVar[tuple[str, str]] = ("chat.completion", "chat.completion.chunk")
+    is_echo_alone: ClassVar[bool] = False
+    num_prompts: ClassVar[int] = 1
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    def params(self, defaults: SamplingParams, recommended: int | None) -> SamplingParams:
+        """In the engine's terms."""
+        limits = (self.max_completion_tokens, self.max_tokens, recommended)
+        max_tokens = next((limit for limit in limits if limit is not None), None)
+        if self.top_logprobs and not self.logprobs:
+            raise APIError(400, "top_logprobs need logprobs=true", param="top_logprobs")
+        num_logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return self.sampling_params(defaults, max_tokens=max_tokens, logprobs=num_logprobs)
+
+    def prompts(self, tokenizer: Any) -> list[Any]:
+        """As the engine takes it."""
+        return [self.render(tokenizer)]
+
+    def choice(
+        self,
+        index: int,
+        completion: CompletionOutput,
+        output: RequestOutput,
+        sent: dict[int, int],
+        tokenizer: Any,
+    ) -> dict[str, Any]:
+        """As `CompletionRequest.choice`."""
+        logprobs = None
+        if self.logprobs:
+            entries = zip(completion.token_ids, completion.logprobs or [], strict=False)
+            content = [
+                self._token(clamped(entry[token_id]))
+                | {"top_logprobs": [self._token(one) for one in best_first(entry)[: self.top_logprobs or 0]]}
+                for token_id, entry in entries
+            ]
+            logprobs = {"content": content}
+        is_first = index not in sent
+        role = {"role": "assistant"} if is_first else {}
+        sent[index] = 0
+        message = {"delta" if self.stream else "message": {**role, "content": completion.text}}
+        return {"index": index, **message, "logprobs": logprobs, **self.common(completion, output, is_first)}
+
+    @staticmethod
+    def _token(logprob: Logprob) -> dict[str, Any]:
+        text = logprob.decoded_token or ""
+        # A part of a character is shown as U+FFFD, whose bytes it does not have.
+        in_bytes = None if "\ufffd" in text else list(text.encode())
+        return {"token": text, "logprob": logprob.logprob, "bytes": in_bytes}
+
+
+class TokenizeRequest(Conversation):
+    """Text or a conversation as token ids: vLLM's /tokenize."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    model: str | None = None
+    prompt: str | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(BaseModel):
+    """Token ids as text: vLLM's /detokenize."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    model: str | None = None
+    tokens: Any

@@ -1,0 +1,804 @@
+"""The server, by real clients over real sockets. What it answers is what the offline engine answers."""
+
+import asyncio
+import itertools
+import json
+import logging
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from nanoengine import LLM, AsyncLLM, EngineConfig, SamplingParams
+from nanoengine.addons.openai_api import to_json
+from nanoengine.addons.server import Service, make_parser
+from tests.helpers import DEMO
+from tests.serving import command, http, is_empty, served, slow_steps, wait_until
+
+SETTINGS = {"num_kv_blocks": 200, "max_num_seqs": 16}
+QUESTION = [{"role": "user", "content": "What is 27 + 58?"}]
+PROMPTS = ["The brave sailor found", "2 3 5 7 11", "Spell the word attention backwards.", "zzz"]
+
+
+@pytest.fixture(scope="module")
+def demo():
+    with served(AsyncLLM(str(DEMO), **SETTINGS)) as (url, service):
+        yield url, service
+
+
+@pytest.fixture
+def url(demo):
+    url, service = demo
+    yield url
+    wait_until(lambda: service.num_samples == 0)
+    assert is_empty(service)
+
+
+@pytest.fixture
+def service(demo):
+    return demo[1]
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM(DEMO, **SETTINGS) as llm:
+        yield llm
+
+
+@pytest.fixture
+def client(url):
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def ids_of(llm, prompts, **params):
+    """Token ids of every sample, offline."""
+    outputs = llm.generate(prompts, SamplingParams(**params), use_tqdm=False)
+    return [sample.token_ids for output in outputs for sample in output.outputs]
+
+
+WITH_IDS = {"return_token_ids": True}
+
+# ---- answers are the offline engine's ----
+
+
+@pytest.mark.parametrize("form", ["text", "texts", "ids", "several ids"])
+def test_a_prompt_in_each_form_gets_the_offline_answer(form, client, llm):
+    tokenizer = llm.get_tokenizer()
+    prompts = PROMPTS if form in ("texts", "several ids") else PROMPTS[:1]
+    expected = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)
+    prompt: object = prompts if form == "texts" else prompts[0]
+    if "ids" in form:
+        prompt = [tokenizer(text).input_ids for text in prompts]
+        prompt = prompt if form == "several ids" else prompt[0]
+    answer = client.completions.create(
+        model="demo", prompt=prompt, temperature=0, max_tokens=12, extra_body=WITH_IDS
+    )
+    assert [choice.text for choice in answer.choices] == [output.outputs[0].text for output in expected]
+    assert [choice.token_ids for choice in answer.choices] == [out.outputs[0].token_ids for out in expected]
+    assert [c.finish_reason for c in answer.choices] == [out.outputs[0].finish_reason for out in expected]
+    assert answer.usage.prompt_tokens == sum(len(output.prompt_token_ids) for output in expected)
+    assert answer.usage.completion_tokens == sum(len(output.outputs[0].token_ids) for output in expected)
+    assert (answer.object, answer.model) == ("text_completion", "demo")
+
+
+@pytest.mark.parametrize("content", ["What is 27 + 58?", [{"type": "text", "text": "What is 27 + 58?"}]])
+def test_a_chat_gets_the_offline_answer(content, client, llm):
+    messages = [{"role": "user", "content": content}]
+    expected = llm.chat(messages, SamplingParams(temperature=0, max_tokens=None), use_tqdm=False)[0]
+    answer = client.chat.completions.create(
+        model="demo", messages=messages, temperature=0, extra_body=WITH_IDS
+    )
+    assert answer.choices[0].message.content == expected.outputs[0].text == "27 + 58 = 85"
+    assert answer.choices[0].token_ids == expected.outputs[0].token_ids
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage.total_tokens == len(expected.prompt_token_ids) + len(expected.outputs[0].token_ids)
+
+
+def test_a_streamed_answer_is_the_whole_one_in_pieces(client):
+    asked = {"model": "demo", "prompt": PROMPTS, "max_tokens": 12, "n": 2, "seed": 5, "extra_body": WITH_IDS}
+    whole = client.completions.create(**asked)
+    pieces = list(client.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    assert pieces[-1].choices == []
+    assert pieces[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert pieces[-1].usage.prompt_tokens == whole.usage.prompt_tokens
+    assert len({piece.id for piece in pieces}) == 1
+    for choice in whole.choices:
+        own = [piece.choices[0] for piece in pieces[:-1] if piece.choices[0].index == choice.index]
+        assert "".join(piece.text for piece in own) == choice.text
+        assert [token for piece in own for token in piece.token_ids] == choice.token_ids
+        assert [piece.finish_reason for piece in own if piece.finish_reason] == [choice.finish_reason]
+        assert own[-1].finish_reason is not None
+        assert own[0].prompt_token_ids == choice.prompt_token_ids
+        assert [piece.prompt_token_ids for piece in own[1:]] == [None] * (len(own) - 1)
+    assert len(whole.choices) == 8
+
+
+def test_a_streamed_chat_begins_with_its_role_and_ends_with_its_reason(client):
+    asked = {"model": "demo", "messages": QUESTION, "temperature": 0}
+    pieces = [piece.choices[0] for piece in client.chat.completions.create(**asked, stream=True)]
+    assert [piece.delta.role for piece in pieces] == ["assistant"] + [None] * (len(pieces) - 1)
+    assert "".join(piece.delta.content for piece in pieces) == "27 + 58 = 85"
+    assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["stop"]
+
+
+def test_many_async_clients_at_once_each_get_their_own_answer(url, llm):
+    prompts = [f"{number} {number + 1} {number + 2}" for number in range(24)]
+    expected = ids_of(llm, prompts, temperature=0, max_tokens=20)
+
+    async def main():
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
+
+            async def ask(prompt):
+                tokens = []
+                stream = await client.completions.create(
+                    model="demo",
+                    prompt=prompt,
+                    temperature=0,
+                    max_tokens=20,
+                    stream=True,
+                    extra_body=WITH_IDS,
+                )
+                async for piece in stream:
+                    tokens += piece.choices[0].token_ids
+                return tokens
+
+            return await asyncio.gather(*map(ask, prompts))
+
+    assert asyncio.run(main()) == expected
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"seed": 1, "top_k": 5, "top_p": 0.9, "min_p": 0.01, "temperature": 1.5},
+        {"seed": 2, "n": 3, "presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.3},
+        {"temperature": 0, "stop": ["a", "e"], "include_stop_str_in_output": True},
+        {"temperature": 0, "stop": "o", "min_tokens": 5},
+        {"temperature": 0, "ignore_eos": True, "skip_special_tokens": False, "max_tokens": 40},
+        {"temperature": 0, "stop_token_ids": [3, 4, 5], "bad_words": ["the"]},
+        {"temperature": 0, "logit_bias": {5: 50.0}, "min_tokens": 3},
+        {"temperature": 0, "allowed_token_ids": [5, 6, 7]},
+    ],
+)
+def test_sampling_parameters_mean_what_they_mean_offline(params, client, llm):
+    params = {"max_tokens": 20, **params}
+    expected = llm.generate(PROMPTS[0], SamplingParams(**params), use_tqdm=False)[0]
+    of_openai = {"max_tokens", "temperature", "top_p", "seed", "n", "stop", "logit_bias"}
+    of_openai |= {"presence_penalty", "frequency_penalty"}
+    answer = client.completions.create(
+        model="demo",
+        prompt=PROMPTS[0],
+        **{name: value for name, value in params.items() if name in of_openai},
+        extra_body=WITH_IDS | {name: value for name, value in params.items() if name not in of_openai},
+    )
+    assert [choice.token_ids for choice in answer.choices] == [one.token_ids for one in expected.outputs]
+    assert [choice.text for choice in answer.choices] == [one.text for one in expected.outputs]
+    assert [choice.stop_reason for choice in answer.choices] == [one.stop_reason for one in expected.outputs]
+
+
+def test_a_second_question_with_the_same_beginning_reports_cached_tokens(client):
+    text = "a b c d e f g h i j k l m n o p q r s t " * 4
+    for cached in (False, True):
+        answer = client.completions.create(model="demo", prompt=text, max_tokens=1)
+        assert (answer.usage.prompt_tokens_details.cached_tokens > 0) == cached
+
+
+def test_the_readme_s_examples_print_what_it_shows(url):
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    section = readme.split("## Served\n")[1].split("\n## ")[0]
+    _, curl, answer, script, printed = re.findall(r"```(?:python)?\n(.*?)```", section, re.DOTALL)
+
+    def run(*command):
+        return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+    got = json.loads(run("bash", "-c", curl.replace("http://127.0.0.1:8000", url)).stdout)
+    shown = json.loads(answer)
+    for one in (got, shown):
+        del one["id"], one["created"], one["usage"]["prompt_tokens_details"]  # of those before
+    assert got == shown
+    done = run(sys.executable, "-c", script.replace("http://127.0.0.1:8000", url))
+    assert [done.stdout, done.stderr.splitlines()[-1]] == printed.splitlines()
+
+
+# ---- log-probabilities, in each API's shape ----
+
+
+def test_a_completion_s_logprobs_are_the_offline_ones(client, llm):
+    params = SamplingParams(temperature=0, max_tokens=6, logprobs=3)
+    expected = llm.generate(PROMPTS[0], params, use_tqdm=False)[0].outputs[0]
+    answer = client.completions.create(
+        model="demo", prompt=PROMPTS[0], temperature=0, max_tokens=6, logprobs=3
+    )
+    logprobs = answer.choices[0].logprobs
+    sampled = [entry[token] for entry, token in zip(expected.logprobs, expected.token_ids, strict=True)]
+    assert logprobs.tokens == [one.decoded_token for one in sampled]
+    assert logprobs.token_logprobs == pytest.approx([one.logprob for one in sampled], abs=1e-4)
+    for top, entry in zip(logprobs.top_logprobs, expected.logprobs, strict=True):
+        assert top == pytest.approx({one.decoded_token: one.logprob for one in entry.values()}, abs=1e-4)
+    lengths = [len(token) for token in logprobs.tokens]
+    assert logprobs.text_offset == [sum(lengths[:count]) for count in range(len(lengths))]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echo_shows_the_prompt_and_its_logprobs_before_the_answer(stream, client, llm):
+    params = SamplingParams(temperature=0, max_tokens=4, logprobs=1, prompt_logprobs=1)
+    expected = llm.generate(PROMPTS[1], params, use_tqdm=False)[0]
+    asked = {"prompt": PROMPTS[1], "temperature": 0, "max_tokens": 4, "logprobs": 1, "echo": True}
+    answer = client.completions.create(model="demo", **asked, stream=stream)
+    choices = [piece.choices[0] for piece in answer] if stream else answer.choices
+    tokens = [token for choice in choices for token in choice.logprobs.tokens]
+    values = [value for choice in choices for value in choice.logprobs.token_logprobs]
+    offsets = [offset for choice in choices for offset in choice.logprobs.text_offset]
+    assert "".join(choice.text for choice in choices) == PROMPTS[1] + expected.outputs[0].text
+    ids = expected.prompt_token_ids
+    theirs = [
+        entry[token].logprob for entry, token in zip(expected.prompt_logprobs[1:], ids[1:], strict=True)
+    ]
+    sampled = zip(expected.outputs[0].logprobs, expected.outputs[0].token_ids, strict=True)
+    assert values[0] is None
+    assert values[1:] == pytest.approx(
+        [*theirs, *(entry[token].logprob for entry, token in sampled)], abs=1e-4
+    )
+    assert "".join(tokens[: len(ids)]) == PROMPTS[1]
+    assert offsets == [sum(map(len, tokens[:count])) for count in range(len(tokens))]
+
+
+def test_a_prompt_alone_can_be_scored(client, llm):
+    ids = llm.get_tokenizer()(PROMPTS[1]).input_ids
+    asked = {"model": "demo", "prompt": ids, "max_tokens": 0, "logprobs": 1, "echo": True}
+    answer = client.completions.create(**asked)
+    assert answer.choices[0].text == PROMPTS[1]
+    assert len(answer.choices[0].logprobs.tokens) == len(ids)
+    assert answer.usage.completion_tokens == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_chat_s_logprobs_have_tokens_bytes_and_alternatives(stream, client, llm):
+    params = SamplingParams(temperature=0, max_tokens=5, logprobs=2)
+    expected = llm.chat(QUESTION, params, use_tqdm=False)[0].outputs[0]
+    asked = {"messages": QUESTION, "temperature": 0, "max_completion_tokens": 5}
+    answer = client.chat.completions.create(
+        model="demo", **asked, logprobs=True, top_logprobs=2, stream=stream
+    )
+    choices = [piece.choices[0] for piece in answer] if stream else answer.choices
+    content = [token for choice in choices for token in choice.logprobs.content]
+    for token, entry, token_id in zip(content, expected.logprobs, expected.token_ids, strict=True):
+        assert token.token == entry[token_id].decoded_token
+        assert token.logprob == pytest.approx(entry[token_id].logprob, abs=1e-4)
+        assert bytes(token.bytes).decode() == token.token
+        best = sorted(entry.values(), key=lambda one: one.rank)[:2]
+        assert [one.token for one in token.top_logprobs] == [one.decoded_token for one in best]
+
+
+def test_logprobs_without_alternatives_are_the_sampled_tokens_alone(client):
+    answer = client.chat.completions.create(model="demo", messages=QUESTION, logprobs=True, max_tokens=3)
+    assert [token.top_logprobs for token in answer.choices[0].logprobs.content] == [[], [], []]
+
+
+def test_prompt_logprobs_come_as_vllm_writes_them(client, llm):
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=2)
+    expected = llm.generate(PROMPTS[1], params, use_tqdm=False)[0].prompt_logprobs
+    answer = client.completions.create(
+        model="demo", prompt=PROMPTS[1], temperature=0, max_tokens=1, extra_body={"prompt_logprobs": 2}
+    )
+    found = answer.choices[0].prompt_logprobs
+    assert found[0] is None
+    assert [set(entry) for entry in found[1:]] == [set(map(str, entry)) for entry in expected[1:]]
+    assert set(next(iter(found[1].values()))) == {"logprob", "rank", "decoded_token"}
+
+
+# ---- what is refused, and what means off ----
+
+REFUSED = [
+    ({"temperature": -1}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"n": 0}, "n"),
+    ({"n": 10**400}, "n"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 2.5}, "max_tokens"),
+    ({"logprobs": 21}, "logprobs"),
+    ({"logprobs": -1}, "logprobs"),
+    ({"logprobs": True}, "logprobs"),
+    ({"prompt_logprobs": 1000}, "prompt_logprobs"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+    ({"stop": [""]}, "stop"),
+    ({"stop": ["a"] * 65}, "stop"),
+    ({"stop": 5}, "stop"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"99999": 1}}, "logit_bias"),
+    ({"logit_bias": 3}, "logit_bias"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"x": True}}, "stream_options"),
+    ({"priority": 1}, "priority"),
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": None}, "prompt"),
+    ({"prompt": [10**9]}, "prompt"),
+    ({"prompt": [1, "a"]}, "prompt"),
+    ({"prompt": [[1], []]}, "prompt"),
+    ({"prompt": "\ud800"}, "prompt"),
+    ({"prompt": "word " * 3000}, "prompt"),
+    ({"prompt": ["a"] * 2000}, "prompt"),
+    ({"temprature": 1}, "temprature"),
+    ({"output_kind": 1}, "output_kind"),
+    ({"best_of": 2}, "best_of"),
+    ({"suffix": "x"}, "suffix"),
+    ({"tools": [{}]}, "tools"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"guided_json": {}}, "guided_json"),
+    ({"temperature": float("nan")}, "temperature"),
+]
+
+
+@pytest.mark.parametrize(("changes", "param"), REFUSED, ids=[f"{i}-{r[1]}" for i, r in enumerate(REFUSED)])
+def test_what_cannot_be_served_is_refused_by_the_field_s_name(changes, param, url):
+    body = json.dumps({"prompt": "a", "max_tokens": 1, **changes})
+    answer = http.post(f"{url}/v1/completions", content=body, headers={"content-type": "application/json"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["type"]) == (400, param, "invalid_request_error")
+    assert param in error["message"]
+    assert len(error["message"]) <= 1000
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "hello"}, "messages"),
+        ({"messages": ["hello"]}, "messages"),
+        ({"messages": [{"content": "hello"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "word " * 3000}]}, "messages"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
+        ({"echo": True}, "echo"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+    ],
+)
+def test_a_chat_that_cannot_be_served_is_refused_by_the_field_s_name(changes, param, url):
+    answer = http.post(f"{url}/v1/chat/completions", json={"messages": QUESTION, "max_tokens": 1, **changes})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_fields_that_mean_off_are_accepted(client):
+    off = {"tools": [], "response_format": {"type": "text"}, "user": "me", "store": False, "seed": None}
+    off |= {
+        "service_tier": "auto",
+        "tool_choice": "none",
+        "metadata": {"a": "b"},
+        "audio": None,
+        "stop": None,
+    }
+    answer = client.chat.completions.create(
+        model="demo", messages=QUESTION, temperature=0, extra_body={**off, "best_of": 1, "echo": False}
+    )
+    assert answer.choices[0].message.content == "27 + 58 = 85"
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"nul", b"\xff\xfe", b"[" * 100_000, b'{"prompt": 1e999}', b"9" * 10_000]
+)
+def test_a_malformed_body_is_a_bad_request(body, url):
+    answer = http.post(f"{url}/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_half_a_surrogate_pair_is_answered_as_json_writes_it():
+    assert to_json({"text": "é\ud800"}) == '{"text":"é\\ud800"}'.encode()
+    assert json.loads(to_json("\ud800")) == "\ud800"
+
+
+def test_the_openai_package_raises_its_own_errors(client, url):
+    with pytest.raises(openai.BadRequestError, match="temperature must be a number") as caught:
+        client.completions.create(model="demo", prompt="a", temperature=-3)
+    assert caught.value.param == "temperature"
+    with pytest.raises(openai.NotFoundError, match="does not exist") as caught:
+        client.completions.create(model="gpt-4", prompt="a")
+    assert caught.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError, match="max_model_len is 1024"):
+        client.completions.create(model="demo", prompt=[5] * 1024, stream=True)
+    assert http.get(f"{url}/nothing").json()["error"]["message"] == "Not Found"
+    wrong = http.get(f"{url}/v1/completions")
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
+    answer = http.post(f"{url}/v1/completions", content=b"a=b")
+    assert "application/json" in answer.json()["error"]["message"]
+
+
+# ---- the other endpoints ----
+
+
+def test_models_names_the_one_served(client):
+    (model,) = client.models.list()
+    assert (model.id, model.max_model_len) == ("demo", 1024)
+    assert client.models.retrieve("demo").id == "demo"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("another")
+
+
+def test_tokenize_and_detokenize_are_the_tokenizer_s(url, llm):
+    tokenizer = llm.get_tokenizer()
+    answer = http.post(f"{url}/tokenize", json={"prompt": "Hello there", "return_token_strs": True}).json()
+    ids = tokenizer("Hello there").input_ids
+    assert (answer["tokens"], answer["count"], answer["max_model_len"]) == (ids, len(ids), 1024)
+    assert answer["token_strs"] == tokenizer.convert_ids_to_tokens(ids)
+    assert http.post(f"{url}/detokenize", json={"tokens": ids}).json() == {"prompt": "Hello there"}
+    chat = http.post(f"{url}/tokenize", json={"messages": QUESTION}).json()
+    assert chat["tokens"] == llm.render_chat(QUESTION)[0]["prompt_token_ids"]
+    for path, body in (
+        ("tokenize", {}),
+        ("detokenize", {"tokens": [-1]}),
+        ("detokenize", {"tokens": [10**9]}),
+    ):
+        assert http.post(f"{url}/{path}", json=body).status_code == 400
+
+
+def test_metrics_are_the_engine_s_as_prometheus_reads_them(client, url, service):
+    before = {family.name: family for family in families(url)}
+    client.completions.create(model="demo", prompt="abc", max_tokens=7, extra_body={"ignore_eos": True})
+    after = {family.name: family for family in families(url)}
+
+    def grew(name, sample, **labels):
+        def value(found):
+            return next(
+                one.value
+                for one in found[name].samples
+                if one.name == name + sample and labels.items() <= one.labels.items()
+            )
+
+        return value(after) - value(before)
+
+    assert grew("vllm:generation_tokens", "_total") == 7
+    assert grew("vllm:prompt_tokens", "_total") == 3
+    assert grew("vllm:request_success", "_total", finished_reason="length") == 1
+    assert grew("vllm:inter_token_latency_seconds", "_count") == 6
+    assert grew("vllm:inter_token_latency_seconds", "_bucket", le="+Inf") == 6
+    assert grew("vllm:time_to_first_token_seconds", "_count") == 1
+    assert grew("vllm:e2e_request_latency_seconds", "_count") == 1
+    assert grew("vllm:e2e_request_latency_seconds", "_sum") > 0
+    assert grew("vllm:num_requests_running", "") == 0
+    names = {metric.name for metric in service.engine.llm_engine.get_metrics()}
+    assert names == set(after)
+    between = service.engine.llm_engine._stats.observed["inter_token_latency_seconds"]
+    assert between.sum < service.engine.llm_engine._stats.observed["e2e_request_latency_seconds"].sum
+
+
+def families(url):
+    return list(text_string_to_metric_families(http.get(f"{url}/metrics").text))
+
+
+# ---- clients that go away, wait, or are too many ----
+
+
+ENDLESS = {"prompt": ["a b c", "d e f"], "max_tokens": 900, "ignore_eos": True, "n": 2}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_frees_its_blocks_within_a_step_or_two(stream, url, service, caplog):
+    caplog.set_level(logging.INFO, "nanoengine.requests")
+    with slow_steps(service) as steps:
+        asked = json.dumps({**ENDLESS, "stream": stream})
+        with socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1]))) as client:
+            head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            client.sendall(f"{head}Content-Length: {len(asked)}\r\n\r\n{asked}".encode())
+            wait_until(lambda: service.engine.llm_engine.metrics()["num_running"] == 4)
+        before = next(steps)
+        wait_until(lambda: is_empty(service))
+        # The one that ran when the socket closed, and one more where the news came late.
+        assert next(steps) - before <= 4
+    wait_until(lambda: service.num_samples == 0)
+    line = json.loads(caplog.records[-1].message)
+    assert line["disconnected"]
+    assert line["status"] == (200 if stream else None)
+
+
+def test_a_client_that_goes_away_while_it_sends_leaves_nothing(url, service):
+    with socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1]))) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+    assert http.get(f"{url}/health").status_code == 200
+
+
+def test_a_slow_reader_loses_nothing_and_holds_nobody_up(url, service, llm):
+    (expected,) = ids_of(llm, "a b c", temperature=0, max_tokens=80, ignore_eos=True)
+    asked = {"prompt": "a b c", "max_tokens": 80, "ignore_eos": True, "temperature": 0, "stream": True}
+    tokens = []
+    with httpx.stream("POST", f"{url}/v1/completions", json={**asked, **WITH_IDS}, timeout=60) as answer:
+        lines = answer.iter_lines()
+        first = next(lines)
+        assert ids_of_server(url, "zzz", max_tokens=5)  # others are served meanwhile
+        wait_until(lambda: is_empty(service))  # the engine is done long before the reader
+        for line in itertools.chain([first], lines):
+            if line.startswith("data: {"):
+                tokens += json.loads(line[6:])["choices"][0]["token_ids"]
+    assert tokens == expected
+
+
+def test_a_reader_that_stopped_reading_gives_its_place_up(monkeypatch):
+    monkeypatch.setattr("nanoengine.addons.server.CLIENT_SECONDS", 0.5)
+    asked = json.dumps({**ENDLESS, "max_tokens": 100, "logprobs": 20, "stream": True})
+    with served(AsyncLLM(str(DEMO), num_kv_blocks=50)) as (url, service), socket.socket() as client:
+        # What is sent fills these and the server's own buffer of 64 KiB.
+        service.server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", int(url.rsplit(":", 1)[1])))
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        client.sendall(f"{head}Content-Length: {len(asked)}\r\n\r\n{asked}".encode())
+        wait_until(lambda: service.num_samples == 4)
+        wait_until(lambda: is_empty(service))
+        assert service.num_samples == 4  # the engine is done, the answer is not read
+        wait_until(lambda: service.num_samples == 0)
+
+
+def ids_of_server(url, prompt, **params):
+    answer = http.post(f"{url}/v1/completions", json={"prompt": prompt, **params, **WITH_IDS}, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return [choice["token_ids"] for choice in answer.json()["choices"]]
+
+
+@pytest.fixture(scope="module")
+def guarded():
+    """A server with a key, little room in its queue, and small bodies."""
+    engine = AsyncLLM(str(DEMO), num_kv_blocks=100, max_num_seqs=2)
+    with served(engine, api_key="gehéim", max_waiting=1, max_body_bytes=1000) as (url, service):
+        yield url, service
+
+
+KEY = {"Authorization": "Bearer gehéim".encode()}
+
+
+def test_beyond_max_waiting_clients_are_told_to_come_back(guarded):
+    url, service = guarded
+    asked = {"prompt": "a", "max_tokens": 900, "ignore_eos": True}
+    with slow_steps(service, 0.01), httpx.Client(headers=KEY, timeout=60) as client:
+        with client.stream("POST", f"{url}/v1/completions", json={**asked, "n": 3, "stream": True}) as first:
+            assert first.status_code == 200
+            refused = client.post(f"{url}/v1/completions", json=asked)
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+            assert refused.json()["error"]["type"] == "server_error"
+        wait_until(lambda: service.num_samples == 0)
+        assert client.post(f"{url}/v1/completions", json={"prompt": "a"}).status_code == 200
+        # What could never be served is not told to come back.
+        assert client.post(f"{url}/v1/completions", json={"prompt": "a", "n": 4}).status_code == 400
+
+
+def test_a_lower_priority_number_is_answered_first():
+    engine = AsyncLLM(str(DEMO), num_kv_blocks=50, max_num_seqs=1, scheduling_policy="priority")
+
+    async def main(url):
+        async with httpx.AsyncClient(timeout=60) as client:
+
+            async def ask(priority):
+                asked = {"prompt": "a", "max_tokens": 8, "ignore_eos": True, "priority": priority}
+                assert (await client.post(f"{url}/v1/completions", json=asked)).status_code == 200
+                ended.append(priority)
+
+            jobs = []
+            for number, priority in enumerate((0, 7, 3, 5), 1):
+                jobs.append(asyncio.create_task(ask(priority)))
+                while engine.llm_engine._stats.reasons.total() + len(engine.llm_engine._requests) < number:
+                    await asyncio.sleep(0.001)
+            await asyncio.gather(*jobs)
+
+    ended: list[int] = []
+    with served(engine) as (url, service), slow_steps(service, 0.05):
+        asyncio.run(main(url))
+    assert ended == [0, 3, 5, 7]
+
+
+@pytest.mark.parametrize("key", [b"", b"Bearer", b"Bearer x", b"Bearer gehim", b"Basic gehim", b"\xff\xfe"])
+def test_without_the_key_only_the_page_and_health_are_open(key, guarded):
+    url, _ = guarded
+    headers = {"Authorization": key}
+    for path in ("/v1/models", "/metrics", "/nothing"):
+        answer = http.get(url + path, headers=headers)
+        assert answer.status_code == 401
+        assert answer.json()["error"]["code"] == "invalid_api_key"
+        assert answer.headers["www-authenticate"] == "Bearer"
+    assert http.post(f"{url}/v1/completions", json={"prompt": "a"}, headers=headers).status_code == 401
+    assert http.get(f"{url}/health", headers=headers).status_code == 200
+    assert http.get(url, headers=headers).status_code == 200
+    assert http.get(f"{url}/v1/models", headers=KEY).status_code == 200
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_a_body_that_is_too_large_is_refused(is_chunked, guarded):
+    url, _ = guarded
+
+    def chunks():
+        for _ in range(100):
+            yield b" " * 10_000
+
+    content = chunks() if is_chunked else b" " * 1_000_000
+    headers = {"content-type": "application/json", **KEY}
+    answer = http.post(f"{url}/v1/completions", content=content, headers=headers)
+    assert (answer.status_code, "at most 1000" in answer.json()["error"]["message"]) == (413, True)
+    exact = json.dumps({"prompt": "a", "max_tokens": 1}).ljust(1000)
+    assert http.post(f"{url}/v1/completions", content=exact, headers=headers).status_code == 200
+    assert http.post(f"{url}/v1/completions", content=exact + " ", headers=headers).status_code == 413
+
+
+def test_an_empty_key_is_no_key_and_refused():
+    with pytest.raises(ValueError, match="api_key must not be empty"):
+        Service(None, api_key="")
+
+
+def test_one_line_per_request_says_what_it_was_and_not_what_it_said(client, url, caplog):
+    caplog.set_level(logging.INFO, "nanoengine.requests")
+    answer = client.completions.with_raw_response.create(model="demo", prompt="SECRET", max_tokens=3, n=2)
+    for body in ({"prompt": "SECRET", "n": 0}, {"prompt": "SECRET", "SECRET": 1}):
+        assert http.post(f"{url}/v1/completions", json=body).status_code == 400
+    wait_until(lambda: len(caplog.records) == 3)
+    first, second, third = (json.loads(record.message) for record in caplog.records)
+    assert first["id"] == answer.headers["x-request-id"]
+    assert answer.parse().id == f"cmpl-{first['id']}"
+    assert (first["path"], first["status"], first["samples"]) == ("/v1/completions", 200, 2)
+    assert first["completion_tokens"] == answer.parse().usage.completion_tokens
+    assert 0 < first["first_output_seconds"] <= first["seconds"] < 60
+    assert (
+        (second["status"], second["error"]) == (third["status"], third["error"]) == (400, "invalid_request")
+    )
+    assert not any("SECRET" in record.message for record in caplog.records)
+
+
+# ---- faults ----
+
+
+@contextmanager
+def failing_steps(service, how_many):
+    runner = service.engine.llm_engine.runner
+    launch, count = runner.launch, itertools.count()
+
+    def fail(*args):
+        if next(count) < how_many:
+            raise RuntimeError("injected")
+        return launch(*args)
+
+    runner.launch = fail
+    try:
+        yield
+    finally:
+        del runner.launch
+
+
+def test_a_step_that_fails_twice_is_an_error_for_those_it_hit_and_the_server_goes_on(client, service, caplog):
+    asked = {"model": "demo", "prompt": "a b c", "temperature": 0, "max_tokens": 5}
+    expected = client.completions.create(**asked).choices[0].text
+    with (
+        failing_steps(service, 2),
+        pytest.raises(openai.InternalServerError, match="could not compute") as caught,
+    ):
+        client.completions.create(**asked)
+    assert caught.value.status_code == 500
+    assert "injected" not in str(caught.value)
+    with failing_steps(service, 2), pytest.raises(openai.APIError, match="could not compute"):
+        list(client.completions.create(**asked, stream=True))
+    with failing_steps(service, 1):
+        assert client.completions.create(**asked).choices[0].text == expected
+    assert client.completions.create(**asked).choices[0].text == expected
+
+
+def test_a_bug_in_the_server_shows_no_stack_trace(url, service, monkeypatch, caplog):
+    monkeypatch.setattr(service, "check", lambda *_: 1 / 0)
+    monkeypatch.setattr(logging.getLogger("uvicorn.error"), "handlers", [caplog.handler])
+    answer = http.post(f"{url}/v1/completions", json={"prompt": "a"})
+    assert (answer.status_code, answer.json()["error"]["message"]) == (500, "the server failed")
+    wait_until(lambda: "ZeroDivisionError" in caplog.text)
+
+
+@pytest.mark.filterwarnings("ignore:Exception in thread")
+def test_an_engine_that_died_leaves_nobody_waiting_is_not_healthy_and_takes_no_requests():
+    engine = AsyncLLM(str(DEMO), num_kv_blocks=20)
+    with served(engine) as (url, service), slow_steps(service):
+        assert http.get(f"{url}/health").status_code == 200
+        threading.Timer(0.3, setattr, (engine, "_step", None)).start()
+        answer = http.post(f"{url}/v1/completions", json={**ENDLESS, "max_tokens": 300}, timeout=30)
+        assert answer.status_code == 503
+        assert http.get(f"{url}/health").status_code == 503
+        assert http.post(f"{url}/v1/completions", json={"prompt": "a"}).status_code == 503
+        assert http.get(f"{url}/metrics").status_code == 503
+
+
+# ---- the command ----
+
+
+def test_each_setting_of_the_engine_is_a_flag():
+    parser = make_parser()
+    required = ["--model", "m"]
+    for item in fields(EngineConfig):
+        assert f"--{item.name.replace('_', '-')}" in parser.format_help()
+        assert not hasattr(parser.parse_args(required), item.name) or item.name == "model"
+    flags = "--max-num-seqs 3 --no-enable-prefix-caching --enforce-eager --gpu-memory-utilization .5"
+    flags += " --no-async-scheduling --kv-cache-bytes 1000 --dtype float32"
+    args = parser.parse_args([*required, *flags.split()])
+    assert (args.max_num_seqs, args.enable_prefix_caching, args.enforce_eager) == (3, False, True)
+    assert (args.gpu_memory_utilization, args.async_scheduling, args.kv_cache_bytes) == (0.5, False, 1000)
+    assert (args.dtype, args.host) == ("float32", "127.0.0.1")
+
+
+def stream_lines(response):
+    return (json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {"))
+
+
+LONG = {"prompt": "a b c", "max_tokens": 400, "ignore_eos": True, "temperature": 0, "stream": True}
+
+
+def test_on_sigterm_the_command_finishes_what_runs_and_takes_no_more(llm):
+    (expected,) = ids_of(llm, "a b c", temperature=0, max_tokens=400, ignore_eos=True)
+    with command("--served-model-name", "demo", NANOENGINE_API_KEY="k") as (process, url):
+        curl = ["curl", "-sS", "-H", "Authorization: Bearer k", "-H", "Content-Type: application/json"]
+        asked = json.dumps({"model": "demo", "messages": QUESTION, "temperature": 0})
+        printed = subprocess.run(
+            [*curl, f"{url}/v1/chat/completions", "-d", asked], check=True, capture_output=True, text=True
+        ).stdout
+        assert json.loads(printed)["choices"][0]["message"]["content"] == "27 + 58 = 85"
+        with (
+            httpx.Client(headers={"Authorization": "Bearer k"}, timeout=60) as client,
+            client.stream("POST", f"{url}/v1/completions", json={**LONG, **WITH_IDS}) as answer,
+        ):
+            pieces = stream_lines(answer)
+            tokens = next(pieces)["choices"][0]["token_ids"]
+            process.send_signal(signal.SIGTERM)
+            wait_until(lambda: client.get(f"{url}/health").status_code == 503)
+            refused = client.post(f"{url}/v1/completions", json={"prompt": "a"})
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+            for piece in pieces:
+                tokens += piece["choices"][0]["token_ids"]
+        assert tokens == expected
+        assert process.wait(20) == 0
+        lines = [json.loads(line) for line in process.stdout]
+        assert [line["status"] for line in lines if line["path"].startswith("/v1")] == [200, 503, 200]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_what_runs_longer_than_drain_seconds_ends_with_an_error(stream):
+    engine = AsyncLLM(str(DEMO), num_kv_blocks=100)
+    with served(engine) as (url, service), slow_steps(service), httpx.Client(timeout=60) as client:
+        with client.stream("POST", f"{url}/v1/completions", json={**LONG, "stream": True}) as answer:
+            pieces = stream_lines(answer)
+            next(pieces)
+            if stream:
+                service.server.handle_exit(signal.SIGTERM, None)
+                *_, last = pieces
+        if not stream:
+            threading.Timer(0.3, service.server.handle_exit, (signal.SIGTERM, None)).start()
+            refused = client.post(f"{url}/v1/completions", json={**LONG, "stream": False})
+            assert refused.status_code == 503
+            last = refused.json()
+        assert last["error"]["message"] == "the server is shutting down"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["serve", "--model", "/nowhere"], "/nowhere"),
+        (["serve", "--model", str(DEMO), "--block-size", "0"], "block_size must be an integer"),
+        ([], "usage: nanoengine serve"),
+    ],
+)
+def test_a_command_that_cannot_serve_says_why_and_ends(flags, message, monkeypatch, capsys):
+    from nanoengine.addons import server
+
+    monkeypatch.setattr(sys, "argv", ["nanoengine", *flags])
+    with pytest.raises(SystemExit) as caught:
+        server.command()
+    assert caught.value.code != 0
+    assert message in capsys.readouterr().err + str(caught.value)

@@ -1,0 +1,200 @@
+"""The server under load: hundreds of clients of every kind at once, every answer the offline one."""
+
+import asyncio
+import json
+import random
+import statistics
+import time
+from collections import Counter
+from subprocess import DEVNULL
+
+import httpx
+import psutil
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from nanoengine import LLM, SamplingParams
+from tests.helpers import DEMO
+from tests.serving import command, wait_until
+
+SECONDS = 60
+CLIENTS = 500
+MAX_TOKENS = 40
+KEY = "load"
+
+
+def questions() -> list[str]:
+    sums = [f"What is {a} + {b}?" for a, b in ((27, 58), (3, 4), (11, 80), (45, 45), (9, 90), (33, 21))]
+    counts = [f"Count from {a} to {a + 9}." for a in range(1, 40, 6)]
+    words = ("attention", "token", "lantern", "sailor", "cache", "queue")
+    return sums + counts + [f"Spell the word {word} backwards." for word in words]
+
+
+class Client:
+    """One of many, each with its own kind of manners; what it sees goes into shared lists."""
+
+    def __init__(self, port, expected, seed, seen, latencies):
+        self.port, self.expected, self.seen, self.latencies = port, expected, seen, latencies
+        self.rng = random.Random(seed)
+
+    async def run(self, deadline):
+        kinds = [self.whole] * 2 + [self.stream] * 10 + [self.slow] * 2 + [self.leave] * 3
+        kinds += [self.malformed, self.huge, self.wrong_key]
+        while time.monotonic() < deadline:
+            kind = self.rng.choice(kinds)
+            reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=2**16)
+            try:
+                await kind(reader, writer)
+            finally:
+                writer.close()
+            self.seen[kind.__name__] += 1
+
+    async def send(self, writer, body, key=KEY):
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
+        head += f"Content-Type: application/json\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        await writer.drain()
+
+    async def ask(self, writer, **fields):
+        self.question = self.rng.randrange(len(self.expected))
+        self.wanted = self.rng.randint(1, MAX_TOKENS)
+        ids, answer = self.expected[self.question]
+        body = {
+            "prompt": ids,
+            "max_tokens": self.wanted,
+            "temperature": 0,
+            "return_token_ids": True,
+            **fields,
+        }
+        self.started = time.monotonic()
+        await self.send(writer, json.dumps(body).encode())
+        return answer[: self.wanted]
+
+    async def status(self, reader):
+        line = await reader.readline()
+        while (await reader.readline()) not in (b"\r\n", b""):
+            pass
+        return int(line.split()[1])
+
+    async def pieces(self, reader):
+        """Token ids as they come; the body is chunked, and a chunk is an event."""
+        while line := await reader.readline():
+            if line.startswith(b"data: {"):
+                (choice,) = json.loads(line[6:])["choices"]
+                yield choice["token_ids"]
+            elif line == b"data: [DONE]\n":
+                return
+        raise AssertionError("a stream ended in the middle")
+
+    async def whole(self, reader, writer):
+        answer = await self.ask(writer)
+        assert await self.status(reader) == 200
+        (choice,) = json.loads(await reader.read())["choices"]
+        assert choice["token_ids"] == answer
+        self.latencies["whole answer"].append(time.monotonic() - self.started)
+
+    async def stream(self, reader, writer, pause=0.0):
+        answer, tokens = await self.ask(writer, stream=True), []
+        assert await self.status(reader) == 200
+        last = None
+        async for new in self.pieces(reader):
+            now = time.monotonic()
+            if not pause:
+                name = "between outputs" if last else "first output"
+                self.latencies[name].append(now - (last or self.started))
+            last, tokens = now, tokens + new
+            await asyncio.sleep(self.rng.random() * pause)
+        assert tokens == answer
+
+    async def slow(self, reader, writer):
+        await self.stream(reader, writer, pause=0.5)
+
+    async def leave(self, reader, writer):
+        stream = self.rng.random() < 0.7
+        await self.ask(writer, stream=stream)
+        if stream and self.rng.random() < 0.7:
+            assert await self.status(reader) == 200
+            left = self.rng.randint(1, 5)
+            async for _ in self.pieces(reader):
+                left -= 1
+                if not left:
+                    break
+        else:
+            await asyncio.sleep(self.rng.random())
+
+    async def malformed(self, reader, writer):
+        bodies = [
+            b"{",
+            b"[" * 5000,
+            b"\xff",
+            b'{"prompt": 7}',
+            b'{"prompt": "a", "n": -1}',
+            b'{"prompt": "\\ud800"}',
+        ]
+        await self.send(writer, self.rng.choice(bodies))
+        assert await self.status(reader) == 400
+
+    async def huge(self, reader, writer):
+        await self.send(writer, b" " * self.rng.randint(200_000, 2_000_000))
+        assert await self.status(reader) == 413
+
+    async def wrong_key(self, reader, writer):
+        await self.send(writer, b'{"prompt": "a"}', key=self.rng.choice(["", "loa", "loadx", "é"]))
+        assert await self.status(reader) == 401
+
+
+@pytest.mark.slow
+def test_hundreds_of_clients_get_whole_right_answers_and_leave_nothing_behind():
+    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+    with LLM(DEMO, num_kv_blocks=200) as llm:
+        chats = [[{"role": "user", "content": question}] for question in questions()]
+        outputs = llm.chat(chats, params, use_tqdm=False)
+    expected = [(output.prompt_token_ids, output.outputs[0].token_ids) for output in outputs]
+    seen: Counter[str] = Counter()
+    latencies: dict[str, list[float]] = {"first output": [], "between outputs": [], "whole answer": []}
+    memory = []
+    # So few blocks that sequences are preempted, and so few at a time that clients wait.
+    flags = "--max-num-seqs 64 --max-waiting 1000 --max-body-bytes 100000 --block-size 8 --num-kv-blocks 100"
+    with command(*flags.split(), stdout=DEVNULL, NANOENGINE_API_KEY=KEY) as (process, url):
+        server = psutil.Process(process.pid)
+
+        async def main():
+            start = time.monotonic()
+            clients = [
+                Client(int(url.rsplit(":", 1)[1]), expected, seed, seen, latencies) for seed in range(CLIENTS)
+            ]
+
+            async def watch():
+                while True:
+                    memory.append((time.monotonic() - start, server.memory_info().rss / 2**20))
+                    await asyncio.sleep(1)
+
+            watcher = asyncio.create_task(watch())
+            try:
+                await asyncio.gather(*(client.run(start + SECONDS) for client in clients))
+            finally:
+                watcher.cancel()
+
+        asyncio.run(main())
+
+        def gauges():
+            text = httpx.get(f"{url}/metrics", headers={"Authorization": f"Bearer {KEY}"}).text
+            return {
+                sample.name: sample.value
+                for family in text_string_to_metric_families(text)
+                for sample in family.samples
+            }
+
+        names = ("vllm:kv_cache_usage_perc", "vllm:num_requests_running", "vllm:num_requests_waiting")
+        wait_until(lambda: [gauges()[name] for name in names] == [0, 0, 0])
+        print(f"\n{dict(seen)}, {gauges()['vllm:num_preemptions_total']:.0f} preemptions")
+        assert gauges()["vllm:num_preemptions_total"] > 0
+    for name, seconds in latencies.items():
+        percentiles = statistics.quantiles(seconds, n=100)
+        print(f"{name}: p50 {percentiles[49]:.3f} s, p99 {percentiles[98]:.3f} s of {len(seconds)}")
+    settled = [mib for second, mib in memory if second > SECONDS / 3]
+    print(f"memory after a third: {settled[0]:.0f} MiB, at the end {settled[-1]:.0f} MiB")
+    assert settled[-1] - settled[0] < 32
+    assert (
+        min(seen[name] for name in ("whole", "stream", "slow", "leave", "malformed", "huge", "wrong_key")) > 5
+    )

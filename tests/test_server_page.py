@@ -1,0 +1,157 @@
+"""The page to chat with a model, in a real browser."""
+
+import pytest
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+
+from nanoengine import AsyncLLM
+from tests.browser import chromium
+from tests.helpers import DEMO, chain_checkpoint
+from tests.serving import is_empty, served, slow_steps, wait_until
+
+MARKUP = "<b id=x>"
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    with chromium(tmp_path_factory.mktemp("profile"), width=390, height=844) as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def demo():
+    with served(AsyncLLM(str(DEMO), num_kv_blocks=100)) as (url, service):
+        yield url, service
+
+
+@pytest.fixture
+def page(browser, demo):
+    browser.get(demo[0])
+    yield browser
+    # Nothing failed and nothing was blocked; and nothing was asked for anywhere else.
+    wrong = [line for line in browser.get_log("browser") if line["level"] == "SEVERE"]
+    assert [line for line in wrong if "status of 4" not in line["message"]] == []
+    asked = browser.execute_script("return performance.getEntriesByType('resource').map((one) => one.name)")
+    assert all(name.startswith((demo[0], "data:")) for name in asked)
+
+
+def find(page, selector):
+    return page.find_elements(By.CSS_SELECTOR, selector)
+
+
+def texts(page, selector):
+    return [element.get_attribute("textContent") for element in find(page, selector)]
+
+
+def write(page, text):
+    page.find_element(By.ID, "text").send_keys(text)
+
+
+def press_send(page):
+    page.find_element(By.ID, "send").click()
+
+
+def test_a_question_is_answered_and_the_next_one_knows_it(page, demo, monkeypatch):
+    bodies = []
+    answer = demo[1].answer
+    monkeypatch.setattr(
+        demo[1], "answer", lambda body, ticket: (bodies.append(body), answer(body, ticket))[1]
+    )
+    wait_until(lambda: texts(page, "#model") == ["demo"])
+    page.find_element(By.CSS_SELECTOR, "summary").click()
+    page.find_element(By.ID, "temperature").send_keys("0")
+    write(page, "What is 27 + 58?")
+    press_send(page)
+    wait_until(lambda: len(find(page, ".note")) == 1)
+    assert texts(page, ".message") == ["What is 27 + 58?", "27 + 58 = 85"]
+    assert texts(page, ".note")[0].startswith("13 tokens in ")
+    write(page, "What is 3 + 4?")
+    press_send(page)
+    wait_until(lambda: len(find(page, ".note")) == 2)
+    assert [message["content"] for message in bodies[1].messages] == [
+        "What is 27 + 58?",
+        "27 + 58 = 85",
+        "What is 3 + 4?",
+    ]
+    page.find_element(By.ID, "new").click()
+    wait_until(lambda: find(page, ".message") == [])
+
+
+def test_an_answer_is_shown_as_it_comes_and_stop_ends_it_on_the_server_too(page, demo):
+    _, service = demo
+    with slow_steps(service, 0.1):
+        write(page, "Count from 1 to 90.")
+        press_send(page)
+        lengths = set()
+        wait_until(lambda: lengths.add(len(texts(page, ".message")[-1])) or len(lengths) > 3)
+        assert page.find_element(By.ID, "send").text == "Stop"
+        press_send(page)
+        wait_until(lambda: is_empty(service) and service.num_samples == 0)
+    wait_until(lambda: texts(page, ".note") == ["stopped"])
+    assert page.find_element(By.ID, "send").text == "Send"
+    assert find(page, ".running") == []
+
+
+def test_a_new_chat_begins_while_an_answer_comes(page, demo):
+    with slow_steps(demo[1], 0.1):
+        write(page, "Count from 1 to 90.")
+        press_send(page)
+        wait_until(lambda: len(find(page, ".message")) == 2)
+        page.find_element(By.ID, "new").click()
+        wait_until(lambda: find(page, ".message") + find(page, ".note") == [])
+    assert page.execute_script("return messages.length") == 0
+
+
+def test_an_error_is_shown_and_the_question_kept(page, demo):
+    page.find_element(By.CSS_SELECTOR, "summary").click()
+    tokens = page.find_element(By.ID, "tokens")
+    page.execute_script("arguments[0].value = '2.5'", tokens)  # a browser would not send it
+    page.execute_script("document.getElementById('form').noValidate = true")
+    write(page, "hello")
+    press_send(page)
+    wait_until(lambda: find(page, ".error"))
+    assert "max_tokens" in texts(page, ".error")[0]
+    assert page.find_element(By.ID, "text").get_attribute("value") == "hello"
+    assert find(page, ".message") == []
+
+
+def test_what_users_and_models_write_is_never_html(browser, tmp_path):
+    engine = AsyncLLM(str(chain_checkpoint(tmp_path, MARKUP)), num_kv_blocks=100)
+    with served(engine) as (url, service):
+        service.checkpoint.tokenizer.chat_template = "{{ messages[-1]['content'] }}"
+        browser.get(url)
+        find(browser, "summary")[0].click()
+        browser.find_element(By.ID, "tokens").send_keys("24")
+        write(browser, MARKUP + Keys.ENTER)
+        wait_until(lambda: texts(browser, ".note"))
+        assert texts(browser, ".message") == [MARKUP, MARKUP * 3]
+        assert find(browser, "#x") == []
+
+
+def test_a_key_is_asked_for_and_sent(browser):
+    with served(AsyncLLM(str(DEMO), num_kv_blocks=50), api_key="k") as (url, _):
+        browser.get(url)
+        wait_until(lambda: find(browser, ".error"))
+        assert "API key" in texts(browser, ".error")[0]
+        browser.find_element(By.ID, "key").send_keys("k" + Keys.TAB)
+        wait_until(lambda: texts(browser, "#model") == ["demo"])
+
+
+@pytest.mark.parametrize("width", [320, 390, 1280])
+def test_the_page_fits_its_window(width, browser, demo):
+    browser.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride",
+        {"width": width, "height": 700, "deviceScaleFactor": 1, "mobile": width < 800},
+    )
+    browser.get(demo[0])
+    find(browser, "summary")[0].click()
+    browser.execute_script("show('message user', 'x'.repeat(500)); show('message', 'word '.repeat(900))")
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    for selector in ("#text", "#send", "#new", "#system", "#key"):
+        box = find(browser, selector)[0].rect
+        assert box["x"] >= 0
+        assert box["x"] + box["width"] <= width
+        assert 0 <= box["y"] <= 700 - box["height"], selector
+    size = browser.execute_script("return getComputedStyle(document.getElementById('text')).fontSize")
+    assert float(size.removesuffix("px")) >= 16  # below, a phone zooms in on a field
+    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
