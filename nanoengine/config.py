@@ -1,7 +1,9 @@
 """Every setting of an engine, validated once."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -44,6 +46,8 @@ class EngineConfig:
         "auto"  # "nanoengine": models/decoder.py; "transformers": its own code; auto: the first that can
     )
     trust_remote_code: bool = False
+    # A file for JSON lines, or what takes the events: addons/trace.py
+    trace: str | Path | Callable[[Any], Any] | None = None
 
     def __post_init__(self) -> None:
         """Check ranges."""
@@ -59,6 +63,8 @@ class EngineConfig:
             check_bool(name, getattr(self, name))
         if self.async_scheduling is not None:
             check_bool("async_scheduling", self.async_scheduling)
+        if not (self.trace is None or isinstance(self.trace, (str, Path)) or callable(self.trace)):
+            raise TypeError(f"trace must be a path or take events, got {self.trace!r}")
         if self.tensor_parallel_size != 1:
             raise ValueError(f"tensor_parallel_size must be 1, got {self.tensor_parallel_size!r}")
         if self.num_kv_blocks is not None and self.kv_cache_bytes is not None:
