@@ -1,6 +1,7 @@
 """What an engine did, step by step: recorded as it runs, and shown.
 
     LLM(..., trace="run.jsonl")                                # JSON lines, or a callable that takes events
+    python -m nanoengine.addons.trace run.jsonl -o run.html    # a page to step through, in any browser
     python -m nanoengine.addons.trace run.jsonl -o run.json    # Chrome trace events, for ui.perfetto.dev
 
 A trace is a `Start`, then a `Step` for each call of `LLMEngine.step` in which something changed. A step's
@@ -21,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
@@ -505,19 +507,30 @@ def load(path: str | Path) -> list[Event]:
 
 
 def save(events: Iterable[Event], path: str | Path) -> None:
-    """Write a trace as what the name's ending says: .jsonl, .json (Chrome trace events).
+    """Write a trace as what the name's ending says: .jsonl, .html (a page), .json (Chrome trace events).
 
     Raises:
         ValueError: another ending.
     """
     path = Path(path)
-    if path.suffix == ".json":
+    if path.suffix == ".html":
+        text = page(events)
+    elif path.suffix == ".json":
         text = json.dumps({"traceEvents": list(chrome_events(events)), "displayTimeUnit": "ms"})
     elif path.suffix == ".jsonl":
         text = "".join(json.dumps(event, separators=(",", ":")) + "\n" for event in events)
     else:
-        raise ValueError(f"a trace is written as .json or .jsonl, got {path}")
+        raise ValueError(f"a trace is written as .html, .json or .jsonl, got {path}")
     path.write_text(text, encoding="utf-8")
+
+
+def page(events: Iterable[Event]) -> str:
+    """A trace as one HTML page that needs nothing else, not even a network."""
+    template = files("nanoengine.addons").joinpath("trace_viewer.html").read_text(encoding="utf-8")
+    # JSON has "<" in strings only, where the escape means the same: no text of a prompt can end the element.
+    data = ",\n".join(json.dumps(event, separators=(",", ":")).replace("<", "\\u003c") for event in events)
+    before, after = template.split("/* the trace */")
+    return f"{before}[{data}]{after}"
 
 
 def chrome_events(events: Iterable[Event]) -> Iterator[dict[str, Any]]:
@@ -578,7 +591,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Turn a trace into what the output's ending asks for."""
     parser = argparse.ArgumentParser(prog="python -m nanoengine.addons.trace", description=main.__doc__)
     parser.add_argument("trace", type=Path, help="JSON lines, as LLM(..., trace=...) writes them")
-    parser.add_argument("-o", "--output", type=Path, required=True, help="run.json, for Perfetto")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="run.html, or run.json for Perfetto")
     args = parser.parse_args(arguments)
     try:
         save(load(args.trace), args.output)
