@@ -240,6 +240,69 @@ def long_run(num_steps: int) -> list:
     return events
 
 
+def test_it_has_the_engine_s_state_at_any_step_it_jumps_to(open_page):
+    """Preemptions, priorities, aborts, a failed step and a reset: the page replays them as the engine did."""
+    rng = random.Random(1)
+    events: list = []
+    scheduler = make_scheduler(num_blocks=24, block_size=4, max_num_seqs=6, max_num_batched_tokens=24)
+    blocks = scheduler.block_manager
+    tracer = Tracer(scheduler, events.append)
+    beginnings = [[rng.randrange(9) for _ in range(16)] for _ in range(3)]
+    expected = []
+    for seq_id in range(300):
+        if seq_id < 280 and len(scheduler.waiting) < 4:
+            prompt = rng.choice(beginnings) + [rng.randrange(9) for _ in range(rng.randrange(12))]
+            scheduler.add(
+                make_sequence(seq_id, prompt, rng.choice([0, 0, 1]), max_tokens=rng.randrange(1, 30))
+            )
+        batch = scheduler.schedule()
+        if seq_id % 97 == 96:
+            scheduler.recover()
+        else:
+            scheduler.update(batch, [rng.randrange(9) for _ in batch.sampled_seqs])
+        if seq_id % 31 == 30 and scheduler.running:
+            scheduler.finish(rng.choice(scheduler.running), "abort")
+        blocks.reset_prefix_cache()
+        tracer.end_step()
+        if len(events) > len(expected) + 1:
+            expected.append(
+                {
+                    "refs": [block.ref_count for block in blocks.blocks],
+                    "tables": [[seq.seq_id, list(seq.block_table)] for seq in scheduler.running],
+                    "computed": [seq.num_computed_tokens for seq in scheduler.running],
+                    "waiting": [seq.seq_id for seq in scheduler.waiting],
+                    "empty": [block.block_id for block in blocks.empty_blocks],
+                    "evictable": list(blocks.evictable_blocks),
+                    "preemptions": scheduler.num_preemptions,
+                    "hits": [blocks.num_query_hits, blocks.num_query_tokens],
+                }
+            )
+    assert scheduler.num_preemptions > 20
+    browser = open_page(events)
+    order = rng.sample(range(len(expected)), 60) + list(range(100, 160))
+    shown = browser.execute_script(
+        """
+        return arguments[0].map(index => {
+            show(index);
+            const running = state.queue("running");
+            return {
+                refs: state.blocks.map(one => one.refs.length),
+                tables: running.map(one => [one.seq, one.table]),
+                computed: running.map(one => one.computed),
+                waiting: state.queue("waiting").map(one => one.seq),
+                empty: [...state.empty],
+                evictable: [...state.evictable],
+                preemptions: state.preemptions,
+                hits: [state.hitTokens, state.queryTokens],
+            };
+        });
+        """,
+        order,
+    )
+    for index, of_page in zip(order, shown, strict=True):
+        assert of_page == expected[index], f"after step {index + 1}"
+
+
 @pytest.mark.slow
 def test_five_thousand_steps_stay_fluid(open_page):
     events = long_run(5000)
