@@ -415,6 +415,16 @@ def test_a_trace_that_cannot_be_written_ends_and_the_answers_come(caplog):
     assert [record.message for record in caplog.records] == ["the trace cannot be written and ends here"]
 
 
+def test_a_tokenizer_that_fails_on_a_token_ends_the_trace_and_not_the_request(caplog, monkeypatch):
+    monkeypatch.setattr(trace, "_token_text", lambda backend, token_id: 1 / 0)
+    events: list = []
+    with LLM(DEMO, num_kv_blocks=20, trace=events.append) as llm, caplog.at_level(logging.ERROR):
+        output = llm.chat([{"role": "user", "content": "What is 27 + 58?"}], use_tqdm=False)[0]
+    assert output.outputs[0].text == "27 + 58 = 85"
+    assert [event["event"] for event in events] == ["start"]
+    assert [record.message for record in caplog.records] == ["the trace cannot be written and ends here"]
+
+
 def test_a_target_that_takes_no_trace_is_refused(tmp_path):
     with pytest.raises(TypeError, match="trace must be a path or take events, got 5"):
         LLM(DEMO, trace=5)

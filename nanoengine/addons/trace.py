@@ -190,7 +190,7 @@ Event = Start | Step
 class Tracer:
     """Follows a scheduler and its block manager, and writes a `Step` at each `end_step`.
 
-    A `write` that fails ends the trace with a line in the log, and never a step.
+    Where `write` or `text_of` fails, the trace ends with a line in the log, and the step goes on.
 
     Args:
         scheduler: has to be unused so far.
@@ -223,8 +223,8 @@ class Tracer:
         self._taken: list[int] = []  # by the call of `allocate` or `may_append` that runs
         self._evicted: list[int] = []
         self._short: int | None = None  # the sequence that a block could not be found for
-        self._texts: dict[str, str] = {}
-        self._seen: set[int] = set()  # token ids
+        self._new_token_ids: dict[int, None] = {}  # since the last step, each once
+        self._told: set[int] = set()  # token ids whose texts are written
         self._wrapped: list[tuple[object, str, Callable[..., Any]]] = [
             (scheduler, "add", self._add),
             (scheduler, "schedule", self._schedule),
@@ -240,7 +240,7 @@ class Tracer:
         for owner, name, wrapper in self._wrapped:
             setattr(owner, name, partial(wrapper, getattr(owner, name)))
         self._emit(
-            {
+            lambda: {
                 "event": "start",
                 "version": VERSION,
                 "model": model,
@@ -257,37 +257,39 @@ class Tracer:
         """Write what changed since the last call, if anything did."""
         if not self._changes:
             return
-        seconds = {
-            phase: round(total - self._seconds_before[phase], 7) for phase, total in self._seconds.items()
-        }
-        self._emit(
-            {
-                "event": "step",
-                "step": self._step,
-                "time_s": round(time.perf_counter() - self._began, 7),
-                "seconds": seconds,
-                "changes": self._changes,
-                "block_tables": [
-                    {"seq": seq.seq_id, "blocks": list(seq.block_table)} for seq in self._touched.values()
-                ],
-                "num_free_blocks": self.blocks.num_free_blocks,
-                "num_running": len(self.scheduler.running),
-                "num_waiting": len(self.scheduler.waiting),
-                "texts": self._texts,
-            }
-        )
+        self._emit(self._take_step)
         self._step += 1
-        self._changes, self._touched, self._texts = [], {}, {}
+        self._changes, self._touched, self._new_token_ids = [], {}, {}
         self._seconds_before = dict(self._seconds)
+
+    def _take_step(self) -> Step:
+        new = sorted(self._new_token_ids.keys() - self._told)
+        self._told.update(new)
+        return {
+            "event": "step",
+            "step": self._step,
+            "time_s": round(time.perf_counter() - self._began, 7),
+            "seconds": {
+                phase: round(total - self._seconds_before[phase], 7) for phase, total in self._seconds.items()
+            },
+            "changes": self._changes,
+            "block_tables": [
+                {"seq": seq.seq_id, "blocks": list(seq.block_table)} for seq in self._touched.values()
+            ],
+            "num_free_blocks": self.blocks.num_free_blocks,
+            "num_running": len(self.scheduler.running),
+            "num_waiting": len(self.scheduler.waiting),
+            "texts": {str(token_id): self._text_of(token_id) for token_id in new} if self._text_of else {},
+        }
 
     def close(self) -> None:
         """Write what is left, and follow no further."""
         self.end_step()
         self._detach()
 
-    def _emit(self, event: Event) -> None:
+    def _emit(self, make_event: Callable[[], Event]) -> None:
         try:
-            self._write(event)
+            self._write(make_event())
         except Exception:
             logging.getLogger(__name__).exception("the trace cannot be written and ends here")
             self._detach()
@@ -312,7 +314,7 @@ class Tracer:
                 "max_num_tokens": seq.max_num_tokens,
             }
         )
-        self._note_texts(seq.token_ids)
+        self._new_token_ids |= dict.fromkeys(seq.token_ids)
 
     def _schedule(self, schedule: "Callable[[], ScheduledBatch]") -> "ScheduledBatch":
         batch = schedule()
@@ -347,7 +349,7 @@ class Tracer:
             }
             self._changes.insert(position, tokens)
             for seq in grown:
-                self._note_texts(seq.token_ids[before[seq] :])
+                self._new_token_ids |= dict.fromkeys(seq.token_ids[before[seq] :])
 
     def _recover(self, recover: Callable[[], None]) -> None:
         self._in_flight.clear()
@@ -441,12 +443,6 @@ class Tracer:
         clear()
         self._changes.append({"change": "clear"})
 
-    def _note_texts(self, token_ids: Iterable[int]) -> None:
-        if self._text_of is not None:
-            new = dict.fromkeys(token_ids).keys() - self._seen
-            self._seen |= new
-            self._texts |= {str(token_id): self._text_of(token_id) for token_id in sorted(new)}
-
 
 def trace_engine(engine: "LLMEngine", target: str | Path | Callable[[Any], Any]) -> Tracer:
     """Have an engine traced to a file of JSON lines, each written as soon as its step ends, or to a callable.
@@ -458,11 +454,15 @@ def trace_engine(engine: "LLMEngine", target: str | Path | Callable[[Any], Any])
     requests = engine._request_of
     tokenizer = engine.checkpoint.tokenizer
     model = Path(engine.config.model)
+    if callable(target):
+        write = target
+    else:
+        path = Path(target).resolve()
+        path.write_text("")
+        write = partial(_append_line, path)
     return Tracer(
         engine.scheduler,
-        target
-        if callable(target)
-        else partial(_write_line, open(target, "w", encoding="utf-8", buffering=1)),
+        write,
         model=model.resolve().name if model.exists() else str(engine.config.model),
         request_of=lambda seq_id: str(requests[seq_id].request_id),
         text_of=None if tokenizer is None else partial(_token_text, tokenizer.backend_tokenizer),
@@ -470,8 +470,9 @@ def trace_engine(engine: "LLMEngine", target: str | Path | Callable[[Any], Any])
     )
 
 
-def _write_line(file: Any, event: Event) -> None:
-    file.write(json.dumps(event, separators=(",", ":")) + "\n")
+def _append_line(path: Path, event: Event) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(event, separators=(",", ":")) + "\n")
 
 
 def _token_text(backend: Any, token_id: int) -> str:
