@@ -1,6 +1,7 @@
 """Ask a model a few questions: `python example.py` needs no download, it runs the bundled model.
 
 python example.py --model Qwen/Qwen3-0.6B --prompt "introduce yourself"
+python example.py --trace run.html    # a page that shows the run step by step
 """
 
 import argparse
@@ -9,8 +10,10 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from nanoengine import LLM, SamplingParams
+from nanoengine.addons.trace import Event, save
 
 DEMO = Path(__file__).parent / "nanoengine" / "demo"
 PASSAGE = (
@@ -30,6 +33,17 @@ QUESTIONS = [
     "Spell the word attention backwards.",
     "List the primes below 100.",
     f"Remember this passage: {PASSAGE} Here is some noise: {NOISE} Repeat the passage.",
+]
+# What a trace is made of: a cache so small that sequences are preempted, questions that are asked twice, and
+# two that begin with the same passage.
+TRACED = {"num_kv_blocks": 112, "block_size": 4, "max_num_batched_tokens": 64}
+TRACED_QUESTIONS = [
+    *QUESTIONS[:4],
+    QUESTIONS[0],
+    QUESTIONS[-1],
+    f"Remember this passage: {PASSAGE} Here is some noise: {NOISE[: NOISE.index(' The quiet')]} "
+    "Repeat the passage.",
+    QUESTIONS[1],
 ]
 
 
@@ -70,6 +84,7 @@ def main() -> None:
     parser.add_argument("--chat", action="store_true", help="hold a conversation")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--trace", help="show the run: a file that ends in .html, .json (Perfetto) or .jsonl")
     args = parser.parse_args()
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # whoever reads the output may stop, as `head` does
@@ -84,28 +99,44 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Chat, or ask the questions and print the answers."""
+    """Chat, or ask the questions and print the answers; show the run, where that is asked for."""
     params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
-    with LLM(args.model) as llm:
+    events: list[Event] = []
+    settings: dict[str, Any] = {}
+    if args.trace:
+        save(events, args.trace)  # a file that cannot be written is refused before the run, not after it
+        settings["trace"] = events.append
+    questions = args.prompt or QUESTIONS
+    if args.trace and not args.prompt and args.model == str(DEMO):
+        settings |= TRACED
+        questions = TRACED_QUESTIONS
+    with LLM(args.model, **settings) as llm:
         if args.chat:
             chat(llm, params)
-            return
-        questions = args.prompt or QUESTIONS
-        start = time.perf_counter()
-        if getattr(llm.get_tokenizer(), "chat_template", None):
-            conversations = [[{"role": "user", "content": question}] for question in questions]
-            outputs = llm.chat(conversations, params)
         else:
-            outputs = llm.generate(questions, params)
-        elapsed = time.perf_counter() - start
+            ask(llm, questions, params)
+    if args.trace:
+        save(events, args.trace)
+        print(f"\n{args.trace} shows {len(events) - 1} steps")
 
-        for question, output in zip(questions, outputs, strict=True):
-            num_tokens = len(output.prompt_token_ids)
-            if len(question) > 300:
-                question = f"{question[:240]} [...] {question[-30:]}"
-            print(f"\nQ ({num_tokens} tokens): {question}\nA: {output.outputs[0].text}")
-        num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-        print(f"\n{num_tokens} tokens in {elapsed:.2f} s: {num_tokens / elapsed:.0f} tokens/s")
+
+def ask(llm: LLM, questions: list[str], params: SamplingParams) -> None:
+    """Answer questions, all at once."""
+    start = time.perf_counter()
+    if getattr(llm.get_tokenizer(), "chat_template", None):
+        conversations = [[{"role": "user", "content": question}] for question in questions]
+        outputs = llm.chat(conversations, params)
+    else:
+        outputs = llm.generate(questions, params)
+    elapsed = time.perf_counter() - start
+
+    for question, output in zip(questions, outputs, strict=True):
+        num_tokens = len(output.prompt_token_ids)
+        if len(question) > 300:
+            question = f"{question[:240]} [...] {question[-30:]}"
+        print(f"\nQ ({num_tokens} tokens): {question}\nA: {output.outputs[0].text}")
+    num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    print(f"\n{num_tokens} tokens in {elapsed:.2f} s: {num_tokens / elapsed:.0f} tokens/s")
 
 
 if __name__ == "__main__":

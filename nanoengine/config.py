@@ -1,5 +1,6 @@
 """Every setting of an engine, validated once."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,8 @@ class EngineConfig:
         "auto"  # "nanoengine": models/decoder.py; "transformers": its own code; auto: the first that can
     )
     trust_remote_code: bool = False
+    # A file for JSON lines, or what takes the events: addons/trace.py
+    trace: str | Path | Callable[[Any], Any] | None = None
 
     def __post_init__(self) -> None:
         """Check ranges."""
@@ -95,6 +98,8 @@ class EngineConfig:
                 "async_scheduling=True does not go with speculative_config: what to guess depends on the "
                 "tokens of the step before"
             )
+        if not (self.trace is None or isinstance(self.trace, (str, Path)) or callable(self.trace)):
+            raise TypeError(f"trace must be a path or take events, got {self.trace!r}")
         if self.tensor_parallel_size != 1:
             raise ValueError(f"tensor_parallel_size must be 1, got {self.tensor_parallel_size!r}")
         if self.num_kv_blocks is not None and self.kv_cache_bytes is not None:

@@ -1112,6 +1112,11 @@ class LLMEngine:
         self.num_steps = self.num_prompt_tokens = self.num_generation_tokens = 0
         self._stats = RequestStats(self.max_model_len)  # of those that ended
         self._is_closed, self._owner = False, Owner()
+        self._tracer = None
+        if config.trace is not None:
+            from nanoengine.addons.trace import trace_engine
+
+            self._tracer = trace_engine(self, config.trace)
         print(what_runs(self), file=sys.stderr)
 
     # -- what users call
@@ -1199,6 +1204,9 @@ class LLMEngine:
                 self.scheduler.recover()
                 self._hand_over([request for request in self._requests.values() if request.has_news])
                 raise
+            finally:
+                if self._tracer is not None:
+                    self._tracer.end_step()
         if not self._requests:
             self._owner.release()
         return self._outputs.take(self._outputs)
@@ -1252,6 +1260,8 @@ class LLMEngine:
         self._owner.claim()
         self._is_closed = True
         self.abort_request(list(self._requests))
+        if self._tracer is not None:
+            self._tracer.close()
         self._in_flight.clear()
         self._outputs.clear()
         self.runner.close()

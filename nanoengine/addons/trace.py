@@ -1,0 +1,607 @@
+"""What an engine did, step by step: recorded as it runs, and shown.
+
+    LLM(..., trace="run.jsonl")                                # JSON lines, or a callable that takes events
+    python -m nanoengine.addons.trace run.jsonl -o run.html    # a page to step through, in any browser
+    python -m nanoengine.addons.trace run.jsonl -o run.json    # Chrome trace events, for ui.perfetto.dev
+
+A trace is a `Start`, then a `Step` for each call of `LLMEngine.step` in which something changed. A step's
+changes stand in the order in which they happened, so that whoever replays them has every queue, block table
+and reference count, and both lists of free blocks in the order of eviction. `version` goes up when a field
+changes its meaning or goes; fields may be added without.
+
+How it sees them: to compare the state after two steps would not be enough. In one call of `schedule` a block
+can be freed by a preemption, evicted and handed to another sequence, and be hit again in the next. So while
+tracing is on, a few methods of the scheduler and the block manager are wrapped, on these two objects alone;
+off, there is nothing.
+"""
+
+import argparse
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
+
+if TYPE_CHECKING:
+    from nanoengine.engine import LLMEngine, ScheduledBatch, Scheduler, Sequence
+
+VERSION = 1
+
+# ---- the schema ----------------------------------------------------------------------------------
+# Sequences go by `seq`, their seq_id, the order of arrival; blocks by their block_id.
+
+
+class Start(TypedDict):
+    """The first event: what does not change."""
+
+    event: Literal["start"]
+    version: int
+    model: str  # hub id, or the directory's name
+    block_size: int  # tokens
+    num_blocks: int  # usable ones: 1 to num_blocks
+    max_num_seqs: int
+    max_num_batched_tokens: int  # the token budget of a step
+    max_chunk_tokens: int  # most tokens of one sequence in a step
+    enable_prefix_caching: bool
+
+
+class Add(TypedDict):
+    """A sequence was queued, since the step before."""
+
+    change: Literal["add"]
+    seq: int
+    request: str  # request_id; its samples are several sequences
+    priority: int
+    token_ids: list[int]  # the prompt
+    max_num_tokens: int  # prompt and output at most
+
+
+class Refuse(TypedDict):
+    """The head of the waiting queue was not admitted: too few blocks were free. Those behind it wait too."""
+
+    change: Literal["refuse"]
+    seq: int
+    num_needed: int  # of the free blocks: new ones, and hits that are free
+    num_free: int
+
+
+class Admit(TypedDict):
+    """A waiting sequence got blocks for all of its tokens, and runs."""
+
+    change: Literal["admit"]
+    seq: int
+    hits: list[int]  # blocks of the prefix cache, the beginning of its block table
+    revived: list[int]  # those of the hits that were free
+    taken: list[int]  # free blocks, the rest of its block table
+    evicted: list[int]  # those of the taken ones whose registered content was lost
+    num_computed_tokens: int  # of the hits; one less where they are the whole sequence
+
+
+class Append(TypedDict):
+    """A running sequence's block table grew: its next token did not fit."""
+
+    change: Literal["append"]
+    seq: int
+    taken: list[int]
+    evicted: list[int]
+
+
+class Register(TypedDict):
+    """Blocks that the step being scheduled fills became findable."""
+
+    change: Literal["register"]
+    seq: int
+    first: int  # index in the block table of the first one
+    blocks: list[int]
+    prefix_ids: list[int]  # one per block; equal for blocks with the same tokens after the same prefix
+
+
+class Chunk(TypedDict):
+    """Tokens [start, end) of a sequence, computed in this step."""
+
+    seq: int
+    start: int
+    end: int
+    samples: bool  # it reaches the sequence's end: a token is drawn
+
+
+class Schedule(TypedDict):
+    """The step's batch is complete; its tokens count as computed from here on."""
+
+    change: Literal["schedule"]
+    num_tokens: int
+    chunks: list[Chunk]
+
+
+class NewTokens(TypedDict):
+    """What a sequence took from a step."""
+
+    seq: int
+    token_ids: list[int]
+
+
+class Tokens(TypedDict):
+    """The tokens that a step drew arrived: this step's, or with async scheduling an earlier one's."""
+
+    change: Literal["tokens"]
+    of_step: int
+    tokens: list[NewTokens]
+    discarded: list[int]  # sequences that had ended by then, or whose token could not be drawn
+
+
+class Free(TypedDict):
+    """A sequence gave its blocks back: it ended, or was preempted and waits again with its tokens."""
+
+    change: Literal["free"]
+    seq: int
+    why: str  # "preempted", or its finish_reason
+    for_seq: int | None  # whoever needed a block, where preempted; may be the sequence itself
+    freed: list[int]  # blocks that are free now, in this order: the last of the table first
+    shared: list[int]  # blocks that others still hold
+
+
+class Fail(TypedDict):
+    """The step raised; what was running waits again, with the tokens it had. A `Clear` follows."""
+
+    change: Literal["fail"]
+    error: str
+
+
+class Clear(TypedDict):
+    """No block is held, and nothing can be found, any more: after a failure, or the user's reset."""
+
+    change: Literal["clear"]
+
+
+Change = Add | Refuse | Admit | Append | Register | Schedule | Tokens | Free | Fail | Clear
+
+
+class Table(TypedDict):
+    """A sequence's block table as it is at the end of a step."""
+
+    seq: int
+    blocks: list[int]
+
+
+class Step(TypedDict):
+    """What happened between the end of the step before and the end of this one."""
+
+    event: Literal["step"]
+    step: int  # from 1
+    time_s: float  # when it ended, in seconds since the trace began
+    seconds: dict[str, float]  # of each phase: schedule, inputs, forward, sample, update
+    changes: list[Change]
+    block_tables: list[Table]  # those that the changes touched
+    num_free_blocks: int
+    num_running: int
+    num_waiting: int
+    texts: dict[str, str]  # token id -> its text, for ids that no step before had; empty without a tokenizer
+
+
+Event = Start | Step
+
+# ---- recording -----------------------------------------------------------------------------------
+
+
+class Tracer:
+    """Follows a scheduler and its block manager, and writes a `Step` at each `end_step`.
+
+    Where `write` or `text_of` fails, the trace ends with a line in the log, and the step goes on.
+
+    Args:
+        scheduler: has to be unused so far.
+        write: takes the events.
+        model: for the `Start`.
+        request_of: the request that a sequence belongs to, by seq_id.
+        text_of: a token's text; None: there is no tokenizer.
+        seconds: counts the phases' seconds up, as `Stopwatch` does.
+    """
+
+    def __init__(
+        self,
+        scheduler: "Scheduler",
+        write: Callable[[Event], Any],
+        *,
+        model: str = "",
+        request_of: Callable[[int], str] = str,
+        text_of: Callable[[int], str] | None = None,
+        seconds: dict[str, float] | None = None,
+    ) -> None:
+        self.scheduler, self.blocks = scheduler, scheduler.block_manager
+        self._write, self._request_of, self._text_of = write, request_of, text_of
+        self._seconds: dict[str, float] = {} if seconds is None else seconds
+        self._seconds_before = dict(self._seconds)
+        self._began = time.perf_counter()
+        self._step = 1
+        self._changes: list[Change] = []  # since the last step
+        self._touched: dict[int, Sequence] = {}  # sequences whose block table changed, by seq_id
+        self._in_flight: list[tuple[ScheduledBatch, int]] = []  # and the step it was scheduled in
+        self._taken: list[int] = []  # by the call of `allocate` or `may_append` that runs
+        self._evicted: list[int] = []
+        self._short: int | None = None  # the sequence that a block could not be found for
+        self._new_token_ids: dict[int, None] = {}  # since the last step, each once
+        self._told: set[int] = set()  # token ids whose texts are written
+        self._wrapped: list[tuple[object, str, Callable[..., Any]]] = [
+            (scheduler, "add", self._add),
+            (scheduler, "schedule", self._schedule),
+            (scheduler, "update", self._update),
+            (scheduler, "recover", self._recover),
+            (self.blocks, "allocate", self._allocate),
+            (self.blocks, "may_append", self._may_append),
+            (self.blocks, "register_full_blocks", self._register_full_blocks),
+            (self.blocks, "free", self._free),
+            (self.blocks, "clear", self._clear),
+            (self.blocks, "_take_free_block", self._take_free_block),
+        ]
+        for owner, name, wrapper in self._wrapped:
+            setattr(owner, name, partial(wrapper, getattr(owner, name)))
+        self._emit(
+            lambda: {
+                "event": "start",
+                "version": VERSION,
+                "model": model,
+                "block_size": self.blocks.block_size,
+                "num_blocks": self.blocks.num_blocks,
+                "max_num_seqs": scheduler.max_num_seqs,
+                "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+                "max_chunk_tokens": scheduler.max_chunk_tokens,
+                "enable_prefix_caching": self.blocks.enable_prefix_caching,
+            }
+        )
+
+    def end_step(self) -> None:
+        """Write what changed since the last call, if anything did."""
+        if not self._changes:
+            return
+        self._emit(self._take_step)
+        self._step += 1
+        self._changes, self._touched, self._new_token_ids = [], {}, {}
+        self._seconds_before = dict(self._seconds)
+
+    def _take_step(self) -> Step:
+        new = sorted(self._new_token_ids.keys() - self._told)
+        self._told.update(new)
+        return {
+            "event": "step",
+            "step": self._step,
+            "time_s": round(time.perf_counter() - self._began, 7),
+            "seconds": {
+                phase: round(total - self._seconds_before[phase], 7) for phase, total in self._seconds.items()
+            },
+            "changes": self._changes,
+            "block_tables": [
+                {"seq": seq.seq_id, "blocks": list(seq.block_table)} for seq in self._touched.values()
+            ],
+            "num_free_blocks": self.blocks.num_free_blocks,
+            "num_running": len(self.scheduler.running),
+            "num_waiting": len(self.scheduler.waiting),
+            "texts": {str(token_id): self._text_of(token_id) for token_id in new} if self._text_of else {},
+        }
+
+    def close(self) -> None:
+        """Write what is left, and follow no further."""
+        self.end_step()
+        self._detach()
+
+    def _emit(self, make_event: Callable[[], Event]) -> None:
+        try:
+            self._write(make_event())
+        except Exception:
+            logging.getLogger(__name__).exception("the trace cannot be written and ends here")
+            self._detach()
+
+    def _detach(self) -> None:
+        for owner, name, _ in self._wrapped:
+            delattr(owner, name)
+        self._wrapped = []
+        self._write = lambda event: None
+
+    # -- the wrappers: each takes the method in its place first
+
+    def _add(self, add: Callable[..., None], seq: "Sequence") -> None:
+        add(seq)
+        self._changes.append(
+            {
+                "change": "add",
+                "seq": seq.seq_id,
+                "request": self._request_of(seq.seq_id),
+                "priority": seq.priority,
+                "token_ids": list(seq.token_ids),
+                "max_num_tokens": seq.max_num_tokens,
+            }
+        )
+        self._new_token_ids |= dict.fromkeys(seq.token_ids)
+
+    def _schedule(self, schedule: "Callable[[], ScheduledBatch]") -> "ScheduledBatch":
+        batch = schedule()
+        if batch.chunks:
+            if batch.sampled_seqs:
+                self._in_flight.append((batch, self._step))
+            chunks: list[Chunk] = [
+                {"seq": chunk.seq.seq_id, "start": chunk.start, "end": chunk.end, "samples": chunk.is_last}
+                for chunk in batch.chunks
+            ]
+            self._changes.append({"change": "schedule", "num_tokens": batch.num_tokens, "chunks": chunks})
+        return batch
+
+    def _update(
+        self, update: "Callable[..., list[Sequence]]", batch: "ScheduledBatch", *arguments: Any
+    ) -> "list[Sequence]":
+        of_step = [step for one, step in self._in_flight if one is batch]
+        if not of_step:  # nobody is due a token
+            return update(batch, *arguments)
+        self._in_flight = [entry for entry in self._in_flight if entry[0] is not batch]
+        before = {seq: len(seq.token_ids) for seq in batch.sampled_seqs}
+        position = len(self._changes)  # before the blocks that it frees, which the tokens are the reason of
+        try:
+            return update(batch, *arguments)
+        finally:
+            grown = [seq for seq, length in before.items() if len(seq.token_ids) > length]
+            tokens: Tokens = {
+                "change": "tokens",
+                "of_step": of_step[0],
+                "tokens": [{"seq": s.seq_id, "token_ids": s.token_ids[before[s] :]} for s in grown],
+                "discarded": [seq.seq_id for seq in before if seq not in grown],
+            }
+            self._changes.insert(position, tokens)
+            for seq in grown:
+                self._new_token_ids |= dict.fromkeys(seq.token_ids[before[seq] :])
+
+    def _recover(self, recover: Callable[[], None]) -> None:
+        self._in_flight.clear()
+        self._touched |= {seq.seq_id: seq for seq in self.scheduler.running}
+        self._changes.append({"change": "fail", "error": repr(sys.exception())})
+        recover()
+
+    def _allocate(self, allocate: "Callable[[Sequence], bool]", seq: "Sequence") -> bool:
+        self._taken, self._evicted = [], []
+        admitted = allocate(seq)
+        blocks = self.blocks.blocks
+        if not admitted:
+            hits = self.blocks.find_prefix(seq)[0]
+            num_needed = self.blocks.num_blocks_for(seq.num_tokens) - sum(hit.ref_count > 0 for hit in hits)
+            num_free = self.blocks.num_free_blocks
+            self._changes.append(
+                {"change": "refuse", "seq": seq.seq_id, "num_needed": num_needed, "num_free": num_free}
+            )
+            return False
+        num_hits = seq.num_hit_tokens // self.blocks.block_size
+        hit_ids = seq.block_table[:num_hits]
+        self._changes.append(
+            {
+                "change": "admit",
+                "seq": seq.seq_id,
+                "hits": hit_ids,
+                "revived": [block_id for block_id in hit_ids if blocks[block_id].ref_count == 1],
+                "taken": self._taken,
+                "evicted": self._evicted,
+                "num_computed_tokens": seq.num_computed_tokens,
+            }
+        )
+        self._touched[seq.seq_id] = seq
+        return True
+
+    def _may_append(self, may_append: "Callable[[Sequence], bool]", seq: "Sequence") -> bool:
+        self._taken, self._evicted = [], []
+        has_room = may_append(seq)
+        if not has_room:
+            self._short = seq.seq_id
+        elif self._taken:
+            self._changes.append(
+                {"change": "append", "seq": seq.seq_id, "taken": self._taken, "evicted": self._evicted}
+            )
+            self._touched[seq.seq_id] = seq
+        return has_room
+
+    def _take_free_block(self, take_free_block: Callable[..., int], *arguments: Any) -> int:
+        num_evictable = len(self.blocks.evictable_blocks)
+        block_id = take_free_block(*arguments)
+        self._taken.append(block_id)
+        if len(self.blocks.evictable_blocks) < num_evictable:
+            self._evicted.append(block_id)
+        return block_id
+
+    def _register_full_blocks(
+        self, register_full_blocks: Callable[..., None], seq: "Sequence", num_tokens: int
+    ) -> None:
+        first = seq.num_registered_blocks
+        register_full_blocks(seq, num_tokens)
+        block_ids = seq.block_table[first : seq.num_registered_blocks]
+        if block_ids:
+            prefix_ids = [self.blocks.blocks[block_id].prefix_id for block_id in block_ids]
+            self._changes.append(
+                {
+                    "change": "register",
+                    "seq": seq.seq_id,
+                    "first": first,
+                    "blocks": block_ids,
+                    "prefix_ids": prefix_ids,
+                }
+            )
+
+    def _free(self, free: "Callable[[Sequence], None]", seq: "Sequence") -> None:
+        block_ids = list(reversed(seq.block_table))
+        free(seq)
+        held = {block_id for block_id in block_ids if self.blocks.blocks[block_id].ref_count > 0}
+        self._changes.append(
+            {
+                "change": "free",
+                "seq": seq.seq_id,
+                "why": seq.finish_reason or "preempted",
+                "for_seq": None if seq.finish_reason else self._short,
+                "freed": [block_id for block_id in block_ids if block_id not in held],
+                "shared": [block_id for block_id in block_ids if block_id in held],
+            }
+        )
+        self._touched[seq.seq_id] = seq
+
+    def _clear(self, clear: Callable[[], None]) -> None:
+        clear()
+        self._changes.append({"change": "clear"})
+
+
+def trace_engine(engine: "LLMEngine", target: str | Path | Callable[[Any], Any]) -> Tracer:
+    """Have an engine traced to a file of JSON lines, each written as soon as its step ends, or to a callable.
+
+    Raises:
+        OSError: the file cannot be written.
+        ValueError: a sequence has more than one block table, blocks leave them, or tokens are guessed ahead.
+    """
+    if engine.scheduler.block_manager.windows != (None,) or engine.scheduler.propose is not None:
+        raise ValueError("trace follows neither sliding windows nor speculative_config yet")
+    # Whatever of the engine is kept here must not lead to the cache: its memory is freed with the engine.
+    requests = engine._request_of
+    tokenizer = engine.checkpoint.tokenizer
+    model = Path(engine.config.model)
+    if callable(target):
+        write = target
+    else:
+        path = Path(target).resolve()
+        path.write_text("")
+        write = partial(_append_line, path)
+    return Tracer(
+        engine.scheduler,
+        write,
+        model=model.resolve().name if model.exists() else str(engine.config.model),
+        request_of=lambda seq_id: str(requests[seq_id].request_id),
+        text_of=None if tokenizer is None else partial(_token_text, tokenizer.backend_tokenizer),
+        seconds=engine.runner.stopwatch.seconds,
+    )
+
+
+def _append_line(path: Path, event: Event) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(event, separators=(",", ":")) + "\n")
+
+
+def _token_text(backend: Any, token_id: int) -> str:
+    """A token by itself; the space before it, which SentencePiece strips, is kept."""
+    text = str(backend.decode([token_id], skip_special_tokens=False))
+    starts_word = str(backend.id_to_token(token_id)).startswith("▁")
+    return " " + text if starts_word and not text.startswith(" ") else text
+
+
+# ---- showing -------------------------------------------------------------------------------------
+
+
+def load(path: str | Path) -> list[Event]:
+    """The events of a file of JSON lines; a last line that was cut off is left out.
+
+    Raises:
+        ValueError: it is no trace, or one of another version.
+    """
+    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    events: list[Event] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            events.append(json.loads(line))
+        except ValueError as error:
+            if number < len(lines) or number == 1:
+                raise ValueError(f"{path}, line {number}: {error}") from error
+    start: Any = events[0] if events else None
+    if not isinstance(start, dict) or start.get("event") != "start":
+        raise ValueError(f"{path} is no trace: its first line has to be a start event")
+    if start["version"] != VERSION:
+        raise ValueError(f"{path} is a trace of version {start['version']}, and this reads {VERSION}")
+    return events
+
+
+def save(events: Iterable[Event], path: str | Path) -> None:
+    """Write a trace as what the name's ending says: .jsonl, .html (a page), .json (Chrome trace events).
+
+    Raises:
+        ValueError: another ending.
+    """
+    path = Path(path)
+    if path.suffix == ".html":
+        text = page(events)
+    elif path.suffix == ".json":
+        text = json.dumps({"traceEvents": list(chrome_events(events)), "displayTimeUnit": "ms"})
+    elif path.suffix == ".jsonl":
+        text = "".join(json.dumps(event, separators=(",", ":")) + "\n" for event in events)
+    else:
+        raise ValueError(f"a trace is written as .html, .json or .jsonl, got {path}")
+    path.write_text(text, encoding="utf-8")
+
+
+def page(events: Iterable[Event]) -> str:
+    """A trace as one HTML page that needs nothing else, not even a network."""
+    template = files("nanoengine.addons").joinpath("trace_viewer.html").read_text(encoding="utf-8")
+    # JSON has "<" in strings only, where the escape means the same: no text of a prompt can end the element.
+    data = ",\n".join(json.dumps(event, separators=(",", ":")).replace("<", "\\u003c") for event in events)
+    before, after = template.split("/* the trace */")
+    return f"{before}[{data}]{after}"
+
+
+def chrome_events(events: Iterable[Event]) -> Iterator[dict[str, Any]]:
+    """Chrome trace events: a track of the phases, one per sequence, and counters.
+
+    Source: the Trace Event Format,
+    https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+    """
+    engine, sequences = {"pid": 0, "tid": 0}, 1
+    yield {"ph": "M", "name": "process_name", **engine, "args": {"name": "engine"}}
+    yield {"ph": "M", "name": "thread_name", **engine, "args": {"name": "phases of a step"}}
+    yield {"ph": "M", "name": "process_name", "pid": sequences, "tid": 0, "args": {"name": "sequences"}}
+    num_blocks, num_prompt_tokens = 0, {}
+    for event in events:
+        if event["event"] == "start":
+            num_blocks = event["num_blocks"]
+            continue
+        end = event["time_s"] * 1e6  # microseconds, as all times of the format
+        begin = now = end - sum(event["seconds"].values()) * 1e6
+        for phase, seconds in event["seconds"].items():
+            args = {"step": event["step"]}
+            yield {"ph": "X", "name": phase, **engine, "ts": now, "dur": seconds * 1e6, "args": args}
+            now += seconds * 1e6
+        for change in event["changes"]:
+            if change["change"] == "add":
+                track = {"pid": sequences, "tid": change["seq"]}
+                num_prompt_tokens[change["seq"]] = len(change["token_ids"])
+                name = f"request {change['request']}, sequence {change['seq']}"
+                yield {"ph": "M", "name": "thread_name", **track, "args": {"name": name}}
+            elif change["change"] == "schedule":
+                for chunk in change["chunks"]:
+                    num_tokens = chunk["end"] - chunk["start"]
+                    is_prompt = chunk["start"] < num_prompt_tokens[chunk["seq"]]
+                    kind = "prompt" if is_prompt else "decode" if num_tokens == 1 else "again"
+                    yield {
+                        "ph": "X",
+                        "name": f"{kind} [{chunk['start']}, {chunk['end']})",
+                        "cat": kind,
+                        "pid": sequences,
+                        "tid": chunk["seq"],
+                        "ts": begin,
+                        "dur": end - begin,
+                        "args": {"step": event["step"], "tokens": num_tokens},
+                    }
+            elif change["change"] == "free":
+                track = {"pid": sequences, "tid": change["seq"]}
+                yield {"ph": "i", "name": change["why"], "s": "t", **track, "ts": end, "args": change}
+        used = num_blocks - event["num_free_blocks"]
+        for name, value in (
+            ("blocks in use", used),
+            ("sequences running", event["num_running"]),
+            ("sequences waiting", event["num_waiting"]),
+        ):
+            yield {"ph": "C", "name": name, "pid": engine["pid"], "ts": end, "args": {name: value}}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Turn a trace into what the output's ending asks for."""
+    parser = argparse.ArgumentParser(prog="python -m nanoengine.addons.trace", description=main.__doc__)
+    parser.add_argument("trace", type=Path, help="JSON lines, as LLM(..., trace=...) writes them")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="run.html, or run.json for Perfetto")
+    args = parser.parse_args(arguments)
+    try:
+        save(load(args.trace), args.output)
+    except (OSError, ValueError) as error:
+        sys.exit(f"{parser.prog}: {error}")
+
+
+if __name__ == "__main__":
+    main()

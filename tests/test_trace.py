@@ -1,0 +1,503 @@
+"""A trace says what happened: whoever replays it has every table, count and queue that the engine had."""
+
+import gc
+import itertools
+import json
+import logging
+import weakref
+from collections import OrderedDict, deque
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from nanoengine import LLM, SamplingParams
+from nanoengine.addons import trace
+from nanoengine.addons.trace import Tracer
+from nanoengine.engine import Sequence
+from tests.helpers import DEMO, is_busy, make_scheduler, make_sequence, run_step
+
+# ---- the checker: it knows the documented schema, and nothing of the writer -----------------------
+
+
+class Replay:
+    """The engine's state, from events alone. What does not fit what went before is an AssertionError."""
+
+    def __init__(self):
+        self.tokens: dict[int, list[int]] = {}
+        self.order: dict[int, tuple[int, int]] = {}
+        self.tables: dict[int, list[int]] = {}  # of those that run
+        self.reported: dict[int, list[int]] = {}  # the same, as the events state them
+        self.computed: dict[int, int] = {}
+        self.waiting: set[int] = set()
+        self.ended: dict[int, str] = {}
+        self.sampling: dict[int, list[int]] = {}  # step -> who is due a token of it
+        self.num_steps = 0
+        self.texts: dict[str, str] = {}
+
+    def take(self, event):
+        event = json.loads(json.dumps(event))  # a callable's events are those of a file
+        if event["event"] == "start":
+            self.start = event
+            self.forget_blocks()
+            return
+        self.num_steps += 1
+        assert event["step"] == self.num_steps
+        assert not self.texts.keys() & event["texts"].keys(), "a token's text is told once"
+        self.texts |= event["texts"]
+        for change in event["changes"]:
+            getattr(self, f"on_{change.pop('change')}")(**change)
+        self.reported |= {table["seq"]: table["blocks"] for table in event["block_tables"]}
+        assert {seq: blocks for seq, blocks in self.reported.items() if blocks} == self.tables
+        assert event["num_free_blocks"] == len(self.empty) + len(self.evictable)
+        assert (event["num_running"], event["num_waiting"]) == (len(self.tables), len(self.waiting))
+        assert not self.tables.keys() & self.waiting
+
+    def forget_blocks(self):
+        self.ref_counts = dict.fromkeys(range(self.start["num_blocks"] + 1), 0)
+        self.empty = deque(range(1, self.start["num_blocks"] + 1))
+        self.evictable: OrderedDict[int, None] = OrderedDict()
+        self.content: dict[int, tuple[int, ...]] = {}  # of registered blocks: all tokens up to their end
+        self.prefixes: dict[int, int] = {}  # block -> prefix_id
+
+    def pop_blocks(self, taken, evicted):
+        lost = []
+        for block in taken:
+            if self.empty:
+                assert self.empty.popleft() == block
+            else:
+                assert self.evictable.popitem(last=False)[0] == block
+                del self.content[block], self.prefixes[block]
+                lost.append(block)
+            self.ref_counts[block] = 1
+        assert lost == evicted
+
+    def on_add(self, seq, request, priority, token_ids, max_num_tokens):
+        assert seq not in self.tokens
+        self.tokens[seq], self.order[seq] = token_ids, (priority, seq)
+        self.waiting.add(seq)
+
+    def head(self):
+        return min(self.waiting, key=self.order.__getitem__)
+
+    def on_refuse(self, seq, num_needed, num_free):
+        assert seq == self.head()
+        assert num_needed > num_free == len(self.empty) + len(self.evictable)
+
+    def on_admit(self, seq, hits, revived, taken, evicted, num_computed_tokens):
+        assert seq == self.head()
+        size, known = self.start["block_size"], self.tokens[seq]
+        for i, block in enumerate(hits):
+            assert self.content[block] == tuple(known[: (i + 1) * size]), "a hit on other tokens"
+        assert revived == [block for block in hits if block in self.evictable]
+        for block in hits:
+            self.evictable.pop(block, None)
+            self.ref_counts[block] += 1
+        self.pop_blocks(taken, evicted)
+        assert len(known) <= len(hits + taken) * size
+        assert num_computed_tokens == min(len(hits) * size, len(known) - 1)
+        self.tables[seq], self.computed[seq] = hits + taken, num_computed_tokens
+        self.waiting.remove(seq)
+
+    def on_append(self, seq, taken, evicted):
+        assert taken
+        self.pop_blocks(taken, evicted)
+        self.tables[seq] += taken
+
+    def on_register(self, seq, first, blocks, prefix_ids):
+        size = self.start["block_size"]
+        assert blocks == self.tables[seq][first : first + len(blocks)]
+        for i, (block, prefix_id) in enumerate(zip(blocks, prefix_ids, strict=True), first + 1):
+            assert len(self.tokens[seq]) >= i * size
+            assert block not in self.content
+            content = tuple(self.tokens[seq][: i * size])
+            twins = [other for other, held in self.content.items() if held == content]
+            assert all(self.prefixes[twin] == prefix_id for twin in twins)
+            assert bool(twins) == (prefix_id in self.prefixes.values())
+            self.content[block], self.prefixes[block] = content, prefix_id
+
+    def on_schedule(self, num_tokens, chunks):
+        assert num_tokens == sum(chunk["end"] - chunk["start"] for chunk in chunks)
+        assert num_tokens <= self.start["max_num_batched_tokens"]
+        for chunk in chunks:
+            assert chunk["start"] == self.computed[chunk["seq"]]
+            self.computed[chunk["seq"]] = chunk["end"]
+        if due := [chunk["seq"] for chunk in chunks if chunk["samples"]]:
+            self.sampling[self.num_steps] = due
+
+    def on_tokens(self, of_step, tokens, discarded):
+        due = self.sampling.pop(of_step)
+        assert all(step > of_step for step in self.sampling), "an older step is still in flight"
+        assert sorted(due) == sorted([one["seq"] for one in tokens] + discarded)
+        for one in tokens:
+            assert one["seq"] not in self.ended
+            self.tokens[one["seq"]] += one["token_ids"]
+
+    def on_free(self, seq, why, for_seq, freed, shared):
+        table = self.tables.pop(seq, [])
+        self.computed.pop(seq, None)
+        assert sorted(freed + shared) == sorted(table)
+        for block in reversed(table):
+            self.ref_counts[block] -= 1
+            assert (block in freed) == (self.ref_counts[block] == 0)
+        assert freed == [block for block in reversed(table) if block in freed], "tails go first"
+        for block in freed:
+            if block in self.content:
+                self.evictable[block] = None
+            else:
+                self.empty.appendleft(block)
+        if why == "preempted":
+            assert for_seq == seq or for_seq in self.tables
+            assert all(self.order[seq] > self.order[other] for other in self.tables)
+            self.waiting.add(seq)
+        else:
+            assert for_seq is None
+            assert (seq in self.waiting) != bool(table)
+            self.waiting.discard(seq)
+            self.ended[seq] = why
+
+    def on_fail(self, error):
+        self.sampling.clear()
+
+    def on_clear(self):
+        self.waiting |= self.tables.keys()
+        self.tables, self.computed = {}, {}
+        self.forget_blocks()
+
+
+def compare(replay: Replay, scheduler) -> None:
+    """Assert that a replay has what the scheduler and its blocks have."""
+    blocks = scheduler.block_manager
+    assert {seq.seq_id: seq.block_table for seq in scheduler.running} == replay.tables
+    assert {seq.seq_id: seq.num_computed_tokens for seq in scheduler.running} == replay.computed
+    assert {seq.seq_id for seq in scheduler.waiting} == replay.waiting
+    for seq in scheduler.running + scheduler.waiting:
+        assert seq.token_ids == replay.tokens[seq.seq_id]
+    assert {block.block_id: block.ref_count for block in blocks.blocks} == replay.ref_counts
+    assert [block.block_id for block in blocks.empty_blocks] == list(replay.empty)
+    assert list(blocks.evictable_blocks) == list(replay.evictable)
+    assert {block.block_id: block.prefix_id for block in blocks.blocks if block.key} == replay.prefixes
+
+
+def traced(scheduler) -> tuple[Tracer, Replay]:
+    replay = Replay()
+    return Tracer(scheduler, replay.take), replay
+
+
+# ---- workloads of all kinds ----------------------------------------------------------------------
+
+PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
+STEPS = st.tuples(st.just("step"), st.lists(st.sampled_from([0, 1, 0, 1, 3, None]), min_size=5, max_size=5))
+ACTIONS = st.one_of(
+    st.tuples(st.just("add"), PROMPTS, st.integers(-1, 1)),
+    st.tuples(st.just("add"), st.sampled_from([[0, 1] * 4, [0, 1] * 6, [0, 1] * 3 + [1]]), st.just(0)),
+    STEPS,
+    STEPS,
+    st.tuples(st.just("steps"), st.integers(2, 9)),
+    st.tuples(st.just("abort"), st.integers(0, 9)),
+    st.sampled_from([("fail",), ("reset",)]),
+)
+
+
+@settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    block_size=st.sampled_from([1, 2, 4]),
+    num_blocks=st.integers(2, 10),
+    max_num_seqs=st.integers(1, 5),
+    budget=st.sampled_from([2, 5, 64, 64]),
+    threshold=st.sampled_from([0, 0, 3]),
+    caching=st.sampled_from([True, True, True, False]),
+    overlap=st.booleans(),
+    actions=st.lists(ACTIONS, min_size=10, max_size=40),
+)
+def test_a_replay_has_every_table_count_and_queue_after_every_step(
+    block_size, num_blocks, max_num_seqs, budget, threshold, caching, overlap, actions
+):
+    """Also with steps in flight, preemptions, priorities, aborts, failed steps and small pools."""
+    scheduler = make_scheduler(
+        num_blocks,
+        block_size,
+        caching,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        long_prefill_token_threshold=threshold,
+        max_model_len=24,
+    )
+    tracer, replay = traced(scheduler)
+    seqs: list[Sequence] = []
+    in_flight: deque = deque()
+
+    def step(tokens):
+        batch = scheduler.schedule()
+        if batch.chunks:
+            in_flight.append(batch)
+        while len(in_flight) > (overlap and bool(batch.chunks)):
+            due = in_flight.popleft()
+            scheduler.update(due, tokens[: len(due.sampled_seqs)])
+        tracer.end_step()
+        compare(replay, scheduler)
+
+    for kind, *arguments in actions:
+        if kind == "add" and len(arguments[0]) <= num_blocks * block_size:
+            seq = make_sequence(len(seqs), *arguments, max_tokens=9)
+            seq.stop_ids = frozenset({3})
+            seqs.append(seq)
+            scheduler.add(seq)
+        elif kind == "step":
+            step(arguments[0])
+        elif kind == "steps":
+            for i in range(arguments[0]):
+                step([i % 2] * max_num_seqs)
+        elif kind == "abort" and is_busy(scheduler):
+            unfinished = scheduler.running + scheduler.waiting
+            scheduler.finish(unfinished[arguments[0] % len(unfinished)], "abort")
+        elif kind == "fail" and is_busy(scheduler):
+            scheduler.schedule()
+            in_flight.clear()
+            scheduler.recover()
+        elif kind == "reset":
+            scheduler.block_manager.reset_prefix_cache()
+        tracer.end_step()
+        compare(replay, scheduler)
+        assert {seq.seq_id: seq.finish_reason for seq in seqs if seq.is_finished} == replay.ended
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_real_engine_s_file_replays_and_its_tokens_are_the_answers(tmp_path, async_scheduling):
+    path = tmp_path / "run.jsonl"
+    texts = [
+        "What is 27 + 58?",
+        "Count from 8 to 21.",
+        "What is 27 + 58?",
+        "Spell the word attention backwards.",
+    ]
+    replay = Replay()
+    with LLM(
+        DEMO,
+        num_kv_blocks=14,
+        block_size=4,
+        max_num_batched_tokens=16,
+        async_scheduling=async_scheduling,
+        trace=path,
+    ) as llm:
+        chats = [[{"role": "user", "content": text}] for text in texts]
+        outputs = llm.chat(chats, SamplingParams(temperature=0, max_tokens=30), use_tqdm=False)
+        for line in path.read_text().splitlines():  # each is there as soon as its step ended
+            replay.take(json.loads(line))
+        compare(replay, llm.scheduler)
+        assert llm.metrics()["num_preemptions"] > 0
+        assert llm.metrics()["prefix_cache_hits"] > 0
+    for seq, output in enumerate(outputs):
+        assert replay.tokens[seq] == output.prompt_token_ids + output.outputs[0].token_ids
+        assert replay.ended[seq] == output.outputs[0].finish_reason
+    said = "".join(replay.texts[str(token)] for token in replay.tokens[3])
+    assert said.endswith(
+        "Spell the word attention backwards.<|im_end|>\n<|im_start|>assistant\nnoitnetta<|im_end|>"
+    )
+    start, *steps = trace.load(path)
+    assert start["model"] == "demo"  # where it lies is nobody's business
+    assert all(sum(step["seconds"].values()) > 0 for step in steps)
+    of_step = {
+        step["step"]: c["of_step"] for step in steps for c in step["changes"] if c["change"] == "tokens"
+    }
+    assert set(step - of for step, of in of_step.items()) == {int(async_scheduling)}
+
+
+# ---- by hand -------------------------------------------------------------------------------------
+
+
+def steps_of(scheduler, *tokens):
+    """The changes of each step, every sampled sequence taking that step's token."""
+    events: list = []
+    tracer = Tracer(scheduler, events.append)
+    for token in tokens:
+        run_step(scheduler, token)
+        tracer.end_step()
+    tracer.close()
+    return [event["changes"] for event in events[1:]]
+
+
+def test_a_preemption_names_who_needed_the_block_and_what_stays_findable():
+    """Blocks of 2, 3 of them. Sequence 1 is preempted for 0, whose second token needs a block."""
+    scheduler = make_scheduler(num_blocks=3, block_size=2)
+    scheduler.add(make_sequence(0, [1, 2]))
+    scheduler.add(make_sequence(1, [5, 6, 7]))
+    _, second = steps_of(scheduler, 9, 9)
+    assert second == [
+        {"change": "free", "seq": 1, "why": "preempted", "for_seq": 0, "freed": [3, 2], "shared": []},
+        {"change": "append", "seq": 0, "taken": [3], "evicted": []},
+        {
+            "change": "schedule",
+            "num_tokens": 1,
+            "chunks": [{"seq": 0, "start": 2, "end": 3, "samples": True}],
+        },
+        {"change": "tokens", "of_step": 2, "tokens": [{"seq": 0, "token_ids": [9]}], "discarded": []},
+    ]
+
+
+def test_a_hit_says_which_blocks_were_free_and_whose_content_was_lost_for_the_rest():
+    """Blocks of 2, 4 of them. 0 has ended; 1 begins as it did; 2 is 0's first block and no more."""
+    scheduler = make_scheduler(num_blocks=4, block_size=2)
+    scheduler.add(make_sequence(0, [1, 2, 3, 4, 5, 6, 7, 8], max_tokens=1))
+    (first,) = steps_of(scheduler, 9)
+    assert first[-1] == {
+        "change": "free",
+        "seq": 0,
+        "why": "length",
+        "for_seq": None,
+        "freed": [4, 3, 2, 1],
+        "shared": [],
+    }
+    scheduler.add(make_sequence(1, [1, 2, 3, 4, 6]))
+    scheduler.add(make_sequence(2, [1, 2]))
+    ((one, two, _, _),) = steps_of(scheduler, 9)
+    assert one == {
+        "change": "admit",
+        "seq": 1,
+        "hits": [1, 2],
+        "revived": [1, 2],
+        "taken": [4],
+        "evicted": [4],
+        "num_computed_tokens": 4,
+    }
+    # A full hit, on a block that 1 holds: one token is computed all the same, and nothing was free for it.
+    assert two == {
+        "change": "admit",
+        "seq": 2,
+        "hits": [1],
+        "revived": [],
+        "taken": [],
+        "evicted": [],
+        "num_computed_tokens": 1,
+    }
+
+
+def test_a_failed_step_is_in_the_trace_with_its_reason(tmp_path, monkeypatch):
+    replay = Replay()
+    events: list = []
+    with LLM(DEMO, num_kv_blocks=8, block_size=8, trace=lambda e: (events.append(e), replay.take(e))) as llm:
+        monkeypatch.setattr(llm.llm_engine.runner, "launch", lambda *args: 1 / 0)
+        llm.add_request("a", "Who are you?")
+        with pytest.raises(ZeroDivisionError):
+            llm.step()
+        compare(replay, llm.scheduler)
+        assert events[-1]["changes"][-2] == {
+            "change": "fail",
+            "error": "ZeroDivisionError('division by zero')",
+        }
+        monkeypatch.undo()
+        llm.abort_request("a")
+    assert replay.ended == {0: "abort"}  # written when the engine closed
+    assert events[1]["changes"][0]["request"] == "a"
+
+
+# ---- around it -----------------------------------------------------------------------------------
+
+
+def test_without_a_trace_nothing_of_the_engine_is_touched():
+    with LLM(DEMO, num_kv_blocks=8) as llm:
+        bare = vars(llm.scheduler).keys() | vars(llm.scheduler.block_manager).keys()
+    with LLM(DEMO, num_kv_blocks=8, trace=lambda event: None) as llm:
+        owners = llm.scheduler, llm.scheduler.block_manager
+        assert {"allocate", "free", "schedule"} <= {name for owner in owners for name in vars(owner)}
+        llm.close()
+        assert {name for owner in owners for name in vars(owner)} == bare
+
+
+def test_a_trace_that_cannot_be_written_ends_and_the_answers_come(caplog):
+    def full(event):
+        if event["event"] == "step":
+            raise OSError("no space left on device")
+
+    with LLM(DEMO, num_kv_blocks=20, trace=full) as llm, caplog.at_level(logging.ERROR):
+        output = llm.chat([{"role": "user", "content": "What is 27 + 58?"}], use_tqdm=False)[0]
+    assert output.outputs[0].text == "27 + 58 = 85"
+    assert [record.message for record in caplog.records] == ["the trace cannot be written and ends here"]
+
+
+def test_a_tokenizer_that_fails_on_a_token_ends_the_trace_and_not_the_request(caplog, monkeypatch):
+    monkeypatch.setattr(trace, "_token_text", lambda backend, token_id: 1 / 0)
+    events: list = []
+    with LLM(DEMO, num_kv_blocks=20, trace=events.append) as llm, caplog.at_level(logging.ERROR):
+        output = llm.chat([{"role": "user", "content": "What is 27 + 58?"}], use_tqdm=False)[0]
+    assert output.outputs[0].text == "27 + 58 = 85"
+    assert [event["event"] for event in events] == ["start"]
+    assert [record.message for record in caplog.records] == ["the trace cannot be written and ends here"]
+
+
+def test_a_target_that_takes_no_trace_is_refused(tmp_path):
+    with pytest.raises(TypeError, match="trace must be a path or take events, got 5"):
+        LLM(DEMO, trace=5)
+    with pytest.raises(FileNotFoundError):
+        LLM(DEMO, num_kv_blocks=8, trace=tmp_path / "nowhere" / "run.jsonl")
+
+
+def test_the_memory_of_a_traced_engine_is_released_at_once(request):
+    """The tracer and what it wraps hold each other, but nothing of the device."""
+    gc.collect()
+    gc.disable()
+    request.addfinalizer(gc.enable)
+    llm = LLM(DEMO, num_kv_blocks=8, trace=lambda event: None)
+    llm.generate("a", use_tqdm=False)
+    cache = weakref.ref(llm.llm_engine.runner.caches[0].k)
+    del llm
+    assert cache() is None
+
+
+# ---- other formats -------------------------------------------------------------------------------
+
+
+def test_perfetto_s_events_are_the_steps_laid_end_to_end(tmp_path):
+    lines, chrome = tmp_path / "run.jsonl", tmp_path / "run.json"
+    with LLM(DEMO, num_kv_blocks=12, block_size=8, max_num_batched_tokens=16, trace=lines) as llm:
+        chats = [[{"role": "user", "content": text}] for text in ("Count from 8 to 21.", "Who are you?")]
+        outputs = llm.chat(chats, SamplingParams(temperature=0, max_tokens=20), use_tqdm=False)
+    trace.main([str(lines), "-o", str(chrome)])
+    steps = trace.load(lines)[1:]
+    events = json.loads(chrome.read_text())["traceEvents"]
+    assert {event["ph"] for event in events} == {"M", "X", "C", "i"}
+    phases = [event for event in events if event["ph"] == "X" and event["pid"] == 0]
+    assert len(phases) == 5 * len(steps)
+    for before, after in itertools.pairwise(phases):
+        assert before["ts"] + before["dur"] <= after["ts"] + 1  # microsecond: rounded seconds
+    for step, last in zip(steps, phases[4::5], strict=True):
+        assert last["ts"] + last["dur"] == pytest.approx(step["time_s"] * 1e6)
+    for seq, output in enumerate(outputs):
+        chunks = [
+            event for event in events if event["ph"] == "X" and event["pid"] == 1 and event["tid"] == seq
+        ]
+        num_tokens = len(output.prompt_token_ids) + len(output.outputs[0].token_ids)
+        assert (
+            sum(chunk["args"]["tokens"] for chunk in chunks) == num_tokens - 1
+        )  # the last one is not computed
+        assert [chunk["cat"] for chunk in chunks].count("decode") == len(output.outputs[0].token_ids) - 1
+    ends = [event["name"] for event in events if event["ph"] == "i"]
+    assert ends == [output.outputs[0].finish_reason for output in outputs]
+    in_use = [event["args"]["blocks in use"] for event in events if event["name"] == "blocks in use"]
+    assert in_use == [12 - step["num_free_blocks"] for step in steps]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is no trace: its first line has to be a start event"),
+        ('{"event": "step"}\n', "is no trace: its first line has to be a start event"),
+        ('{"event": "start", "version": 99}\n', "is a trace of version 99, and this reads 1"),
+        ("PK", "line 1: Expecting value"),
+    ],
+)
+def test_what_is_no_trace_is_refused_in_a_line(tmp_path, text, message):
+    path = tmp_path / "run.jsonl"
+    path.write_text(text)
+    with pytest.raises(SystemExit, match=message):
+        trace.main([str(path), "-o", str(tmp_path / "run.html")])
+
+
+def test_a_line_that_was_cut_off_by_a_crash_is_left_out(tmp_path):
+    whole, cut, again = tmp_path / "run.jsonl", tmp_path / "cut.jsonl", tmp_path / "again.jsonl"
+    with LLM(DEMO, num_kv_blocks=12, trace=whole) as llm:
+        llm.generate("a", SamplingParams(max_tokens=3), use_tqdm=False)
+    cut.write_text(whole.read_text()[:-20])
+    assert trace.load(cut) == trace.load(whole)[:-1]
+    trace.save(trace.load(whole), again)
+    assert again.read_text() == whole.read_text()

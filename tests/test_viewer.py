@@ -1,0 +1,375 @@
+"""The page of a trace, in a real browser: what it shows is what the engine did."""
+
+import json
+import random
+import re
+import time
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+
+import example
+from nanoengine import LLM, SamplingParams
+from nanoengine.addons import trace
+from nanoengine.addons.trace import Tracer
+from tests.browser import chromium
+from tests.helpers import DEMO, make_scheduler, make_sequence, run_step
+
+ROOT = Path(__file__).parent.parent
+
+
+def events_of(page: str) -> list:
+    """The trace that a page holds."""
+    found = re.search(r'<script type="application/json" id="trace">(.*?)</script>', page, re.DOTALL)
+    assert found is not None
+    events: list = json.loads(found[1])
+    return events
+
+
+def small_run() -> list:
+    """Blocks of 2, 5 of them; four steps that can be followed by hand."""
+    events: list = []
+    scheduler = make_scheduler(num_blocks=5, block_size=2, max_num_batched_tokens=6)
+    tracer = Tracer(scheduler, events.append)
+    scheduler.add(make_sequence(0, [1, 2], max_tokens=4))
+    scheduler.add(make_sequence(1, [1, 2], max_tokens=4))
+    scheduler.add(make_sequence(2, [5, 6, 7], max_tokens=2))
+    for token in (8, 9, 8, 9, 8, 9):
+        run_step(scheduler, token)
+        tracer.end_step()
+    tracer.close()
+    return events
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    with chromium(tmp_path_factory.mktemp("profile")) as driver:
+        yield driver
+
+
+@pytest.fixture
+def open_page(browser, tmp_path):
+    """Opens the page of some events; at the end of the test its console has to be empty."""
+
+    def open_page(events):
+        path = tmp_path / "run.html"
+        trace.save(events, path)
+        browser.get(path.as_uri())
+        return browser
+
+    yield open_page
+    assert browser.get_log("browser") == []
+    browser.get("about:blank")
+
+
+def press(browser, key: str) -> None:
+    ActionChains(browser).send_keys(key).perform()
+
+
+def text_of(browser, element_id: str) -> str:
+    return str(browser.find_element(By.ID, element_id).text)
+
+
+def labels(browser) -> list[str]:
+    """What each block is said to be, from block 1 on."""
+    return [
+        cell.get_attribute("aria-label") for cell in browser.find_elements(By.CSS_SELECTOR, "#pool .cell")
+    ]
+
+
+def queue(browser, element_id: str) -> list[str]:
+    return [chip.text for chip in browser.find_elements(By.CSS_SELECTOR, f"#{element_id} .seq")]
+
+
+STEPS: dict[
+    int, tuple[str, list[str], list[str], list[str]]
+] = {  # by hand: the headline, each block, who runs, who waits
+    1: (
+        "B's prompt hits block 1, which A computed: 1 of its 2 tokens need not be computed. That is all of "
+        "it, and yet one token is computed: its logits choose the next token. Block 1 is shared now, with "
+        "ref count 2.",
+        [
+            "Block 1, held by A, B, ref count 2, 2 of 2 tokens, findable",
+            "Block 2, held by C, ref count 1, 2 of 2 tokens, findable",
+            "Block 3, held by C, ref count 1, 1 of 2 tokens",
+            "Block 4, free, empty",
+            "Block 5, free, empty",
+        ],
+        ["A", "B", "C"],
+        [],
+    ),
+    2: (  # A and B take 4 and 5; C's fifth token was its last
+        "C has reached its length limit. Its blocks 3 and 2 become free, the tail first: a prefix is of use "
+        "without its tail, never the other way round. All stay findable until reused.",
+        [
+            "Block 1, held by A, B, ref count 2, 2 of 2 tokens, findable",
+            "Block 2, free, still findable, computed by C",
+            "Block 3, free, still findable, computed by C",
+            "Block 4, held by A, ref count 1, 1 of 2 tokens",
+            "Block 5, held by B, ref count 1, 1 of 2 tokens",
+        ],
+        ["A", "B"],
+        [],
+    ),
+    4: (  # both need a third block at once: the free ones hold what C left
+        "The 2 blocks of A are full (4 tokens): before its next token is computed it gets block 3; no "
+        "empty block was left, so what block 3 held (of C) is evicted: of the free blocks, the least "
+        "recently used.",
+        [
+            "Block 1, free, still findable, computed by A",
+            "Block 2, free, empty",
+            "Block 3, free, empty",
+            "Block 4, free, still findable, computed by A",
+            "Block 5, free, still findable, computed by B",
+        ],
+        [],
+        [],
+    ),
+}
+
+
+def check(browser, step: int) -> None:
+    headline, blocks, running, waiting = STEPS[step]
+    assert text_of(browser, "number") == str(step)
+    assert text_of(browser, "headline") == headline
+    assert labels(browser) == blocks
+    assert queue(browser, "running") == running
+    assert queue(browser, "waiting") == waiting
+
+
+def test_it_shows_the_right_owners_forwards_and_backwards(open_page):
+    browser = open_page(small_run())
+    check(browser, 1)
+    press(browser, Keys.ARROW_RIGHT)
+    check(browser, 2)
+    browser.find_element(By.ID, "forward").click()
+    browser.find_element(By.ID, "event").click()
+    check(browser, 4)
+    assert not browser.find_element(By.ID, "forward").is_enabled()
+    press(browser, Keys.ARROW_LEFT)
+    press(browser, Keys.ARROW_LEFT)
+    check(browser, 2)
+    browser.find_element(By.ID, "back").click()
+    check(browser, 1)
+    press(browser, Keys.END)
+    check(browser, 4)
+    press(browser, Keys.HOME)
+    check(browser, 1)
+
+
+@pytest.mark.parametrize("length", [0, 1])
+def test_a_trace_of_nothing_says_so(open_page, length):
+    assert text_of(open_page(small_run()[:length]), "headline") == "Nothing happened in this trace."
+
+
+def test_it_plays_to_the_end_and_stops(open_page):
+    browser = open_page(small_run())
+    browser.execute_script("document.getElementById('speed').value = '60'")
+    press(browser, Keys.SPACE)
+    for _ in range(100):
+        if text_of(browser, "number") == "4":
+            break
+        time.sleep(0.05)
+    check(browser, 4)
+    assert browser.find_element(By.ID, "play").get_attribute("aria-label") == "Play"
+
+
+def test_a_block_tells_its_content_and_chain_to_a_mouse_and_to_the_keyboard(open_page):
+    browser = open_page(small_run())
+    press(browser, Keys.ARROW_RIGHT)
+    cells = browser.find_elements(By.CSS_SELECTOR, "#pool .cell")
+    ActionChains(browser).move_to_element(cells[2]).perform()
+    of_block_3 = (
+        "Block 3 is free; number 1 of 2 in the order of eviction. Until then a hit can bring it back.\n"
+        "Tokens 2 to 3 of C, findable:\n#7#8\nFound only behind the blocks before it: 2 → 3."
+    )
+    assert text_of(browser, "detail") == of_block_3
+    ActionChains(browser).move_to_element(browser.find_element(By.ID, "headline")).perform()
+    assert text_of(browser, "detail").startswith("Point at a block")
+    browser.execute_script("arguments[0].focus()", cells[0])
+    assert text_of(browser, "detail").startswith(
+        "Block 1 is held by A and B (ref count 2).\nTokens 0 to 1 of A"
+    )
+    press(browser, Keys.ARROW_RIGHT)
+    press(browser, Keys.ARROW_RIGHT)
+    assert text_of(browser, "detail") == of_block_3
+    assert text_of(browser, "number") == "2"  # the arrows moved between blocks, not along the timeline
+    press(browser, Keys.ARROW_RIGHT)
+    assert "Tokens 2 to 3 of A, 1 of 2 computed:\n#8#9" in text_of(browser, "detail")
+
+
+def test_no_text_of_a_prompt_can_become_part_of_the_page(open_page):
+    evil = "</script><script>document.title = 'taken'</script><img src=x onerror=\"document.title='taken'\">"
+    events: list = []
+    with LLM(DEMO, num_kv_blocks=40, block_size=4, trace=events.append) as llm:
+        llm.add_request(evil, evil, SamplingParams(max_tokens=2))
+        while llm.has_unfinished_requests():
+            llm.step()
+    drawn = next(change for change in events[1]["changes"] if change["change"] == "tokens")["tokens"][0]
+    events[0]["model"] = events[1]["texts"][str(drawn["token_ids"][0])] = evil
+    browser = open_page(events)
+    assert browser.title == "nanoengine, step by step"
+    assert evil in text_of(browser, "rest")
+    assert browser.execute_script("return document.scripts.length") == 2
+    events[1]["changes"].insert(0, {"change": "fail", "error": evil})
+    browser = open_page(events)
+    assert evil in text_of(browser, "headline")
+    assert browser.title == "nanoengine, step by step"
+
+
+def long_run(num_steps: int) -> list:
+    """A pool that is always nearly full, and prompts that begin alike."""
+    rng = random.Random(0)
+    events: list = []
+    scheduler = make_scheduler(num_blocks=256, block_size=8, max_num_seqs=24, max_num_batched_tokens=128)
+    tracer = Tracer(scheduler, events.append)
+    beginnings = [[rng.randrange(500) for _ in range(64)] for _ in range(4)]
+    for seq_id in range(num_steps):
+        if len(scheduler.waiting) < 8:
+            prompt = rng.choice(beginnings) + [rng.randrange(500) for _ in range(rng.randrange(60))]
+            scheduler.add(make_sequence(seq_id, prompt, max_tokens=rng.randrange(1, 120)))
+        batch = scheduler.schedule()
+        scheduler.update(batch, [rng.randrange(500) for _ in batch.sampled_seqs])
+        tracer.end_step()
+    assert scheduler.num_preemptions > 50
+    return events
+
+
+def test_it_has_the_engine_s_state_at_any_step_it_jumps_to(open_page):
+    """Preemptions, priorities, aborts, a failed step and a reset: the page replays them as the engine did."""
+    rng = random.Random(1)
+    events: list = []
+    scheduler = make_scheduler(num_blocks=24, block_size=4, max_num_seqs=6, max_num_batched_tokens=24)
+    blocks = scheduler.block_manager
+    tracer = Tracer(scheduler, events.append)
+    beginnings = [[rng.randrange(9) for _ in range(16)] for _ in range(3)]
+    expected = []
+    for seq_id in range(300):
+        if seq_id < 280 and len(scheduler.waiting) < 4:
+            prompt = rng.choice(beginnings) + [rng.randrange(9) for _ in range(rng.randrange(12))]
+            scheduler.add(
+                make_sequence(seq_id, prompt, rng.choice([0, 0, 1]), max_tokens=rng.randrange(1, 30))
+            )
+        batch = scheduler.schedule()
+        if seq_id % 97 == 96:
+            scheduler.recover()
+        else:
+            scheduler.update(batch, [rng.randrange(9) for _ in batch.sampled_seqs])
+        if seq_id % 31 == 30 and scheduler.running:
+            scheduler.finish(rng.choice(scheduler.running), "abort")
+        blocks.reset_prefix_cache()
+        tracer.end_step()
+        if len(events) > len(expected) + 1:
+            expected.append(
+                {
+                    "refs": [block.ref_count for block in blocks.blocks],
+                    "tables": [[seq.seq_id, list(seq.block_table)] for seq in scheduler.running],
+                    "computed": [seq.num_computed_tokens for seq in scheduler.running],
+                    "waiting": [seq.seq_id for seq in scheduler.waiting],
+                    "empty": [block.block_id for block in blocks.empty_blocks],
+                    "evictable": list(blocks.evictable_blocks),
+                    "preemptions": scheduler.num_preemptions,
+                    "hits": [blocks.num_query_hits, blocks.num_query_tokens],
+                }
+            )
+    assert scheduler.num_preemptions > 20
+    browser = open_page(events)
+    order = rng.sample(range(len(expected)), 60) + list(range(100, 160))
+    shown = browser.execute_script(
+        """
+        return arguments[0].map(index => {
+            show(index);
+            const running = state.queue("running");
+            return {
+                refs: state.blocks.map(one => one.refs.length),
+                tables: running.map(one => [one.seq, one.table]),
+                computed: running.map(one => one.computed),
+                waiting: state.queue("waiting").map(one => one.seq),
+                empty: [...state.empty],
+                evictable: [...state.evictable],
+                preemptions: state.preemptions,
+                hits: [state.hitTokens, state.queryTokens],
+            };
+        });
+        """,
+        order,
+    )
+    for index, of_page in zip(order, shown, strict=True):
+        assert of_page == expected[index], f"after step {index + 1}"
+
+
+@pytest.mark.slow
+def test_five_thousand_steps_stay_fluid(open_page):
+    events = long_run(5000)
+    browser = open_page(events)
+    assert text_of(browser, "of") == "of 5000"
+    forward, jump = browser.execute_script("""
+        const median = all => all.sort((a, b) => a - b)[Math.floor(all.length / 2)];
+        const time = indices => median(indices.map(i => {
+            const began = performance.now();
+            show(i);
+            document.body.offsetHeight;  // layout too
+            return performance.now() - began;
+        }));
+        const forward = time(Array.from({length: 100}, (_, i) => 2000 + i));
+        return [forward, time(Array.from({length: 60}, (_, i) => (i * 1867) % 5000))];
+    """)
+    print(f"5000 steps: {forward:.1f} ms a step forward, {jump:.1f} ms a jump, medians")
+    assert forward < 150, "on an idle machine a tenth of it"
+    assert jump < 400
+    browser.execute_script("show(4999)")
+    last = events[-1]
+    assert len(queue(browser, "running")) == last["num_running"]
+    assert text_of(browser, "use-now") == f"{256 - last['num_free_blocks']} of 256"
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_nothing_is_wider_than_the_screen(open_page, width):
+    browser = open_page(small_run())
+    size = {"width": width, "height": 844, "deviceScaleFactor": 2, "mobile": width < 500}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+        buttons = browser.find_elements(By.CSS_SELECTOR, "button, input, select, canvas[role]")
+        assert all(button.accessible_name for button in buttons)
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+# ---- the page in docs/, and the command that makes it ---------------------------------------------
+
+
+def test_the_page_in_docs_is_this_viewer_with_a_trace_that_shows_everything(open_page):
+    page = (ROOT / "docs" / "run.html").read_text()
+    events = events_of(page)
+    assert trace.page(events) == page, "run: python example.py --trace docs/run.html"
+    changes = [change for event in events[1:] for change in event["changes"]]
+    assert any(change["change"] == "free" and change["why"] == "preempted" for change in changes)
+    admissions = [change for change in changes if change["change"] == "admit"]
+    assert any(change["revived"] for change in admissions)
+    lengths = {change["seq"]: len(change["token_ids"]) for change in changes if change["change"] == "add"}
+    num_hit = {change["seq"]: len(change["hits"]) * events[0]["block_size"] for change in admissions}
+    assert any(num_hit[seq] == length for seq, length in lengths.items()), "a full hit"
+    chunks = [chunk for change in changes if change["change"] == "schedule" for chunk in change["chunks"]]
+    assert any(chunk["start"] > 0 and not chunk["samples"] for chunk in chunks), "a prompt in chunks"
+    browser = open_page(events)
+    for _ in range(len(events) - 2):
+        press(browser, Keys.ARROW_RIGHT)
+    assert text_of(browser, "number") == str(len(events) - 1)
+
+
+def test_example_makes_the_page_in_one_command(tmp_path, capsys):
+    page = tmp_path / "run.html"
+    settings = {"model": str(DEMO), "prompt": None, "chat": False, "temperature": 0.0, "max_tokens": 256}
+    example.run(Namespace(**settings, trace=str(page)))
+    assert "27 + 58 = 85" in capsys.readouterr().out
+    made, kept = events_of(page.read_text()), events_of((ROOT / "docs" / "run.html").read_text())
+    if not torch.cuda.is_available():  # there steps overlap
+        assert [event["changes"] for event in made[1:]] == [event["changes"] for event in kept[1:]]
+    with pytest.raises(ValueError, match=r"a trace is written as .html, .json or .jsonl, got run.txt"):
+        example.run(Namespace(**settings, trace="run.txt"))
