@@ -209,7 +209,10 @@ def test_the_readme_s_examples_print_what_it_shows(url):
         del one["id"], one["created"], one["usage"]["prompt_tokens_details"]  # of those before
     assert got == shown
     done = run(sys.executable, "-c", script.replace("http://127.0.0.1:8000", url))
-    assert [done.stdout, done.stderr.splitlines()[-1]] == printed.splitlines()
+    text, error = printed.splitlines()
+    # Tokens that come faster than a piece is sent go into one piece.
+    assert done.stdout.replace("|", "") == text.replace("|", "")
+    assert done.stderr.splitlines()[-1] == error
 
 
 # ---- log-probabilities, in each API's shape ----
