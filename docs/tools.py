@@ -1,10 +1,11 @@
-"""What chapters 4 to 8 look through: the real BlockManager and Scheduler, with letters for tokens.
+"""What chapters 4 to 13 look through: the real BlockManager and Scheduler, with letters for tokens.
 
-Sequences are named A, B, C, ... in the order of arrival. There is no model: whatever A is due a token, it
-gets an "A".
+Sequences are named A, B, C, ... in the order of arrival. There is no model: whenever A is due a token, it
+gets an "A", unless the chapter says which letter follows.
 """
 
 from array import array
+from collections.abc import Callable
 
 from nanoengine.engine import Block, BlockManager, Scheduler, Sequence
 from nanoengine.sampling_params import SamplingParams
@@ -25,20 +26,30 @@ def text(seq: Sequence, start: int = 0, end: int | None = None) -> str:
     return "".join(map(chr, seq.token_ids[start:end]))
 
 
-def step(scheduler: Scheduler) -> None:
-    """Run one step, and print each chunk of it, then who was preempted, who ended and who waits."""
+def step(scheduler: Scheduler, draw: Callable[[Sequence, str], str] = lambda seq, before: name(seq)) -> None:
+    """Run one step, and print each chunk of it, then who was preempted, who took guesses, ended or waits.
+
+    `draw` is the model: it returns the letter behind a sequence's text, to which guesses are added.
+    """
     running = list(scheduler.running)
     batch = scheduler.schedule()
-    for seq, start, end, is_last, _ in batch.chunks:
-        due = f", draws {name(seq)}" if is_last else ""
+    drawn = []
+    for seq, start, end, is_last, drafts in batch.chunks:
+        before = (text(seq) + "".join(map(chr, drafts)))[:end]
+        if is_last:
+            drawn.append(draw(seq, before))
         print(
-            f"{name(seq)} computes [{start}, {end}) {text(seq, start, end)} in blocks {seq.block_table}{due}"
+            f"{name(seq)} {'tries' if drafts else 'computes'} [{start}, {end}) {before[start:]} in blocks",
+            " and ".join(map(str, seq.block_tables)) + (f", draws {drawn[-1]}" if is_last else ""),
         )
     for seq in running:
         if seq not in scheduler.running:
             print(f"{name(seq)} is preempted")
-    took = scheduler.update(batch, [ord(name(seq)) for seq in batch.sampled_seqs])
+    num_before = {seq: len(seq.token_ids) for seq in batch.sampled_seqs}
+    took = scheduler.update(batch, [ord(letter) for letter in drawn])
     for seq in took:
+        if batch.sampled_seqs.count(seq) > 1:
+            print(f"{name(seq)} takes {text(seq, num_before[seq])}")
         if seq.is_finished:
             print(f"{name(seq)} ends: {text(seq)}")
     if scheduler.waiting:
