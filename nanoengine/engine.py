@@ -454,7 +454,7 @@ class BlockManager:
     def _find(self, key: BlockKey, parent_id: int, group: int = 0) -> Block | None:
         """A registered block of the group with exactly this content after exactly this prefix."""
         for block in self.registered_blocks.get(key.hash, {}).values():
-            if (block.parent_id, block.group, block.key) == (parent_id, group, key):
+            if block.parent_id == parent_id and block.group == group and block.key == key:
                 return block
         return None
 
@@ -829,22 +829,23 @@ def build_inputs(
             pending_rows.append(len(token_ids))
             pending_seqs.append(seq)
             token_ids.append(0)
-    columns = [(start, end, seq.num_hit_tokens) for seq, start, end, _, _ in batch.chunks]
-    starts, ends, num_hit_tokens = np.array(columns, dtype=np.int64).T
+    seqs, *columns, is_last, _ = zip(*batch.chunks, strict=True)
+    starts, ends = np.array(columns, dtype=np.int64)
     query_lens = ends - starts
     cu_seqlens_q = np.concatenate(([0], query_lens.cumsum()))
 
     # Of the first group, then of the second...; a row per sequence.
-    of_seqs = [chunk.seq.block_tables for chunk in batch.chunks]
-    tables = [table for of_group in zip(*of_seqs, strict=True) for table in of_group]
-    num_blocks = np.array([len(table) for table in tables]).reshape(-1, len(columns), 1)
+    tables = [*itertools.chain.from_iterable(zip(*[seq.block_tables for seq in seqs], strict=True))]
+    num_blocks = np.fromiter(map(len, tables), np.int64).reshape(-1, len(seqs), 1)
     block_tables = np.zeros((*num_blocks.shape[:2], num_blocks.max()), dtype=np.int32)
-    block_tables[np.arange(block_tables.shape[2]) < num_blocks] = [*itertools.chain.from_iterable(tables)]
+    is_block = np.arange(block_tables.shape[2]) < num_blocks
+    block_tables[is_block] = np.fromiter(itertools.chain.from_iterable(tables), np.int32)
 
-    row_seq = np.repeat(np.arange(len(columns)), query_lens)  # which sequence a row belongs to
+    row_seq = np.repeat(np.arange(len(seqs)), query_lens)  # which sequence a row belongs to
     positions = np.arange(batch.num_tokens) - (cu_seqlens_q[:-1] - starts)[row_seq]
     blocks = block_tables[:, row_seq, positions // block_size].astype(np.int64, order="C")
     # The token that a full prefix hit computes again has its K and V in a shared block: discard them.
+    num_hit_tokens = np.array([seq.num_hit_tokens for seq in seqs])
     blocks[:, positions < num_hit_tokens[row_seq]] = 0
 
     sample_of = {seq: i for i, seq in enumerate(before.sampled_seqs)} if before and pending_seqs else {}
@@ -863,7 +864,7 @@ def build_inputs(
         input_ids=np.array(token_ids, dtype=np.int64),
         positions=positions,
         metadata=metadata,
-        sample_rows=last_rows[[chunk.is_last for chunk in batch.chunks]],
+        sample_rows=last_rows[np.array(is_last)],
         pending_rows=np.array(pending_rows, dtype=np.int64),
         pending_samples=np.array([sample_of[seq] for seq in pending_seqs], dtype=np.int64),
     )

@@ -187,7 +187,7 @@ def decisions(server, arrivals, policy):
 
     def recorded():
         batch = schedule()
-        chunks = [(seq.seq_id, start, end, tuple(seq.block_table)) for seq, start, end, _ in batch.chunks]
+        chunks = [(seq.seq_id, start, end, tuple(seq.block_table)) for seq, start, end, _, _ in batch.chunks]
         steps.append((chunks, server.scheduler.num_preemptions))
         return batch
 
