@@ -6,6 +6,7 @@ host asks the device for, a copy that the host waits for. Tokens are what was ne
 
 import contextlib
 import importlib.machinery
+import os
 import re
 import sys
 import types
@@ -36,13 +37,21 @@ namespace c10::impl { C10_REGISTER_GUARD_IMPL(CUDA, NoOpDeviceGuardImpl<DeviceTy
 
 
 @pytest.fixture(scope="session")
-def cuda_guard():
-    """PyTorch without CUDA slices no tensors on it, fake ones either, until told how to change devices."""
+def cuda_guard(tmp_path_factory):
+    """PyTorch without CUDA slices no tensors on it, fake ones either, until told how to change devices.
+
+    Compiled anew in each run, once for all its workers: in PyTorch's own cache a run that was killed leaves a
+    lock that later ones wait for, without end.
+    """
     if torch.version.cuda or torch.version.hip:
         return
     name = "noop_cuda_guard_" + re.sub(r"\W", "_", torch.__version__)
     try:
-        cpp_extension.load_inline(name, [GUARD], is_python_module=False, extra_cflags=["-O0"])
+        root = tmp_path_factory.getbasetemp()
+        root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+        (root / name).mkdir(exist_ok=True)
+        settings = {"is_python_module": False, "extra_cflags": ["-O0"], "build_directory": str(root / name)}
+        cpp_extension.load_inline(name, [GUARD], **settings)
     except (RuntimeError, OSError) as error:
         pytest.skip(f"the device guard cannot be compiled: {error}")
 
