@@ -4,10 +4,14 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import httpx
+import openai
 import pyarrow as pa
 import pytest
 import torch
@@ -233,12 +237,59 @@ def test_two_workers_give_one_engine_s_tokens_even_if_one_is_killed(ray, tmp_pat
     assert len({row["engine"] for row in rows}) >= 2
 
 
-@pytest.mark.slow
-def test_the_readme_s_lines_print_what_it_shows(tmp_path):
+def readme_blocks():
     section = (ROOT / "README.md").read_text().split("## On many machines\n")[1].split("\n## ")[0]
-    script, printed = re.findall(r"```(?:python)?\n(.*?)```", section, re.DOTALL)[:2]
+    return re.findall(r"```(?:python)?\n(.*?)```", section, re.DOTALL)
+
+
+@pytest.mark.slow
+def test_the_readme_s_lines_print_what_it_shows():
+    script, printed, _ = readme_blocks()
     environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
     )
     assert printed in done.stdout, done.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_ray_serve_answers_as_one_engine_whole_or_streamed_and_aborts_for_clients_that_leave(
+    ray, monkeypatch
+):
+    from ray import serve
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    monkeypatch.chdir(ROOT)
+    serve.start(http_options={"port": port})
+    script = readme_blocks()[2].replace("num_replicas=2", "num_replicas=1").replace('"nano', f'"{ROOT}/nano')
+    chats = questions(8)
+    try:
+        exec(script, {"__name__": "__main__"})
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
+        with LLM(str(DEMO), **SMALL) as llm:
+            outputs = llm.chat(chats, SamplingParams(temperature=0, max_tokens=40), use_tqdm=False)
+        asked = {"model": "demo", "temperature": 0, "max_tokens": 40}
+        for chat, output in zip(chats, outputs, strict=True):
+            answer = client.chat.completions.create(messages=chat, **asked)
+            assert answer.choices[0].message.content == output.outputs[0].text
+            pieces = client.chat.completions.create(messages=chat, stream=True, **asked)
+            assert "".join(one.choices[0].delta.content for one in pieces) == output.outputs[0].text
+
+        def metric(name):
+            lines = httpx.get(f"http://127.0.0.1:{port}/metrics").text.splitlines()
+            return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+        before = metric("vllm:generation_tokens_total")
+        stream = client.completions.create(
+            prompt="a", stream=True, max_tokens=900, model="demo", extra_body={"ignore_eos": True}
+        )
+        next(iter(stream))
+        stream.close()
+        deadline = time.monotonic() + 60
+        while metric("vllm:num_requests_running"):
+            assert time.monotonic() < deadline
+        assert 0 < metric("vllm:generation_tokens_total") - before < 900
+    finally:
+        serve.shutdown()
