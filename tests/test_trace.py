@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from nanoengine import LLM, SamplingParams
 from nanoengine.addons import trace
 from nanoengine.addons.trace import Tracer
-from nanoengine.engine import Sequence
-from tests.helpers import DEMO, is_busy, make_scheduler, make_sequence, run_step
+from nanoengine.engine import BlockManager, Scheduler, Sequence
+from tests.helpers import DEMO, checkpoint, is_busy, make_scheduler, make_sequence, run_step
 
 # ---- the checker: it knows the documented schema, and nothing of the writer -----------------------
 
@@ -26,12 +26,16 @@ class Replay:
     def __init__(self):
         self.tokens: dict[int, list[int]] = {}
         self.order: dict[int, tuple[int, int]] = {}
-        self.tables: dict[int, list[int]] = {}  # of those that run
-        self.reported: dict[int, list[int]] = {}  # the same, as the events state them
+        self.tables: dict[int, list[list[int]]] = {}  # of those that run, by group
+        self.reported: dict[int, list[list[int]]] = {}  # the same, as the events state them
         self.computed: dict[int, int] = {}
         self.waiting: set[int] = set()
         self.ended: dict[int, str] = {}
-        self.sampling: dict[int, list[int]] = {}  # step -> who is due a token of it
+        self.sampling: dict[
+            int, dict[int, list[int]]
+        ] = {}  # step -> who is due tokens of it, and their drafts
+        self.prefix_of: dict[int, int] = {}  # seq -> prefix_id of its last registered block
+        self.num_drafted = self.num_accepted = 0
         self.num_steps = 0
         self.texts: dict[str, str] = {}
 
@@ -47,7 +51,7 @@ class Replay:
         self.texts |= event["texts"]
         for change in event["changes"]:
             getattr(self, f"on_{change.pop('change')}")(**change)
-        self.reported |= {table["seq"]: table["blocks"] for table in event["block_tables"]}
+        self.reported |= {table["seq"]: table["tables"] for table in event["block_tables"]}
         assert {seq: blocks for seq, blocks in self.reported.items() if blocks} == self.tables
         assert event["num_free_blocks"] == len(self.empty) + len(self.evictable)
         assert (event["num_running"], event["num_waiting"]) == (len(self.tables), len(self.waiting))
@@ -58,7 +62,8 @@ class Replay:
         self.empty = deque(range(1, self.start["num_blocks"] + 1))
         self.evictable: OrderedDict[int, None] = OrderedDict()
         self.content: dict[int, tuple[int, ...]] = {}  # of registered blocks: all tokens up to their end
-        self.prefixes: dict[int, int] = {}  # block -> prefix_id
+        self.prefixes: dict[int, tuple[int, int, int]] = {}  # block -> its prefix_id, its parent's, its group
+        self.prefix_ids = {0}  # given so far
 
     def pop_blocks(self, taken, evicted):
         lost = []
@@ -71,6 +76,24 @@ class Replay:
                 lost.append(block)
             self.ref_counts[block] = 1
         assert lost == evicted
+
+    def is_seen(self, group, index, position):
+        """Whether the token at a position sees anything of a block of the table."""
+        window = self.start["windows"][group]
+        return window is None or (index + 1) * self.start["block_size"] - 1 > position - window
+
+    def release(self, blocks):
+        """Take blocks back in this order: those that are free then, and those that are not."""
+        freed, shared = [], []
+        for block in blocks:
+            self.ref_counts[block] -= 1
+            (shared if self.ref_counts[block] else freed).append(block)
+        for block in freed:
+            if block in self.content:
+                self.evictable[block] = None
+            else:
+                self.empty.appendleft(block)
+        return freed, shared
 
     def on_add(self, seq, request, priority, token_ids, max_num_tokens):
         assert seq not in self.tokens
@@ -87,72 +110,115 @@ class Replay:
     def on_admit(self, seq, hits, revived, taken, evicted, num_computed_tokens):
         assert seq == self.head()
         size, known = self.start["block_size"], self.tokens[seq]
-        for i, block in enumerate(hits):
-            assert self.content[block] == tuple(known[: (i + 1) * size]), "a hit on other tokens"
-        assert revived == [block for block in hits if block in self.evictable]
-        for block in hits:
+        (num_hits,) = {len(blocks) for blocks in hits}
+        assert num_computed_tokens == min(num_hits * size, len(known) - 1)
+        self.prefix_of[seq] = 0
+        for group, blocks in enumerate(hits):
+            for i, block in enumerate(blocks):
+                assert bool(block) == self.is_seen(group, i, num_computed_tokens)
+                if block:
+                    assert self.content[block] == tuple(known[: (i + 1) * size]), "a hit on other tokens"
+                    self.prefix_of[seq], _, of_group = self.prefixes[block]
+                    assert of_group == group
+        held = [block for blocks in hits for block in blocks if block]
+        assert revived == [block for block in held if block in self.evictable]
+        for block in held:
             self.evictable.pop(block, None)
             self.ref_counts[block] += 1
-        self.pop_blocks(taken, evicted)
-        assert len(known) <= len(hits + taken) * size
-        assert num_computed_tokens == min(len(hits) * size, len(known) - 1)
-        self.tables[seq], self.computed[seq] = hits + taken, num_computed_tokens
+        self.pop_blocks(itertools.chain(*taken), evicted)
+        self.tables[seq] = [one + other for one, other in zip(hits, taken, strict=True)]
+        assert len(self.tables[seq]) == len(self.start["windows"])
+        self.computed[seq] = num_computed_tokens
         self.waiting.remove(seq)
 
+    def on_skip(self, seq, freed, shared):
+        gone = []
+        for group, table in enumerate(self.tables[seq]):
+            for i in reversed(range(len(table))):
+                if table[i] and not self.is_seen(group, i, self.computed[seq]):
+                    gone.append(table[i])
+                    table[i] = 0
+        assert gone
+        assert (freed, shared) == self.release(gone)
+
     def on_append(self, seq, taken, evicted):
-        assert taken
-        self.pop_blocks(taken, evicted)
-        self.tables[seq] += taken
+        assert any(taken)
+        self.pop_blocks(itertools.chain(*taken), evicted)
+        for table, blocks in zip(self.tables[seq], taken, strict=True):
+            table += blocks
 
     def on_register(self, seq, first, blocks, prefix_ids):
         size = self.start["block_size"]
-        assert blocks == self.tables[seq][first : first + len(blocks)]
-        for i, (block, prefix_id) in enumerate(zip(blocks, prefix_ids, strict=True), first + 1):
-            assert len(self.tokens[seq]) >= i * size
-            assert block not in self.content
-            content = tuple(self.tokens[seq][: i * size])
-            twins = [other for other, held in self.content.items() if held == content]
-            assert all(self.prefixes[twin] == prefix_id for twin in twins)
-            assert bool(twins) == (prefix_id in self.prefixes.values())
-            self.content[block], self.prefixes[block] = content, prefix_id
+        assert blocks == [table[first : first + len(prefix_ids)] for table in self.tables[seq]]
+        for i, (column, prefix_id) in enumerate(
+            zip(zip(*blocks, strict=True), prefix_ids, strict=True), first
+        ):
+            content, parent_id = tuple(self.tokens[seq][: (i + 1) * size]), self.prefix_of[seq]
+            assert len(content) == (i + 1) * size
+            twins = [
+                block
+                for block, (_, parent, group) in self.prefixes.items()
+                if (parent, group, self.content[block]) == (parent_id, 0, content)
+            ]
+            assert all(self.prefixes[twin][0] == prefix_id for twin in twins)
+            assert bool(twins) == (prefix_id in self.prefix_ids)
+            self.prefix_ids.add(prefix_id)
+            self.prefix_of[seq] = prefix_id
+            for group, block in enumerate(column):
+                assert block not in self.content
+                if block:
+                    self.content[block], self.prefixes[block] = content, (prefix_id, parent_id, group)
 
     def on_schedule(self, num_tokens, chunks):
         assert num_tokens == sum(chunk["end"] - chunk["start"] for chunk in chunks)
         assert num_tokens <= self.start["max_num_batched_tokens"]
+        due: dict[int, list[int]] = {}
         for chunk in chunks:
-            assert chunk["start"] == self.computed[chunk["seq"]]
-            self.computed[chunk["seq"]] = chunk["end"]
-        if due := [chunk["seq"] for chunk in chunks if chunk["samples"]]:
+            seq, start, end, draft = chunk["seq"], chunk["start"], chunk["end"], chunk["draft"]
+            if draft is None:
+                assert start == self.computed[seq]
+                self.computed[seq] = end
+                if chunk["samples"]:
+                    due[seq] = []
+            else:
+                assert (start, end) == (self.computed[seq] + len(due[seq]), start + 1)
+                assert chunk["samples"]
+                due[seq].append(draft)
+            for group, table in enumerate(self.tables[seq]):
+                for i in range(-(-end // self.start["block_size"])):
+                    assert table[i] or not self.is_seen(group, i, start)
+        if due:
             self.sampling[self.num_steps] = due
 
     def on_tokens(self, of_step, tokens, discarded):
         due = self.sampling.pop(of_step)
         assert all(step > of_step for step in self.sampling), "an older step is still in flight"
         assert sorted(due) == sorted([one["seq"] for one in tokens] + discarded)
+        self.num_drafted += sum(map(len, due.values()))
         for one in tokens:
-            assert one["seq"] not in self.ended
-            self.tokens[one["seq"]] += one["token_ids"]
+            seq, num_accepted = one["seq"], one["num_accepted"]
+            assert seq not in self.ended
+            # The last draw is behind the last draft that came true, and is missing where none could be drawn.
+            assert len(one["token_ids"]) - num_accepted in (0, 1)
+            assert one["token_ids"][:num_accepted] == due[seq][:num_accepted]
+            self.num_accepted += num_accepted
+            self.tokens[seq] += one["token_ids"]
+            if num_accepted:
+                self.computed[seq] += num_accepted
 
     def on_free(self, seq, why, for_seq, freed, shared):
-        table = self.tables.pop(seq, [])
+        tables = self.tables.pop(seq, [])
         self.computed.pop(seq, None)
-        assert sorted(freed + shared) == sorted(table)
-        for block in reversed(table):
-            self.ref_counts[block] -= 1
-            assert (block in freed) == (self.ref_counts[block] == 0)
-        assert freed == [block for block in reversed(table) if block in freed], "tails go first"
-        for block in freed:
-            if block in self.content:
-                self.evictable[block] = None
-            else:
-                self.empty.appendleft(block)
+        indices = reversed(range(max(map(len, tables), default=0)))
+        tails_first = [table[i] for i in indices for table in tables if table[i : i + 1] > [0]]
+        assert (freed, shared) == self.release(tails_first)
         if why == "preempted":
             assert for_seq == seq or for_seq in self.tables
             assert all(self.order[seq] > self.order[other] for other in self.tables)
             self.waiting.add(seq)
         else:
             assert for_seq is None
-            assert (seq in self.waiting) != bool(table)
+            assert (seq in self.waiting) != bool(tables)
             self.waiting.discard(seq)
             self.ended[seq] = why
 
@@ -168,7 +234,7 @@ class Replay:
 def compare(replay: Replay, scheduler) -> None:
     """Assert that a replay has what the scheduler and its blocks have."""
     blocks = scheduler.block_manager
-    assert {seq.seq_id: seq.block_table for seq in scheduler.running} == replay.tables
+    assert {seq.seq_id: seq.block_tables for seq in scheduler.running} == replay.tables
     assert {seq.seq_id: seq.num_computed_tokens for seq in scheduler.running} == replay.computed
     assert {seq.seq_id for seq in scheduler.waiting} == replay.waiting
     for seq in scheduler.running + scheduler.waiting:
@@ -176,7 +242,13 @@ def compare(replay: Replay, scheduler) -> None:
     assert {block.block_id: block.ref_count for block in blocks.blocks} == replay.ref_counts
     assert [block.block_id for block in blocks.empty_blocks] == list(replay.empty)
     assert list(blocks.evictable_blocks) == list(replay.evictable)
-    assert {block.block_id: block.prefix_id for block in blocks.blocks if block.key} == replay.prefixes
+    assert {
+        block.block_id: (block.prefix_id, block.parent_id, block.group)
+        for block in blocks.blocks
+        if block.key
+    } == replay.prefixes
+    assert scheduler.num_drafted.total() == replay.num_drafted
+    assert scheduler.num_accepted.total() == replay.num_accepted
 
 
 def traced(scheduler) -> tuple[Tracer, Replay]:
@@ -199,29 +271,36 @@ ACTIONS = st.one_of(
 )
 
 
+def guess(seq, num_tokens):
+    """Right now and then, since what is drawn is 0 or 1 too."""
+    return [seq.num_tokens // 3 % 2] * min(3, num_tokens)
+
+
 @settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     block_size=st.sampled_from([1, 2, 4]),
-    num_blocks=st.integers(2, 10),
+    num_blocks=st.integers(2, 16),
     max_num_seqs=st.integers(1, 5),
     budget=st.sampled_from([2, 5, 64, 64]),
     threshold=st.sampled_from([0, 0, 3]),
     caching=st.sampled_from([True, True, True, False]),
-    overlap=st.booleans(),
+    windows=st.sampled_from([(None,), (3,), (None, 4), (None, 2, 2)]),
+    ahead=st.sampled_from(["", "overlap", "guesses"]),
     actions=st.lists(ACTIONS, min_size=10, max_size=40),
 )
 def test_a_replay_has_every_table_count_and_queue_after_every_step(
-    block_size, num_blocks, max_num_seqs, budget, threshold, caching, overlap, actions
+    block_size, num_blocks, max_num_seqs, budget, threshold, caching, windows, ahead, actions
 ):
-    """Also with steps in flight, preemptions, priorities, aborts, failed steps and small pools."""
-    scheduler = make_scheduler(
-        num_blocks,
-        block_size,
-        caching,
+    """Also with steps in flight, guesses, windows, preemptions, priorities, aborts and failed steps."""
+    scheduler = Scheduler(
+        BlockManager(
+            num_blocks, block_size, windows=windows, max_chunk_tokens=budget, enable_prefix_caching=caching
+        ),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
         long_prefill_token_threshold=threshold,
         max_model_len=24,
+        propose=guess if ahead == "guesses" else None,
     )
     tracer, replay = traced(scheduler)
     seqs: list[Sequence] = []
@@ -231,14 +310,14 @@ def test_a_replay_has_every_table_count_and_queue_after_every_step(
         batch = scheduler.schedule()
         if batch.chunks:
             in_flight.append(batch)
-        while len(in_flight) > (overlap and bool(batch.chunks)):
+        while len(in_flight) > (ahead == "overlap" and bool(batch.chunks)):
             due = in_flight.popleft()
-            scheduler.update(due, tokens[: len(due.sampled_seqs)])
+            scheduler.update(due, [tokens[i % len(tokens)] for i in range(len(due.sampled_seqs))])
         tracer.end_step()
         compare(replay, scheduler)
 
     for kind, *arguments in actions:
-        if kind == "add" and len(arguments[0]) <= num_blocks * block_size:
+        if kind == "add" and len(arguments[0]) <= scheduler.max_computable_tokens:
             seq = make_sequence(len(seqs), *arguments, max_tokens=9)
             seq.stop_ids = frozenset({3})
             seqs.append(seq)
@@ -247,7 +326,7 @@ def test_a_replay_has_every_table_count_and_queue_after_every_step(
             step(arguments[0])
         elif kind == "steps":
             for i in range(arguments[0]):
-                step([i % 2] * max_num_seqs)
+                step([i % 2])
         elif kind == "abort" and is_busy(scheduler):
             unfinished = scheduler.running + scheduler.waiting
             scheduler.finish(unfinished[arguments[0] % len(unfinished)], "abort")
@@ -325,13 +404,18 @@ def test_a_preemption_names_who_needed_the_block_and_what_stays_findable():
     _, second = steps_of(scheduler, 9, 9)
     assert second == [
         {"change": "free", "seq": 1, "why": "preempted", "for_seq": 0, "freed": [3, 2], "shared": []},
-        {"change": "append", "seq": 0, "taken": [3], "evicted": []},
+        {"change": "append", "seq": 0, "taken": [[3]], "evicted": []},
         {
             "change": "schedule",
             "num_tokens": 1,
-            "chunks": [{"seq": 0, "start": 2, "end": 3, "samples": True}],
+            "chunks": [{"seq": 0, "start": 2, "end": 3, "samples": True, "draft": None}],
         },
-        {"change": "tokens", "of_step": 2, "tokens": [{"seq": 0, "token_ids": [9]}], "discarded": []},
+        {
+            "change": "tokens",
+            "of_step": 2,
+            "tokens": [{"seq": 0, "token_ids": [9], "num_accepted": 0}],
+            "discarded": [],
+        },
     ]
 
 
@@ -354,9 +438,9 @@ def test_a_hit_says_which_blocks_were_free_and_whose_content_was_lost_for_the_re
     assert one == {
         "change": "admit",
         "seq": 1,
-        "hits": [1, 2],
+        "hits": [[1, 2]],
         "revived": [1, 2],
-        "taken": [4],
+        "taken": [[4]],
         "evicted": [4],
         "num_computed_tokens": 4,
     }
@@ -364,12 +448,66 @@ def test_a_hit_says_which_blocks_were_free_and_whose_content_was_lost_for_the_re
     assert two == {
         "change": "admit",
         "seq": 2,
-        "hits": [1],
+        "hits": [[1]],
         "revived": [],
-        "taken": [],
+        "taken": [[]],
         "evicted": [],
         "num_computed_tokens": 1,
     }
+
+
+def test_blocks_that_fall_out_of_a_window_are_told_before_those_that_take_their_place():
+    """The example of BlockManager behind a group that sees all: blocks of 2, a window of 3, steps of 4."""
+    events: list = []
+    scheduler = Scheduler(
+        BlockManager(20, 2, windows=(None, 3), max_chunk_tokens=4), max_num_batched_tokens=4
+    )
+    tracer = Tracer(scheduler, events.append)
+    scheduler.add(make_sequence(0, [*range(11)]))
+    for _ in range(3):
+        run_step(scheduler, 9)
+        tracer.end_step()
+    start, first, second, third = events
+    assert start["windows"] == [None, 3]
+    assert first["changes"][1]["taken"] == [[1, 2, 3, 4, 5, 6], [7, 8, 9]]
+    assert second["changes"][:2] == [
+        {"change": "skip", "seq": 0, "freed": [7], "shared": []},
+        {"change": "append", "seq": 0, "taken": [[], [10]], "evicted": []},
+    ]
+    assert third["changes"][0] == {"change": "skip", "seq": 0, "freed": [9, 8], "shared": []}
+    assert third["block_tables"] == [{"seq": 0, "tables": [[1, 2, 3, 4, 5, 6], [0, 0, 0, 10, 11, 12]]}]
+
+
+def test_drafts_are_told_with_the_tokens_guessed_and_how_many_came_true():
+    scheduler = make_scheduler(num_blocks=4, block_size=4, propose=lambda seq, num_tokens: [9, 9, 5])
+    scheduler.add(make_sequence(0, [1, 2]))
+    _, second = steps_of(scheduler, 9, 9)
+    _, schedule, tokens, register = second
+    assert [(one["start"], one["draft"]) for one in schedule["chunks"]] == [(2, None), (3, 9), (4, 9), (5, 5)]
+    assert tokens["tokens"] == [{"seq": 0, "token_ids": [9, 9, 9], "num_accepted": 2}]
+    assert register == {"change": "register", "seq": 0, "first": 0, "blocks": [[1]], "prefix_ids": [1]}
+    assert second[0] == {"change": "append", "seq": 0, "taken": [[2]], "evicted": []}
+
+
+def test_a_real_engine_with_windows_and_guesses_replays(tmp_path_factory):
+    path, _ = checkpoint("qwen2 sliding from layer 1", tmp_path_factory)
+    prompts = [[5, 6, 7, 8] * 12, [5, 6, 7, 8] * 12, [9, 8] * 20]
+    replay, changes = Replay(), []
+    with LLM(
+        str(path),
+        num_kv_blocks=34,
+        block_size=4,
+        max_num_batched_tokens=16,
+        speculative_config={"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1},
+        trace=lambda event: (replay.take(event), changes.extend(event.get("changes", []))),
+    ) as llm:
+        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=30), use_tqdm=False)
+        compare(replay, llm.scheduler)
+        assert llm.metrics()["spec_decode_num_accepted_tokens"] == replay.num_accepted > 0
+    assert {"skip", "append", "register"} <= {change["change"] for change in changes}
+    assert replay.start["windows"] == [None, 24]
+    for seq, output in enumerate(outputs):
+        assert replay.tokens[seq] == output.prompt_token_ids + output.outputs[0].token_ids
 
 
 def test_a_failed_step_is_in_the_trace_with_its_reason(tmp_path, monkeypatch):

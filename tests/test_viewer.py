@@ -17,6 +17,7 @@ import example
 from nanoengine import LLM, SamplingParams
 from nanoengine.addons import trace
 from nanoengine.addons.trace import Tracer
+from nanoengine.engine import BlockManager, Scheduler
 from tests.browser import chromium
 from tests.helpers import DEMO, make_scheduler, make_sequence, run_step
 
@@ -240,12 +241,70 @@ def long_run(num_steps: int) -> list:
     return events
 
 
-def test_it_has_the_engine_s_state_at_any_step_it_jumps_to(open_page):
+def windows_and_guesses() -> list:
+    """Blocks of 2; a group sees all, another 3 tokens; of three guesses, once, one comes true."""
+    events: list = []
+    scheduler = Scheduler(
+        BlockManager(20, 2, windows=(None, 3), max_chunk_tokens=4),
+        max_num_batched_tokens=4,
+        propose=lambda seq, num_tokens: [9, 5, 6][:num_tokens] if len(seq.token_ids) < 9 else [],
+    )
+    tracer = Tracer(scheduler, events.append)
+    scheduler.add(make_sequence(0, [*range(7)], max_tokens=6))
+    for _ in range(5):
+        run_step(scheduler, 9)
+        tracer.end_step()
+    return events
+
+
+def test_it_tells_of_windows_and_guesses_and_shows_a_table_per_group(open_page):
+    browser = open_page(windows_and_guesses())
+    press(browser, Keys.ARROW_RIGHT)
+    assert text_of(browser, "groups") == (
+        "g1 sees all tokens\ng2 sees the last 3 tokens\nin a block table: out of sight"
+    )
+    assert text_of(browser, "headline") == (
+        "Block 5 has fallen out of the window of A: no token to come sees further back than 3 tokens "
+        "(group g2). It becomes free."
+    )
+    assert labels(browser)[4] == "Block 5, free, still findable, computed by A, group g2"
+    tables = browser.find_elements(By.CSS_SELECTOR, "#running .table")
+    assert [table.text for table in tables] == ["g1 blocks 1 2 3 4", "g2 blocks 6 7 8"]
+    hatched = [len(table.find_elements(By.CSS_SELECTOR, ".gone")) for table in tables]
+    assert hatched == [0, 1]
+    press(browser, Keys.ARROW_RIGHT)
+    assert text_of(browser, "headline") == (
+        "1 of 3 guesses for A (#9#5#6) came true: it takes 2 tokens from this step. "
+        "What was computed for a guess that failed is written over."
+    )
+    assert text_of(browser, "batch-count") == "0 catching up + 1 decode + 3 drafts of 4 tokens"
+    drafts = browser.find_elements(By.CSS_SELECTOR, "#batch .draft")
+    assert [draft.get_attribute("title") for draft in drafts] == [f"A: guessed: #{i}" for i in (9, 5, 6)]
+    assert (
+        labels(browser)[8] == "Block 9, held by A, ref count 1, 1 of 2 tokens, group g1"
+    )  # the one that came true
+
+
+def test_a_run_without_windows_and_guesses_says_nothing_of_them(open_page):
+    browser = open_page(small_run())
+    assert not browser.find_element(By.ID, "groups").is_displayed()
+    assert not browser.find_element(By.ID, "dotted").is_displayed()
+    assert browser.find_element(By.CSS_SELECTOR, "#running .table").text == "blocks 1"
+    assert not any(mark.text for mark in browser.find_elements(By.CSS_SELECTOR, "#pool b"))
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 10)])
+def test_it_has_the_engine_s_state_at_any_step_it_jumps_to(open_page, windows):
     """Preemptions, priorities, aborts, a failed step and a reset: the page replays them as the engine did."""
     rng = random.Random(1)
     events: list = []
-    scheduler = make_scheduler(num_blocks=24, block_size=4, max_num_seqs=6, max_num_batched_tokens=24)
-    blocks = scheduler.block_manager
+    blocks = BlockManager(24 * len(windows), 4, windows=windows, max_chunk_tokens=24)
+    scheduler = Scheduler(
+        blocks,
+        max_num_seqs=6,
+        max_num_batched_tokens=24,
+        propose=(lambda seq, num_tokens: [seq.num_tokens % 9] * min(2, num_tokens)) if windows[1:] else None,
+    )
     tracer = Tracer(scheduler, events.append)
     beginnings = [[rng.randrange(9) for _ in range(16)] for _ in range(3)]
     expected = []
@@ -268,7 +327,9 @@ def test_it_has_the_engine_s_state_at_any_step_it_jumps_to(open_page):
             expected.append(
                 {
                     "refs": [block.ref_count for block in blocks.blocks],
-                    "tables": [[seq.seq_id, list(seq.block_table)] for seq in scheduler.running],
+                    "tables": [
+                        [seq.seq_id, [list(table) for table in seq.block_tables]] for seq in scheduler.running
+                    ],
                     "computed": [seq.num_computed_tokens for seq in scheduler.running],
                     "waiting": [seq.seq_id for seq in scheduler.waiting],
                     "empty": [block.block_id for block in blocks.empty_blocks],
@@ -277,7 +338,7 @@ def test_it_has_the_engine_s_state_at_any_step_it_jumps_to(open_page):
                     "hits": [blocks.num_query_hits, blocks.num_query_tokens],
                 }
             )
-    assert scheduler.num_preemptions > 20
+    assert scheduler.num_preemptions > 15
     browser = open_page(events)
     order = rng.sample(range(len(expected)), 60) + list(range(100, 160))
     shown = browser.execute_script(
@@ -287,7 +348,7 @@ def test_it_has_the_engine_s_state_at_any_step_it_jumps_to(open_page):
             const running = state.queue("running");
             return {
                 refs: state.blocks.map(one => one.refs.length),
-                tables: running.map(one => [one.seq, one.table]),
+                tables: running.map(one => [one.seq, one.tables]),
                 computed: running.map(one => one.computed),
                 waiting: state.queue("waiting").map(one => one.seq),
                 empty: [...state.empty],
@@ -353,7 +414,7 @@ def test_the_page_in_docs_is_this_viewer_with_a_trace_that_shows_everything(open
     admissions = [change for change in changes if change["change"] == "admit"]
     assert any(change["revived"] for change in admissions)
     lengths = {change["seq"]: len(change["token_ids"]) for change in changes if change["change"] == "add"}
-    num_hit = {change["seq"]: len(change["hits"]) * events[0]["block_size"] for change in admissions}
+    num_hit = {change["seq"]: len(change["hits"][0]) * events[0]["block_size"] for change in admissions}
     assert any(num_hit[seq] == length for seq, length in lengths.items()), "a full hit"
     chunks = [chunk for change in changes if change["change"] == "schedule" for chunk in change["chunks"]]
     assert any(chunk["start"] > 0 and not chunk["samples"] for chunk in chunks), "a prompt in chunks"

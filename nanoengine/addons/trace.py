@@ -20,6 +20,7 @@ import json
 import logging
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from importlib.resources import files
@@ -32,7 +33,9 @@ if TYPE_CHECKING:
 VERSION = 1
 
 # ---- the schema ----------------------------------------------------------------------------------
-# Sequences go by `seq`, their seq_id, the order of arrival; blocks by their block_id.
+# Sequences go by `seq`, their seq_id, the order of arrival; blocks by their block_id. A list of lists has one
+# per KV cache group, and most models have one group. In a block table 0, the null block, stands for what is
+# out of the group's window.
 
 
 class Start(TypedDict):
@@ -43,6 +46,7 @@ class Start(TypedDict):
     model: str  # hub id, or the directory's name
     block_size: int  # tokens
     num_blocks: int  # usable ones: 1 to num_blocks
+    windows: list[int | None]  # tokens that each group sees of a sequence, the newest too; None: all
     max_num_seqs: int
     max_num_batched_tokens: int  # the token budget of a step
     max_chunk_tokens: int  # most tokens of one sequence in a step
@@ -70,47 +74,60 @@ class Refuse(TypedDict):
 
 
 class Admit(TypedDict):
-    """A waiting sequence got blocks for all of its tokens, and runs."""
+    """A waiting sequence got blocks for all of its tokens, or as many as a window needs, and runs."""
 
     change: Literal["admit"]
     seq: int
-    hits: list[int]  # blocks of the prefix cache, the beginning of its block table
+    hits: list[list[int]]  # blocks of the prefix cache, the beginning of its block tables
     revived: list[int]  # those of the hits that were free
-    taken: list[int]  # free blocks, the rest of its block table
+    taken: list[list[int]]  # free blocks, the rest of its block tables
     evicted: list[int]  # those of the taken ones whose registered content was lost
     num_computed_tokens: int  # of the hits; one less where they are the whole sequence
 
 
+class Skip(TypedDict):
+    """Blocks that no token to come sees left the tables of groups with a window; 0 stands in their places."""
+
+    change: Literal["skip"]
+    seq: int
+    freed: list[int]  # blocks that are free now, in this order: group by group, the last first
+    shared: list[int]  # blocks that others still hold
+
+
 class Append(TypedDict):
-    """A running sequence's block table grew: its next token did not fit."""
+    """A running sequence's block tables grew: its next token, or a draft behind it, did not fit."""
 
     change: Literal["append"]
     seq: int
-    taken: list[int]
+    taken: list[list[int]]
     evicted: list[int]
 
 
 class Register(TypedDict):
-    """Blocks that the step being scheduled fills became findable."""
+    """Blocks that the step being scheduled fills became findable, or those that accepted drafts fill."""
 
     change: Literal["register"]
     seq: int
-    first: int  # index in the block table of the first one
-    blocks: list[int]
-    prefix_ids: list[int]  # one per block; equal for blocks with the same tokens after the same prefix
+    first: int  # index in the block tables of the first ones
+    blocks: list[list[int]]  # 0 where one is out of sight already
+    prefix_ids: list[int]  # one per index; equal for blocks with the same tokens after the same prefix
 
 
 class Chunk(TypedDict):
-    """Tokens [start, end) of a sequence, computed in this step."""
+    """Tokens [start, end) of a sequence, computed in this step.
+
+    A draft has a chunk of its own, behind that of the sequence's last token and of the drafts before it.
+    """
 
     seq: int
     start: int
     end: int
     samples: bool  # it reaches the sequence's end: a token is drawn
+    draft: int | None  # the id of the token that was guessed to stand here; None: it is known
 
 
 class Schedule(TypedDict):
-    """The step's batch is complete; its tokens count as computed from here on."""
+    """The step's batch is complete; its tokens, but for drafts, count as computed from here on."""
 
     change: Literal["schedule"]
     num_tokens: int
@@ -122,6 +139,7 @@ class NewTokens(TypedDict):
 
     seq: int
     token_ids: list[int]
+    num_accepted: int  # of its drafts, the first ones, that came true: computed tokens from here on
 
 
 class Tokens(TypedDict):
@@ -157,14 +175,14 @@ class Clear(TypedDict):
     change: Literal["clear"]
 
 
-Change = Add | Refuse | Admit | Append | Register | Schedule | Tokens | Free | Fail | Clear
+Change = Add | Refuse | Admit | Skip | Append | Register | Schedule | Tokens | Free | Fail | Clear
 
 
-class Table(TypedDict):
-    """A sequence's block table as it is at the end of a step."""
+class Tables(TypedDict):
+    """A sequence's block tables as they are at the end of a step; none where it runs no more."""
 
     seq: int
-    blocks: list[int]
+    tables: list[list[int]]
 
 
 class Step(TypedDict):
@@ -175,7 +193,7 @@ class Step(TypedDict):
     time_s: float  # when it ended, in seconds since the trace began
     seconds: dict[str, float]  # of each phase: schedule, inputs, forward, sample, update
     changes: list[Change]
-    block_tables: list[Table]  # those that the changes touched
+    block_tables: list[Tables]  # those that the changes touched
     num_free_blocks: int
     num_running: int
     num_waiting: int
@@ -220,8 +238,11 @@ class Tracer:
         self._changes: list[Change] = []  # since the last step
         self._touched: dict[int, Sequence] = {}  # sequences whose block table changed, by seq_id
         self._in_flight: list[tuple[ScheduledBatch, int]] = []  # and the step it was scheduled in
-        self._taken: list[int] = []  # by the call of `allocate` or `may_append` that runs
+        # By the call of `allocate`, `may_append` or `free` that runs:
         self._evicted: list[int] = []
+        self._freed: list[int] = []
+        self._shared: list[int] = []  # given back, and held by others
+        self._num_draws: Counter[int] = Counter()  # that counted, by seq_id, of the running `update`
         self._short: int | None = None  # the sequence that a block could not be found for
         self._new_token_ids: dict[int, None] = {}  # since the last step, each once
         self._told: set[int] = set()  # token ids whose texts are written
@@ -229,6 +250,7 @@ class Tracer:
             (scheduler, "add", self._add),
             (scheduler, "schedule", self._schedule),
             (scheduler, "update", self._update),
+            (scheduler, "_accepted", self._accepted),
             (scheduler, "recover", self._recover),
             (self.blocks, "allocate", self._allocate),
             (self.blocks, "may_append", self._may_append),
@@ -236,6 +258,7 @@ class Tracer:
             (self.blocks, "free", self._free),
             (self.blocks, "clear", self._clear),
             (self.blocks, "_take_free_block", self._take_free_block),
+            (self.blocks, "_release", self._release),
         ]
         for owner, name, wrapper in self._wrapped:
             setattr(owner, name, partial(wrapper, getattr(owner, name)))
@@ -246,6 +269,7 @@ class Tracer:
                 "model": model,
                 "block_size": self.blocks.block_size,
                 "num_blocks": self.blocks.num_blocks,
+                "windows": list(self.blocks.windows),
                 "max_num_seqs": scheduler.max_num_seqs,
                 "max_num_batched_tokens": scheduler.max_num_batched_tokens,
                 "max_chunk_tokens": scheduler.max_chunk_tokens,
@@ -274,7 +298,8 @@ class Tracer:
             },
             "changes": self._changes,
             "block_tables": [
-                {"seq": seq.seq_id, "blocks": list(seq.block_table)} for seq in self._touched.values()
+                {"seq": seq.seq_id, "tables": [list(table) for table in seq.block_tables]}
+                for seq in self._touched.values()
             ],
             "num_free_blocks": self.blocks.num_free_blocks,
             "num_running": len(self.scheduler.running),
@@ -322,9 +347,17 @@ class Tracer:
             if batch.sampled_seqs:
                 self._in_flight.append((batch, self._step))
             chunks: list[Chunk] = [
-                {"seq": chunk.seq.seq_id, "start": chunk.start, "end": chunk.end, "samples": chunk.is_last}
+                {
+                    "seq": chunk.seq.seq_id,
+                    "start": chunk.start,
+                    "end": chunk.end,
+                    "samples": chunk.is_last,
+                    "draft": chunk.drafts[-1] if chunk.drafts else None,
+                }
                 for chunk in batch.chunks
             ]
+            drafts = [token_id for chunk in batch.chunks for token_id in chunk.drafts[-1:]]
+            self._new_token_ids |= dict.fromkeys(drafts)
             self._changes.append({"change": "schedule", "num_tokens": batch.num_tokens, "chunks": chunks})
         return batch
 
@@ -336,6 +369,7 @@ class Tracer:
             return update(batch, *arguments)
         self._in_flight = [entry for entry in self._in_flight if entry[0] is not batch]
         before = {seq: len(seq.token_ids) for seq in batch.sampled_seqs}
+        self._num_draws.clear()
         position = len(self._changes)  # before the blocks that it frees, which the tokens are the reason of
         try:
             return update(batch, *arguments)
@@ -344,12 +378,26 @@ class Tracer:
             tokens: Tokens = {
                 "change": "tokens",
                 "of_step": of_step[0],
-                "tokens": [{"seq": s.seq_id, "token_ids": s.token_ids[before[s] :]} for s in grown],
+                "tokens": [
+                    {
+                        "seq": seq.seq_id,
+                        "token_ids": seq.token_ids[before[seq] :],
+                        "num_accepted": max(0, self._num_draws[seq.seq_id] - 1),
+                    }
+                    for seq in grown
+                ],
                 "discarded": [seq.seq_id for seq in before if seq not in grown],
             }
             self._changes.insert(position, tokens)
             for seq in grown:
                 self._new_token_ids |= dict.fromkeys(seq.token_ids[before[seq] :])
+
+    def _accepted(
+        self, accepted: "Callable[..., Iterator[tuple[Sequence, int | None]]]", *arguments: Any
+    ) -> "Iterator[tuple[Sequence, int | None]]":
+        for seq, token_id in accepted(*arguments):
+            self._num_draws[seq.seq_id] += 1
+            yield seq, token_id
 
     def _recover(self, recover: Callable[[], None]) -> None:
         self._in_flight.clear()
@@ -358,26 +406,34 @@ class Tracer:
         recover()
 
     def _allocate(self, allocate: "Callable[[Sequence], bool]", seq: "Sequence") -> bool:
-        self._taken, self._evicted = [], []
+        self._evicted = []
         admitted = allocate(seq)
-        blocks = self.blocks.blocks
+        blocks = self.blocks
         if not admitted:
-            hits = self.blocks.find_prefix(seq)[0]
-            num_needed = self.blocks.num_blocks_for(seq.num_tokens) - sum(hit.ref_count > 0 for hit in hits)
-            num_free = self.blocks.num_free_blocks
+            hits = blocks.find_prefix(seq)
+            num_hits = len(hits[0])
+            num_computed = min(num_hits * blocks.block_size, seq.num_tokens - 1)
+            num_new = sum(blocks._table_lengths(num_computed, seq.num_tokens)) - num_hits * len(hits)
+            num_revived = sum(hit.block_id > 0 and hit.ref_count == 0 for group in hits for hit in group)
             self._changes.append(
-                {"change": "refuse", "seq": seq.seq_id, "num_needed": num_needed, "num_free": num_free}
+                {
+                    "change": "refuse",
+                    "seq": seq.seq_id,
+                    "num_needed": num_new + num_revived,
+                    "num_free": blocks.num_free_blocks,
+                }
             )
             return False
-        num_hits = seq.num_hit_tokens // self.blocks.block_size
-        hit_ids = seq.block_table[:num_hits]
+        num_hits = seq.num_hit_tokens // blocks.block_size
+        hit_ids = [table[:num_hits] for table in seq.block_tables]
+        held = [block_id for group in hit_ids for block_id in group if block_id]
         self._changes.append(
             {
                 "change": "admit",
                 "seq": seq.seq_id,
                 "hits": hit_ids,
-                "revived": [block_id for block_id in hit_ids if blocks[block_id].ref_count == 1],
-                "taken": self._taken,
+                "revived": [block_id for block_id in held if blocks.blocks[block_id].ref_count == 1],
+                "taken": [table[num_hits:] for table in seq.block_tables],
                 "evicted": self._evicted,
                 "num_computed_tokens": seq.num_computed_tokens,
             }
@@ -385,14 +441,21 @@ class Tracer:
         self._touched[seq.seq_id] = seq
         return True
 
-    def _may_append(self, may_append: "Callable[[Sequence], bool]", seq: "Sequence") -> bool:
-        self._taken, self._evicted = [], []
-        has_room = may_append(seq)
+    def _may_append(self, may_append: "Callable[..., bool]", seq: "Sequence", *arguments: Any) -> bool:
+        self._evicted, self._freed, self._shared = [], [], []
+        lengths = [len(table) for table in seq.block_tables]
+        has_room = may_append(seq, *arguments)
+        if self._freed or self._shared:
+            self._changes.append(
+                {"change": "skip", "seq": seq.seq_id, "freed": self._freed, "shared": self._shared}
+            )
+            self._touched[seq.seq_id] = seq
+        taken = [table[length:] for table, length in zip(seq.block_tables, lengths, strict=True)]
         if not has_room:
             self._short = seq.seq_id
-        elif self._taken:
+        elif any(taken):
             self._changes.append(
-                {"change": "append", "seq": seq.seq_id, "taken": self._taken, "evicted": self._evicted}
+                {"change": "append", "seq": seq.seq_id, "taken": taken, "evicted": self._evicted}
             )
             self._touched[seq.seq_id] = seq
         return has_room
@@ -400,41 +463,48 @@ class Tracer:
     def _take_free_block(self, take_free_block: Callable[..., int], *arguments: Any) -> int:
         num_evictable = len(self.blocks.evictable_blocks)
         block_id = take_free_block(*arguments)
-        self._taken.append(block_id)
         if len(self.blocks.evictable_blocks) < num_evictable:
             self._evicted.append(block_id)
         return block_id
+
+    def _release(self, release: Callable[[int], None], block_id: int) -> None:
+        release(block_id)
+        is_shared = self.blocks.blocks[block_id].ref_count > 0
+        (self._shared if is_shared else self._freed).append(block_id)
 
     def _register_full_blocks(
         self, register_full_blocks: Callable[..., None], seq: "Sequence", num_tokens: int
     ) -> None:
         first = seq.num_registered_blocks
         register_full_blocks(seq, num_tokens)
-        block_ids = seq.block_table[first : seq.num_registered_blocks]
-        if block_ids:
-            prefix_ids = [self.blocks.blocks[block_id].prefix_id for block_id in block_ids]
+        tables = [table[first : seq.num_registered_blocks] for table in seq.block_tables]
+        # Of the blocks of one index all have the same; the null block has 0.
+        prefix_ids = [
+            max(self.blocks.blocks[block_id].prefix_id for block_id in block_ids)
+            for block_ids in zip(*tables, strict=True)
+        ]
+        if prefix_ids:
             self._changes.append(
                 {
                     "change": "register",
                     "seq": seq.seq_id,
                     "first": first,
-                    "blocks": block_ids,
+                    "blocks": tables,
                     "prefix_ids": prefix_ids,
                 }
             )
 
     def _free(self, free: "Callable[[Sequence], None]", seq: "Sequence") -> None:
-        block_ids = list(reversed(seq.block_table))
+        self._freed, self._shared = [], []
         free(seq)
-        held = {block_id for block_id in block_ids if self.blocks.blocks[block_id].ref_count > 0}
         self._changes.append(
             {
                 "change": "free",
                 "seq": seq.seq_id,
                 "why": seq.finish_reason or "preempted",
                 "for_seq": None if seq.finish_reason else self._short,
-                "freed": [block_id for block_id in block_ids if block_id not in held],
-                "shared": [block_id for block_id in block_ids if block_id in held],
+                "freed": self._freed,
+                "shared": self._shared,
             }
         )
         self._touched[seq.seq_id] = seq
@@ -449,10 +519,7 @@ def trace_engine(engine: "LLMEngine", target: str | Path | Callable[[Any], Any])
 
     Raises:
         OSError: the file cannot be written.
-        ValueError: a sequence has more than one block table, blocks leave them, or tokens are guessed ahead.
     """
-    if engine.scheduler.block_manager.windows != (None,) or engine.scheduler.propose is not None:
-        raise ValueError("trace follows neither sliding windows nor speculative_config yet")
     # Whatever of the engine is kept here must not lead to the cache: its memory is freed with the engine.
     requests = engine._request_of
     tokenizer = engine.checkpoint.tokenizer
@@ -569,6 +636,7 @@ def chrome_events(events: Iterable[Event]) -> Iterator[dict[str, Any]]:
                     num_tokens = chunk["end"] - chunk["start"]
                     is_prompt = chunk["start"] < num_prompt_tokens[chunk["seq"]]
                     kind = "prompt" if is_prompt else "decode" if num_tokens == 1 else "again"
+                    kind = kind if chunk["draft"] is None else "draft"
                     yield {
                         "ph": "X",
                         "name": f"{kind} [{chunk['start']}, {chunk['end']})",
