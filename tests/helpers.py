@@ -3,6 +3,7 @@
 import math
 import random
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import transformers
 from safetensors.torch import save_file
 
 import nanoengine
+from nanoengine import LLM
 from nanoengine.backends.device import Download
 from nanoengine.engine import BlockManager, Chunk, ScheduledBatch, Scheduler, Sequence
 from nanoengine.sampling import draw_tokens, read_reports, read_tokens, report_samples
@@ -389,3 +391,31 @@ def chain_checkpoint(path: Path, text: str, words: tuple[str, ...] = ()) -> Path
     for this, following in zip(ids, [*ids[1:], ids[0]], strict=True):
         logits[this, following] = 20.0
     return table_checkpoint(path, logits, words)
+
+
+def check_served(path: Path, reference: Any, lengths: list[int], num_new: int) -> str:
+    """Assert that greedy tokens are the reference's: in chunks, with preemptions, and from the prefix cache.
+
+    Returns:
+        Whose code computed them.
+    """
+    prompts = random_prompts(lengths)
+    expected = [greedy(reference, prompt, num_new) for prompt in prompts]
+    params = SamplingParams(temperature=0, max_tokens=num_new)
+    counts: Counter[str] = Counter()
+    for num_kv_blocks in (24, 16, 96):  # how many are tight depends on the windows
+        settings = {"num_kv_blocks": num_kv_blocks, "block_size": 8, "max_num_batched_tokens": 30}
+        with LLM(str(path), **settings) as llm:
+            model: Any = llm.llm_engine.runner.model
+            code: str = model.code
+            if llm.scheduler.max_computable_tokens < max(lengths) + num_new:
+                continue
+            for _ in range(2):
+                outputs = llm.generate(prompts, params, use_tqdm=False)
+                assert [output.outputs[0].token_ids for output in outputs] == expected
+            counts.update(llm.metrics())
+            if llm.llm_engine.runner.kv_groups[-1].window is None:
+                break
+    assert counts["num_preemptions"] > 0
+    assert counts["prefix_cache_hits"] > 0
+    return code

@@ -16,10 +16,9 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from nanoengine import LLM, SamplingParams
 from nanoengine.models.hf import UnsupportedModelError, language_part
 from nanoengine.models.weights import open_checkpoint
-from tests.helpers import GEMMA, GEMMA3N, GEMMA4, TINY, composite_of, greedy, random_prompts
+from tests.helpers import GEMMA, GEMMA3N, GEMMA4, TINY, check_served, composite_of
 
 README = Path(__file__).parent.parent / "README.md"
 MARKS = "<!-- models -->\n", "<!-- end of models -->\n"
@@ -151,22 +150,9 @@ def outcome(model_type: str) -> str:
             except ImportError:  # its other parts need a library: the language model, under its names there
                 model = small_model(language_part(config))
                 composite_of(model, config, (r"^model\.", "model.language_model."), Path(path))
-            with LLM(path, num_kv_blocks=24, block_size=8, max_num_batched_tokens=30) as llm:
-                check_tokens(llm, model)
-                served: Any = llm.llm_engine.runner.model
-                return SERVED[served.code == "transformers'"]
+            return SERVED[check_served(Path(path), model, LENGTHS, NUM_NEW) == "transformers'"]
         except UnsupportedModelError as error:
             return str(error).partition("cannot be served: ")[2]
-
-
-def check_tokens(llm: LLM, model: Any) -> None:
-    prompts, params = random_prompts(LENGTHS), SamplingParams(temperature=0, max_tokens=NUM_NEW)
-    expected = [greedy(model, prompt, NUM_NEW) for prompt in prompts]
-    for _ in range(2):
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        assert [out.outputs[0].token_ids for out in outputs] == expected
-    assert llm.metrics()["num_preemptions"] > 0
-    assert llm.metrics()["prefix_cache_hits"] > 0
 
 
 def table(outcomes: dict[str, str]) -> str:

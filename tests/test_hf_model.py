@@ -3,7 +3,6 @@
 import copy
 import gc
 import weakref
-from collections import Counter
 
 import pytest
 import torch
@@ -28,6 +27,7 @@ from tests.helpers import (
     HF_ARCHITECTURES,
     TINY,
     WINDOW,
+    check_served,
     checkpoint,
     composite_of,
     greedy,
@@ -48,25 +48,8 @@ def test_greedy_tokens_equal_transformers_chunked_cached_and_preempted(name, tmp
         with pytest.raises(UnsupportedModelError, match=r"cannot be served: (it builds|a trial pass failed)"):
             LLM(str(path), num_kv_blocks=4)
         return
-    prompts = random_prompts(LENGTHS)
     assert max(LENGTHS) > 2 * WINDOW
-    expected = [greedy(reference, prompt, NUM_NEW) for prompt in prompts]
-    params = SamplingParams(temperature=0, max_tokens=NUM_NEW)
-    counts = Counter()
-    for num_kv_blocks in (24, 16, 96):  # what is tight depends on the windows
-        settings = {"num_kv_blocks": num_kv_blocks, "block_size": 8, "max_num_batched_tokens": 30}
-        with LLM(str(path), **settings) as llm:
-            assert llm.llm_engine.runner.model.code == "transformers'"
-            if llm.llm_engine.scheduler.max_computable_tokens < max(LENGTHS) + NUM_NEW:
-                continue
-            for _ in range(2):
-                outputs = llm.generate(prompts, params, use_tqdm=False)
-                assert [out.outputs[0].token_ids for out in outputs] == expected
-            counts.update(llm.metrics())
-            if llm.llm_engine.runner.kv_groups[-1].window is None:
-                break
-    assert counts["num_preemptions"] > 0
-    assert counts["prefix_cache_hits"] > 0
+    assert check_served(path, reference, LENGTHS, NUM_NEW) == "transformers'"
 
 
 @pytest.mark.parametrize(
