@@ -240,6 +240,7 @@ class BlockManager:
         # By group; None, which sees everything, before any window. Of a window of one token a hit would
         # keep no block, to tell after which prefix the next is.
         self.windows = tuple(window and max(window, 2) for window in windows)
+        self.sliding_groups = [(group, window) for group, window in enumerate(self.windows) if window]
         self.max_chunk_tokens = max_chunk_tokens  # what a step may compute of a sequence
         self.enable_prefix_caching = enable_prefix_caching
         self.hash_function = hash_function
@@ -415,14 +416,11 @@ class BlockManager:
 
     def _table_lengths(self, num_computed_tokens: int, num_tokens: int) -> list[int]:
         """How long each group's block table has to be before the next step."""
-        return [
-            self.num_blocks_for(
-                num_tokens
-                if window is None
-                else min(num_tokens, max(num_computed_tokens, window - 1) + self.max_chunk_tokens)
-            )
-            for window in self.windows
-        ]
+        lengths = [self.num_blocks_for(num_tokens)] * len(self.windows)
+        for group, window in self.sliding_groups:
+            reach = max(num_computed_tokens, window - 1) + self.max_chunk_tokens
+            lengths[group] = min(lengths[group], self.num_blocks_for(reach))
+        return lengths
 
     def _grow(self, seq: Sequence, lengths: list[int]) -> None:
         for table, length in zip(seq.block_tables, lengths, strict=True):
@@ -434,8 +432,8 @@ class BlockManager:
 
     def _remove_skipped_blocks(self, seq: Sequence, position: int) -> None:
         """Take back the blocks that no token from a position on sees, the last first; the name is vLLM's."""
-        for window, table in zip(self.windows, seq.block_tables, strict=True):
-            index = self._first_seen(window, position)
+        for group, window in self.sliding_groups:
+            table, index = seq.block_tables[group], self._first_seen(window, position)
             while index > 0 and table[index - 1]:
                 index -= 1
                 self._release(table[index])
