@@ -307,7 +307,8 @@ class TorchAttention(PagedAttention):
         out = q.new_empty(*q.shape[:2], v.shape[2])
         self._decodes(out, q, cache, settings)
         for chunk in self._chunks:
-            out[chunk.start : chunk.end] = self._chunk(chunk, q[chunk.start : chunk.end], cache, settings)
+            rows = slice(chunk.start, chunk.end)
+            self._chunk(out[rows], chunk, q[rows], cache, settings)
         return out
 
     def _decodes(self, out: Tensor, q: Tensor, cache: KVCache, settings: Settings) -> None:
@@ -331,7 +332,7 @@ class TorchAttention(PagedAttention):
         out = _scaled_dot_product(folded, k, v, self._masks[key], settings)
         return out.reshape(num_seqs, num_heads, -1)
 
-    def _chunk(self, chunk: QueryChunk, q: Tensor, cache: KVCache, settings: Settings) -> Tensor:
+    def _chunk(self, out: Tensor, chunk: QueryChunk, q: Tensor, cache: KVCache, settings: Settings) -> None:
         length, num_heads, head_dim = q.shape
         table = chunk.block_table[chunk.first // self.block_size :]
         num_keys = chunk.seq_len - chunk.first
@@ -347,14 +348,14 @@ class TorchAttention(PagedAttention):
                 self._masks[key] = _Mask.of(distance, settings.window)  # (length, L)
             mask = self._masks[key]
         # KV heads are the batch; the query heads that share one are SDPA's heads, K and V expanded.
-        out = _scaled_dot_product(
+        attended = _scaled_dot_product(
             q.reshape(length, num_kv_heads, group_size, head_dim).permute(1, 2, 0, 3),
             k.unsqueeze(1).expand(-1, group_size, -1, -1),
             v.unsqueeze(1).expand(-1, group_size, -1, -1),
             mask,
             settings.for_heads(num_kv_heads, group_size, 1, 1),
         )
-        return out.permute(2, 0, 1, 3).reshape(length, num_heads, -1)
+        out.copy_(attended.permute(2, 0, 1, 3).reshape(length, num_heads, -1))
 
 
 def whole_rows(x: Tensor) -> Tensor:

@@ -124,10 +124,10 @@ def keep_freed_memory() -> None:
 # ---- Kernels -------------------------------------------------------------------------------------
 
 SOURCE = Path(__file__).parent / "kernels.cpp"
-# All of -ffast-math that keeps NaN and infinity, which also would switch denormals off process-wide.
+# What of -ffast-math keeps NaN, infinity, and the order of sums, on which results depend to the last bit.
 FLAGS = (
     "-O3 -march=native -std=c++17 -fopenmp -shared -fPIC "
-    "-fno-math-errno -fno-trapping-math -fno-signed-zeros -fassociative-math -freciprocal-math"
+    "-fno-math-errno -fno-trapping-math -fno-signed-zeros -freciprocal-math"
 )
 
 
@@ -147,10 +147,9 @@ class Kernels:
         self.seconds = time.perf_counter() - start
         self._functions: dict[tuple[str, torch.dtype], Callable[..., None]] = {}
 
-    @staticmethod
-    def serves(dtype: torch.dtype) -> bool:
-        """Whether there are kernels for tensors of that type."""
-        return dtype in (torch.float32, torch.bfloat16)
+    def serves(self, dtype: torch.dtype) -> bool:
+        """Whether there are kernels for tensors of that type: an old compiler knows no float16."""
+        return hasattr(self.library, f"linear_{_name(dtype)}")
 
     def decode_attention(
         self,
@@ -178,11 +177,14 @@ class Kernels:
             k_cache.shape[1], float(scale), window or 0, float(softcap or 0), sinks, alibi_slopes,
         )  # fmt: skip
 
-    def causal_softmax(
+    def prefill_attention(
         self,
-        scores: Tensor,
-        first_query: int,
-        first_key: int,
+        out: Tensor,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_table: Tensor,
+        seq_len: int,
         *,
         scale: float,
         window: int | None,
@@ -190,18 +192,12 @@ class Kernels:
         sinks: Tensor | None,
         alibi_slopes: Tensor | None = None,
     ) -> None:
-        """Scores (H, queries, keys) to probabilities in place; positions count on from the first ones."""
+        """Attention of a sequence's last tokens, q (T, H, D), into out (T, H, D'); block_table is int32."""
         self._call(
-            "causal_softmax", scores, *scores.shape, first_query, first_key,
+            "prefill_attention", out, q, k_cache, v_cache, block_table, len(q), seq_len,
+            q.shape[1], k_cache.shape[2], q.shape[2], out.shape[2], k_cache.shape[1],
             float(scale), window or 0, float(softcap or 0), sinks, alibi_slopes,
         )  # fmt: skip
-
-    def gather(self, cache: Tensor, block_table: Tensor, first: int, last: int) -> Tensor:
-        """A sequence's positions [first, last) out of the cache, as (K, last - first, D)."""
-        _, block_size, num_heads, head_dim = cache.shape
-        out = cache.new_empty(num_heads, last - first, head_dim)
-        self._call("gather", out, cache, block_table, first, last, num_heads, head_dim, block_size)
-        return out
 
     def write_kv(self, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """Write k (T, K, D) and v (T, K, D') to their slots, (T,) int64."""
@@ -223,30 +219,48 @@ class Kernels:
         self._call("norm_rotate", out, x, x.stride(0), weight, float(eps), cos, sin, *x.shape)
         return out
 
+    @functools.cached_property
+    def num_outputs(self) -> int:
+        """How many outputs a block of a packed weight has."""
+        return ctypes.c_int64.in_dll(self.library, "outputs").value
+
     def can_multiply(self, weight: Tensor) -> bool:
         """Whether `linear` takes that weight, (N, I), and there is nothing faster on this processor."""
-        is_bfloat16 = weight.dtype == torch.bfloat16
-        return is_bfloat16 and weight.shape[1] % 2 == 0 and hasattr(self.library, "linear_bfloat16")
+        if weight.dtype == torch.bfloat16 and hasattr(self.library, "amx"):
+            return False
+        return self.serves(weight.dtype) and weight.shape[1] % _inputs_side_by_side(weight.dtype) == 0
 
-    @staticmethod
-    def pack(weight: Tensor) -> Tensor:
-        """A weight (N, I) as `linear` reads it: (blocks, I / 2, 64, 2), blocks of 64 outputs, 0 beyond N."""
+    def pack(self, weight: Tensor) -> Tensor:
+        """A weight (N, I) as `linear` reads it: blocks of its outputs, with 0 beyond N.
+
+        (blocks, I, outputs), and of bfloat16 (blocks, I / 2, outputs, 2).
+        """
+        step, outputs = _inputs_side_by_side(weight.dtype), self.num_outputs
         num_outputs, num_inputs = weight.shape
-        packed = weight.new_zeros(-(-num_outputs // 64), num_inputs // 2, 64, 2)
-        for block, rows in zip(packed, torch.split(weight, 64), strict=True):
-            block[:, : len(rows)] = rows.view(len(rows), -1, 2).transpose(0, 1)
-        return packed
+        packed = weight.new_zeros(-(-num_outputs // outputs), num_inputs // step, outputs, step)
+        whole = num_outputs // outputs * outputs
+        packed[: whole // outputs] = (
+            weight[:whole].view(-1, outputs, num_inputs // step, step).transpose(1, 2)
+        )
+        if whole < num_outputs:
+            packed[-1, :, : num_outputs - whole] = (
+                weight[whole:].view(-1, num_inputs // step, step).transpose(0, 1)
+            )
+        return packed if step > 1 else packed.squeeze(-1)
 
     @staticmethod
     def unpack_rows(packed: Tensor, rows: Tensor) -> Tensor:
         """Rows (T,) of the weight that was packed: (T, I)."""
-        pairs = packed.view(torch.int32).squeeze(-1)
-        return pairs[rows // 64, :, rows % 64].view(packed.dtype)
+        outputs = packed.shape[2]
+        return packed[rows // outputs, :, rows % outputs].flatten(1)
 
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None, num_outputs: int) -> Tensor:
-        """The product of x (T, I) with a packed weight, plus bias (N,): (T, N)."""
-        out = x.new_empty(len(x), num_outputs)
-        self._call("linear", out, x.contiguous(), packed, bias, *x.shape, num_outputs)
+        """The product of x (.., I) with a packed weight, plus bias (N,): (.., N)."""
+        out = x.new_empty(*x.shape[:-1], num_outputs)
+        num_inputs = x.shape[-1]
+        self._call(
+            "linear", out, x.contiguous(), packed, bias, x.numel() // num_inputs, num_inputs, num_outputs
+        )
         return out
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
@@ -260,13 +274,21 @@ class Kernels:
         """Call a kernel for the first tensor's type; tensors become addresses, None a null pointer."""
         function = self._functions.get((name, first.dtype))
         if function is None:
-            suffix = str(first.dtype).removeprefix("torch.")
-            address = ctypes.c_void_p.in_dll(self.library, f"{name}_{suffix}").value
+            address = ctypes.c_void_p.in_dll(self.library, f"{name}_{_name(first.dtype)}").value
             types = {int: ctypes.c_int64, float: ctypes.c_float}
             signature = [types.get(type(a), ctypes.c_void_p) for a in (first, *arguments)]
             function = ctypes.CFUNCTYPE(None, *signature)(address)  # type: ignore[arg-type]
             self._functions[name, first.dtype] = function
         function(first.data_ptr(), *(a.data_ptr() if isinstance(a, Tensor) else a for a in arguments))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _inputs_side_by_side(dtype: torch.dtype) -> int:
+    """How many inputs' weights a packed weight holds together for each output."""
+    return 2 if dtype == torch.bfloat16 else 1
 
 
 def _compile() -> tuple[ctypes.CDLL, bool]:
@@ -277,9 +299,10 @@ def _compile() -> tuple[ctypes.CDLL, bool]:
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         raise RuntimeError("no C++ compiler (g++, clang++ or $CXX)")
-    command = [*compiler.split(), *FLAGS.split()]
+    program, *options = compiler.split()
+    command = [program, *FLAGS.split(), *options]  # $CXX may say -march=x86-64-v3
     try:
-        version = _run([*compiler.split(), "--version"], tempfile.gettempdir())
+        version = _run([program, *options, "--version"], tempfile.gettempdir())
         told = "\n".join((SOURCE.read_text(), *command, version, _processor()))
         name = f"kernels-{_digest(told.encode())}"
         cache = _private_cache()
@@ -378,7 +401,7 @@ def _processor() -> str:
 
 
 class PackedLinear(nn.Module):
-    """A linear layer whose bfloat16 weight lies as `Kernels.linear` reads it."""
+    """A linear layer whose weight lies as `Kernels.linear` reads it."""
 
     def __init__(self, layer: nn.Linear, kernels: Kernels) -> None:
         super().__init__()
@@ -386,7 +409,7 @@ class PackedLinear(nn.Module):
         self.packed = kernels.pack(layer.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(T, in) -> (T, out)."""
+        """(.., in) -> (.., out)."""
         return self.kernels.linear(x, self.packed, self.bias, self.out_features)
 
 
@@ -421,11 +444,10 @@ class PackedEmbedding(nn.Module):
 
 def pack_linear(layer: nn.Linear, kernels: Kernels | None) -> nn.Module:
     """The layer in the layout that is fastest here, which may be its own; equal results up to rounding."""
-    if layer.weight.dtype != torch.bfloat16:
-        return layer
     if kernels is not None and kernels.can_multiply(layer.weight):
         return PackedLinear(layer, kernels)
-    return OneDNNLinear(layer) if torch.ops.mkldnn._is_mkldnn_bf16_supported() else layer
+    is_bfloat16 = layer.weight.dtype == torch.bfloat16
+    return OneDNNLinear(layer) if is_bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported() else layer
 
 
 def pack_weights(model: nn.Module, kernels: Kernels | None) -> None:
@@ -448,11 +470,9 @@ def pack_weights(model: nn.Module, kernels: Kernels | None) -> None:
 
 # ---- Attention -----------------------------------------------------------------------------------
 
-TILE_SIZE = 128  # prompt tokens whose scores are computed in one product
-
 
 class CompiledAttention(TorchAttention):
-    """On a CPU with compiled kernels: decodes read the cache in place, chunks go tile by tile."""
+    """On a CPU by compiled kernels, which read K and V through the block tables."""
 
     name = "compiled"
 
@@ -470,22 +490,9 @@ class CompiledAttention(TorchAttention):
         sequences = self._decode_sequences
         self._kernels.decode_attention(out, q, cache.k, cache.v, *sequences, **settings._asdict())
 
-    def _chunk(self, chunk: QueryChunk, q: Tensor, cache: KVCache, settings: Settings) -> Tensor:
-        length, num_heads, head_dim = q.shape
-        first = chunk.seq_len - length  # the first query's position
-        low = 0 if settings.window is None else max(0, first + 1 - settings.window)  # the first key's
-        k, v = (self._kernels.gather(x, chunk.block_table, low, chunk.seq_len) for x in (cache.k, cache.v))
-        num_kv_heads = k.shape[0]
-        heads = q.view(length, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)  # (K, H / K, length, D)
-        outs = []
-        for start in range(0, length, TILE_SIZE):
-            tile = heads[:, :, start : start + TILE_SIZE].flatten(1, 2)
-            num_keys = first + min(start + TILE_SIZE, length) - low  # the last query of the tile sees these
-            scores = torch.bmm(tile, k[:, :num_keys].transpose(1, 2))
-            shaped = scores.view(num_heads, -1, num_keys)
-            self._kernels.causal_softmax(shaped, first + start, low, **settings._asdict())
-            outs.append(torch.bmm(scores, v[:, :num_keys]).view(num_heads, -1, v.shape[2]))
-        return torch.cat(outs, dim=1).transpose(0, 1)
+    def _chunk(self, out: Tensor, chunk: QueryChunk, q: Tensor, cache: KVCache, settings: Settings) -> None:
+        sequence = chunk.block_table, chunk.seq_len
+        self._kernels.prefill_attention(out, q, cache.k, cache.v, *sequence, **settings._asdict())
 
 
 # ---- All of it together --------------------------------------------------------------------------
@@ -515,12 +522,13 @@ class CPU(Device):
         """Load them; returns why that cannot be."""
         if self.config.enforce_eager:
             return "enforce_eager"
-        if unserved := {dtype for dtype in dtypes if not Kernels.serves(dtype)}:
-            return f"there are no kernels for {str(unserved.pop()).removeprefix('torch.')}"
         try:
-            self.kernels = Kernels()
+            kernels = Kernels()
         except RuntimeError as error:
             return str(error)
+        if unserved := {dtype for dtype in dtypes if not kernels.serves(dtype)}:
+            return f"there are no kernels for {_name(unserved.pop())}"
+        self.kernels = kernels
         return None
 
     def running(self) -> AbstractContextManager[object]:

@@ -1,28 +1,28 @@
-// What PyTorch has no fast operator for on a CPU: attention over cache blocks, products with weights that come out
-// of memory once for all rows, and the element-wise work between two products, each in one pass over memory.
+// What PyTorch has no fast operator for on a CPU: products with weights that come out of memory once for all rows,
+// attention over cache blocks, and the element-wise work between two products, each in one pass over memory.
 // cpu.py compiles this file where there is a compiler and calls it through ctypes; everything here also exists in
 // plain PyTorch, in attention.py and models/decoder.py, which say what it means.
 //
 // Shape letters: T tokens, S sequences, H query heads, K key/value heads, G = H / K, D head_dim (Dv of the
-// values), B block_size. X is float or bf16; arithmetic is in float, rounded to X where PyTorch rounds.
+// values), B block_size. X is float, bf16 or fp16; arithmetic is in float, rounded to X where PyTorch rounds.
 
 #include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include <omp.h>
-#ifdef __AVX512BF16__
+#ifdef __x86_64__
 #include <immintrin.h>
 #endif
 
-// Tokens of a sequence that one task of decode_attention attends to, and how far apart its heads' scores are: there
-// is room for the 16 that are written at a time.
-constexpr int64_t SPAN = 256, ROW = SPAN + 16;
+// ---- Numbers, and vectors of them ---------------------------------------------------------------
 
 struct bf16 {
   uint16_t bits;
@@ -47,60 +47,43 @@ inline bf16 narrow(float x) {  // to the nearest, ties to even
   return {uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
 }
 
-template <class X>
-static inline float rounded(float x) { return load(narrow<X>(x)); }
-
-#ifdef __AVX512BF16__
-// Have n elements brought into the second cache.
-template <class X>
-static inline void fetch(const X* from, int64_t n) {
-  for (int64_t i = 0; i < n; i += 64 / sizeof(X)) __builtin_prefetch(from + i, 0, 2);
-}
-
-// A dot product of a multiple of 32 elements, but for the sum over the register.
-static inline __m512 dot_parts(const bf16* a, const bf16* b, int64_t n) {
-  __m512 sums = _mm512_setzero_ps();
-  for (int64_t i = 0; i < n; i += 32)
-    sums = _mm512_dpbf16_ps(sums, (__m512bh)_mm512_loadu_si512(a + i), (__m512bh)_mm512_loadu_si512(b + i));
-  return sums;
-}
-
-// The sums of 16 rows of 16 numbers, in one register: at each step two registers become one, which holds half as
-// many parts of each sum.
-static inline __m512 sum_each(const float* rows) {
-  __m512 two[8], four[4], eight[2];
-  for (int i = 0; i < 8; i++) {
-    __m512 a = _mm512_loadu_ps(rows + 32 * i), b = _mm512_loadu_ps(rows + 32 * i + 16);
-    two[i] = _mm512_unpacklo_ps(a, b) + _mm512_unpackhi_ps(a, b);
-  }
-  for (int i = 0; i < 4; i++) {
-    __m512d a = (__m512d)two[2 * i], b = (__m512d)two[2 * i + 1];
-    four[i] = (__m512)_mm512_unpacklo_pd(a, b) + (__m512)_mm512_unpackhi_pd(a, b);
-  }
-  auto halves = [](__m512 a, __m512 b) { return _mm512_shuffle_f32x4(a, b, 0x88) + _mm512_shuffle_f32x4(a, b, 0xdd); };
-  for (int i = 0; i < 2; i++) eight[i] = halves(four[2 * i], four[2 * i + 1]);
-  return halves(eight[0], eight[1]);
-}
-
-// 32 elements each of two rows in turns, a0 b0 a1 b1 ..., in two registers.
-static inline std::pair<__m512bh, __m512bh> interleaved(const bf16* a, const bf16* b) {
-  alignas(64) static constexpr auto ORDER = [] {
-    std::array<uint16_t, 64> order{};
-    for (int i = 0; i < 64; i++) order[i] = i / 2 + i % 2 * 32;
-    return order;
-  }();
-  __m512i low = _mm512_load_si512(ORDER.data()), high = _mm512_load_si512(ORDER.data() + 32);
-  __m512i first = _mm512_loadu_si512(a), second = _mm512_loadu_si512(b);
-  return {(__m512bh)_mm512_permutex2var_epi16(first, low, second),
-          (__m512bh)_mm512_permutex2var_epi16(first, high, second)};
-}
+#ifdef __FLT16_MAX__  // the compiler has the type
+struct fp16 {
+  _Float16 number;
+};
+static inline float load(fp16 x) { return x.number; }
+template <>
+inline fp16 narrow(float x) { return {_Float16(x)}; }
 #endif
 
 template <class X>
-static inline float dot(const X* a, const X* b, int64_t n) {
-  float sum = 0;
-  for (int64_t i = 0; i < n; i++) sum += load(a[i]) * load(b[i]);
-  return sum;
+static inline float rounded(float x) { return load(narrow<X>(x)); }
+
+template <class X>
+static void narrow_row(X* __restrict out, const float* __restrict row, int64_t n) {
+  for (int64_t i = 0; i < n; i++) out[i] = narrow<X>(row[i]);
+}
+
+template <class X>
+static void widen_row(float* __restrict out, const X* __restrict row, int64_t n) {
+  int64_t i = 0;
+#if defined(__FLT16_MAX__) && defined(__F16C__)  // the compiler would convert one at a time
+  if constexpr (std::is_same_v<X, fp16>)
+    for (; i + 8 <= n; i += 8) _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(row + i))));
+#endif
+  for (; i < n; i++) out[i] = load(row[i]);
+}
+
+// n numbers as A, which is X or float: where they are, or converted into `room`.
+template <class A, class X>
+static const A* as_inputs(std::vector<float>& room, const X* x, int64_t n) {
+  if constexpr (std::is_same_v<A, X>) {
+    return x;
+  } else {
+    if (int64_t(room.size()) < n) room.resize(n);
+    widen_row(room.data(), x, n);
+    return room.data();
+  }
 }
 
 // e^x to about one unit in the last place, in a form the compiler turns into vector instructions:
@@ -122,63 +105,295 @@ static inline float fast_exp(float x) {
   return p * power;
 }
 
+// ---- Products ------------------------------------------------------------------------------------
+
+// A register in the vector extension that GCC and Clang share: one source for every instruction set. A tile's sums,
+// ROWS x VECTORS of them, the weights of an input and a number of x are what the registers have room for.
+#if defined(__AVX512F__)
+constexpr int LANES = 16, VECTORS = 4, ROWS = 6, MANY = 48, FETCH_FROM = 7;
+#elif defined(__AVX__)
+constexpr int LANES = 8, VECTORS = 2, ROWS = 5, MANY = 12, FETCH_FROM = 2;
+#elif defined(__aarch64__)
+constexpr int LANES = 4, VECTORS = 4, ROWS = 6, MANY = 48, FETCH_FROM = 7;
+#else
+constexpr int LANES = 4, VECTORS = 2, ROWS = 5, MANY = 12, FETCH_FROM = 2;
+#endif
+constexpr int64_t OUTPUTS = LANES * VECTORS;
+constexpr int64_t PART = 512;  // inputs of a block that are taken at a time for more than MANY rows
+typedef float floats __attribute__((vector_size(LANES * 4)));
+typedef float floats_anywhere __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef uint32_t bits __attribute__((vector_size(LANES * 4)));
+
+template <class V>
+static inline V load_as(const void* from) {
+  V vector;
+  memcpy(&vector, from, sizeof vector);
+  return vector;
+}
+
+// A packed weight is (ceil(N / OUTPUTS), I / STEP, OUTPUTS, STEP): blocks of OUTPUTS outputs, and of bf16 two inputs
+// side by side in the 32 bits of an output, which are its sum's. Rows of x are what the product multiplies with.
+template <class W>
+constexpr int64_t STEP = std::is_same_v<W, bf16> ? 2 : 1;
+#ifdef __AVX512BF16__
+template <class W>
+using Input = std::conditional_t<std::is_same_v<W, bf16>, bf16, float>;
+#else
+template <class W>
+using Input = float;
+#endif
+
+// Weights of LANES outputs and of input i of a step.
+static inline floats widened(const float* weight, int) { return load_as<floats>(weight); }
+static inline floats widened(const bf16* pairs, int i) {
+  bits both = load_as<bits>(pairs);
+  return (floats)(i ? both & 0xffff0000 : both << 16);
+}
+#ifdef __FLT16_MAX__
+static inline floats widened(const fp16* weight, int) {
+#if defined(__AVX512F__)
+  return (floats)_mm512_cvtph_ps(load_as<__m256i>(weight));
+#elif defined(__F16C__)
+  return (floats)_mm256_cvtph_ps(load_as<__m128i>(weight));
+#else
+  floats wide;
+  for (int i = 0; i < LANES; i++) wide[i] = load(weight[i]);
+  return wide;
+#endif
+}
+#endif
+
+// Add to R rows of sums, OUTPUTS wide and `row` apart, the product of R rows of x, `stride` apart, with `inputs`
+// inputs of a block of weights. Meanwhile `lines` cache lines for every four steps are fetched from `next` on.
+template <class W, int R>
+static void multiply_tile(float* sums, int64_t row, const Input<W>* x, int64_t stride, const W* weight, int64_t inputs,
+                          const char* next, int64_t lines) {
+  floats sum[R][VECTORS];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+    for (int j = 0; j < VECTORS; j++) sum[r][j] = *(floats_anywhere*)(sums + r * row + j * LANES);
+  for (int64_t first = 0; first < inputs; first += STEP<W>, weight += OUTPUTS * STEP<W>) {
+    if (lines && first % (4 * STEP<W>) == 0)
+      for (int64_t line = 0; line < lines; line++, next += 64) __builtin_prefetch(next, 0, 2);
+#ifdef __AVX512BF16__
+    if constexpr (std::is_same_v<W, bf16>) {
+      for (int r = 0; r < R; r++) {
+        int32_t pair;
+        memcpy(&pair, x + r * stride + first, 4);
+        for (int j = 0; j < VECTORS; j++)
+          sum[r][j] = _mm512_dpbf16_ps(sum[r][j], (__m512bh)_mm512_set1_epi32(pair),
+                                       (__m512bh)_mm512_loadu_si512(weight + j * LANES * 2));
+      }
+      continue;
+    }
+#endif
+    for (int i = 0; i < STEP<W>; i++) {
+      floats wide[VECTORS];
+      for (int j = 0; j < VECTORS; j++) wide[j] = widened(weight + j * LANES * STEP<W>, i);
+      for (int r = 0; r < R; r++)
+        for (int j = 0; j < VECTORS; j++) sum[r][j] += load(x[r * stride + first + i]) * wide[j];
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+    for (int j = 0; j < VECTORS; j++) *(floats_anywhere*)(sums + r * row + j * LANES) = sum[r][j];
+}
+
+template <class W, int... R>
+static constexpr auto tiles(std::integer_sequence<int, R...>) { return std::array{&multiply_tile<W, R + 1>...}; }
+
+// The same for any number of rows, by tiles of about one height. `next` is what comes out of memory after this
+// block: of several tiles the first would wait for it and leave memory idle in the others, so all share in fetching.
+template <class W>
+static void multiply(float* sums, int64_t row, const Input<W>* x, int64_t stride, const W* weight, int64_t inputs,
+                     int64_t rows, const char* next, int64_t bytes) {
+  static constexpr auto TILES = tiles<W>(std::make_integer_sequence<int, ROWS>());
+  int64_t num_tiles = (rows + ROWS - 1) / ROWS, fetching = std::min<int64_t>(num_tiles, 4);
+  int64_t groups = (inputs + 4 * STEP<W> - 1) / (4 * STEP<W>);
+  int64_t lines = rows >= FETCH_FROM ? (bytes / 64 + groups * fetching - 1) / (groups * fetching) : 0;
+  for (int64_t i = 0; i < num_tiles; i++) {
+    int64_t begin = rows * i / num_tiles, end = rows * (i + 1) / num_tiles;
+    TILES[end - begin - 1](sums + begin * row, row, x + begin * stride, stride, weight, inputs, next,
+                           i < fetching ? lines : 0);
+    next += lines * groups * 64;
+  }
+}
+
+// A block of weights as floats, (inputs, OUTPUTS).
 template <class X>
-static void narrow_row(X* __restrict out, const float* __restrict row, int64_t n) {
-  for (int64_t i = 0; i < n; i++) out[i] = narrow<X>(row[i]);
+static void widen_block(float* out, const X* weight, int64_t inputs) {
+  for (int64_t first = 0; first < inputs; first += STEP<X>, weight += OUTPUTS * STEP<X>)
+    for (int i = 0; i < STEP<X>; i++)
+      for (int j = 0; j < VECTORS; j++, out += LANES) {
+        floats wide = widened(weight + j * LANES * STEP<X>, i);
+        memcpy(out, &wide, sizeof wide);
+      }
+}
+
+// out (T, N) = x (T, I) times a packed weight, + bias. A block comes out of memory once and is in the second cache
+// for all rows; of many rows a part of it at a time, converted once for all of them. A row's sums are made in the
+// order of inputs whatever the other rows, so its result does not depend on them.
+template <class X>
+static void linear(X* out, const X* x, const X* packed, const X* bias, int64_t T, int64_t I, int64_t N) {
+  constexpr bool IS_WIDENED = !std::is_same_v<X, Input<X>>;
+  bool is_many = T > MANY;
+  int64_t part = is_many ? PART : I;
+  static thread_local std::vector<float> kept;
+  std::vector<float>& room = kept;
+  const Input<X>* rows;
+  if constexpr (IS_WIDENED) {
+    if (int64_t(room.size()) < T * I) room.resize(T * I);
+    rows = room.data();
+  } else {
+    rows = x;
+  }
+#pragma omp parallel
+  {
+    if constexpr (IS_WIDENED) {
+#pragma omp for schedule(static)
+      for (int64_t t = 0; t < T; t++) widen_row(&room[t * I], x + t * I, I);
+    }
+    static thread_local std::vector<float> sums, wide;
+    sums.resize(T * OUTPUTS);
+    if (IS_WIDENED && is_many) wide.resize(part * OUTPUTS);
+#pragma omp for schedule(static)
+    for (int64_t first = 0; first < N; first += OUTPUTS) {
+      int64_t width = std::min(OUTPUTS, N - first);
+      float start[OUTPUTS] = {};
+      if (bias) widen_row(start, bias + first, width);
+      for (int64_t t = 0; t < T; t++) memcpy(&sums[t * OUTPUTS], start, sizeof start);
+      for (int64_t begin = 0; begin < I; begin += part) {
+        int64_t inputs = std::min(part, I - begin), bytes = inputs * OUTPUTS * sizeof(X);
+        const X* weight = packed + first * I + begin * OUTPUTS;
+        const char* next = (const char*)weight + bytes;
+        if (IS_WIDENED && is_many) {
+          widen_block(wide.data(), weight, inputs);
+          multiply<float>(sums.data(), OUTPUTS, (const float*)rows + begin, I, wide.data(), inputs, T, next, bytes);
+        } else {
+          multiply<X>(sums.data(), OUTPUTS, rows + begin, I, weight, inputs, T, next, bytes);
+        }
+      }
+      for (int64_t t = 0; t < T; t++)
+        if (width == OUTPUTS) narrow_row(out + t * N + first, &sums[t * OUTPUTS], OUTPUTS);
+        else narrow_row(out + t * N + first, &sums[t * OUTPUTS], width);
+    }
+  }
+}
+
+// ---- Attention -----------------------------------------------------------------------------------
+
+// Tokens of a sequence that are attended to at a time, and how far apart heads' scores are in decode_attention: there
+// is room for the 16 that are written at a time.
+constexpr int64_t SPAN = 256, ROW = SPAN + 16;
+
+// The lanes of two registers taken in turns, and added: the sums of a's pairs, then of b's.
+template <int... I>
+static inline floats add_pairs(floats a, floats b, std::integer_sequence<int, I...>) {
+#if defined(__clang__) || __GNUC__ >= 12
+  return __builtin_shufflevector(a, b, 2 * I...) + __builtin_shufflevector(a, b, 2 * I + 1 ...);
+#else
+  typedef int32_t lanes __attribute__((vector_size(LANES * 4)));
+  return __builtin_shuffle(a, b, lanes{2 * I...}) + __builtin_shuffle(a, b, lanes{2 * I + 1 ...});
+#endif
+}
+
+// The sum of each of LANES registers, in one.
+static inline floats sum_each(const floats* parts) {
+  floats sums[LANES];
+  memcpy(sums, parts, sizeof sums);
+  for (int n = LANES / 2; n; n /= 2)
+    for (int i = 0; i < n; i++)
+      sums[i] = add_pairs(sums[2 * i], sums[2 * i + 1], std::make_integer_sequence<int, LANES>());
+  return sums[0];
+}
+
+// A dot product of a multiple of LANES elements (of bf16, twice that), but for the sum over the register.
+static inline floats dot_parts(const float* a, const float* b, int64_t n) {
+  floats sum{};
+  for (int64_t i = 0; i < n; i += LANES) sum += load_as<floats>(a + i) * load_as<floats>(b + i);
+  return sum;
+}
+
+// Have n elements brought into the second cache.
+template <class X>
+static inline void fetch(const X* from, int64_t n) {
+  for (int64_t i = 0; i < n; i += 64 / sizeof(X)) __builtin_prefetch(from + i, 0, 2);
+}
+
+#ifdef __AVX512BF16__
+static inline floats dot_parts(const bf16* a, const bf16* b, int64_t n) {
+  floats sum{};
+  for (int64_t i = 0; i < n; i += 32)
+    sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(a + i), (__m512bh)_mm512_loadu_si512(b + i));
+  return sum;
+}
+
+// 32 elements each of two rows in turns, a0 b0 a1 b1 ..., in two registers.
+static inline std::pair<__m512bh, __m512bh> interleaved(const bf16* a, const bf16* b) {
+  alignas(64) static constexpr auto ORDER = [] {
+    std::array<uint16_t, 64> order{};
+    for (int i = 0; i < 64; i++) order[i] = i / 2 + i % 2 * 32;
+    return order;
+  }();
+  __m512i low = _mm512_load_si512(ORDER.data()), high = _mm512_load_si512(ORDER.data() + 32);
+  __m512i first = _mm512_loadu_si512(a), second = _mm512_loadu_si512(b);
+  return {(__m512bh)_mm512_permutex2var_epi16(first, low, second),
+          (__m512bh)_mm512_permutex2var_epi16(first, high, second)};
+}
+#endif
+
+template <class X>
+static inline float dot(const X* a, const X* b, int64_t n) {
+  float sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < n; i++) sum += load(a[i]) * load(b[i]);
+  return sum;
 }
 
 static void add_scaled(float* __restrict sum, const float* __restrict row, float factor, int64_t n) {
   for (int64_t i = 0; i < n; i++) sum[i] += factor * row[i];
 }
 
-// A row of scores to weights e^(score - most), in place; most, the largest of them and the sink, and their sum. The
-// first key is `distance` positions before the query; each position costs *slope (ALiBi).
-static std::pair<float, float> exponentials(float* row, int64_t n, float softcap, const float* sink,
-                                            const float* slope, int64_t distance) {
+// A row of scores to weights e^(score - most), in place; most, the largest of them and of what `most` was, and their
+// sum. The first key is `distance` positions before the query; each position costs *slope (ALiBi).
+static std::pair<float, float> exponentials(float* row, int64_t n, float most, float softcap, const float* slope,
+                                            int64_t distance) {
   if (softcap > 0)
     for (int64_t i = 0; i < n; i++) row[i] = softcap * std::tanh(row[i] / softcap);
   if (slope)
     for (int64_t i = 0; i < n; i++) row[i] -= *slope * float(distance - i);
-  float most = row[0];
 #pragma omp simd reduction(max : most)
-  for (int64_t i = 0; i < n; i++) most = std::max(most, row[i]);
-  if (sink) most = std::max(most, *sink);
+  for (int64_t i = 0; i < n; i++) most = row[i] > most ? row[i] : most;
   float sum = 0;
+#pragma omp simd reduction(+ : sum)
   for (int64_t i = 0; i < n; i++) sum += row[i] = fast_exp(row[i] - most);
-  return {most, sink ? sum + fast_exp(*sink - most) : sum};
-}
-
-// A row of scores up to the query's own to probabilities; a sink takes its share of the sum and is not stored.
-static void softmax(float* row, int64_t n, float softcap, const float* sink, const float* slope) {
-  float scale = 1 / exponentials(row, n, softcap, sink, slope, n - 1).second;
-  for (int64_t i = 0; i < n; i++) row[i] *= scale;
+  return {most, sum};
 }
 
 // scores[head][t] = q[head] . keys[t][head / G] for q (H, D) and up to 16 tokens' keys (count, K, D); a head's
 // scores are ROW apart from the next one's. Keys are read in the order in which they lie in memory, and those of
 // the `next` tokens fetched meanwhile.
 template <class X>
-static void write_scores(float* scores, const X* q, const X* keys, const X* next, int64_t count, int64_t H, int64_t K,
-                         int64_t D) {
+static void write_scores(float* scores, const Input<X>* q, const X* keys, const X* next, int64_t count, int64_t H,
+                         int64_t K, int64_t D) {
   int64_t G = H / K;
-#ifdef __AVX512BF16__
-  if constexpr (sizeof(X) == 2)
-  if (D % 32 == 0) {
-    static thread_local std::vector<float> parts;  // (H, 16 tokens, 16)
-    parts.resize(H * 16 * 16);
-    for (int64_t t = 0; t < count; t++) {
-      fetch(next + t * K * D, K * D);
-      for (int64_t head = 0; head < H; head++)
-        _mm512_storeu_ps(&parts[(head * 16 + t) * 16], dot_parts(q + head * D, keys + (t * K + head / G) * D, D));
-    }
+  static thread_local std::vector<float> room;
+  static thread_local std::vector<floats> parts;  // (H, 16 tokens)
+  parts.resize(H * 16);
+  bool is_whole = D % (LANES * STEP<Input<X>>) == 0;
+  for (int64_t t = 0; t < count; t++) {
+    fetch(next + t * K * D, K * D);
+    const Input<X>* key = as_inputs<Input<X>>(room, keys + t * K * D, K * D);
     for (int64_t head = 0; head < H; head++)
-      _mm512_storeu_ps(scores + head * ROW, sum_each(&parts[head * 16 * 16]));
-    return;
+      if (is_whole) parts[head * 16 + t] = dot_parts(q + head * D, key + head / G * D, D);
+      else scores[head * ROW + t] = dot(q + head * D, key + head / G * D, D);
   }
-#endif
-  for (int64_t t = 0; t < count; t++)
-    for (int64_t head = 0; head < H; head++)
-      scores[head * ROW + t] = dot(q + head * D, keys + (t * K + head / G) * D, D);
+  if (!is_whole) return;
+  for (int64_t head = 0; head < H; head++)
+    for (int64_t t = 0; t < 16; t += LANES) {
+      floats sums = sum_each(&parts[head * 16 + t]);
+      memcpy(scores + head * ROW + t, &sums, sizeof sums);
+    }
 }
 
 // sums[head] += weights[head][t] * values[t][head / G] for sums (H, D) and values (count, K, D); `next` as above.
@@ -187,7 +402,7 @@ static void add_values(float* sums, const X* weights, const X* values, const X* 
                        int64_t K, int64_t D) {
   int64_t G = H / K;
 #ifdef __AVX512BF16__
-  if constexpr (sizeof(X) == 2)
+  if constexpr (std::is_same_v<X, bf16>)
   if (D % 32 == 0) {  // tokens by fours: an instruction adds two of them to a sum
     for (int64_t t = 0; t < count; t += 4)
       for (int64_t head = 0; head < H; head++) {
@@ -214,10 +429,24 @@ static void add_values(float* sums, const X* weights, const X* values, const X* 
     return;
   }
 #endif
-  for (int64_t t = 0; t < count; t++)
-    for (int64_t head = 0; head < H; head++)
+  static thread_local std::vector<float> room;
+  for (int64_t t = 0; t < count; t += 4) {  // by fours: sums are read and written once for four tokens
+    const float* value = as_inputs<float>(room, values + t * K * D, std::min<int64_t>(4, count - t) * K * D);
+    for (int64_t head = 0; head < H; head++) {
+      fetch(next + (t * H + head * 4) * K * D / H, 4 * K * D / H);
+      float weight[4];
+      const float* of[4];
+      for (int64_t j = 0; j < 4; j++) {
+        bool is_there = t + j < count;
+        weight[j] = is_there ? load(weights[head * ROW + t + j]) : 0;
+        of[j] = value + ((is_there ? j : 0) * K + head / G) * D;
+      }
+      float* sum = sums + head * D;
+#pragma omp simd
       for (int64_t i = 0; i < D; i++)
-        sums[head * D + i] += load(weights[head * ROW + t]) * load(values[(t * K + head / G) * D + i]);
+        sum[i] = sum[i] + weight[0] * of[0][i] + weight[1] * of[1][i] + weight[2] * of[2][i] + weight[3] * of[3][i];
+    }
+  }
 }
 
 // Sequence i's one new token, row rows[i] of q (T, H, D), attends to the last `window` (0: all) of its
@@ -246,7 +475,7 @@ static void decode_attention(X* out, const X* q, const X* k_cache, const X* v_ca
   float* results = kept.data();
 #pragma omp parallel
   {
-    std::vector<float> scores(H * ROW);
+    std::vector<float> scores(H * ROW), query_room;
     std::vector<X> weights(H * ROW);
 #pragma omp for schedule(dynamic)
     for (size_t i = 0; i < tasks.size(); i++) {
@@ -261,9 +490,10 @@ static void decode_attention(X* out, const X* q, const X* k_cache, const X* v_ca
           use(position - begin, slot(position), slot(std::min(next, end - 1)), next - position);
         }
       };
+      const Input<X>* query = as_inputs<Input<X>>(query_room, q + rows[s] * H * D, H * D);
       each_run([&](int64_t offset, int64_t slot, int64_t next, int64_t count) {
         const X *keys = k_cache + slot * K * D, *next_keys = k_cache + next * K * D;
-        write_scores(&scores[offset], q + rows[s] * H * D, keys, next_keys, count, H, K, D);
+        write_scores(&scores[offset], query, keys, next_keys, count, H, K, D);
       });
       float *sums = &results[i * size], *totals = sums + H * Dv;
       std::fill(sums, totals, 0.0f);
@@ -271,7 +501,7 @@ static void decode_attention(X* out, const X* q, const X* k_cache, const X* v_ca
         float* mine = &scores[head * ROW];
         for (int64_t t = 0; t < end - begin; t++) mine[t] *= scale;
         std::tie(totals[2 * head], totals[2 * head + 1]) = exponentials(
-            mine, end - begin, softcap, nullptr, slopes ? slopes + head : nullptr, seq_lens[s] - 1 - begin);
+            mine, end - begin, -INFINITY, softcap, slopes ? slopes + head : nullptr, seq_lens[s] - 1 - begin);
         narrow_row(&weights[head * ROW], mine, end - begin);
       }
       each_run([&](int64_t offset, int64_t slot, int64_t next, int64_t count) {
@@ -296,41 +526,121 @@ static void decode_attention(X* out, const X* q, const X* k_cache, const X* v_ca
   }
 }
 
-// Scores (H, queries, keys) to probabilities, in place. Query i is at position first_query + i and key j at
-// first_key + j; what a query may not see becomes 0.
+// Columns and rows of a packed weight: of K, whose tokens are the outputs, and of V, whose tokens are the inputs.
+template <class A, class X>
+static void pack_column(A* __restrict to, const X* __restrict token, int64_t D) {
+  if constexpr (STEP<A> == 2)
+    for (int64_t d = 0; d < D; d += 2) memcpy(to + d * OUTPUTS, token + d, std::min<int64_t>(2, D - d) * sizeof(X));
+  else
+    for (int64_t d = 0; d < D; d++) to[d * OUTPUTS] = load(token[d]);
+}
+
+template <class A, class X>
+static void pack_row(A* __restrict to, const X* __restrict token, const X* __restrict next, int64_t n) {
+  if constexpr (STEP<A> == 2)
+    for (int64_t d = 0; d < n; d++) to[2 * d] = token[d], to[2 * d + 1] = next[d];
+  else
+    widen_row(to, token, n);
+}
+
+// A sequence's last T tokens, q and out (T, H, ..), attend to its `length` tokens. Keys come in spans, packed as a
+// product's weights are, and weights of earlier spans are scaled down where a later one has a larger score:
+// flash-attention (https://arxiv.org/abs/2205.14135). Spans begin where they do whatever the chunk, and what a query
+// does not see adds 0, so its result does not depend on how the prompt was divided.
 template <class X>
-static void causal_softmax(X* scores, int64_t H, int64_t queries, int64_t keys, int64_t first_query,
-                           int64_t first_key, float scale, int64_t window, float softcap, const float* sinks,
-                           const float* slopes) {
+static void prefill_attention(X* out, const X* q, const X* k_cache, const X* v_cache, const int32_t* table, int64_t T,
+                              int64_t length, int64_t H, int64_t K, int64_t D, int64_t Dv, int64_t B, float scale,
+                              int64_t window, float softcap, const float* sinks, const float* slopes) {
+  using A = Input<X>;  // of q, K, weights and V in the products
+  constexpr int64_t QUERIES = 128, PAIR = STEP<A>;
+  auto padded = [](int64_t n, int64_t to) { return (n + to - 1) / to * to; };
+  int64_t G = H / K, query_width = padded(D, PAIR), value_width = padded(Dv, OUTPUTS);
+  int64_t num_tiles = (T + QUERIES - 1) / QUERIES;
 #pragma omp parallel
   {
-    std::vector<float> row(keys);
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < H * queries; i++) {
-      int64_t position = first_query + i % queries, end = position + 1 - first_key;
-      int64_t begin = window ? std::max<int64_t>(0, end - window) : 0;
-      X* mine = scores + i * keys;
-      for (int64_t j = begin; j < end; j++) row[j] = load(mine[j]) * scale;
-      int64_t head = i / queries;
-      softmax(row.data() + begin, end - begin, softcap, sinks ? sinks + head : nullptr, slopes ? slopes + head : nullptr);
-      for (int64_t j = 0; j < begin; j++) mine[j] = narrow<X>(0);
-      for (int64_t j = begin; j < end; j++) mine[j] = narrow<X>(row[j]);
-      for (int64_t j = end; j < keys; j++) mine[j] = narrow<X>(0);
+    std::vector<A> queries(G * QUERIES * query_width), keys(padded(SPAN, OUTPUTS) * query_width);
+    std::vector<A> values(SPAN * value_width), weights(QUERIES * SPAN);
+    std::vector<float> scores(QUERIES * padded(SPAN, OUTPUTS)), sums(G * QUERIES * value_width);
+    std::vector<float> most(G * QUERIES), total(G * QUERIES);
+    std::vector<X> zeros(Dv);
+#pragma omp for schedule(dynamic)
+    for (int64_t task = 0; task < K * num_tiles; task++) {
+      int64_t kv_head = task % K, tile = num_tiles - 1 - task / K;  // the longest first
+      int64_t rows = std::min(QUERIES, T - tile * QUERIES), first = length - T + tile * QUERIES, last = first + rows;
+      const X* tile_q = q + (tile * QUERIES * H + kv_head * G) * D;
+      std::fill(sums.begin(), sums.end(), 0.0f);
+      for (int64_t g = 0; g < G; g++)
+        for (int64_t t = 0; t < rows; t++) {
+          for (int64_t d = 0; d < D; d++)
+            queries[(g * QUERIES + t) * query_width + d] = narrow<A>(load(tile_q[(t * H + g) * D + d]));
+          most[g * QUERIES + t] = sinks ? sinks[kv_head * G + g] : -INFINITY;
+          total[g * QUERIES + t] = sinks ? 1 : 0;
+        }
+      int64_t lowest = window ? std::max<int64_t>(0, first + 1 - window) : 0;
+      for (int64_t begin = lowest / SPAN * SPAN; begin < last; begin += SPAN) {
+        int64_t end = std::min(begin + SPAN, last), start = std::max(begin, lowest);
+        auto token = [&](const X* cache, int64_t position, int64_t width) {
+          int64_t slot = int64_t(table[position / B]) * B + position % B;
+          return cache + (slot * K + kv_head) * width;
+        };
+        std::fill(keys.begin(), keys.end(), narrow<A>(0));
+        std::fill(values.begin(), values.end(), narrow<A>(0));
+        for (int64_t i = start - begin; i < end - begin; i++)
+          pack_column(&keys[i / OUTPUTS * OUTPUTS * query_width + i % OUTPUTS * PAIR], token(k_cache, begin + i, D), D);
+        for (int64_t i = (start - begin) / PAIR * PAIR; i < end - begin; i += PAIR) {
+          const X* one = begin + i < start ? zeros.data() : token(v_cache, begin + i, Dv);
+          const X* other = begin + i + 1 < end ? token(v_cache, begin + i + 1, Dv) : zeros.data();
+          for (int64_t d = 0; d < Dv; d += OUTPUTS)
+            pack_row(&values[d * SPAN + i * OUTPUTS], one + d, other + d, std::min(OUTPUTS, Dv - d));
+        }
+        for (int64_t g = 0; g < G; g++) {
+          const A* query = &queries[g * QUERIES * query_width];
+          for (int64_t block = start / OUTPUTS * OUTPUTS; block < end; block += OUTPUTS) {
+            int64_t from = std::max<int64_t>(0, block - first);  // the first query that sees some of it, and the last
+            int64_t to = window ? std::min(rows, block + OUTPUTS + window - 1 - first) : rows;
+            if (from >= to) continue;
+            float* block_scores = &scores[from * SPAN + block - begin];
+            for (int64_t t = 0; t < to - from; t++) std::fill_n(block_scores + t * SPAN, OUTPUTS, 0.0f);
+            multiply<A>(block_scores, SPAN, query + from * query_width, query_width,
+                        &keys[(block - begin) * query_width], query_width, to - from, nullptr, 0);
+          }
+          for (int64_t t = 0; t < rows; t++) {
+            int64_t position = first + t, r = g * QUERIES + t;
+            int64_t low = std::max(window ? position + 1 - window : 0, begin) - begin;
+            int64_t high = std::min(position + 1, end) - begin;
+            A* weight = &weights[t * SPAN];
+            std::fill_n(weight, SPAN, narrow<A>(0));
+            if (low >= high) continue;
+            float *row = &scores[t * SPAN + low], before = most[r], sum;
+            for (int64_t i = 0; i < high - low; i++) row[i] *= scale;
+            std::tie(most[r], sum) = exponentials(row, high - low, before, softcap,
+                                                  slopes ? slopes + kv_head * G + g : nullptr, position - begin - low);
+            float factor = fast_exp(before - most[r]);
+            total[r] = total[r] * factor + sum;
+            if (factor != 1)
+              for (int64_t i = 0; i < value_width; i++) sums[r * value_width + i] *= factor;
+            narrow_row(weight + low, row, high - low);
+          }
+          for (int64_t block = 0; block < value_width; block += OUTPUTS)
+            for (int64_t t = 0; t < rows; t += 4 * ROWS) {
+              int64_t to = std::min<int64_t>(rows, t + 4 * ROWS), seen = std::min(end, first + to) - begin;  // by the last
+              if (seen <= 0) continue;
+              multiply<A>(&sums[(g * QUERIES + t) * value_width + block], value_width, &weights[t * SPAN], SPAN,
+                          &values[block * SPAN], padded(seen, PAIR), to - t, nullptr, 0);
+            }
+        }
+      }
+      for (int64_t g = 0; g < G; g++)
+        for (int64_t t = 0; t < rows; t++) {
+          int64_t r = g * QUERIES + t;
+          X* to = out + ((tile * QUERIES + t) * H + kv_head * G + g) * Dv;
+          for (int64_t d = 0; d < Dv; d++) to[d] = narrow<X>(sums[r * value_width + d] / total[r]);
+        }
     }
   }
 }
 
-// Positions [first, last) of one sequence out of the cache, (last - first, K, D) in blocks, to (K, last - first, D).
-template <class X>
-static void gather(X* out, const X* cache, const int32_t* table, int64_t first, int64_t last, int64_t K, int64_t D,
-                   int64_t B) {
-#pragma omp parallel for schedule(static)
-  for (int64_t position = first; position < last; position++) {
-    const X* token = cache + (int64_t(table[position / B]) * B + position % B) * K * D;
-    for (int64_t head = 0; head < K; head++)
-      memcpy(out + (head * (last - first) + position - first) * D, token + head * D, D * sizeof(X));
-  }
-}
+// ---- Between attention and products --------------------------------------------------------------
 
 // Tokens' K and V, rows of k_width and v_width elements that lie k_stride and v_stride apart, to their slots.
 template <class X>
@@ -352,6 +662,7 @@ static void rms_norm(X* out, X* total, const X* x, const X* residual, const X* w
 #pragma omp for schedule(static)
     for (int64_t t = 0; t < T; t++) {
       float squares = 0;
+#pragma omp simd reduction(+ : squares)
       for (int64_t i = 0; i < E; i++) {
         float value = load(x[t * E + i]);
         if (residual) value = rounded<X>(value + load(residual[t * E + i]));
@@ -379,6 +690,7 @@ static void norm_rotate(X* out, const X* x, int64_t stride, const X* weight, flo
       int64_t t = i / heads;
       const X* from = x + t * stride + i % heads * D;
       float squares = 0;
+#pragma omp simd reduction(+ : squares)
       for (int64_t d = 0; d < D; d++) {
         head[d] = load(from[d]);
         squares += head[d] * head[d];
@@ -410,73 +722,30 @@ static void silu_and_mul(X* out, const X* gate_up, int64_t T, int64_t I) {
   }
 }
 
-#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)  // with AMX oneDNN's products are faster than these
-constexpr int64_t OUTPUTS = 64, ROWS = 6;  // of a tile: its sums, ROWS x 4 registers, and a weight's 4 fill them all
-
-// R rows of x times one block of a packed weight, (pairs, 64, 2): of the 64 outputs `width` are stored. Meanwhile
-// `lines` cache lines per pair are fetched from `next` on.
-template <int R>
-static void multiply_tile(bf16* out, const bf16* x, const bf16* weight, const bf16* bias, int64_t pairs, int64_t stride,
-                          int64_t width, const char* next, int64_t lines) {
-  __m512 sums[R][4];
-  __mmask16 stored[4];
-  for (int j = 0; j < 4; j++) {
-    stored[j] = __mmask16((1 << std::clamp<int64_t>(width - 16 * j, 0, 16)) - 1);
-    __m512 start = bias ? _mm512_cvtpbh_ps((__m256bh)_mm256_maskz_loadu_epi16(stored[j], bias + 16 * j)) : __m512{};
-    for (int r = 0; r < R; r++) sums[r][j] = start;
-  }
-  for (int64_t p = 0; p < pairs; p++) {
-    for (int64_t line = p * lines; line < (p + 1) * lines; line++) _mm_prefetch(next + line * 64, _MM_HINT_T1);
-    __m512bh weights[4];
-    for (int j = 0; j < 4; j++) weights[j] = (__m512bh)_mm512_loadu_si512(weight + (p * 4 + j) * 32);
-    for (int r = 0; r < R; r++) {
-      int32_t pair;
-      memcpy(&pair, x + (r * pairs + p) * 2, 4);
-      for (int j = 0; j < 4; j++)
-        sums[r][j] = _mm512_dpbf16_ps(sums[r][j], (__m512bh)_mm512_set1_epi32(pair), weights[j]);
-    }
-  }
-  for (int r = 0; r < R; r++)
-    for (int j = 0; j < 4; j++)
-      _mm256_mask_storeu_epi16(out + r * stride + 16 * j, stored[j], (__m256i)_mm512_cvtneps_pbh(sums[r][j]));
-}
-
-template <int... R>
-static constexpr auto tiles(std::integer_sequence<int, R...>) { return std::array{&multiply_tile<R + 1>...}; }
-
-// out (T, N) = x (T, I) times a weight, + bias. The weight is packed as (ceil(N / 64), I / 2, 64, 2), blocks of 64
-// outputs: a block comes out of memory once and is in the second cache for all tiles of rows. Of several tiles the
-// first would wait for memory and leave it idle in the others, so all of them share in fetching the next block.
-static void linear(bf16* out, const bf16* x, const bf16* packed, const bf16* bias, int64_t T, int64_t I, int64_t N) {
-  static constexpr auto TILES = tiles(std::make_integer_sequence<int, ROWS>());
-  int64_t num_tiles = (T + ROWS - 1) / ROWS, fetching = num_tiles == 1 ? 0 : std::min<int64_t>(num_tiles, 4);
-#pragma omp parallel for schedule(static)
-  for (int64_t first = 0; first < N; first += OUTPUTS) {
-    const bf16* weight = packed + first * I;
-    const char* next = (const char*)(weight + OUTPUTS * I);
-    for (int64_t i = 0; i < num_tiles; i++) {
-      int64_t begin = T * i / num_tiles, end = T * (i + 1) / num_tiles;  // tiles of about one height
-      int64_t lines = i < fetching ? 4 * (i + 1) / fetching - 4 * i / fetching : 0;
-      TILES[end - begin - 1](out + begin * N + first, x + begin * I, weight, bias ? bias + first : nullptr, I / 2, N,
-                             N - first, next, lines);
-      next += lines * I / 2 * 64;
-    }
-  }
-}
-extern "C" decltype(&linear) linear_bfloat16;
-decltype(&linear) linear_bfloat16 = &linear;
-#endif
-
 // cpu.py finds each function by a variable that holds its address: a template has no C name.
-#define EXPORT(name)                                   \
-  extern "C" decltype(&name<float>) name##_float32;    \
+#ifdef __FLT16_MAX__
+#define EXPORT_FLOAT16(name) \
+  extern "C" decltype(&name<fp16>) name##_float16; \
+  decltype(&name<fp16>) name##_float16 = &name<fp16>;
+#else
+#define EXPORT_FLOAT16(name)
+#endif
+#define EXPORT(name)                                     \
+  extern "C" decltype(&name<float>) name##_float32;      \
   decltype(&name<float>) name##_float32 = &name<float>;  \
-  extern "C" decltype(&name<bf16>) name##_bfloat16;    \
-  decltype(&name<bf16>) name##_bfloat16 = &name<bf16>;
+  extern "C" decltype(&name<bf16>) name##_bfloat16;      \
+  decltype(&name<bf16>) name##_bfloat16 = &name<bf16>;   \
+  EXPORT_FLOAT16(name)
+EXPORT(linear)
 EXPORT(decode_attention)
-EXPORT(causal_softmax)
-EXPORT(gather)
+EXPORT(prefill_attention)
 EXPORT(write_kv)
 EXPORT(rms_norm)
 EXPORT(norm_rotate)
 EXPORT(silu_and_mul)
+extern "C" const int64_t outputs;  // of a packed weight's block
+const int64_t outputs = OUTPUTS;
+#ifdef __AMX_BF16__  // which oneDNN's products use, and ours do not
+extern "C" const int64_t amx;
+const int64_t amx = 1;
+#endif

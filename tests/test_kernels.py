@@ -1,0 +1,185 @@
+"""The compiled kernels against what PyTorch computes, for each type of number they take.
+
+The other instruction sets that this processor has are tested by the same tests, compiled for them.
+"""
+
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from nanoengine.backends.cpu import Kernels
+from nanoengine.models.decoder import RMSNorm, rotate
+
+
+def kernels_and_inputs(dtype, *shapes):
+    generator = torch.Generator().manual_seed(0)
+    return Kernels(), *((torch.randn(shape, generator=generator) * 3).to(dtype) for shape in shapes)
+
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+
+
+def same(ours, theirs):
+    """Equal but for the last bit here and there, where an intermediate lay between two roundings."""
+    tolerance = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 1.2e-3}[ours.dtype]
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+    assert (ours != theirs).float().mean() < (1 if ours.dtype == torch.float32 else 0.02)
+
+
+@DTYPES
+def test_the_compiled_norm_is_the_norm_and_leaves_its_inputs_alone(dtype):
+    kernels, x, residual = kernels_and_inputs(dtype, (50, 96), (50, 96))
+    norm = RMSNorm(96, 1e-5).to(dtype)
+    nn.init.normal_(norm.weight)
+    before = x.clone(), residual.clone()
+    out, total = kernels.rms_norm(x, norm.weight, 1e-5, residual)
+    same(out, norm(x + residual))
+    assert torch.equal(total, x + residual)
+    same(kernels.rms_norm(x, norm.weight, 1e-5)[0], norm(x))
+    assert torch.equal(x, before[0])
+    assert torch.equal(residual, before[1])
+
+
+@DTYPES
+@pytest.mark.parametrize("head_dim", [2, 22, 128])
+def test_the_compiled_rotation_normalises_and_rotates_a_slice_of_a_projection(dtype, head_dim):
+    kernels, qkv, cos, sin = kernels_and_inputs(dtype, (9, 7 * head_dim), (9, 1, head_dim), (9, 1, head_dim))
+    norm = RMSNorm(head_dim, 1e-5).to(dtype)
+    nn.init.normal_(norm.weight)
+    x = qkv[:, 2 * head_dim :].view(9, 5, head_dim)
+    same(kernels.norm_rotate(x, norm.weight, 1e-5, cos, sin), rotate(norm(x), cos, sin))
+    same(kernels.norm_rotate(x, None, 0.0, cos, sin), rotate(x, cos, sin))
+
+
+@DTYPES
+def test_the_compiled_activation_is_silu_of_one_half_times_the_other(dtype):
+    kernels, gate_up = kernels_and_inputs(dtype, (11, 2 * 70))
+    gate_up[0, :6] = torch.tensor([0.0, 90.0, -90.0, 1e4, -1e4, 20.0]).to(dtype)
+    gate, up = gate_up.chunk(2, dim=-1)
+    same(kernels.silu_and_mul(gate_up), nn.functional.silu(gate) * up)
+    gate_up[3, 5] = float("nan")
+    assert kernels.silu_and_mul(gate_up).isnan().sum() == 1
+
+
+def packed_product(kernels, x, weight, bias=None):
+    return kernels.linear(x, kernels.pack(weight), bias, len(weight))
+
+
+@DTYPES
+@pytest.mark.parametrize("num_inputs", [2, 6, 64, 1026])
+@pytest.mark.parametrize("num_outputs", [1, 17, 64, 65, 200])
+def test_a_product_with_a_packed_weight_is_that_with_the_weight(dtype, num_inputs, num_outputs):
+    kernels, weight, bias = kernels_and_inputs(dtype, (num_outputs, num_inputs), (num_outputs,))
+    if not kernels.can_multiply(weight):
+        pytest.skip("oneDNN's products are faster here")
+    rounding = torch.finfo(dtype).eps
+    for num_rows in (0, 1, 5, 6, 7, 12, 13, 16, 25, 100):
+        x = torch.randn(num_rows, num_inputs).to(dtype)
+        for b in (None, bias):
+            exact = nn.functional.linear(x.double(), weight.double(), None if b is None else b.double())
+            out = packed_product(kernels, x, weight, b)
+            assert out.dtype == dtype
+            # Sums are float32's; what is stored has the type's rounding.
+            torch.testing.assert_close(out.double(), exact, rtol=rounding, atol=2e-5 + 1e-6 * num_inputs)
+
+
+@DTYPES
+def test_a_row_of_a_product_does_not_depend_on_the_other_rows(dtype):
+    """To the last bit, so that no sampled token can."""
+    kernels, weight, x = kernels_and_inputs(dtype, (130, 1100), (120, 1100))
+    together = packed_product(kernels, x, weight)
+    for rows in ([7], [0, 39], range(13), range(50)):
+        assert torch.equal(packed_product(kernels, x[rows], weight), together[rows])
+
+
+@DTYPES
+def test_a_product_takes_rows_of_any_shape(dtype):
+    kernels, weight, x = kernels_and_inputs(dtype, (70, 32), (2, 3, 32))
+    packed = kernels.pack(weight)
+    out = kernels.linear(x, packed, None, 70)
+    assert out.shape == (2, 3, 70)
+    assert torch.equal(out.view(6, 70), kernels.linear(x.view(6, 32), packed, None, 70))
+
+
+@DTYPES
+def test_the_rows_of_a_packed_weight_are_found_again(dtype):
+    kernels, weight = kernels_and_inputs(dtype, (130, 10))
+    packed = kernels.pack(weight)
+    rows = torch.tensor([129, 0, 63, 64, 64])
+    assert torch.equal(kernels.unpack_rows(packed, rows), weight[rows])
+    beyond = torch.arange(130, packed.shape[0] * packed.shape[2])
+    assert not kernels.unpack_rows(packed, beyond).any()
+
+
+def test_what_the_products_do_not_take_is_left_to_others():
+    kernels = Kernels()
+    assert not kernels.can_multiply(torch.empty(4, 3, dtype=torch.bfloat16))  # two inputs lie side by side
+    assert kernels.can_multiply(torch.empty(4, 3))
+    assert not kernels.can_multiply(torch.empty(4, 4, dtype=torch.float64))
+
+
+PROMPT = {"scale": 0.3, "window": None, "softcap": None, "sinks": None}
+
+
+@DTYPES
+@pytest.mark.parametrize("settings", [{}, {"window": 70}, {"window": 300}])
+def test_a_prompt_s_attention_does_not_depend_on_how_it_is_divided(dtype, settings):
+    """To the last bit: chunks come from how busy the engine is."""
+    kernels, q, k, v = kernels_and_inputs(dtype, (600, 4, 22), (45, 16, 2, 22), (45, 16, 2, 30))
+    table = torch.randperm(45, generator=torch.Generator().manual_seed(1))[:38].int()
+
+    def attend(*ends):
+        out = torch.full((600, 4, 30), torch.nan, dtype=dtype)
+        for start, end in itertools.pairwise((0, *ends)):
+            rows = slice(start, end)
+            kernels.prefill_attention(out[rows], q[rows], k, v, table, end, **{**PROMPT, **settings})
+        return out
+
+    whole = attend(600)
+    assert not whole.isnan().any()
+    for ends in ([1, 600], [128, 600], [250, 257, 513, 600], range(37, 601, 563)):
+        assert torch.equal(attend(*ends), whole)
+
+
+@DTYPES
+def test_nan_in_a_sequence_s_own_cache_is_not_hidden(dtype):
+    kernels, q, k, v = kernels_and_inputs(dtype, (2, 4, 8), (4, 2, 2, 8), (4, 2, 2, 8))
+    k[1, 0, 0, 0] = float("nan")
+    out, tables = torch.zeros_like(q), torch.tensor([[1, 2], [3, 0]], dtype=torch.int32)
+    lengths, rows = torch.tensor([3, 2], dtype=torch.int32), torch.tensor([0, 1])
+    settings = {"scale": 1.0, "window": None, "softcap": None, "sinks": None}
+    kernels.decode_attention(out, q, k, v, tables, lengths, rows, **settings)
+    assert out[0, :2].isnan().all()
+    assert not out[1].isnan().any()
+
+
+def flags():
+    info = Path("/proc/cpuinfo")
+    return info.read_text() if info.exists() else ""
+
+
+# What GCC calls an instruction set, and what a processor that has it says.
+INSTRUCTION_SETS = {"x86-64": "sse2", "x86-64-v3": "avx2", "x86-64-v4": "avx512vl"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", INSTRUCTION_SETS)
+def test_the_kernels_are_right_compiled_for_another_instruction_set(name):
+    if INSTRUCTION_SETS[name] not in flags() or not shutil.which("g++"):
+        pytest.skip(f"needs g++ and a processor with {INSTRUCTION_SETS[name]}")
+    files = [__file__, str(Path(__file__).with_name("test_attention.py"))]
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *files],
+        env={**os.environ, "CXX": f"g++ -march={name}"},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout[-3000:]
+    assert " passed" in result.stdout
