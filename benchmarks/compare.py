@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engines import percentiles
+from benchmarks.llama_cpp import prepare
 from benchmarks.roofline import roofline_seconds
 from benchmarks.workers import Worker, start_worker
 from benchmarks.workloads import SHAPES, SWEEP, Workload, poisson_arrivals
@@ -162,6 +163,7 @@ def bench_model(model: str, workloads: list[Workload], args: argparse.Namespace)
             "load_format": "auto" if any(checkpoint.path.glob("*.safetensors")) else "dummy",
             "dtype": args.dtype,
             "device": args.device,
+            "threads": args.threads,
             "max_model_len": max(1024, -(-max(lengths) // 256) * 256),
         }
         pythons = {"limits": sys.executable} | {e: args.pythons.get(e, sys.executable) for e in args.engine}
@@ -170,7 +172,8 @@ def bench_model(model: str, workloads: list[Workload], args: argparse.Namespace)
             print(f"{model}: starting {engine}", file=sys.stderr)
             worker = workers[engine] = start_worker(engine, python, args.threads)
             stack.callback(worker.close)
-            reply = worker.ask(settings)
+            own = prepare(checkpoint, settings, scratch) if engine == "llama.cpp" else settings
+            reply = worker.ask(own)
             worker.error, worker.versions = reply.get("error"), reply.get("versions", {})
         bench = Bench(
             checkpoint.decoder_config,

@@ -147,7 +147,7 @@ def test_the_published_roofline_follows_from_the_published_limits():
 def test_the_engines_run_side_by_side_on_the_same_requests():
     printed, report = run_bench(
         *("--model", "tiny", "--custom", "3:4-8:2-5", "--repeats", "1", "--markdown", "--rate", "100"),
-        *("--engine", "nanoengine,transformers,vllm"),
+        *("--engine", "nanoengine,transformers,vllm,llama.cpp"),
     )
     workload = Workload("", 3, (4, 8), (2, 5))
     prompt_tokens, output_tokens = map(sum, workload.lengths())
@@ -177,9 +177,12 @@ def test_the_engines_run_side_by_side_on_the_same_requests():
     assert report["command"].startswith("python -m benchmarks --threads 1 --model tiny")
     assert result["limits"]["bandwidth_gb_per_s"] > 0
     assert "| 3:4-8:2-5 | tiny | nanoengine | " in printed
-    if result["engines"]["vllm"]["error"] is not None:  # where it is not, and it belongs elsewhere
-        assert rows["vllm", None]["error"] == "not installed"
-        assert "| 3:4-8:2-5 | tiny | vllm | not installed |" in printed
+    for engine in ("vllm", "llama.cpp"):
+        if result["engines"][engine]["error"] is not None:  # where it is not, and it belongs elsewhere
+            assert rows[engine, None]["error"] == "not installed"
+            assert f"| 3:4-8:2-5 | tiny | {engine} | not installed |" in printed
+        else:
+            assert rows[engine, None]["output_tokens"] == output_tokens
 
 
 def test_the_small_benchmark_serves_its_workload_and_reports_rates_latencies_and_roofline(tmp_path):
@@ -223,6 +226,14 @@ def test_a_wrong_option_is_refused_before_anything_starts(arguments, message, mo
     with pytest.raises(SystemExit):
         command.parse_arguments()
     assert message in capsys.readouterr().err
+
+
+def test_llama_cpp_without_what_writes_its_file_is_refused_with_the_remedy(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "--engine", "nanoengine,llama.cpp"])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        command.parse_arguments()
+    assert "needs gguf, for its model's file: pip install -e '.[bench]'" in capsys.readouterr().err
 
 
 def test_the_command_line_is_told_without_this_machine_s_paths(monkeypatch):
