@@ -3,8 +3,6 @@
 import argparse
 import itertools
 import json
-import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -16,6 +14,7 @@ from typing import Any
 
 from benchmarks.engines import percentiles
 from benchmarks.llama_cpp import prepare
+from benchmarks.machine import machine
 from benchmarks.roofline import roofline_seconds
 from benchmarks.workers import Worker, start_worker
 from benchmarks.workloads import SHAPES, SWEEP, Workload, poisson_arrivals
@@ -127,24 +126,6 @@ class Bench:
             raise RuntimeError(f"the machine's limits cannot be measured: {reply['error']}")
         self.bandwidth = max(self.bandwidth, reply["bandwidth"])
         self.flops = {rows: max(rate, self.flops.get(rows, 0.0)) for rows, rate in reply["flops"].items()}
-
-
-def machine(threads: int, device: str) -> dict[str, Any]:
-    """Where this was measured."""
-    import psutil
-    import torch
-
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return {
-        "cpu": names[0] if names else platform.processor(),
-        "cores": os.cpu_count(),
-        "threads": threads,
-        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-        "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
-        "system": platform.platform(),
-    }
 
 
 def bench_model(model: str, workloads: list[Workload], args: argparse.Namespace) -> dict[str, Any]:
