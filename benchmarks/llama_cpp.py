@@ -24,10 +24,14 @@ def prepare(checkpoint: "Checkpoint", settings: dict[str, Any], directory: str) 
     """The settings that `load` takes: the model is a file, and the cache has a number of tokens.
 
     Raises:
-        ValueError: llama.cpp would compute something else than the checkpoint says.
+        ValueError: llama.cpp would compute something else than the checkpoint says, or it is of another
+            family than those written here.
     """
     config = checkpoint.decoder_config
-    assert config is not None
+    if config is None:
+        raise ValueError(
+            f"{checkpoint.architecture} is not written for llama.cpp, only {', '.join(FAMILIES)}"
+        )
     token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 2  # float16
     num_tokens = min(KV_CACHE_BYTES // token_bytes, MAX_NUM_SEQS * settings["max_model_len"])
     path = write_gguf(checkpoint, settings, Path(directory, "model.gguf"))

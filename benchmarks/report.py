@@ -81,7 +81,8 @@ def _print_tables(result: dict[str, Any]) -> None:
     rates = ", ".join(f"{rate} at {rows} rows" for rows, rate in limits["gemm_gflop_per_s"].items())
     console.print(f"memory: {limits['bandwidth_gb_per_s']} GB/s; matrix products, GFLOP/s: {rates}")
     for workload, tokens in limits["roofline_output_tokens_per_s"].items():
-        console.print(f"roofline of {workload}: {tokens} output tokens/s")
+        if tokens is not None:
+            console.print(f"roofline of {workload}: {tokens} output tokens/s")
 
 
 def print_markdown(report: dict[str, Any], command: str) -> None:

@@ -17,6 +17,7 @@ from benchmarks.machine import instruction_set, machine
 from benchmarks.report import draw, hardware
 from benchmarks.roofline import measure_limits, roofline_seconds
 from benchmarks.workloads import SHAPES, SWEEP, WORKLOADS, Workload, parse_custom, poisson_arrivals
+from tests.helpers import hf_model
 
 ROOT = Path(__file__).parent.parent
 
@@ -223,6 +224,26 @@ def test_the_engines_run_side_by_side_on_the_same_requests():
             assert f"| 3:4-8:2-5 | tiny | {engine} | not installed |" in printed
         else:
             assert rows[engine, None]["output_tokens"] == output_tokens
+
+
+@pytest.mark.slow
+def test_a_model_on_transformers_code_is_measured_without_a_roofline(tmp_path):
+    """From its config alone, as one measures a shape."""
+    config = hf_model("gemma3").config
+    config.max_position_embeddings = 2048
+    config.save_pretrained(tmp_path)
+    printed, report = run_bench(
+        *("--model", str(tmp_path), "--custom", "3:4-8:2-5", "--repeats", "1", "--markdown"),
+        *("--engine", "nanoengine,transformers"),
+    )
+    (result,) = report["models"]
+    for row in result["results"]:
+        assert "error" not in row, row
+        assert row["output_tokens"] == sum(Workload("", 3, (4, 8), (2, 5)).lengths()[1])
+        assert row["roofline_share"] is None
+    assert result["limits"]["roofline_output_tokens_per_s"] == {"3:4-8:2-5": None}
+    assert "roofline of" not in printed
+    assert "| - |" in printed
 
 
 def test_the_small_benchmark_serves_its_workload_and_reports_rates_latencies_and_roofline(tmp_path):

@@ -138,6 +138,7 @@ def test_random_weights_have_the_config_s_shapes(tmp_path, tmp_path_factory):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
+        ("gpt2", "GPT2LMHeadModel is not written for llama.cpp"),
         ("qwen2 sliding from layer 1", "no sliding window"),
         ("llama yarn rope with mscale", "cannot tell its yarn rope"),
     ],
