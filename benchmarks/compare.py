@@ -3,8 +3,6 @@
 import argparse
 import itertools
 import json
-import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -15,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engines import percentiles
+from benchmarks.llama_cpp import prepare
+from benchmarks.machine import machine
 from benchmarks.roofline import roofline_seconds
 from benchmarks.workers import Worker, start_worker
 from benchmarks.workloads import SHAPES, SWEEP, Workload, poisson_arrivals
@@ -60,7 +60,8 @@ def summarize(replies: list[dict[str, Any]], prompt_tokens: int, output_tokens: 
 class Bench:
     """One model, served by several engines that take turns."""
 
-    config: Any  # DecoderConfig
+    vocab_size: int
+    config: Any  # DecoderConfig; of other models, None, the roofline knows nothing
     itemsize: int  # bytes of a weight
     engines: list[Worker]
     limits: Worker
@@ -69,7 +70,7 @@ class Bench:
 
     def warm_up(self, workload: Workload) -> None:
         """Up to 4096 prompt tokens of other prompts, 8 output tokens each."""
-        prompts = workload.prompts(f"{workload.name}, warm-up", self.config.vocab_size)
+        prompts = workload.prompts(f"{workload.name}, warm-up", self.vocab_size)
         totals = itertools.accumulate(map(len, prompts))
         prompts = prompts[: max(1, sum(total <= 4096 for total in totals))]
         output_lens = [min(8, num_tokens) for num_tokens in workload.lengths()[1][: len(prompts)]]
@@ -87,7 +88,7 @@ class Bench:
         if rate is None:
             self.warm_up(workload)
         for run in range(repeats):
-            prompts = workload.prompts(f"{name}, run {run}", self.config.vocab_size)
+            prompts = workload.prompts(f"{name}, run {run}", self.vocab_size)
             for worker in self.engines:
                 reply = worker.ask([prompts, output_lens, arrivals])
                 replies[worker.engine].append(reply)
@@ -100,13 +101,15 @@ class Bench:
             row: dict[str, Any] = {"workload": workload.name, "engine": worker.engine, "rate": rate}
             row |= summarize(replies[worker.engine], prompt_tokens, sum(output_lens))
             if "error" not in row:
-                share = row["output_tokens_per_s"]["median"] / self.roofline(workload)
-                row["roofline_share"] = round(share, 4) if rate is None else None
+                ideal = self.roofline(workload) if rate is None else None
+                row["roofline_share"] = ideal and round(row["output_tokens_per_s"]["median"] / ideal, 4)
                 row["peak_rss_bytes"] = worker.peak_rss_bytes()
             yield row
 
-    def roofline(self, workload: Workload) -> float:
+    def roofline(self, workload: Workload) -> float | None:
         """Output tokens a second of an ideal engine on this machine."""
+        if self.config is None:
+            return None
         prompt_lens, output_lens = workload.lengths()
         seconds = roofline_seconds(
             self.config,
@@ -117,7 +120,7 @@ class Bench:
             flops=max(self.flops.values()),
             itemsize=self.itemsize,
         )
-        return sum(output_lens) / seconds
+        return round(sum(output_lens) / seconds, 2)
 
     def _measure_limits(self) -> None:
         """What else the machine does only ever lowers them, so the best counts."""
@@ -126,24 +129,6 @@ class Bench:
             raise RuntimeError(f"the machine's limits cannot be measured: {reply['error']}")
         self.bandwidth = max(self.bandwidth, reply["bandwidth"])
         self.flops = {rows: max(rate, self.flops.get(rows, 0.0)) for rows, rate in reply["flops"].items()}
-
-
-def machine(threads: int, device: str) -> dict[str, Any]:
-    """Where this was measured."""
-    import psutil
-    import torch
-
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return {
-        "cpu": names[0] if names else platform.processor(),
-        "cores": os.cpu_count(),
-        "threads": threads,
-        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-        "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
-        "system": platform.platform(),
-    }
 
 
 def bench_model(model: str, workloads: list[Workload], args: argparse.Namespace) -> dict[str, Any]:
@@ -162,6 +147,7 @@ def bench_model(model: str, workloads: list[Workload], args: argparse.Namespace)
             "load_format": "auto" if any(checkpoint.path.glob("*.safetensors")) else "dummy",
             "dtype": args.dtype,
             "device": args.device,
+            "threads": args.threads,
             "max_model_len": max(1024, -(-max(lengths) // 256) * 256),
         }
         pythons = {"limits": sys.executable} | {e: args.pythons.get(e, sys.executable) for e in args.engine}
@@ -170,27 +156,29 @@ def bench_model(model: str, workloads: list[Workload], args: argparse.Namespace)
             print(f"{model}: starting {engine}", file=sys.stderr)
             worker = workers[engine] = start_worker(engine, python, args.threads)
             stack.callback(worker.close)
-            reply = worker.ask(settings)
+            own = prepare(checkpoint, settings, scratch) if engine == "llama.cpp" else settings
+            reply = worker.ask(own)
             worker.error, worker.versions = reply.get("error"), reply.get("versions", {})
         bench = Bench(
+            checkpoint.vocab_size,
             checkpoint.decoder_config,
             getattr(torch, args.dtype).itemsize,
             engines=[workers[engine] for engine in args.engine],
             limits=workers["limits"],
         )
         rows: list[dict[str, Any]] = []
-        rooflines: dict[str, float] = {}
+        rooflines: dict[str, float | None] = {}
         sweep: dict[str, list[float | None]] = {engine: [] for engine in (*args.engine, "roofline")}
         for workload in workloads:
             rows += bench.measure(workload, args.repeats)
-            rooflines[workload.name] = round(bench.roofline(workload), 1)
+            rooflines[workload.name] = bench.roofline(workload)
             for rate in args.rate:
                 rows += bench.measure(workload, 1, rate)
         for size in SWEEP if args.plot else ():
             workload = Workload(f"batch {size}", size, (32, 32), (32, 32))
             for row in bench.measure(workload, 1):
                 sweep[row["engine"]].append(None if "error" in row else row["output_tokens_per_s"]["median"])
-            sweep["roofline"].append(round(bench.roofline(workload), 1))
+            sweep["roofline"].append(bench.roofline(workload))
         return {
             "model": model,
             "engines": {

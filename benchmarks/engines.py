@@ -128,7 +128,7 @@ def load_stepped(settings: dict[str, Any]) -> Run:
     return run
 
 
-def _transformers_model(settings: dict[str, Any]) -> tuple[Any, Any]:
+def transformers_model(settings: dict[str, Any]) -> tuple[Any, Any]:
     """A model and the generation settings both of its engines use: sampling, and no end of sequence."""
     import torch
     import transformers
@@ -151,7 +151,7 @@ def load_transformers(settings: dict[str, Any]) -> Run:
     """`generate`: static batches, left padding. A batch runs as long as the longest of its outputs."""
     import torch
 
-    model, _ = _transformers_model(settings)
+    model, _ = transformers_model(settings)
 
     def run(prompts: list[list[int]], output_lens: list[int], arrivals: list[float]) -> dict[str, Any]:
         if any(arrivals):
@@ -184,7 +184,7 @@ def load_transformers_cb(settings: dict[str, Any]) -> Run:
     import torch
     from transformers import ContinuousBatchingConfig
 
-    model, generation_config = _transformers_model(settings)
+    model, generation_config = transformers_model(settings)
     cb_config = ContinuousBatchingConfig(
         max_batch_tokens=MAX_NUM_BATCHED_TOKENS, max_requests_per_batch=MAX_NUM_SEQS
     )
@@ -231,6 +231,13 @@ def load_transformers_cb(settings: dict[str, Any]) -> Run:
     return run
 
 
+def load_llama_cpp(settings: dict[str, Any]) -> Run:
+    """llama.cpp, many sequences in a batch; the model is a file of its own format."""
+    from benchmarks.llama_cpp import load
+
+    return load(settings)
+
+
 def load_limits(settings: dict[str, Any]) -> Run:
     """No engine: the machine's memory bandwidth and rate of matrix products."""
     from benchmarks.roofline import measure_limits
@@ -244,6 +251,7 @@ LOADERS: dict[str, tuple[str, Callable[[dict[str, Any]], Run]]] = {
     "transformers": ("transformers", load_transformers),
     "transformers-cb": ("transformers", load_transformers_cb),
     "vllm": ("vllm", load_stepped),
+    "llama.cpp": ("llama_cpp", load_llama_cpp),
     "limits": ("torch", load_limits),
 }
 ENGINES = [name for name in LOADERS if name != "limits"]

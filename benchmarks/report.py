@@ -47,6 +47,13 @@ def print_tables(report: dict[str, Any]) -> None:
     """Per model: a table per workload (and rate) with a column per engine, what they are, and the limits."""
     for result in report["models"]:
         _print_tables(result)
+    print(hardware(report["machine"]))
+
+
+def hardware(place: dict[str, Any]) -> str:
+    """The machine in a line."""
+    processor = place["gpu"] or f"{place['cpu']}, {place['instructions']}"
+    return f"{processor}, {place['cores']} cores, {place['memory_gib']} GiB"
 
 
 def _print_tables(result: dict[str, Any]) -> None:
@@ -74,7 +81,8 @@ def _print_tables(result: dict[str, Any]) -> None:
     rates = ", ".join(f"{rate} at {rows} rows" for rows, rate in limits["gemm_gflop_per_s"].items())
     console.print(f"memory: {limits['bandwidth_gb_per_s']} GB/s; matrix products, GFLOP/s: {rates}")
     for workload, tokens in limits["roofline_output_tokens_per_s"].items():
-        console.print(f"roofline of {workload}: {tokens} output tokens/s")
+        if tokens is not None:
+            console.print(f"roofline of {workload}: {tokens} output tokens/s")
 
 
 def print_markdown(report: dict[str, Any], command: str) -> None:
@@ -99,9 +107,8 @@ def print_markdown(report: dict[str, Any], command: str) -> None:
         for engine, about in engines.items()
         if about["versions"]
     ]
-    hardware = f"{place['gpu'] or place['cpu']}, {place['cores']} cores, {place['memory_gib']} GiB"
     settings = f"{place['threads']} threads, {report['dtype']}, runs of each: {report['repeats']}"
-    print(f"\n{hardware}; {settings}; {'; '.join(software)}. `{command}`\n")
+    print(f"\n{hardware(place)}; {settings}; {'; '.join(software)}. `{command}`\n")
 
 
 def draw(report: dict[str, Any], path: str) -> None:

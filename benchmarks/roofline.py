@@ -66,18 +66,22 @@ def roofline_seconds(
 def measure_limits(dtype_name: str, device_name: str) -> dict[str, Any]:
     """The machine's memory bandwidth and matrix rate, in what an engine's layers consist of.
 
-    A stack of weights larger than the caches is applied to 1, 8, ... rows by the fastest way there is. One
-    row reads every weight for two FLOPs each: that is bandwidth. The best rate of all is taken for the
-    matrix rate.
+    A stack of weights larger than the caches is applied to 1, 8, ... rows by the fastest way there is, in
+    the workload's precision and in float32: where a processor emulates the one, the other is the faster,
+    and no less accurate. One row reads every weight for two FLOPs each: that is bandwidth. The best
+    rate of all is taken for the matrix rate.
 
     Returns:
         "bandwidth" in bytes a second, and "flops" a second, by the number of rows.
     """
-    device, dtype = torch.device(device_name), getattr(torch, dtype_name)
+    device = torch.device(device_name)
     size, num_layers = 4096, 8
-    row_counts = (1, 8, 16, 32, 64, 256) if device.type == "cpu" else (1, 64, 256, 1024, 4096)
+    # Rows -> how many of the layers. On a CPU many rows take long, and two show what they show.
+    layers_used = dict.fromkeys((1, 64, 256, 1024, 4096), num_layers)
+    if device.type == "cpu":
+        layers_used = {1: num_layers, 8: num_layers, 16: num_layers, 32: num_layers, 64: 2, 256: 2}
 
-    def stack(pack: Callable[[nn.Linear], nn.Module]) -> list[nn.Module]:
+    def stack(dtype: torch.dtype, pack: Callable[[nn.Linear], nn.Module]) -> list[nn.Module]:
         layers = []
         for _ in range(num_layers):
             layer = nn.Linear(size, size, bias=False, dtype=dtype, device="meta").to_empty(device=device)
@@ -85,29 +89,30 @@ def measure_limits(dtype_name: str, device_name: str) -> dict[str, Any]:
             layers.append(pack(layer))
         return layers
 
+    packs: list[Callable[[nn.Linear], nn.Module]] = [lambda layer: layer]
     if device.type == "cpu":
-        stacks = [stack(lambda layer: pack_linear(layer, None))]
+        packs = [lambda layer: pack_linear(layer, None)]
         with suppress(RuntimeError):  # no compiler
             kernels = Kernels()
-            stacks.append(stack(lambda layer: pack_linear(layer, kernels)))
-    else:
-        stacks = [stack(lambda layer: layer)]
+            packs.append(lambda layer: pack_linear(layer, kernels))
 
-    def seconds(rows: int, layers: list[nn.Module]) -> float:
+    def seconds(rows: int, layers: list[nn.Module], dtype: torch.dtype) -> float:
         x = torch.full((rows, size), 0.01, dtype=dtype, device=device)
         start = time.perf_counter()
-        for layer in layers:
+        for layer in layers[: layers_used[rows]]:
             layer(x)
         if device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter() - start
 
-    with torch.inference_mode():
-        best = {
-            rows: min(seconds(rows, layers) for layers in stacks for _ in range(3)) for rows in row_counts
-        }
-    numbers = num_layers * size * size
-    return {
-        "bandwidth": numbers * dtype.itemsize / best[1],
-        "flops": {str(rows): 2 * rows * numbers / best[rows] for rows in row_counts},
-    }
+    bandwidth, flops = 0.0, {str(rows): 0.0 for rows in layers_used}
+    for dtype in dict.fromkeys((getattr(torch, dtype_name), torch.float32)):
+        for pack in packs:
+            layers = stack(dtype, pack)
+            with torch.inference_mode():
+                best = {rows: min(seconds(rows, layers, dtype) for _ in range(3)) for rows in layers_used}
+            bandwidth = max(bandwidth, num_layers * size * size * dtype.itemsize / best[1])
+            for rows, least in best.items():
+                rate = 2 * rows * layers_used[rows] * size * size / least
+                flops[str(rows)] = max(flops[str(rows)], rate)
+    return {"bandwidth": bandwidth, "flops": flops}

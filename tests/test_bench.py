@@ -8,12 +8,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import nn
 
 import benchmarks.__main__ as command
 from benchmarks.engines import latencies, percentiles
-from benchmarks.report import draw
-from benchmarks.roofline import roofline_seconds
+from benchmarks.machine import instruction_set, machine
+from benchmarks.report import draw, hardware
+from benchmarks.roofline import measure_limits, roofline_seconds
 from benchmarks.workloads import SHAPES, SWEEP, WORKLOADS, Workload, parse_custom, poisson_arrivals
+from tests.helpers import hf_model
 
 ROOT = Path(__file__).parent.parent
 
@@ -122,6 +126,41 @@ def test_the_roofline_computes_a_shared_prefix_once():
     assert roofline_seconds(SHAPE, [2, 1], [1, 1], 3, bandwidth=1e30, flops=1.0) == expected
 
 
+@pytest.mark.parametrize(
+    ("dtype", "rates", "bandwidth", "flops"),
+    [
+        ("bfloat16", {torch.bfloat16: (10e9, 39e9), torch.float32: (19e9, 180e9)}, 19e9, 180e9),  # emulated
+        ("bfloat16", {torch.bfloat16: (19e9, 900e9), torch.float32: (18e9, 180e9)}, 19e9, 900e9),
+        ("bfloat16", {torch.bfloat16: (19e9, 39e9), torch.float32: (15e9, 180e9)}, 19e9, 180e9),
+        ("float16", {torch.float16: (5e9, 20e9), torch.float32: (19e9, 180e9)}, 19e9, 180e9),
+        ("float32", {torch.float32: (19e9, 180e9)}, 19e9, 180e9),  # bfloat16 would be less accurate
+    ],
+)
+def test_the_limits_are_those_of_the_best_precision_that_is_no_less_accurate(
+    dtype, rates, bandwidth, flops, monkeypatch
+):
+    """By a clock that layers move: each takes as long as its bytes or its products at these rates."""
+    clock = [0.0]
+
+    class Layer(nn.Linear):
+        def forward(self, x):
+            bytes_per_s, flops_per_s = rates[x.dtype]
+            work = 2 * len(x) * self.weight.numel()
+            clock[0] += max(self.weight.nbytes / bytes_per_s, work / flops_per_s)
+
+    def pack(layer, kernels):
+        layer.__class__ = Layer
+        return layer
+
+    monkeypatch.setattr("benchmarks.roofline.pack_linear", pack)
+    monkeypatch.setattr("benchmarks.roofline.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(torch.Tensor, "fill_", lambda self, value: self)  # a gigabyte that nobody reads
+    limits = measure_limits(dtype, "cpu")
+    assert limits["bandwidth"] == pytest.approx(bandwidth)
+    assert max(limits["flops"].values()) == pytest.approx(flops)
+    assert list(limits["flops"]) == ["1", "8", "16", "32", "64", "256"]
+
+
 def test_the_published_roofline_follows_from_the_published_limits():
     """46 to 48 GB/s and 1000 GFLOP/s on the Qwen3-0.6B shape: 25 ms a decode step, 0.86 ms a prompt token."""
     config = SHAPES["qwen3-0.6b"]
@@ -147,7 +186,7 @@ def test_the_published_roofline_follows_from_the_published_limits():
 def test_the_engines_run_side_by_side_on_the_same_requests():
     printed, report = run_bench(
         *("--model", "tiny", "--custom", "3:4-8:2-5", "--repeats", "1", "--markdown", "--rate", "100"),
-        *("--engine", "nanoengine,transformers,vllm"),
+        *("--engine", "nanoengine,transformers,vllm,llama.cpp"),
     )
     workload = Workload("", 3, (4, 8), (2, 5))
     prompt_tokens, output_tokens = map(sum, workload.lengths())
@@ -173,13 +212,38 @@ def test_the_engines_run_side_by_side_on_the_same_requests():
     assert rows["transformers", None]["ttft_ms"] is None
     assert rows["nanoengine", 100.0]["output_tokens"] == output_tokens
     assert "no arrivals" in rows["transformers", 100.0]["error"]
-    assert report["machine"]["threads"] == 1
+    assert report["machine"] == machine(1, "cpu")
+    assert report["machine"]["instructions"] in hardware(report["machine"])
+    assert printed.count(hardware(report["machine"])) == 2  # after the tables, and after README's
     assert report["command"].startswith("python -m benchmarks --threads 1 --model tiny")
     assert result["limits"]["bandwidth_gb_per_s"] > 0
     assert "| 3:4-8:2-5 | tiny | nanoengine | " in printed
-    if result["engines"]["vllm"]["error"] is not None:  # where it is not, and it belongs elsewhere
-        assert rows["vllm", None]["error"] == "not installed"
-        assert "| 3:4-8:2-5 | tiny | vllm | not installed |" in printed
+    for engine in ("vllm", "llama.cpp"):
+        if result["engines"][engine]["error"] is not None:  # where it is not, and it belongs elsewhere
+            assert rows[engine, None]["error"] == "not installed"
+            assert f"| 3:4-8:2-5 | tiny | {engine} | not installed |" in printed
+        else:
+            assert rows[engine, None]["output_tokens"] == output_tokens
+
+
+@pytest.mark.slow
+def test_a_model_on_transformers_code_is_measured_without_a_roofline(tmp_path):
+    """From its config alone, as one measures a shape."""
+    config = hf_model("gemma3").config
+    config.max_position_embeddings = 2048
+    config.save_pretrained(tmp_path)
+    printed, report = run_bench(
+        *("--model", str(tmp_path), "--custom", "3:4-8:2-5", "--repeats", "1", "--markdown"),
+        *("--engine", "nanoengine,transformers"),
+    )
+    (result,) = report["models"]
+    for row in result["results"]:
+        assert "error" not in row, row
+        assert row["output_tokens"] == sum(Workload("", 3, (4, 8), (2, 5)).lengths()[1])
+        assert row["roofline_share"] is None
+    assert result["limits"]["roofline_output_tokens_per_s"] == {"3:4-8:2-5": None}
+    assert "roofline of" not in printed
+    assert "| - |" in printed
 
 
 def test_the_small_benchmark_serves_its_workload_and_reports_rates_latencies_and_roofline(tmp_path):
@@ -191,6 +255,53 @@ def test_the_small_benchmark_serves_its_workload_and_reports_rates_latencies_and
         assert 0 < result[name][0] <= result[name][1] <= result[name][2] < result["seconds"][0]
     assert result["share_of_roofline"] > 0
     assert 0 < result["bandwidth_gb_per_s"] < 10000
+
+
+X86 = {"sse2", "avx2", "fma"}
+AVX512 = X86 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
+BF16 = AVX512 | {"avx512_vnni", "avx512_bf16"}
+AVX2_EVERYWHERE = {
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+}
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "expected"),
+    [
+        ({"sse2"}, {}, "less than AVX2"),
+        (X86, {}, "AVX2"),
+        (AVX512, {}, "AVX-512"),
+        (AVX512 | {"avx512_vnni"}, {}, "AVX-512 + VNNI"),
+        (AVX512 - {"avx512vl"}, {}, "AVX2"),
+        (BF16, {}, "AVX-512 bfloat16 + VNNI"),
+        (BF16 | {"amx_bf16", "amx_tile"}, {}, "AVX-512 bfloat16 + VNNI + AMX"),
+        ({"asimd", "bf16"}, {}, "NEON bfloat16"),
+        (set(), {}, "unknown instructions"),
+        (
+            BF16,
+            AVX2_EVERYWHERE,
+            "AVX-512 bfloat16 + VNNI, standing in for AVX2"
+            " (ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2)",
+        ),
+        (X86, AVX2_EVERYWHERE, "AVX2"),  # which is what it is
+        (
+            BF16,
+            {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
+            "AVX-512 bfloat16 + VNNI, standing in for AVX-512 (ONEDNN_MAX_CPU_ISA=AVX512_CORE)",
+        ),
+        (BF16, {"ONEDNN_MAX_CPU_ISA": "ALL", "ATEN_CPU_CAPABILITY": "avx512"}, "AVX-512 bfloat16 + VNNI"),
+        (
+            AVX512,
+            {"ATEN_CPU_CAPABILITY": "default", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
+            "AVX-512, standing in for less than AVX2"
+            " (ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=AVX2)",
+        ),
+    ],
+)
+def test_a_machine_says_what_it_multiplies_with_and_what_it_stands_in_for(flags, environment, expected):
+    assert instruction_set(flags, environment) == expected
 
 
 def test_a_plot_is_drawn_from_results(tmp_path):
@@ -223,6 +334,14 @@ def test_a_wrong_option_is_refused_before_anything_starts(arguments, message, mo
     with pytest.raises(SystemExit):
         command.parse_arguments()
     assert message in capsys.readouterr().err
+
+
+def test_llama_cpp_without_what_writes_its_file_is_refused_with_the_remedy(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "--engine", "nanoengine,llama.cpp"])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        command.parse_arguments()
+    assert "needs gguf, for its model's file: pip install -e '.[bench]'" in capsys.readouterr().err
 
 
 def test_the_command_line_is_told_without_this_machine_s_paths(monkeypatch):

@@ -1,0 +1,271 @@
+"""llama.cpp as one more engine: a checkpoint in its file format, and continuous batching through its C API.
+
+Our own Python writes the file, with the package `gguf`; the engine's needs llama-cpp-python alone, so
+that nothing but the standard library is imported up here.
+"""
+
+import logging
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.engines import KV_CACHE_BYTES, MAX_NUM_SEQS, TEMPERATURE, Run, latencies, transformers_model
+
+if TYPE_CHECKING:
+    from nanoengine.models.weights import Checkpoint
+
+# ---- The file ------------------------------------------------------------------------------------
+
+FAMILIES = {"Llama": "llama", "Mistral": "llama", "Qwen2": "qwen2", "Qwen3": "qwen3"}  # in llama.cpp's words
+
+
+def prepare(checkpoint: "Checkpoint", settings: dict[str, Any], directory: str) -> dict[str, Any]:
+    """The settings that `load` takes: the model is a file, and the cache has a number of tokens.
+
+    Raises:
+        ValueError: llama.cpp would compute something else than the checkpoint says, or it is of another
+            family than those written here.
+    """
+    config = checkpoint.decoder_config
+    if config is None:
+        raise ValueError(
+            f"{checkpoint.architecture} is not written for llama.cpp, only {', '.join(FAMILIES)}"
+        )
+    token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 2  # float16
+    num_tokens = min(KV_CACHE_BYTES // token_bytes, MAX_NUM_SEQS * settings["max_model_len"])
+    path = write_gguf(checkpoint, settings, Path(directory, "model.gguf"))
+    return settings | {"model": str(path), "cache_tokens": num_tokens // 256 * 256}
+
+
+def write_gguf(checkpoint: "Checkpoint", settings: dict[str, Any], path: Path) -> Path:
+    """Write a checkpoint, or (load_format "dummy") one like it at random, without its tokenizer.
+
+    Matrices are of the run's dtype, norms and biases float32, as llama.cpp has it in its own files.
+
+    Source: llama.cpp's convert_hf_to_gguf.py.
+
+    Raises:
+        ValueError: it has sliding windows, or a rope that a file of its kind cannot tell.
+    """
+    import gguf
+    import torch
+
+    from nanoengine.models.decoder import rope_frequencies
+
+    config = checkpoint.decoder_config
+    assert config is not None
+    family = FAMILIES[checkpoint.architecture.removesuffix("ForCausalLM")]
+    if any(config.windows):
+        raise ValueError(f"{checkpoint.path}: llama.cpp has no sliding window in its {family} models")
+    plain = config.rope | {"rope_type": "default"}
+    frequencies, rope_scale = rope_frequencies(config.rope, config.head_dim)
+    divisors = rope_frequencies(plain, config.head_dim)[0] / frequencies
+    is_scaled = not torch.equal(divisors, torch.ones_like(divisors))
+    if rope_scale != 1 or (is_scaled and family != "llama"):
+        kind = config.rope["rope_type"]
+        raise ValueError(f"{checkpoint.path}: a file for llama.cpp's {family} cannot tell its {kind} rope")
+
+    writer = gguf.GGUFWriter(path, family)
+    writer.add_tokenizer_model("none")
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_context_length(checkpoint.hf_config.max_position_embeddings)
+    writer.add_block_count(config.num_layers)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_heads)
+    writer.add_head_count_kv(config.num_kv_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if is_scaled:
+        writer.add_tensor("rope_freqs.weight", divisors.numpy())
+
+    model, _ = transformers_model(settings | {"device": "cpu"})
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[family.upper()], config.num_layers)
+    dtypes = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+    weight_type = gguf.GGMLQuantizationType[dtypes[settings["dtype"]]]
+    heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
+    for name, weight in model.state_dict().items():
+        if name == "lm_head.weight" and weight.data_ptr() == model.get_input_embeddings().weight.data_ptr():
+            continue
+        if family == "llama" and (part := name.split(".")[-2]) in heads:
+            # Its rope turns neighbours, element 2i with 2i + 1, where transformers' turns i with i + D / 2.
+            halves = weight.view(heads[part], 2, config.head_dim // 2, *weight.shape[1:])
+            weight = halves.transpose(1, 2).reshape(weight.shape)
+        own_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if own_name is None:
+            raise ValueError(f"{checkpoint.path}: llama.cpp's {family} models have no {name}")
+        if weight.dim() == 1:
+            writer.add_tensor(own_name, weight.float().numpy())
+        else:  # byte by byte: NumPy has no bfloat16
+            rows = weight.contiguous().view(torch.uint8).numpy()
+            writer.add_tensor(own_name, rows, raw_dtype=weight_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+# ---- The engine ----------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Request:
+    """A prompt on its way to its outputs."""
+
+    tokens: list[int]  # the prompt, then what was drawn
+    num_prompt: int
+    num_output: int
+    sequence: int  # llama.cpp's number for it
+    num_computed: int = 0  # of its tokens, in the cache
+    stamps: list[float] = field(default_factory=list)  # when each token was drawn
+
+    @property
+    def num_cells(self) -> int:
+        """What it takes of the cache in the end."""
+        return self.num_prompt + self.num_output
+
+
+class LlamaCpp:
+    """A model in llama.cpp, and continuous batching over it.
+
+    A step is one `llama_decode`: a token of each sequence that has its prompt behind it, then as much of the
+    prompts as fits. llama.cpp does not preempt, so a request waits until all it will need is free.
+
+    Args:
+        path: of a GGUF file.
+        threads: of every product.
+        cache_tokens: what all sequences have together.
+        device: "cpu", or "cuda" for all layers on a GPU.
+        exact: K and V in float32. Else its default, flash attention over float16, whatever the weights are:
+            it has none over float32, and without it every sequence is multiplied with all others' keys.
+    """
+
+    def __init__(
+        self, path: str, *, threads: int, cache_tokens: int, device: str = "cpu", exact: bool = False
+    ) -> None:
+        import llama_cpp
+
+        logging.getLogger("llama-cpp-python").setLevel(logging.WARNING)
+        self.api = llama_cpp
+        llama_cpp.llama_backend_init()
+        model_params = llama_cpp.llama_model_default_params()
+        if device == "cpu":
+            model_params.n_gpu_layers = 0
+        self.model = llama_cpp.llama_model_load_from_file(path.encode(), model_params)
+        if not self.model:
+            raise RuntimeError(f"llama.cpp cannot load {path}")
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx, params.n_seq_max, params.kv_unified = cache_tokens, MAX_NUM_SEQS, True
+        params.n_outputs_max = MAX_NUM_SEQS
+        params.n_threads = params.n_threads_batch = threads
+        if exact:
+            params.type_k = params.type_v = llama_cpp.GGML_TYPE_F32
+            params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        self.context = llama_cpp.llama_init_from_model(self.model, params)
+        if not self.context:
+            raise RuntimeError("llama.cpp cannot make a context")
+        self.cache_tokens, self.max_tokens = cache_tokens, params.n_batch
+        self.batch = llama_cpp.llama_batch_init(self.max_tokens, 0, 1)
+
+    def close(self) -> None:
+        """Give all memory back."""
+        self.api.llama_batch_free(self.batch)
+        self.api.llama_free(self.context)
+        self.api.llama_model_free(self.model)
+
+    def serve(
+        self,
+        prompts: list[list[int]],
+        output_lens: list[int],
+        arrivals: list[float],
+        temperature: float,
+        seed: int = 0,
+    ) -> tuple[list[Request], dict[str, Any]]:
+        """Serve prompts from their arrival times on; the requests in order, and what was measured.
+
+        Raises:
+            ValueError: a request needs more than the whole cache.
+            RuntimeError: llama.cpp fails.
+        """
+        api, memory = self.api, self.api.llama_get_memory(self.context)
+        if (longest := max(map(sum, zip(map(len, prompts), output_lens, strict=True)))) > self.cache_tokens:
+            raise ValueError(f"a request needs {longest} tokens, the cache has {self.cache_tokens}")
+        sampler = api.llama_sampler_chain_init(api.llama_sampler_chain_default_params())
+        api.llama_sampler_chain_add(sampler, api.llama_sampler_init_temp(temperature))
+        api.llama_sampler_chain_add(sampler, api.llama_sampler_init_dist(seed))
+        api.llama_memory_clear(memory, False)
+        requests: list[Request] = []
+        running: list[Request] = []
+        free_sequences = list(range(MAX_NUM_SEQS))
+        batch_sizes: list[int] = []
+        start = time.perf_counter()
+        while running or len(requests) < len(prompts):
+            now = time.perf_counter() - start
+            while len(requests) < len(prompts) and arrivals[len(requests)] <= now and free_sequences:
+                prompt, num_output = prompts[len(requests)], output_lens[len(requests)]
+                taken = sum(request.num_cells for request in running)
+                if taken + len(prompt) + num_output > self.cache_tokens:
+                    break
+                running.append(Request(list(prompt), len(prompt), num_output, free_sequences.pop()))
+                requests.append(running[-1])
+            if not running:
+                time.sleep(max(0.0, arrivals[len(requests)] - now))
+                continue
+            due = self._decode(running)
+            batch_sizes.append(len(running))
+            for row, request in due:
+                request.tokens.append(api.llama_sampler_sample(sampler, self.context, row))
+            now = time.perf_counter() - start
+            for _, request in due:
+                request.stamps.append(now)
+                if len(request.stamps) == request.num_output:
+                    running.remove(request)
+                    api.llama_memory_seq_rm(memory, request.sequence, -1, -1)
+                    free_sequences.append(request.sequence)
+        seconds = time.perf_counter() - start
+        api.llama_sampler_free(sampler)
+        return requests, {
+            "seconds": seconds,
+            "output_tokens": sum(len(request.stamps) for request in requests),
+            "steps": len(batch_sizes),
+            "batch_mean": sum(batch_sizes) / len(batch_sizes),
+            "batch_max": max(batch_sizes),
+            **latencies(arrivals, [request.stamps for request in requests]),
+        }
+
+    def _decode(self, running: list[Request]) -> list[tuple[int, Request]]:
+        """Compute what each is behind by, the first admitted first; (row, request) of those due a token."""
+        batch, due, row = self.batch, [], 0
+        for request in running:
+            begin = request.num_computed
+            end = min(len(request.tokens), begin + self.max_tokens - row)
+            for position in range(begin, end):
+                batch.token[row] = request.tokens[position]
+                batch.pos[row] = position
+                batch.n_seq_id[row] = 1
+                batch.seq_id[row][0] = request.sequence
+                batch.logits[row] = position == len(request.tokens) - 1
+                row += 1
+            request.num_computed = end
+            if begin < end == len(request.tokens):
+                due.append((row - 1, request))
+        batch.n_tokens = row
+        if status := self.api.llama_decode(self.context, batch):
+            raise RuntimeError(f"llama_decode returned {status}")
+        return due
+
+
+def load(settings: dict[str, Any]) -> Run:
+    """llama.cpp, as `prepare` has it set."""
+    names = ("threads", "cache_tokens", "device")
+    engine = LlamaCpp(settings["model"], **{name: settings[name] for name in names})
+
+    def run(prompts: list[list[int]], output_lens: list[int], arrivals: list[float]) -> dict[str, Any]:
+        return engine.serve(prompts, output_lens, arrivals, TEMPERATURE)[1]
+
+    return run

@@ -1,0 +1,105 @@
+"""A pytest plugin: `kernels.cpp` as a processor with NEON runs it, compiled for it and emulated by qemu.
+
+    python -m pytest -p tests.neon tests/test_attention.py
+
+runs any test with these kernels in place of this machine's, and tells in the end which it did not call.
+It needs Debian's g++-aarch64-linux-gnu and qemu-user.
+"""
+
+import ctypes
+import functools
+import re
+import struct
+import subprocess
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+import nanoengine.backends.cpu as cpu
+
+COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
+DRIVER = Path(__file__).parent / "neon.cpp"
+called: set[str] = set()
+
+
+class Emulated(NamedTuple):
+    """A process that computes what it is asked for, until this one ends."""
+
+    process: subprocess.Popen[bytes]
+    exported: set[str]  # the names of its functions
+    directory: tempfile.TemporaryDirectory[str]  # of its program, gone with it
+
+
+@functools.cache
+def start() -> Emulated:
+    """Compile and start it."""
+    directory = tempfile.TemporaryDirectory()
+    flags = [flag for flag in cpu.FLAGS.split() if flag not in ("-march=native", "-shared", "-fPIC")]
+    includes = [f"-I{cpu.SOURCE.parent}", f"-I{directory.name}"]
+    command = [COMPILER, *flags, "-march=armv8.2-a", "-static", *includes]
+    source = subprocess.check_output([*command, "-E", "-P", str(cpu.SOURCE)], text=True)
+    exported = set(re.findall(r'extern "C" decltype\([^;]*\) (\w+);', source))
+    Path(directory.name, "kernels.inc").write_text("\n".join(f"ENTRY({name})" for name in exported))
+    program = f"{directory.name}/neon"
+    subprocess.check_call([*command, str(DRIVER), "-o", program])
+    process = subprocess.Popen([EMULATOR, program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    return Emulated(process, exported, directory)
+
+
+class EmulatedKernels(cpu.Kernels):
+    """The kernels, each call of which goes to that process and back."""
+
+    def __init__(self) -> None:
+        self.process = start().process
+        self.library = SimpleNamespace(**dict.fromkeys(start().exported))  # type: ignore[assignment]
+        self.was_compiled, self.seconds = False, 0.0
+
+    def _call(self, name: str, first: Tensor, *arguments: Any) -> None:
+        full_name = f"{name}_{str(first.dtype).removeprefix('torch.')}"
+        called.add(full_name)
+        parts = [struct.pack("=q", len(full_name)), full_name.encode()]
+        for argument in (first, *arguments):
+            if isinstance(argument, Tensor):
+                data = ctypes.string_at(argument.data_ptr(), extent(argument))
+                parts += [struct.pack("=q", len(data)), data]
+            elif argument is None:
+                parts.append(struct.pack("=q", -1))
+            else:
+                parts.append(struct.pack("=q" if isinstance(argument, int) else "=f", argument))
+        assert self.process.stdin is not None
+        self.process.stdin.write(b"".join(parts))
+        self.process.stdin.flush()
+        for argument in (first, *arguments):
+            if argument is None or isinstance(argument, Tensor):
+                (size,) = struct.unpack("=q", self._receive(8))
+                if size:
+                    assert isinstance(argument, Tensor)
+                    ctypes.memmove(argument.data_ptr(), self._receive(size), size)
+
+    def _receive(self, size: int) -> bytes:
+        assert self.process.stdout is not None
+        data = self.process.stdout.read(size)
+        assert len(data) == size, f"the emulated process ended with {self.process.wait()}"
+        return data
+
+
+def extent(tensor: Tensor) -> int:
+    """Bytes from a tensor's first element to behind its last."""
+    if tensor.numel() == 0:
+        return 0
+    steps = (stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    return (sum(steps) + 1) * tensor.itemsize
+
+
+def pytest_configure() -> None:
+    """Before any test is imported."""
+    cpu.Kernels = EmulatedKernels  # type: ignore[misc]
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Tell which kernels the tests called."""
+    missed = start().exported - called
+    terminalreporter.write_line(f"NEON: {len(called)} kernels called; not called: {sorted(missed)}")

@@ -1,0 +1,189 @@
+"""llama.cpp in the benchmark: a checkpoint written for it, and, where it is installed, its own answers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig
+
+from benchmarks.llama_cpp import LlamaCpp, prepare
+from nanoengine import LLM, SamplingParams
+from nanoengine.models.weights import open_checkpoint
+from tests.helpers import checkpoint, random_prompts
+
+gguf = pytest.importorskip("gguf")
+
+
+def written(path: Path, directory: Path, **changes: Any) -> tuple[dict[str, Any], Any]:
+    """The settings for the engine's process, and the file as gguf reads it."""
+    settings = {"model": str(path), "load_format": "auto", "dtype": "float32", "max_model_len": 512} | changes
+    own = prepare(open_checkpoint(str(path)), settings, str(directory))
+    return own, gguf.GGUFReader(own["model"])
+
+
+def tensors(reader: Any) -> dict[str, torch.Tensor]:
+    """By name, as float32; the file's bytes where NumPy has no such type."""
+    result = {}
+    for tensor in reader.tensors:
+        values = torch.from_numpy(tensor.data.copy())
+        if tensor.tensor_type == gguf.GGMLQuantizationType.BF16:
+            values = values.view(torch.bfloat16)
+        result[tensor.name] = values.float()
+    return result
+
+
+# In Hugging Face's words and in llama.cpp's.
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def own_name(name: str) -> str:
+    module, kind = name.rsplit(".", 1)
+    if module.startswith("model.layers."):
+        _, _, layer, module = module.split(".", 3)
+        return f"blk.{layer}.{NAMES[module]}.{kind}"
+    return f"{NAMES[module]}.{kind}"
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2 tied", "qwen3 tied, one kv head"])
+def test_a_qwen_file_holds_the_checkpoint_s_tensors_as_they_are(name, tmp_path, tmp_path_factory):
+    path, _ = checkpoint(name, tmp_path_factory)
+    given = {own_name(name): tensor for name, tensor in load_file(path / "model.safetensors").items()}
+    _, reader = written(path, tmp_path)
+    held = tensors(reader)
+    assert held.keys() == given.keys()
+    assert ("output.weight" in held) == ("tied" not in name)
+    for each, tensor in given.items():
+        assert torch.equal(held[each], tensor), each
+    fields = {field: reader.fields[field].contents() for field in reader.fields}
+    family, config = name[:5], AutoConfig.from_pretrained(path)
+    assert fields["general.architecture"] == family
+    assert fields["tokenizer.ggml.model"] == "none"
+    for field, value in {
+        "vocab_size": config.vocab_size,
+        "block_count": config.num_hidden_layers,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": held["blk.0.attn_q.weight"].shape[0] // config.num_attention_heads,
+        "attention.layer_norm_rms_epsilon": pytest.approx(config.rms_norm_eps),
+        "rope.freq_base": config.rope_parameters["rope_theta"],
+    }.items():
+        assert fields[f"{family}.{field}"] == value
+
+
+@pytest.mark.parametrize("name", ["llama without gqa", "llama3 rope", "llama with biases"])
+def test_a_llama_file_has_what_rope_turns_together_side_by_side(name, tmp_path, tmp_path_factory):
+    path, model = checkpoint(name, tmp_path_factory)
+    given = {own_name(name): tensor for name, tensor in load_file(path / "model.safetensors").items()}
+    held = tensors(written(path, tmp_path)[1])
+    divisors = held.pop("rope_freqs.weight", None)
+    head_dim = 16
+    pairs = [i // 2 + i % 2 * (head_dim // 2) for i in range(head_dim)]
+    assert pairs[:4] == [0, 8, 1, 9]
+    for each, tensor in given.items():
+        if ".attn_q." in each or ".attn_k." in each:
+            tensor = tensor.view(-1, head_dim, *tensor.shape[1:])[:, pairs].flatten(0, 1)
+        assert torch.equal(held.pop(each), tensor), each
+    assert not held
+    if name == "llama3 rope":
+        plain = 1 / model.config.rope_parameters["rope_theta"] ** (torch.arange(0, head_dim, 2) / head_dim)
+        assert divisors is not None
+        torch.testing.assert_close(plain / divisors, model.model.rotary_emb.inv_freq)
+        assert divisors.max() == 8
+    else:
+        assert divisors is None
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_matrices_are_rounded_to_the_run_s_dtype_and_vectors_are_not(dtype, tmp_path, tmp_path_factory):
+    path, _ = checkpoint("qwen3", tmp_path_factory)
+    given = {own_name(name): tensor for name, tensor in load_file(path / "model.safetensors").items()}
+    own, reader = written(path, tmp_path, dtype=dtype)
+    for name, tensor in tensors(reader).items():
+        assert torch.equal(tensor, given[name].to(getattr(torch, dtype)).float()), name
+    types = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
+    assert types["blk.1.attn_q.weight"] == {"bfloat16": "BF16", "float16": "F16"}[dtype]
+    assert types["blk.1.attn_norm.weight"] == "F32"
+    token_bytes = 2 * 2 * 2 * 32 * 2  # K and V, layers, heads, head_dim, bytes
+    assert own["cache_tokens"] == min((4 << 30) // token_bytes, 256 * 512)
+
+
+def test_random_weights_have_the_config_s_shapes(tmp_path, tmp_path_factory):
+    path, _ = checkpoint("qwen3", tmp_path_factory)
+    (tmp_path / "config.json").write_bytes((path / "config.json").read_bytes())
+    held = tensors(written(tmp_path, tmp_path, load_format="dummy")[1])
+    given = load_file(path / "model.safetensors")
+    assert {name: x.shape for name, x in held.items()} == {own_name(n): x.shape for n, x in given.items()}
+    assert 0.1 < held["blk.0.attn_q.weight"].std() < 0.5  # TINY's initializer_range is 0.25
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gpt2", "GPT2LMHeadModel is not written for llama.cpp"),
+        ("qwen2 sliding from layer 1", "no sliding window"),
+        ("llama yarn rope with mscale", "cannot tell its yarn rope"),
+    ],
+)
+def test_what_llama_cpp_would_compute_otherwise_is_refused(name, message, tmp_path, tmp_path_factory):
+    path, _ = checkpoint(name, tmp_path_factory)
+    with pytest.raises(ValueError, match=message):
+        written(path, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["qwen3", "qwen2 tied", "llama without gqa", "llama3 rope", "llama linear rope", "llama with biases"],
+)
+def test_llama_cpp_s_greedy_tokens_are_ours(name, tmp_path, tmp_path_factory):
+    """More sequences than fit at once, and a prompt longer than a batch."""
+    pytest.importorskip("llama_cpp")
+    path, _ = checkpoint(name, tmp_path_factory)
+    prompts = random_prompts([1, 2, 31, 150, 300, 17, 64])
+    output_lens = [20, 1, 12, 20, 8, 30, 5]
+    with LLM(str(path), num_kv_blocks=100) as llm:
+        params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in output_lens]
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        expected = [list(output.outputs[0].token_ids) for output in outputs]
+    own, _ = written(path, tmp_path)
+    engine = LlamaCpp(own["model"], threads=1, cache_tokens=512, exact=True)
+    engine.max_tokens = 200
+    for arrivals in ([0.0] * 7, [0.01 * i for i in range(7)]):
+        requests, measured = engine.serve(prompts, output_lens, arrivals, temperature=0)
+        assert [request.tokens[request.num_prompt :] for request in requests] == expected
+        assert measured["output_tokens"] == sum(output_lens)
+        assert 1 < measured["batch_max"] < 7
+        assert len(measured["ttft"]) == 7
+    with pytest.raises(ValueError, match="needs 520 tokens, the cache has 512"):
+        engine.serve([[1] * 500], [20], [0.0], temperature=0)
+    engine.close()
+
+
+def test_llama_cpp_samples_by_temperature(tmp_path, tmp_path_factory):
+    """A wide temperature draws about evenly: 200 draws of 128 tokens hit most of those they should."""
+    pytest.importorskip("llama_cpp")
+    path, _ = checkpoint("qwen3", tmp_path_factory)
+    engine = LlamaCpp(written(path, tmp_path)[0]["model"], threads=1, cache_tokens=2048)
+    for temperature, least, most in ((100.0, 80, 128), (1e-3, 1, 1)):
+        requests, _ = engine.serve([[5, 6, 7]] * 200, [1] * 200, [0.0] * 200, temperature)
+        drawn = {request.tokens[-1] for request in requests}
+        assert least <= len(drawn) <= most
+    engine.close()
