@@ -52,6 +52,8 @@ def start() -> Emulated:
 class EmulatedKernels(cpu.Kernels):
     """The kernels, each call of which goes to that process and back."""
 
+    num_outputs = 16  # four registers of four
+
     def __init__(self) -> None:
         self.process = start().process
         self.library = SimpleNamespace(**dict.fromkeys(start().exported))  # type: ignore[assignment]

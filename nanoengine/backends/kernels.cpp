@@ -48,12 +48,17 @@ inline bf16 narrow(float x) {  // to the nearest, ties to even
 }
 
 #ifdef __FLT16_MAX__  // the compiler has the type
+#ifdef __aarch64__
+typedef __fp16 half;
+#else
+typedef _Float16 half;
+#endif
 struct fp16 {
-  _Float16 number;
+  half number;
 };
 static inline float load(fp16 x) { return x.number; }
 template <>
-inline fp16 narrow(float x) { return {_Float16(x)}; }
+inline fp16 narrow(float x) { return {half(x)}; }
 #endif
 
 template <class X>
