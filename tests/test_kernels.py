@@ -114,6 +114,7 @@ def test_the_rows_of_a_packed_weight_are_found_again(dtype):
     packed = kernels.pack(weight)
     rows = torch.tensor([129, 0, 63, 64, 64])
     assert torch.equal(kernels.unpack_rows(packed, rows), weight[rows])
+    assert torch.equal(kernels.unpack_rows(packed, rows.view(1, 5)), weight[rows].view(1, 5, 10))
     beyond = torch.arange(130, packed.shape[0] * packed.shape[2])
     assert not kernels.unpack_rows(packed, beyond).any()
 

@@ -250,9 +250,9 @@ class Kernels:
 
     @staticmethod
     def unpack_rows(packed: Tensor, rows: Tensor) -> Tensor:
-        """Rows (T,) of the weight that was packed: (T, I)."""
+        """Rows (..) of the weight that was packed: (.., I)."""
         outputs = packed.shape[2]
-        return packed[rows // outputs, :, rows % outputs].flatten(1)
+        return packed[rows // outputs, :, rows % outputs].flatten(rows.dim())
 
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None, num_outputs: int) -> Tensor:
         """The product of x (.., I) with a packed weight, plus bias (N,): (.., N)."""
@@ -405,11 +405,19 @@ class PackedLinear(nn.Module):
 
     def __init__(self, layer: nn.Linear, kernels: Kernels) -> None:
         super().__init__()
-        self.kernels, self.out_features, self.bias = kernels, layer.out_features, layer.bias
+        self.kernels, self.bias = kernels, layer.bias
+        self.in_features, self.out_features = layer.in_features, layer.out_features
         self.packed = kernels.pack(layer.weight)
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight as it was, (out, in), made anew at each call: some models look at it."""
+        return self.kernels.unpack_rows(self.packed, torch.arange(self.out_features))
 
     def forward(self, x: Tensor) -> Tensor:
         """(.., in) -> (.., out)."""
+        if x.dtype != self.packed.dtype:  # as nn.Linear
+            raise RuntimeError(f"expected an input of {self.packed.dtype}, got {x.dtype}")
         return self.kernels.linear(x, self.packed, self.bias, self.out_features)
 
 
@@ -438,7 +446,7 @@ class PackedEmbedding(nn.Module):
         self.packed = head.packed
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """(T,) -> (T, E)."""
+        """(..) -> (.., E)."""
         return Kernels.unpack_rows(self.packed, input_ids)
 
 
@@ -453,19 +461,19 @@ def pack_linear(layer: nn.Linear, kernels: Kernels | None) -> nn.Module:
 def pack_weights(model: nn.Module, kernels: Kernels | None) -> None:
     """Replace a model's linear layers by packed ones, and an embedding that is tied to one of them.
 
-    One at a time: each plain weight is let go before the next is packed.
+    One at a time: each plain weight is let go before the next is packed. An embedding that does more than
+    look up keeps its weight, which is then held twice.
     """
     parents = [module for module in model.modules() if next(module.children(), None) is not None]
-    for parent in parents:
-        for name in [name for name, child in parent.named_children() if type(child) is nn.Linear]:
-            layer: Any = getattr(parent, name)
-            packed = pack_linear(layer, kernels)
-            setattr(parent, name, packed)
-            if isinstance(packed, PackedLinear):
-                for owner in parents:
-                    for tied, child in list(owner.named_children()):
-                        if isinstance(child, nn.Embedding) and child.weight is layer.weight:
-                            setattr(owner, tied, PackedEmbedding(packed))
+    for layer in [module for module in model.modules() if type(module) is nn.Linear]:
+        packed = pack_linear(layer, kernels)
+        tied = PackedEmbedding(packed) if isinstance(packed, PackedLinear) else None
+        for parent in parents:
+            for name, child in list(parent.named_children()):
+                if child is layer:
+                    setattr(parent, name, packed)
+                elif tied and type(child) is nn.Embedding and child.weight is layer.weight:
+                    setattr(parent, name, tied)
 
 
 # ---- Attention -----------------------------------------------------------------------------------
@@ -508,28 +516,35 @@ class CPU(Device):
         self.threads = PinnedThreads(config.pin_threads)
         self.kernels: Kernels | None = None
         self._no_kernels: str | None = None  # why there are none
+        self._notes: list[str] = []
         keep_freed_memory()
+        try:
+            if config.enforce_eager:
+                raise RuntimeError("enforce_eager")
+            self.kernels = Kernels()
+        except RuntimeError as error:
+            self._no_kernels = str(error)
+
+    def choose_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """As it is, with kernels that read it; float32 where PyTorch would emulate what "auto" stands for."""
+        is_served = self.kernels is not None and self.kernels.serves(dtype)
+        if self.config.dtype != "auto" or dtype == torch.float32 or is_served:
+            return dtype
+        if dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported():
+            return dtype
+        self._notes.append(f"float32 instead of {_name(dtype)}, which is emulated here without kernels")
+        return torch.float32
 
     def prepare(self, model: Any) -> None:
         """As in the base class."""
-        self._no_kernels = self._load_kernels({spec.dtype for spec in model.kv_specs})
-        if model.replaceable:
-            pack_weights(model, self.kernels)
-            if self.kernels is not None:
-                model.use_kernels(self.kernels)
-
-    def _load_kernels(self, dtypes: set[torch.dtype]) -> str | None:
-        """Load them; returns why that cannot be."""
-        if self.config.enforce_eager:
-            return "enforce_eager"
-        try:
-            kernels = Kernels()
-        except RuntimeError as error:
-            return str(error)
-        if unserved := {dtype for dtype in dtypes if not kernels.serves(dtype)}:
-            return f"there are no kernels for {_name(unserved.pop())}"
-        self.kernels = kernels
-        return None
+        unserved = {
+            spec.dtype for spec in model.kv_specs if self.kernels and not self.kernels.serves(spec.dtype)
+        }
+        if unserved:
+            self.kernels, self._no_kernels = None, f"there are no kernels for {_name(unserved.pop())}"
+        pack_weights(model, self.kernels)
+        if model.replaceable and self.kernels is not None:
+            model.use_kernels(self.kernels)
 
     def running(self) -> AbstractContextManager[object]:
         """As in the base class."""
@@ -538,6 +553,7 @@ class CPU(Device):
     def choose_attention(self, specs: Sequence[KVSpec], settings: frozenset[str]) -> Attention:
         """As in the base class."""
         attention = super().choose_attention(specs, settings)
+        attention.notes.extend(self._notes)
         if attention.backend is not CompiledAttention:
             return attention
         assert self.kernels is not None

@@ -304,7 +304,7 @@ class Decoder(nn.Module):
     """The whole model; parameter names are Hugging Face's, less the `model.` prefix and the fusions."""
 
     code = "nanoengine's"  # for the user: whose code computes it
-    replaceable = True  # a device may replace its linear layers and its element-wise parts by faster ones
+    replaceable = True  # a device may replace its element-wise parts by faster ones
     capturable = True  # nothing in a forward pass waits for the device, so that a CUDA graph can hold it
     kernels: Any = PlainKernels
 
