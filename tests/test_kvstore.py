@@ -836,4 +836,4 @@ def test_the_scheduler_keeps_its_laws_with_a_store():
 
 @pytest.mark.slow
 def test_the_scheduler_keeps_its_laws_with_a_store_at_length():
-    walk(600)
+    walk(300)
