@@ -78,6 +78,9 @@ class EngineConfig:
     trust_remote_code: bool = False
     # A file for JSON lines, or what takes the events: addons/trace.py
     trace: str | Path | Callable[[Any], Any] | None = None
+    # Where K and V are kept beyond the process: a directory, "redis://host:port/db", or an object with the
+    # methods of `Store` in addons/kvstore.py
+    kv_store: Any = None
 
     def __post_init__(self) -> None:
         """Check ranges."""
@@ -100,6 +103,8 @@ class EngineConfig:
             )
         if not (self.trace is None or isinstance(self.trace, (str, Path)) or callable(self.trace)):
             raise TypeError(f"trace must be a path or take events, got {self.trace!r}")
+        if self.kv_store is not None:
+            self._check_kv_store()
         if self.tensor_parallel_size != 1:
             raise ValueError(f"tensor_parallel_size must be 1, got {self.tensor_parallel_size!r}")
         if self.num_kv_blocks is not None and self.kv_cache_bytes is not None:
@@ -113,6 +118,19 @@ class EngineConfig:
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
+
+    def _check_kv_store(self) -> None:
+        store = self.kv_store
+        is_store = all(callable(getattr(store, name, None)) for name in ("get", "put", "touch", "delete"))
+        if not is_store and not (isinstance(store, (str, Path)) and str(store)):
+            raise TypeError(
+                "kv_store must be a directory, a redis:// address, or have the methods get, put, touch and "
+                f"delete, got {store!r}"
+            )
+        if not self.enable_prefix_caching:
+            raise ValueError("kv_store needs enable_prefix_caching=True: it adds to the prefix cache")
+        if self.trace is not None:
+            raise ValueError("trace does not go with kv_store: it has no word for blocks that are loaded")
 
     @property
     def speculation(self) -> SpeculativeConfig | None:

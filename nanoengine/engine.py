@@ -121,6 +121,7 @@ class Sequence:
     finish_reason: str | None = field(init=False, default=None)  # None: it waits or runs
     stop_reason: int | str | None = field(init=False, default=None)
     drafter: Any = field(init=False, default=None)  # what `propose` keeps about the sequence
+    num_saved_blocks: int = field(init=False, default=0)  # leading ones that a KV store need not be given
 
     # Written by the block manager.
     block_tables: list[list[int]] = field(init=False, default_factory=list)  # by group; none while it waits
@@ -433,11 +434,13 @@ class BlockManager:
     def _remove_skipped_blocks(self, seq: Sequence, position: int) -> None:
         """Take back the blocks that no token from a position on sees, the last first; the name is vLLM's."""
         for group, window in self.sliding_groups:
-            table, index = seq.block_tables[group], self._first_seen(window, position)
+            table, first = seq.block_tables[group], self._first_seen(window, position)
+            index = min(first, len(table))
             while index > 0 and table[index - 1]:
                 index -= 1
                 self._release(table[index])
                 table[index] = 0
+            table += [0] * (first - len(table))  # a KV store has what comes before: never held here
 
     def _release(self, block_id: int) -> None:
         """A sequence holds the block no more."""
@@ -570,6 +573,8 @@ class Scheduler:
         self.running: list[Sequence] = []  # these hold one at least
         self.num_preemptions = 0
         self.propose = propose
+        # Called with a sequence that was just admitted: fills blocks behind its hits from a KV store.
+        self.load: Callable[[Sequence], None] | None = None
         # Drafts by their place in a guess, from 0: those computed, and those that were drawn too.
         self.num_drafted, self.num_accepted = Counter[int](), Counter[int]()
         self.failed: dict[int, int] = {}  # seq_id -> number of tokens, of those in the last step that failed
@@ -634,6 +639,8 @@ class Scheduler:
             seq = self.waiting[0]
             if not self.block_manager.allocate(seq):
                 break
+            if self.load is not None:
+                self.load(seq)
             bisect.insort(self.running, seq, key=BY_ORDER)
             del self.waiting[0]  # never in neither queue: an exception may come between two lines
             if seq.first_scheduled_time is None:
@@ -880,6 +887,7 @@ class Launch(NamedTuple):
     logprobs: list[LogprobTable]  # of the tokens, where asked for
     # seq_id -> a prompt position, the tokens from there on and their tables, where asked for
     prompt_logprobs: dict[int, tuple[int, list[int], list[LogprobTable]]]
+    snapshot: Any = None  # of the blocks it fills, for a KV store
 
 
 class Sampled(NamedTuple):
@@ -907,6 +915,10 @@ class ModelRunner:
         self.model: Decoder | HFModel | None = load_model(
             checkpoint, config, dtype=self.dtype, device=torch_device, max_model_len=max_model_len
         )
+        if config.kv_store is not None:
+            from nanoengine.addons.kvstore import digest_weights
+
+            self.weights_digest = digest_weights(self.model)  # before the device packs them
         self.kv_specs = self.model.kv_specs
         self.kv_groups = group_layers(self.kv_specs, max_model_len)
         self.device.prepare(self.model)
@@ -1111,6 +1123,11 @@ class LLMEngine:
         self.num_steps = self.num_prompt_tokens = self.num_generation_tokens = 0
         self._stats = RequestStats(self.max_model_len)  # of those that ended
         self._is_closed, self._owner = False, Owner()
+        self.connector = None
+        if config.kv_store is not None:
+            from nanoengine.addons.kvstore import connect
+
+            self.connector = connect(self, config.kv_store)
         self._tracer = None
         if config.trace is not None:
             from nanoengine.addons.trace import trace_engine
@@ -1261,6 +1278,8 @@ class LLMEngine:
         self.abort_request(list(self._requests))
         if self._tracer is not None:
             self._tracer.close()
+        if self.connector is not None:
+            self.connector.close()
         self._in_flight.clear()
         self._outputs.clear()
         self.runner.close()
@@ -1282,7 +1301,10 @@ class LLMEngine:
         batch = self.scheduler.schedule()
         stopwatch.lap("schedule")
         if batch.chunks:
-            self._in_flight.append(self.runner.launch(batch, before))
+            launch = self.runner.launch(batch, before)
+            if self.connector is not None:  # now: later steps may write to these blocks
+                launch = launch._replace(snapshot=self.connector.snapshot(batch))
+            self._in_flight.append(launch)
         # With nothing launched there is nothing to overlap with.
         while len(self._in_flight) > (self._max_in_flight if batch.chunks else 0):
             self._collect()
@@ -1294,6 +1316,8 @@ class LLMEngine:
         stopwatch = self.runner.stopwatch
         stopwatch.start()
         took = self.scheduler.update(launch.batch, sampled.token_ids)
+        if self.connector is not None:
+            self.connector.save(launch.snapshot)
         self.num_steps += 1
         now = time.monotonic()
         for seq_id, (first, entries) in sampled.prompt_logprobs.items():

@@ -23,11 +23,12 @@ def what_runs(engine: "LLMEngine") -> str:
     num_guesses = engine.config.num_speculative_tokens
     ahead = f", up to {num_guesses} tokens guessed ahead (ngram), no async scheduling" if num_guesses else ""
     windows = describe_windows(runner)
+    kept = f", KV store {engine.connector.store}" if engine.connector else ""
     return (
         f"nanoengine: {engine.checkpoint.architecture}{part} on {runner.model.code} code, "
         f"{runner.attention.backend.name} attention{notes}{runner.forward.describe()}, "
         f"{str(runner.dtype).removeprefix('torch.')} on {runner.device.device}, "
-        f"KV cache of {runner.num_blocks} blocks of {runner.block_size} tokens{windows}{ahead}"
+        f"KV cache of {runner.num_blocks} blocks of {runner.block_size} tokens{windows}{ahead}{kept}"
     )
 
 
@@ -44,6 +45,7 @@ def describe_windows(runner: "ModelRunner") -> str:
 def count(engine: "LLMEngine") -> dict[str, int | float]:
     """`LLMEngine.metrics`."""
     scheduler, blocks = engine.scheduler, engine.scheduler.block_manager
+    external = engine.connector
     num_drafts, num_accepted = scheduler.num_drafted[0], scheduler.num_accepted.total()
     return {
         "num_running": len(scheduler.running),
@@ -54,6 +56,8 @@ def count(engine: "LLMEngine") -> dict[str, int | float]:
         "num_preemptions": scheduler.num_preemptions,
         "prefix_cache_queries": blocks.num_query_tokens,
         "prefix_cache_hits": blocks.num_query_hits,
+        "external_prefix_cache_queries": external.num_query_tokens if external else 0,  # of the KV store
+        "external_prefix_cache_hits": external.num_hit_tokens if external else 0,
         "prompt_tokens": engine.num_prompt_tokens,
         "generation_tokens": engine.num_generation_tokens,
         "num_steps": engine.num_steps,
@@ -196,6 +200,8 @@ def read_metrics(engine: "LLMEngine", stats: RequestStats) -> list[Metric]:
     counters = [
         "prefix_cache_queries",
         "prefix_cache_hits",
+        "external_prefix_cache_queries",
+        "external_prefix_cache_hits",
         "num_preemptions",
         "prompt_tokens",
         "generation_tokens",

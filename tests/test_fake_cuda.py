@@ -6,6 +6,7 @@ host asks the device for, a copy that the host waits for. Tokens are what was ne
 
 import contextlib
 import importlib.machinery
+import itertools
 import os
 import re
 import sys
@@ -23,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import nanoengine.engine
 import nanoengine.sampling
 from nanoengine import LLM, SamplingParams
+from nanoengine.addons import kvstore
 from nanoengine.backends.cuda import CUDA, upload
 from nanoengine.engine import ModelRunner
 from nanoengine.metrics import what_runs
@@ -183,7 +185,7 @@ SETTINGS = [
 MODELS = ["gemma", "gemma2", "gpt2", "falcon, many kv heads", "phi3", "opt", "granite", "cohere2"]
 
 
-def walk(path, fields, **settings):
+def walk(path, fields, prompt_lengths=None, **settings):
     """Prompts at once, in chunks and beside decodes, decodes in graphs and not, pending tokens."""
     defaults = {
         "num_kv_blocks": 40,
@@ -194,7 +196,7 @@ def walk(path, fields, **settings):
     }
     with LLM(path, **{**defaults, **settings}) as llm:
         params = [SamplingParams(max_tokens=5, ignore_eos=True, **f) for f in fields]
-        prompts = random_prompts([1 + 37 * i % 150 for i in range(len(fields))])
+        prompts = random_prompts(prompt_lengths or [1 + 37 * i % 150 for i in range(len(fields))])
         outputs = llm.generate(prompts, params, use_tqdm=False)
         assert all(len(sample.token_ids) == 5 for out in outputs for sample in out.outputs)
         return what_runs(llm.llm_engine)
@@ -238,6 +240,35 @@ def test_our_own_code_does_not_either(name, fake_gpu, tmp_path_factory):
     path, _ = checkpoint(name, tmp_path_factory)
     with fake_gpu:
         walk(path, SETTINGS[:9])
+
+
+def test_saving_to_a_kv_store_and_loading_do_not_either(fake_gpu, tmp_path_factory, monkeypatch):
+    path, _ = checkpoint("qwen2 sliding from layer 1", tmp_path_factory)
+    calls = []
+
+    def watched(method):
+        def call(*args):
+            with Watch():
+                calls.append(method.__name__)
+                return method(*args)
+
+        return call
+
+    monkeypatch.setattr(kvstore, "digest_weights", lambda model: b"")
+    for name in ("_copy_out", "_write_block"):
+        monkeypatch.setattr(kvstore.KVConnector, name, watched(getattr(kvstore.KVConnector, name)))
+    groups = [np.zeros(size, np.uint8) for size in [2 * 256 * 2 * 16 * 2] * 2]  # K and V of a layer each
+    monkeypatch.setattr(kvstore, "decode", lambda data, fingerprint, token_ids, sizes: groups)
+    answers = itertools.chain([False], itertools.repeat(True))  # the second prompt is there, not the first
+    store = types.SimpleNamespace(
+        touch=lambda keys: [next(answers) for _ in keys],
+        get=lambda keys: [b""] * len(keys),
+        put=lambda key, data: None,
+        delete=lambda key: None,
+    )
+    with fake_gpu:
+        walk(path, [{}, {}], kv_store=store, prompt_lengths=[300, 280])
+    assert set(calls) == {"_copy_out", "_write_block"}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,839 @@
+"""A KV store gives what was computed before, to whoever it fits, and costs nobody a request."""
+
+import errno
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule, run_state_machine_as_test
+from safetensors import safe_open
+
+from nanoengine import LLM, EngineConfig, SamplingParams
+from nanoengine.addons import kvstore
+from nanoengine.addons.kvstore import DirectoryStore, KVConnector, RedisStore, Snapshot, decode, encode
+from nanoengine.backends.attention import KVGroup, KVSpec
+from nanoengine.backends.device import Download
+from tests.helpers import DEMO, checkpoint, greedy, random_prompts
+from tests.test_scheduling_machine import SchedulingMachine
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+SETTINGS = {"num_kv_blocks": 60, "block_size": 8, "max_num_batched_tokens": 30}
+GUESSES = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
+
+
+class MemoryStore:
+    """The smallest store."""
+
+    def __init__(self):
+        self.entries: dict[str, bytes] = {}
+
+    def get(self, keys):
+        for key in keys:
+            if key not in self.entries:
+                return
+            yield self.entries[key]
+
+    def put(self, key, data):
+        assert key not in self.entries, "it is there already"
+        self.entries[key] = data
+
+    def touch(self, keys):
+        return [key in self.entries for key in keys]
+
+    def delete(self, key):
+        del self.entries[key]
+
+
+def serve(path, store, prompts, params=GREEDY, **more):
+    """The answers of a new engine, what it says to have had of each prompt, and its counts."""
+    with LLM(str(path), kv_store=store, **{**SETTINGS, **more}) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        llm.scheduler.check_invariants()
+        counts = llm.metrics()
+    return [out.outputs[0].token_ids for out in outputs], [out.num_cached_tokens for out in outputs], counts
+
+
+@pytest.fixture(scope="module")
+def redis_url(tmp_path_factory):
+    """A server of its own."""
+    with redis_server(tmp_path_factory.mktemp("redis")) as (url, _):
+        yield url
+
+
+@contextmanager
+def redis_server(path):
+    if shutil.which("redis-server") is None:
+        pytest.skip("needs Debian's package redis-server")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--dir", str(path)]
+    server = subprocess.Popen([*command, "--save", "", "--appendonly", "no"], stdout=subprocess.DEVNULL)
+    try:
+        for _ in range(100):
+            with socket.socket() as client:
+                if client.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.05)
+        yield f"redis://127.0.0.1:{port}/0", server
+    finally:
+        server.kill()
+        server.wait()
+
+
+# ---- Stores --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["directory", "redis"])
+def store(request, tmp_path):
+    if request.param == "directory":
+        return DirectoryStore(tmp_path / "kv")
+    return RedisStore(request.getfixturevalue("redis_url"))
+
+
+def test_a_store_gives_back_what_it_was_given_up_to_the_first_that_is_missing(store):
+    keys = [f"{i:064x}" for i in range(20)]
+    for i, key in enumerate(keys):
+        store.put(key, bytes([i]) * 1000)
+    store.delete(keys[12])
+    assert list(store.get(keys)) == [bytes([i]) * 1000 for i in range(12)]
+    assert list(store.get(["f" * 64, *keys])) == []
+    assert store.touch([keys[11], keys[12], keys[13], "f" * 64]) == [True, False, True, False]
+    store.delete(keys[12])
+    store.put(keys[12], b"again")
+    store.put(keys[12], b"and again")
+    assert next(iter(store.get(keys[12:]))) == b"and again"
+
+
+def test_a_directory_is_its_owner_s_alone_and_holds_a_file_per_entry(tmp_path):
+    store = DirectoryStore(tmp_path / "a" / "kv")
+    store.put("abcd", b"data")
+    assert (tmp_path / "a" / "kv").stat().st_mode & 0o777 == 0o700
+    files = [path for path in (tmp_path / "a").rglob("*") if path.is_file()]
+    assert files == [tmp_path / "a" / "kv" / "ab" / "abcd.safetensors"]
+    assert str(store) == str(tmp_path / "a" / "kv")
+
+
+def size_of(path):
+    return sum(file.stat().st_size for file in path.rglob("*.safetensors"))
+
+
+def test_the_least_recently_used_goes_first_and_of_a_prefix_its_end(tmp_path):
+    store = DirectoryStore(tmp_path, max_bytes=1000)
+    keys = [f"{i:02}" * 32 for i in range(10)]
+    for key in keys:
+        store.put(key, bytes(100))
+        os.utime(store._file(key), (1, 1))
+    store.touch(keys[:6])  # a prefix; the other four were not used since
+    store.put("a" * 64, bytes(100))
+    store.put("b" * 64, bytes(100))
+    assert size_of(tmp_path) <= 1000
+    assert store.touch(keys[:6]) == [True] * 6
+    assert sum(store.touch(keys[6:])) < 4
+    for i in range(5):
+        store.put(f"c{i}" * 32, bytes(100))
+    assert size_of(tmp_path) <= 1000
+    is_there = store.touch(keys[:6])
+    assert is_there == sorted(is_there, reverse=True), "an end outlived its beginning"
+    assert 0 < sum(is_there) < 6
+
+
+def test_what_a_killed_writer_left_is_removed_an_hour_later(tmp_path):
+    (tmp_path / "ab").mkdir()
+    old, new = tmp_path / "ab" / "old.tmp", tmp_path / "ab" / "new.tmp"
+    for file, age in (old, 3700), (new, 3500):
+        file.write_bytes(b"half")
+        os.utime(file, (time.time() - age,) * 2)
+    (tmp_path / "notes.txt").write_text("somebody's own file")
+    DirectoryStore(tmp_path, max_bytes=1000).put("ab" * 32, b"data")
+    assert not old.exists()
+    assert new.exists()
+    assert (tmp_path / "notes.txt").exists()
+
+
+def test_a_write_that_fails_leaves_nothing_behind(tmp_path, monkeypatch):
+    store = DirectoryStore(tmp_path)
+    monkeypatch.setattr(os, "replace", disk_full)
+    with pytest.raises(OSError, match="No space"):
+        store.put("ab" * 32, b"data")
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def disk_full(*arguments):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+WRITER = """
+import random, sys
+from nanoengine.addons.kvstore import DirectoryStore
+store, rng = DirectoryStore(sys.argv[1], max_bytes=2_000_000), random.Random(sys.argv[2])
+print("ready", flush=True)
+for _ in range(int(sys.argv[3])):
+    number = rng.randrange(200)
+    key = f"{number:064x}"
+    found = list(store.get([key]))
+    assert found in ([], [bytes([number]) * 50_000]), "half of an entry was found"
+    store.touch([key])
+    if not found:
+        store.put(key, bytes([number]) * 50_000)
+"""
+
+
+def start_writer(path, seed, count):
+    command = [sys.executable, "-c", WRITER, str(path), str(seed), str(count)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.slow
+def test_processes_write_and_evict_side_by_side(tmp_path):
+    writers = [start_writer(tmp_path, seed, 1000) for seed in range(3)]
+    for writer in writers:
+        assert writer.communicate()[1] == ""
+        assert writer.returncode == 0
+    DirectoryStore(tmp_path, max_bytes=2_000_000).put("f" * 64, b"looks")
+    assert 1_000_000 < size_of(tmp_path) <= 2_000_000
+
+
+@pytest.mark.slow
+def test_a_writer_killed_at_any_time_leaves_whole_entries_only(tmp_path):
+    for round_ in range(4):
+        writer = start_writer(tmp_path, f"killed {round_}", 10**9)
+        assert writer.stdout.readline() == "ready\n"
+        time.sleep(0.2 + 0.05 * round_)
+        os.kill(writer.pid, signal.SIGKILL)
+        writer.communicate()
+    checker = start_writer(tmp_path, "checks", 500)
+    assert checker.communicate()[1] == ""
+    assert checker.returncode == 0
+
+
+# ---- Entries -------------------------------------------------------------------------------------
+
+FINGERPRINT, TOKENS = bytes(range(32)), np.arange(16, dtype=np.int32)
+GROUPS = [np.arange(64, dtype=np.uint8), np.arange(32, dtype=np.uint8)]
+
+
+def test_an_entry_is_a_safetensors_file_that_says_what_it_is_for(tmp_path):
+    data = encode(FINGERPRINT, TOKENS, GROUPS)
+    (tmp_path / "entry.safetensors").write_bytes(data)
+    with safe_open(tmp_path / "entry.safetensors", framework="np") as entry:
+        assert entry.get_tensor("token_ids").tolist() == TOKENS.tolist()
+        assert entry.get_tensor("fingerprint").tobytes() == FINGERPRINT
+    groups = decode(data, FINGERPRINT, TOKENS, [64, 32])
+    assert [group.tolist() for group in groups] == [group.tolist() for group in GROUPS]
+
+
+def test_an_entry_for_something_else_is_none():
+    data = encode(FINGERPRINT, TOKENS, GROUPS)
+    assert decode(data, FINGERPRINT[::-1], TOKENS, [64, 32]) is None
+    assert decode(data, FINGERPRINT, TOKENS[:8], [64, 32]) is None
+    other = TOKENS.copy()
+    other[0] += 1  # only the first token of the prefix differs
+    assert decode(data, FINGERPRINT, other, [64, 32]) is None
+    assert decode(data, FINGERPRINT, TOKENS, [64]) is None
+    assert decode(data, FINGERPRINT, TOKENS, [32, 64]) is None
+
+
+def test_a_damaged_entry_is_noticed_wherever_it_is_damaged():
+    data = encode(FINGERPRINT, TOKENS, GROUPS)
+    for length in range(len(data)):
+        with pytest.raises(ValueError, match=r"not an entry|checksum"):
+            decode(data[:length], FINGERPRINT, TOKENS, [64, 32])
+    sound = [group.tolist() for group in GROUPS]
+    for i in range(len(data)):
+        damaged = bytearray(data)
+        damaged[i] ^= 1
+        try:
+            groups = decode(bytes(damaged), FINGERPRINT, TOKENS, [64, 32])
+        except ValueError:
+            continue
+        # A bit of the header may be one that nobody reads: a space, or the case of a name of no use.
+        assert groups is None or [group.tolist() for group in groups] == sound
+
+
+# ---- Engines -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("qwen3", "float32"),
+        ("qwen3", "bfloat16"),
+        ("mistral sliding", "float32"),
+        ("gemma3", "float32"),
+        pytest.param("mistral sliding", "bfloat16", marks=pytest.mark.slow),
+        pytest.param("gemma3", "bfloat16", marks=pytest.mark.slow),
+    ],
+)
+def test_answers_from_a_store_are_those_without_and_only_the_tail_is_computed(
+    name, dtype, tmp_path_factory, tmp_path
+):
+    path, reference = checkpoint(name, tmp_path_factory)
+    prompts = random_prompts([100, 33, 64, 7])
+    prompts.append(prompts[0][:70] + prompts[1])  # begins as another
+    plain, _, _ = serve(path, None, prompts, dtype=dtype)
+    if dtype == "float32":
+        assert plain == [greedy(reference, prompt, 12) for prompt in prompts]
+    for _ in range(2):  # the first fills the store
+        answers, cached, counts = serve(path, tmp_path, prompts, dtype=dtype)
+        assert answers == plain
+    assert cached == [96, 32, 63, 0, 96]
+    assert counts["external_prefix_cache_hits"] + counts["prefix_cache_hits"] == sum(cached)
+    assert counts["external_prefix_cache_hits"] > 200
+    # One whose prefix is longer than what the store had: beyond, its own blocks.
+    longer = prompts[0] + answers[0] + prompts[1]
+    without, _, _ = serve(path, None, [longer], dtype=dtype)
+    answers, cached, _ = serve(path, tmp_path, [longer], dtype=dtype)
+    assert (answers, cached) == (without, [104])  # 111 tokens of the 112 were computed: 13 whole blocks
+
+
+@pytest.mark.parametrize("name", ["mistral sliding", "gemma3"])
+def test_a_window_takes_no_blocks_for_what_it_does_not_see(name, tmp_path_factory):
+    """Nor is what it had no need to load found afterwards, by a prompt that ends there."""
+    path, reference = checkpoint(name, tmp_path_factory)
+    store, prompts = MemoryStore(), random_prompts([200])
+    prompts += [prompts[0][:length] for length in (120, 60)]
+    serve(path, store, prompts[:1], num_kv_blocks=90)
+    with LLM(str(path), kv_store=store, **{**SETTINGS, "num_kv_blocks": 90}) as llm:
+        engine = llm.llm_engine
+        for prompt, num_cached in zip(prompts, (199, 119, 56), strict=True):
+            engine.add_request("a", {"prompt_token_ids": prompt}, GREEDY)
+            while engine.has_unfinished_requests():
+                (output,) = engine.step()
+                for seq in llm.scheduler.running:  # as in README: window 24, budget 30
+                    assert sum(map(bool, seq.block_tables[-1])) <= -(-(24 - 1 + 30) // 8) + 1
+            assert output.outputs[0].token_ids == greedy(reference, prompt, 12)
+            assert output.num_cached_tokens == num_cached
+
+
+def test_a_store_is_not_imported_unless_asked_for(tmp_path_factory, monkeypatch, tmp_path):
+    path, _ = checkpoint("qwen3", tmp_path_factory)
+    monkeypatch.delitem(sys.modules, "nanoengine.addons.kvstore")
+    serve(path, None, random_prompts([9]))
+    assert "nanoengine.addons.kvstore" not in sys.modules
+    serve(path, tmp_path, random_prompts([9]))
+    assert "nanoengine.addons.kvstore" in sys.modules
+
+
+def test_what_the_prefix_cache_has_is_not_asked_of_the_store(tmp_path_factory):
+    path, _ = checkpoint("qwen3", tmp_path_factory)
+    store, prompts = MemoryStore(), random_prompts([40, 40])
+    serve(path, store, prompts)
+    with LLM(str(path), kv_store=store, **SETTINGS) as llm:
+        for asked, hits in (40, 32), (40, 32), (48, 32):
+            prompt = prompts[0] + prompts[1][: asked - 40]
+            output = llm.generate([prompt], GREEDY, use_tqdm=False)[0]
+            assert output.num_cached_tokens >= hits
+        counts = llm.metrics()
+    # First the store has 39 of 40 tokens, the last one being computed again; then the prefix cache has them.
+    assert counts["external_prefix_cache_hits"] == 39
+    assert counts["prefix_cache_hits"] == 39 + 40
+    assert counts["external_prefix_cache_queries"] == 40 + 1 + 8
+    assert counts["prefix_cache_queries"] == 40 + 40 + 48
+
+
+def test_vllm_s_metrics_have_the_store_s_hits(tmp_path_factory):
+    path, _ = checkpoint("qwen3", tmp_path_factory)
+    store = MemoryStore()
+    serve(path, store, random_prompts([40]))
+    with LLM(str(path), kv_store=store, **SETTINGS) as llm:
+        llm.generate(random_prompts([40]), GREEDY, use_tqdm=False)
+        metrics = {metric.name: metric for metric in llm.get_metrics()}
+    assert metrics["vllm:external_prefix_cache_hits"].value == 39
+    assert metrics["vllm:external_prefix_cache_queries"].value == 40
+
+
+def test_prompt_logprobs_are_computed_and_not_loaded(tmp_path_factory):
+    path, _ = checkpoint("qwen3", tmp_path_factory)
+    store, prompts = MemoryStore(), random_prompts([40])
+    params = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=1)
+    serve(path, store, prompts)
+    with LLM(str(path), kv_store=store, **SETTINGS) as llm:
+        output = llm.generate(prompts, params, use_tqdm=False)[0]
+        assert output.num_cached_tokens == 0
+        assert len(output.prompt_logprobs) == 40
+        assert llm.metrics()["external_prefix_cache_queries"] == 0
+    fresh = MemoryStore()  # but others may load what it computed
+    serve(path, fresh, prompts, params)
+    assert serve(path, fresh, prompts)[1] == [39]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"seed": 1},
+        {"dtype": "bfloat16"},
+        {"block_size": 16},
+        {"model_impl": "transformers"},
+        {"rope_theta": 500.0},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+def test_another_model_dtype_or_block_size_finds_nothing(other, tmp_path_factory, tmp_path):
+    """Only what is the same in all that K and V depend on."""
+    path, _ = checkpoint("qwen3", tmp_path_factory)
+    copied = shutil.copytree(path, tmp_path / "elsewhere")
+    settings = {"load_format": "dummy", "seed": 0, "dtype": "float32", "max_model_len": 64}
+    store, prompts = MemoryStore(), random_prompts([40])
+    serve(path, store, prompts, **settings)
+    num_entries = len(store.entries)
+    assert serve(copied, store, prompts, **settings, enforce_eager=True)[1] == [39]
+    assert len(store.entries) == num_entries
+    if "rope_theta" in other:
+        config = json.loads((copied / "config.json").read_text())
+        (config.get("rope_parameters") or config)["rope_theta"] = other["rope_theta"]
+        (copied / "config.json").write_text(json.dumps(config))
+        other = {}
+    plain, _, _ = serve(copied, None, prompts, **{**settings, **other})
+    answers, cached, _ = serve(copied, store, prompts, **{**settings, **other})
+    assert (answers, cached) == (plain, [0])
+    assert len(store.entries) > num_entries
+
+
+def test_a_damaged_file_is_a_miss_is_deleted_and_is_written_anew(tmp_path_factory, tmp_path, caplog):
+    path, _ = checkpoint("qwen3", tmp_path_factory)
+    prompts = random_prompts([40])
+    plain, _, _ = serve(path, tmp_path, prompts)
+    keys = stored_keys(path, prompts[0])
+    damaged = DirectoryStore(tmp_path)._file(keys[2])
+    for damage in (lambda data: data[:-100] + b"!" + data[-99:], lambda data: data[:50], lambda data: b""):
+        sound = damaged.read_bytes()
+        damaged.write_bytes(damage(sound))
+        answers, cached, _ = serve(path, tmp_path, prompts)
+        assert (answers, cached) == (plain, [16])
+        assert damaged.read_bytes() == sound
+        assert "damaged" in caplog.text
+    assert serve(path, tmp_path, prompts)[1] == [39]
+
+
+def stored_keys(path, token_ids):
+    """Under which keys the blocks of a sequence are kept."""
+    with LLM(str(path), kv_store=MemoryStore(), **SETTINGS) as llm:
+        fingerprint = llm.llm_engine.connector.fingerprint
+    data = np.array(token_ids, np.int32).tobytes()
+    return kvstore.chain_keys(fingerprint, [data[i : i + 32] for i in range(0, len(data) // 32 * 32, 32)])
+
+
+def test_a_collision_of_keys_is_a_miss(tmp_path_factory, tmp_path, monkeypatch):
+    path, _ = checkpoint("qwen3", tmp_path_factory)
+    prompts, params = random_prompts([12, 12]), SamplingParams(temperature=0, max_tokens=3)
+    plain, _, _ = serve(path, None, prompts, params)
+    constant = SimpleNamespace(sha256=lambda data: SimpleNamespace(digest=lambda: b"x" * 32))
+    monkeypatch.setattr(kvstore, "hashlib", constant)
+    serve(path, tmp_path, prompts[:1], params)
+    assert len([*tmp_path.rglob("*.safetensors")]) == 1
+    assert serve(path, tmp_path, prompts, params)[:2] == (plain, [8, 0])
+
+
+def test_a_full_disk_costs_the_saving_and_no_request(tmp_path_factory, tmp_path, monkeypatch, caplog):
+    path, _ = checkpoint("qwen3", tmp_path_factory)
+    prompts = random_prompts([40, 40, 40])
+    plain, _, _ = serve(path, None, prompts)
+    with monkeypatch.context() as patch, LLM(str(path), kv_store=tmp_path, **SETTINGS) as llm:
+        patch.setattr(os, "replace", disk_full)
+        for i in (0, 1):
+            llm.llm_engine.connector._writing._resume_at = 0.0
+            output = llm.generate([prompts[i]], GREEDY, use_tqdm=False)[0]
+            assert output.outputs[0].token_ids == plain[i]
+            wait_for_writer(llm)
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert "No space left" in caplog.text
+        assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+        patch.undo()
+        llm.generate([prompts[1][:16]], GREEDY, use_tqdm=False)
+        wait_for_writer(llm)
+        assert [*tmp_path.rglob("*.safetensors")] == [], "it is left alone for a while"
+        monkeypatch.setattr(kvstore, "RETRY_SECONDS", 0.0)
+        llm.llm_engine.connector._writing._resume_at = 0.0
+        llm.generate([prompts[2]], GREEDY, use_tqdm=False)
+    assert serve(path, tmp_path, prompts)[:2] == (plain, [0, 0, 39])
+    assert len(caplog.records) == 1
+
+
+def wait_for_writer(llm):
+    llm.llm_engine.connector._writer.submit(lambda: None).result()
+
+
+def test_a_directory_that_cannot_be_written_is_read_all_the_same(tmp_path_factory, tmp_path, monkeypatch):
+    path, _ = checkpoint("qwen3", tmp_path_factory)
+    prompts = random_prompts([40, 40])
+    plain, _, _ = serve(path, tmp_path, prompts[:1])
+    for name in ("utime", "replace"):
+        monkeypatch.setattr(os, name, read_only)
+    answers, cached, _ = serve(path, tmp_path, prompts)
+    assert (answers[:1], cached) == (plain, [39, 0])
+
+
+def read_only(*arguments, **more):
+    raise OSError(errno.EROFS, "Read-only file system")
+
+
+@pytest.mark.parametrize("method", ["touch", "get"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+def test_reading_that_fails_anywhere_costs_time_only(name, method, tmp_path_factory, caplog):
+    path, _ = checkpoint(name, tmp_path_factory)
+    store, prompts = MemoryStore(), random_prompts([100, 60])
+    plain, _, _ = serve(path, store, prompts)
+
+    class Broken(MemoryStore):
+        def get(self, keys):
+            for i, data in enumerate(super().get(keys)):
+                if i == 3:
+                    raise ConnectionError("gone")
+                yield data
+
+        def touch(self, keys):
+            if method == "touch":
+                raise ConnectionError("gone")
+            return super().touch(keys)
+
+    broken = Broken()
+    broken.entries = store.entries
+    answers, cached, _ = serve(path, broken, prompts)
+    assert (answers, cached) == (plain, [0, 0])
+    assert all("gone" in record.message for record in caplog.records)
+    assert 1 <= len(caplog.records) <= 2  # one for reading, and one for writing where that fails too
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral sliding", "gemma3"])
+def test_an_entry_that_vanishes_while_it_is_read_ends_what_is_found(name, tmp_path_factory):
+    path, _ = checkpoint(name, tmp_path_factory)
+    store, prompts = MemoryStore(), random_prompts([100])
+    plain, _, _ = serve(path, store, prompts)
+    keys = stored_keys(path, prompts[0])
+
+    class Vanishing(MemoryStore):
+        def touch(self, keys_):
+            return [True] * len(keys_) if keys[10] in self.entries else super().touch(keys_)
+
+    vanishing = Vanishing()
+    vanishing.entries = dict(store.entries)
+    del vanishing.entries[keys[11]]
+    answers, cached, _ = serve(path, vanishing, prompts)
+    assert (answers, cached) == (plain, [88])
+
+
+def test_a_step_that_failed_is_not_saved(tmp_path_factory, monkeypatch):
+    path, _ = checkpoint("qwen3", tmp_path_factory)
+    store, prompts = MemoryStore(), random_prompts([80])
+    plain, _, _ = serve(path, None, prompts)
+    with LLM(str(path), kv_store=store, **SETTINGS) as llm:
+        engine = llm.llm_engine
+        engine.add_request("a", {"prompt_token_ids": prompts[0]}, GREEDY)
+        engine.step()  # 30 tokens: 3 blocks
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.runner, "collect", lambda launch: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                engine.step()
+        wait_for_writer(llm)
+        assert set(store.entries) == set(stored_keys(path, prompts[0][:24]))
+        while engine.has_unfinished_requests():
+            outputs = engine.step()
+        assert outputs[0].outputs[0].token_ids == plain[0]
+        assert engine.metrics()["external_prefix_cache_hits"] == 0  # it counts what new requests had
+
+
+def test_what_a_request_that_ends_in_an_error_computed_last_is_not_saved(tmp_path_factory):
+    """NaN would spread to whoever loads it; but what was computed before is sound."""
+    path, _ = checkpoint("qwen3", tmp_path_factory)
+    store, prompts = MemoryStore(), random_prompts([60, 40])
+    with LLM(str(path), kv_store=store, **SETTINGS) as llm:
+        engine = llm.llm_engine
+        engine.add_request("a", {"prompt_token_ids": prompts[0]}, GREEDY)
+        engine.step()
+        compute = engine.runner.model.compute_logits
+        engine.runner.model.compute_logits = lambda hidden: compute(hidden) * torch.nan
+        outputs = engine.step()
+        assert outputs[0].outputs[0].finish_reason == "error"
+        engine.runner.model.compute_logits = compute
+        wait_for_writer(llm)
+        assert set(store.entries) == set(stored_keys(path, prompts[0][:24]))
+        # NaN in the blocks themselves, though tokens came out.
+        for cache in engine.runner.caches[:1]:
+            cache.v.fill_(torch.nan)
+        snapshot, connector = engine.connector.snapshot, engine.connector
+
+        def poisoned(batch):
+            engine.runner.caches[0].v[:] = torch.nan
+            return snapshot(batch)
+
+        connector.snapshot = poisoned
+        llm.generate([prompts[1]], SamplingParams(max_tokens=1), use_tqdm=False)
+        wait_for_writer(llm)
+    assert len(store.entries) == 3
+
+
+def test_an_aborted_request_s_blocks_serve_the_next(tmp_path_factory):
+    path, _ = checkpoint("qwen3", tmp_path_factory)
+    store, prompts = MemoryStore(), random_prompts([80])
+    plain, _, _ = serve(path, None, prompts)
+    with LLM(str(path), kv_store=store, **SETTINGS) as llm:
+        llm.llm_engine.add_request("a", {"prompt_token_ids": prompts[0]}, GREEDY)
+        llm.llm_engine.step()
+        llm.llm_engine.step()
+        llm.llm_engine.abort_request("a")
+    assert serve(path, store, prompts)[:2] == (plain, [56])  # two steps of 30
+
+
+@pytest.mark.parametrize("more", [{}, {"speculative_config": GUESSES}, {"scheduling_policy": "priority"}])
+@pytest.mark.parametrize("name", ["qwen3", "mistral sliding", "gemma3"])
+def test_the_preempted_come_back_from_the_store(name, more, tmp_path_factory):
+    path, reference = checkpoint(name, tmp_path_factory)
+    prompts = random_prompts([50, 61, 40, 70])
+    expected = [greedy(reference, prompt, 24) for prompt in prompts]
+    params = SamplingParams(temperature=0, max_tokens=24)
+    with LLM(str(path), kv_store=MemoryStore(), **SETTINGS, **more) as llm:
+        engine, scheduler = llm.llm_engine, llm.scheduler
+        for i, prompt in enumerate(prompts):
+            priority = -i if "scheduling_policy" in more else 0
+            engine.add_request(str(i), {"prompt_token_ids": prompt}, params, priority=priority)
+        for _ in range(12):
+            engine.step()
+        num_blocks = {seq: len(seq.token_ids) // 8 for seq in scheduler.running}
+        while scheduler.running:
+            scheduler._preempt_last()
+        assert engine.reset_prefix_cache()
+        wait_for_writer(llm)
+        engine.step()  # too short to compute them anew
+        assert {seq: seq.num_saved_blocks for seq in scheduler.running} == num_blocks
+        answers = {}
+        while engine.has_unfinished_requests():
+            answers |= {out.request_id: out.outputs[0].token_ids for out in engine.step()}
+            scheduler.check_invariants()
+        assert [answers[str(i)] for i in range(4)] == expected
+        assert engine.metrics()["external_prefix_cache_hits"] == 0, "it counts what requests began with"
+
+
+def test_the_path_of_a_gpu_saves_and_loads_with_graphs_and_pages(in_float32, tmp_path_factory, tmp_path):
+    path, reference = checkpoint("qwen3", tmp_path_factory)
+    prompts = random_prompts([20, 300])
+    settings = {"num_kv_blocks": 8, "block_size": 256, "max_num_seqs": 5, "max_num_batched_tokens": 100}
+    for expected in ([0, 0], [0, 256]):
+        answers, cached, _ = serve(path, tmp_path, prompts, attn_backend="flash", **settings)
+        assert answers == [greedy(reference, prompt, 12) for prompt in prompts]
+        assert cached == expected
+    assert in_float32["replay"] > 0
+
+
+@pytest.mark.parametrize("is_async", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize(("name", "pools"), [("qwen3", (26, 18)), ("gemma3", (31, 26))])
+def test_tight_pools_with_a_store_answer_the_same(name, pools, is_async, tmp_path_factory):
+    path, reference = checkpoint(name, tmp_path_factory)
+    prompts = random_prompts([50, 61, 40, 70])
+    expected = [greedy(reference, prompt, 24) for prompt in prompts]
+    params = SamplingParams(temperature=0, max_tokens=24)
+    store, num_preemptions = MemoryStore(), 0
+    for num_kv_blocks in pools:
+        settings = {"num_kv_blocks": num_kv_blocks, "async_scheduling": is_async}
+        answers, cached, counts = serve(path, store, prompts, params, **settings)
+        assert answers == expected
+        num_preemptions += counts["num_preemptions"]
+    assert num_preemptions > 0
+    assert cached == [48, 56, 39, 64]
+
+
+def test_blocks_that_found_no_room_in_the_queue_are_saved_later(tmp_path_factory, monkeypatch):
+    path, _ = checkpoint("qwen3", tmp_path_factory)
+    store, prompts = MemoryStore(), random_prompts([100])
+    with LLM(str(path), kv_store=store, **SETTINGS) as llm:
+        connector = llm.llm_engine.connector
+        monkeypatch.setattr(kvstore, "MAX_QUEUED_BYTES", 2 * sum(connector.sizes))
+        queued = []
+        save = connector.save
+        monkeypatch.setattr(connector, "save", lambda one: (save(one), queued.append(one)))
+        llm.generate(prompts, GREEDY, use_tqdm=False)
+        assert max(one.num_bytes for one in queued if one) <= kvstore.MAX_QUEUED_BYTES
+        wait_for_writer(llm)
+        assert connector._num_queued_bytes == 0
+    saved = [key in store.entries for key in stored_keys(path, prompts[0])]
+    assert saved == sorted(saved, reverse=True), "a beginning is missing"
+    assert sum(saved) >= 8
+
+
+def test_closing_writes_what_is_queued(tmp_path_factory):
+    path, _ = checkpoint("qwen3", tmp_path_factory)
+
+    class Slow(MemoryStore):
+        def put(self, key, data):
+            time.sleep(0.02)
+            super().put(key, data)
+
+    store, prompts = Slow(), random_prompts([40])
+    serve(path, store, prompts)
+    assert set(store.entries) >= set(stored_keys(path, prompts[0]))
+
+
+def test_settings_that_do_not_go_together_are_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="enable_prefix_caching"):
+        EngineConfig(model=DEMO, kv_store=tmp_path, enable_prefix_caching=False)
+    for wrong in ("", 5, object(), {}):
+        with pytest.raises(TypeError, match="kv_store must be"):
+            EngineConfig(model=DEMO, kv_store=wrong)
+    with pytest.raises(ValueError, match="cannot be a directory"):
+        LLM(DEMO, kv_store=tmp_path / "file", num_kv_blocks=10)
+    with pytest.raises(ValueError, match="scheme"):
+        LLM(DEMO, kv_store="http://localhost", num_kv_blocks=10)
+
+
+def test_the_first_line_names_the_store_and_no_password(tmp_path, capsys):
+    LLM(DEMO, kv_store=tmp_path, num_kv_blocks=10).shutdown()
+    assert capsys.readouterr().err.endswith(f"KV store {tmp_path}\n")
+    assert str(RedisStore("redis://user:secret@somewhere:1/2")) == "somewhere:1/2"
+
+
+PREFILL = """
+import sys
+from nanoengine import LLM, SamplingParams
+llm = LLM(sys.argv[1], kv_store=sys.argv[2], num_kv_blocks=60, block_size=8)
+llm.generate([[int(token) for token in sys.argv[3].split()]], SamplingParams(max_tokens=1), use_tqdm=False)
+"""  # ends without a word to the engine: what is queued is written all the same
+
+
+@pytest.mark.slow
+def test_one_process_prefills_and_another_decodes(tmp_path_factory, tmp_path):
+    path, reference = checkpoint("gemma3", tmp_path_factory)
+    prompt = random_prompts([100])[0]
+    command = [sys.executable, "-c", PREFILL, str(path), str(tmp_path), " ".join(map(str, prompt))]
+    subprocess.run(command, check=True, capture_output=True)
+    answers, cached, counts = serve(path, tmp_path, [prompt])
+    assert answers == [greedy(reference, prompt, 12)]
+    assert cached == [96]
+    assert counts["num_steps"] == 12  # the tail of 4 tokens and the first token took one
+
+
+def test_redis_serves_and_its_death_costs_no_request(tmp_path_factory, tmp_path, caplog):
+    path, _ = checkpoint("qwen3", tmp_path_factory)
+    prompts = random_prompts([100, 40, 50])
+    plain, _, _ = serve(path, None, prompts)
+    with redis_server(tmp_path) as (url, server):
+        assert serve(path, url, prompts[:2])[:2] == (plain[:2], [0, 0])
+        with LLM(str(path), kv_store=url, **SETTINGS) as llm:
+            first = llm.generate(prompts[:1], GREEDY, use_tqdm=False)[0]
+            assert (first.outputs[0].token_ids, first.num_cached_tokens) == (plain[0], 96)
+            os.kill(server.pid, signal.SIGKILL)
+            server.wait()
+            outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+            assert [output.outputs[0].token_ids for output in outputs] == plain
+            assert [output.num_cached_tokens for output in outputs] == [96, 0, 0]
+    assert 1 <= len(caplog.records) <= 2
+
+
+# ---- The scheduler with a store, at random -------------------------------------------------------
+
+
+class LedgerConnector(KVConnector):
+    """Copies between the store and the machine's ledger, in which a number stands for what a slot holds."""
+
+    def __init__(self, store, machine):
+        specs = [KVSpec(1, 1, 1, torch.float32, window) for window in machine.block_manager.windows]
+        groups = [KVGroup([layer], spec.window) for layer, spec in enumerate(specs)]
+        runner = SimpleNamespace(
+            kv_specs=specs,
+            kv_groups=groups,
+            block_size=machine.block_manager.block_size,
+            device=SimpleNamespace(running=nullcontext, device=torch.device("cpu")),
+        )
+        super().__init__(store, runner, machine.block_manager, b"f" * 32)
+        self.machine = machine
+        self.contents: list[tuple] = []  # number -> what a slot holds
+
+    def _copy_out(self, filled, block_ids):
+        size = self.runner.block_size
+        groups = []
+        for ids in block_ids:
+            slots = [[self.machine.slots[i * size + j] for j in range(size)] for i in ids]
+            numbers = [[len(self.contents) + i * size + j for j in range(size)] for i in range(len(ids))]
+            self.contents += [held for row in slots for held in row]
+            rows = torch.tensor(numbers, dtype=torch.float32).view(-1, size, 1, 1)
+            groups.append([Download(rows), Download(rows)])
+        return Snapshot(filled, groups, Download(torch.ones(len(block_ids[0]), dtype=torch.bool)), 0)
+
+    def _write_block(self, layers, block_id, data):
+        numbers = data.view(torch.float32).tolist()
+        size = self.runner.block_size
+        assert numbers[:size] == numbers[size:]
+        for offset, number in enumerate(numbers[:size]):
+            self.machine.slots[block_id * size + offset] = self.contents[int(number)]
+
+    def _submit(self, function, *arguments):
+        function(*arguments)
+
+
+class StoreMachine(SchedulingMachine):
+    """The same walk with a store, out of which entries vanish."""
+
+    num_loaded = 0
+
+    def connect(self):
+        self.store, self.snapshots = MemoryStore(), {}
+        self.connector = LedgerConnector(self.store, self)
+        self.scheduler.load = self.load
+
+    def load(self, seq):
+        before = seq.num_computed_tokens
+        self.connector.load(seq)
+        assert before <= seq.num_computed_tokens < seq.num_tokens
+        assert seq.num_hit_tokens == seq.num_registered_blocks * self.block_manager.block_size
+        StoreMachine.num_loaded += seq.num_computed_tokens - before
+        self.block_manager.check_invariants([*self.scheduler.running, seq])
+
+    def launch(self):
+        if self.scheduler.load is None:
+            self.connect()
+        batch, before = super().launch()
+        self.snapshots[id(batch)] = self.connector.snapshot(batch)
+        return batch, before
+
+    def collect(self, batch, tokens):
+        super().collect(batch, tokens)
+        self.connector.save(self.snapshots.pop(id(batch)))
+
+    @precondition(lambda self: hasattr(self, "store") and self.store.entries)
+    @rule(data=st.data())
+    def lose(self, data):
+        for key in data.draw(st.sets(st.sampled_from(sorted(self.store.entries)), max_size=3)):
+            del self.store.entries[key]
+
+    @precondition(lambda self: hasattr(self, "store"))
+    @rule(is_full=st.booleans())
+    def fill_the_queue(self, is_full):
+        self.connector._num_queued_bytes = 1 << 60 if is_full else 0
+
+    def teardown(self):
+        if hasattr(self, "connector"):
+            self.connector.close()
+        super().teardown()
+
+
+def walk(num_examples):
+    StoreMachine.num_loaded = 0
+    checks = settings(
+        max_examples=num_examples,
+        stateful_step_count=40,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    run_state_machine_as_test(StoreMachine, settings=checks)
+    assert StoreMachine.num_loaded > num_examples
+
+
+def test_the_scheduler_keeps_its_laws_with_a_store():
+    walk(40)
+
+
+@pytest.mark.slow
+def test_the_scheduler_keeps_its_laws_with_a_store_at_length():
+    walk(300)
