@@ -19,6 +19,7 @@ from nanoengine.metrics import Metric
 from nanoengine.outputs import RequestOutput
 from nanoengine.requests import Prompt
 from nanoengine.sampling_params import SamplingParams, check_integer
+from nanoengine.steps import EngineDeadError
 
 
 @dataclass(slots=True)
@@ -226,6 +227,8 @@ class AsyncLLM:
     def _step(self) -> None:
         try:
             outputs = self.llm_engine.step()
+        except EngineDeadError:
+            raise  # as a bug does, it ends the requests and the thread
         except BaseException:  # as in `run`
             logging.getLogger(__name__).exception("a step failed and is computed anew")
             return

@@ -70,7 +70,7 @@ class EngineConfig:
     enforce_eager: bool = False  # plain PyTorch: no compiled kernels, no CUDA graphs
     async_scheduling: bool | None = None  # prepare a step while the one before runs; None: on a GPU
     speculative_config: dict[str, Any] | None = None  # guess tokens ahead: as `SpeculativeConfig`
-    tensor_parallel_size: int = 1  # more is not supported
+    tensor_parallel_size: int = 1  # processes that share every layer's weights: addons/parallel.py
     load_format: str = "auto"  # or "safetensors", the same; "dummy": random weights from config.json alone
     model_impl: str = (
         "auto"  # "nanoengine": models/decoder.py; "transformers": its own code; auto: the first that can
@@ -85,6 +85,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         """Check ranges."""
         check_integer("max_num_seqs", self.max_num_seqs, 1)
+        check_integer("tensor_parallel_size", self.tensor_parallel_size, 1)
         check_integer("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
         lows = {"max_model_len": 2, "block_size": 1, "num_kv_blocks": 1, "kv_cache_bytes": 1}
         for name, low in (lows | {"max_num_batched_tokens": 1}).items():
@@ -105,8 +106,6 @@ class EngineConfig:
             raise TypeError(f"trace must be a path or take events, got {self.trace!r}")
         if self.kv_store is not None:
             self._check_kv_store()
-        if self.tensor_parallel_size != 1:
-            raise ValueError(f"tensor_parallel_size must be 1, got {self.tensor_parallel_size!r}")
         if self.num_kv_blocks is not None and self.kv_cache_bytes is not None:
             raise ValueError("give num_kv_blocks or kv_cache_bytes, not both")
         choices = {
@@ -131,6 +130,8 @@ class EngineConfig:
             raise ValueError("kv_store needs enable_prefix_caching=True: it adds to the prefix cache")
         if self.trace is not None:
             raise ValueError("trace does not go with kv_store: it has no word for blocks that are loaded")
+        if self.tensor_parallel_size != 1:
+            raise ValueError("kv_store needs tensor_parallel_size=1: a rank has its own heads' K and V alone")
 
     @property
     def speculation(self) -> SpeculativeConfig | None:

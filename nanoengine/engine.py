@@ -39,7 +39,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass, field
 from operator import attrgetter
-from typing import Any, Generic, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -69,6 +69,9 @@ from nanoengine.sampling import (
 )
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.steps import Owner, Stopwatch, uninterrupted
+
+if TYPE_CHECKING:
+    from nanoengine.addons.parallel import Ranks
 
 # ---- Sequence: one sample of one request ---------------------------------------------------------
 
@@ -902,9 +905,13 @@ class Sampled(NamedTuple):
 class ModelRunner:
     """Owns the model, the KV cache and the device; turns a batch into sampled tokens."""
 
-    def __init__(self, config: EngineConfig, checkpoint: Checkpoint, max_model_len: int) -> None:
+    def __init__(
+        self, config: EngineConfig, checkpoint: Checkpoint, max_model_len: int, ranks: "Ranks | None" = None
+    ) -> None:
         torch_device = config.resolve_device()
         self.device: Device = (CUDA if torch_device.type == "cuda" else CPU)(torch_device, config)
+        if ranks is not None:  # of tensor parallelism, of which everything else is behind the device
+            self.device = ranks.around(self.device)
         self.dtype = self.device.choose_dtype(resolve_dtype(config.dtype, checkpoint.hf_config))
         self.max_num_seqs = config.max_num_seqs
         self.max_num_batched_tokens = config.max_num_batched_tokens or self.device.max_num_batched_tokens
@@ -913,7 +920,12 @@ class ModelRunner:
         self.stopwatch = Stopwatch()
 
         self.model: Decoder | HFModel | None = load_model(
-            checkpoint, config, dtype=self.dtype, device=torch_device, max_model_len=max_model_len
+            checkpoint,
+            config,
+            dtype=self.dtype,
+            device=torch_device,
+            max_model_len=max_model_len,
+            shard=ranks.shard if ranks is not None else None,
         )
         if config.kv_store is not None:
             from nanoengine.addons.kvstore import digest_weights
@@ -1096,7 +1108,11 @@ class LLMEngine:
             from nanoengine.addons.speculate import NgramProposer
 
             propose = NgramProposer(config.speculation)
-        self.runner = ModelRunner(config, self.checkpoint, self.max_model_len)
+        make_runner: Callable[..., ModelRunner] = ModelRunner
+        if config.tensor_parallel_size > 1:
+            from nanoengine.addons.parallel import make_runner
+
+        self.runner = make_runner(config, self.checkpoint, self.max_model_len)
         self.scheduler = Scheduler(
             BlockManager(
                 self.runner.num_blocks,

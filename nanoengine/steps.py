@@ -59,6 +59,10 @@ def unwound_by_sigterm() -> Iterator[None]:
             signal.raise_signal(signal.SIGTERM)
 
 
+class EngineDeadError(RuntimeError):
+    """No step will succeed any more: the engine can only be closed. The name is vLLM's."""
+
+
 class Owner:
     """The thread that an engine works for: from its first request until nothing of its is unfinished.
 

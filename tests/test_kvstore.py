@@ -682,6 +682,8 @@ def test_settings_that_do_not_go_together_are_refused(tmp_path):
     for wrong in ("", 5, object(), {}):
         with pytest.raises(TypeError, match="kv_store must be"):
             EngineConfig(model=DEMO, kv_store=wrong)
+    with pytest.raises(ValueError, match="tensor_parallel_size"):
+        LLM(str(DEMO), kv_store=str(tmp_path), tensor_parallel_size=2)
     with pytest.raises(ValueError, match="cannot be a directory"):
         LLM(DEMO, kv_store=tmp_path / "file", num_kv_blocks=10)
     with pytest.raises(ValueError, match="scheme"):

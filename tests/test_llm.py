@@ -373,7 +373,7 @@ def test_generation_stops_at_max_model_len(path):
         ({"dtype": "int8"}, ValueError, "dtype"),
         ({"long_prefill_token_threshold": -1}, ValueError, "long_prefill_token_threshold"),
         ({"seed": "x"}, TypeError, "seed"),
-        ({"tensor_parallel_size": 2}, ValueError, "tensor_parallel_size"),
+        ({"tensor_parallel_size": 0}, ValueError, "tensor_parallel_size"),
         ({"enforce_eager": "yes"}, TypeError, "enforce_eager"),
         ({"device": "gpu"}, ValueError, "device"),
         ({"device": "meta"}, ValueError, "device"),

@@ -570,5 +570,5 @@ class CPU(Device):
         return super().obstacle(backend, specs, settings)
 
     def free_bytes(self, runner: "ModelRunner") -> int:
-        """As vLLM on a CPU, 4 GiB at most."""
-        return min(psutil.virtual_memory().available // 2, 4 << 30)
+        """As vLLM on a CPU, 4 GiB at most; ranks of one model share it."""
+        return min(psutil.virtual_memory().available // 2, 4 << 30) // self.config.tensor_parallel_size

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from huggingface_hub import snapshot_download
@@ -26,6 +26,9 @@ from nanoengine.models.hf import (
     language_part,
 )
 from nanoengine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanoengine.addons.parallel import Shard
 
 GENERATION_CONFIG = "generation_config.json"
 # Schemes that transformers dequantises when it loads them -> the libraries it needs for that.
@@ -318,8 +321,11 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     max_model_len: int,
+    shard: "Shard | None" = None,
 ) -> Decoder | HFModel:
     """Build the model and fill every parameter, from the checkpoint or (dummy) at random.
+
+    With a shard, that part of a decoder: no more is read.
 
     Raises:
         ValueError: a tensor is missing, unexpected or of the wrong shape, a file is damaged, or the
@@ -327,9 +333,10 @@ def load_model(
     """
     if checkpoint.decoder_config is not None:
         try:
-            return _load_decoder(checkpoint, checkpoint.decoder_config, config, dtype, device, max_model_len)
+            decoder_config = checkpoint.decoder_config
+            return _load_decoder(checkpoint, decoder_config, config, dtype, device, max_model_len, shard)
         except MisfitError as misfit:
-            if config.model_impl != "auto":
+            if config.model_impl != "auto" or shard is not None:
                 raise
             try:  # transformers knows more ways to name the same tensors
                 return _load_hf(checkpoint, config, dtype, device, max_model_len)
@@ -357,19 +364,25 @@ def _load_decoder(
     dtype: torch.dtype,
     device: torch.device,
     max_model_len: int,
+    shard: "Shard | None",
 ) -> Decoder:
     with torch.device("meta"):
-        model = Decoder(decoder_config).to(dtype)
+        model = whole = Decoder(decoder_config).to(dtype)
+        if shard is not None:
+            model = Decoder(shard.config).to(dtype)
     is_dummy = config.load_format == "dummy"
     headers = {} if is_dummy else _read_headers(checkpoint)
     if not is_dummy:
-        _check_fit(model, headers, checkpoint.path)
+        _check_fit(whole, headers, checkpoint.path)
     is_tied = model.config.tie_word_embeddings
     model = model.to_empty(device=device).eval().requires_grad_(False)  # which unties
     # Where the files hold a head beside the embedding, it may be another one.
     if is_tied and not {HEAD, EMBEDDING} <= headers.keys():
         model.lm_head.weight = model.embed_tokens.weight
-    _fill_at_random(model, config.seed) if is_dummy else _fill(model, headers)
+    if is_dummy:
+        _fill_at_random(model, config.seed + (shard.rank if shard is not None else 0))
+    else:
+        _fill(model, headers, shard)
     # As in transformers (`PreTrainedModel.tie_weights`): a head of its own is used, whatever the config says.
     if is_tied and torch.equal(model.lm_head.weight, model.embed_tokens.weight):
         model.lm_head.weight = model.embed_tokens.weight
@@ -410,15 +423,21 @@ def _check_dtypes(headers: dict[str, TensorHeader], parameters: Container[str]) 
             )
 
 
-def _fill(model: Decoder, headers: dict[str, TensorHeader]) -> None:
-    """Copy tensors one at a time from memory-mapped files, so that the weights are held once."""
+def _fill(model: Decoder, headers: dict[str, TensorHeader], shard: "Shard | None") -> None:
+    """Copy tensors, or a shard's part of each, one at a time from memory-mapped files: they are held once."""
     wanted = _destinations(model)
     wanted.setdefault(HEAD, wanted[EMBEDDING])
     for file in dict.fromkeys(header.file for header in headers.values()):
         with safe_open(file, framework="pt") as tensors:
             for name, header in headers.items():
-                if header.file == file:
+                if header.file != file:
+                    continue
+                if shard is None:
                     wanted[name].copy_(tensors.get_tensor(header.name))
+                    continue
+                part = tensors.get_slice(header.name)[shard.slices(name, len(header.shape))]
+                filled = wanted[name].zero_()[tuple(slice(length) for length in part.shape)]
+                filled.copy_(part)  # all of it, but where the shares were rounded up
 
 
 def _refuse(path: Path, *, missing: Iterable[str] = (), unexpected: Iterable[str] = ()) -> None:

@@ -1,0 +1,706 @@
+"""Tensor parallelism: the same tokens whatever the number of ranks, and no rank left behind.
+
+Most ranks are threads of this process, with groups of their own; what concerns processes is tried with these.
+"""
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+import nanoengine
+from nanoengine import LLM, AsyncLLM, EngineConfig, SamplingParams
+from nanoengine.addons import parallel
+from nanoengine.addons.parallel import Shard, Workers, decode_step, encode_step
+from nanoengine.backends.cpu import CPU
+from nanoengine.engine import build_inputs
+from nanoengine.models.decoder import DecoderConfig
+from nanoengine.models.weights import open_checkpoint
+from nanoengine.steps import EngineDeadError
+from tests.helpers import DEMO, TINY, batch_of, checkpoint, make_sequence, random_prompts
+
+TINY_CACHE = {"num_kv_blocks": 60, "block_size": 8}
+# name -> changes to TINY of a Llama or Qwen3 whose sizes no number of ranks divides
+UNEVEN = {
+    "uneven": ("Llama", {"vocab_size": 127, "intermediate_size": 97, "mlp_bias": True}),
+    "uneven, tied": ("Qwen3", {"vocab_size": 127, "intermediate_size": 97, "tie_word_embeddings": True}),
+    "six heads, one kv head": (
+        "Qwen3",
+        {"num_attention_heads": 6, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 125},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def path_of(tmp_path_factory):
+    """The path of a tiny checkpoint by its name."""
+    paths = {}
+
+    def path(name):
+        if name not in UNEVEN:
+            return checkpoint(name, tmp_path_factory)[0]
+        if name not in paths:
+            family, changes = UNEVEN[name]
+            torch.manual_seed(0)
+            config = getattr(transformers, f"{family}Config")(**{**TINY, **changes})
+            paths[name] = tmp_path_factory.mktemp("uneven")
+            transformers.AutoModelForCausalLM.from_config(config).save_pretrained(paths[name])
+        return paths[name]
+
+    return path
+
+
+@pytest.fixture
+def in_threads(monkeypatch):
+    """Ranks are threads; gives the runners of all but rank 0."""
+    runners, threads, errors = [], [], []
+    follow = parallel.follow
+
+    def noted_follow(runner, ranks):
+        runners.append(runner)
+        follow(runner, ranks)
+
+    def serve(job):
+        try:
+            parallel.serve(parallel.dist.TCPStore("127.0.0.1", job.port, is_master=False), job)
+        except BaseException as error:
+            errors.append(error)
+
+    def start(workers, job):
+        threads.append(threading.Thread(target=serve, args=(job,), name=f"rank {job.rank}", daemon=True))
+        threads[-1].start()
+
+    monkeypatch.setattr(Workers, "start", start)
+    monkeypatch.setattr(parallel, "follow", noted_follow)
+    monkeypatch.setattr(parallel, "COLLECTIVE", parallel.timedelta(seconds=20))
+    yield runners
+    runners.clear()
+    for thread in threads:
+        thread.join(20)
+    assert not any(thread.is_alive() for thread in threads)
+    assert not errors
+
+
+def all_seen(llm, num_rounds=2):
+    """What one sees of prompts that share beginnings, drawn in many ways; in the second round as hits."""
+    rng = random.Random(0)
+    vocab = llm.llm_engine.checkpoint.vocab_size
+    prompts = random_prompts([40, 3, 17, 29, 1], vocab=vocab)
+    prompts += [[*prompts[0][:20], 5], prompts[0][:33]]
+    params = [
+        SamplingParams(temperature=0, max_tokens=12, logprobs=3, prompt_logprobs=2),
+        SamplingParams(temperature=0.8, seed=3, max_tokens=14, n=2),
+        SamplingParams(temperature=0, max_tokens=16),
+        SamplingParams(temperature=1, seed=5, top_k=9, repetition_penalty=1.2, max_tokens=9, logprobs=1),
+        SamplingParams(temperature=0, max_tokens=18),
+        SamplingParams(temperature=0.5, seed=rng.randrange(99), top_p=0.9, max_tokens=8, prompt_logprobs=0),
+        SamplingParams(temperature=0, max_tokens=5),
+    ]
+    outputs = [out for _ in range(num_rounds) for out in llm.generate(prompts, params, use_tqdm=False)]
+    return [
+        (out.prompt_logprobs, [(c.token_ids, c.finish_reason, c.logprobs) for c in out.outputs])
+        for out in outputs
+    ]
+
+
+def assert_same(found, expected):
+    """Tokens and reasons are equal; log-probabilities up to the order of sums in float32."""
+
+    def assert_near(mine, theirs):
+        assert (mine is None) == (theirs is None)
+        for entry, other in zip(mine or (), theirs or (), strict=True):
+            assert (entry is None) == (other is None)
+            if entry is not None:
+                assert entry.keys() == other.keys()
+                for token_id in entry:
+                    assert entry[token_id].logprob == pytest.approx(other[token_id].logprob, abs=1e-4)
+
+    for (prompt, samples), (other_prompt, others) in zip(found, expected, strict=True):
+        assert [sample[:2] for sample in samples] == [other[:2] for other in others]
+        assert_near(prompt, other_prompt)
+        for sample, other in zip(samples, others, strict=True):
+            assert_near(sample[2], other[2])
+
+
+def check_ranks(path, size, **settings):
+    """Compare so many ranks with one; returns the metrics of the former."""
+    settings = {**TINY_CACHE, **settings}
+    with LLM(path, **settings) as llm:
+        expected = all_seen(llm)
+    with LLM(path, tensor_parallel_size=size, **settings) as llm:
+        found = all_seen(llm)
+        metrics = llm.metrics()
+        llm.llm_engine.scheduler.check_invariants()
+        assert metrics["num_free_blocks"] == settings["num_kv_blocks"]
+    assert_same(found, expected)
+    return metrics
+
+
+# ---- What a rank has -----------------------------------------------------------------------------
+
+
+def shard_of(rank, size, **changes):
+    settings = {
+        **{"vocab_size": 11, "hidden_size": 8, "intermediate_size": 7, "num_layers": 1, "num_heads": 4},
+        **{"num_kv_heads": 2, "head_dim": 3, "rms_norm_eps": 1e-6, "rope": {}, "windows": (None,)},
+        **{"tie_word_embeddings": False, "qkv_bias": True, "o_bias": True, "mlp_bias": True, "qk_norm": True},
+    }
+    return Shard(DecoderConfig(**{**settings, **changes}), rank, size)
+
+
+def test_a_rank_has_the_rows_or_columns_of_its_heads_neurons_and_words():
+    shard = shard_of(1, 2)
+    mine = shard.config
+    assert (mine.num_heads, mine.num_kv_heads, mine.intermediate_size, mine.vocab_size) == (2, 1, 4, 6)
+    everything = slice(None)
+    for name, slices in {
+        "q_proj.weight": (slice(6, 12),),
+        "k_proj.weight": (slice(3, 6),),
+        "v_proj.bias": (slice(3, 6),),
+        "o_proj.weight": (everything, slice(6, 12)),
+        "o_proj.bias": (everything,),
+        "q_norm.weight": (everything,),
+    }.items():
+        assert shard.slices(f"model.layers.0.self_attn.{name}", name.endswith("t") + 1)[:2] == slices
+    assert shard.slices("model.layers.0.mlp.up_proj.weight", 2) == (slice(4, 8),)
+    assert shard.slices("model.layers.0.mlp.down_proj.weight", 2) == (everything, slice(4, 8))
+    assert (
+        shard.slices("model.embed_tokens.weight", 2) == shard.slices("lm_head.weight", 2) == (slice(6, 12),)
+    )
+
+
+def test_where_there_are_fewer_kv_heads_than_ranks_several_have_the_same():
+    shards = [shard_of(rank, 4) for rank in range(4)]
+    assert {shard.config.num_kv_heads for shard in shards} == {1}
+    firsts = [shard.slices("model.layers.0.self_attn.k_proj.weight", 2)[0] for shard in shards]
+    assert firsts == [slice(0, 3), slice(0, 3), slice(3, 6), slice(3, 6)]
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "size"), [(4, 2, 3), (6, 2, 3), (12, 4, 6), (4, 4, 8)])
+def test_heads_that_cannot_be_divided_are_refused_with_the_numbers(num_heads, num_kv_heads, size):
+    numbers = f"{num_heads} attention heads and {num_kv_heads} key/value heads .* tensor_parallel_size={size}"
+    with pytest.raises(ValueError, match=numbers):
+        shard_of(0, size, num_heads=num_heads, num_kv_heads=num_kv_heads)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model_impl": "transformers"}, "runs on transformers'"),
+        ({"tensor_parallel_size": 3}, "4 attention heads and 2 key/value heads"),
+        ({"device": "cpu:0"}, "without an index"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_before_a_process_starts(settings, message, monkeypatch):
+    monkeypatch.setattr(Workers, "start", lambda workers, job: pytest.fail("started"))
+    with pytest.raises(ValueError, match=message):
+        LLM(DEMO, **{"tensor_parallel_size": 2, **settings})
+
+
+def test_more_ranks_than_gpus_are_refused_with_the_numbers(monkeypatch):
+    monkeypatch.setattr(EngineConfig, "resolve_device", lambda config: torch.device("cuda"))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    config = EngineConfig(model=DEMO, tensor_parallel_size=2)
+    with pytest.raises(ValueError, match="tensor_parallel_size=2 needs as many GPUs, there is 1"):
+        parallel.make_runner(config, open_checkpoint(str(DEMO)), 64)
+
+
+def test_a_step_arrives_as_it_was_sent():
+    rng = random.Random(0)
+    for num_groups in (1, 3):
+        seqs = [make_sequence(i, [rng.randrange(99) for _ in range(9)]) for i in range(5)]
+        for seq in seqs:
+            seq.block_tables = [
+                [rng.randrange(1, 2**31) for _ in range(rng.randint(3, 6))] for _ in range(num_groups)
+            ]
+        before = batch_of((seqs[4], 0, 9))
+        batch = batch_of((seqs[0], 2, 9), (seqs[1], 8, 9), (seqs[2], 0, 5), (seqs[4], 9, 10))
+        sent = build_inputs(batch, 4, before)
+        header, buffer = encode_step(sent)
+        assert len(header) == parallel.HEADER
+        assert len(buffer) == parallel.buffer_size(header)
+        got = decode_step(header, buffer)
+        assert len(got.pending_rows) == 1
+        pairs = [(got.input_ids, sent.input_ids), (got.positions, sent.positions)]
+        pairs += [(got.pending_rows, sent.pending_rows), *zip(got.metadata, sent.metadata, strict=True)]
+        for mine, theirs in pairs:
+            np.testing.assert_array_equal(mine, theirs, strict=isinstance(theirs, np.ndarray))
+
+
+@pytest.mark.parametrize("name", ["qwen3 with attention bias", "uneven", "qwen2 tied"])
+def test_each_rank_reads_its_own_part_and_all_parts_are_the_whole(name, path_of, in_threads):
+    path = path_of(name)
+    with LLM(path, tensor_parallel_size=2, enforce_eager=True, **TINY_CACHE) as llm:
+        llm.generate([[1]], SamplingParams(max_tokens=1), use_tqdm=False)  # so that all are at work
+        runners = [llm.llm_engine.runner, *in_threads]
+        models = [runner.model for runner in runners]
+
+        assert len(models) == 2
+        files = load_file(path / "model.safetensors")
+        sizes = [sum(p.numel() for p in {id(p): p for p in model.parameters()}.values()) for model in models]
+        whole = sum(tensor.numel() for tensor in files.values())
+        assert max(sizes) < 0.55 * whole
+        assert [runner.kv_specs[0].num_kv_heads for runner in runners] == [1, 1]
+        heads = torch.cat([model.lm_head.layer.weight for model in models])
+        head = files.get("lm_head.weight", files["model.embed_tokens.weight"])
+        assert torch.equal(heads[: len(head)], head)
+        assert not heads[len(head) :].any()
+        down = torch.cat([model.layers[1].mlp.down_proj.layer.weight for model in models], dim=1)
+        written = files["model.layers.1.mlp.down_proj.weight"]
+        assert torch.equal(down[:, : written.shape[1]], written)
+        assert not down[:, written.shape[1] :].any()
+        queries = [model.layers[0].self_attn.qkv_proj.weight for model in models]
+        half = files["model.layers.0.self_attn.q_proj.weight"].shape[0] // 2
+        assert torch.equal(
+            torch.cat([q[:half] for q in queries]), files["model.layers.0.self_attn.q_proj.weight"]
+        )
+
+
+# ---- The same tokens -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("llama with biases", 2),
+        ("qwen2 sliding from layer 1", 2),
+        *(
+            pytest.param(name, size, marks=pytest.mark.slow)
+            for name, size in (
+                ("llama odd sizes", 3),
+                ("qwen2 tied", 2),
+                ("qwen3 tied, one kv head", 4),
+                ("six heads, one kv head", 3),
+                ("uneven", 2),
+                ("uneven, tied", 4),
+            )
+        ),
+    ],
+)
+def test_ranks_say_what_one_says(name, size, path_of, in_threads):
+    check_ranks(path_of(name), size)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"max_num_batched_tokens": 7, "num_kv_blocks": 14}, marks=pytest.mark.slow),
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}},
+        pytest.param({"async_scheduling": True}, marks=pytest.mark.slow),
+        pytest.param({"enforce_eager": True, "max_num_seqs": 2}, marks=pytest.mark.slow),
+    ],
+    ids=["in chunks, preempted", "with guesses", "async", "eager"],
+)
+def test_ranks_say_what_one_says_however_steps_are_made(settings, path_of, in_threads):
+    metrics = check_ranks(path_of("qwen2 sliding from layer 1"), 2, **settings)
+    assert (metrics["num_preemptions"] > 0) == ("num_kv_blocks" in settings)
+    assert metrics["prefix_cache_hits"] > 0
+    assert (metrics["spec_decode_num_drafts"] > 0) == ("speculative_config" in settings)
+
+
+@pytest.mark.parametrize("async_scheduling", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_ranks_say_what_one_says_as_a_gpu_is_driven(async_scheduling, path_of, in_threads, in_float32):
+    check_ranks(path_of("qwen3"), 2, block_size=256, max_num_seqs=4, async_scheduling=async_scheduling)
+    assert in_float32["replay"] > 0
+
+
+def test_ranks_compute_in_bfloat16_with_packed_weights(path_of, in_threads):
+    path = path_of("uneven, tied")
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=3)
+    logprobs = []
+    for size in (1, 2):
+        with LLM(path, tensor_parallel_size=size, dtype="bfloat16", **TINY_CACHE) as llm:
+            out = llm.generate([[1, 2, 3]], params, use_tqdm=False)[0].outputs[0]
+            logprobs.append(out.logprobs[0][out.token_ids[0]].logprob)
+    assert logprobs[0] == pytest.approx(logprobs[1], abs=0.3)
+
+
+def test_random_weights_are_served_by_ranks_too(path_of, in_threads):
+    with LLM(path_of("qwen3"), tensor_parallel_size=2, load_format="dummy", **TINY_CACHE) as llm:
+        assert len(
+            llm.generate([[1, 2]], SamplingParams(max_tokens=4), use_tqdm=False)[0].outputs[0].token_ids
+        )
+
+
+# ---- Together ------------------------------------------------------------------------------------
+
+
+def test_every_rank_has_as_many_blocks_as_the_one_with_least_memory(path_of, in_threads, monkeypatch):
+    def free_bytes(device, runner):
+        spec_bytes = sum(spec.bytes_per_token for spec in runner.kv_specs) * 8
+        return spec_bytes * (9 if threading.current_thread().name == "rank 1" else 40)
+
+    monkeypatch.setattr(CPU, "free_bytes", free_bytes)
+    with LLM(path_of("qwen3"), tensor_parallel_size=2, block_size=8) as llm:
+        assert llm.metrics()["num_blocks"] == 8
+        llm.generate([[1]], SamplingParams(max_tokens=1), use_tqdm=False)  # so that all are at work
+        assert [runner.num_blocks for runner in (llm.llm_engine.runner, *in_threads)] == [8, 8]
+
+
+def test_a_failure_outside_the_forward_pass_costs_a_step_and_nothing_else(path_of, in_threads, monkeypatch):
+    with LLM(path_of("qwen3"), tensor_parallel_size=2, **TINY_CACHE) as llm:
+        params = SamplingParams(temperature=0, max_tokens=6)
+        expected = llm.generate([[1, 2]], params, use_tqdm=False)[0].outputs[0].token_ids
+        with monkeypatch.context() as broken:
+            broken.setattr("nanoengine.engine.sample_rows", lambda *arguments: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                llm.generate([[1, 2]], params, use_tqdm=False)
+        assert llm.generate([[1, 2]], params, use_tqdm=False)[0].outputs[0].token_ids == expected
+
+
+def test_a_rank_that_does_not_take_part_is_an_error_after_a_while(path_of, in_threads, monkeypatch):
+    monkeypatch.setattr(parallel, "COLLECTIVE", parallel.timedelta(seconds=1))
+    released, follow = threading.Event(), parallel.follow
+
+    def hang(runner, ranks):
+        released.wait(20)
+        with contextlib.suppress(EngineDeadError):
+            follow(runner, ranks)
+
+    monkeypatch.setattr(parallel, "follow", hang)
+    with LLM(path_of("qwen3"), tensor_parallel_size=2, **TINY_CACHE) as llm:
+        for _ in range(2):
+            with pytest.raises(
+                EngineDeadError, match=r"of no use any more: the ranks lost each other: .*imed out"
+            ):
+                llm.generate([[1, 2]], use_tqdm=False)
+    released.set()
+
+
+# ---- Processes -----------------------------------------------------------------------------------
+
+
+def ranks_of(process=None):
+    """The processes that serve ranks of another one, this one by default."""
+    children = (process or psutil.Process()).children(recursive=True)
+    return [child for child in children if "addons.parallel" in " ".join(child.cmdline())]
+
+
+def assert_gone(processes, seconds=5.0):
+    end = (
+        time.monotonic() + seconds
+    )  # psutil's own waiting would take the exit codes that the engine waits for
+    while any(process.is_running() for process in processes):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def answer(llm, num_tokens=12):
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+    return llm.generate(["What is 27 + 58?"], params, use_tqdm=False)[0].outputs[0].token_ids
+
+
+@pytest.fixture(scope="module")
+def demo_answer():
+    """What one rank says."""
+    with LLM(DEMO, num_kv_blocks=50) as llm:
+        return answer(llm)
+
+
+def ranks_in_processes(**settings):
+    return LLM(DEMO, **{"tensor_parallel_size": 2, "num_kv_blocks": 50, **settings})
+
+
+def test_ranks_are_processes_that_are_gone_after_close(demo_answer):
+    num_threads = torch.get_num_threads()
+    with ranks_in_processes(distributed_executor_backend="mp") as llm:
+        processes = ranks_of()
+        assert len(processes) == 1
+        for process in (psutil.Process(), *processes):
+            sockets = [at for at in process.net_connections() if at.status == psutil.CONN_LISTEN]
+            assert {at.laddr.ip for at in sockets} <= {"127.0.0.1"}  # nobody else's business
+        assert answer(llm) == demo_answer
+    assert not ranks_of()
+    assert torch.get_num_threads() == num_threads
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("llama with biases", 2),
+        ("qwen2 sliding from layer 1", 2),
+        ("qwen3 tied, one kv head", 2),
+        ("six heads, one kv head", 3),
+        ("uneven, tied", 2),
+    ],
+)
+def test_processes_say_what_one_says(name, size, path_of):
+    check_ranks(path_of(name), size, max_num_batched_tokens=16)
+
+
+@pytest.mark.slow
+def test_two_engines_of_ranks_live_side_by_side(demo_answer):
+    with ranks_in_processes() as one, ranks_in_processes(async_scheduling=True) as other:
+        assert len(ranks_of()) == 2
+        answers = {}
+
+        def ask(name, llm):
+            answers[name] = [answer(llm) for _ in range(3)]
+
+        threads = [threading.Thread(target=ask, args=pair) for pair in (("one", one), ("other", other))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert answers == {"one": [demo_answer] * 3, "other": [demo_answer] * 3}
+    assert not ranks_of()
+
+
+def answer_until_lost(llm, act):
+    """Do something to the first rank's process while tokens are made; the seconds until that is an error."""
+    (process, *_) = ranks_of()
+    timer = threading.Timer(0.5, act, [process])
+    timer.start()
+    params, start = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True), time.monotonic()
+    try:
+        while time.monotonic() < start + 60:
+            llm.generate([[1, 2, 3]] * 4, params, use_tqdm=False)
+    finally:
+        timer.join()
+        assert time.monotonic() - start < 15
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_an_error_at_once_that_names_it():
+    llm = ranks_in_processes(tensor_parallel_size=4)
+    processes = ranks_of()
+    said = r"the engine is of no use any more: rank \d \(process \d+\) was killed by signal 9 \(Killed\)"
+    with pytest.raises(EngineDeadError, match=said):
+        answer_until_lost(llm, psutil.Process.kill)
+    with pytest.raises(EngineDeadError, match=said):
+        answer(llm)
+    assert_gone(processes)  # the others too, before anybody closed
+    llm.close()
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_an_error_within_seconds(monkeypatch):
+    monkeypatch.setattr(parallel, "SILENCE", 3.0)
+    llm = ranks_in_processes()
+    processes = ranks_of()
+    with pytest.raises(EngineDeadError, match=r"rank 1 .*: it hung, without a sign of life for 3 s"):
+        answer_until_lost(llm, psutil.Process.suspend)
+    llm.close()
+    assert_gone(processes)
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_while_nothing_runs_is_the_next_request_s_error():
+    with ranks_in_processes() as llm:
+        answer(llm)
+        (process,) = ranks_of()
+        process.terminate()
+        assert_gone([process])
+        with pytest.raises(EngineDeadError, match=r"rank 1 .* was killed by signal 15 \(Terminated\)"):
+            answer(llm)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_lost_rank_ends_the_requests_of_an_async_engine_which_says_that_it_does_not_run():
+    async def run():
+        engine = AsyncLLM(DEMO, tensor_parallel_size=2, num_kv_blocks=50)
+        params = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True)
+        reasons = []
+        async for output in engine.generate("a", params, "0"):
+            reasons.append(output.outputs[0].finish_reason)
+            for rank in ranks_of():
+                assert engine.is_running
+                rank.kill()
+        assert reasons[-1] == "abort"
+        await asyncio.to_thread(engine._thread.join, 20)
+        assert not engine.is_running
+        with pytest.raises(RuntimeError, match="the engine is closed"):
+            await anext(engine.generate("a", params, "1"))
+        engine.close()
+
+    asyncio.run(run())
+    assert not ranks_of()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("planted", "said"),
+    [
+        ("sys.exit(7)", "rank 1 .* ended with exit code 7"),
+        ("parallel.ModelRunner = None", "rank 1 .* exit code 1: Traceback[^$]*TypeError: 'NoneType'"),
+        ("import time; time.sleep(99)", "rank 1 .*: it hung, without a sign of life for 2 s"),
+    ],
+    ids=["ends", "raises", "hangs"],
+)
+def test_a_rank_that_does_not_start_is_an_error_with_its_last_words(planted, said, monkeypatch):
+    if "sleep" in planted:
+        monkeypatch.setattr(parallel, "STARTING", 2.0)
+    begin, end = parallel.START.rsplit(";", 1)
+    code = f"{begin}; import nanoengine.addons.parallel as parallel; {planted}; {end}"
+    monkeypatch.setattr(parallel, "START", code)
+    start = time.monotonic()
+    with pytest.raises(EngineDeadError, match=said):
+        ranks_in_processes()
+    assert time.monotonic() - start < 30
+    assert not ranks_of()
+
+
+@pytest.mark.slow
+def test_a_forward_pass_that_fails_on_a_rank_is_an_error_with_its_traceback(monkeypatch):
+    begin, end = parallel.START.rsplit(";", 1)
+    plant = "parallel.ParallelForward.__call__ = lambda *_: [][5]"
+    code = f"{begin}; import nanoengine.addons.parallel as parallel; {plant}; {end}"
+    monkeypatch.setattr(parallel, "START", code)
+    llm = ranks_in_processes()
+    with pytest.raises(EngineDeadError, match=r"rank 1 .* exit code 1: Traceback[^$]*IndexError: list index"):
+        answer(llm)
+    llm.close()
+    assert not ranks_of()
+
+
+@pytest.mark.slow
+def test_a_forward_pass_that_fails_on_rank_0_is_the_end_and_said_so(monkeypatch):
+    llm = ranks_in_processes()
+    with monkeypatch.context() as broken:
+        broken.setattr(llm.llm_engine.runner, "compute", lambda inputs: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            answer(llm)
+    with pytest.raises(EngineDeadError, match="of no use any more: rank 0 failed in a forward pass"):
+        answer(llm)
+    llm.close()
+    assert not ranks_of()
+
+
+@pytest.mark.slow
+def test_no_rank_outlives_a_constructor_that_raises():
+    with pytest.raises(OSError, match="no-such-directory"):
+        ranks_in_processes(trace="/no-such-directory/trace.jsonl")
+    assert_gone(ranks_of())
+
+
+BEGIN = f"""
+import sys
+from nanoengine import LLM, AsyncLLM, EngineConfig, SamplingParams
+llm = LLM({str(DEMO)!r}, tensor_parallel_size=2, num_kv_blocks=50, dtype="float32")
+def answer(num_tokens):
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+    return llm.generate(["What is 27 + 58?"], params, use_tqdm=False)[0].outputs[0].token_ids
+print("ready", flush=True)
+"""
+
+
+@contextlib.contextmanager
+def script(code):
+    """A script without the guard that multiprocessing would need, in a session of its own; and its ranks."""
+    process = psutil.Popen(
+        [sys.executable, "-c", BEGIN + code],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        cwd=Path(nanoengine.__file__).parents[1],
+    )
+    try:
+        ranks = []
+        while not ranks:
+            assert process.poll() is None
+            time.sleep(0.1)
+            ranks = ranks_of(process)
+        yield process, ranks
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+        process.wait()
+
+
+@pytest.mark.slow
+def test_ctrl_c_is_rank_0_s_alone_and_the_engine_lives_on(demo_answer):
+    code = """
+try:
+    while True:
+        answer(900)
+except KeyboardInterrupt:
+    print(answer(12))
+"""
+    with script(code) as (process, ranks):
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(1)
+        os.killpg(process.pid, signal.SIGINT)
+        for rank in ranks:
+            rank.send_signal(signal.SIGINT)  # as from a terminal that knows no sessions
+        assert process.stdout.readline() == f"{demo_answer}\n"
+        assert process.wait(20) == 0
+        assert_gone(ranks, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_no_rank_outlives_rank_0(number):
+    with script("while True: answer(900)") as (process, ranks):
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(1)
+        process.send_signal(number)
+        assert_gone(ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "seconds"), [(signal.SIGINT, 0.2), (signal.SIGINT, 3), (signal.SIGKILL, 3)]
+)
+def test_no_rank_outlives_rank_0_that_ends_while_they_start(number, seconds):
+    with script("sys.stdin.read()") as (process, ranks):
+        time.sleep(seconds)
+        process.send_signal(number)
+        assert process.wait(20)
+        assert_gone(ranks, 60)  # one that is about to import PyTorch hears of it after that
+
+
+@pytest.mark.slow
+def test_an_engine_that_nobody_closes_ends_with_its_script(demo_answer):
+    with script("print(answer(12))") as (process, ranks):
+        assert process.stdout.readline() == "ready\n"
+        assert process.stdout.readline() == f"{demo_answer}\n"
+        assert process.wait(20) == 0
+        assert_gone(ranks, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_torchrun_s_processes_join_in_one_script(is_closed, demo_answer, tmp_path):
+    again = f"""
+llm.close()
+try:
+    LLM({str(DEMO)!r}, tensor_parallel_size=2)
+except ValueError as error:
+    print(error)
+"""
+    (tmp_path / "script.py").write_text(f"{BEGIN}print(answer(12)){again if is_closed else ''}")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*torchrun, str(tmp_path / "script.py")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(Path(nanoengine.__file__).parents[1])},
+    )
+    assert done.returncode == 0, done.stderr
+    ready, answered, *more = done.stdout.splitlines()  # of rank 0 alone
+    assert (ready, answered) == ("ready", str(demo_answer))
+    assert len(more) == is_closed
+    assert "under torchrun a script may have one engine" in "".join(more) or not is_closed
+
+
+def test_torchrun_s_number_of_processes_has_to_be_the_engine_s(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ValueError, match="must be torchrun's number of processes, 3, got 2"):
+        ranks_in_processes()
