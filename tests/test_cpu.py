@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -255,7 +256,14 @@ def started_process(compiler):
 
 
 def is_running(pid):
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    """Whether it runs, and goes on: one that was killed may take a moment."""
+    with suppress(psutil.NoSuchProcess):
+        process, deadline = psutil.Process(pid), time.monotonic() + 5
+        while process.status() != psutil.STATUS_ZOMBIE:
+            if time.monotonic() > deadline:
+                return True
+            time.sleep(0.05)
+    return False
 
 
 def test_a_compiler_that_hangs_is_given_up_with_all_it_started(hanging_compiler, tmp_path, monkeypatch):
