@@ -168,37 +168,57 @@ static inline floats widened(const fp16* weight, int) {
 }
 #endif
 
-// Add to R rows of sums, OUTPUTS wide and `row` apart, the product of R rows of x, `stride` apart, with `inputs`
-// inputs of a block of weights. Meanwhile `lines` cache lines for every four steps are fetched from `next` on.
+// R rows of x, `stride` apart, as a tile reads them from one address: (inputs / STEP<A>, R, STEP<A>), steps of 4 bytes.
+template <class A, class X>
+static void pack_rows(A* to, const X* x, int64_t stride, int64_t R, int64_t inputs) {
+  static thread_local std::vector<A> room;
+  if (int64_t(room.size()) < inputs) room.resize(inputs);
+  for (int64_t r = 0; r < R; r++) {
+    const A* row = room.data();
+    if constexpr (std::is_same_v<A, X>) row = x + r * stride;
+    else if constexpr (std::is_same_v<A, float>) widen_row(room.data(), x + r * stride, inputs);
+    else narrow_row(room.data(), x + r * stride, inputs);
+    for (int64_t p = 0; p < inputs / STEP<A>; p++) memcpy(to + (p * R + r) * STEP<A>, row + p * STEP<A>, 4);
+  }
+}
+
+// Add to R rows of sums, OUTPUTS wide and `row` apart, the product of R packed rows of x with `inputs` inputs of a
+// block of weights. Meanwhile `lines` cache lines for every four steps are fetched from `next` on.
 template <class W, int R>
-static void multiply_tile(float* sums, int64_t row, const Input<W>* x, int64_t stride, const W* weight, int64_t inputs,
+static void multiply_tile(float* sums, int64_t row, const Input<W>* x, const W* weight, int64_t inputs,
                           const char* next, int64_t lines) {
   floats sum[R][VECTORS];
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)
     for (int j = 0; j < VECTORS; j++) sum[r][j] = *(floats_anywhere*)(sums + r * row + j * LANES);
-  for (int64_t first = 0; first < inputs; first += STEP<W>, weight += OUTPUTS * STEP<W>) {
-    if (lines && first % (4 * STEP<W>) == 0)
-      for (int64_t line = 0; line < lines; line++, next += 64) __builtin_prefetch(next, 0, 2);
+  auto take_step = [&sum](const Input<W>* x, const W* weight) __attribute__((always_inline)) {
 #ifdef __AVX512BF16__
     if constexpr (std::is_same_v<W, bf16>) {
       for (int r = 0; r < R; r++) {
         int32_t pair;
-        memcpy(&pair, x + r * stride + first, 4);
+        memcpy(&pair, x + r * 2, 4);
         for (int j = 0; j < VECTORS; j++)
           sum[r][j] = _mm512_dpbf16_ps(sum[r][j], (__m512bh)_mm512_set1_epi32(pair),
                                        (__m512bh)_mm512_loadu_si512(weight + j * LANES * 2));
       }
-      continue;
+      return;
     }
 #endif
     for (int i = 0; i < STEP<W>; i++) {
       floats wide[VECTORS];
       for (int j = 0; j < VECTORS; j++) wide[j] = widened(weight + j * LANES * STEP<W>, i);
       for (int r = 0; r < R; r++)
-        for (int j = 0; j < VECTORS; j++) sum[r][j] += load(x[r * stride + first + i]) * wide[j];
+        for (int j = 0; j < VECTORS; j++) sum[r][j] += load(x[i * R + r]) * wide[j];
     }
+  };
+  constexpr int64_t IN_X = R * STEP<W>, IN_WEIGHT = OUTPUTS * STEP<W>;  // what a step takes of each
+  int64_t steps = inputs / STEP<W>, p = 0;
+  for (; p + 4 <= steps; p += 4, x += 4 * IN_X, weight += 4 * IN_WEIGHT) {
+    for (int64_t line = 0; line < lines; line++, next += 64) __builtin_prefetch(next, 0, 2);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) take_step(x + i * IN_X, weight + i * IN_WEIGHT);
   }
+  for (; p < steps; p++, x += IN_X, weight += IN_WEIGHT) take_step(x, weight);
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)
     for (int j = 0; j < VECTORS; j++) *(floats_anywhere*)(sums + r * row + j * LANES) = sum[r][j];
@@ -206,21 +226,28 @@ static void multiply_tile(float* sums, int64_t row, const Input<W>* x, int64_t s
 
 template <class W, int... R>
 static constexpr auto tiles(std::integer_sequence<int, R...>) { return std::array{&multiply_tile<W, R + 1>...}; }
-
-// The same for any number of rows, by tiles of about one height. `next` is what comes out of memory after this
-// block: of several tiles the first would wait for it and leave memory idle in the others, so all share in fetching.
 template <class W>
-static void multiply(float* sums, int64_t row, const Input<W>* x, int64_t stride, const W* weight, int64_t inputs,
-                     int64_t rows, const char* next, int64_t bytes) {
-  static constexpr auto TILES = tiles<W>(std::make_integer_sequence<int, ROWS>());
-  int64_t num_tiles = (rows + ROWS - 1) / ROWS, fetching = std::min<int64_t>(num_tiles, 4);
-  int64_t groups = (inputs + 4 * STEP<W> - 1) / (4 * STEP<W>);
+static constexpr auto TILES = tiles<W>(std::make_integer_sequence<int, ROWS>());
+
+// Rows are divided into tiles of about one height.
+static inline int64_t num_tiles_of(int64_t rows) { return (rows + ROWS - 1) / ROWS; }
+static inline std::pair<int64_t, int64_t> tile_of(int64_t rows, int64_t i) {
+  return {rows * i / num_tiles_of(rows), rows * (i + 1) / num_tiles_of(rows)};
+}
+
+// sums (rows, OUTPUTS) += rows of x, packed by tiles that lie `stride` apart per row, times a block of weights. `next`
+// is what comes out of memory after this block: of several tiles the first would wait for it and leave memory idle in
+// the others, so all share in fetching.
+template <class W>
+static void multiply(float* sums, const Input<W>* x, int64_t stride, const W* weight, int64_t inputs, int64_t rows,
+                     const char* next, int64_t bytes) {
+  int64_t num_tiles = num_tiles_of(rows), fetching = std::min<int64_t>(num_tiles, 4);
+  int64_t groups = std::max<int64_t>(1, inputs / (4 * STEP<W>));
   int64_t lines = rows >= FETCH_FROM ? (bytes / 64 + groups * fetching - 1) / (groups * fetching) : 0;
-  for (int64_t i = 0; i < num_tiles; i++) {
-    int64_t begin = rows * i / num_tiles, end = rows * (i + 1) / num_tiles;
-    TILES[end - begin - 1](sums + begin * row, row, x + begin * stride, stride, weight, inputs, next,
-                           i < fetching ? lines : 0);
-    next += lines * groups * 64;
+  for (int64_t i = 0; i < num_tiles; i++, next += lines * groups * 64) {
+    auto [begin, end] = tile_of(rows, i);
+    TILES<W>[end - begin - 1](sums + begin * OUTPUTS, OUTPUTS, x + begin * stride, weight, inputs, next,
+                              i < fetching ? lines : 0);
   }
 }
 
@@ -240,42 +267,39 @@ static void widen_block(float* out, const X* weight, int64_t inputs) {
 // order of inputs whatever the other rows, so its result does not depend on them.
 template <class X>
 static void linear(X* out, const X* x, const X* packed, const X* bias, int64_t T, int64_t I, int64_t N) {
-  constexpr bool IS_WIDENED = !std::is_same_v<X, Input<X>>;
-  bool is_many = T > MANY;
-  int64_t part = is_many ? PART : I;
-  static thread_local std::vector<float> kept;
-  std::vector<float>& room = kept;
-  const Input<X>* rows;
-  if constexpr (IS_WIDENED) {
-    if (int64_t(room.size()) < T * I) room.resize(T * I);
-    rows = room.data();
-  } else {
-    rows = x;
-  }
+  using A = Input<X>;
+  bool is_widened = !std::is_same_v<X, A> && T > MANY;
+  int64_t part = T > MANY ? PART : I;
+  static thread_local std::vector<A> kept;  // from call to call: fresh memory costs more than what is done here
+  if (int64_t(kept.size()) < T * I) kept.resize(T * I);
+  A* rows = kept.data();  // by parts, tiles of each
 #pragma omp parallel
   {
-    if constexpr (IS_WIDENED) {
 #pragma omp for schedule(static)
-      for (int64_t t = 0; t < T; t++) widen_row(&room[t * I], x + t * I, I);
+    for (int64_t i = 0; i < num_tiles_of(T); i++) {
+      auto [begin, end] = tile_of(T, i);
+      for (int64_t input = 0; input < I; input += part)
+        pack_rows(rows + input * T + begin * std::min(part, I - input), x + begin * I + input, I, end - begin,
+                  std::min(part, I - input));
     }
     static thread_local std::vector<float> sums, wide;
     sums.resize(T * OUTPUTS);
-    if (IS_WIDENED && is_many) wide.resize(part * OUTPUTS);
+    if (is_widened) wide.resize(part * OUTPUTS);
 #pragma omp for schedule(static)
     for (int64_t first = 0; first < N; first += OUTPUTS) {
       int64_t width = std::min(OUTPUTS, N - first);
       float start[OUTPUTS] = {};
       if (bias) widen_row(start, bias + first, width);
       for (int64_t t = 0; t < T; t++) memcpy(&sums[t * OUTPUTS], start, sizeof start);
-      for (int64_t begin = 0; begin < I; begin += part) {
-        int64_t inputs = std::min(part, I - begin), bytes = inputs * OUTPUTS * sizeof(X);
-        const X* weight = packed + first * I + begin * OUTPUTS;
+      for (int64_t input = 0; input < I; input += part) {
+        int64_t inputs = std::min(part, I - input), bytes = inputs * OUTPUTS * sizeof(X);
+        const X* weight = packed + first * I + input * OUTPUTS;
         const char* next = (const char*)weight + bytes;
-        if (IS_WIDENED && is_many) {
+        if (is_widened) {
           widen_block(wide.data(), weight, inputs);
-          multiply<float>(sums.data(), OUTPUTS, (const float*)rows + begin, I, wide.data(), inputs, T, next, bytes);
+          multiply<float>(sums.data(), (const float*)rows + input * T, inputs, wide.data(), inputs, T, next, bytes);
         } else {
-          multiply<X>(sums.data(), OUTPUTS, rows + begin, I, weight, inputs, T, next, bytes);
+          multiply<X>(sums.data(), rows + input * T, inputs, weight, inputs, T, next, bytes);
         }
       }
       for (int64_t t = 0; t < T; t++)
@@ -560,27 +584,34 @@ static void prefill_attention(X* out, const X* q, const X* k_cache, const X* v_c
   constexpr int64_t QUERIES = 128, PAIR = STEP<A>;
   auto padded = [](int64_t n, int64_t to) { return (n + to - 1) / to * to; };
   int64_t G = H / K, query_width = padded(D, PAIR), value_width = padded(Dv, OUTPUTS);
-  int64_t num_tiles = (T + QUERIES - 1) / QUERIES;
+  int64_t num_parts = (T + QUERIES - 1) / QUERIES;
 #pragma omp parallel
   {
     std::vector<A> queries(G * QUERIES * query_width), keys(padded(SPAN, OUTPUTS) * query_width);
-    std::vector<A> values(SPAN * value_width), weights(QUERIES * SPAN);
-    std::vector<float> scores(QUERIES * padded(SPAN, OUTPUTS)), sums(G * QUERIES * value_width);
-    std::vector<float> most(G * QUERIES), total(G * QUERIES);
+    std::vector<A> values(SPAN * value_width), weights(ROWS * SPAN);
+    std::vector<float> scores(ROWS * padded(SPAN, OUTPUTS)), sums(G * QUERIES * value_width);
+    std::vector<float> most(G * QUERIES), total(G * QUERIES), query(ROWS * query_width);
     std::vector<X> zeros(Dv);
 #pragma omp for schedule(dynamic)
-    for (int64_t task = 0; task < K * num_tiles; task++) {
-      int64_t kv_head = task % K, tile = num_tiles - 1 - task / K;  // the longest first
-      int64_t rows = std::min(QUERIES, T - tile * QUERIES), first = length - T + tile * QUERIES, last = first + rows;
-      const X* tile_q = q + (tile * QUERIES * H + kv_head * G) * D;
-      std::fill(sums.begin(), sums.end(), 0.0f);
-      for (int64_t g = 0; g < G; g++)
-        for (int64_t t = 0; t < rows; t++) {
-          for (int64_t d = 0; d < D; d++)
-            queries[(g * QUERIES + t) * query_width + d] = narrow<A>(load(tile_q[(t * H + g) * D + d]));
-          most[g * QUERIES + t] = sinks ? sinks[kv_head * G + g] : -INFINITY;
-          total[g * QUERIES + t] = sinks ? 1 : 0;
-        }
+    for (int64_t task = 0; task < K * num_parts; task++) {
+      int64_t kv_head = task % K, part = num_parts - 1 - task / K;  // the longest first
+      int64_t rows = std::min(QUERIES, T - part * QUERIES), first = length - T + part * QUERIES, last = first + rows;
+      const X* part_q = q + (part * QUERIES * H + kv_head * G) * D;
+      // Calls use(g, tile's first row, its rows, their place among the part's) for tiles of one head's queries.
+      auto each_tile = [&](auto use) {
+        for (int64_t g = 0; g < G; g++)
+          for (int64_t i = 0; i < num_tiles_of(rows); i++) {
+            auto [begin, end] = tile_of(rows, i);
+            use(g, begin, end - begin, g * QUERIES + begin);
+          }
+      };
+      each_tile([&](int64_t g, int64_t row, int64_t R, int64_t place) {
+        for (int64_t r = 0; r < R; r++) widen_row(&query[r * query_width], part_q + ((row + r) * H + g) * D, D);
+        pack_rows(&queries[place * query_width], query.data(), query_width, R, query_width);
+        std::fill_n(&most[place], R, sinks ? sinks[kv_head * G + g] : -INFINITY);
+        std::fill_n(&total[place], R, sinks ? 1 : 0);
+        std::fill_n(&sums[place * value_width], R * value_width, 0.0f);
+      });
       int64_t lowest = window ? std::max<int64_t>(0, first + 1 - window) : 0;
       for (int64_t begin = lowest / SPAN * SPAN; begin < last; begin += SPAN) {
         int64_t end = std::min(begin + SPAN, last), start = std::max(begin, lowest);
@@ -598,47 +629,45 @@ static void prefill_attention(X* out, const X* q, const X* k_cache, const X* v_c
           for (int64_t d = 0; d < Dv; d += OUTPUTS)
             pack_row(&values[d * SPAN + i * OUTPUTS], one + d, other + d, std::min(OUTPUTS, Dv - d));
         }
-        for (int64_t g = 0; g < G; g++) {
-          const A* query = &queries[g * QUERIES * query_width];
-          for (int64_t block = start / OUTPUTS * OUTPUTS; block < end; block += OUTPUTS) {
-            int64_t from = std::max<int64_t>(0, block - first);  // the first query that sees some of it, and the last
-            int64_t to = window ? std::min(rows, block + OUTPUTS + window - 1 - first) : rows;
-            if (from >= to) continue;
-            float* block_scores = &scores[from * SPAN + block - begin];
-            for (int64_t t = 0; t < to - from; t++) std::fill_n(block_scores + t * SPAN, OUTPUTS, 0.0f);
-            multiply<A>(block_scores, SPAN, query + from * query_width, query_width,
-                        &keys[(block - begin) * query_width], query_width, to - from, nullptr, 0);
-          }
-          for (int64_t t = 0; t < rows; t++) {
-            int64_t position = first + t, r = g * QUERIES + t;
-            int64_t low = std::max(window ? position + 1 - window : 0, begin) - begin;
-            int64_t high = std::min(position + 1, end) - begin;
-            A* weight = &weights[t * SPAN];
-            std::fill_n(weight, SPAN, narrow<A>(0));
-            if (low >= high) continue;
-            float *row = &scores[t * SPAN + low], before = most[r], sum;
-            for (int64_t i = 0; i < high - low; i++) row[i] *= scale;
-            std::tie(most[r], sum) = exponentials(row, high - low, before, softcap,
-                                                  slopes ? slopes + kv_head * G + g : nullptr, position - begin - low);
-            float factor = fast_exp(before - most[r]);
-            total[r] = total[r] * factor + sum;
-            if (factor != 1)
-              for (int64_t i = 0; i < value_width; i++) sums[r * value_width + i] *= factor;
-            narrow_row(weight + low, row, high - low);
-          }
-          for (int64_t block = 0; block < value_width; block += OUTPUTS)
-            for (int64_t t = 0; t < rows; t += 4 * ROWS) {
-              int64_t to = std::min<int64_t>(rows, t + 4 * ROWS), seen = std::min(end, first + to) - begin;  // by the last
-              if (seen <= 0) continue;
-              multiply<A>(&sums[(g * QUERIES + t) * value_width + block], value_width, &weights[t * SPAN], SPAN,
-                          &values[block * SPAN], padded(seen, PAIR), to - t, nullptr, 0);
+        each_tile([&](int64_t g, int64_t row, int64_t R, int64_t place) {
+          int64_t position = first + row, seen = std::min(end, position + R) - begin;  // by the tile's last
+          int64_t unseen = window ? std::max<int64_t>(0, position + 1 - window - begin) / OUTPUTS * OUTPUTS : 0;
+          if (seen <= unseen) return;
+          auto multiply = TILES<A>[R - 1];
+          std::fill_n(scores.data(), R * SPAN, 0.0f);
+          for (int64_t block = unseen; block < seen; block += OUTPUTS)
+            multiply(&scores[block], SPAN, &queries[place * query_width], &keys[block * query_width], query_width,
+                     nullptr, 0);
+          for (int64_t r = 0; r < R; r++) {
+            int64_t low = std::max(window ? position + r + 1 - window : 0, begin) - begin;
+            int64_t high = std::min(position + r + 1, end) - begin;
+            float *weight = &scores[r * SPAN], before = most[place + r], sum;
+            if (low >= high) {
+              std::fill_n(weight, SPAN, 0.0f);
+              continue;
             }
-        }
+            for (int64_t i = low; i < high; i++) weight[i] *= scale;
+            std::tie(most[place + r], sum) = exponentials(weight + low, high - low, before, softcap,
+                                                          slopes ? slopes + kv_head * G + g : nullptr,
+                                                          position + r - begin - low);
+            std::fill(weight, weight + low, 0.0f);
+            std::fill(weight + high, weight + SPAN, 0.0f);
+            float factor = fast_exp(before - most[place + r]);
+            total[place + r] = total[place + r] * factor + sum;
+            if (factor != 1)
+              for (int64_t i = 0; i < value_width; i++) sums[(place + r) * value_width + i] *= factor;
+          }
+          int64_t inputs = padded(seen, PAIR) - unseen;
+          pack_rows(weights.data(), scores.data() + unseen, SPAN, R, inputs);
+          for (int64_t block = 0; block < value_width; block += OUTPUTS)
+            multiply(&sums[place * value_width + block], value_width, weights.data(),
+                     &values[block * SPAN + unseen * OUTPUTS], inputs, nullptr, 0);
+        });
       }
       for (int64_t g = 0; g < G; g++)
         for (int64_t t = 0; t < rows; t++) {
           int64_t r = g * QUERIES + t;
-          X* to = out + ((tile * QUERIES + t) * H + kv_head * G + g) * Dv;
+          X* to = out + ((part * QUERIES + t) * H + kv_head * G + g) * Dv;
           for (int64_t d = 0; d < Dv; d++) to[d] = narrow<X>(sums[r * value_width + d] / total[r]);
         }
     }
