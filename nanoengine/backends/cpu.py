@@ -124,6 +124,7 @@ def keep_freed_memory() -> None:
 # ---- Kernels -------------------------------------------------------------------------------------
 
 SOURCE = Path(__file__).parent / "kernels.cpp"
+HEADER = SOURCE.with_name("products.h")
 # What of -ffast-math keeps NaN, infinity, and the order of sums, on which results depend to the last bit.
 FLAGS = (
     "-O3 -march=native -std=c++17 -fopenmp -shared -fPIC "
@@ -303,7 +304,7 @@ def _compile() -> tuple[ctypes.CDLL, bool]:
     command = [program, *FLAGS.split(), *options]  # $CXX may say -march=x86-64-v3
     try:
         version = _run([program, *options, "--version"], tempfile.gettempdir())
-        told = "\n".join((SOURCE.read_text(), *command, version, _processor()))
+        told = "\n".join((SOURCE.read_text(), HEADER.read_text(), *command, version, _processor()))
         name = f"kernels-{_digest(told.encode())}"
         cache = _private_cache()
         for path in cache.glob(f"{name}-*.so") if cache else ():

@@ -1,0 +1,288 @@
+// Numbers of fewer bits than a float, and products with packed weights of them: the part of kernels.cpp that depends on
+// the instruction set. Shape letters: T tokens, I inputs, N outputs of a layer.
+
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include <omp.h>
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
+
+// ---- Numbers, and vectors of them ---------------------------------------------------------------
+
+struct bf16 {
+  uint16_t bits;
+};
+
+static inline float load(float x) { return x; }
+static inline float load(bf16 x) {
+  uint32_t bits = uint32_t(x.bits) << 16;
+  float wide;
+  memcpy(&wide, &bits, 4);
+  return wide;
+}
+
+template <class X>
+static inline X narrow(float x);
+template <>
+inline float narrow(float x) { return x; }
+template <>
+inline bf16 narrow(float x) {  // to the nearest, ties to even
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  return {uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
+}
+
+#ifdef __FLT16_MAX__  // the compiler has the type
+#ifdef __aarch64__
+typedef __fp16 half;
+#else
+typedef _Float16 half;
+#endif
+struct fp16 {
+  half number;
+};
+static inline float load(fp16 x) { return x.number; }
+template <>
+inline fp16 narrow(float x) { return {half(x)}; }
+#endif
+
+template <class X>
+static inline float rounded(float x) { return load(narrow<X>(x)); }
+
+template <class X>
+static void narrow_row(X* __restrict out, const float* __restrict row, int64_t n) {
+  for (int64_t i = 0; i < n; i++) out[i] = narrow<X>(row[i]);
+}
+
+template <class X>
+static void widen_row(float* __restrict out, const X* __restrict row, int64_t n) {
+  int64_t i = 0;
+#if defined(__FLT16_MAX__) && defined(__F16C__)  // the compiler would convert one at a time
+  if constexpr (std::is_same_v<X, fp16>)
+    for (; i + 8 <= n; i += 8) _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(row + i))));
+#endif
+  for (; i < n; i++) out[i] = load(row[i]);
+}
+
+// n numbers as A, which is X or float: where they are, or converted into `room`.
+template <class A, class X>
+static const A* as_inputs(std::vector<float>& room, const X* x, int64_t n) {
+  if constexpr (std::is_same_v<A, X>) {
+    return x;
+  } else {
+    if (int64_t(room.size()) < n) room.resize(n);
+    widen_row(room.data(), x, n);
+    return room.data();
+  }
+}
+
+// ---- Products ------------------------------------------------------------------------------------
+
+// A register in the vector extension that GCC and Clang share: one source for every instruction set. A tile's sums,
+// ROWS x VECTORS registers, the weights of an input and a number of x are what there is room for. Of more than MANY
+// rows a block of weights is taken PART inputs at a time, and converted once; for fewer, each tile converts. With
+// FETCH_FROM rows and more the next block is fetched while this one is in use: fewer wait for memory all the time.
+#if defined(__AVX512F__)
+constexpr int LANES = 16, VECTORS = 4, ROWS = 6, MANY = 48, FETCH_FROM = 7;
+#elif defined(__AVX__)
+constexpr int LANES = 8, VECTORS = 2, ROWS = 5, MANY = 12, FETCH_FROM = 2;
+#elif defined(__aarch64__)
+constexpr int LANES = 4, VECTORS = 4, ROWS = 6, MANY = 48, FETCH_FROM = 7;
+#else
+constexpr int LANES = 4, VECTORS = 2, ROWS = 5, MANY = 12, FETCH_FROM = 2;
+#endif
+constexpr int64_t OUTPUTS = LANES * VECTORS;
+constexpr int64_t PART = 512;
+typedef float floats __attribute__((vector_size(LANES * 4)));
+typedef float floats_anywhere __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef uint32_t bits __attribute__((vector_size(LANES * 4)));
+
+template <class V>
+static inline V load_as(const void* from) {
+  V vector;
+  memcpy(&vector, from, sizeof vector);
+  return vector;
+}
+
+// A packed weight is (ceil(N / OUTPUTS), I / STEP, OUTPUTS, STEP): blocks of OUTPUTS outputs, whose weights of an input
+// lie together. Of bf16 two inputs share a step, so that an output has 32 bits of it, as of its sum. x is Input<W>:
+// what W is multiplied with here.
+template <class W>
+constexpr int64_t STEP = std::is_same_v<W, bf16> ? 2 : 1;
+#ifdef __AVX512BF16__
+template <class W>
+using Input = std::conditional_t<std::is_same_v<W, bf16>, bf16, float>;
+#else
+template <class W>
+using Input = float;
+#endif
+
+// Weights of LANES outputs and of input i of a step.
+static inline floats widened(const float* weight, int) { return load_as<floats>(weight); }
+static inline floats widened(const bf16* pairs, int i) {
+  bits both = load_as<bits>(pairs);
+  return (floats)(i ? both & 0xffff0000 : both << 16);
+}
+#ifdef __FLT16_MAX__
+static inline floats widened(const fp16* weight, int) {
+#if defined(__AVX512F__)
+  return (floats)_mm512_cvtph_ps(load_as<__m256i>(weight));
+#elif defined(__F16C__)
+  return (floats)_mm256_cvtph_ps(load_as<__m128i>(weight));
+#else
+  floats wide;
+  for (int i = 0; i < LANES; i++) wide[i] = load(weight[i]);
+  return wide;
+#endif
+}
+#endif
+
+// R rows of x, `stride` apart, as a tile reads them from one address: (inputs / STEP<A>, R, STEP<A>), steps of 4 bytes.
+template <class A, class X>
+static void pack_rows(A* to, const X* x, int64_t stride, int64_t R, int64_t inputs) {
+  static thread_local std::vector<A> room;
+  if (int64_t(room.size()) < inputs) room.resize(inputs);
+  for (int64_t r = 0; r < R; r++) {
+    const A* row = room.data();
+    if constexpr (std::is_same_v<A, X>) row = x + r * stride;
+    else if constexpr (std::is_same_v<A, float>) widen_row(room.data(), x + r * stride, inputs);
+    else narrow_row(room.data(), x + r * stride, inputs);
+    for (int64_t p = 0; p < inputs / STEP<A>; p++) memcpy(to + (p * R + r) * STEP<A>, row + p * STEP<A>, 4);
+  }
+}
+
+// Add to R rows of sums, OUTPUTS wide and `row` apart, the product of R packed rows of x with `inputs` inputs of a
+// block of weights. Meanwhile `lines` cache lines for every four steps are fetched from `next` on.
+template <class W, int R>
+static void multiply_tile(float* sums, int64_t row, const Input<W>* x, const W* weight, int64_t inputs,
+                          const char* next, int64_t lines) {
+  floats sum[R][VECTORS];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+    for (int j = 0; j < VECTORS; j++) sum[r][j] = *(floats_anywhere*)(sums + r * row + j * LANES);
+  auto take_step = [&sum](const Input<W>* x, const W* weight) __attribute__((always_inline)) {
+#ifdef __AVX512BF16__
+    if constexpr (std::is_same_v<W, bf16>) {
+      for (int r = 0; r < R; r++) {
+        int32_t pair;
+        memcpy(&pair, x + r * 2, 4);
+        for (int j = 0; j < VECTORS; j++)
+          sum[r][j] = _mm512_dpbf16_ps(sum[r][j], (__m512bh)_mm512_set1_epi32(pair),
+                                       (__m512bh)_mm512_loadu_si512(weight + j * LANES * 2));
+      }
+      return;
+    }
+#endif
+    for (int i = 0; i < STEP<W>; i++) {
+      floats wide[VECTORS];
+      for (int j = 0; j < VECTORS; j++) wide[j] = widened(weight + j * LANES * STEP<W>, i);
+      for (int r = 0; r < R; r++)
+        for (int j = 0; j < VECTORS; j++) sum[r][j] += load(x[i * R + r]) * wide[j];
+    }
+  };
+  constexpr int64_t IN_X = R * STEP<W>, IN_WEIGHT = OUTPUTS * STEP<W>;  // what a step takes of each
+  int64_t steps = inputs / STEP<W>, p = 0;
+  for (; p + 4 <= steps; p += 4, x += 4 * IN_X, weight += 4 * IN_WEIGHT) {
+    for (int64_t line = 0; line < lines; line++, next += 64) __builtin_prefetch(next, 0, 2);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) take_step(x + i * IN_X, weight + i * IN_WEIGHT);
+  }
+  for (; p < steps; p++, x += IN_X, weight += IN_WEIGHT) take_step(x, weight);
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+    for (int j = 0; j < VECTORS; j++) *(floats_anywhere*)(sums + r * row + j * LANES) = sum[r][j];
+}
+
+template <class W, int... R>
+static constexpr auto tiles(std::integer_sequence<int, R...>) { return std::array{&multiply_tile<W, R + 1>...}; }
+template <class W>
+static constexpr auto TILES = tiles<W>(std::make_integer_sequence<int, ROWS>());
+
+// Rows are divided into tiles of about one height.
+static inline int64_t num_tiles_of(int64_t rows) { return (rows + ROWS - 1) / ROWS; }
+static inline std::pair<int64_t, int64_t> tile_of(int64_t rows, int64_t i) {
+  return {rows * i / num_tiles_of(rows), rows * (i + 1) / num_tiles_of(rows)};
+}
+
+// sums (rows, OUTPUTS) += rows of x, packed by tiles that lie `stride` apart per row, times a block of weights. `next`
+// is what comes out of memory after this block: of several tiles the first would wait for it and leave memory idle in
+// the others, so all share in fetching.
+template <class W>
+static void multiply(float* sums, const Input<W>* x, int64_t stride, const W* weight, int64_t inputs, int64_t rows,
+                     const char* next, int64_t bytes) {
+  int64_t num_tiles = num_tiles_of(rows), fetching = std::min<int64_t>(num_tiles, 4);
+  int64_t groups = std::max<int64_t>(1, inputs / (4 * STEP<W>));
+  int64_t lines = rows >= FETCH_FROM ? (bytes / 64 + groups * fetching - 1) / (groups * fetching) : 0;
+  for (int64_t i = 0; i < num_tiles; i++, next += lines * groups * 64) {
+    auto [begin, end] = tile_of(rows, i);
+    TILES<W>[end - begin - 1](sums + begin * OUTPUTS, OUTPUTS, x + begin * stride, weight, inputs, next,
+                              i < fetching ? lines : 0);
+  }
+}
+
+// A block of weights as floats, (inputs, OUTPUTS).
+template <class X>
+static void widen_block(float* out, const X* weight, int64_t inputs) {
+  for (int64_t first = 0; first < inputs; first += STEP<X>, weight += OUTPUTS * STEP<X>)
+    for (int i = 0; i < STEP<X>; i++)
+      for (int j = 0; j < VECTORS; j++, out += LANES) {
+        floats wide = widened(weight + j * LANES * STEP<X>, i);
+        memcpy(out, &wide, sizeof wide);
+      }
+}
+
+// out (T, N) = x (T, I) times a packed weight, + bias. A block comes out of memory once and is in the second cache
+// for all rows; of many rows a part of it at a time, converted once for all of them. A row's sums are made in the
+// order of inputs whatever the other rows, so its result does not depend on them.
+template <class X>
+static void linear(X* out, const X* x, const X* packed, const X* bias, int64_t T, int64_t I, int64_t N) {
+  using A = Input<X>;
+  bool is_widened = !std::is_same_v<X, A> && T > MANY;
+  int64_t part = T > MANY ? PART : I;
+  static thread_local std::vector<A> kept;  // from call to call: fresh memory costs more than what is done here
+  if (int64_t(kept.size()) < T * I) kept.resize(T * I);
+  A* rows = kept.data();  // by parts, tiles of each
+#pragma omp parallel
+  {
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < num_tiles_of(T); i++) {
+      auto [begin, end] = tile_of(T, i);
+      for (int64_t input = 0; input < I; input += part)
+        pack_rows(rows + input * T + begin * std::min(part, I - input), x + begin * I + input, I, end - begin,
+                  std::min(part, I - input));
+    }
+    static thread_local std::vector<float> sums, wide;
+    sums.resize(T * OUTPUTS);
+    if (is_widened) wide.resize(part * OUTPUTS);
+#pragma omp for schedule(static)
+    for (int64_t first = 0; first < N; first += OUTPUTS) {
+      int64_t width = std::min(OUTPUTS, N - first);
+      float start[OUTPUTS] = {};
+      if (bias) widen_row(start, bias + first, width);
+      for (int64_t t = 0; t < T; t++) memcpy(&sums[t * OUTPUTS], start, sizeof start);
+      for (int64_t input = 0; input < I; input += part) {
+        int64_t inputs = std::min(part, I - input), bytes = inputs * OUTPUTS * sizeof(X);
+        const X* weight = packed + first * I + input * OUTPUTS;
+        const char* next = (const char*)weight + bytes;
+        if (is_widened) {
+          widen_block(wide.data(), weight, inputs);
+          multiply<float>(sums.data(), (const float*)rows + input * T, inputs, wide.data(), inputs, T, next, bytes);
+        } else {
+          multiply<X>(sums.data(), rows + input * T, inputs, weight, inputs, T, next, bytes);
+        }
+      }
+      for (int64_t t = 0; t < T; t++)
+        if (width == OUTPUTS) narrow_row(out + t * N + first, &sums[t * OUTPUTS], OUTPUTS);
+        else narrow_row(out + t * N + first, &sums[t * OUTPUTS], width);
+    }
+  }
+}
