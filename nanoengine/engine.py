@@ -938,12 +938,6 @@ class ModelRunner:
         with uninterrupted(), self.device.running():  # a backend may try itself out, on its own GPU
             self.attention = self.device.choose_attention(self.kv_specs, self.model.attention_settings)
         self.block_size = config.block_size or self.device.block_size
-        multiple, name = self.attention.backend.block_multiple, self.attention.backend.name
-        if self.block_size % multiple:
-            raise ValueError(
-                f"block_size must be a multiple of {multiple} for {name} attention, got {self.block_size}; "
-                'attn_backend="torch" takes any'
-            )
         self.table_width = -(-max_model_len // self.block_size)  # blocks of the longest sequence
         self.device.reserve(
             self.max_num_batched_tokens, self.max_num_chunks, len(self.kv_groups), self.table_width

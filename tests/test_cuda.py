@@ -353,8 +353,13 @@ def test_the_fastest_backend_is_chosen_and_named(in_float32, tmp_path_factory, m
 
     assert chosen()[0] == "flash"
     assert chosen(attn_backend="torch")[0] == "torch"
-    with pytest.raises(ValueError, match="block_size must be a multiple of 256 for flash attention, got 16"):
-        chosen(block_size=16)
+    with pytest.raises(
+        ValueError, match="'flash' cannot be used: block_size must be a multiple of 256, got 16"
+    ):
+        chosen(block_size=16, attn_backend="flash")
+    name, line = chosen(block_size=16)
+    assert name == "torch"
+    assert "not flash: block_size must be a multiple of 256, got 16; not varlen: block_size must" in line
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     name, line = chosen()
     assert name == "varlen"

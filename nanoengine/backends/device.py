@@ -135,6 +135,8 @@ class Device:
         self, backend: type[PagedAttention], specs: Sequence[KVSpec], settings: frozenset[str]
     ) -> str | None:
         """Why a backend cannot be used; None: it can."""
+        if (self.config.block_size or self.block_size) % backend.block_multiple:
+            return f"block_size must be a multiple of {backend.block_multiple}, got {self.config.block_size}"
         return backend.obstacle(specs, settings)
 
     def count_blocks(self, runner: "ModelRunner") -> int:
