@@ -8,14 +8,16 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from contextlib import suppress
 
 import psutil
 import pytest
 import torch
+from torch import nn
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.backends.cpu import FLAGS, Kernels, _digest
+from nanoengine.backends.cpu import FLAGS, Kernels, _digest, pack_weights
 from tests.helpers import DEMO
 
 # Seen from outside, in a process with as many threads as cores: the tests themselves run on one thread.
@@ -309,3 +311,31 @@ def test_without_a_compiler_the_engine_runs_on_pytorch_and_says_so(
             len(llm.generate([5, 6], SamplingParams(max_tokens=3), use_tqdm=False)[0].outputs[0].token_ids)
             == 3
         )
+
+
+def test_a_plain_weight_is_let_go_before_the_next_is_packed(monkeypatch):
+    """Or a model would need twice its memory to be loaded."""
+    model = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(3)], nn.Embedding(4, 4))
+    model[3].weight = model[0].weight
+    plain: list[weakref.ref[nn.Module]] = []
+    monkeypatch.setattr("nanoengine.backends.cpu.pack_linear", lambda layer, kernels: pack(layer, kernels))
+
+    def pack(layer, kernels):
+        assert not any(other() for other in plain)
+        plain.append(weakref.ref(layer))
+        return nn.Identity()
+
+    pack_weights(model, None)
+    assert [type(child) for child in model] == [nn.Identity] * 3 + [nn.Embedding]
+    assert len(plain) == 3
+
+
+def test_a_layer_in_two_places_is_packed_once():
+    layer, kernels = nn.Linear(4, 4, bias=False).requires_grad_(False), Kernels()
+    model = nn.ModuleList([nn.Sequential(layer), nn.Sequential(layer), nn.Sequential(nn.Embedding(4, 4))])
+    model[2][0].weight = layer.weight
+    expected = layer.weight[[2, 0]]
+    pack_weights(model, kernels)
+    assert model[0][0] is model[1][0]
+    assert model[2][0].packed is model[0][0].packed
+    assert torch.equal(model[2][0](torch.tensor([2, 0])), expected)

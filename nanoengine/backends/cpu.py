@@ -465,16 +465,22 @@ def pack_weights(model: nn.Module, kernels: Kernels | None) -> None:
     One at a time: each plain weight is let go before the next is packed. An embedding that does more than
     look up keeps its weight, which is then held twice.
     """
-    parents = [module for module in model.modules() if next(module.children(), None) is not None]
-    for layer in [module for module in model.modules() if type(module) is nn.Linear]:
+    places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}  # of what is replaced: parents, and names there
+    tied: dict[int, list[tuple[nn.Module, str]]] = {}  # of embeddings, by their weight's id
+    for parent in model.modules():
+        for name, child in parent.named_children():
+            if type(child) is nn.Linear:
+                places.setdefault(child, []).append((parent, name))
+            elif type(child) is nn.Embedding:
+                tied.setdefault(id(child.weight), []).append((parent, name))
+    while places:
+        layer, of_layer = places.popitem()
         packed = pack_linear(layer, kernels)
-        tied = PackedEmbedding(packed) if isinstance(packed, PackedLinear) else None
-        for parent in parents:
-            for name, child in list(parent.named_children()):
-                if child is layer:
-                    setattr(parent, name, packed)
-                elif tied and type(child) is nn.Embedding and child.weight is layer.weight:
-                    setattr(parent, name, tied)
+        for parent, name in of_layer:
+            setattr(parent, name, packed)
+        if isinstance(packed, PackedLinear):
+            for parent, name in tied.get(id(layer.weight), ()):
+                setattr(parent, name, PackedEmbedding(packed))
 
 
 # ---- Attention -----------------------------------------------------------------------------------
@@ -538,11 +544,9 @@ class CPU(Device):
 
     def prepare(self, model: Any) -> None:
         """As in the base class."""
-        unserved = {
-            spec.dtype for spec in model.kv_specs if self.kernels and not self.kernels.serves(spec.dtype)
-        }
-        if unserved:
-            self.kernels, self._no_kernels = None, f"there are no kernels for {_name(unserved.pop())}"
+        for dtype in {spec.dtype for spec in model.kv_specs}:
+            if self.kernels is not None and not self.kernels.serves(dtype):
+                self.kernels, self._no_kernels = None, f"there are no kernels for {_name(dtype)}"
         pack_weights(model, self.kernels)
         if model.replaceable and self.kernels is not None:
             model.use_kernels(self.kernels)
