@@ -465,7 +465,7 @@ def pack_weights(model: nn.Module, kernels: Kernels | None) -> None:
     One at a time: each plain weight is let go before the next is packed. An embedding that does more than
     look up keeps its weight, which is then held twice.
     """
-    places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}  # of what is replaced: parents, and names there
+    places: dict[nn.Linear, list[tuple[nn.Module, str]]] = {}  # of what is replaced: parents, and names there
     tied: dict[int, list[tuple[nn.Module, str]]] = {}  # of embeddings, by their weight's id
     for parent in model.modules():
         for name, child in parent.named_children():
