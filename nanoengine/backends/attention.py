@@ -355,7 +355,7 @@ class TorchAttention(PagedAttention):
             mask,
             settings.for_heads(num_kv_heads, group_size, 1, 1),
         )
-        out.copy_(attended.permute(2, 0, 1, 3).reshape(length, num_heads, -1))
+        out.view(length, num_kv_heads, group_size, -1).copy_(attended.permute(2, 0, 1, 3))
 
 
 def whole_rows(x: Tensor) -> Tensor:

@@ -147,26 +147,29 @@ static void write_scores(float* scores, const Input<X>* q, const X* keys, const 
 }
 
 // sums[head] += weights[head][t] * values[t][head / G] for sums (H, D) and values (count, K, D); `next` as above.
-template <class X>
+// Values are multiplied as V: as they are, by bfloat16's instructions, or as floats. Tokens go by fours, so that sums
+// are read and written once for four.
+template <class V, class X>
 static void add_values(float* sums, const X* weights, const X* values, const X* next, int64_t count, int64_t H,
                        int64_t K, int64_t D) {
   int64_t G = H / K;
+  static thread_local std::vector<float> room;
+  for (int64_t t = 0; t < count; t += 4) {
+    const V* four = as_inputs<V>(room, values + t * K * D, std::min<int64_t>(4, count - t) * K * D);
+    for (int64_t head = 0; head < H; head++) {
+      fetch(next + (t * H + head * 4) * K * D / H, 4 * K * D / H);
+      X weight[4];
+      const V* value[4];
+      for (int64_t j = 0; j < 4; j++) {
+        bool is_there = t + j < count;
+        weight[j] = is_there ? weights[head * ROW + t + j] : narrow<X>(0);
+        value[j] = four + ((is_there ? j : 0) * K + head / G) * D;
+      }
+      float* sum = sums + head * D;
 #ifdef __AVX512BF16__
-  if constexpr (std::is_same_v<X, bf16>)
-  if (D % 32 == 0) {  // tokens by fours: an instruction adds two of them to a sum
-    for (int64_t t = 0; t < count; t += 4)
-      for (int64_t head = 0; head < H; head++) {
-        fetch(next + (t * H + head * 4) * K * D / H, 4 * K * D / H);
-        uint32_t weight[4];
-        const X* value[4];
-        for (int64_t j = 0; j < 4; j++) {
-          bool is_there = t + j < count;
-          weight[j] = is_there ? weights[head * ROW + t + j].bits : 0;
-          value[j] = values + ((is_there ? t + j : t) * K + head / G) * D;
-        }
-        __m512bh first = (__m512bh)_mm512_set1_epi32(weight[0] | weight[1] << 16);
-        __m512bh second = (__m512bh)_mm512_set1_epi32(weight[2] | weight[3] << 16);
-        float* sum = sums + head * D;
+      if constexpr (std::is_same_v<V, bf16>) {  // an instruction adds two tokens to a sum
+        __m512bh first = (__m512bh)_mm512_set1_epi32(weight[0].bits | uint32_t(weight[1].bits) << 16);
+        __m512bh second = (__m512bh)_mm512_set1_epi32(weight[2].bits | uint32_t(weight[3].bits) << 16);
         for (int64_t i = 0; i < D; i += 32) {
           auto [a, b] = interleaved(value[0] + i, value[1] + i);
           auto [c, d] = interleaved(value[2] + i, value[3] + i);
@@ -175,26 +178,15 @@ static void add_values(float* sums, const X* weights, const X* values, const X* 
           _mm512_storeu_ps(sum + i, _mm512_dpbf16_ps(low, second, c));
           _mm512_storeu_ps(sum + i + 16, _mm512_dpbf16_ps(high, second, d));
         }
+        continue;
       }
-    return;
-  }
 #endif
-  static thread_local std::vector<float> room;
-  for (int64_t t = 0; t < count; t += 4) {  // by fours: sums are read and written once for four tokens
-    const float* value = as_inputs<float>(room, values + t * K * D, std::min<int64_t>(4, count - t) * K * D);
-    for (int64_t head = 0; head < H; head++) {
-      fetch(next + (t * H + head * 4) * K * D / H, 4 * K * D / H);
-      float weight[4];
-      const float* of[4];
-      for (int64_t j = 0; j < 4; j++) {
-        bool is_there = t + j < count;
-        weight[j] = is_there ? load(weights[head * ROW + t + j]) : 0;
-        of[j] = value + ((is_there ? j : 0) * K + head / G) * D;
-      }
-      float* sum = sums + head * D;
+      float scale[4];
+      widen_row(scale, weight, 4);
 #pragma omp simd
       for (int64_t i = 0; i < D; i++)
-        sum[i] = sum[i] + weight[0] * of[0][i] + weight[1] * of[1][i] + weight[2] * of[2][i] + weight[3] * of[3][i];
+        sum[i] += scale[0] * load(value[0][i]) + scale[1] * load(value[1][i]) + scale[2] * load(value[2][i]) +
+                  scale[3] * load(value[3][i]);
     }
   }
 }
@@ -256,7 +248,8 @@ static void decode_attention(X* out, const X* q, const X* k_cache, const X* v_ca
       }
       each_run([&](int64_t offset, int64_t slot, int64_t next, int64_t count) {
         const X *values = v_cache + slot * K * Dv, *next_values = v_cache + next * K * Dv;
-        add_values(sums, &weights[offset], values, next_values, count, H, K, Dv);
+        if (Dv % 32 == 0) add_values<Input<X>>(sums, &weights[offset], values, next_values, count, H, K, Dv);
+        else add_values<float>(sums, &weights[offset], values, next_values, count, H, K, Dv);
       });
     }
     std::vector<float> row(Dv);
