@@ -14,8 +14,10 @@ import pytest
 import torch
 from torch import nn
 
-from nanoengine.backends.cpu import Kernels
-from nanoengine.models.decoder import RMSNorm, rotate
+from nanoengine.backends.attention import GroupedAttention, KVCache
+from nanoengine.backends.cpu import CompiledAttention, CompiledLayer, Kernels, pack_weights
+from nanoengine.models.decoder import DecoderConfig, DecoderLayer, RMSNorm, rotate
+from tests.attention import metadata_of
 
 
 def kernels_and_inputs(dtype, *shapes):
@@ -159,6 +161,49 @@ def test_nan_in_a_sequence_s_own_cache_is_not_hidden(dtype):
     kernels.decode_attention(out, q, k, v, tables, lengths, rows, **settings)
     assert out[0, :2].isnan().all()
     assert not out[1].isnan().any()
+
+
+LENGTHS = [(1, 1), (1, 40), (7, 7), (5, 33), (1, 300), (16, 16), (1, 17), (50, 90)]  # new tokens, all tokens
+
+
+@DTYPES
+@pytest.mark.parametrize("lengths", [LENGTHS, LENGTHS[:2], LENGTHS[2:4]])
+@pytest.mark.parametrize(("has_bias", "has_norms"), [(False, True), (True, False)])
+def test_a_layer_in_one_call_computes_what_it_does_in_several_to_the_bit(dtype, lengths, has_bias, has_norms):
+    shape = {
+        "vocab_size": 1,
+        "hidden_size": 48,
+        "intermediate_size": 70,
+        "num_layers": 1,
+        "rms_norm_eps": 1e-3,
+    }
+    heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 10, "qk_norm": has_norms}
+    biases = {"qkv_bias": has_bias, "o_bias": has_bias, "mlp_bias": has_bias}
+    settings = {"rope": {}, "windows": (20,), "tie_word_embeddings": False}
+    layer = DecoderLayer(DecoderConfig(**shape, **heads, **biases, **settings), window=20)
+    num_tokens = sum(new for new, _ in lengths)
+    inputs = [(num_tokens, 48)] * 2, [(num_tokens, 1, 10)] * 2, [(90, 8, 2, 10)] * 2
+    kernels, x, residual, cos, sin, k, v = kernels_and_inputs(dtype, *itertools.chain(*inputs))
+    for weight in layer.to(dtype).requires_grad_(False).parameters():
+        weight.normal_(std=0.2)
+    pack_weights(layer, kernels)
+    for module in (layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm):
+        module.kernels = kernels
+    tables = (torch.arange(len(lengths) * 38) % 89 + 1).view(len(lengths), 38).int()
+    slots = torch.randperm(90 * 8)[:num_tokens]
+    attention = CompiledAttention(metadata_of(lengths, tables, slots), 8, kernels)
+    caches = [KVCache(k.clone(), v.clone(), group=1) for _ in range(2)]
+
+    for before in (residual, None):
+        several = layer(x, before, cos, sin, caches[0], attention)
+        groups = GroupedAttention([None, attention])
+        at_once = CompiledLayer(layer, kernels)(x, before, cos, sin, caches[1], groups)
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(at_once, several, strict=True))
+        assert at_once[0].isfinite().all()
+    assert torch.equal(caches[0].k, caches[1].k)
+    assert not torch.equal(caches[0].k, k)
+    assert torch.equal(caches[0].v, caches[1].v)
+    assert not torch.equal(caches[0].v, v)
 
 
 def flags():

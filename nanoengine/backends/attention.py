@@ -264,11 +264,11 @@ class GroupedAttention:
     """A `PagedAttention` per KV cache group, for a model that calls it as if there were one."""
 
     def __init__(self, groups: Sequence[PagedAttention]) -> None:
-        self._groups = groups
+        self.groups = groups
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, **settings: Any) -> Tensor:
         """By the attention that knows the block tables of the cache's group."""
-        return self._groups[cache.group](q, k, v, cache, **settings)
+        return self.groups[cache.group](q, k, v, cache, **settings)
 
 
 class TorchAttention(PagedAttention):

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from nanoengine.backends.attention import (
     AttentionMetadata,
+    GroupedAttention,
     KVCache,
     KVSpec,
     PagedAttention,
@@ -42,6 +43,7 @@ from nanoengine.steps import unwound_by_sigterm
 
 if TYPE_CHECKING:
     from nanoengine.engine import ModelRunner
+    from nanoengine.models.decoder import DecoderLayer
 
 # ---- Threads -------------------------------------------------------------------------------------
 
@@ -172,7 +174,7 @@ class Kernels:
 
         block_tables (S, blocks) and seq_lens (S,) are int32, rows (S,) int64; sinks and slopes (H,) float32.
         """
-        self._call(
+        self.call(
             "decode_attention", out, q, k_cache, v_cache, block_tables, seq_lens, rows,
             len(rows), block_tables.shape[1], q.shape[1], k_cache.shape[2], q.shape[2], out.shape[2],
             k_cache.shape[1], float(scale), window or 0, float(softcap or 0), sinks, alibi_slopes,
@@ -194,7 +196,7 @@ class Kernels:
         alibi_slopes: Tensor | None = None,
     ) -> None:
         """Attention of a sequence's last tokens, q (T, H, D), into out (T, H, D'); block_table is int32."""
-        self._call(
+        self.call(
             "prefill_attention", out, q, k_cache, v_cache, block_table, len(q), seq_len,
             q.shape[1], k_cache.shape[2], q.shape[2], out.shape[2], k_cache.shape[1],
             float(scale), window or 0, float(softcap or 0), sinks, alibi_slopes,
@@ -203,7 +205,7 @@ class Kernels:
     def write_kv(self, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """Write k (T, K, D) and v (T, K, D') to their slots, (T,) int64."""
         widths = k[0].numel(), v[0].numel()
-        self._call("write_kv", k_cache, v_cache, k, v, slots, len(k), *widths, k.stride(0), v.stride(0))
+        self.call("write_kv", k_cache, v_cache, k, v, slots, len(k), *widths, k.stride(0), v.stride(0))
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
@@ -211,13 +213,13 @@ class Kernels:
         """The norm of x + residual, (T, E), and that sum; without a residual the sum is x."""
         out = torch.empty_like(x)
         total = x if residual is None else torch.empty_like(x)
-        self._call("rms_norm", out, total, x, residual, weight, float(eps), *x.shape)
+        self.call("rms_norm", out, total, x, residual, weight, float(eps), *x.shape)
         return out, total
 
     def norm_rotate(self, x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
         """Heads of x (T, heads, D) normalised, where there is a weight, and rotated by cos, sin (T, 1, D)."""
         out = x.new_empty(x.shape)
-        self._call("norm_rotate", out, x, x.stride(0), weight, float(eps), cos, sin, *x.shape)
+        self.call("norm_rotate", out, x, x.stride(0), weight, float(eps), cos, sin, *x.shape)
         return out
 
     @functools.cached_property
@@ -259,7 +261,7 @@ class Kernels:
         """The product of x (.., I) with a packed weight, plus bias (N,): (.., N)."""
         out = x.new_empty(*x.shape[:-1], num_outputs)
         num_inputs = x.shape[-1]
-        self._call(
+        self.call(
             "linear", out, x.contiguous(), packed, bias, x.numel() // num_inputs, num_inputs, num_outputs
         )
         return out
@@ -268,10 +270,10 @@ class Kernels:
         """silu(gate) * up for gate_up (T, 2 I)."""
         num_rows, width = gate_up.shape
         out = gate_up.new_empty(num_rows, width // 2)
-        self._call("silu_and_mul", out, gate_up, num_rows, width // 2)
+        self.call("silu_and_mul", out, gate_up, num_rows, width // 2)
         return out
 
-    def _call(self, name: str, first: Tensor, *arguments: Any) -> None:
+    def call(self, name: str, first: Tensor, *arguments: Any) -> None:
         """Call a kernel for the first tensor's type; tensors become addresses, None a null pointer."""
         function = self._functions.get((name, first.dtype))
         if function is None:
@@ -281,6 +283,13 @@ class Kernels:
             function = ctypes.CFUNCTYPE(None, *signature)(address)  # type: ignore[arg-type]
             self._functions[name, first.dtype] = function
         function(first.data_ptr(), *(a.data_ptr() if isinstance(a, Tensor) else a for a in arguments))
+
+
+def _integers(values: Sequence[Tensor | int | None]) -> Tensor:
+    """Numbers and addresses, (n,) int64, as a kernel reads them; the tensors have to be kept."""
+    return torch.tensor(
+        [x.data_ptr() if isinstance(x, Tensor) else x or 0 for x in values], dtype=torch.int64
+    )
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -494,6 +503,22 @@ class CompiledAttention(TorchAttention):
     def __init__(self, metadata: AttentionMetadata[Tensor], block_size: int, kernels: Kernels) -> None:
         super().__init__(metadata, block_size)
         self._kernels = kernels
+        tables, seq_lens, rows = self._decode_sequences
+        chunks = [(chunk.start, chunk.end, chunk.seq_len, chunk.block_table) for chunk in self._chunks]
+        self._integers = _integers([number for chunk in chunks for number in chunk])
+        # As the kernel's `Batch`.
+        self.description = _integers(
+            (
+                metadata.slot_mapping,
+                tables,
+                seq_lens,
+                rows,
+                *tables.shape,
+                block_size,
+                len(chunks),
+                self._integers,
+            )
+        )
 
     def _prepare_decodes(self, rows: Tensor, tables: Tensor, seq_lens: Tensor, block_size: int) -> None:
         self._decode_sequences = tables, seq_lens, rows
@@ -508,6 +533,52 @@ class CompiledAttention(TorchAttention):
     def _chunk(self, out: Tensor, chunk: QueryChunk, q: Tensor, cache: KVCache, settings: Settings) -> None:
         sequence = chunk.block_table, chunk.seq_len
         self._kernels.prefill_attention(out, q, cache.k, cache.v, *sequence, **settings._asdict())
+
+
+class CompiledLayer(nn.Module):
+    """A `DecoderLayer` whose weights are packed, in one call of a kernel."""
+
+    def __init__(self, layer: "DecoderLayer", kernels: Kernels) -> None:
+        super().__init__()
+        self.layer, self.kernels = layer, kernels
+        attn, mlp = layer.self_attn, layer.mlp
+        norms = [None if norm is None else norm.weight for norm in (attn.q_norm, attn.k_norm)]
+        projections: list[Any] = [attn.qkv_proj, attn.o_proj, mlp.gate_up_proj, mlp.down_proj]
+        qkv, o, gate_up, down = ((x.packed, x.bias) for x in projections)
+        weights = (layer.input_layernorm.weight, *qkv, *norms, *o, layer.post_attention_layernorm.weight)
+        heads = (size // attn.head_dim for size in attn.sizes[:2])
+        sizes = (projections[0].in_features, *heads, attn.head_dim, projections[3].in_features)
+        # As the kernel's `Layer`; what the addresses lead to is kept by the layer.
+        self.description = _integers((*weights, *gate_up, *down, *sizes, attn.window or 0))
+        self.eps, self.scale = float(layer.input_layernorm.eps), float(attn.head_dim**-0.5)
+
+    @staticmethod
+    def can_hold(layer: "DecoderLayer") -> bool:
+        """Whether it computes this layer: a rank's has collectives in it."""
+        attn, mlp = layer.self_attn, layer.mlp
+        projections: list[nn.Module] = [attn.qkv_proj, attn.o_proj, mlp.gate_up_proj, mlp.down_proj]
+        return all(type(projection) is PackedLinear for projection in projections)
+
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        cache: KVCache,
+        attention: PagedAttention | GroupedAttention,
+    ) -> tuple[Tensor, Tensor]:
+        """As `DecoderLayer`."""
+        if isinstance(attention, GroupedAttention):
+            attention = attention.groups[cache.group]
+        if not isinstance(attention, CompiledAttention):
+            return self.layer(x, residual, cos, sin, cache, attention)  # type: ignore[no-any-return]
+        out, total = torch.empty_like(x), torch.empty_like(x)
+        self.kernels.call(
+            "decoder_layer", out, total, x, residual, cos, sin, cache.k, cache.v,
+            self.description, attention.description, len(x), self.eps, self.scale,
+        )  # fmt: skip
+        return out, total
 
 
 # ---- All of it together --------------------------------------------------------------------------
@@ -550,6 +621,9 @@ class CPU(Device):
         pack_weights(model, self.kernels)
         if model.replaceable and self.kernels is not None:
             model.use_kernels(self.kernels)
+            for i, layer in enumerate(model.layers):
+                if CompiledLayer.can_hold(layer):
+                    model.layers[i] = CompiledLayer(layer, self.kernels)
 
     def running(self) -> AbstractContextManager[object]:
         """As in the base class."""

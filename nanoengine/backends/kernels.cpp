@@ -470,6 +470,60 @@ static void silu_and_mul(X* out, const X* gate_up, int64_t T, int64_t I) {
   }
 }
 
+// ---- A layer -------------------------------------------------------------------------------------
+
+// cpu.py hands both over as arrays of 64-bit integers.
+static_assert(sizeof(void*) == 8);
+template <class X>
+struct Layer {  // addresses, null where there is none, and sizes: E hidden, M of the MLP
+  const X *input_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *o, *o_bias, *post_norm, *gate_up, *gate_up_bias, *down,
+      *down_bias;
+  int64_t E, H, K, D, M, window;
+};
+struct Batch {  // as CompiledAttention holds it
+  const int64_t* slots;
+  const int32_t *tables, *seq_lens;  // of the sequences with one new token
+  const int64_t* rows;
+  int64_t S, blocks, B, num_chunks;
+  struct Chunk {
+    int64_t start, end, seq_len;
+    const int32_t* table;
+  };
+  const Chunk* chunks;
+};
+
+// models/decoder.py's DecoderLayer in one call: between kernels Python takes as long as a small batch's layer does.
+template <class X>
+static void decoder_layer(X* out, X* total, const X* x, const X* residual, const X* cos, const X* sin, X* k_cache,
+                          X* v_cache, const Layer<X>* layer, const Batch* batch, int64_t T, float eps, float scale) {
+  auto [input_norm, qkv_weight, qkv_bias, q_norm, k_norm, o_weight, o_bias, post_norm, gate_up_weight, gate_up_bias,
+        down_weight, down_bias, E, H, K, D, M, window] = *layer;
+  auto [slots, tables, seq_lens, rows, S, blocks, B, num_chunks, chunks] = *batch;
+  static thread_local std::vector<X> kept;
+  int64_t width = (H + 2 * K) * D, size = T * (2 * E + width + (2 * H + K) * D + 3 * M);
+  if (int64_t(kept.size()) < size) kept.resize(size);
+  X *normed = kept.data(), *sum = normed + T * E, *qkv = sum + T * E, *q = qkv + T * width, *k = q + T * H * D;
+  X *attended = k + T * K * D, *gate_up = attended + T * H * D, *hidden = gate_up + T * 2 * M;
+
+  rms_norm(normed, sum, x, residual, input_norm, eps, T, E);
+  linear(qkv, normed, qkv_weight, qkv_bias, T, E, width);
+  norm_rotate(q, qkv, width, q_norm, eps, cos, sin, T, H, D);
+  norm_rotate(k, qkv + H * D, width, k_norm, eps, cos, sin, T, K, D);
+  write_kv(k_cache, v_cache, k, qkv + (H + K) * D, slots, T, K * D, K * D, K * D, width);
+  decode_attention(attended, q, k_cache, v_cache, tables, seq_lens, rows, S, blocks, H, K, D, D, B, scale, window, 0,
+                   nullptr, nullptr);
+  for (int64_t i = 0; i < num_chunks; i++) {
+    auto [start, end, seq_len, table] = chunks[i];
+    prefill_attention(attended + start * H * D, q + start * H * D, k_cache, v_cache, table, end - start, seq_len, H, K,
+                      D, D, B, scale, window, 0, nullptr, nullptr);
+  }
+  linear(out, attended, o_weight, o_bias, T, H * D, E);
+  rms_norm(normed, total, out, residual ? sum : x, post_norm, eps, T, E);
+  linear(gate_up, normed, gate_up_weight, gate_up_bias, T, E, 2 * M);
+  silu_and_mul(hidden, gate_up, T, M);
+  linear(out, hidden, down_weight, down_bias, T, M, E);
+}
+
 // cpu.py finds each function by a variable that holds its address: a template has no C name.
 #ifdef __FLT16_MAX__
 #define EXPORT_FLOAT16(name) \
@@ -491,6 +545,7 @@ EXPORT(write_kv)
 EXPORT(rms_norm)
 EXPORT(norm_rotate)
 EXPORT(silu_and_mul)
+EXPORT(decoder_layer)
 extern "C" const int64_t outputs;  // of a packed weight's block
 const int64_t outputs = OUTPUTS;
 #ifdef __AMX_BF16__  // which oneDNN's products use, and ours do not
