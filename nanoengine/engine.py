@@ -38,6 +38,7 @@ from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self
 
@@ -61,6 +62,7 @@ from nanoengine.requests import CheckedRequest, Detokenizer, Prompt, Request, Re
 from nanoengine.sampling import (
     LogprobTable,
     SamplingRow,
+    draw_rows,
     read_reports,
     read_tokens,
     report_prompt,
@@ -934,7 +936,7 @@ class ModelRunner:
         self.kv_specs = self.model.kv_specs
         self.kv_groups = group_layers(self.kv_specs, max_model_len)
         self.device.prepare(self.model)
-        self.scale_logits = self.device.fuse(scale_logits)
+        self.draw = self.device.draw or partial(draw_rows, scale=self.device.fuse(scale_logits))
         with uninterrupted(), self.device.running():  # a backend may try itself out, on its own GPU
             self.attention = self.device.choose_attention(self.kv_specs, self.model.attention_settings)
         self.block_size = config.block_size or self.device.block_size
@@ -982,7 +984,7 @@ class ModelRunner:
                     known = [*s.token_ids, *drafts] if drafts else s.token_ids
                     length, stops, bans = s.num_prompt_tokens, s.stop_ids, s.bad_words
                     rows.append(SamplingRow(s.params, s.seed, end, known, length, stops, bans))
-            tokens, logprobs = sample_rows(logits, rows, self.scale_logits, self.device.download)
+            tokens, logprobs = sample_rows(logits, rows, self.draw, self.device.download)
             download = self.device.download(tokens)
             self.stopwatch.lap("sample")
             return Launch(batch, tokens, download, logprobs, prompt_logprobs)

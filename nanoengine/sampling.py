@@ -31,7 +31,33 @@ class SamplingRow(NamedTuple):
     bad_words: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
 
 
+class SamplingMetadata(NamedTuple):
+    """How each row's token is drawn."""
+
+    temperature: NDArray[np.float32]  # (R,)  0: the likeliest
+    top_k: NDArray[np.int64]  # (R,)  0: all
+    top_p: NDArray[np.float32]  # (R,)  infinity: all
+    min_p: NDArray[np.float32]  # (R,)  0: all
+    u: NDArray[np.float64]  # (R,)  a random number in [0, 1)
+
+    @classmethod
+    def of(cls, rows: Sequence[SamplingRow]) -> "SamplingMetadata":
+        """What their parameters say, and the numbers that their seeds and positions fix."""
+        params = [row.params for row in rows]
+        seeds = np.array([row.seed for row in rows], dtype=np.uint64)
+        positions = np.array([row.position for row in rows], dtype=np.uint64)
+        return cls(
+            np.array([p.temperature for p in params], dtype=np.float32),
+            np.array([max(p.top_k, 0) for p in params], dtype=np.int64),
+            # 1 keeps everything, even where rounding lets the sum before a token reach it.
+            np.array([p.top_p if p.top_p < 1 else math.inf for p in params], dtype=np.float32),
+            np.array([p.min_p for p in params], dtype=np.float32),
+            uniform(seeds, positions),
+        )
+
+
 Scale = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+Draw = Callable[[Tensor, SamplingMetadata], tuple[Tensor, Tensor]]
 
 CACHED_LOGITS = 1 << 20  # how many float32 logits a CPU's caches hold
 
@@ -53,7 +79,27 @@ def scale_logits(logits: Tensor, divisors: Tensor) -> tuple[Tensor, Tensor]:
     return (logits - largest).div_(divisors), largest  # in place: fresh memory costs more than the arithmetic
 
 
-def draw_tokens(logits: Tensor, rows: Sequence[SamplingRow], scale: Scale = scale_logits) -> Tensor:
+def draw_rows(
+    logits: Tensor, metadata: SamplingMetadata, scale: Scale = scale_logits
+) -> tuple[Tensor, Tensor]:
+    """A token per row, (R,) int64, and each row's largest logit, which is NaN where one is; in PyTorch.
+
+    By temperature; min_p, top_k, top_p; one draw. On a GPU nothing waits.
+    """
+    if not metadata.temperature.any():
+        tokens = logits.argmax(-1)
+        return tokens, logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
+    # On a CPU a few rows at a time, which stay in its caches from one operation to the next.
+    size = len(logits) if logits.is_cuda else max(1, CACHED_LOGITS // logits.shape[1])
+    parts = [
+        _draw_part(part, SamplingMetadata._make(x[i * size :][:size] for x in metadata), scale)
+        for i, part in enumerate(torch.split(logits, size))
+    ]
+    tokens, largest = (torch.cat(columns) for columns in zip(*parts, strict=True))
+    return tokens, largest
+
+
+def draw_tokens(logits: Tensor, rows: Sequence[SamplingRow], draw: Draw = draw_rows) -> Tensor:
     """Draw a token per row; on a GPU without waiting for it. No row's token depends on the other rows.
 
     The order is vLLM's: biases, penalties and bans; temperature; min_p, top_k, top_p; one draw.
@@ -61,24 +107,14 @@ def draw_tokens(logits: Tensor, rows: Sequence[SamplingRow], scale: Scale = scal
     Args:
         logits: (R, V), any floating dtype, not modified.
         rows: the R sequences.
-        scale: `scale_logits`, or that compiled.
+        draw: `draw_rows`, or a kernel that does the same.
 
     Returns:
         (R,) int64; -1 where a logit is NaN.
     """
-    params = [row.params for row in rows]
-    if any(p.edits_logits for p in params):
+    if any(row.params.edits_logits for row in rows):
         logits = _edit_logits(logits.to(torch.float32, copy=True), rows)
-    if all(p.temperature == 0 for p in params):
-        tokens = logits.argmax(-1)
-        largest = logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
-    else:
-        # On a CPU a few rows at a time, which stay in its caches from one operation to the next.
-        size = len(rows) if logits.is_cuda else max(1, CACHED_LOGITS // logits.shape[1])
-        parts = [
-            _sample(part, rows[i * size :][:size], scale) for i, part in enumerate(torch.split(logits, size))
-        ]
-        tokens, largest = (torch.cat(columns) for columns in zip(*parts, strict=True))
+    tokens, largest = draw(logits, SamplingMetadata.of(rows))
     # The maximum of a row with a NaN is NaN, so one number a row tells whether it can be sampled.
     return tokens.masked_fill(~largest.isfinite(), -1)
 
@@ -88,20 +124,13 @@ def read_tokens(tokens: Tensor) -> list[int | None]:
     return [None if token_id < 0 else token_id for token_id in tokens.tolist()]
 
 
-def _sample(logits: Tensor, rows: Sequence[SamplingRow], scale: Scale) -> tuple[Tensor, Tensor]:
-    """Token ids, (R,) int64, by temperature, filters and one draw; and each row's largest logit."""
+def _draw_part(logits: Tensor, metadata: SamplingMetadata, scale: Scale) -> tuple[Tensor, Tensor]:
     device = logits.device
-    params = [row.params for row in rows]
-    temperatures = np.array([p.temperature for p in params], dtype=np.float32)
-    is_greedy = temperatures == 0
-    seeds = np.array([row.seed for row in rows], dtype=np.uint64)
-    positions = np.array([row.position for row in rows], dtype=np.uint64)
-    divisors, u = upload(
-        np.stack((np.where(is_greedy, 1.0, temperatures), uniform(seeds, positions))), device
-    )
+    is_greedy = metadata.temperature == 0
+    divisors, u = upload(np.stack((np.where(is_greedy, 1.0, metadata.temperature), metadata.u)), device)
     scaled, largest = scale(logits, divisors.float().unsqueeze(1))
-    _filter(scaled, params)
-    tokens = _draw(scaled.exp_(), u)
+    _filter(scaled, metadata)
+    tokens = _pick(scaled.exp_(), u)
     if is_greedy.any():
         tokens = torch.where(upload(is_greedy, device), logits.argmax(-1), tokens)
     return tokens, largest.squeeze(1)
@@ -165,7 +194,7 @@ def report_samples(
 
 
 def sample_rows(
-    logits: Tensor, rows: Sequence[SamplingRow], scale: Scale, transfer: Transfer
+    logits: Tensor, rows: Sequence[SamplingRow], draw: Draw, transfer: Transfer
 ) -> tuple[Tensor, list[LogprobTable]]:
     """As `draw_tokens`, and the log-probabilities that rows ask for, queued for the host.
 
@@ -173,7 +202,7 @@ def sample_rows(
     """
 
     def sample(at: slice) -> tuple[Tensor, list[LogprobTable]]:
-        tokens = draw_tokens(logits[at], rows[at], scale)
+        tokens = draw_tokens(logits[at], rows[at], draw)
         return tokens, report_samples(logits[at], rows[at], tokens, transfer, at.start)
 
     failed = logits.new_full((1,), -1, dtype=torch.int64), list[LogprobTable]()
@@ -319,38 +348,39 @@ class _Entries:
         return (rows, token_ids), upload(np.concatenate(self.values), like.device).to(like.dtype)
 
 
-def _filter(scaled: Tensor, params: Sequence[SamplingParams]) -> None:
+def _filter(scaled: Tensor, metadata: SamplingMetadata) -> None:
     """Set to -inf, in place, what min_p, top_k and top_p cut off; the likeliest token always stays.
 
     Each row's largest is 0. Of equal ones the first come first, as in a stable sort, so that the other
     rows of the batch cannot change which of them stay.
     """
+    temperature, top_k, top_p, min_p, _ = metadata
 
-    def column(numbers: list[float]) -> Tensor:
-        return upload(np.array(numbers, dtype=np.float32), scaled.device).unsqueeze(1)
+    def of(numbers: NDArray[Any], rows: NDArray[np.intp]) -> Tensor:
+        return upload(numbers[rows], scaled.device).unsqueeze(1)
 
-    sampled = [i for i, p in enumerate(params) if p.temperature > 0]
-    if unlikely := [i for i in sampled if params[i].min_p > 0]:
-        at = upload(np.array(unlikely), scaled.device)
+    is_sampled = temperature > 0
+    (unlikely,) = np.nonzero(is_sampled & (min_p > 0))
+    if len(unlikely):
+        at = upload(unlikely, scaled.device)
         kept = scaled[at]
-        scaled[at] = kept.masked_fill(kept.exp() < column([params[i].min_p for i in unlikely]), -math.inf)
-    with_k = [i for i in sampled if params[i].top_k > 0]
-    without_k = [i for i in sampled if params[i].top_k <= 0 and params[i].top_p < 1]
-    for rows in filter(None, (with_k, without_k)):
-        at = upload(np.array(rows), scaled.device)
+        scaled[at] = kept.masked_fill(kept.exp() < of(min_p, unlikely), -math.inf)
+    (with_k,) = np.nonzero(is_sampled & (top_k > 0))
+    (without_k,) = np.nonzero(is_sampled & (top_k == 0) & (top_p < 1))
+    for rows in (with_k, without_k):
+        if not len(rows):
+            continue
+        at = upload(rows, scaled.device)
         logits = scaled[at]
         if rows is with_k:  # these need no sort of the vocabulary
-            order = _likeliest(logits, max(params[i].top_k for i in rows))
+            order = _likeliest(logits, int(top_k[rows].max()))
             values = logits.gather(1, order)
             ranks = torch.arange(values.shape[1], device=values.device)
-            top_k = upload(np.array([params[i].top_k for i in rows]), values.device).unsqueeze(1)
-            values = values.masked_fill(ranks >= top_k, -math.inf)
+            values = values.masked_fill(ranks >= of(top_k, rows), -math.inf)
         else:
             values, order = logits.sort(dim=-1, descending=True, stable=True)
         probs = values.softmax(-1)
-        # top_p = 1 keeps everything, even where rounding lets the sum before a token reach 1.
-        top_p = column([params[i].top_p if params[i].top_p < 1 else math.inf for i in rows])
-        beyond = probs.cumsum(-1) - probs >= top_p
+        beyond = probs.cumsum(-1) - probs >= of(top_p, rows)
         beyond[:, :1].fill_(False)  # the likeliest stays, even where top_p is 0 in float32
         values = values.masked_fill(beyond, -math.inf)
         scaled[at] = torch.full_like(logits, -math.inf).scatter_(1, order, values)
@@ -370,7 +400,7 @@ def _likeliest(logits: Tensor, num: int) -> Tensor:
     return 0x7FFFFFFF - (top & 0xFFFFFFFF)
 
 
-def _draw(weights: Tensor, u: Tensor) -> Tensor:
+def _pick(weights: Tensor, u: Tensor) -> Tensor:
     """Inverse-CDF sampling in two levels: first a chunk of the vocabulary, then a token within it.
 
     A cumulative sum over the whole vocabulary would cost five times as much, `torch.multinomial`

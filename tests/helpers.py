@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 import nanoengine
 from nanoengine import LLM
+from nanoengine.backends.cpu import Kernels
 from nanoengine.backends.device import Download
 from nanoengine.engine import BlockManager, Chunk, ScheduledBatch, Scheduler, Sequence
 from nanoengine.sampling import draw_tokens, read_reports, read_tokens, report_samples
@@ -333,8 +334,12 @@ def batch_of(*chunks: tuple[Sequence, int, int]) -> ScheduledBatch:
 
 
 def sample(logits: torch.Tensor, rows: list) -> tuple[list, list]:
-    """A step's sampling, as the runner does it: per row the token id, and what was asked to be reported."""
+    """A step's sampling, as the runner does it: per row the token id, and what was asked to be reported.
+
+    The kernel has to draw the same tokens.
+    """
     tokens = draw_tokens(logits, rows)
+    assert draw_tokens(logits, rows, Kernels().sample).tolist() == tokens.tolist()
     token_ids = read_tokens(tokens)
     entries = read_reports(report_samples(logits, rows, tokens, Download), token_ids)
     return token_ids, [entries.get(row) for row in range(len(rows))]

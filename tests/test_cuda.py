@@ -20,7 +20,7 @@ from nanoengine.backends.cuda import CUDA, FusedKernels, GraphRecorder, Staging,
 from nanoengine.backends.flash import FlashAttention, VarlenAttention
 from nanoengine.engine import build_inputs
 from nanoengine.models.decoder import PlainKernels
-from nanoengine.sampling import SamplingRow, draw_tokens, scale_logits
+from nanoengine.sampling import SamplingRow, draw_rows, draw_tokens, scale_logits
 from tests.attention import ALL_DECODES, ALL_FRESH, MIXED, check_attention, metadata_of
 from tests.doubles import FakeGPU
 from tests.helpers import batch_of, checkpoint, greedy, make_sequence, random_prompts
@@ -578,5 +578,5 @@ def test_the_compiled_sampler_draws_the_tokens_the_plain_one_does():
             SamplingRow(SamplingParams(**settings[i % 5]), 100 + i, 2, [1, 2], 1) for i in range(num_rows)
         ]
         expected = draw_tokens(logits, rows)
-        assert torch.equal(draw_tokens(logits, rows, compiled), expected)
+        assert torch.equal(draw_tokens(logits, rows, functools.partial(draw_rows, scale=compiled)), expected)
         assert (expected == -1).sum() == (num_rows == 20)

@@ -187,6 +187,8 @@ def test_a_layer_in_one_call_computes_what_it_does_in_several_to_the_bit(dtype, 
     for weight in layer.to(dtype).requires_grad_(False).parameters():
         weight.normal_(std=0.2)
     pack_weights(layer, kernels)
+    if not CompiledLayer.can_hold(layer):
+        pytest.skip("the kernels run elsewhere")
     for module in (layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm):
         module.kernels = kernels
     tables = (torch.arange(len(lengths) * 38) % 89 + 1).view(len(lengths), 38).int()

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from nanoengine.sampling import SamplingRow, _filter, uniform
+from nanoengine.backends.cpu import Kernels
+from nanoengine.sampling import SamplingMetadata, SamplingRow, _filter, draw_rows, uniform
 from nanoengine.sampling_params import SamplingParams
 from tests.helpers import BAD_FIELDS, sample
 
@@ -316,13 +317,47 @@ def test_filters_keep_what_a_stable_sort_would_whatever_the_other_rows(vocab_siz
     expected = filtered_by_sorting(scaled, params)
     greedy_rows = [i for i, p in enumerate(params) if p.temperature == 0]
     expected[greedy_rows] = scaled[greedy_rows]  # nothing is drawn from them
-    together = scaled.clone()
-    _filter(together, params)
+    together, rows = scaled.clone(), [row(p) for p in params]
+    _filter(together, SamplingMetadata.of(rows))
     assert torch.equal(together, expected)
-    for i, p in enumerate(params):
+    for i in range(len(rows)):
         alone = scaled[i : i + 1].clone()
-        _filter(alone, [p])
+        _filter(alone, SamplingMetadata.of(rows[i : i + 1]))
         assert torch.equal(alone[0], expected[i])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("vocab_size", [1, 5, 255, 257, 3000, 40_000])
+def test_the_kernel_draws_what_pytorch_does_and_each_row_by_itself(vocab_size, dtype):
+    """Of logits of 16 bits many are equal."""
+    generator = torch.Generator().manual_seed(0)
+    filters = [
+        (k, p, m) for k in (-1, 1, 40, 50_000) for p in (1.0, 0.9, 0.2, 1e-46) for m in (0.0, 0.1, 1.0)
+    ]
+    rows = [
+        row(top_k=k, top_p=p, min_p=m, temperature=t, seed=i)
+        for i, (k, p, m) in enumerate(filters)
+        for t in (0.0, 0.6, 3.0, 1e-38)
+    ]
+    logits = (torch.randn(len(rows), vocab_size, generator=generator) * 3).to(dtype)
+    logits[::3, ::2] = -INF
+    logits[:, -1] = 0.5
+    metadata = SamplingMetadata.of(rows)
+    tokens, largest = Kernels().sample(logits, metadata)
+    expected, most = draw_rows(logits, metadata)
+    assert tokens.tolist() == expected.tolist()
+    assert torch.equal(largest, most.float())
+    for i in range(0, len(rows), 7):
+        alone = Kernels().sample(logits[i : i + 1], SamplingMetadata._make(x[i : i + 1] for x in metadata))
+        assert alone[0].item() == tokens[i]
+
+
+def test_the_kernel_finds_top_k_wherever_they_stand():
+    """It looks among parts of the vocabulary for how far the last of them can be."""
+    logits = torch.zeros(1, 640)
+    logits[0, ::64] = torch.linspace(5, 6, 10)
+    rows = [row(top_k=10, seed=seed) for seed in range(200)]
+    assert set(sample(logits.expand(200, -1), rows)[0]) == set(range(0, 640, 64))
 
 
 def test_a_vocabulary_is_sorted_only_for_top_p_without_top_k(monkeypatch):

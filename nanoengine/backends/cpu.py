@@ -44,6 +44,7 @@ from nanoengine.steps import unwound_by_sigterm
 if TYPE_CHECKING:
     from nanoengine.engine import ModelRunner
     from nanoengine.models.decoder import DecoderLayer
+    from nanoengine.sampling import SamplingMetadata
 
 # ---- Threads -------------------------------------------------------------------------------------
 
@@ -126,11 +127,10 @@ def keep_freed_memory() -> None:
 # ---- Kernels -------------------------------------------------------------------------------------
 
 SOURCE = Path(__file__).parent / "kernels.cpp"
-HEADER = SOURCE.with_name("products.h")
+HEADERS = SOURCE.with_name("attention.h"), SOURCE.with_name("products.h")
 # What of -ffast-math keeps NaN, infinity, and the order of sums, on which results depend to the last bit.
 FLAGS = (
-    "-O3 -march=native -std=c++17 -fopenmp -shared -fPIC "
-    "-fno-math-errno -fno-trapping-math -fno-signed-zeros -freciprocal-math"
+    "-O3 -march=native -std=c++17 -fopenmp -shared -fPIC -fno-math-errno -fno-trapping-math -fno-signed-zeros"
 )
 
 
@@ -273,6 +273,13 @@ class Kernels:
         self.call("silu_and_mul", out, gate_up, num_rows, width // 2)
         return out
 
+    def sample(self, logits: Tensor, metadata: "SamplingMetadata") -> tuple[Tensor, Tensor]:
+        """As `sampling.draw_rows`."""
+        tokens, largest = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits))
+        arrays = (torch.from_numpy(array) for array in metadata)
+        self.call("sample", logits.contiguous(), tokens, largest, *arrays, *logits.shape)
+        return tokens, largest
+
     def call(self, name: str, first: Tensor, *arguments: Any) -> None:
         """Call a kernel for the first tensor's type; tensors become addresses, None a null pointer."""
         function = self._functions.get((name, first.dtype))
@@ -313,7 +320,8 @@ def _compile() -> tuple[ctypes.CDLL, bool]:
     command = [program, *FLAGS.split(), *options]  # $CXX may say -march=x86-64-v3
     try:
         version = _run([program, *options, "--version"], tempfile.gettempdir())
-        told = "\n".join((SOURCE.read_text(), HEADER.read_text(), *command, version, _processor()))
+        sources = [path.read_text() for path in (SOURCE, *HEADERS)]
+        told = "\n".join((*sources, *command, version, _processor()))
         name = f"kernels-{_digest(told.encode())}"
         cache = _private_cache()
         for path in cache.glob(f"{name}-*.so") if cache else ():
@@ -618,6 +626,7 @@ class CPU(Device):
         for dtype in {spec.dtype for spec in model.kv_specs}:
             if self.kernels is not None and not self.kernels.serves(dtype):
                 self.kernels, self._no_kernels = None, f"there are no kernels for {_name(dtype)}"
+        self.draw = None if self.kernels is None else self.kernels.sample
         pack_weights(model, self.kernels)
         if model.replaceable and self.kernels is not None:
             model.use_kernels(self.kernels)

@@ -77,6 +77,7 @@ class Device:
     block_size: ClassVar[int] = 32
     max_num_batched_tokens: ClassVar[int] = 1024
     async_scheduling: ClassVar[bool] = False
+    draw: Any = None  # a kernel for `sampling.draw_rows`, once prepared
     more_memory: ClassVar[str] = "free some memory"  # advice
 
     def __init__(self, device: torch.device, config: EngineConfig) -> None:

@@ -1,392 +1,15 @@
-// What PyTorch has no fast operator for on a CPU: products with weights that come out of memory once for all rows,
-// attention over cache blocks, and the element-wise work between two products, each in one pass over memory.
+// What PyTorch has no fast operator for on a CPU: products with weights that come out of memory once for all rows
+// (products.h), attention over cache blocks (attention.h), and here the element-wise work between two products, each in
+// one pass over memory, all of a layer in one call, and sampling.
 // cpu.py compiles this file where there is a compiler and calls it through ctypes; everything here also exists in
-// plain PyTorch, in attention.py and models/decoder.py, which say what it means.
+// plain PyTorch, in attention.py, models/decoder.py and sampling.py, which say what it means.
 //
-// Shape letters: T tokens, S sequences, H query heads, K key/value heads, G = H / K, D head_dim (Dv of the
-// values), B block_size. X is float, bf16 or fp16; arithmetic is in float, rounded to X where PyTorch rounds.
+// Shape letters: T tokens, S sequences, H query heads, K key/value heads, D head_dim, B block_size, E hidden size, R rows
+// of logits, V vocabulary. X is float, bf16 or fp16; arithmetic is in float, rounded to X where PyTorch rounds.
 
-#include <cmath>
-#include <tuple>
+#include <cfloat>
 
-#include "products.h"
-
-// ---- Attention -----------------------------------------------------------------------------------
-
-// e^x to about one unit in the last place, in a form the compiler turns into vector instructions:
-// x = n ln 2 + r, a polynomial for e^r, and n added to the exponent.
-static inline float fast_exp(float x) {
-  x = std::min(std::max(x, -87.0f), 88.0f);
-  float n = std::nearbyint(x * 1.44269504f);
-  float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  float p = 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  int32_t exponent = (int32_t(n) + 127) << 23;
-  float power;
-  memcpy(&power, &exponent, 4);
-  return p * power;
-}
-
-// Tokens of a sequence that are attended to at a time, and how far apart heads' scores are in decode_attention: there
-// is room for the 16 that are written at a time.
-constexpr int64_t SPAN = 256, ROW = SPAN + 16;
-
-// The lanes of two registers taken in turns, and added: the sums of a's pairs, then of b's.
-template <int... I>
-static inline floats add_pairs(floats a, floats b, std::integer_sequence<int, I...>) {
-#if defined(__clang__) || __GNUC__ >= 12
-  return __builtin_shufflevector(a, b, 2 * I...) + __builtin_shufflevector(a, b, 2 * I + 1 ...);
-#else
-  typedef int32_t lanes __attribute__((vector_size(LANES * 4)));
-  return __builtin_shuffle(a, b, lanes{2 * I...}) + __builtin_shuffle(a, b, lanes{2 * I + 1 ...});
-#endif
-}
-
-// The sum of each of LANES registers, in one.
-static inline floats sum_each(const floats* parts) {
-  floats sums[LANES];
-  memcpy(sums, parts, sizeof sums);
-  for (int n = LANES / 2; n; n /= 2)
-    for (int i = 0; i < n; i++)
-      sums[i] = add_pairs(sums[2 * i], sums[2 * i + 1], std::make_integer_sequence<int, LANES>());
-  return sums[0];
-}
-
-// A dot product of a multiple of LANES elements (of bf16, twice that), but for the sum over the register.
-static inline floats dot_parts(const float* a, const float* b, int64_t n) {
-  floats sum{};
-  for (int64_t i = 0; i < n; i += LANES) sum += load_as<floats>(a + i) * load_as<floats>(b + i);
-  return sum;
-}
-
-// Have n elements brought into the second cache.
-template <class X>
-static inline void fetch(const X* from, int64_t n) {
-  for (int64_t i = 0; i < n; i += 64 / sizeof(X)) __builtin_prefetch(from + i, 0, 2);
-}
-
-#ifdef __AVX512BF16__
-static inline floats dot_parts(const bf16* a, const bf16* b, int64_t n) {
-  floats sum{};
-  for (int64_t i = 0; i < n; i += 32)
-    sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(a + i), (__m512bh)_mm512_loadu_si512(b + i));
-  return sum;
-}
-
-// 32 elements each of two rows in turns, a0 b0 a1 b1 ..., in two registers.
-static inline std::pair<__m512bh, __m512bh> interleaved(const bf16* a, const bf16* b) {
-  alignas(64) static constexpr auto ORDER = [] {
-    std::array<uint16_t, 64> order{};
-    for (int i = 0; i < 64; i++) order[i] = i / 2 + i % 2 * 32;
-    return order;
-  }();
-  __m512i low = _mm512_load_si512(ORDER.data()), high = _mm512_load_si512(ORDER.data() + 32);
-  __m512i first = _mm512_loadu_si512(a), second = _mm512_loadu_si512(b);
-  return {(__m512bh)_mm512_permutex2var_epi16(first, low, second),
-          (__m512bh)_mm512_permutex2var_epi16(first, high, second)};
-}
-#endif
-
-template <class X>
-static inline float dot(const X* a, const X* b, int64_t n) {
-  float sum = 0;
-#pragma omp simd reduction(+ : sum)
-  for (int64_t i = 0; i < n; i++) sum += load(a[i]) * load(b[i]);
-  return sum;
-}
-
-static void add_scaled(float* __restrict sum, const float* __restrict row, float factor, int64_t n) {
-  for (int64_t i = 0; i < n; i++) sum[i] += factor * row[i];
-}
-
-// A row of scores to weights e^(score - most), in place; most, the largest of them and of what `most` was, and their
-// sum. The first key is `distance` positions before the query; each position costs *slope (ALiBi).
-static std::pair<float, float> exponentials(float* row, int64_t n, float most, float softcap, const float* slope,
-                                            int64_t distance) {
-  if (softcap > 0)
-    for (int64_t i = 0; i < n; i++) row[i] = softcap * std::tanh(row[i] / softcap);
-  if (slope)
-    for (int64_t i = 0; i < n; i++) row[i] -= *slope * float(distance - i);
-#pragma omp simd reduction(max : most)
-  for (int64_t i = 0; i < n; i++) most = row[i] > most ? row[i] : most;
-  float sum = 0;
-#pragma omp simd reduction(+ : sum)
-  for (int64_t i = 0; i < n; i++) sum += row[i] = fast_exp(row[i] - most);
-  return {most, sum};
-}
-
-// scores[head][t] = q[head] . keys[t][head / G] for q (H, D) and up to 16 tokens' keys (count, K, D); a head's
-// scores are ROW apart from the next one's. Keys are read in the order in which they lie in memory, and those of
-// the `next` tokens fetched meanwhile.
-template <class X>
-static void write_scores(float* scores, const Input<X>* q, const X* keys, const X* next, int64_t count, int64_t H,
-                         int64_t K, int64_t D) {
-  int64_t G = H / K;
-  static thread_local std::vector<float> room;
-  static thread_local std::vector<floats> parts;  // (H, 16 tokens)
-  parts.resize(H * 16);
-  bool is_whole = D % (LANES * STEP<Input<X>>) == 0;
-  for (int64_t t = 0; t < count; t++) {
-    fetch(next + t * K * D, K * D);
-    const Input<X>* key = as_inputs<Input<X>>(room, keys + t * K * D, K * D);
-    for (int64_t head = 0; head < H; head++)
-      if (is_whole) parts[head * 16 + t] = dot_parts(q + head * D, key + head / G * D, D);
-      else scores[head * ROW + t] = dot(q + head * D, key + head / G * D, D);
-  }
-  if (!is_whole) return;
-  for (int64_t head = 0; head < H; head++)
-    for (int64_t t = 0; t < 16; t += LANES) {
-      floats sums = sum_each(&parts[head * 16 + t]);
-      memcpy(scores + head * ROW + t, &sums, sizeof sums);
-    }
-}
-
-// sums[head] += weights[head][t] * values[t][head / G] for sums (H, D) and values (count, K, D); `next` as above.
-// Values are multiplied as V: as they are, by bfloat16's instructions, or as floats. Tokens go by fours, so that sums
-// are read and written once for four.
-template <class V, class X>
-static void add_values(float* sums, const X* weights, const X* values, const X* next, int64_t count, int64_t H,
-                       int64_t K, int64_t D) {
-  int64_t G = H / K;
-  static thread_local std::vector<float> room;
-  for (int64_t t = 0; t < count; t += 4) {
-    const V* four = as_inputs<V>(room, values + t * K * D, std::min<int64_t>(4, count - t) * K * D);
-    for (int64_t head = 0; head < H; head++) {
-      fetch(next + (t * H + head * 4) * K * D / H, 4 * K * D / H);
-      X weight[4];
-      const V* value[4];
-      for (int64_t j = 0; j < 4; j++) {
-        bool is_there = t + j < count;
-        weight[j] = is_there ? weights[head * ROW + t + j] : narrow<X>(0);
-        value[j] = four + ((is_there ? j : 0) * K + head / G) * D;
-      }
-      float* sum = sums + head * D;
-#ifdef __AVX512BF16__
-      if constexpr (std::is_same_v<V, bf16>) {  // an instruction adds two tokens to a sum
-        __m512bh first = (__m512bh)_mm512_set1_epi32(weight[0].bits | uint32_t(weight[1].bits) << 16);
-        __m512bh second = (__m512bh)_mm512_set1_epi32(weight[2].bits | uint32_t(weight[3].bits) << 16);
-        for (int64_t i = 0; i < D; i += 32) {
-          auto [a, b] = interleaved(value[0] + i, value[1] + i);
-          auto [c, d] = interleaved(value[2] + i, value[3] + i);
-          __m512 low = _mm512_dpbf16_ps(_mm512_loadu_ps(sum + i), first, a);
-          __m512 high = _mm512_dpbf16_ps(_mm512_loadu_ps(sum + i + 16), first, b);
-          _mm512_storeu_ps(sum + i, _mm512_dpbf16_ps(low, second, c));
-          _mm512_storeu_ps(sum + i + 16, _mm512_dpbf16_ps(high, second, d));
-        }
-        continue;
-      }
-#endif
-      float scale[4];
-      widen_row(scale, weight, 4);
-#pragma omp simd
-      for (int64_t i = 0; i < D; i++)
-        sum[i] += scale[0] * load(value[0][i]) + scale[1] * load(value[1][i]) + scale[2] * load(value[2][i]) +
-                  scale[3] * load(value[3][i]);
-    }
-  }
-}
-
-// Sequence i's one new token, row rows[i] of q (T, H, D), attends to the last `window` (0: all) of its
-// seq_lens[i] tokens. K and V are read where they are. A long sequence is several tasks, each over SPAN tokens with
-// weights of its own, put together at the end: flash-decoding (https://pytorch.org/blog/flash-decoding). Where
-// spans begin depends on the sequence alone, so its result does not depend on the batch.
-template <class X>
-static void decode_attention(X* out, const X* q, const X* k_cache, const X* v_cache, const int32_t* block_tables,
-                             const int32_t* seq_lens, const int64_t* rows, int64_t S, int64_t blocks, int64_t H,
-                             int64_t K, int64_t D, int64_t Dv, int64_t B, float scale, int64_t window,
-                             float softcap, const float* sinks, const float* slopes) {
-  struct Task {
-    int64_t sequence, begin, end;
-  };
-  std::vector<Task> tasks;
-  std::vector<int64_t> first_task{0};
-  for (int64_t s = 0; s < S; s++) {
-    int64_t length = seq_lens[s], start = window ? std::max<int64_t>(0, length - window) : 0;
-    for (; start < length; start += SPAN) tasks.push_back({s, start, std::min(start + SPAN, length)});
-    first_task.push_back(tasks.size());
-  }
-  // Of each task: per head the sum of values, then per head the largest score and the sum of weights.
-  int64_t size = H * (Dv + 2);
-  static thread_local std::vector<float> kept;  // from call to call: fresh memory costs more than what is done here
-  if (kept.size() < tasks.size() * size) kept.resize(tasks.size() * size);
-  float* results = kept.data();
-#pragma omp parallel
-  {
-    std::vector<float> scores(H * ROW), query_room;
-    std::vector<X> weights(H * ROW);
-#pragma omp for schedule(dynamic)
-    for (size_t i = 0; i < tasks.size(); i++) {
-      int64_t s = tasks[i].sequence, begin = tasks[i].begin, end = tasks[i].end;
-      // Calls use(offset in the span, slot, slot of the tokens after these, count) for up to 16 tokens that lie
-      // together in a block.
-      auto each_run = [&](auto use) {
-        const int32_t* table = block_tables + s * blocks;
-        auto slot = [&](int64_t position) { return table[position / B] * B + position % B; };
-        for (int64_t position = begin, next; position < end; position = next) {
-          next = std::min({(position / B + 1) * B, position + 16, end});
-          use(position - begin, slot(position), slot(std::min(next, end - 1)), next - position);
-        }
-      };
-      const Input<X>* query = as_inputs<Input<X>>(query_room, q + rows[s] * H * D, H * D);
-      each_run([&](int64_t offset, int64_t slot, int64_t next, int64_t count) {
-        const X *keys = k_cache + slot * K * D, *next_keys = k_cache + next * K * D;
-        write_scores(&scores[offset], query, keys, next_keys, count, H, K, D);
-      });
-      float *sums = &results[i * size], *totals = sums + H * Dv;
-      std::fill(sums, totals, 0.0f);
-      for (int64_t head = 0; head < H; head++) {
-        float* mine = &scores[head * ROW];
-        for (int64_t t = 0; t < end - begin; t++) mine[t] *= scale;
-        std::tie(totals[2 * head], totals[2 * head + 1]) = exponentials(
-            mine, end - begin, -INFINITY, softcap, slopes ? slopes + head : nullptr, seq_lens[s] - 1 - begin);
-        narrow_row(&weights[head * ROW], mine, end - begin);
-      }
-      each_run([&](int64_t offset, int64_t slot, int64_t next, int64_t count) {
-        const X *values = v_cache + slot * K * Dv, *next_values = v_cache + next * K * Dv;
-        if (Dv % 32 == 0) add_values<Input<X>>(sums, &weights[offset], values, next_values, count, H, K, Dv);
-        else add_values<float>(sums, &weights[offset], values, next_values, count, H, K, Dv);
-      });
-    }
-    std::vector<float> row(Dv);
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < S * H; i++) {
-      int64_t s = i / H, head = i % H, first = first_task[s], last = first_task[s + 1];
-      auto totals = [&](int64_t task) { return &results[task * size + H * Dv + 2 * head]; };
-      float most = sinks ? sinks[head] : totals(first)[0];
-      for (int64_t task = first; task < last; task++) most = std::max(most, totals(task)[0]);
-      float sum = sinks ? fast_exp(sinks[head] - most) : 0;
-      for (int64_t task = first; task < last; task++) sum += fast_exp(totals(task)[0] - most) * totals(task)[1];
-      std::fill(row.begin(), row.end(), 0.0f);
-      for (int64_t task = first; task < last; task++)
-        add_scaled(row.data(), &results[task * size + head * Dv], fast_exp(totals(task)[0] - most) / sum, Dv);
-      narrow_row(out + (rows[s] * H + head) * Dv, row.data(), Dv);
-    }
-  }
-}
-
-// Columns and rows of a packed weight: of K, whose tokens are the outputs, and of V, whose tokens are the inputs.
-template <class A, class X>
-static void pack_column(A* __restrict to, const X* __restrict token, int64_t D) {
-  if constexpr (STEP<A> == 2)
-    for (int64_t d = 0; d < D; d += 2) memcpy(to + d * OUTPUTS, token + d, std::min<int64_t>(2, D - d) * sizeof(X));
-  else
-    for (int64_t d = 0; d < D; d++) to[d * OUTPUTS] = load(token[d]);
-}
-
-template <class A, class X>
-static void pack_row(A* __restrict to, const X* __restrict token, const X* __restrict next, int64_t n) {
-  if constexpr (STEP<A> == 2)
-    for (int64_t d = 0; d < n; d++) to[2 * d] = token[d], to[2 * d + 1] = next[d];
-  else
-    widen_row(to, token, n);
-}
-
-// A sequence's last T tokens, q and out (T, H, ..), attend to its `length` tokens. Keys come in spans, packed as a
-// product's weights are, and weights of earlier spans are scaled down where a later one has a larger score:
-// flash-attention (https://arxiv.org/abs/2205.14135). Spans begin where they do whatever the chunk, and what a query
-// does not see adds 0, so its result does not depend on how the prompt was divided.
-template <class X>
-static void prefill_attention(X* out, const X* q, const X* k_cache, const X* v_cache, const int32_t* table, int64_t T,
-                              int64_t length, int64_t H, int64_t K, int64_t D, int64_t Dv, int64_t B, float scale,
-                              int64_t window, float softcap, const float* sinks, const float* slopes) {
-  using A = Input<X>;  // of q, K, weights and V in the products
-  constexpr int64_t QUERIES = 128, PAIR = STEP<A>;
-  auto padded = [](int64_t n, int64_t to) { return (n + to - 1) / to * to; };
-  int64_t G = H / K, query_width = padded(D, PAIR), value_width = padded(Dv, OUTPUTS);
-  int64_t num_parts = (T + QUERIES - 1) / QUERIES;
-#pragma omp parallel
-  {
-    std::vector<A> queries(G * QUERIES * query_width), keys(padded(SPAN, OUTPUTS) * query_width);
-    std::vector<A> values(SPAN * value_width), weights(ROWS * SPAN);
-    std::vector<float> scores(ROWS * padded(SPAN, OUTPUTS)), sums(G * QUERIES * value_width);
-    std::vector<float> most(G * QUERIES), total(G * QUERIES), query(ROWS * query_width);
-    std::vector<X> zeros(Dv);
-#pragma omp for schedule(dynamic)
-    for (int64_t task = 0; task < K * num_parts; task++) {
-      int64_t kv_head = task % K, part = num_parts - 1 - task / K;  // the longest first
-      int64_t rows = std::min(QUERIES, T - part * QUERIES), first = length - T + part * QUERIES, last = first + rows;
-      const X* part_q = q + (part * QUERIES * H + kv_head * G) * D;
-      // Calls use(g, tile's first row, its rows, their place among the part's) for tiles of one head's queries.
-      auto each_tile = [&](auto use) {
-        for (int64_t g = 0; g < G; g++)
-          for (int64_t i = 0; i < num_tiles_of(rows); i++) {
-            auto [begin, end] = tile_of(rows, i);
-            use(g, begin, end - begin, g * QUERIES + begin);
-          }
-      };
-      each_tile([&](int64_t g, int64_t row, int64_t R, int64_t place) {
-        for (int64_t r = 0; r < R; r++) widen_row(&query[r * query_width], part_q + ((row + r) * H + g) * D, D);
-        pack_rows(&queries[place * query_width], query.data(), query_width, R, query_width);
-        std::fill_n(&most[place], R, sinks ? sinks[kv_head * G + g] : -INFINITY);
-        std::fill_n(&total[place], R, sinks ? 1 : 0);
-        std::fill_n(&sums[place * value_width], R * value_width, 0.0f);
-      });
-      int64_t lowest = window ? std::max<int64_t>(0, first + 1 - window) : 0;
-      for (int64_t begin = lowest / SPAN * SPAN; begin < last; begin += SPAN) {
-        int64_t end = std::min(begin + SPAN, last), start = std::max(begin, lowest);
-        auto token = [&](const X* cache, int64_t position, int64_t width) {
-          int64_t slot = int64_t(table[position / B]) * B + position % B;
-          return cache + (slot * K + kv_head) * width;
-        };
-        std::fill(keys.begin(), keys.end(), narrow<A>(0));
-        std::fill(values.begin(), values.end(), narrow<A>(0));
-        for (int64_t i = start - begin; i < end - begin; i++)
-          pack_column(&keys[i / OUTPUTS * OUTPUTS * query_width + i % OUTPUTS * PAIR], token(k_cache, begin + i, D), D);
-        for (int64_t i = (start - begin) / PAIR * PAIR; i < end - begin; i += PAIR) {
-          const X* one = begin + i < start ? zeros.data() : token(v_cache, begin + i, Dv);
-          const X* other = begin + i + 1 < end ? token(v_cache, begin + i + 1, Dv) : zeros.data();
-          for (int64_t d = 0; d < Dv; d += OUTPUTS)
-            pack_row(&values[d * SPAN + i * OUTPUTS], one + d, other + d, std::min(OUTPUTS, Dv - d));
-        }
-        each_tile([&](int64_t g, int64_t row, int64_t R, int64_t place) {
-          int64_t position = first + row, seen = std::min(end, position + R) - begin;  // by the tile's last
-          int64_t unseen = window ? std::max<int64_t>(0, position + 1 - window - begin) / OUTPUTS * OUTPUTS : 0;
-          if (seen <= unseen) return;
-          auto multiply = TILES<A>[R - 1];
-          std::fill_n(scores.data(), R * SPAN, 0.0f);
-          for (int64_t block = unseen; block < seen; block += OUTPUTS)
-            multiply(&scores[block], SPAN, &queries[place * query_width], &keys[block * query_width], query_width,
-                     nullptr, 0);
-          for (int64_t r = 0; r < R; r++) {
-            int64_t low = std::max(window ? position + r + 1 - window : 0, begin) - begin;
-            int64_t high = std::min(position + r + 1, end) - begin;
-            float *weight = &scores[r * SPAN], before = most[place + r], sum;
-            if (low >= high) {
-              std::fill_n(weight, SPAN, 0.0f);
-              continue;
-            }
-            for (int64_t i = low; i < high; i++) weight[i] *= scale;
-            std::tie(most[place + r], sum) = exponentials(weight + low, high - low, before, softcap,
-                                                          slopes ? slopes + kv_head * G + g : nullptr,
-                                                          position + r - begin - low);
-            std::fill(weight, weight + low, 0.0f);
-            std::fill(weight + high, weight + SPAN, 0.0f);
-            float factor = fast_exp(before - most[place + r]);
-            total[place + r] = total[place + r] * factor + sum;
-            if (factor != 1)
-              for (int64_t i = 0; i < value_width; i++) sums[(place + r) * value_width + i] *= factor;
-          }
-          int64_t inputs = padded(seen, PAIR) - unseen;
-          pack_rows(weights.data(), scores.data() + unseen, SPAN, R, inputs);
-          for (int64_t block = 0; block < value_width; block += OUTPUTS)
-            multiply(&sums[place * value_width + block], value_width, weights.data(),
-                     &values[block * SPAN + unseen * OUTPUTS], inputs, nullptr, 0);
-        });
-      }
-      for (int64_t g = 0; g < G; g++)
-        for (int64_t t = 0; t < rows; t++) {
-          int64_t r = g * QUERIES + t;
-          X* to = out + ((part * QUERIES + t) * H + kv_head * G + g) * Dv;
-          for (int64_t d = 0; d < Dv; d++) to[d] = narrow<X>(sums[r * value_width + d] / total[r]);
-        }
-    }
-  }
-}
+#include "attention.h"
 
 // ---- Between attention and products --------------------------------------------------------------
 
@@ -470,6 +93,117 @@ static void silu_and_mul(X* out, const X* gate_up, int64_t T, int64_t I) {
   }
 }
 
+// ---- Sampling ------------------------------------------------------------------------------------
+
+// Of tokens in ascending order, keep the likeliest, those before which sizes add up to less than `limit`: of equal ones
+// the first comes first. Sizes are added up by leading bits of the distance to the likeliest token's logit, so that no
+// more is sorted than one bucket.
+template <class Size>
+static void keep_likeliest(std::vector<int32_t>& tokens, const float* distance, double limit, Size size) {
+  static thread_local std::array<double, 1 << 11> sums;
+  sums.fill(0);
+  auto bucket = [&](int32_t token) {  // exponent and three bits of the fraction: it is not negative
+    uint32_t bits;
+    memcpy(&bits, distance + token, 4);
+    return bits >> 20;
+  };
+  for (int32_t token : tokens) sums[bucket(token)] += size(token);
+  double before = 0;
+  size_t last = 0;
+  while (last < sums.size() && before + sums[last] < limit) before += sums[last++];
+  if (last == sums.size()) return;
+  std::vector<int32_t> edge;
+  for (int32_t token : tokens)
+    if (bucket(token) == last) edge.push_back(token);
+  auto is_likelier = [&](int32_t a, int32_t b) { return std::tie(distance[a], a) < std::tie(distance[b], b); };
+  std::sort(edge.begin(), edge.end(), is_likelier);
+  size_t kept = 0;
+  for (; kept < edge.size() && before < limit; kept++) before += size(edge[kept]);
+  int32_t end = kept ? edge[kept - 1] : -1;
+  auto is_beyond = [&](int32_t token) {
+    return bucket(token) > last || (bucket(token) == last && (end < 0 || is_likelier(end, token)));
+  };
+  tokens.erase(std::remove_if(tokens.begin(), tokens.end(), is_beyond), tokens.end());
+}
+
+// The first i < n at which weight(0) + ... + weight(i) exceeds `target`, from which what comes before i is taken off; the
+// last with a weight where rounding leaves none.
+template <class Weight>
+static int64_t pick(int64_t n, double& target, Weight weight) {
+  int64_t last = 0;
+  for (int64_t i = 0; i < n; i++) {
+    if (!(weight(i) > 0)) continue;
+    last = i;
+    if (weight(i) > target) return i;
+    target -= weight(i);
+  }
+  return last;
+}
+
+// sampling.py's draw_rows: a token per row of logits (R, V), and the row's largest logit, NaN where one is.
+template <class X>
+static void sample(const X* logits, int64_t* tokens, float* largest, const float* temperature, const int64_t* top_k,
+                   const float* top_p, const float* min_p, const double* u, int64_t R, int64_t V) {
+  constexpr int64_t CHUNK = 64;  // whose weights are added up, so that not every one of them is looked at
+#pragma omp parallel
+  {
+    std::vector<float> distance(V), weight(V), sums((V + CHUNK - 1) / CHUNK);
+    std::vector<int32_t> kept;
+#pragma omp for schedule(dynamic)
+    for (int64_t r = 0; r < R; r++) {
+      float *row = distance.data(), most = -INFINITY;
+      widen_row(row, logits + r * V, V);
+      int32_t num_nan = 0;
+#pragma omp simd reduction(max : most) reduction(+ : num_nan)
+      for (int64_t i = 0; i < V; i++) {
+        most = row[i] > most ? row[i] : most;
+        num_nan += row[i] != row[i];
+      }
+      largest[r] = num_nan ? NAN : most;
+      if (num_nan || temperature[r] == 0 || std::isinf(most)) {
+        tokens[r] = std::find(row, row + V, most) - row;
+        continue;
+      }
+      for (int64_t i = 0; i < V; i++) {
+        row[i] = (most - row[i]) / temperature[r];
+        weight[i] = row[i] < 87 ? fast_exp(-row[i]) : 0;
+      }
+      if (min_p[r] > 0 || top_k[r] > 0 || top_p[r] < 1) {
+        float furthest = INFINITY;  // of the top k at most: there are k chunks with a token that is no further
+        if (0 < top_k[r] && top_k[r] <= int64_t(sums.size())) {
+          for (size_t i = 0; i < sums.size(); i++)
+            sums[i] = *std::min_element(row + i * CHUNK, row + std::min<int64_t>((i + 1) * CHUNK, V));
+          std::nth_element(sums.begin(), sums.begin() + top_k[r] - 1, sums.end());
+          furthest = sums[top_k[r] - 1];
+        }
+        kept.clear();
+        for (int64_t i = 0; i < V; i++)
+          if (row[i] <= furthest && weight[i] > 0 && weight[i] >= min_p[r]) kept.push_back(i);
+        if (top_k[r] > 0) keep_likeliest(kept, row, top_k[r], [](int32_t) { return 1.0; });
+        double total = 0;
+        for (int32_t token : kept) total += weight[token];
+        if (top_p[r] < 1)  // the likeliest stays, even where top_p is 0 in float32
+          keep_likeliest(kept, row, std::max<double>(top_p[r] * total, DBL_MIN), [&](int32_t i) { return weight[i]; });
+        total = 0;
+        for (int32_t token : kept) total += weight[token];
+        double target = u[r] * total;
+        tokens[r] = kept[pick(kept.size(), target, [&](int64_t i) { return weight[kept[i]]; })];
+      } else {
+        double total = 0;
+        for (int64_t begin = 0; begin < V; begin += CHUNK) {
+          float sum = 0;
+#pragma omp simd reduction(+ : sum)
+          for (int64_t i = begin; i < std::min(begin + CHUNK, V); i++) sum += weight[i];
+          total += sums[begin / CHUNK] = sum;
+        }
+        double target = u[r] * total;
+        int64_t begin = pick(sums.size(), target, [&](int64_t i) { return sums[i]; }) * CHUNK;
+        tokens[r] = begin + pick(std::min(CHUNK, V - begin), target, [&](int64_t i) { return weight[begin + i]; });
+      }
+    }
+  }
+}
+
 // ---- A layer -------------------------------------------------------------------------------------
 
 // cpu.py hands both over as arrays of 64-bit integers.
@@ -546,6 +280,7 @@ EXPORT(rms_norm)
 EXPORT(norm_rotate)
 EXPORT(silu_and_mul)
 EXPORT(decoder_layer)
+EXPORT(sample)
 extern "C" const int64_t outputs;  // of a packed weight's block
 const int64_t outputs = OUTPUTS;
 #ifdef __AMX_BF16__  // which oneDNN's products use, and ours do not
