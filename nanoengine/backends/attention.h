@@ -268,16 +268,20 @@ static void decode_attention(X* out, const X* q, const X* k_cache, const X* v_ca
 // Columns and rows of a packed weight: of K, whose tokens are the outputs, and of V, whose tokens are the inputs.
 template <class A, class X>
 static void pack_column(A* __restrict to, const X* __restrict token, int64_t D) {
-  if constexpr (STEP<A> == 2)
-    for (int64_t d = 0; d < D; d += 2) memcpy(to + d * OUTPUTS, token + d, std::min<int64_t>(2, D - d) * sizeof(X));
-  else
-    for (int64_t d = 0; d < D; d++) to[d * OUTPUTS] = load(token[d]);
+  int64_t d = 0;
+  for (; d + STEP<A> <= D; d += STEP<A>)
+    if constexpr (STEP<A> == 2) memcpy(to + d * OUTPUTS, token + d, 4);
+    else to[d * OUTPUTS] = load(token[d]);
+  if (d < D) to[d * OUTPUTS] = narrow<A>(load(token[d]));
 }
 
 template <class A, class X>
 static void pack_row(A* __restrict to, const X* __restrict token, const X* __restrict next, int64_t n) {
   if constexpr (STEP<A> == 2)
-    for (int64_t d = 0; d < n; d++) to[2 * d] = token[d], to[2 * d + 1] = next[d];
+    for (int64_t d = 0; d < n; d++) {
+      uint32_t pair = token[d].bits | uint32_t(next[d].bits) << 16;  // at once, so that it becomes vector instructions
+      memcpy(to + 2 * d, &pair, 4);
+    }
   else
     widen_row(to, token, n);
 }
