@@ -571,6 +571,8 @@ class CPU(Device):
         for dtype in {spec.dtype for spec in model.kv_specs}:
             if self.kernels is not None and not self.kernels.serves(dtype):
                 self.kernels, self._no_kernels = None, f"there are no kernels for {_name(dtype)}"
+        if not model.replaceable:
+            model.use_linear_layers()
         pack_weights(model, self.kernels)
         if model.replaceable and self.kernels is not None:
             model.use_kernels(self.kernels)
