@@ -339,3 +339,65 @@ def test_a_layer_in_two_places_is_packed_once():
     assert model[0][0] is model[1][0]
     assert model[2][0].packed is model[0][0].packed
     assert torch.equal(model[2][0](torch.tensor([2, 0])), expected)
+
+
+class Scaled(nn.Embedding):
+    """As Gemma's."""
+
+    def forward(self, ids):
+        return super().forward(ids) * torch.tensor(3.0).to(self.weight.dtype)
+
+
+class Unlike(nn.Embedding):
+    """Its rows are not those of its weight."""
+
+    def forward(self, ids):
+        return super().forward((ids + 1) % 4)
+
+
+class Curious(nn.Embedding):
+    """It looks at its weight itself."""
+
+    def forward(self, ids):
+        return self.weight[ids]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [nn.Embedding, Scaled, Unlike])
+def test_a_tied_embedding_of_any_class_is_held_once_and_gives_the_same_bits(kind, dtype):
+    kernels, ids = Kernels(), torch.tensor([[3, 0], [1, 1]])
+    model = nn.ModuleList([kind(4, 6), nn.Linear(6, 4, bias=False)]).to(dtype).requires_grad_(False)
+    if not kernels.can_multiply(model[1].weight):
+        pytest.skip("oneDNN's products are faster here")
+    model[0].weight = model[1].weight
+    weight, expected = weakref.ref(model[0].weight), model[0](ids)
+    pack_weights(model, kernels)
+    assert isinstance(model[0], kind)
+    assert model[0].packed is model[1].packed
+    assert torch.equal(model[0](ids), expected)
+    assert weight() is None
+
+
+def test_an_embedding_that_would_change_keeps_its_weight():
+    kernels, ids = Kernels(), torch.arange(4)
+    model = nn.ModuleList([Curious(4, 6), nn.Linear(6, 4, bias=False)]).requires_grad_(False)
+    model[0].weight = model[1].weight
+    expected = model[0](ids)
+    pack_weights(model, kernels)
+    assert type(model[0]) is Curious
+    assert torch.equal(model[0](ids), expected)
+
+
+def test_nothing_is_held_until_all_is_packed(monkeypatch):
+    """The last layer that was looked at once was, and with it all experts of that layer."""
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4)) for _ in range(3)])
+    plain: list[weakref.ref[nn.Module]] = []
+
+    def pack(layer, kernels):
+        assert not any(other() for other in plain)
+        plain.append(weakref.ref(layer))
+        return nn.Identity()
+
+    monkeypatch.setattr("nanoengine.backends.cpu.pack_linear", pack)
+    pack_weights(model, None)
+    assert len(plain) == 3

@@ -67,6 +67,7 @@ ORDER = [
     "backends.cuda",
     "models.decoder",
     "models.eager",
+    "models.linear",
     "models.hf",
     "models.weights",
     "sampling",

@@ -3,6 +3,7 @@
 Top to bottom: threads, memory, kernels, weights packed for them, attention by them; `CPU` uses all.
 """
 
+import copy
 import ctypes
 import functools
 import hashlib
@@ -456,16 +457,31 @@ class OneDNNLinear(nn.Module):
         return out
 
 
-class PackedEmbedding(nn.Module):
+class PackedEmbedding(nn.Embedding):
     """An embedding tied to a packed head: its rows are read out of there, and the weights held once."""
 
-    def __init__(self, head: PackedLinear) -> None:
-        super().__init__()
-        self.packed = head.packed
+    packed: Tensor
 
-    def forward(self, input_ids: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """(..) -> (.., E)."""
-        return Kernels.unpack_rows(self.packed, input_ids)
+        return Kernels.unpack_rows(self.packed, input)
+
+
+def pack_embedding(embedding: nn.Embedding, head: PackedLinear) -> nn.Embedding:
+    """An embedding with its rows read out of a packed head; as it is, where that would change a bit.
+
+    What its class adds stays, as Gemma's scale does: its `super().forward` is `PackedEmbedding`'s.
+    """
+    kind, result = type(embedding), copy.copy(embedding)
+    is_plain = kind is nn.Embedding
+    result.__class__ = PackedEmbedding if is_plain else type(kind.__name__, (kind, PackedEmbedding), {})
+    empty = embedding.weight.new_empty(0, embedding.embedding_dim)  # of a dtype, which some ask for
+    result._parameters, result.packed = {"weight": nn.Parameter(empty, requires_grad=False)}, head.packed
+    ids = torch.arange(min(64, embedding.num_embeddings))
+    with suppress(IndexError, RuntimeError):  # its class looks at the weight itself
+        if torch.equal(result(ids), embedding(ids)):
+            return result
+    return embedding
 
 
 def pack_linear(layer: nn.Linear, kernels: Kernels | None) -> nn.Module:
@@ -479,25 +495,33 @@ def pack_linear(layer: nn.Linear, kernels: Kernels | None) -> nn.Module:
 def pack_weights(model: nn.Module, kernels: Kernels | None) -> None:
     """Replace a model's linear layers by packed ones, and an embedding that is tied to one of them.
 
-    One at a time: each plain weight is let go before the next is packed. An embedding that does more than
-    look up keeps its weight, which is then held twice.
+    One at a time: each plain weight is let go before the next is packed.
     """
-    places: dict[nn.Linear, list[tuple[nn.Module, str]]] = {}  # of what is replaced: parents, and names there
-    tied: dict[int, list[tuple[nn.Module, str]]] = {}  # of embeddings, by their weight's id
+    linears, embeddings = _places(model)
+    while linears:
+        layer, places = linears.popitem()
+        packed = pack_linear(layer, kernels)
+        for parent, name in places:
+            setattr(parent, name, packed)
+        if isinstance(packed, PackedLinear):
+            for parent, name in embeddings.get(id(layer.weight), ()):
+                setattr(parent, name, pack_embedding(getattr(parent, name), packed))
+
+
+Places = list[tuple[nn.Module, str]]  # parents of a layer, and its names there
+
+
+def _places(model: nn.Module) -> tuple[dict[nn.Linear, Places], dict[int, Places]]:
+    """Where linear layers are, and where embeddings are, by the id of their weight."""
+    linears: dict[nn.Linear, Places] = {}
+    embeddings: dict[int, Places] = {}
     for parent in model.modules():
         for name, child in parent.named_children():
             if type(child) is nn.Linear:
-                places.setdefault(child, []).append((parent, name))
-            elif type(child) is nn.Embedding:
-                tied.setdefault(id(child.weight), []).append((parent, name))
-    while places:
-        layer, of_layer = places.popitem()
-        packed = pack_linear(layer, kernels)
-        for parent, name in of_layer:
-            setattr(parent, name, packed)
-        if isinstance(packed, PackedLinear):
-            for parent, name in tied.get(id(layer.weight), ()):
-                setattr(parent, name, PackedEmbedding(packed))
+                linears.setdefault(child, []).append((parent, name))
+            elif isinstance(child, nn.Embedding):
+                embeddings.setdefault(id(child.weight), []).append((parent, name))
+    return linears, embeddings
 
 
 # ---- Attention -----------------------------------------------------------------------------------
@@ -627,6 +651,8 @@ class CPU(Device):
             if self.kernels is not None and not self.kernels.serves(dtype):
                 self.kernels, self._no_kernels = None, f"there are no kernels for {_name(dtype)}"
         self.draw = None if self.kernels is None else self.kernels.sample
+        if not model.replaceable:
+            model.use_linear_layers()
         pack_weights(model, self.kernels)
         if model.replaceable and self.kernels is not None:
             model.use_kernels(self.kernels)

@@ -26,6 +26,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from nanoengine.backends.attention import KVCache, KVSpec, PagedAttention
 from nanoengine.models.decoder import rope_settings
 from nanoengine.models.eager import METHODS, replace_attention
+from nanoengine.models.linear import use_linear_layers
 
 ATTENTION_NAME = "nanoengine"
 # Between two trial passes, of a token's queries, keys or hidden state, by norm. Passes of one shape differ by
@@ -188,6 +189,10 @@ class HFModel(nn.Module):
         """(R, E) -> (R, vocab_size)."""
         logits: Tensor = self.head(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits
         return logits[0]
+
+    def use_linear_layers(self) -> None:
+        """Have products with weights computed by linear layers, which a device can pack."""
+        use_linear_layers(self.causal_lm)
 
     def _run(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         inputs = {

@@ -1,0 +1,118 @@
+"""Products with weights that transformers' models write out in their own code, as layers of `nn.Linear`.
+
+A device packs the weights of linear layers, and computes a row by them alike whatever the other rows are.
+Such layers, in the memory of the weights, are given to the experts of mixtures, which transformers keeps in
+one parameter, (experts, out, in) or (experts, in, out), to their routers, and to a model's own kind of layer.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers.pytorch_utils import Conv1D
+
+
+def use_linear_layers(model: nn.Module) -> None:
+    """Have a model's products with weights computed by `nn.Linear`; what is not known here stays as it is."""
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, Conv1D):  # GPT-2's
+                setattr(module, name, _linear(child.weight.T, child.bias))
+            elif type(child).__name__ == "FalconLinear":
+                setattr(module, name, _linear(child.weight, child.bias))
+            elif type(child).__name__ == "JetMoeParallelExperts":
+                _split(child, "weight")
+                _set_forward(child, lambda self, x, counts: _by_expert(self.weight, x, counts))
+            elif all(hasattr(child, needed) for needed in ("_apply_gate", "is_transposed", "gate_up_proj")):
+                _split_experts(child)
+            elif _is_router(child):
+                child.float32_linear = _linear(child.weight.float(), None)
+                _set_forward(child, _route)
+
+
+def _linear(weight: Any, bias: Any) -> nn.Linear:
+    """A layer of that weight, (out, in), and bias, (out,) or None: views of them, not copies."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        layer.bias = nn.Parameter(bias, requires_grad=False)
+    return layer
+
+
+def _set_forward(module: nn.Module, forward: Any) -> None:
+    """Give one module another forward pass; others of its class are left alone."""
+    module.__class__ = type(type(module).__name__, (type(module),), {"forward": forward})
+
+
+# ---- Experts -------------------------------------------------------------------------------------
+
+
+def _split_experts(experts: Any) -> None:
+    """Give each expert layers of its own, where they have the form of `use_experts_implementation`."""
+    if not getattr(experts, "has_post_expert_norm", False):
+        _split(experts, "gate_up_proj", experts.is_transposed)
+        _split(experts, "down_proj", experts.is_transposed)
+        _set_forward(experts, _mix)
+
+
+def _split(experts: nn.Module, name: str, is_transposed: bool = False) -> None:
+    """Replace a parameter by its slices, as layers."""
+    weights, biases = getattr(experts, name), getattr(experts, f"{name}_bias", None)
+    if is_transposed:
+        weights = weights.transpose(1, 2)
+    delattr(experts, name)
+    layers = (_linear(weight, None if biases is None else biases[i]) for i, weight in enumerate(weights))
+    setattr(experts, name, nn.ModuleList(layers))
+
+
+def _mix(experts: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The weighted sum of each token's experts: x (T, E), indices and weights (T, k) each, to (T, E).
+
+    A token's sum is made in float32, in the order of its own k: other tokens do not change it.
+    """
+    num_tokens, k = top_k_index.shape
+    order = top_k_index.flatten().argsort(stable=True)  # pairs of a token and one of its experts, by expert
+    counts = top_k_index.flatten().bincount(minlength=len(experts.down_proj)).tolist()
+    gate_up = _by_expert(experts.gate_up_proj, x[order // k], counts)
+    out = _by_expert(experts.down_proj, experts._apply_gate(gate_up), counts)
+    by_token = torch.empty_like(out).index_copy_(0, order, out).view(num_tokens, k, -1)
+    return (by_token.float() * top_k_weights.float().unsqueeze(-1)).sum(dim=1).to(x.dtype)
+
+
+def _by_expert(layers: Iterable[nn.Module], x: Any, counts: list[int]) -> Tensor:
+    """Rows of x, the first expert's counts[0], then the second's ..., each through its expert's layer."""
+    parts = zip(layers, x.split(counts), strict=True)
+    return torch.cat([layer(rows) for layer, rows in parts if len(rows)])
+
+
+# ---- Routers -------------------------------------------------------------------------------------
+
+
+def _is_router(module: Any) -> bool:
+    """Whether it multiplies with a parameter of its own, (experts, in), in code that may be anything."""
+    weight = module._parameters.get("weight")
+    has_layers = any(isinstance(part, nn.Linear | nn.Embedding) for part in module.modules())
+    return weight is not None and weight.dim() == 2 and not has_layers
+
+
+class _LinearBy(TorchFunctionMode):
+    """Computes `F.linear` by a layer of float32, whose weight is what is asked for."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        function = self._linear if func is nn.functional.linear else func
+        return function(*args, **(kwargs or {}))
+
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        out: Tensor = self.layer(input.float())
+        return (out if bias is None else out + bias).to(input.dtype)
+
+
+def _route(router: Any, *args: Any, **kwargs: Any) -> Any:
+    with _LinearBy(router.float32_linear):
+        return super(type(router), router).forward(*args, **kwargs)

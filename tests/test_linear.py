@@ -1,0 +1,137 @@
+"""Products that transformers' models write out themselves, by layers that a device can pack."""
+
+import copy
+import weakref
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from nanoengine import LLM, SamplingParams
+from nanoengine.backends.cpu import Kernels, PackedLinear, pack_weights
+from nanoengine.models.linear import use_linear_layers
+from tests.helpers import VOCAB, checkpoint, greedy, hf_model, random_prompts
+
+MIXTURES = ["qwen2-moe", "qwen3-moe", "mixtral", "gpt-oss", "olmoe", "granite-moe", "deepseek-v3", "phimoe"]
+pytestmark = pytest.mark.skipif(transformers.__version__ < "5", reason="experts are linear layers there")
+
+
+def experts_of(model):
+    """Those of each layer that has some."""
+    return [module for name, module in model.named_modules() if name.endswith("mlp.experts")]
+
+
+@pytest.mark.parametrize("name", [*MIXTURES, "gpt2", "falcon"])
+def test_every_product_with_a_weight_is_one_with_a_packed_weight(name, tmp_path_factory):
+    path, _ = checkpoint(name, tmp_path_factory)
+    with LLM(str(path), num_kv_blocks=4) as llm:
+        model = llm.llm_engine.runner.model
+        for experts in experts_of(model):
+            layers = [*experts.gate_up_proj, *experts.down_proj]
+            assert len(layers) == 8
+            assert {type(layer) for layer in layers} == {PackedLinear}
+        # The others are rows looked up, and routers', which their own code may look at.
+        weights = [key for key, x in model.named_parameters() if x.dim() > 1 and not key.endswith("bias")]
+        assert {key.split(".")[-2] for key in weights} <= {
+            "embed_tokens",
+            "wte",
+            "wpe",
+            "word_embeddings",
+        } | {
+            "gate",
+            "router",
+        }
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral", "gpt-oss", "gpt2", "falcon"])
+def test_a_token_s_logprob_does_not_depend_on_the_rest_of_the_batch(name, dtype, tmp_path_factory):
+    """To the last bit: experts, routers and layers of a model's own class once rounded as the batch was."""
+    path, _ = checkpoint(name, tmp_path_factory)
+    prompts = random_prompts([5, 9, 17, 30, 2, 40])
+    params = SamplingParams(temperature=0, max_tokens=8, logprobs=0, prompt_logprobs=0)
+
+    def logprobs(llm, prompts):
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        entries = [(*out.prompt_logprobs[1:], *out.outputs[0].logprobs) for out in outputs]
+        return [[{token: x.logprob for token, x in entry.items()} for entry in each] for each in entries]
+
+    with LLM(str(path), num_kv_blocks=60, block_size=8, dtype=dtype, enable_prefix_caching=False) as llm:
+        assert logprobs(llm, prompts) == [logprobs(llm, [prompt])[0] for prompt in prompts]
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt-oss"])
+def test_experts_in_bfloat16_are_as_close_to_float32_as_transformers_own(name):
+    model = hf_model(name)
+    exact = experts_of(model)[0]
+    torch.manual_seed(1)
+    for parameter in exact.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    x, scores = torch.randn(300, 64).bfloat16(), torch.randn(300, 4).softmax(-1)
+    weights, index = scores.topk(2)
+    theirs = copy.deepcopy(exact).bfloat16()
+    ours = nn.ModuleList([copy.deepcopy(theirs)])
+    use_linear_layers(ours)
+    pack_weights(ours, Kernels())
+
+    def distance(experts, dtype):
+        return (experts(x, index, weights.to(dtype)).float() - expected).norm()
+
+    for dtype in torch.float32, torch.bfloat16:  # models differ in that of the weights
+        with torch.no_grad():
+            expected = exact(x.float(), index, weights.to(dtype).float())
+            assert 0 < distance(ours[0], dtype) <= 1.1 * distance(theirs, dtype)
+
+
+def test_a_layer_s_experts_are_let_go_before_the_next_are_packed(monkeypatch):
+    """Or a mixture would need twice its memory to be loaded."""
+    model, plain = hf_model("mixtral").requires_grad_(False), {}
+    use_linear_layers(model)
+
+    def pack(layer, kernels):
+        here = layer.weight.untyped_storage().data_ptr()
+        assert not any(other() for storage, layers in plain.items() for other in layers if storage != here)
+        plain.setdefault(here, []).append(weakref.ref(layer))
+        return nn.Identity()
+
+    monkeypatch.setattr("nanoengine.backends.cpu.pack_linear", pack)
+    pack_weights(model, None)
+    assert sorted(map(len, plain.values()))[-4:] == [4] * 4  # of each layer two parameters, four experts
+
+
+def test_experts_layers_are_views_of_the_weights():
+    """Nothing is held twice, and nothing copied before it is packed; of gpt-oss they are transposed."""
+    model = hf_model("gpt-oss").requires_grad_(False)
+    weights = {
+        (i, n): getattr(e, n) for i, e in enumerate(experts_of(model)) for n in ("gate_up_proj", "down_proj")
+    }
+    use_linear_layers(model)
+    for (i, name), weight in weights.items():
+        for layer, expert in zip(getattr(experts_of(model)[i], name), weight, strict=True):
+            assert layer.weight.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
+            assert torch.equal(layer.weight, expert.T)
+
+
+def test_other_models_of_the_same_classes_are_left_alone():
+    ours, theirs = hf_model("mixtral"), hf_model("mixtral")
+    use_linear_layers(ours)
+    assert [type(experts).forward for experts in experts_of(theirs)] != [
+        type(e).forward for e in experts_of(ours)
+    ]
+    assert experts_of(theirs)[0].gate_up_proj.dim() == 3
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mixtral"])
+def test_a_tied_embedding_that_scales_is_held_once(name, tmp_path):
+    model = hf_model(name)
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    model.save_pretrained(tmp_path)
+    prompts = random_prompts([9, 30])
+    with LLM(str(tmp_path), num_kv_blocks=20, block_size=8) as llm:
+        body = llm.llm_engine.runner.model.body
+        assert body.embed_tokens.packed is llm.llm_engine.runner.model.causal_lm.lm_head.packed
+        assert not any(x.shape[0] == VOCAB for x in llm.llm_engine.runner.model.parameters())
+        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
+    assert [out.outputs[0].token_ids for out in outputs] == [greedy(model, prompt, 8) for prompt in prompts]
