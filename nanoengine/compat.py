@@ -69,7 +69,6 @@ ENGINE: Unserved = {
     "pipeline_parallel_size": ((None, 1), "set tensor_parallel_size"),
     "preemption_mode": ((None, "recompute"), "preempted sequences are recomputed"),
     "prefix_caching_hash_algo": (ANY, "a hit is verified by its tokens"),
-    "quantization": ((None,), "leave it out: a checkpoint's config.json says how it is quantised"),
     "rope_scaling": ((None, {}), "edit config.json in a copy of the checkpoint"),
     "rope_theta": ((None,), "edit config.json in a copy of the checkpoint"),
     "runner": ((None, "auto", "generate"), "only generation is served"),

@@ -22,12 +22,13 @@ def what_runs(engine: "LLMEngine") -> str:
     part = " (its language model: images are left out)" if engine.checkpoint.is_part else ""
     num_guesses = engine.config.num_speculative_tokens
     ahead = f", up to {num_guesses} tokens guessed ahead (ngram), no async scheduling" if num_guesses else ""
+    weights = f" with {engine.config.quantization} weights" if engine.config.quantization else ""
     windows = describe_windows(runner)
     kept = f", KV store {engine.connector.store}" if engine.connector else ""
     return (
         f"nanoengine: {engine.checkpoint.architecture}{part} on {runner.model.code} code, "
         f"{runner.attention.backend.name} attention{notes}{runner.forward.describe()}, "
-        f"{str(runner.dtype).removeprefix('torch.')} on {runner.device.device}, "
+        f"{str(runner.dtype).removeprefix('torch.')}{weights} on {runner.device.device}, "
         f"KV cache of {runner.num_blocks} blocks of {runner.block_size} tokens{windows}{ahead}{kept}"
     )
 

@@ -18,6 +18,8 @@ from torch import nn
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.backends.cpu import FLAGS, Kernels, _digest, pack_weights
+from nanoengine.backends.cuda import CUDA
+from nanoengine.config import EngineConfig
 from tests.helpers import DEMO
 
 # Seen from outside, in a process with as many threads as cores: the tests themselves run on one thread.
@@ -318,9 +320,9 @@ def test_a_plain_weight_is_let_go_before_the_next_is_packed(monkeypatch):
     model = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(3)], nn.Embedding(4, 4))
     model[3].weight = model[0].weight
     plain: list[weakref.ref[nn.Module]] = []
-    monkeypatch.setattr("nanoengine.backends.cpu.pack_linear", lambda layer, kernels: pack(layer, kernels))
+    monkeypatch.setattr("nanoengine.backends.cpu.pack_linear", lambda layer, *_: pack(layer))
 
-    def pack(layer, kernels):
+    def pack(layer, *_):
         assert not any(other() for other in plain)
         plain.append(weakref.ref(layer))
         return nn.Identity()
@@ -393,7 +395,7 @@ def test_nothing_is_held_until_all_is_packed(monkeypatch):
     model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4)) for _ in range(3)])
     plain: list[weakref.ref[nn.Module]] = []
 
-    def pack(layer, kernels):
+    def pack(layer, *_):
         assert not any(other() for other in plain)
         plain.append(weakref.ref(layer))
         return nn.Identity()
@@ -401,3 +403,32 @@ def test_nothing_is_held_until_all_is_packed(monkeypatch):
     monkeypatch.setattr("nanoengine.backends.cpu.pack_linear", pack)
     pack_weights(model, None)
     assert len(plain) == 3
+
+
+def test_weights_of_8_bits_take_half_the_memory_say_so_and_change_log_probabilities_little(capfd):
+    prompt = "What is 27 + 58? 27 + 58 = 85 Count from 3 to 9. 3 4 5 6 7 8 9"
+    logprobs = []
+    for quantization in (None, "int8"):
+        with LLM(str(DEMO), quantization=quantization, dtype="bfloat16") as llm:
+            output = llm.generate(prompt, SamplingParams(prompt_logprobs=0, max_tokens=1), use_tqdm=False)[0]
+            told = "bfloat16 with int8 weights on cpu"
+            assert (told in capfd.readouterr().err) == (quantization is not None)
+            layer = llm.llm_engine.runner.model.layers[0].layer.mlp.down_proj
+            assert layer.packed.dtype == (torch.int8 if quantization else torch.bfloat16)
+        entries = zip(output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True)
+        logprobs.append(torch.tensor([entry[token_id].logprob for entry, token_id in entries]))
+    difference = (logprobs[0] - logprobs[1]).abs()
+    assert 0 < difference.mean() < 0.1
+
+
+def test_8_bits_are_refused_where_there_are_no_kernels_for_them():
+    with pytest.raises(ValueError, match="quantization='int8' needs compiled kernels: enforce_eager"):
+        LLM(str(DEMO), quantization="int8", enforce_eager=True)
+    with pytest.raises(ValueError, match="quantization='int8' does not run on cuda"):
+        CUDA(torch.device("cuda"), EngineConfig(model="m", quantization="int8"))
+
+
+def test_what_chooses_experts_keeps_its_bits():
+    model = nn.ModuleDict({"gate": nn.Linear(4, 4), "up_proj": nn.Linear(4, 4)}).requires_grad_(False)
+    pack_weights(model, Kernels(), is_int8=True)
+    assert [layer.scales is not None for layer in model.values()] == [False, True]

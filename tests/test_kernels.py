@@ -15,7 +15,14 @@ import torch
 from torch import nn
 
 from nanoengine.backends.attention import GroupedAttention, KVCache
-from nanoengine.backends.cpu import CompiledAttention, CompiledLayer, Kernels, pack_weights
+from nanoengine.backends.cpu import (
+    CompiledAttention,
+    CompiledLayer,
+    Kernels,
+    PackedLinear,
+    pack_weights,
+    quantize,
+)
 from nanoengine.models.decoder import DecoderConfig, DecoderLayer, RMSNorm, rotate
 from tests.attention import metadata_of
 
@@ -102,6 +109,32 @@ def test_a_row_of_a_product_does_not_depend_on_the_other_rows(dtype):
 
 
 @DTYPES
+@pytest.mark.parametrize("num_outputs", [1, 65, 200])
+def test_a_product_with_a_weight_of_8_bits_is_that_with_what_they_stand_for(dtype, num_outputs):
+    kernels, weight, bias, x = kernels_and_inputs(dtype, (num_outputs, 1100), (num_outputs,), (100, 1100))
+    weight[num_outputs // 2] = 0
+    layer = nn.Linear(1100, num_outputs)
+    layer.weight, layer.bias = (nn.Parameter(tensor, requires_grad=False) for tensor in (weight, bias))
+    packed = PackedLinear(layer, kernels, is_int8=True)
+    assert packed.packed.dtype == torch.int8
+    # An output's integers are as fine as its largest weight allows, and its largest weight is among them.
+    steps = weight.double().abs().amax(1, keepdim=True) / 127
+    eps = torch.finfo(dtype).eps
+    assert (
+        (packed.weight.double() - weight.double()).abs() <= steps * 0.5 + weight.double().abs() * eps
+    ).all()
+    integers, scales = quantize(weight)
+    stands_for = (integers.double() * scales.double().unsqueeze(1)).T
+    out = packed(x)
+    tolerance = eps * out.double().abs() + 5e-7 * (x.double().abs() @ stands_for.abs())
+    # Where bfloat16 is multiplied by instructions of its own, inputs are rounded to it.
+    wholes = [inputs.double() @ stands_for + bias.double() for inputs in (x, x.bfloat16())]
+    assert any(((out.double() - whole).abs() <= tolerance).all() for whole in wholes)
+    for rows in ([7], [0, 39], range(13), range(50)):
+        assert torch.equal(packed(x[rows]), out[rows])
+
+
+@DTYPES
 def test_a_product_takes_rows_of_any_shape(dtype):
     kernels, weight, x = kernels_and_inputs(dtype, (70, 32), (2, 3, 32))
     packed = kernels.pack(weight)
@@ -168,8 +201,10 @@ LENGTHS = [(1, 1), (1, 40), (7, 7), (5, 33), (1, 300), (16, 16), (1, 17), (50, 9
 
 @DTYPES
 @pytest.mark.parametrize("lengths", [LENGTHS, LENGTHS[:2], LENGTHS[2:4]])
-@pytest.mark.parametrize(("has_bias", "has_norms"), [(False, True), (True, False)])
-def test_a_layer_in_one_call_computes_what_it_does_in_several_to_the_bit(dtype, lengths, has_bias, has_norms):
+@pytest.mark.parametrize(("has_bias", "has_norms", "is_int8"), [(False, True, False), (True, False, True)])
+def test_a_layer_in_one_call_computes_what_it_does_in_several_to_the_bit(
+    dtype, lengths, has_bias, has_norms, is_int8
+):
     shape = {
         "vocab_size": 1,
         "hidden_size": 48,
@@ -186,7 +221,7 @@ def test_a_layer_in_one_call_computes_what_it_does_in_several_to_the_bit(dtype, 
     kernels, x, residual, cos, sin, k, v = kernels_and_inputs(dtype, *itertools.chain(*inputs))
     for weight in layer.to(dtype).requires_grad_(False).parameters():
         weight.normal_(std=0.2)
-    pack_weights(layer, kernels)
+    pack_weights(layer, kernels, is_int8)
     if not CompiledLayer.can_hold(layer):
         pytest.skip("the kernels run elsewhere")
     for module in (layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm):

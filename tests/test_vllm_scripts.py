@@ -688,7 +688,7 @@ def test_what_asks_for_nothing_changes_nothing_and_what_is_not_served_is_refused
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"quantization": "awq"}, "quantization='awq' is not served: leave it out"),
+        ({"quantization": "awq"}, "got 'awq'; leave it out for a quantised"),
         ({"kv_cache_dtype": "fp8"}, "set dtype"),
         ({"enable_chunked_prefill": False}, "max_num_batched_tokens"),
         ({"limit_mm_per_prompt": {"image": 1}}, "only text"),

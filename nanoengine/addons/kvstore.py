@@ -267,7 +267,8 @@ def fingerprint_of(runner: "engine.ModelRunner", hf_config: Any) -> bytes:
     config = {
         k: v for k, v in hf_config.to_dict().items() if k not in ("_name_or_path", "transformers_version")
     }
-    parts = [FORMAT_VERSION, runner.weights_digest.hex(), config, runner.block_size]
+    weights = runner.weights_digest.hex(), runner.device.config.quantization
+    parts = [FORMAT_VERSION, weights, config, runner.block_size]
     parts += [runner.kv_specs, runner.kv_groups]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).digest()
 

@@ -228,16 +228,17 @@ class Kernels:
         """How many outputs a block of a packed weight has."""
         return ctypes.c_int64.in_dll(self.library, "outputs").value
 
-    def can_multiply(self, weight: Tensor) -> bool:
+    def can_multiply(self, weight: Tensor, is_int8: bool = False) -> bool:
         """Whether `linear` takes that weight, (N, I), and there is nothing faster on this processor."""
-        if weight.dtype == torch.bfloat16 and hasattr(self.library, "amx"):
+        if weight.dtype == torch.bfloat16 and hasattr(self.library, "amx") and not is_int8:
             return False
-        return self.serves(weight.dtype) and weight.shape[1] % _inputs_side_by_side(weight.dtype) == 0
+        step = _inputs_side_by_side(torch.int8 if is_int8 else weight.dtype)
+        return self.serves(weight.dtype) and weight.shape[1] % step == 0
 
     def pack(self, weight: Tensor) -> Tensor:
         """A weight (N, I) as `linear` reads it: blocks of its outputs, with 0 beyond N.
 
-        (blocks, I, outputs), and of bfloat16 (blocks, I / 2, outputs, 2).
+        (blocks, I, outputs), and of bfloat16 and int8 (blocks, I / 2, outputs, 2).
         """
         step, outputs = _inputs_side_by_side(weight.dtype), self.num_outputs
         num_outputs, num_inputs = weight.shape
@@ -258,13 +259,17 @@ class Kernels:
         outputs = packed.shape[2]
         return packed[rows // outputs, :, rows % outputs].flatten(rows.dim())
 
-    def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None, num_outputs: int) -> Tensor:
-        """The product of x (.., I) with a packed weight, plus bias (N,): (.., N)."""
+    def linear(
+        self, x: Tensor, packed: Tensor, bias: Tensor | None, num_outputs: int, scales: Tensor | None = None
+    ) -> Tensor:
+        """The product of x (.., I) with a packed weight, times the scales of int8, plus bias: (.., N).
+
+        A packed weight is of x's dtype, or int8 with scales (N,) float32; bias is (N,).
+        """
         out = x.new_empty(*x.shape[:-1], num_outputs)
         num_inputs = x.shape[-1]
-        self.call(
-            "linear", out, x.contiguous(), packed, bias, x.numel() // num_inputs, num_inputs, num_outputs
-        )
+        sizes = x.numel() // num_inputs, num_inputs, num_outputs
+        self.call("linear", out, x.contiguous(), packed, scales, bias, *sizes)
         return out
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
@@ -306,7 +311,7 @@ def _name(dtype: torch.dtype) -> str:
 
 def _inputs_side_by_side(dtype: torch.dtype) -> int:
     """How many inputs' weights a packed weight holds together for each output."""
-    return 2 if dtype == torch.bfloat16 else 1
+    return 2 if dtype in (torch.bfloat16, torch.int8) else 1
 
 
 def _compile() -> tuple[ctypes.CDLL, bool]:
@@ -420,24 +425,40 @@ def _processor() -> str:
 
 
 class PackedLinear(nn.Module):
-    """A linear layer whose weight lies as `Kernels.linear` reads it."""
+    """A linear layer whose weight lies as `Kernels.linear` reads it, in 8 bits where asked for."""
 
-    def __init__(self, layer: nn.Linear, kernels: Kernels) -> None:
+    def __init__(self, layer: nn.Linear, kernels: Kernels, is_int8: bool = False) -> None:
         super().__init__()
-        self.kernels, self.bias = kernels, layer.bias
+        self.kernels, self.bias, self.dtype = kernels, layer.bias, layer.weight.dtype
         self.in_features, self.out_features = layer.in_features, layer.out_features
-        self.packed = kernels.pack(layer.weight)
+        weight: Tensor = layer.weight
+        self.scales: Tensor | None = None
+        if is_int8:
+            weight, self.scales = quantize(weight)
+        self.packed = kernels.pack(weight)
 
     @property
     def weight(self) -> Tensor:
-        """The weight as it was, (out, in), made anew at each call: some models look at it."""
-        return self.kernels.unpack_rows(self.packed, torch.arange(self.out_features))
+        """The weight that is computed with, (out, in), made anew at each call: some models look at it."""
+        weight = self.kernels.unpack_rows(self.packed, torch.arange(self.out_features))
+        return weight if self.scales is None else (weight * self.scales.unsqueeze(1)).to(self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """(.., in) -> (.., out)."""
-        if x.dtype != self.packed.dtype:  # as nn.Linear
-            raise RuntimeError(f"expected an input of {self.packed.dtype}, got {x.dtype}")
-        return self.kernels.linear(x, self.packed, self.bias, self.out_features)
+        if x.dtype != self.dtype:  # as nn.Linear
+            raise RuntimeError(f"expected an input of {self.dtype}, got {x.dtype}")
+        return self.kernels.linear(x, self.packed, self.bias, self.out_features, self.scales)
+
+
+def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A weight (N, I) in 8 bits: integers from -127 to 127, and what each output's are times, (N,) float32.
+
+    >>> quantize(torch.tensor([[0.5, -1.27], [0.0, 0.0]]))
+    (tensor([[  50, -127],
+            [   0,    0]], dtype=torch.int8), tensor([0.0100, 0.0000]))
+    """
+    scales = weight.abs().amax(1).float() / 127
+    return (weight / scales.clamp(min=torch.finfo().tiny).unsqueeze(1)).round().to(torch.int8), scales
 
 
 class OneDNNLinear(nn.Module):
@@ -484,23 +505,27 @@ def pack_embedding(embedding: nn.Embedding, head: PackedLinear) -> nn.Embedding:
     return embedding
 
 
-def pack_linear(layer: nn.Linear, kernels: Kernels | None) -> nn.Module:
+def pack_linear(layer: nn.Linear, kernels: Kernels | None, is_int8: bool = False) -> nn.Module:
     """The layer in the layout that is fastest here, which may be its own; equal results up to rounding."""
-    if kernels is not None and kernels.can_multiply(layer.weight):
-        return PackedLinear(layer, kernels)
+    if kernels is not None and kernels.can_multiply(layer.weight, is_int8):
+        return PackedLinear(layer, kernels, is_int8)
     is_bfloat16 = layer.weight.dtype == torch.bfloat16
     return OneDNNLinear(layer) if is_bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported() else layer
 
 
-def pack_weights(model: nn.Module, kernels: Kernels | None) -> None:
+# Names of layers that choose experts, which 8 bits are too few for.
+ROUTERS = ("float32_linear", "gate", "router", "shared_expert_gate")
+
+
+def pack_weights(model: nn.Module, kernels: Kernels | None, is_int8: bool = False) -> None:
     """Replace a model's linear layers by packed ones, and an embedding that is tied to one of them.
 
-    One at a time: each plain weight is let go before the next is packed.
+    One at a time: each plain weight is let go before the next is packed. In 8 bits, an embedding stays.
     """
     linears, embeddings = _places(model)
     while linears:
         layer, places = linears.popitem()
-        packed = pack_linear(layer, kernels)
+        packed = pack_linear(layer, kernels, is_int8 and not any(name in ROUTERS for _, name in places))
         for parent, name in places:
             setattr(parent, name, packed)
         if isinstance(packed, PackedLinear):
@@ -574,14 +599,14 @@ class CompiledLayer(nn.Module):
         super().__init__()
         self.layer, self.kernels = layer, kernels
         attn, mlp = layer.self_attn, layer.mlp
-        norms = [None if norm is None else norm.weight for norm in (attn.q_norm, attn.k_norm)]
         projections: list[Any] = [attn.qkv_proj, attn.o_proj, mlp.gate_up_proj, mlp.down_proj]
-        qkv, o, gate_up, down = ((x.packed, x.bias) for x in projections)
-        weights = (layer.input_layernorm.weight, *qkv, *norms, *o, layer.post_attention_layernorm.weight)
+        linears = [x for layer in projections for x in (layer.packed, layer.scales, layer.bias)]
+        norms = layer.input_layernorm, attn.q_norm, attn.k_norm, layer.post_attention_layernorm
+        weights = [None if norm is None else norm.weight for norm in norms]
         heads = (size // attn.head_dim for size in attn.sizes[:2])
         sizes = (projections[0].in_features, *heads, attn.head_dim, projections[3].in_features)
         # As the kernel's `Layer`; what the addresses lead to is kept by the layer.
-        self.description = _integers((*weights, *gate_up, *down, *sizes, attn.window or 0))
+        self.description = _integers((*linears, *weights, *sizes, attn.window or 0))
         self.eps, self.scale = float(layer.input_layernorm.eps), float(attn.head_dim**-0.5)
 
     @staticmethod
@@ -620,6 +645,7 @@ class CPU(Device):
     """A CPU: compiled kernels (with a compiler, without enforce_eager), packed weights, pinned threads."""
 
     backends = (CompiledAttention, TorchAttention)
+    quantizations = (None, "int8")
 
     def __init__(self, device: torch.device, config: EngineConfig) -> None:
         super().__init__(device, config)
@@ -651,9 +677,12 @@ class CPU(Device):
             if self.kernels is not None and not self.kernels.serves(dtype):
                 self.kernels, self._no_kernels = None, f"there are no kernels for {_name(dtype)}"
         self.draw = None if self.kernels is None else self.kernels.sample
+        is_int8 = self.config.quantization == "int8"
+        if is_int8 and self.kernels is None:
+            raise ValueError(f"quantization='int8' needs compiled kernels: {self._no_kernels}")
         if not model.replaceable:
             model.use_linear_layers()
-        pack_weights(model, self.kernels)
+        pack_weights(model, self.kernels, is_int8)
         if model.replaceable and self.kernels is not None:
             model.use_kernels(self.kernels)
             for i, layer in enumerate(model.layers):

@@ -80,7 +80,11 @@ class Device:
     draw: Any = None  # a kernel for `sampling.draw_rows`, once prepared
     more_memory: ClassVar[str] = "free some memory"  # advice
 
+    quantizations: ClassVar[tuple[str | None, ...]] = (None,)
+
     def __init__(self, device: torch.device, config: EngineConfig) -> None:
+        if config.quantization not in self.quantizations:
+            raise ValueError(f"quantization={config.quantization!r} does not run on {device.type}")
         self.device = device
         self.config = config
 

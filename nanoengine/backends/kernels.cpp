@@ -210,8 +210,13 @@ static void sample(const X* logits, int64_t* tokens, float* largest, const float
 static_assert(sizeof(void*) == 8);
 template <class X>
 struct Layer {  // addresses, null where there is none, and sizes: E hidden, M of the MLP
-  const X *input_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *o, *o_bias, *post_norm, *gate_up, *gate_up_bias, *down,
-      *down_bias;
+  struct Linear {
+    const void* packed;
+    const float* scales;
+    const X* bias;
+  };
+  Linear qkv, o, gate_up, down;
+  const X *input_norm, *q_norm, *k_norm, *post_norm;
   int64_t E, H, K, D, M, window;
 };
 struct Batch {  // as CompiledAttention holds it
@@ -230,9 +235,12 @@ struct Batch {  // as CompiledAttention holds it
 template <class X>
 static void decoder_layer(X* out, X* total, const X* x, const X* residual, const X* cos, const X* sin, X* k_cache,
                           X* v_cache, const Layer<X>* layer, const Batch* batch, int64_t T, float eps, float scale) {
-  auto [input_norm, qkv_weight, qkv_bias, q_norm, k_norm, o_weight, o_bias, post_norm, gate_up_weight, gate_up_bias,
-        down_weight, down_bias, E, H, K, D, M, window] = *layer;
+  auto [qkv_proj, o_proj, gate_up_proj, down_proj, input_norm, q_norm, k_norm, post_norm, E, H, K, D, M, window] =
+      *layer;
   auto [slots, tables, seq_lens, rows, S, blocks, B, num_chunks, chunks] = *batch;
+  auto multiply = [T](X* out, const X* x, auto weight, int64_t I, int64_t N) {
+    linear(out, x, weight.packed, weight.scales, weight.bias, T, I, N);
+  };
   static thread_local std::vector<X> kept;
   int64_t width = (H + 2 * K) * D, size = T * (2 * E + width + (2 * H + K) * D + 3 * M);
   if (int64_t(kept.size()) < size) kept.resize(size);
@@ -240,7 +248,7 @@ static void decoder_layer(X* out, X* total, const X* x, const X* residual, const
   X *attended = k + T * K * D, *gate_up = attended + T * H * D, *hidden = gate_up + T * 2 * M;
 
   rms_norm(normed, sum, x, residual, input_norm, eps, T, E);
-  linear(qkv, normed, qkv_weight, qkv_bias, T, E, width);
+  multiply(qkv, normed, qkv_proj, E, width);
   norm_rotate(q, qkv, width, q_norm, eps, cos, sin, T, H, D);
   norm_rotate(k, qkv + H * D, width, k_norm, eps, cos, sin, T, K, D);
   write_kv(k_cache, v_cache, k, qkv + (H + K) * D, slots, T, K * D, K * D, K * D, width);
@@ -251,11 +259,11 @@ static void decoder_layer(X* out, X* total, const X* x, const X* residual, const
     prefill_attention(attended + start * H * D, q + start * H * D, k_cache, v_cache, table, end - start, seq_len, H, K,
                       D, D, B, scale, window, 0, nullptr, nullptr);
   }
-  linear(out, attended, o_weight, o_bias, T, H * D, E);
+  multiply(out, attended, o_proj, H * D, E);
   rms_norm(normed, total, out, residual ? sum : x, post_norm, eps, T, E);
-  linear(gate_up, normed, gate_up_weight, gate_up_bias, T, E, 2 * M);
+  multiply(gate_up, normed, gate_up_proj, E, 2 * M);
   silu_and_mul(hidden, gate_up, T, M);
-  linear(out, hidden, down_weight, down_bias, T, M, E);
+  multiply(out, hidden, down_proj, M, E);
 }
 
 // cpu.py finds each function by a variable that holds its address: a template has no C name.
@@ -273,13 +281,13 @@ static void decoder_layer(X* out, X* total, const X* x, const X* residual, const
   decltype(&name<bf16>) name##_bfloat16 = &name<bf16>;   \
   EXPORT_FLOAT16(name)
 EXPORT(linear)
+EXPORT(decoder_layer)
 EXPORT(decode_attention)
 EXPORT(prefill_attention)
 EXPORT(write_kv)
 EXPORT(rms_norm)
 EXPORT(norm_rotate)
 EXPORT(silu_and_mul)
-EXPORT(decoder_layer)
 EXPORT(sample)
 extern "C" const int64_t outputs;  // of a packed weight's block
 const int64_t outputs = OUTPUTS;

@@ -58,9 +58,9 @@ inline fp16 narrow(float x) { return {half(x)}; }
 template <class X>
 static inline float rounded(float x) { return load(narrow<X>(x)); }
 
-template <class X>
-static void narrow_row(X* __restrict out, const float* __restrict row, int64_t n) {
-  for (int64_t i = 0; i < n; i++) out[i] = narrow<X>(row[i]);
+template <class X, class Y>
+static void narrow_row(X* __restrict out, const Y* __restrict row, int64_t n) {
+  for (int64_t i = 0; i < n; i++) out[i] = narrow<X>(load(row[i]));
 }
 
 template <class X>
@@ -104,6 +104,7 @@ constexpr int64_t OUTPUTS = LANES * VECTORS;
 constexpr int64_t PART = 512;
 typedef float floats __attribute__((vector_size(LANES * 4)));
 typedef float floats_anywhere __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef int16_t shorts __attribute__((vector_size(LANES * 2)));
 typedef uint32_t bits __attribute__((vector_size(LANES * 4)));
 
 template <class V>
@@ -114,13 +115,15 @@ static inline V load_as(const void* from) {
 }
 
 // A packed weight is (ceil(N / OUTPUTS), I / STEP, OUTPUTS, STEP): blocks of OUTPUTS outputs, whose weights of an input
-// lie together. Of bf16 two inputs share a step, so that an output has 32 bits of it, as of its sum. x is Input<W>:
-// what W is multiplied with here.
+// lie together. Of bf16 two inputs share a step, so that an output has 32 bits of it, as of its sum. int8 lies as bf16,
+// and has a scale per output. x is Input<W>: what W is multiplied with here.
 template <class W>
-constexpr int64_t STEP = std::is_same_v<W, bf16> ? 2 : 1;
+constexpr bool IS_INT8 = std::is_same_v<W, int8_t>;
+template <class W>
+constexpr int64_t STEP = std::is_same_v<W, bf16> || IS_INT8<W> ? 2 : 1;
 #ifdef __AVX512BF16__
 template <class W>
-using Input = std::conditional_t<std::is_same_v<W, bf16>, bf16, float>;
+using Input = std::conditional_t<STEP<W> == 2, bf16, float>;
 #else
 template <class W>
 using Input = float;
@@ -131,6 +134,10 @@ static inline floats widened(const float* weight, int) { return load_as<floats>(
 static inline floats widened(const bf16* pairs, int i) {
   bits both = load_as<bits>(pairs);
   return (floats)(i ? both & 0xffff0000 : both << 16);
+}
+static inline floats widened(const int8_t* pairs, int i) {
+  shorts both = load_as<shorts>(pairs);
+  return __builtin_convertvector(i ? both >> 8 : both << 8 >> 8, floats);
 }
 #ifdef __FLT16_MAX__
 static inline floats widened(const fp16* weight, int) {
@@ -143,6 +150,15 @@ static inline floats widened(const fp16* weight, int) {
   for (int i = 0; i < LANES; i++) wide[i] = load(weight[i]);
   return wide;
 #endif
+}
+#endif
+
+#ifdef __AVX512BF16__
+// Weights of LANES outputs and of both inputs of a step. An int8 has a bf16 of its own.
+static inline __m512bh both_of(const bf16* pairs) { return (__m512bh)_mm512_loadu_si512(pairs); }
+static inline __m512bh both_of(const int8_t* pairs) {
+  auto wide = [](const int8_t* x) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)x))); };
+  return _mm512_cvtne2ps_pbh(wide(pairs + 16), wide(pairs));
 }
 #endif
 
@@ -171,13 +187,14 @@ static void multiply_tile(float* sums, int64_t row, const Input<W>* x, const W* 
     for (int j = 0; j < VECTORS; j++) sum[r][j] = *(floats_anywhere*)(sums + r * row + j * LANES);
   auto take_step = [&sum](const Input<W>* x, const W* weight) __attribute__((always_inline)) {
 #ifdef __AVX512BF16__
-    if constexpr (std::is_same_v<W, bf16>) {
+    if constexpr (STEP<W> == 2) {
+      __m512bh both[VECTORS];
+      for (int j = 0; j < VECTORS; j++) both[j] = both_of(weight + j * LANES * 2);
       for (int r = 0; r < R; r++) {
         int32_t pair;
         memcpy(&pair, x + r * 2, 4);
         for (int j = 0; j < VECTORS; j++)
-          sum[r][j] = _mm512_dpbf16_ps(sum[r][j], (__m512bh)_mm512_set1_epi32(pair),
-                                       (__m512bh)_mm512_loadu_si512(weight + j * LANES * 2));
+          sum[r][j] = _mm512_dpbf16_ps(sum[r][j], (__m512bh)_mm512_set1_epi32(pair), both[j]);
       }
       return;
     }
@@ -229,25 +246,35 @@ static void multiply(float* sums, const Input<W>* x, int64_t stride, const W* we
   }
 }
 
-// A block of weights as floats, (inputs, OUTPUTS).
-template <class X>
-static void widen_block(float* out, const X* weight, int64_t inputs) {
-  for (int64_t first = 0; first < inputs; first += STEP<X>, weight += OUTPUTS * STEP<X>)
-    for (int i = 0; i < STEP<X>; i++)
-      for (int j = 0; j < VECTORS; j++, out += LANES) {
-        floats wide = widened(weight + j * LANES * STEP<X>, i);
-        memcpy(out, &wide, sizeof wide);
+// A block of weights as what they are multiplied with, in the layout of that.
+template <class A, class W>
+static void widen_block(A* out, const W* weight, int64_t inputs) {
+  for (int64_t first = 0; first < inputs; first += STEP<W>, weight += OUTPUTS * STEP<W>)
+    if constexpr (std::is_same_v<A, float>) {
+      for (int i = 0; i < STEP<W>; i++)
+        for (int j = 0; j < VECTORS; j++, out += LANES) {
+          floats wide = widened(weight + j * LANES * STEP<W>, i);
+          memcpy(out, &wide, sizeof wide);
+        }
+    } else {
+#ifdef __AVX512BF16__
+      for (int j = 0; j < VECTORS; j++, out += LANES * 2) {
+        __m512bh both = both_of(weight + j * LANES * 2);
+        memcpy(out, &both, sizeof both);
       }
+#endif
+    }
 }
 
-// out (T, N) = x (T, I) times a packed weight, + bias. A block comes out of memory once and is in the second cache
-// for all rows; of many rows a part of it at a time, converted once for all of them. A row's sums are made in the
-// order of inputs whatever the other rows, so its result does not depend on them.
-template <class X>
-static void linear(X* out, const X* x, const X* packed, const X* bias, int64_t T, int64_t I, int64_t N) {
-  using A = Input<X>;
-  bool is_widened = !std::is_same_v<X, A> && T > MANY;
-  int64_t part = T > MANY ? PART : I;
+// out (T, N) = x (T, I) times a packed weight, times scales (N,) of int8, + bias. A block comes out of memory once and is
+// in the second cache for all rows; of many rows a part of it at a time, converted once for all of them. A row's sums
+// are made in the order of inputs whatever the other rows, so its result does not depend on them.
+template <class X, class W>
+static void product(X* out, const X* x, const W* packed, const float* scales, const X* bias, int64_t T, int64_t I,
+                    int64_t N) {
+  using A = Input<W>;
+  bool is_many = T > (IS_INT8<W> ? ROWS : MANY), is_widened = !std::is_same_v<W, A> && is_many;
+  int64_t part = is_many ? PART : I;
   static thread_local std::vector<A> kept;  // from call to call: fresh memory costs more than what is done here
   if (int64_t(kept.size()) < T * I) kept.resize(T * I);
   A* rows = kept.data();  // by parts, tiles of each
@@ -260,29 +287,41 @@ static void linear(X* out, const X* x, const X* packed, const X* bias, int64_t T
         pack_rows(rows + input * T + begin * std::min(part, I - input), x + begin * I + input, I, end - begin,
                   std::min(part, I - input));
     }
-    static thread_local std::vector<float> sums, wide;
+    static thread_local std::vector<float> sums;
+    static thread_local std::vector<A> wide;
     sums.resize(T * OUTPUTS);
     if (is_widened) wide.resize(part * OUTPUTS);
 #pragma omp for schedule(static)
     for (int64_t first = 0; first < N; first += OUTPUTS) {
       int64_t width = std::min(OUTPUTS, N - first);
-      float start[OUTPUTS] = {};
+      float start[OUTPUTS] = {}, zero[OUTPUTS] = {};
       if (bias) widen_row(start, bias + first, width);
-      for (int64_t t = 0; t < T; t++) memcpy(&sums[t * OUTPUTS], start, sizeof start);
+      for (int64_t t = 0; t < T; t++) memcpy(&sums[t * OUTPUTS], scales ? zero : start, sizeof start);
       for (int64_t input = 0; input < I; input += part) {
-        int64_t inputs = std::min(part, I - input), bytes = inputs * OUTPUTS * sizeof(X);
-        const X* weight = packed + first * I + input * OUTPUTS;
+        int64_t inputs = std::min(part, I - input), bytes = inputs * OUTPUTS * sizeof(W);
+        const W* weight = packed + first * I + input * OUTPUTS;
         const char* next = (const char*)weight + bytes;
         if (is_widened) {
           widen_block(wide.data(), weight, inputs);
-          multiply<float>(sums.data(), (const float*)rows + input * T, inputs, wide.data(), inputs, T, next, bytes);
+          multiply<A>(sums.data(), rows + input * T, inputs, wide.data(), inputs, T, next, bytes);
         } else {
-          multiply<X>(sums.data(), rows + input * T, inputs, weight, inputs, T, next, bytes);
+          multiply<W>(sums.data(), rows + input * T, inputs, weight, inputs, T, next, bytes);
         }
       }
-      for (int64_t t = 0; t < T; t++)
-        if (width == OUTPUTS) narrow_row(out + t * N + first, &sums[t * OUTPUTS], OUTPUTS);
-        else narrow_row(out + t * N + first, &sums[t * OUTPUTS], width);
+      for (int64_t t = 0; t < T; t++) {
+        float* sum = &sums[t * OUTPUTS];
+        if (scales)
+          for (int64_t i = 0; i < width; i++) sum[i] = sum[i] * scales[first + i] + start[i];
+        if (width == OUTPUTS) narrow_row(out + t * N + first, sum, OUTPUTS);
+        else narrow_row(out + t * N + first, sum, width);
+      }
     }
   }
+}
+
+template <class X>
+static void linear(X* out, const X* x, const void* packed, const float* scales, const X* bias, int64_t T, int64_t I,
+                   int64_t N) {
+  if (scales) product(out, x, (const int8_t*)packed, scales, bias, T, I, N);
+  else product(out, x, (const X*)packed, scales, bias, T, I, N);
 }
