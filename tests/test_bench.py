@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ import torch
 from torch import nn
 
 import benchmarks.__main__ as command
+from benchmarks.compare import bench_model
 from benchmarks.engines import latencies, percentiles
 from benchmarks.machine import instruction_set, machine
 from benchmarks.report import draw, hardware
@@ -226,6 +229,59 @@ def test_the_engines_run_side_by_side_on_the_same_requests():
             assert rows[engine, None]["output_tokens"] == output_tokens
 
 
+class FakeWorker:
+    """Notes when an engine is there."""
+
+    def __init__(self, engine, alive):
+        self.engine, self.alive, self.error, self.versions, self.notes = engine, alive, None, {}, ""
+        alive.append(engine)
+
+    def ask(self, command):
+        if isinstance(command, dict):
+            return {"versions": {"python": "3"}}
+        if self.engine == "limits":
+            return {"bandwidth": 1e9, "flops": {"1": 1e9}}
+        self.alive.most = max(self.alive.most, len(self.alive))
+        return {"seconds": 1.0, "output_tokens": sum(command[1])}
+
+    def peak_rss_bytes(self):
+        return 0
+
+    def close(self):
+        self.alive.remove(self.engine)
+
+
+@pytest.mark.parametrize(("device", "most"), [("cuda", 2), ("cpu", 4)])
+def test_on_a_gpu_engines_are_there_one_after_the_other_and_on_a_cpu_side_by_side(device, most, monkeypatch):
+    """Each takes nearly all of a GPU's memory; the one besides measures the machine's limits."""
+
+    class Alive(list):
+        most = 0
+
+    alive = Alive()
+    monkeypatch.setattr("benchmarks.compare.start_worker", lambda engine, *_: FakeWorker(engine, alive))
+    engines = ["nanoengine", "transformers", "vllm"]
+    args = SimpleNamespace(
+        engine=engines,
+        pythons={},
+        threads=1,
+        dtype="bfloat16",
+        device=device,
+        repeats=2,
+        rate=[2.0],
+        plot="x",
+    )
+    workloads = [Workload("b", 2, (4, 4), (2, 2)), Workload("a", 2, (4, 4), (3, 3))]
+    result = bench_model("tiny", workloads, args)
+    assert (alive.most, list(alive)) == (most, [])
+    measured = [(row["workload"], row["rate"], row["engine"]) for row in result["results"]]
+    assert measured == list(itertools.product(["b", "a"], [None, 2.0], engines))
+    assert list(result["engines"]) == engines
+    assert {name: len(values) for name, values in result["sweep"].items()} == dict.fromkeys(
+        (*engines, "roofline"), len(SWEEP)
+    )
+
+
 @pytest.mark.slow
 def test_a_model_on_transformers_code_is_measured_without_a_roofline(tmp_path):
     """From its config alone, as one measures a shape."""
@@ -334,6 +390,23 @@ def test_a_wrong_option_is_refused_before_anything_starts(arguments, message, mo
     with pytest.raises(SystemExit):
         command.parse_arguments()
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+@pytest.mark.parametrize("peers", [[], ["vllm"], ["nano-vllm"], ["vllm", "nano-vllm"]])
+def test_make_gpu_compares_with_the_engines_whose_pythons_it_is_given(peers, monkeypatch):
+    pythons = dict.fromkeys(peers, sys.executable)
+    variables = [f"{peer.upper().replace('-', '_')}={python}" for peer, python in pythons.items()]
+    recipe = subprocess.run(
+        ["make", "--dry-run", "gpu", *variables], capture_output=True, text=True, cwd=ROOT, check=True
+    ).stdout.replace("\\\n", "")
+    (comparison,) = [line for line in recipe.split(";") if "-m benchmarks " in line]
+    monkeypatch.setattr(sys, "argv", ["benchmarks", *shlex.split(comparison)[3:]])
+    args = command.parse_arguments()
+    assert args.engine == ["nanoengine", "transformers", *peers]
+    assert args.pythons == pythons
+    assert [workload.name for workload in args.workload] == ["nano"]
+    assert args.markdown
 
 
 def test_llama_cpp_without_what_writes_its_file_is_refused_with_the_remedy(monkeypatch, capsys):
