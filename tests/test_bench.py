@@ -164,6 +164,26 @@ def test_the_limits_are_those_of_the_best_precision_that_is_no_less_accurate(
     assert list(limits["flops"]) == ["1", "8", "16", "32", "64", "256"]
 
 
+def test_the_limits_of_a_gpu_are_not_those_of_its_launches(monkeypatch):
+    """By a clock as above, with a layer's launch at 6 microseconds and the wait for the end at 30."""
+    clock = [0.0]
+
+    class Layer(nn.Linear):
+        def forward(self, x):
+            work = 2 * len(x) * self.weight.numel()
+            clock[0] += max(6e-6, self.weight.nbytes / 4.8e12, work / 700e12)
+
+    def synchronize():
+        clock[0] += 30e-6
+
+    monkeypatch.setattr("benchmarks.roofline.nn.Linear", Layer)
+    monkeypatch.setattr("benchmarks.roofline.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr("torch.cuda.synchronize", synchronize)
+    limits = measure_limits("bfloat16", "meta")
+    assert limits["bandwidth"] == pytest.approx(4.8e12, rel=0.05)
+    assert max(limits["flops"].values()) == pytest.approx(700e12, rel=0.05)
+
+
 def test_the_published_roofline_follows_from_the_published_limits():
     """46 to 48 GB/s and 1000 GFLOP/s on the Qwen3-0.6B shape: 25 ms a decode step, 0.86 ms a prompt token."""
     config = SHAPES["qwen3-0.6b"]
