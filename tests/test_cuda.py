@@ -15,8 +15,17 @@ import torch
 import nanoengine.engine
 import nanoengine.sampling
 from nanoengine import LLM, EngineConfig, SamplingParams
+from nanoengine.backends import flash
 from nanoengine.backends.attention import KVCache, KVSpec, TorchAttention
-from nanoengine.backends.cuda import CUDA, FusedKernels, GraphRecorder, Staging, graph_sizes
+from nanoengine.backends.cuda import (
+    CUDA,
+    FusedKernels,
+    GraphRecorder,
+    PinnedDownload,
+    Staging,
+    graph_sizes,
+    new_event,
+)
 from nanoengine.backends.flash import FlashAttention, VarlenAttention
 from nanoengine.engine import build_inputs
 from nanoengine.models.decoder import PlainKernels
@@ -106,6 +115,8 @@ def test_without_flash_attn_or_block_tables_in_varlen_attn_the_reason_is_named(m
         assert f"does not compute {setting}" in VarlenAttention.obstacle([SPEC], frozenset({setting}))
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", lambda query, key, value: None)
     assert "takes no block table" in VarlenAttention.obstacle([SPEC], frozenset())
+    monkeypatch.delattr("torch.nn.attention.varlen.varlen_attn")
+    assert "has no varlen_attn" in VarlenAttention.obstacle([SPEC], frozenset())
 
 
 def test_flash_attn_without_the_functions_is_as_good_as_none(monkeypatch):
@@ -505,6 +516,80 @@ def test_arrays_of_the_same_shapes_are_staged_at_the_same_addresses():
     assert [t.data_ptr() for t in second] == [t.data_ptr() for t in first[:3]]
     with pytest.raises(ValueError, match="broadcast"):  # never beyond its memory
         staging.send([np.arange(50)])
+
+
+class LateGPU:
+    """A GPU that copies nothing before somebody waits for an event recorded behind the copy."""
+
+    def __init__(self):
+        self.queue, self.num_pinned = [], 0
+
+    def copy_(self, target, source, non_blocking=False):
+        assert non_blocking
+        self.queue.append((target.numpy(), source.numpy()))  # memory, which nothing else may touch meanwhile
+
+    def event(self):
+        event = types.SimpleNamespace(position=0)
+        event.record = lambda: setattr(event, "position", len(self.queue))
+        event.synchronize = lambda: self.run(event.position)
+        return event
+
+    def run(self, position):
+        for i, copy in enumerate(self.queue[:position]):
+            if copy is not None:
+                copy[0][:] = copy[1]
+                self.queue[i] = None
+
+
+@pytest.fixture
+def late_gpu(monkeypatch):
+    gpu, empty = LateGPU(), torch.empty
+
+    def allocate(*shape, pin_memory=False, **settings):
+        gpu.num_pinned += pin_memory
+        return empty(*shape, **settings)
+
+    monkeypatch.setattr("torch.empty", allocate)
+    monkeypatch.setattr("torch.Tensor.copy_", lambda *args, **settings: gpu.copy_(*args, **settings))
+    monkeypatch.setattr("torch.cuda.Event", gpu.event)
+    return gpu
+
+
+def test_a_download_is_read_when_it_has_arrived(late_gpu):
+    download = PinnedDownload(torch.tensor([3, 1, 4]))
+    assert late_gpu.num_pinned == 1
+    assert late_gpu.queue[0] is not None
+    assert download.read().tolist() == [3, 1, 4]
+
+
+def test_arrays_are_not_overwritten_before_those_before_them_have_crossed(late_gpu):
+    staging = Staging(24, torch.device("cpu"))
+    staging._copied = new_event()  # as on a GPU
+    (first,) = staging.send([np.array([1, 2, 3])])
+    (second,) = staging.send([np.array([4, 5, 6])])
+    assert first.tolist() == [1, 2, 3]
+    late_gpu.run(2)
+    assert second.tolist() == [4, 5, 6]
+
+
+def test_steps_run_on_the_engine_s_own_gpu():
+    device = CUDA(torch.device("cuda", 1), EngineConfig(model=".", enforce_eager=True))
+    running = device.running()
+    assert isinstance(running, torch.cuda.device)
+    assert running.idx == 1
+
+
+def test_without_triton_the_flash_backends_are_there_and_write_by_pytorch(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    spec = importlib.util.spec_from_file_location("flash_without_triton", flash.__file__)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.triton is None
+    k, slots = torch.randn(3, 2, 8), torch.tensor([5, 11, 4])
+    cache = KVCache(torch.zeros(3, 4, 2, 8), torch.zeros(3, 4, 2, 8))
+    metadata = metadata_of([(3, 3)], torch.tensor([[1]]), slots)
+    module.VarlenAttention(metadata, 4)._write(k, k, cache)
+    assert torch.equal(cache.k.view(12, 2, 8)[slots], k)
 
 
 WRITE_KV = """
