@@ -215,9 +215,11 @@ class FakeStream:
 def streams(monkeypatch):
     """PyTorch's streams and graphs, as far as the recorder uses them; returns every event in order."""
     events: list = []
-    main = FakeStream()
+    current = [FakeStream()]
     monkeypatch.setattr("torch.cuda.Stream", FakeStream)
-    monkeypatch.setattr("torch.cuda.current_stream", lambda: main)
+    monkeypatch.setattr("torch.cuda.current_stream", lambda: current[0])
+    monkeypatch.setattr("torch.cuda.get_sync_debug_mode", lambda: "as before")
+    monkeypatch.setattr("torch.cuda.set_sync_debug_mode", lambda mode: events.append(("waits", mode)))
 
     class Graph:
         def pool(self):
@@ -228,13 +230,18 @@ def streams(monkeypatch):
 
     @contextlib.contextmanager
     def graph(graph, pool=None, stream=None, capture_error_mode="global"):
-        events.append(("capture", stream, pool, capture_error_mode))
-        yield
+        before, current[0] = current[0], stream
+        events.append(("capture", pool, capture_error_mode))
+        yield  # where that raises, the real one leaves its stream in place
+        current[0] = before
 
     @contextlib.contextmanager
     def on_stream(stream):
-        events.append(("stream", stream))
-        yield
+        before, current[0] = current[0], stream
+        try:
+            yield
+        finally:
+            current[0] = before
 
     monkeypatch.setattr("torch.cuda.CUDAGraph", Graph)
     monkeypatch.setattr("torch.cuda.graph", graph)
@@ -246,19 +253,52 @@ def test_captures_use_one_stream_of_the_engine_s_own_gpu_and_disturb_no_other_th
     config = EngineConfig(model=".", enforce_eager=True)
     devices = [CUDA(torch.device("cuda", i), config) for i in (0, 1)]
     assert [device.capture_stream.device.index for device in devices] == [0, 1]
-    stream = devices[1].capture_stream
+    stream, main = devices[1].capture_stream, torch.cuda.current_stream()
     assert devices[1].capture_stream is stream  # for the trial capture and the real one
     recorder = GraphRecorder(stream)
-    replays = [recorder.record(lambda: streams.append("run")) for _ in range(2)]
-    warm_up = ("stream", stream)
+    replays = [recorder.record(lambda: streams.append(torch.cuda.current_stream())) for _ in range(2)]
     assert streams == [
-        *(warm_up, "run", ("capture", stream, None, "thread_local"), "run"),
-        *(warm_up, "run", ("capture", stream, "the pool", "thread_local"), "run"),
+        *(stream, ("waits", "error"), stream, ("waits", "as before")),  # nothing may wait: once is enough
+        *(("capture", None, "thread_local"), stream),
+        *(stream, ("capture", "the pool", "thread_local"), stream),
     ]
-    assert stream.waited_for == [torch.cuda.current_stream()] * 2
-    assert torch.cuda.current_stream().waited_for == [stream] * 2
+    assert stream.waited_for == [main] * 2
+    assert main.waited_for == [stream] * 2
     replays[0]()
     assert streams[-1] == "replay"
+
+
+@pytest.mark.parametrize("failing", ["what waits", "the capture"])
+def test_what_cannot_be_captured_raises_and_leaves_the_thread_on_its_own_stream(failing, streams):
+    """Where it waits, before it is captured: not every PyTorch works on after a capture that failed."""
+    main, expected = torch.cuda.current_stream(), ("waits", "error")
+    if failing == "the capture":
+        expected = ("capture", None, "thread_local")
+
+    def run():
+        if streams and streams[-1] == expected:
+            raise RuntimeError("called a synchronizing CUDA operation")
+
+    with pytest.raises(RuntimeError, match="synchronizing"):
+        GraphRecorder(FakeStream()).record(run)
+    assert torch.cuda.current_stream() is main
+    assert streams[1] == ("waits", "as before")
+    assert (len(streams) == 2) == (failing == "what waits")
+
+
+def test_a_pytorch_that_does_not_get_over_a_failed_capture_is_an_error_with_the_remedy(
+    in_float32, qwen3, monkeypatch
+):
+    def record(self, run):
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+    def empty_cache():
+        raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
+
+    monkeypatch.setattr("tests.doubles.GraphRecorder.record", record)
+    monkeypatch.setattr("torch.cuda.empty_cache", empty_cache)
+    with pytest.raises(ValueError, match=r"cannot be captured \(RuntimeError: .*; set enforce_eager=True"):
+        LLM(qwen3, num_kv_blocks=20)
 
 
 def test_the_generation_asked_for_is_that_of_the_engine_s_own_gpu(monkeypatch, flash_doubles):
