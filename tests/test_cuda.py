@@ -489,7 +489,7 @@ def test_the_cache_gets_what_the_weights_the_largest_batch_and_others_leave_of_a
         assert [chunk.end for chunk in prompts.chunks] == [511] * 16 + [16]  # a budget of 8192, used up
         assert len(samples.sampled_seqs) == samples.num_tokens == 230
         assert all(seconds == 0 for seconds in runner.stopwatch.seconds.values())  # the trial was no step
-    assert in_float32["varlen contiguous"] == 2  # the longest prompts, once through two layers
+    assert in_float32["varlen contiguous"] == 4  # the longest prompts, and one of them, through two layers
     assert in_float32["with_kvcache"] >= 2  # the most rows, once, beside the captures
 
 
@@ -522,6 +522,25 @@ def test_the_trial_pass_draws_for_as_many_sequences_as_may_run_with_what_takes_m
     assert params.top_k <= 0 < params.top_p < 1  # the whole vocabulary is sorted
     assert params.edits_logits
     assert params.logprobs is not None
+
+
+def test_the_trial_pass_compiles_the_sampler_for_many_rows_and_for_one_of_either_precision(
+    flash_doubles, qwen3, monkeypatch
+):
+    """PyTorch compiles for a size of one apart; logits that are edited are float32."""
+    compiled = set()
+
+    def compile_noted(function):
+        def call(*args):
+            if function is scale_logits:
+                compiled.add((args[0].dtype, len(args[0]) > 1))
+            return function(*args)
+
+        return call
+
+    monkeypatch.setattr("nanoengine.backends.cuda.fuse", compile_noted)
+    with LLM(qwen3, dtype="bfloat16"):
+        assert compiled == {(dtype, more) for dtype in (torch.bfloat16, torch.float32) for more in (0, 1)}
 
 
 @pytest.mark.parametrize(

@@ -411,6 +411,11 @@ class CUDA(Device):
         Tried out with a cache just large enough for the largest batches, which is given back.
         """
         batches = runner.largest_batches()
+        # What is fused is compiled once for many rows and once more for one: now, not at the first request.
+        alone = [
+            b._replace(chunks=b.chunks[:1], sampled_seqs=b.sampled_seqs[:1], num_tokens=b.chunks[0].end)
+            for b in batches
+        ]
         chunks = batches[0].chunks
         length, num_blocks = chunks[0].end, len(chunks[0].seq.block_table)
         try:
@@ -420,7 +425,7 @@ class CUDA(Device):
             memory = {id(x): x.nbytes for cache in runner.caches for x in (cache.k, cache.v)}
             cache_bytes = sum(memory.values())  # of each once: groups share it
             torch.cuda.reset_peak_memory_stats(self.device)
-            for batch in batches:
+            for batch in (*batches, *alone):
                 runner.collect(runner.launch(batch))
             peak_bytes = torch.cuda.max_memory_allocated(self.device) - cache_bytes
             torch.cuda.empty_cache()
