@@ -474,6 +474,16 @@ def test_every_batch_of_decodes_is_padded_to_the_next_graph_and_no_other_batch_i
         assert graphs.pad(build_inputs(batch_of(*[(seq, 2, 3)] * (max_num_seqs + 1)), 256)) is not None
 
 
+@pytest.mark.parametrize("model", ["qwen3", "qwen2 sliding from layer 1", "gemma3"])
+def test_no_graph_is_larger_than_a_step_may_be(model, in_float32, tmp_path_factory):
+    """Memory for a step's integers is reserved for as many tokens as a step may have."""
+    path, _ = checkpoint(model, tmp_path_factory)
+    with LLM(path, num_kv_blocks=40, max_num_seqs=200, max_num_batched_tokens=20) as llm:
+        assert llm.llm_engine.runner.forward.sizes == [1, 2, 4, 8, 16, 20]
+        outputs = llm.generate(random_prompts([3] * 30), ANSWER, use_tqdm=False)
+    assert all(len(out.outputs[0].token_ids) == 4 for out in outputs)
+
+
 def test_the_cache_gets_what_the_weights_the_largest_batch_and_others_leave_of_a_gpu(
     in_float32, tmp_path_factory
 ):

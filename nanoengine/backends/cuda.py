@@ -246,7 +246,7 @@ class DecodeGraphs(Forward):
     ) -> None:
         super().__init__()
         start = time.perf_counter()
-        self.sizes = graph_sizes(runner.max_num_chunks)
+        self.sizes = graph_sizes(min(runner.max_num_chunks, runner.max_num_batched_tokens))
         self.table_width, self.block_size = runner.table_width, runner.block_size
         self.hidden: Tensor | None = None  # (largest size, E)
         self.replays: dict[int, Callable[[], None]] = {}
