@@ -16,6 +16,7 @@ from torch import nn
 import benchmarks.__main__ as command
 from benchmarks.compare import bench_model
 from benchmarks.engines import latencies, percentiles
+from benchmarks.gpu import mixed_batches
 from benchmarks.machine import instruction_set, machine
 from benchmarks.report import draw, hardware
 from benchmarks.roofline import measure_limits, roofline_seconds
@@ -457,6 +458,18 @@ def test_every_built_in_shape_is_one_the_engine_serves(tmp_path):
         assert checkpoint.decoder_config.rope["rope_type"] == (
             "llama3" if name.startswith("llama") else "default"
         )
+
+
+def test_mixed_batches_are_timed_together_and_apart_by_every_backend_there_is(flash_doubles, capsys):
+    mixed_batches(torch.device("cpu"), [(1, 300), (1, 20)], (5, 400))
+    flash, varlen, triton = map(json.loads, capsys.readouterr().out.splitlines())
+    assert [flash["backend"], varlen["backend"], triton["backend"]] == ["flash", "varlen", "triton"]
+    assert flash_doubles["with_kvcache"] == 6  # the decodes, apart
+    assert flash_doubles["varlen packed"] == 6
+    assert flash_doubles["varlen paged"] == 2 * 6 + 3 * 6
+    for figures in (flash, varlen):
+        assert min(figures["together_ms"], figures["apart_ms"]) > 0
+    assert "needs a GPU" in triton["missing"] or "not installed" in triton["missing"]
 
 
 def test_the_scheduler_benchmark_runs_and_ends_with_json():
