@@ -549,7 +549,7 @@ def test_the_trial_pass_compiles_the_sampler_for_many_rows_and_for_one_of_either
         return call
 
     monkeypatch.setattr("nanoengine.backends.cuda.fuse", compile_noted)
-    with LLM(qwen3, dtype="bfloat16"):
+    with LLM(qwen3, dtype="bfloat16", max_model_len=20, max_num_batched_tokens=64, max_num_seqs=3):
         assert compiled == {(dtype, more) for dtype in (torch.bfloat16, torch.float32) for more in (0, 1)}
 
 
