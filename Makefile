@@ -15,14 +15,15 @@ check: .venv/developed  ## what CI runs besides the tests
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# VLLM=path/to/python, of an environment with vLLM, adds it to the comparison.
+# VLLM=path/to/python, of an environment with vLLM, adds it to the comparison; likewise NANO_VLLM.
 gpu: .venv/tested  ## everything that only a GPU can prove, into gpu-report.txt (benchmarks/gpu.md)
 	{ nvidia-smi; $(BIN)/pip list; \
 	$(BIN)/python -m pytest -m gpu -rA; \
 	TORCH_LOGS=recompiles $(BIN)/python -m benchmarks.gpu; \
 	$(BIN)/python bench.py --workload nano; \
 	$(BIN)/python -m benchmarks --workload nano --markdown \
-	  --engine nanoengine,transformers$(if $(VLLM),$(comma)vllm --python vllm=$(VLLM)); \
+	  --engine nanoengine,transformers$(if $(VLLM),$(comma)vllm)$(if $(NANO_VLLM),$(comma)nano-vllm) \
+	  $(if $(VLLM),--python vllm=$(VLLM)) $(if $(NANO_VLLM),--python nano-vllm=$(NANO_VLLM)); \
 	} 2>&1 | tee gpu-report.txt
 
 comma := ,

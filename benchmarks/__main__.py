@@ -4,13 +4,15 @@ python -m benchmarks                               # nanoengine on this machine'
 python -m benchmarks --workload decode,prefix --engine nanoengine,transformers,transformers-cb
 python -m benchmarks --engine nanoengine,vllm --python vllm=/path/to/its/venv/bin/python
 python -m benchmarks --engine nanoengine,llama.cpp --python llama.cpp=/path/to/its/venv/bin/python
+python -m benchmarks --engine nanoengine,nano-vllm --python nano-vllm=/path/to/its/venv/bin/python
 python -m benchmarks --custom 64:32-256:16-64:512  # 64 requests, prompts of 32 to 256 tokens after 512 shared
 python -m benchmarks --rate 1,2,4                  # latency when requests come at random, so many a second
 python -m benchmarks --plot bench.png              # throughput against batch size, and where the time goes
 python -m benchmarks --what scheduler              # the host side alone: scheduler and block manager
 
 Each engine lives in a process of its own and they take turns: the first run of each, the second of
-each, ... Those whose turn it is not are stopped. All get the same prompts, output lengths, dtype and
+each, ... Those whose turn it is not are stopped. On a GPU, of which each takes nearly all memory, the second
+engine starts when the first has done all its runs. All get the same prompts, output lengths, dtype and
 number of threads; a warm-up with other tokens goes before. The models are published shapes with random
 weights, unless --model names a checkpoint. So one figure compares with another of the same run.
 """

@@ -12,14 +12,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks import llama_cpp, nano_vllm
 from benchmarks.engines import percentiles
-from benchmarks.llama_cpp import prepare
 from benchmarks.machine import machine
 from benchmarks.roofline import roofline_seconds
 from benchmarks.workers import Worker, start_worker
 from benchmarks.workloads import SHAPES, SWEEP, Workload, poisson_arrivals
 
 LATENCIES = ("ttft", "tpot", "itl")
+# What makes of a checkpoint the one that an engine reads, and of the settings those it takes.
+PREPARE = {"llama.cpp": llama_cpp.prepare, "nano-vllm": nano_vllm.prepare}
 COUNTERS = ("steps", "batch_mean", "batch_max", "prefix_hit_rate", "preemptions", "peak_kv_usage")
 
 
@@ -63,8 +65,8 @@ class Bench:
     vocab_size: int
     config: Any  # DecoderConfig; of other models, None, the roofline knows nothing
     itemsize: int  # bytes of a weight
-    engines: list[Worker]
     limits: Worker
+    engines: list[Worker] = field(default_factory=list)  # those that run
     bandwidth: float = 0.0  # bytes a second, the best seen so far
     flops: dict[str, float] = field(default_factory=dict)  # rows -> a second, likewise
 
@@ -150,49 +152,47 @@ def bench_model(model: str, workloads: list[Workload], args: argparse.Namespace)
             "threads": args.threads,
             "max_model_len": max(1024, -(-max(lengths) // 256) * 256),
         }
-        pythons = {"limits": sys.executable} | {e: args.pythons.get(e, sys.executable) for e in args.engine}
-        workers: dict[str, Worker] = {}
-        for engine, python in pythons.items():
+
+        def start(engine: str, until: ExitStack) -> Worker:
             print(f"{model}: starting {engine}", file=sys.stderr)
-            worker = workers[engine] = start_worker(engine, python, args.threads)
-            stack.callback(worker.close)
-            own = prepare(checkpoint, settings, scratch) if engine == "llama.cpp" else settings
+            worker = start_worker(engine, args.pythons.get(engine, sys.executable), args.threads)
+            until.callback(worker.close)
+            own = PREPARE[engine](checkpoint, settings, scratch) if engine in PREPARE else settings
             reply = worker.ask(own)
             worker.error, worker.versions = reply.get("error"), reply.get("versions", {})
-        bench = Bench(
-            checkpoint.vocab_size,
-            checkpoint.decoder_config,
-            getattr(torch, args.dtype).itemsize,
-            engines=[workers[engine] for engine in args.engine],
-            limits=workers["limits"],
-        )
+            return worker
+
+        itemsize = getattr(torch, args.dtype).itemsize
+        bench = Bench(checkpoint.vocab_size, checkpoint.decoder_config, itemsize, start("limits", stack))
+        batches = [Workload(f"batch {size}", size, (32, 32), (32, 32)) for size in SWEEP if args.plot]
+        engines: dict[str, Any] = {}
         rows: list[dict[str, Any]] = []
-        rooflines: dict[str, float | None] = {}
-        sweep: dict[str, list[float | None]] = {engine: [] for engine in (*args.engine, "roofline")}
-        for workload in workloads:
-            rows += bench.measure(workload, args.repeats)
-            rooflines[workload.name] = bench.roofline(workload)
-            for rate in args.rate:
-                rows += bench.measure(workload, 1, rate)
-        for size in SWEEP if args.plot else ():
-            workload = Workload(f"batch {size}", size, (32, 32), (32, 32))
-            for row in bench.measure(workload, 1):
-                sweep[row["engine"]].append(None if "error" in row else row["output_tokens_per_s"]["median"])
-            sweep["roofline"].append(bench.roofline(workload))
+        sweep: dict[str, list[float | None]] = {engine: [] for engine in args.engine}
+        # Of a GPU's memory each takes nearly all, so that only one can be there at a time.
+        turns = [[engine] for engine in args.engine] if args.device == "cuda" else [args.engine]
+        for turn in turns:
+            with ExitStack() as until:
+                bench.engines = [start(engine, until) for engine in turn]
+                for workload in workloads:
+                    rows += bench.measure(workload, args.repeats)
+                    for rate in args.rate:
+                        rows += bench.measure(workload, 1, rate)
+                for row in itertools.chain.from_iterable(bench.measure(batch, 1) for batch in batches):
+                    speed = None if "error" in row else row["output_tokens_per_s"]["median"]
+                    sweep[row["engine"]].append(speed)
+                for worker in bench.engines:
+                    about = {"error": worker.error, "versions": worker.versions, "environment": worker.notes}
+                    engines[worker.engine] = about
+        served = [(workload.name, rate) for workload in workloads for rate in (None, *args.rate)]
+        rows.sort(key=lambda row: served.index((row["workload"], row["rate"])))
+        sweep["roofline"] = [bench.roofline(batch) for batch in batches]
         return {
             "model": model,
-            "engines": {
-                worker.engine: {
-                    "error": worker.error,
-                    "versions": worker.versions,
-                    "environment": worker.notes,
-                }
-                for worker in bench.engines
-            },
+            "engines": engines,
             "limits": {
                 "bandwidth_gb_per_s": round(bench.bandwidth / 1e9, 1),
                 "gemm_gflop_per_s": {rows: round(rate / 1e9) for rows, rate in bench.flops.items()},
-                "roofline_output_tokens_per_s": rooflines,
+                "roofline_output_tokens_per_s": {w.name: bench.roofline(w) for w in workloads},
             },
             "results": rows,
             "sweep": sweep,  # output tokens/s at each size of SWEEP

@@ -238,6 +238,13 @@ def load_llama_cpp(settings: dict[str, Any]) -> Run:
     return load(settings)
 
 
+def load_nano_vllm(settings: dict[str, Any]) -> Run:
+    """nano-vllm, all at once; the model is a directory with weights and a tokenizer."""
+    from benchmarks.nano_vllm import load
+
+    return load(settings)
+
+
 def load_limits(settings: dict[str, Any]) -> Run:
     """No engine: the machine's memory bandwidth and rate of matrix products."""
     from benchmarks.roofline import measure_limits
@@ -251,6 +258,7 @@ LOADERS: dict[str, tuple[str, Callable[[dict[str, Any]], Run]]] = {
     "transformers": ("transformers", load_transformers),
     "transformers-cb": ("transformers", load_transformers_cb),
     "vllm": ("vllm", load_stepped),
+    "nano-vllm": ("nanovllm", load_nano_vllm),
     "llama.cpp": ("llama_cpp", load_llama_cpp),
     "limits": ("torch", load_limits),
 }
@@ -273,7 +281,7 @@ def worker_main(engine: str) -> None:
             else:
                 run = load(command | {"engine": engine})
                 modules = {name: sys.modules.get(name) for name in ("torch", "transformers", package)}
-                versions = {name: module.__version__ for name, module in modules.items() if module}
+                versions = {name: getattr(m, "__version__", "unknown") for name, m in modules.items() if m}
                 reply = {"versions": {"python": platform.python_version(), **versions}}
             if (torch := sys.modules.get("torch")) and torch.cuda.is_initialized():
                 reply["cuda_peak_bytes"] = torch.cuda.max_memory_allocated()

@@ -75,11 +75,13 @@ def measure_limits(dtype_name: str, device_name: str) -> dict[str, Any]:
         "bandwidth" in bytes a second, and "flops" a second, by the number of rows.
     """
     device = torch.device(device_name)
-    size, num_layers = 4096, 8
     # Rows -> how many of the layers. On a CPU many rows take long, and two show what they show.
-    layers_used = dict.fromkeys((1, 64, 256, 1024, 4096), num_layers)
     if device.type == "cpu":
+        size, num_layers, num_rounds = 4096, 8, 1
         layers_used = {1: num_layers, 8: num_layers, 16: num_layers, 32: num_layers, 64: 2, 256: 2}
+    else:  # whose work must take longer than its launch, and than the wait for its end
+        size, num_layers, num_rounds = 8192, 4, 10
+        layers_used = dict.fromkeys((1, 64, 256, 1024, 4096), num_layers)
 
     def stack(dtype: torch.dtype, pack: Callable[[nn.Linear], nn.Module]) -> list[nn.Module]:
         layers = []
@@ -99,11 +101,11 @@ def measure_limits(dtype_name: str, device_name: str) -> dict[str, Any]:
     def seconds(rows: int, layers: list[nn.Module], dtype: torch.dtype) -> float:
         x = torch.full((rows, size), 0.01, dtype=dtype, device=device)
         start = time.perf_counter()
-        for layer in layers[: layers_used[rows]]:
+        for layer in layers[: layers_used[rows]] * num_rounds:
             layer(x)
-        if device.type == "cuda":
+        if device.type != "cpu":
             torch.cuda.synchronize()
-        return time.perf_counter() - start
+        return (time.perf_counter() - start) / num_rounds
 
     bandwidth, flops = 0.0, {str(rows): 0.0 for rows in layers_used}
     for dtype in dict.fromkeys((getattr(torch, dtype_name), torch.float32)):
@@ -115,4 +117,7 @@ def measure_limits(dtype_name: str, device_name: str) -> dict[str, Any]:
             for rows, least in best.items():
                 rate = 2 * rows * layers_used[rows] * size * size / least
                 flops[str(rows)] = max(flops[str(rows)], rate)
+            del layers  # before there are others: beside an engine there is little memory
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
     return {"bandwidth": bandwidth, "flops": flops}

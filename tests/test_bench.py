@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +14,9 @@ import torch
 from torch import nn
 
 import benchmarks.__main__ as command
+from benchmarks.compare import bench_model
 from benchmarks.engines import latencies, percentiles
+from benchmarks.gpu import mixed_batches
 from benchmarks.machine import instruction_set, machine
 from benchmarks.report import draw, hardware
 from benchmarks.roofline import measure_limits, roofline_seconds
@@ -161,6 +165,26 @@ def test_the_limits_are_those_of_the_best_precision_that_is_no_less_accurate(
     assert list(limits["flops"]) == ["1", "8", "16", "32", "64", "256"]
 
 
+def test_the_limits_of_a_gpu_are_not_those_of_its_launches(monkeypatch):
+    """By a clock as above, with a layer's launch at 6 microseconds and the wait for the end at 30."""
+    clock = [0.0]
+
+    class Layer(nn.Linear):
+        def forward(self, x):
+            work = 2 * len(x) * self.weight.numel()
+            clock[0] += max(6e-6, self.weight.nbytes / 4.8e12, work / 700e12)
+
+    def synchronize():
+        clock[0] += 30e-6
+
+    monkeypatch.setattr("benchmarks.roofline.nn.Linear", Layer)
+    monkeypatch.setattr("benchmarks.roofline.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr("torch.cuda.synchronize", synchronize)
+    limits = measure_limits("bfloat16", "meta")
+    assert limits["bandwidth"] == pytest.approx(4.8e12, rel=0.05)
+    assert max(limits["flops"].values()) == pytest.approx(700e12, rel=0.05)
+
+
 def test_the_published_roofline_follows_from_the_published_limits():
     """46 to 48 GB/s and 1000 GFLOP/s on the Qwen3-0.6B shape: 25 ms a decode step, 0.86 ms a prompt token."""
     config = SHAPES["qwen3-0.6b"]
@@ -224,6 +248,59 @@ def test_the_engines_run_side_by_side_on_the_same_requests():
             assert f"| 3:4-8:2-5 | tiny | {engine} | not installed |" in printed
         else:
             assert rows[engine, None]["output_tokens"] == output_tokens
+
+
+class FakeWorker:
+    """Notes when an engine is there."""
+
+    def __init__(self, engine, alive):
+        self.engine, self.alive, self.error, self.versions, self.notes = engine, alive, None, {}, ""
+        alive.append(engine)
+
+    def ask(self, command):
+        if isinstance(command, dict):
+            return {"versions": {"python": "3"}}
+        if self.engine == "limits":
+            return {"bandwidth": 1e9, "flops": {"1": 1e9}}
+        self.alive.most = max(self.alive.most, len(self.alive))
+        return {"seconds": 1.0, "output_tokens": sum(command[1])}
+
+    def peak_rss_bytes(self):
+        return 0
+
+    def close(self):
+        self.alive.remove(self.engine)
+
+
+@pytest.mark.parametrize(("device", "most"), [("cuda", 2), ("cpu", 4)])
+def test_on_a_gpu_engines_are_there_one_after_the_other_and_on_a_cpu_side_by_side(device, most, monkeypatch):
+    """Each takes nearly all of a GPU's memory; the one besides measures the machine's limits."""
+
+    class Alive(list):
+        most = 0
+
+    alive = Alive()
+    monkeypatch.setattr("benchmarks.compare.start_worker", lambda engine, *_: FakeWorker(engine, alive))
+    engines = ["nanoengine", "transformers", "vllm"]
+    args = SimpleNamespace(
+        engine=engines,
+        pythons={},
+        threads=1,
+        dtype="bfloat16",
+        device=device,
+        repeats=2,
+        rate=[2.0],
+        plot="x",
+    )
+    workloads = [Workload("b", 2, (4, 4), (2, 2)), Workload("a", 2, (4, 4), (3, 3))]
+    result = bench_model("tiny", workloads, args)
+    assert (alive.most, list(alive)) == (most, [])
+    measured = [(row["workload"], row["rate"], row["engine"]) for row in result["results"]]
+    assert measured == list(itertools.product(["b", "a"], [None, 2.0], engines))
+    assert list(result["engines"]) == engines
+    assert {name: len(values) for name, values in result["sweep"].items()} == dict.fromkeys(
+        (*engines, "roofline"), len(SWEEP)
+    )
 
 
 @pytest.mark.slow
@@ -336,6 +413,23 @@ def test_a_wrong_option_is_refused_before_anything_starts(arguments, message, mo
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+@pytest.mark.parametrize("peers", [[], ["vllm"], ["nano-vllm"], ["vllm", "nano-vllm"]])
+def test_make_gpu_compares_with_the_engines_whose_pythons_it_is_given(peers, monkeypatch):
+    pythons = dict.fromkeys(peers, sys.executable)
+    variables = [f"{peer.upper().replace('-', '_')}={python}" for peer, python in pythons.items()]
+    recipe = subprocess.run(
+        ["make", "--dry-run", "gpu", *variables], capture_output=True, text=True, cwd=ROOT, check=True
+    ).stdout.replace("\\\n", "")
+    (comparison,) = [line for line in recipe.split(";") if "-m benchmarks " in line]
+    monkeypatch.setattr(sys, "argv", ["benchmarks", *shlex.split(comparison)[3:]])
+    args = command.parse_arguments()
+    assert args.engine == ["nanoengine", "transformers", *peers]
+    assert args.pythons == pythons
+    assert [workload.name for workload in args.workload] == ["nano"]
+    assert args.markdown
+
+
 def test_llama_cpp_without_what_writes_its_file_is_refused_with_the_remedy(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["benchmarks", "--engine", "nanoengine,llama.cpp"])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -364,6 +458,18 @@ def test_every_built_in_shape_is_one_the_engine_serves(tmp_path):
         assert checkpoint.decoder_config.rope["rope_type"] == (
             "llama3" if name.startswith("llama") else "default"
         )
+
+
+def test_mixed_batches_are_timed_together_and_apart_by_every_backend_there_is(flash_doubles, capsys):
+    mixed_batches(torch.device("cpu"), [(1, 300), (1, 20)], (5, 400))
+    flash, varlen, triton = map(json.loads, capsys.readouterr().out.splitlines())
+    assert [flash["backend"], varlen["backend"], triton["backend"]] == ["flash", "varlen", "triton"]
+    assert flash_doubles["with_kvcache"] == 6  # the decodes, apart
+    assert flash_doubles["varlen packed"] == 6
+    assert flash_doubles["varlen paged"] == 2 * 6 + 3 * 6
+    for figures in (flash, varlen):
+        assert min(figures["together_ms"], figures["apart_ms"]) > 0
+    assert "needs a GPU" in triton["missing"] or "not installed" in triton["missing"]
 
 
 def test_the_scheduler_benchmark_runs_and_ends_with_json():

@@ -15,8 +15,17 @@ import torch
 import nanoengine.engine
 import nanoengine.sampling
 from nanoengine import LLM, EngineConfig, SamplingParams
+from nanoengine.backends import flash
 from nanoengine.backends.attention import KVCache, KVSpec, TorchAttention
-from nanoengine.backends.cuda import CUDA, FusedKernels, GraphRecorder, Staging, graph_sizes
+from nanoengine.backends.cuda import (
+    CUDA,
+    FusedKernels,
+    GraphRecorder,
+    PinnedDownload,
+    Staging,
+    graph_sizes,
+    new_event,
+)
 from nanoengine.backends.flash import FlashAttention, VarlenAttention
 from nanoengine.engine import build_inputs
 from nanoengine.models.decoder import PlainKernels
@@ -106,6 +115,8 @@ def test_without_flash_attn_or_block_tables_in_varlen_attn_the_reason_is_named(m
         assert f"does not compute {setting}" in VarlenAttention.obstacle([SPEC], frozenset({setting}))
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", lambda query, key, value: None)
     assert "takes no block table" in VarlenAttention.obstacle([SPEC], frozenset())
+    monkeypatch.delattr("torch.nn.attention.varlen.varlen_attn")
+    assert "has no varlen_attn" in VarlenAttention.obstacle([SPEC], frozenset())
 
 
 def test_flash_attn_without_the_functions_is_as_good_as_none(monkeypatch):
@@ -204,9 +215,11 @@ class FakeStream:
 def streams(monkeypatch):
     """PyTorch's streams and graphs, as far as the recorder uses them; returns every event in order."""
     events: list = []
-    main = FakeStream()
+    current = [FakeStream()]
     monkeypatch.setattr("torch.cuda.Stream", FakeStream)
-    monkeypatch.setattr("torch.cuda.current_stream", lambda: main)
+    monkeypatch.setattr("torch.cuda.current_stream", lambda: current[0])
+    monkeypatch.setattr("torch.cuda.get_sync_debug_mode", lambda: "as before")
+    monkeypatch.setattr("torch.cuda.set_sync_debug_mode", lambda mode: events.append(("waits", mode)))
 
     class Graph:
         def pool(self):
@@ -217,13 +230,18 @@ def streams(monkeypatch):
 
     @contextlib.contextmanager
     def graph(graph, pool=None, stream=None, capture_error_mode="global"):
-        events.append(("capture", stream, pool, capture_error_mode))
-        yield
+        before, current[0] = current[0], stream
+        events.append(("capture", pool, capture_error_mode))
+        yield  # where that raises, the real one leaves its stream in place
+        current[0] = before
 
     @contextlib.contextmanager
     def on_stream(stream):
-        events.append(("stream", stream))
-        yield
+        before, current[0] = current[0], stream
+        try:
+            yield
+        finally:
+            current[0] = before
 
     monkeypatch.setattr("torch.cuda.CUDAGraph", Graph)
     monkeypatch.setattr("torch.cuda.graph", graph)
@@ -235,19 +253,52 @@ def test_captures_use_one_stream_of_the_engine_s_own_gpu_and_disturb_no_other_th
     config = EngineConfig(model=".", enforce_eager=True)
     devices = [CUDA(torch.device("cuda", i), config) for i in (0, 1)]
     assert [device.capture_stream.device.index for device in devices] == [0, 1]
-    stream = devices[1].capture_stream
+    stream, main = devices[1].capture_stream, torch.cuda.current_stream()
     assert devices[1].capture_stream is stream  # for the trial capture and the real one
     recorder = GraphRecorder(stream)
-    replays = [recorder.record(lambda: streams.append("run")) for _ in range(2)]
-    warm_up = ("stream", stream)
+    replays = [recorder.record(lambda: streams.append(torch.cuda.current_stream())) for _ in range(2)]
     assert streams == [
-        *(warm_up, "run", ("capture", stream, None, "thread_local"), "run"),
-        *(warm_up, "run", ("capture", stream, "the pool", "thread_local"), "run"),
+        *(stream, ("waits", "error"), stream, ("waits", "as before")),  # nothing may wait: once is enough
+        *(("capture", None, "thread_local"), stream),
+        *(stream, ("capture", "the pool", "thread_local"), stream),
     ]
-    assert stream.waited_for == [torch.cuda.current_stream()] * 2
-    assert torch.cuda.current_stream().waited_for == [stream] * 2
+    assert stream.waited_for == [main] * 2
+    assert main.waited_for == [stream] * 2
     replays[0]()
     assert streams[-1] == "replay"
+
+
+@pytest.mark.parametrize("failing", ["what waits", "the capture"])
+def test_what_cannot_be_captured_raises_and_leaves_the_thread_on_its_own_stream(failing, streams):
+    """Where it waits, before it is captured: not every PyTorch works on after a capture that failed."""
+    main, expected = torch.cuda.current_stream(), ("waits", "error")
+    if failing == "the capture":
+        expected = ("capture", None, "thread_local")
+
+    def run():
+        if streams and streams[-1] == expected:
+            raise RuntimeError("called a synchronizing CUDA operation")
+
+    with pytest.raises(RuntimeError, match="synchronizing"):
+        GraphRecorder(FakeStream()).record(run)
+    assert torch.cuda.current_stream() is main
+    assert streams[1] == ("waits", "as before")
+    assert (len(streams) == 2) == (failing == "what waits")
+
+
+def test_a_pytorch_that_does_not_get_over_a_failed_capture_is_an_error_with_the_remedy(
+    in_float32, qwen3, monkeypatch
+):
+    def record(self, run):
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+    def empty_cache():
+        raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
+
+    monkeypatch.setattr("tests.doubles.GraphRecorder.record", record)
+    monkeypatch.setattr("torch.cuda.empty_cache", empty_cache)
+    with pytest.raises(ValueError, match=r"cannot be captured \(RuntimeError: .*; set enforce_eager=True"):
+        LLM(qwen3, num_kv_blocks=20)
 
 
 def test_the_generation_asked_for_is_that_of_the_engine_s_own_gpu(monkeypatch, flash_doubles):
@@ -423,6 +474,16 @@ def test_every_batch_of_decodes_is_padded_to_the_next_graph_and_no_other_batch_i
         assert graphs.pad(build_inputs(batch_of(*[(seq, 2, 3)] * (max_num_seqs + 1)), 256)) is not None
 
 
+@pytest.mark.parametrize("model", ["qwen3", "qwen2 sliding from layer 1", "gemma3"])
+def test_no_graph_is_larger_than_a_step_may_be(model, in_float32, tmp_path_factory):
+    """Memory for a step's integers is reserved for as many tokens as a step may have."""
+    path, _ = checkpoint(model, tmp_path_factory)
+    with LLM(path, num_kv_blocks=40, max_num_seqs=200, max_num_batched_tokens=20) as llm:
+        assert llm.llm_engine.runner.forward.sizes == [1, 2, 4, 8, 16, 20]
+        outputs = llm.generate(random_prompts([3] * 30), ANSWER, use_tqdm=False)
+    assert all(len(out.outputs[0].token_ids) == 4 for out in outputs)
+
+
 def test_the_cache_gets_what_the_weights_the_largest_batch_and_others_leave_of_a_gpu(
     in_float32, tmp_path_factory
 ):
@@ -438,7 +499,7 @@ def test_the_cache_gets_what_the_weights_the_largest_batch_and_others_leave_of_a
         assert [chunk.end for chunk in prompts.chunks] == [511] * 16 + [16]  # a budget of 8192, used up
         assert len(samples.sampled_seqs) == samples.num_tokens == 230
         assert all(seconds == 0 for seconds in runner.stopwatch.seconds.values())  # the trial was no step
-    assert in_float32["varlen contiguous"] == 2  # the longest prompts, once through two layers
+    assert in_float32["varlen contiguous"] == 4  # the longest prompts, and one of them, through two layers
     assert in_float32["with_kvcache"] >= 2  # the most rows, once, beside the captures
 
 
@@ -473,6 +534,25 @@ def test_the_trial_pass_draws_for_as_many_sequences_as_may_run_with_what_takes_m
     assert params.logprobs is not None
 
 
+def test_the_trial_pass_compiles_the_sampler_for_many_rows_and_for_one_of_either_precision(
+    flash_doubles, qwen3, monkeypatch
+):
+    """PyTorch compiles for a size of one apart; logits that are edited are float32."""
+    compiled = set()
+
+    def compile_noted(function):
+        def call(*args):
+            if function is scale_logits:
+                compiled.add((args[0].dtype, len(args[0]) > 1))
+            return function(*args)
+
+        return call
+
+    monkeypatch.setattr("nanoengine.backends.cuda.fuse", compile_noted)
+    with LLM(qwen3, dtype="bfloat16", max_model_len=20, max_num_batched_tokens=64, max_num_seqs=3):
+        assert compiled == {(dtype, more) for dtype in (torch.bfloat16, torch.float32) for more in (0, 1)}
+
+
 @pytest.mark.parametrize(
     ("capability", "dtype", "expected"),
     [
@@ -505,6 +585,80 @@ def test_arrays_of_the_same_shapes_are_staged_at_the_same_addresses():
     assert [t.data_ptr() for t in second] == [t.data_ptr() for t in first[:3]]
     with pytest.raises(ValueError, match="broadcast"):  # never beyond its memory
         staging.send([np.arange(50)])
+
+
+class LateGPU:
+    """A GPU that copies nothing before somebody waits for an event recorded behind the copy."""
+
+    def __init__(self):
+        self.queue, self.num_pinned = [], 0
+
+    def copy_(self, target, source, non_blocking=False):
+        assert non_blocking
+        self.queue.append((target.numpy(), source.numpy()))  # memory, which nothing else may touch meanwhile
+
+    def event(self):
+        event = types.SimpleNamespace(position=0)
+        event.record = lambda: setattr(event, "position", len(self.queue))
+        event.synchronize = lambda: self.run(event.position)
+        return event
+
+    def run(self, position):
+        for i, copy in enumerate(self.queue[:position]):
+            if copy is not None:
+                copy[0][:] = copy[1]
+                self.queue[i] = None
+
+
+@pytest.fixture
+def late_gpu(monkeypatch):
+    gpu, empty = LateGPU(), torch.empty
+
+    def allocate(*shape, pin_memory=False, **settings):
+        gpu.num_pinned += pin_memory
+        return empty(*shape, **settings)
+
+    monkeypatch.setattr("torch.empty", allocate)
+    monkeypatch.setattr("torch.Tensor.copy_", lambda *args, **settings: gpu.copy_(*args, **settings))
+    monkeypatch.setattr("torch.cuda.Event", gpu.event)
+    return gpu
+
+
+def test_a_download_is_read_when_it_has_arrived(late_gpu):
+    download = PinnedDownload(torch.tensor([3, 1, 4]))
+    assert late_gpu.num_pinned == 1
+    assert late_gpu.queue[0] is not None
+    assert download.read().tolist() == [3, 1, 4]
+
+
+def test_arrays_are_not_overwritten_before_those_before_them_have_crossed(late_gpu):
+    staging = Staging(24, torch.device("cpu"))
+    staging._copied = new_event()  # as on a GPU
+    (first,) = staging.send([np.array([1, 2, 3])])
+    (second,) = staging.send([np.array([4, 5, 6])])
+    assert first.tolist() == [1, 2, 3]
+    late_gpu.run(2)
+    assert second.tolist() == [4, 5, 6]
+
+
+def test_steps_run_on_the_engine_s_own_gpu():
+    device = CUDA(torch.device("cuda", 1), EngineConfig(model=".", enforce_eager=True))
+    running = device.running()
+    assert isinstance(running, torch.cuda.device)
+    assert running.idx == 1
+
+
+def test_without_triton_the_flash_backends_are_there_and_write_by_pytorch(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    spec = importlib.util.spec_from_file_location("flash_without_triton", flash.__file__)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.triton is None
+    k, slots = torch.randn(3, 2, 8), torch.tensor([5, 11, 4])
+    cache = KVCache(torch.zeros(3, 4, 2, 8), torch.zeros(3, 4, 2, 8))
+    metadata = metadata_of([(3, 3)], torch.tensor([[1]]), slots)
+    module.VarlenAttention(metadata, 4)._write(k, k, cache)
+    assert torch.equal(cache.k.view(12, 2, 8)[slots], k)
 
 
 WRITE_KV = """

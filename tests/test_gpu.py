@@ -13,7 +13,8 @@ from nanoengine.backends.triton import TritonAttention
 from nanoengine.engine import ModelRunner
 from nanoengine.models.eager import alibi_slopes
 from tests.attention import ALL_DECODES, ALL_FRESH, MIXED, check_attention
-from tests.helpers import DEMO, random_prompts
+from tests.helpers import DEMO, checkpoint, greedy, random_prompts
+from tests.test_weights import host_memory_of_loading
 
 pytestmark = pytest.mark.gpu
 GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
@@ -64,6 +65,23 @@ def test_greedy_tokens_of_the_bundled_model_equal_transformers():
             ids, max_new_tokens=32, min_new_tokens=32, do_sample=False, pad_token_id=0
         )
         assert answer == theirs[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("name", ["gemma", "gpt2", "falcon new", "bloom", "mixtral"])
+def test_greedy_tokens_of_transformers_code_equal_transformers(name, tmp_path_factory):
+    path, reference = checkpoint(name, tmp_path_factory)
+    prompts = random_prompts([3, 17, 70])
+    with LLM(path, dtype="float32", num_kv_blocks=20) as llm:
+        assert {x.device.type for x in llm.llm_engine.runner.model.parameters()} == {"cuda"}
+        answers = [out.outputs[0].token_ids for out in llm.generate(prompts, GREEDY, use_tqdm=False)]
+    assert answers == [greedy(reference, prompt, 32) for prompt in prompts]
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_the_host_never_holds_a_model_that_is_loaded_onto_the_gpu(load_format, tmp_path):
+    pytest.importorskip("accelerate")
+    taken, size = host_memory_of_loading(tmp_path, 48, load_format, "cuda")
+    assert taken < size / 2
 
 
 @pytest.mark.parametrize("backend", ["flash", "varlen", "triton"])

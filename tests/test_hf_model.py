@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.models.eager import alibi_slopes
+from nanoengine.models.eager import _slopes_of, alibi_slopes
 from nanoengine.models.hf import (
     HFModel,
     UnsupportedModelError,
@@ -125,6 +125,12 @@ def test_alibi_slopes_are_those_of_transformers(num_heads):
     for biases in (bloom, mpt):
         slopes = (biases[..., 1] - biases[..., 0]).flatten()
         torch.testing.assert_close(alibi_slopes(num_heads), slopes)
+
+
+def test_alibi_slopes_are_where_the_layer_is():
+    layer = nn.Linear(2, 2, device="meta")
+    assert _slopes_of(layer, 4).device == layer.weight.device
+    assert _slopes_of(layer, 4) is _slopes_of(layer, 4)  # a CUDA graph finds them again
 
 
 def test_a_bert_that_is_no_decoder_is_refused(tmp_path):

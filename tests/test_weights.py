@@ -3,6 +3,8 @@
 import gc
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,12 +14,12 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from nanoengine import LLM, SamplingParams
+from nanoengine import LLM, EngineConfig, SamplingParams
 from nanoengine.backends.cpu import PackedEmbedding
 from nanoengine.models.decoder import Decoder
 from nanoengine.models.hf import HFModel
-from nanoengine.models.weights import Checkpoint, resolve_dtype
-from tests.helpers import TINY, YARN, checkpoint, greedy, hf_model, random_prompts
+from nanoengine.models.weights import Checkpoint, _load_transformers, open_checkpoint, resolve_dtype
+from tests.helpers import HF_ARCHITECTURES, TINY, YARN, checkpoint, greedy, hf_model, random_prompts
 
 NAME = "qwen3"
 
@@ -314,6 +316,82 @@ def test_fp8_weights_are_served_dequantised(tmp_path):
     edit(tmp_path, lambda tensors: tensors.update(quantised))
     edit_config(tmp_path, quantization_config={"quant_method": "fp8", "weight_block_size": [32, 32]})
     served_like(tmp_path, model)
+
+
+ELSEWHERE = torch.device("meta")  # the one device besides the CPU that every machine has; it holds no numbers
+
+
+def loaded_on(device, path, **settings):
+    """transformers' model as it comes from it, before anything else could move it."""
+    config = EngineConfig(model=str(path), model_impl="transformers", **settings)
+    opened = open_checkpoint(config.model, model_impl="transformers")
+    return _load_transformers(opened, config, torch.bfloat16, torch.device(device))
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize("name", HF_ARCHITECTURES)
+def test_transformers_fills_a_model_on_its_device_and_not_on_the_host_first(
+    name, load_format, tmp_path_factory
+):
+    path, model = checkpoint(name, tmp_path_factory)
+    loaded = loaded_on(ELSEWHERE, path, load_format=load_format)
+    assert {x.device for x in (*loaded.parameters(), *loaded.buffers())} == {ELSEWHERE}
+    assert {name: x.shape for name, x in loaded.named_parameters()} == {
+        name: x.shape
+        for name, x in model.named_parameters()  # tied ones once
+    }
+
+
+def test_without_accelerate_a_model_is_filled_on_the_host_since_transformers_knows_no_other_way(
+    tmp_path_factory, monkeypatch
+):
+    monkeypatch.setattr("nanoengine.models.weights.find_spec", lambda name: None)
+    path, _ = checkpoint("gemma", tmp_path_factory)
+    assert {x.device.type for x in loaded_on(ELSEWHERE, path).parameters()} == {"cpu"}
+
+
+LOAD = """
+import re, sys, threading
+from pathlib import Path
+import torch
+from tests.test_weights import loaded_on
+
+def held():
+    return int(re.search("RssAnon:.*?([0-9]+)", Path("/proc/self/status").read_text())[1]) / 1024
+
+def watch():
+    while not is_over.wait(0.001):
+        seen.append(held())
+
+path, load_format, device = sys.argv[1:]
+torch.ones(1).to(device, torch.bfloat16).normal_()  # what a device is set up with once
+before, seen, is_over = held(), [], threading.Event()
+watcher = threading.Thread(target=watch)
+watcher.start()
+loaded_on(device, path, load_format=load_format)
+is_over.set()
+watcher.join()
+print(max(seen) - before)
+"""
+
+
+def host_memory_of_loading(path, num_layers, load_format, device):
+    """MiB that the host takes at most to load a model of float32 as bfloat16, and MiB of the model."""
+    changes = {**TINY, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": num_layers}
+    model = transformers.AutoModelForCausalLM.from_config(transformers.OlmoConfig(**changes))
+    model.save_pretrained(path, max_shard_size="20MB")
+    run = [sys.executable, "-c", LOAD, str(path), load_format, device]
+    root = Path(__file__).parent.parent
+    printed = subprocess.run(run, check=True, stdout=subprocess.PIPE, text=True, cwd=root).stdout
+    return float(printed), sum(x.nbytes for x in model.parameters()) / 2**21
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells how much a process holds")
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_the_host_never_holds_a_model_that_is_loaded_elsewhere(load_format, tmp_path):
+    taken, size = host_memory_of_loading(tmp_path, 12, load_format, "meta")
+    assert taken < 40 < 90 < size  # transformers 4 reads a file of 20 MB at a time
 
 
 def test_a_mask_that_an_old_checkpoint_saved_as_booleans_is_no_weight(tmp_path, tmp_path_factory):

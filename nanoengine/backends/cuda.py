@@ -7,8 +7,9 @@ import bisect
 import functools
 import gc
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -140,6 +141,18 @@ class FusedKernels:
 # ---- Graphs --------------------------------------------------------------------------------------
 
 
+@contextmanager
+def waits_raise() -> Iterator[None]:
+    """Until its end, what waits for a GPU raises RuntimeError, in whatever thread."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(action="ignore"):  # "a prototype feature"
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
 class GraphRecorder:
     """Captures what a function launches on the GPU, to be launched again as a whole.
 
@@ -152,14 +165,25 @@ class GraphRecorder:
         self._pool: Any = None
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Run once as it is, once captured; returns what replays the capture."""
-        self._stream.wait_stream(torch.cuda.current_stream())
+        """Run as it is, then captured; returns what replays the capture.
+
+        Raises:
+            RuntimeError: it cannot be captured.
+        """
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):  # what is set up at a first call must not be captured
             run()
-        torch.cuda.current_stream().wait_stream(self._stream)
+            if self._pool is None:
+                with waits_raise():  # now, since PyTorch may not get over a capture that fails
+                    run()
+        current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         # What other threads do meanwhile, another engine's for one, is none of this capture's business.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+        capture = torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        )
+        with torch.cuda.stream(current), capture:  # should it fail, it leaves its own stream in place
             run()
         self._pool = graph.pool()
         return graph.replay
@@ -222,7 +246,7 @@ class DecodeGraphs(Forward):
     ) -> None:
         super().__init__()
         start = time.perf_counter()
-        self.sizes = graph_sizes(runner.max_num_chunks)
+        self.sizes = graph_sizes(min(runner.max_num_chunks, runner.max_num_batched_tokens))
         self.table_width, self.block_size = runner.table_width, runner.block_size
         self.hidden: Tensor | None = None  # (largest size, E)
         self.replays: dict[int, Callable[[], None]] = {}
@@ -372,7 +396,14 @@ class CUDA(Device):
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:  # something in it waits for the GPU, which a graph cannot hold
-            return Forward(f", no graphs ({first_line(error)})")
+            reason = first_line(error)
+            try:
+                torch.cuda.empty_cache()
+            except RuntimeError:
+                # Before 2.13 PyTorch believes for ever that a capture that failed is underway.
+                # https://github.com/pytorch/pytorch/pull/180395
+                raise ValueError(f"decodes cannot be captured ({reason}); set enforce_eager=True") from error
+            return Forward(f", no graphs ({reason})")
 
     def free_bytes(self, runner: "ModelRunner") -> int:
         """What gpu_memory_utilization leaves after the weights, the largest batches' work and the graphs.
@@ -380,6 +411,11 @@ class CUDA(Device):
         Tried out with a cache just large enough for the largest batches, which is given back.
         """
         batches = runner.largest_batches()
+        # What is fused is compiled once for many rows and once more for one: now, not at the first request.
+        alone = [
+            b._replace(chunks=b.chunks[:1], sampled_seqs=b.sampled_seqs[:1], num_tokens=b.chunks[0].end)
+            for b in batches
+        ]
         chunks = batches[0].chunks
         length, num_blocks = chunks[0].end, len(chunks[0].seq.block_table)
         try:
@@ -389,7 +425,7 @@ class CUDA(Device):
             memory = {id(x): x.nbytes for cache in runner.caches for x in (cache.k, cache.v)}
             cache_bytes = sum(memory.values())  # of each once: groups share it
             torch.cuda.reset_peak_memory_stats(self.device)
-            for batch in batches:
+            for batch in (*batches, *alone):
                 runner.collect(runner.launch(batch))
             peak_bytes = torch.cuda.max_memory_allocated(self.device) - cache_bytes
             torch.cuda.empty_cache()

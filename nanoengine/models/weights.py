@@ -354,7 +354,7 @@ def _load_hf(
 ) -> HFModel:
     with _naming(checkpoint.hf_config):
         check_config(checkpoint.hf_config)
-        return HFModel(_load_transformers(checkpoint, config, dtype).to(device), max_model_len)
+        return HFModel(_load_transformers(checkpoint, config, dtype, device).to(device), max_model_len)
 
 
 def _load_decoder(
@@ -448,8 +448,14 @@ def _refuse(path: Path, *, missing: Iterable[str] = (), unexpected: Iterable[str
         raise MisfitError(f"{path} holds tensor {names[0]!r} which the architecture does not have")
 
 
-def _load_transformers(checkpoint: Checkpoint, config: EngineConfig, dtype: torch.dtype) -> Any:
-    """A transformers causal LM with every parameter filled, from safetensors or (dummy) at random."""
+def _load_transformers(
+    checkpoint: Checkpoint, config: EngineConfig, dtype: torch.dtype, device: torch.device
+) -> Any:
+    """A transformers causal LM with every parameter filled, from safetensors or (dummy) at random.
+
+    It is filled on the device, a tensor at a time, so that the host never holds the model. Only transformers
+    without accelerate fills it on the host.
+    """
     path = checkpoint.path
     auto: Any = AutoModelForCausalLM
     settings: dict[str, Any] = {
@@ -461,9 +467,12 @@ def _load_transformers(checkpoint: Checkpoint, config: EngineConfig, dtype: torc
         settings["key_mapping"] = PART_NAMES
     if config.load_format == "dummy":
         settings.pop("key_mapping", None)
-        with _as_value_error(path), torch.random.fork_rng(devices=[]):
+        devices = [device] if device.type == "cuda" else []
+        with _as_value_error(path), torch.random.fork_rng(devices), device:
             torch.manual_seed(config.seed)
             return auto.from_config(checkpoint.hf_config, **settings)
+    if device.type != "cpu" and find_spec("accelerate") is not None:  # which transformers asks for
+        settings["device_map"] = {"": device}
     headers = _read_headers(checkpoint)  # also for its errors: those of transformers are less clear
     with _as_value_error(path), _without_report():
         causal_lm, report = auto.from_pretrained(

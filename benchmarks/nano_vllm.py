@@ -1,0 +1,78 @@
+"""nano-vllm as one more engine: a checkpoint as it needs one, and its `generate`.
+
+Our own Python writes the checkpoint; the engine's needs nano-vllm alone, so that nothing but the standard
+library is imported up here. Source: https://github.com/GeeeekExplorer/nano-vllm
+"""
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.engines import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, TEMPERATURE, Run, transformers_model
+
+if TYPE_CHECKING:
+    from nanoengine.models.weights import Checkpoint
+
+
+def prepare(checkpoint: "Checkpoint", settings: dict[str, Any], directory: str) -> dict[str, Any]:
+    """The settings that `load` takes: the model has weights and a tokenizer, where it was a config alone.
+
+    Raises:
+        ValueError: nano-vllm would compute something else than the checkpoint says. It takes any for a Qwen3
+            with the rope and the precision that its config begins with, without a word.
+    """
+    config, own = checkpoint.decoder_config, checkpoint.hf_config.dtype
+    if config is None or checkpoint.architecture != "Qwen3ForCausalLM":
+        raise ValueError(f"nano-vllm computes Qwen3ForCausalLM alone, not {checkpoint.architecture}")
+    if any(config.windows) or config.rope["rope_type"] != "default":
+        raise ValueError(f"{checkpoint.path}: nano-vllm has no sliding window and no scaled rope")
+    if str(own).removeprefix("torch.") != settings["dtype"]:
+        raise ValueError(f"{checkpoint.path}: nano-vllm computes in the checkpoint's own dtype, {own}")
+    if settings["load_format"] != "dummy":
+        return settings
+    path = Path(directory, "nano-vllm")
+    path.mkdir()
+    write_at_random(checkpoint, settings, path)
+    return settings | {"model": str(path)}
+
+
+def write_at_random(checkpoint: "Checkpoint", settings: dict[str, Any], path: Path) -> None:
+    """Fill a directory with a model of a checkpoint's config, and with a tokenizer of one word."""
+    import tokenizers
+    from safetensors.torch import save_file
+
+    model, _ = transformers_model(settings | {"device": "cpu"})
+    weights = {name: parameter.contiguous() for name, parameter in model.named_parameters()}  # tied ones once
+    save_file(weights, path / "model.safetensors")
+    # As it is: transformers would write it in words that its older versions do not know.
+    (path / "config.json").write_bytes((checkpoint.path / "config.json").read_bytes())
+    word = "<eos>"
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: 0}, unk_token=word))
+    tokenizer.save(str(path / "tokenizer.json"))
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": word}
+    (path / "tokenizer_config.json").write_text(json.dumps(about))
+
+
+def load(settings: dict[str, Any]) -> Run:
+    """nano-vllm, as `prepare` has it set. What it does not know among its settings it leaves out silently."""
+    from nanovllm import LLM, SamplingParams
+
+    llm = LLM(
+        settings["model"],
+        enforce_eager=False,
+        max_model_len=settings["max_model_len"],
+        max_num_seqs=MAX_NUM_SEQS,
+        max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
+    )
+
+    def run(prompts: list[list[int]], output_lens: list[int], arrivals: list[float]) -> dict[str, Any]:
+        if any(arrivals):
+            raise ValueError("nano-vllm's generate takes no arrivals")
+        params = [SamplingParams(temperature=TEMPERATURE, max_tokens=n, ignore_eos=True) for n in output_lens]
+        start = time.perf_counter()
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        return {"seconds": seconds, "output_tokens": sum(len(output["token_ids"]) for output in outputs)}
+
+    return run

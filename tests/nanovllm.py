@@ -1,0 +1,98 @@
+"""A stand-in for nano-vllm, written from its sources at commit bb823b3; it refuses what they would misread.
+
+It builds the model that they build, fills it from the files as they do, and draws tokens of no meaning.
+Source: https://github.com/GeeeekExplorer/nano-vllm
+"""
+
+import random
+from dataclasses import dataclass
+from glob import glob
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig, AutoTokenizer
+
+
+@dataclass(slots=True)
+class SamplingParams:
+    temperature: float = 1.0
+    max_tokens: int = 64
+    ignore_eos: bool = False
+
+    def __post_init__(self):
+        assert self.temperature > 1e-10, "greedy sampling is not permitted"
+
+
+@dataclass(slots=True)
+class Config:
+    """The real one is given only those of `LLM`'s arguments that it has; here others are errors."""
+
+    model: str
+    max_num_batched_tokens: int = 16384
+    max_num_seqs: int = 512
+    max_model_len: int = 4096
+    gpu_memory_utilization: float = 0.9
+    tensor_parallel_size: int = 1
+    enforce_eager: bool = False
+    kvcache_block_size: int = 256
+
+    def __post_init__(self):
+        assert Path(self.model).is_dir()
+        assert self.kvcache_block_size % 256 == 0
+
+
+def parameters_of(config) -> dict[str, torch.Size]:
+    """Every parameter's shape, those that are packed in nano-vllm in their parts."""
+    hidden, head_dim = config.hidden_size, config.head_dim
+    q, kv = (n * head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+    layer = {
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+        "self_attn.q_proj": (q, hidden),
+        "self_attn.k_proj": (kv, hidden),
+        "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, q),
+        "self_attn.q_norm": (head_dim,),
+        "self_attn.k_norm": (head_dim,),
+        "mlp.gate_proj": (config.intermediate_size, hidden),
+        "mlp.up_proj": (config.intermediate_size, hidden),
+        "mlp.down_proj": (hidden, config.intermediate_size),
+    }
+    shapes = {"model.embed_tokens": (config.vocab_size, hidden), "model.norm": (hidden,)}
+    if not config.tie_word_embeddings:
+        shapes["lm_head"] = shapes["model.embed_tokens"]
+    for i in range(config.num_hidden_layers):
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
+    return {f"{name}.weight": torch.Size(shape) for name, shape in shapes.items()}
+
+
+class LLM:
+    def __init__(self, model, **kwargs):
+        self.config = Config(model, **kwargs)
+        self.hf_config = AutoConfig.from_pretrained(model)
+        assert self.hf_config.model_type == "qwen3"
+        assert self.config.max_model_len <= self.hf_config.max_position_embeddings  # else it takes the less
+        assert self.hf_config.dtype in (torch.float16, torch.bfloat16)  # for flash-attn
+        unfilled = parameters_of(self.hf_config)
+        for file in glob(f"{model}/*.safetensors"):
+            with safe_open(file, "pt", "cpu") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (not a dict)
+                    tensor = tensors.get_tensor(name)
+                    assert tensor.shape == unfilled.pop(name)
+                    assert tensor.dtype == self.hf_config.dtype
+        assert not unfilled  # what the real one would leave as it was allocated
+        self.tokenizer = AutoTokenizer.from_pretrained(model, use_fast=True)
+        assert isinstance(self.tokenizer.eos_token_id, int)
+
+    def generate(self, prompts, sampling_params, use_tqdm=True):
+        if not isinstance(sampling_params, list):
+            sampling_params = [sampling_params] * len(prompts)
+        outputs = []
+        for prompt, params in zip(prompts, sampling_params, strict=True):  # strict here
+            assert prompt
+            assert all(0 <= token < self.hf_config.vocab_size for token in prompt)
+            assert len(prompt) + params.max_tokens <= self.config.max_model_len
+            assert params.ignore_eos  # it would stop at once, and say so nowhere
+            outputs.append(random.choices(range(self.hf_config.vocab_size), k=params.max_tokens))
+        return [{"text": self.tokenizer.decode(ids), "token_ids": ids} for ids in outputs]

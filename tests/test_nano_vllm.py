@@ -1,0 +1,89 @@
+"""nano-vllm as an engine of the benchmarks: the checkpoint it is given, and what it is asked."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import tests.nanovllm
+from benchmarks.nano_vllm import load, prepare
+from benchmarks.workloads import SHAPES
+from nanoengine.models.weights import open_checkpoint
+from tests.helpers import checkpoint
+from tests.test_bench import run_bench
+
+SHAPE = SHAPES["tiny"] | {"dtype": "bfloat16", "vocab_size": 512}
+
+
+def prepared(model, directory, **changes):
+    """What nano-vllm is given in the place of a model, a config at random or a checkpoint."""
+    settings = {"model": str(model), "load_format": "dummy", "dtype": "bfloat16", "max_model_len": 512}
+    return prepare(open_checkpoint(str(model)), settings | {"device": "cuda"} | changes, str(directory))
+
+
+@pytest.fixture
+def shape(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    return tmp_path
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_shape_is_served_with_random_weights_and_a_tokenizer_beside_it(is_tied, shape, monkeypatch):
+    (shape / "config.json").write_text(json.dumps(SHAPE | {"tie_word_embeddings": is_tied}))
+    monkeypatch.setitem(sys.modules, "nanovllm", tests.nanovllm)
+    settings = prepared(shape, shape)
+    assert settings["model"] != str(shape)  # where the other engines have a config alone
+    weights = load_file(Path(settings["model"], "model.safetensors"))
+    assert ("lm_head.weight" in weights) != is_tied
+    assert 0.01 < weights["model.layers.0.mlp.up_proj.weight"].std() < 0.03
+    run = load(settings)
+    prompts, output_lens = [[1, 2, 3], [500], [7] * 500], [5, 8, 12]
+    measured = run(prompts, output_lens, [0.0] * 3)
+    assert measured["output_tokens"] == 25
+    assert measured["seconds"] > 0
+    with pytest.raises(ValueError, match="takes no arrivals"):
+        run(prompts, output_lens, [0.0, 0.1, 0.2])
+
+
+def test_a_checkpoint_is_served_as_it_is(tmp_path, tmp_path_factory):
+    path, _ = checkpoint("qwen3", tmp_path_factory)
+    assert prepared(path, tmp_path, load_format="auto", dtype="float32")["model"] == str(path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "message"),
+    [
+        ("llama3 rope", "float32", "computes Qwen3ForCausalLM alone, not LlamaForCausalLM"),
+        ("gemma", "float32", "computes Qwen3ForCausalLM alone, not GemmaForCausalLM"),
+        ("qwen3 yarn rope", "float32", "no sliding window and no scaled rope"),
+        ("qwen3", "bfloat16", r"computes in the checkpoint's own dtype, torch\.float32"),
+    ],
+)
+def test_what_nano_vllm_would_misread_without_a_word_is_refused(
+    name, dtype, message, tmp_path, tmp_path_factory
+):
+    path, _ = checkpoint(name, tmp_path_factory)
+    with pytest.raises(ValueError, match=message):
+        prepared(path, tmp_path, dtype=dtype)
+
+
+@pytest.mark.slow
+def test_nano_vllm_is_measured_beside_nanoengine(tmp_path, monkeypatch):
+    shutil.copy(tests.nanovllm.__file__, tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    printed, report = run_bench(
+        *("--model", "tiny", "--custom", "3:4-8:2-5", "--repeats", "1", "--markdown"),
+        *("--engine", "nanoengine,nano-vllm"),
+    )
+    (result,) = report["models"]
+    ours, theirs = result["results"]
+    assert (ours["engine"], theirs["engine"]) == ("nanoengine", "nano-vllm")
+    assert theirs["output_tokens"] == ours["output_tokens"]
+    assert theirs["ttft_ms"] is None
+    assert result["engines"]["nano-vllm"]["versions"]["torch"] == torch.__version__
+    assert "| 3:4-8:2-5 | tiny | nano-vllm | " in printed
