@@ -1,4 +1,4 @@
-"""What is served: published model shapes with random weights, and how many requests of which lengths."""
+"""What is served: published models' shapes with random weights, and how many requests of which lengths."""
 
 import itertools
 import random
@@ -50,10 +50,41 @@ _LLAMA3 = {
     "rope_scaling": _LLAMA3_ROPE,
     "rms_norm_eps": 1e-5,
 }
+_GEMMA3 = {
+    "model_type": "gemma3_text",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 512,
+    "layer_types": ["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(26)],
+    "max_position_embeddings": 32768,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+    "rms_norm_eps": 1e-6,
+}
+_PHI3 = {
+    "max_position_embeddings": 4096,
+    "original_max_position_embeddings": 4096,
+    "rope_theta": 1e4,
+    "rms_norm_eps": 1e-5,
+    "sliding_window": 2047,
+    "tie_word_embeddings": False,
+}
+_MIXTRAL = {
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 32768,
+    "rope_theta": 1e6,
+    "rms_norm_eps": 1e-5,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+}
 SHAPES = {
     "qwen3-0.6b": shape("Qwen3", 151936, 1024, 3072, 28, 16, 8, 128, **_QWEN3),
     "qwen3-1.7b": shape("Qwen3", 151936, 2048, 6144, 28, 16, 8, 128, **_QWEN3),
     "llama-3.2-1b": shape("Llama", 128256, 2048, 8192, 16, 32, 8, 64, **_LLAMA3),
+    "gemma-3-1b": shape("Gemma3", 262144, 1152, 6912, 26, 4, 1, 256, **_GEMMA3),
+    "phi-3-0.9b": shape("Phi3", 32064, 3072, 8192, 6, 32, 32, 96, **_PHI3),  # mini, 6 of its 32 layers
+    "mixtral-0.8b": shape("Mixtral", 32000, 1024, 3584, 8, 8, 2, 128, **_MIXTRAL),  # 8x7B, a quarter each way
     "tiny": shape("Qwen3", 4096, 256, 768, 4, 8, 4, 64, **_QWEN3),
 }
 

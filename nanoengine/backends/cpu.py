@@ -496,8 +496,9 @@ def pack_embedding(embedding: nn.Embedding, head: PackedLinear) -> nn.Embedding:
     kind, result = type(embedding), copy.copy(embedding)
     is_plain = kind is nn.Embedding
     result.__class__ = PackedEmbedding if is_plain else type(kind.__name__, (kind, PackedEmbedding), {})
-    empty = embedding.weight.new_empty(0, embedding.embedding_dim)  # of a dtype, which some ask for
-    result._parameters, result.packed = {"weight": nn.Parameter(empty, requires_grad=False)}, head.packed
+    result._parameters = {}
+    result.weight = embedding.weight.new_empty(0, embedding.embedding_dim)  # some ask for its dtype
+    result.packed = head.packed
     ids = torch.arange(min(64, embedding.num_embeddings))
     with suppress(IndexError, RuntimeError):  # its class looks at the weight itself
         if torch.equal(result(ids), embedding(ids)):
