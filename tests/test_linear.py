@@ -88,7 +88,7 @@ def test_a_layer_s_experts_are_let_go_before_the_next_are_packed(monkeypatch):
     model, plain = hf_model("mixtral").requires_grad_(False), {}
     use_linear_layers(model)
 
-    def pack(layer, kernels):
+    def pack(layer, *_):
         here = layer.weight.untyped_storage().data_ptr()
         assert not any(other() for storage, layers in plain.items() for other in layers if storage != here)
         plain.setdefault(here, []).append(weakref.ref(layer))

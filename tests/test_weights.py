@@ -482,7 +482,7 @@ def test_different_seeds_give_different_dummy_weights(copy):
     weights = []
     for seed in (0, 0, 1):
         with LLM(str(copy), load_format="dummy", num_kv_blocks=4, seed=seed) as llm:
-            weights.append(llm.llm_engine.runner.model.layers[0].mlp.down_proj.weight.clone())
+            weights.append(llm.llm_engine.runner.model.lm_head.weight.clone())
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
 
