@@ -5,6 +5,7 @@ python -m benchmarks --workload decode,prefix --engine nanoengine,transformers,t
 python -m benchmarks --engine nanoengine,vllm --python vllm=/path/to/its/venv/bin/python
 python -m benchmarks --engine nanoengine,llama.cpp --python llama.cpp=/path/to/its/venv/bin/python
 python -m benchmarks --engine nanoengine,nano-vllm --python nano-vllm=/path/to/its/venv/bin/python
+python -m benchmarks --engine nanoengine,nanoengine-int8 --custom 1:32:128  # weights in 8 bits
 python -m benchmarks --custom 64:32-256:16-64:512  # 64 requests, prompts of 32 to 256 tokens after 512 shared
 python -m benchmarks --rate 1,2,4                  # latency when requests come at random, so many a second
 python -m benchmarks --plot bench.png              # throughput against batch size, and where the time goes

@@ -90,7 +90,8 @@ def load_stepped(settings: dict[str, Any]) -> Run:
         "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
         "skip_tokenizer_init": True,
     }
-    own = vllm_settings if is_vllm else {"device": settings["device"]}
+    quantization = "int8" if settings["engine"] == "nanoengine-int8" else None
+    own = vllm_settings if is_vllm else {"device": settings["device"], "quantization": quantization}
     llm = LLM(**{name: settings[name] for name in names}, **own)
 
     def run(prompts: list[list[int]], output_lens: list[int], arrivals: list[float]) -> dict[str, Any]:
@@ -255,6 +256,7 @@ def load_limits(settings: dict[str, Any]) -> Run:
 # name -> the package it needs, and how it starts
 LOADERS: dict[str, tuple[str, Callable[[dict[str, Any]], Run]]] = {
     "nanoengine": ("nanoengine", load_stepped),
+    "nanoengine-int8": ("nanoengine", load_stepped),
     "transformers": ("transformers", load_transformers),
     "transformers-cb": ("transformers", load_transformers_cb),
     "vllm": ("vllm", load_stepped),

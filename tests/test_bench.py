@@ -16,13 +16,13 @@ from torch import nn
 
 import benchmarks.__main__ as command
 from benchmarks.compare import bench_model
-from benchmarks.engines import latencies, percentiles
+from benchmarks.engines import latencies, load_stepped, percentiles
 from benchmarks.gpu import mixed_batches
 from benchmarks.machine import instruction_set, machine
 from benchmarks.report import draw, hardware
 from benchmarks.roofline import measure_limits, roofline_seconds
 from benchmarks.workloads import SHAPES, SWEEP, WORKLOADS, Workload, parse_custom, poisson_arrivals
-from tests.helpers import hf_model
+from tests.helpers import DEMO, hf_model
 
 ROOT = Path(__file__).parent.parent
 
@@ -489,3 +489,10 @@ def test_the_scheduler_benchmark_runs_and_ends_with_json():
     )
     result = json.loads(run.stdout.splitlines()[-1])
     assert set(result["admission_us"]) == {"1000 blocks", "10000 blocks", "100000 blocks"}
+
+
+def test_weights_of_8_bits_are_an_engine_of_their_own(capfd):
+    settings = {"model": str(DEMO), "dtype": "float32", "load_format": "auto", "max_model_len": 64}
+    run = load_stepped({**settings, "engine": "nanoengine-int8", "device": "cpu"})
+    assert run([[1, 2, 3]], [4], [0.0])["output_tokens"] == 4
+    assert "float32 with int8 weights" in capfd.readouterr().err
