@@ -59,6 +59,7 @@ ORDER = [
     "config",
     "outputs",
     "steps",
+    "backends.memory",
     "backends.attention",
     "backends.device",
     "backends.cpu",

@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanoengine.backends.memory import zeros_on_large_pages
+
 # Sequences decoded in one padded call. Sorted by length, so that little of a group is padding.
 DECODE_GROUP_SIZE = 16
 # Scores held at a time where SDPA cannot be used and they exist as a whole.
@@ -111,11 +113,14 @@ class KVCache:
     @classmethod
     def zeros(cls, spec: KVSpec, num_blocks: int, block_size: int, device: torch.device) -> "KVCache":
         """A cache without content. Zeroed, so that no page of it is fetched from the system in a step."""
-        shape = (num_blocks, block_size, spec.num_kv_heads)
-        return cls(
-            torch.zeros(*shape, spec.k_head_dim, dtype=spec.dtype, device=device),
-            torch.zeros(*shape, spec.v_head_dim, dtype=spec.dtype, device=device),
-        )
+
+        def zeros(head_dim: int) -> Tensor:
+            shape = num_blocks, block_size, spec.num_kv_heads, head_dim
+            if device.type == "cpu":
+                return zeros_on_large_pages(shape, spec.dtype).zero_()
+            return torch.zeros(shape, dtype=spec.dtype, device=device)
+
+        return cls(zeros(spec.k_head_dim), zeros(spec.v_head_dim))
 
 
 def new_caches(

@@ -1,6 +1,6 @@
-"""What PyTorch leaves to its user on a CPU: cores for the threads, memory kept, kernels it lacks.
+"""What PyTorch leaves to its user on a CPU: cores for the threads, and kernels it lacks.
 
-Top to bottom: threads, memory, kernels, weights packed for them, attention by them; `CPU` uses all.
+Top to bottom: threads, kernels, weights packed for them, attention and layers by them; `CPU` uses all.
 """
 
 import copy
@@ -39,6 +39,7 @@ from nanoengine.backends.attention import (
     whole_rows,
 )
 from nanoengine.backends.device import Attention, Device
+from nanoengine.backends.memory import keep_freed_memory, zeros_on_large_pages
 from nanoengine.config import EngineConfig
 from nanoengine.steps import unwound_by_sigterm
 
@@ -107,22 +108,6 @@ def _loaded_openmp() -> ctypes.CDLL | None:
     paths = re.findall(r"\S*lib(?:gomp|iomp5|omp)\b\S*\.so\S*", maps.read_text()) if maps.exists() else []
     library = ctypes.CDLL(paths[0]) if paths else None
     return library if hasattr(library, "GOMP_parallel") else None
-
-
-# ---- Memory --------------------------------------------------------------------------------------
-
-
-def keep_freed_memory() -> None:
-    """Have the C library keep what tensors give back, up to 1 GiB, instead of returning it to the system.
-
-    Every step allocates the same tens of MB anew. Fetched from the system, each page of them costs a
-    fault: more than the work done in it. Of the whole process; only glibc has this switch (`mallopt(3)`).
-    """
-    if platform.libc_ver()[0] == "glibc":
-        mallopt = ctypes.CDLL(None).mallopt
-        m_trim_threshold, m_mmap_threshold = -1, -3
-        mallopt(m_mmap_threshold, 32 << 20)  # the most there is; larger tensors are still mapped and unmapped
-        mallopt(m_trim_threshold, 1 << 30)
 
 
 # ---- Kernels -------------------------------------------------------------------------------------
@@ -242,7 +227,8 @@ class Kernels:
         """
         step, outputs = _inputs_side_by_side(weight.dtype), self.num_outputs
         num_outputs, num_inputs = weight.shape
-        packed = weight.new_zeros(-(-num_outputs // outputs), num_inputs // step, outputs, step)
+        shape = -(-num_outputs // outputs), num_inputs // step, outputs, step
+        packed = zeros_on_large_pages(shape, weight.dtype)
         whole = num_outputs // outputs * outputs
         packed[: whole // outputs] = (
             weight[:whole].view(-1, outputs, num_inputs // step, step).transpose(1, 2)
