@@ -105,5 +105,5 @@ def pytest_configure() -> None:
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Tell which kernels the tests called."""
-    missed = start().exported - called
+    missed = {name for name in start().exported - called if not name.startswith("decoder_layer")}
     terminalreporter.write_line(f"NEON: {len(called)} kernels called; not called: {sorted(missed)}")

@@ -10,10 +10,11 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 TOOLS = "aarch64-linux-gnu-g++", "qemu-aarch64"  # Debian's g++-aarch64-linux-gnu and qemu-user
-FILES = "test_attention", "test_kernels", "test_model"
+FILES = "test_attention", "test_kernels", "test_model", "test_sampling"
 SELECTION = """
     test_attention
     or test_kernels and not instruction_set
+    or test_sampling and kernel_draws
     or test_model and greedy_tokens and (qwen3-False or biases-False)
     or test_model and as_exact and False
 """
