@@ -288,7 +288,7 @@ class TorchAttention(PagedAttention):
         query_lens = metadata.cu_seqlens_q.diff()
         decodes = (query_lens == 1).nonzero().squeeze(1)
         tables, seq_lens = metadata.block_tables, metadata.seq_lens
-        self._prepare_decodes(starts[decodes], tables[decodes], seq_lens[decodes], block_size)
+        self._prepare_decodes(starts[decodes], tables[decodes], seq_lens[decodes])
         self._chunks: list[QueryChunk] = []
         for i in (query_lens > 1).nonzero().squeeze(1).tolist():
             start, length, seq_len = int(starts[i]), int(query_lens[i]), int(seq_lens[i])
@@ -296,15 +296,15 @@ class TorchAttention(PagedAttention):
             first = int(table.bool().int().argmax()) * block_size
             self._chunks.append(QueryChunk(start, start + length, seq_len, first, table))
 
-    def _prepare_decodes(self, rows: Tensor, tables: Tensor, seq_lens: Tensor, block_size: int) -> None:
+    def _prepare_decodes(self, rows: Tensor, tables: Tensor, seq_lens: Tensor) -> None:
         """Group the sequences that have one new token: their rows, block tables and lengths."""
         self._groups: list[_DecodeGroup] = []
         order = seq_lens.argsort()
         for group in torch.split(order, DECODE_GROUP_SIZE) if len(order) else ():
-            num_blocks = -(-int(seq_lens[group[-1]]) // block_size)
-            positions = torch.arange(num_blocks * block_size, device=group.device)
+            num_blocks = -(-int(seq_lens[group[-1]]) // self.block_size)
+            positions = torch.arange(num_blocks * self.block_size, device=group.device)
             group_tables = tables[group, :num_blocks]
-            is_null = (group_tables == 0).repeat_interleave(block_size, dim=1)
+            is_null = (group_tables == 0).repeat_interleave(self.block_size, dim=1)
             padding = ((positions >= seq_lens[group].unsqueeze(1)) | is_null).nonzero(as_tuple=True)
             self._groups.append(_DecodeGroup(rows[group], group_tables, seq_lens[group], padding))
 

@@ -504,22 +504,6 @@ def pack_linear(layer: nn.Linear, kernels: Kernels | None, is_int8: bool = False
 ROUTERS = ("float32_linear", "gate", "router", "shared_expert_gate")
 
 
-def pack_weights(model: nn.Module, kernels: Kernels | None, is_int8: bool = False) -> None:
-    """Replace a model's linear layers by packed ones, and an embedding that is tied to one of them.
-
-    One at a time: each plain weight is let go before the next is packed. In 8 bits, an embedding stays.
-    """
-    linears, embeddings = _places(model)
-    while linears:
-        layer, places = linears.popitem()
-        packed = pack_linear(layer, kernels, is_int8 and not any(name in ROUTERS for _, name in places))
-        for parent, name in places:
-            setattr(parent, name, packed)
-        if isinstance(packed, PackedLinear):
-            for parent, name in embeddings.get(id(layer.weight), ()):
-                setattr(parent, name, pack_embedding(getattr(parent, name), packed))
-
-
 Places = list[tuple[nn.Module, str]]  # parents of a layer, and its names there
 
 
@@ -536,6 +520,22 @@ def _places(model: nn.Module) -> tuple[dict[nn.Linear, Places], dict[int, Places
     return linears, embeddings
 
 
+def pack_weights(model: nn.Module, kernels: Kernels | None, is_int8: bool = False) -> None:
+    """Replace a model's linear layers by packed ones, and an embedding that is tied to one of them.
+
+    One at a time: each plain weight is let go before the next is packed. In 8 bits, an embedding stays.
+    """
+    linears, embeddings = _places(model)
+    while linears:
+        layer, places = linears.popitem()
+        packed = pack_linear(layer, kernels, is_int8 and not any(name in ROUTERS for _, name in places))
+        for parent, name in places:
+            setattr(parent, name, packed)
+        if isinstance(packed, PackedLinear):
+            for parent, name in embeddings.get(id(layer.weight), ()):
+                setattr(parent, name, pack_embedding(getattr(parent, name), packed))
+
+
 # ---- Attention -----------------------------------------------------------------------------------
 
 
@@ -547,24 +547,17 @@ class CompiledAttention(TorchAttention):
     def __init__(self, metadata: AttentionMetadata[Tensor], block_size: int, kernels: Kernels) -> None:
         super().__init__(metadata, block_size)
         self._kernels = kernels
+
+    @functools.cached_property
+    def description(self) -> Tensor:
+        """The step, as the kernel of a whole layer reads it: its `Batch`."""
         tables, seq_lens, rows = self._decode_sequences
         chunks = [(chunk.start, chunk.end, chunk.seq_len, chunk.block_table) for chunk in self._chunks]
         self._integers = _integers([number for chunk in chunks for number in chunk])
-        # As the kernel's `Batch`.
-        self.description = _integers(
-            (
-                metadata.slot_mapping,
-                tables,
-                seq_lens,
-                rows,
-                *tables.shape,
-                block_size,
-                len(chunks),
-                self._integers,
-            )
-        )
+        sizes = *tables.shape, self.block_size, len(chunks)
+        return _integers((self.metadata.slot_mapping, tables, seq_lens, rows, *sizes, self._integers))
 
-    def _prepare_decodes(self, rows: Tensor, tables: Tensor, seq_lens: Tensor, block_size: int) -> None:
+    def _prepare_decodes(self, rows: Tensor, tables: Tensor, seq_lens: Tensor) -> None:
         self._decode_sequences = tables, seq_lens, rows
 
     def _write(self, k: Tensor, v: Tensor, cache: KVCache) -> None:
@@ -585,8 +578,7 @@ class CompiledLayer(nn.Module):
     def __init__(self, layer: "DecoderLayer", kernels: Kernels) -> None:
         super().__init__()
         self.layer, self.kernels = layer, kernels
-        attn, mlp = layer.self_attn, layer.mlp
-        projections: list[Any] = [attn.qkv_proj, attn.o_proj, mlp.gate_up_proj, mlp.down_proj]
+        attn, projections = layer.self_attn, self._projections(layer)
         linears = [x for layer in projections for x in (layer.packed, layer.scales, layer.bias)]
         norms = layer.input_layernorm, attn.q_norm, attn.k_norm, layer.post_attention_layernorm
         weights = [None if norm is None else norm.weight for norm in norms]
@@ -599,9 +591,12 @@ class CompiledLayer(nn.Module):
     @staticmethod
     def can_hold(layer: "DecoderLayer") -> bool:
         """Whether it computes this layer: a rank's has collectives in it."""
+        return all(type(projection) is PackedLinear for projection in CompiledLayer._projections(layer))
+
+    @staticmethod
+    def _projections(layer: "DecoderLayer") -> list[Any]:
         attn, mlp = layer.self_attn, layer.mlp
-        projections: list[nn.Module] = [attn.qkv_proj, attn.o_proj, mlp.gate_up_proj, mlp.down_proj]
-        return all(type(projection) is PackedLinear for projection in projections)
+        return [attn.qkv_proj, attn.o_proj, mlp.gate_up_proj, mlp.down_proj]
 
     def forward(
         self,

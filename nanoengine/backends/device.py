@@ -16,6 +16,7 @@ from nanoengine.config import EngineConfig
 
 if TYPE_CHECKING:
     from nanoengine.engine import ModelInputs, ModelRunner
+    from nanoengine.sampling import SamplingMetadata
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -24,9 +25,8 @@ class Attention(NamedTuple):
     """The backend to attend with."""
 
     backend: type[PagedAttention]
-    build: Callable[
-        [AttentionMetadata[Tensor], int], PagedAttention
-    ]  # for one step, from its metadata and block_size
+    # For one step, from its metadata and block_size.
+    build: Callable[[AttentionMetadata[Tensor], int], PagedAttention]
     notes: list[str]  # for the user: which faster ones were passed over, and why
 
 
@@ -70,17 +70,16 @@ class Download:
 class Device:
     """A processor. Plain PyTorch computes everything; subclasses know faster ways."""
 
-    backends: ClassVar[tuple[type[PagedAttention], ...]] = (
-        TorchAttention,
-    )  # of attention, the fastest first
+    # Of attention, the fastest first.
+    backends: ClassVar[tuple[type[PagedAttention], ...]] = (TorchAttention,)
+    quantizations: ClassVar[tuple[str | None, ...]] = (None,)  # of weights, that it computes with
     # Defaults of what a user may set. A larger step is no faster on a CPU, whose caches it overflows.
     block_size: ClassVar[int] = 32
     max_num_batched_tokens: ClassVar[int] = 1024
     async_scheduling: ClassVar[bool] = False
-    draw: Any = None  # a kernel for `sampling.draw_rows`, once prepared
     more_memory: ClassVar[str] = "free some memory"  # advice
-
-    quantizations: ClassVar[tuple[str | None, ...]] = (None,)
+    # A kernel for `sampling.draw_rows`, where there is one.
+    draw: Callable[[Tensor, "SamplingMetadata"], tuple[Tensor, Tensor]] | None = None
 
     def __init__(self, device: torch.device, config: EngineConfig) -> None:
         if config.quantization not in self.quantizations:

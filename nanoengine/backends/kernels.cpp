@@ -95,6 +95,8 @@ static void silu_and_mul(X* out, const X* gate_up, int64_t T, int64_t I) {
 
 // ---- Sampling ------------------------------------------------------------------------------------
 
+constexpr int64_t CHUNK = 64;  // of a vocabulary, whose tokens are summed up first
+
 // Of tokens in ascending order, keep the likeliest, those before which sizes add up to less than `limit`: of equal ones
 // the first comes first. Sizes are added up by leading bits of the distance to the likeliest token's logit, so that no
 // more is sorted than one bucket.
@@ -140,14 +142,53 @@ static int64_t pick(int64_t n, double& target, Weight weight) {
   return last;
 }
 
+// A token of those that min_p, top_k and top_p leave of V, by chance u, given each one's distance and weight.
+static int64_t draw_filtered(std::vector<int32_t>& kept, std::vector<float>& nearest, const float* distance,
+                             const float* weight, int64_t top_k, float top_p, float min_p, double u, int64_t V) {
+  float furthest = INFINITY;  // of the top k at most: there are k chunks with a token that is no further
+  int64_t num_chunks = nearest.size();
+  if (0 < top_k && top_k <= num_chunks) {
+    for (int64_t i = 0; i < num_chunks; i++)
+      nearest[i] = *std::min_element(distance + i * CHUNK, distance + std::min((i + 1) * CHUNK, V));
+    std::nth_element(nearest.begin(), nearest.begin() + top_k - 1, nearest.end());
+    furthest = nearest[top_k - 1];
+  }
+  kept.clear();
+  for (int64_t i = 0; i < V; i++)
+    if (distance[i] <= furthest && weight[i] > 0 && weight[i] >= min_p) kept.push_back(i);
+  auto total = [&] {
+    double sum = 0;
+    for (int32_t token : kept) sum += weight[token];
+    return sum;
+  };
+  if (top_k > 0) keep_likeliest(kept, distance, top_k, [](int32_t) { return 1.0; });
+  if (top_p < 1)  // the likeliest stays, even where top_p is 0 in float32
+    keep_likeliest(kept, distance, std::max<double>(top_p * total(), DBL_MIN), [&](int32_t i) { return weight[i]; });
+  double target = u * total();
+  return kept[pick(kept.size(), target, [&](int64_t i) { return weight[kept[i]]; })];
+}
+
+// A token of all V by chance u, given each one's weight: not every one of them is looked at.
+static int64_t draw_from_all(std::vector<float>& sums, const float* weight, double u, int64_t V) {
+  double total = 0;
+  for (int64_t begin = 0; begin < V; begin += CHUNK) {
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = begin; i < std::min(begin + CHUNK, V); i++) sum += weight[i];
+    total += sums[begin / CHUNK] = sum;
+  }
+  double target = u * total;
+  int64_t begin = pick(sums.size(), target, [&](int64_t i) { return sums[i]; }) * CHUNK;
+  return begin + pick(std::min(CHUNK, V - begin), target, [&](int64_t i) { return weight[begin + i]; });
+}
+
 // sampling.py's draw_rows: a token per row of logits (R, V), and the row's largest logit, NaN where one is.
 template <class X>
 static void sample(const X* logits, int64_t* tokens, float* largest, const float* temperature, const int64_t* top_k,
                    const float* top_p, const float* min_p, const double* u, int64_t R, int64_t V) {
-  constexpr int64_t CHUNK = 64;  // whose weights are added up, so that not every one of them is looked at
 #pragma omp parallel
   {
-    std::vector<float> distance(V), weight(V), sums((V + CHUNK - 1) / CHUNK);
+    std::vector<float> distance(V), weight(V), of_chunks((V + CHUNK - 1) / CHUNK);
     std::vector<int32_t> kept;
 #pragma omp for schedule(dynamic)
     for (int64_t r = 0; r < R; r++) {
@@ -168,38 +209,10 @@ static void sample(const X* logits, int64_t* tokens, float* largest, const float
         row[i] = (most - row[i]) / temperature[r];
         weight[i] = row[i] < 87 ? fast_exp(-row[i]) : 0;
       }
-      if (min_p[r] > 0 || top_k[r] > 0 || top_p[r] < 1) {
-        float furthest = INFINITY;  // of the top k at most: there are k chunks with a token that is no further
-        if (0 < top_k[r] && top_k[r] <= int64_t(sums.size())) {
-          for (size_t i = 0; i < sums.size(); i++)
-            sums[i] = *std::min_element(row + i * CHUNK, row + std::min<int64_t>((i + 1) * CHUNK, V));
-          std::nth_element(sums.begin(), sums.begin() + top_k[r] - 1, sums.end());
-          furthest = sums[top_k[r] - 1];
-        }
-        kept.clear();
-        for (int64_t i = 0; i < V; i++)
-          if (row[i] <= furthest && weight[i] > 0 && weight[i] >= min_p[r]) kept.push_back(i);
-        if (top_k[r] > 0) keep_likeliest(kept, row, top_k[r], [](int32_t) { return 1.0; });
-        double total = 0;
-        for (int32_t token : kept) total += weight[token];
-        if (top_p[r] < 1)  // the likeliest stays, even where top_p is 0 in float32
-          keep_likeliest(kept, row, std::max<double>(top_p[r] * total, DBL_MIN), [&](int32_t i) { return weight[i]; });
-        total = 0;
-        for (int32_t token : kept) total += weight[token];
-        double target = u[r] * total;
-        tokens[r] = kept[pick(kept.size(), target, [&](int64_t i) { return weight[kept[i]]; })];
-      } else {
-        double total = 0;
-        for (int64_t begin = 0; begin < V; begin += CHUNK) {
-          float sum = 0;
-#pragma omp simd reduction(+ : sum)
-          for (int64_t i = begin; i < std::min(begin + CHUNK, V); i++) sum += weight[i];
-          total += sums[begin / CHUNK] = sum;
-        }
-        double target = u[r] * total;
-        int64_t begin = pick(sums.size(), target, [&](int64_t i) { return sums[i]; }) * CHUNK;
-        tokens[r] = begin + pick(std::min(CHUNK, V - begin), target, [&](int64_t i) { return weight[begin + i]; });
-      }
+      bool is_filtered = min_p[r] > 0 || top_k[r] > 0 || top_p[r] < 1;
+      tokens[r] = is_filtered
+                      ? draw_filtered(kept, of_chunks, row, weight.data(), top_k[r], top_p[r], min_p[r], u[r], V)
+                      : draw_from_all(of_chunks, weight.data(), u[r], V);
     }
   }
 }
