@@ -196,6 +196,18 @@ def test_nan_in_a_sequence_s_own_cache_is_not_hidden(dtype):
     assert not out[1].isnan().any()
 
 
+@DTYPES
+def test_a_value_that_is_no_number_reaches_no_query_before_the_tile_of_its_token(dtype):
+    kernels, q, k, v = kernels_and_inputs(dtype, (384, 2, 32), (13, 32, 1, 32), (13, 32, 1, 32))
+    v.view(-1, 32)[32 + 330] = float("nan")
+    out, table = torch.zeros_like(q), torch.arange(1, 13, dtype=torch.int32)
+    settings = {"scale": 1.0, "window": 20, "softcap": None, "sinks": None}
+    kernels.prefill_attention(out, q, k, v, table, 384, **settings)
+    are_nan = out.isnan().flatten(1).any(1)
+    assert are_nan[330:350].all()
+    assert not are_nan[:320].any()
+
+
 LENGTHS = [(1, 1), (1, 40), (7, 7), (5, 33), (1, 300), (16, 16), (1, 17), (50, 90)]  # new tokens, all tokens
 
 

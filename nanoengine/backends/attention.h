@@ -9,38 +9,73 @@
 
 #include "products.h"
 
-// e^x to about one unit in the last place, in a form the compiler turns into vector instructions:
-// x = n ln 2 + r, a polynomial for e^r, and n added to the exponent.
-static inline float fast_exp(float x) {
-  x = std::min(std::max(x, -87.0f), 88.0f);
-  float n = std::nearbyint(x * 1.44269504f);
-  float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  float p = 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
+// e^x of a number or a register to about one unit in the last place: x = n ln 2 + r, a polynomial for e^r, and n added
+// to the exponent. A register is rounded by adding so much that n's unit is the last bit; of a number's own rounding, in
+// a loop, the compiler makes better instructions.
+template <class F>
+static inline F fast_exp(F x) {
+  constexpr bool IS_NUMBER = std::is_same_v<F, float>;
+  std::conditional_t<IS_NUMBER, int32_t, bits> exponent;
+  F n, power;
+  if constexpr (IS_NUMBER) {
+    x = std::min(std::max(x, -87.0f), 88.0f);
+    n = std::nearbyint(x * 1.44269504f);
+    exponent = int32_t(n);
+  } else {
+    x = x < -87 ? F{} - 87 : x > 88 ? F{} + 88 : x;
+    n = x * 1.44269504f + 12582912.0f;
+    memcpy(&exponent, &n, sizeof n);
+    n -= 12582912.0f;
+  }
+  F r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  F p = r * 1.9875691500e-4f + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;
   p = p * r + 4.1665795894e-2f;
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
-  int32_t exponent = (int32_t(n) + 127) << 23;
-  float power;
-  memcpy(&power, &exponent, 4);
+  exponent = (exponent + 127) << 23;
+  memcpy(&power, &exponent, sizeof power);
   return p * power;
 }
 
-// Tokens of a sequence that are attended to at a time, and how far apart heads' scores are in decode_attention: there
-// is room for the 16 that are written at a time.
+// Tokens of a sequence that are attended to at a time, and how far apart rows of their scores are: there is room for the
+// 16 that are written at a time.
 constexpr int64_t SPAN = 256, ROW = SPAN + 16;
+
+template <int... I>
+static inline floats pick_lanes(floats a, floats b) {  // b's come after a's
+#if defined(__clang__) || __GNUC__ >= 12
+  return __builtin_shufflevector(a, b, I...);
+#else
+  typedef int32_t lanes __attribute__((vector_size(LANES * 4)));
+  return __builtin_shuffle(a, b, lanes{I...});
+#endif
+}
+using EachLane = std::make_integer_sequence<int, LANES>;
 
 // The lanes of two registers taken in turns, and added: the sums of a's pairs, then of b's.
 template <int... I>
 static inline floats add_pairs(floats a, floats b, std::integer_sequence<int, I...>) {
-#if defined(__clang__) || __GNUC__ >= 12
-  return __builtin_shufflevector(a, b, 2 * I...) + __builtin_shufflevector(a, b, 2 * I + 1 ...);
-#else
-  typedef int32_t lanes __attribute__((vector_size(LANES * 4)));
-  return __builtin_shuffle(a, b, lanes{2 * I...}) + __builtin_shuffle(a, b, lanes{2 * I + 1 ...});
-#endif
+  return pick_lanes<2 * I...>(a, b) + pick_lanes<2 * I + 1 ...>(a, b);
+}
+
+// The first or the second half of a's lanes and of b's, in turns: a0 b0 a1 b1 ...
+template <int HALF, int... I>
+static inline floats interleave(floats a, floats b, std::integer_sequence<int, I...>) {
+  return pick_lanes<(I + HALF * LANES) / 2 + I % 2 * LANES...>(a, b);
+}
+
+// LANES registers, as rows of a matrix, to its columns: the bits of row and lane together move one place at a time.
+static inline void transpose(floats* rows) {
+  for (int n = 1; n < LANES; n *= 2) {
+    floats moved[LANES];
+    for (int i = 0; i < LANES / 2; i++) {
+      moved[2 * i] = interleave<0>(rows[i], rows[i + LANES / 2], EachLane());
+      moved[2 * i + 1] = interleave<1>(rows[i], rows[i + LANES / 2], EachLane());
+    }
+    memcpy(rows, moved, sizeof moved);
+  }
 }
 
 // The sum of each of LANES registers, in one.
@@ -49,7 +84,7 @@ static inline floats sum_each(const floats* parts) {
   memcpy(sums, parts, sizeof sums);
   for (int n = LANES / 2; n; n /= 2)
     for (int i = 0; i < n; i++)
-      sums[i] = add_pairs(sums[2 * i], sums[2 * i + 1], std::make_integer_sequence<int, LANES>());
+      sums[i] = add_pairs(sums[2 * i], sums[2 * i + 1], EachLane());
   return sums[0];
 }
 
@@ -100,20 +135,37 @@ static void add_scaled(float* __restrict sum, const float* __restrict row, float
   for (int64_t i = 0; i < n; i++) sum[i] += factor * row[i];
 }
 
-// A row of scores to weights e^(score - most), in place; most, the largest of them and of what `most` was, and their
-// sum. The first key is `distance` positions before the query; each position costs *slope (ALiBi).
-static std::pair<float, float> exponentials(float* row, int64_t n, float most, float softcap, const float* slope,
-                                            int64_t distance) {
-  if (softcap > 0)
-    for (int64_t i = 0; i < n; i++) row[i] = softcap * std::tanh(row[i] / softcap);
-  if (slope)
-    for (int64_t i = 0; i < n; i++) row[i] -= *slope * float(distance - i);
-#pragma omp simd reduction(max : most)
-  for (int64_t i = 0; i < n; i++) most = row[i] > most ? row[i] : most;
-  float sum = 0;
-#pragma omp simd reduction(+ : sum)
-  for (int64_t i = 0; i < n; i++) sum += row[i] = fast_exp(row[i] - most);
-  return {most, sum};
+static inline float add_up(floats lanes) {
+  for (int n = 1; n < LANES; n *= 2) lanes = add_pairs(lanes, lanes, EachLane());
+  return lanes[0];
+}
+
+// A row of products q . k to weights e^(scale * product - most), in place; most, the largest of those scores and of what
+// `most` was, and their sum. The first key is `distance` positions before the query; each costs *slope (ALiBi). The rest
+// of the row's last LANES is overwritten.
+static std::pair<float, float> exponentials(float* row, int64_t n, float scale, float most, float softcap,
+                                            const float* slope, int64_t distance) {
+  if (softcap > 0 || slope) {
+    for (int64_t i = 0; i < n; i++) row[i] *= scale;
+    if (softcap > 0)
+      for (int64_t i = 0; i < n; i++) row[i] = softcap * std::tanh(row[i] / softcap);
+    if (slope)
+      for (int64_t i = 0; i < n; i++) row[i] -= *slope * float(distance - i);
+    scale = 1;
+  }
+  int64_t end = n;
+  for (; end % LANES; end++) row[end] = -INFINITY;
+  float largest = -INFINITY;
+#pragma omp simd reduction(max : largest)
+  for (int64_t i = 0; i < end; i++) largest = row[i] > largest ? row[i] : largest;
+  most = std::max(most, largest * scale);
+  floats sum{};
+  for (int64_t i = 0; i < end; i += LANES) {
+    floats weights = fast_exp(load_as<floats>(row + i) * scale - most);
+    memcpy(row + i, &weights, sizeof weights);
+    sum += weights;
+  }
+  return {most, add_up(sum)};
 }
 
 // scores[head][t] = q[head] . keys[t][head / G] for q (H, D) and up to 16 tokens' keys (count, K, D); a head's
@@ -237,9 +289,8 @@ static void decode_attention(X* out, const X* q, const X* k_cache, const X* v_ca
       std::fill(sums, totals, 0.0f);
       for (int64_t head = 0; head < H; head++) {
         float* mine = &scores[head * ROW];
-        for (int64_t t = 0; t < end - begin; t++) mine[t] *= scale;
         std::tie(totals[2 * head], totals[2 * head + 1]) = exponentials(
-            mine, end - begin, -INFINITY, softcap, slopes ? slopes + head : nullptr, seq_lens[s] - 1 - begin);
+            mine, end - begin, scale, -INFINITY, softcap, slopes ? slopes + head : nullptr, seq_lens[s] - 1 - begin);
         narrow_row(&weights[head * ROW], mine, end - begin);
       }
       each_run([&](int64_t offset, int64_t slot, int64_t next, int64_t count) {
@@ -275,6 +326,19 @@ static void pack_column(A* __restrict to, const X* __restrict token, int64_t D) 
   if (d < D) to[d * OUTPUTS] = narrow<A>(load(token[d]));
 }
 
+// LANES columns at once, where D is a multiple of LANES steps; token(i) is where the i-th begins.
+template <class A, class Token>
+static void pack_columns(A* to, Token token, int64_t D) {
+  for (int64_t d = 0; d < D; d += LANES * STEP<A>) {
+    floats rows[LANES];
+    for (int i = 0; i < LANES; i++)
+      if constexpr (STEP<A> == 2) rows[i] = load_as<floats>(token(i) + d);
+      else widen_row((float*)&rows[i], token(i) + d, LANES);
+    transpose(rows);
+    for (int i = 0; i < LANES; i++) memcpy(to + (d + i * STEP<A>) * OUTPUTS, &rows[i], sizeof rows[i]);
+  }
+}
+
 template <class A, class X>
 static void pack_row(A* __restrict to, const X* __restrict token, const X* __restrict next, int64_t n) {
   if constexpr (STEP<A> == 2)
@@ -303,8 +367,8 @@ static void prefill_attention(X* out, const X* q, const X* k_cache, const X* v_c
   {
     std::vector<A> queries(G * QUERIES * query_width), keys(padded(SPAN, OUTPUTS) * query_width);
     std::vector<A> values(SPAN * value_width), weights(ROWS * SPAN);
-    std::vector<float> scores(ROWS * padded(SPAN, OUTPUTS)), sums(G * QUERIES * value_width);
-    std::vector<float> most(G * QUERIES), total(G * QUERIES), query(ROWS * query_width);
+    std::vector<float> scores(ROWS * ROW), sums(G * QUERIES * value_width);
+    std::vector<float> most(G * QUERIES), total(G * QUERIES);
     std::vector<X> zeros(Dv);
 #pragma omp for schedule(dynamic)
     for (int64_t task = 0; task < K * num_parts; task++) {
@@ -320,8 +384,7 @@ static void prefill_attention(X* out, const X* q, const X* k_cache, const X* v_c
           }
       };
       each_tile([&](int64_t g, int64_t row, int64_t R, int64_t place) {
-        for (int64_t r = 0; r < R; r++) widen_row(&query[r * query_width], part_q + ((row + r) * H + g) * D, D);
-        pack_rows(&queries[place * query_width], query.data(), query_width, R, query_width);
+        pack_rows(&queries[place * query_width], part_q + (row * H + g) * D, H * D, R, D);
         std::fill_n(&most[place], R, sinks ? sinks[kv_head * G + g] : -INFINITY);
         std::fill_n(&total[place], R, sinks ? 1 : 0);
         std::fill_n(&sums[place * value_width], R * value_width, 0.0f);
@@ -333,10 +396,14 @@ static void prefill_attention(X* out, const X* q, const X* k_cache, const X* v_c
           int64_t slot = int64_t(table[position / B]) * B + position % B;
           return cache + (slot * K + kv_head) * width;
         };
-        std::fill(keys.begin(), keys.end(), narrow<A>(0));
-        std::fill(values.begin(), values.end(), narrow<A>(0));
-        for (int64_t i = start - begin; i < end - begin; i++)
-          pack_column(&keys[i / OUTPUTS * OUTPUTS * query_width + i % OUTPUTS * PAIR], token(k_cache, begin + i, D), D);
+        for (int64_t i = start - begin, next; i < end - begin; i = next) {
+          A* to = &keys[i / OUTPUTS * OUTPUTS * query_width + i % OUTPUTS * PAIR];
+          bool are_many = D % (LANES * PAIR) == 0 && i % LANES == 0 && i + LANES <= end - begin;
+          next = i + (are_many ? LANES : 1);
+          if (are_many) pack_columns(to, [&](int64_t j) { return token(k_cache, begin + i + j, D); }, D);
+          else pack_column(to, token(k_cache, begin + i, D), D);
+        }
+        if (start > begin) std::fill(values.begin(), values.end(), narrow<A>(0));  // which have a weight of 0
         for (int64_t i = (start - begin) / PAIR * PAIR; i < end - begin; i += PAIR) {
           const X* one = begin + i < start ? zeros.data() : token(v_cache, begin + i, Dv);
           const X* other = begin + i + 1 < end ? token(v_cache, begin + i + 1, Dv) : zeros.data();
@@ -348,20 +415,19 @@ static void prefill_attention(X* out, const X* q, const X* k_cache, const X* v_c
           int64_t unseen = window ? std::max<int64_t>(0, position + 1 - window - begin) / OUTPUTS * OUTPUTS : 0;
           if (seen <= unseen) return;
           auto multiply = TILES<A>[R - 1];
-          std::fill_n(scores.data(), R * SPAN, 0.0f);
+          std::fill_n(scores.data(), R * ROW, 0.0f);
           for (int64_t block = unseen; block < seen; block += OUTPUTS)
-            multiply(&scores[block], SPAN, &queries[place * query_width], &keys[block * query_width], query_width,
+            multiply(&scores[block], ROW, &queries[place * query_width], &keys[block * query_width], query_width,
                      nullptr, 0);
           for (int64_t r = 0; r < R; r++) {
             int64_t low = std::max(window ? position + r + 1 - window : 0, begin) - begin;
             int64_t high = std::min(position + r + 1, end) - begin;
-            float *weight = &scores[r * SPAN], before = most[place + r], sum;
+            float *weight = &scores[r * ROW], before = most[place + r], sum;
             if (low >= high) {
               std::fill_n(weight, SPAN, 0.0f);
               continue;
             }
-            for (int64_t i = low; i < high; i++) weight[i] *= scale;
-            std::tie(most[place + r], sum) = exponentials(weight + low, high - low, before, softcap,
+            std::tie(most[place + r], sum) = exponentials(weight + low, high - low, scale, before, softcap,
                                                           slopes ? slopes + kv_head * G + g : nullptr,
                                                           position + r - begin - low);
             std::fill(weight, weight + low, 0.0f);
@@ -372,7 +438,7 @@ static void prefill_attention(X* out, const X* q, const X* k_cache, const X* v_c
               for (int64_t i = 0; i < value_width; i++) sums[(place + r) * value_width + i] *= factor;
           }
           int64_t inputs = padded(seen, PAIR) - unseen;
-          pack_rows(weights.data(), scores.data() + unseen, SPAN, R, inputs);
+          pack_rows(weights.data(), scores.data() + unseen, ROW, R, inputs);
           for (int64_t block = 0; block < value_width; block += OUTPUTS)
             multiply(&sums[place * value_width + block], value_width, weights.data(),
                      &values[block * SPAN + unseen * OUTPUTS], inputs, nullptr, 0);

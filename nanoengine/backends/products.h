@@ -162,7 +162,8 @@ static inline __m512bh both_of(const int8_t* pairs) {
 }
 #endif
 
-// R rows of x, `stride` apart, as a tile reads them from one address: (inputs / STEP<A>, R, STEP<A>), steps of 4 bytes.
+// R rows of x, `stride` apart, as a tile reads them from one address: (inputs / STEP<A>, R, STEP<A>), steps of 4 bytes,
+// the last filled up with 0.
 template <class A, class X>
 static void pack_rows(A* to, const X* x, int64_t stride, int64_t R, int64_t inputs) {
   static thread_local std::vector<A> room;
@@ -173,6 +174,10 @@ static void pack_rows(A* to, const X* x, int64_t stride, int64_t R, int64_t inpu
     else if constexpr (std::is_same_v<A, float>) widen_row(room.data(), x + r * stride, inputs);
     else narrow_row(room.data(), x + r * stride, inputs);
     for (int64_t p = 0; p < inputs / STEP<A>; p++) memcpy(to + (p * R + r) * STEP<A>, row + p * STEP<A>, 4);
+    if (inputs % STEP<A>) {
+      to[(inputs / STEP<A> * R + r) * STEP<A>] = row[inputs - 1];
+      to[(inputs / STEP<A> * R + r) * STEP<A> + 1] = narrow<A>(0);
+    }
   }
 }
 
