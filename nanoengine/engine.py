@@ -859,7 +859,9 @@ def build_inputs(
     blocks[:, positions < num_hit_tokens[row_seq]] = 0
 
     sample_of = {seq: i for i, seq in enumerate(before.sampled_seqs)} if before and pending_seqs else {}
-    last_rows = cu_seqlens_q[1:] - 1
+    sample_rows = (cu_seqlens_q[1:] - 1)[np.array(is_last)]
+    is_needed = np.array([seq.prompt_logprobs is not None for seq in seqs])[row_seq]
+    is_needed[sample_rows] = True
     metadata = AttentionMetadata(
         cu_seqlens_q=cu_seqlens_q.astype(np.int32),
         cu_seqlens_k=np.concatenate(([0], ends.cumsum())).astype(np.int32),
@@ -869,12 +871,13 @@ def build_inputs(
         max_query_len=int(query_lens.max()),
         max_seq_len=int(ends.max()),
         is_fresh=not starts.any(),  # every chunk begins at 0
+        needed_rows=is_needed.nonzero()[0],
     )
     return ModelInputs(
         input_ids=np.array(token_ids, dtype=np.int64),
         positions=positions,
         metadata=metadata,
-        sample_rows=last_rows[np.array(is_last)],
+        sample_rows=sample_rows,
         pending_rows=np.array(pending_rows, dtype=np.int64),
         pending_samples=np.array([sample_of[seq] for seq in pending_seqs], dtype=np.int64),
     )
@@ -1019,7 +1022,7 @@ class ModelRunner:
         return ModelInputs(tensors[0], tensors[1], metadata, *tensors[7:])
 
     def compute(self, inputs: ModelInputs[Tensor]) -> Tensor:
-        """Hidden states, (T, E)."""
+        """Hidden states, (T, E); of rows that are not needed, a device may leave zeros."""
         assert self.model is not None
         meta = inputs.metadata
         groups = [

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -253,6 +254,47 @@ def test_a_layer_in_one_call_computes_what_it_does_in_several_to_the_bit(
     assert not torch.equal(caches[0].k, k)
     assert torch.equal(caches[0].v, caches[1].v)
     assert not torch.equal(caches[0].v, v)
+
+
+@DTYPES
+# Rows 0 | 1 | 2-8 | 9-13 | 14 | 15-30 | 31-80 are sequences': of each none, the last or all are needed.
+@pytest.mark.parametrize("needed", [[], [30], [0, 8, 14, *range(15, 31)], [*range(31, 81)], [*range(81)]])
+def test_the_last_layer_computes_the_needed_rows_as_it_would_beside_all_others(dtype, needed):
+    shape = {"vocab_size": 1, "hidden_size": 64, "intermediate_size": 64, "num_layers": 1}
+    heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "qk_norm": True, "rms_norm_eps": 1e-3}
+    biases = {"qkv_bias": False, "o_bias": False, "mlp_bias": False}
+    settings = {"rope": {}, "windows": (None,), "tie_word_embeddings": False}
+    layer = DecoderLayer(DecoderConfig(**shape, **heads, **biases, **settings), window=None)
+    inputs = [(81, 64)] * 2, [(81, 1, 16)] * 2, [(90, 8, 2, 16)] * 2
+    kernels, x, residual, cos, sin, k, v = kernels_and_inputs(dtype, *itertools.chain(*inputs))
+    for weight in layer.to(dtype).requires_grad_(False).parameters():
+        weight.normal_(std=0.2)
+    pack_weights(layer, kernels)
+    if not CompiledLayer.can_hold(layer):
+        pytest.skip("the kernels run elsewhere")
+    lengths = [(1, 1), (1, 40), (7, 7), (5, 33), (1, 300), (16, 16), (50, 90)]
+    tables = (torch.arange(len(lengths) * 38) % 89 + 1).view(len(lengths), 38).int()
+    metadata = metadata_of(lengths, tables, torch.randperm(90 * 8)[:81])
+    rows = np.array(needed, dtype=np.int64)
+    others = np.setdiff1d(np.arange(81), rows)
+    # A prompt's last row alone attends as a decode does, which rounds otherwise.
+    is_exact = ~np.isin(rows, [8, 30]) | (len(rows) > 20)
+
+    for before in (None, residual):
+        caches, results = [], []
+        for is_last in (True, False):
+            attention = CompiledAttention(metadata._replace(needed_rows=rows), 8, kernels)
+            caches.append(KVCache(k.clone(), v.clone()))
+            call = CompiledLayer(layer, kernels, is_last)
+            results.append(call(x, before, cos, sin, caches[-1], attention))
+        for mine, theirs in zip(*results, strict=True):
+            assert not mine[others].any()
+            assert torch.equal(mine[rows][is_exact], theirs[rows][is_exact])
+            tolerance = 1e-5 if dtype == torch.float32 else 0.03
+            torch.testing.assert_close(mine[rows], theirs[rows], atol=tolerance, rtol=tolerance)
+        assert torch.equal(caches[0].k, caches[1].k)
+        assert torch.equal(caches[0].v, caches[1].v)
+        assert not torch.equal(caches[0].v, v)
 
 
 def flags():

@@ -42,6 +42,17 @@ def test_a_mixed_batch_is_laid_out_flat():
     )
 
 
+def test_rows_are_needed_where_a_token_is_drawn_and_all_of_a_prompt_whose_logprobs_are_asked_for():
+    decode = sequence(0, [10, 11, 12], [7])
+    chunk = sequence(1, [20, 21, 22, 23, 24, 25, 26], [3, 5])
+    prompt = sequence(2, [30, 31], [9])
+    asked = sequence(3, [40, 41, 42, 43], [8])
+    asked.prompt_logprobs = 0
+    batch = batch_of((decode, 2, 3), (chunk, 2, 6), (prompt, 0, 2), (asked, 0, 3))
+    assert build_inputs(batch, 4).metadata.needed_rows.tolist() == [0, 6, 7, 8, 9]
+    assert build_inputs(batch_of((chunk, 2, 6)), 4).metadata.needed_rows.tolist() == []
+
+
 def test_a_batch_is_fresh_where_no_sequence_has_a_past():
     one, two = sequence(0, [1, 2, 3], [7]), sequence(1, [4, 5, 6], [3])
     assert build_inputs(batch_of((one, 0, 3), (two, 0, 2)), 4).metadata.is_fresh

@@ -175,6 +175,18 @@ def test_prompt_logprobs_equal_transformers_whatever_the_schedule(budget, num_kv
             assert 3 + (position >= len(prompt) - 1) * -2 <= len(entry) <= 4
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_neighbour_whose_prompt_s_logprobs_are_asked_for_changes_no_bit_of_an_output(dtype, path):
+    prompts = random_prompts([20, 33])
+    params = SamplingParams(temperature=0, max_tokens=4, logprobs=2)
+    asking = SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=0)
+    with LLM(path, num_kv_blocks=20, dtype=dtype, enable_prefix_caching=False) as llm:
+        alone = llm.generate(prompts[0], params, use_tqdm=False)[0]
+        beside = llm.generate(prompts, [params, asking], use_tqdm=False)
+    assert beside[0].outputs[0].logprobs == alone.outputs[0].logprobs
+    assert beside[1].prompt_logprobs is not None
+
+
 def test_all_log_probabilities_are_reported_for_minus_one(path):
     params = SamplingParams(temperature=0, max_tokens=1, logprobs=-1, prompt_logprobs=-1)
     with LLM(path, num_kv_blocks=10) as llm:

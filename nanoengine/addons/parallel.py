@@ -131,7 +131,7 @@ def encode_step(inputs: ModelInputs[np.ndarray]) -> tuple[list[int], np.ndarray]
 
 
 def decode_step(header: list[int], buffer: np.ndarray) -> ModelInputs[np.ndarray]:
-    """What `encode_step` was given, less what only rank 0 needs: which rows are sampled."""
+    """What `encode_step` was given, less what only rank 0 needs: which rows are sampled, and looked at."""
     arrays, offset = [], 0
     for dtype, shape in _layout(header[1:6]):
         end = offset + int(np.prod(shape)) * dtype.itemsize // 4

@@ -45,6 +45,8 @@ class AttentionMetadata(NamedTuple, Generic[Array]):
     max_query_len: int  # known without asking the device, as is what follows
     max_seq_len: int
     is_fresh: bool  # no sequence has a past: all K and V they attend to are this batch's own
+    # (N,) int64, on the host: rows whose hidden states anyone looks at, ascending; None: all.
+    needed_rows: np.ndarray | None = None
 
 
 class KVSpec(NamedTuple):

@@ -547,15 +547,40 @@ class CompiledAttention(TorchAttention):
     def __init__(self, metadata: AttentionMetadata[Tensor], block_size: int, kernels: Kernels) -> None:
         super().__init__(metadata, block_size)
         self._kernels = kernels
+        self._described: list[object] = []  # what the addresses lead to
 
     @functools.cached_property
     def description(self) -> Tensor:
         """The step, as the kernel of a whole layer reads it: its `Batch`."""
-        tables, seq_lens, rows = self._decode_sequences
-        chunks = [(chunk.start, chunk.end, chunk.seq_len, chunk.block_table) for chunk in self._chunks]
-        self._integers = _integers([number for chunk in chunks for number in chunk])
-        sizes = *tables.shape, self.block_size, len(chunks)
-        return _integers((self.metadata.slot_mapping, tables, seq_lens, rows, *sizes, self._integers))
+        return self._describe(self._decode_sequences, self._chunks, None)
+
+    @functools.cached_property
+    def needed_rows(self) -> Tensor | None:
+        """The metadata's; None: all."""
+        rows = self.metadata.needed_rows
+        is_all = rows is None or len(rows) == len(self.metadata.slot_mapping)
+        return None if is_all else torch.from_numpy(rows)
+
+    @functools.cached_property
+    def last_description(self) -> Tensor:
+        """The same for the last layer, which is computed to its end for the needed rows alone."""
+        assert self.needed_rows is not None
+        ends = self.metadata.cu_seqlens_q.long()
+        counts = torch.searchsorted(self.needed_rows, ends).diff()
+        tables, seq_lens, rows = self.metadata.block_tables, self.metadata.seq_lens, ends[1:] - 1
+        decodes = tuple(of_sequences[counts == 1] for of_sequences in (tables, seq_lens, rows))
+        chunks = [x for x, n in zip(self._chunks, counts[ends.diff() > 1].tolist(), strict=True) if n > 1]
+        return self._describe(decodes, chunks, self.needed_rows)
+
+    def _describe(
+        self, decodes: tuple[Tensor, ...], chunks: list[QueryChunk], needed_rows: Tensor | None
+    ) -> Tensor:
+        of_chunks = _integers([x for c in chunks for x in (c.start, c.end, c.seq_len, c.block_table)])
+        self._described += of_chunks, decodes
+        sizes = *decodes[0].shape, self.block_size, len(chunks)
+        slots = self.metadata.slot_mapping
+        num_needed = len(slots if needed_rows is None else needed_rows)
+        return _integers((slots, *decodes, *sizes, of_chunks, needed_rows, num_needed))
 
     def _prepare_decodes(self, rows: Tensor, tables: Tensor, seq_lens: Tensor) -> None:
         self._decode_sequences = tables, seq_lens, rows
@@ -573,11 +598,14 @@ class CompiledAttention(TorchAttention):
 
 
 class CompiledLayer(nn.Module):
-    """A `DecoderLayer` whose weights are packed, in one call of a kernel."""
+    """A `DecoderLayer` whose weights are packed, in one call of a kernel.
 
-    def __init__(self, layer: "DecoderLayer", kernels: Kernels) -> None:
+    The last one computes most of a prompt only as far as K and V: nobody looks at what follows.
+    """
+
+    def __init__(self, layer: "DecoderLayer", kernels: Kernels, is_last: bool = False) -> None:
         super().__init__()
-        self.layer, self.kernels = layer, kernels
+        self.layer, self.kernels, self.is_last = layer, kernels, is_last
         attn, projections = layer.self_attn, self._projections(layer)
         linears = [x for layer in projections for x in (layer.packed, layer.scales, layer.bias)]
         norms = layer.input_layernorm, attn.q_norm, attn.k_norm, layer.post_attention_layernorm
@@ -607,16 +635,20 @@ class CompiledLayer(nn.Module):
         cache: KVCache,
         attention: PagedAttention | GroupedAttention,
     ) -> tuple[Tensor, Tensor]:
-        """As `DecoderLayer`."""
+        """As `DecoderLayer`; of the last one, rows that are not needed are zeros."""
         if isinstance(attention, GroupedAttention):
             attention = attention.groups[cache.group]
         if not isinstance(attention, CompiledAttention):
             return self.layer(x, residual, cos, sin, cache, attention)  # type: ignore[no-any-return]
-        out, total = torch.empty_like(x), torch.empty_like(x)
+        needed = attention.needed_rows if self.is_last else None
+        batch = attention.description if needed is None else attention.last_description
+        out, total = x.new_empty(2, len(x) if needed is None else len(needed), x.shape[1])
         self.kernels.call(
             "decoder_layer", out, total, x, residual, cos, sin, cache.k, cache.v,
-            self.description, attention.description, len(x), self.eps, self.scale,
+            self.description, batch, len(x), self.eps, self.scale,
         )  # fmt: skip
+        if needed is not None:
+            out, total = (torch.zeros_like(x).index_copy_(0, needed, rows) for rows in (out, total))
         return out, total
 
 
@@ -669,7 +701,7 @@ class CPU(Device):
             model.use_kernels(self.kernels)
             for i, layer in enumerate(model.layers):
                 if CompiledLayer.can_hold(layer):
-                    model.layers[i] = CompiledLayer(layer, self.kernels)
+                    model.layers[i] = CompiledLayer(layer, self.kernels, i == len(model.layers) - 1)
 
     def running(self) -> AbstractContextManager[object]:
         """As in the base class."""

@@ -242,16 +242,19 @@ struct Batch {  // as CompiledAttention holds it
     const int32_t* table;
   };
   const Chunk* chunks;
+  const int64_t* needed;  // rows that are computed to the end, ascending, where that is not all T
+  int64_t num_needed;
 };
 
-// models/decoder.py's DecoderLayer in one call: between kernels Python takes as long as a small batch's layer does.
+// models/decoder.py's DecoderLayer in one call: between kernels Python takes as long as a small batch's layer does. All
+// T rows leave their K and V; out and total have the rows that are needed.
 template <class X>
 static void decoder_layer(X* out, X* total, const X* x, const X* residual, const X* cos, const X* sin, X* k_cache,
                           X* v_cache, const Layer<X>* layer, const Batch* batch, int64_t T, float eps, float scale) {
   auto [qkv_proj, o_proj, gate_up_proj, down_proj, input_norm, q_norm, k_norm, post_norm, E, H, K, D, M, window] =
       *layer;
-  auto [slots, tables, seq_lens, rows, S, blocks, B, num_chunks, chunks] = *batch;
-  auto multiply = [T](X* out, const X* x, auto weight, int64_t I, int64_t N) {
+  auto [slots, tables, seq_lens, rows, S, blocks, B, num_chunks, chunks, needed, num_needed] = *batch;
+  auto multiply = [&T](X* out, const X* x, auto weight, int64_t I, int64_t N) {
     linear(out, x, weight.packed, weight.scales, weight.bias, T, I, N);
   };
   static thread_local std::vector<X> kept;
@@ -272,8 +275,16 @@ static void decoder_layer(X* out, X* total, const X* x, const X* residual, const
     prefill_attention(attended + start * H * D, q + start * H * D, k_cache, v_cache, table, end - start, seq_len, H, K,
                       D, D, B, scale, window, 0, nullptr, nullptr);
   }
+  const X* before = residual ? sum : x;
+  if (num_needed < T) {
+    for (int64_t i = 0; i < num_needed; i++) {
+      memmove(attended + i * H * D, attended + needed[i] * H * D, H * D * sizeof(X));
+      memmove(sum + i * E, before + needed[i] * E, E * sizeof(X));
+    }
+    before = sum, T = num_needed;
+  }
   multiply(out, attended, o_proj, H * D, E);
-  rms_norm(normed, total, out, residual ? sum : x, post_norm, eps, T, E);
+  rms_norm(normed, total, out, before, post_norm, eps, T, E);
   multiply(gate_up, normed, gate_up_proj, E, 2 * M);
   silu_and_mul(hidden, gate_up, T, M);
   multiply(out, hidden, down_proj, M, E);
