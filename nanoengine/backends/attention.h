@@ -366,7 +366,7 @@ static void prefill_attention(X* out, const X* q, const X* k_cache, const X* v_c
 #pragma omp parallel
   {
     std::vector<A> queries(G * QUERIES * query_width), keys(padded(SPAN, OUTPUTS) * query_width);
-    std::vector<A> values(SPAN * value_width), weights(ROWS * SPAN);
+    std::vector<A> values(SPAN * value_width), weights(ROWS * ROW);
     std::vector<float> scores(ROWS * ROW), sums(G * QUERIES * value_width);
     std::vector<float> most(G * QUERIES), total(G * QUERIES);
     std::vector<X> zeros(Dv);
@@ -384,7 +384,8 @@ static void prefill_attention(X* out, const X* q, const X* k_cache, const X* v_c
           }
       };
       each_tile([&](int64_t g, int64_t row, int64_t R, int64_t place) {
-        pack_rows(&queries[place * query_width], part_q + (row * H + g) * D, H * D, R, D);
+        for (int64_t r = 0; r < R; r++)
+          convert_row(&queries[(place + r) * query_width], part_q + ((row + r) * H + g) * D, D);
         std::fill_n(&most[place], R, sinks ? sinks[kv_head * G + g] : -INFINITY);
         std::fill_n(&total[place], R, sinks ? 1 : 0);
         std::fill_n(&sums[place * value_width], R * value_width, 0.0f);
@@ -417,8 +418,8 @@ static void prefill_attention(X* out, const X* q, const X* k_cache, const X* v_c
           auto multiply = TILES<A>[R - 1];
           std::fill_n(scores.data(), R * ROW, 0.0f);
           for (int64_t block = unseen; block < seen; block += OUTPUTS)
-            multiply(&scores[block], ROW, &queries[place * query_width], &keys[block * query_width], query_width,
-                     nullptr, 0);
+            multiply(&scores[block], ROW, &queries[place * query_width], query_width, &keys[block * query_width],
+                     query_width, nullptr, 0);
           for (int64_t r = 0; r < R; r++) {
             int64_t low = std::max(window ? position + r + 1 - window : 0, begin) - begin;
             int64_t high = std::min(position + r + 1, end) - begin;
@@ -438,9 +439,15 @@ static void prefill_attention(X* out, const X* q, const X* k_cache, const X* v_c
               for (int64_t i = 0; i < value_width; i++) sums[(place + r) * value_width + i] *= factor;
           }
           int64_t inputs = padded(seen, PAIR) - unseen;
-          pack_rows(weights.data(), scores.data() + unseen, ROW, R, inputs);
+          const A* weight_rows;
+          if constexpr (std::is_same_v<A, float>) {
+            weight_rows = &scores[unseen];
+          } else {
+            weight_rows = weights.data();
+            for (int64_t r = 0; r < R; r++) narrow_row(&weights[r * ROW], &scores[r * ROW + unseen], inputs);
+          }
           for (int64_t block = 0; block < value_width; block += OUTPUTS)
-            multiply(&sums[place * value_width + block], value_width, weights.data(),
+            multiply(&sums[place * value_width + block], value_width, weight_rows, ROW,
                      &values[block * SPAN + unseen * OUTPUTS], inputs, nullptr, 0);
         });
       }

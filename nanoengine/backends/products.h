@@ -73,6 +73,14 @@ static void widen_row(float* __restrict out, const X* __restrict row, int64_t n)
   for (; i < n; i++) out[i] = load(row[i]);
 }
 
+// A row as A: X, float or bf16.
+template <class A, class X>
+static void convert_row(A* __restrict out, const X* __restrict row, int64_t n) {
+  if constexpr (std::is_same_v<A, X>) memcpy(out, row, n * sizeof(X));
+  else if constexpr (std::is_same_v<A, float>) widen_row(out, row, n);
+  else narrow_row(out, row, n);
+}
+
 // n numbers as A, which is X or float: where they are, or converted into `room`.
 template <class A, class X>
 static const A* as_inputs(std::vector<float>& room, const X* x, int64_t n) {
@@ -88,9 +96,9 @@ static const A* as_inputs(std::vector<float>& room, const X* x, int64_t n) {
 // ---- Products ------------------------------------------------------------------------------------
 
 // A register in the vector extension that GCC and Clang share: one source for every instruction set. A tile's sums,
-// ROWS x VECTORS registers, the weights of an input and a number of x are what there is room for. Of more than MANY
-// rows a block of weights is taken PART inputs at a time, and converted once; for fewer, each tile converts. With
-// FETCH_FROM rows and more the next block is fetched while this one is in use: fewer wait for memory all the time.
+// ROWS x VECTORS registers, the weights of an input and a number of x are what there is room for. Weights that have to
+// be converted are so once for more than MANY rows, PART inputs at a time; for fewer, each tile converts. With FETCH_FROM
+// rows and more the next block is fetched while this one is in use: fewer wait for memory all the time.
 #if defined(__AVX512F__)
 constexpr int LANES = 16, VECTORS = 4, ROWS = 6, MANY = 48, FETCH_FROM = 7;
 #elif defined(__AVX__)
@@ -162,42 +170,23 @@ static inline __m512bh both_of(const int8_t* pairs) {
 }
 #endif
 
-// R rows of x, `stride` apart, as a tile reads them from one address: (inputs / STEP<A>, R, STEP<A>), steps of 4 bytes,
-// the last filled up with 0.
-template <class A, class X>
-static void pack_rows(A* to, const X* x, int64_t stride, int64_t R, int64_t inputs) {
-  static thread_local std::vector<A> room;
-  if (int64_t(room.size()) < inputs) room.resize(inputs);
-  for (int64_t r = 0; r < R; r++) {
-    const A* row = room.data();
-    if constexpr (std::is_same_v<A, X>) row = x + r * stride;
-    else if constexpr (std::is_same_v<A, float>) widen_row(room.data(), x + r * stride, inputs);
-    else narrow_row(room.data(), x + r * stride, inputs);
-    for (int64_t p = 0; p < inputs / STEP<A>; p++) memcpy(to + (p * R + r) * STEP<A>, row + p * STEP<A>, 4);
-    if (inputs % STEP<A>) {
-      to[(inputs / STEP<A> * R + r) * STEP<A>] = row[inputs - 1];
-      to[(inputs / STEP<A> * R + r) * STEP<A> + 1] = narrow<A>(0);
-    }
-  }
-}
-
-// Add to R rows of sums, OUTPUTS wide and `row` apart, the product of R packed rows of x with `inputs` inputs of a
-// block of weights. Meanwhile `lines` cache lines for every four steps are fetched from `next` on.
+// Add to R rows of sums, OUTPUTS wide and `row` apart, the product of R rows of x, `stride` apart, with `inputs` inputs of
+// a block of weights. Meanwhile `lines` cache lines for every four steps are fetched from `next` on.
 template <class W, int R>
-static void multiply_tile(float* sums, int64_t row, const Input<W>* x, const W* weight, int64_t inputs,
-                          const char* next, int64_t lines) {
+static void multiply_tile(float* sums, int64_t row, const Input<W>* x, int64_t stride, const W* weight,
+                          int64_t inputs, const char* next, int64_t lines) {
   floats sum[R][VECTORS];
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)
     for (int j = 0; j < VECTORS; j++) sum[r][j] = *(floats_anywhere*)(sums + r * row + j * LANES);
-  auto take_step = [&sum](const Input<W>* x, const W* weight) __attribute__((always_inline)) {
+  auto take_step = [&sum, stride](const Input<W>* x, const W* weight) __attribute__((always_inline)) {
 #ifdef __AVX512BF16__
     if constexpr (STEP<W> == 2) {
       __m512bh both[VECTORS];
       for (int j = 0; j < VECTORS; j++) both[j] = both_of(weight + j * LANES * 2);
       for (int r = 0; r < R; r++) {
         int32_t pair;
-        memcpy(&pair, x + r * 2, 4);
+        memcpy(&pair, x + r * stride, 4);
         for (int j = 0; j < VECTORS; j++)
           sum[r][j] = _mm512_dpbf16_ps(sum[r][j], (__m512bh)_mm512_set1_epi32(pair), both[j]);
       }
@@ -208,15 +197,18 @@ static void multiply_tile(float* sums, int64_t row, const Input<W>* x, const W* 
       floats wide[VECTORS];
       for (int j = 0; j < VECTORS; j++) wide[j] = widened(weight + j * LANES * STEP<W>, i);
       for (int r = 0; r < R; r++)
-        for (int j = 0; j < VECTORS; j++) sum[r][j] += load(x[i * R + r]) * wide[j];
+        for (int j = 0; j < VECTORS; j++) sum[r][j] += load(x[r * stride + i]) * wide[j];
     }
   };
-  constexpr int64_t IN_X = R * STEP<W>, IN_WEIGHT = OUTPUTS * STEP<W>;  // what a step takes of each
+  constexpr int64_t IN_X = STEP<W>, IN_WEIGHT = OUTPUTS * STEP<W>;  // what a step takes of each
   int64_t steps = inputs / STEP<W>, p = 0;
-  for (; p + 4 <= steps; p += 4, x += 4 * IN_X, weight += 4 * IN_WEIGHT) {
+  for (; p + 4 <= steps; p += 4, weight += 4 * IN_WEIGHT) {
     for (int64_t line = 0; line < lines; line++, next += 64) __builtin_prefetch(next, 0, 2);
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) take_step(x + i * IN_X, weight + i * IN_WEIGHT);
+    for (int i = 0; i < 4; i++, x += IN_X) {
+      asm("" : "+r"(x));  // or the compiler has an address for each row and step, more than there are registers
+      take_step(x, weight + i * IN_WEIGHT);
+    }
   }
   for (; p < steps; p++, x += IN_X, weight += IN_WEIGHT) take_step(x, weight);
 #pragma GCC unroll 8
@@ -235,9 +227,8 @@ static inline std::pair<int64_t, int64_t> tile_of(int64_t rows, int64_t i) {
   return {rows * i / num_tiles_of(rows), rows * (i + 1) / num_tiles_of(rows)};
 }
 
-// sums (rows, OUTPUTS) += rows of x, packed by tiles that lie `stride` apart per row, times a block of weights. `next`
-// is what comes out of memory after this block: of several tiles the first would wait for it and leave memory idle in
-// the others, so all share in fetching.
+// sums (rows, OUTPUTS) += rows of x, `stride` apart, times a block of weights. `next` is what comes out of memory after
+// this block: of several tiles the first would wait for it and leave memory idle in the others, so all share in fetching.
 template <class W>
 static void multiply(float* sums, const Input<W>* x, int64_t stride, const W* weight, int64_t inputs, int64_t rows,
                      const char* next, int64_t bytes) {
@@ -246,7 +237,7 @@ static void multiply(float* sums, const Input<W>* x, int64_t stride, const W* we
   int64_t lines = rows >= FETCH_FROM ? (bytes / 64 + groups * fetching - 1) / (groups * fetching) : 0;
   for (int64_t i = 0; i < num_tiles; i++, next += lines * groups * 64) {
     auto [begin, end] = tile_of(rows, i);
-    TILES<W>[end - begin - 1](sums + begin * OUTPUTS, OUTPUTS, x + begin * stride, weight, inputs, next,
+    TILES<W>[end - begin - 1](sums + begin * OUTPUTS, OUTPUTS, x + begin * stride, stride, weight, inputs, next,
                               i < fetching ? lines : 0);
   }
 }
@@ -272,25 +263,26 @@ static void widen_block(A* out, const W* weight, int64_t inputs) {
 }
 
 // out (T, N) = x (T, I) times a packed weight, times scales (N,) of int8, + bias. A block comes out of memory once and is
-// in the second cache for all rows; of many rows a part of it at a time, converted once for all of them. A row's sums
-// are made in the order of inputs whatever the other rows, so its result does not depend on them.
+// in the second cache for all rows. A row's sums are made in the order of inputs whatever the other rows, so its result
+// does not depend on them.
 template <class X, class W>
 static void product(X* out, const X* x, const W* packed, const float* scales, const X* bias, int64_t T, int64_t I,
                     int64_t N) {
   using A = Input<W>;
-  bool is_many = T > (IS_INT8<W> ? ROWS : MANY), is_widened = !std::is_same_v<W, A> && is_many;
-  int64_t part = is_many ? PART : I;
+  bool is_widened = !std::is_same_v<W, A> && T > (IS_INT8<W> ? ROWS : MANY);
+  int64_t part = is_widened ? PART : I;
   static thread_local std::vector<A> kept;  // from call to call: fresh memory costs more than what is done here
-  if (int64_t(kept.size()) < T * I) kept.resize(T * I);
-  A* rows = kept.data();  // by parts, tiles of each
+  // Converted rows lie a line further apart, or of many widths a tile's would fall into one set of the first cache.
+  constexpr bool IS_CONVERTED = !std::is_same_v<A, X>;
+  int64_t stride = IS_CONVERTED ? I + 64 / sizeof(A) : I;
+  if (IS_CONVERTED && int64_t(kept.size()) < T * stride) kept.resize(T * stride);
+  A* converted = kept.data();
+  const A* rows = IS_CONVERTED ? converted : (const A*)x;
 #pragma omp parallel
   {
+    if (IS_CONVERTED) {
 #pragma omp for schedule(static)
-    for (int64_t i = 0; i < num_tiles_of(T); i++) {
-      auto [begin, end] = tile_of(T, i);
-      for (int64_t input = 0; input < I; input += part)
-        pack_rows(rows + input * T + begin * std::min(part, I - input), x + begin * I + input, I, end - begin,
-                  std::min(part, I - input));
+      for (int64_t t = 0; t < T; t++) convert_row(converted + t * stride, x + t * I, I);
     }
     static thread_local std::vector<float> sums;
     static thread_local std::vector<A> wide;
@@ -308,9 +300,9 @@ static void product(X* out, const X* x, const W* packed, const float* scales, co
         const char* next = (const char*)weight + bytes;
         if (is_widened) {
           widen_block(wide.data(), weight, inputs);
-          multiply<A>(sums.data(), rows + input * T, inputs, wide.data(), inputs, T, next, bytes);
+          multiply<A>(sums.data(), rows + input, stride, wide.data(), inputs, T, next, bytes);
         } else {
-          multiply<W>(sums.data(), rows + input * T, inputs, weight, inputs, T, next, bytes);
+          multiply<W>(sums.data(), rows + input, stride, weight, inputs, T, next, bytes);
         }
       }
       for (int64_t t = 0; t < T; t++) {
