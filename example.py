@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.addons.trace import Event, save
+from nanoengine.apps.viewer import save
+from nanoengine.extensions.trace import Event
 
 DEMO = Path(__file__).parent / "nanoengine" / "demo"
 PASSAGE = (

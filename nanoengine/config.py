@@ -71,16 +71,16 @@ class EngineConfig:
     async_scheduling: bool | None = None  # prepare a step while the one before runs; None: on a GPU
     speculative_config: dict[str, Any] | None = None  # guess tokens ahead: as `SpeculativeConfig`
     quantization: str | None = None  # "int8": linear layers' weights as integers with a scale, on a CPU
-    tensor_parallel_size: int = 1  # processes that share every layer's weights: addons/parallel.py
+    tensor_parallel_size: int = 1  # processes that share every layer's weights: extensions/parallel.py
     load_format: str = "auto"  # or "safetensors", the same; "dummy": random weights from config.json alone
     model_impl: str = (
         "auto"  # "nanoengine": models/decoder.py; "transformers": its own code; auto: the first that can
     )
     trust_remote_code: bool = False
-    # A file for JSON lines, or what takes the events: addons/trace.py
+    # A file for JSON lines, or what takes the events: extensions/trace.py
     trace: str | Path | Callable[[Any], Any] | None = None
     # Where K and V are kept beyond the process: a directory, "redis://host:port/db", or an object with the
-    # methods of `Store` in addons/kvstore.py
+    # methods of `Store` in extensions/kvstore.py
     kv_store: Any = None
 
     def __post_init__(self) -> None:

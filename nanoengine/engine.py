@@ -73,7 +73,7 @@ from nanoengine.sampling_params import SamplingParams
 from nanoengine.steps import Owner, Stopwatch, uninterrupted
 
 if TYPE_CHECKING:
-    from nanoengine.addons.parallel import Ranks
+    from nanoengine.extensions.parallel import Ranks
 
 # ---- Sequence: one sample of one request ---------------------------------------------------------
 
@@ -933,7 +933,7 @@ class ModelRunner:
             shard=ranks.shard if ranks is not None else None,
         )
         if config.kv_store is not None:
-            from nanoengine.addons.kvstore import digest_weights
+            from nanoengine.extensions.kvstore import digest_weights
 
             self.weights_digest = digest_weights(self.model)  # before the device packs them
         self.kv_specs = self.model.kv_specs
@@ -1104,12 +1104,12 @@ class LLMEngine:
         self.max_model_len = self.checkpoint.choose_length(config.max_model_len)
         propose = None
         if config.speculation is not None:
-            from nanoengine.addons.speculate import NgramProposer
+            from nanoengine.extensions.speculate import NgramProposer
 
             propose = NgramProposer(config.speculation)
         make_runner: Callable[..., ModelRunner] = ModelRunner
         if config.tensor_parallel_size > 1:
-            from nanoengine.addons.parallel import make_runner
+            from nanoengine.extensions.parallel import make_runner
 
         self.runner = make_runner(config, self.checkpoint, self.max_model_len)
         self.scheduler = Scheduler(
@@ -1140,12 +1140,12 @@ class LLMEngine:
         self._is_closed, self._owner = False, Owner()
         self.connector = None
         if config.kv_store is not None:
-            from nanoengine.addons.kvstore import connect
+            from nanoengine.extensions.kvstore import connect
 
             self.connector = connect(self, config.kv_store)
         self._tracer = None
         if config.trace is not None:
-            from nanoengine.addons.trace import trace_engine
+            from nanoengine.extensions.trace import trace_engine
 
             self._tracer = trace_engine(self, config.trace)
         print(what_runs(self), file=sys.stderr)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import httpx
 import uvicorn
 
-from nanoengine.addons.server import Server, Service, make_app
+from nanoengine.apps.server import Server, Service, make_app
 from tests.helpers import DEMO
 
 http = httpx.Client(timeout=60)  # patient, for machines that are busy
@@ -73,7 +73,7 @@ def command(*flags, stdout=subprocess.PIPE, **environment):
     start = (
         [script]
         if script
-        else [sys.executable, "-c", "from nanoengine.addons.server import command; command()"]
+        else [sys.executable, "-c", "from nanoengine.apps.server import command; command()"]
     )
     process = subprocess.Popen(
         [*start, "serve", "--model", str(DEMO), "--port", "0", "--num-kv-blocks", "100", *flags],

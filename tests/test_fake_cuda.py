@@ -24,9 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import nanoengine.engine
 import nanoengine.sampling
 from nanoengine import LLM, SamplingParams
-from nanoengine.addons import kvstore
 from nanoengine.backends.cuda import CUDA, upload
 from nanoengine.engine import ModelRunner
+from nanoengine.extensions import kvstore
 from nanoengine.metrics import what_runs
 from tests import doubles
 from tests.helpers import checkpoint, random_prompts

@@ -12,7 +12,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from nanoengine.addons.lab import (
+from nanoengine.apps.lab import (
     DEMO_COSTS,
     Arrival,
     CostModel,
@@ -420,7 +420,7 @@ def test_the_command_compares_settings_row_by_row_and_draws(tmp_path):
         *("--num-requests", "60", "--rate", "40,80", "--max-num-batched-tokens", "128,512"),
         *("--num-prefixes", "2", "--num-kv-blocks", "200", "--markdown", "--plot", str(plot)),
     ]
-    command = [sys.executable, "-m", "nanoengine.addons.lab", *arguments]
+    command = [sys.executable, "-m", "nanoengine.apps.lab", *arguments]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     rows = [line.split(" | ") for line in run.stdout.splitlines() if line.startswith("| ")]
     assert [row[0] for row in rows[2:]] == [

@@ -23,10 +23,10 @@ from safetensors.torch import load_file
 
 import nanoengine
 from nanoengine import LLM, AsyncLLM, EngineConfig, SamplingParams
-from nanoengine.addons import parallel
-from nanoengine.addons.parallel import Shard, Workers, decode_step, encode_step
 from nanoengine.backends.cpu import CPU
 from nanoengine.engine import build_inputs
+from nanoengine.extensions import parallel
+from nanoengine.extensions.parallel import Shard, Workers, decode_step, encode_step
 from nanoengine.models.decoder import DecoderConfig
 from nanoengine.models.weights import open_checkpoint
 from nanoengine.steps import EngineDeadError
@@ -388,7 +388,7 @@ def test_a_rank_that_does_not_take_part_is_an_error_after_a_while(path_of, in_th
 def ranks_of(process=None):
     """The processes that serve ranks of another one, this one by default."""
     children = (process or psutil.Process()).children(recursive=True)
-    return [child for child in children if "addons.parallel" in " ".join(child.cmdline())]
+    return [child for child in children if "extensions.parallel" in " ".join(child.cmdline())]
 
 
 def assert_gone(processes, seconds=5.0):
@@ -548,7 +548,7 @@ def test_a_rank_that_does_not_start_is_an_error_with_its_last_words(planted, sai
     if "sleep" in planted:
         monkeypatch.setattr(parallel, "STARTING", 2.0)
     begin, end = parallel.START.rsplit(";", 1)
-    code = f"{begin}; import nanoengine.addons.parallel as parallel; {planted}; {end}"
+    code = f"{begin}; import nanoengine.extensions.parallel as parallel; {planted}; {end}"
     monkeypatch.setattr(parallel, "START", code)
     start = time.monotonic()
     with pytest.raises(EngineDeadError, match=said):
@@ -561,7 +561,7 @@ def test_a_rank_that_does_not_start_is_an_error_with_its_last_words(planted, sai
 def test_a_forward_pass_that_fails_on_a_rank_is_an_error_with_its_traceback(monkeypatch):
     begin, end = parallel.START.rsplit(";", 1)
     plant = "parallel.ParallelForward.__call__ = lambda *_: [][5]"
-    code = f"{begin}; import nanoengine.addons.parallel as parallel; {plant}; {end}"
+    code = f"{begin}; import nanoengine.extensions.parallel as parallel; {plant}; {end}"
     monkeypatch.setattr(parallel, "START", code)
     llm = ranks_in_processes()
     with pytest.raises(EngineDeadError, match=r"rank 1 .* exit code 1: Traceback[^$]*IndexError: list index"):

@@ -80,7 +80,9 @@ ORDER = [
 ]
 
 
-ADDONS = [f"addons.{path.stem}" for path in (PACKAGE / "addons").glob("[!_]*.py")]
+ADDONS = [
+    f"{room}.{path.stem}" for room in ("apps", "extensions") for path in (PACKAGE / room).glob("[!_]*.py")
+]
 
 
 def imported_modules(tree: ast.AST) -> set[str]:
@@ -95,7 +97,7 @@ def imported_modules(tree: ast.AST) -> set[str]:
         str(node.module)
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom)
-        and not (node in later and str(node.module).startswith("nanoengine.addons."))
+        and not (node in later and str(node.module).startswith("nanoengine.extensions."))
     }
     return {name.removeprefix("nanoengine.") for name in modules if name.startswith("nanoengine.")}
 
@@ -111,9 +113,11 @@ def test_imports_point_one_way():
 
 
 def test_no_addon_is_imported_before_it_is_asked_for():
-    code = "import sys, nanoengine; print([name for name in sys.modules if 'nanoengine.addons' in name])"
+    code = "import sys, nanoengine; print(*(name for name in sys.modules if name.startswith('nanoengine.')))"
     printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-    assert printed == "[]\n"
+    assert "nanoengine.engine" in printed
+    assert ".apps" not in printed
+    assert ".extensions" not in printed
 
 
 def shared_state() -> dict[str, str]:

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.addons.ray_data import ANSWER, Predictor
+from nanoengine.apps.ray_data import ANSWER, Predictor
 from nanoengine.demo import train
 from tests.helpers import DEMO
 

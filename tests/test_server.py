@@ -20,8 +20,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from nanoengine import LLM, AsyncLLM, EngineConfig, SamplingParams
-from nanoengine.addons.openai_api import to_json
-from nanoengine.addons.server import Service, make_parser
+from nanoengine.apps.openai_api import to_json
+from nanoengine.apps.server import Service, make_parser
 from tests.helpers import DEMO
 from tests.serving import command, http, is_empty, served, slow_steps, wait_until
 
@@ -536,7 +536,7 @@ def test_a_slow_reader_loses_nothing_and_holds_nobody_up(url, service, llm):
 
 
 def test_a_reader_that_stopped_reading_gives_its_place_up(monkeypatch):
-    monkeypatch.setattr("nanoengine.addons.server.CLIENT_SECONDS", 0.5)
+    monkeypatch.setattr("nanoengine.apps.server.CLIENT_SECONDS", 0.5)
     asked = json.dumps({**ENDLESS, "max_tokens": 100, "logprobs": 20, "stream": True})
     with served(AsyncLLM(str(DEMO), num_kv_blocks=50)) as (url, service), socket.socket() as client:
         # What is sent fills these and the server's own buffer of 64 KiB.
@@ -798,7 +798,7 @@ def test_what_runs_longer_than_drain_seconds_ends_with_an_error(stream):
     ],
 )
 def test_a_command_that_cannot_serve_says_why_and_ends(flags, message, monkeypatch, capsys):
-    from nanoengine.addons import server
+    from nanoengine.apps import server
 
     monkeypatch.setattr(sys, "argv", ["nanoengine", *flags])
     with pytest.raises(SystemExit) as caught:

@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks.speculate import ask_for_code, compare
 from nanoengine import LLM, EngineConfig, SamplingParams
-from nanoengine.addons.speculate import MAX_PAUSE, Lookup, NgramProposer
 from nanoengine.config import SpeculativeConfig
+from nanoengine.extensions.speculate import MAX_PAUSE, Lookup, NgramProposer
 from nanoengine.metrics import Counter as MetricCounter
 from nanoengine.metrics import Vector
 from tests.helpers import (

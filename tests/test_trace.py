@@ -12,9 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.addons import trace
-from nanoengine.addons.trace import Tracer
+from nanoengine.apps import viewer
 from nanoengine.engine import BlockManager, Scheduler, Sequence
+from nanoengine.extensions import trace
+from nanoengine.extensions.trace import Tracer
 from tests.helpers import DEMO, checkpoint, is_busy, make_scheduler, make_sequence, run_step
 
 # ---- the checker: it knows the documented schema, and nothing of the writer -----------------------
@@ -373,7 +374,7 @@ def test_a_real_engine_s_file_replays_and_its_tokens_are_the_answers(tmp_path, a
     assert said.endswith(
         "Spell the word attention backwards.<|im_end|>\n<|im_start|>assistant\nnoitnetta<|im_end|>"
     )
-    start, *steps = trace.load(path)
+    start, *steps = viewer.load(path)
     assert start["model"] == "demo"  # where it lies is nobody's business
     assert all(sum(step["seconds"].values()) > 0 for step in steps)
     of_step = {
@@ -590,8 +591,8 @@ def test_perfetto_s_events_are_the_steps_laid_end_to_end(tmp_path):
     with LLM(DEMO, num_kv_blocks=12, block_size=8, max_num_batched_tokens=16, trace=lines) as llm:
         chats = [[{"role": "user", "content": text}] for text in ("Count from 8 to 21.", "Who are you?")]
         outputs = llm.chat(chats, SamplingParams(temperature=0, max_tokens=20), use_tqdm=False)
-    trace.main([str(lines), "-o", str(chrome)])
-    steps = trace.load(lines)[1:]
+    viewer.main([str(lines), "-o", str(chrome)])
+    steps = viewer.load(lines)[1:]
     events = json.loads(chrome.read_text())["traceEvents"]
     assert {event["ph"] for event in events} == {"M", "X", "C", "i"}
     phases = [event for event in events if event["ph"] == "X" and event["pid"] == 0]
@@ -628,7 +629,7 @@ def test_what_is_no_trace_is_refused_in_a_line(tmp_path, text, message):
     path = tmp_path / "run.jsonl"
     path.write_text(text)
     with pytest.raises(SystemExit, match=message):
-        trace.main([str(path), "-o", str(tmp_path / "run.html")])
+        viewer.main([str(path), "-o", str(tmp_path / "run.html")])
 
 
 def test_a_line_that_was_cut_off_by_a_crash_is_left_out(tmp_path):
@@ -636,6 +637,6 @@ def test_a_line_that_was_cut_off_by_a_crash_is_left_out(tmp_path):
     with LLM(DEMO, num_kv_blocks=12, trace=whole) as llm:
         llm.generate("a", SamplingParams(max_tokens=3), use_tqdm=False)
     cut.write_text(whole.read_text()[:-20])
-    assert trace.load(cut) == trace.load(whole)[:-1]
-    trace.save(trace.load(whole), again)
+    assert viewer.load(cut) == viewer.load(whole)[:-1]
+    viewer.save(viewer.load(whole), again)
     assert again.read_text() == whole.read_text()

@@ -15,9 +15,9 @@ from selenium.webdriver.common.keys import Keys
 
 import example
 from nanoengine import LLM, SamplingParams
-from nanoengine.addons import trace
-from nanoengine.addons.trace import Tracer
+from nanoengine.apps import viewer
 from nanoengine.engine import BlockManager, Scheduler
+from nanoengine.extensions.trace import Tracer
 from tests.browser import chromium
 from tests.helpers import DEMO, make_scheduler, make_sequence, run_step
 
@@ -59,7 +59,7 @@ def open_page(browser, tmp_path):
 
     def open_page(events):
         path = tmp_path / "run.html"
-        trace.save(events, path)
+        viewer.save(events, path)
         browser.get(path.as_uri())
         return browser
 
@@ -408,7 +408,7 @@ def test_nothing_is_wider_than_the_screen(open_page, width):
 def test_the_page_in_docs_is_this_viewer_with_a_trace_that_shows_everything(open_page):
     page = (ROOT / "docs" / "run.html").read_text()
     events = events_of(page)
-    assert trace.page(events) == page, "run: python example.py --trace docs/run.html"
+    assert viewer.page(events) == page, "run: python example.py --trace docs/run.html"
     changes = [change for event in events[1:] for change in event["changes"]]
     assert any(change["change"] == "free" and change["why"] == "preempted" for change in changes)
     admissions = [change for change in changes if change["change"] == "admit"]

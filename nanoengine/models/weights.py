@@ -28,7 +28,7 @@ from nanoengine.models.hf import (
 from nanoengine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from nanoengine.addons.parallel import Shard
+    from nanoengine.extensions.parallel import Shard
 
 GENERATION_CONFIG = "generation_config.json"
 # Schemes that transformers dequantises when it loads them -> the libraries it needs for that.

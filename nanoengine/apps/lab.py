@@ -1,10 +1,10 @@
 """The scheduler lab: the engine's own Scheduler and BlockManager, with a cost model in place of a device.
 
-python -m nanoengine.addons.lab                                # 1000 requests at random times, a table
-python -m nanoengine.addons.lab --max-num-batched-tokens 128,512,2048 --rate 5,10
-python -m nanoengine.addons.lab --scheduling-policy fcfs,shortest,ageing:0.05 --prompt 100~1.5
-python -m nanoengine.addons.lab --trace arrivals.jsonl --num-kv-blocks 500,1000,2000 --plot lab.png
-python -m nanoengine.addons.lab --fit path/to/model            # the costs of a model on this machine
+python -m nanoengine.apps.lab                                # 1000 requests at random times, a table
+python -m nanoengine.apps.lab --max-num-batched-tokens 128,512,2048 --rate 5,10
+python -m nanoengine.apps.lab --scheduling-policy fcfs,shortest,ageing:0.05 --prompt 100~1.5
+python -m nanoengine.apps.lab --trace arrivals.jsonl --num-kv-blocks 500,1000,2000 --plot lab.png
+python -m nanoengine.apps.lab --fit path/to/model            # the costs of a model on this machine
 
 Every combination of the settings that are given several values, separated by commas, serves the same
 arrivals. All that takes time is the scheduler's own Python, so that hours pass in minutes.
@@ -689,7 +689,7 @@ SETTINGS: dict[str, tuple[Callable[[str], Any], Any, str, str]] = {
 def parse_arguments() -> argparse.Namespace:
     """Options, checked before anything runs."""
     parser = argparse.ArgumentParser(
-        prog="python -m nanoengine.addons.lab",
+        prog="python -m nanoengine.apps.lab",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

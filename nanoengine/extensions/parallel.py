@@ -471,7 +471,7 @@ ALIVE = b"\0"  # what a rank writes every second
 STARTING = 300.0  # seconds a process may take to its first sign of life
 SILENCE = 10.0  # seconds without one after which a rank is given up
 LOST = 3  # exit code of a rank that ends since another one did
-START = "import sys; sys.path[:] = sys.argv[1:]; from nanoengine.addons.parallel import main; main()"
+START = "import sys; sys.path[:] = sys.argv[1:]; from nanoengine.extensions.parallel import main; main()"
 
 
 class Job(NamedTuple):

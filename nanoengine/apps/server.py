@@ -36,7 +36,7 @@ from prometheus_client.registry import Collector
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nanoengine.addons.openai_api import (
+from nanoengine.apps.openai_api import (
     JSON,
     APIError,
     ChatRequest,

@@ -1,0 +1,137 @@
+"""What an engine did, shown: a trace as a page to step through, or as a timeline.
+
+    python -m nanoengine.apps.viewer run.jsonl -o run.html    # in any browser
+    python -m nanoengine.apps.viewer run.jsonl -o run.json    # Chrome trace events, for ui.perfetto.dev
+
+The trace is what `LLM(..., trace="run.jsonl")` writes; extensions/trace.py explains its fields.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from nanoengine.extensions.trace import VERSION, Event
+
+
+def load(path: str | Path) -> list[Event]:
+    """The events of a file of JSON lines; a last line that was cut off is left out.
+
+    Raises:
+        ValueError: it is no trace, or one of another version.
+    """
+    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    events: list[Event] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            events.append(json.loads(line))
+        except ValueError as error:
+            if number < len(lines) or number == 1:
+                raise ValueError(f"{path}, line {number}: {error}") from error
+    start: Any = events[0] if events else None
+    if not isinstance(start, dict) or start.get("event") != "start":
+        raise ValueError(f"{path} is no trace: its first line has to be a start event")
+    if start["version"] != VERSION:
+        raise ValueError(f"{path} is a trace of version {start['version']}, and this reads {VERSION}")
+    return events
+
+
+def save(events: Iterable[Event], path: str | Path) -> None:
+    """Write a trace as what the name's ending says: .jsonl, .html (a page), .json (Chrome trace events).
+
+    Raises:
+        ValueError: another ending.
+    """
+    path = Path(path)
+    if path.suffix == ".html":
+        text = page(events)
+    elif path.suffix == ".json":
+        text = json.dumps({"traceEvents": list(chrome_events(events)), "displayTimeUnit": "ms"})
+    elif path.suffix == ".jsonl":
+        text = "".join(json.dumps(event, separators=(",", ":")) + "\n" for event in events)
+    else:
+        raise ValueError(f"a trace is written as .html, .json or .jsonl, got {path}")
+    path.write_text(text, encoding="utf-8")
+
+
+def page(events: Iterable[Event]) -> str:
+    """A trace as one HTML page that needs nothing else, not even a network."""
+    template = files("nanoengine.apps").joinpath("viewer.html").read_text(encoding="utf-8")
+    # JSON has "<" in strings only, where the escape means the same: no text of a prompt can end the element.
+    data = ",\n".join(json.dumps(event, separators=(",", ":")).replace("<", "\\u003c") for event in events)
+    before, after = template.split("/* the trace */")
+    return f"{before}[{data}]{after}"
+
+
+def chrome_events(events: Iterable[Event]) -> Iterator[dict[str, Any]]:
+    """Chrome trace events: a track of the phases, one per sequence, and counters.
+
+    Source: the Trace Event Format,
+    https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+    """
+    engine, sequences = {"pid": 0, "tid": 0}, 1
+    yield {"ph": "M", "name": "process_name", **engine, "args": {"name": "engine"}}
+    yield {"ph": "M", "name": "thread_name", **engine, "args": {"name": "phases of a step"}}
+    yield {"ph": "M", "name": "process_name", "pid": sequences, "tid": 0, "args": {"name": "sequences"}}
+    num_blocks, num_prompt_tokens = 0, {}
+    for event in events:
+        if event["event"] == "start":
+            num_blocks = event["num_blocks"]
+            continue
+        end = event["time_s"] * 1e6  # microseconds, as all times of the format
+        begin = now = end - sum(event["seconds"].values()) * 1e6
+        for phase, seconds in event["seconds"].items():
+            args = {"step": event["step"]}
+            yield {"ph": "X", "name": phase, **engine, "ts": now, "dur": seconds * 1e6, "args": args}
+            now += seconds * 1e6
+        for change in event["changes"]:
+            if change["change"] == "add":
+                track = {"pid": sequences, "tid": change["seq"]}
+                num_prompt_tokens[change["seq"]] = len(change["token_ids"])
+                name = f"request {change['request']}, sequence {change['seq']}"
+                yield {"ph": "M", "name": "thread_name", **track, "args": {"name": name}}
+            elif change["change"] == "schedule":
+                for chunk in change["chunks"]:
+                    num_tokens = chunk["end"] - chunk["start"]
+                    is_prompt = chunk["start"] < num_prompt_tokens[chunk["seq"]]
+                    kind = "prompt" if is_prompt else "decode" if num_tokens == 1 else "again"
+                    kind = kind if chunk["draft"] is None else "draft"
+                    yield {
+                        "ph": "X",
+                        "name": f"{kind} [{chunk['start']}, {chunk['end']})",
+                        "cat": kind,
+                        "pid": sequences,
+                        "tid": chunk["seq"],
+                        "ts": begin,
+                        "dur": end - begin,
+                        "args": {"step": event["step"], "tokens": num_tokens},
+                    }
+            elif change["change"] == "free":
+                track = {"pid": sequences, "tid": change["seq"]}
+                yield {"ph": "i", "name": change["why"], "s": "t", **track, "ts": end, "args": change}
+        used = num_blocks - event["num_free_blocks"]
+        for name, value in (
+            ("blocks in use", used),
+            ("sequences running", event["num_running"]),
+            ("sequences waiting", event["num_waiting"]),
+        ):
+            yield {"ph": "C", "name": name, "pid": engine["pid"], "ts": end, "args": {name: value}}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Turn a trace into what the output's ending asks for."""
+    parser = argparse.ArgumentParser(prog="python -m nanoengine.apps.viewer", description=main.__doc__)
+    parser.add_argument("trace", type=Path, help="JSON lines, as LLM(..., trace=...) writes them")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="run.html, or run.json for Perfetto")
+    args = parser.parse_args(arguments)
+    try:
+        save(load(args.trace), args.output)
+    except (OSError, ValueError) as error:
+        sys.exit(f"{parser.prog}: {error}")
+
+
+if __name__ == "__main__":
+    main()
