@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.engines import percentiles
 from benchmarks.roofline import measure_limits, roofline_seconds
+from benchmarks.runs import percentiles
 from benchmarks.workloads import SHAPES, WORKLOADS
 from nanoengine import LLM, RequestOutputKind, SamplingParams
 
@@ -52,7 +52,8 @@ def measure(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
 
     Latencies are the 50th, 90th and 99th percentile, in seconds; all requests arrive at once.
     """
-    workload, runner = WORKLOADS[args.workload], llm.llm_engine.runner
+    workload, device = WORKLOADS[args.workload], llm.llm_engine.runner.device.device
+    dtype = llm.llm_engine.started.dtype
     vocab_size = llm.llm_engine.checkpoint.vocab_size
     prompt_lens, output_lens = workload.lengths()
     serve(llm, workload.prompts("warm-up", vocab_size)[:8], [8] * min(8, workload.num_requests))
@@ -65,7 +66,7 @@ def measure(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
         first_tokens += [times[0] for times in stamps]
         gaps += [after - before for times in stamps for before, after in pairwise(times)]
 
-    limits = measure_limits(str(runner.dtype).removeprefix("torch."), runner.device.device.type)
+    limits = measure_limits(str(dtype).removeprefix("torch."), device.type)
     config = llm.llm_engine.checkpoint.decoder_config
     ideal = None  # of models that run on transformers' code the roofline knows nothing
     if config is not None:
@@ -76,7 +77,7 @@ def measure(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
             workload.shared,
             bandwidth=limits["bandwidth"],
             flops=max(limits["flops"].values()),
-            itemsize=runner.dtype.itemsize,
+            itemsize=dtype.itemsize,
         )
     num_prompt_tokens = sum(prompt_lens) + workload.shared * workload.num_requests
     median = statistics.median(seconds)

@@ -31,7 +31,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engines import CORES, ENGINES
+from benchmarks.engines import ENGINES
+from benchmarks.runs import CORES
 from benchmarks.workloads import SHAPES, WORKLOADS, parse_custom
 
 
@@ -69,7 +70,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=len(CORES))
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    parser.add_argument("--markdown", action="store_true", help="print README's table too")
+    parser.add_argument("--markdown", action="store_true", help="print a table for a page too")
     parser.add_argument(
         "--plot", metavar="FILE.png", help="sweep over batch sizes and draw; needs matplotlib"
     )

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import llama_cpp, nano_vllm
-from benchmarks.engines import percentiles
 from benchmarks.machine import machine
 from benchmarks.roofline import roofline_seconds
+from benchmarks.runs import percentiles
 from benchmarks.workers import Worker, start_worker
 from benchmarks.workloads import SHAPES, SWEEP, Workload, poisson_arrivals
 

@@ -15,8 +15,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.workloads import SHAPES
 from nanoengine import LLM, SamplingParams
-from nanoengine.backends.attention import AttentionMetadata, KVCache, KVSpec, PagedAttention
+from nanoengine.backends.attention import PagedAttention
 from nanoengine.backends.flash import FlashAttention, VarlenAttention
+from nanoengine.backends.inputs import send_inputs
+from nanoengine.backends.kv_cache import KVCache, KVSpec
 from nanoengine.backends.triton import TritonAttention
 from nanoengine.engine import Chunk, ScheduledBatch, Sequence, build_inputs
 
@@ -30,14 +32,13 @@ def attention_ms(backend: type[PagedAttention], lens: list[tuple[int, int]], dev
     chunks, num_blocks = [], 1
     for num_new, total in lens:
         seq = Sequence(0, [0] * total, SamplingParams())
-        seq.block_tables = [[*range(num_blocks, num_blocks + -(-total // BLOCK_SIZE))]]
+        seq.block_table = [*range(num_blocks, num_blocks + -(-total // BLOCK_SIZE))]
         num_blocks += len(seq.block_table)
-        chunks.append(Chunk(seq, total - num_new, total, False))
+        chunks.append(Chunk(seq, total - num_new, total, False, seq.token_ids))
     num_tokens = sum(num_new for num_new, _ in lens)
-    meta = build_inputs(ScheduledBatch(chunks, [], num_tokens), BLOCK_SIZE).metadata
-    meta = meta._replace(block_tables=meta.block_tables[0], slot_mapping=meta.slot_mapping[0])
-    cu_q, cu_k, seq_lens, tables, slots = (torch.tensor(x, device=device) for x in meta[:5])
-    attention = backend(AttentionMetadata(cu_q, cu_k, seq_lens, tables, slots, *meta[5:]), BLOCK_SIZE)
+    inputs = build_inputs(ScheduledBatch(chunks, [], num_tokens), BLOCK_SIZE)
+    there = send_inputs(inputs, lambda arrays: [torch.tensor(array, device=device) for array in arrays])
+    attention = backend(there.metadata, BLOCK_SIZE)
     cache = KVCache.zeros(SPEC, num_blocks, BLOCK_SIZE, device)
     q = torch.zeros(num_tokens, NUM_HEADS, SPEC.k_head_dim, dtype=SPEC.dtype, device=device)
     kv = q[:, : SPEC.num_kv_heads].contiguous()

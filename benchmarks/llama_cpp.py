@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.engines import KV_CACHE_BYTES, MAX_NUM_SEQS, TEMPERATURE, Run, latencies, transformers_model
+from benchmarks.runs import KV_CACHE_BYTES, MAX_NUM_SEQS, TEMPERATURE, Run, latencies, transformers_model
 
 if TYPE_CHECKING:
     from nanoengine.models.weights import Checkpoint

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.engines import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, TEMPERATURE, Run, transformers_model
+from benchmarks.runs import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, TEMPERATURE, Run, transformers_model
 
 if TYPE_CHECKING:
     from nanoengine.models.weights import Checkpoint

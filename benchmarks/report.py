@@ -1,4 +1,4 @@
-"""Tables, README's table, and plots."""
+"""Tables, for a terminal and for a page, and plots."""
 
 import itertools
 import math
@@ -86,7 +86,7 @@ def _print_tables(result: dict[str, Any]) -> None:
 
 
 def print_markdown(report: dict[str, Any], command: str) -> None:
-    """README's table: a row per workload and engine."""
+    """A table for a page: a row per workload and engine."""
     print("\n| workload | model | engine | output tokens/s (min to max) | of roofline | TTFT p50 | ITL p50 |")
     print("|---|---|---|---|---|---|---|")
     for result in report["models"]:

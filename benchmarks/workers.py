@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engines import CORES, KV_CACHE_BYTES
+from benchmarks.runs import CORES, KV_CACHE_BYTES
 
 ROOT = Path(__file__).parent.parent
 

@@ -8,6 +8,8 @@ from array import array
 from collections.abc import Callable
 
 from nanoengine.engine import Block, BlockManager, Scheduler, Sequence
+from nanoengine.extensions.speculate import is_draft
+from nanoengine.extensions.windows import WindowedBlockManager
 from nanoengine.sampling_params import SamplingParams
 
 
@@ -26,6 +28,13 @@ def text(seq: Sequence, start: int = 0, end: int | None = None) -> str:
     return "".join(map(chr, seq.token_ids[start:end]))
 
 
+def tables(scheduler: Scheduler, seq: Sequence) -> str:
+    """Its block table; where there are windows (chapter 12) one for each group of layers."""
+    blocks = scheduler.block_manager
+    by_group = blocks.tables_of(seq) if isinstance(blocks, WindowedBlockManager) else [seq.block_table]
+    return " and ".join(map(str, by_group))
+
+
 def step(scheduler: Scheduler, draw: Callable[[Sequence, str], str] = lambda seq, before: name(seq)) -> None:
     """Run one step, and print each chunk of it, then who was preempted, who took guesses, ended or waits.
 
@@ -34,13 +43,15 @@ def step(scheduler: Scheduler, draw: Callable[[Sequence, str], str] = lambda seq
     running = list(scheduler.running)
     batch = scheduler.schedule()
     drawn = []
-    for seq, start, end, is_last, drafts in batch.chunks:
-        before = (text(seq) + "".join(map(chr, drafts)))[:end]
-        if is_last:
+    for chunk in batch.chunks:
+        seq, start, end = chunk.seq, chunk.start, chunk.end
+        before = "".join(map(chr, chunk.token_ids[:end]))
+        if chunk.samples:
             drawn.append(draw(seq, before))
+        verb = "tries" if is_draft(chunk) else "computes"
         print(
-            f"{name(seq)} {'tries' if drafts else 'computes'} [{start}, {end}) {before[start:]} in blocks",
-            " and ".join(map(str, seq.block_tables)) + (f", draws {drawn[-1]}" if is_last else ""),
+            f"{name(seq)} {verb} [{start}, {end}) {before[start:]} in blocks {tables(scheduler, seq)}"
+            + (f", draws {drawn[-1]}" if chunk.samples else "")
         )
     for seq in running:
         if seq not in scheduler.running:

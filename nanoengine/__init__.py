@@ -2,8 +2,8 @@
 
 from nanoengine.async_llm import AsyncLLM
 from nanoengine.config import EngineConfig
-from nanoengine.engine import LLMEngine
 from nanoengine.llm import LLM
+from nanoengine.llm_engine import LLMEngine
 from nanoengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from nanoengine.requests import TextPrompt, TokensPrompt
 from nanoengine.sampling_params import RequestOutputKind, SamplingParams

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from nanoengine.config import EngineConfig
-from nanoengine.engine import LLMEngine
+from nanoengine.llm_engine import LLMEngine
 from nanoengine.metrics import Metric
 from nanoengine.outputs import RequestOutput
 from nanoengine.requests import Prompt

@@ -1,7 +1,7 @@
 """What vLLM's scripts set and nanoengine does not have: accepted where it asks for nothing, else refused.
 
 Each table has a row per name. A value among those listed means "off", or what is done here anyway, and is
-dropped; any other is refused with what to do instead. Tests hold the README's section to these tables.
+dropped; any other is refused with what to do instead. Tests hold the guide's page to these tables.
 """
 
 import difflib

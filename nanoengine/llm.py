@@ -13,7 +13,8 @@ from tqdm import tqdm
 
 from nanoengine.compat import CALL, without_unserved
 from nanoengine.config import EngineConfig
-from nanoengine.engine import LLMEngine, Scheduler
+from nanoengine.engine import Scheduler
+from nanoengine.llm_engine import LLMEngine
 from nanoengine.metrics import Metric
 from nanoengine.outputs import Inbox, RequestOutput
 from nanoengine.requests import CheckedRequest, Prompt, render_chats, split_prompts

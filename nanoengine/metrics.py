@@ -1,74 +1,14 @@
-"""What an engine says of itself: the line it prints, its counts, and these as vLLM's metrics reader has them.
+"""An engine's counts as vLLM's metrics reader has them, and histograms of the requests that ended.
 
-Source of the latter's names, shapes and buckets: vllm/v1/metrics/reader.py and loggers.py.
+Source of names, shapes and buckets: vllm/v1/metrics/reader.py and loggers.py.
 """
 
 from bisect import bisect_left
 from collections import Counter as Multiset
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from nanoengine.engine import LLMEngine, ModelRunner
-
-
-def what_runs(engine: "LLMEngine") -> str:
-    """For the user: whose code, which attention and why not a faster one, where, and how much cache."""
-    runner = engine.runner
-    assert runner.model is not None
-    notes = f" ({'; '.join(runner.attention.notes)})" if runner.attention.notes else ""
-    part = " (its language model: images are left out)" if engine.checkpoint.is_part else ""
-    num_guesses = engine.config.num_speculative_tokens
-    ahead = f", up to {num_guesses} tokens guessed ahead (ngram), no async scheduling" if num_guesses else ""
-    weights = f" with {engine.config.quantization} weights" if engine.config.quantization else ""
-    windows = describe_windows(runner)
-    kept = f", KV store {engine.connector.store}" if engine.connector else ""
-    return (
-        f"nanoengine: {engine.checkpoint.architecture}{part} on {runner.model.code} code, "
-        f"{runner.attention.backend.name} attention{notes}{runner.forward.describe()}, "
-        f"{str(runner.dtype).removeprefix('torch.')}{weights} on {runner.device.device}, "
-        f"KV cache of {runner.num_blocks} blocks of {runner.block_size} tokens{windows}{ahead}{kept}"
-    )
-
-
-def describe_windows(runner: "ModelRunner") -> str:
-    """For the user: what becomes of blocks that a sliding window has left behind."""
-    windows = [group.window for group in runner.kv_groups]
-    if windows == [None]:
-        has_window = any(spec.window and spec.window < runner.max_model_len for spec in runner.kv_specs)
-        return ", none given back behind a window (the layers' shapes differ)" if has_window else ""
-    kinds = [f"{windows.count(w)} of {f'a window of {w}' if w else 'all'}" for w in dict.fromkeys(windows)]
-    return f", layers in groups: {', '.join(kinds)}" if len(windows) > 1 else f", a window of {windows[0]}"
-
-
-def count(engine: "LLMEngine") -> dict[str, int | float]:
-    """`LLMEngine.metrics`."""
-    scheduler, blocks = engine.scheduler, engine.scheduler.block_manager
-    external = engine.connector
-    num_drafts, num_accepted = scheduler.num_drafted[0], scheduler.num_accepted.total()
-    return {
-        "num_running": len(scheduler.running),
-        "num_waiting": len(scheduler.waiting),
-        "num_blocks": blocks.num_blocks,
-        "num_free_blocks": blocks.num_free_blocks,
-        "kv_cache_usage": 1 - blocks.num_free_blocks / blocks.num_blocks,
-        "num_preemptions": scheduler.num_preemptions,
-        "prefix_cache_queries": blocks.num_query_tokens,
-        "prefix_cache_hits": blocks.num_query_hits,
-        "external_prefix_cache_queries": external.num_query_tokens if external else 0,  # of the KV store
-        "external_prefix_cache_hits": external.num_hit_tokens if external else 0,
-        "prompt_tokens": engine.num_prompt_tokens,
-        "generation_tokens": engine.num_generation_tokens,
-        "num_steps": engine.num_steps,
-        "spec_decode_num_drafts": num_drafts,
-        "spec_decode_num_draft_tokens": scheduler.num_drafted.total(),
-        "spec_decode_num_accepted_tokens": num_accepted,
-        # Tokens of a decode that had a draft, as vLLM counts them: those accepted, and the one drawn anyway.
-        "spec_decode_mean_acceptance_length": 1 + num_accepted / num_drafts if num_drafts else 0.0,
-        **{f"seconds_{phase}": seconds for phase, seconds in engine.runner.stopwatch.seconds.items()},
-    }
+from typing import Any
 
 
 @dataclass
@@ -189,9 +129,17 @@ class RequestStats:
         add["request_decode_time_seconds"](end - first)
 
 
-def read_metrics(engine: "LLMEngine", stats: RequestStats) -> list[Metric]:
-    """All metrics: `LLMEngine.metrics`, the requests that ended, and with drafts what became of them."""
-    now, model, num_guesses = engine.metrics(), str(engine.config.model), engine.config.num_speculative_tokens
+def list_metrics(
+    model: str, counts: Mapping[str, int | float], stats: RequestStats, accepted_drafts: Sequence[int]
+) -> list[Metric]:
+    """All metrics.
+
+    Args:
+        model: its name, for the labels.
+        counts: `LLMEngine.metrics`.
+        stats: of the requests that ended.
+        accepted_drafts: how many, by their place in a guess; empty where nothing is guessed.
+    """
     labels = {"model_name": model, "engine": "0"}
     gauges = {
         "num_requests_running": "num_running",
@@ -208,13 +156,13 @@ def read_metrics(engine: "LLMEngine", stats: RequestStats) -> list[Metric]:
         "generation_tokens",
     ]
     vectors: list[Metric] = []
-    if num_guesses:
+    if accepted_drafts:
         counters += [f"spec_decode_num_{what}" for what in ("drafts", "draft_tokens", "accepted_tokens")]
-        accepted = [engine.scheduler.num_accepted[place] for place in range(num_guesses)]
-        vectors.append(Vector("vllm:spec_decode_num_accepted_tokens_per_pos", dict(labels), accepted))
+        name = "vllm:spec_decode_num_accepted_tokens_per_pos"
+        vectors.append(Vector(name, dict(labels), list(accepted_drafts)))
     return [
-        *(Gauge(f"vllm:{name}", dict(labels), float(now[ours])) for name, ours in gauges.items()),
-        *(Counter(f"vllm:{name}", dict(labels), int(now[name])) for name in counters),
+        *(Gauge(f"vllm:{name}", dict(labels), float(counts[ours])) for name, ours in gauges.items()),
+        *(Counter(f"vllm:{name}", dict(labels), int(counts[name])) for name in counters),
         *vectors,
         *(
             Counter("vllm:request_success", labels | {"finished_reason": reason}, stats.reasons[reason])

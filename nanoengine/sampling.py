@@ -1,4 +1,4 @@
-"""Logits to tokens: edits and bans, temperature, filters, one draw per row; and log-probabilities.
+"""Logits to tokens: edits and bans, temperature, filters, one draw per row.
 
 Shape letters: R rows (sequences that get a token this step), V vocabulary.
 """
@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanoengine.backends.cuda import upload
-from nanoengine.backends.device import Download
-from nanoengine.outputs import Logprob
+from nanoengine.backends.inputs import SamplingMetadata
+from nanoengine.logprobs import LogprobTable, Transfer, report_samples
 from nanoengine.sampling_params import SamplingParams
 
 
@@ -25,35 +25,25 @@ class SamplingRow(NamedTuple):
     params: SamplingParams
     seed: int  # 64 bits; with the position it fixes the row's random number
     position: int  # of the token to draw
-    token_ids: Sequence[int]  # those before it: all of them, where the row's params edit logits
+    token_ids: Sequence[int]  # those before it and maybe more; all before it, where params edit logits
     num_prompt_tokens: int
     stop_ids: frozenset[int] = frozenset()  # banned until min_tokens
     bad_words: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
 
 
-class SamplingMetadata(NamedTuple):
-    """How each row's token is drawn."""
-
-    temperature: NDArray[np.float32]  # (R,)  0: the likeliest
-    top_k: NDArray[np.int64]  # (R,)  0: all
-    top_p: NDArray[np.float32]  # (R,)  infinity: all
-    min_p: NDArray[np.float32]  # (R,)  0: all
-    u: NDArray[np.float64]  # (R,)  a random number in [0, 1)
-
-    @classmethod
-    def of(cls, rows: Sequence[SamplingRow]) -> "SamplingMetadata":
-        """What their parameters say, and the numbers that their seeds and positions fix."""
-        params = [row.params for row in rows]
-        seeds = np.array([row.seed for row in rows], dtype=np.uint64)
-        positions = np.array([row.position for row in rows], dtype=np.uint64)
-        return cls(
-            np.array([p.temperature for p in params], dtype=np.float32),
-            np.array([max(p.top_k, 0) for p in params], dtype=np.int64),
-            # 1 keeps everything, even where rounding lets the sum before a token reach it.
-            np.array([p.top_p if p.top_p < 1 else math.inf for p in params], dtype=np.float32),
-            np.array([p.min_p for p in params], dtype=np.float32),
-            uniform(seeds, positions),
-        )
+def metadata_of(rows: Sequence[SamplingRow]) -> SamplingMetadata:
+    """What the rows' parameters say, and the numbers that their seeds and positions fix."""
+    params = [row.params for row in rows]
+    seeds = np.array([row.seed for row in rows], dtype=np.uint64)
+    positions = np.array([row.position for row in rows], dtype=np.uint64)
+    return SamplingMetadata(
+        temperature=np.array([p.temperature for p in params], dtype=np.float32),
+        top_k=np.array([max(p.top_k, 0) for p in params], dtype=np.int64),
+        # 1 keeps everything, even where rounding lets the sum before a token reach it.
+        top_p=np.array([p.top_p if p.top_p < 1 else math.inf for p in params], dtype=np.float32),
+        min_p=np.array([p.min_p for p in params], dtype=np.float32),
+        u=uniform(seeds, positions),
+    )
 
 
 Scale = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -114,7 +104,7 @@ def draw_tokens(logits: Tensor, rows: Sequence[SamplingRow], draw: Draw = draw_r
     """
     if any(row.params.edits_logits for row in rows):
         logits = _edit_logits(logits.to(torch.float32, copy=True), rows)
-    tokens, largest = draw(logits, SamplingMetadata.of(rows))
+    tokens, largest = draw(logits, metadata_of(rows))
     # The maximum of a row with a NaN is NaN, so one number a row tells whether it can be sampled.
     return tokens.masked_fill(~largest.isfinite(), -1)
 
@@ -136,63 +126,6 @@ def _draw_part(logits: Tensor, metadata: SamplingMetadata, scale: Scale) -> tupl
     return tokens, largest.squeeze(1)
 
 
-class LogprobTable(NamedTuple):
-    """Log-probabilities of some rows, on their way to the host."""
-
-    rows: Sequence[int]  # which ones
-    download: Download
-
-    def read(self, token_ids: Sequence[int | None]) -> dict[int, dict[int, Logprob]]:
-        """Row -> its entries, of the rows that have a token; token_ids are those of all rows."""
-        table = self.download.read().numpy()
-        floats, integers = table.view(np.float32), table.tolist()
-        num_top = (table.shape[1] - 2) // 2
-        entries = {}
-        for row, numbers, values in zip(self.rows, integers, floats.tolist(), strict=True):
-            token_id = token_ids[row]
-            if token_id is not None:
-                entries[row] = entry = {token_id: Logprob(values[0], numbers[1])}
-                likeliest = zip(numbers[2 + num_top :], values[2 : 2 + num_top], strict=True)
-                for rank, (other_id, value) in enumerate(likeliest, 1):
-                    entry.setdefault(other_id, Logprob(value, rank))
-        return entries
-
-
-Transfer = Callable[[Tensor], Download]
-
-
-def tabulate_logprobs(logits: Tensor, token_ids: Tensor, num_logprobs: int) -> Tensor:
-    """The log-probability of each row's token, its rank, and the likeliest num_logprobs (-1: all) tokens.
-
-    Shapes: logits (R, V), token_ids (R,) int64. One table, so that it is one transfer: (R, 2 + 2 k) int32,
-    a row being the log-probability, the rank, k log-probabilities and their k token ids. Floats keep
-    their bits.
-    """
-    logprobs = logits.float().log_softmax(-1)
-    chosen = logprobs.gather(1, token_ids.unsqueeze(1))
-    ranks = (logprobs > chosen).sum(-1, keepdim=True) + 1
-    top = logprobs.topk(num_logprobs if num_logprobs >= 0 else logprobs.shape[1])
-    bits = torch.cat((chosen, ranks.int().view(torch.float32), top.values), dim=1)
-    return torch.cat((bits.view(torch.int32), top.indices.int()), dim=1)
-
-
-def report_samples(
-    logits: Tensor, rows: Sequence[SamplingRow], tokens: Tensor, transfer: Transfer, first: int = 0
-) -> list[LogprobTable]:
-    """Queue what rows (counted from `first`) ask for of the tokens drawn for them, from the raw logits."""
-    asked: dict[int, list[int]] = {}  # number of logprobs -> rows
-    for i, row in enumerate(rows):
-        if row.params.logprobs is not None:
-            asked.setdefault(row.params.logprobs, []).append(i)
-    tables = []
-    for num_logprobs, chosen in asked.items():
-        at = upload(np.array(chosen), logits.device)
-        # Where none could be drawn there is a -1, and the row of the table is not read.
-        table = tabulate_logprobs(logits[at], tokens[at].clamp(min=0), num_logprobs)
-        tables.append(LogprobTable([first + i for i in chosen], transfer(table)))
-    return tables
-
-
 def sample_rows(
     logits: Tensor, rows: Sequence[SamplingRow], draw: Draw, transfer: Transfer
 ) -> tuple[Tensor, list[LogprobTable]]:
@@ -203,7 +136,8 @@ def sample_rows(
 
     def sample(at: slice) -> tuple[Tensor, list[LogprobTable]]:
         tokens = draw_tokens(logits[at], rows[at], draw)
-        return tokens, report_samples(logits[at], rows[at], tokens, transfer, at.start)
+        asked = [row.params.logprobs for row in rows[at]]
+        return tokens, report_samples(logits[at], asked, tokens, transfer, at.start)
 
     failed = logits.new_full((1,), -1, dtype=torch.int64), list[LogprobTable]()
     tokens, tables = zip(*_isolate(sample, len(rows), failed), strict=True)
@@ -235,34 +169,6 @@ def _isolate(function: Callable[[slice], T], num_rows: int, failed: T) -> list[T
         return results
 
 
-LOGPROB_ROWS = 256  # prompt rows turned into logits at a time: a row is as wide as the vocabulary
-
-
-def report_prompt(
-    compute_logits: Callable[[Tensor], Tensor],
-    hidden: Tensor,
-    token_ids: list[int],
-    num_logprobs: int,
-    transfer: Transfer,
-) -> list[LogprobTable]:
-    """Queue the same of prompt tokens, from the hidden states (R, E) that predict them."""
-    device_ids = upload(np.array(token_ids), hidden.device)
-    tables = []
-    for start in range(0, len(token_ids), LOGPROB_ROWS):
-        rows = range(len(token_ids))[start : start + LOGPROB_ROWS]
-        logits = compute_logits(hidden[start : rows.stop])
-        table = tabulate_logprobs(logits, device_ids[start : rows.stop], num_logprobs)
-        tables.append(LogprobTable(rows, transfer(table)))
-    return tables
-
-
-def read_reports(
-    tables: Sequence[LogprobTable], token_ids: Sequence[int | None]
-) -> dict[int, dict[int, Logprob]]:
-    """Row -> the entries that were queued for it; token_ids are those of all rows."""
-    return {row: entry for table in tables for row, entry in table.read(token_ids).items()}
-
-
 def uniform(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.float64]:
     """One number in [0, 1) per (seed, position): the splitmix64 generator, indexed.
 
@@ -284,9 +190,11 @@ def _edit_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     then one operation over the entries of all rows.
     """
     biases, repetitions, penalties, allowed, bans = (_Entries() for _ in range(5))
-    for i, (params, _, _, token_ids, num_prompt_tokens, stop_ids, bad_words) in enumerate(rows):
+    for i, row in enumerate(rows):
+        params, num_prompt_tokens = row.params, row.num_prompt_tokens
         if not params.edits_logits:
             continue
+        token_ids = row.token_ids[: row.position]
         if params.logit_bias:
             biases.add(i, list(params.logit_bias), list(params.logit_bias.values()))
         if params.repetition_penalty != 1:
@@ -297,12 +205,12 @@ def _edit_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
             penalties.add(i, made, params.presence_penalty + params.frequency_penalty * counts)
         if params.allowed_token_ids is not None:
             allowed.add(i, params.allowed_token_ids)
-        for *beginning, last in bad_words:
+        for *beginning, last in row.bad_words:
             start = len(token_ids) - len(beginning)
             if start >= num_prompt_tokens and list(token_ids[start:]) == beginning:
                 bans.add(i, [last], -math.inf)
         if len(token_ids) - num_prompt_tokens < params.min_tokens:
-            bans.add(i, list(stop_ids), -math.inf)
+            bans.add(i, list(row.stop_ids), -math.inf)
     if biases:
         at, value = biases.tensors(logits)
         logits[at] += value

@@ -2,7 +2,8 @@
 
 import torch
 
-from nanoengine.backends.attention import AttentionMetadata, KVCache
+from nanoengine.backends.inputs import AttentionMetadata
+from nanoengine.backends.kv_cache import KVCache
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 # Batches: (new tokens, tokens in all) per sequence.

@@ -21,8 +21,11 @@ from nanoengine import LLM
 from nanoengine.backends.cpu import Kernels
 from nanoengine.backends.device import Download
 from nanoengine.engine import BlockManager, Chunk, ScheduledBatch, Scheduler, Sequence
-from nanoengine.sampling import draw_tokens, read_reports, read_tokens, report_samples
+from nanoengine.extensions.speculate import DraftingScheduler
+from nanoengine.logprobs import read_tables, report_samples
+from nanoengine.sampling import draw_tokens, read_tokens
 from nanoengine.sampling_params import SamplingParams
+from tests.laws import check_laws
 
 DEMO = Path(nanoengine.__file__).parent / "demo"
 VOCAB = 128
@@ -303,8 +306,13 @@ def make_sequence(seq_id: int, token_ids: list[int], priority: int = 0, **params
     return Sequence(seq_id, token_ids, SamplingParams(**params), priority=priority)
 
 
-def make_scheduler(num_blocks: int = 8, block_size: int = 4, caching: bool = True, **settings) -> Scheduler:
-    return Scheduler(BlockManager(num_blocks, block_size, enable_prefix_caching=caching), **settings)
+def make_scheduler(
+    num_blocks: int = 8, block_size: int = 4, caching: bool = True, propose: Any = None, **settings
+) -> Any:
+    blocks = BlockManager(num_blocks, block_size, enable_prefix_caching=caching)
+    if propose is None:
+        return Scheduler(blocks, **settings)
+    return DraftingScheduler(blocks, propose, **settings)
 
 
 def admit(manager: BlockManager, seq: Sequence) -> list[int]:
@@ -322,15 +330,18 @@ def run_step(scheduler: Scheduler, token: int = 1):
     """One step in which every sequence that is due a token gets `token`."""
     batch = scheduler.schedule()
     scheduler.update(batch, [token] * len(batch.sampled_seqs))
-    scheduler.check_invariants()
+    check_laws(scheduler)
     return batch
 
 
 def batch_of(*chunks: tuple[Sequence, int, int]) -> ScheduledBatch:
     """A batch of (sequence, start, end), as the scheduler would make it."""
-    made = [Chunk(seq, start, end, end == max(len(seq.token_ids), start + 1)) for seq, start, end in chunks]
+    made = [
+        Chunk(seq, start, end, end == max(len(seq.token_ids), start + 1), seq.token_ids)
+        for seq, start, end in chunks
+    ]
     num_tokens = sum(end - start for _, start, end in chunks)
-    return ScheduledBatch(made, [chunk.seq for chunk in made if chunk.is_last], num_tokens)
+    return ScheduledBatch(made, [chunk.seq for chunk in made if chunk.samples], num_tokens)
 
 
 def sample(logits: torch.Tensor, rows: list) -> tuple[list, list]:
@@ -341,7 +352,8 @@ def sample(logits: torch.Tensor, rows: list) -> tuple[list, list]:
     tokens = draw_tokens(logits, rows)
     assert draw_tokens(logits, rows, Kernels().sample).tolist() == tokens.tolist()
     token_ids = read_tokens(tokens)
-    entries = read_reports(report_samples(logits, rows, tokens, Download), token_ids)
+    asked = [row.params.logprobs for row in rows]
+    entries = read_tables(report_samples(logits, asked, tokens, Download), token_ids)
     return token_ids, [entries.get(row) for row in range(len(rows))]
 
 
@@ -413,13 +425,13 @@ def check_served(path: Path, reference: Any, lengths: list[int], num_new: int) -
         with LLM(str(path), **settings) as llm:
             model: Any = llm.llm_engine.runner.model
             code: str = model.code
-            if llm.scheduler.max_computable_tokens < max(lengths) + num_new:
+            if llm.scheduler.block_manager.max_computable_tokens < max(lengths) + num_new:
                 continue
             for _ in range(2):
                 outputs = llm.generate(prompts, params, use_tqdm=False)
                 assert [output.outputs[0].token_ids for output in outputs] == expected
             counts.update(llm.metrics())
-            if llm.llm_engine.runner.kv_groups[-1].window is None:
+            if llm.llm_engine.started.kv_groups[-1].window is None:
                 break
     assert counts["num_preemptions"] > 0
     assert counts["prefix_cache_hits"] > 0

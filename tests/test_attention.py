@@ -5,8 +5,9 @@ import functools
 import pytest
 import torch
 
-from nanoengine.backends.attention import KVCache, TorchAttention
+from nanoengine.backends.attention import TorchAttention
 from nanoengine.backends.cpu import CompiledAttention, Kernels
+from nanoengine.backends.kv_cache import KVCache
 from tests.attention import MIXED, check_attention, metadata_of
 
 

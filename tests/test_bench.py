@@ -16,11 +16,12 @@ from torch import nn
 
 import benchmarks.__main__ as command
 from benchmarks.compare import bench_model
-from benchmarks.engines import latencies, load_stepped, percentiles
+from benchmarks.engines import load_stepped
 from benchmarks.gpu import mixed_batches
 from benchmarks.machine import instruction_set, machine
 from benchmarks.report import draw, hardware
 from benchmarks.roofline import measure_limits, roofline_seconds
+from benchmarks.runs import latencies, percentiles
 from benchmarks.workloads import SHAPES, SWEEP, WORKLOADS, Workload, parse_custom, poisson_arrivals
 from tests.helpers import DEMO, hf_model
 
@@ -239,7 +240,7 @@ def test_the_engines_run_side_by_side_on_the_same_requests():
     assert "no arrivals" in rows["transformers", 100.0]["error"]
     assert report["machine"] == machine(1, "cpu")
     assert report["machine"]["instructions"] in hardware(report["machine"])
-    assert printed.count(hardware(report["machine"])) == 2  # after the tables, and after README's
+    assert printed.count(hardware(report["machine"])) == 2  # after the tables, and after the page's
     assert report["command"].startswith("python -m benchmarks --threads 1 --model tiny")
     assert result["limits"]["bandwidth_gb_per_s"] > 0
     assert "| 3:4-8:2-5 | tiny | nanoengine | " in printed

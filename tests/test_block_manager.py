@@ -7,6 +7,7 @@ import pytest
 
 from nanoengine.engine import BlockManager
 from tests.helpers import admit, make_sequence
+from tests.laws import check_blocks
 
 
 def manager_of(num_blocks: int = 8, block_size: int = 4, **settings) -> BlockManager:
@@ -46,20 +47,20 @@ def test_growth_appends_a_block_only_when_the_last_one_is_full(block_size):
     admit(manager, seq)
     for _ in range(11):
         seq.token_ids.append(2)
-        assert manager.may_append(seq)
+        assert manager.may_append(seq, seq.num_tokens)
         assert len(seq.block_table) == -(-seq.num_tokens // block_size)
-        assert manager.may_append(seq)  # nothing more to grow
+        assert manager.may_append(seq, seq.num_tokens)  # nothing more to grow
         assert len(seq.block_table) == -(-seq.num_tokens // block_size)
-    manager.check_invariants([seq])
+    check_blocks(manager, [seq])
 
 
 def test_growth_is_refused_when_no_block_is_free():
     manager = manager_of(num_blocks=1)
     seq = make_sequence(0, [1, 2, 3, 4])
     admit(manager, seq)
-    assert manager.may_append(seq)
+    assert manager.may_append(seq, seq.num_tokens)
     seq.token_ids.append(5)
-    assert not manager.may_append(seq)
+    assert not manager.may_append(seq, seq.num_tokens)
     assert seq.block_table == [1]
 
 
@@ -72,7 +73,7 @@ def test_a_prompt_of_whole_blocks_repeated_recomputes_one_token_and_stores_nothi
     assert second.num_computed_tokens == 7
     assert second.num_hit_tokens == 8  # the eighth token's K and V are not written again
     assert manager.num_free_blocks == 6
-    manager.check_invariants([first, second])
+    check_blocks(manager, [first, second])
 
 
 def test_a_partial_block_is_never_shared():
@@ -102,7 +103,7 @@ def test_a_freed_block_can_be_hit_twice():
         assert seq.num_hit_tokens == (0 if seq_id == 0 else 8)
         manager.register_full_blocks(seq, 9)
         manager.free(seq)
-        manager.check_invariants([])
+        check_blocks(manager, [])
 
 
 def test_evicting_one_of_two_equal_blocks_leaves_the_other_findable():
@@ -118,8 +119,8 @@ def test_evicting_one_of_two_equal_blocks_leaves_the_other_findable():
     assert first.block_table == []
     assert 1 in admit(manager, filler)  # evicts the first copy
     late = make_sequence(3, [1, 2, 3, 4])
-    assert [block.block_id for block in manager.find_prefix(late)[0]] == [2]
-    manager.check_invariants([second, filler])
+    assert [block.block_id for block in manager.find_prefix(late)] == [2]
+    check_blocks(manager, [second, filler])
 
 
 def test_children_of_either_copy_are_found_after_the_other():
@@ -130,7 +131,7 @@ def test_children_of_either_copy_are_found_after_the_other():
     manager.register_full_blocks(first, 4)  # only the first block of one sequence ...
     manager.register_full_blocks(second, 8)  # ... and both of the other
     manager.free(second)
-    assert [b.block_id for b in manager.find_prefix(make_sequence(2, list(range(1, 9))))[0]] == [1, 4]
+    assert [b.block_id for b in manager.find_prefix(make_sequence(2, list(range(1, 9))))] == [1, 4]
 
 
 def test_a_block_with_the_same_tokens_after_another_prefix_is_no_hit():
@@ -138,8 +139,8 @@ def test_a_block_with_the_same_tokens_after_another_prefix_is_no_hit():
     first = make_sequence(0, [1, 1, 1, 1, 7, 7, 7, 7])
     admit(manager, first)
     manager.register_full_blocks(first, 8)
-    assert manager.find_prefix(make_sequence(1, [2, 2, 2, 2, 7, 7, 7, 7]))[0] == []
-    assert manager.find_prefix(make_sequence(2, [7, 7, 7, 7]))[0] == []
+    assert manager.find_prefix(make_sequence(1, [2, 2, 2, 2, 7, 7, 7, 7])) == []
+    assert manager.find_prefix(make_sequence(2, [7, 7, 7, 7])) == []
 
 
 def test_a_hash_collision_costs_a_miss_and_never_a_wrong_block():
@@ -151,8 +152,8 @@ def test_a_hash_collision_costs_a_miss_and_never_a_wrong_block():
     assert second.block_table == [3, 4]
     for original in (first, second):
         again = make_sequence(5, original.token_ids)
-        assert [b.block_id for b in manager.find_prefix(again)[0]] == original.block_table
-    assert manager.find_prefix(make_sequence(6, [7, 7, 7, 7]))[0] == []
+        assert [b.block_id for b in manager.find_prefix(again)] == original.block_table
+    assert manager.find_prefix(make_sequence(6, [7, 7, 7, 7])) == []
 
 
 def test_tails_are_evicted_before_the_prefixes_others_may_share():
@@ -163,7 +164,7 @@ def test_tails_are_evicted_before_the_prefixes_others_may_share():
     manager.free(seq)
     other = make_sequence(1, [99])
     assert admit(manager, other) == [3]
-    assert [b.block_id for b in manager.find_prefix(make_sequence(2, list(range(12))))[0]] == [1, 2]
+    assert [b.block_id for b in manager.find_prefix(make_sequence(2, list(range(12))))] == [1, 2]
 
 
 def test_the_least_recently_used_prefix_is_evicted_first():
@@ -209,7 +210,7 @@ def test_each_full_block_is_hashed_once_in_its_life():
     admit(manager, waiting)
     for token in (10, 11, 12):
         waiting.token_ids.append(token)
-        manager.may_append(waiting)
+        manager.may_append(waiting, waiting.num_tokens)
         manager.register_full_blocks(waiting, waiting.num_tokens)
     manager.free(waiting)
     admit(manager, waiting)
@@ -228,7 +229,7 @@ def test_keys_are_chained_each_seeded_with_the_one_before():
     admit(manager, seq)
     for token in range(8, 12):
         seq.token_ids.append(token)
-        manager.may_append(seq)
+        manager.may_append(seq, seq.num_tokens)
     manager.register_full_blocks(seq, 12)
     assert calls == [([0, 1, 2, 3], 0), ([4, 5, 6, 7], 101), ([8, 9, 10, 11], 102)]
 
@@ -246,7 +247,7 @@ def test_a_hit_in_the_middle_of_the_free_blocks_costs_the_same_in_any_pool():
             assert seq.num_hit_tokens == 4
             manager.free(seq)
             assert len(manager.evictable_blocks) == num_blocks
-        manager.check_invariants([])
+        check_blocks(manager, [])
         lines.append(lines_run(lambda manager=manager, seq=seq: (manager.allocate(seq), manager.free(seq))))
     assert lines[0] == lines[1] < 100
 
@@ -286,7 +287,7 @@ def test_refused_allocation_changes_nothing():
     manager.free(first)
     before = state(manager)
     big = make_sequence(1, [1] * 12)
-    assert len(manager.find_prefix(big)[0]) == 1
+    assert len(manager.find_prefix(big)) == 1
     assert not manager.allocate(big)
     assert before == state(manager)
     assert (big.block_table, big.num_computed_tokens, big.num_cached_tokens) == ([], 0, None)
@@ -300,7 +301,7 @@ def test_a_free_block_that_is_hit_is_counted_against_the_free_ones():
     manager.register_full_blocks(first, 4)
     manager.free(first)
     seq = make_sequence(1, [1] * 13)  # four blocks, of which one is hit but free: three are not enough
-    assert len(manager.find_prefix(seq)[0]) == 1
+    assert len(manager.find_prefix(seq)) == 1
     assert not manager.allocate(seq)
 
 
@@ -312,8 +313,8 @@ def test_resetting_the_prefix_cache_is_refused_while_a_block_is_in_use():
     assert not manager.reset_prefix_cache()
     manager.free(seq)
     assert manager.reset_prefix_cache()
-    assert manager.find_prefix(make_sequence(1, [1] * 4))[0] == []
-    manager.check_invariants([])
+    assert manager.find_prefix(make_sequence(1, [1] * 4)) == []
+    check_blocks(manager, [])
 
 
 def test_nothing_is_hashed_or_found_with_prefix_caching_off():

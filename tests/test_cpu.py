@@ -4,6 +4,7 @@ import grp
 import json
 import os
 import pwd
+import re
 import signal
 import subprocess
 import sys
@@ -418,7 +419,8 @@ def test_weights_of_8_bits_take_half_the_memory_say_so_and_change_log_probabilit
             output = llm.generate(prompt, SamplingParams(prompt_logprobs=0, max_tokens=1), use_tqdm=False)[0]
             told = "bfloat16 with int8 weights on cpu"
             assert (told in capfd.readouterr().err) == (quantization is not None)
-            layer = llm.llm_engine.runner.model.layers[0].layer.mlp.down_proj
+            modules = dict(llm.llm_engine.runner.model.named_modules())  # of a whole layer's kernel, or plain
+            (layer,) = (x for name, x in modules.items() if re.search(r"layers\.0\..*down_proj$", name))
             assert layer.packed.dtype == (torch.int8 if quantization else torch.bfloat16)
         entries = zip(output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True)
         logprobs.append(torch.tensor([entry[token_id].logprob for entry, token_id in entries]))

@@ -16,7 +16,7 @@ import nanoengine.engine
 import nanoengine.sampling
 from nanoengine import LLM, EngineConfig, SamplingParams
 from nanoengine.backends import flash
-from nanoengine.backends.attention import KVCache, KVSpec, TorchAttention
+from nanoengine.backends.attention import TorchAttention
 from nanoengine.backends.cuda import (
     CUDA,
     FusedKernels,
@@ -27,7 +27,8 @@ from nanoengine.backends.cuda import (
     new_event,
 )
 from nanoengine.backends.flash import FlashAttention, VarlenAttention
-from nanoengine.engine import build_inputs
+from nanoengine.backends.kv_cache import KVCache, KVSpec
+from nanoengine.engine import ModelRunner, build_inputs
 from nanoengine.models.decoder import PlainKernels
 from nanoengine.sampling import SamplingRow, draw_rows, draw_tokens, scale_logits
 from tests.attention import ALL_DECODES, ALL_FRESH, MIXED, check_attention, metadata_of
@@ -362,7 +363,7 @@ NO_TRITON = "not triton: Triton needs a GPU"  # a real one: it attends once to t
 def test_whatever_is_missing_the_next_backend_runs_and_says_why(
     missing, chosen, reasons, flash_doubles, monkeypatch
 ):
-    """README's table; softcap, sinks, float32 and a head_dim of 512 are what the model asks for."""
+    """The guide's table; softcap, sinks, float32 and a head_dim of 512 are what the model asks for."""
     missing = missing.split()
     monkeypatch.setattr("tests.doubles.FakeGPU.capability", (7, 5) if "ampere" in missing else (9, 0))
     if "flash_attn" in missing:
@@ -462,7 +463,7 @@ def test_every_batch_of_decodes_is_padded_to_the_next_graph_and_no_other_batch_i
         graphs = llm.llm_engine.runner.forward
         assert graphs.sizes == graph_sizes(max_num_seqs)
         seq = make_sequence(0, [1, 2, 3])
-        seq.block_tables = [[1]]
+        seq.block_table = [1]
         for count in range(1, max_num_seqs + 1):
             inputs = build_inputs(batch_of(*[(seq, 2, 3)] * count), 256)
             size = graphs.size_for(count, count)
@@ -484,30 +485,47 @@ def test_no_graph_is_larger_than_a_step_may_be(model, in_float32, tmp_path_facto
     assert all(len(out.outputs[0].token_ids) == 4 for out in outputs)
 
 
+@pytest.fixture
+def tried_out(monkeypatch):
+    """The batches that an engine launches; before its first step, those that tell how much memory is left."""
+    batches, launch = [], ModelRunner.launch
+
+    def launch_and_note(runner, batch, before=None):
+        batches.append(batch)
+        return launch(runner, batch, before)
+
+    monkeypatch.setattr(ModelRunner, "launch", launch_and_note)
+    return batches
+
+
 def test_the_cache_gets_what_the_weights_the_largest_batch_and_others_leave_of_a_gpu(
-    in_float32, tmp_path_factory
+    in_float32, tried_out, tmp_path_factory
 ):
     """The card of `doubles.install`: 1 GiB, 256 MiB of it others', 100 MiB at the trial's peak."""
     path, _ = checkpoint("qwen3", tmp_path_factory)
     with LLM(path, attn_backend="flash", gpu_memory_utilization=0.45, max_num_seqs=230) as llm:
-        runner = llm.llm_engine.runner
         block_bytes = 2 * 2 * 256 * 2 * 32 * 4  # k and v, layers, tokens, kv heads, head_dim, float32
         trial_cache = 3 * block_bytes  # two blocks for a prompt of 511 tokens, and the null block
         usable = int((1 << 30) * 0.45) - ((100 << 20) - trial_cache) - (256 << 20)
-        assert runner.num_blocks == usable // block_bytes - 1
-        prompts, samples = runner.largest_batches()
+        assert llm.metrics()["num_blocks"] == usable // block_bytes - 1
+        prompts, samples, one_prompt, one_sample = tried_out
         assert [chunk.end for chunk in prompts.chunks] == [511] * 16 + [16]  # a budget of 8192, used up
         assert len(samples.sampled_seqs) == samples.num_tokens == 230
-        assert all(seconds == 0 for seconds in runner.stopwatch.seconds.values())  # the trial was no step
+        assert (one_prompt.num_tokens, one_sample.num_tokens) == (511, 1)
+        assert all(
+            seconds == 0 for name, seconds in llm.metrics().items() if "seconds" in name
+        )  # was no step
     assert in_float32["varlen contiguous"] == 4  # the longest prompts, and one of them, through two layers
     assert in_float32["with_kvcache"] >= 2  # the most rows, once, beside the captures
 
 
 @pytest.mark.parametrize(("max_num_seqs", "budget"), [(1, 100), (3, 2000), (50, 20), (7, 511)])
-def test_the_batches_tried_out_are_ones_that_a_scheduler_could_make(max_num_seqs, budget, in_float32, qwen3):
-    with LLM(qwen3, num_kv_blocks=4, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget) as llm:
-        prompts, samples = llm.llm_engine.runner.largest_batches()
-    for batch in (prompts, samples):
+def test_the_batches_tried_out_are_ones_that_a_scheduler_could_make(
+    max_num_seqs, budget, in_float32, tried_out, qwen3
+):
+    with LLM(qwen3, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget):
+        prompts, samples, *_ = tried_out
+    for batch in tried_out:
         assert 1 <= len(batch.chunks) <= max_num_seqs
         assert batch.num_tokens == sum(chunk.end for chunk in batch.chunks) <= budget
         assert all(1 <= chunk.end <= 511 for chunk in batch.chunks)
@@ -566,7 +584,7 @@ def test_bfloat16_by_default_is_float16_before_ampere(
 ):
     path, _ = checkpoint("qwen3", tmp_path_factory)
     monkeypatch.setattr("tests.doubles.FakeGPU.capability", capability)
-    monkeypatch.setattr("nanoengine.engine.resolve_dtype", lambda *_: torch.bfloat16)
+    monkeypatch.setattr("nanoengine.startup.resolve_dtype", lambda *_: torch.bfloat16)
     tokens, line = run_and_read(path, capsys, dtype=dtype)
     assert f", {expected} on cpu" in line
     assert ("float16 instead of bfloat16" in line) == (expected == "float16")

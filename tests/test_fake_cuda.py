@@ -21,13 +21,12 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.utils import cpp_extension
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import nanoengine.engine
 import nanoengine.sampling
+import nanoengine.startup
 from nanoengine import LLM, SamplingParams
 from nanoengine.backends.cuda import CUDA, upload
 from nanoengine.engine import ModelRunner
 from nanoengine.extensions import kvstore
-from nanoengine.metrics import what_runs
 from tests import doubles
 from tests.helpers import checkpoint, random_prompts
 
@@ -116,7 +115,7 @@ def attend(q, *tensors):
 def fake_gpu(cuda_guard, monkeypatch):
     """`LLM(device="cuda")` runs on fake tensors, inside the context that this returns."""
     doubles.install(monkeypatch)  # streams, captures, memory figures
-    monkeypatch.setattr("nanoengine.engine.CPU", nanoengine.backends.cpu.CPU)
+    monkeypatch.setattr("nanoengine.startup.CPU", nanoengine.backends.cpu.CPU)
     monkeypatch.setattr("nanoengine.config.EngineConfig.resolve_device", lambda _: torch.device("cuda", 0))
     for name in ("capability", "capture_stream"):
         monkeypatch.setattr(CUDA, name, getattr(doubles.FakeGPU, name))
@@ -141,7 +140,7 @@ def fake_gpu(cuda_guard, monkeypatch):
         q, k, v, cu_q, cu_k, *([] if block_table is None else [block_table])
     )
     monkeypatch.setitem(sys.modules, "flash_attn", flash)
-    load, launch, collect = nanoengine.engine.load_model, ModelRunner.launch, ModelRunner.collect
+    load, launch, collect = nanoengine.startup.load_model, ModelRunner.launch, ModelRunner.collect
 
     def load_model(*args, device, **kwargs):
         with unset_fake_temporarily():  # with numbers, since a model is probed when it is loaded
@@ -156,7 +155,7 @@ def fake_gpu(cuda_guard, monkeypatch):
         with unset_fake_temporarily():  # it reads what has arrived, and computes nothing
             return collect(*args)
 
-    monkeypatch.setattr("nanoengine.engine.load_model", load_model)
+    monkeypatch.setattr("nanoengine.startup.load_model", load_model)
     monkeypatch.setattr(ModelRunner, "launch", watched)
     monkeypatch.setattr(ModelRunner, "collect", collected)
     return FakeTensorMode(allow_non_fake_inputs=True)
@@ -199,7 +198,7 @@ def walk(path, fields, prompt_lengths=None, **settings):
         prompts = random_prompts(prompt_lengths or [1 + 37 * i % 150 for i in range(len(fields))])
         outputs = llm.generate(prompts, params, use_tqdm=False)
         assert all(len(sample.token_ids) == 5 for out in outputs for sample in out.outputs)
-        return what_runs(llm.llm_engine)
+        return llm.llm_engine.describe()
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
@@ -254,7 +253,7 @@ def test_saving_to_a_kv_store_and_loading_do_not_either(fake_gpu, tmp_path_facto
 
         return call
 
-    monkeypatch.setattr(kvstore, "digest_weights", lambda model: b"")
+    monkeypatch.setattr("nanoengine.startup.digest_weights", lambda model: b"")
     for name in ("_copy_out", "_write_block"):
         monkeypatch.setattr(kvstore.KVConnector, name, watched(getattr(kvstore.KVConnector, name)))
     groups = [np.zeros(size, np.uint8) for size in [2 * 256 * 2 * 16 * 2] * 2]  # K and V of a layer each

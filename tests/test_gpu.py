@@ -7,8 +7,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.backends.attention import KVSpec, TorchAttention
+from nanoengine.backends.attention import TorchAttention
 from nanoengine.backends.flash import FlashAttention, VarlenAttention
+from nanoengine.backends.kv_cache import KVSpec
 from nanoengine.backends.triton import TritonAttention
 from nanoengine.engine import ModelRunner
 from nanoengine.models.eager import alibi_slopes

@@ -98,13 +98,13 @@ def test_the_cache_has_the_shape_the_model_s_own_calls_show(tmp_path_factory):
         assert llm.llm_engine.runner.caches[1].k.shape[1:] == (8, 4, 24)
         assert llm.llm_engine.runner.caches[1].v.shape[1:] == (8, 4, 12)
         block_bytes = 2 * 8 * 4 * (24 + 12) * 4
-        assert llm.llm_engine.runner.num_blocks == 100_000 // block_bytes - 1
+        assert llm.metrics()["num_blocks"] == 100_000 // block_bytes - 1
 
 
 def test_falcon_s_repeated_heads_are_stored_once(tmp_path_factory):
     path, model = checkpoint("falcon new", tmp_path_factory)
     with LLM(str(path), num_kv_blocks=4) as llm:
-        assert [spec.num_kv_heads for spec in llm.llm_engine.runner.kv_specs] == [2, 2]
+        assert [spec.num_kv_heads for spec in llm.llm_engine.started.kv_specs] == [2, 2]
     assert type(model.transformer.h[0].self_attention).forward.__module__.startswith("transformers")
 
 

@@ -21,9 +21,10 @@ from hypothesis import strategies as st
 
 from nanoengine import LLM, AsyncLLM, SamplingParams
 from nanoengine.backends.cpu import PinnedThreads
-from nanoengine.requests import MAX_PENDING, Detokenizer
+from nanoengine.detokenizer import MAX_PENDING, Detokenizer
 from nanoengine.sampling import SamplingRow, draw_tokens
 from tests.helpers import BAD_FIELDS, DEMO, byte_tokenizer, table_checkpoint
+from tests.laws import check_laws
 
 ROOT = Path(__file__).parent.parent
 SEEDED = SamplingParams(temperature=1.0, seed=3, max_tokens=12, ignore_eos=True)
@@ -55,7 +56,7 @@ def run_beside(llm, intruder):
         assert not llm.has_unfinished_requests(), "it never ends"
     finally:
         llm.abort_request(list(llm.llm_engine._requests))
-    llm.scheduler.check_invariants()
+    check_laws(llm.scheduler)
     assert llm.metrics()["num_free_blocks"] == llm.metrics()["num_blocks"]
     return answers(finished[str(i)] for i in range(len(BYSTANDERS))), finished
 
@@ -87,11 +88,11 @@ def test_a_top_p_below_every_float32_keeps_the_likeliest_token(top_p):
     assert draw_tokens(logits, rows).tolist() == logits.argmax(-1).tolist()
 
 
-def fails_for(seed, function):
-    """The function, and an exception where its rows have that request among them."""
+def fails_for(logprobs, function):
+    """The function, and an exception where the request that asks for so many is among its rows."""
 
-    def failing(logits, rows, *arguments):
-        if any(row.params.seed == seed for row in rows):
+    def failing(logits, rows, *arguments):  # rows, or what each of them asks for
+        if logprobs in [row.params.logprobs if isinstance(row, SamplingRow) else row for row in rows]:
             raise IndexError("this row")
         return function(logits, rows, *arguments)
 
@@ -104,8 +105,8 @@ def test_a_request_whose_sampling_raises_ends_with_error_and_the_others_go_on(
 ):
     llm, alone = engine
     original = vars(sys.modules["nanoengine.sampling"])[name]
-    monkeypatch.setattr(f"nanoengine.sampling.{name}", fails_for(666, original))
-    poison = SamplingParams(seed=666, max_tokens=5, logprobs=1)
+    monkeypatch.setattr(f"nanoengine.sampling.{name}", fails_for(7, original))
+    poison = SamplingParams(max_tokens=5, logprobs=7)
     together, finished = run_beside(llm, lambda llm: llm.add_request("poison", "x", poison))
     assert together == alone
     assert finished["poison"].outputs[0].finish_reason == "error"

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from nanoengine.backends.attention import GroupedAttention, KVCache
+from nanoengine.backends.attention import GroupedAttention
 from nanoengine.backends.cpu import (
     CompiledAttention,
     CompiledLayer,
@@ -24,6 +24,7 @@ from nanoengine.backends.cpu import (
     pack_weights,
     quantize,
 )
+from nanoengine.backends.kv_cache import KVCache
 from nanoengine.models.decoder import DecoderConfig, DecoderLayer, RMSNorm, rotate
 from tests.attention import metadata_of
 

@@ -1,6 +1,7 @@
 """A KV store gives what was computed before, to whoever it fits, and costs nobody a request."""
 
 import errno
+import itertools
 import json
 import os
 import shutil
@@ -9,24 +10,35 @@ import socket
 import subprocess
 import sys
 import time
+from array import array
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule, run_state_machine_as_test
 from safetensors import safe_open
 
 from nanoengine import LLM, EngineConfig, SamplingParams
-from nanoengine.backends.attention import KVGroup, KVSpec
 from nanoengine.backends.device import Download
+from nanoengine.backends.kv_cache import KVGroup, KVSpec
+from nanoengine.engine import Sequence
 from nanoengine.extensions import kvstore
-from nanoengine.extensions.kvstore import DirectoryStore, KVConnector, RedisStore, Snapshot, decode, encode
+from nanoengine.extensions.kvstore import (
+    DirectoryStore,
+    KVConnector,
+    RedisStore,
+    Snapshot,
+    StoringBlockManager,
+    decode,
+    encode,
+)
 from tests.helpers import DEMO, checkpoint, greedy, random_prompts
-from tests.test_scheduling_machine import SchedulingMachine
+from tests.laws import check_blocks, check_laws
+from tests.test_scheduling_machine import AT_LENGTH, ExtendedMachine
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 SETTINGS = {"num_kv_blocks": 60, "block_size": 8, "max_num_batched_tokens": 30}
@@ -60,7 +72,7 @@ def serve(path, store, prompts, params=GREEDY, **more):
     """The answers of a new engine, what it says to have had of each prompt, and its counts."""
     with LLM(str(path), kv_store=store, **{**SETTINGS, **more}) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
-        llm.scheduler.check_invariants()
+        check_laws(llm.scheduler)
         counts = llm.metrics()
     return [out.outputs[0].token_ids for out in outputs], [out.num_cached_tokens for out in outputs], counts
 
@@ -312,8 +324,9 @@ def test_a_window_takes_no_blocks_for_what_it_does_not_see(name, tmp_path_factor
             engine.add_request("a", {"prompt_token_ids": prompt}, GREEDY)
             while engine.has_unfinished_requests():
                 (output,) = engine.step()
-                for seq in llm.scheduler.running:  # as in README: window 24, budget 30
-                    assert sum(map(bool, seq.block_tables[-1])) <= -(-(24 - 1 + 30) // 8) + 1
+                for seq in llm.scheduler.running:  # window 24, budget 30
+                    tables = llm.scheduler.block_manager.tables_of(seq)
+                    assert sum(map(bool, tables[-1])) <= -(-(24 - 1 + 30) // 8) + 1
             assert output.outputs[0].token_ids == greedy(reference, prompt, 12)
             assert output.num_cached_tokens == num_cached
 
@@ -421,7 +434,7 @@ def test_a_damaged_file_is_a_miss_is_deleted_and_is_written_anew(tmp_path_factor
 def stored_keys(path, token_ids):
     """Under which keys the blocks of a sequence are kept."""
     with LLM(str(path), kv_store=MemoryStore(), **SETTINGS) as llm:
-        fingerprint = llm.llm_engine.connector.fingerprint
+        fingerprint = connector_of(llm).fingerprint
     data = np.array(token_ids, np.int32).tobytes()
     return kvstore.chain_keys(fingerprint, [data[i : i + 32] for i in range(0, len(data) // 32 * 32, 32)])
 
@@ -444,7 +457,7 @@ def test_a_full_disk_costs_the_saving_and_no_request(tmp_path_factory, tmp_path,
     with monkeypatch.context() as patch, LLM(str(path), kv_store=tmp_path, **SETTINGS) as llm:
         patch.setattr(os, "replace", disk_full)
         for i in (0, 1):
-            llm.llm_engine.connector._writing._resume_at = 0.0
+            connector_of(llm)._writing._resume_at = 0.0
             output = llm.generate([prompts[i]], GREEDY, use_tqdm=False)[0]
             assert output.outputs[0].token_ids == plain[i]
             wait_for_writer(llm)
@@ -456,14 +469,18 @@ def test_a_full_disk_costs_the_saving_and_no_request(tmp_path_factory, tmp_path,
         wait_for_writer(llm)
         assert [*tmp_path.rglob("*.safetensors")] == [], "it is left alone for a while"
         monkeypatch.setattr(kvstore, "RETRY_SECONDS", 0.0)
-        llm.llm_engine.connector._writing._resume_at = 0.0
+        connector_of(llm)._writing._resume_at = 0.0
         llm.generate([prompts[2]], GREEDY, use_tqdm=False)
     assert serve(path, tmp_path, prompts)[:2] == (plain, [0, 0, 39])
     assert len(caplog.records) == 1
 
 
+def connector_of(llm):
+    return llm.scheduler.block_manager.connector
+
+
 def wait_for_writer(llm):
-    llm.llm_engine.connector._writer.submit(lambda: None).result()
+    connector_of(llm)._writer.submit(lambda: None).result()
 
 
 def test_a_directory_that_cannot_be_written_is_read_all_the_same(tmp_path_factory, tmp_path, monkeypatch):
@@ -563,11 +580,12 @@ def test_what_a_request_that_ends_in_an_error_computed_last_is_not_saved(tmp_pat
         # NaN in the blocks themselves, though tokens came out.
         for cache in engine.runner.caches[:1]:
             cache.v.fill_(torch.nan)
-        snapshot, connector = engine.connector.snapshot, engine.connector
+        connector = connector_of(llm)
+        snapshot = connector.snapshot
 
-        def poisoned(batch):
+        def poisoned(filled):
             engine.runner.caches[0].v[:] = torch.nan
-            return snapshot(batch)
+            return snapshot(filled)
 
         connector.snapshot = poisoned
         llm.generate([prompts[1]], SamplingParams(max_tokens=1), use_tqdm=False)
@@ -607,11 +625,11 @@ def test_the_preempted_come_back_from_the_store(name, more, tmp_path_factory):
         assert engine.reset_prefix_cache()
         wait_for_writer(llm)
         engine.step()  # too short to compute them anew
-        assert {seq: seq.num_saved_blocks for seq in scheduler.running} == num_blocks
+        assert {seq: scheduler.block_manager.num_saved_blocks[seq] for seq in scheduler.running} == num_blocks
         answers = {}
         while engine.has_unfinished_requests():
             answers |= {out.request_id: out.outputs[0].token_ids for out in engine.step()}
-            scheduler.check_invariants()
+            check_laws(scheduler)
         assert [answers[str(i)] for i in range(4)] == expected
         assert engine.metrics()["external_prefix_cache_hits"] == 0, "it counts what requests began with"
 
@@ -648,7 +666,7 @@ def test_blocks_that_found_no_room_in_the_queue_are_saved_later(tmp_path_factory
     path, _ = checkpoint("qwen3", tmp_path_factory)
     store, prompts = MemoryStore(), random_prompts([100])
     with LLM(str(path), kv_store=store, **SETTINGS) as llm:
-        connector = llm.llm_engine.connector
+        connector = connector_of(llm)
         monkeypatch.setattr(kvstore, "MAX_QUEUED_BYTES", 2 * sum(connector.sizes))
         queued = []
         save = connector.save
@@ -739,29 +757,27 @@ def test_redis_serves_and_its_death_costs_no_request(tmp_path_factory, tmp_path,
 class LedgerConnector(KVConnector):
     """Copies between the store and the machine's ledger, in which a number stands for what a slot holds."""
 
-    def __init__(self, store, machine):
-        specs = [KVSpec(1, 1, 1, torch.float32, window) for window in machine.block_manager.windows]
+    def __init__(self, store, machine, windows, block_size):
+        specs = [KVSpec(1, 1, 1, torch.float32, window) for window in windows]
         groups = [KVGroup([layer], spec.window) for layer, spec in enumerate(specs)]
-        runner = SimpleNamespace(
-            kv_specs=specs,
-            kv_groups=groups,
-            block_size=machine.block_manager.block_size,
-            device=SimpleNamespace(running=nullcontext, device=torch.device("cpu")),
+        device = SimpleNamespace(running=nullcontext, device=torch.device("cpu"))
+        super().__init__(
+            store, SimpleNamespace(block_size=block_size, device=device), specs, groups, b"f" * 32
         )
-        super().__init__(store, runner, machine.block_manager, b"f" * 32)
         self.machine = machine
         self.contents: list[tuple] = []  # number -> what a slot holds
 
-    def _copy_out(self, filled, block_ids):
+    def _copy_out(self, filled):
         size = self.runner.block_size
         groups = []
-        for ids in block_ids:
+        for tables in zip(*(one.tables for one in filled), strict=True):
+            ids = list(itertools.chain(*tables))
             slots = [[self.machine.slots[i * size + j] for j in range(size)] for i in ids]
             numbers = [[len(self.contents) + i * size + j for j in range(size)] for i in range(len(ids))]
             self.contents += [held for row in slots for held in row]
             rows = torch.tensor(numbers, dtype=torch.float32).view(-1, size, 1, 1)
             groups.append([Download(rows), Download(rows)])
-        return Snapshot(filled, groups, Download(torch.ones(len(block_ids[0]), dtype=torch.bool)), 0)
+        return Snapshot(filled, groups, Download(torch.ones(len(ids), dtype=torch.bool)), 0)
 
     def _write_block(self, layers, block_id, data):
         numbers = data.view(torch.float32).tolist()
@@ -774,29 +790,39 @@ class LedgerConnector(KVConnector):
         function(*arguments)
 
 
-class StoreMachine(SchedulingMachine):
-    """The same walk with a store, out of which entries vanish."""
+class WatchedBlockManager(StoringBlockManager):
+    """Checks what each admission loads."""
 
     num_loaded = 0
 
-    def connect(self):
-        self.store, self.snapshots = MemoryStore(), {}
-        self.connector = LedgerConnector(self.store, self)
-        self.scheduler.load = self.load
+    def allocate(self, seq):
+        admitted = super().allocate(seq)
+        if admitted:
+            assert seq.num_hit_tokens - seq.num_computed_tokens in (0, 1)
+            assert seq.num_hit_tokens == seq.num_registered_blocks * self.block_size
+            assert seq.num_computed_tokens < seq.num_tokens
+            check_blocks(self, [*self.more_tables])
+        return admitted
 
-    def load(self, seq):
+    def _load(self, seq):
         before = seq.num_computed_tokens
-        self.connector.load(seq)
-        assert before <= seq.num_computed_tokens < seq.num_tokens
-        assert seq.num_hit_tokens == seq.num_registered_blocks * self.block_manager.block_size
-        StoreMachine.num_loaded += seq.num_computed_tokens - before
-        self.block_manager.check_invariants([*self.scheduler.running, seq])
+        super()._load(seq)
+        assert before <= seq.num_computed_tokens
+        self.num_loaded += seq.num_computed_tokens - before
+
+
+class StoreMachine(ExtendedMachine):
+    """The same walk with a store, out of which entries vanish."""
+
+    def make_blocks(self, num_blocks, block_size, *, enable_prefix_caching, **settings):
+        self.store, self.snapshots = MemoryStore(), {}
+        self.connector = LedgerConnector(self.store, self, settings["windows"], block_size)
+        return WatchedBlockManager(num_blocks, block_size, connector=self.connector, **settings)
 
     def launch(self):
-        if self.scheduler.load is None:
-            self.connect()
         batch, before = super().launch()
-        self.snapshots[id(batch)] = self.connector.snapshot(batch)
+        filled = self.block_manager.take_filled(batch, self.connector.room)
+        self.snapshots[id(batch)] = self.connector.snapshot(filled)
         return batch, before
 
     def collect(self, batch, tokens):
@@ -815,27 +841,42 @@ class StoreMachine(SchedulingMachine):
         self.connector._num_queued_bytes = 1 << 60 if is_full else 0
 
     def teardown(self):
-        if hasattr(self, "connector"):
-            self.connector.close()
+        """Whoever says the same again, with nothing in the prefix cache, is given all of it by the store."""
+        if not hasattr(self, "connector"):
+            return
+        self.run_to_the_end()
+        size = self.block_manager.block_size
+        for said in [seq for seq in self.seqs if len(seq.token_ids) < self.scheduler.max_num_tokens]:
+            data = array("i", said.token_ids).tobytes()
+            contents = [data[i : i + 4 * size] for i in range(0, len(data) - 4 * size + 1, 4 * size)]
+            if self.store.entries.keys() >= set(kvstore.chain_keys(self.connector.fingerprint, contents)):
+                assert self.block_manager.reset_prefix_cache()
+                again = Sequence(len(self.seqs), said.token_ids, SamplingParams(max_tokens=1))
+                assert self.block_manager.allocate(again)
+                assert again.num_hit_tokens == len(contents) * size
+                self.block_manager.free(again)
         super().teardown()
-
-
-def walk(num_examples):
-    StoreMachine.num_loaded = 0
-    checks = settings(
-        max_examples=num_examples,
-        stateful_step_count=40,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-    )
-    run_state_machine_as_test(StoreMachine, settings=checks)
-    assert StoreMachine.num_loaded > num_examples
+        self.connector.close()
 
 
 def test_the_scheduler_keeps_its_laws_with_a_store():
-    walk(40)
+    run_state_machine_as_test(StoreMachine, settings=settings(AT_LENGTH, max_examples=40))
 
 
 @pytest.mark.slow
 def test_the_scheduler_keeps_its_laws_with_a_store_at_length():
-    walk(300)
+    run_state_machine_as_test(StoreMachine, settings=settings(AT_LENGTH, max_examples=300))
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 4), (3,)])
+def test_the_walk_with_a_store_saves_and_loads(windows):
+    machine = StoreMachine()
+    sizes = {"num_blocks": 12, "block_size": 2, "max_num_seqs": 4, "budget": 5, "threshold": 0}
+    machine.start(**sizes, windows=windows, caching=True, constant_hash=False, guesses=False)
+    for _ in range(2):
+        machine.add(prompt=[0, 1] * 5, max_tokens=3, priority=0, copies=1)
+        machine.run_to_the_end()
+        assert machine.block_manager.reset_prefix_cache()
+    assert machine.block_manager.num_loaded == 9  # of the prompt's ten tokens the last is computed
+    assert len(machine.store.entries) == 6
+    machine.teardown()

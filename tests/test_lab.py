@@ -36,8 +36,9 @@ from nanoengine.apps.lab import (
     simulate,
 )
 from nanoengine.config import EngineConfig
-from nanoengine.engine import LLMEngine
+from nanoengine.llm_engine import LLMEngine
 from tests.helpers import DEMO, make_scheduler
+from tests.laws import check_laws
 
 COST = CostModel(step=1.0, token=0.1, context=0.01)
 
@@ -111,7 +112,7 @@ def test_every_request_gets_all_of_its_tokens_and_every_block_comes_back(policy,
 
         def checked_step(step=step, scheduler=scheduler, unfinished=unfinished):
             served = step()
-            scheduler.check_invariants()
+            check_laws(scheduler)
             unfinished.append(len(scheduler.waiting) + len(scheduler.running))
             return served
 

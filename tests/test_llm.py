@@ -22,6 +22,7 @@ from tests.helpers import (
     random_prompts,
     table_checkpoint,
 )
+from tests.laws import check_laws
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 SEEDED = SamplingParams(temperature=1.0, top_p=0.95, seed=11, max_tokens=24, repetition_penalty=1.1)
@@ -410,7 +411,7 @@ def test_an_exception_inside_generate_leaves_an_engine_that_works(
             llm.generate(prompts, SEEDED, use_tqdm=False)
         assert not llm.has_unfinished_requests()
         assert llm.metrics()["num_free_blocks"] == 60
-        llm.scheduler.check_invariants()
+        check_laws(llm.scheduler)
         assert tokens(llm, prompts, GREEDY) == expected[0]
 
 
@@ -437,7 +438,7 @@ def test_a_failed_step_costs_the_other_requests_time_but_no_token(
                 finished |= {o.request_id: o.outputs[0].token_ids for o in llm.step() if o.finished}
             except RuntimeError:
                 failures += 1
-                llm.scheduler.check_invariants()
+                check_laws(llm.scheduler)
     assert failures > 2
     assert [finished[str(i)] for i in range(len(prompts))] == expected[params is SEEDED]
 
@@ -498,7 +499,7 @@ def test_ctrl_c_at_any_moment_costs_time_but_no_token(async_scheduling, path):
                     time.sleep(0)  # a signal that arrived just now is handled here
                 except KeyboardInterrupt:
                     interrupts += 1
-                llm.scheduler.check_invariants()
+                check_laws(llm.scheduler)
                 finished |= {o.request_id: o for o in llm.step() if o.finished}
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -543,7 +544,7 @@ def test_ctrl_c_at_any_line_of_a_step_strikes_at_its_end_and_loses_nothing(async
                 outputs = []
             finally:
                 sys.settrace(None)
-            llm.scheduler.check_invariants()
+            check_laws(llm.scheduler)
             tokens |= {o.request_id: o.outputs[0].token_ids for o in outputs if o.finished}
         return tokens, interrupts
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanoengine.backends.attention import KVCache, KVSpec
 from nanoengine.backends.cpu import Kernels
+from nanoengine.backends.kv_cache import KVCache, KVSpec
 from nanoengine.backends.memory import LARGE_PAGE, zeros_on_large_pages
 
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")

@@ -26,7 +26,7 @@ def test_greedy_tokens_equal_transformers_alone_and_in_a_batch(name, enforce_eag
     params = SamplingParams(temperature=0, max_tokens=40)
     settings = {"num_kv_blocks": 800, "block_size": 16, "enable_prefix_caching": False}
     with LLM(str(path), enforce_eager=enforce_eager, **settings) as llm:
-        assert llm.llm_engine.runner.dtype == torch.float32
+        assert llm.llm_engine.started.dtype == torch.float32
         assert (llm.llm_engine.runner.device.kernels is None) == enforce_eager
         batched = llm.generate((prompts * 3)[:32], params, use_tqdm=False)
         for index, prompt in enumerate(prompts):

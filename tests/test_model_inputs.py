@@ -16,7 +16,7 @@ def arrays_of(inputs):
 
 def sequence(seq_id: int, token_ids: list[int], block_table: list[int], num_hit_tokens: int = 0):
     seq = make_sequence(seq_id, token_ids)
-    seq.block_tables, seq.num_hit_tokens = [block_table], num_hit_tokens
+    seq.block_table, seq.num_hit_tokens = block_table, num_hit_tokens
     return seq
 
 
@@ -27,10 +27,10 @@ def test_a_mixed_batch_is_laid_out_flat():
     inputs = build_inputs(batch_of((decode, 4, 5), (chunk, 2, 6), (prompt, 0, 2)), 4)
     assert inputs.input_ids.tolist() == [14, 22, 23, 24, 25, 30, 31]
     assert inputs.positions.tolist() == [4, 2, 3, 4, 5, 0, 1]
-    assert inputs.metadata.slot_mapping[0].tolist() == [8, 14, 15, 20, 21, 36, 37]
+    assert inputs.metadata.slot_mapping.tolist() == [8, 14, 15, 20, 21, 36, 37]
     assert inputs.metadata.cu_seqlens_q.tolist() == [0, 1, 5, 7]
     assert inputs.metadata.seq_lens.tolist() == [5, 6, 2]
-    assert inputs.metadata.block_tables[0].tolist() == [[7, 2], [3, 5], [9, 0]]
+    assert inputs.metadata.block_tables.tolist() == [[7, 2], [3, 5], [9, 0]]
     assert inputs.sample_rows.tolist() == [0, 6]  # the chunk's prompt is unfinished
     assert inputs.metadata.cu_seqlens_k.tolist() == [0, 5, 11, 13]
     assert [a.dtype for a in arrays_of(inputs)] == [np.int64] * 5
@@ -68,7 +68,7 @@ def test_a_pending_token_has_a_row_and_says_which_sample_of_the_step_before_it_w
     inputs = build_inputs(batch_of((known, 1, 2), (pending, 4, 5)), 4, before)
     assert inputs.input_ids.tolist() == [11, 0]
     assert inputs.positions.tolist() == [1, 4]
-    assert inputs.metadata.slot_mapping[0].tolist() == [29, 20]
+    assert inputs.metadata.slot_mapping.tolist() == [29, 20]
     assert inputs.sample_rows.tolist() == [0, 1]
     assert inputs.pending_rows.tolist() == [1]
     assert inputs.pending_samples.tolist() == [1]
@@ -82,11 +82,11 @@ def test_decodes_are_padded_with_sequences_in_the_null_block():
     padded = pad_decodes(inputs, 4, 3, 4)
     assert padded.input_ids.tolist() == [14, 20, 0, 0]
     assert padded.positions.tolist() == [4, 0, 0, 0]
-    assert padded.metadata.slot_mapping[0].tolist() == [8, 12, 0, 0]
+    assert padded.metadata.slot_mapping.tolist() == [8, 12, 0, 0]
     assert padded.metadata.cu_seqlens_q.tolist() == [0, 1, 2, 3, 4]
     assert padded.metadata.cu_seqlens_k.tolist() == [0, 5, 6, 7, 8]
     assert padded.metadata.seq_lens.tolist() == [5, 1, 1, 1]
-    assert padded.metadata.block_tables[0].tolist() == [[7, 2, 0], [3, 0, 0], [0, 0, 0], [0, 0, 0]]
+    assert padded.metadata.block_tables.tolist() == [[7, 2, 0], [3, 0, 0], [0, 0, 0], [0, 0, 0]]
     assert padded.sample_rows.tolist() == [0, 1]  # nobody samples from the others
     assert [a.dtype for a in arrays_of(padded)] == [a.dtype for a in arrays_of(inputs)]
     assert [a.dtype for a in padded.metadata[:5]] == [a.dtype for a in inputs.metadata[:5]]
@@ -115,13 +115,13 @@ def test_a_token_recomputed_after_a_full_hit_is_written_to_the_null_block():
     hit = sequence(0, list(range(8)), [4, 6], num_hit_tokens=8)
     inputs = build_inputs(batch_of((hit, 7, 8)), 4)
     assert inputs.positions.tolist() == [7]
-    assert inputs.metadata.slot_mapping[0, 0] < 4
+    assert inputs.metadata.slot_mapping[0] < 4
     assert inputs.metadata.seq_lens.tolist() == [8]
 
 
 def test_tokens_after_a_partial_hit_are_written():
     hit = sequence(0, list(range(10)), [4, 6, 8], num_hit_tokens=8)
-    assert build_inputs(batch_of((hit, 8, 10)), 4).metadata.slot_mapping[0].tolist() == [32, 33]
+    assert build_inputs(batch_of((hit, 8, 10)), 4).metadata.slot_mapping.tolist() == [32, 33]
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 16])
@@ -138,4 +138,4 @@ def test_slots_follow_the_definition_for_any_block_size(block_size):
         for seq, start, end in chunks
         for p in range(start, end)
     ]
-    assert build_inputs(batch_of(*chunks), block_size).metadata.slot_mapping[0].tolist() == expected
+    assert build_inputs(batch_of(*chunks), block_size).metadata.slot_mapping.tolist() == expected

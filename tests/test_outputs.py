@@ -6,7 +6,7 @@ import random
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from nanoengine.requests import Detokenizer
+from nanoengine.detokenizer import Detokenizer
 from nanoengine.sampling_params import SamplingParams
 from tests.helpers import byte_tokenizer
 

@@ -13,6 +13,8 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import psutil
@@ -24,13 +26,17 @@ from safetensors.torch import load_file
 import nanoengine
 from nanoengine import LLM, AsyncLLM, EngineConfig, SamplingParams
 from nanoengine.backends.cpu import CPU
+from nanoengine.backends.device import Attention
 from nanoengine.engine import build_inputs
 from nanoengine.extensions import parallel
-from nanoengine.extensions.parallel import Shard, Workers, decode_step, encode_step
+from nanoengine.extensions.parallel import Workers, decode_step, encode_step
+from nanoengine.extensions.windows import WindowedRunner
 from nanoengine.models.decoder import DecoderConfig
+from nanoengine.models.shard import Shard
 from nanoengine.models.weights import open_checkpoint
 from nanoengine.steps import EngineDeadError
 from tests.helpers import DEMO, TINY, batch_of, checkpoint, make_sequence, random_prompts
+from tests.laws import check_laws
 
 TINY_CACHE = {"num_kv_blocks": 60, "block_size": 8}
 # name -> changes to TINY of a Llama or Qwen3 whose sizes no number of ranks divides
@@ -143,7 +149,7 @@ def check_ranks(path, size, **settings):
     with LLM(path, tensor_parallel_size=size, **settings) as llm:
         found = all_seen(llm)
         metrics = llm.metrics()
-        llm.llm_engine.scheduler.check_invariants()
+        check_laws(llm.llm_engine.scheduler)
         assert metrics["num_free_blocks"] == settings["num_kv_blocks"]
     assert_same(found, expected)
     return metrics
@@ -215,20 +221,29 @@ def test_more_ranks_than_gpus_are_refused_with_the_numbers(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     config = EngineConfig(model=DEMO, tensor_parallel_size=2)
     with pytest.raises(ValueError, match="tensor_parallel_size=2 needs as many GPUs, there is 1"):
-        parallel.make_runner(config, open_checkpoint(str(DEMO)), 64)
+        parallel.start_ranks(pytest.fail, config, open_checkpoint(str(DEMO)), 64)
 
 
 def test_a_step_arrives_as_it_was_sent():
     rng = random.Random(0)
+
+    def table():
+        return [rng.randrange(1, 2**31) for _ in range(rng.randint(3, 6))]
+
     for num_groups in (1, 3):
         seqs = [make_sequence(i, [rng.randrange(99) for _ in range(9)]) for i in range(5)]
+        runner: Any = SimpleNamespace(build_inputs=lambda batch, before: build_inputs(batch, 4, before))
+        if num_groups > 1:
+            nothing = Attention(None, lambda metadata, block_size: None, [])
+            runner = WindowedRunner(num_groups, None, None, nothing, None, 4)
         for seq in seqs:
-            seq.block_tables = [
-                [rng.randrange(1, 2**31) for _ in range(rng.randint(3, 6))] for _ in range(num_groups)
-            ]
+            seq.block_table = table()
+            if num_groups > 1:
+                runner.more_tables[seq] = [table() for _ in range(num_groups - 1)]
         before = batch_of((seqs[4], 0, 9))
         batch = batch_of((seqs[0], 2, 9), (seqs[1], 8, 9), (seqs[2], 0, 5), (seqs[4], 9, 10))
-        sent = build_inputs(batch, 4, before)
+        sent = runner.build_inputs(batch, before)
+        assert sent.metadata.block_tables.ndim == 2 + (num_groups > 1)
         header, buffer = encode_step(sent)
         assert len(header) == parallel.HEADER
         assert len(buffer) == parallel.buffer_size(header)
@@ -255,7 +270,7 @@ def test_each_rank_reads_its_own_part_and_all_parts_are_the_whole(name, path_of,
         sizes = [sum(p.numel() for p in {id(p): p for p in model.parameters()}.values()) for model in models]
         whole = sum(tensor.numel() for tensor in files.values())
         assert max(sizes) < 0.55 * whole
-        assert [runner.kv_specs[0].num_kv_heads for runner in runners] == [1, 1]
+        assert [runner.model.kv_specs[0].num_kv_heads for runner in runners] == [1, 1]
         heads = torch.cat([model.lm_head.layer.weight for model in models])
         head = files.get("lm_head.weight", files["model.embed_tokens.weight"])
         assert torch.equal(heads[: len(head)], head)
@@ -341,15 +356,15 @@ def test_random_weights_are_served_by_ranks_too(path_of, in_threads):
 
 
 def test_every_rank_has_as_many_blocks_as_the_one_with_least_memory(path_of, in_threads, monkeypatch):
-    def free_bytes(device, runner):
-        spec_bytes = sum(spec.bytes_per_token for spec in runner.kv_specs) * 8
-        return spec_bytes * (9 if threading.current_thread().name == "rank 1" else 40)
+    def free_bytes(device, trial):
+        block_bytes = 2 * 2 * 8 * 1 * 32 * 4  # k and v, layers, tokens, a rank's kv heads, head_dim, float32
+        return block_bytes * (9 if threading.current_thread().name == "rank 1" else 40)
 
     monkeypatch.setattr(CPU, "free_bytes", free_bytes)
     with LLM(path_of("qwen3"), tensor_parallel_size=2, block_size=8) as llm:
         assert llm.metrics()["num_blocks"] == 8
         llm.generate([[1]], SamplingParams(max_tokens=1), use_tqdm=False)  # so that all are at work
-        assert [runner.num_blocks for runner in (llm.llm_engine.runner, *in_threads)] == [8, 8]
+        assert [len(runner.caches[0].k) - 1 for runner in (llm.llm_engine.runner, *in_threads)] == [8, 8]
 
 
 def test_a_failure_outside_the_forward_pass_costs_a_step_and_nothing_else(path_of, in_threads, monkeypatch):

@@ -53,66 +53,74 @@ def test_outputs_and_params_have_vllm_s_field_names():
     assert list(inspect.signature(LLM.generate).parameters)[1:4] == ["prompts", "sampling_params", "use_tqdm"]
 
 
+# Files from the ground up: each imports only from files before it, for type checkers too, and nowhere later.
 ORDER = [
-    "compat",
-    "sampling_params",
-    "config",
-    "outputs",
-    "steps",
-    "backends.memory",
-    "backends.attention",
-    "backends.device",
-    "backends.cpu",
-    "backends.flash",
-    "backends.triton",
-    "backends.cuda",
-    "models.decoder",
-    "models.eager",
-    "models.linear",
-    "models.hf",
-    "models.weights",
-    "sampling",
-    "requests",
-    "metrics",
-    "engine",
-    "llm",
-    "async_llm",
+    *("compat", "sampling_params", "config", "outputs", "steps", "metrics", "detokenizer"),
+    *("backends.memory", "backends.inputs", "backends.kv_cache", "backends.attention", "backends.device"),
+    *("backends.cpu", "backends.flash", "backends.triton", "backends.cuda"),
+    *("models.decoder", "models.eager", "models.linear", "models.hf", "models.shard", "models.weights"),
+    *("logprobs", "sampling", "engine", "requests", "startup"),
+    *("extensions.windows", "extensions.speculate", "extensions.kvstore", "extensions.trace"),
+    *("extensions.parallel", "llm_engine", "llm", "async_llm", "__init__"),
+    *("apps.viewer", "apps.lab", "apps.ray_data", "apps.openai_api", "apps.server", "demo.train"),
 ]
+MODULES = {name: PACKAGE / f"{name.replace('.', '/')}.py" for name in ORDER}
+# What no file below imports, even by way of others.
+UNKNOWN_TO_THE_CORE = ("config", "models.", "extensions.", "apps.", "llm", "requests", "startup")
 
 
-ADDONS = [
-    f"{room}.{path.stem}" for room in ("apps", "extensions") for path in (PACKAGE / room).glob("[!_]*.py")
-]
+def imports_of(path: Path, package: str) -> set[str]:
+    """What of a package a file imports: at once or in a function, for running or for type checkers."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports name the whole path"
+            whole = [f"{node.module}.{alias.name}" for alias in node.names]
+            names |= {name if is_file(name) else str(node.module) for name in whole}
+    return {name.removeprefix(f"{package}.") for name in names if name.startswith(f"{package}.")}
 
 
-def imported_modules(tree: ast.AST) -> set[str]:
-    """What of nanoengine a file imports at once: not for type checkers, not an addon when it is asked for."""
-    later: set[ast.AST] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-            node.body = []
-        if isinstance(node, ast.FunctionDef):
-            later.update(ast.walk(node))
-    modules = {
-        str(node.module)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom)
-        and not (node in later and str(node.module).startswith("nanoengine.extensions."))
-    }
-    return {name.removeprefix("nanoengine.") for name in modules if name.startswith("nanoengine.")}
+def is_file(module: str) -> bool:
+    return (PACKAGE.parent / f"{module.replace('.', '/')}.py").is_file()
 
 
 def test_imports_point_one_way():
     files = {".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in PACKAGE.rglob("*.py")}
-    known = {*ORDER, *ADDONS, "demo.train"}
-    assert {name for name in files if not name.endswith("__init__")} == known
+    assert {name for name in files if not name.endswith(".__init__")} == set(ORDER)
     for position, name in enumerate(ORDER):
-        tree = ast.parse((PACKAGE / f"{name.replace('.', '/')}.py").read_text())
-        imported = imported_modules(tree)
-        assert imported <= set(ORDER[:position]), f"{name}.py imports {imported}"
+        imported = imports_of(MODULES[name], "nanoengine")
+        assert imported <= set(ORDER[:position]), f"{name}.py imports {imported - set(ORDER[:position])}"
 
 
-def test_no_addon_is_imported_before_it_is_asked_for():
+def test_folders_of_the_package_import_each_other_one_way_too():
+    folder_of = {name: name.split(".")[0] if "." in name else name for name in ORDER}
+    seen: list[str] = []
+    for name in ORDER:
+        if folder_of[name] not in seen[-1:]:
+            assert folder_of[name] not in seen, f"{name} stands above what imports its folder"
+            seen.append(folder_of[name])
+
+
+def test_the_core_names_no_setting_no_model_and_no_extension():
+    for name in ("engine", "sampling", "logprobs", "metrics"):
+        imported = imports_of(MODULES[name], "nanoengine")
+        assert not [module for module in imported if module.startswith(UNKNOWN_TO_THE_CORE)], name
+
+
+def test_the_benchmarks_import_each_other_one_way():
+    folder = PACKAGE.parent / "benchmarks"
+    left = {path.stem: imports_of(path, "benchmarks") for path in folder.glob("*.py")}
+    left["__init__"] = set()
+    while left:
+        free = [name for name, imported in left.items() if not imported & left.keys()]
+        assert free, f"a circle of {sorted(left)}"
+        for name in free:
+            del left[name]
+
+
+def test_no_extension_and_no_app_is_imported_before_it_is_asked_for():
     code = "import sys, nanoengine; print(*(name for name in sys.modules if name.startswith('nanoengine.')))"
     printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     assert "nanoengine.engine" in printed
@@ -139,8 +147,8 @@ def shared_state() -> dict[str, str]:
 
 def test_no_state_lives_outside_objects(tmp_path_factory):
     """Two engines never share anything: what modules and classes hold is the same after both have run."""
-    for name in ORDER + ADDONS:
-        tree = ast.parse((PACKAGE / f"{name.replace('.', '/')}.py").read_text())
+    for path in MODULES.values():
+        tree = ast.parse(path.read_text())
         assert not [node for node in ast.walk(tree) if isinstance(node, (ast.Global, ast.Nonlocal))]
     before = shared_state()
     assert "nanoengine.models.weights.FUSED." in before

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nanoengine.backends.cpu import Kernels
-from nanoengine.sampling import SamplingMetadata, SamplingRow, _filter, draw_rows, uniform
+from nanoengine.sampling import SamplingRow, _filter, draw_rows, metadata_of, uniform
 from nanoengine.sampling_params import SamplingParams
 from tests.helpers import BAD_FIELDS, sample
 
@@ -318,11 +318,11 @@ def test_filters_keep_what_a_stable_sort_would_whatever_the_other_rows(vocab_siz
     greedy_rows = [i for i, p in enumerate(params) if p.temperature == 0]
     expected[greedy_rows] = scaled[greedy_rows]  # nothing is drawn from them
     together, rows = scaled.clone(), [row(p) for p in params]
-    _filter(together, SamplingMetadata.of(rows))
+    _filter(together, metadata_of(rows))
     assert torch.equal(together, expected)
     for i in range(len(rows)):
         alone = scaled[i : i + 1].clone()
-        _filter(alone, SamplingMetadata.of(rows[i : i + 1]))
+        _filter(alone, metadata_of(rows[i : i + 1]))
         assert torch.equal(alone[0], expected[i])
 
 
@@ -342,13 +342,13 @@ def test_the_kernel_draws_what_pytorch_does_and_each_row_by_itself(vocab_size, d
     logits = (torch.randn(len(rows), vocab_size, generator=generator) * 3).to(dtype)
     logits[::3, ::2] = -INF
     logits[:, -1] = 0.5
-    metadata = SamplingMetadata.of(rows)
+    metadata = metadata_of(rows)
     tokens, largest = Kernels().sample(logits, metadata)
     expected, most = draw_rows(logits, metadata)
     assert tokens.tolist() == expected.tolist()
     assert torch.equal(largest, most.float())
     for i in range(0, len(rows), 7):
-        alone = Kernels().sample(logits[i : i + 1], SamplingMetadata._make(x[i : i + 1] for x in metadata))
+        alone = Kernels().sample(logits[i : i + 1], type(metadata)._make(x[i : i + 1] for x in metadata))
         assert alone[0].item() == tokens[i]
 
 

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.speculate import ask_for_code, compare
 from nanoengine import LLM, EngineConfig, SamplingParams
 from nanoengine.config import SpeculativeConfig
-from nanoengine.extensions.speculate import MAX_PAUSE, Lookup, NgramProposer
+from nanoengine.extensions.speculate import MAX_PAUSE, Lookup, NgramProposer, is_draft
 from nanoengine.metrics import Counter as MetricCounter
 from nanoengine.metrics import Vector
 from tests.helpers import (
@@ -26,6 +26,7 @@ from tests.helpers import (
     random_prompts,
     run_step,
 )
+from tests.laws import check_laws
 from tests.test_async_scheduling import seen
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
@@ -117,7 +118,7 @@ def test_answers_are_the_same_as_without_guesses(settings, babbler):
         num_steps, num_tokens = llm.metrics()["num_steps"], llm.metrics()["generation_tokens"]
     answers_of = by_sequence(expected[0] + expected[1])
     for error_rate in (0.0, 0.3) if settings["num_kv_blocks"] == 200 else (0.1,):
-        with LLM(babbler, **settings) as llm:
+        with LLM(babbler, speculative_config=NGRAM, **settings) as llm:
             llm.scheduler.propose = Oracle(answers_of, 260, error_rate)
             answers = [seen(llm, prompts, params, **more) for _ in range(2)]
             assert [plain(a) for a in answers] == [without_rounding(e) for e in expected]
@@ -129,7 +130,7 @@ def test_answers_are_the_same_as_without_guesses(settings, babbler):
                 assert metrics["num_steps"] < num_steps * (0.5 if error_rate == 0 else 0.9)
             elif settings["num_kv_blocks"] != 60:
                 assert metrics["num_preemptions"] > 0
-            llm.scheduler.check_invariants()
+            check_laws(llm.scheduler)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mistral sliding", "gemma3"])
@@ -142,7 +143,7 @@ def test_with_guesses_right_and_wrong_it_says_what_transformers_says(name, setti
     path, reference = checkpoint(name, tmp_path_factory)
     prompts = random_prompts([3, 20, 33])
     expected = [greedy(reference, prompt, 60) for prompt in prompts]
-    with LLM(path, num_kv_blocks=80, **settings) as llm:
+    with LLM(path, num_kv_blocks=80, speculative_config=NGRAM, **settings) as llm:
         llm.scheduler.propose = Oracle(dict(enumerate(expected)), VOCAB, 0.2)
         params = SamplingParams(temperature=0, max_tokens=60)
         answers = [out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)]
@@ -197,7 +198,7 @@ def test_a_burst_is_cut_at_the_token_that_ends_it(tmp_path):
         ({"stop": "de", "min_tokens": 6}, "bcdefghabcd"[:10], "stop", "de"),
     ]
     knowing = Oracle({seq_id: [*map(ord, "bcdefgha" * 3)] for seq_id in range(9)}, 257, 0.0)
-    with LLM(path, num_kv_blocks=50) as llm:
+    with LLM(path, num_kv_blocks=50, speculative_config=NGRAM) as llm:
         knowing.rng.randint = lambda low, high: high  # as many as there may be
         llm.scheduler.propose = knowing
         params = [SamplingParams(temperature=0, **{"max_tokens": 40, **more}) for more, *_ in ends]
@@ -229,12 +230,14 @@ def test_a_draw_that_fails_in_a_burst_ends_its_sequence_behind_the_tokens_before
     scheduler.add(seq)
     scheduler.add(other)
     batch = scheduler.schedule()
-    assert [chunk.drafts for chunk in batch.chunks] == [(), (), (7,), (7, 8), (7, 8, 9)]
+    computed = [(chunk.seq.seq_id, *chunk.token_ids[chunk.start : chunk.end]) for chunk in batch.chunks]
+    assert computed == [(0, 1, 2), (1, 3), (1, 7), (1, 8), (1, 9)]
+    assert [is_draft(chunk) for chunk in batch.chunks] == [False, False, True, True, True]
     assert scheduler.update(batch, [5, 7, 8, None, 6]) == [seq, other]
     assert seq.token_ids == [1, 2, 5]
     assert other.token_ids == [3, 7, 8]
     assert other.finish_reason == "error"
-    scheduler.check_invariants()
+    check_laws(scheduler)
 
 
 # ---- What guesses may take -----------------------------------------------------------------------
@@ -254,7 +257,7 @@ def test_guesses_take_what_everybody_else_leaves_of_the_budget():
     assert counts(run_step(scheduler)) == {0: 6, 1: 1, 2: 1}
     scheduler.add(make_sequence(3, [3] * 4))
     batch = run_step(scheduler)
-    assert [(c.seq.seq_id, c.start, c.end) for c in batch.chunks if not c.drafts][-1] == (3, 0, 4)
+    assert [(c.seq.seq_id, c.start, c.end) for c in batch.chunks if not is_draft(c)][-1] == (3, 0, 4)
     assert counts(batch) == {0: 2, 1: 1, 2: 1, 3: 1}
     assert batch.num_tokens == 8
 
@@ -337,7 +340,7 @@ def test_a_step_that_fails_between_guesses_loses_nothing(where, tmp_path_factory
                 outputs = engine.step()
             except RuntimeError:
                 failures += 1
-                engine.scheduler.check_invariants()
+                check_laws(engine.scheduler)
                 continue
             answers |= {int(out.request_id): out.outputs[0].token_ids for out in outputs}
         assert failures >= 2
@@ -401,7 +404,7 @@ def test_async_scheduling_is_off_with_guesses_and_refused_beside_them(
     settings = {"num_kv_blocks": 8, "attn_backend": "flash", "dtype": "bfloat16", "max_num_seqs": 1}
     for config, num_in_flight in ((None, 1), (NGRAM, 0)):
         with LLM(path, speculative_config=config, **settings) as llm:
-            assert llm.llm_engine._max_in_flight == num_in_flight
+            assert llm.llm_engine.core.max_in_flight == num_in_flight
         told = "up to 4 tokens guessed ahead (ngram), no async scheduling" in capsys.readouterr().err
         assert told == (config is not None)
 

@@ -17,7 +17,8 @@ import torch
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.backends import triton as backend
-from nanoengine.backends.attention import KVCache, KVSpec, Settings
+from nanoengine.backends.attention import Settings
+from nanoengine.backends.kv_cache import KVCache, KVSpec
 from nanoengine.backends.triton import MAX_SPLITS, MIN_SPAN, TritonAttention
 from tests.attention import ALL_DECODES, ALL_FRESH, MIXED, check_attention, metadata_of
 from tests.helpers import checkpoint, greedy, random_prompts

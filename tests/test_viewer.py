@@ -6,6 +6,7 @@ import re
 import time
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +18,12 @@ import example
 from nanoengine import LLM, SamplingParams
 from nanoengine.apps import viewer
 from nanoengine.engine import BlockManager, Scheduler
+from nanoengine.extensions.speculate import DraftingScheduler
 from nanoengine.extensions.trace import Tracer
+from nanoengine.extensions.windows import WindowedBlockManager
 from tests.browser import chromium
 from tests.helpers import DEMO, make_scheduler, make_sequence, run_step
+from tests.laws import tables_of
 
 ROOT = Path(__file__).parent.parent
 
@@ -244,8 +248,8 @@ def long_run(num_steps: int) -> list:
 def windows_and_guesses() -> list:
     """Blocks of 2; a group sees all, another 3 tokens; of three guesses, once, one comes true."""
     events: list = []
-    scheduler = Scheduler(
-        BlockManager(20, 2, windows=(None, 3), max_chunk_tokens=4),
+    scheduler = DraftingScheduler(
+        WindowedBlockManager(20, 2, windows=(None, 3), max_chunk_tokens=4),
         max_num_batched_tokens=4,
         propose=lambda seq, num_tokens: [9, 5, 6][:num_tokens] if len(seq.token_ids) < 9 else [],
     )
@@ -298,13 +302,15 @@ def test_it_has_the_engine_s_state_at_any_step_it_jumps_to(open_page, windows):
     """Preemptions, priorities, aborts, a failed step and a reset: the page replays them as the engine did."""
     rng = random.Random(1)
     events: list = []
-    blocks = BlockManager(24 * len(windows), 4, windows=windows, max_chunk_tokens=24)
-    scheduler = Scheduler(
-        blocks,
-        max_num_seqs=6,
-        max_num_batched_tokens=24,
-        propose=(lambda seq, num_tokens: [seq.num_tokens % 9] * min(2, num_tokens)) if windows[1:] else None,
-    )
+    limits = {"max_num_seqs": 6, "max_num_batched_tokens": 24}
+    if windows == (None,):
+        blocks: Any = BlockManager(24, 4)
+        scheduler: Any = Scheduler(blocks, **limits)
+    else:
+        blocks = WindowedBlockManager(24 * len(windows), 4, windows=windows, max_chunk_tokens=24)
+        scheduler = DraftingScheduler(
+            blocks, lambda seq, num_tokens: [seq.num_tokens % 9] * min(2, num_tokens), **limits
+        )
     tracer = Tracer(scheduler, events.append)
     beginnings = [[rng.randrange(9) for _ in range(16)] for _ in range(3)]
     expected = []
@@ -328,7 +334,8 @@ def test_it_has_the_engine_s_state_at_any_step_it_jumps_to(open_page, windows):
                 {
                     "refs": [block.ref_count for block in blocks.blocks],
                     "tables": [
-                        [seq.seq_id, [list(table) for table in seq.block_tables]] for seq in scheduler.running
+                        [seq.seq_id, [list(table) for table in tables_of(blocks, seq)]]
+                        for seq in scheduler.running
                     ],
                     "computed": [seq.num_computed_tokens for seq in scheduler.running],
                     "waiting": [seq.seq_id for seq in scheduler.waiting],

@@ -49,7 +49,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from nanoengine.config import EngineConfig
-from nanoengine.engine import BlockManager, LLMEngine, ScheduledBatch, Scheduler, Sequence
+from nanoengine.engine import BlockManager, ScheduledBatch, Scheduler, Sequence
+from nanoengine.llm_engine import LLMEngine
 from nanoengine.sampling_params import SamplingParams
 
 # ---- Arrivals: who asks for what, and when -------------------------------------------------------
@@ -498,7 +499,7 @@ def calibrate(engine: LLMEngine, seconds: float = 20.0) -> Calibration:
     The fit sees requests that come in waves; the check is a Poisson process at 70 % of the rate that the lab
     thinks the engine can serve. Each takes about so many seconds. Idle time is leapt over in both.
     """
-    runner, scheduler = engine.runner, engine.scheduler
+    scheduler = engine.scheduler
     longest = engine.max_model_len // 3
     real = RealEngine(engine)
 
@@ -516,13 +517,15 @@ def calibrate(engine: LLMEngine, seconds: float = 20.0) -> Calibration:
 
     def rehearse(arrivals: list[Arrival]) -> Report:
         blocks = BlockManager(
-            runner.num_blocks, runner.block_size, enable_prefix_caching=engine.config.enable_prefix_caching
+            engine.started.num_blocks,
+            engine.runner.block_size,
+            enable_prefix_caching=engine.config.enable_prefix_caching,
         )
         twin = Scheduler(
             blocks,
             max_num_seqs=scheduler.max_num_seqs,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
-            max_model_len=scheduler.max_model_len,
+            max_model_len=engine.max_model_len,
             long_prefill_token_threshold=engine.config.long_prefill_token_threshold,
         )
         return simulate(twin, arrivals, cost)

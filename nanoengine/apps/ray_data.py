@@ -1,7 +1,7 @@
 """Datasets of prompts on many machines: an engine for `ray.data.Dataset.map_batches`, with the extra `ray`.
 
 Ray places an engine on each GPU or group of cores, hands batches out, and starts a dead engine anew; a batch
-that it was computing goes to another. README has the lines to run it.
+that it was computing goes to another. docs/guide/machines.md has the lines to run it.
 """
 
 import logging

@@ -9,144 +9,22 @@ Shape letters: T tokens in the batch, S sequences, H query heads, K key/value he
 the values, where it differs), L cached tokens of a sequence (padded to whole blocks), B block_size.
 """
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanoengine.backends.memory import zeros_on_large_pages
+from nanoengine.backends.inputs import AttentionMetadata
+from nanoengine.backends.kv_cache import KVCache, KVSpec
 
 # Sequences decoded in one padded call. Sorted by length, so that little of a group is padding.
 DECODE_GROUP_SIZE = 16
 # Scores held at a time where SDPA cannot be used and they exist as a whole.
 SCORES_PER_SLICE = 1 << 24
-
-
-Array = TypeVar("Array", np.ndarray, Tensor)
-
-
-class AttentionMetadata(NamedTuple, Generic[Array]):
-    """Where a flat batch's tokens belong: everything an attention backend needs besides q, k, v.
-
-    A batch's has a first dimension more where KV cache groups differ, G of them; a backend gets one group's.
-    """
-
-    cu_seqlens_q: Array  # (S + 1,) int32  tokens of sequence i: [cu[i], cu[i + 1])
-    cu_seqlens_k: Array  # (S + 1,) int32  the same over all they attend to: running sums of seq_lens
-    seq_lens: Array  # (S,) int32  tokens of sequence i in the cache after this step's are written
-    block_tables: Array  # (S, most blocks) int32  block ids; 0, the null block, is padding or out of sight
-    slot_mapping: Array  # (T,) int64  cache slot that receives each token's K and V; < B: discard
-    max_query_len: int  # known without asking the device, as is what follows
-    max_seq_len: int
-    is_fresh: bool  # no sequence has a past: all K and V they attend to are this batch's own
-    # (N,) int64, on the host: rows whose hidden states anyone looks at, ascending; None: all.
-    needed_rows: np.ndarray | None = None
-
-
-class KVSpec(NamedTuple):
-    """What one layer stores per token, and which of it a token sees."""
-
-    num_kv_heads: int
-    k_head_dim: int
-    v_head_dim: int
-    dtype: torch.dtype
-    window: int | None = None  # how many positions back, itself included; None: all
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Of K and V together."""
-        return self.num_kv_heads * (self.k_head_dim + self.v_head_dim) * self.dtype.itemsize
-
-
-class KVGroup(NamedTuple):
-    """Layers with one block table per sequence, since they see the same of it."""
-
-    layers: list[int]
-    window: int | None  # the widest of its layers', which decides when a block can be given back; None: never
-
-
-def group_layers(specs: Sequence[KVSpec], max_model_len: int) -> list[KVGroup]:
-    """Divide layers by their windows into groups of one size: full attention first, the smallest window last.
-
-    The i-th layer of every group stores its K and V in the same memory, so that a block serves any group.
-    That takes layers of one shape; others stay in one group, and keep what the widest window sees.
-    The size is the one that leaves least of a block unused.
-
-    Source: vLLM's hybrid KV cache manager, https://docs.vllm.ai/en/latest/design/hybrid_kv_cache_manager
-
-    >>> spec = KVSpec(1, 8, 8, torch.float32)
-    >>> group_layers([spec._replace(window=w) for w in (16, 16, None, 16, 16, None)], max_model_len=100)
-    ... # doctest: +NORMALIZE_WHITESPACE
-    [KVGroup(layers=[2, 5], window=None),
-     KVGroup(layers=[0, 1], window=16), KVGroup(layers=[3, 4], window=16)]
-    """
-    kinds: dict[float, list[int]] = {}  # window -> layers
-    for layer, spec in enumerate(specs):
-        is_whole = spec.window is None or spec.window >= max_model_len
-        kinds.setdefault(math.inf if is_whole or spec.window is None else spec.window, []).append(layer)
-    size = len(specs)
-    if len({spec._replace(window=None) for spec in specs}) == 1:
-        counts = [len(layers) for layers in kinds.values()]
-        num_layers = {n: n * sum(-(-count // n) for count in counts) for n in range(1, max(counts) + 1)}
-        size = min(range(min(counts), max(counts) + 1), key=lambda n: (num_layers[n], -n))
-    else:
-        kinds = {max(kinds): list(range(len(specs)))}
-    return [
-        KVGroup(layers[i : i + size], None if window == math.inf else int(window))
-        for window, layers in sorted(kinds.items(), reverse=True)
-        for i in range(0, len(layers), size)
-    ]
-
-
-@dataclass(slots=True)
-class KVCache:
-    """One layer's cache, `(num_blocks, B, K, D)` and `(num_blocks, B, K, D')`; block 0 is the null block."""
-
-    k: Tensor
-    v: Tensor
-    group: int = 0  # which of the block tables says where its sequences' tokens are
-
-    @classmethod
-    def zeros(cls, spec: KVSpec, num_blocks: int, block_size: int, device: torch.device) -> "KVCache":
-        """A cache without content. Zeroed, so that no page of it is fetched from the system in a step."""
-
-        def zeros(head_dim: int) -> Tensor:
-            shape = num_blocks, block_size, spec.num_kv_heads, head_dim
-            if device.type == "cpu":
-                return zeros_on_large_pages(shape, spec.dtype).zero_()
-            return torch.zeros(shape, dtype=spec.dtype, device=device)
-
-        return cls(zeros(spec.k_head_dim), zeros(spec.v_head_dim))
-
-
-def new_caches(
-    specs: Sequence[KVSpec], groups: Sequence[KVGroup], num_blocks: int, block_size: int, device: torch.device
-) -> list[KVCache]:
-    """A cache per layer, with the null block on top; the i-th layers of all groups share one memory.
-
-    Raises:
-        ValueError: there is no memory for them.
-    """
-    try:
-        largest = max(groups, key=lambda group: len(group.layers))
-        memory = [KVCache.zeros(specs[layer], num_blocks + 1, block_size, device) for layer in largest.layers]
-    except RuntimeError as error:  # torch.OutOfMemoryError on a GPU is one
-        raise ValueError(
-            f"no memory for a KV cache of {num_blocks} blocks of {block_size} tokens; "
-            "lower num_kv_blocks or kv_cache_bytes"
-        ) from error
-    caches = {
-        layer: KVCache(cache.k, cache.v, index)
-        for index, group in enumerate(groups)
-        for layer, cache in zip(group.layers, memory, strict=False)
-    }
-    return [caches[layer] for layer in range(len(specs))]
 
 
 class Settings(NamedTuple):
@@ -273,9 +151,29 @@ class GroupedAttention:
     def __init__(self, groups: Sequence[PagedAttention]) -> None:
         self.groups = groups
 
+    @classmethod
+    def of(
+        cls,
+        build: Callable[[AttentionMetadata[Tensor], int], Any],
+        metadata: AttentionMetadata[Tensor],
+        block_size: int,
+    ) -> "GroupedAttention":
+        """One step's, of which each group has block_tables[group] and slot_mapping[group]."""
+        pairs = zip(metadata.block_tables, metadata.slot_mapping, strict=True)
+        return cls(
+            [
+                build(metadata._replace(block_tables=tables, slot_mapping=slots), block_size)
+                for tables, slots in pairs
+            ]
+        )
+
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, **settings: Any) -> Tensor:
         """By the attention that knows the block tables of the cache's group."""
         return self.groups[cache.group](q, k, v, cache, **settings)
+
+
+# Makes one step's attention from its metadata and block_size.
+BuildAttention = Callable[[AttentionMetadata[Tensor], int], PagedAttention | GroupedAttention]
 
 
 class TorchAttention(PagedAttention):

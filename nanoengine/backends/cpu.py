@@ -21,32 +21,26 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from threading import local
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import torch
 from torch import Tensor, nn
 
 from nanoengine.backends.attention import (
-    AttentionMetadata,
     GroupedAttention,
-    KVCache,
-    KVSpec,
     PagedAttention,
     QueryChunk,
     Settings,
     TorchAttention,
     whole_rows,
 )
-from nanoengine.backends.device import Attention, Device
+from nanoengine.backends.device import Attention, Device, Trial
+from nanoengine.backends.inputs import AttentionMetadata, SamplingMetadata
+from nanoengine.backends.kv_cache import KVCache, KVSpec
 from nanoengine.backends.memory import keep_freed_memory, zeros_on_large_pages
 from nanoengine.config import EngineConfig
 from nanoengine.steps import unwound_by_sigterm
-
-if TYPE_CHECKING:
-    from nanoengine.engine import ModelRunner
-    from nanoengine.models.decoder import DecoderLayer
-    from nanoengine.sampling import SamplingMetadata
 
 # ---- Threads -------------------------------------------------------------------------------------
 
@@ -265,7 +259,7 @@ class Kernels:
         self.call("silu_and_mul", out, gate_up, num_rows, width // 2)
         return out
 
-    def sample(self, logits: Tensor, metadata: "SamplingMetadata") -> tuple[Tensor, Tensor]:
+    def sample(self, logits: Tensor, metadata: SamplingMetadata) -> tuple[Tensor, Tensor]:
         """As `sampling.draw_rows`."""
         tokens, largest = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits))
         arrays = (torch.from_numpy(array) for array in metadata)
@@ -598,12 +592,12 @@ class CompiledAttention(TorchAttention):
 
 
 class CompiledLayer(nn.Module):
-    """A `DecoderLayer` whose weights are packed, in one call of a kernel.
+    """A layer of `models/decoder.py` whose weights are packed, in one call of a kernel.
 
     The last one computes most of a prompt only as far as K and V: nobody looks at what follows.
     """
 
-    def __init__(self, layer: "DecoderLayer", kernels: Kernels, is_last: bool = False) -> None:
+    def __init__(self, layer: Any, kernels: Kernels, is_last: bool = False) -> None:
         super().__init__()
         self.layer, self.kernels, self.is_last = layer, kernels, is_last
         attn, projections = layer.self_attn, self._projections(layer)
@@ -617,12 +611,12 @@ class CompiledLayer(nn.Module):
         self.eps, self.scale = float(layer.input_layernorm.eps), float(attn.head_dim**-0.5)
 
     @staticmethod
-    def can_hold(layer: "DecoderLayer") -> bool:
+    def can_hold(layer: Any) -> bool:
         """Whether it computes this layer: a rank's has collectives in it."""
         return all(type(projection) is PackedLinear for projection in CompiledLayer._projections(layer))
 
     @staticmethod
-    def _projections(layer: "DecoderLayer") -> list[Any]:
+    def _projections(layer: Any) -> list[Any]:
         attn, mlp = layer.self_attn, layer.mlp
         return [attn.qkv_proj, attn.o_proj, mlp.gate_up_proj, mlp.down_proj]
 
@@ -726,6 +720,6 @@ class CPU(Device):
             return self._no_kernels
         return super().obstacle(backend, specs, settings)
 
-    def free_bytes(self, runner: "ModelRunner") -> int:
+    def free_bytes(self, trial: Trial) -> int:
         """As vLLM on a CPU, 4 GiB at most; ranks of one model share it."""
         return min(psutil.virtual_memory().available // 2, 4 << 30) // self.config.tensor_parallel_size

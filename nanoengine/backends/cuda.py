@@ -10,19 +10,18 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanoengine.backends.attention import KVSpec, PagedAttention, TorchAttention, new_caches
-from nanoengine.backends.device import Attention, Compute, Device, Download, Forward, Function
+from nanoengine.backends.attention import PagedAttention, TorchAttention
+from nanoengine.backends.device import Attention, Compute, Decodes, Device, Download, Forward, Function, Trial
+from nanoengine.backends.inputs import ModelInputs, send_inputs
+from nanoengine.backends.kv_cache import KVSpec
 from nanoengine.config import EngineConfig
-
-if TYPE_CHECKING:
-    from nanoengine.engine import ModelInputs, ModelRunner
 
 # ---- Transfers -----------------------------------------------------------------------------------
 
@@ -200,8 +199,8 @@ def graph_sizes(largest: int) -> list[int]:
 
 
 def pad_decodes(
-    inputs: "ModelInputs[np.ndarray]", num_seqs: int, table_width: int, block_size: int
-) -> "ModelInputs[np.ndarray]":
+    inputs: ModelInputs[np.ndarray], num_seqs: int, table_width: int, block_size: int
+) -> ModelInputs[np.ndarray]:
     """A batch of decodes in the shapes of a graph: num_seqs sequences, block tables of table_width.
 
     Each missing sequence is a token at position 0 of the null block, and no row of it is sampled. The
@@ -214,16 +213,16 @@ def pad_decodes(
     def pad(values: np.ndarray, value: int) -> np.ndarray:
         return np.concatenate((values, np.full(missing, value, dtype=values.dtype)))
 
-    num_groups, seqs, width = metadata.block_tables.shape
-    block_tables = np.zeros((num_groups, num_seqs, table_width), dtype=np.int32)
-    block_tables[:, :seqs, :width] = metadata.block_tables
+    *groups, seqs, width = metadata.block_tables.shape
+    block_tables = np.zeros((*groups, num_seqs, table_width), dtype=np.int32)
+    block_tables[..., :seqs, :width] = metadata.block_tables
     seq_lens = pad(metadata.seq_lens, 1)
     metadata = metadata._replace(
         cu_seqlens_q=np.arange(num_seqs + 1, dtype=np.int32),
         cu_seqlens_k=np.concatenate(([0], seq_lens.cumsum())).astype(np.int32),
         seq_lens=seq_lens,
         block_tables=block_tables,
-        slot_mapping=np.pad(metadata.slot_mapping, ((0, 0), (0, missing))),
+        slot_mapping=np.pad(metadata.slot_mapping, [(0, 0)] * len(groups) + [(0, missing)]),
         max_seq_len=table_width * block_size,
         is_fresh=False,
     )
@@ -242,19 +241,20 @@ class DecodeGraphs(Forward):
     """
 
     def __init__(
-        self, runner: "ModelRunner", decode: "ModelInputs[np.ndarray]", recorder: GraphRecorder
+        self, decodes: Decodes, recorder: GraphRecorder, send: Callable[[list[np.ndarray]], list[Tensor]]
     ) -> None:
         super().__init__()
         start = time.perf_counter()
-        self.sizes = graph_sizes(min(runner.max_num_chunks, runner.max_num_batched_tokens))
-        self.table_width, self.block_size = runner.table_width, runner.block_size
+        self.sizes = graph_sizes(decodes.largest)
+        self.table_width, self.block_size = decodes.table_width, decodes.block_size
         self.hidden: Tensor | None = None  # (largest size, E)
         self.replays: dict[int, Callable[[], None]] = {}
         for size in reversed(self.sizes):  # the smaller ones then fit into the memory of the largest
-            inputs = runner.send(pad_decodes(decode, size, self.table_width, self.block_size))
+            padded = pad_decodes(decodes.inputs, size, self.table_width, self.block_size)
+            inputs = send_inputs(padded, send)
 
-            def run(size: int = size, inputs: "ModelInputs[Tensor]" = inputs) -> None:
-                hidden = runner.compute(inputs)
+            def run(size: int = size, inputs: ModelInputs[Tensor] = inputs) -> None:
+                hidden = decodes.compute(inputs)
                 if self.hidden is None:
                     self.hidden = torch.empty_like(hidden)
                 self.hidden[:size].copy_(hidden)
@@ -268,12 +268,12 @@ class DecodeGraphs(Forward):
             return None
         return self.sizes[bisect.bisect_left(self.sizes, num_seqs)]
 
-    def pad(self, inputs: "ModelInputs[np.ndarray]") -> "ModelInputs[np.ndarray]":
+    def pad(self, inputs: ModelInputs[np.ndarray]) -> ModelInputs[np.ndarray]:
         """As in the base class."""
         size = self.size_for(len(inputs.input_ids), len(inputs.metadata.seq_lens))
         return inputs if size is None else pad_decodes(inputs, size, self.table_width, self.block_size)
 
-    def __call__(self, compute: Compute, inputs: "ModelInputs[Tensor]") -> Tensor:
+    def __call__(self, compute: Compute, inputs: ModelInputs[Tensor]) -> Tensor:
         """As in the base class; of a graph, valid until the next call."""
         size = self.size_for(len(inputs.input_ids), len(inputs.metadata.seq_lens))
         if size is None:
@@ -383,16 +383,14 @@ class CUDA(Device):
         """As in the base class."""
         return PinnedDownload(tensor)
 
-    def capture(self, runner: "ModelRunner", decode: "ModelInputs[np.ndarray]") -> Forward:
+    def capture(self, decodes: Decodes) -> Forward:
         """As in the base class."""
-        assert runner.model is not None
         if self.config.enforce_eager:
             return Forward()
-        for name, part in (("attention", runner.attention.backend), ("model", runner.model)):
-            if not part.capturable:
-                return Forward(f", no graphs (the {name} waits for the GPU)")
+        if decodes.waiting:
+            return Forward(f", no graphs (the {decodes.waiting[0]} waits for the GPU)")
         try:
-            return DecodeGraphs(runner, decode, GraphRecorder(self.capture_stream))
+            return DecodeGraphs(decodes, GraphRecorder(self.capture_stream), self.send)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:  # something in it waits for the GPU, which a graph cannot hold
@@ -405,42 +403,23 @@ class CUDA(Device):
                 raise ValueError(f"decodes cannot be captured ({reason}); set enforce_eager=True") from error
             return Forward(f", no graphs ({reason})")
 
-    def free_bytes(self, runner: "ModelRunner") -> int:
-        """What gpu_memory_utilization leaves after the weights, the largest batches' work and the graphs.
-
-        Tried out with a cache just large enough for the largest batches, which is given back.
-        """
-        batches = runner.largest_batches()
-        # What is fused is compiled once for many rows and once more for one: now, not at the first request.
-        alone = [
-            b._replace(chunks=b.chunks[:1], sampled_seqs=b.sampled_seqs[:1], num_tokens=b.chunks[0].end)
-            for b in batches
-        ]
-        chunks = batches[0].chunks
-        length, num_blocks = chunks[0].end, len(chunks[0].seq.block_table)
+    def free_bytes(self, trial: Trial) -> int:
+        """What gpu_memory_utilization leaves after the weights, the largest steps' work and the graphs."""
         try:
-            runner.caches = new_caches(
-                runner.kv_specs, runner.kv_groups, num_blocks, runner.block_size, self.device
-            )
-            memory = {id(x): x.nbytes for cache in runner.caches for x in (cache.k, cache.v)}
-            cache_bytes = sum(memory.values())  # of each once: groups share it
-            torch.cuda.reset_peak_memory_stats(self.device)
-            for batch in (*batches, *alone):
-                runner.collect(runner.launch(batch))
-            peak_bytes = torch.cuda.max_memory_allocated(self.device) - cache_bytes
-            torch.cuda.empty_cache()
-            before, _ = torch.cuda.mem_get_info(self.device)
-            graphs = runner.capture()
-            after, _ = torch.cuda.mem_get_info(self.device)
-            del graphs
+            with trial.caches() as cache_bytes:
+                torch.cuda.reset_peak_memory_stats(self.device)
+                trial.compute()
+                peak_bytes = torch.cuda.max_memory_allocated(self.device) - cache_bytes
+                torch.cuda.empty_cache()
+                before, _ = torch.cuda.mem_get_info(self.device)
+                graphs = trial.capture()
+                after, _ = torch.cuda.mem_get_info(self.device)
+                del graphs
         except torch.OutOfMemoryError as error:
             raise ValueError(
-                f"no memory on {self.device} for the largest batch, {len(chunks)} prompts of up to {length} "
-                "tokens; lower max_num_batched_tokens, max_num_seqs or max_model_len, or set "
-                "enforce_eager=True"
+                f"no memory on {self.device} for the largest batch, {trial.what}; "
+                "lower max_num_batched_tokens, max_num_seqs or max_model_len, or set enforce_eager=True"
             ) from error
-        finally:
-            runner.caches = []
         torch.cuda.empty_cache()
         free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
         others_bytes = total_bytes - free_bytes - torch.cuda.memory_reserved(self.device)

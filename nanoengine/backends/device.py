@@ -1,22 +1,20 @@
-"""What the ModelRunner asks of the processor it runs on: here the answers in plain PyTorch.
+"""What an engine asks of the processor it runs on: here the answers in plain PyTorch.
 
 `cpu.CPU` and `cuda.CUDA` answer what is faster there, so that nobody else has to ask which one it is.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanoengine.backends.attention import AttentionMetadata, KVSpec, PagedAttention, TorchAttention
+from nanoengine.backends.attention import BuildAttention, PagedAttention, TorchAttention
+from nanoengine.backends.inputs import ModelInputs, SamplingMetadata
+from nanoengine.backends.kv_cache import KVSpec
 from nanoengine.config import EngineConfig
-
-if TYPE_CHECKING:
-    from nanoengine.engine import ModelInputs, ModelRunner
-    from nanoengine.sampling import SamplingMetadata
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -25,12 +23,11 @@ class Attention(NamedTuple):
     """The backend to attend with."""
 
     backend: type[PagedAttention]
-    # For one step, from its metadata and block_size.
-    build: Callable[[AttentionMetadata[Tensor], int], PagedAttention]
+    build: BuildAttention
     notes: list[str]  # for the user: which faster ones were passed over, and why
 
 
-Compute = Callable[["ModelInputs[Tensor]"], Tensor]
+Compute = Callable[[ModelInputs[Tensor]], Tensor]  # a batch's hidden states, (T, E)
 
 
 class Forward:
@@ -39,14 +36,14 @@ class Forward:
     def __init__(self, remark: str = "") -> None:
         self._remark = remark
 
-    def pad(self, inputs: "ModelInputs[np.ndarray]") -> "ModelInputs[np.ndarray]":
+    def pad(self, inputs: ModelInputs[np.ndarray]) -> ModelInputs[np.ndarray]:
         """A batch, filled up to a shape that was captured, where there is one."""
         return inputs
 
-    def __call__(self, compute: Compute, inputs: "ModelInputs[Tensor]") -> Tensor:
+    def __call__(self, compute: Compute, inputs: ModelInputs[Tensor]) -> Tensor:
         """Hidden states, (T, E), of what `pad` returned, on the device by now.
 
-        `compute` is `ModelRunner.compute`. It is not kept: a runner that refers to itself would hold its
+        `compute` is the runner's own method, and is not kept: a runner that refers to itself would hold its
         memory until the garbage collector comes.
         """
         return compute(inputs)
@@ -54,6 +51,26 @@ class Forward:
     def describe(self) -> str:
         """For the user, behind the attention's name."""
         return self._remark
+
+
+class Decodes(NamedTuple):
+    """What steps that only decode are captured from."""
+
+    inputs: ModelInputs[np.ndarray]  # one sequence's decode, in the null block
+    compute: Compute
+    largest: int  # the most sequences of a step
+    table_width: int  # blocks of the longest sequence
+    block_size: int  # tokens
+    waiting: list[str]  # the parts that wait for the device, so that no capture can hold them
+
+
+class Trial(NamedTuple):
+    """The work of the largest steps, to be tried out for the memory it takes."""
+
+    what: str  # for the user
+    caches: Callable[[], AbstractContextManager[int]]  # a cache just large enough, for a while; its bytes
+    compute: Callable[[], object]
+    capture: Callable[[], object]  # as it will be done at the end; gives what holds the memory
 
 
 class Download:
@@ -79,7 +96,7 @@ class Device:
     async_scheduling: ClassVar[bool] = False
     more_memory: ClassVar[str] = "free some memory"  # advice
     # A kernel for `sampling.draw_rows`, where there is one.
-    draw: Callable[[Tensor, "SamplingMetadata"], tuple[Tensor, Tensor]] | None = None
+    draw: Callable[[Tensor, SamplingMetadata], tuple[Tensor, Tensor]] | None = None
 
     def __init__(self, device: torch.device, config: EngineConfig) -> None:
         if config.quantization not in self.quantizations:
@@ -113,8 +130,8 @@ class Device:
         """Begin to copy a tensor to the host."""
         return Download(tensor)
 
-    def capture(self, runner: "ModelRunner", decode: "ModelInputs[np.ndarray]") -> Forward:
-        """What runs the steps, by graphs of decodes where there can be any; `decode` is one sequence's."""
+    def capture(self, decodes: Decodes) -> Forward:
+        """What runs the steps: decodes by graphs, where there can be any."""
         return Forward()
 
     def choose_attention(self, specs: Sequence[KVSpec], settings: frozenset[str]) -> Attention:
@@ -143,8 +160,13 @@ class Device:
             return f"block_size must be a multiple of {backend.block_multiple}, got {self.config.block_size}"
         return backend.obstacle(specs, settings)
 
-    def count_blocks(self, runner: "ModelRunner") -> int:
+    def count_blocks(self, block_bytes: int, most: int, trial: Trial) -> int:
         """How many blocks the KV cache gets: as many as the config says, or as memory has room for.
+
+        Args:
+            block_bytes: of a block.
+            most: what every sequence at its longest can hold; more would only be a larger prefix cache.
+            trial: tells what memory the steps take.
 
         Raises:
             ValueError: there is no room for two, one of which is the null block.
@@ -152,21 +174,17 @@ class Device:
         config = self.config
         if config.num_kv_blocks is not None:
             return config.num_kv_blocks
-        layers = max((group.layers for group in runner.kv_groups), key=len)
-        block_bytes = runner.block_size * sum(runner.kv_specs[layer].bytes_per_token for layer in layers)
         if config.kv_cache_bytes is not None:
             num_blocks, remedy = config.kv_cache_bytes // block_bytes - 1, "raise kv_cache_bytes"
         else:
-            num_blocks, remedy = self.free_bytes(runner) // block_bytes - 1, self.more_memory
-            # More than every sequence at its longest can hold would only be a larger prefix cache.
-            longest = runner.table_width * len(runner.kv_groups)
-            num_blocks = min(num_blocks, runner.max_num_seqs * longest)
+            num_blocks = min(self.free_bytes(trial) // block_bytes - 1, most)
+            remedy = self.more_memory
         if num_blocks < 1:
             raise ValueError(f"no memory for the KV cache: one block takes {block_bytes} bytes; {remedy}")
         return num_blocks
 
-    def free_bytes(self, runner: "ModelRunner") -> int:
-        """What there is for the KV cache beside the weights and the work of the largest batch."""
+    def free_bytes(self, trial: Trial) -> int:
+        """What there is for the KV cache beside the weights and the work of the largest steps."""
         raise NotImplementedError
 
     def release(self) -> None:

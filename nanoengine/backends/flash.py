@@ -7,14 +7,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from nanoengine.backends.attention import (
-    AttentionMetadata,
-    KVCache,
-    KVSpec,
-    PagedAttention,
-    Settings,
-    whole_rows,
-)
+from nanoengine.backends.attention import PagedAttention, Settings, whole_rows
+from nanoengine.backends.inputs import AttentionMetadata
+from nanoengine.backends.kv_cache import KVCache, KVSpec
 
 try:
     import triton

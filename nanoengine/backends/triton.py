@@ -20,15 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoengine.backends.attention import (
-    AttentionMetadata,
-    KVCache,
-    KVSpec,
-    PagedAttention,
-    Settings,
-    whole_rows,
-)
+from nanoengine.backends.attention import PagedAttention, Settings, whole_rows
 from nanoengine.backends.flash import write_kv
+from nanoengine.backends.inputs import AttentionMetadata
+from nanoengine.backends.kv_cache import KVCache, KVSpec
 
 try:
     import triton

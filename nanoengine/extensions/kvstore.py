@@ -10,9 +10,9 @@ with the fingerprint of all that K and V depend on. It is not trusted: the entry
 tokens of its whole prefix and a checksum, and whatever does not fit is a miss.
 
     admission     after the prefix cache's own hits, what the store has of the blocks that follow is read into
-                  the blocks that the sequence just got: `KVConnector.load`
-    after launch  the blocks that the step fills are copied out, queued behind its kernels: `snapshot`
-    after update  the step has succeeded: a thread writes what the store does not have yet: `save`
+                  the blocks that the sequence just got: `StoringBlockManager.allocate`
+    launch        the blocks that the step fills are copied out, queued behind its kernels
+    collect       the step has succeeded: a thread writes what the store does not have yet: `StoringCore`
 
 A store that fails costs time at most, never a request: what it has is not found, what it should get is lost.
 Source of the idea: vLLM's KVConnector, https://docs.vllm.ai/en/latest/features/disagg_prefill
@@ -28,10 +28,11 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import abc, deque
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -42,9 +43,9 @@ from xxhash import xxh3_128
 
 from nanoengine.backends.cuda import upload
 from nanoengine.backends.device import Download
-
-if TYPE_CHECKING:
-    from nanoengine import engine
+from nanoengine.backends.kv_cache import KVGroup, KVSpec
+from nanoengine.engine import Collected, EngineCore, Launch, ModelRunner, ScheduledBatch, Scheduler, Sequence
+from nanoengine.extensions.windows import WindowedBlockManager
 
 FORMAT_VERSION = 1
 MAX_QUEUED_BYTES = 1 << 30  # of blocks that wait to be written; beyond, saving waits for a later step
@@ -60,13 +61,13 @@ class Store(Protocol):
     engine's, which waits for the answer, and one that writes.
     """
 
-    def get(self, keys: Sequence[str]) -> Iterable[bytes]:
+    def get(self, keys: abc.Sequence[str]) -> Iterable[bytes]:
         """The entries of the keys, in their order, up to the first that is missing."""
 
     def put(self, key: str, data: bytes) -> None:
         """Keep an entry; either all of it is found under its key, or nothing."""
 
-    def touch(self, keys: Sequence[str]) -> list[bool]:
+    def touch(self, keys: abc.Sequence[str]) -> list[bool]:
         """Whether there is an entry, for each of the keys; those that there are were used just now."""
 
     def delete(self, key: str) -> None:
@@ -98,7 +99,7 @@ class DirectoryStore:
     def __str__(self) -> str:
         return str(self.path)
 
-    def get(self, keys: Sequence[str]) -> Iterable[bytes]:
+    def get(self, keys: abc.Sequence[str]) -> Iterable[bytes]:
         """As in `Store`."""
         for key in keys:
             try:
@@ -123,7 +124,7 @@ class DirectoryStore:
             self._unseen_bytes = 0
             self._evict()
 
-    def touch(self, keys: Sequence[str]) -> list[bool]:
+    def touch(self, keys: abc.Sequence[str]) -> list[bool]:
         """As in `Store`. The beginning of a prefix was used last, so that its end is evicted first."""
         now = time.time_ns()
         return [self._touch(self._file(key), now - 1000 * i) for i, key in enumerate(keys)]
@@ -205,7 +206,7 @@ class RedisStore:
     def __str__(self) -> str:
         return self.url.rpartition("@")[2]  # without a password
 
-    def get(self, keys: Sequence[str]) -> Iterable[bytes]:
+    def get(self, keys: abc.Sequence[str]) -> Iterable[bytes]:
         """As in `Store`."""
         for i in range(0, len(keys), self.KEYS_PER_CALL):
             for data in self._redis.mget([self._name(key) for key in keys[i : i + self.KEYS_PER_CALL]]):
@@ -217,7 +218,7 @@ class RedisStore:
         """As in `Store`."""
         self._redis.set(self._name(key), data)
 
-    def touch(self, keys: Sequence[str]) -> list[bool]:
+    def touch(self, keys: abc.Sequence[str]) -> list[bool]:
         """As in `Store`."""
         calls = self._redis.pipeline(transaction=False)
         for key in reversed(keys):
@@ -253,23 +254,18 @@ def open_store(kv_store: Any) -> Store:
 # ---- entries -------------------------------------------------------------------------------------
 
 
-def digest_weights(model: torch.nn.Module) -> bytes:
-    """A hash of all weights, by name, as they are computed with: of their dtype too."""
-    digest = xxh3_128()
-    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        digest.update(_bytes_of(tensor.detach().cpu().contiguous()).data)
-    return digest.digest()
+def fingerprint_of(weights: Any, hf_config: Any, layout: Any) -> bytes:
+    """A hash of all that K and V depend on besides the tokens. Which kernels compute them does not count.
 
-
-def fingerprint_of(runner: "engine.ModelRunner", hf_config: Any) -> bytes:
-    """A hash of all that K and V depend on besides the tokens. Which kernels compute them does not count."""
+    Args:
+        weights: stands for them, their dtype, and how they are quantised.
+        hf_config: of the model.
+        layout: how K and V lie in a block.
+    """
     config = {
         k: v for k, v in hf_config.to_dict().items() if k not in ("_name_or_path", "transformers_version")
     }
-    weights = runner.weights_digest.hex(), runner.device.config.quantization
-    parts = [FORMAT_VERSION, weights, config, runner.block_size]
-    parts += [runner.kv_specs, runner.kv_groups]
+    parts = [FORMAT_VERSION, weights, config, layout]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).digest()
 
 
@@ -282,7 +278,7 @@ def chain_keys(fingerprint: bytes, contents: Iterable[bytes]) -> list[str]:
     return keys
 
 
-def encode(fingerprint: bytes, token_ids: np.ndarray, groups: Sequence[np.ndarray]) -> bytes:
+def encode(fingerprint: bytes, token_ids: np.ndarray, groups: abc.Sequence[np.ndarray]) -> bytes:
     """An entry, in safetensors' format.
 
     Args:
@@ -296,7 +292,7 @@ def encode(fingerprint: bytes, token_ids: np.ndarray, groups: Sequence[np.ndarra
 
 
 def decode(
-    data: bytes, fingerprint: bytes, token_ids: np.ndarray, sizes: Sequence[int]
+    data: bytes, fingerprint: bytes, token_ids: np.ndarray, sizes: abc.Sequence[int]
 ) -> list[np.ndarray] | None:
     """The groups of an entry, as `encode` got them; None where it is for other tokens or another model.
 
@@ -364,9 +360,10 @@ class Patience:
 class Filled(NamedTuple):
     """Blocks [first, len(contents)) of a sequence, which a step fills; they are `Snapshot`'s next rows."""
 
-    seq: "engine.Sequence"
+    seq: Sequence
     contents: list[bytes]  # the tokens of each of its blocks, int32
     first: int
+    tables: list[list[int]]  # by group, the blocks
 
 
 class Snapshot(NamedTuple):
@@ -379,34 +376,31 @@ class Snapshot(NamedTuple):
 
 
 class KVConnector:
-    """Loads what a store has for a sequence that is admitted, and saves what steps compute.
-
-    What the prefix cache finds by itself is not offered to the store again: what it missed when it failed, or
-    has evicted since, it gets when that is computed anew.
+    """Carries blocks from a store to the caches, and from the caches to the store.
 
     Args:
         store: one connector's or many's.
         runner: has the caches.
-        block_manager: hands out their blocks.
+        specs: what each layer stores.
+        groups: the layers that share block tables.
         fingerprint: of all that K and V depend on, 32 bytes.
     """
 
     def __init__(
         self,
         store: Store,
-        runner: "engine.ModelRunner",
-        block_manager: "engine.BlockManager",
+        runner: ModelRunner,
+        specs: abc.Sequence[KVSpec],
+        groups: abc.Sequence[KVGroup],
         fingerprint: bytes,
     ) -> None:
-        self.store, self.runner, self.blocks = store, runner, block_manager
+        self.store, self.runner = store, runner
         self.fingerprint = fingerprint
-        self.layers = [group.layers for group in runner.kv_groups]
+        self.layers = [group.layers for group in groups]
         self.sizes = [  # bytes of a block, by group
-            sum(runner.kv_specs[layer].bytes_per_token for layer in layers) * runner.block_size
+            sum(specs[layer].bytes_per_token for layer in layers) * runner.block_size
             for layers in self.layers
         ]
-        self.num_query_tokens = 0  # over first admissions: what the prefix cache does not have
-        self.num_hit_tokens = 0  # and what of it the store had
         self._reading, self._writing = Patience("read"), Patience("written")
         self._copying = Patience("copied to")  # where memory for that is short
         self._lock = threading.Lock()
@@ -414,66 +408,33 @@ class KVConnector:
         # Finishes what is queued before the process ends.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="kv-store")
 
-    # -- at admission
+    # -- from the store, at admission
+
+    def find(self, keys: list[str]) -> list[bool]:
+        """Which of these blocks the store has; [] where it does not answer."""
+        return self._reading.ask(self.store.touch, keys) or []
+
+    def touch(self, contents: abc.Sequence[bytes]) -> None:
+        """Tell the store, some time soon, that these blocks were used."""
+        self._submit(self._touch, contents)
 
     @torch.inference_mode()
-    def load(self, seq: "engine.Sequence") -> None:
-        """Fill blocks of a sequence that was just admitted, behind its hits, and count them as computed."""
-        blocks, size = self.blocks, self.blocks.block_size
-        num_hits = seq.num_saved_blocks = seq.num_registered_blocks
-        if seq.prompt_logprobs is not None:
-            return
-        is_first, num_computed = seq.first_scheduled_time is None, seq.num_computed_tokens
-        self.num_query_tokens += seq.num_tokens - num_computed if is_first else 0
-        contents = [key.content for key in seq.block_keys]
-        if len(contents) == num_hits:  # nothing to look for: tell the store what is in use
-            if contents:
-                self._submit(self._touch, contents)
-            return
-        keys = chain_keys(self.fingerprint, contents)
-        is_there = self._reading.ask(self.store.touch, keys) or []
-        while (span := self._find(seq, num_hits, is_there)) is not None:
-            start, end = span
-            seq.num_computed_tokens = min(end * size, seq.num_tokens - 1)
-            # A group with a window gives up what is out of sight from there, and takes what it sees.
-            has_room = blocks.may_append(seq)
-            missing = self._read(seq, keys, start, end) if has_room else None
-            if has_room and missing is None:
-                seq.num_hit_tokens = end * size
-                blocks.register_full_blocks(seq, end * size)
-                seq.num_saved_blocks = end
-                if is_first:
-                    seq.num_cached_tokens = seq.num_computed_tokens
-                    self.num_hit_tokens += seq.num_computed_tokens - num_computed
-                return
-            blocks.free(seq)
-            allocated = blocks.allocate(seq)  # as it was
-            assert allocated
-            if missing is None:
-                return
-            is_there[missing] = False
+    def read(
+        self, keys: list[str], token_ids: np.ndarray, tables: abc.Sequence[list[int]], start: int, end: int
+    ) -> int | None:
+        """Read blocks [start, end) of a sequence into those of its block tables, by group.
 
-    def _find(
-        self, seq: "engine.Sequence", num_hits: int, is_there: Sequence[bool]
-    ) -> tuple[int, int] | None:
-        """Which blocks to load, [start, end): the longest prefix of which all that groups see is there.
+        Args:
+            keys: of all its blocks.
+            token_ids: (n,) int32, those of its blocks up to `end`.
+            tables: its block tables.
+            start: the first block to read.
+            end: the one behind the last.
 
-        As in `BlockManager.find_prefix`; what comes before num_hits the sequence holds.
+        Returns:
+            The first that cannot be had, if any.
         """
-        blocks, end = self.blocks, len(is_there)
-        while end > num_hits:
-            position = min(end * blocks.block_size, seq.num_tokens - 1)
-            start = max(num_hits, min(blocks._first_seen(window, position) for window in blocks.windows))
-            missing = next((i for i in range(start, end) if not is_there[i]), None)
-            if missing is None:
-                return start, end
-            end = missing  # whatever ends behind it sees it
-        return None
-
-    def _read(self, seq: "engine.Sequence", keys: list[str], start: int, end: int) -> int | None:
-        """Read blocks [start, end) into the sequence's; returns the first that cannot be had, if any."""
-        size = self.blocks.block_size
-        token_ids = np.array(seq.token_ids[: end * size], np.int32)
+        size = self.runner.block_size
         entries = iter(self._reading.ask(self.store.get, keys[start:end]) or ())
         with self.runner.device.running():
             for i in range(start, end):
@@ -489,12 +450,12 @@ class KVConnector:
                 if groups is None:
                     return i
                 device = self.runner.device.device
-                for layers, table, group in zip(self.layers, seq.block_tables, groups, strict=True):
+                for layers, table, group in zip(self.layers, tables, groups, strict=True):
                     if table[i]:
                         self._write_block(layers, table[i], upload(group, device))
         return None
 
-    def _write_block(self, layers: Sequence[int], block_id: int, data: Tensor) -> None:
+    def _write_block(self, layers: abc.Sequence[int], block_id: int, data: Tensor) -> None:
         """Copy (bytes,) uint8 into a block of the layers' caches."""
         offset = 0
         for layer in layers:
@@ -504,39 +465,28 @@ class KVConnector:
                 block.copy_(part.view(block.dtype).view(block.shape))
                 offset += block.nbytes
 
-    # -- after a launch, and after its update
+    # -- to the store: copied after a launch, saved after its update
+
+    @property
+    def room(self) -> int:
+        """How many blocks the queue has room for."""
+        return (MAX_QUEUED_BYTES - self._num_queued_bytes) // sum(self.sizes)
 
     @torch.inference_mode()
-    def snapshot(self, batch: "engine.ScheduledBatch") -> Snapshot | None:
-        """Copy out what a step that was just launched fills, as far as the queue has room; None: nothing."""
-        room = (MAX_QUEUED_BYTES - self._num_queued_bytes) // sum(self.sizes)
-        filled: list[Filled] = []
-        block_ids: list[list[int]] = [[] for _ in self.layers]
-        for seq in dict.fromkeys(chunk.seq for chunk in batch.chunks):
-            first = seq.num_saved_blocks
-            last = min(seq.num_registered_blocks, first + room)
-            if first >= last:
-                continue
-            tables = [table[first:last] for table in seq.block_tables]
-            if not all(map(all, tables)):  # while the queue was full, a window left one behind
-                continue
-            room -= last - first
-            seq.num_saved_blocks = last
-            filled.append(Filled(seq, [key.content for key in seq.block_keys[:last]], first))
-            for ids, table in zip(block_ids, tables, strict=True):
-                ids += table
+    def snapshot(self, filled: list[Filled]) -> Snapshot | None:
+        """Copy these blocks out, queued behind what computes them; None: there are none, or no memory."""
         if not filled:
             return None
-        snapshot: Snapshot | None = self._copying.ask(self._copy_out, filled, block_ids)
+        snapshot: Snapshot | None = self._copying.ask(self._copy_out, filled)
         return snapshot
 
-    def _copy_out(self, filled: list[Filled], block_ids: list[list[int]]) -> Snapshot:
-        """A snapshot of these blocks, by group."""
+    def _copy_out(self, filled: list[Filled]) -> Snapshot:
         device, groups = self.runner.device, []
+        by_group = [np.concatenate(tables) for tables in zip(*(f.tables for f in filled), strict=True)]
         with device.running():
-            is_finite = torch.ones(len(block_ids[0]), dtype=torch.bool, device=device.device)
-            for layers, ids in zip(self.layers, block_ids, strict=True):
-                rows = upload(np.array(ids), device.device)
+            is_finite = torch.ones(len(by_group[0]), dtype=torch.bool, device=device.device)
+            for layers, block_ids in zip(self.layers, by_group, strict=True):
+                rows = upload(block_ids, device.device)
                 caches = [self.runner.caches[layer] for layer in layers]
                 downloads = []
                 for memory in itertools.chain.from_iterable((cache.k, cache.v) for cache in caches):
@@ -565,7 +515,7 @@ class KVConnector:
 
     # -- on the writer's thread
 
-    def _touch(self, contents: Sequence[bytes]) -> None:
+    def _touch(self, contents: abc.Sequence[bytes]) -> None:
         self._writing.ask(self.store.touch, chain_keys(self.fingerprint, contents))
 
     def _write(self, snapshot: Snapshot, is_sound: list[bool]) -> None:
@@ -595,7 +545,7 @@ class KVConnector:
                 if not is_finite[r]:
                     break
                 parts = [np.concatenate([_bytes_of(x.read()[r]) for x in group]) for group in snapshot.groups]
-                prefix = token_ids[: (i + 1) * self.blocks.block_size]
+                prefix = token_ids[: (i + 1) * self.runner.block_size]
                 if not self._writing.ask(self._put, keys[i], encode(self.fingerprint, prefix, parts)):
                     break
         self._writing.ask(self.store.touch, keys)  # the beginning last
@@ -605,13 +555,161 @@ class KVConnector:
         return True
 
 
-def connect(engine: "engine.LLMEngine", kv_store: Any) -> KVConnector:
-    """Have an engine load from a store and save to it.
+# ---- what an engine does with it -----------------------------------------------------------------
+
+
+class StoringBlockManager(WindowedBlockManager):
+    """A block manager that fills blocks behind a sequence's hits from a store, as it admits it.
+
+    What the prefix cache finds by itself is not offered to the store again: what it missed when it failed, or
+    has evicted since, it gets when that is computed anew.
+
+    Args:
+        num_blocks, block_size, settings: as in the base class.
+        connector: to the store.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, *, connector: KVConnector, **settings: Any) -> None:
+        super().__init__(num_blocks, block_size, **settings)
+        self.connector = connector
+        self.num_saved_blocks: dict[Sequence, int] = {}  # the first ones: the store need not be given these
+        self.num_external_query_tokens = 0  # over first admissions: what the prefix cache does not have
+        self.num_external_hit_tokens = 0  # and what of it the store had
+
+    def allocate(self, seq: Sequence) -> bool:
+        """As in the base class; what is loaded counts as computed."""
+        if not super().allocate(seq):
+            return False
+        self.num_saved_blocks[seq] = seq.num_registered_blocks
+        if seq.prompt_logprobs is None:
+            self._load(seq)
+        return True
+
+    def forget(self, seq: Sequence) -> None:
+        """As in the base class."""
+        super().forget(seq)
+        self.num_saved_blocks.pop(seq, None)
+
+    def take_filled(self, batch: ScheduledBatch, room: int) -> list[Filled]:
+        """The blocks that a step fills, and the store should get: at most so many."""
+        filled = []
+        for seq in dict.fromkeys(chunk.seq for chunk in batch.chunks):
+            first = self.num_saved_blocks[seq]
+            last = min(seq.num_registered_blocks, first + room)
+            tables = [table[first:last] for table in self.tables_of(seq)]
+            if first < last and all(map(all, tables)):  # else, the queue being full, a window left one behind
+                room -= last - first
+                self.num_saved_blocks[seq] = last
+                filled.append(Filled(seq, [key.content for key in seq.block_keys[:last]], first, tables))
+        return filled
+
+    def _load(self, seq: Sequence) -> None:
+        """Fill the blocks behind a sequence's hits, as far as the store has them."""
+        num_hits, is_first = seq.num_registered_blocks, seq.first_scheduled_time is None
+        num_computed = seq.num_computed_tokens
+        self.num_external_query_tokens += seq.num_tokens - num_computed if is_first else 0
+        contents = [key.content for key in seq.block_keys]
+        if len(contents) == num_hits:  # nothing to look for: tell the store what is in use
+            if contents:
+                self.connector.touch(contents)
+            return
+        keys = chain_keys(self.connector.fingerprint, contents)
+        is_there = self.connector.find(keys)
+        while (span := self._find_span(seq, num_hits, is_there)) is not None:
+            start, end = span
+            seq.num_computed_tokens = min(end * self.block_size, seq.num_tokens - 1)
+            # A group with a window gives up what is out of sight from there, and takes what it sees.
+            has_room = self.may_append(seq, seq.num_tokens)
+            token_ids = np.array(seq.token_ids[: end * self.block_size], np.int32)
+            tables = self.tables_of(seq)
+            missing = self.connector.read(keys, token_ids, tables, start, end) if has_room else None
+            if has_room and missing is None:
+                seq.num_hit_tokens = end * self.block_size
+                self.register_full_blocks(seq, seq.num_hit_tokens)
+                self.num_saved_blocks[seq] = end
+                if is_first:
+                    seq.num_cached_tokens = seq.num_computed_tokens
+                    self.num_external_hit_tokens += seq.num_computed_tokens - num_computed
+                return
+            self.free(seq)
+            allocated = super().allocate(seq)  # as it was
+            assert allocated
+            self.num_saved_blocks[seq] = num_hits
+            if missing is None:
+                return
+            is_there[missing] = False
+
+    def _find_span(
+        self, seq: Sequence, num_hits: int, is_there: abc.Sequence[bool]
+    ) -> tuple[int, int] | None:
+        """Which blocks to load, [start, end): the longest prefix of which all that groups see is there.
+
+        As in `find_groups`; what comes before num_hits the sequence holds.
+        """
+        end = len(is_there)
+        while end > num_hits:
+            position = min(end * self.block_size, seq.num_tokens - 1)
+            start = max(num_hits, min(self._first_seen(window, position) for window in self.windows))
+            missing = next((i for i in range(start, end) if not is_there[i]), None)
+            if missing is None:
+                return start, end
+            end = missing  # whatever ends behind it sees it
+        return None
+
+
+class StoringCore(EngineCore):
+    """Steps whose full blocks are copied out when they are launched, and saved once they have succeeded."""
+
+    def __init__(self, scheduler: Scheduler, runner: ModelRunner, max_in_flight: int = 0) -> None:
+        super().__init__(scheduler, runner, max_in_flight)
+        assert isinstance(scheduler.block_manager, StoringBlockManager)
+        self.blocks, self.connector = scheduler.block_manager, scheduler.block_manager.connector
+        self.snapshots: deque[Snapshot | None] = deque()  # of the steps in flight
+
+    def launch(self, batch: ScheduledBatch, before: Launch | None) -> None:
+        """As in the base class."""
+        super().launch(batch, before)  # and now, since later steps may write to these blocks:
+        filled = self.blocks.take_filled(batch, self.connector.room)
+        self.snapshots.append(self.connector.snapshot(filled))
+
+    def collect(self) -> Collected:
+        """As in the base class."""
+        collected = super().collect()
+        self.connector.save(self.snapshots.popleft())
+        return collected
+
+    def recover(self) -> None:
+        """As in the base class."""
+        self.snapshots.clear()
+        super().recover()
+
+    def close(self) -> None:
+        """As in the base class."""
+        self.connector.close()
+        super().close()
+
+
+def connect(
+    kv_store: Any,
+    runner: ModelRunner,
+    specs: abc.Sequence[KVSpec],
+    groups: abc.Sequence[KVGroup],
+    *,
+    weights: Any,
+    hf_config: Any,
+) -> KVConnector:
+    """A connector between a runner's caches and the store that `EngineConfig.kv_store` means.
+
+    Args:
+        kv_store: the setting.
+        runner: has the caches.
+        specs: what each layer stores.
+        groups: the layers that share block tables.
+        weights: as `fingerprint_of` takes them.
+        hf_config: likewise.
 
     Raises:
-        ValueError, ImportError: it cannot be opened.
+        ValueError, ImportError: the store cannot be opened.
     """
-    fingerprint = fingerprint_of(engine.runner, engine.checkpoint.hf_config)
-    connector = KVConnector(open_store(kv_store), engine.runner, engine.scheduler.block_manager, fingerprint)
-    engine.scheduler.load = connector.load
-    return connector
+    fingerprint = fingerprint_of(weights, hf_config, [runner.block_size, specs, groups])
+    return KVConnector(open_store(kv_store), runner, specs, groups, fingerprint)

@@ -17,7 +17,8 @@ The collectives are NCCL's on GPUs and gloo's on a CPU; messages of integers are
 Any failure inside a forward pass, on whichever rank, is the end of the engine: the others wait for a
 collective that will not come. `close` and the start of another engine work after that.
 
-Top to bottom: what a rank has of the weights, what ranks tell each other, layers, devices, processes.
+Top to bottom: what ranks tell each other, layers, devices, processes. What a rank has of the weights is in
+models/shard.py.
 Sources: Megatron-LM, https://arxiv.org/abs/1909.08053; vLLM's model_executor/layers/linear.py.
 """
 
@@ -32,7 +33,7 @@ import traceback
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import wait
 from typing import Any, NamedTuple
@@ -42,75 +43,17 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from nanoengine.backends.attention import AttentionMetadata
-from nanoengine.backends.device import Compute, Device, Download, Forward
+from nanoengine.backends.device import Compute, Decodes, Device, Download, Forward, Trial
+from nanoengine.backends.inputs import AttentionMetadata, ModelInputs, send_inputs
 from nanoengine.config import EngineConfig
-from nanoengine.engine import ModelInputs, ModelRunner
+from nanoengine.engine import ModelRunner
 from nanoengine.models.decoder import Decoder, DecoderConfig
+from nanoengine.models.shard import Shard
 from nanoengine.models.weights import Checkpoint
+from nanoengine.startup import Started
 from nanoengine.steps import EngineDeadError
 
 dist: Any = torch.distributed  # whose groups' own methods have no types
-
-# ---- Shard: what a rank has of the weights -------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """A rank's part of a decoder.
-
-    Raises:
-        ValueError: the heads cannot be divided among so many ranks.
-    """
-
-    whole: DecoderConfig
-    rank: int
-    size: int  # ranks
-
-    def __post_init__(self) -> None:
-        """Check that every rank gets the same number of heads."""
-        num_heads, num_kv_heads = self.whole.num_heads, self.whole.num_kv_heads
-        if num_heads % self.size or (num_kv_heads % self.size and self.size % num_kv_heads):
-            raise ValueError(
-                f"{num_heads} attention heads and {num_kv_heads} key/value heads cannot be divided evenly by "
-                f"tensor_parallel_size={self.size}"
-            )
-
-    @property
-    def config(self) -> DecoderConfig:
-        """The rank's part as a decoder of its own, less what the ranks tell each other.
-
-        Where there are fewer key/value heads than ranks, several have the same one. Neurons of MLPs and
-        rows of the vocabulary are rounded up; those beyond the end are zeros.
-        """
-        whole, size = self.whole, self.size
-        return replace(
-            whole,
-            num_heads=whole.num_heads // size,
-            num_kv_heads=max(1, whole.num_kv_heads // size),
-            intermediate_size=-(-whole.intermediate_size // size),
-            vocab_size=-(-whole.vocab_size // size),
-        )
-
-    def slices(self, name: str, num_dims: int) -> tuple[slice, ...]:
-        """Which part of a checkpoint's tensor is the rank's, by the tensor's name there."""
-        whole, mine = self.whole, self.config
-        first_kv_head = self.rank * whole.num_kv_heads // self.size
-
-        def part(count: int, first: int | None = None) -> slice:
-            first = self.rank * count if first is None else first
-            return slice(first, first + count)
-
-        heads = part(mine.num_heads * whole.head_dim)
-        kv_heads = part(mine.num_kv_heads * whole.head_dim, first_kv_head * whole.head_dim)
-        neurons, words, everything = part(mine.intermediate_size), part(mine.vocab_size), slice(None)
-        by_layer = {
-            **{"q_proj": (heads,), "k_proj": (kv_heads,), "v_proj": (kv_heads,)},
-            **{"gate_proj": (neurons,), "up_proj": (neurons,), "embed_tokens": (words,), "lm_head": (words,)},
-            **{"o_proj": (everything, heads), "down_proj": (everything, neurons)},  # their biases: all of it
-        }
-        return by_layer.get(name.split(".")[-2], (everything,))[:num_dims]
-
 
 # ---- Messages: what rank 0 tells the others ------------------------------------------------------
 
@@ -121,7 +64,8 @@ HEADER = 9  # numbers of a header; those it does not need are zeros
 def encode_step(inputs: ModelInputs[np.ndarray]) -> tuple[list[int], np.ndarray]:
     """A header, and the arrays a forward pass needs in one buffer, (bytes / 4,) int32."""
     meta, num_pending = inputs.metadata, len(inputs.pending_rows)
-    num_groups, num_seqs, width = meta.block_tables.shape
+    *groups, num_seqs, width = meta.block_tables.shape
+    num_groups = groups[0] if groups else 0  # 0: the arrays have no dimension for it
     sizes = [len(inputs.input_ids), num_seqs, num_groups, width, num_pending]
     numbers = [meta.max_query_len, meta.max_seq_len, int(meta.is_fresh)]
     arrays = [inputs.input_ids, inputs.positions, meta.slot_mapping, inputs.pending_rows]
@@ -139,8 +83,16 @@ def decode_step(header: list[int], buffer: np.ndarray) -> ModelInputs[np.ndarray
         offset = end
     input_ids, positions, slots, pending_rows, cu_seqlens_q, cu_seqlens_k, seq_lens, tables = arrays
     max_query_len, max_seq_len, is_fresh = header[6:]
-    of_attention = cu_seqlens_q, cu_seqlens_k, seq_lens, tables, slots
-    metadata = AttentionMetadata(*of_attention, max_query_len, max_seq_len, bool(is_fresh))
+    metadata = AttentionMetadata(
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        seq_lens=seq_lens,
+        block_tables=tables,
+        slot_mapping=slots,
+        max_query_len=max_query_len,
+        max_seq_len=max_seq_len,
+        is_fresh=bool(is_fresh),
+    )
     nothing = np.zeros(0, dtype=np.int64)
     return ModelInputs(input_ids, positions, metadata, nothing, pending_rows, nothing)
 
@@ -153,14 +105,11 @@ def buffer_size(header: list[int]) -> int:
 def _layout(sizes: list[int]) -> list[tuple[np.dtype[Any], tuple[int, ...]]]:
     """Types and shapes of a step's arrays; the wide ones first, so that all are aligned."""
     num_tokens, num_seqs, num_groups, width, num_pending = sizes
-    wide, narrow = np.dtype(np.int64), np.dtype(np.int32)
+    wide, narrow, groups = np.dtype(np.int64), np.dtype(np.int32), (num_groups,) if num_groups else ()
     return [
-        *(
-            (wide, shape)
-            for shape in ((num_tokens,), (num_tokens,), (num_groups, num_tokens), (num_pending,))
-        ),
+        *((wide, shape) for shape in ((num_tokens,), (num_tokens,), (*groups, num_tokens), (num_pending,))),
         *((narrow, (length,)) for length in (num_seqs + 1, num_seqs + 1, num_seqs)),
-        (narrow, (num_groups, num_seqs, width)),
+        (narrow, (*groups, num_seqs, width)),
     ]
 
 
@@ -431,13 +380,13 @@ class ParallelDevice:
         self._ranks.minimum(0)
         self._device.prepare(model)
 
-    def count_blocks(self, runner: ModelRunner) -> int:
+    def count_blocks(self, block_bytes: int, most: int, trial: Trial) -> int:
         """As a `Device`; what every rank has room for."""
-        return self._ranks.minimum(self._device.count_blocks(runner))
+        return self._ranks.minimum(self._device.count_blocks(block_bytes, most, trial))
 
-    def capture(self, runner: ModelRunner, decode: ModelInputs[np.ndarray]) -> Forward:
+    def capture(self, decodes: Decodes) -> Forward:
         """As a `Device`."""
-        return ParallelForward(self._device.capture(runner, decode), self._ranks)
+        return ParallelForward(self._device.capture(decodes), self._ranks)
 
     def download(self, tensor: Tensor) -> Download:
         """As a `Device`."""
@@ -457,7 +406,7 @@ def follow(runner: ModelRunner, ranks: Ranks) -> None:
         kind, num_rows, inputs = ranks.receive()
         with runner.device.running():
             if inputs is not None:
-                runner.forward(runner.compute, runner.send(inputs))
+                runner.forward(runner.compute, send_inputs(inputs, runner.device.send))
             elif kind == LOGITS:
                 like = model.norm.weight
                 model.compute_logits(torch.empty(num_rows, len(like), dtype=like.dtype, device=like.device))
@@ -474,9 +423,13 @@ LOST = 3  # exit code of a rank that ends since another one did
 START = "import sys; sys.path[:] = sys.argv[1:]; from nanoengine.extensions.parallel import main; main()"
 
 
+Start = Callable[..., Started]  # as `startup.start_runner`, with the class of runners chosen
+
+
 class Job(NamedTuple):
     """What a process is told that serves a rank."""
 
+    start: Start
     config: EngineConfig
     checkpoint: Checkpoint
     max_model_len: int
@@ -621,13 +574,14 @@ def serve(store: Any, job: Job) -> None:
     ranks = Ranks(store, shard, job.config.resolve_device(), is_one_host=True)
     if job.num_threads is not None:
         ranks.share_threads(job.num_threads)
-    follow(ModelRunner(job.config, job.checkpoint, job.max_model_len, ranks), ranks)
+    started = job.start(job.config, job.checkpoint, job.max_model_len, shard=shard, wrap=ranks.around)
+    follow(started.runner, ranks)
 
 
 # ---- The runner of rank 0 ------------------------------------------------------------------------
 
 
-def make_runner(config: EngineConfig, checkpoint: Checkpoint, max_model_len: int) -> ModelRunner:
+def start_ranks(start: Start, config: EngineConfig, checkpoint: Checkpoint, max_model_len: int) -> Started:
     """Rank 0's runner, with all other ranks at work.
 
     They are processes of this host that are started here or, under torchrun, the processes it started. All
@@ -650,7 +604,7 @@ def make_runner(config: EngineConfig, checkpoint: Checkpoint, max_model_len: int
             f"device must be without an index where tensor_parallel_size is {size}, got {device}"
         )
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and "RANK" in os.environ:
-        return _join_torchrun(config, checkpoint, max_model_len, decoder_config)
+        return _join_torchrun(start, config, checkpoint, max_model_len, decoder_config)
     if device.type == "cuda" and torch.cuda.device_count() < size:
         raise ValueError(
             f"tensor_parallel_size={size} needs as many GPUs, there is {torch.cuda.device_count()}"
@@ -668,7 +622,7 @@ def make_runner(config: EngineConfig, checkpoint: Checkpoint, max_model_len: int
         for rank in range(1, size):
             # Without what a rank does not need, and a process might not be told.
             told = replace(config_of(rank), trace=None), replace(checkpoint, tokenizer=None), max_model_len
-            workers.start(Job(*told, rank, port, num_threads, os.getpid()))
+            workers.start(Job(start, *told, rank, port, num_threads, os.getpid()))
         workers.wait_until_ready()
         shard = Shard(decoder_config, 0, size)
         ranks = Ranks(store, shard, device, is_one_host=True, workers=workers)
@@ -677,12 +631,16 @@ def make_runner(config: EngineConfig, checkpoint: Checkpoint, max_model_len: int
     except BaseException:
         workers.stop()
         raise
-    return _lead(config_of(0), checkpoint, max_model_len, ranks)
+    return _lead(start, config_of(0), checkpoint, max_model_len, ranks)
 
 
 def _join_torchrun(
-    config: EngineConfig, checkpoint: Checkpoint, max_model_len: int, decoder_config: DecoderConfig
-) -> ModelRunner:
+    start: Start,
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    max_model_len: int,
+    decoder_config: DecoderConfig,
+) -> Started:
     size = int(os.environ["WORLD_SIZE"])
     if size != config.tensor_parallel_size:
         raise ValueError(
@@ -703,19 +661,21 @@ def _join_torchrun(
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, which decides
     is_one_host = os.environ.get("LOCAL_WORLD_SIZE") == str(size)
     ranks = Ranks(store, Shard(decoder_config, rank, size), device, is_one_host=is_one_host)
-    return _lead(config, checkpoint, max_model_len, ranks)
+    return _lead(start, config, checkpoint, max_model_len, ranks)
 
 
-def _lead(config: EngineConfig, checkpoint: Checkpoint, max_model_len: int, ranks: Ranks) -> ModelRunner:
+def _lead(
+    start: Start, config: EngineConfig, checkpoint: Checkpoint, max_model_len: int, ranks: Ranks
+) -> Started:
     """The runner, if this is rank 0; else serve."""
     try:
-        runner = ModelRunner(config, checkpoint, max_model_len, ranks)
+        started = start(config, checkpoint, max_model_len, shard=ranks.shard, wrap=ranks.around)
     except BaseException:
         ranks.close()
         raise
     if ranks.rank:
-        follow(runner, ranks)
+        follow(started.runner, ranks)
         raise SystemExit(0)
     ranks.leads = True
-    weakref.finalize(runner, ranks.close)  # where nobody closes it: forgotten, or the constructor failed
-    return runner
+    weakref.finalize(started.runner, ranks.close)  # where nobody closes it: forgotten, or the engine failed
+    return started

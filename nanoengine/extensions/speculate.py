@@ -1,14 +1,120 @@
-"""Guesses of what comes next, for speculative decoding: what followed the same words before (prompt lookup).
+"""Speculative decoding: tokens guessed ahead, computed along with known ones, and kept where they come true.
 
-A proposer is any function of a sequence and a number that returns that many token ids of the model, at most;
-`Scheduler(propose=...)` takes it. It may keep what it likes in `seq.drafter`. Its guesses decide how
-fast the engine is, never what it says.
+A draft is a guess of a token to come, with a chunk of its own: to attention it is one more decode, over the
+same blocks and a token longer. With the known tokens a b c, of which c is not computed yet, and drafts d e:
+
+    chunk     computes  attends to  draws
+    [2, 3)    c         a b c       what comes at position 3: d, if the first draft is right
+    [3, 4)    d         a b c d     position 4, if d is right
+    [4, 5)    e         a b c d e   position 5, if d and e are right
+
+The draws up to and including the first that differs from its draft are exactly the tokens that plain decoding
+would have drawn. K and V of a draft that was wrong stay where they are, beyond what counts as computed, until
+the tokens that really come are computed there.
+
+Source: https://arxiv.org/abs/2211.17192, for a guesser that gives its guess a probability of 1.
+
+What guesses is any function of a sequence and a number, which returns that many token ids of the model, at
+most. Its guesses decide how fast the engine is, never what it says. Here is one that looks for what followed
+the same words before (prompt lookup).
 """
 
-from collections.abc import Sequence
+from collections import Counter, abc
+from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from nanoengine.config import SpeculativeConfig
+from nanoengine.engine import BlockManager, Chunk, ScheduledBatch, Scheduler, Sequence
+
+# ---- The scheduler -------------------------------------------------------------------------------
+
+
+class DraftingScheduler(Scheduler):
+    """A scheduler that has drafts computed behind decodes, with what others leave of budget and free blocks.
+
+    Not with steps in flight: what to guess depends on the tokens of the step before.
+
+    Args:
+        block_manager, settings: as in the base class.
+        propose: guesses what comes next.
+    """
+
+    def __init__(
+        self, block_manager: BlockManager, propose: Callable[[Sequence, int], list[int]], **settings: Any
+    ) -> None:
+        super().__init__(block_manager, **settings)
+        self.propose = propose
+        # By their place among the drafts of a step, from 0: how many were computed, and how many came true.
+        self.num_drafted, self.num_accepted = Counter[int](), Counter[int]()
+
+    def schedule(self) -> ScheduledBatch:
+        """As in the base class; the chunks of its drafts follow that of a decode."""
+        chunks, _, num_tokens = super().schedule()
+        with_drafts: list[Chunk] = []
+        for chunk in chunks:
+            with_drafts.append(chunk)
+            drafts = self._guess(chunk, self.max_num_batched_tokens - num_tokens)
+            if drafts:
+                token_ids = chunk.seq.token_ids + drafts
+                for position in range(chunk.end, chunk.end + len(drafts)):
+                    with_drafts.append(Chunk(chunk.seq, position, position + 1, True, token_ids))
+                num_tokens += len(drafts)
+        sampled_seqs = [chunk.seq for chunk in with_drafts if chunk.samples]
+        return ScheduledBatch(with_drafts, sampled_seqs, num_tokens)
+
+    def _guess(self, chunk: Chunk, budget: int) -> list[int]:
+        """The drafts to compute behind a chunk; the block table has room for them."""
+        seq, start, end, samples, _ = chunk
+        most = min(budget, seq.max_num_tokens - 1 - end)  # a token is drawn behind the last one
+        if not samples or end - start > 1 or most <= 0:
+            return []
+        drafts = self.propose(seq, most)[:most]
+        # Growing may give back what no token to come sees (windows.py). The chunk itself is still to come.
+        seq.num_computed_tokens = start
+        while drafts and not self.block_manager.may_append(seq, end + len(drafts)):
+            drafts = drafts[:-1]
+        seq.num_computed_tokens = end
+        return drafts
+
+    def update(self, batch: ScheduledBatch, token_ids: list[int | None]) -> list[Sequence]:
+        """As in the base class; a draw behind a draft counts if this and those before it came true.
+
+        From here on, not before, such a draft counts as computed.
+        """
+        took: dict[Sequence, None] = {}
+        place = -1
+        sampled_chunks = (chunk for chunk in batch.chunks if chunk.samples)
+        for chunk, token_id in zip(sampled_chunks, token_ids, strict=True):
+            seq = chunk.seq
+            place = place + 1 if is_draft(chunk) else -1
+            if place >= 0:
+                self.num_drafted[place] += 1
+                if not self._came_true(chunk):
+                    continue
+                self.num_accepted[place] += 1
+                seq.num_computed_tokens = chunk.end
+                if chunk.end // self.block_manager.block_size > seq.num_registered_blocks:
+                    self.block_manager.register_full_blocks(seq, chunk.end)
+            if seq.finish_reason is None:
+                self.take(seq, token_id)
+                took[seq] = None
+        return list(took)
+
+    @staticmethod
+    def _came_true(draft: Chunk) -> bool:
+        """Whether the sequence has taken the drafted token, as its last one."""
+        known = draft.seq.token_ids
+        is_next = draft.seq.finish_reason is None and len(known) == draft.end
+        return is_next and known[-1] == draft.token_ids[draft.start]
+
+
+def is_draft(chunk: Chunk) -> bool:
+    """Whether it computes a guess: then its token_ids are not its sequence's own list."""
+    return chunk.token_ids is not chunk.seq.token_ids
+
+
+# ---- A proposer ----------------------------------------------------------------------------------
 
 MAX_PAUSE = 64  # tokens without a guess, after guesses that failed
 
@@ -21,12 +127,14 @@ class NgramProposer:
 
     def __init__(self, config: SpeculativeConfig) -> None:
         self.config = config
+        self.lookups: WeakKeyDictionary[Sequence, Lookup] = WeakKeyDictionary()
 
-    def __call__(self, seq: Any, num_tokens: int) -> list[int]:
-        """At most num_tokens guesses of what follows the engine's sequence `seq`."""
-        if seq.drafter is None:
-            seq.drafter = Lookup(*self.config.lookup_lengths, self.config.num_speculative_tokens)
-        lookup: Lookup = seq.drafter
+    def __call__(self, seq: Sequence, num_tokens: int) -> list[int]:
+        """At most num_tokens guesses of what follows a sequence."""
+        lookup = self.lookups.get(seq)
+        if lookup is None:
+            lookup = Lookup(*self.config.lookup_lengths, self.config.num_speculative_tokens)
+            self.lookups[seq] = lookup
         return lookup.guess(seq.token_ids, num_tokens)
 
 
@@ -43,15 +151,15 @@ class Lookup:
     def __init__(self, shortest: int, longest: int, max_guesses: int) -> None:
         self.lengths = range(longest, shortest - 1, -1)
         self.max_guesses = max_guesses
-        self.follows: dict[tuple[int, ...], int] = {}  # run -> position behind where it was seen last
-        self.num_indexed = shortest  # tokens whose runs before them are in the table
+        self.follows: dict[tuple[int, ...], int] = {}  # run -> the position behind it, where it was seen last
+        self.num_indexed = shortest  # runs that end before this position are in the table
         self.guesses: list[int] = []  # the last ones
         self.guessed_at = 0  # the position of their first
         self.size = 1  # how many to make
-        self.pause = 1  # tokens to wait after the next single guess that fails, halved
+        self.pause = 1  # tokens; doubled by each single guess that fails, and then waited for
         self.resume_at = 0  # the position from which on to guess again
 
-    def guess(self, token_ids: Sequence[int], num_tokens: int) -> list[int]:
+    def guess(self, token_ids: abc.Sequence[int], num_tokens: int) -> list[int]:
         """At most num_tokens of what may come next; token_ids are those of the last call, and more."""
         self._adapt(token_ids)
         if len(token_ids) < self.resume_at:
@@ -72,8 +180,8 @@ class Lookup:
                 return self.guesses
         return []
 
-    def _adapt(self, token_ids: Sequence[int]) -> None:
-        """Guess twice as many as came true the last time, and one; fewer and fewer where single ones fail."""
+    def _adapt(self, token_ids: abc.Sequence[int]) -> None:
+        """Guess twice as many as came true the last time, and one; after single ones that fail, pause."""
         if not self.guesses or len(token_ids) == self.guessed_at:  # a step that failed told nothing
             return
         came = token_ids[self.guessed_at : self.guessed_at + len(self.guesses)]

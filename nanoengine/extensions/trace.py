@@ -18,13 +18,14 @@ import logging
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
-if TYPE_CHECKING:
-    from nanoengine.engine import LLMEngine, ScheduledBatch, Scheduler, Sequence
+from nanoengine.engine import Block, ScheduledBatch, Scheduler, Sequence
+from nanoengine.engine import Chunk as ScheduledChunk
+from nanoengine.extensions.windows import WindowedBlockManager
 
 VERSION = 1
 
@@ -217,7 +218,7 @@ class Tracer:
 
     def __init__(
         self,
-        scheduler: "Scheduler",
+        scheduler: Scheduler,
         write: Callable[[Event], Any],
         *,
         model: str = "",
@@ -238,6 +239,7 @@ class Tracer:
         self._evicted: list[int] = []
         self._freed: list[int] = []
         self._shared: list[int] = []  # given back, and held by others
+        self._num_needed = 0  # free blocks, for the call of `allocate` that runs
         self._num_draws: Counter[int] = Counter()  # that counted, by seq_id, of the running `update`
         self._short: int | None = None  # the sequence that a block could not be found for
         self._new_token_ids: dict[int, None] = {}  # since the last step, each once
@@ -246,18 +248,20 @@ class Tracer:
             (scheduler, "add", self._add),
             (scheduler, "schedule", self._schedule),
             (scheduler, "update", self._update),
-            (scheduler, "_accepted", self._accepted),
+            (scheduler, "take", self._take),
             (scheduler, "recover", self._recover),
             (self.blocks, "allocate", self._allocate),
             (self.blocks, "may_append", self._may_append),
             (self.blocks, "register_full_blocks", self._register_full_blocks),
             (self.blocks, "free", self._free),
             (self.blocks, "clear", self._clear),
+            (self.blocks, "_hold", self._hold),
             (self.blocks, "_take_free_block", self._take_free_block),
             (self.blocks, "_release", self._release),
         ]
         for owner, name, wrapper in self._wrapped:
             setattr(owner, name, partial(wrapper, getattr(owner, name)))
+        windows = self.blocks.windows if isinstance(self.blocks, WindowedBlockManager) else (None,)
         self._emit(
             lambda: {
                 "event": "start",
@@ -265,7 +269,7 @@ class Tracer:
                 "model": model,
                 "block_size": self.blocks.block_size,
                 "num_blocks": self.blocks.num_blocks,
-                "windows": list(self.blocks.windows),
+                "windows": list(windows),
                 "max_num_seqs": scheduler.max_num_seqs,
                 "max_num_batched_tokens": scheduler.max_num_batched_tokens,
                 "max_chunk_tokens": scheduler.max_chunk_tokens,
@@ -294,7 +298,7 @@ class Tracer:
             },
             "changes": self._changes,
             "block_tables": [
-                {"seq": seq.seq_id, "tables": [list(table) for table in seq.block_tables]}
+                {"seq": seq.seq_id, "tables": [list(table) for table in self._tables_of(seq)]}
                 for seq in self._touched.values()
             ],
             "num_free_blocks": self.blocks.num_free_blocks,
@@ -323,7 +327,7 @@ class Tracer:
 
     # -- the wrappers: each takes the method in its place first
 
-    def _add(self, add: Callable[..., None], seq: "Sequence") -> None:
+    def _add(self, add: Callable[..., None], seq: Sequence) -> None:
         add(seq)
         self._changes.append(
             {
@@ -337,7 +341,7 @@ class Tracer:
         )
         self._new_token_ids |= dict.fromkeys(seq.token_ids)
 
-    def _schedule(self, schedule: "Callable[[], ScheduledBatch]") -> "ScheduledBatch":
+    def _schedule(self, schedule: Callable[[], ScheduledBatch]) -> ScheduledBatch:
         batch = schedule()
         if batch.chunks:
             if batch.sampled_seqs:
@@ -347,19 +351,19 @@ class Tracer:
                     "seq": chunk.seq.seq_id,
                     "start": chunk.start,
                     "end": chunk.end,
-                    "samples": chunk.is_last,
-                    "draft": chunk.drafts[-1] if chunk.drafts else None,
+                    "samples": chunk.samples,
+                    "draft": draft_of(chunk),
                 }
                 for chunk in batch.chunks
             ]
-            drafts = [token_id for chunk in batch.chunks for token_id in chunk.drafts[-1:]]
+            drafts = [chunk["draft"] for chunk in chunks if chunk["draft"] is not None]
             self._new_token_ids |= dict.fromkeys(drafts)
             self._changes.append({"change": "schedule", "num_tokens": batch.num_tokens, "chunks": chunks})
         return batch
 
     def _update(
-        self, update: "Callable[..., list[Sequence]]", batch: "ScheduledBatch", *arguments: Any
-    ) -> "list[Sequence]":
+        self, update: Callable[..., list[Sequence]], batch: ScheduledBatch, *arguments: Any
+    ) -> list[Sequence]:
         of_step = [step for one, step in self._in_flight if one is batch]
         if not of_step:  # nobody is due a token
             return update(batch, *arguments)
@@ -388,12 +392,9 @@ class Tracer:
             for seq in grown:
                 self._new_token_ids |= dict.fromkeys(seq.token_ids[before[seq] :])
 
-    def _accepted(
-        self, accepted: "Callable[..., Iterator[tuple[Sequence, int | None]]]", *arguments: Any
-    ) -> "Iterator[tuple[Sequence, int | None]]":
-        for seq, token_id in accepted(*arguments):
-            self._num_draws[seq.seq_id] += 1
-            yield seq, token_id
+    def _take(self, take: Callable[..., None], seq: Sequence, token_id: int | None) -> None:
+        self._num_draws[seq.seq_id] += 1
+        take(seq, token_id)
 
     def _recover(self, recover: Callable[[], None]) -> None:
         self._in_flight.clear()
@@ -401,27 +402,23 @@ class Tracer:
         self._changes.append({"change": "fail", "error": repr(sys.exception())})
         recover()
 
-    def _allocate(self, allocate: "Callable[[Sequence], bool]", seq: "Sequence") -> bool:
+    def _allocate(self, allocate: Callable[[Sequence], bool], seq: Sequence) -> bool:
         self._evicted = []
         admitted = allocate(seq)
         blocks = self.blocks
         if not admitted:
-            hits = blocks.find_prefix(seq)
-            num_hits = len(hits[0])
-            num_computed = min(num_hits * blocks.block_size, seq.num_tokens - 1)
-            num_new = sum(blocks._table_lengths(num_computed, seq.num_tokens)) - num_hits * len(hits)
-            num_revived = sum(hit.block_id > 0 and hit.ref_count == 0 for group in hits for hit in group)
             self._changes.append(
                 {
                     "change": "refuse",
                     "seq": seq.seq_id,
-                    "num_needed": num_new + num_revived,
+                    "num_needed": self._num_needed,
                     "num_free": blocks.num_free_blocks,
                 }
             )
             return False
         num_hits = seq.num_hit_tokens // blocks.block_size
-        hit_ids = [table[:num_hits] for table in seq.block_tables]
+        tables = self._tables_of(seq)
+        hit_ids = [table[:num_hits] for table in tables]
         held = [block_id for group in hit_ids for block_id in group if block_id]
         self._changes.append(
             {
@@ -429,7 +426,7 @@ class Tracer:
                 "seq": seq.seq_id,
                 "hits": hit_ids,
                 "revived": [block_id for block_id in held if blocks.blocks[block_id].ref_count == 1],
-                "taken": [table[num_hits:] for table in seq.block_tables],
+                "taken": [table[num_hits:] for table in tables],
                 "evicted": self._evicted,
                 "num_computed_tokens": seq.num_computed_tokens,
             }
@@ -437,16 +434,17 @@ class Tracer:
         self._touched[seq.seq_id] = seq
         return True
 
-    def _may_append(self, may_append: "Callable[..., bool]", seq: "Sequence", *arguments: Any) -> bool:
+    def _may_append(self, may_append: Callable[..., bool], seq: Sequence, num_tokens: int) -> bool:
         self._evicted, self._freed, self._shared = [], [], []
-        lengths = [len(table) for table in seq.block_tables]
-        has_room = may_append(seq, *arguments)
+        tables = self._tables_of(seq)
+        lengths = [len(table) for table in tables]
+        has_room = may_append(seq, num_tokens)
         if self._freed or self._shared:
             self._changes.append(
                 {"change": "skip", "seq": seq.seq_id, "freed": self._freed, "shared": self._shared}
             )
             self._touched[seq.seq_id] = seq
-        taken = [table[length:] for table, length in zip(seq.block_tables, lengths, strict=True)]
+        taken = [table[length:] for table, length in zip(tables, lengths, strict=True)]
         if not has_room:
             self._short = seq.seq_id
         elif any(taken):
@@ -455,6 +453,16 @@ class Tracer:
             )
             self._touched[seq.seq_id] = seq
         return has_room
+
+    def _tables_of(self, seq: Sequence) -> list[list[int]]:
+        """A sequence's block tables, by group; none where it does not run."""
+        if isinstance(self.blocks, WindowedBlockManager):
+            return self.blocks.tables_of(seq)
+        return [seq.block_table] if seq.block_table else []
+
+    def _hold(self, hold: Callable[..., bool], hits: list[Block], num_new: int) -> bool:
+        self._num_needed = num_new + sum(block.ref_count == 0 for block in hits)
+        return hold(hits, num_new)
 
     def _take_free_block(self, take_free_block: Callable[..., int], *arguments: Any) -> int:
         num_evictable = len(self.blocks.evictable_blocks)
@@ -469,11 +477,11 @@ class Tracer:
         (self._shared if is_shared else self._freed).append(block_id)
 
     def _register_full_blocks(
-        self, register_full_blocks: Callable[..., None], seq: "Sequence", num_tokens: int
+        self, register_full_blocks: Callable[..., None], seq: Sequence, num_tokens: int
     ) -> None:
         first = seq.num_registered_blocks
         register_full_blocks(seq, num_tokens)
-        tables = [table[first : seq.num_registered_blocks] for table in seq.block_tables]
+        tables = [table[first : seq.num_registered_blocks] for table in self._tables_of(seq)]
         # Of the blocks of one index all have the same; the null block has 0.
         prefix_ids = [
             max(self.blocks.blocks[block_id].prefix_id for block_id in block_ids)
@@ -490,7 +498,7 @@ class Tracer:
                 }
             )
 
-    def _free(self, free: "Callable[[Sequence], None]", seq: "Sequence") -> None:
+    def _free(self, free: Callable[[Sequence], None], seq: Sequence) -> None:
         self._freed, self._shared = [], []
         free(seq)
         self._changes.append(
@@ -510,30 +518,43 @@ class Tracer:
         self._changes.append({"change": "clear"})
 
 
-def trace_engine(engine: "LLMEngine", target: str | Path | Callable[[Any], Any]) -> Tracer:
-    """Have an engine traced to a file of JSON lines, each written as soon as its step ends, or to a callable.
+def draft_of(chunk: ScheduledChunk) -> int | None:
+    """The token that a chunk guesses; None: it computes what its sequence has."""
+    return None if chunk.token_ids is chunk.seq.token_ids else chunk.token_ids[chunk.start]
+
+
+def trace(
+    scheduler: Scheduler,
+    target: str | Path | Callable[[Any], Any],
+    *,
+    model: str,
+    request_of: Callable[[int], str],
+    tokenizer: Any,
+    seconds: dict[str, float],
+) -> Tracer:
+    """Trace a scheduler to a file of JSON lines, each written as soon as its step ends, or to a callable.
+
+    Nothing that it is given may lead to the cache: its memory is freed with the engine.
+
+    Args:
+        scheduler: as `Tracer` takes it.
+        target: the file, or what takes the events.
+        model: as `Tracer` takes it.
+        request_of: likewise.
+        tokenizer: transformers'; None: there is none.
+        seconds: as `Tracer` takes them.
 
     Raises:
         OSError: the file cannot be written.
     """
-    # Whatever of the engine is kept here must not lead to the cache: its memory is freed with the engine.
-    requests = engine._request_of
-    tokenizer = engine.checkpoint.tokenizer
-    model = Path(engine.config.model)
     if callable(target):
         write = target
     else:
         path = Path(target).resolve()
         path.write_text("")
         write = partial(_append_line, path)
-    return Tracer(
-        engine.scheduler,
-        write,
-        model=model.resolve().name if model.exists() else str(engine.config.model),
-        request_of=lambda seq_id: str(requests[seq_id].request_id),
-        text_of=None if tokenizer is None else partial(_token_text, tokenizer.backend_tokenizer),
-        seconds=engine.runner.stopwatch.seconds,
-    )
+    text_of = None if tokenizer is None else partial(_token_text, tokenizer.backend_tokenizer)
+    return Tracer(scheduler, write, model=model, request_of=request_of, text_of=text_of, seconds=seconds)
 
 
 def _append_line(path: Path, event: Event) -> None:

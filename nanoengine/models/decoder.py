@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoengine.backends.attention import KVCache, KVSpec, PagedAttention
+from nanoengine.backends.attention import PagedAttention
+from nanoengine.backends.kv_cache import KVCache, KVSpec
 
 # ---- Configuration: one dataclass for the families served ----------------------------------------
 

@@ -23,7 +23,8 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from nanoengine.backends.attention import KVCache, KVSpec, PagedAttention
+from nanoengine.backends.attention import PagedAttention
+from nanoengine.backends.kv_cache import KVCache, KVSpec
 from nanoengine.models.decoder import rope_settings
 from nanoengine.models.eager import METHODS, replace_attention
 from nanoengine.models.linear import use_linear_layers

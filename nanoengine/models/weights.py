@@ -1,5 +1,6 @@
 """From a hub id or a directory to a config, a tokenizer and a loaded model. Safetensors only."""
 
+import itertools
 import json
 import logging
 import re
@@ -8,13 +9,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from xxhash import xxh3_128
 
 from nanoengine.config import EngineConfig
 from nanoengine.models.decoder import Decoder, DecoderConfig, architecture_of, rope_settings
@@ -25,10 +27,8 @@ from nanoengine.models.hf import (
     check_config,
     language_part,
 )
+from nanoengine.models.shard import Shard
 from nanoengine.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from nanoengine.extensions.parallel import Shard
 
 GENERATION_CONFIG = "generation_config.json"
 # Schemes that transformers dequantises when it loads them -> the libraries it needs for that.
@@ -321,7 +321,7 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     max_model_len: int,
-    shard: "Shard | None" = None,
+    shard: Shard | None = None,
 ) -> Decoder | HFModel:
     """Build the model and fill every parameter, from the checkpoint or (dummy) at random.
 
@@ -364,7 +364,7 @@ def _load_decoder(
     dtype: torch.dtype,
     device: torch.device,
     max_model_len: int,
-    shard: "Shard | None",
+    shard: Shard | None,
 ) -> Decoder:
     with torch.device("meta"):
         model = whole = Decoder(decoder_config).to(dtype)
@@ -423,7 +423,7 @@ def _check_dtypes(headers: dict[str, TensorHeader], parameters: Container[str]) 
             )
 
 
-def _fill(model: Decoder, headers: dict[str, TensorHeader], shard: "Shard | None") -> None:
+def _fill(model: Decoder, headers: dict[str, TensorHeader], shard: Shard | None) -> None:
     """Copy tensors, or a shard's part of each, one at a time from memory-mapped files: they are held once."""
     wanted = _destinations(model)
     wanted.setdefault(HEAD, wanted[EMBEDDING])
@@ -559,6 +559,15 @@ def _tensor_files(path: Path) -> list[Path]:
         if not file.is_file():
             raise ValueError(f"{path} lacks the shard {file.name}, which {index.name} names")
     return files
+
+
+def digest_weights(model: torch.nn.Module) -> bytes:
+    """A hash of all weights, by name, as they are computed with: of their dtype too."""
+    digest = xxh3_128()
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.digest()
 
 
 def _read_headers(checkpoint: Checkpoint) -> dict[str, TensorHeader]:

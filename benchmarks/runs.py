@@ -1,0 +1,61 @@
+"""What every engine's run has in common: its limits, its model where it is transformers' own, its figures.
+
+Nothing but the standard library up here: each engine has a Python of its own.
+"""
+
+import itertools
+import os
+import statistics
+import sys
+from collections.abc import Callable
+from typing import Any
+
+# Serve prompts, with these output lengths, from these arrival times on; what was measured, as JSON.
+Run = Callable[[list[list[int]], list[int], list[float]], dict[str, Any]]
+
+MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, TEMPERATURE = 256, 8192, 0.6
+KV_CACHE_BYTES = 4 << 30  # on a CPU; nanoengine's own choice, too
+CORES = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else list(range(os.cpu_count() or 1))
+
+
+def latencies(arrivals: list[float], stamps: list[list[float]]) -> dict[str, list[float]]:
+    """From each request's arrival and its tokens' times, in seconds.
+
+    ttft: time to the first token, queueing included, per request; tpot: time per output token after
+    the first, per request; itl: time between one token and the next, per token.
+    """
+    gaps = [[b - a for a, b in itertools.pairwise(times)] for times in stamps]
+    return {
+        "ttft": [times[0] - arrival for arrival, times in zip(arrivals, stamps, strict=True)],
+        "tpot": [statistics.fmean(each) for each in gaps if each],
+        "itl": [gap for each in gaps for gap in each],
+    }
+
+
+def percentiles(values: list[float]) -> list[float]:
+    """The 50th, 90th and 99th percentile, interpolated between neighbours.
+
+    >>> percentiles([40.0, 10.0, 30.0, 20.0])[0]
+    25.0
+    """
+    cuts = statistics.quantiles(values * 2 if len(values) == 1 else values, n=100, method="inclusive")
+    return [cuts[49], cuts[89], cuts[98]]
+
+
+def transformers_model(settings: dict[str, Any]) -> tuple[Any, Any]:
+    """A model and the generation settings both of its engines use: sampling, and no end of sequence."""
+    import torch
+    import transformers
+
+    library: Any = transformers  # partly without types
+
+    dtype = getattr(torch, settings["dtype"])
+    if settings["load_format"] == "dummy":
+        config = library.AutoConfig.from_pretrained(settings["model"])
+        model = library.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    else:
+        model = library.AutoModelForCausalLM.from_pretrained(settings["model"], dtype=dtype)
+    model.generation_config = library.GenerationConfig(
+        do_sample=True, temperature=TEMPERATURE, top_k=0, top_p=1.0, pad_token_id=0, eos_token_id=None
+    )
+    return model.to(settings["device"]).eval(), model.generation_config

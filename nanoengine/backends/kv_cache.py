@@ -1,0 +1,119 @@
+"""The memory that keys and values are cached in: what each layer stores, which layers share, how it is made.
+
+Shape letters: B block_size, K key/value heads, D head_dim (D' of the values, where it differs).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nanoengine.backends.memory import zeros_on_large_pages
+
+
+class KVSpec(NamedTuple):
+    """What one layer stores per token, and which of it a token sees."""
+
+    num_kv_heads: int
+    k_head_dim: int
+    v_head_dim: int
+    dtype: torch.dtype
+    window: int | None = None  # how many positions back, itself included; None: all
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of K and V together."""
+        return self.num_kv_heads * (self.k_head_dim + self.v_head_dim) * self.dtype.itemsize
+
+
+class KVGroup(NamedTuple):
+    """Layers with one block table per sequence, since they see the same of it."""
+
+    layers: list[int]
+    window: int | None  # the widest of its layers', which decides when a block can be given back; None: never
+
+
+def group_layers(specs: Sequence[KVSpec], max_model_len: int) -> list[KVGroup]:
+    """Divide layers by their windows into groups of one size: full attention first, the smallest window last.
+
+    The i-th layer of every group stores its K and V in the same memory, so that a block serves any group.
+    That takes layers of one shape; others stay in one group, and keep what the widest window sees.
+    The size is the one that leaves least of a block unused.
+
+    Source: vLLM's hybrid KV cache manager, https://docs.vllm.ai/en/latest/design/hybrid_kv_cache_manager
+
+    >>> spec = KVSpec(1, 8, 8, torch.float32)
+    >>> group_layers([spec._replace(window=w) for w in (16, 16, None, 16, 16, None)], max_model_len=100)
+    ... # doctest: +NORMALIZE_WHITESPACE
+    [KVGroup(layers=[2, 5], window=None),
+     KVGroup(layers=[0, 1], window=16), KVGroup(layers=[3, 4], window=16)]
+    """
+    kinds: dict[float, list[int]] = {}  # window -> layers
+    for layer, spec in enumerate(specs):
+        is_whole = spec.window is None or spec.window >= max_model_len
+        kinds.setdefault(math.inf if is_whole or spec.window is None else spec.window, []).append(layer)
+    size = len(specs)
+    if len({spec._replace(window=None) for spec in specs}) == 1:
+        counts = [len(layers) for layers in kinds.values()]
+        num_layers = {n: n * sum(-(-count // n) for count in counts) for n in range(1, max(counts) + 1)}
+        size = min(range(min(counts), max(counts) + 1), key=lambda n: (num_layers[n], -n))
+    else:
+        kinds = {max(kinds): list(range(len(specs)))}
+    return [
+        KVGroup(layers[i : i + size], None if window == math.inf else int(window))
+        for window, layers in sorted(kinds.items(), reverse=True)
+        for i in range(0, len(layers), size)
+    ]
+
+
+@dataclass(slots=True)
+class KVCache:
+    """One layer's cache, `(num_blocks, B, K, D)` and `(num_blocks, B, K, D')`; block 0 is the null block."""
+
+    k: Tensor
+    v: Tensor
+    group: int = 0  # which of the block tables says where its sequences' tokens are
+
+    @classmethod
+    def zeros(cls, spec: KVSpec, num_blocks: int, block_size: int, device: torch.device) -> "KVCache":
+        """A cache without content. Zeroed, so that no page of it is fetched from the system in a step."""
+
+        def zeros(head_dim: int) -> Tensor:
+            shape = num_blocks, block_size, spec.num_kv_heads, head_dim
+            if device.type == "cpu":
+                return zeros_on_large_pages(shape, spec.dtype).zero_()
+            return torch.zeros(shape, dtype=spec.dtype, device=device)
+
+        return cls(zeros(spec.k_head_dim), zeros(spec.v_head_dim))
+
+
+def block_bytes(specs: Sequence[KVSpec], groups: Sequence[KVGroup], block_size: int) -> int:
+    """Bytes of a block in all layers that share it."""
+    return block_size * max(sum(specs[layer].bytes_per_token for layer in group.layers) for group in groups)
+
+
+def new_caches(
+    specs: Sequence[KVSpec], groups: Sequence[KVGroup], num_blocks: int, block_size: int, device: torch.device
+) -> list[KVCache]:
+    """A cache per layer, with the null block on top; the i-th layers of all groups share one memory.
+
+    Raises:
+        ValueError: there is no memory for them.
+    """
+    try:
+        largest = max(groups, key=lambda group: len(group.layers))
+        memory = [KVCache.zeros(specs[layer], num_blocks + 1, block_size, device) for layer in largest.layers]
+    except RuntimeError as error:  # torch.OutOfMemoryError on a GPU is one
+        raise ValueError(
+            f"no memory for a KV cache of {num_blocks} blocks of {block_size} tokens; "
+            "lower num_kv_blocks or kv_cache_bytes"
+        ) from error
+    caches = {
+        layer: KVCache(cache.k, cache.v, index)
+        for index, group in enumerate(groups)
+        for layer, cache in zip(group.layers, memory, strict=False)
+    }
+    return [caches[layer] for layer in range(len(specs))]

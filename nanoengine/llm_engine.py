@@ -1,0 +1,392 @@
+"""Requests in, outputs out: `LLMEngine`, the one place that knows all parts and puts an engine together.
+
+What steps is an `EngineCore` (engine.py). Of which of its classes, or of their subclasses in extensions/, it
+consists is chosen here. Three helpers are used throughout: `uninterrupted` has a Ctrl-C wait for the end of a
+block, so that no state is left half changed; `Owner` lets one thread at a time in; `Inbox` holds outputs that
+were not handed over yet.
+"""
+
+import itertools
+import sys
+import time
+from collections import Counter as Multiset
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+from nanoengine.backends.kv_cache import KVGroup
+from nanoengine.compat import CALL, without_unserved
+from nanoengine.config import EngineConfig
+from nanoengine.detokenizer import Detokenizer
+from nanoengine.engine import BlockManager, Collected, EngineCore, ModelRunner, Scheduler, Sequence
+from nanoengine.metrics import Metric, RequestStats, list_metrics
+from nanoengine.models.weights import open_checkpoint
+from nanoengine.outputs import Inbox, RequestOutput
+from nanoengine.requests import CheckedRequest, Prompt, Request, RequestChecker, random_seed
+from nanoengine.sampling_params import SamplingParams
+from nanoengine.startup import Started, start_runner
+from nanoengine.steps import Owner, uninterrupted
+
+# ---- What an engine is made of -------------------------------------------------------------------
+
+
+def choose_runner(groups: list[KVGroup]) -> Callable[..., ModelRunner]:
+    """The runner's class, for layers in these groups."""
+    if len(groups) == 1:
+        return ModelRunner
+    from nanoengine.extensions.windows import WindowedRunner
+
+    return partial(WindowedRunner, len(groups))
+
+
+class LLMEngine:
+    """Requests in, outputs out, one step at a time. Names are vLLM's.
+
+    For one thread at a time: `AsyncLLM` is for several. `LLM` generates, chats and streams with it.
+
+    Raises:
+        ValueError: a setting or checkpoint that cannot be served; nothing is kept.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.checkpoint = open_checkpoint(
+            str(config.model),
+            tokenizer=None if config.tokenizer is None else str(config.tokenizer),
+            revision=config.revision,
+            model_impl=config.model_impl,
+            trust_remote_code=config.trust_remote_code,
+        )
+        self.max_model_len = self.checkpoint.choose_length(config.max_model_len)
+        start: Callable[..., Started] = partial(start_runner, choose_runner=choose_runner)
+        if config.tensor_parallel_size > 1:
+            from nanoengine.extensions.parallel import start_ranks
+
+            start = partial(start_ranks, start)
+        self.started = start(config, self.checkpoint, self.max_model_len)
+        self.core = self._assemble()
+        self.runner, self.scheduler = self.core.runner, self.core.scheduler
+        self.checker = RequestChecker(
+            self.checkpoint,
+            config,
+            max_model_len=self.max_model_len,
+            num_blocks=self.started.num_blocks,
+            block_size=self.runner.block_size,
+            max_computable_tokens=self.scheduler.block_manager.max_computable_tokens,
+        )
+        self._requests: dict[Any, Request] = {}  # the unfinished ones, by request_id
+        self._request_of: dict[int, Request] = {}  # the same, by the seq_id of each of their sequences
+        self._outputs = Inbox()  # not handed over yet
+        self._seq_ids = itertools.count()
+        self.num_prompt_tokens = self.num_generation_tokens = 0
+        self._stats = RequestStats(self.max_model_len)  # of those that ended
+        self._is_closed, self._owner = False, Owner()
+        self._tracer = None
+        if config.trace is not None:
+            from nanoengine.extensions.trace import trace
+
+            requests, model = self._request_of, Path(config.model)
+            self._tracer = trace(
+                self.scheduler,
+                config.trace,
+                model=model.resolve().name if model.exists() else str(model),
+                request_of=lambda seq_id: str(requests[seq_id].request_id),
+                tokenizer=self.checkpoint.tokenizer,
+                seconds=self.runner.stopwatch.seconds,
+            )
+        print(self.describe(), file=sys.stderr)
+
+    def _assemble(self) -> EngineCore:
+        """Block manager, scheduler and core: each the plain one, or what extends it for the config's sake."""
+        config, started = self.config, self.started
+        runner = started.runner
+        windows = [group.window for group in started.kv_groups]
+        settings: dict[str, Any] = {"enable_prefix_caching": config.enable_prefix_caching}
+        if windows != [None] or config.kv_store is not None:
+            settings |= {"windows": windows, "max_chunk_tokens": started.max_num_batched_tokens}
+            settings |= {"more_tables": getattr(runner, "more_tables", None)}
+        make_blocks: Callable[..., BlockManager] = BlockManager
+        make_core: Callable[..., EngineCore] = EngineCore
+        if config.kv_store is not None:
+            from nanoengine.extensions.kvstore import StoringBlockManager, StoringCore, connect
+
+            settings["connector"] = connect(
+                config.kv_store,
+                runner,
+                started.kv_specs,
+                started.kv_groups,
+                weights=(started.weights_digest.hex(), config.quantization),
+                hf_config=self.checkpoint.hf_config,
+            )
+            make_blocks, make_core = StoringBlockManager, StoringCore
+        elif windows != [None]:
+            from nanoengine.extensions.windows import WindowedBlockManager
+
+            make_blocks = WindowedBlockManager
+        blocks = make_blocks(started.num_blocks, runner.block_size, **settings)
+
+        make_scheduler: Callable[..., Scheduler] = Scheduler
+        is_async = runner.device.async_scheduling
+        if config.speculation is not None:
+            from nanoengine.extensions.speculate import DraftingScheduler, NgramProposer
+
+            make_scheduler = partial(DraftingScheduler, propose=NgramProposer(config.speculation))
+            is_async = False
+        scheduler = make_scheduler(
+            blocks,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=started.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            long_prefill_token_threshold=config.long_prefill_token_threshold,
+        )
+        is_async = is_async if config.async_scheduling is None else config.async_scheduling
+        return make_core(scheduler, runner, max_in_flight=int(is_async))
+
+    # -- what users call
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineConfig) -> Self:
+        """The same under vLLM's name."""
+        return cls(engine_args)
+
+    def check(self, prompt: Prompt, params: SamplingParams, priority: int = 0) -> CheckedRequest:
+        """Validate a request completely, without changing anything.
+
+        Raises:
+            ValueError, TypeError: it cannot be served.
+        """
+        if self._is_closed:
+            raise RuntimeError("the engine is closed")
+        return self.checker.check(prompt, params, priority)
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        **unserved: Any,
+    ) -> None:
+        """Queue a request; `step` computes it. It keeps a copy of its parameters.
+
+        Raises:
+            ValueError, TypeError: the id is in use, or the request cannot be served.
+            RuntimeError: the engine is closed, or another thread's requests are unfinished.
+        """
+        without_unserved("add_request", unserved, (), CALL)
+        if not isinstance(request_id, str):
+            raise TypeError(f"request_id must be a string, got {request_id!r}")
+        if request_id in self._requests or request_id in self._outputs:
+            raise ValueError(f"request_id {request_id!r} is in use")
+        params = self.checkpoint.default_sampling_params() if params is None else params
+        self.submit(request_id, self.check(prompt, params, priority))
+
+    @uninterrupted()
+    def submit(self, request_id: Any, checked: CheckedRequest) -> None:
+        """Make a checked request's sequences and queue them."""
+        self._owner.claim()
+        params, tokenizer = checked.params, self.checkpoint.tokenizer
+        backend = tokenizer.backend_tokenizer if tokenizer is not None and params.detokenize else None
+        seqs = [
+            Sequence(
+                seq_id,
+                checked.token_ids,
+                params,
+                priority=checked.priority,
+                seed=random_seed(params, index, self.config.seed, seq_id),
+                stop_ids=checked.stop_ids,
+                bad_words=checked.bad_words,
+                prompt_logprobs=params.prompt_logprobs if index == 0 else None,
+                detokenizer=Detokenizer(backend, checked.token_ids, params) if backend else None,
+            )
+            for index, seq_id in enumerate(itertools.islice(self._seq_ids, params.n))
+        ]
+        self._requests[request_id] = request = Request(request_id, checked, seqs, tokenizer)
+        self.num_prompt_tokens += len(checked.token_ids)
+        for seq in seqs:
+            self._request_of[seq.seq_id] = request
+            self.scheduler.add(seq)
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step; returns an output of each request that got a token or finished.
+
+        With async scheduling the tokens are those of the step before, so that the first call returns none.
+
+        Raises:
+            Exception: whatever the forward pass raised. Every request keeps the tokens it had, is still
+                queued, and will be computed anew; call again, or abort some. What fails twice without a
+                token in between ends with "error".
+        """
+        self._owner.claim()
+        with uninterrupted():  # a Ctrl-C strikes at the end of this block, and the outputs are kept
+            try:
+                for collected in self.core.step():
+                    self._take(collected)
+            except BaseException:
+                self.core.recover()
+                self._hand_over([request for request in self._requests.values() if request.has_news])
+                raise
+            finally:
+                if self._tracer is not None:
+                    self._tracer.end_step()
+        if not self._requests:
+            self._owner.release()
+        return self._outputs.take(self._outputs)
+
+    @uninterrupted()
+    def abort_request(self, request_ids: Any) -> list[RequestOutput]:
+        """Drop requests (an id or several) and free their blocks; unknown ids are ignored.
+
+        Returns:
+            What the requests had so far, and was not handed over; finish_reason is "abort" for the
+            samples that still ran.
+        """
+        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        requests = [self._requests[i] for i in dict.fromkeys(ids) if i in self._requests]
+        if requests:
+            self._owner.claim()
+        for request in requests:
+            for sample in request.samples.values():
+                if not sample.seq.is_finished:
+                    self.scheduler.finish(sample.seq, "abort")
+            self._forget(request)
+            self._outputs.put(request.output())
+        outputs = self._outputs.take(ids)
+        if requests and not self.has_unfinished_requests():
+            self._owner.release()
+        return outputs
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has something to compute or to hand over."""
+        return bool(self._requests or self._outputs)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; refused (False) while requests run."""
+        return self.scheduler.block_manager.reset_prefix_cache()
+
+    def metrics(self) -> dict[str, int | float]:
+        """Counters since the start, and the state of the queues and the cache now.
+
+        `seconds_*` add up the phases of the steps: schedule, inputs (arrays, and their copies to the
+        device), forward (up to the logits), sample, update (the scheduler's, and tokens to text). On
+        CUDA, forward only queues its kernels; sampling waits for them, and its seconds hold theirs.
+        """
+        scheduler, blocks = self.scheduler, self.scheduler.block_manager
+        stored: Any = blocks if self.config.kv_store is not None else None
+        drafted, accepted = self._drafts()
+        num_drafts, num_accepted = drafted[0], accepted.total()
+        return {
+            "num_running": len(scheduler.running),
+            "num_waiting": len(scheduler.waiting),
+            "num_blocks": blocks.num_blocks,
+            "num_free_blocks": blocks.num_free_blocks,
+            "kv_cache_usage": 1 - blocks.num_free_blocks / blocks.num_blocks,
+            "num_preemptions": scheduler.num_preemptions,
+            "prefix_cache_queries": blocks.num_query_tokens,
+            "prefix_cache_hits": blocks.num_query_hits,
+            "external_prefix_cache_queries": stored.num_external_query_tokens
+            if stored
+            else 0,  # of the KV store
+            "external_prefix_cache_hits": stored.num_external_hit_tokens if stored else 0,
+            "prompt_tokens": self.num_prompt_tokens,
+            "generation_tokens": self.num_generation_tokens,
+            "num_steps": self.core.num_steps,
+            "spec_decode_num_drafts": num_drafts,
+            "spec_decode_num_draft_tokens": drafted.total(),
+            "spec_decode_num_accepted_tokens": num_accepted,
+            # Tokens of a decode that had a draft, as vLLM counts: those accepted, and the one drawn anyway.
+            "spec_decode_mean_acceptance_length": 1 + num_accepted / num_drafts if num_drafts else 0.0,
+            **{f"seconds_{phase}": seconds for phase, seconds in self.runner.stopwatch.seconds.items()},
+        }
+
+    def get_metrics(self) -> list[Metric]:
+        """The same, and histograms of the requests that ended, as vLLM's metrics reader gives them."""
+        _, accepted = self._drafts()
+        places = [accepted[place] for place in range(self.config.num_speculative_tokens)]
+        return list_metrics(str(self.config.model), self.metrics(), self._stats, places)
+
+    def describe(self) -> str:
+        """For the user: whose code, which attention and why not a faster one, where, and how much cache."""
+        config, started, runner = self.config, self.started, self.runner
+        attention = runner.attention
+        notes = f" ({'; '.join(attention.notes)})" if attention.notes else ""
+        part = " (its language model: images are left out)" if self.checkpoint.is_part else ""
+        weights = f" with {config.quantization} weights" if config.quantization else ""
+        num_guesses = config.num_speculative_tokens
+        ahead = (
+            f", up to {num_guesses} tokens guessed ahead (ngram), no async scheduling" if num_guesses else ""
+        )
+        blocks: Any = self.scheduler.block_manager
+        kept = f", KV store {blocks.connector.store}" if config.kv_store is not None else ""
+        return (
+            f"nanoengine: {self.checkpoint.architecture}{part} on {runner.model.code} code, "
+            f"{attention.backend.name} attention{notes}{runner.forward.describe()}, "
+            f"{str(started.dtype).removeprefix('torch.')}{weights} on {runner.device.device}, "
+            f"KV cache of {started.num_blocks} blocks of {runner.block_size} tokens"
+            f"{describe_windows(started, self.max_model_len)}{ahead}{kept}"
+        )
+
+    def close(self) -> None:
+        """Abort what runs and release the memory; the object is of no use afterwards."""
+        self._owner.claim()
+        self._is_closed = True
+        self.abort_request(list(self._requests))
+        if self._tracer is not None:
+            self._tracer.close()
+        self._outputs.clear()
+        self.core.close()
+        self._owner.release()
+
+    shutdown = close  # vLLM's name
+
+    # -- helpers
+
+    def _take(self, collected: Collected) -> None:
+        """Note what a step brought to requests, and make the outputs that are due."""
+        stopwatch = self.runner.stopwatch
+        stopwatch.start()
+        now = time.monotonic()
+        of_samples, of_prompts = collected.logprobs
+        for seq_id, (first, entries) in of_prompts.items():
+            if seq_id in self._request_of:  # not aborted meanwhile
+                self._request_of[seq_id].take_prompt_logprobs(first, entries)
+        requests: dict[Any, Request] = {}
+        for seq in collected.took:
+            request = self._request_of[seq.seq_id]
+            requests[request.request_id] = request
+            self.num_generation_tokens += request.take_tokens(seq, of_samples.get(seq.seq_id, ()), now)
+        self._hand_over(requests.values())
+        stopwatch.lap("update")
+
+    def _hand_over(self, requests: Iterable[Request]) -> None:
+        """Make the outputs that are due of requests with news, and forget those that are finished."""
+        for request in requests:
+            if request.is_due:
+                self._outputs.put(request.output())
+            if request.finished:
+                self._forget(request)
+
+    def _forget(self, request: Request) -> None:
+        self._stats.add(request)
+        del self._requests[request.request_id]
+        for seq_id in request.samples:
+            del self._request_of[seq_id]
+
+    def _drafts(self) -> tuple[Multiset[int], Multiset[int]]:
+        """How many drafts were computed and accepted, by their place in a guess."""
+        scheduler: Any = self.scheduler
+        if self.config.speculative_config is None:
+            return Multiset(), Multiset()
+        return scheduler.num_drafted, scheduler.num_accepted
+
+
+def describe_windows(started: Started, max_model_len: int) -> str:
+    """For the user: what becomes of blocks that a sliding window has left behind."""
+    windows = [group.window for group in started.kv_groups]
+    if windows == [None]:
+        has_window = any(spec.window and spec.window < max_model_len for spec in started.kv_specs)
+        return ", none given back behind a window (the layers' shapes differ)" if has_window else ""
+    kinds = [f"{windows.count(w)} of {f'a window of {w}' if w else 'all'}" for w in dict.fromkeys(windows)]
+    return f", layers in groups: {', '.join(kinds)}" if len(windows) > 1 else f", a window of {windows[0]}"

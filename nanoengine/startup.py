@@ -1,0 +1,155 @@
+"""Once, before the first step: a device, the weights on it, and how large the cache and the steps are."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from nanoengine.backends.cpu import CPU
+from nanoengine.backends.cuda import CUDA
+from nanoengine.backends.device import Decodes, Device, Forward, Trial
+from nanoengine.backends.kv_cache import KVCache, KVGroup, KVSpec, block_bytes, group_layers, new_caches
+from nanoengine.config import EngineConfig
+from nanoengine.engine import Chunk, ModelRunner, ScheduledBatch, Sequence
+from nanoengine.models.shard import Shard
+from nanoengine.models.weights import Checkpoint, digest_weights, load_model, resolve_dtype
+from nanoengine.sampling import draw_rows, scale_logits
+from nanoengine.sampling_params import SamplingParams
+from nanoengine.steps import Stopwatch, uninterrupted
+
+
+class Started(NamedTuple):
+    """A runner that is ready to step, and what was chosen for it."""
+
+    runner: ModelRunner
+    num_blocks: int  # usable ones of its cache
+    max_num_batched_tokens: int  # of a step
+    dtype: torch.dtype
+    kv_specs: list[KVSpec]  # what each layer stores
+    kv_groups: list[KVGroup]  # layers that share block tables
+    weights_digest: bytes  # for a KV store
+
+
+def start_runner(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    max_model_len: int,
+    *,
+    choose_runner: Callable[[list[KVGroup]], Callable[..., ModelRunner]],
+    shard: Shard | None = None,
+    wrap: Callable[[Device], Device] = lambda device: device,
+) -> Started:
+    """Load a model on a device, and make a cache and, where there can be any, CUDA graphs for it.
+
+    Args:
+        config: the engine's.
+        checkpoint: what to load.
+        max_model_len: tokens of a prompt and its output.
+        choose_runner: gives the runner's class for layers in these groups.
+        shard: which part of the model, where several processes share one.
+        wrap: puts where these meet around the device.
+
+    Raises:
+        ValueError: a checkpoint or setting that cannot be served, or too little memory.
+    """
+    torch_device = config.resolve_device()
+    device = wrap((CUDA if torch_device.type == "cuda" else CPU)(torch_device, config))
+    dtype = device.choose_dtype(resolve_dtype(config.dtype, checkpoint.hf_config))
+    model = load_model(
+        checkpoint, config, dtype=dtype, device=torch_device, max_model_len=max_model_len, shard=shard
+    )
+    digest = digest_weights(model) if config.kv_store is not None else b""  # before the device packs them
+    specs = model.kv_specs
+    groups = group_layers(specs, max_model_len)
+    device.prepare(model)
+    draw = device.draw or partial(draw_rows, scale=device.fuse(scale_logits))
+    block_size = config.block_size or device.block_size
+    max_num_tokens = config.max_num_batched_tokens or device.max_num_batched_tokens
+    max_num_chunks = config.max_num_seqs * (1 + config.num_speculative_tokens)
+    table_width = -(-max_model_len // block_size)  # blocks of the longest sequence
+    with uninterrupted(), device.running():  # a backend may try itself out, on its own GPU
+        attention = device.choose_attention(specs, model.attention_settings)
+        device.reserve(max_num_tokens, max_num_chunks, len(groups), table_width)
+        runner = choose_runner(groups)(model, device, attention, draw, block_size)
+
+        def make_caches(num_blocks: int) -> list[KVCache]:
+            return new_caches(specs, groups, num_blocks, block_size, torch_device)
+
+        @torch.inference_mode()
+        def capture() -> Forward:
+            parts = ("attention", attention.backend), ("model", model)
+            return device.capture(
+                Decodes(
+                    inputs=runner.build_inputs(_batch([1], SamplingParams(), [0], samples=False)),
+                    compute=runner.compute,
+                    largest=min(max_num_chunks, max_num_tokens),
+                    table_width=table_width,
+                    block_size=block_size,
+                    waiting=[name for name, part in parts if not part.capturable],
+                )
+            )
+
+        longest = min(max_model_len - 1, max_num_tokens)  # an output token has to fit too
+        prompts = [longest] * (max_num_tokens // longest) + [max_num_tokens % longest]
+        prompts = [length for length in prompts if length][: config.max_num_seqs]
+        decodes = [1] * min(max_num_chunks, max_num_tokens)
+        trial = plan_trial(runner, prompts, decodes, make_caches, capture)
+        most_blocks = config.max_num_seqs * table_width * len(groups)
+        num_blocks = device.count_blocks(block_bytes(specs, groups, block_size), most_blocks, trial)
+        runner.caches = make_caches(num_blocks)
+        runner.forward = capture()
+    runner.stopwatch = Stopwatch()  # what was tried out was no step
+    return Started(runner, num_blocks, max_num_tokens, dtype, specs, groups, digest)
+
+
+def plan_trial(
+    runner: ModelRunner,
+    prompts: list[int],
+    decodes: list[int],
+    make_caches: Callable[[int], list[KVCache]],
+    capture: Callable[[], Forward],
+) -> Trial:
+    """How to try out what takes most memory: the longest prompts that fill a step, and most rows to sample.
+
+    Args:
+        runner: has no caches yet.
+        prompts: the lengths of the longest.
+        decodes: as many ones as there can be.
+        make_caches: of so many blocks.
+        capture: makes the graphs that will run the steps.
+    """
+    block_ids = list(range(1, -(-prompts[0] // runner.block_size) + 1))  # all sequences have the same ones
+    most_work = SamplingParams(top_p=0.5, min_p=0.1, repetition_penalty=1.1, logprobs=1)
+    # What is fused is compiled once for many rows and once more for one: now, not at the first request.
+    batches = [
+        _batch(lengths, params, block_ids)
+        for prompt_lengths, decode_lengths in ((prompts, decodes), (prompts[:1], decodes[:1]))
+        for lengths, params in ((prompt_lengths, SamplingParams()), (decode_lengths, most_work))
+    ]
+
+    @contextmanager
+    def caches() -> Iterator[int]:
+        runner.caches = make_caches(len(block_ids))
+        memory = {id(x): x.nbytes for cache in runner.caches for x in (cache.k, cache.v)}  # groups share it
+        try:
+            yield sum(memory.values())
+        finally:
+            runner.caches = []
+
+    def compute() -> None:
+        for batch in batches:
+            runner.collect(runner.launch(batch))
+
+    return Trial(f"{len(prompts)} prompts of up to {prompts[0]} tokens", caches, compute, capture)
+
+
+def _batch(
+    lengths: list[int], params: SamplingParams, block_table: list[int], samples: bool = True
+) -> ScheduledBatch:
+    """Chunks of these lengths, from the beginning of sequences that all are in the same blocks."""
+    seq = Sequence(0, [0] * max(lengths), params)
+    seq.block_table = block_table
+    chunks = [Chunk(seq, 0, length, samples, seq.token_ids) for length in lengths]
+    return ScheduledBatch(chunks, [seq] * len(chunks) if samples else [], sum(lengths))

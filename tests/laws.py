@@ -1,0 +1,66 @@
+"""The conservation laws of blocks and queues, checked by tests after each operation."""
+
+import itertools
+from array import array
+from collections import Counter, abc
+from collections.abc import Callable, Iterable
+
+from xxhash import xxh3_64_intdigest
+
+from nanoengine.engine import BlockKey, BlockManager, Scheduler, Sequence
+from nanoengine.extensions.windows import WindowedBlockManager
+
+
+def tables_of(manager: BlockManager, seq: Sequence) -> list[list[int]]:
+    """A sequence's block tables, one per group of layers; none while it waits."""
+    if isinstance(manager, WindowedBlockManager):
+        return manager.tables_of(seq)
+    return [seq.block_table] if seq.block_table else []
+
+
+def chain(
+    token_ids: abc.Sequence[int],
+    block_size: int,
+    hash_function: Callable[[bytes, int], int] = xxh3_64_intdigest,
+) -> BlockKey:
+    """The key of the last of the blocks that the tokens fill, by the definition."""
+    key = BlockKey(0, b"")
+    for i in range(0, len(token_ids), block_size):
+        content = array("i", token_ids[i : i + block_size]).tobytes()
+        key = BlockKey(hash_function(content, key.hash), content)
+    return key
+
+
+def check_blocks(manager: BlockManager, sequences: Iterable[Sequence]) -> None:
+    """Every block is where it belongs; `sequences` are all that hold blocks."""
+    sequences = list(sequences)
+    tables = [table for seq in sequences for table in tables_of(manager, seq)]
+    uses = Counter(block_id for table in tables for block_id in table if block_id)
+    assert all(block.ref_count == uses[block.block_id] for block in manager.blocks)
+    free = [*manager.empty_blocks, *manager.evictable_blocks.values()]
+    unused = [block.block_id for block in manager.blocks[1:] if block.ref_count == 0]
+    assert sorted(block.block_id for block in free) == unused, "a block is lost, or free twice"
+    assert all(block.key is None for block in manager.empty_blocks)
+    assert all(block.key is not None for block in manager.evictable_blocks.values())
+    findable = {b.block_id: b for blocks in manager.registered_blocks.values() for b in blocks.values()}
+    assert findable == {b.block_id: b for b in manager.blocks if b.key is not None}
+    assert all(b.block_id in manager.registered_blocks[b.key.hash] for b in findable.values() if b.key)
+    assert all(manager.registered_blocks.values()), "a hash without blocks was left behind"
+    for seq in sequences:
+        shortest = min(map(len, tables_of(manager, seq)), default=0)
+        assert seq.capacity == shortest * manager.block_size
+        assert seq.num_computed_tokens <= seq.capacity
+    if isinstance(manager, WindowedBlockManager):
+        assert manager.more_tables.keys() == set(sequences), "tables of a sequence without blocks"
+
+
+def check_laws(scheduler: Scheduler) -> None:
+    """The queues and the blocks agree with each other."""
+    for queue in (scheduler.waiting, scheduler.running):
+        assert not any(seq.is_finished for seq in queue)
+        orders = [seq.order for seq in queue]
+        assert all(before < after for before, after in itertools.pairwise(orders))
+    assert not any(seq.block_table or seq.capacity for seq in scheduler.waiting)
+    assert all(seq.block_table for seq in scheduler.running)
+    assert len(scheduler.running) <= scheduler.max_num_seqs
+    check_blocks(scheduler.block_manager, scheduler.running)
