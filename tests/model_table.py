@@ -1,7 +1,7 @@
-"""Every type of causal language model in transformers, built small and served: README's table of models.
+"""Every type of causal language model in transformers, built small and served: the guide's table of models.
 
 python -m tests.model_table llama t5 mamba   # what becomes of these types
-python -m tests.model_table --write          # of all, into README.md; two minutes
+python -m tests.model_table --write          # of all, into docs/guide/models.md; two minutes
 """
 
 import inspect
@@ -20,7 +20,7 @@ from nanoengine.models.hf import UnsupportedModelError, language_part
 from nanoengine.models.weights import open_checkpoint
 from tests.helpers import GEMMA, GEMMA3N, GEMMA4, TINY, check_served, composite_of
 
-README = Path(__file__).parent.parent / "README.md"
+PAGE = Path(__file__).parent.parent / "docs" / "guide" / "models.md"
 MARKS = "<!-- models -->\n", "<!-- end of models -->\n"
 TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 MOST_PARAMETERS = 30_000_000
@@ -169,8 +169,8 @@ def table(outcomes: dict[str, str]) -> str:
 
 
 def read_table() -> tuple[str, dict[str, str]]:
-    """The version of transformers that README's table is about, and its outcomes."""
-    caption, _, *rows = README.read_text().partition(MARKS[0])[2].partition(MARKS[1])[0].splitlines()
+    """The version of transformers that the page's table is about, and its outcomes."""
+    caption, _, *rows = PAGE.read_text().partition(MARKS[0])[2].partition(MARKS[1])[0].splitlines()
     outcomes = {}
     for row in rows:
         result, types = row.strip("| ").split(" | ")
@@ -179,7 +179,7 @@ def read_table() -> tuple[str, dict[str, str]]:
 
 
 def main() -> None:
-    """Print outcomes, or write the table into README.md."""
+    """Print outcomes, or write the table into the page."""
     torch.set_num_threads(1)  # the models are tiny
     types = [name for name in sys.argv[1:] if name != "--write"] or TYPES
     outcomes = {}
@@ -187,8 +187,8 @@ def main() -> None:
         outcomes[model_type] = outcome(model_type)
         print(f"{model_type}: {outcomes[model_type]}", flush=True)
     if "--write" in sys.argv:
-        before, _, rest = README.read_text().partition(MARKS[0])
-        README.write_text(before + MARKS[0] + table(outcomes) + MARKS[1] + rest.partition(MARKS[1])[2])
+        before, _, rest = PAGE.read_text().partition(MARKS[0])
+        PAGE.write_text(before + MARKS[0] + table(outcomes) + MARKS[1] + rest.partition(MARKS[1])[2])
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""The lessons in docs/: their code prints what they say, and what they point at exists."""
+"""The lessons and the guide in docs/, and README: code prints what they say, what they point at exists."""
 
 import importlib
 import operator
 import re
 import xml.etree.ElementTree as ElementTree
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -12,13 +13,16 @@ from sybil import Sybil
 from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser
 from transformers import AutoModelForCausalLM
 
+from nanoengine import EngineConfig, SamplingParams
 from tests.helpers import DEMO
+from tests.test_public_api import PACKAGE, imports_of
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 CHAPTERS = sorted(DOCS.glob("[0-9]*.md"))
-PAGES = [DOCS / "README.md", *CHAPTERS]
-by_name = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+GUIDE = sorted((DOCS / "guide").glob("*.md"))
+PAGES = [ROOT / "README.md", DOCS / "README.md", *CHAPTERS, *GUIDE, ROOT / "benchmarks" / "gpu.md"]
+by_name = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 each_chapter = pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda chapter: chapter.stem)
 
 
@@ -83,7 +87,7 @@ def test_the_mini_engine_says_what_transformers_says():
         assert Engine(256 // block_size, block_size).generate(prompts) == expected
 
 
-SYMBOL = re.compile(r"\[`([\w.]+)`\]\(\.\./(nanoengine/[\w/]+)\.py\)")
+SYMBOL = re.compile(r"\[`([\w.]+)`\]\((?:\.\./)+(nanoengine/[\w/]+)\.py\)")
 
 
 @by_name
@@ -115,9 +119,51 @@ def test_the_contents_list_every_chapter_in_order_under_its_title():
 
 
 def test_each_picture_is_shown_says_what_it_is_and_is_drawn_for_light_and_dark():
-    shown = [name for page in PAGES for name in re.findall(r"!\[[^\]]+\]\(([^)]+)\)", page.read_text())]
+    shown = [name for page in CHAPTERS for name in re.findall(r"!\[[^\]]+\]\(([^)]+)\)", page.read_text())]
     assert sorted(shown) == sorted(path.name for path in DOCS.glob("*.svg"))
     for name in shown:
         picture = ElementTree.parse(DOCS / name).getroot()
         assert picture.findtext("{http://www.w3.org/2000/svg}title")
         assert "prefers-color-scheme: dark" in (picture.findtext("{http://www.w3.org/2000/svg}style") or "")
+
+
+# ---- README and the guide ------------------------------------------------------------------------
+
+
+def test_readme_is_one_page_and_its_first_screen_has_what_it_is_two_commands_and_a_picture():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 250
+    first_screen = "\n".join(lines[:16])
+    for what in ("make run", "make test", "![", "transformers", "vLLM"):
+        assert what in first_screen
+    assert not re.search(r"`[0-9a-f]{7}`", "\n".join(lines)), "a commit is no version"
+
+
+def test_the_guide_lists_every_page_of_it():
+    listed = re.findall(
+        r"^\| \[[^\]]+\]\(([^)]+)\)", (DOCS / "guide" / "README.md").read_text(), re.MULTILINE
+    )
+    assert sorted(listed) == sorted(page.name for page in GUIDE if page.name != "README.md")
+
+
+def test_the_guide_names_every_option():
+    named = set(re.findall(r"`(\w+)`", (DOCS / "guide" / "options.md").read_text()))
+    options = {item.name for kind in (EngineConfig, SamplingParams) for item in fields(kind) if item.init}
+    assert options - named <= {"model"}
+
+
+def test_the_guide_s_list_of_files_is_whole_and_each_row_needs_only_rows_below_it():
+    page = (DOCS / "guide" / "files.md").read_text().split("## Extending it")[0]
+    floor_of: dict[str, int] = {}
+    for floor, (where, what) in enumerate(re.findall(r"^\| (`.*?) \| (.*) \|$", page, re.MULTILINE)):
+        places = re.findall(r"`([\w/.]+)`", where)
+        for place in places:
+            inside = re.findall(r"`(\w+\.py)`", what) if place.endswith("/") else [""]
+            floor_of |= {place + file: floor for file in inside}
+    files = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py")}
+    assert floor_of.keys() == {
+        file for file in files if not file.endswith("__init__.py") and "demo/" not in file
+    }
+    for file, floor in floor_of.items():
+        for name in imports_of(PACKAGE / file, "nanoengine"):
+            assert floor_of[name.replace(".", "/") + ".py"] >= floor, f"{file} imports {name}"

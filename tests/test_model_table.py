@@ -1,9 +1,9 @@
-"""README's table of models says what becomes of each type of transformers."""
+"""The guide's table of models says what becomes of each type of transformers."""
 
 import pytest
 import transformers
 
-from tests.model_table import README, TYPES, outcome, read_table, table
+from tests.model_table import PAGE, TYPES, outcome, read_table, table
 
 VERSION, OUTCOMES = read_table()
 pytestmark = pytest.mark.skipif(
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(
 def test_the_table_has_each_type_once_and_is_as_generated():
     assert sorted(OUTCOMES) == TYPES
     ordered = {model_type: OUTCOMES[model_type] for model_type in TYPES}
-    assert table(ordered) in README.read_text()
+    assert table(ordered) in PAGE.read_text()
 
 
 @pytest.mark.slow

@@ -237,14 +237,14 @@ def test_two_workers_give_one_engine_s_tokens_even_if_one_is_killed(ray, tmp_pat
     assert len({row["engine"] for row in rows}) >= 2
 
 
-def readme_blocks():
-    section = (ROOT / "README.md").read_text().split("## On many machines\n")[1].split("\n## ")[0]
+def guide_blocks():
+    section = (ROOT / "docs/guide/machines.md").read_text().split("## On many machines\n")[1]
     return re.findall(r"```(?:python)?\n(.*?)```", section, re.DOTALL)
 
 
 @pytest.mark.slow
-def test_the_readme_s_lines_print_what_it_shows():
-    script, printed, _ = readme_blocks()
+def test_the_guide_s_lines_print_what_it_shows():
+    script, printed, _ = guide_blocks()
     environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
@@ -263,7 +263,7 @@ def test_ray_serve_answers_as_one_engine_whole_or_streamed_and_aborts_for_client
         port = free.getsockname()[1]
     monkeypatch.chdir(ROOT)
     serve.start(http_options={"port": port})
-    script = readme_blocks()[2].replace("num_replicas=2", "num_replicas=1").replace('"nano', f'"{ROOT}/nano')
+    script = guide_blocks()[2].replace("num_replicas=2", "num_replicas=1").replace('"nano', f'"{ROOT}/nano')
     chats = questions(8)
     try:
         exec(script, {"__name__": "__main__"})

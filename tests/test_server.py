@@ -195,9 +195,8 @@ def test_a_second_question_with_the_same_beginning_reports_cached_tokens(client)
         assert (answer.usage.prompt_tokens_details.cached_tokens > 0) == cached
 
 
-def test_the_readme_s_examples_print_what_it_shows(url):
-    readme = (Path(__file__).parent.parent / "README.md").read_text()
-    section = readme.split("## Served\n")[1].split("\n## ")[0]
+def test_the_guide_s_examples_print_what_it_shows(url):
+    section = (Path(__file__).parent.parent / "docs" / "guide" / "serving.md").read_text()
     _, curl, answer, script, printed = re.findall(r"```(?:python)?\n(.*?)```", section, re.DOTALL)
 
     def run(*command):
