@@ -5,6 +5,7 @@ time. Sources: flash-attn 2.8's `flash_attn_interface.py` and the checks of `csr
 `torch.nn.attention.varlen` of PyTorch 2.13.
 """
 
+import importlib.machinery
 import itertools
 import sys
 import types
@@ -297,6 +298,7 @@ def install(monkeypatch) -> Counter[str]:
     for name, value in memory.items():
         monkeypatch.setattr(f"torch.cuda.{name}", lambda device=None, value=value: value)
     module: Any = types.ModuleType("flash_attn")
+    module.__spec__ = importlib.machinery.ModuleSpec("flash_attn", None)  # transformers looks for it
     module.flash_attn_varlen_func = flash_attn_varlen_func
     module.flash_attn_with_kvcache = flash_attn_with_kvcache
     monkeypatch.setitem(sys.modules, "flash_attn", module)

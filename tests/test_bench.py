@@ -209,10 +209,11 @@ def test_the_published_roofline_follows_from_the_published_limits():
     assert 0.86e-3 < token < 1.1e-3
 
 
+@pytest.mark.slow
 def test_the_engines_run_side_by_side_on_the_same_requests():
     printed, report = run_bench(
         *("--model", "tiny", "--custom", "3:4-8:2-5", "--repeats", "1", "--markdown", "--rate", "100"),
-        *("--engine", "nanoengine,transformers,vllm,llama.cpp"),
+        *("--engine", "nanoengine,transformers,vllm,llama.cpp", "--dtype", "float32"),
     )
     workload = Workload("", 3, (4, 8), (2, 5))
     prompt_tokens, output_tokens = map(sum, workload.lengths())
@@ -325,6 +326,7 @@ def test_a_model_on_transformers_code_is_measured_without_a_roofline(tmp_path):
     assert "| - |" in printed
 
 
+@pytest.mark.slow
 def test_the_small_benchmark_serves_its_workload_and_reports_rates_latencies_and_roofline(tmp_path):
     printed, result = run_bench("--workload", "tiny", "--repeats", "1", program=("bench.py",))
     assert "run 1 of 1" in printed

@@ -1,5 +1,6 @@
 """What the engine does about a CPU: threads on cores of their own, kernels compiled and kept."""
 
+import functools
 import grp
 import json
 import os
@@ -61,6 +62,7 @@ print(json.dumps({"own": own, "inside": inside, "other": other, "restored": rest
 """
 
 
+@functools.cache
 def run(*arguments, **environment):
     env = {key: value for key, value in os.environ.items() if not key.startswith(("OMP", "GOMP", "KMP"))}
     command = [sys.executable, "-c", CODE, *arguments]
@@ -89,7 +91,10 @@ def test_another_thread_s_team_is_pinned_too():
 
 
 @needs_cores
-@pytest.mark.parametrize("arguments", [['{"enabled": false}'], ["{}", "1"], ["{}", str(len(cores) + 1)]])
+@pytest.mark.parametrize(
+    "arguments",
+    [['{"enabled": false}'], ["{}", str(len(cores) + 1)], pytest.param(["{}", "1"], marks=pytest.mark.slow)],
+)
 def test_nothing_is_changed_where_it_is_not_wanted_or_not_one_thread_per_core(arguments):
     seen = run(*arguments)
     assert seen["own"] == cores

@@ -428,7 +428,11 @@ def test_the_fastest_backend_is_chosen_and_named(in_float32, tmp_path_factory, m
 @pytest.mark.parametrize("model", ["qwen3", "qwen2 sliding from layer 1", "gemma3"])
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"max_num_batched_tokens": 100}, {"num_kv_blocks": 5, "max_num_batched_tokens": 100}],
+    [
+        {},
+        pytest.param({"max_num_batched_tokens": 100}, marks=pytest.mark.slow),
+        {"num_kv_blocks": 5, "max_num_batched_tokens": 100},
+    ],
     ids=["at once", "in chunks", "with preemption"],
 )
 def test_greedy_tokens_equal_transformers_however_the_batches_fall(

@@ -590,7 +590,7 @@ time.sleep(0.3)
 """
 
 
-@pytest.mark.parametrize("end", ["", "sys.exit(3)"])
+@pytest.mark.parametrize("end", [pytest.param("", marks=pytest.mark.slow), "sys.exit(3)"])
 def test_a_process_that_ends_in_traffic_without_close_ends_cleanly(end, babbler):
     command = [sys.executable, "-c", IN_TRAFFIC.format(end=end), babbler]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -38,7 +38,7 @@ from nanoengine.extensions.kvstore import (
 )
 from tests.helpers import DEMO, checkpoint, greedy, random_prompts
 from tests.laws import check_blocks, check_laws
-from tests.test_scheduling_machine import AT_LENGTH, ExtendedMachine
+from tests.test_scheduling_machine import BRIEFLY, ExtendedMachine
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 SETTINGS = {"num_kv_blocks": 60, "block_size": 8, "max_num_batched_tokens": 30}
@@ -860,12 +860,12 @@ class StoreMachine(ExtendedMachine):
 
 
 def test_the_scheduler_keeps_its_laws_with_a_store():
-    run_state_machine_as_test(StoreMachine, settings=settings(AT_LENGTH, max_examples=40))
+    run_state_machine_as_test(StoreMachine, settings=settings(BRIEFLY, max_examples=40))
 
 
 @pytest.mark.slow
 def test_the_scheduler_keeps_its_laws_with_a_store_at_length():
-    run_state_machine_as_test(StoreMachine, settings=settings(AT_LENGTH, max_examples=300))
+    run_state_machine_as_test(StoreMachine, settings=settings(BRIEFLY, max_examples=300))
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 4), (3,)])

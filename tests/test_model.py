@@ -18,8 +18,22 @@ from tests.helpers import ARCHITECTURES, TINY, checkpoint, greedy, random_prompt
 LENGTHS = [1, 2, 15, 16, 17, 31, 33, 64, 100, 150, 200, 300]
 
 
-@pytest.mark.parametrize("enforce_eager", [False, True])
-@pytest.mark.parametrize("name", ARCHITECTURES)
+# In PyTorch one of each family, and what is computed in a way of its own; the others at length.
+IN_PYTORCH = "qwen3", "qwen2 sliding from layer 1", "llama with biases", "llama odd sizes", "mistral sliding"
+
+
+@pytest.mark.parametrize(
+    ("name", "enforce_eager"),
+    [
+        *((name, False) for name in ARCHITECTURES),
+        *((name, True) for name in IN_PYTORCH),
+        *(
+            pytest.param(name, True, marks=pytest.mark.slow)
+            for name in ARCHITECTURES
+            if name not in IN_PYTORCH
+        ),
+    ],
+)
 def test_greedy_tokens_equal_transformers_alone_and_in_a_batch(name, enforce_eager, tmp_path_factory):
     path, reference = checkpoint(name, tmp_path_factory)
     prompts = random_prompts(LENGTHS)

@@ -12,9 +12,17 @@ import functools
 import itertools
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from nanoengine.backends.device import Attention
 from nanoengine.engine import BlockManager, ScheduledBatch, Scheduler, Sequence, build_inputs
@@ -298,9 +306,15 @@ class ExtendedMachine(CoreMachine):
         return inputs.metadata.block_tables, inputs.metadata.slot_mapping, inputs
 
 
-AT_LENGTH = settings(
-    max_examples=200, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+BRIEFLY = settings(
+    max_examples=100, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestCore = CoreMachine.TestCase
 TestExtended = ExtendedMachine.TestCase
-TestCore.settings = TestExtended.settings = AT_LENGTH
+TestCore.settings = TestExtended.settings = BRIEFLY
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("machine", [CoreMachine, ExtendedMachine])
+def test_the_laws_hold_at_length(machine):
+    run_state_machine_as_test(machine, settings=settings(BRIEFLY, max_examples=1000))

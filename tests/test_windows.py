@@ -172,8 +172,21 @@ def held_at_most(llm):
     return most
 
 
-@pytest.mark.parametrize("enforce_eager", [True, False])
-@pytest.mark.parametrize("name", WINDOW_ONLY + HYBRID)
+IN_PYTORCH = "mistral sliding", "gemma3"  # of each kind one; the others at length
+
+
+@pytest.mark.parametrize(
+    ("name", "enforce_eager"),
+    [
+        *((name, False) for name in WINDOW_ONLY + HYBRID),
+        *((name, True) for name in IN_PYTORCH),
+        *(
+            pytest.param(name, True, marks=pytest.mark.slow)
+            for name in WINDOW_ONLY + HYBRID
+            if name not in IN_PYTORCH
+        ),
+    ],
+)
 def test_tokens_far_beyond_the_window_equal_transformers_chunked_cached_and_preempted(
     name, enforce_eager, tmp_path_factory
 ):

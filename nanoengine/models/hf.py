@@ -11,57 +11,28 @@ runs a few tokens through the loaded model and refuses it if it does.
 """
 
 import copy
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AttentionInterface, Qwen2Config, Qwen3Config
-from transformers.activations import ACT2FN
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import AttentionInterface
 
 from nanoengine.backends.attention import PagedAttention
 from nanoengine.backends.kv_cache import KVCache, KVSpec
-from nanoengine.models.decoder import rope_settings
 from nanoengine.models.eager import METHODS, replace_attention
+from nanoengine.models.hf_config import ATTENTION_NAME, UnsupportedModelError, attention_implementation
 from nanoengine.models.linear import use_linear_layers
 
-ATTENTION_NAME = "nanoengine"
 # Between two trial passes, of a token's queries, keys or hidden state, by norm. Passes of one shape differ by
 # the order of sums at most, below 1e-6 in float32; a wrong position changes more than half.
 PROBE_TOLERANCE = 0.02
 # What models pass on to attention that changes nothing here.
 _HARMLESS = frozenset(("dropout", "position_ids", "position_embeddings", "cache_position", "use_cache"))
 
-# Models that take images and text -> the config class of their language model, None where it says it itself.
-LANGUAGE_PARTS: dict[str, Any] = {
-    "gemma3": None,
-    "gemma3n": None,
-    "gemma4": None,
-    "gemma4_unified": None,
-    "internvl": None,
-    "llama4": None,
-    "llava": None,
-    "llava_next": None,
-    "mistral3": None,
-    "qwen3_5": None,
-    "qwen3_5_moe": None,
-    "qwen4_exp": None,
-    "smolvlm": None,
-    "qwen2_vl": Qwen2Config,
-    "qwen2_5_vl": Qwen2Config,
-    "qwen3_vl": Qwen3Config,
-}
-
 # Called by a layer with q (T, H, D), k (T, K, D), v (T, K, D') and PagedAttention's settings.
 Attend = Callable[..., Tensor]
-
-
-class UnsupportedModelError(ValueError):
-    """The model cannot be computed over a flat batch with paged attention; the message says why."""
 
 
 def _attention_forward(
@@ -281,80 +252,3 @@ def _differ(these: list[Tensor], those: list[Tensor]) -> bool:
         bool(((x - y).float().norm(dim=-1) > PROBE_TOLERANCE * x.float().norm(dim=-1)).any())
         for x, y in zip(these, those, strict=True)
     )
-
-
-def language_part(config: Any) -> Any | None:
-    """The config of the language model inside one that takes images too; None: there is none we know.
-
-    Without images Qwen-VL's three positions of a token are one, so that its language model is Qwen's.
-    """
-    if config.model_type not in LANGUAGE_PARTS or config.get_text_config() is config:
-        return None
-    part = config.get_text_config()
-    if LANGUAGE_PARTS[config.model_type] is None and type(part) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return None
-    if LANGUAGE_PARTS[config.model_type] is not None:
-        fields = {
-            name: x for name, x in part.to_dict().items() if name not in ("model_type", "architectures")
-        }
-        for name in ("rope_parameters", "rope_scaling"):
-            if isinstance(fields.get(name), dict):
-                fields[name] = {key: x for key, x in fields[name].items() if not key.startswith("mrope")}
-        part = LANGUAGE_PARTS[config.model_type](**fields)
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(part)]
-    part.architectures = [model_class.__name__]
-    part.tie_word_embeddings = config.tie_word_embeddings
-    part.dtype = getattr(part, "dtype", None) or getattr(config, "dtype", None)
-    return part
-
-
-def check_config(config: Any) -> None:
-    """Refuse by its config a model that cannot be served, before any weight is read.
-
-    Raises:
-        UnsupportedModelError: with the reason.
-    """
-    if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModelError("it is an encoder-decoder")
-    others = [
-        name for name in getattr(config, "sub_configs", ()) if name in ("vision_config", "audio_config")
-    ]
-    if config.get_text_config() is not config or others:
-        raise UnsupportedModelError(
-            "it takes more than text (images, audio); only text-only models are served"
-        )
-    attention_implementation(config)
-    unknown = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
-    if unknown:
-        raise UnsupportedModelError(f"it has layers of type {', '.join(sorted(unknown))}")
-    for field in ("hidden_act", "hidden_activation", "activation_function"):
-        name = getattr(config, field, None)
-        if isinstance(name, str) and name not in ACT2FN:
-            raise UnsupportedModelError(f"config.json's {field} {name!r} is unknown to transformers")
-    if getattr(config, "attn_temperature_tuning", False):  # a factor of 1 where `_probe` looks
-        raise UnsupportedModelError(
-            "attn_temperature_tuning scales queries by a token's place in the batch, not by its position"
-        )
-    for rope in rope_settings(config):
-        if rope["rope_type"] not in ("default", *ROPE_INIT_FUNCTIONS):
-            raise UnsupportedModelError(f"rope type {rope['rope_type']!r} is unknown to transformers")
-
-
-def attention_implementation(config: Any) -> str:
-    """The attention to ask transformers for: ours, or the one that `eager.py` replaces."""
-    if "AutoModelForCausalLM" in getattr(config, "auto_map", {}):
-        return ATTENTION_NAME  # the checkpoint's own class; not known before it is loaded
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UnsupportedModelError("transformers has no causal language model for it")
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    if model_class.__name__ not in (getattr(config, "architectures", None) or [model_class.__name__]):
-        raise UnsupportedModelError(f"its config is that of {model_class.__name__}, another kind of model")
-    if hasattr(sys.modules[model_class.__module__], "ALL_ATTENTION_FUNCTIONS"):
-        return ATTENTION_NAME
-    if config.model_type in METHODS:
-        if not getattr(config, "is_decoder", True):
-            raise UnsupportedModelError("its attention is not causal")
-        return "eager"
-    if getattr(config, "num_attention_heads", None) is None:
-        raise UnsupportedModelError("it has no attention: its layers hand a state from token to token")
-    raise UnsupportedModelError("its attention is code of its own, which cannot be replaced")

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from huggingface_hub import snapshot_download
@@ -20,8 +20,7 @@ from xxhash import xxh3_128
 
 from nanoengine.config import EngineConfig
 from nanoengine.models.decoder import Decoder, DecoderConfig, architecture_of, rope_settings
-from nanoengine.models.hf import (
-    HFModel,
+from nanoengine.models.hf_config import (
     UnsupportedModelError,
     attention_implementation,
     check_config,
@@ -29,6 +28,9 @@ from nanoengine.models.hf import (
 )
 from nanoengine.models.shard import Shard
 from nanoengine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:  # else imported where such a model is loaded
+    from nanoengine.models.hf import HFModel
 
 GENERATION_CONFIG = "generation_config.json"
 # Schemes that transformers dequantises when it loads them -> the libraries it needs for that.
@@ -322,7 +324,7 @@ def load_model(
     device: torch.device,
     max_model_len: int,
     shard: Shard | None = None,
-) -> Decoder | HFModel:
+) -> "Decoder | HFModel":
     """Build the model and fill every parameter, from the checkpoint or (dummy) at random.
 
     With a shard, that part of a decoder: no more is read.
@@ -351,7 +353,9 @@ def _load_hf(
     dtype: torch.dtype,
     device: torch.device,
     max_model_len: int,
-) -> HFModel:
+) -> "HFModel":
+    from nanoengine.models.hf import HFModel
+
     with _naming(checkpoint.hf_config):
         check_config(checkpoint.hf_config)
         return HFModel(_load_transformers(checkpoint, config, dtype, device).to(device), max_model_len)
