@@ -546,9 +546,8 @@ class Scheduler:
         start, num_tokens = seq.num_computed_tokens, seq.num_tokens
         end = min(num_tokens, start + budget, start + self.max_chunk_tokens)
         seq.num_computed_tokens = end
-        num_known_tokens = min(
-            end, len(seq.token_ids)
-        )  # a block with a pending token is registered a step later
+        # A block whose last token is pending cannot be hashed yet: it is registered a step later.
+        num_known_tokens = min(end, len(seq.token_ids))
         if num_known_tokens // self.block_manager.block_size > seq.num_registered_blocks:
             self.block_manager.register_full_blocks(seq, num_known_tokens)
         return Chunk(seq, start, end, end == num_tokens, seq.token_ids)

@@ -1,5 +1,7 @@
 """What every test shares."""
 
+import signal
+
 import pytest
 import torch
 
@@ -23,6 +25,14 @@ def babbler(tmp_path_factory):
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(260, 260, generator=generator)
     return str(table_checkpoint(tmp_path_factory.mktemp("babbler"), logits, words=("é", "日本", " the")))
+
+
+@pytest.fixture
+def default_sigint():
+    """Ctrl-C as in a program of its own: a test run in the background of a shell has it ignored."""
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, previous)
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from nanoengine import LLM, SamplingParams
-from tests.helpers import chain_checkpoint, checkpoint, greedy, random_params, random_prompts
+from tests.helpers import VARIED_SETTINGS, chain_checkpoint, checkpoint, greedy, random_params, random_prompts
 from tests.laws import check_laws
 
 
@@ -20,17 +20,7 @@ def seen(llm, prompts, params, **more):
     ]
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"num_kv_blocks": 200, "block_size": 8},
-        {"num_kv_blocks": 24, "block_size": 4, "max_num_seqs": 9},
-        {"num_kv_blocks": 90, "block_size": 1, "max_num_batched_tokens": 5},
-        {"num_kv_blocks": 60, "block_size": 3, "enable_prefix_caching": False, "max_num_seqs": 3},
-        {"num_kv_blocks": 30, "block_size": 4, "scheduling_policy": "priority", "max_model_len": 50},
-    ],
-    ids=["roomy", "with preemption", "in chunks", "without cache", "by priority"],
-)
+@pytest.mark.parametrize("settings", VARIED_SETTINGS.values(), ids=VARIED_SETTINGS)
 def test_answers_are_the_same_as_step_by_step(settings, babbler):
     rng = random.Random(1)
     prompts = [[rng.randrange(256) for _ in range(rng.randint(1, 30))] for _ in range(60)]

@@ -1,12 +1,11 @@
 """BlockManager by hand-computed integers: 8 blocks of 4 tokens unless a test says otherwise."""
 
 import random
-import sys
 
 import pytest
 
 from nanoengine.engine import BlockManager
-from tests.helpers import admit, make_sequence
+from tests.helpers import Lines, admit, make_sequence
 from tests.laws import check_blocks
 
 
@@ -248,25 +247,11 @@ def test_a_hit_in_the_middle_of_the_free_blocks_costs_the_same_in_any_pool():
             manager.free(seq)
             assert len(manager.evictable_blocks) == num_blocks
         check_blocks(manager, [])
-        lines.append(lines_run(lambda manager=manager, seq=seq: (manager.allocate(seq), manager.free(seq))))
+        with Lines() as admission:
+            manager.allocate(seq)
+            manager.free(seq)
+        lines.append(admission.count)
     assert lines[0] == lines[1] < 100
-
-
-def lines_run(function) -> int:
-    """How many lines of Python a call runs."""
-    count = 0
-
-    def trace(frame, event, argument):
-        nonlocal count
-        count += event == "line"
-        return trace
-
-    sys.settrace(trace)
-    try:
-        function()
-    finally:
-        sys.settrace(None)
-    return count
 
 
 def state(manager):

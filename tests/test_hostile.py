@@ -23,7 +23,7 @@ from nanoengine import LLM, AsyncLLM, SamplingParams
 from nanoengine.backends.cpu import PinnedThreads
 from nanoengine.detokenizer import MAX_PENDING, Detokenizer
 from nanoengine.sampling import SamplingRow, draw_tokens
-from tests.helpers import BAD_FIELDS, DEMO, byte_tokenizer, table_checkpoint
+from tests.helpers import BAD_FIELDS, DEMO, Lines, byte_tokenizer, ctrl_c, table_checkpoint
 from tests.laws import check_laws
 
 ROOT = Path(__file__).parent.parent
@@ -503,15 +503,7 @@ def test_threads_may_use_an_engine_one_after_another_and_inherit_from_one_that_e
 # ---- signals ----
 
 
-@pytest.fixture
-def ctrl_c():
-    """Ctrl-C as in a program of its own: a test run in the background of a shell has it ignored."""
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, previous)
-
-
-def test_ctrl_c_while_loading_never_leaves_the_thread_on_one_core(model, ctrl_c, monkeypatch):
+def test_ctrl_c_while_loading_never_leaves_the_thread_on_one_core(model, default_sigint, monkeypatch):
     leave, left = PinnedThreads.__exit__, []
 
     def interrupted(self, *error):
@@ -525,45 +517,27 @@ def test_ctrl_c_while_loading_never_leaves_the_thread_on_one_core(model, ctrl_c,
     assert left == [(None, None, None)]
 
 
-def test_ctrl_c_at_any_line_of_generate_leaves_nothing_of_it_behind(engine, ctrl_c):
+def test_ctrl_c_at_any_line_of_generate_leaves_nothing_of_it_behind(engine, default_sigint):
     """A signal at every n-th line of the package's Python, before the step, in it, and after it."""
     llm, _ = engine
     params = SamplingParams(temperature=0, max_tokens=3)
-    lines, strike = 0, -1
-
-    def trace(frame, event, argument):
-        nonlocal lines
-        if "/nanoengine/" not in frame.f_code.co_filename:
-            return None
-        if event == "line":
-            lines += 1
-            if lines == strike:
-                signal.raise_signal(signal.SIGINT)
-        return trace
 
     def run():
-        nonlocal lines
-        lines = 0
-        sys.settrace(trace)
-        try:
-            return answers(llm.generate(["ab", "c"], params, use_tqdm=False))
-        finally:
-            sys.settrace(None)
+        return answers(llm.generate(["ab", "c"], params, use_tqdm=False))
 
-    expected = run()
-    num_lines = lines
+    with Lines() as every:
+        expected = run()
     interrupts = 0
     # The first and last lines one by one: there the requests are queued and cleaned up.
-    for strike in [*range(1, num_lines, num_lines // 60), *range(num_lines - 60, num_lines + 1)]:
+    for at in [*range(1, every.count, every.count // 60), *range(every.count - 60, every.count + 1)]:
         llm.reset_prefix_cache()
-        with suppress(KeyboardInterrupt):
+        with suppress(KeyboardInterrupt), Lines(at=at, strike=ctrl_c):
             run()
             interrupts -= 1
         interrupts += 1
-        assert not llm._inboxes, f"at line {strike} of {num_lines}"
-        assert not llm.has_unfinished_requests(), f"at line {strike} of {num_lines}"
+        assert not llm._inboxes, f"at line {at} of {every.count}"
+        assert not llm.has_unfinished_requests(), f"at line {at} of {every.count}"
         assert llm.metrics()["num_free_blocks"] == 60
-    strike = -1
     assert interrupts > 100
     assert run() == expected
 

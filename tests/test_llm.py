@@ -4,7 +4,6 @@ import gc
 import itertools
 import random
 import signal
-import sys
 import time
 import weakref
 
@@ -15,9 +14,11 @@ from nanoengine import LLM, RequestOutputKind, SamplingParams
 from tests.helpers import (
     BAD_FIELDS,
     VOCAB,
+    Lines,
     byte_tokenizer,
     chain_checkpoint,
     checkpoint,
+    ctrl_c,
     greedy,
     random_prompts,
     table_checkpoint,
@@ -476,7 +477,7 @@ def test_aborting_an_id_twice_or_one_that_finished_meanwhile_is_harmless(path):
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
-def test_ctrl_c_at_any_moment_costs_time_but_no_token(async_scheduling, path):
+def test_ctrl_c_at_any_moment_costs_time_but_no_token(async_scheduling, path, default_sigint):
     """Real signals at random moments: bookkeeping is never left half done, texts and logprobs neither."""
     prompts = random_prompts([5, 9, 17, 30])
     params = SamplingParams(temperature=0, max_tokens=100, logprobs=1)
@@ -486,8 +487,6 @@ def test_ctrl_c_at_any_moment_costs_time_but_no_token(async_scheduling, path):
         for i, prompt in enumerate(prompts):
             llm.add_request(str(i), prompt, params)
         finished, interrupts = {}, 0
-        # Set anew: a test run in the background of a shell has Ctrl-C ignored.
-        previous_int = signal.signal(signal.SIGINT, signal.default_int_handler)
         previous = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
         try:
             while llm.has_unfinished_requests():
@@ -504,7 +503,6 @@ def test_ctrl_c_at_any_moment_costs_time_but_no_token(async_scheduling, path):
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, previous)
-            signal.signal(signal.SIGINT, previous_int)
     assert interrupts > 5
     for i, token_ids in enumerate(expected):
         completion = finished[str(i)].outputs[0]
@@ -513,55 +511,40 @@ def test_ctrl_c_at_any_moment_costs_time_but_no_token(async_scheduling, path):
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
-def test_ctrl_c_at_any_line_of_a_step_strikes_at_its_end_and_loses_nothing(async_scheduling, path):
+def test_ctrl_c_at_any_line_of_a_step_strikes_at_its_end_and_loses_nothing(
+    async_scheduling, path, default_sigint
+):
     """A signal at every n-th line of the package's Python: no state is left half changed, no output lost."""
     prompts = random_prompts([5, 17])
     params = SamplingParams(temperature=0, max_tokens=4, logprobs=1, seed=1)
-    lines, strike = 0, -1
 
-    def trace(frame, event, argument):
-        nonlocal lines
-        if "/nanoengine/" not in frame.f_code.co_filename:
-            return None
-        if event == "line":
-            lines += 1
-            if lines == strike:
-                signal.raise_signal(signal.SIGINT)
-        return trace
-
-    def run(llm):
+    def run(llm, lines):
         """Both requests to their end; returns their tokens and how often a step was interrupted."""
-        nonlocal lines
         for i, prompt in enumerate(prompts):
             llm.add_request(str(i), prompt, params)
-        tokens, interrupts, lines = {}, 0, 0
+        tokens, interrupts = {}, 0
         while llm.has_unfinished_requests():
-            sys.settrace(trace)
             try:
-                outputs = llm.step()
+                with lines:
+                    outputs = llm.step()
             except KeyboardInterrupt:
                 interrupts += 1
                 outputs = []
-            finally:
-                sys.settrace(None)
             check_laws(llm.scheduler)
             tokens |= {o.request_id: o.outputs[0].token_ids for o in outputs if o.finished}
         return tokens, interrupts
 
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with LLM(path, num_kv_blocks=9, block_size=4, async_scheduling=async_scheduling) as llm:
-            run(llm)  # what is done once only
+    with LLM(path, num_kv_blocks=9, block_size=4, async_scheduling=async_scheduling) as llm:
+        run(llm, Lines())  # what is done once only
+        llm.reset_prefix_cache()
+        every = Lines()
+        expected = run(llm, every)
+        assert expected[1] == 0
+        for at in range(20, every.count - 20, every.count // 50):
             llm.reset_prefix_cache()
-            expected = run(llm)
-            num_lines = lines
-            assert expected[1] == 0
-            for strike in range(20, num_lines - 20, num_lines // 50):
-                llm.reset_prefix_cache()
-                assert run(llm) == (expected[0], 1), f"at line {strike} of {num_lines}"
-            assert llm.metrics()["num_free_blocks"] == 9
-    finally:
-        signal.signal(signal.SIGINT, previous)
+            interrupted = Lines(at=at, strike=ctrl_c)
+            assert run(llm, interrupted) == (expected[0], 1), f"at line {at} of {every.count}"
+        assert llm.metrics()["num_free_blocks"] == 9
 
 
 def test_a_failed_launch_loses_no_output_of_the_step_before(path):

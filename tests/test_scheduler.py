@@ -1,14 +1,13 @@
 """The scheduler by hand-computed integers; no model, no tensor."""
 
 import random
-import sys
 import tracemalloc
 
 import pytest
 
 from nanoengine.engine import Sequence
 from nanoengine.sampling_params import SamplingParams
-from tests.helpers import is_busy, make_scheduler, make_sequence, run_step
+from tests.helpers import Lines, is_busy, make_scheduler, make_sequence, run_step
 from tests.laws import check_laws
 
 
@@ -325,27 +324,16 @@ def test_recover_mends_a_scheduler_that_was_interrupted_anywhere(interrupted_aft
         run_step(scheduler)
     scheduler.add(seqs[3])  # beside growth and a preemption, an admission once there is room
 
-    lines = 0
+    def time_out():
+        raise TimeoutError
 
-    def trace(frame, event, argument):
-        nonlocal lines
-        if not frame.f_code.co_filename.endswith("engine.py"):
-            return None
-        lines += event == "line"
-        if lines > interrupted_after:
-            raise TimeoutError
-        return trace
-
-    sys.settrace(trace)
     try:
-        for _ in range(3):
-            batch = scheduler.schedule()
-            scheduler.update(batch, [1] * len(batch.sampled_seqs))
+        with Lines("/engine.py", at=interrupted_after + 1, strike=time_out):
+            for _ in range(3):
+                batch = scheduler.schedule()
+                scheduler.update(batch, [1] * len(batch.sampled_seqs))
     except TimeoutError:
-        sys.settrace(None)
         scheduler.recover()
-    finally:
-        sys.settrace(None)
     check_laws(scheduler)
     while is_busy(scheduler):
         run_step(scheduler)

@@ -16,6 +16,7 @@ from nanoengine.metrics import Counter as MetricCounter
 from nanoengine.metrics import Vector
 from tests.helpers import (
     DEMO,
+    VARIED_SETTINGS,
     VOCAB,
     chain_checkpoint,
     checkpoint,
@@ -99,17 +100,7 @@ def mixed_requests() -> tuple[list[list[int]], list[SamplingParams]]:
     return prompts, params
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"num_kv_blocks": 200, "block_size": 8},
-        {"num_kv_blocks": 24, "block_size": 4, "max_num_seqs": 9},
-        {"num_kv_blocks": 90, "block_size": 1, "max_num_batched_tokens": 7},
-        {"num_kv_blocks": 60, "block_size": 3, "enable_prefix_caching": False, "max_num_seqs": 3},
-        {"num_kv_blocks": 30, "block_size": 4, "scheduling_policy": "priority", "max_model_len": 50},
-    ],
-    ids=["roomy", "with preemption", "in chunks", "without cache", "by priority"],
-)
+@pytest.mark.parametrize("settings", VARIED_SETTINGS.values(), ids=VARIED_SETTINGS)
 def test_answers_are_the_same_as_without_guesses(settings, babbler):
     prompts, params = mixed_requests()
     more = {"priority": [i % 3 for i in range(30)]} if "scheduling_policy" in settings else {}
