@@ -8,9 +8,9 @@
 With async scheduling a step is collected only after the next one was launched, so that the device does not
 wait for the host. Then a launch needs tokens that only the device knows; `before` is the one that draws them.
 
-Read top to bottom: Sequence, BlockManager, Scheduler, build_inputs, ModelRunner, EngineCore. The scheduler
-and its block manager, whatever their subclass, alone write sequences, queues and blocks, and never see a
-tensor. The runner owns the model and the KV cache, and only reads sequences.
+Read top to bottom: Sequence, BlockManager, Scheduler, build_inputs, ModelRunner, EngineCore. Only the
+scheduler and its block manager, or subclasses of these, change sequences, queues and blocks; neither ever
+touches a tensor. The runner owns the model and the KV cache, and only reads sequences.
 
 Requests, users and text are above: llm_engine.py makes sequences of requests, and outputs of their tokens.
 What not every engine does is beside: each file of extensions/ adds an idea to these classes from outside.
@@ -22,8 +22,8 @@ Words used throughout:
                     position 5 is the second of the second block: slot 2 * 4 + 1 = 9
     computed        a token whose K and V are in the cache, or will be when the scheduled steps have run
     registered      a full block that the prefix cache can find
-    hit             a registered block with a sequence's beginning, found at its admission, or a token in it.
-                    It is another sequence's, or its own from before a preemption
+    hit             a registered block that holds part of a sequence's beginning when that is admitted:
+                    computed for another sequence, or for itself before a preemption. Also each token in it
     token budget    how many tokens one step may compute, `max_num_batched_tokens`
     in flight       a step that was launched and not collected yet
     pending         a token that the step in flight draws: it has a position, but is not known yet
@@ -78,13 +78,13 @@ class Sequence:
     Had the prompt 8 tokens, all of them hits, it would be admitted with num_computed_tokens 7: the last
     one is computed again, since its logits choose the next token.
 
-    `num_tokens` counts the token that is being drawn too. With async scheduling the next step is scheduled
-    while it is; its position is known, and it is computed without the host knowing what it is:
+    While a running sequence's token is being drawn, `num_tokens` counts it too. With async scheduling the
+    next step is scheduled meanwhile, and computes that token without the host knowing what it is:
 
-                          chunk     known tokens  num_computed_tokens  num_tokens  pending
-        step 1 scheduled  [8, 10)   10            10                   11          position 10
-        step 2 scheduled  [10, 11)  10            11                   12          10, its input, and 11
-        step 1 updated              11            11                   12          position 11
+                          chunk     known tokens  num_computed_tokens  num_tokens  pending positions
+        step 1 scheduled  [8, 10)   10            10                   11          10
+        step 2 scheduled  [10, 11)  10            11                   12          10 (its input) and 11
+        step 1 updated              11            11                   12          11
     """
 
     # What was asked for.
@@ -107,13 +107,13 @@ class Sequence:
     finish_reason: str | None = field(init=False, default=None)  # None: it waits or runs
     stop_reason: int | str | None = field(init=False, default=None)
 
-    # Set by the block manager; num_computed_tokens at admission and release, and by the scheduler in between.
+    # Written by the block manager; num_computed_tokens by the scheduler too, between admission and release.
     block_table: list[int] = field(init=False, default_factory=list)  # empty while it waits
     capacity: int = field(init=False, default=0)  # tokens that its blocks have room for
     num_computed_tokens: int = field(init=False, default=0)
-    num_hit_tokens: int = field(init=False, default=0)  # whose slots others may read: not written again
+    num_hit_tokens: int = field(init=False, default=0)  # others may read their slots: never written again
     num_registered_blocks: int = field(init=False, default=0)  # the first ones of its block table
-    prefix_id: int = field(init=False, default=0)  # of the last registered block
+    prefix_id: int = field(init=False, default=0)  # of its last registered block: see Block
     block_keys: list["BlockKey"] = field(init=False, default_factory=list)  # of full blocks, hashed once
     # What its user is told was cached: num_computed_tokens at its first admission.
     num_cached_tokens: int | None = field(init=False, default=None)
@@ -128,7 +128,7 @@ class Sequence:
         """Prompt and output, the pending token too.
 
         A token is pending while all known ones are computed, since the step that computes the last of
-        them draws the next.
+        them draws the next. After a preemption nothing is computed, and a token in flight is not counted.
         """
         num_known, num_computed = len(self.token_ids), self.num_computed_tokens
         return num_known if num_known > num_computed else num_computed + 1
@@ -187,14 +187,14 @@ class BlockManager:
     """Hands out cache blocks, shares those with the same prefix, and evicts the least recently used.
 
     Block 0 is the null block. It is never handed out: padding points at it, and what must not be kept is
-    written there. Every other block is in one of three places: in use, with a ref_count of as many block
-    tables as name it; or free, in one of two queues, which together are the order of eviction. First come
-    those in which nothing can be found, the last freed first, since its memory may still be in a processor's
-    cache; then those that hold registered content, the least recently used first. A hit takes its block out
-    of the middle of the second, in O(1).
+    written there. Every other block is in use, with a ref_count of as many block tables as name it, or free,
+    in one of two queues. Of the free ones those without registered content are taken first, the last freed
+    before the others, since its memory may still be in a processor's cache; then those with registered
+    content, the least recently used first. A hit takes its block out of the middle of that queue, in O(1).
 
     A hit is verified by content and parent, so that a hash collision costs a comparison, never a wrong token.
-    A block whose parent was evicted cannot be found any more, and is evicted in its turn.
+    A block whose parent was evicted, with all of the parent's twins, cannot be found any more, and is evicted
+    in its turn.
 
     It is vLLM's BlockPool and KVCacheManager in one.
     """
@@ -258,9 +258,9 @@ class BlockManager:
     # -- growth
 
     def may_append(self, seq: Sequence, num_tokens: int) -> bool:
-        """Grow the block table until it has room for that many tokens; whether it has. nano-vllm's name.
+        """Try to grow the block table so that it has room for that many tokens.
 
-        All or nothing: False, and no block taken, where the free ones are too few.
+        True if it has room now. False, and no block taken, where the free ones are too few.
         """
         if self.num_blocks_for(num_tokens) - len(seq.block_table) > self.num_free_blocks:
             return False
@@ -268,7 +268,7 @@ class BlockManager:
         return True
 
     def register_full_blocks(self, seq: Sequence, num_tokens: int) -> None:
-        """Let the prefix cache find the blocks that are full with the first num_tokens tokens.
+        """Let the prefix cache find the blocks that are full with the first num_tokens tokens, known ones.
 
         Called as soon as the step that fills them is scheduled, so before they are filled. Whoever hits them
         reads them late enough all the same: in that step, since each layer writes the K and V of the whole
@@ -332,7 +332,7 @@ class BlockManager:
 
     def _hold(self, hits: list[Block], num_new: int) -> bool:
         """Count one more user of each hit, if that leaves num_new free blocks to take; whether it does."""
-        num_revived = sum(block.ref_count == 0 for block in hits)  # free ones, that will not be free any more
+        num_revived = sum(block.ref_count == 0 for block in hits)  # free now, and taken if all goes well
         if num_new + num_revived > self.num_free_blocks:
             return False
         for block in hits:
@@ -423,8 +423,8 @@ class Chunk(NamedTuple):
     # Whether it reaches the sequence's end, so that a token is drawn: stored here, since a step later the
     # sequence may have grown or ended.
     samples: bool
-    # The sequence's own list, which lacks the last of these tokens while that is pending. Chunks that compute
-    # guesses have a longer copy instead, with these at its end: extensions/speculate.py.
+    # Where [start, end) is read from: the sequence's own list, which is one short while the last is pending.
+    # A chunk that computes a guess has a copy instead, with guesses appended (extensions/speculate.py).
     token_ids: list[int]
 
 
@@ -469,7 +469,8 @@ class Scheduler:
         self.waiting: list[Sequence] = []  # these hold no blocks
         self.running: list[Sequence] = []  # these hold one at least
         self.num_preemptions = 0
-        # seq_id -> how many tokens it had, of each sequence that was running when a step last failed
+        # seq_id -> how many tokens it had, of those that ran when a step last failed: `recover` needs to know
+        # which of them fail a second time without a token in between.
         self.length_at_failure: dict[int, int] = {}
 
     def add(self, seq: Sequence) -> None:
@@ -494,7 +495,7 @@ class Scheduler:
         while i < len(self.running) and budget > 0:
             seq = self.running[i]
             num_tokens = seq.num_tokens
-            if num_tokens < seq.max_num_tokens:  # else the step in flight draws its last token
+            if num_tokens < seq.max_num_tokens:  # else the pending token is its last: nothing more to compute
                 if num_tokens > seq.capacity and not self._make_room(seq):
                     break
                 chunk = self._schedule_chunk(seq, budget)
@@ -503,14 +504,15 @@ class Scheduler:
             i += 1
 
         # After a preemption blocks are scarce: admitting now would only preempt again. And a sequence that
-        # was preempted may have a token in flight: admitted at once, it would draw that one a second time.
+        # was preempted may have a token in flight: admitted at once, it would draw that one a second time. It
+        # has taken it by the next call.
         may_admit = num_preemptions == self.num_preemptions
         while may_admit and self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             seq = self.waiting[0]
             if not self.block_manager.allocate(seq):
                 break
             bisect.insort(self.running, seq, key=BY_ORDER)
-            # In both queues for a moment, never in neither: should a Ctrl-C come here, `recover` finds it.
+            # In both queues for a moment, never in neither: should a signal strike here, `recover` finds it.
             del self.waiting[0]
             if seq.first_scheduled_time is None:
                 seq.first_scheduled_time = time.monotonic()
@@ -575,10 +577,11 @@ class Scheduler:
             self.finish(seq, "error")
             return
         seq.token_ids.append(token_id)
-        is_stop_id, stop_string = token_id in seq.stop_ids, None
+        is_stop_id = token_id in seq.stop_ids
+        stop_string = None
         if seq.detokenizer is not None:
             try:
-                stop_string = seq.detokenizer.append(token_id, is_stop_id)
+                stop_string = seq.detokenizer.append(token_id, is_stop_id)  # whose text is left out
             except Exception:  # its own fault: the others' tokens are taken all the same
                 logging.getLogger(__name__).exception("a tokenizer failed on its own tokens")
                 self.finish(seq, "error")
@@ -601,11 +604,11 @@ class Scheduler:
         """After a step that failed: compute everything anew.
 
         What the step wrote and registered is not to be trusted, wherever it stopped: the prefix cache is
-        forgotten, and all unfinished sequences wait again, with their tokens. Whose fault it was is unknown:
-        those that ran at the failure before too, and got no token since, end with "error", or they might
-        fail for ever.
+        forgotten, and all unfinished sequences wait again, with their tokens. Whose fault it was is unknown.
+        A sequence that ran in two failing steps, without a new token in between, ends with "error", or it
+        might fail for ever.
         """
-        failed = self.running or self.waiting[:1]  # where nothing ran, to schedule the head failed
+        failed = self.running or self.waiting[:1]  # nothing ran: scheduling the head of the queue has failed
         again = [seq for seq in failed if self.length_at_failure.get(seq.seq_id) == len(seq.token_ids)]
         self.length_at_failure = {seq.seq_id: len(seq.token_ids) for seq in failed}
         unfinished = {seq.seq_id: seq for seq in self.running + self.waiting if not seq.is_finished}
@@ -626,8 +629,8 @@ def build_inputs(
 ) -> ModelInputs[np.ndarray]:
     """Lay a batch out as arrays. A pure function of integers, with no Python loop over tokens.
 
-    With blocks of 4, a decode of the token 14 at position 4 of block table [7, 2], and the tokens 22 and 23
-    at positions 2 and 3 of [3]:
+    backends/inputs.py says what each is for. With blocks of 4, a decode of the token 14 at position 4 of
+    block table [7, 2], and the tokens 22 and 23 at positions 2 and 3 of [3]:
 
         input_ids     14 22 23        cu_seqlens_q  0 1 3    the rows of sequence i: [cu[i], cu[i + 1])
         positions     4  2  3         seq_lens      5 4      so many keys does each attend to
@@ -658,12 +661,14 @@ def build_inputs(
     block_tables = pad_block_tables([seq.block_table for seq in seqs])
     slot_mapping = map_slots(block_tables, seq_of_row, positions, block_size)
     # Where all of a prompt was hit, its last token is computed again, for its logits alone. Its K and V are
-    # in a block that others read. The new ones go to the same place in the null block, and nobody reads them.
+    # in a block that others read. The new ones go to the same place in the null block, which is their slot
+    # modulo block_size, and nobody reads them.
     num_hit_tokens = np.array([seq.num_hit_tokens for seq in seqs])
     slot_mapping[positions < num_hit_tokens[seq_of_row]] %= block_size
 
     sample_rows = (cu_seqlens_q[1:] - 1)[np.array(samples)]
-    # Whose hidden state anyone will look at. For all other rows the last layer may stop after K and V.
+    # Whose hidden state anyone will look at: to draw from it, or for a prompt's log-probabilities. For all
+    # other rows the last layer may stop after K and V.
     is_needed = np.array([seq.prompt_logprobs is not None for seq in seqs])[seq_of_row]
     is_needed[sample_rows] = True
     sample_of = {seq: i for i, seq in enumerate(before.sampled_seqs)} if before and pending_seqs else {}
@@ -736,13 +741,13 @@ class ModelRunner:
 
     What depends on the processor is asked of the device, and of the `forward` that it makes at the start:
 
-        device.running()          a `with` block around all that computes
+        device.running()          a `with` block around all that computes: pins threads to cores, say
         device.send(arrays)       a step's arrays as tensors there, without a wait for the copy
         device.download(tensor)   begins a copy back; its `read()` waits for that, and for nothing later
-        forward.pad(inputs)       where a step is all decodes, and CUDA graphs were captured for a number of
-                                  sequences as large or larger: adds rows up to the least such number, 16 for
-                                  13. They write to the null block, and nobody looks at them
-        forward(compute, inputs)  replays that graph; for any other step calls `compute(inputs)`
+        forward.pad(inputs)       CUDA graphs are captured at the start, of steps of one token per sequence,
+                                  with 1, 2, 4, 8, 16... sequences. A step of 13 such sequences gets 3 more,
+                                  which write to the null block and nobody looks at. Others stay as they are
+        forward(compute, inputs)  replays the graph of 16; for any other step calls `compute(inputs)`
 
     Args:
         model: called with input ids, positions, caches and a step's attention, it gives hidden states,
@@ -757,7 +762,8 @@ class ModelRunner:
         self.model, self.device, self.attention = model, device, attention
         self.draw = draw
         self.block_size = block_size
-        # Set by startup.py, once it has tried the runner out to learn how much memory is left for them.
+        # Set by startup.py. It tries the largest steps out first, for `device.count_blocks` to see how much
+        # memory they leave.
         self.caches: list[KVCache] = []  # one per layer
         self.forward = Forward()
         self.stopwatch = Stopwatch()
@@ -835,8 +841,8 @@ class Collected(NamedTuple):
 class EngineCore:
     """Scheduler and runner, step after step; the name is vLLM V1's.
 
-    At most `max_in_flight` steps are in flight when `step` has ended: 0, or 1 with async scheduling. Nothing
-    below knows which.
+    At most `max_in_flight` steps are in flight when `step` has ended: 0, or 1 with async scheduling. To
+    scheduler and runner it is the same.
     """
 
     def __init__(self, scheduler: Scheduler, runner: ModelRunner, max_in_flight: int = 0) -> None:
@@ -848,11 +854,12 @@ class EngineCore:
     def step(self) -> Iterator[Collected]:
         """Launch a step, and collect those that may not stay in flight.
 
-        A generator, to be run to its end: the caller has what was collected even where what follows raises.
-        After an exception it calls `recover`.
+        A generator, since one call may collect two steps, and what the first brought must reach the caller
+        even if what follows raises. To be run to its end; after an exception, call `recover`.
         """
         before = self.in_flight[-1] if self.in_flight else None
-        # Penalties, bans and the like go by the tokens before, the last of which the step in flight draws.
+        # Penalties, bans and the like need all earlier tokens on the host. Where a sequence in flight has
+        # any, its token is waited for, and this step does not overlap.
         if before is not None and any(seq.params.edits_logits for seq in before.batch.sampled_seqs):
             yield self.collect()
             before = None
@@ -867,7 +874,7 @@ class EngineCore:
             yield self.collect()
 
     def launch(self, batch: ScheduledBatch, before: Launch | None) -> None:
-        """Put a step in flight; `before` is the one that is, if any."""
+        """Put a step in flight, behind `before`; a method, so that an extension can add to it."""
         self.in_flight.append(self.runner.launch(batch, before))
 
     def collect(self) -> Collected:

@@ -274,7 +274,8 @@ class LLMEngine:
         CUDA, forward only queues its kernels; sampling waits for them, and its seconds hold theirs.
         """
         scheduler, blocks = self.scheduler, self.scheduler.block_manager
-        stored: Any = blocks if self.config.kv_store is not None else None
+        num_stored_queries = getattr(blocks, "num_external_query_tokens", 0)  # of a KV store
+        num_stored_hits = getattr(blocks, "num_external_hit_tokens", 0)
         drafted, accepted = self._drafts()
         num_drafts, num_accepted = drafted[0], accepted.total()
         return {
@@ -286,10 +287,8 @@ class LLMEngine:
             "num_preemptions": scheduler.num_preemptions,
             "prefix_cache_queries": blocks.num_query_tokens,
             "prefix_cache_hits": blocks.num_query_hits,
-            "external_prefix_cache_queries": stored.num_external_query_tokens
-            if stored
-            else 0,  # of the KV store
-            "external_prefix_cache_hits": stored.num_external_hit_tokens if stored else 0,
+            "external_prefix_cache_queries": num_stored_queries,
+            "external_prefix_cache_hits": num_stored_hits,
             "prompt_tokens": self.num_prompt_tokens,
             "generation_tokens": self.num_generation_tokens,
             "num_steps": self.core.num_steps,

@@ -75,6 +75,16 @@ def test_the_block_given_back_is_the_next_to_be_evicted_and_found_until_then():
     assert manager.find_groups(sequence(3, range(6))) == [[]]
 
 
+def test_what_follows_a_hit_is_found_too_where_a_token_sees_itself_alone():
+    manager = manager_of(num_blocks=20, windows=(1,))
+    for seq_id, length in enumerate((6, 12)):
+        for _ in run(manager, sequence(seq_id, range(length))):
+            pass
+    last = sequence(2, range(14))
+    assert manager.allocate(last)
+    assert last.num_computed_tokens == 12
+
+
 def test_a_hybrid_finds_a_prefix_whose_beginning_its_window_has_lost():
     manager = manager_of(num_blocks=12, windows=(None, 3))
     first = sequence(0, range(12))

@@ -4,19 +4,19 @@ A draft is a guess of a token to come, with a chunk of its own: to attention it 
 same blocks and a token longer. With the known tokens a b c, of which c is not computed yet, and drafts d e:
 
     chunk     computes  attends to  draws
-    [2, 3)    c         a b c       what comes at position 3: d, if the first draft is right
-    [3, 4)    d         a b c d     position 4, if d is right
-    [4, 5)    e         a b c d e   position 5, if d and e are right
+    [2, 3)    c         a b c       the token at position 3. If it is d, the first draft has come true, and
+    [3, 4)    d         a b c d     the token at position 4 counts. If it is e, so has the second, and
+    [4, 5)    e         a b c d e   the token at position 5 counts
 
 The draws up to and including the first that differs from its draft are exactly the tokens that plain decoding
 would have drawn. K and V of a draft that was wrong stay where they are, beyond what counts as computed, until
 the tokens that really come are computed there.
 
-Source: https://arxiv.org/abs/2211.17192, for a guesser that gives its guess a probability of 1.
+Source: https://arxiv.org/abs/2211.17192, where guesses have probabilities; here one is simply right or wrong.
 
-What guesses is any function of a sequence and a number, which returns that many token ids of the model, at
-most. Its guesses decide how fast the engine is, never what it says. Here is one that looks for what followed
-the same words before (prompt lookup).
+A proposer, which guesses, is any function of a sequence and a number n that returns n token ids of the model
+at most. Its guesses decide how fast the engine is, never what it says. `NgramProposer` looks for what
+followed the same words before (prompt lookup).
 """
 
 from collections import Counter, abc
@@ -70,7 +70,8 @@ class DraftingScheduler(Scheduler):
         if not samples or end - start > 1 or most <= 0:
             return []
         drafts = self.propose(seq, most)[:most]
-        # Growing may give back what no token to come sees (windows.py). The chunk itself is still to come.
+        # With windows, may_append gives back what no token from num_computed_tokens on sees. This chunk
+        # counts as computed already, but its token has still to see that: so set it back for the call.
         seq.num_computed_tokens = start
         while drafts and not self.block_manager.may_append(seq, end + len(drafts)):
             drafts = drafts[:-1]
@@ -156,7 +157,7 @@ class Lookup:
         self.guesses: list[int] = []  # the last ones
         self.guessed_at = 0  # the position of their first
         self.size = 1  # how many to make
-        self.pause = 1  # tokens; doubled by each single guess that fails, and then waited for
+        self.pause = 1  # tokens to wait for after a lone guess failed; doubles each time
         self.resume_at = 0  # the position from which on to guess again
 
     def guess(self, token_ids: abc.Sequence[int], num_tokens: int) -> list[int]:
@@ -181,7 +182,7 @@ class Lookup:
         return []
 
     def _adapt(self, token_ids: abc.Sequence[int]) -> None:
-        """Guess twice as many as came true the last time, and one; after single ones that fail, pause."""
+        """Guess 2 n + 1 tokens next, where n came true the last time; after a lone one that failed, pause."""
         if not self.guesses or len(token_ids) == self.guessed_at:  # a step that failed told nothing
             return
         came = token_ids[self.guessed_at : self.guessed_at + len(self.guesses)]

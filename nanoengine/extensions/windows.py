@@ -1,9 +1,9 @@
 """Sliding windows: layers that see the end of a sequence only, and give back the blocks behind it.
 
-Layers that see the same are a group (`kv_cache.group_layers`), and a sequence has a block table for each: the
-first is `Sequence.block_table`, the others are in `WindowedBlockManager.more_tables`. All groups take blocks
-from the one pool. The device gets block tables and slots with a first dimension more, one group after the
-other, and attends in each layer over its group's (`attention.GroupedAttention`).
+Layers with the same window, or with none, are a group (`kv_cache.group_layers`), and a sequence has a block
+table for each group: the first is `Sequence.block_table`, `WindowedBlockManager.more_tables` has the others.
+All groups take blocks from the one pool. The device's block tables and slots get a first dimension of groups,
+and each layer attends over its group's (`attention.GroupedAttention`).
 
 Source: vLLM's hybrid KV cache manager, https://docs.vllm.ai/en/latest/design/hybrid_kv_cache_manager
 """
@@ -30,7 +30,7 @@ from nanoengine.engine import (
     pad_block_tables,
 )
 
-MoreTables = dict[Sequence, list[list[int]]]  # block tables of the groups behind the first
+MoreTables = dict[Sequence, list[list[int]]]  # block tables of the groups after the first
 
 
 class WindowedBlockManager(BlockManager):
@@ -38,7 +38,8 @@ class WindowedBlockManager(BlockManager):
 
     When a sequence needs room (`may_append`), a group with a window first gives back the blocks that no token
     to come sees; the null block takes their places in the table. And it grows by what a step may compute at
-    most, not by a whole prompt. With blocks of 2, a window of 3 and steps of 4, a prompt of 11 tokens has
+    most, not by a whole prompt. With blocks of 2, a window of 3 and steps of at most 4 tokens, a prompt of 11
+    has (block 3 is there from the start, since a step that begins at 2 reaches it: see `_table_lengths`)
 
         step        computes  sees from  block table
         admitted    [0, 4)    0          [1, 2, 3]
@@ -63,8 +64,8 @@ class WindowedBlockManager(BlockManager):
         more_tables: MoreTables | None = None,
         **settings: Any,
     ) -> None:
-        # With a window of 1 nothing of a hit would be seen, and its last block, which says after which prefix
-        # the sequence goes on, would not be among what is held.
+        # With a window of 1 no token of a hit would be seen, and no block of it held. But its last block must
+        # be: its prefix_id says after which tokens the sequence goes on (`_note_hits`).
         self.windows = tuple(window and max(window, 2) for window in windows)
         self.max_chunk_tokens = max_chunk_tokens
         self.more_tables: MoreTables = {} if more_tables is None else more_tables
@@ -82,12 +83,13 @@ class WindowedBlockManager(BlockManager):
         hits = self.find_groups(seq)
         num_hits = len(hits[0])
         num_computed = min(num_hits * self.block_size, seq.num_tokens - 1)
+        # Null blocks stand in the tables too, and in the hits: they cancel out.
         num_new = sum(self._table_lengths(num_computed, seq.num_tokens)) - num_hits * len(hits)
         if not self._hold([block for blocks in hits for block in blocks if block.block_id], num_new):
             return False
         seq.block_table, *more = ([block.block_id for block in blocks] for blocks in hits)
         self.more_tables[seq] = more
-        self._note_hits(seq, hits[0])  # before it grows, by what is computed
+        self._note_hits(seq, hits[0])  # first, since how far it grows depends on num_computed_tokens
         self._grow(seq, seq.num_tokens)
         return True
 
@@ -114,8 +116,8 @@ class WindowedBlockManager(BlockManager):
             shortest = min(map(len, hits))
             if shortest == num_blocks:
                 return hits
-            # Block `shortest` of some group is missing. Any beginning that ends behind it needs it too, since
-            # a shorter one sees further back: so try the one that ends before it.
+            # Block `shortest` of some group is missing. A shorter beginning sees further back, so every one
+            # that includes this block needs it: next try the one that ends before it.
             num_blocks = shortest
 
     # -- growth
@@ -152,13 +154,15 @@ class WindowedBlockManager(BlockManager):
     @property
     def max_computable_tokens(self) -> int:
         """As in the base class; without a limit where every group has a window and there is room for it."""
-        # The most blocks that each group holds at a time: what it sees and what a step computes, wherever in
-        # a block that begins.
+        # The most blocks that each group holds at a time: what is seen and what a step computes, and one more
+        # since that may begin anywhere in a block.
         limits = sorted(
             sys.maxsize if window is None else self.num_blocks_for(window - 1 + self.max_chunk_tokens) + 1
             for window in self.windows
         )
         # All block tables grow alike; each group takes blocks from the pool until it has reached its limit.
+        # With 10 blocks, a group that holds 3 at most and one that sees all: 3 + 3, then the 4 that are left
+        # for the second, so 7 blocks long.
         num_free, length = self.num_blocks, 0
         while limits:
             growth = min(limits[0] - length, num_free // len(limits))
@@ -169,7 +173,11 @@ class WindowedBlockManager(BlockManager):
         return 1 << 40
 
     def _table_lengths(self, num_computed_tokens: int, num_tokens: int) -> list[int]:
-        """How long each group's block table has to be before the next step."""
+        """How long each group's block table has to be before the next step.
+
+        With a window: as long as what is computed, a window at least, and one step. So a group has from its
+        first blocks on as many as it will ever hold, but for the one that a beginning inside a block costs.
+        """
         whole = self.num_blocks_for(num_tokens)
         lengths = []
         for window in self.windows:
@@ -201,7 +209,7 @@ class WindowedBlockManager(BlockManager):
                 index -= 1
                 self._release(table[index])
                 table[index] = 0
-            # Where kvstore.py loads a sequence's further blocks, sight may begin behind the end of the table.
+            # Only with kvstore.py: tokens loaded from a store may put the start of the window past the table.
             table += [0] * (first - len(table))
 
     def _key(self, key: BlockKey, group: int) -> BlockKey:
@@ -238,7 +246,7 @@ class WindowedRunner(ModelRunner):
         inputs = super().build_inputs(batch, before)
         meta, positions, size = inputs.metadata, inputs.positions, self.block_size
         seqs = [chunk.seq for chunk in batch.chunks]
-        # The trial batches of startup.py have one table for all groups.
+        # Not in more_tables: the trial batches of startup.py, with one table for all groups.
         more = [self.more_tables.get(seq, [seq.block_table] * (self.num_groups - 1)) for seq in seqs]
         tables = [seq.block_table for seq in seqs]  # of the first group, then of the second...
         for of_group in zip(*more, strict=True):
