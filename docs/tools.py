@@ -1,4 +1,4 @@
-"""What chapters 4 to 13 look through: the real BlockManager and Scheduler, with letters for tokens.
+"""What chapters 4 to 14 look through: the real BlockManager and Scheduler, with letters for tokens.
 
 Sequences are named A, B, C, ... in the order of arrival. There is no model: whenever A is due a token, it
 gets an "A", unless the chapter says which letter follows.
@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from nanoengine.engine import Block, BlockManager, Scheduler, Sequence
 from nanoengine.extensions.speculate import is_draft
+from nanoengine.extensions.states import StatefulScheduler
 from nanoengine.extensions.windows import WindowedBlockManager
 from nanoengine.sampling_params import SamplingParams
 
@@ -35,6 +36,14 @@ def tables(scheduler: Scheduler, seq: Sequence) -> str:
     return " and ".join(map(str, by_group))
 
 
+def states(scheduler: Scheduler, seq: Sequence) -> str:
+    """Where its layers with states (chapter 14) take one and leave one, in this step."""
+    if not isinstance(scheduler, StatefulScheduler):
+        return ""
+    spans = scheduler.spans[seq]
+    return ", state " + ", ".join(f"[{start}, {end}) {a} -> {b}" for start, end, a, b in spans)
+
+
 def step(scheduler: Scheduler, draw: Callable[[Sequence, str], str] = lambda seq, before: name(seq)) -> None:
     """Run one step, and print each chunk of it, then who was preempted, who took guesses, ended or waits.
 
@@ -51,6 +60,7 @@ def step(scheduler: Scheduler, draw: Callable[[Sequence, str], str] = lambda seq
         verb = "tries" if is_draft(chunk) else "computes"
         print(
             f"{name(seq)} {verb} [{start}, {end}) {before[start:]} in blocks {tables(scheduler, seq)}"
+            + states(scheduler, seq)
             + (f", draws {drawn[-1]}" if chunk.samples else "")
         )
     for seq in running:

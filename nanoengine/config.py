@@ -59,6 +59,8 @@ class EngineConfig:
     block_size: int | None = None  # tokens; None: 32 on a CPU, 256 on a GPU
     num_kv_blocks: int | None = None  # usable blocks (the null block comes on top)
     kv_cache_bytes: int | None = None  # instead of num_kv_blocks; neither: from the memory that is free
+    # Of a model whose layers hand on states: how many are held, of sequences that run and in the prefix cache
+    num_state_slots: int | None = None
     gpu_memory_utilization: float = 0.9  # share of a GPU's memory for weights, activations and cache
     max_num_seqs: int = 256  # sequences that hold blocks at a time
     max_num_batched_tokens: int | None = None  # token budget of a step; None: 1024 on a CPU, 8192 on a GPU
@@ -89,7 +91,7 @@ class EngineConfig:
         check_integer("tensor_parallel_size", self.tensor_parallel_size, 1)
         check_integer("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
         lows = {"max_model_len": 2, "block_size": 1, "num_kv_blocks": 1, "kv_cache_bytes": 1}
-        for name, low in (lows | {"max_num_batched_tokens": 1}).items():
+        for name, low in (lows | {"max_num_batched_tokens": 1, "num_state_slots": 1}).items():
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), low, 2**62)
         check_integer("seed", self.seed, -(2**63), 2**64 - 1)

@@ -31,8 +31,12 @@ from nanoengine.steps import Owner, uninterrupted
 # ---- What an engine is made of -------------------------------------------------------------------
 
 
-def choose_runner(groups: list[KVGroup]) -> Callable[..., ModelRunner]:
-    """The runner's class, for layers in these groups."""
+def choose_runner(groups: list[KVGroup], has_states: bool = False) -> Callable[..., ModelRunner]:
+    """The runner's class, for layers in these groups, some of which may hand on states."""
+    if has_states:
+        from nanoengine.extensions.states import StatefulRunner
+
+        return partial(StatefulRunner, len(groups))
     if len(groups) == 1:
         return ModelRunner
     from nanoengine.extensions.windows import WindowedRunner
@@ -101,13 +105,21 @@ class LLMEngine:
         """Block manager, scheduler and core: each the plain one, or what extends it for the config's sake."""
         config, started = self.config, self.started
         runner = started.runner
+        if started.num_state_slots:
+            for name, reason in (
+                ("speculative_config", "what a wrong guess did to them cannot be undone"),
+                ("kv_store", "it stores K and V alone"),
+            ):
+                if getattr(config, name) is not None:
+                    raise ValueError(f"{name} does not go with a model whose layers hand on states: {reason}")
         windows = [group.window for group in started.kv_groups]
         settings: dict[str, Any] = {"enable_prefix_caching": config.enable_prefix_caching}
-        if windows != [None] or config.kv_store is not None:
+        if windows != [None] or config.kv_store is not None or started.num_state_slots:
             settings |= {"windows": windows, "max_chunk_tokens": started.max_num_batched_tokens}
             settings |= {"more_tables": getattr(runner, "more_tables", None)}
         make_blocks: Callable[..., BlockManager] = BlockManager
         make_core: Callable[..., EngineCore] = EngineCore
+        make_scheduler: Callable[..., Scheduler] = Scheduler
         if config.kv_store is not None:
             from nanoengine.extensions.kvstore import StoringBlockManager, StoringCore, connect
 
@@ -120,13 +132,18 @@ class LLMEngine:
                 hf_config=self.checkpoint.hf_config,
             )
             make_blocks, make_core = StoringBlockManager, StoringCore
+        elif started.num_state_slots:
+            from nanoengine.extensions.states import StatefulBlockManager, StatefulScheduler
+
+            make_blocks = partial(StatefulBlockManager, num_state_slots=started.num_state_slots)
+            stateful: Any = runner
+            make_scheduler = partial(StatefulScheduler, spans=stateful.spans)
         elif windows != [None]:
             from nanoengine.extensions.windows import WindowedBlockManager
 
             make_blocks = WindowedBlockManager
         blocks = make_blocks(started.num_blocks, runner.block_size, **settings)
 
-        make_scheduler: Callable[..., Scheduler] = Scheduler
         is_async = runner.device.async_scheduling
         if config.speculation is not None:
             from nanoengine.extensions.speculate import DraftingScheduler, NgramProposer
@@ -318,13 +335,16 @@ class LLMEngine:
             f", up to {num_guesses} tokens guessed ahead (ngram), no async scheduling" if num_guesses else ""
         )
         blocks: Any = self.scheduler.block_manager
+        cache = f"KV cache of {started.num_blocks} blocks of {runner.block_size} tokens"
+        cache = cache if started.kv_specs else "no KV cache"
+        states = f", {started.num_state_slots} states of {started.state_bytes:,} bytes"
+        states = states if started.num_state_slots else ""
         kept = f", KV store {blocks.connector.store}" if config.kv_store is not None else ""
         return (
             f"nanoengine: {self.checkpoint.architecture}{part} on {runner.model.code} code, "
             f"{attention.backend.name} attention{notes}{runner.forward.describe()}, "
             f"{str(started.dtype).removeprefix('torch.')}{weights} on {runner.device.device}, "
-            f"KV cache of {started.num_blocks} blocks of {runner.block_size} tokens"
-            f"{describe_windows(started, self.max_model_len)}{ahead}{kept}"
+            f"{cache}{describe_windows(started, self.max_model_len)}{states}{ahead}{kept}"
         )
 
     def close(self) -> None:
@@ -384,6 +404,8 @@ class LLMEngine:
 def describe_windows(started: Started, max_model_len: int) -> str:
     """For the user: what becomes of blocks that a sliding window has left behind."""
     windows = [group.window for group in started.kv_groups]
+    if not started.kv_specs:
+        return ""
     if windows == [None]:
         has_window = any(spec.window and spec.window < max_model_len for spec in started.kv_specs)
         return ", none given back behind a window (the layers' shapes differ)" if has_window else ""

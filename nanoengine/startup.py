@@ -10,6 +10,7 @@ import torch
 from nanoengine.backends.cpu import CPU
 from nanoengine.backends.cuda import CUDA
 from nanoengine.backends.device import Decodes, Device, Forward, Trial
+from nanoengine.backends.inputs import NUM_RESERVED_SLOTS
 from nanoengine.backends.kv_cache import KVCache, KVGroup, KVSpec, block_bytes, group_layers, new_caches
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Chunk, ModelRunner, ScheduledBatch, Sequence
@@ -18,6 +19,8 @@ from nanoengine.models.weights import Checkpoint, digest_weights, load_model, re
 from nanoengine.sampling import draw_rows, scale_logits
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.steps import Stopwatch, uninterrupted
+
+MOST_FREE_BLOCKS = 1 << 16  # where blocks take no memory: they name prefixes, for the prefix cache
 
 
 class Started(NamedTuple):
@@ -30,6 +33,8 @@ class Started(NamedTuple):
     kv_specs: list[KVSpec]  # what each layer stores
     kv_groups: list[KVGroup]  # layers that share block tables
     weights_digest: bytes  # for a KV store
+    num_state_slots: int  # of a model whose layers hand on states, beside the reserved ones; else 0
+    state_bytes: int  # of a sequence
 
 
 def start_runner(
@@ -37,7 +42,7 @@ def start_runner(
     checkpoint: Checkpoint,
     max_model_len: int,
     *,
-    choose_runner: Callable[[list[KVGroup]], Callable[..., ModelRunner]],
+    choose_runner: Callable[[list[KVGroup], bool], Callable[..., ModelRunner]],
     shard: Shard | None = None,
     wrap: Callable[[Device], Device] = lambda device: device,
 ) -> Started:
@@ -47,7 +52,7 @@ def start_runner(
         config: the engine's.
         checkpoint: what to load.
         max_model_len: tokens of a prompt and its output.
-        choose_runner: gives the runner's class for layers in these groups.
+        choose_runner: gives the runner's class for layers in these groups, and whether some have states.
         shard: which part of the model, where several processes share one.
         wrap: puts where these meet around the device.
 
@@ -63,6 +68,8 @@ def start_runner(
     digest = digest_weights(model) if config.kv_store is not None else b""  # before the device packs them
     specs = model.kv_specs
     groups = group_layers(specs, max_model_len)
+    states = getattr(model, "states", None) or None
+    state_bytes = 0 if states is None else states.slot_bytes
     device.prepare(model)
     draw = device.draw or partial(draw_rows, scale=device.fuse(scale_logits))
     block_size = config.block_size or device.block_size
@@ -72,9 +79,11 @@ def start_runner(
     with uninterrupted(), device.running():  # a backend may try itself out, on its own GPU
         attention = device.choose_attention(specs, model.attention_settings)
         device.reserve(max_num_tokens, max_num_chunks, len(groups), table_width)
-        runner = choose_runner(groups)(model, device, attention, draw, block_size)
+        runner = choose_runner(groups, states is not None)(model, device, attention, draw, block_size)
 
-        def make_caches(num_blocks: int) -> list[KVCache]:
+        def make_caches(num_blocks: int, num_slots: int = 0) -> list[KVCache]:
+            if states is not None:
+                states.allocate(num_slots + NUM_RESERVED_SLOTS, torch_device)
             return new_caches(specs, groups, num_blocks, block_size, torch_device)
 
         @torch.inference_mode()
@@ -96,12 +105,38 @@ def start_runner(
         prompts = [length for length in prompts if length][: config.max_num_seqs]
         decodes = [1] * min(max_num_chunks, max_num_tokens)
         trial = plan_trial(runner, prompts, decodes, make_caches, capture)
-        most_blocks = config.max_num_seqs * table_width * len(groups)
-        num_blocks = device.count_blocks(block_bytes(specs, groups, block_size), most_blocks, trial)
-        runner.caches = make_caches(num_blocks)
+        num_slots, cache_bytes = config.num_state_slots or 0, 0
+        if config.num_kv_blocks is None or (states is not None and not num_slots):
+            cache_bytes = device.cache_bytes(trial)
+        if states is not None and not num_slots:
+            num_slots = count_slots(state_bytes, 2 * config.max_num_seqs, cache_bytes // (2 if specs else 1))
+        if specs:
+            most_blocks = config.max_num_seqs * table_width * len(groups)
+            bytes_left = cache_bytes - num_slots * state_bytes
+            num_blocks = device.count_blocks(block_bytes(specs, groups, block_size), most_blocks, bytes_left)
+        else:
+            num_blocks = config.num_kv_blocks or MOST_FREE_BLOCKS
+        runner.caches = make_caches(num_blocks, num_slots)
         runner.forward = capture()
     runner.stopwatch = Stopwatch()  # what was tried out was no step
-    return Started(runner, num_blocks, max_num_tokens, dtype, specs, groups, digest)
+    num_slots = 0 if states is None else num_slots
+    sizes = num_slots, state_bytes
+    return Started(runner, num_blocks, max_num_tokens, dtype, specs, groups, digest, *sizes)
+
+
+def count_slots(state_bytes: int, most: int, cache_bytes: int) -> int:
+    """How many sequences' states that many bytes hold; as many as can run, and as many in the prefix cache.
+
+    Raises:
+        ValueError: not one.
+    """
+    num_slots = min(cache_bytes // state_bytes - NUM_RESERVED_SLOTS, most)
+    if num_slots < 1:
+        raise ValueError(
+            f"no memory for {NUM_RESERVED_SLOTS + 1} sequences' states: one takes {state_bytes} bytes, and "
+            f"there are {cache_bytes}; give num_state_slots or kv_cache_bytes"
+        )
+    return num_slots
 
 
 def plan_trial(

@@ -485,8 +485,9 @@ def check_served(path: Path, reference: Any, lengths: list[int], num_new: int) -
                 outputs = llm.generate(prompts, params, use_tqdm=False)
                 assert [output.outputs[0].token_ids for output in outputs] == expected
             counts.update(llm.metrics())
+            holds_blocks = bool(llm.llm_engine.started.kv_specs)
             if llm.llm_engine.started.kv_groups[-1].window is None:
                 break
-    assert counts["num_preemptions"] > 0
+    assert bool(counts["num_preemptions"]) == holds_blocks  # without K and V, nobody has to make room
     assert counts["prefix_cache_hits"] > 0
     return code

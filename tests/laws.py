@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable
 
 from xxhash import xxh3_64_intdigest
 
+from nanoengine.backends.inputs import NUM_RESERVED_SLOTS
 from nanoengine.engine import BlockKey, BlockManager, Scheduler, Sequence
+from nanoengine.extensions.states import StatefulBlockManager
 from nanoengine.extensions.windows import WindowedBlockManager
 
 
@@ -52,6 +54,15 @@ def check_blocks(manager: BlockManager, sequences: Iterable[Sequence]) -> None:
         assert seq.num_computed_tokens <= seq.capacity
     if isinstance(manager, WindowedBlockManager):
         assert manager.more_tables.keys() == set(sequences), "tables of a sequence without blocks"
+    if isinstance(manager, StatefulBlockManager):
+        assert manager.held.keys() == set(sequences), "a sequence runs without a state, or waits with one"
+        slots = [
+            *manager.free_slots,
+            *manager.kept_slots.values(),
+            *(held.slot for held in manager.held.values()),
+        ]
+        usable = range(NUM_RESERVED_SLOTS, NUM_RESERVED_SLOTS + manager.num_state_slots)
+        assert sorted(slots) == [*usable], "a slot is lost, or has two uses"
 
 
 def check_laws(scheduler: Scheduler) -> None:

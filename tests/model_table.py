@@ -51,6 +51,20 @@ SMALL: dict[str, Any] = {
 # What those do not fit.
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
 SMALL_VISION = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+LINEAR = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+}
+FEW_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
 CHANGES: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"],
@@ -82,16 +96,39 @@ CHANGES: dict[str, dict[str, Any]] = {
         }
     },
     "bloom": {"seq_length": 512},
-    "lfm2": {"layer_types": ["conv", "full_attention"]},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "qwen4_exp_text": {"layer_types": ["linear_attention", "full_attention"]},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"], "max_position_embeddings": 512},
     "longcat_flash": {"head_dim": 8},
     "mamba2": {"num_heads": 8},
     "modernbert-decoder": {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
     "zamba": {"num_hidden_layers": 3},
-    "zamba2": {"num_hidden_layers": 54},
+    "zamba2": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
+    "granitemoehybrid": {
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+    },
+    "bamba": {"num_hidden_layers": 3, "attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 16},
+    "jamba": {"num_hidden_layers": 3, "attn_layer_period": 3, "attn_layer_offset": 1},
 }
+for _types, _changes in (
+    (
+        ("lfm2", "lfm2_moe", "lfm3"),
+        {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
+    ),
+    (
+        ("bailing_hybrid", "kimi_linear", "olmo_hybrid", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"),
+        LINEAR,
+    ),
+    (
+        ("qwen3_5", "qwen3_5_moe"),
+        {"text_config": {**TINY, "head_dim": 16, **LINEAR, **FEW_EXPERTS}, "vision_config": SMALL_VISION},
+    ),
+):
+    CHANGES.update({name: _changes for name in _types})
 SERVED = "`decoder.py`", "`hf.py`"
 LENGTHS = [1, 13, 40, 75, 20]
 NUM_NEW = 16

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from nanoengine import LLM, SamplingParams
+from nanoengine.models import weights
 from nanoengine.models.eager import _slopes_of, alibi_slopes
 from nanoengine.models.hf import HFModel, _Waits
 from nanoengine.models.hf_config import UnsupportedModelError, attention_implementation, language_part
@@ -178,14 +179,13 @@ def test_what_runs_is_printed_at_the_start(tmp_path_factory, capsys):
     ("family", "changes", "reason"),
     [
         ("T5", {}, "it is an encoder-decoder"),
-        ("Mamba", {}, "it has no attention|layers of type"),
-        ("Rwkv", {}, "it has no attention"),
+        ("Rwkv", {}, "it has no attention, and its states are code of its own"),
+        ("DiffLlama", TINY, "2 layers attend 4 times"),
         ("Doge", TINY, "it builds an attention mask of its own"),
         ("Git", {}, "it takes more than text"),
         ("Mllama", {}, "it takes more than text"),
         ("XLNet", {}, "its attention is code of its own"),
         ("Bert", {**TINY, "is_decoder": False}, "its attention is not causal|a trial pass failed"),
-        ("Lfm2", {**TINY, "layer_types": ["conv", "full_attention"]}, "layers of type conv"),
         ("Llama4Text", {**TINY, "layer_types": ["chunked_attention"] * 2}, "of type chunked_attention"),
         ("Llama4Text", {**TINY, "layer_types": ["full_attention"] * 2}, "attn_temperature_tuning"),
         ("Moshi", {**TINY, "sliding_window": 9}, "a sliding layer asks for attention with window None|mask"),
@@ -317,7 +317,7 @@ def test_a_language_part_s_own_tensors_are_checked_strictly(present, name, reaso
 
 @pytest.mark.parametrize(
     ("family", "reason"),
-    [("Llama4", "layers of type chunked_attention"), ("Qwen3_5", "layers of type linear_attention")],
+    [("Llama4", "layers of type chunked_attention"), ("Qwen4Exp", "layers of type indexed_attention")],
 )
 def test_a_language_part_that_is_not_served_is_refused_for_its_own_reason(family, reason, tmp_path):
     getattr(transformers, f"{family}Config")().save_pretrained(tmp_path)
@@ -399,14 +399,26 @@ def test_a_model_made_for_as_many_positions_as_its_window_is_served(tmp_path):
     assert output[0].outputs[0].token_ids == greedy(model, prompt, 14)
 
 
-def test_an_attention_layer_used_twice_is_refused(tmp_path_factory):
-    _, model = checkpoint("olmo", tmp_path_factory)
-    model = transformers.AutoModelForCausalLM.from_config(
-        copy.deepcopy(model.config), attn_implementation="nanoengine"
-    )
-    model.model.layers[1] = model.model.layers[0]
-    with pytest.raises(UnsupportedModelError, match="used more than once"):
-        HFModel(model)
+def test_an_attention_layer_used_twice_has_a_cache_for_each_use(tmp_path_factory, monkeypatch):
+    path, model = checkpoint("olmo", tmp_path_factory)
+    prompt, twice = random_prompts([40])[0], copy.deepcopy(model)
+    twice.model.layers[1] = twice.model.layers[0]
+    with torch.no_grad():
+        expected = twice(torch.tensor([prompt]), use_cache=False).logits[0].log_softmax(-1)
+
+    def load(*arguments):
+        loaded = load_transformers(*arguments)
+        loaded.model.layers[1] = loaded.model.layers[0]
+        return loaded
+
+    load_transformers = weights._load_transformers
+    monkeypatch.setattr(weights, "_load_transformers", load)
+    with LLM(str(path), num_kv_blocks=20, max_num_batched_tokens=16) as llm:
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+        entries = llm.generate(prompt, params, use_tqdm=False)[0].prompt_logprobs
+    for position in range(1, len(prompt)):
+        ours = entries[position][prompt[position]].logprob
+        assert ours == pytest.approx(expected[position - 1, prompt[position]].item(), abs=1e-4)
 
 
 @pytest.mark.parametrize(

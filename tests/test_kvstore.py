@@ -560,6 +560,7 @@ def test_a_step_that_failed_is_not_saved(tmp_path_factory, monkeypatch):
             outputs = engine.step()
         assert outputs[0].outputs[0].token_ids == plain[0]
         assert engine.metrics()["external_prefix_cache_hits"] == 0  # it counts what new requests had
+        assert not engine.core.snapshots  # the failed step's would be saved as another's
 
 
 def test_what_a_request_that_ends_in_an_error_computed_last_is_not_saved(tmp_path_factory):

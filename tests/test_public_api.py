@@ -58,9 +58,16 @@ ORDER = [
     *("compat", "sampling_params", "config", "outputs", "steps", "metrics", "detokenizer"),
     *("backends.memory", "backends.inputs", "backends.kv_cache", "backends.attention", "backends.device"),
     *("backends.cpu", "backends.flash", "backends.triton", "backends.cuda"),
-    *("models.decoder", "models.eager", "models.hf_config", "models.linear", "models.hf", "models.shard"),
+    *("models.decoder", "models.eager", "models.hf_config", "models.linear"),
+    *("models.states", "models.hf", "models.shard"),
     *("models.weights", "logprobs", "sampling", "engine", "requests", "startup"),
-    *("extensions.windows", "extensions.speculate", "extensions.kvstore", "extensions.trace"),
+    *(
+        "extensions.windows",
+        "extensions.states",
+        "extensions.speculate",
+        "extensions.kvstore",
+        "extensions.trace",
+    ),
     *("extensions.parallel", "llm_engine", "llm", "async_llm", "__init__"),
     *("apps.viewer", "apps.lab", "apps.ray_data", "apps.openai_api", "apps.server", "demo.train"),
 ]

@@ -25,8 +25,10 @@ from hypothesis.stateful import (
 )
 
 from nanoengine.backends.device import Attention
+from nanoengine.backends.inputs import BIN_SLOT, ZERO_SLOT
 from nanoengine.engine import BlockManager, ScheduledBatch, Scheduler, Sequence, build_inputs
 from nanoengine.extensions.speculate import DraftingScheduler
+from nanoengine.extensions.states import StatefulBlockManager, StatefulRunner, StatefulScheduler
 from nanoengine.extensions.windows import WindowedBlockManager, WindowedRunner
 from nanoengine.sampling_params import SamplingParams
 from tests.helpers import is_busy
@@ -207,8 +209,12 @@ class CoreMachine(RuleBasedStateMachine):
         slots = self.build_inputs(batch, self.in_flight)[1] if batch.chunks else np.empty(0)
         for slot in slots.flat:
             self.slots[int(slot)] = -1, (-1,)
+        self.spoil()
         self.scheduler.recover()
         self.in_flight, self.unknown = None, []
+
+    def spoil(self):
+        """What else such a pass may have written."""
 
     @precondition(lambda self: is_busy(self.scheduler))
     @rule(data=st.data())
@@ -306,15 +312,84 @@ class ExtendedMachine(CoreMachine):
         return inputs.metadata.block_tables, inputs.metadata.slot_mapping, inputs
 
 
+class StatefulMachine(CoreMachine):
+    """With states: a second ledger says after which tokens each slot's is."""
+
+    @initialize(
+        block_size=st.sampled_from([1, 2, 4]),
+        num_blocks=st.integers(2, 12),
+        windows=st.sampled_from([(None,), (None,), (1,), (None, 4)]),
+        num_state_slots=st.integers(1, 9),
+        max_num_seqs=st.integers(1, 5),
+        budget=st.sampled_from([1, 2, 5, 64]),
+        threshold=st.sampled_from([0, 0, 1, 3]),
+        caching=st.sampled_from([True, True, True, False]),
+    )
+    def start(
+        self, num_blocks, block_size, windows, num_state_slots, max_num_seqs, budget, threshold, caching
+    ):
+        nothing = Attention(None, lambda metadata, block_size: None, [])
+        self.runner = StatefulRunner(len(windows), None, None, nothing, None, block_size)
+        blocks = StatefulBlockManager(
+            num_blocks * len(windows),
+            block_size,
+            windows=windows,
+            max_chunk_tokens=budget,
+            more_tables=self.runner.more_tables,
+            enable_prefix_caching=caching,
+            num_state_slots=num_state_slots,
+        )
+        make_scheduler = functools.partial(StatefulScheduler, spans=self.runner.spans)
+        self.begin(blocks, make_scheduler, max_num_seqs, budget, threshold, blocks.windows)
+        self.guesses = False
+        # slot -> how many tokens its state is after, and whose; None: nobody's
+        self.states = {ZERO_SLOT: (0, None)}
+
+    def build_inputs(self, batch, before):
+        inputs = self.runner.build_inputs(batch, before)
+        self.layout = inputs.states
+        return inputs.metadata.block_tables, inputs.metadata.slot_mapping, inputs
+
+    def write(self, batch, before):
+        super().write(batch, before)
+        layout = self.layout
+        owners = [(c, p) for c in batch.chunks for p in range(c.start, c.end)]
+        decodes = [*zip(layout.decode_rows, layout.decode_sources, layout.decode_targets, strict=True)]
+        parts = [(first, end, source, target) for first, end, source, target, _ in layout.parts]
+        rows = [row for first, end, *_ in parts for row in range(first, end)] + [*layout.decode_rows]
+        assert sorted(rows) == [*range(len(owners))], "a row is left out, or computed twice"
+        sources = {row: self.states[source] for row, source, _ in decodes}  # all are read, then written
+        for row, _, target in decodes:
+            chunk, position = owners[row]
+            self.follow(sources[row], chunk, position, position + 1, target)
+        for first, end, source, target in parts:
+            chunk, position = owners[first]
+            self.follow(self.states[source], chunk, position, position + end - first, target)
+
+    def follow(self, state, chunk, start, end, target):
+        """A part of a chunk is computed from a state, which has to be the one before it."""
+        num_tokens, owner = state
+        assert num_tokens == start, "a state of another position"
+        if owner is not chunk.seq and owner is not None:  # a pending token that it is after is known by now
+            assert owner.token_ids[:start] == chunk.seq.token_ids[:start], "a state of other tokens"
+            assert len(owner.token_ids) >= start, "a state that nobody could know"
+        assert target not in (ZERO_SLOT, BIN_SLOT)
+        self.states[target] = end, chunk.seq
+
+    def spoil(self):
+        self.states = dict.fromkeys(self.states, (-1, None)) | {ZERO_SLOT: (0, None)}
+
+
 BRIEFLY = settings(
     max_examples=100, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestCore = CoreMachine.TestCase
 TestExtended = ExtendedMachine.TestCase
-TestCore.settings = TestExtended.settings = BRIEFLY
+TestStateful = StatefulMachine.TestCase
+TestCore.settings = TestExtended.settings = TestStateful.settings = BRIEFLY
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("machine", [CoreMachine, ExtendedMachine])
+@pytest.mark.parametrize("machine", [CoreMachine, ExtendedMachine, StatefulMachine])
 def test_the_laws_hold_at_length(machine):
     run_state_machine_as_test(machine, settings=settings(BRIEFLY, max_examples=1000))

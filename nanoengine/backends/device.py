@@ -160,13 +160,18 @@ class Device:
             return f"block_size must be a multiple of {backend.block_multiple}, got {self.config.block_size}"
         return backend.obstacle(specs, settings)
 
-    def count_blocks(self, block_bytes: int, most: int, trial: Trial) -> int:
-        """How many blocks the KV cache gets: as many as the config says, or as memory has room for.
+    def cache_bytes(self, trial: Trial) -> int:
+        """What the cache may take: as much as the config says, or as memory has room for."""
+        given = self.config.kv_cache_bytes
+        return self.free_bytes(trial) if given is None else given
+
+    def count_blocks(self, block_bytes: int, most: int, cache_bytes: int) -> int:
+        """How many blocks the KV cache gets: as many as the config says, or as that many bytes hold.
 
         Args:
             block_bytes: of a block.
             most: what every sequence at its longest can hold; more would only be a larger prefix cache.
-            trial: tells what memory the steps take.
+            cache_bytes: of all.
 
         Raises:
             ValueError: there is no room for two, one of which is the null block.
@@ -174,11 +179,9 @@ class Device:
         config = self.config
         if config.num_kv_blocks is not None:
             return config.num_kv_blocks
-        if config.kv_cache_bytes is not None:
-            num_blocks, remedy = config.kv_cache_bytes // block_bytes - 1, "raise kv_cache_bytes"
-        else:
-            num_blocks = min(self.free_bytes(trial) // block_bytes - 1, most)
-            remedy = self.more_memory
+        num_blocks, remedy = cache_bytes // block_bytes - 1, "raise kv_cache_bytes"
+        if config.kv_cache_bytes is None:
+            num_blocks, remedy = min(num_blocks, most), self.more_memory
         if num_blocks < 1:
             raise ValueError(f"no memory for the KV cache: one block takes {block_bytes} bytes; {remedy}")
         return num_blocks

@@ -32,6 +32,33 @@ class AttentionMetadata(NamedTuple, Generic[Array]):
     needed_rows: np.ndarray | None = None
 
 
+# Of states: what a sequence begins with, which is never written, and what nobody reads.
+ZERO_SLOT, BIN_SLOT = 0, 1
+NUM_RESERVED_SLOTS = 2
+
+
+class StatePart(NamedTuple):
+    """Rows [first, end) of a batch, of one sequence, through layers that hand a state from token to token."""
+
+    first: int
+    end: int
+    source: int  # slot of the state before them
+    target: int  # slot for the state after them
+    is_prompt: bool  # or an answer's
+
+
+class StateLayout(NamedTuple, Generic[Array]):
+    """Which state each part of a flat batch begins with, and where it leaves its own: models/states.py.
+
+    N sequences compute one token of their answer each; all else is `parts`, in order.
+    """
+
+    decode_rows: Array  # (N,) int64
+    decode_sources: Array  # (N,) int64
+    decode_targets: Array  # (N,) int64
+    parts: list[StatePart]  # known without asking the device
+
+
 class ModelInputs(NamedTuple, Generic[Array]):
     """A batch as integers, flat: no padding, no batch dimension."""
 
@@ -41,6 +68,7 @@ class ModelInputs(NamedTuple, Generic[Array]):
     sample_rows: Array  # (R,) int64  rows whose logits are needed
     pending_rows: Array  # (P,) int64  rows whose token is pending
     pending_samples: Array  # (P,) int64  which sample of the step in flight it will be
+    states: StateLayout[Array] | None = None  # None: no layer has any
 
 
 def send_inputs(
@@ -52,7 +80,8 @@ def send_inputs(
     of_tokens = [inputs.input_ids, inputs.positions]
     of_attention = [meta.cu_seqlens_q, meta.cu_seqlens_k, meta.seq_lens, meta.block_tables, meta.slot_mapping]
     of_sampling = [inputs.sample_rows, inputs.pending_rows, inputs.pending_samples]
-    tensors = send(of_tokens + of_attention + of_sampling)
+    of_states = [] if inputs.states is None else list(inputs.states[:3])
+    tensors = send(of_tokens + of_attention + of_states + of_sampling)
     input_ids, positions, cu_seqlens_q, cu_seqlens_k, seq_lens, block_tables, slot_mapping = tensors[:7]
     metadata = AttentionMetadata(
         cu_seqlens_q=cu_seqlens_q,
@@ -65,7 +94,12 @@ def send_inputs(
         is_fresh=meta.is_fresh,
         needed_rows=meta.needed_rows,
     )
-    return ModelInputs(input_ids, positions, metadata, *tensors[7:])
+    sample_rows, pending_rows, pending_samples = tensors[-3:]
+    states = None
+    if inputs.states is not None:
+        decode_rows, sources, targets = tensors[7:10]
+        states = StateLayout(decode_rows, sources, targets, inputs.states.parts)
+    return ModelInputs(input_ids, positions, metadata, sample_rows, pending_rows, pending_samples, states)
 
 
 class SamplingMetadata(NamedTuple):

@@ -51,6 +51,8 @@ def group_layers(specs: Sequence[KVSpec], max_model_len: int) -> list[KVGroup]:
     [KVGroup(layers=[2, 5], window=None),
      KVGroup(layers=[0, 1], window=16), KVGroup(layers=[3, 4], window=16)]
     """
+    if not specs:  # blocks are counted, and take no memory: as if of layers that see one token
+        return [KVGroup([], 1)]
     kinds: dict[float, list[int]] = {}  # window -> layers
     for layer, spec in enumerate(specs):
         is_whole = spec.window is None or spec.window >= max_model_len

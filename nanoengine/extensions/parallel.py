@@ -43,7 +43,7 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from nanoengine.backends.device import Compute, Decodes, Device, Download, Forward, Trial
+from nanoengine.backends.device import Compute, Decodes, Device, Download, Forward
 from nanoengine.backends.inputs import AttentionMetadata, ModelInputs, send_inputs
 from nanoengine.config import EngineConfig
 from nanoengine.engine import ModelRunner
@@ -380,9 +380,9 @@ class ParallelDevice:
         self._ranks.minimum(0)
         self._device.prepare(model)
 
-    def count_blocks(self, block_bytes: int, most: int, trial: Trial) -> int:
+    def count_blocks(self, block_bytes: int, most: int, cache_bytes: int) -> int:
         """As a `Device`; what every rank has room for."""
-        return self._ranks.minimum(self._device.count_blocks(block_bytes, most, trial))
+        return self._ranks.minimum(self._device.count_blocks(block_bytes, most, cache_bytes))
 
     def capture(self, decodes: Decodes) -> Forward:
         """As a `Device`."""

@@ -101,7 +101,7 @@ class WindowedBlockManager(BlockManager):
         """
         chain = self.find_prefix(seq)
         parent_ids = [0, *(block.prefix_id for block in chain)]
-        num_blocks = len(chain)  # of the beginning that is tried
+        num_blocks = self._longest_beginning(seq, chain, len(chain))  # that is tried
         while True:
             next_position = min(num_blocks * self.block_size, seq.num_tokens - 1)
             hits: list[list[Block]] = []
@@ -118,7 +118,7 @@ class WindowedBlockManager(BlockManager):
                 return hits
             # Block `shortest` of some group is missing. A shorter beginning sees further back, so every one
             # that includes this block needs it: next try the one that ends before it.
-            num_blocks = shortest
+            num_blocks = self._longest_beginning(seq, chain, shortest)
 
     # -- growth
 
@@ -150,6 +150,10 @@ class WindowedBlockManager(BlockManager):
         self.more_tables.pop(seq, None)
 
     # -- helpers
+
+    def _longest_beginning(self, seq: Sequence, chain: list[Block], most: int) -> int:
+        """How many of the chain's first blocks a sequence can go on from, at most that many; a seam."""
+        return most
 
     @property
     def max_computable_tokens(self) -> int:

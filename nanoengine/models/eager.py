@@ -144,7 +144,7 @@ METHODS: dict[str, dict[str, Callable[..., Any]]] = {
 
 def replace_attention(causal_lm: Any) -> None:
     """Give the model's modules the methods listed for its type; other models of the class are left alone."""
-    for name, method in METHODS[causal_lm.config.model_type].items():
+    for name, method in METHODS.get(causal_lm.config.model_type, {}).items():
         class_name, method_name = name.split(".")
         modules = [module for module in causal_lm.modules() if type(module).__name__ == class_name]
         paged = type(class_name, (type(modules[0]),), {method_name: method})

@@ -6,6 +6,8 @@ row of T tokens with explicit positions, without a cache object and without a ma
 to the same paged cache as in `decoder.py`. Where a model has attention in its own code, `eager.py` has
 another in its place.
 
+Where a model also hands states from token to token, `states.py` does the same for the layers that do.
+
 What a model may not do is let tokens see each other anywhere else, or count positions by itself: `_probe`
 runs a few tokens through the loaded model and refuses it if it does.
 """
@@ -22,8 +24,14 @@ from transformers import AttentionInterface
 from nanoengine.backends.attention import PagedAttention
 from nanoengine.backends.kv_cache import KVCache, KVSpec
 from nanoengine.models.eager import METHODS, replace_attention
-from nanoengine.models.hf_config import ATTENTION_NAME, UnsupportedModelError, attention_implementation
+from nanoengine.models.hf_config import (
+    ATTENTION_NAME,
+    ATTENTION_TYPES,
+    UnsupportedModelError,
+    attention_implementation,
+)
 from nanoengine.models.linear import use_linear_layers
+from nanoengine.models.states import States
 
 # Between two trial passes, of a token's queries, keys or hidden state, by norm. Passes of one shape differ by
 # the order of sums at most, below 1e-6 in float32; a wrong position changes more than half.
@@ -135,6 +143,9 @@ class HFModel(nn.Module):
         # soft-capping, biases. Shares every weight.
         self.head = copy.copy(causal_lm)
         self.head._modules = {**causal_lm._modules, body: _GivenHidden()}
+        for name in ("lm_head_multiplier",):  # what heads ask the body for
+            if hasattr(self.body, name):
+                setattr(self.head._modules[body], name, getattr(self.body, name))
         if attention_implementation(causal_lm.config) == "eager":
             replace_attention(causal_lm)
             causal_lm.config._attn_implementation = ATTENTION_NAME  # for which no masks are made
@@ -142,8 +153,8 @@ class HFModel(nn.Module):
         self._relay = _Relay()
         for module in causal_lm.modules():
             module.paged_attend = self._relay
-        self._layers: dict[Any, int] = {}  # what calls attention -> index of its cache
-        self.kv_specs: list[KVSpec] = []  # what each attention layer stores per token
+        self.states = States(causal_lm)
+        self.kv_specs: list[KVSpec] = []  # what attention stores per token, in the order of calls
         self.attention_settings: frozenset[str] = frozenset()  # what they ask for besides a scale
         self._probe(max_model_len)
 
@@ -151,9 +162,10 @@ class HFModel(nn.Module):
         self, input_ids: Tensor, positions: Tensor, caches: Sequence[KVCache], attention: PagedAttention
     ) -> Tensor:
         """Token ids and positions, (T,) int64 each, to hidden states, (T, E); fills the caches."""
+        in_order = iter(caches)
 
         def attend(layer: Any, q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
-            return attention(q, k, v, caches[self._layers[layer]], **settings)
+            return attention(q, k, v, next(in_order), **settings)
 
         return self._run(input_ids, positions, attend)
 
@@ -184,8 +196,8 @@ class HFModel(nn.Module):
         """Learn the layers and what they store; refuse a model that this way would compute wrongly.
 
         Attention is replaced by a function of each token alone. Then tokens may not influence one
-        another at all: if they do, the model mixes them outside attention (state-space layers,
-        convolutions, n-gram embeddings), where a flat batch of several sequences would be mixed too.
+        another at all: if they do, the model mixes them outside attention and the layers whose states we
+        know, where a flat batch of several sequences would be mixed too.
         Nor may it matter where in the batch a token stands: if it does, the model counts positions
         itself. All passes have the same shape, so that rounding is the same too.
         """
@@ -193,9 +205,6 @@ class HFModel(nn.Module):
         seen: list[Tensor] = []  # by a pass: queries and keys of each layer, hidden states; (T, ..) each
 
         def record(layer: Any, q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
-            if layer in self._layers:
-                raise UnsupportedModelError("an attention layer is used more than once in a pass")
-            self._layers[layer] = len(self._layers)
             self.kv_specs.append(KVSpec(k.shape[1], k.shape[2], v.shape[2], k.dtype, settings.get("window")))
             asked = {name for name, value in settings.items() if value is not None and name != "scale"}
             self.attention_settings |= asked
@@ -207,7 +216,8 @@ class HFModel(nn.Module):
 
         def trial(ids: Tensor, positions: Tensor, attend: Attend) -> list[Tensor]:
             seen.clear()
-            hidden = self._run(ids, positions, attend)
+            with self.states.probe():
+                hidden = self._run(ids, positions, attend)
             return [*seen, hidden]
 
         device = self.causal_lm.get_input_embeddings().weight.device
@@ -223,15 +233,19 @@ class HFModel(nn.Module):
             raise
         except Exception as error:
             raise UnsupportedModelError(f"a trial pass failed: {type(error).__name__}: {error}") from error
-        if len(self._layers) != config.num_hidden_layers:
+        num_layers, num_calls = config.num_hidden_layers, len(self.kv_specs)
+        if num_calls != num_layers and not self.states:
             raise UnsupportedModelError(
-                f"only {len(self._layers)} of its {config.num_hidden_layers} layers have attention that can "
-                "be replaced"
+                f"its {num_layers} layers attend {num_calls} times in a way that can be replaced"
             )
         configured = getattr(config, "sliding_window", None)
         by_default = "sliding" if configured else "full"
         windows = [spec.window for spec in self.kv_specs]
         layer_types = getattr(config, "layer_types", None) or [by_default] * len(windows)
+        if self.states:
+            layer_types = [kind for kind in layer_types if kind in ATTENTION_TYPES]
+            if len(layer_types) != len(windows):
+                layer_types = [by_default] * len(windows)
         if config.model_type in METHODS:  # which ask for what their configs say in words of their own
             layer_types = ["full" if window is None else "sliding" for window in windows]
         # A window that covers all positions is none: models may leave it out.
@@ -243,7 +257,8 @@ class HFModel(nn.Module):
             raise UnsupportedModelError("it mixes tokens outside attention")
         if _differ(first, [x.flip(0) for x in backwards]):
             raise UnsupportedModelError("it takes positions from a token's place in the batch")
-        self.capturable = waits.first is None  # a CUDA graph cannot hold what waits for the device
+        # A CUDA graph cannot hold what waits for the device.
+        self.capturable = waits.first is None and not self.states
 
 
 def _differ(these: list[Tensor], those: list[Tensor]) -> bool:

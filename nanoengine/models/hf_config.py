@@ -13,6 +13,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from nanoengine.models.decoder import rope_settings
 from nanoengine.models.eager import METHODS
 
+ATTENTION_TYPES = ("full_attention", "sliding_attention")  # of layers
+# Of layers with a state (`states.py`), with attention beside it, and with neither.
+OTHER_TYPES = (
+    *("linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding", "hybrid_mamba"),
+    *("attention", "moe", "mlp"),
+)
 ATTENTION_NAME = "nanoengine"  # under which transformers knows our attention
 
 # Models that take images and text -> the config class of their language model, None where it says it itself.
@@ -83,7 +89,7 @@ def check_config(config: Any) -> None:
     attention_implementation(config)
     from transformers.activations import ACT2FN  # a second of imports, for these models alone
 
-    unknown = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
+    unknown = set(getattr(config, "layer_types", None) or []) - {*ATTENTION_TYPES, *OTHER_TYPES}
     if unknown:
         raise UnsupportedModelError(f"it has layers of type {', '.join(sorted(unknown))}")
     for field in ("hidden_act", "hidden_activation", "activation_function"):
@@ -114,6 +120,8 @@ def attention_implementation(config: Any) -> str:
         if not getattr(config, "is_decoder", True):
             raise UnsupportedModelError("its attention is not causal")
         return "eager"
+    if "linear_attention" in (getattr(config, "layer_types", None) or ()):
+        return "eager"  # it has none
     if getattr(config, "num_attention_heads", None) is None:
-        raise UnsupportedModelError("it has no attention: its layers hand a state from token to token")
+        raise UnsupportedModelError("it has no attention, and its states are code of its own")
     raise UnsupportedModelError("its attention is code of its own, which cannot be replaced")

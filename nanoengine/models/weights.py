@@ -38,6 +38,7 @@ DEQUANTIZED: dict[str, tuple[str, ...]] = {"mxfp4": (), "fp8": ("accelerate",)}
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")  # by safetensors' names
 SERVED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 POSITIONS = "max_position_embeddings", "max_seq_len", "seq_length"  # what configs call their number
+MOST_TOKENS = 1 << 20  # of a model that knows no positions, where max_model_len does not say
 MAX_POSITIONS = 2**31 - 1  # the attention kernels' lengths are int32
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # What a model that takes images too calls its language model's tensors -> that model's own names.
@@ -146,6 +147,9 @@ class Checkpoint:
             ValueError: there are fewer, or the config does not say.
         """
         positions = self.max_model_len or max_model_len
+        kinds = getattr(self.hf_config, "layer_types", None)
+        if positions is None and kinds and set(kinds) == {"linear_attention"}:  # states alone: any length
+            return MOST_TOKENS
         if positions is None:
             raise ValueError(
                 "max_model_len must be given: the checkpoint's config does not say how long it may be"

@@ -1,0 +1,338 @@
+"""States: models whose layers hand a state from token to token, beside paged K and V or without any."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from nanoengine import LLM, SamplingParams
+from nanoengine.backends.inputs import NUM_RESERVED_SLOTS, ZERO_SLOT
+from nanoengine.engine import Sequence
+from nanoengine.extensions.states import StatefulBlockManager, StatefulScheduler
+from nanoengine.models.states import is_mixer
+from tests.helpers import VARIED_SETTINGS, greedy, random_prompts
+from tests.laws import check_laws
+from tests.model_table import small_config, small_model
+
+# A gated delta rule, convolutions alone, Mamba2, Mamba beside attention, and Mamba2 that limits time steps.
+KINDS = ["qwen3_5_text", "lfm2", "mamba2", "jamba", "zamba2"]
+LENGTHS = [1, 2, 13, 40, 75, 20]
+NUM_NEW = 16
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_NEW)
+pytestmark = pytest.mark.skipif(
+    transformers.__version__ < "5", reason="its layers keep their states elsewhere"
+)
+
+
+MODELS: dict[str, tuple[str, Any]] = {}
+
+
+def model_of(kind, factory):
+    """A checkpoint and its transformers twin, built once."""
+    if kind not in MODELS:
+        path = factory.mktemp(kind)
+        model = small_model(small_config(kind))
+        model.save_pretrained(path)
+        model.said = {}  # what `greedy` got of it: nobody changes it any more
+        MODELS[kind] = str(path), model
+    return MODELS[kind]
+
+
+@pytest.fixture
+def served(tmp_path_factory):
+    """Of a kind: a checkpoint, prompts, and transformers' answers to them."""
+
+    def make(kind, most_tokens=None):
+        path, model = model_of(kind, tmp_path_factory)
+        prompts = [prompt[:most_tokens] for prompt in random_prompts(LENGTHS)]
+        return path, prompts, [greedy(model, prompt, NUM_NEW) for prompt in prompts]
+
+    return make
+
+
+def answers(llm, prompts, params=GREEDY):
+    return [out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)]
+
+
+# ---- Tokens --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", VARIED_SETTINGS.values(), ids=VARIED_SETTINGS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_tokens_equal_transformers_whatever_the_settings(kind, settings, served):
+    path, prompts, expected = served(kind, most_tokens=30)
+    with LLM(path, **settings) as llm:
+        assert answers(llm, prompts) == expected
+        assert answers(llm, prompts) == expected  # from the prefix cache, where there is one
+
+
+@pytest.mark.parametrize("budget", [1, 3, 7, 1000])
+@pytest.mark.parametrize("kind", KINDS)
+def test_chunks_of_a_prompt_begin_with_the_state_of_the_one_before(kind, budget, served):
+    path, prompts, expected = served(kind)
+    with LLM(path, num_kv_blocks=200, block_size=4, max_num_batched_tokens=budget) as llm:
+        assert answers(llm, prompts) == expected
+
+
+@pytest.mark.parametrize("num_state_slots", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "mamba2"])
+def test_no_more_sequences_run_than_there_are_slots(kind, num_state_slots, served):
+    path, prompts, expected = served(kind)
+    with LLM(path, num_kv_blocks=200, block_size=4, num_state_slots=num_state_slots) as llm:
+        engine, most = llm.llm_engine, 0
+        for i, prompt in enumerate(prompts):
+            engine.add_request(str(i), prompt, GREEDY)
+        tokens = {}
+        while engine.has_unfinished_requests():
+            for out in engine.step():
+                tokens[out.request_id] = out.outputs[0].token_ids
+            most = max(most, llm.metrics()["num_running"])
+            check_laws(engine.scheduler)
+        assert [tokens[str(i)] for i in range(len(prompts))] == expected
+        assert most == num_state_slots
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_free_slots_hold_changes_nothing(kind, served):
+    """Not a number, in every slot that no sequence has; and a neighbour that is aborted leaves nothing."""
+    path, prompts, expected = served(kind)
+    with LLM(path, num_kv_blocks=24, block_size=8, num_state_slots=6, max_num_batched_tokens=30) as llm:
+        engine = llm.llm_engine
+        states, blocks = engine.runner.model.states, engine.scheduler.block_manager
+        engine.add_request("neighbour", prompts[3][::-1], GREEDY)
+        for i, prompt in enumerate(prompts):
+            engine.add_request(str(i), prompt, GREEDY)
+        tokens, num_steps = {}, 0
+        while engine.has_unfinished_requests():
+            for memory in states.memory:
+                for x in memory.values():
+                    assert not x[ZERO_SLOT].any()
+                    x[[*blocks.free_slots]] = torch.nan
+            for out in engine.step():
+                tokens[out.request_id] = out.outputs[0].token_ids
+            num_steps += 1
+            if num_steps == 4:
+                engine.abort_request("neighbour")
+        assert [tokens[str(i)] for i in range(len(prompts))] == expected
+
+
+def test_samples_of_a_request_have_states_of_their_own(served):
+    path, prompts, _ = served("qwen3_5_text")
+    params = SamplingParams(n=4, seed=5, max_tokens=12, temperature=1.5)
+    tokens = []
+    for settings in VARIED_SETTINGS.values():
+        with LLM(path, **{**settings, "max_model_len": 60}) as llm:
+            outputs = llm.generate(prompts[:4], params, use_tqdm=False)
+            tokens.append([[sample.token_ids for sample in out.outputs] for out in outputs])
+    assert all(one == tokens[0] for one in tokens)
+    assert len({tuple(sample) for sample in tokens[0][2]}) > 1
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "zamba2"])
+def test_with_steps_in_flight_the_tokens_are_the_same(kind, served):
+    path, prompts, expected = served(kind)
+    settings = {"num_kv_blocks": 24, "block_size": 8, "max_num_batched_tokens": 30, "async_scheduling": True}
+    with LLM(path, **settings) as llm:
+        assert answers(llm, prompts) == expected
+        assert answers(llm, prompts) == expected
+        assert llm.metrics()["num_preemptions"] > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_log_probabilities_of_chunks_are_those_of_the_whole(kind, served, tmp_path_factory):
+    path, prompts, _ = served(kind)
+    _, model = model_of(kind, tmp_path_factory)
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    with torch.no_grad():
+        whole = model(torch.tensor([prompts[4]])).logits[0].log_softmax(-1)
+    with LLM(path, num_kv_blocks=40, block_size=8, max_num_batched_tokens=16) as llm:
+        entries = llm.generate(prompts[4], params, use_tqdm=False)[0].prompt_logprobs
+    for position in range(1, len(prompts[4])):
+        token = prompts[4][position]
+        assert entries[position][token].logprob == pytest.approx(whole[position - 1, token].item(), abs=8e-4)
+
+
+# ---- The prefix cache ----------------------------------------------------------------------------
+
+
+def test_a_hit_goes_back_to_the_last_block_whose_state_was_kept(served):
+    path, prompts, _ = served("qwen3_5_text")
+    prompt = prompts[3]  # of 40 tokens
+    with LLM(path, num_kv_blocks=100, block_size=8) as llm:
+
+        def cached(tokens, max_tokens=1):
+            params = SamplingParams(temperature=0, max_tokens=max_tokens)
+            out = llm.generate(tokens, params, use_tqdm=False)[0]
+            return out.num_cached_tokens, out.outputs[0].token_ids
+
+        assert cached(prompt[:37])[0] == 0
+        assert cached(prompt[:37])[0] == 32  # its last full block
+        assert cached(prompt[:30])[0] == 0  # blocks of 24 tokens are there, and no state
+        assert cached(prompt[:30])[0] == 24  # now it was kept, where they branch
+        other = [*prompt[:16], *prompt[:10]]
+        assert cached(other)[0] == 0
+        assert cached([*prompt[:16], *prompt[5:12]])[0] == 16  # the third that begins so
+        _, answer = cached(prompt[:37], max_tokens=30)
+        assert cached([*prompt[:37], *answer, 7])[0] == 64  # 67 tokens; an answer's last full block
+
+
+def test_states_are_not_kept_without_the_prefix_cache(served):
+    path, prompts, expected = served("lfm2")
+    with LLM(path, num_kv_blocks=100, block_size=8, enable_prefix_caching=False) as llm:
+        assert answers(llm, prompts) == expected
+        blocks = llm.llm_engine.scheduler.block_manager
+        assert not blocks.kept_slots
+        assert llm.metrics()["prefix_cache_hits"] == 0
+
+
+def test_forgetting_prefixes_forgets_their_states(served):
+    path, prompts, _ = served("lfm2")
+    with LLM(path, num_kv_blocks=100, block_size=8) as llm:
+        answers(llm, prompts)
+        blocks = llm.llm_engine.scheduler.block_manager
+        assert blocks.kept_slots
+        assert llm.llm_engine.reset_prefix_cache()
+        assert not blocks.kept_slots
+        assert len(blocks.free_slots) == blocks.num_state_slots
+
+
+# ---- Slots, by hand ------------------------------------------------------------------------------
+
+
+def manager_of(num_state_slots=9, num_blocks=20, block_size=4, **settings):
+    settings |= {"windows": (None,), "max_chunk_tokens": 64, "num_state_slots": num_state_slots}
+    return StatefulBlockManager(num_blocks, block_size, **settings)
+
+
+def spans_of(manager, seq, budget=64):
+    """A sequence alone: each step's spans."""
+    spans = {}
+    scheduler = StatefulScheduler(manager, spans=spans, max_num_batched_tokens=budget)
+    scheduler.add(seq)
+    while not seq.is_finished:
+        batch = scheduler.schedule()
+        yield [tuple(span) for span in spans[seq]]
+        scheduler.update(batch, [7] * len(batch.sampled_seqs))
+        check_laws(scheduler)
+
+
+def sequence(seq_id, tokens, max_tokens=1):
+    return Sequence(seq_id, list(tokens), SamplingParams(max_tokens=max_tokens))
+
+
+def test_at_the_end_of_a_block_a_sequence_leaves_its_slot_to_the_prefix_cache():
+    """As at the top of extensions/states.py, where slots are taken in another order."""
+    manager = manager_of()
+    assert [*spans_of(manager, sequence(0, range(10), max_tokens=4))] == [
+        [(0, 8, 0, 3), (8, 10, 3, 2)],
+        [(10, 11, 2, 2)],
+        [(11, 12, 2, 2)],
+        [(12, 13, 2, 4)],
+    ]
+    assert [*manager.kept_slots.values()] == [3, 2]
+    (spans,) = spans_of(manager, sequence(1, [*range(8), 99]))
+    assert spans == [(8, 9, 3, 5)]
+
+
+def test_an_answer_keeps_its_last_state_alone_and_the_prompt_s():
+    manager = manager_of(num_state_slots=4)
+    for _ in spans_of(manager, sequence(0, range(10), max_tokens=30)):
+        assert len(manager.kept_slots) <= 2
+    assert len(manager.kept_slots) == 2
+
+
+def test_the_only_kept_state_is_taken_over_where_no_other_slot_is_left():
+    manager, spans = manager_of(num_state_slots=2), {}
+    assert [*spans_of(manager, sequence(0, range(9)))] == [[(0, 8, 0, 3), (8, 9, 3, 2)]]
+    scheduler = StatefulScheduler(manager, spans=spans, max_num_batched_tokens=64)
+    other, seq = sequence(1, [50, 51], max_tokens=9), sequence(2, [*range(8), 99])
+    for one in (other, seq):
+        scheduler.add(one)
+    scheduler.schedule()
+    assert spans == {other: [(0, 2, 0, 2)], seq: [(8, 9, 3, 3)]}
+    check_laws(scheduler)
+    assert not manager.kept_slots
+
+
+def test_a_state_that_a_step_reads_gives_way_to_no_other_in_that_step():
+    manager, spans = manager_of(num_state_slots=3), {}
+    assert [*spans_of(manager, sequence(0, range(9)))] == [[(0, 8, 0, 3), (8, 9, 3, 2)]]
+    scheduler = StatefulScheduler(manager, spans=spans, max_num_batched_tokens=6)
+    other, seq = sequence(1, range(50, 60), max_tokens=9), sequence(2, [*range(8), 99])
+    scheduler.add(other)
+    scheduler.update(scheduler.schedule(), [])
+    scheduler.add(seq)
+    scheduler.schedule()  # the other comes first, and would keep its state of 8 tokens in slot 3
+    assert spans == {other: [(6, 10, 4, 4)], seq: [(8, 9, 3, 2)]}
+
+
+def test_an_answer_computed_anew_is_not_taken_for_a_prompt():
+    seq = sequence(0, range(6), max_tokens=9)
+    seq.token_ids += [7, 7, 7]
+    first = next(spans_of(manager_of(enable_prefix_caching=False), seq))
+    assert first == [(0, 6, 0, 2), (6, 9, 2, 2)]
+
+
+GUESSES = {"method": "ngram", "num_speculative_tokens": 3}
+
+# ---- What is said, and refused -------------------------------------------------------------------
+
+
+def test_bytes_of_a_sequence_s_states_are_printed_at_the_start(served, capsys):
+    path, _, _ = served("qwen3_5_text")
+    with LLM(path, num_kv_blocks=9, block_size=8, num_state_slots=5) as llm:
+        memory = [x for of_mixer in llm.llm_engine.runner.model.states.memory for x in of_mixer.values()]
+    assert all(len(x) == 5 + NUM_RESERVED_SLOTS for x in memory)
+    num_bytes = sum(x[0].nbytes for x in memory)
+    assert f"KV cache of 9 blocks of 8 tokens, 5 states of {num_bytes:,} bytes" in capsys.readouterr().err
+
+
+def test_a_model_of_states_alone_has_no_kv_cache_and_takes_prompts_of_any_length(served, capsys):
+    path, _, _ = served("mamba2")
+    prompt = random_prompts([5000])[0]
+    with LLM(path, max_num_batched_tokens=512, block_size=8, num_kv_blocks=130) as llm:
+        assert "no KV cache, 512 states of" in capsys.readouterr().err
+        assert llm.llm_engine.runner.caches == []
+        assert llm.llm_engine.max_model_len == 1 << 20
+        long = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)[0]
+    with LLM(path, max_num_batched_tokens=5000, max_model_len=5010) as llm:
+        assert answers(llm, [prompt], SamplingParams(temperature=0, max_tokens=3)) == [
+            long.outputs[0].token_ids
+        ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"speculative_config": GUESSES}, "speculative_config .*wrong guess"),
+        ({"kv_store": "store"}, "kv_store .*K and V alone"),
+        ({"num_state_slots": 0}, "num_state_slots must be an integer"),
+        ({"num_kv_blocks": None, "kv_cache_bytes": 9000}, "no memory for 3 sequences' states: one takes"),
+    ],
+)
+def test_what_does_not_go_with_states_is_refused(settings, reason, served, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path, _, _ = served("qwen3_5_text")
+    with pytest.raises(ValueError, match=reason):
+        LLM(path, **{"num_kv_blocks": 9, **settings})
+
+
+def test_memory_is_shared_between_states_and_blocks(served):
+    path, _, _ = served("qwen3_5_text")
+    with LLM(path, kv_cache_bytes=1 << 20, block_size=8) as llm:
+        started = llm.llm_engine.started
+        kv = sum(cache.k.nbytes + cache.v.nbytes for cache in llm.llm_engine.runner.caches)
+        states = started.state_bytes * started.num_state_slots
+        assert (1 << 20) * 0.9 < kv + states <= 1 << 20
+        assert states <= 1 << 19
+
+
+def test_mixers_are_known_by_their_code():
+    from transformers.models.lfm2 import modeling_lfm2
+    from transformers.models.mamba import modeling_mamba
+
+    assert is_mixer(modeling_lfm2.Lfm2ShortConv)
+    assert is_mixer(modeling_mamba.MambaMixer)
+    assert not is_mixer(modeling_lfm2.Lfm2Attention)
+    assert not is_mixer(torch.nn.Linear)
