@@ -78,6 +78,29 @@ _MIXTRAL = {
     "sliding_window": None,
     "tie_word_embeddings": False,
 }
+_QWEN3_5 = {
+    "model_type": "qwen3_5_text",
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-6,
+}
+_GRANITE4 = {
+    "layer_types": [
+        "full_attention" if layer in (10, 13, 17, 27) else "linear_attention" for layer in range(32)
+    ],
+    "shared_intermediate_size": 2048,
+    "num_local_experts": 0,
+    "num_experts_per_tok": 0,
+    "mamba_n_heads": 48,
+    "mamba_d_head": 32,
+    "mamba_d_state": 128,
+    "mamba_n_groups": 1,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-5,
+}
 SHAPES = {
     "qwen3-0.6b": shape("Qwen3", 151936, 1024, 3072, 28, 16, 8, 128, **_QWEN3),
     "qwen3-1.7b": shape("Qwen3", 151936, 2048, 6144, 28, 16, 8, 128, **_QWEN3),
@@ -85,6 +108,8 @@ SHAPES = {
     "gemma-3-1b": shape("Gemma3", 262144, 1152, 6912, 26, 4, 1, 256, **_GEMMA3),
     "phi-3-0.9b": shape("Phi3", 32064, 3072, 8192, 6, 32, 32, 96, **_PHI3),  # mini, 6 of its 32 layers
     "mixtral-0.8b": shape("Mixtral", 32000, 1024, 3584, 8, 8, 2, 128, **_MIXTRAL),  # 8x7B, a quarter each way
+    "qwen3.5-0.8b": shape("Qwen3_5", 248320, 1024, 3584, 24, 8, 2, 256, **_QWEN3_5),
+    "granite-4-h-350m": shape("GraniteMoeHybrid", 100352, 768, 2048, 32, 12, 4, 64, **_GRANITE4),
     "tiny": shape("Qwen3", 4096, 256, 768, 4, 8, 4, 64, **_QWEN3),
 }
 

@@ -89,6 +89,8 @@ def start_runner(
         @torch.inference_mode()
         def capture() -> Forward:
             parts = ("attention", attention.backend), ("model", model)
+            waiting = [f"the {name} waits for the GPU" for name, part in parts if not part.capturable]
+            by_states = [] if states is None else ["its layers hand on states"]
             return device.capture(
                 Decodes(
                     inputs=runner.build_inputs(_batch([1], SamplingParams(), [0], samples=False)),
@@ -96,7 +98,7 @@ def start_runner(
                     largest=min(max_num_chunks, max_num_tokens),
                     table_width=table_width,
                     block_size=block_size,
-                    waiting=[name for name, part in parts if not part.capturable],
+                    obstacles=by_states + waiting,
                 )
             )
 

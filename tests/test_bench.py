@@ -183,7 +183,7 @@ def test_the_limits_of_a_gpu_are_not_those_of_its_launches(monkeypatch):
     monkeypatch.setattr("benchmarks.roofline.time", SimpleNamespace(perf_counter=lambda: clock[0]))
     monkeypatch.setattr("torch.cuda.synchronize", synchronize)
     limits = measure_limits("bfloat16", "meta")
-    assert limits["bandwidth"] == pytest.approx(4.8e12, rel=0.05)
+    assert limits["bandwidth"] == pytest.approx(4.8e12, rel=0.07)
     assert max(limits["flops"].values()) == pytest.approx(700e12, rel=0.05)
 
 
@@ -458,10 +458,12 @@ def test_every_built_in_shape_is_one_the_engine_serves(tmp_path):
         checkpoint = open_checkpoint(str(tmp_path / name))
         assert checkpoint.eos_token_ids == ()
         if checkpoint.decoder_config is None:  # it runs on transformers' code
-            assert name in ("gemma-3-1b", "phi-3-0.9b", "mixtral-0.8b")
+            sizes = {"gemma-3-1b": 1.0, "phi-3-0.9b": 0.9, "mixtral-0.8b": 0.79, "qwen3.5-0.8b": 0.75}
+            sizes["granite-4-h-350m"] = 0.34
             with torch.device("meta"):
                 model = transformers.AutoModelForCausalLM.from_config(checkpoint.hf_config)
-            assert 0.7e9 < sum(x.numel() for x in model.parameters()) < 1.1e9
+            num_parameters = sum(x.numel() for x in model.parameters())
+            assert num_parameters / 1e9 == pytest.approx(sizes[name], rel=0.05)
             continue
         assert checkpoint.decoder_config.tie_word_embeddings
         assert checkpoint.decoder_config.rope["rope_theta"] == config["rope_theta"]

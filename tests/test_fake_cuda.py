@@ -29,6 +29,7 @@ from nanoengine.engine import ModelRunner
 from nanoengine.extensions import kvstore
 from tests import doubles
 from tests.helpers import checkpoint, random_prompts
+from tests.model_table import small_config, small_model
 
 REAL_VARLEN_ATTN = varlen_attn
 GUARD = """
@@ -243,6 +244,14 @@ def test_transformers_own_code_does_not_either(name, fake_gpu, tmp_path_factory)
     with fake_gpu:
         line = walk(path, SETTINGS[:9])
     assert "transformers' code" in line
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "lfm2", "mamba2", "mamba", "olmo_hybrid"])
+def test_layers_with_states_do_not_either(kind, fake_gpu, tmp_path):
+    small_model(small_config(kind)).save_pretrained(tmp_path)
+    with fake_gpu:
+        line = walk(str(tmp_path), SETTINGS[:9])
+    assert "no graphs (its layers hand on states)" in line
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen2 sliding from layer 1", "llama yarn rope"])

@@ -156,6 +156,113 @@ def test_the_rows_of_a_packed_weight_are_found_again(dtype):
     assert not kernels.unpack_rows(packed, beyond).any()
 
 
+# ---- Layers with states --------------------------------------------------------------------------
+
+SOURCES, TARGETS = (
+    torch.tensor([2, 0, 5]),
+    torch.tensor([2, 4, 1]),
+)  # in place, to another, from and to another
+
+
+def close(ours, theirs):
+    """Sums in another order."""
+    tolerance = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}[ours.dtype]
+    torch.testing.assert_close(ours, theirs.to(ours.dtype), rtol=tolerance, atol=tolerance)
+
+
+def run_states(kernel, arguments, states):
+    """A kernel on whole sequences, and token by token, the same to the bit: outputs, states."""
+    whole, stepwise = states.clone(), states.clone()
+    out = kernel(*arguments, whole, (SOURCES, TARGETS))
+    rows, sources = [], SOURCES
+    for t in range(out.shape[1]):
+        parts = [x[:, t : t + 1].contiguous() if x.dim() > 2 else x for x in arguments]
+        rows.append(kernel(*parts, stepwise, (sources, TARGETS)))
+        sources = TARGETS
+    assert torch.equal(torch.cat(rows, 1), out)
+    assert torch.equal(stepwise, whole)
+    others = [slot for slot in range(len(states)) if slot not in TARGETS]
+    assert torch.equal(whole[others], states[others])
+    return out, whole[TARGETS]
+
+
+@DTYPES
+@pytest.mark.parametrize("silu", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_convolution_s_step_is_the_next_output_of_the_convolution(dtype, silu, has_bias):
+    kernels, x, weight, bias, states = kernels_and_inputs(dtype, (3, 40), (40, 4), (40,), (6, 40, 4))
+    before, last = states.clone(), bias if has_bias else None
+    out = kernels.conv_step(x, weight, last, states, (SOURCES, TARGETS), silu)
+    inputs = torch.cat((before[SOURCES], x.unsqueeze(-1)), -1)
+    expected = nn.functional.conv1d(inputs.float(), weight.float().unsqueeze(1), groups=40)[..., -1]
+    expected = (expected + (bias.float() if has_bias else 0)).to(dtype)
+    close(out, nn.functional.silu(expected) if silu else expected)
+    assert torch.equal(states[TARGETS], inputs[..., 1:])
+    assert torch.equal(states[[0, 3, 5]], before[[0, 3, 5]])
+
+
+@DTYPES
+@pytest.mark.parametrize("of_rows", [False, True])
+def test_the_compiled_delta_rule_is_that_of_its_definition(dtype, of_rows):
+    """With a decay of each head, or of each of its rows."""
+    kernels, q, k, v, states = kernels_and_inputs(
+        dtype, (3, 5, 2, 16), (3, 5, 2, 16), (3, 5, 4, 9), (6, 4, 16, 9)
+    )
+    states = states.float()
+    decay, beta = -torch.rand(3, 5, 4, 16 if of_rows else 1), torch.rand(3, 5, 4)
+    # the kernel takes (N, T, H) for a decay of each head
+    arguments = q, k, v, decay if of_rows else decay[..., 0].contiguous(), beta
+    out, last = run_states(kernels.delta_rule, arguments, states)
+    q, k = (nn.functional.normalize(x.float(), dim=-1).repeat_interleave(2, 2) for x in (q, k))
+    state, rows = states[SOURCES], []
+    for t in range(5):
+        state = state * decay[:, t].exp().unsqueeze(-1)
+        change = (v[:, t].float() - torch.einsum("nhdv,nhd->nhv", state, k[:, t])) * beta[:, t].unsqueeze(-1)
+        state = state + k[:, t].unsqueeze(-1) * change.unsqueeze(-2)
+        rows.append(torch.einsum("nhdv,nhd->nhv", state, q[:, t]) / 4)
+    close(out, torch.stack(rows, 1))
+    close(last, state)
+
+
+@DTYPES
+def test_compiled_mamba2_is_that_of_its_definition(dtype):
+    kernels, x, b, c, states = kernels_and_inputs(
+        dtype, (3, 5, 4, 7), (3, 5, 2, 19), (3, 5, 2, 19), (6, 4, 7, 19)
+    )
+    states, dt, a, d = states.float(), torch.rand(3, 5, 4), -torch.rand(4), torch.randn(4)
+
+    def kernel(x, dt, b, c, *state):
+        return kernels.mamba2(x, dt, a, b, c, d, *state)
+
+    out, last = run_states(kernel, (x, dt, b, c), states)
+    x, b, c = x.float(), b.float().repeat_interleave(2, 2), c.float().repeat_interleave(2, 2)
+    state, rows = states[SOURCES], []
+    for t in range(5):
+        step = dt[:, t, :, None, None]
+        state = state * (step * a[:, None, None]).exp() + step * x[:, t, ..., None] * b[:, t, :, None]
+        rows.append((state * c[:, t, :, None]).sum(-1) + x[:, t] * d[:, None])
+    close(out, torch.stack(rows, 1))
+    close(last, state)
+
+
+@DTYPES
+def test_compiled_mamba_is_that_of_its_definition(dtype):
+    kernels, x, b, c, states = kernels_and_inputs(dtype, (3, 5, 33), (3, 5, 16), (3, 5, 16), (6, 33, 16))
+    states, dt, a = states.float(), torch.rand(3, 5, 33), -torch.rand(33, 16)
+
+    def kernel(x, dt, b, c, *state):
+        return kernels.mamba(x, dt, a, b, c, *state)
+
+    out, last = run_states(kernel, (x, dt, b, c), states)
+    state, rows = states[SOURCES], []
+    for t in range(5):
+        step = dt[:, t, :, None]
+        state = state * (step * a).exp() + step * x[:, t, :, None].float() * b[:, t, None].float()
+        rows.append((state * c[:, t, None].float()).sum(-1))
+    close(out, torch.stack(rows, 1))
+    close(last, state)
+
+
 def test_what_the_products_do_not_take_is_left_to_others():
     kernels = Kernels()
     assert not kernels.can_multiply(torch.empty(4, 3, dtype=torch.bfloat16))  # two inputs lie side by side

@@ -140,6 +140,28 @@ def test_with_steps_in_flight_the_tokens_are_the_same(kind, served):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_the_path_of_a_gpu_gives_the_same_tokens(kind, served, in_float32, capsys):
+    """PyTorch in place of kernels, steps in flight, and the arrays of states in the copy with the others."""
+    path, prompts, expected = served(kind)
+    settings = {"num_kv_blocks": 8, "block_size": 256, "max_num_seqs": 4, "max_num_batched_tokens": 30}
+    with LLM(path, attn_backend="flash", enforce_eager=True, **settings) as llm:
+        assert llm.llm_engine.runner.model.states.kernels is None
+        assert answers(llm, prompts) == expected
+    with LLM(path, attn_backend="flash", **settings) as llm:
+        assert answers(llm, prompts) == expected
+    assert "no graphs (its layers hand on states)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_kernels_the_tokens_are_the_same(kind, served):
+    path, prompts, expected = served(kind)
+    with LLM(path, num_kv_blocks=24, block_size=8, max_num_batched_tokens=30, enforce_eager=True) as llm:
+        assert llm.llm_engine.runner.model.states.kernels is None
+        assert answers(llm, prompts) == expected
+        assert answers(llm, prompts) == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_log_probabilities_of_chunks_are_those_of_the_whole(kind, served, tmp_path_factory):
     path, prompts, _ = served(kind)
     _, model = model_of(kind, tmp_path_factory)

@@ -107,11 +107,14 @@ def _loaded_openmp() -> ctypes.CDLL | None:
 # ---- Kernels -------------------------------------------------------------------------------------
 
 SOURCE = Path(__file__).parent / "kernels.cpp"
-HEADERS = SOURCE.with_name("attention.h"), SOURCE.with_name("products.h")
+HEADERS = [SOURCE.with_name(name) for name in ("attention.h", "products.h", "states.h")]
 # What of -ffast-math keeps NaN, infinity, and the order of sums, on which results depend to the last bit.
 FLAGS = (
     "-O3 -march=native -std=c++17 -fopenmp -shared -fPIC -fno-math-errno -fno-trapping-math -fno-signed-zeros"
 )
+
+
+Slots = tuple[Tensor, Tensor]  # where N sequences' states are read, and written: (N,) int64 each
 
 
 class Kernels:
@@ -257,6 +260,48 @@ class Kernels:
         num_rows, width = gate_up.shape
         out = gate_up.new_empty(num_rows, width // 2)
         self.call("silu_and_mul", out, gate_up, num_rows, width // 2)
+        return out
+
+    def conv_step(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, slots: Slots, silu: bool
+    ) -> Tensor:
+        """A causal convolution's next output (N, C) for x (N, C); weight (C, W), states (slots, C, W)."""
+        out = torch.empty_like(x)
+        self.call("conv_step", out, x, weight, bias, states, *slots, *x.shape, weight.shape[1], int(silu))
+        return out
+
+    def delta_rule(
+        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, states: Tensor, slots: Slots
+    ) -> Tensor:
+        """The gated delta rule's outputs (N, T, H, V) for q and k (N, T, K, D) and v (N, T, H, V).
+
+        decay (N, T, H) or (N, T, H, D) and beta (N, T, H) are float32, states (slots, H, D, V) too.
+        """
+        out = torch.empty_like(v)
+        sizes = *v.shape[:3], *k.shape[2:], v.shape[3], decay.numel() // beta.numel()
+        self.call("delta_rule", out, q, k, v, decay, beta, states, *slots, *sizes)
+        return out
+
+    def mamba2(
+        self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, states: Tensor, slots: Slots
+    ) -> Tensor:
+        """Mamba2's outputs (N, T, H, P) for x (N, T, H, P), b and c (N, T, G, S).
+
+        dt (N, T, H), a and d (H,) are float32, states (slots, H, P, S) too.
+        """
+        out = torch.empty_like(x)
+        self.call("mamba2", out, x, dt, a, b, c, d, states, *slots, *x.shape, *b.shape[2:])
+        return out
+
+    def mamba(
+        self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, states: Tensor, slots: Slots
+    ) -> Tensor:
+        """Mamba's outputs (N, T, I) for x (N, T, I), b and c (N, T, S).
+
+        dt (N, T, I) and a (I, S) are float32, states (slots, I, S) too.
+        """
+        out = torch.empty_like(x)
+        self.call("mamba", out, x, dt, a, b, c, states, *slots, *x.shape, b.shape[2])
         return out
 
     def sample(self, logits: Tensor, metadata: SamplingMetadata) -> tuple[Tensor, Tensor]:
@@ -681,10 +726,14 @@ class CPU(Device):
 
     def prepare(self, model: Any) -> None:
         """As in the base class."""
-        for dtype in {spec.dtype for spec in model.kv_specs}:
+        has_states = bool(getattr(model, "states", None))
+        dtypes = {spec.dtype for spec in model.kv_specs}
+        for dtype in dtypes | ({next(model.parameters()).dtype} if has_states else set()):
             if self.kernels is not None and not self.kernels.serves(dtype):
                 self.kernels, self._no_kernels = None, f"there are no kernels for {_name(dtype)}"
         self.draw = None if self.kernels is None else self.kernels.sample
+        if has_states:
+            model.states.kernels = self.kernels
         is_int8 = self.config.quantization == "int8"
         if is_int8 and self.kernels is None:
             raise ValueError(f"quantization='int8' needs compiled kernels: {self._no_kernels}")

@@ -370,7 +370,7 @@ class CUDA(Device):
     def reserve(self, max_num_tokens: int, max_num_seqs: int, num_groups: int, table_width: int) -> None:
         """As in the base class."""
         per_token = [np.empty(max_num_tokens, np.int64)] * (2 + num_groups)
-        per_seq = [np.empty(max_num_seqs, np.int64)] * 3 + [np.empty(max_num_seqs + 1, np.int32)] * 3
+        per_seq = [np.empty(max_num_seqs, np.int64)] * 6 + [np.empty(max_num_seqs + 1, np.int32)] * 3
         tables = np.empty((num_groups, max_num_seqs, table_width), np.int32)
         self.staging = Staging(Staging.num_bytes([*per_token, *per_seq, tables]), self.device)
 
@@ -387,8 +387,8 @@ class CUDA(Device):
         """As in the base class."""
         if self.config.enforce_eager:
             return Forward()
-        if decodes.waiting:
-            return Forward(f", no graphs (the {decodes.waiting[0]} waits for the GPU)")
+        if decodes.obstacles:
+            return Forward(f", no graphs ({decodes.obstacles[0]})")
         try:
             return DecodeGraphs(decodes, GraphRecorder(self.capture_stream), self.send)
         except torch.OutOfMemoryError:

@@ -61,7 +61,7 @@ class Decodes(NamedTuple):
     largest: int  # the most sequences of a step
     table_width: int  # blocks of the longest sequence
     block_size: int  # tokens
-    waiting: list[str]  # the parts that wait for the device, so that no capture can hold them
+    obstacles: list[str]  # why no capture can hold them, for the user
 
 
 class Trial(NamedTuple):

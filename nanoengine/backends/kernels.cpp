@@ -1,5 +1,5 @@
 // What PyTorch has no fast operator for on a CPU: products with weights that come out of memory once for all rows
-// (products.h), attention over cache blocks (attention.h), and here the element-wise work between two products, each in
+// (products.h), attention over cache blocks (attention.h), layers with states (states.h), and here the element-wise work between two products, each in
 // one pass over memory, all of a layer in one call, and sampling.
 // cpu.py compiles this file where there is a compiler and calls it through ctypes; everything here also exists in
 // plain PyTorch, in attention.py, models/decoder.py and sampling.py, which say what it means.
@@ -10,6 +10,7 @@
 #include <cfloat>
 
 #include "attention.h"
+#include "states.h"
 
 // ---- Between attention and products --------------------------------------------------------------
 
@@ -313,6 +314,10 @@ EXPORT(rms_norm)
 EXPORT(norm_rotate)
 EXPORT(silu_and_mul)
 EXPORT(sample)
+EXPORT(conv_step)
+EXPORT(delta_rule)
+EXPORT(mamba2)
+EXPORT(mamba)
 extern "C" const int64_t outputs;  // of a packed weight's block
 const int64_t outputs = OUTPUTS;
 #ifdef __AMX_BF16__  // which oneDNN's products use, and ours do not

@@ -232,7 +232,9 @@ class StatefulRunner(WindowedRunner):
                     parts.append(StatePart(first, first + end - start, source, target, is_prompt))
                 else:
                     decodes.append((first, source, target))
-        rows, sources, targets = np.array(decodes, dtype=np.int64).reshape(-1, 3).T
+        rows, sources, targets = (
+            np.array(decodes, dtype=np.int64).reshape(-1, 3).T.copy()
+        )  # one after the other
         return inputs._replace(states=StateLayout(rows, sources, targets, parts))
 
     def compute(self, inputs: ModelInputs[Tensor]) -> Tensor:

@@ -257,8 +257,7 @@ class HFModel(nn.Module):
             raise UnsupportedModelError("it mixes tokens outside attention")
         if _differ(first, [x.flip(0) for x in backwards]):
             raise UnsupportedModelError("it takes positions from a token's place in the batch")
-        # A CUDA graph cannot hold what waits for the device.
-        self.capturable = waits.first is None and not self.states
+        self.capturable = waits.first is None  # a CUDA graph cannot hold what waits for the device
 
 
 def _differ(these: list[Tensor], those: list[Tensor]) -> bool:

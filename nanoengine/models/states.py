@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
 
 from nanoengine.backends.inputs import ZERO_SLOT, StateLayout
 
 Key = tuple[str, int]  # "conv" or "recurrent", and the number that a mixer gives it
-Memory = dict[Key, Tensor]  # a mixer's states, (slots, ...) each
+Memory = dict[Key, Any]  # a mixer's states, a tensor (slots, ...) each; of one call also `InPlace`
 
 
 class StateSpec(NamedTuple):
@@ -97,6 +98,21 @@ class _Call:
         self.update_recurrent_state(states, layer_idx)
 
 
+class InPlace:
+    """States of several sequences where they lie, for a kernel that reads and writes them there."""
+
+    def __init__(self, memory: Tensor, sources: Tensor, targets: Tensor) -> None:
+        self.memory, self.slots = memory, (sources, targets)
+
+    def to(self, dtype: torch.dtype) -> "InPlace":
+        """As a tensor's; a kernel takes the dtype they have."""
+        return self
+
+    def read(self) -> Tensor:
+        """A copy, (N, ..)."""
+        return self.memory.index_select(0, self.slots[0])
+
+
 class States:
     """The mixers of a model, and their memory.
 
@@ -107,6 +123,7 @@ class States:
     def __init__(self, model: nn.Module) -> None:
         self.specs: list[dict[Key, StateSpec]] = []  # by mixer, in the order of calls; filled by a probe
         self.memory: list[Memory] = []  # the same
+        self.kernels: Any = None  # a CPU's, for steps of one token
         self._mixers = [module for module in model.modules() if is_mixer(type(module))]
         for mixer in self._mixers:
             _take_over(mixer, self)
@@ -170,7 +187,8 @@ class States:
             """The mixer's result and new states for some tokens: those that `select` gives of (1, T, ..)."""
             call = _Call(past)
             state = past.get(("recurrent", 0))
-            self.initial = iter(() if state is None else state.unbind(1) if state.dim() == 4 else (state,))
+            heads = () if not isinstance(state, Tensor) else state.unbind(1) if state.dim() == 4 else (state,)
+            self.initial = iter(heads)
             self.is_prompt = is_prompt
             out = forward(mixer, **{**_map(arguments, num_tokens, select), cache: call})
             return out, call.states
@@ -185,12 +203,17 @@ class States:
         places: list[Any] = []
         if num_decodes := len(layout.decode_rows):
             rows: Any = layout.decode_rows if num_decodes < num_tokens else slice(None)
-            past = {key: x.index_select(0, layout.decode_sources) for key, x in memory.items()}
+            slots = layout.decode_sources, layout.decode_targets
+            past = {
+                key: InPlace(x, *slots) if self._has_kernel(mixer, key, x) else x.index_select(0, slots[0])
+                for key, x in memory.items()
+            }
             out, states = compute(lambda x: x[0, rows].unsqueeze(1), past, False)
             outs.append(out)
             places.append(rows)
             for key, x in states.items():
-                memory[key].index_copy_(0, layout.decode_targets, x.to(memory[key].dtype))
+                if not isinstance(x, InPlace):
+                    memory[key].index_copy_(0, layout.decode_targets, x.to(memory[key].dtype))
         for first, end, source, target, is_prompt in layout.parts:
             # A copy of what must stay as it is: a mixer writes into the state it is given.
             past = {key: x[source : source + 1].clone() for key, x in memory.items() if source != ZERO_SLOT}
@@ -200,6 +223,20 @@ class States:
             for key, x in states.items():
                 memory[key][target] = x[0]
         return _merge(outs, places, num_tokens)
+
+    def _has_kernel(self, mixer: Any, key: Key, memory: Tensor) -> bool:
+        """Whether a kernel of ours makes this state's steps."""
+        kind, number = key
+        if self.kernels is None or number != 0:
+            return False
+        if kind == "conv":
+            weight = next((x.weight for x in mixer.children() if isinstance(x, nn.Conv1d)), memory)
+            is_same = memory.shape[1:] == (weight.shape[0], weight.shape[-1]) and memory.dtype == weight.dtype
+            return "causal_conv1d_update" in mixer.stand_ins and is_same and self.kernels.serves(memory.dtype)
+        dims = {"mamba_selective_state_update": 3, "mamba2_selective_state_update": 4}
+        dims |= {"torch_recurrent_gated_delta_rule": 4, "recurrent_kimi_delta_attention": 4}
+        name = next((name for name in dims if name in mixer.stand_ins), None)
+        return name is not None and memory.dim() == dims[name] and memory.dtype == torch.float32
 
 
 def is_mixer(kind: type) -> bool:
@@ -222,7 +259,8 @@ def _take_over(mixer: nn.Module, states: States) -> None:
     }
     if stand_ins:
         known = {**forward.__globals__, **stand_ins}
-        forward = FunctionType(forward.__code__, known, forward.__name__, forward.__defaults__)
+        code, given = forward.__code__, (forward.__name__, forward.__defaults__, forward.__closure__)
+        forward = FunctionType(code, known, *given)
     if isinstance(getattr(mixer, "dt_proj", None), nn.Linear):  # whose weight they read by themselves
         mixer.dt_proj.__class__ = type("Linear", (nn.Linear,), {})
     names = [*inspect.signature(forward).parameters][1:]
@@ -231,14 +269,23 @@ def _take_over(mixer: nn.Module, states: States) -> None:
     def mix(self: Any, *args: Any, **kwargs: Any) -> Any:
         return states.mix(self, forward, {**dict(zip(names, args, strict=False)), **kwargs}, cache)
 
-    mixer.__class__ = type(kind.__name__, (kind,), {"forward": mix})
+    mixer.__class__ = type(kind.__name__, (kind,), {"forward": mix, "stand_ins": frozenset(stand_ins)})
 
 
 # ---- What a mixer's code gets in place of transformers' own functions ----------------------------
 
 
-def _scan_from_a_state(states: States, mixer: nn.Module, function: Any) -> Callable[..., Any]:
-    """Mamba's scan of a prompt, which begins at zero there, from the state before it."""
+def _lay_out(state: Any, *shape: int) -> tuple[Tensor, tuple[Tensor, Tensor], Any]:
+    """Of a call's states: their memory, the slots to read and to write, and what is the new state then."""
+    if isinstance(state, InPlace):
+        return state.memory, state.slots, state
+    memory = torch.zeros(shape) if state is None else state.float().contiguous()
+    slots = torch.arange(len(memory))
+    return memory, (slots, slots), memory
+
+
+def _scan_of_mamba(states: States, mixer: nn.Module, function: Any) -> Callable[..., Any]:
+    """Mamba's scan of a prompt, which begins at zero in transformers, from the state before it."""
 
     def scan(
         x: Tensor,
@@ -252,43 +299,141 @@ def _scan_from_a_state(states: States, mixer: nn.Module, function: Any) -> Calla
         delta_bias: Tensor | None,
         **_: Any,
     ) -> tuple[Tensor, Tensor]:
-        """x, dt and z (N, I, T), A (I, S), B and C (N, S, T), D and delta_bias (I,): (N, I, T), (N, I, S)."""
-        initial = next(states.initial, None)
+        """Takes x, dt and z (N, I, T), A (I, S), B and C (N, S, T), D and delta_bias (I,)."""
+        state = next(states.initial, None)
         if delta_bias is not None:
             dt = dt + delta_bias.to(dt.dtype)[:, None]
         dt = nn.functional.softplus(dt)
-        decays = torch.exp(A[None, :, None, :] * dt[..., None])
-        inputs = dt[..., None] * B.transpose(1, 2)[:, None].float() * x[..., None].float()
-        state = inputs.new_zeros(inputs[:, :, 0].shape) if initial is None else initial
-        outs = []
-        for t in range(x.shape[2]):
-            state = decays[:, :, t] * state + inputs[:, :, t]
-            outs.append((state.to(x.dtype) @ C[:, :, t, None])[..., 0])
-        out = torch.stack(outs, -1) + x * D[:, None]
-        return out * nn.functional.silu(z), state
+        if states.kernels is not None:
+            state, slots, new = _lay_out(state, len(x), *A.shape)
+            rows = x, dt.float(), B.to(x.dtype), C.to(x.dtype)
+            x_rows, dt_rows, b_rows, c_rows = (y.transpose(1, 2).contiguous() for y in rows)
+            out = states.kernels.mamba(x_rows, dt_rows, A.contiguous(), b_rows, c_rows, state, slots)
+            out = out.transpose(1, 2)
+        else:
+            decays = torch.exp(A[None, :, None, :] * dt[..., None])
+            inputs = dt[..., None] * B.transpose(1, 2)[:, None].float() * x[..., None].float()
+            new = inputs.new_zeros(inputs[:, :, 0].shape) if state is None else state
+            outs = []
+            for t in range(x.shape[2]):
+                new = decays[:, :, t] * new + inputs[:, :, t]
+                outs.append((new.to(x.dtype) @ C[:, :, t, None])[..., 0])
+            out = torch.stack(outs, -1)
+        return (out + x * D[:, None]) * nn.functional.silu(z), new
 
     return scan
 
 
-def _update_as_in_prompts(states: States, mixer: Any, function: Any) -> Callable[..., Any]:
-    """Mamba2's step of one token. Of a prompt, some models limit the time steps; here they don't."""
+def _step_of_mamba(states: States, mixer: nn.Module, function: Any) -> Callable[..., Any]:
+    """Mamba's step of one token, by a kernel."""
 
-    def update(state: Tensor, x: Tensor, dt: Tensor, *others: Any, dt_bias: Tensor, **kwargs: Any) -> Any:
-        if states.is_prompt:
-            dt = nn.functional.softplus(dt + dt_bias.to(dt.dtype)).clamp(*mixer.time_step_limit)
-            return function(state, x, dt, *others, **{**kwargs, "dt_softplus": False})
-        return function(state, x, dt, *others, dt_bias=dt_bias, **kwargs)
+    def step(
+        state: Any, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, **kwargs: Any
+    ) -> Any:
+        """Takes x and dt (N, I), A (I, S), B and C (N, S), D (I,)."""
+        if not isinstance(state, InPlace):
+            return function(state, x, dt, A, B, C, D, **kwargs)
+        if kwargs["dt_bias"] is not None:
+            dt = dt + kwargs["dt_bias"].to(dt.dtype)
+        rows = x, nn.functional.softplus(dt).float(), B.to(x.dtype), C.to(x.dtype)
+        x_rows, dt_rows, b_rows, c_rows = (y.unsqueeze(1).contiguous() for y in rows)
+        out = states.kernels.mamba(x_rows, dt_rows, A.contiguous(), b_rows, c_rows, state.memory, state.slots)
+        return ((out[:, 0] + x * D) * nn.functional.silu(kwargs["z"])).to(x.dtype)
 
-    return update
+    return step
 
 
-def _scan_as_in_answers(states: States, mixer: nn.Module, function: Any) -> Callable[..., Any]:
-    """Mamba2's scan, where it computes an answer's tokens anew: without that limit, as they were drawn."""
+def _delta_rule(states: States, mixer: nn.Module, function: Any) -> Callable[..., Any]:
+    """The gated delta rule, of a prompt or of one token, by a kernel."""
 
-    def scan(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **(kwargs if states.is_prompt else {**kwargs, "dt_limit": (0.0, math.inf)}))
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, initial_state: Any, **kwargs: Any
+    ) -> Any:
+        """Takes q and k (N, T, K, D), v (N, T, H, V), g (N, T, H) or (N, T, H, D), beta (N, T, H)."""
+        if states.kernels is None or not kwargs["use_qk_l2norm_in_kernel"]:
+            if isinstance(initial_state, InPlace):
+                initial_state = initial_state.read()
+            return function(query, key, value, g=g, beta=beta, initial_state=initial_state, **kwargs)
+        memory, slots, new = _lay_out(initial_state, len(value), value.shape[2], key.shape[3], value.shape[3])
+        q, k, v = (x.to(value.dtype).contiguous() for x in (query, key, value))
+        decay, rate = g.float().contiguous(), beta.float().contiguous()
+        return states.kernels.delta_rule(q, k, v, decay, rate, memory, slots), new
+
+    return attend
+
+
+def _step_of_convolution(states: States, mixer: nn.Module, function: Any) -> Callable[..., Any]:
+    """A convolution's step of one token, by a kernel."""
+
+    def step(
+        x: Tensor, conv_state: Any, weight: Tensor, bias: Tensor | None = None, activation: str | None = None
+    ) -> Any:
+        """Takes x (N, C, 1), weight (C, W), bias (C,)."""
+        if not isinstance(conv_state, InPlace):
+            return function(x, conv_state, weight, bias, activation)
+        is_silu = activation in ("silu", "swish")
+        rows, kept = x[..., 0].contiguous(), (conv_state.memory, conv_state.slots)
+        out = states.kernels.conv_step(rows, weight.contiguous(), bias, *kept, is_silu).unsqueeze(-1)
+        return out if is_silu or activation is None else ACT2FN[activation](out)
+
+    return step
+
+
+def _step_of_mamba2(states: States, mixer: Any, function: Any) -> Callable[..., Any]:
+    """Mamba2's step of one token. Some models limit a prompt's time steps, though in this step they don't."""
+
+    def step(
+        state: Any,
+        x: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor,
+        *,
+        dt_bias: Tensor,
+        **kwargs: Any,
+    ) -> Any:
+        """Takes x (N, H, P), B and C (N, G, S); dt (N, H, P), A (H, P, S), D, dt_bias (H, P) are a head's."""
+        limit = mixer.time_step_limit if states.is_prompt else (0.0, math.inf)
+        if states.kernels is None:
+            dt = nn.functional.softplus(dt + dt_bias.to(dt.dtype)).clamp(*limit)
+            return function(state, x, dt, A, B, C, D, **{**kwargs, "dt_softplus": False})
+        memory, slots, new = _lay_out(state)
+        dt = nn.functional.softplus((dt[..., 0] + dt_bias[:, 0].to(dt.dtype)).float()).clamp(*limit)
+        rows = (y.unsqueeze(1).contiguous() for y in (x, dt, B, C))
+        out = _mamba2(states.kernels, *rows, A[:, 0, 0], D[:, 0], memory, slots)[:, 0]
+        if isinstance(state, Tensor) and new is not state:
+            state.copy_(new)
+        z = kwargs.get("z")
+        return out if z is None else out * nn.functional.silu(z)
+
+    return step
+
+
+def _scan_of_mamba2(states: States, mixer: nn.Module, function: Any) -> Callable[..., Any]:
+    """Mamba2's scan of a prompt, by a kernel. An answer computed anew is computed without a limit."""
+
+    def scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **kwargs: Any) -> Any:
+        """Takes x (N, T, H, P), dt (N, T, H), A (H,), B and C (N, T, G, S)."""
+        if not states.is_prompt:
+            kwargs["dt_limit"] = (0.0, math.inf)
+        if states.kernels is None:
+            return function(x, dt, A, B, C, **kwargs)
+        memory, slots, new = _lay_out(kwargs["initial_states"], len(x), *x.shape[2:], B.shape[3])
+        dt = nn.functional.softplus((dt + kwargs["dt_bias"].to(dt.dtype)).float()).clamp(*kwargs["dt_limit"])
+        rows = (y.contiguous() for y in (x, dt, B, C))
+        return _mamba2(states.kernels, *rows, A, kwargs["D"], memory, slots), new
 
     return scan
+
+
+def _mamba2(
+    kernels: Any, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor, D: Tensor, *state: Any
+) -> Tensor:
+    a, d = A.float().contiguous(), D.float().contiguous()
+    out: Tensor = kernels.mamba2(x, dt, a, B.to(x.dtype), C.to(x.dtype), d, *state)
+    return out
 
 
 def _griffin_block(
@@ -309,9 +454,15 @@ def _griffin_block(
 # Of mixers whose own does not ask the cache.
 FORWARDS: dict[str, Callable[..., Any]] = {"RecurrentGemmaRecurrentBlock": _griffin_block}
 STAND_INS: dict[str, Callable[[States, Any, Any], Callable[..., Any]]] = {
-    "mamba_selective_scan": _scan_from_a_state,
-    "mamba2_selective_state_update": _update_as_in_prompts,
-    "mamba2_chunk_scan": _scan_as_in_answers,
+    "causal_conv1d_update": _step_of_convolution,
+    "torch_chunk_gated_delta_rule": _delta_rule,
+    "torch_recurrent_gated_delta_rule": _delta_rule,
+    "chunk_kimi_delta_attention": _delta_rule,
+    "recurrent_kimi_delta_attention": _delta_rule,
+    "mamba_selective_scan": _scan_of_mamba,
+    "mamba_selective_state_update": _step_of_mamba,
+    "mamba2_chunk_scan": _scan_of_mamba2,
+    "mamba2_selective_state_update": _step_of_mamba2,
 }
 
 
