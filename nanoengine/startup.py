@@ -114,15 +114,14 @@ def start_runner(
             num_slots = count_slots(state_bytes, 2 * config.max_num_seqs, cache_bytes // (2 if specs else 1))
         if specs:
             most_blocks = config.max_num_seqs * table_width * len(groups)
-            bytes_left = cache_bytes - num_slots * state_bytes
+            bytes_left = cache_bytes - (num_slots + NUM_RESERVED_SLOTS) * state_bytes
             num_blocks = device.count_blocks(block_bytes(specs, groups, block_size), most_blocks, bytes_left)
         else:
             num_blocks = config.num_kv_blocks or MOST_FREE_BLOCKS
         runner.caches = make_caches(num_blocks, num_slots)
         runner.forward = capture()
     runner.stopwatch = Stopwatch()  # what was tried out was no step
-    num_slots = 0 if states is None else num_slots
-    sizes = num_slots, state_bytes
+    sizes = 0 if states is None else num_slots, state_bytes
     return Started(runner, num_blocks, max_num_tokens, dtype, specs, groups, digest, *sizes)
 
 

@@ -65,6 +65,15 @@ FEW_EXPERTS = {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
 }
+LLAMA4 = {
+    "num_local_experts": 4,
+    "intermediate_size_mlp": 96,
+    "head_dim": 16,
+    "attention_chunk_size": 128,
+    "no_rope_layers": [1, 0],  # the second scales its queries by position
+    "floor_scale": 16,
+    "attn_scale": 0.5,
+}
 CHANGES: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"],
@@ -98,6 +107,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "bloom": {"seq_length": 512},
     "qwen4_exp_text": {"layer_types": ["linear_attention", "full_attention"]},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"], "max_position_embeddings": 512},
+    "llama4_text": LLAMA4,
+    "llama4": {"text_config": {**TINY, **LLAMA4}, "vision_config": SMALL_VISION},
     "longcat_flash": {"head_dim": 8},
     "mamba2": {"num_heads": 8},
     "modernbert-decoder": {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},

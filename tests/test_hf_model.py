@@ -186,8 +186,8 @@ def test_what_runs_is_printed_at_the_start(tmp_path_factory, capsys):
         ("Mllama", {}, "it takes more than text"),
         ("XLNet", {}, "its attention is code of its own"),
         ("Bert", {**TINY, "is_decoder": False}, "its attention is not causal|a trial pass failed"),
-        ("Llama4Text", {**TINY, "layer_types": ["chunked_attention"] * 2}, "of type chunked_attention"),
-        ("Llama4Text", {**TINY, "layer_types": ["full_attention"] * 2}, "attn_temperature_tuning"),
+        ("Gemma", {**TINY, "layer_types": ["chunked_attention"] * 2}, "of type chunked_attention"),
+        ("Gemma", {**TINY, "attn_temperature_tuning": True}, "attn_temperature_tuning"),
         ("Moshi", {**TINY, "sliding_window": 9}, "a sliding layer asks for attention with window None|mask"),
     ],
 )
@@ -317,12 +317,23 @@ def test_a_language_part_s_own_tensors_are_checked_strictly(present, name, reaso
 
 @pytest.mark.parametrize(
     ("family", "reason"),
-    [("Llama4", "layers of type chunked_attention"), ("Qwen4Exp", "layers of type indexed_attention")],
+    [("Qwen4Exp", "layers of type indexed_attention")],
 )
 def test_a_language_part_that_is_not_served_is_refused_for_its_own_reason(family, reason, tmp_path):
     getattr(transformers, f"{family}Config")().save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match=f"{family}ForCausalLM cannot be served: .*{reason}"):
         LLM(str(tmp_path), load_format="dummy", num_kv_blocks=4)
+
+
+def test_llama_4_is_served_up_to_the_length_of_its_chunks(tmp_path):
+    """In the table of models it is asked for tokens that its temperature by position changes."""
+    config = transformers.Llama4TextConfig(**TINY, attention_chunk_size=100)
+    config.save_pretrained(tmp_path)
+    settings = {"load_format": "dummy", "num_kv_blocks": 20}
+    with pytest.raises(ValueError, match="max_model_len must be at most the 100 positions"):
+        LLM(str(tmp_path), max_model_len=101, **settings)
+    with LLM(str(tmp_path), **settings) as llm:
+        assert llm.llm_engine.max_model_len == 100
 
 
 class _Mixing(nn.Module):

@@ -1,5 +1,7 @@
 """States: models whose layers hand a state from token to token, beside paged K and V or without any."""
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -340,12 +342,26 @@ def test_what_does_not_go_with_states_is_refused(settings, reason, served, tmp_p
         LLM(path, **{"num_kv_blocks": 9, **settings})
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_memory_is_released_at_once(kind, served, request):
+    path, prompts, _ = served(kind)
+    with LLM(path, num_kv_blocks=100, block_size=8) as llm:
+        answers(llm, prompts[:2])
+        gc.collect()
+        gc.disable()  # no cycle may hold the memory until the garbage collector comes
+        request.addfinalizer(gc.enable)
+        model = llm.llm_engine.runner.model
+        held = [weakref.ref(x) for x in (*model.parameters(), *model.states.memory[0].values())]
+        del model
+    assert [ref() for ref in held] == [None] * len(held)
+
+
 def test_memory_is_shared_between_states_and_blocks(served):
     path, _, _ = served("qwen3_5_text")
     with LLM(path, kv_cache_bytes=1 << 20, block_size=8) as llm:
         started = llm.llm_engine.started
         kv = sum(cache.k.nbytes + cache.v.nbytes for cache in llm.llm_engine.runner.caches)
-        states = started.state_bytes * started.num_state_slots
+        states = started.state_bytes * (started.num_state_slots + NUM_RESERVED_SLOTS)
         assert (1 << 20) * 0.9 < kv + states <= 1 << 20
         assert states <= 1 << 19
 

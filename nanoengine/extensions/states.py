@@ -242,3 +242,8 @@ class StatefulRunner(WindowedRunner):
         assert inputs.states is not None
         with self.model.states.step(inputs.states):
             return super().compute(inputs)
+
+    def close(self) -> None:
+        """As in the base class."""
+        self.model.states.memory = []
+        super().close()

@@ -106,6 +106,21 @@ class _Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
 
+class _Llama4Cache:
+    """Stands in for a cache, which Llama 4's body asks for positions: here each token's own."""
+
+    def __init__(self, positions: Tensor) -> None:
+        self._positions = positions
+
+    def get_seq_length(self, layer_idx: int = 0) -> Tensor:
+        """What added to a token's place in the batch is its position, (T,)."""
+        return self._positions - torch.arange(len(self._positions), device=self._positions.device)
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """The new ones alone: attention has the others."""
+        return keys, values
+
+
 class _BodyOutput(tuple[Tensor]):
     """A body's output as heads read it, by index or by name; all but the hidden states is None."""
 
@@ -153,6 +168,7 @@ class HFModel(nn.Module):
         self._relay = _Relay()
         for module in causal_lm.modules():
             module.paged_attend = self._relay
+            module._load_state_dict_pre_hooks.clear()  # Mamba2's holds the model in a circle
         self.states = States(causal_lm)
         self.kv_specs: list[KVSpec] = []  # what attention stores per token, in the order of calls
         self.attention_settings: frozenset[str] = frozenset()  # what they ask for besides a scale
@@ -179,11 +195,14 @@ class HFModel(nn.Module):
         use_linear_layers(self.causal_lm)
 
     def _run(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        inputs = {
+        inputs: dict[str, Any] = {
             "input_ids": input_ids.unsqueeze(0),
             "position_ids": positions.unsqueeze(0),
             "use_cache": False,
         }
+        if self.causal_lm.config.model_type == "llama4_text":  # its masks are made where there are none
+            masks = {"full_attention": None, "chunked_attention": None}
+            inputs |= {"past_key_values": _Llama4Cache(positions), "attention_mask": masks}
         self._relay.attention = attend
         try:
             hidden: Tensor = self.body(**inputs)[0]

@@ -89,14 +89,18 @@ def check_config(config: Any) -> None:
     attention_implementation(config)
     from transformers.activations import ACT2FN  # a second of imports, for these models alone
 
-    unknown = set(getattr(config, "layer_types", None) or []) - {*ATTENTION_TYPES, *OTHER_TYPES}
+    is_llama4 = config.model_type == "llama4_text"  # whose chunks are those of `Checkpoint.max_model_len`
+    known = {*ATTENTION_TYPES, *OTHER_TYPES, *(["chunked_attention"] if is_llama4 else [])}
+    unknown = set(getattr(config, "layer_types", None) or []) - known
     if unknown:
         raise UnsupportedModelError(f"it has layers of type {', '.join(sorted(unknown))}")
     for field in ("hidden_act", "hidden_activation", "activation_function"):
         name = getattr(config, field, None)
         if isinstance(name, str) and name not in ACT2FN:
             raise UnsupportedModelError(f"config.json's {field} {name!r} is unknown to transformers")
-    if getattr(config, "attn_temperature_tuning", False):  # a factor of 1 where `_probe` looks
+    if (
+        getattr(config, "attn_temperature_tuning", False) and not is_llama4
+    ):  # a factor of 1 where `_probe` looks
         raise UnsupportedModelError(
             "attn_temperature_tuning scales queries by a token's place in the batch, not by its position"
         )

@@ -22,6 +22,8 @@ from transformers.activations import ACT2FN
 
 from nanoengine.backends.inputs import ZERO_SLOT, StateLayout
 
+Limit = tuple[float, float]  # of Mamba2's time steps
+NO_LIMIT: Limit = (0.0, math.inf)
 Key = tuple[str, int]  # "conv" or "recurrent", and the number that a mixer gives it
 Memory = dict[Key, Any]  # a mixer's states, a tensor (slots, ...) each; of one call also `InPlace`
 
@@ -123,10 +125,13 @@ class States:
     def __init__(self, model: nn.Module) -> None:
         self.specs: list[dict[Key, StateSpec]] = []  # by mixer, in the order of calls; filled by a probe
         self.memory: list[Memory] = []  # the same
-        self.kernels: Any = None  # a CPU's, for steps of one token
-        self._mixers = [module for module in model.modules() if is_mixer(type(module))]
-        for mixer in self._mixers:
+        self.kernels: Any = None  # a CPU's
+        # No mixer may be referred to, here or by what stands in for functions: a circle holds the weights
+        # until the garbage collector comes.
+        mixers = [module for module in model.modules() if is_mixer(type(module))]
+        for mixer in mixers:
             _take_over(mixer, self)
+        self._num_mixers = len(mixers)
         self._step: StateLayout[Tensor] | None = None
         self._probed: list[dict[Key, StateSpec]] | None = None
         self._memories: Iterator[Memory] = iter(())
@@ -136,7 +141,7 @@ class States:
 
     def __bool__(self) -> bool:
         """Whether there are any mixers."""
-        return bool(self._mixers)
+        return self._num_mixers > 0
 
     @property
     def slot_bytes(self) -> int:
@@ -160,7 +165,7 @@ class States:
         try:
             yield
         finally:
-            self._step = None
+            self._step, self._memories = None, iter(())
 
     @contextmanager
     def probe(self) -> Iterator[None]:
@@ -253,7 +258,7 @@ def _take_over(mixer: nn.Module, states: States) -> None:
     kind = type(mixer)
     forward: Any = FORWARDS.get(kind.__name__) or inspect.unwrap(kind.forward)
     stand_ins = {
-        name: make(states, mixer, forward.__globals__[name])
+        name: make(states, forward.__globals__[name], getattr(mixer, "time_step_limit", NO_LIMIT))
         for name, make in STAND_INS.items()
         if name in forward.__code__.co_names
     }
@@ -284,7 +289,7 @@ def _lay_out(state: Any, *shape: int) -> tuple[Tensor, tuple[Tensor, Tensor], An
     return memory, (slots, slots), memory
 
 
-def _scan_of_mamba(states: States, mixer: nn.Module, function: Any) -> Callable[..., Any]:
+def _scan_of_mamba(states: States, function: Any, limit: Limit) -> Callable[..., Any]:
     """Mamba's scan of a prompt, which begins at zero in transformers, from the state before it."""
 
     def scan(
@@ -324,7 +329,7 @@ def _scan_of_mamba(states: States, mixer: nn.Module, function: Any) -> Callable[
     return scan
 
 
-def _step_of_mamba(states: States, mixer: nn.Module, function: Any) -> Callable[..., Any]:
+def _step_of_mamba(states: States, function: Any, limit: Limit) -> Callable[..., Any]:
     """Mamba's step of one token, by a kernel."""
 
     def step(
@@ -343,7 +348,7 @@ def _step_of_mamba(states: States, mixer: nn.Module, function: Any) -> Callable[
     return step
 
 
-def _delta_rule(states: States, mixer: nn.Module, function: Any) -> Callable[..., Any]:
+def _delta_rule(states: States, function: Any, limit: Limit) -> Callable[..., Any]:
     """The gated delta rule, of a prompt or of one token, by a kernel."""
 
     def attend(
@@ -362,7 +367,7 @@ def _delta_rule(states: States, mixer: nn.Module, function: Any) -> Callable[...
     return attend
 
 
-def _step_of_convolution(states: States, mixer: nn.Module, function: Any) -> Callable[..., Any]:
+def _step_of_convolution(states: States, function: Any, limit: Limit) -> Callable[..., Any]:
     """A convolution's step of one token, by a kernel."""
 
     def step(
@@ -379,7 +384,7 @@ def _step_of_convolution(states: States, mixer: nn.Module, function: Any) -> Cal
     return step
 
 
-def _step_of_mamba2(states: States, mixer: Any, function: Any) -> Callable[..., Any]:
+def _step_of_mamba2(states: States, function: Any, limit: Limit) -> Callable[..., Any]:
     """Mamba2's step of one token. Some models limit a prompt's time steps, though in this step they don't."""
 
     def step(
@@ -395,12 +400,12 @@ def _step_of_mamba2(states: States, mixer: Any, function: Any) -> Callable[..., 
         **kwargs: Any,
     ) -> Any:
         """Takes x (N, H, P), B and C (N, G, S); dt (N, H, P), A (H, P, S), D, dt_bias (H, P) are a head's."""
-        limit = mixer.time_step_limit if states.is_prompt else (0.0, math.inf)
+        low, high = limit if states.is_prompt else NO_LIMIT
         if states.kernels is None:
-            dt = nn.functional.softplus(dt + dt_bias.to(dt.dtype)).clamp(*limit)
+            dt = nn.functional.softplus(dt + dt_bias.to(dt.dtype)).clamp(low, high)
             return function(state, x, dt, A, B, C, D, **{**kwargs, "dt_softplus": False})
         memory, slots, new = _lay_out(state)
-        dt = nn.functional.softplus((dt[..., 0] + dt_bias[:, 0].to(dt.dtype)).float()).clamp(*limit)
+        dt = nn.functional.softplus((dt[..., 0] + dt_bias[:, 0].to(dt.dtype)).float()).clamp(low, high)
         rows = (y.unsqueeze(1).contiguous() for y in (x, dt, B, C))
         out = _mamba2(states.kernels, *rows, A[:, 0, 0], D[:, 0], memory, slots)[:, 0]
         if isinstance(state, Tensor) and new is not state:
@@ -411,13 +416,13 @@ def _step_of_mamba2(states: States, mixer: Any, function: Any) -> Callable[..., 
     return step
 
 
-def _scan_of_mamba2(states: States, mixer: nn.Module, function: Any) -> Callable[..., Any]:
+def _scan_of_mamba2(states: States, function: Any, limit: Limit) -> Callable[..., Any]:
     """Mamba2's scan of a prompt, by a kernel. An answer computed anew is computed without a limit."""
 
     def scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **kwargs: Any) -> Any:
         """Takes x (N, T, H, P), dt (N, T, H), A (H,), B and C (N, T, G, S)."""
         if not states.is_prompt:
-            kwargs["dt_limit"] = (0.0, math.inf)
+            kwargs["dt_limit"] = NO_LIMIT
         if states.kernels is None:
             return function(x, dt, A, B, C, **kwargs)
         memory, slots, new = _lay_out(kwargs["initial_states"], len(x), *x.shape[2:], B.shape[3])
@@ -453,7 +458,8 @@ def _griffin_block(
 
 # Of mixers whose own does not ask the cache.
 FORWARDS: dict[str, Callable[..., Any]] = {"RecurrentGemmaRecurrentBlock": _griffin_block}
-STAND_INS: dict[str, Callable[[States, Any, Any], Callable[..., Any]]] = {
+# Of transformers' functions, by name: made of the model's states, of the function, and of a mixer's limits.
+STAND_INS: dict[str, Callable[[States, Any, Limit], Callable[..., Any]]] = {
     "causal_conv1d_update": _step_of_convolution,
     "torch_chunk_gated_delta_rule": _delta_rule,
     "torch_recurrent_gated_delta_rule": _delta_rule,

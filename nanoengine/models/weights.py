@@ -118,6 +118,9 @@ class Checkpoint:
                 # Beyond, the frequencies depend on the length of what is computed together: every key in
                 # the cache would have to be computed again.
                 positions = min(positions, original)
+        if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+            # Within its first chunk such a layer sees everything; the next begins anew, as no backend does.
+            positions = min(positions, config.attention_chunk_size)
         return int(positions)
 
     def _check_number(self, field: str, value: Any) -> None:
