@@ -141,6 +141,19 @@ def test_with_steps_in_flight_the_tokens_are_the_same(kind, served):
         assert llm.metrics()["num_preemptions"] > 0
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("kind", [*KINDS, "mamba"])
+def test_in_half_precision_they_answer_too_and_chunks_and_neighbours_change_little(kind, dtype, served):
+    path, prompts, _ = served(kind)
+    params, logprobs = SamplingParams(max_tokens=1, prompt_logprobs=0), []
+    for settings in ({}, {"max_num_batched_tokens": 16}, {"enforce_eager": True}):
+        with LLM(path, num_kv_blocks=60, block_size=8, dtype=dtype, **settings) as llm:
+            outputs = llm.generate(prompts[2:], params, use_tqdm=False)
+        entries = zip(prompts[2], outputs[0].prompt_logprobs, strict=True)
+        logprobs.append(torch.tensor([entry[token].logprob for token, entry in entries if entry]))
+    assert all((other - logprobs[0]).abs().mean() < 0.2 for other in logprobs[1:])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_path_of_a_gpu_gives_the_same_tokens(kind, served, in_float32, capsys):
     """PyTorch in place of kernels, steps in flight, and the arrays of states in the copy with the others."""

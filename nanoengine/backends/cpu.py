@@ -495,6 +495,7 @@ class OneDNNLinear(nn.Module):
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
         self.bias = layer.bias
+        self.weight = layer.weight.new_empty(0, layer.in_features)  # some ask for its dtype
         self.packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight)
 
     def forward(self, x: Tensor) -> Tensor:
