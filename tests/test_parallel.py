@@ -610,7 +610,8 @@ def test_no_rank_outlives_a_constructor_that_raises():
 
 
 BEGIN = f"""
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell has ignored in what it runs behind
 from nanoengine import LLM, AsyncLLM, EngineConfig, SamplingParams
 llm = LLM({str(DEMO)!r}, tensor_parallel_size=2, num_kv_blocks=50, dtype="float32")
 def answer(num_tokens):
