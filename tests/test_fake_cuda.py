@@ -246,7 +246,14 @@ def test_transformers_own_code_does_not_either(name, fake_gpu, tmp_path_factory)
     assert "transformers' code" in line
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5_text", "lfm2", "mamba2", "mamba", "olmo_hybrid"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "qwen3_5_text",
+        "mamba2",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("lfm2", "mamba", "olmo_hybrid")),
+    ],
+)
 def test_layers_with_states_do_not_either(kind, fake_gpu, tmp_path):
     small_model(small_config(kind)).save_pretrained(tmp_path)
     with fake_gpu:

@@ -69,7 +69,9 @@ def test_greedy_tokens_equal_transformers_whatever_the_settings(kind, settings, 
         assert answers(llm, prompts) == expected  # from the prefix cache, where there is one
 
 
-@pytest.mark.parametrize("budget", [1, 3, 7, 1000])
+@pytest.mark.parametrize(
+    "budget", [1, 7, *(pytest.param(budget, marks=pytest.mark.slow) for budget in (3, 1000))]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_chunks_of_a_prompt_begin_with_the_state_of_the_one_before(kind, budget, served):
     path, prompts, expected = served(kind)
@@ -141,7 +143,7 @@ def test_with_steps_in_flight_the_tokens_are_the_same(kind, served):
         assert llm.metrics()["num_preemptions"] > 0
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", [*KINDS, "mamba"])
 def test_in_half_precision_they_answer_too_and_chunks_and_neighbours_change_little(kind, dtype, served):
     path, prompts, _ = served(kind)
