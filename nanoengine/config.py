@@ -91,7 +91,8 @@ class EngineConfig:
         check_integer("tensor_parallel_size", self.tensor_parallel_size, 1)
         check_integer("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
         lows = {"max_model_len": 2, "block_size": 1, "num_kv_blocks": 1, "kv_cache_bytes": 1}
-        for name, low in (lows | {"max_num_batched_tokens": 1, "num_state_slots": 1}).items():
+        lows |= {"max_num_batched_tokens": 1, "num_state_slots": 1}
+        for name, low in lows.items():
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), low, 2**62)
         check_integer("seed", self.seed, -(2**63), 2**64 - 1)

@@ -107,21 +107,24 @@ def start_runner(
         prompts = [length for length in prompts if length][: config.max_num_seqs]
         decodes = [1] * min(max_num_chunks, max_num_tokens)
         trial = plan_trial(runner, prompts, decodes, make_caches, capture)
-        num_slots, cache_bytes = config.num_state_slots or 0, 0
-        if config.num_kv_blocks is None or (states is not None and not num_slots):
-            cache_bytes = device.cache_bytes(trial)
-        if states is not None and not num_slots:
-            num_slots = count_slots(state_bytes, 2 * config.max_num_seqs, cache_bytes // (2 if specs else 1))
+        is_counted = config.num_kv_blocks is not None and (
+            states is None or config.num_state_slots is not None
+        )
+        cache_bytes = 0 if is_counted else device.cache_bytes(trial)
+        num_slots, bytes_left = 0, cache_bytes
+        if states is not None:
+            share = cache_bytes // (2 if specs else 1)
+            num_slots = config.num_state_slots or count_slots(state_bytes, 2 * config.max_num_seqs, share)
+            bytes_left -= (num_slots + NUM_RESERVED_SLOTS) * state_bytes
         if specs:
             most_blocks = config.max_num_seqs * table_width * len(groups)
-            bytes_left = cache_bytes - (num_slots + NUM_RESERVED_SLOTS) * state_bytes
             num_blocks = device.count_blocks(block_bytes(specs, groups, block_size), most_blocks, bytes_left)
         else:
             num_blocks = config.num_kv_blocks or MOST_FREE_BLOCKS
         runner.caches = make_caches(num_blocks, num_slots)
         runner.forward = capture()
     runner.stopwatch = Stopwatch()  # what was tried out was no step
-    sizes = 0 if states is None else num_slots, state_bytes
+    sizes = num_slots, state_bytes
     return Started(runner, num_blocks, max_num_tokens, dtype, specs, groups, digest, *sizes)
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import json
 import weakref
 
 import pytest
@@ -334,6 +335,11 @@ def test_llama_4_is_served_up_to_the_length_of_its_chunks(tmp_path):
         LLM(str(tmp_path), max_model_len=101, **settings)
     with LLM(str(tmp_path), **settings) as llm:
         assert llm.llm_engine.max_model_len == 100
+    saved = json.loads((tmp_path / "config.json").read_text())
+    for wrong in ("long", 0, None):
+        (tmp_path / "config.json").write_text(json.dumps(saved | {"attention_chunk_size": wrong}))
+        with pytest.raises(ValueError, match=r"config.json.*attention_chunk_size"):
+            LLM(str(tmp_path), **settings)
 
 
 class _Mixing(nn.Module):

@@ -347,6 +347,7 @@ def test_a_model_of_states_alone_has_no_kv_cache_and_takes_prompts_of_any_length
         ({"speculative_config": GUESSES}, "speculative_config .*wrong guess"),
         ({"kv_store": "store"}, "kv_store .*K and V alone"),
         ({"num_state_slots": 0}, "num_state_slots must be an integer"),
+        ({"num_state_slots": 10**12}, "no memory for 1000000000002 states .*lower num_state_slots"),
         ({"num_kv_blocks": None, "kv_cache_bytes": 9000}, "no memory for 3 sequences' states: one takes"),
     ],
 )

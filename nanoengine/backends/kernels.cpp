@@ -1,8 +1,8 @@
 // What PyTorch has no fast operator for on a CPU: products with weights that come out of memory once for all rows
-// (products.h), attention over cache blocks (attention.h), layers with states (states.h), and here the element-wise work between two products, each in
-// one pass over memory, all of a layer in one call, and sampling.
+// (products.h), attention over cache blocks (attention.h), layers with states (states.h), and here the element-wise work
+// between two products, each in one pass over memory, all of a layer in one call, and sampling.
 // cpu.py compiles this file where there is a compiler and calls it through ctypes; everything here also exists in
-// plain PyTorch, in attention.py, models/decoder.py and sampling.py, which say what it means.
+// plain PyTorch, in attention.py, models/decoder.py and sampling.py, or in transformers, which say what it means.
 //
 // Shape letters: T tokens, S sequences, H query heads, K key/value heads, D head_dim, B block_size, E hidden size, R rows
 // of logits, V vocabulary. X is float, bf16 or fp16; arithmetic is in float, rounded to X where PyTorch rounds.

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanoengine.backends.memory import zeros_on_large_pages
+from nanoengine.backends.memory import resident_zeros
 
 
 class KVSpec(NamedTuple):
@@ -81,15 +81,11 @@ class KVCache:
 
     @classmethod
     def zeros(cls, spec: KVSpec, num_blocks: int, block_size: int, device: torch.device) -> "KVCache":
-        """A cache without content. Zeroed, so that no page of it is fetched from the system in a step."""
-
-        def zeros(head_dim: int) -> Tensor:
-            shape = num_blocks, block_size, spec.num_kv_heads, head_dim
-            if device.type == "cpu":
-                return zeros_on_large_pages(shape, spec.dtype).zero_()
-            return torch.zeros(shape, dtype=spec.dtype, device=device)
-
-        return cls(zeros(spec.k_head_dim), zeros(spec.v_head_dim))
+        """A cache without content."""
+        sizes = num_blocks, block_size, spec.num_kv_heads
+        shapes = [(*sizes, head_dim) for head_dim in (spec.k_head_dim, spec.v_head_dim)]
+        k, v = (resident_zeros(shape, spec.dtype, device) for shape in shapes)
+        return cls(k, v)
 
 
 def block_bytes(specs: Sequence[KVSpec], groups: Sequence[KVGroup], block_size: int) -> int:

@@ -82,8 +82,8 @@ class StatefulBlockManager(WindowedBlockManager):
         self.held: dict[Sequence, Held] = {}
         self.free_slots = deque(range(NUM_RESERVED_SLOTS, NUM_RESERVED_SLOTS + self.num_state_slots))
         self.kept_slots: OrderedDict[int, int] = OrderedDict()  # prefix_id -> slot; least recently used first
-        self.in_use: set[int] = set()  # kept slots that this step reads
-        self._num_known_blocks = 0
+        self.in_use: set[int] = set()  # prefix_ids of kept states that this step reads or writes
+        self._num_known_blocks = 0  # of the sequence that was looked up last
 
     # -- admission and release
 
@@ -91,7 +91,6 @@ class StatefulBlockManager(WindowedBlockManager):
         """As in the base class; with a slot. A hit goes on from the state that was kept there."""
         if not self.free_slots and self.kept_slots.keys() <= self.in_use:
             return False
-        self._num_known_blocks = 0
         if not super().allocate(seq):
             return False
         num_hits = seq.num_hit_tokens // self.block_size
@@ -116,6 +115,12 @@ class StatefulBlockManager(WindowedBlockManager):
         super().forget(seq)
         if (held := self.held.pop(seq, None)) is not None:
             self.free_slots.append(held.slot)
+
+    def find_prefix(self, seq: Sequence) -> list[Block]:
+        """As in the base class."""
+        chain = super().find_prefix(seq)
+        self._num_known_blocks = len(chain)
+        return chain
 
     # -- a step
 
@@ -159,7 +164,6 @@ class StatefulBlockManager(WindowedBlockManager):
 
     def _longest_beginning(self, seq: Sequence, chain: list[Block], most: int) -> int:
         """As in the base class: as many as end where a state was kept, and leave a token to compute."""
-        self._num_known_blocks = max(self._num_known_blocks, min(most, len(chain)))
         most = min(most, (seq.num_tokens - 1) // self.block_size)
         while most and chain[most - 1].prefix_id not in self.kept_slots:
             most -= 1
@@ -232,9 +236,8 @@ class StatefulRunner(WindowedRunner):
                     parts.append(StatePart(first, first + end - start, source, target, is_prompt))
                 else:
                     decodes.append((first, source, target))
-        rows, sources, targets = (
-            np.array(decodes, dtype=np.int64).reshape(-1, 3).T.copy()
-        )  # one after the other
+        # Kernels take addresses: each array in one piece.
+        rows, sources, targets = np.array(decodes, dtype=np.int64).reshape(-1, 3).T.copy()
         return inputs._replace(states=StateLayout(rows, sources, targets, parts))
 
     def compute(self, inputs: ModelInputs[Tensor]) -> Tensor:

@@ -158,9 +158,8 @@ class HFModel(nn.Module):
         # soft-capping, biases. Shares every weight.
         self.head = copy.copy(causal_lm)
         self.head._modules = {**causal_lm._modules, body: _GivenHidden()}
-        for name in ("lm_head_multiplier",):  # what heads ask the body for
-            if hasattr(self.body, name):
-                setattr(self.head._modules[body], name, getattr(self.body, name))
+        if hasattr(self.body, "lm_head_multiplier"):  # which Falcon-H1's head asks the body for
+            self.head._modules[body].lm_head_multiplier = self.body.lm_head_multiplier
         if attention_implementation(causal_lm.config) == "eager":
             replace_attention(causal_lm)
             causal_lm.config._attn_implementation = ATTENTION_NAME  # for which no masks are made

@@ -98,9 +98,8 @@ def check_config(config: Any) -> None:
         name = getattr(config, field, None)
         if isinstance(name, str) and name not in ACT2FN:
             raise UnsupportedModelError(f"config.json's {field} {name!r} is unknown to transformers")
-    if (
-        getattr(config, "attn_temperature_tuning", False) and not is_llama4
-    ):  # a factor of 1 where `_probe` looks
+    # By this a factor of 1 where `_probe` looks; `hf.py` tells Llama 4 the positions.
+    if getattr(config, "attn_temperature_tuning", False) and not is_llama4:
         raise UnsupportedModelError(
             "attn_temperature_tuning scales queries by a token's place in the batch, not by its position"
         )

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from nanoengine.backends.inputs import ZERO_SLOT, StateLayout
+from nanoengine.backends.memory import resident_zeros
 
 Limit = tuple[float, float]  # of Mamba2's time steps
 NO_LIMIT: Limit = (0.0, math.inf)
@@ -33,6 +34,7 @@ class StateSpec(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    has_kernel: bool  # whether one makes its steps where it lies, on a processor that has kernels
 
     @property
     def num_bytes(self) -> int:
@@ -134,7 +136,7 @@ class States:
         self._num_mixers = len(mixers)
         self._step: StateLayout[Tensor] | None = None
         self._probed: list[dict[Key, StateSpec]] | None = None
-        self._memories: Iterator[Memory] = iter(())
+        self._memories: Iterator[tuple[Memory, dict[Key, StateSpec]]] = iter(())  # of the mixers to come
         # Of the call in progress, for what stands in for functions of transformers:
         self.initial: Iterator[Tensor] = iter(())  # the recurrent state, or each head's; none: zeros
         self.is_prompt = False
@@ -149,19 +151,29 @@ class States:
         return sum(spec.num_bytes for specs in self.specs for spec in specs.values())
 
     def allocate(self, num_slots: int, device: torch.device) -> None:
-        """Make memory of so many slots, the reserved ones among them."""
-        self.memory = [
-            {
-                key: torch.zeros((num_slots, *spec.shape), dtype=spec.dtype, device=device)
-                for key, spec in specs.items()
-            }
-            for specs in self.specs
-        ]
+        """Make memory of so many slots, the reserved ones among them.
+
+        Raises:
+            ValueError: there is not so much.
+        """
+        self.memory = []  # what there was is given back first
+        try:
+            self.memory = [
+                {
+                    key: resident_zeros((num_slots, *spec.shape), spec.dtype, device)
+                    for key, spec in specs.items()
+                }
+                for specs in self.specs
+            ]
+        except RuntimeError as error:  # torch.OutOfMemoryError on a GPU is one
+            raise ValueError(
+                f"no memory for {num_slots} states of {self.slot_bytes} bytes; lower num_state_slots"
+            ) from error
 
     @contextmanager
     def step(self, layout: StateLayout[Tensor]) -> Iterator[None]:
         """A `with` block in which the mixers compute that step."""
-        self._step, self._memories = layout, iter(self.memory)
+        self._step, self._memories = layout, zip(self.memory, self.specs, strict=True)
         try:
             yield
         finally:
@@ -200,17 +212,19 @@ class States:
 
         if self._probed is not None:
             out, states = compute(lambda x: x.transpose(0, 1), {}, True)
-            self._probed.append({key: StateSpec(tuple(x.shape[1:]), x.dtype) for key, x in states.items()})
+            self._probed.append({key: _spec_of(mixer, key, x) for key, x in states.items()})
             return _merge([out], [], num_tokens)
         assert self._step is not None
-        memory, layout = next(self._memories), self._step
+        (memory, specs), layout = next(self._memories), self._step
         outs: list[Any] = []
         places: list[Any] = []
         if num_decodes := len(layout.decode_rows):
             rows: Any = layout.decode_rows if num_decodes < num_tokens else slice(None)
             slots = layout.decode_sources, layout.decode_targets
             past = {
-                key: InPlace(x, *slots) if self._has_kernel(mixer, key, x) else x.index_select(0, slots[0])
+                key: InPlace(x, *slots)
+                if self.kernels is not None and specs[key].has_kernel
+                else x.index_select(0, slots[0])
                 for key, x in memory.items()
             }
             out, states = compute(lambda x: x[0, rows].unsqueeze(1), past, False)
@@ -229,19 +243,19 @@ class States:
                 memory[key][target] = x[0]
         return _merge(outs, places, num_tokens)
 
-    def _has_kernel(self, mixer: Any, key: Key, memory: Tensor) -> bool:
-        """Whether a kernel of ours makes this state's steps."""
-        kind, number = key
-        if self.kernels is None or number != 0:
-            return False
-        if kind == "conv":
-            weight = next((x.weight for x in mixer.children() if isinstance(x, nn.Conv1d)), memory)
-            is_same = memory.shape[1:] == (weight.shape[0], weight.shape[-1]) and memory.dtype == weight.dtype
-            return "causal_conv1d_update" in mixer.stand_ins and is_same and self.kernels.serves(memory.dtype)
-        dims = {"mamba_selective_state_update": 3, "mamba2_selective_state_update": 4}
-        dims |= {"torch_recurrent_gated_delta_rule": 4, "recurrent_kimi_delta_attention": 4}
-        name = next((name for name in dims if name in mixer.stand_ins), None)
-        return name is not None and memory.dim() == dims[name] and memory.dtype == torch.float32
+
+def _spec_of(mixer: Any, key: Key, state: Tensor) -> StateSpec:
+    """What a mixer's state is like, (N, ..)."""
+    kind, number = key
+    if kind == "conv":
+        like = [(*x.weight[:, 0].shape, x.weight.dtype) for x in mixer.children() if isinstance(x, nn.Conv1d)]
+        has_kernel = (
+            like[:1] == [(*state.shape[1:], state.dtype)] and "causal_conv1d_update" in mixer.stand_ins
+        )
+    else:
+        dims = max((STEPS[name] for name in STEPS.keys() & mixer.stand_ins), default=None)
+        has_kernel = state.dim() == dims and state.dtype == torch.float32
+    return StateSpec(tuple(state.shape[1:]), state.dtype, has_kernel and number == 0)
 
 
 def is_mixer(kind: type) -> bool:
@@ -302,24 +316,27 @@ def _scan_of_mamba(states: States, function: Any, limit: Limit) -> Callable[...,
         D: Tensor,
         z: Tensor,
         delta_bias: Tensor | None,
-        **_: Any,
+        **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
         """Takes x, dt and z (N, I, T), A (I, S), B and C (N, S, T), D and delta_bias (I,)."""
         state = next(states.initial, None)
+        if states.kernels is None and state is None:
+            result: tuple[Tensor, Tensor] = function(
+                x, dt, A, B, C, D=D, z=z, delta_bias=delta_bias, **kwargs
+            )
+            return result
         if delta_bias is not None:
             dt = dt + delta_bias.to(dt.dtype)[:, None]
         dt = nn.functional.softplus(dt)
         if states.kernels is not None:
-            state, slots, new = _lay_out(state, len(x), *A.shape)
-            rows = x, dt.float(), B.to(x.dtype), C.to(x.dtype)
-            x_rows, dt_rows, b_rows, c_rows = (y.transpose(1, 2).contiguous() for y in rows)
-            out = states.kernels.mamba(x_rows, dt_rows, A.contiguous(), b_rows, c_rows, state, slots)
-            out = out.transpose(1, 2)
+            memory, slots, new = _lay_out(state, len(x), *A.shape)
+            rows = (y.transpose(1, 2) for y in (x, dt, B, C))
+            out = _mamba(states.kernels, A, *rows, memory, slots).transpose(1, 2)
         else:
+            assert state is not None
             decays = torch.exp(A[None, :, None, :] * dt[..., None])
             inputs = dt[..., None] * B.transpose(1, 2)[:, None].float() * x[..., None].float()
-            new = inputs.new_zeros(inputs[:, :, 0].shape) if state is None else state
-            outs = []
+            new, outs = state, []
             for t in range(x.shape[2]):
                 new = decays[:, :, t] * new + inputs[:, :, t]
                 outs.append((new.to(x.dtype) @ C[:, :, t, None])[..., 0])
@@ -340,12 +357,18 @@ def _step_of_mamba(states: States, function: Any, limit: Limit) -> Callable[...,
             return function(state, x, dt, A, B, C, D, **kwargs)
         if kwargs["dt_bias"] is not None:
             dt = dt + kwargs["dt_bias"].to(dt.dtype)
-        rows = x, nn.functional.softplus(dt).float(), B.to(x.dtype), C.to(x.dtype)
-        x_rows, dt_rows, b_rows, c_rows = (y.unsqueeze(1).contiguous() for y in rows)
-        out = states.kernels.mamba(x_rows, dt_rows, A.contiguous(), b_rows, c_rows, state.memory, state.slots)
-        return ((out[:, 0] + x * D) * nn.functional.silu(kwargs["z"])).to(x.dtype)
+        rows = (y.unsqueeze(1) for y in (x, nn.functional.softplus(dt), B, C))
+        out = _mamba(states.kernels, A, *rows, state.memory, state.slots)[:, 0]
+        return ((out + x * D) * nn.functional.silu(kwargs["z"])).to(x.dtype)
 
     return step
+
+
+def _mamba(kernels: Any, A: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, *state: Any) -> Tensor:
+    """By the kernel, x (N, T, I), dt (N, T, I), B and C (N, T, S)."""
+    x, dt, b, c = (y.contiguous() for y in (x, dt.float(), B.to(x.dtype), C.to(x.dtype)))
+    out: Tensor = kernels.mamba(x, dt, A.contiguous(), b, c, *state)
+    return out
 
 
 def _delta_rule(states: States, function: Any, limit: Limit) -> Callable[..., Any]:
@@ -406,8 +429,8 @@ def _step_of_mamba2(states: States, function: Any, limit: Limit) -> Callable[...
             return function(state, x, dt, A, B, C, D, **{**kwargs, "dt_softplus": False})
         memory, slots, new = _lay_out(state)
         dt = nn.functional.softplus((dt[..., 0] + dt_bias[:, 0].to(dt.dtype)).float()).clamp(low, high)
-        rows = (y.unsqueeze(1).contiguous() for y in (x, dt, B, C))
-        out = _mamba2(states.kernels, *rows, A[:, 0, 0], D[:, 0], memory, slots)[:, 0]
+        rows = (y.unsqueeze(1) for y in (x, dt, B, C))
+        out = _mamba2(states.kernels, A[:, 0, 0], D[:, 0], *rows, memory, slots)[:, 0]
         if isinstance(state, Tensor) and new is not state:
             state.copy_(new)
         z = kwargs.get("z")
@@ -427,17 +450,18 @@ def _scan_of_mamba2(states: States, function: Any, limit: Limit) -> Callable[...
             return function(x, dt, A, B, C, **kwargs)
         memory, slots, new = _lay_out(kwargs["initial_states"], len(x), *x.shape[2:], B.shape[3])
         dt = nn.functional.softplus((dt + kwargs["dt_bias"].to(dt.dtype)).float()).clamp(*kwargs["dt_limit"])
-        rows = (y.contiguous() for y in (x, dt, B, C))
-        return _mamba2(states.kernels, *rows, A, kwargs["D"], memory, slots), new
+        return _mamba2(states.kernels, A, kwargs["D"], x, dt, B, C, memory, slots), new
 
     return scan
 
 
 def _mamba2(
-    kernels: Any, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor, D: Tensor, *state: Any
+    kernels: Any, A: Tensor, D: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, *state: Any
 ) -> Tensor:
+    """By the kernel, x (N, T, H, P), dt (N, T, H), B and C (N, T, G, S), A and D (H,)."""
+    x, dt, b, c = (y.contiguous() for y in (x, dt, B.to(x.dtype), C.to(x.dtype)))
     a, d = A.float().contiguous(), D.float().contiguous()
-    out: Tensor = kernels.mamba2(x, dt, a, B.to(x.dtype), C.to(x.dtype), d, *state)
+    out: Tensor = kernels.mamba2(x, dt, a, b, c, d, *state)
     return out
 
 
@@ -469,6 +493,13 @@ STAND_INS: dict[str, Callable[[States, Any, Limit], Callable[..., Any]]] = {
     "mamba_selective_state_update": _step_of_mamba,
     "mamba2_chunk_scan": _scan_of_mamba2,
     "mamba2_selective_state_update": _step_of_mamba2,
+}
+# Those that make a step where the state lies, and its dimensions with the first, of sequences.
+STEPS = {
+    "torch_recurrent_gated_delta_rule": 4,
+    "recurrent_kimi_delta_attention": 4,
+    "mamba_selective_state_update": 3,
+    "mamba2_selective_state_update": 4,
 }
 
 

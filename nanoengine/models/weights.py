@@ -120,6 +120,7 @@ class Checkpoint:
                 positions = min(positions, original)
         if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
             # Within its first chunk such a layer sees everything; the next begins anew, as no backend does.
+            self._check_number("attention_chunk_size", config.attention_chunk_size)
             positions = min(positions, config.attention_chunk_size)
         return int(positions)
 
@@ -150,9 +151,10 @@ class Checkpoint:
             ValueError: there are fewer, or the config does not say.
         """
         positions = self.max_model_len or max_model_len
-        kinds = getattr(self.hf_config, "layer_types", None)
-        if positions is None and kinds and set(kinds) == {"linear_attention"}:  # states alone: any length
-            return MOST_TOKENS
+        if positions is None and set(getattr(self.hf_config, "layer_types", None) or ()) == {
+            "linear_attention"
+        }:
+            return MOST_TOKENS  # states alone know no positions
         if positions is None:
             raise ValueError(
                 "max_model_len must be given: the checkpoint's config does not say how long it may be"
