@@ -6,7 +6,12 @@ from nanoengine.llm import LLM
 from nanoengine.llm_engine import LLMEngine
 from nanoengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from nanoengine.requests import TextPrompt, TokensPrompt
-from nanoengine.sampling_params import RequestOutputKind, SamplingParams
+from nanoengine.sampling_params import (
+    GuidedDecodingParams,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 
 # One class under each of vLLM's names.
 EngineArgs = AsyncEngineArgs = EngineConfig
@@ -20,12 +25,14 @@ __all__ = [
     "CompletionOutput",
     "EngineArgs",
     "EngineConfig",
+    "GuidedDecodingParams",
     "LLMEngine",
     "Logprob",
     "RequestMetrics",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
     "__version__",

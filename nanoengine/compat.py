@@ -49,13 +49,12 @@ ENGINE: Unserved = {
     "enable_sleep_mode": ((None, False), "close() releases the memory"),
     "enforce_eager": ((None,), ""),
     "generation_config": ((None, "auto"), "leave it out and pass SamplingParams of your own"),
-    "guided_decoding_backend": ((None, "auto"), "structured outputs are not served"),
+    "guided_decoding_backend": ((None, "auto", "guidance"), "structured outputs are made by llguidance"),
     "hf_config_path": ((None,), "put the config.json into the model's directory"),
     "hf_overrides": ((None, {}), "edit config.json in a copy of the checkpoint"),
     "hf_token": ((None,), "set HF_TOKEN, or run `hf auth login`"),
     "kv_cache_dtype": ((None, "auto"), "the cache has the model's dtype: set dtype"),
     "limit_mm_per_prompt": ((None, *NO_MEDIA), "only text is served"),
-    "logits_processors": ((None, []), "use logit_bias, allowed_token_ids or bad_words"),
     "logprobs_mode": ((None, "raw_logprobs"), "log-probabilities are the model's, before any change"),
     "max_cudagraph_capture_size": ((None,), "leave it out: graphs are captured up to max_num_seqs"),
     "max_logprobs": (ANY, "a request may ask for as many as the vocabulary has"),
@@ -79,6 +78,7 @@ ENGINE: Unserved = {
         "token ids as prompts and SamplingParams(detokenize=False) use no tokenizer",
     ),
     "stream_interval": ((None, 1), "take every so many outputs"),
+    "structured_outputs_config": ((None, {}), "structured outputs are made by llguidance"),
     "swap_space": (ANY, "preempted sequences are recomputed, never swapped"),
     "task": ((None, "auto", "generate"), "only generation is served"),
     "tokenizer_mode": ((None, "auto", "hf"), "the tokenizer is the one transformers loads"),
@@ -93,18 +93,14 @@ RENAMED = {"num_gpu_blocks_override": "num_kv_blocks", "kv_cache_memory_bytes": 
 SAMPLING: Unserved = {
     "best_of": ((None, 1), "ask for n samples with logprobs and keep the best"),
     "early_stopping": ((None, False), "beam search is not served"),
-    "extra_args": ((None, {}), "there are no sampling plugins"),
     "flat_logprobs": ((None, False), "leave it out: logprobs are a list of dicts"),
-    "guided_decoding": ((None,), "use allowed_token_ids or logit_bias, or check the answer"),
     "length_penalty": ((None, 1.0), "beam search is not served"),
-    "logits_processors": ((None, []), "use logit_bias, allowed_token_ids or bad_words"),
     "logprob_token_ids": ((None,), "logprobs=-1 reports all tokens"),
     "repetition_detection": ((None,), "use frequency_penalty or repetition_penalty"),
     "skip_clone": (ANY, "a request always keeps a copy of its own"),
     "skip_reading_prefix_cache": ((None, False), "set enable_prefix_caching=False for the engine"),
     "spaces_between_special_tokens": ((None, True), "decode token_ids as you want them"),
     "stream_interval": ((None, 1), "take every so many outputs"),
-    "structured_outputs": ((None,), "use allowed_token_ids or logit_bias, or check the answer"),
     "thinking_token_budget": ((None, -1), "use max_tokens"),
     "truncate_prompt_tokens": ((None,), "cut the prompt's token ids"),
     "use_beam_search": ((None, False), "ask for n samples with logprobs and keep the best"),
@@ -116,7 +112,7 @@ CALL: Unserved = {
     "arrival_time": ((None,), "requests are served in the order they are added"),
     "chat_template_content_format": (("auto",), "leave it out: the template is tried"),
     "data_parallel_rank": ((None, 0), "start a process per device"),
-    "guided_options_request": ((None,), "use allowed_token_ids or logit_bias, or check the answer"),
+    "guided_options_request": ((None,), "set structured_outputs in SamplingParams"),
     "lora_request": ((None,), "merge the adapter into the checkpoint"),
     "mm_processor_kwargs": ((None, {}), "only text is served"),
     "prompt_adapter_request": ((None,), "put the text into the prompt"),
@@ -151,6 +147,8 @@ def without_unserved(
     for name, value in given.items():
         accepted, instead = table.get(name, ((), ""))
         if name in table and (accepted is ANY or value in accepted):
+            continue
+        if name in renamed and value is None:  # of old names, which ask for nothing then
             continue
         name = renamed.get(name, name)
         if name in left:

@@ -79,6 +79,8 @@ class EngineConfig:
         "auto"  # "nanoengine": models/decoder.py; "transformers": its own code; auto: the first that can
     )
     trust_remote_code: bool = False
+    # Functions as in SamplingParams, for every request, and vLLM V1's classes: extensions/processors.py
+    logits_processors: list[Any] | None = None
     # A file for JSON lines, or what takes the events: extensions/trace.py
     trace: str | Path | Callable[[Any], Any] | None = None
     # Where K and V are kept beyond the process: a directory, "redis://host:port/db", or an object with the
@@ -106,6 +108,14 @@ class EngineConfig:
                 "async_scheduling=True does not go with speculative_config: what to guess depends on the "
                 "tokens of the step before"
             )
+        if self.logits_processors is not None:
+            if not isinstance(self.logits_processors, list | tuple):
+                raise TypeError(f"logits_processors must be a list, got {self.logits_processors!r}")
+            for name in ("speculative_config", "async_scheduling"):
+                if self.logits_processors and getattr(self, name):
+                    raise ValueError(
+                        f"{name} does not go with logits_processors, which see each token in turn"
+                    )
         if not (self.trace is None or isinstance(self.trace, (str, Path)) or callable(self.trace)):
             raise TypeError(f"trace must be a path or take events, got {self.trace!r}")
         if self.kv_store is not None:

@@ -54,7 +54,7 @@ from nanoengine.backends.inputs import AttentionMetadata, ModelInputs, send_inpu
 from nanoengine.backends.kv_cache import KVCache
 from nanoengine.detokenizer import Detokenizer
 from nanoengine.logprobs import Logprobs, Reports, report_prompts
-from nanoengine.sampling import Draw, SamplingRow, read_tokens, sample_rows
+from nanoengine.sampling import Draw, RowProcessor, SamplingRow, read_tokens, sample_rows
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.steps import Stopwatch
 
@@ -98,6 +98,7 @@ class Sequence:
     bad_words: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
     prompt_logprobs: int | None = None  # how many to report per prompt token; None: not asked for
     detokenizer: Detokenizer | None = None  # the output as text, and its stop strings; None: no text
+    processors: tuple[RowProcessor, ...] = ()  # what edits its logits besides params
     num_prompt_tokens: int = field(init=False)
 
     # Written by the scheduler.
@@ -791,8 +792,10 @@ class ModelRunner:
             logits = compute_logits(hidden[inputs.sample_rows])
             self.stopwatch.lap("forward")
             rows = [
-                SamplingRow(s.params, s.seed, end, token_ids, s.num_prompt_tokens, s.stop_ids, s.bad_words)
-                for s, _, end, samples, token_ids in batch.chunks
+                SamplingRow(
+                    s.params, s.seed, end, ids, s.num_prompt_tokens, s.stop_ids, s.bad_words, s.processors
+                )
+                for s, _, end, samples, ids in batch.chunks
                 if samples
             ]
             tokens, of_samples = sample_rows(logits, rows, self.draw, download)

@@ -10,8 +10,8 @@ import itertools
 import sys
 import time
 from collections import Counter as Multiset
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -85,6 +85,11 @@ class LLMEngine:
         self._seq_ids = itertools.count()
         self.num_prompt_tokens = self.num_generation_tokens = 0
         self._stats = RequestStats(self.max_model_len)  # of those that ended
+        self._processors: Any = None  # of the engine; a request may have more
+        if config.logits_processors:
+            from nanoengine.extensions.processors import EngineProcessors
+
+            self._processors = EngineProcessors(config.logits_processors, config, self.runner.device.device)
         self._is_closed, self._owner = False, Owner()
         self._tracer = None
         if config.trace is not None:
@@ -147,8 +152,10 @@ class LLMEngine:
         is_async = runner.device.async_scheduling
         if config.speculation is not None:
             from nanoengine.extensions.speculate import DraftingScheduler, NgramProposer
+            from nanoengine.extensions.structured import GrammarProposer
 
-            make_scheduler = partial(DraftingScheduler, propose=NgramProposer(config.speculation))
+            propose = GrammarProposer(NgramProposer(config.speculation), config.num_speculative_tokens)
+            make_scheduler = partial(DraftingScheduler, propose=propose)
             is_async = False
         scheduler = make_scheduler(
             blocks,
@@ -157,6 +164,8 @@ class LLMEngine:
             max_model_len=self.max_model_len,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
         )
+        if config.logits_processors:  # which may look at all earlier tokens
+            is_async = False
         is_async = is_async if config.async_scheduling is None else config.async_scheduling
         return make_core(scheduler, runner, max_in_flight=int(is_async))
 
@@ -175,7 +184,26 @@ class LLMEngine:
         """
         if self._is_closed:
             raise RuntimeError("the engine is closed")
-        return self.checker.check(prompt, params, priority)
+        checked = self.checker.check(prompt, params, priority)
+        return checked._replace(processors=tuple(self._processors_of(checked.params)))
+
+    def _processors_of(self, params: SamplingParams) -> Iterator[Callable[[], Any]]:
+        """What makes the processors of a sample's logits: the request's, the engine's, that of its form."""
+        if params.logits_processors:
+            from nanoengine.extensions.processors import FunctionProcessor
+
+            yield from (partial(FunctionProcessor, function) for function in params.logits_processors)
+        if self._processors is not None:
+            yield from self._processors.of_request(params)
+        if params.structured_outputs is not None:
+            yield self._grammars.compile(params.structured_outputs)
+
+    @cached_property
+    def _grammars(self) -> Any:
+        """Imported, and made of the tokenizer, when a request first asks for structured outputs."""
+        from nanoengine.extensions.structured import Grammars
+
+        return Grammars(self.checkpoint.tokenizer, self.checkpoint.vocab_size)
 
     def add_request(
         self,
@@ -217,6 +245,7 @@ class LLMEngine:
                 bad_words=checked.bad_words,
                 prompt_logprobs=params.prompt_logprobs if index == 0 else None,
                 detokenizer=Detokenizer(backend, checked.token_ids, params) if backend else None,
+                processors=tuple(make() for make in checked.processors),
             )
             for index, seq_id in enumerate(itertools.islice(self._seq_ids, params.n))
         ]

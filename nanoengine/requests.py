@@ -1,7 +1,7 @@
 """A request's life: a prompt in any form, checked; its samples; outputs as they are handed over."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, NotRequired, TypedDict
 
@@ -42,6 +42,7 @@ class CheckedRequest(NamedTuple):
     priority: int
     stop_ids: frozenset[int]  # end-of-sequence and stop tokens: sampling one ends a sequence
     bad_words: tuple[tuple[int, ...], ...]  # params.bad_words as token ids
+    processors: tuple[Callable[[], Any], ...] = ()  # make what else edits a sample's logits: `RowProcessor`s
 
 
 class RequestChecker:
@@ -93,6 +94,10 @@ class RequestChecker:
             raise ValueError(
                 f"min_tokens={params.min_tokens} bans end-of-sequence and stop tokens, which leaves nothing "
                 f"to sample with allowed_token_ids={params.allowed_token_ids}"
+            )
+        if params.structured_outputs is not None and not stop_ids:
+            raise ValueError(
+                "structured_outputs need a token that ends the answer: drop ignore_eos, or set stop_token_ids"
             )
         text, token_ids = read_prompt(prompt, tokenizer, vocab_size)
         self._check_length(len(token_ids))

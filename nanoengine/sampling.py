@@ -6,7 +6,7 @@ Shape letters: R rows (sequences that get a token this step), V vocabulary.
 import logging
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -29,6 +29,28 @@ class SamplingRow(NamedTuple):
     num_prompt_tokens: int
     stop_ids: frozenset[int] = frozenset()  # banned until min_tokens
     bad_words: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
+    processors: tuple["RowProcessor", ...] = ()  # what else edits its logits
+
+    @property
+    def output_ids(self) -> Sequence[int]:
+        """The output before the token to draw."""
+        return self.token_ids[self.num_prompt_tokens : self.position]
+
+
+class RowProcessor(Protocol):
+    """Edits a sequence's logits, after what `SamplingParams` says by numbers; each sequence has its own."""
+
+    is_last: ClassVar[bool]  # whether it has the last word
+
+    @staticmethod
+    def apply(logits: Tensor, items: Sequence[tuple[int, Any, SamplingRow]]) -> None:
+        """Edit logits, (R, V) float32, in place.
+
+        Args:
+            logits: of all rows of the step.
+            items: of those that have a processor of this class: the row's number, the processor, the row. A
+                sequence with guesses has several, one after the other, each with a token more.
+        """
 
 
 def metadata_of(rows: Sequence[SamplingRow]) -> SamplingMetadata:
@@ -92,7 +114,7 @@ def draw_rows(
 def draw_tokens(logits: Tensor, rows: Sequence[SamplingRow], draw: Draw = draw_rows) -> Tensor:
     """Draw a token per row; on a GPU without waiting for it. No row's token depends on the other rows.
 
-    The order is vLLM's: biases, penalties and bans; temperature; min_p, top_k, top_p; one draw.
+    The order is vLLM's: biases, penalties and bans, processors; temperature; min_p, top_k, top_p; one draw.
 
     Args:
         logits: (R, V), any floating dtype, not modified.
@@ -102,8 +124,9 @@ def draw_tokens(logits: Tensor, rows: Sequence[SamplingRow], draw: Draw = draw_r
     Returns:
         (R,) int64; -1 where a logit is NaN.
     """
-    if any(row.params.edits_logits for row in rows):
+    if any(row.params.edits_logits or row.processors for row in rows):
         logits = _edit_logits(logits.to(torch.float32, copy=True), rows)
+        _process_logits(logits, rows)
     tokens, largest = draw(logits, metadata_of(rows))
     # The maximum of a row with a NaN is NaN, so one number a row tells whether it can be sampled.
     return tokens.masked_fill(~largest.isfinite(), -1)
@@ -229,6 +252,16 @@ def _edit_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         at, value = bans.tensors(logits)
         logits[at] = value  # a number would be copied to the device, and waited for
     return logits
+
+
+def _process_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
+    """Let the rows' processors edit logits in place, those of one class together."""
+    items: dict[type[RowProcessor], list[tuple[int, RowProcessor, SamplingRow]]] = {}
+    for i, row in enumerate(rows):
+        for processor in row.processors:
+            items.setdefault(type(processor), []).append((i, processor, row))
+    for kind in sorted(items, key=lambda kind: kind.is_last):
+        kind.apply(logits, items[kind])
 
 
 class _Entries:

@@ -1,6 +1,9 @@
 """What a request asks for: `SamplingParams`, and the checks that user input passes."""
 
+import inspect
 import math
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from numbers import Integral, Real
@@ -58,6 +61,18 @@ def check_token_ids(name: str, value: Any) -> list[int]:
     return [check_integer(name, item, 0) for item in value]
 
 
+def num_parameters(processor: Any) -> int:
+    """How many arguments a logits processor takes; TypeError unless 2 or 3."""
+    for num in (2, 3):
+        with suppress(TypeError, ValueError):  # ValueError: a built-in that does not say
+            inspect.signature(processor).bind(*[None] * num)
+            return num
+    raise TypeError(
+        "logits_processors must take the output's token ids and the logits, or the prompt's token ids before "
+        f"these, got {processor!r}"
+    )
+
+
 LARGEST = 1e30  # far from where float32 overflows
 MAX_SAMPLES = 1024  # per prompt: each is a sequence with tokens of its own, made before any is computed
 
@@ -70,7 +85,54 @@ class RequestOutputKind(Enum):
     FINAL_ONLY = 2
 
 
-@accepts(SAMPLING)
+@dataclass(slots=True, kw_only=True)
+class StructuredOutputsParams:
+    """What form an answer has: one of the first six fields. Names are vLLM's; served by llguidance.
+
+    Raises:
+        TypeError, ValueError: none of the forms is given, or several, or a field is of the wrong type.
+    """
+
+    json: str | dict[str, Any] | None = None  # a JSON schema
+    regex: str | None = None  # which the whole answer matches
+    choice: list[str] | None = None  # one of these
+    grammar: str | None = None  # in llguidance's form of Lark (`start: ...`), or GBNF (`root ::= ...`)
+    json_object: bool | None = None  # any JSON object
+    structural_tag: str | dict[str, Any] | None = None  # text, in which parts between tags have a schema
+    disable_any_whitespace: bool = False  # JSON in one line, without spaces
+    disable_additional_properties: bool = False  # where a schema's object does not say
+    whitespace_pattern: str | None = None  # a regular expression: what may stand between JSON's tokens
+    preamble: str | None = None  # in llguidance's Lark: what comes before the answer, as a model's thoughts
+
+    def __post_init__(self) -> None:
+        """Check types, and that one form is given."""
+        kinds: dict[str, tuple[type, ...]] = {
+            "json": (str, dict),
+            "regex": (str,),
+            "choice": (list, tuple),
+            "grammar": (str,),
+            "json_object": (bool,),
+            "structural_tag": (str, dict),
+        }
+        for name, kind in (kinds | {"whitespace_pattern": (str,), "preamble": (str,)}).items():
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                names = " or ".join(one.__name__ for one in kind)
+                raise TypeError(f"structured_outputs.{name} must be a {names}, got {value!r}")
+        for name in ("disable_any_whitespace", "disable_additional_properties"):
+            check_bool(f"structured_outputs.{name}", getattr(self, name))
+        if self.choice is not None and not self.choice:
+            raise ValueError("structured_outputs.choice must not be empty, got []")
+        if self.choice is not None and not all(isinstance(one, str) for one in self.choice):
+            raise TypeError(f"structured_outputs.choice must hold strings only, got {self.choice!r}")
+        if (num := sum(getattr(self, name) not in (None, False) for name in kinds)) != 1:
+            raise ValueError(f"structured_outputs must have one of {', '.join(kinds)}, got {num} of them")
+
+
+GuidedDecodingParams = StructuredOutputsParams  # vLLM's older name
+
+
+@accepts(SAMPLING, {"guided_decoding": "structured_outputs"})
 @dataclass(slots=True, kw_only=True)
 class SamplingParams:
     """How to sample, when to stop and what to report; names and defaults are vLLM's.
@@ -104,6 +166,11 @@ class SamplingParams:
     prompt_logprobs: int | None = None  # the same for the prompt's tokens; no prefix hit is used then
     detokenize: bool = True  # False: token ids only, text stays empty
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputsParams | None = None  # what form the output has; a dict will do
+    # Each is called before each token, with the output's token ids and the logits, (V,) float32, or with the
+    # prompt's token ids before these, and returns the logits to draw from.
+    logits_processors: list[Callable[..., Any]] | None = None
+    extra_args: dict[str, Any] | None = None  # for the engine's own logits processors to read
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE  # of what `LLM.step` returns
 
     # Derived when made, since they are asked for at every step: of a request's copy, which nobody changes.
@@ -151,6 +218,23 @@ class SamplingParams:
                 raise ValueError(f"bad_words must not hold a blank string, got {self.bad_words!r}")
         for name in ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens"):
             check_bool(name, getattr(self, name))
+        if isinstance(self.structured_outputs, dict):
+            checked["structured_outputs"] = StructuredOutputsParams(**self.structured_outputs)
+        elif self.structured_outputs is not None:
+            if not isinstance(self.structured_outputs, StructuredOutputsParams):
+                given = self.structured_outputs
+                raise TypeError(
+                    f"structured_outputs must be StructuredOutputsParams or a dict, got {given!r}"
+                )
+            checked["structured_outputs"] = replace(self.structured_outputs)
+        if self.logits_processors is not None:
+            if not isinstance(self.logits_processors, list | tuple):
+                raise TypeError(f"logits_processors must be a list, got {self.logits_processors!r}")
+            for processor in self.logits_processors:
+                num_parameters(processor)
+            checked["logits_processors"] = list(self.logits_processors)
+        if self.extra_args is not None and not isinstance(self.extra_args, dict):
+            raise TypeError(f"extra_args must be a dict, got {self.extra_args!r}")
         stop = [self.stop] if isinstance(self.stop, str) else [] if self.stop is None else self.stop
         checked["stop_strings"] = tuple(check_strings("stop", stop))
         if stop is self.stop:
@@ -164,7 +248,8 @@ class SamplingParams:
             or self.presence_penalty != 0
             or self.frequency_penalty != 0
             or self.repetition_penalty != 1
-            or bool(self.logit_bias or self.allowed_token_ids or self.bad_words)
+            or bool(self.logit_bias or self.allowed_token_ids or self.bad_words or self.logits_processors)
+            or self.structured_outputs is not None
         )
         checked["edits_logits"] = edits
         checked["filters"] = self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)

@@ -23,6 +23,7 @@ def test_the_public_names_are_exactly_these():
         "CompletionOutput",
         "EngineArgs",
         "EngineConfig",
+        "GuidedDecodingParams",
         "LLM",
         "LLMEngine",
         "Logprob",
@@ -30,6 +31,7 @@ def test_the_public_names_are_exactly_these():
         "RequestOutput",
         "RequestOutputKind",
         "SamplingParams",
+        "StructuredOutputsParams",
         "TextPrompt",
         "TokensPrompt",
         "__version__",
@@ -67,10 +69,20 @@ ORDER = [
         "extensions.states",
         "extensions.speculate",
         "extensions.kvstore",
+        "extensions.structured",
+        "extensions.processors",
         "extensions.trace",
     ),
     *("extensions.parallel", "llm_engine", "llm", "async_llm", "__init__"),
-    *("apps.viewer", "apps.lab", "apps.ray_data", "apps.openai_api", "apps.server", "demo.train"),
+    *(
+        "apps.viewer",
+        "apps.lab",
+        "apps.ray_data",
+        "apps.tools",
+        "apps.openai_api",
+        "apps.server",
+        "demo.train",
+    ),
 ]
 MODULES = {name: PACKAGE / f"{name.replace('.', '/')}.py" for name in ORDER}
 # What no file below imports, even by way of others.

@@ -340,8 +340,8 @@ REFUSED = [
     ({"best_of": 2}, "best_of"),
     ({"suffix": "x"}, "suffix"),
     ({"tools": [{}]}, "tools"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
-    ({"guided_json": {}}, "guided_json"),
+    ({"response_format": {"type": "xml"}}, "response_format"),
+    ({"guided_json": 5}, "structured_outputs"),
     ({"temperature": float("nan")}, "temperature"),
 ]
 

@@ -730,7 +730,7 @@ def test_a_setting_under_two_names_is_refused():
         EngineArgs(model="m", num_gpu_blocks_override=5, num_kv_blocks=5)
 
 
-@pytest.mark.parametrize("setting", ["structured_outputs", "best_of"])
+@pytest.mark.parametrize("setting", ["early_stopping", "best_of"])
 def test_params_that_are_not_served_are_refused_before_anything_is_queued(setting):
     with pytest.raises(ValueError, match=f"{setting}=3 is not served"):
         SamplingParams(**{setting: 3})

@@ -16,8 +16,9 @@ from itertools import accumulate
 from typing import Any, ClassVar
 
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, PrivateAttr
 
+from nanoengine.apps.tools import MANY, Answer, AnswerParser, Formats, ToolChoice, with_arguments_read
 from nanoengine.compat import ANY, SAMPLING, Unserved, without_unserved
 from nanoengine.outputs import CompletionOutput, Logprob, RequestOutput
 from nanoengine.requests import render_chats, split_prompts
@@ -26,28 +27,27 @@ from nanoengine.sampling_params import RequestOutputKind, SamplingParams
 MAX_LOGPROBS = 20  # per token: OpenAI's limit, and vLLM's default one
 MAX_STRINGS = 64  # of `stop` and of `bad_words`: each is looked for at every token
 # What a request may hold of SamplingParams; the rest of its fields are set by the API's own ones.
-SAMPLED = {item.name for item in fields(SamplingParams) if item.init} - {"output_kind", "detokenize"}
+SAMPLED = {item.name for item in fields(SamplingParams) if item.init}
+SAMPLED -= {"detokenize", "extra_args", "logits_processors", "output_kind"}
+GUIDED = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar", "whitespace_pattern")}
 UNSERVED: Unserved = {
     **SAMPLING,
     "audio": ((), "only text is served"),
     "chat_template": ((), "start the server with a tokenizer that has it"),
     "echo": ((False,), "use /v1/completions"),
-    "function_call": (("none", "auto"), "calls of tools are not parsed"),
-    "functions": (([],), "calls of tools are not parsed"),
+    "function_call": (("none", "auto"), "use tool_choice"),
+    "functions": (([],), "use tools"),
+    "guided_decoding_backend": (("auto", "guidance"), "structured outputs are made by llguidance"),
     "metadata": (ANY, "nothing is stored"),
     "modalities": ((["text"],), "only text is served"),
-    "parallel_tool_calls": (ANY, "calls of tools are not parsed"),
     "prediction": ((), "a step draws one token of each sequence"),
     "prompt_cache_key": (ANY, "every request shares the prefix cache"),
     "prompt_cache_retention": (ANY, "every request shares the prefix cache"),
     "reasoning_effort": (("none",), "use chat_template_kwargs, where the model's template has a switch"),
-    "response_format": (({"type": "text"},), "use allowed_token_ids or logit_bias, or check the answer"),
     "safety_identifier": (ANY, "nothing is kept of who asks"),
     "service_tier": (("auto", "default"), "use priority"),
     "store": ((False,), "nothing is stored"),
     "suffix": (("",), "put it into the prompt, as the model was trained to fill in"),
-    "tool_choice": (("none", "auto"), "calls of tools are not parsed"),
-    "tools": (([],), "calls of tools are not parsed; put them into a message"),
     "user": (ANY, "nothing is kept of who asks"),
     "verbosity": (("medium",), "say it in a message"),
     "web_search_options": ((), "only the model is asked"),
@@ -123,6 +123,8 @@ class Conversation(BaseModel):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Any = None
+    tool_choice: Any = None
 
     def render(self, tokenizer: Any) -> dict[str, Any]:
         """As a prompt for the engine.
@@ -140,8 +142,11 @@ class Conversation(BaseModel):
         settings["continue_final_message"] = self.continue_final_message is True
         if settings["continue_final_message"]:
             settings["add_generation_prompt"] = self.add_generation_prompt is True
+        choice = ToolChoice.read(self.tools, self.tool_choice)
+        if choice.shown:
+            settings["tools"] = self.tools
         try:
-            return render_chats(self.messages, tokenizer, **settings)[0]
+            return render_chats(list(map(with_arguments_read, self.messages)), tokenizer, **settings)[0]
         except Exception as error:  # a template is a program: it raises what it likes
             if isinstance(error, ValueError):
                 raise
@@ -164,6 +169,8 @@ class GenerationRequest(BaseModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     logit_bias: Any = None
+    response_format: dict[str, Any] | None = None
+    vllm_xargs: dict[str, Any] | None = None
     prompt_logprobs: int | None = None  # this and what follows are vLLM's
     priority: int | None = None
     return_token_ids: bool | None = None
@@ -175,8 +182,11 @@ class GenerationRequest(BaseModel):
             APIError: a parameter is out of its range, or not served.
         """
         given: dict[str, Any] = {}
+        form = {}
         for name, value in (self.model_extra or {}).items():
-            if value is not None:
+            if value is not None and name in GUIDED:
+                form[GUIDED[name]] = value
+            elif value is not None:
                 with refusing(self, name):
                     given |= without_unserved("the request", {name: value}, SAMPLED, UNSERVED)
         with refusing(self):
@@ -184,6 +194,12 @@ class GenerationRequest(BaseModel):
             if isinstance(bias, dict):  # JSON's keys are strings
                 bias = {int(key) if key.isdecimal() else key: value for key, value in bias.items()}
             given |= {"logit_bias": bias, "prompt_logprobs": self.prompt_logprobs, **own}
+            given["extra_args"] = self.vllm_xargs
+            form |= self.form()
+            if form and "structured_outputs" in given:
+                raise ValueError("structured_outputs must not be given beside response_format or guided_...")
+            if form:
+                given["structured_outputs"] = form
             for name in ("logprobs", "prompt_logprobs"):
                 if (given.get(name) or 0) not in range(MAX_LOGPROBS + 1):
                     raise ValueError(f"{name} must be in [0, {MAX_LOGPROBS}], got {given[name]}")
@@ -196,6 +212,25 @@ class GenerationRequest(BaseModel):
                 raise ValueError("stream_options need stream=true")
             kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
             return replace(defaults, output_kind=kind, **given)
+
+    def form(self) -> dict[str, Any]:
+        """What `response_format` asks for, as fields of StructuredOutputsParams."""
+        asked = self.response_format or {}
+        kind = asked.get("type", "text")
+        if kind == "text":
+            return {}
+        if kind == "json_object":
+            return {"json_object": True}
+        if kind == "structural_tag":
+            return {"structural_tag": asked}
+        named = asked.get("json_schema")
+        schema = named.get("schema", named.get("json_schema")) if isinstance(named, dict) else None
+        if kind != "json_schema" or not isinstance(schema, dict):
+            raise ValueError(
+                "response_format must be text, json_object, structural_tag, or json_schema with a schema, "
+                f"got {asked!r:.200}"
+            )
+        return {"json": schema}
 
     def common(self, completion: CompletionOutput, output: RequestOutput, is_first: bool) -> dict[str, Any]:
         """What a choice holds in both APIs; of the prompt, only its first piece."""
@@ -264,6 +299,10 @@ class CompletionRequest(GenerationRequest):
         """As the engine takes them."""
         return split_prompts(self.prompt)
 
+    def fit(self, params: SamplingParams, prompts: list[Any], formats: Formats) -> SamplingParams:
+        """As `ChatRequest.fit`: the parameters as they are."""
+        return params
+
     def choice(
         self,
         index: int,
@@ -310,6 +349,15 @@ class CompletionRequest(GenerationRequest):
         }
 
 
+def pieces_of(choice: dict[str, Any]) -> list[dict[str, Any]]:
+    """A choice as pieces of a stream: OpenAI's clients want the end behind the last call, not with it."""
+    if choice["finish_reason"] is None or "tool_calls" not in choice.get("delta", {}):
+        return [choice]
+    end = {"index": choice["index"], "delta": {}, "logprobs": None}
+    over = {name: choice.pop(name) for name in ("finish_reason", "stop_reason")}
+    return [{**choice, "finish_reason": None, "stop_reason": None}, {**end, **over}]
+
+
 class ChatRequest(Conversation, GenerationRequest):
     """A conversation goes on: /v1/chat/completions."""
 
@@ -322,6 +370,11 @@ class ChatRequest(Conversation, GenerationRequest):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    parallel_tool_calls: bool | None = None
+    _formats: Formats | None = PrivateAttr(None)
+    _choice: ToolChoice | None = PrivateAttr(None)
+    _prompt: str = PrivateAttr("")
+    _answers: dict[int, Answer] = PrivateAttr(default_factory=dict)  # by the sample's index
 
     def params(self, defaults: SamplingParams, recommended: int | None) -> SamplingParams:
         """In the engine's terms."""
@@ -335,6 +388,34 @@ class ChatRequest(Conversation, GenerationRequest):
     def prompts(self, tokenizer: Any) -> list[Any]:
         """As the engine takes it."""
         return [self.render(tokenizer)]
+
+    def fit(self, params: SamplingParams, prompts: list[Any], formats: Formats) -> SamplingParams:
+        """The parameters for how the model writes calls and thoughts, and for those that are required.
+
+        Raises:
+            ValueError, TypeError: tools or tool_choice are not what they should be.
+        """
+        choice = ToolChoice.read(self.tools, self.tool_choice)
+        self._prompt = prompts[0]["prompt"]
+        knows_calls = bool(formats.tools or formats.template or choice.most_required)
+        if (choice.shown and knows_calls) or formats.reasoning or formats.template:
+            self._formats, self._choice = formats, choice
+            if formats.keeps_special_tokens:
+                params = replace(params, skip_special_tokens=False)
+        is_one = self.parallel_tool_calls is False
+        form = choice.constrain(params.structured_outputs, formats, self._prompt, not is_one)
+        return replace(params, structured_outputs=form)
+
+    def _message(self, index: int, completion: CompletionOutput) -> dict[str, Any]:
+        """What a sample's message says, or its next piece."""
+        if self._formats is None or self._choice is None:
+            return {"content": completion.text}
+        if index not in self._answers:
+            tools = self._choice.tools if self._choice.shown else []
+            is_forced = self._choice.most_required > 0
+            parser = AnswerParser(self._formats, self._prompt, tools, is_forced)
+            self._answers[index] = Answer(parser, 1 if self.parallel_tool_calls is False else MANY)
+        return self._answers[index].take(completion, bool(self.stream))
 
     def choice(
         self,
@@ -357,8 +438,11 @@ class ChatRequest(Conversation, GenerationRequest):
         is_first = index not in sent
         role = {"role": "assistant"} if is_first else {}
         sent[index] = 0
-        message = {"delta" if self.stream else "message": {**role, "content": completion.text}}
-        return {"index": index, **message, "logprobs": logprobs, **self.common(completion, output, is_first)}
+        message = {"delta" if self.stream else "message": {**role, **self._message(index, completion)}}
+        common = self.common(completion, output, is_first)
+        if completion.finish_reason == "stop" and index in self._answers and self._answers[index].num_calls:
+            common["finish_reason"] = "tool_calls"
+        return {"index": index, **message, "logprobs": logprobs, **common}
 
     @staticmethod
     def _token(logprob: Logprob) -> dict[str, Any]:

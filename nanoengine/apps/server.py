@@ -13,6 +13,7 @@ The second and the last are in `openai_api.py`.
 import argparse
 import asyncio
 import hmac
+import json
 import logging
 import os
 import sys
@@ -43,10 +44,12 @@ from nanoengine.apps.openai_api import (
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
+    pieces_of,
     refusing,
     to_json,
     unavailable,
 )
+from nanoengine.apps.tools import REASONING_FORMATS, TOOL_FORMATS, choose_formats
 from nanoengine.async_llm import AsyncLLM
 from nanoengine.config import EngineConfig
 from nanoengine.metrics import Counter, Gauge, Histogram, Metric
@@ -148,6 +151,8 @@ class Service:
         api_key: what clients must send; None: nothing.
         max_waiting: samples that may wait beyond the `max_num_seqs` that run.
         max_body_bytes: of a request.
+        tool_call_parser, reasoning_parser: how the model writes calls of tools and its thoughts: names of
+            `tools.TOOL_FORMATS` and `REASONING_FORMATS`, "none", or "auto", by the chat template.
     """
 
     def __init__(
@@ -158,6 +163,8 @@ class Service:
         api_key: str | None = None,
         max_waiting: int = 1024,
         max_body_bytes: int = 4 * 2**20,
+        tool_call_parser: str = "auto",
+        reasoning_parser: str = "auto",
     ) -> None:
         if api_key == "":
             raise ValueError("api_key must not be empty")  # an unset variable must not open the server
@@ -165,6 +172,7 @@ class Service:
         self.checkpoint, config = engine.llm_engine.checkpoint, engine.llm_engine.config
         self.name = str(config.model) if name is None else name
         self.defaults = self.checkpoint.default_sampling_params()
+        self.formats = choose_formats(self.checkpoint.tokenizer, tool_call_parser, reasoning_parser)
         check_integer("max_body_bytes", max_body_bytes, 1)
         self.max_samples = config.max_num_seqs + check_integer("max_waiting", max_waiting, 0)
         self.num_samples = 0  # of requests that are being served
@@ -228,6 +236,7 @@ class Service:
         """
         with refusing(body, body.source):
             prompts = body.prompts(self.checkpoint.tokenizer)
+            params = body.fit(params, prompts, self.formats)
             return [self.engine.llm_engine.check(one, params, body.priority or 0) for one in prompts]
 
     async def choices(
@@ -279,7 +288,8 @@ class Service:
         try:
             async with aclosing(choices):
                 async for choice in choices:
-                    yield event({**head, "choices": [choice], **no_usage})
+                    for piece in pieces_of(choice):
+                        yield event({**head, "choices": [piece], **no_usage})
             if with_usage:
                 yield event({**head, "choices": [], "usage": ticket.usage()})
         except APIError as error:
@@ -603,6 +613,10 @@ def make_parser() -> argparse.ArgumentParser:
         help="samples that may wait beside the max-num-seqs that run; more are told to come back (503)",
     )
     parser.add_argument("--max-body-bytes", type=int, default=4 * 2**20, help="default %(default)s")
+    for name, formats in (("tool-call", TOOL_FORMATS), ("reasoning", REASONING_FORMATS)):
+        known = f"auto, by the chat template; none; or {', '.join(formats)}"
+        parser.add_argument(f"--{name}-parser", default="auto", help=f"default %(default)s: {known}")
+    parser.add_argument("--enable-auto-tool-choice", action="store_true", help="as it is without")
     parser.add_argument(
         "--drain-seconds", type=float, default=30, help="for running requests to end in; default %(default)s"
     )
@@ -611,6 +625,11 @@ def make_parser() -> argparse.ArgumentParser:
     for item in fields(EngineConfig):
         kinds = get_args(hints[item.name]) or (hints[item.name],)
         settings: dict[str, Any] = {"type": next((kind for kind in (int, float) if kind in kinds), str)}
+        names = [getattr(kind, "__origin__", kind) for kind in kinds]
+        if dict in names:
+            settings = {"type": json.loads, "metavar": "JSON"}
+        if list in names:
+            settings = {"nargs": "+"}
         if bool in kinds:
             settings = {"action": argparse.BooleanOptionalAction}
         if item.default is MISSING:
@@ -635,7 +654,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             api_key=given["api_key"],
             max_waiting=given["max_waiting"],
             max_body_bytes=given["max_body_bytes"],
+            tool_call_parser=given["tool_call_parser"],
+            reasoning_parser=given["reasoning_parser"],
         )
+        print(f"nanoengine: {service.formats.describe()}", file=sys.stderr)
     except (OSError, TypeError, ValueError) as error:
         parser.error(str(error))
     log = logging.getLogger("nanoengine.requests")

@@ -1,0 +1,507 @@
+"""Tool calls and reasoning: what a model writes between tags of its own, as fields of OpenAI's messages.
+
+Which tags, its tokenizer says (`response_template`, of transformers 5.13 and later), or else the table below,
+by what stands in its chat template. transformers' `ResponseParser` takes the text apart as it arrives; what
+does not parse stays text. Where a call is required, a grammar sees to it (extensions/structured.py).
+
+Sources: the chat templates of the models that each row names; transformers/utils/chat_parsing.
+"""
+
+import ast
+import json
+import logging
+import re
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from transformers.utils.chat_parsing import ResponseParser
+from transformers.utils.chat_parsing.content_parsers import process_field
+from transformers.utils.chat_parsing.response_templates import load_response_template
+
+from nanoengine.extensions.structured import closed
+from nanoengine.outputs import CompletionOutput
+from nanoengine.sampling_params import StructuredOutputsParams
+
+# ---- How models write ----------------------------------------------------------------------------
+
+CALL = {"content": "json", "repeats": True}
+NAMED = {"transform": {"name": "{name}", "arguments": "{content}"}}
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """How a model writes a call of a tool."""
+
+    field: dict[str, Any]  # of a response template
+    mark: str  # what a chat template of this kind holds
+    # Around the JSON of a call, where a call is no more than that, and what its arguments are called there.
+    begin: str | None = None
+    end: str = ""
+    arguments: str = "arguments"
+
+
+TOOL_FORMATS = {
+    # The first whose mark a chat template holds is taken, so that the more special ones come first.
+    "qwen3_coder": ToolFormat(
+        CALL
+        | NAMED
+        | {
+            "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+            "close_pattern": r"</function>\s*</tool_call>\s*",
+            "content": "xml-inline",
+            "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
+        },
+        "<function=",
+    ),
+    "hermes": ToolFormat(  # Qwen 2.5 and 3, Hermes
+        CALL | {"open_pattern": r"\s*<tool_call>\s*", "close_pattern": r"\s*</tool_call>\s*"},
+        "<tool_call>",
+        "<tool_call>\n",
+        "\n</tool_call>",
+    ),
+    "mistral": ToolFormat(  # name[ARGS]{...}, and before that a list of calls
+        CALL
+        | NAMED
+        | {
+            "open_pattern": r"\s*\[TOOL_CALLS\]\s*(?P<name>[\w.-]*)"
+            r"(?:(?:\[CALL_ID\]\w+)?\[ARGS\]|(?=\[\s*\{))",
+            "close_pattern": r"(?=\[TOOL_CALLS\])",
+        },
+        "[TOOL_CALLS]",
+    ),
+    "harmony": ToolFormat(  # gpt-oss
+        CALL
+        | NAMED
+        | {
+            "open_pattern": r"(?:<\|start\|>assistant)?(?:<\|channel\|>\w+)? to=functions\.(?P<name>[\w.-]+)"
+            r"(?:<\|channel\|>\w+)?\s*(?:(?:<\|constrain\|>)?\w+)?<\|message\|>",
+            "close_pattern": r"<\|call\|>|<\|end\|>",
+        },
+        "<|channel|>",
+    ),
+    "gemma4": ToolFormat(
+        CALL
+        | NAMED
+        | {
+            "open_pattern": r"<\|tool_call>call:(?P<name>[\w.-]+)",
+            "close": "<tool_call|>",
+            "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
+        },
+        "<|tool_call>",
+    ),
+    "functiongemma": ToolFormat(
+        CALL
+        | NAMED
+        | {
+            "open_pattern": r"<start_function_call>call:(?P<name>[\w.-]+)",
+            "close": "<end_function_call>",
+            "content_args": {"unquoted_keys": True, "string_delims": [["<escape>", "<escape>"]]},
+        },
+        "<start_function_call>",
+    ),
+    "llama3_json": ToolFormat(  # an answer that is a call is nothing else
+        CALL | {"open_pattern": r"\A\s*<\|python_tag\|>\s*|\A\s*(?=\{)"},
+        "<|python_tag|>",
+        "",
+        arguments="parameters",
+    ),
+}
+# JSON as chat templates write it, who do it by Python's json.dumps; what a schema says is not ignored.
+AS_TRAINED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": False}
+NO_TAG = "llama3_json"  # how a required call is written where a format is not JSON alone
+
+REASONING_FORMATS = {
+    "harmony": (
+        {"open": "<|channel|>analysis<|message|>", "close_pattern": r"<\|end\|>"},
+        "<|channel|>",
+    ),
+    "gemma4": ({"open": "<|channel>thought\n", "close": "<channel|>"}, "<|channel>"),
+    "deepseek_r1": ({"open_pattern": r"\s*<think>\s*", "close_pattern": r"\s*</think>\s*"}, "<think>"),
+}
+# Names that vLLM has for formats of the same tags.
+SAME = {"qwen3": "deepseek_r1", "openai": "harmony", "openai_gptoss": "harmony", "qwen3_xml": "qwen3_coder"}
+CONTENT = {"content": "text", "content_args": {"strip": False}}
+FINAL = {  # what harmony has for content
+    "open_pattern": r"<\|channel\|>(?:final|commentary)<\|message\|>",
+    "close_pattern": r"<\|end\|>|<\|return\|>",
+    "repeats": True,
+    "join": "",
+}
+
+
+class Formats(NamedTuple):
+    """How one model writes, chosen at the start."""
+
+    tools: str | None  # a name of TOOL_FORMATS; None: not known
+    reasoning: str | None  # a name of REASONING_FORMATS
+    template: dict[str, Any] | None  # the tokenizer's own, which then goes before both
+    special_tokens: dict[str, int]
+
+    def describe(self) -> str:
+        """For the user."""
+        if self.template is not None:
+            return "tool calls and reasoning as the tokenizer's response_template says"
+        return f"tool calls: {self.tools or 'left as text'}, reasoning: {self.reasoning or 'left as text'}"
+
+    @property
+    def keeps_special_tokens(self) -> bool:
+        """Whether its tags are special tokens, which the text must hold then."""
+        if self.template is not None:
+            return True
+        fields = (TOOL_FORMATS[self.tools].field if self.tools else {}, self.reasoning_field)
+        tags = json.dumps(fields).replace("\\", "")
+        return any(token in tags for token in self.special_tokens)
+
+    @property
+    def reasoning_field(self) -> dict[str, Any]:
+        """Of a response template."""
+        return REASONING_FORMATS[self.reasoning][0] if self.reasoning else {}
+
+    def preamble(self, prompt: str) -> str | None:
+        """What a model may write before an answer with a form, as a grammar; None: nothing."""
+        if self.reasoning != "deepseek_r1":
+            return None
+        begin, end = self.literal("<think>"), self.literal("</think>")
+        # Text ends by itself before a special token, before other text only if told to take little.
+        is_special = "</think>" in self.special_tokens
+        start = "thought SPACE" if is_thinking(prompt) else f"({begin} thought SPACE)?"
+        thought = f"thought{'' if is_special else '[lazy]'}: TEXT {end}"
+        return f"start: {start}\n{thought}\nTEXT: /(.|\\n)*/\nSPACE: /\\s*/"
+
+    def literal(self, text: str) -> str:
+        """In llguidance's Lark: a special token by its id, other text in quotes."""
+        return f"<[{self.special_tokens[text]}]>" if text in self.special_tokens else json.dumps(text)
+
+    def required_calls(self, tools: list[dict[str, Any]], many: bool) -> str:
+        """A grammar in Lark of one call of these tools, or of one after the other."""
+        kind = TOOL_FORMATS[self.forced_tools]
+        rules = []
+        for i, tool in enumerate(tools):
+            function = tool["function"]
+            # A function takes no arguments but those it names, though a schema that does not say allows them.
+            parameters = closed(function.get("parameters") or {"type": "object", "properties": {}})
+            schema = {
+                "type": "object",
+                "properties": {"name": {"const": function["name"]}, kind.arguments: parameters},
+                "required": ["name", kind.arguments],
+                "additionalProperties": False,
+                "x-guidance": AS_TRAINED,
+            }
+            for name in ("$defs", "definitions"):  # which references are resolved from the root
+                if name in parameters:
+                    schema[name] = parameters[name]
+            rules.append(f"call_{i}: %json {json.dumps(schema)}")
+        begin, end = (" ".join(map(self.literal, parts(text))) for text in (kind.begin or "", kind.end))
+        rules.append("one: " + begin + " (" + " | ".join(f"call_{i}" for i in range(len(tools))) + ") " + end)
+        more = ' ("\\n" one)*' if many and kind.begin else ""
+        return "\n".join((f"start: one{more}", *rules))
+
+    @property
+    def forced_tools(self) -> str:
+        """The format in which required calls are written."""
+        name = NO_TAG if self.tools is None or self.template is not None else self.tools
+        return name if TOOL_FORMATS[name].begin is not None else NO_TAG
+
+
+def parts(text: str) -> list[str]:
+    """The tags in a text, and what is between them.
+
+    >>> parts("<a>b</a>")
+    ['<a>', 'b', '</a>']
+    """
+    return [part for part in re.split(r"(<[^>]*>)", text) if part]
+
+
+def is_thinking(prompt: str) -> bool:
+    """Whether the prompt's end has the model begin with its thoughts."""
+    return prompt.rstrip().endswith("<think>")
+
+
+def choose_formats(tokenizer: Any, tools: str = "auto", reasoning: str = "auto") -> Formats:
+    """How a model writes, by its tokenizer, or by names.
+
+    Raises:
+        ValueError: there is no format of that name.
+    """
+    template = getattr(tokenizer, "chat_template", None) or ""
+    text = template if isinstance(template, str) else json.dumps(template)
+    tools, reasoning = (SAME.get(name, name) for name in (tools, reasoning))
+    if tools not in (*TOOL_FORMATS, "auto", "none"):
+        raise ValueError(f"tool_call_parser must be auto, none or of {[*TOOL_FORMATS]}, got {tools!r}")
+    if reasoning not in (*REASONING_FORMATS, "auto", "none"):
+        raise ValueError(
+            f"reasoning_parser must be auto, none or of {[*REASONING_FORMATS]}, got {reasoning!r}"
+        )
+    own = getattr(tokenizer, "response_template", None) if (tools, reasoning) == ("auto", "auto") else None
+    marks = {name: one.mark for name, one in TOOL_FORMATS.items()}
+    found = next((name for name, mark in marks.items() if mark in text), None)
+    thought = next((name for name, (_, mark) in REASONING_FORMATS.items() if mark in text), None)
+    named = {"auto": None, "none": None}
+    special = {} if tokenizer is None else tokenizer.added_tokens_decoder
+    return Formats(
+        found if tools == "auto" else named.get(tools, tools),
+        thought if reasoning == "auto" else named.get(reasoning, reasoning),
+        own,
+        {token.content: token_id for token_id, token in special.items() if token.special},
+    )
+
+
+# ---- Taking an answer apart ----------------------------------------------------------------------
+
+
+class Part(NamedTuple):
+    """A piece of an answer."""
+
+    kind: str  # "content", "reasoning" or "tool_calls"
+    value: Any  # text; of a call its name and arguments
+
+
+class AnswerParser:
+    """Takes one sample's text apart as it arrives.
+
+    Args:
+        formats: how the model writes.
+        prompt: its text, whose end may have begun the answer.
+        tools: those that the model was shown; none: what looks like a call stays text.
+        forced: whether a grammar had it call them.
+    """
+
+    def __init__(
+        self, formats: Formats, prompt: str, tools: list[dict[str, Any]], forced: bool = False
+    ) -> None:
+        self.schemas = {
+            tool["function"]["name"]: (tool["function"].get("parameters") or {}).get("properties") or {}
+            for tool in tools
+        }
+        own, prefix = formats.template, prompt
+        if own is None or forced:
+            fields: dict[str, Any] = {}
+            if formats.reasoning:
+                fields["reasoning"] = CONTENT | formats.reasoning_field
+            if tools and (formats.tools or forced):
+                name = formats.forced_tools if forced else str(formats.tools)
+                # Where nothing but calls can come, they need not stand at the beginning.
+                anywhere = {"open_pattern": r"\s*(?=\{)"} if forced and name == NO_TAG else {}
+                fields["tool_calls"] = TOOL_FORMATS[name].field | anywhere
+            is_harmony = "harmony" in (formats.tools, formats.reasoning) and not forced
+            fields["content"] = CONTENT | (FINAL if is_harmony else {})
+            own = {"start_anchor": "\0", "fields": fields}
+            prefix = "<think>" if formats.reasoning == "deepseek_r1" and is_thinking(prompt) else ""
+        spec = load_response_template(own)
+        if not tools:
+            spec.fields.pop("tool_calls", None)
+        # Calls are handed over as text and read here, so that one that cannot be read is text still.
+        self.call_field = spec.fields.get("tool_calls")
+        if self.call_field is not None:
+            names = self.call_field.open_re.groupindex if self.call_field.open_re else {}
+            raw = {name: "{" + name + "}" for name in names} | {"content": "{content}"}
+            field = replace(self.call_field, content="text", content_args={"strip": False}, transform=raw)
+            spec.fields["tool_calls"] = replace(field, transform_each=False, repeats=True, join=None)
+        self.parser = ResponseParser(spec, prefix=prefix)
+        self.text, self.position = "", 0  # all of it, and where what is handed over ends
+        self.has_parts = self.has_failed = False
+
+    def feed(self, text: str) -> list[Part]:
+        """What more text brings."""
+        self.text += text
+        if not self.has_failed:
+            try:
+                return list(self._parts_of(self.parser.feed(text)))
+            except Exception:  # a tokenizer's template that does not fit its model's text
+                logging.getLogger(__name__).exception("an answer could not be taken apart")
+                self.has_failed = True
+        return [Part("content", text)] if text else []
+
+    def finish(self) -> list[Part]:
+        """What the end brings: what was held back, in case it was a tag."""
+        found: list[Part] = []
+        with suppress(ValueError):  # a template wants a field that is not there
+            if not self.has_failed:
+                found = list(self._parts_of(self.parser.finalize()[1]))
+        if not found and not self.has_parts and self.text:  # no tag was found where there had to be one
+            return [Part("content", self.text)]
+        return found
+
+    def _parts_of(self, events: list[dict[str, Any]]) -> Iterator[Part]:
+        for event in events:
+            kind, what = event.get("field"), event["type"]
+            if kind == "tool_calls" and what == "region_close":
+                self.has_parts = True
+                yield from self._calls_of(event["value"])
+            elif kind != "tool_calls" and what == "region_chunk" and event["text"]:
+                self.has_parts = True
+                self._skip(event["text"])
+                is_thought = kind in ("reasoning", "reasoning_content", "thinking")
+                yield Part("reasoning" if is_thought else "content", event["text"])
+
+    def _skip(self, text: str) -> None:
+        """Go behind a part of the whole text."""
+        self.position = max(self.position, self.text.find(text, self.position) + len(text))
+
+    def _calls_of(self, value: dict[str, Any]) -> list[Part]:
+        """The calls in a region's text; the text itself, with its tags, where there are none."""
+        field: Any = self.call_field
+        captures = {name: text for name, text in value.items() if name != "content"}
+        start = self.position
+        if field.open_re is not None and (tag := field.open_re.match(self.text, start)):
+            self.position = tag.end()
+        self._skip(value["content"])
+        if field.close_re is not None and (tag := field.close_re.match(self.text, self.position)):
+            self.position = tag.end()
+        try:
+            read = process_field(value["content"], field, captures)
+            if isinstance(read, dict) and read.get("name") == "":  # a list of calls with names of their own
+                read = read["arguments"]
+            return [Part("tool_calls", self._call_of(one)) for one in listed(read)]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return [Part("content", self.text[start : self.position])]
+
+    def _call_of(self, read: Any) -> dict[str, str]:
+        """Name and arguments, these as JSON; ValueError where it is no call."""
+        call = read.get("function", read) if isinstance(read, dict) else None
+        if isinstance(call, str):  # {"type": "function", "function": "name", "parameters": ...}
+            call = read | {"name": call}
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            raise ValueError("no call")
+        arguments = call.get("arguments", call.get("parameters", {}))
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments)
+        if not isinstance(arguments, dict):
+            raise ValueError("no arguments")
+        schemas = self.schemas.get(call["name"], {})
+        arguments = {name: cast_to(schemas.get(name), one) for name, one in arguments.items()}
+        return {"name": call["name"], "arguments": json.dumps(arguments, ensure_ascii=False, allow_nan=False)}
+
+
+def listed(value: Any) -> list[Any]:
+    """One or several."""
+    return value if isinstance(value, list) else [value]
+
+
+def cast_to(schema: Any, value: Any) -> Any:
+    """A value written as text, where a schema wants no text."""
+    kinds = listed(schema.get("type", "string")) if isinstance(schema, dict) else ["string"]
+    if not isinstance(value, str) or "string" in kinds:
+        return value
+    for read in (json.loads, ast.literal_eval):
+        try:
+            return read(value.strip())
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            continue
+    return value
+
+
+MANY = 1 << 30  # calls in an answer
+
+# ---- What a chat asks for ------------------------------------------------------------------------
+
+
+class ToolChoice(NamedTuple):
+    """Which tools a chat shows the model, and whether it has to call one."""
+
+    tools: list[dict[str, Any]]
+    shown: bool
+    most_required: int  # calls: 0 that it may do without, 1, or MANY
+
+    @classmethod
+    def read(cls, tools: Any, choice: Any) -> "ToolChoice":
+        """From OpenAI's `tools` and `tool_choice`.
+
+        Raises:
+            ValueError, TypeError: they are not what they should be; the message names the field.
+        """
+        tools = [] if tools is None else tools
+        if not isinstance(tools, list):
+            raise TypeError(f"tools must be a list, got {tools!r}")
+        for tool in tools:
+            function = tool.get("function") if isinstance(tool, dict) else None
+            name = function.get("name") if isinstance(function, dict) else None
+            if not isinstance(function, dict) or not isinstance(name, str) or not name:
+                raise ValueError(f'tools must hold {{"function": {{"name": ...}}}}, got {tool!r:.200}')
+            if not isinstance(function.get("parameters") or {}, dict):
+                raise TypeError(f"tools: parameters must be a JSON schema, got {function['parameters']!r}")
+        names = [tool["function"]["name"] for tool in tools]
+        if choice in (None, "auto", "none"):
+            return cls(tools, bool(tools) and choice != "none", 0)
+        if not tools:
+            raise ValueError("tool_choice needs tools")
+        if choice == "required":
+            return cls(tools, True, MANY)
+        named = choice.get("function", choice) if isinstance(choice, dict) else None
+        name = named.get("name") if isinstance(named, dict) else None
+        if name not in names:
+            raise ValueError(f"tool_choice must be none, auto, required or a tool of {names}, got {choice!r}")
+        return cls([tools[names.index(name)]], True, 1)
+
+    def constrain(
+        self, asked: StructuredOutputsParams | None, formats: Formats, prompt: str, parallel: bool
+    ) -> StructuredOutputsParams | None:
+        """What form an answer to this prompt has; thoughts may come before it."""
+        if self.most_required:
+            if asked is not None:
+                raise ValueError("tool_choice requires a call, which is no answer of another form")
+            many = parallel and self.most_required > 1
+            asked = StructuredOutputsParams(grammar=formats.required_calls(self.tools, many))
+        if asked is None or asked.preamble is not None:
+            return asked
+        return replace(asked, preamble=formats.preamble(prompt))
+
+
+class Answer:
+    """A sample's answer as OpenAI's message, or its pieces.
+
+    Args:
+        parser: of its text.
+        max_calls: those beyond are left out.
+    """
+
+    def __init__(self, parser: AnswerParser, max_calls: int) -> None:
+        self.parser, self.max_calls, self.num_calls = parser, max_calls, 0
+
+    def take(self, completion: CompletionOutput, is_stream: bool) -> dict[str, Any]:
+        """What the message has to say of this output."""
+        found = self.parser.feed(completion.text)
+        if completion.finish_reason is not None:
+            found += self.parser.finish()
+        texts = {
+            kind: "".join(part.value for part in found if part.kind == kind)
+            for kind in ("content", "reasoning")
+        }
+        calls = []
+        for part in found:
+            if part.kind == "tool_calls" and self.num_calls < self.max_calls:
+                place = {"index": self.num_calls} if is_stream else {}
+                name = f"call_{uuid.uuid4().hex[:24]}"
+                calls.append({**place, "id": name, "type": "function", "function": part.value})
+                self.num_calls += 1
+        message: dict[str, Any] = {"content": texts["content"] or (None if calls else "")}
+        if texts["reasoning"]:
+            message |= {"reasoning": texts["reasoning"], "reasoning_content": texts["reasoning"]}
+        return message | ({"tool_calls": calls} if calls else {})
+
+
+def with_arguments_read(message: dict[str, Any]) -> dict[str, Any]:
+    """An assistant's message as chat templates take it: arguments as objects, a content that is text.
+
+    Raises:
+        ValueError: its tool_calls are not what they should be.
+    """
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    read = []
+    for call in listed(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError(f"messages: tool_calls must hold functions with a name, got {call!r}")
+        arguments = function.get("arguments") or {}
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except ValueError:
+                raise ValueError(f"messages: arguments must be JSON, got {arguments!r:.200}") from None
+        read.append({**call, "function": {**function, "arguments": arguments}})
+    return {**message, "content": message.get("content") or "", "tool_calls": read}

@@ -1,0 +1,324 @@
+"""Answers with a form: JSON that fits a schema, a regular expression, one of several texts, a grammar.
+
+Before each token the grammar is asked which ones can come next, given the output so far: a mask, one bit for
+each token of the vocabulary. The logits of all others become minus infinity, and a token is drawn as always.
+Where the answer may end, the tokens that end a sequence are let through too, and only there.
+
+A `Constraint` goes by its sequence's tokens alone, which preemptions and failed steps leave as they are. So
+nobody tells it anything: before each mask it catches up with what the sequence has taken since the last one.
+Behind each draft (speculate.py) there is a mask too, and the drafts are taken back.
+
+The grammars are llguidance's, a parser over the vocabulary's trie: https://github.com/guidance-ai/llguidance
+"""
+
+import json
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import Any, ClassVar, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from nanoengine.backends.cuda import upload
+from nanoengine.sampling import SamplingRow
+from nanoengine.sampling_params import StructuredOutputsParams
+
+MAX_CHARACTERS = 1 << 16  # of a grammar: what is longer may take more than a second to compile
+MAX_SYMBOLS = 100_000  # of its productions
+MAX_GRAMMARS = 128  # that are kept
+# Between JSON's tokens, unless a request says otherwise: a space, or a line end and an indentation. With any
+# amount, as vLLM has it, many a model never stops indenting.
+WHITESPACE = r"( |\n[ \t]{0,40})"
+END = "<|end of the grammar|>"  # stands for every token that ends a sequence
+
+
+class Grammars:
+    """Compiles what requests ask for, and keeps the grammars used last. For several threads.
+
+    Args:
+        tokenizer: the model's, a transformers one.
+        vocab_size: of its logits.
+
+    Raises:
+        ValueError: llguidance is not installed, or does not take the tokenizer.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+        try:
+            import llguidance
+        except ImportError:
+            raise ValueError(
+                "structured_outputs need the package llguidance: pip install 'nanoengine[structured]'"
+            ) from None
+        if tokenizer is None:
+            raise ValueError("structured_outputs need a tokenizer and the checkpoint has none")
+        self.llguidance = llguidance
+        backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        backend.no_padding()
+        backend.no_truncation()
+        backend.add_special_tokens([END])
+        self.end_id = cast(int, backend.token_to_id(END))
+        num_tokens = max(vocab_size, self.end_id + 1)
+        self.tokenizer = llguidance.LLTokenizer(backend.to_str(), n_vocab=num_tokens, eos_token=self.end_id)
+        self.special_tokens = {token.content for token in tokenizer.added_tokens_decoder.values()}
+        self.limits = llguidance.LLParserLimits(max_grammar_size=MAX_SYMBOLS, verbose_errors=False)
+        self.executor = llguidance.LLExecutor(len(os.sched_getaffinity(0)))
+        self.num_words = -(-num_tokens // 32)
+        self._biases: Tensor | None = None
+        self._compiled: OrderedDict[Any, Any] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def compile(self, asked: StructuredOutputsParams) -> Callable[[], "Constraint"]:
+        """What makes a constraint for each sample of a request.
+
+        Raises:
+            ValueError: no grammar, too large a one, one that no text conforms to, or one with parts that
+                would not be enforced.
+        """
+        key = repr(asked)
+        with self._lock:
+            matcher = self._compiled.get(key)
+        if matcher is None:
+            try:
+                matcher = self._compile(asked)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"structured_outputs: {error}") from None
+        with self._lock:
+            self._compiled[key] = matcher
+            self._compiled.move_to_end(key)
+            while len(self._compiled) > MAX_GRAMMARS:
+                self._compiled.popitem(last=False)
+        return lambda: Constraint(self, matcher.deep_copy())
+
+    def fill_masks(self, items: Sequence[tuple["Constraint", SamplingRow]]) -> NDArray[np.uint32]:
+        """What may come next in each row, (rows, words) uint32, a bit per token; several at a time.
+
+        Raises:
+            ValueError: a grammar was too costly to follow.
+        """
+        masks = np.zeros((len(items), self.num_words), dtype=np.uint32)
+        alone: list[tuple[Any, int]] = []
+        with_drafts: list[tuple[Any, int, list[int]]] = []
+        for _, group in groupby(range(len(items)), key=lambda place: id(items[place][0])):
+            place, *more = group
+            constraint, row = items[place]
+            conforms = constraint.catch_up(row.output_ids)
+            if not conforms:
+                raise ValueError(f"the grammar does not go on: {constraint.matcher.get_error() or 'a draft'}")
+            if more:
+                last = items[more[-1]][1]
+                drafts = list(last.token_ids[row.position : last.position])
+                with_drafts.append((constraint.matcher, place, drafts))
+            else:
+                alone.append((constraint.matcher, place))
+        memory = masks.ctypes.data, 4 * self.num_words, len(masks)
+        if alone:
+            self.executor.unsafe_compute_mask_ptr(alone, *memory)
+        if with_drafts:
+            self.executor.unsafe_compute_mask_ptr_with_draft_token(with_drafts, *memory)
+        for constraint, _ in items:
+            if constraint.matcher.is_error():
+                raise ValueError(f"the grammar is too costly: {constraint.matcher.get_error()}")
+        return masks
+
+    def let_end(self, masks: NDArray[np.uint32], stop_ids: Sequence[frozenset[int]]) -> list[tuple[int, int]]:
+        """Set the bits of the tokens that end each row's sequence where the grammar may end; in place.
+
+        Returns:
+            (row, token) of rows where nothing else can come.
+        """
+        word, bit = divmod(self.end_id, 32)
+        may_end = (masks[:, word] >> np.uint32(bit) & np.uint32(1)).tolist()
+        masks[:, word] &= ~np.uint32(1 << bit)
+        goes_on = np.asarray(masks.any(axis=1)).tolist()
+        ends = []
+        for i, ids in enumerate(stop_ids):
+            for token_id in ids:
+                word, bit = divmod(token_id, 32)
+                if may_end[i]:
+                    masks[i, word] |= np.uint32(1 << bit)
+                else:
+                    masks[i, word] &= ~np.uint32(1 << bit)
+                if may_end[i] and not goes_on[i]:
+                    ends.append((i, token_id))
+        return ends
+
+    def biases(self, device: torch.device) -> Tensor:
+        """`BIASES` there."""
+        if self._biases is None:
+            self._biases = torch.from_numpy(BIASES).to(device)
+        return self._biases
+
+    def _compile(self, asked: StructuredOutputsParams) -> Any:
+        grammar = self._grammar_of(asked)
+        if asked.preamble is not None:
+            grammar = behind(asked.preamble, grammar)
+        if len(grammar) > MAX_CHARACTERS:
+            raise ValueError(f"{len(grammar)} characters, and at most {MAX_CHARACTERS} are taken")
+        matcher = self.llguidance.LLMatcher(self.tokenizer, grammar, log_level=0, limits=self.limits)
+        warnings = matcher.get_grammar_warnings()
+        if not matcher.is_error() and not warnings:
+            matcher.compute_bitmask()  # which may fail too, and prepares for the next one
+        if matcher.is_error() or warnings:
+            raise ValueError((matcher.get_error() or warnings[0]).removesuffix("\n<non-verbose/>"))
+        return matcher
+
+    def _grammar_of(self, asked: StructuredOutputsParams) -> str:
+        """In llguidance's form."""
+        matcher = self.llguidance.LLMatcher
+        if asked.json is not None or asked.json_object:
+            schema, style = self._schema_of(asked)
+            return str(matcher.grammar_from_json_schema(schema, style, {"lenient": False}))
+        if asked.regex is not None:
+            return str(matcher.grammar_from_regex(asked.regex))
+        if asked.choice is not None:
+            return str(matcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, asked.choice))))
+        if asked.structural_tag is not None:
+            return self._tags_of(asked.structural_tag)
+        return str(self.llguidance.grammar_from("grammar", asked.grammar or ""))
+
+    def _schema_of(self, asked: StructuredOutputsParams) -> tuple[str, Any]:
+        """The schema, and how JSON is to be written."""
+        schema: Any = asked.json if asked.json is not None else {"type": "object"}
+        if isinstance(schema, str):
+            schema = json.loads(schema)
+        if isinstance(schema, bool):  # which are schemas too
+            schema = {} if schema else {"enum": []}
+        if asked.disable_additional_properties:
+            schema = closed(schema)
+        space = WHITESPACE if asked.whitespace_pattern is None else asked.whitespace_pattern
+        if asked.disable_any_whitespace or not space:
+            return json.dumps(schema), {"whitespace_flexible": False}
+        return json.dumps(schema), {"whitespace_pattern": space}
+
+    def _tags_of(self, given: str | dict[str, Any]) -> str:
+        """Of text in which each `begin`, which starts with a trigger, is followed by JSON and `end`."""
+        tag = json.loads(given) if isinstance(given, str) else given
+        if not isinstance(tag, dict) or not isinstance(tag.get("structures"), list) or not tag["structures"]:
+            raise ValueError(
+                'structural_tag must hold "structures" and "triggers"; other forms are not served'
+            )
+        triggers, tags = tag.get("triggers"), []
+        for one in tag["structures"]:
+            is_tag = isinstance(one, dict) and isinstance(one.get("schema"), dict)
+            if not is_tag or not all(isinstance(one.get(name), str) for name in ("begin", "end")):
+                raise ValueError(f"structures must hold begin, schema and end, got {one!r}")
+            begin = one["begin"]
+            for trigger in triggers if isinstance(triggers, list) else []:
+                if isinstance(trigger, str) and trigger and begin.startswith(trigger):
+                    break
+            else:
+                raise ValueError(f"structural_tag has no trigger that {begin!r} begins with")
+            schema = one["schema"] | {"x-guidance": {"lenient": False}}
+            tags.append(
+                self.llguidance.StructTag(trigger=trigger, begin=begin, grammar=schema, end=one["end"])
+            )
+        is_special = any(one.trigger in self.special_tokens for one in tags)
+        return str(self.llguidance.StructTag.to_grammar(tags, assume_special=is_special))
+
+
+def behind(preamble: str, grammar: str) -> str:
+    """A grammar, and another one in Lark before it."""
+    if grammar.lstrip().startswith("{"):
+        first, *others = json.loads(grammar)["grammars"]
+    else:
+        first, others = {"lark_grammar": grammar}, []
+    both = {"lark_grammar": "start: @preamble @answer"}, {"name": "preamble", "lark_grammar": preamble}
+    return json.dumps({"grammars": [*both, {**first, "name": "answer"}, *others]})
+
+
+SCHEMAS = {"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"}  # by any names
+VALUES = {"const", "default", "enum", "examples"}  # no schemas
+
+
+def closed(schema: Any) -> Any:
+    """The schema, in which objects have no properties but those it names."""
+    if isinstance(schema, list):
+        return [closed(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    result: dict[str, Any] = (
+        {"additionalProperties": False} if schema.keys() & {"properties", "patternProperties"} else {}
+    )
+    for name, value in schema.items():
+        if name in SCHEMAS and isinstance(value, dict):
+            result[name] = {key: closed(one) for key, one in value.items()}
+        else:
+            result[name] = value if name in VALUES else closed(value)
+    return result
+
+
+# ---- A constraint of one sample ------------------------------------------------------------------
+
+# What a mask's byte adds to the logits of its eight tokens, the lowest bit first: (256, 8).
+BIASES = np.where(np.arange(256)[:, None] >> np.arange(8) & 1, 0, -np.inf).astype(np.float32)
+
+
+class Constraint:
+    """What a grammar lets a sample say next; a `RowProcessor`."""
+
+    is_last: ClassVar[bool] = True
+
+    def __init__(self, grammars: Grammars, matcher: Any) -> None:
+        self.grammars, self.matcher = grammars, matcher
+        self.consumed: list[int] = []  # what the matcher has seen
+
+    def catch_up(self, output_ids: Sequence[int]) -> bool:
+        """Bring the matcher behind these tokens; False where they do not conform, or it has failed."""
+        output_ids, num_same = list(output_ids), len(self.consumed)
+        if output_ids[:num_same] != self.consumed:  # it had seen a draft that did not come true
+            pairs = enumerate(zip(output_ids, self.consumed, strict=False))
+            num_same = next((i for i, (one, other) in pairs if one != other), len(output_ids))
+            self.matcher.rollback(len(self.consumed) - num_same)
+            del self.consumed[num_same:]
+        if new := output_ids[num_same:]:
+            self.consumed += new[: self.matcher.try_consume_tokens(new)]
+        return len(self.consumed) == len(output_ids)
+
+    @staticmethod
+    def apply(logits: Tensor, items: Sequence[tuple[int, "Constraint", SamplingRow]]) -> None:
+        """As `RowProcessor.apply`.
+
+        Raises:
+            ValueError: a grammar was too costly to follow.
+        """
+        grammars = items[0][1].grammars
+        masks = grammars.fill_masks([(constraint, row) for _, constraint, row in items])
+        rows = np.array([i for i, _, _ in items])
+        ends = grammars.let_end(masks, [row.stop_ids for _, _, row in items])
+        if ends:  # whatever else the request asked of these tokens: it cannot go on
+            places, token_ids = upload(np.array(ends).T, logits.device)
+            logits.index_put_((upload(rows, logits.device)[places], token_ids), logits.new_zeros(()))
+        table = grammars.biases(logits.device)
+        at_once = upload(masks.view(np.uint8), logits.device).int()
+        biases = torch.nn.functional.embedding(at_once, table).flatten(1)
+        logits.index_add_(0, upload(rows, logits.device), biases[:, : logits.shape[1]])
+
+
+class GrammarProposer:
+    """Drafts that a grammar lets through: what it leaves no choice about, else another proposer's.
+
+    Args:
+        propose: the other, which also guesses for samples without a grammar.
+        max_drafts: in a step.
+    """
+
+    def __init__(self, propose: Callable[[Any, int], list[int]], max_drafts: int) -> None:
+        self.propose, self.max_drafts = propose, max_drafts
+
+    def __call__(self, seq: Any, num_tokens: int) -> list[int]:
+        """At most num_tokens guesses of what follows a sequence."""
+        constraint = next((one for one in seq.processors if isinstance(one, Constraint)), None)
+        if constraint is None:
+            return self.propose(seq, num_tokens)
+        if not constraint.catch_up(seq.token_ids[seq.num_prompt_tokens :]):
+            return []
+        forced: list[int] = constraint.matcher.compute_ff_tokens()
+        drafts = forced[: min(num_tokens, self.max_drafts)] or self.propose(seq, num_tokens)
+        return drafts[: constraint.matcher.validate_tokens(drafts)] if drafts else []

@@ -1,0 +1,261 @@
+"""Logits processors of a user's own: functions of a request, and vLLM V1's batch-level classes."""
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanoengine import LLM, SamplingParams
+from nanoengine.extensions.processors import Batch, LogitsProcessor, Member, MoveDirectionality
+from nanoengine.sampling import SamplingRow
+from tests.helpers import DEMO
+
+GUESSES = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+GREEDY = {"temperature": 0.0, "max_tokens": 12}
+
+
+def token_ids(llm, params, prompts="Hello"):
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [one.token_ids for output in outputs for one in output.outputs]
+
+
+def only(token_id):
+    def processor(output_ids, logits):
+        logits[:token_id] = -torch.inf
+        logits[token_id + 1 :] = -torch.inf
+        return logits
+
+    return processor
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM(DEMO, num_kv_blocks=100) as llm:
+        yield llm
+
+
+# ---- a request's functions ----
+
+
+def test_a_request_s_function_sees_its_output_and_decides(llm):
+    seen = []
+
+    def count_up(output_ids, logits):
+        seen.append(list(output_ids))
+        assert logits.shape == (llm.llm_engine.checkpoint.vocab_size,)
+        assert logits.dtype == torch.float32
+        return torch.where(torch.arange(len(logits)) == 40 + len(output_ids), 0.0, -torch.inf)
+
+    assert token_ids(llm, SamplingParams(logits_processors=[count_up], max_tokens=4)) == [[40, 41, 42, 43]]
+    assert seen == [[], [40], [40, 41], [40, 41, 42]]
+
+
+def test_a_function_of_three_is_shown_the_prompt_first(llm):
+    def echo(prompt_ids, output_ids, logits):
+        return only(prompt_ids[len(output_ids) % len(prompt_ids)])(output_ids, logits)
+
+    prompt = [50, 60, 70]
+    assert token_ids(llm, SamplingParams(logits_processors=[echo], max_tokens=7), [prompt]) == [
+        [50, 60, 70, 50, 60, 70, 50]
+    ]
+
+
+def test_functions_are_called_one_after_the_other_and_before_the_grammar(llm):
+    eos = llm.llm_engine.checkpoint.eos_token_ids[0]
+    b = llm.get_tokenizer().convert_tokens_to_ids("b")
+    wishes = [only(eos), lambda ids, logits: logits.clamp(min=-5.0) + 9 * (torch.arange(len(logits)) == b)]
+    params = SamplingParams(
+        temperature=0, logits_processors=wishes, structured_outputs={"regex": "(aa|bb){2}"}
+    )
+    (ids,) = token_ids(llm, params)
+    assert ids[:-1] == [b, b, b, b]
+    assert ids[-1] in llm.llm_engine.checkpoint.eos_token_ids
+
+
+def test_neighbours_are_as_they_were_alone(llm):
+    plain, greedy = token_ids(llm, SamplingParams(**GREEDY))[0], SamplingParams(**GREEDY)
+    edited = SamplingParams(**GREEDY, logits_processors=[only(60)])
+    assert token_ids(llm, [greedy, edited, greedy], ["Hello"] * 3) == [plain, [60] * 12, plain]
+
+
+def fails(output_ids, logits):
+    raise RuntimeError("planted")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [fails, lambda ids, x: None, lambda ids, x: x[:3], lambda ids, x: x * torch.nan],
+    ids=["raises", "None", "shape", "NaN"],
+)
+def test_one_that_fails_ends_its_request_alone(wrong, llm):
+    free, broken = SamplingParams(**GREEDY), SamplingParams(**GREEDY, logits_processors=[wrong])
+    outputs = llm.generate(["Hello"] * 3, [free, broken, free], use_tqdm=False)
+    assert [out.outputs[0].finish_reason for out in outputs] == ["length", "error", "length"]
+
+
+@pytest.mark.parametrize(
+    "wrong", [5, [5], [lambda logits: logits], ["a.b:c"], [lambda a, b, c, d: d]], ids=range(5)
+)
+def test_what_is_no_processor_is_a_type_error(wrong):
+    with pytest.raises(TypeError, match="logits_processors must"):
+        SamplingParams(logits_processors=wrong)
+
+
+@pytest.mark.parametrize("settings", [{"async_scheduling": True}, {"num_kv_blocks": 6, "block_size": 4}])
+def test_functions_are_right_in_any_schedule(settings, llm):
+    def alternate(output_ids, logits):
+        return only(50 + len(output_ids) % 3)(output_ids, logits)
+
+    params = SamplingParams(logits_processors=[alternate], max_tokens=9)
+    with LLM(DEMO, **{"num_kv_blocks": 100} | settings) as other:
+        expected = [50, 51, 52] * 3
+        assert token_ids(other, params, ["Hello", "a", "abc"]) == [expected] * 3
+        assert (other.metrics()["num_preemptions"] > 0) == ("block_size" in settings)
+
+
+def test_functions_are_asked_about_guesses_too():
+    def alternate(output_ids, logits):
+        return only(50 + len(output_ids) % 3)(output_ids, logits)
+
+    with LLM(DEMO, num_kv_blocks=100, speculative_config=GUESSES) as llm:
+        params = SamplingParams(logits_processors=[alternate], max_tokens=20)
+        assert token_ids(llm, params) == [([50, 51, 52] * 7)[:20]]
+        assert llm.metrics()["spec_decode_num_accepted_tokens"] > 0
+
+
+# ---- an engine's ----
+
+
+class Wish(LogitsProcessor):
+    """Requests with extra_args say which token they want, as vLLM's example does."""
+
+    @classmethod
+    def validate_params(cls, sampling_params):
+        wish = (sampling_params.extra_args or {}).get("wish")
+        if wish is not None and not isinstance(wish, int):
+            raise ValueError(f"extra_args: wish must be a token id, got {wish!r}")
+
+    def __init__(self, vllm_config, device, is_pin_memory):
+        assert vllm_config.max_num_seqs > 0
+        assert (device.type, is_pin_memory) == ("cpu", False)
+        self.wishes = {}
+
+    def is_argmax_invariant(self):
+        return False
+
+    def update_state(self, batch_update):
+        apply_update(self.wishes, batch_update, lambda added: (added[1].extra_args or {}).get("wish"))
+
+    def apply(self, logits):
+        assert len(logits) == len(self.wishes)
+        for index, wish in self.wishes.items():
+            if wish is not None:
+                logits[index] = only(wish)([], logits[index])
+        return logits
+
+
+def apply_update(held, update, make):
+    """What a processor does to its state per index, in vLLM's order."""
+    if update is None:
+        return
+    for index in update.removed:
+        del held[index]
+    for added in update.added:
+        held[added[0]] = make(added)
+    for source, target, how in update.moved:
+        assert how is MoveDirectionality.UNIDIRECTIONAL
+        held[target] = held.pop(source)
+    assert held.keys() == set(range(update.batch_size))
+
+
+def banish(output_ids, logits):
+    logits[30:40] = -torch.inf
+    return logits
+
+
+@pytest.mark.parametrize("given", [[Wish], ["tests.test_processors:Wish"], [banish, Wish]])
+def test_an_engine_s_processor_sees_each_request_at_its_index(given):
+    with LLM(DEMO, num_kv_blocks=100, logits_processors=given, max_num_seqs=3) as llm:
+        wishes = [None, 50, 60, None, 70, 80, 90]
+        params = [
+            SamplingParams(**{**GREEDY, "max_tokens": 3 + 2 * i}, extra_args={"wish": wish} if wish else None)
+            for i, wish in enumerate(wishes)
+        ]
+        found = token_ids(llm, params, ["Hello"] * 7)
+        for ids, wish, i in zip(found, wishes, range(7), strict=True):
+            assert len(ids) == 3 + 2 * i
+            assert wish is None or ids == [wish] * len(ids)
+        with pytest.raises(ValueError, match="wish must be a token id"):
+            token_ids(llm, SamplingParams(extra_args={"wish": "x"}))
+
+
+class Halved(LogitsProcessor):
+    """Keeps what is above half of the likeliest's probability: of logits after temperature."""
+
+    def __init__(self, vllm_config, device, is_pin_memory):
+        pass
+
+    def is_argmax_invariant(self):
+        return True
+
+    def update_state(self, batch_update):
+        pass
+
+    def apply(self, logits):
+        probs = logits.softmax(-1)
+        return logits.masked_fill(probs < 0.5 * probs.amax(-1, keepdim=True), -torch.inf)
+
+
+def test_what_never_changes_the_likeliest_sees_logits_after_temperature(llm):
+    params = [SamplingParams(temperature=3.0, seed=i, max_tokens=9, min_p=0.5) for i in range(8)]
+    plain = [SamplingParams(temperature=3.0, seed=i, max_tokens=9) for i in range(8)]
+    with LLM(DEMO, num_kv_blocks=100, logits_processors=[Halved]) as other:
+        assert token_ids(other, plain, ["Hello"] * 8) == token_ids(llm, params, ["Hello"] * 8)
+        assert token_ids(other, SamplingParams(**GREEDY)) == token_ids(llm, SamplingParams(**GREEDY))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"logits_processors": Wish}, "must be a list"),
+        ({"logits_processors": [5]}, "must take"),
+        ({"logits_processors": ["nowhere.at:all"]}, 'must hold "module:Class"'),
+        ({"logits_processors": ["json"]}, 'must hold "module:Class"'),
+        ({"logits_processors": [Wish], "async_scheduling": True}, "async_scheduling does not go with"),
+        (
+            {"logits_processors": [Wish], "speculative_config": GUESSES},
+            "does not go with",
+        ),
+    ],
+)
+def test_what_cannot_be_an_engine_s_processor_is_refused(settings, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        LLM(DEMO, num_kv_blocks=9, **settings)
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 2**31))
+def test_updates_of_the_batch_keep_everybody_at_an_index(seed):
+    """A processor that applies each update in vLLM's order always knows who is where."""
+    rng, batch, held = random.Random(seed), Batch([]), {}
+    members = [Member(batch) for _ in range(8)]
+    outputs = {member: [0] for member in members}
+    for _ in range(20):
+        present = rng.sample(members, rng.randrange(1, 9))
+        for member in present:
+            outputs[member].append(rng.randrange(99))
+        rows = {
+            member: SamplingRow(SamplingParams(), 0, 1 + len(outputs[member]), [7, *outputs[member], 5], 1)
+            for member in present
+        }
+        before = list(batch.members)
+        update = batch.update(rows)
+        assert (update is None) == (before == batch.members)
+        apply_update(held, update, lambda added: added)
+        assert set(batch.members) == set(present)
+        for index, member in enumerate(batch.members):
+            assert held[index][2] == [7]
+            assert held[index][3] is member.output_ids
+            assert member.output_ids == outputs[member], "the list that a processor holds grows"

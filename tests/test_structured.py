@@ -1,0 +1,558 @@
+"""Answers with a form: each conforms, whatever else is in the batch; oracles are `re` and `jsonschema`."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from nanoengine import LLM, SamplingParams, StructuredOutputsParams
+from nanoengine.extensions import structured
+from nanoengine.extensions.structured import Constraint, closed
+from tests.helpers import DEMO, table_checkpoint
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 9},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["a", "bc", None]}, "maxItems": 3},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+def is_json_of(schema):
+    def conforms(text):
+        try:
+            jsonschema.validate(json.loads(text), schema)
+        except (ValueError, jsonschema.ValidationError):
+            return False
+        return True
+
+    return conforms
+
+
+# form -> whether a text has it, by other means than llguidance's
+FORMS: dict[str, tuple[dict, Any]] = {
+    "json": ({"json": PERSON, "disable_any_whitespace": True}, is_json_of(PERSON)),
+    "json text": ({"json": json.dumps(PERSON), "whitespace_pattern": " ?"}, is_json_of(PERSON)),
+    "json_object": ({"json_object": True, "disable_any_whitespace": True}, is_json_of({"type": "object"})),
+    "regex": ({"regex": r"[a-c]{3}-[0-9]{1,3}"}, re.compile(r"[a-c]{3}-[0-9]{1,3}").fullmatch),
+    "choice": (
+        {"choice": ["yes", "yes, of course", "né", '"\\']},
+        ["yes", "yes, of course", "né", '"\\'].count,
+    ),
+    "lark": (
+        {"grammar": 'start: "<" NUM ["," NUM] ">"\nNUM: /[0-9]{1,2}/'},
+        re.compile(r"<\d\d?(,\d\d?)?>").fullmatch,
+    ),
+    "gbnf": ({"grammar": 'root ::= item+ "!"\nitem ::= [xy] "."'}, re.compile(r"([xy]\.)+!").fullmatch),
+    "tags": (
+        {
+            "structural_tag": {
+                "structures": [{"begin": "<f>", "schema": {"enum": [1, [2]]}, "end": "</f>"}],
+                "triggers": ["<f"],
+            }
+        },
+        re.compile(r"(?s)(?:(?!<f).)*(<f>(1|\[\s*2\s*\])</f>(?:(?!<f).)*)*(<f?)?").fullmatch,
+    ),
+}
+SAMPLING: dict[str, dict] = {
+    "as it is": {},
+    "greedy": {"temperature": 0.0},
+    "hot": {"temperature": 2.0},
+    "top_k 1": {"temperature": 3.0, "top_k": 1},
+    "penalties": {"presence_penalty": 2.0, "frequency_penalty": 2.0, "repetition_penalty": 3.0},
+    "min_tokens": {"min_tokens": 40},
+    "biases": {"logit_bias": {"5": 100.0, "433": -100.0, "70": 50.0}},
+    "no special tokens skipped": {"skip_special_tokens": False, "min_p": 0.1},
+    "logprobs": {"logprobs": 2, "top_p": 0.9},
+}
+for _settings in SAMPLING.values():
+    if "logit_bias" in _settings:
+        _settings["logit_bias"] = {int(key): value for key, value in _settings["logit_bias"].items()}
+
+
+def asking(form, seed=0, **others):
+    return SamplingParams(
+        **{"temperature": 1.0, "max_tokens": 80, "seed": seed, "structured_outputs": FORMS[form][0]} | others
+    )
+
+
+def answers(llm, params, prompts="Hello"):
+    prompts = [prompts] * len(params) if isinstance(prompts, str) else prompts
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [(one.text, one.token_ids, one.finish_reason) for out in outputs for one in out.outputs]
+
+
+def check(form, found):
+    conforms, num_finished = FORMS[form][1], 0
+    for text, _, reason in found:
+        assert reason in ("stop", "length"), text
+        if reason == "stop":
+            num_finished += 1
+            assert conforms(text), f"{text!r} is no {form}"
+    return num_finished
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM(DEMO, num_kv_blocks=400, max_model_len=512) as llm:
+        yield llm
+
+
+# ---- every answer conforms ----
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_an_answer_that_is_finished_conforms(form, sampling, llm):
+    params = [asking(form, seed, **SAMPLING[sampling]) for seed in range(6)]
+    num_finished = check(form, answers(llm, params))
+    assert num_finished >= (0 if form in ("json_object", "tags") else 1)
+
+
+def test_an_answer_that_is_cut_is_the_beginning_of_one(llm):
+    for max_tokens in (1, 2, 4):
+        for text, _, reason in answers(
+            llm, [asking("regex", seed, max_tokens=max_tokens) for seed in range(5)]
+        ):
+            assert reason == "length"
+            assert re.fullmatch(r"[a-c]{0,3}-?\d{0,3}", text)
+
+
+def test_each_of_n_samples_has_a_grammar_of_its_own(llm):
+    (output,) = llm.generate("Hello", asking("json", n=8, temperature=2.0), use_tqdm=False)
+    texts = [one.text for one in output.outputs if one.finish_reason == "stop"]
+    assert len(set(texts)) > 3
+    assert all(map(FORMS["json"][1], texts))
+
+
+def test_neighbours_change_nothing_and_are_not_changed(llm):
+    alone = [answers(llm, [asking(form, temperature=2.0)])[0] for form in FORMS]
+    free = SamplingParams(temperature=1.0, seed=5, max_tokens=30)
+    freely = answers(llm, [free])
+    mixed = answers(llm, [*(asking(form, temperature=2.0) for form in FORMS), free])
+    assert mixed == [*alone, *freely]
+
+
+def test_log_probabilities_are_the_model_s_own(llm):
+    # Which the same tokens have in a prompt, where nothing constrains them.
+    (output,) = llm.generate("Hello", asking("json", logprobs=0), use_tqdm=False)
+    token_ids = output.prompt_token_ids + output.outputs[0].token_ids
+    (prompted,) = llm.generate([token_ids], SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
+    of_prompt = [
+        entry[i].logprob for i, entry in zip(token_ids, prompted.prompt_logprobs, strict=True) if entry
+    ]
+    drawn = [
+        e[i].logprob for i, e in zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True)
+    ]
+    assert drawn == pytest.approx(of_prompt[-len(drawn) :], abs=1e-3)
+    assert min(drawn) < -3, "the grammar forbade what the model would have said"
+
+
+# ---- the same tokens, however they are computed ----
+
+
+@pytest.fixture(scope="module")
+def expected(llm):
+    return answers(llm, [asking(form, 3, temperature=2.0) for form in FORMS])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_kv_blocks": 12, "block_size": 8, "max_num_batched_tokens": 24},
+        {"enable_prefix_caching": False, "max_num_seqs": 2},
+        {"async_scheduling": True},
+        {"enforce_eager": True},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 1}},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_scheduling_and_guesses_change_no_token(changes, expected):
+    with LLM(DEMO, **{"max_model_len": 96, "num_kv_blocks": 400} | changes) as llm:
+        assert answers(llm, [asking(form, 3, temperature=2.0) for form in FORMS]) == expected
+        metrics = llm.metrics()
+        assert (metrics["num_preemptions"] > 0) == ("block_size" in changes)
+        if "speculative_config" in changes:
+            assert metrics["spec_decode_num_accepted_tokens"] > 20
+        prefix = answers(llm, [asking("json", 3, temperature=2.0)])
+        assert prefix == expected[:1]
+
+
+def test_what_a_grammar_leaves_no_choice_about_is_drafted():
+    text = "the only answer there is, word for word"
+    guesses = {"method": "ngram", "num_speculative_tokens": 8}
+    with LLM(DEMO, num_kv_blocks=40, speculative_config=guesses) as llm:
+        params = SamplingParams(max_tokens=60, structured_outputs={"choice": [text]})
+        ((found, token_ids, _),) = answers(llm, [params])
+        assert found == text
+        assert llm.metrics()["num_steps"] < len(token_ids) / 2
+
+
+def test_a_step_that_fails_is_computed_anew_to_the_same_end(llm, expected):
+    launch, calls = llm.llm_engine.runner.launch, []
+
+    def failing(*args):
+        result = launch(*args)
+        calls.append(0)
+        if len(calls) == 5:
+            raise RuntimeError("planted")
+        return result
+
+    llm.llm_engine.runner.launch = failing
+    try:
+        for i, form in enumerate(FORMS):
+            llm.add_request(str(i), "Hello", asking(form, 3, temperature=2.0))
+        found = {int(out.request_id): out.outputs[0] for _ in range(4) for out in llm.step()}
+        with pytest.raises(RuntimeError, match="planted"):
+            llm.step()
+        while llm.has_unfinished_requests():
+            found |= {int(out.request_id): out.outputs[0] for out in llm.step()}
+    finally:
+        del llm.llm_engine.runner.launch
+    assert [found[i].token_ids for i in range(len(FORMS))] == [token_ids for _, token_ids, _ in expected]
+
+
+@pytest.mark.slow
+def test_ranks_give_the_same_tokens(expected):
+    with LLM(DEMO, num_kv_blocks=400, max_model_len=512, tensor_parallel_size=2) as llm:
+        assert answers(llm, [asking(form, 3, temperature=2.0) for form in FORMS]) == expected
+
+
+# ---- where an answer ends ----
+
+
+def test_stop_ids_stand_only_where_the_answer_may_end(llm):
+    (one,) = llm.get_tokenizer().encode("1", add_special_tokens=False)
+    params = [
+        SamplingParams(
+            temperature=2.0,
+            seed=seed,
+            max_tokens=40,
+            ignore_eos=True,
+            stop_token_ids=[one],
+            structured_outputs={"regex": "[01]{3,20}"},
+        )
+        for seed in range(20)
+    ]
+    found = answers(llm, params)
+    ended = [text for text, _, reason in found if reason == "stop"]
+    assert len(ended) > 10
+    assert all(re.fullmatch("0{3,20}", text) for text in ended), "a 1 ends the answer, and is no part of it"
+    assert llm.llm_engine.checkpoint.eos_token_ids[0] not in {
+        i for _, token_ids, _ in found for i in token_ids
+    }
+
+
+def test_a_complete_answer_ends_whatever_the_request_bans(llm):
+    eos = llm.llm_engine.checkpoint.eos_token_ids[0]
+    for others in (
+        {"min_tokens": 30},
+        {"logit_bias": {eos: -100.0}},
+        {"allowed_token_ids": list(range(eos))},
+    ):
+        params = SamplingParams(max_tokens=40, structured_outputs={"choice": ["ab"]}, **others)
+        assert answers(llm, [params])[0][::2] == ("ab", "stop")
+
+
+def test_bans_that_leave_nothing_to_say_end_the_request_alone(llm):
+    banned = SamplingParams(bad_words=["a", "b"], max_tokens=9, structured_outputs={"regex": "[ab]{5}"})
+    free = SamplingParams(temperature=0, max_tokens=9)
+    assert [reason for *_, reason in answers(llm, [free, banned, free])] == ["length", "error", "length"]
+
+
+# ---- random schemas ----
+
+NAMES = st.sampled_from(["a", "b", "name", "é", "x y", 'q"'])
+
+
+def objects(schemas):
+    def of(properties, required, closed, size):
+        schema = {
+            "type": "object",
+            "properties": properties,
+            "required": sorted(required & properties.keys()),
+        }
+        return schema | (
+            {"additionalProperties": False} if closed else {"additionalProperties": {"type": "null"}}
+        )
+
+    return st.builds(
+        of, st.dictionaries(NAMES, schemas, max_size=3), st.sets(NAMES), st.booleans(), st.integers(0, 3)
+    )
+
+
+def arrays(schemas):
+    return st.builds(
+        lambda items, low, more: {"type": "array", "items": items, "minItems": low, "maxItems": low + more},
+        *(schemas, st.integers(0, 2), st.integers(0, 2)),
+    )
+
+
+SCHEMAS = st.recursive(
+    st.one_of(
+        st.sampled_from(
+            [{"type": "boolean"}, {"type": "null"}, {"enum": [1, "one", [1], {"a": None}]}, {"const": -0.5}]
+        ),
+        st.builds(
+            lambda low, more: {"type": "string", "minLength": low, "maxLength": low + more},
+            st.integers(0, 3),
+            st.integers(0, 5),
+        ),
+        st.sampled_from(
+            [{"type": "string", "format": name} for name in ("date", "time", "ipv4", "uuid", "date-time")]
+        ),
+        st.sampled_from(
+            [{"type": "string", "pattern": text} for text in ("^[a-f]{2,4}$", "^(ab|cd)*e$", r"^\\d{3}-\\d$")]
+        ),
+        st.builds(
+            lambda low, more: {"type": "integer", "minimum": low, "maximum": low + more},
+            st.integers(-200, 200),
+            st.integers(0, 500),
+        ),
+        st.builds(
+            lambda low, more: {"type": "number", "exclusiveMinimum": low, "maximum": low + more},
+            st.integers(-5, 5),
+            st.integers(1, 9),
+        ),
+        st.builds(
+            lambda by: {"type": "integer", "multipleOf": by, "minimum": 0, "maximum": 1000},
+            st.integers(1, 50),
+        ),
+    ),
+    lambda schemas: st.one_of(
+        objects(schemas),
+        arrays(schemas),
+        st.lists(schemas, min_size=1, max_size=3).map(lambda many: {"anyOf": many}),
+    ),
+    max_leaves=6,
+)
+
+
+def check_schemas(llm, schemas, seed):
+    params = [
+        SamplingParams(
+            temperature=2.0,
+            seed=seed + i,
+            max_tokens=120,
+            structured_outputs={"json": schema, "disable_any_whitespace": True},
+        )
+        for i, schema in enumerate(schemas)
+    ]
+    for schema, (text, _, reason) in zip(schemas, answers(llm, params), strict=True):
+        if reason == "stop":
+            jsonschema.Draft202012Validator(schema).validate(json.loads(text))
+        else:
+            assert reason == "length"
+
+
+COMMON: dict = {"deadline": None, "suppress_health_check": list(HealthCheck)}
+
+
+@settings(max_examples=10, **COMMON)
+@given(schemas=st.lists(SCHEMAS, min_size=4, max_size=4), seed=st.integers(0, 2**31))
+def test_answers_to_random_schemas_validate(llm, schemas, seed):
+    check_schemas(llm, schemas, seed)
+
+
+@pytest.mark.slow
+@settings(max_examples=100, **COMMON)
+@given(schemas=st.lists(SCHEMAS, min_size=8, max_size=8), seed=st.integers(0, 2**31))
+def test_answers_to_many_random_schemas_validate(llm, schemas, seed):
+    check_schemas(llm, schemas, seed)
+
+
+# ---- what is refused, in words and in time ----
+
+DEEP = '{"type":"array","items":' * 1000 + "{}" + "}" * 1000
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        ({}, "must have one of json, .*got 0"),
+        ({"regex": "a", "json_object": True}, "got 2 of them"),
+        ({"json_object": False}, "got 0 of them"),
+        ({"choice": []}, "choice must not be empty"),
+        ({"json": {"type": "string", "format": "telephone"}}, "Unknown format: telephone"),
+        ({"json": {"type": "array", "uniqueItems": True}}, "Unimplemented keys.*uniqueItems"),
+        ({"json": {"type": "string", "format": "no", "x-guidance": {"lenient": True}}}, "Unknown format"),
+        ({"json": "{"}, "structured_outputs: "),
+        ({"json": "false"}, "Unsatisfiable"),
+        ({"json": {"$ref": "https://example.com/schema"}}, "example.com"),
+        ({"json": DEEP}, "recursion"),
+        ({"json": {"enum": ["x" * 50] * 9000}}, "at most 65536 are taken"),
+        ({"json": {"properties": {f"p{i}": {"minLength": i} for i in range(4000)}}}, "at most 65536"),
+        ({"regex": "("}, "unclosed group"),
+        ({"regex": "(?=a)b"}, "look-around"),
+        ({"regex": ".*" * 500 + "a{1000}"}, "fuel"),
+        ({"regex": "(" * 5000 + ")" * 5000}, "structured_outputs: "),
+        ({"grammar": "start: start"}, "structured_outputs: "),
+        ({"grammar": "start: nobody"}, "unknown name"),
+        ({"grammar": 'root ::= "a" ('}, "GBNF"),
+        ({"grammar": "root ::= " + "(" * 5000}, "structured_outputs: "),
+        ({"grammar": 'start: "x"\n' + "#" * 10_000_000}, "at most 65536"),
+        ({"choice": ["\ud800"]}, "structured_outputs: "),
+        ({"structural_tag": {"format": {"type": "any_text"}}}, '"structures" and "triggers"'),
+        ({"structural_tag": {"structures": [{"begin": "<f>"}]}}, "must hold begin, schema and end"),
+        ({"structural_tag": {"structures": [{"begin": "a", "schema": {}, "end": ""}]}}, "no trigger"),
+    ],
+    ids=range(26),
+)
+def test_what_cannot_be_enforced_is_refused_within_a_second(form, message, llm):
+    start = time.monotonic()
+    with pytest.raises(ValueError, match=message):
+        answers(llm, [SamplingParams(structured_outputs=form)])
+    assert time.monotonic() - start < 5  # a second, and the machine's moods
+    assert not llm.has_unfinished_requests()
+
+
+@pytest.mark.parametrize(
+    "regex", ["(a+)+$", "(x+x+)+y", "(a|aa|aaa){1,1000}{1,1000}", "(.*a.{20}){1,20}", "[a-z]{1,100000}"]
+)
+def test_regular_expressions_that_are_catastrophes_elsewhere_are_none_here(regex, llm):
+    start = time.monotonic()
+    ((_, _, reason),) = answers(llm, [SamplingParams(max_tokens=20, structured_outputs={"regex": regex})])
+    assert reason in ("length", "stop")
+    assert time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize(
+    ("form", "error"),
+    [
+        ({"json": 5}, "json must be a str or dict"),
+        ({"choice": "yes"}, "choice must be a list"),
+        ({"choice": [1]}, "hold strings only"),
+        ({"regex": "a", "disable_any_whitespace": 1}, "must be True or False"),
+        ("json", "must be StructuredOutputsParams"),
+    ],
+)
+def test_a_form_of_the_wrong_type_is_a_type_error(form, error):
+    with pytest.raises(TypeError, match=error):
+        SamplingParams(structured_outputs=form)
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        StructuredOutputsParams(jsn={})
+
+
+def test_an_answer_that_could_not_end_is_refused(llm):
+    with pytest.raises(ValueError, match="need a token that ends the answer"):
+        answers(llm, [asking("json", ignore_eos=True)])
+
+
+def test_a_grammar_that_gets_too_costly_ends_its_request_alone(llm, monkeypatch):
+    grammars = llm.llm_engine._grammars
+    monkeypatch.setattr(grammars, "limits", grammars.llguidance.LLParserLimits(step_max_items=20))
+    costly = {"grammar": 'start: "x" "x" a\na: "x" | a a | a a a'}
+    params = [
+        SamplingParams(temperature=0, max_tokens=30),
+        SamplingParams(max_tokens=60, structured_outputs=costly),
+    ]
+    assert [reason for *_, reason in answers(llm, params)] == ["length", "error"]
+    assert check("json", answers(llm, [asking("json")] * 2)) == 2
+
+
+def test_old_names_are_taken():
+    from nanoengine import GuidedDecodingParams
+
+    old = SamplingParams(guided_decoding=GuidedDecodingParams(regex="a"))
+    assert old == SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
+    assert SamplingParams(guided_decoding=None, structured_outputs=None) == SamplingParams()
+
+
+def test_objects_are_closed_where_they_do_not_say():
+    schema = {
+        "properties": {
+            "properties": {"type": "object", "properties": {"x": {}}},
+            "open": {"patternProperties": {}, "additionalProperties": True},
+        },
+        "items": [{"properties": {}}],
+        "const": {"properties": 1},
+    }
+    assert closed(schema) == {
+        "additionalProperties": False,
+        "properties": {
+            "properties": {"type": "object", "additionalProperties": False, "properties": {"x": {}}},
+            "open": {"patternProperties": {}, "additionalProperties": True},
+        },
+        "items": [{"additionalProperties": False, "properties": {}}],
+        "const": {"properties": 1},
+    }
+
+
+# ---- the extra, and the cache ----
+
+
+def test_without_the_package_an_error_names_the_extra(llm, monkeypatch):
+    monkeypatch.delitem(llm.llm_engine.__dict__, "_grammars", raising=False)
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ValueError, match=r"pip install 'nanoengine\[structured\]'"):
+        answers(llm, [asking("json")])
+
+
+def test_nothing_is_imported_that_nobody_asked_for():
+    code = (
+        "import sys; from nanoengine import LLM, SamplingParams\n"
+        f"with LLM({str(DEMO)!r}, num_kv_blocks=9) as llm: llm.generate('a', SamplingParams(max_tokens=2))\n"
+        "print([name for name in sys.modules if name.startswith(('llguidance', 'nanoengine.ext'))])"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert printed.strip() == "[]"
+
+
+def test_grammars_are_compiled_once_and_the_least_recently_used_forgotten(llm, monkeypatch):
+    grammars, compiled = llm.llm_engine._grammars, []
+    compile_one = grammars._compile
+    monkeypatch.setattr(
+        grammars, "_compile", lambda asked: compiled.append(asked.regex) or compile_one(asked)
+    )
+    monkeypatch.setattr(structured, "MAX_GRAMMARS", 2)
+    for regex in ("k1", "k2", "k1", "k3", "k1", "k2"):
+        grammars.compile(StructuredOutputsParams(regex=regex))
+    assert compiled == ["k1", "k2", "k3", "k2"]
+
+
+def test_masks_of_several_kinds_are_right_to_the_bit(llm):
+    """Of a constraint alone, of one with drafts, and of one whose draft is forbidden."""
+    grammars, tokenizer = llm.llm_engine._grammars, llm.get_tokenizer()
+    a, b, c = tokenizer.convert_tokens_to_ids(["a", "b", "c"])
+    eos = llm.llm_engine.checkpoint.eos_token_ids[0]
+    make = grammars.compile(StructuredOutputsParams(regex="ab|abc"))
+    one, other, third = make(), make(), make()
+
+    from nanoengine.sampling import SamplingRow
+
+    def row(token_ids, position):
+        return SamplingRow(SamplingParams(), 0, position, [7, *token_ids], 1, frozenset([eos]))
+
+    items = [
+        (0, one, row([a], 2)),
+        *((1 + i, other, row([a, b, c], 2 + i)) for i in range(3)),
+        *((4 + i, third, row([b, a], 1 + i)) for i in range(3)),
+    ]
+    for _ in range(2):  # what was a draft is taken back
+        logits = torch.zeros(8, llm.llm_engine.checkpoint.vocab_size)
+        Constraint.apply(logits, items)
+        allowed = [row.isfinite().nonzero().flatten().tolist() for row in logits]
+        assert allowed[:7] == [[b], [b], sorted([c, eos]), [eos], [a], [], []]
+        assert len(allowed[7]) == logits.shape[1], "a row without a grammar is left alone"
+
+
+@pytest.mark.parametrize("num_padding", [0, 1, 43])
+def test_the_logits_may_be_more_than_the_tokenizer_has(num_padding, tmp_path):
+    size = 257 + num_padding
+    path = table_checkpoint(tmp_path, torch.randn(size, size))
+    with LLM(path, num_kv_blocks=20) as llm:
+        params = SamplingParams(temperature=2.0, max_tokens=30, structured_outputs={"regex": "[ab]{3}|é+"})
+        for text, _, reason in answers(llm, [params] * 9, "ab"):
+            assert reason == "length" or re.fullmatch("[ab]{3}|é+", text)

@@ -1,0 +1,554 @@
+"""Tool calls and reasoning: a model's own tags as fields of OpenAI's messages, whole and in pieces."""
+
+import json
+import re
+import shutil
+from contextlib import closing
+
+import jsonschema
+import openai
+import pydantic
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from nanoengine import AsyncLLM
+from nanoengine.apps.tools import TOOL_FORMATS, AnswerParser, Formats, ToolChoice, choose_formats
+from tests.helpers import DEMO
+from tests.serving import http, served
+
+ADD: dict = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds two numbers.",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}, "note": {"type": "string"}},
+            "required": ["a", "b"],
+            "additionalProperties": False,
+        },
+    },
+}
+CALL = ("tool_calls", {"name": "add", "arguments": {"a": 5, "b": 6}})
+LATER = ("tool_calls", {"name": "add", "arguments": {"note": "7 \u00b5\n"}})
+
+# What a model says, in its format's tags, and what that is. (format of calls, of reasoning, prompt's end)
+SAID: list[tuple[str | None, str | None, str, str, list]] = [
+    ("hermes", None, "", '<tool_call>\n{"name": "add", "arguments": {"a": 5, "b": 6}}\n</tool_call>', [CALL]),
+    (
+        "hermes",
+        "deepseek_r1",
+        "",
+        "<think>\nHm.\n</think>\n\n"
+        'So:\n<tool_call>{"name": "add", "arguments": {"a": 5, "b": 6}}</tool_call>\n'
+        '<tool_call>\n{"name": "add", "arguments": {"note": "7 \\u00b5\\n"}}\n</tool_call>\n',
+        [("reasoning", "Hm."), ("content", "So:"), CALL, LATER],
+    ),
+    (
+        "hermes",
+        "deepseek_r1",
+        "<think>\n",
+        "a < b\n</think>\nYes",
+        [("reasoning", "a < b"), ("content", "Yes")],
+    ),
+    ("hermes", "deepseek_r1", "<think>\n", "never ends", [("reasoning", "never ends")]),
+    ("hermes", "deepseek_r1", "", "No <b>tags</b>, 1 < 2", [("content", "No <b>tags</b>, 1 < 2")]),
+    (
+        "hermes",
+        None,
+        "",
+        'x <tool_call>{"name": "add", "argu',
+        [("content", 'x <tool_call>{"name": "add", "argu')],
+    ),
+    ("hermes", None, "", "<tool_call>\n[1]</tool_call> y", [("content", "<tool_call>\n[1]</tool_call> y")]),
+    (
+        "hermes",
+        None,
+        "",
+        '<tool_call>{"name": 5}</tool_call>',
+        [("content", '<tool_call>{"name": 5}</tool_call>')],
+    ),
+    (
+        "hermes",
+        None,
+        "",
+        '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>',
+        [("content", '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>')],
+    ),
+    (
+        "qwen3_coder",
+        None,
+        "",
+        "ok\n<tool_call>\n<function=add>\n<parameter=a>\n5\n</parameter>\n<parameter=b>6</parameter>\n</function>\n"
+        "</tool_call>\n<tool_call>\n<function=add>\n<parameter=note>\n7 µ\n\n</parameter>\n</function>"
+        "\n</tool_call>",
+        [("content", "ok"), CALL, LATER],
+    ),
+    (
+        "mistral",
+        None,
+        "",
+        '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 5, "b": 6}}, '
+        '{"name": "add", "arguments": {"note": "7 µ\\n"}}]',
+        [CALL, LATER],
+    ),
+    (
+        "mistral",
+        None,
+        "",
+        'hi[TOOL_CALLS]add[ARGS]{"a": 5, "b": 6}[TOOL_CALLS]add[CALL_ID]x1[ARGS]{"note": "7 µ\\n"}',
+        [("content", "hi"), CALL, LATER],
+    ),
+    ("llama3_json", None, "", '{"name": "add", "parameters": {"a": "5", "b": 6}}', [CALL]),
+    ("llama3_json", None, "", '<|python_tag|>{"name": "add", "parameters": {"a": 5, "b": 6}}', [CALL]),
+    (
+        "llama3_json",
+        None,
+        "",
+        '{"type": "function", "function": "add", "parameters": {"a": 5, "b": 6}}',
+        [CALL],
+    ),
+    ("llama3_json", None, "", '{"b": 1} is JSON', [("content", '{"b": 1} is JSON')]),
+    ("llama3_json", None, "", 'It is {"name": 1}', [("content", 'It is {"name": 1}')]),
+    (
+        "harmony",
+        "harmony",
+        "",
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.add "
+        '<|constrain|>json<|message|>{"a": 5, "b": 6}',
+        [("reasoning", "Hm."), CALL],
+    ),
+    (
+        "harmony",
+        "harmony",
+        "",
+        '<|start|>assistant to=functions.add<|channel|>commentary json<|message|>{"a": 5, "b": 6}<|call|>',
+        [CALL],
+    ),
+    (
+        "harmony",
+        "harmony",
+        "",
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.",
+        [("reasoning", "Hm."), ("content", "Yes.")],
+    ),
+    ("harmony", "harmony", "", "Not harmonious.", [("content", "Not harmonious.")]),
+    (
+        "gemma4",
+        "gemma4",
+        "",
+        "<|channel>thought\nHm.<channel|>ok<|tool_call>call:add{a:5,b:6}<tool_call|>"
+        '<|tool_call>call:add{note:<|"|>7 µ\n<|"|>}<tool_call|>',
+        [("reasoning", "Hm."), ("content", "ok"), CALL, LATER],
+    ),
+    (
+        "functiongemma",
+        None,
+        "",
+        "<start_function_call>call:add{a:5,b:6}<end_function_call>",
+        [CALL],
+    ),
+]
+
+
+def taken_apart(parser, pieces):
+    found: list[tuple] = []
+    for part in [*(part for piece in pieces for part in parser.feed(piece)), *parser.finish()]:
+        if part.kind == "tool_calls":
+            found.append((part.kind, {**part.value, "arguments": json.loads(part.value["arguments"])}))
+        elif found and found[-1][0] == part.kind:
+            found[-1] = (part.kind, found[-1][1] + part.value)
+        else:
+            found.append(tuple(part))
+    return found
+
+
+@pytest.mark.parametrize(("calls", "reasoning", "prompt", "text", "expected"), SAID, ids=range(len(SAID)))
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_an_answer_is_taken_apart_however_it_arrives(calls, reasoning, prompt, text, expected, data):
+    formats = Formats(calls, reasoning, None, {})
+    whole = taken_apart(AnswerParser(formats, prompt, [ADD]), [text])
+    assert whole == expected
+    assert taken_apart(AnswerParser(formats, prompt, [ADD]), text) == expected, "a character at a time"
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    pieces = [text[i:j] for i, j in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert taken_apart(AnswerParser(formats, prompt, [ADD]), pieces) == expected
+
+
+def test_without_tools_what_looks_like_a_call_is_text():
+    text = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    for calls in TOOL_FORMATS:
+        parser = AnswerParser(Formats(calls, None, None, {}), "", [])
+        assert taken_apart(parser, [text]) == [("content", text)]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    words=st.lists(
+        st.sampled_from(
+            [
+                "<think>",
+                "</think>",
+                "<tool_call>",
+                "</tool_call>",
+                '{"name": "add"',
+                "}",
+                ', "arguments": {}',
+                " ",
+                "a",
+                "<",
+            ]
+        ),
+        max_size=12,
+    ),
+    name=st.sampled_from(["hermes", "qwen3_coder", "llama3_json", "mistral"]),
+)
+def test_no_text_is_lost_but_tags_and_calls(words, name):
+    text = "".join(words)
+    found = taken_apart(AnswerParser(Formats(name, "deepseek_r1", None, {}), "", [ADD]), text)
+    assert found == taken_apart(AnswerParser(Formats(name, "deepseek_r1", None, {}), "", [ADD]), [text])
+    shown = "".join(value for kind, value in found if kind != "tool_calls")
+    if all(kind != "tool_calls" for kind, _ in found):
+        assert "".join(shown.split()).replace("</think>", "").replace("<think>", "") == "".join(
+            text.split()
+        ).replace("</think>", "").replace("<think>", "")
+
+
+def test_a_tokenizer_s_own_template_goes_first():
+    own = {
+        "defaults": {"role": "assistant"},
+        "start_anchor": "<bot>",
+        "fields": {
+            "thinking": {"open": "[think]", "close": "[/think]"},
+            "tool_calls": {
+                "open_pattern": r"\[call (?P<name>\w+)\]",
+                "close": "[/call]",
+                "repeats": True,
+                "content": "json",
+                "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+            },
+            "content": {"close": "[end]"},
+        },
+    }
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    tokenizer.response_template = own
+    formats = choose_formats(tokenizer)
+    assert "response_template" in formats.describe()
+    assert formats.keeps_special_tokens
+    text = 'Hm[/think]Yes[call add]{"a": 5, "b": 6}[/call][call add]{no[/call]'
+    parser = AnswerParser(formats, "a [think] from long ago <bot>[think]", [ADD])
+    assert taken_apart(parser, text) == [
+        ("reasoning", "Hm"),
+        ("content", "Yes"),
+        CALL,
+        ("content", "[call add]{no[/call]"),
+    ]
+    assert choose_formats(tokenizer, "hermes").template is None
+
+
+@pytest.mark.parametrize(
+    ("template", "calls", "reasoning"),
+    [
+        ("{# no tools #}", None, None),
+        ("<tool_call> <think>", "hermes", "deepseek_r1"),
+        ("<tool_call> <function=", "qwen3_coder", None),
+        ("[TOOL_CALLS]", "mistral", None),
+        ("<|python_tag|>", "llama3_json", None),
+        ("<|channel|>analysis", "harmony", "harmony"),
+        ("<|tool_call> <|channel>", "gemma4", "gemma4"),
+        ("<start_function_call>", "functiongemma", None),
+    ],
+)
+def test_formats_are_known_by_the_chat_template(template, calls, reasoning):
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    tokenizer.chat_template = template
+    formats = choose_formats(tokenizer)
+    assert formats[:2] == (calls, reasoning)
+    assert str(calls or "left as text") in formats.describe()
+    assert choose_formats(tokenizer, "none", "none")[:2] == (None, None)
+    assert choose_formats(tokenizer, "openai", "qwen3")[:2] == ("harmony", "deepseek_r1")
+    for names in (("nobody", "auto"), ("auto", "nobody")):
+        with pytest.raises(ValueError, match=r"must be auto, none or of .*got 'nobody'"):
+            choose_formats(tokenizer, *names)
+
+
+# ---- the server ----
+
+TEMPLATE = """
+{%- if tools %}<|system|># Tools
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}{% endif %}
+{%- for m in messages %}<|{{ m.role }}|>{{ m.content }}
+{%- for c in m.tool_calls or [] %}<tool_call>
+{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}
+</tool_call>{% endfor %}
+{% endfor %}
+{%- if add_generation_prompt %}<|assistant|>{% if enable_thinking %}<think>
+{% endif %}{% endif %}"""
+
+
+class Script:
+    """Has the bundled model say what the test wants, given the end of the conversation."""
+
+    def __init__(self):
+        self.says = {}
+        self.tokenizer = AutoTokenizer.from_pretrained(DEMO)
+
+    def __call__(self, prompt_ids, output_ids, logits):
+        asked = self.tokenizer.decode(prompt_ids).rpartition("<|user|>")[2]
+        text = next((text for words, text in self.says.items() if words in asked), None)
+        if text is not None:
+            wanted = self.tokenizer(text, add_special_tokens=False).input_ids
+            token_id = (
+                wanted[len(output_ids)] if len(output_ids) < len(wanted) else self.tokenizer.eos_token_id
+            )
+            logits += 1000.0 * (logits.new_tensor(range(len(logits))) == token_id)
+        return logits
+
+
+@pytest.fixture(scope="module")
+def script():
+    return Script()
+
+
+@pytest.fixture(scope="module")
+def running(script, tmp_path_factory):
+    path = tmp_path_factory.mktemp("tools") / "model"
+    shutil.copytree(DEMO, path)
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    engine = AsyncLLM(str(path), num_kv_blocks=300, logits_processors=[script])
+    with closing(engine), served(engine) as found:
+        yield found
+
+
+@pytest.fixture
+def client(running):
+    return openai.OpenAI(base_url=f"{running[0]}/v1", api_key="none", max_retries=0)
+
+
+CALL_TEXT = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 40}}\n</tool_call>'
+
+
+def test_a_model_calls_a_tool_until_it_knows(client, script):
+    script.says = {"42": "It is 42.", "2 and 40": f"<think>\nI add.\n</think>\n\nSo:\n{CALL_TEXT}"}
+    messages = [{"role": "user", "content": "What are 2 and 40?"}]
+    for _ in range(3):
+        answer = client.chat.completions.create(model="demo", messages=messages, tools=[ADD], max_tokens=120)
+        choice = answer.choices[0]
+        messages.append(choice.message.model_dump(exclude_none=True))
+        if choice.finish_reason == "stop":
+            break
+        assert choice.finish_reason == "tool_calls"
+        assert (choice.message.content, choice.message.reasoning) == ("So:", "I add.")
+        assert choice.message.reasoning_content == "I add."
+        for call in choice.message.tool_calls:
+            given = json.loads(call.function.arguments)
+            result = str(given["a"] + given["b"])
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+    assert choice.message.content == "It is 42."
+    assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant"]
+
+
+def test_a_stream_is_put_together_by_the_client_s_helper(client, script):
+    script.says = {"2 and 40": f"<think>\nI add.\n</think>\n\nSo:\n{CALL_TEXT}\n{CALL_TEXT}"}
+    messages = [{"role": "user", "content": "What are 2 and 40?"}]
+    settings = {"model": "demo", "messages": messages, "tools": [ADD], "max_tokens": 200}
+    whole = client.chat.completions.create(**settings).choices[0]
+    with client.chat.completions.stream(**settings) as stream:
+        events = list(stream)
+        final = stream.get_final_completion().choices[0]
+    assert final.finish_reason == whole.finish_reason == "tool_calls"
+    assert final.message.content == whole.message.content == "So:"
+    for message in (final.message, whole.message):
+        assert [json.loads(call.function.arguments) for call in message.tool_calls] == [{"a": 2, "b": 40}] * 2
+        assert len({call.id for call in message.tool_calls}) == 2
+    done = [event.name for event in events if event.type == "tool_calls.function.arguments.done"]
+    assert done == ["add", "add"]
+    deltas = [
+        event.chunk.choices[0].delta for event in events if event.type == "chunk" and event.chunk.choices
+    ]
+    assert "".join(getattr(delta, "reasoning", None) or "" for delta in deltas) == "I add."
+    one = client.chat.completions.create(**settings, parallel_tool_calls=False).choices[0].message
+    assert len(one.tool_calls) == 1
+
+
+def test_each_sample_has_calls_of_its_own(client, script):
+    script.says = {"2 and 40": CALL_TEXT}
+    messages = [{"role": "user", "content": "What are 2 and 40?"}]
+    answer = client.chat.completions.create(model="demo", messages=messages, tools=[ADD], max_tokens=99, n=3)
+    assert [len(choice.message.tool_calls) for choice in answer.choices] == [1, 1, 1]
+    assert {choice.message.content for choice in answer.choices} == {None}
+
+
+def test_tools_that_are_not_to_be_called_are_not_shown_and_nothing_is_parsed(client, script):
+    script.says = {"2 and 40": CALL_TEXT}
+    messages = [{"role": "user", "content": "What are 2 and 40?"}]
+    settings = {"model": "demo", "messages": messages, "max_tokens": 99}
+    plain = client.chat.completions.create(**settings)
+    none = client.chat.completions.create(**settings, tools=[ADD], tool_choice="none")
+    assert none.choices[0].message.content == plain.choices[0].message.content == CALL_TEXT
+    assert none.choices[0].finish_reason == "stop"
+    assert none.usage.prompt_tokens == plain.usage.prompt_tokens
+    shown = client.chat.completions.create(**settings, tools=[ADD])
+    assert shown.usage.prompt_tokens > plain.usage.prompt_tokens
+
+
+OTHER: dict = {
+    "type": "function",
+    "function": {
+        "name": "tell",
+        "parameters": {
+            "$defs": {"word": {"enum": ["yes", "no"]}},
+            "type": "object",
+            "properties": {"what": {"$ref": "#/$defs/word"}},
+            "required": ["what"],
+            "additionalProperties": False,
+        },
+    },
+}
+SCHEMAS: dict = {tool["function"]["name"]: tool["function"]["parameters"] for tool in (ADD, OTHER)}
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "tell"}}])
+def test_a_call_that_is_required_comes(choice, thinking, client, script):
+    """Whatever the model would have said; thoughts may come before."""
+    script.says = {"Hello": "I think</think>\n\n{" if thinking else "I would rather talk."}
+    names = set()
+    for seed in range(6):
+        answer = client.chat.completions.create(
+            model="demo",
+            messages=[{"role": "user", "content": "Hello"}],
+            tools=[ADD, OTHER],
+            tool_choice=choice,
+            parallel_tool_calls=False,
+            temperature=2.0,
+            seed=seed,
+            max_tokens=400,
+            extra_body={"chat_template_kwargs": {"enable_thinking": thinking}},
+        ).choices[0]
+        if answer.finish_reason == "length":
+            continue
+        assert answer.finish_reason == "tool_calls"
+        (call,) = answer.message.tool_calls
+        jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
+        names.add(call.function.name)
+        if thinking:
+            assert answer.message.reasoning == "I think"
+    assert names
+    assert choice == "required" or names == {"tell"}
+
+
+class Person(pydantic.BaseModel):
+    name: str = pydantic.Field(max_length=8)
+    age: int = pydantic.Field(ge=0, le=150)
+    moods: list[bool] = pydantic.Field(max_length=3)
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+def test_a_pydantic_model_is_parsed_by_the_client(thinking, client, script):
+    script.says = {"Hello": "I think</think>{"} if thinking else {}
+    found = 0
+    for seed in range(8):
+        try:
+            answer = client.chat.completions.parse(
+                model="demo",
+                messages=[{"role": "user", "content": "Hello"}],
+                response_format=Person,
+                temperature=2.0,
+                seed=seed,
+                max_tokens=200,
+                extra_body={"chat_template_kwargs": {"enable_thinking": thinking}},
+            ).choices[0]
+        except openai.LengthFinishReasonError:
+            continue
+        found += 1
+        assert isinstance(answer.message.parsed, Person)
+        assert getattr(answer.message, "reasoning", None) == ("I think" if thinking else None)
+    assert found
+
+
+@pytest.mark.parametrize(
+    ("fields", "conforms"),
+    [
+        ({"response_format": {"type": "text"}}, lambda text: True),
+        ({"response_format": {"type": "json_object"}}, lambda text: isinstance(json.loads(text), dict)),
+        ({"guided_regex": "[ab]{4}"}, lambda text: len(text) == 4 and set(text) <= {"a", "b"}),
+        ({"guided_choice": ["red", "blue"]}, {"red", "blue"}.__contains__),
+        ({"guided_json": {"const": [1]}, "guided_whitespace_pattern": ""}, "[1]".__eq__),
+        ({"guided_grammar": 'root ::= "x"'}, "x".__eq__),
+        ({"structured_outputs": {"choice": ["1"]}}, "1".__eq__),
+    ],
+    ids=range(7),
+)
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_every_spelling_of_a_form_is_served(fields, conforms, path, running, script):
+    script.says = {}
+    body = {"max_tokens": 60, "temperature": 2.0, "seed": 1, **fields}
+    body |= (
+        {"prompt": "Hello"} if path == "completions" else {"messages": [{"role": "user", "content": "Hello"}]}
+    )
+    answer = http.post(f"{running[0]}/v1/{path}", json=body)
+    assert answer.status_code == 200, answer.text
+    (choice,) = answer.json()["choices"]
+    text = choice["text"] if path == "completions" else choice["message"]["content"]
+    assert choice["finish_reason"] == "length" or conforms(text)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"tools": 5}, "tools", "tools must be a list"),
+        ({"tools": [{}]}, "tools", "tools must hold"),
+        ({"tools": [{"function": {"name": "f", "parameters": 5}}]}, "tools", "must be a JSON schema"),
+        ({"tool_choice": "required"}, "tool_choice", "tool_choice needs tools"),
+        (
+            {"tools": [ADD], "tool_choice": "sometimes"},
+            "tool_choice",
+            "must be none, auto, required or a tool",
+        ),
+        ({"tools": [ADD], "tool_choice": {"function": {"name": "sub"}}}, "tool_choice", "a tool of .'add'."),
+        (
+            {"tools": [ADD], "tool_choice": "required", "guided_regex": "a"},
+            "tool_choice",
+            "no answer of another form",
+        ),
+        ({"response_format": {"type": "xml"}}, "response_format", "response_format must be"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema with a schema"),
+        ({"guided_regex": "("}, "structured_outputs", "unclosed group"),
+        (
+            {"guided_regex": "a", "structured_outputs": {"regex": "b"}},
+            "structured_outputs",
+            "must not be given",
+        ),
+        ({"structured_outputs": {"regx": "b"}}, None, "regx"),
+        ({"logits_processors": ["os:system"]}, None, "has no argument 'logits_processors'"),
+        ({"messages": [{"role": "assistant", "tool_calls": [5]}]}, "messages", "tool_calls must hold"),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
+                ]
+            },
+            "messages",
+            "arguments must be JSON",
+        ),
+    ],
+    ids=range(15),
+)
+def test_what_cannot_be_served_is_refused_by_name(fields, param, message, running):
+    body = {"messages": [{"role": "user", "content": "Hello"}], **fields}
+    answer = http.post(f"{running[0]}/v1/chat/completions", json=body)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert re.search(message, error["message"]), error
+    assert param is None or error["param"] == param
+
+
+def test_a_choice_of_tools_is_read_once():
+    assert ToolChoice.read(None, None) == ([], False, 0)
+    assert ToolChoice.read([ADD], "none") == ([ADD], False, 0)
+    assert ToolChoice.read([ADD, OTHER], {"name": "tell"}) == ([OTHER], True, 1)
