@@ -65,7 +65,7 @@ def rate(llm: LLM, batch: int, with_form: bool) -> float:
             temperature=1.0,
             seed=i,
             max_tokens=ANSWER,
-            min_tokens=ANSWER,
+            ignore_eos=not with_form,
             structured_outputs=StructuredOutputsParams(json=schema_of(i)) if with_form else None,
         )
         for i in range(batch)

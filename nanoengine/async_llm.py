@@ -103,6 +103,8 @@ class AsyncLLM:
         """
         sampling_params = deepcopy(sampling_params)  # others may change it while this waits
         mailbox = _Mailbox(asyncio.get_running_loop())
+        if getattr(sampling_params, "structured_outputs", None) is not None:  # a grammar takes its time
+            await asyncio.to_thread(self.llm_engine.check, prompt, sampling_params, priority)
 
         def add() -> None:
             self.llm_engine.add_request(request_id, prompt, sampling_params, priority=priority, **unserved)

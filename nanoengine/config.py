@@ -111,11 +111,8 @@ class EngineConfig:
         if self.logits_processors is not None:
             if not isinstance(self.logits_processors, list | tuple):
                 raise TypeError(f"logits_processors must be a list, got {self.logits_processors!r}")
-            for name in ("speculative_config", "async_scheduling"):
-                if self.logits_processors and getattr(self, name):
-                    raise ValueError(
-                        f"{name} does not go with logits_processors, which see each token in turn"
-                    )
+            if self.logits_processors and self.speculative_config:
+                raise ValueError("speculative_config does not go with logits_processors of the engine")
         if not (self.trace is None or isinstance(self.trace, (str, Path)) or callable(self.trace)):
             raise TypeError(f"trace must be a path or take events, got {self.trace!r}")
         if self.kv_store is not None:

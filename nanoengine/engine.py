@@ -863,7 +863,9 @@ class EngineCore:
         before = self.in_flight[-1] if self.in_flight else None
         # Penalties, bans and the like need all earlier tokens on the host. Where a sequence in flight has
         # any, its token is waited for, and this step does not overlap.
-        if before is not None and any(seq.params.edits_logits for seq in before.batch.sampled_seqs):
+        if before is not None and any(
+            seq.params.edits_logits or seq.processors for seq in before.batch.sampled_seqs
+        ):
             yield self.collect()
             before = None
         stopwatch = self.runner.stopwatch

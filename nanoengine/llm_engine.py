@@ -164,8 +164,6 @@ class LLMEngine:
             max_model_len=self.max_model_len,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
         )
-        if config.logits_processors:  # which may look at all earlier tokens
-            is_async = False
         is_async = is_async if config.async_scheduling is None else config.async_scheduling
         return make_core(scheduler, runner, max_in_flight=int(is_async))
 

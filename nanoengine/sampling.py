@@ -40,11 +40,11 @@ class SamplingRow(NamedTuple):
 class RowProcessor(Protocol):
     """Edits a sequence's logits, after what `SamplingParams` says by numbers; each sequence has its own."""
 
-    is_last: ClassVar[bool]  # whether it has the last word
+    is_mask: ClassVar[bool]  # whether all it does is to forbid tokens; masks come last
 
     @staticmethod
     def apply(logits: Tensor, items: Sequence[tuple[int, Any, SamplingRow]]) -> None:
-        """Edit logits, (R, V) float32, in place.
+        """Edit logits, (R, V), in place; in float32, but that masks may get the model's dtype.
 
         Args:
             logits: of all rows of the step.
@@ -124,9 +124,14 @@ def draw_tokens(logits: Tensor, rows: Sequence[SamplingRow], draw: Draw = draw_r
     Returns:
         (R,) int64; -1 where a logit is NaN.
     """
-    if any(row.params.edits_logits or row.processors for row in rows):
-        logits = _edit_logits(logits.to(torch.float32, copy=True), rows)
-        _process_logits(logits, rows)
+    processors = {type(processor) for row in rows for processor in row.processors}
+    in_float = any(row.params.edits_logits for row in rows) or not all(one.is_mask for one in processors)
+    if in_float or processors:
+        logits = logits.to(torch.float32 if in_float else logits.dtype, copy=True)
+        _edit_logits(logits, rows)
+        for kind in sorted(processors, key=lambda kind: kind.is_mask):
+            found = ((i, one, row) for i, row in enumerate(rows) for one in row.processors)
+            kind.apply(logits, [item for item in found if type(item[1]) is kind])
     tokens, largest = draw(logits, metadata_of(rows))
     # The maximum of a row with a NaN is NaN, so one number a row tells whether it can be sampled.
     return tokens.masked_fill(~largest.isfinite(), -1)
@@ -206,7 +211,7 @@ def uniform(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray
     return np.asarray(z * 2.0**-53)
 
 
-def _edit_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+def _edit_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
     """Apply biases, penalties and bans in place, touching only the entries they name.
 
     What the rows ask for is collected as (row, token id, value) entries, and each kind of edit is
@@ -251,17 +256,6 @@ def _edit_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     if bans:
         at, value = bans.tensors(logits)
         logits[at] = value  # a number would be copied to the device, and waited for
-    return logits
-
-
-def _process_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
-    """Let the rows' processors edit logits in place, those of one class together."""
-    items: dict[type[RowProcessor], list[tuple[int, RowProcessor, SamplingRow]]] = {}
-    for i, row in enumerate(rows):
-        for processor in row.processors:
-            items.setdefault(type(processor), []).append((i, processor, row))
-    for kind in sorted(items, key=lambda kind: kind.is_last):
-        kind.apply(logits, items[kind])
 
 
 class _Entries:

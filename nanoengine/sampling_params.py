@@ -248,8 +248,7 @@ class SamplingParams:
             or self.presence_penalty != 0
             or self.frequency_penalty != 0
             or self.repetition_penalty != 1
-            or bool(self.logit_bias or self.allowed_token_ids or self.bad_words or self.logits_processors)
-            or self.structured_outputs is not None
+            or bool(self.logit_bias or self.allowed_token_ids or self.bad_words)
         )
         checked["edits_logits"] = edits
         checked["filters"] = self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)

@@ -174,6 +174,8 @@ SETTINGS = [
     {"allowed_token_ids": [0, 5]},
     {"bad_words": ["b"]},
     {"min_tokens": 2, "stop_token_ids": [9]},
+    {"structured_outputs": {"regex": "(?s:.*)"}, "stop_token_ids": [9]},
+    {"logits_processors": [lambda output_ids, logits: logits + 1]},
     {"logprobs": 3},
     {"logprobs": -1, "top_k": 3},
     {"prompt_logprobs": 2},

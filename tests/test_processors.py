@@ -175,9 +175,11 @@ def banish(output_ids, logits):
     return logits
 
 
+@pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("given", [[Wish], ["tests.test_processors:Wish"], [banish, Wish]])
-def test_an_engine_s_processor_sees_each_request_at_its_index(given):
-    with LLM(DEMO, num_kv_blocks=100, logits_processors=given, max_num_seqs=3) as llm:
+def test_an_engine_s_processor_sees_each_request_at_its_index(given, is_async):
+    settings = {"logits_processors": given, "async_scheduling": is_async}
+    with LLM(DEMO, num_kv_blocks=100, max_num_seqs=3, **settings) as llm:
         wishes = [None, 50, 60, None, 70, 80, 90]
         params = [
             SamplingParams(**{**GREEDY, "max_tokens": 3 + 2 * i}, extra_args={"wish": wish} if wish else None)
@@ -223,7 +225,6 @@ def test_what_never_changes_the_likeliest_sees_logits_after_temperature(llm):
         ({"logits_processors": [5]}, "must take"),
         ({"logits_processors": ["nowhere.at:all"]}, 'must hold "module:Class"'),
         ({"logits_processors": ["json"]}, 'must hold "module:Class"'),
-        ({"logits_processors": [Wish], "async_scheduling": True}, "async_scheduling does not go with"),
         (
             {"logits_processors": [Wish], "speculative_config": GUESSES},
             "does not go with",

@@ -1,5 +1,6 @@
 """Answers with a form: each conforms, whatever else is in the batch; oracles are `re` and `jsonschema`."""
 
+import asyncio
 import json
 import re
 import subprocess
@@ -13,7 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nanoengine import LLM, SamplingParams, StructuredOutputsParams
+from nanoengine import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
 from nanoengine.extensions import structured
 from nanoengine.extensions.structured import Constraint, closed
 from tests.helpers import DEMO, table_checkpoint
@@ -143,6 +144,35 @@ def test_neighbours_change_nothing_and_are_not_changed(llm):
     freely = answers(llm, [free])
     mixed = answers(llm, [*(asking(form, temperature=2.0) for form in FORMS), free])
     assert mixed == [*alone, *freely]
+
+
+def test_in_bfloat16_a_mask_is_the_same_beside_what_is_computed_in_float32():
+    with LLM(DEMO, num_kv_blocks=400, max_model_len=512, dtype="bfloat16") as llm:
+        alone = [answers(llm, [asking(form, temperature=2.0)])[0] for form in FORMS]
+        edited = SamplingParams(temperature=1.0, presence_penalty=0.5, max_tokens=40)
+        mixed = answers(llm, [*(asking(form, temperature=2.0) for form in FORMS), edited])
+        assert mixed[:-1] == alone
+
+
+def test_streams_and_coroutines_say_the_same(llm, expected):
+    params = [asking(form, 3, temperature=2.0) for form in FORMS]
+    pieces: dict[int, list] = {i: [] for i in range(len(FORMS))}
+    for out in llm.stream(["Hello"] * len(FORMS), params):
+        pieces[int(out.request_id)] += out.outputs
+    assert ["".join(one.text for one in pieces[i]) for i in pieces] == [text for text, *_ in expected]
+
+    async def ask(engine, i):
+        async for out in engine.generate("Hello", params[i], str(i)):
+            last = out.outputs[0]
+        return last.token_ids
+
+    async def main():
+        async with AsyncLLM(str(DEMO), num_kv_blocks=400, max_model_len=512) as engine:
+            with pytest.raises(ValueError, match="unclosed group"):
+                await anext(engine.generate("a", SamplingParams(structured_outputs={"regex": "("}), "bad"))
+            return await asyncio.gather(*(ask(engine, i) for i in range(len(FORMS))))
+
+    assert asyncio.run(main()) == [token_ids for _, token_ids, _ in expected]
 
 
 def test_log_probabilities_are_the_model_s_own(llm):

@@ -27,7 +27,7 @@ from nanoengine.sampling_params import SamplingParams, num_parameters
 class FunctionProcessor:
     """A function of one request; a `RowProcessor`."""
 
-    is_last: ClassVar[bool] = False
+    is_mask: ClassVar[bool] = False
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function, self.with_prompt = function, num_parameters(function) == 3
@@ -137,7 +137,7 @@ class Batch:
 class Member:
     """A sample, as an engine's processors know it; a `RowProcessor`."""
 
-    is_last: ClassVar[bool] = False
+    is_mask: ClassVar[bool] = False
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch

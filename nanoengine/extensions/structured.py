@@ -149,10 +149,10 @@ class Grammars:
                     ends.append((i, token_id))
         return ends
 
-    def biases(self, device: torch.device) -> Tensor:
-        """`BIASES` there."""
-        if self._biases is None:
-            self._biases = torch.from_numpy(BIASES).to(device)
+    def biases_like(self, logits: Tensor) -> Tensor:
+        """`BIASES` where and as the logits are."""
+        if self._biases is None or self._biases.dtype != logits.dtype:
+            self._biases = upload(BIASES, logits.device).to(logits.dtype)
         return self._biases
 
     def _compile(self, asked: StructuredOutputsParams) -> Any:
@@ -263,7 +263,7 @@ BIASES = np.where(np.arange(256)[:, None] >> np.arange(8) & 1, 0, -np.inf).astyp
 class Constraint:
     """What a grammar lets a sample say next; a `RowProcessor`."""
 
-    is_last: ClassVar[bool] = True
+    is_mask: ClassVar[bool] = True
 
     def __init__(self, grammars: Grammars, matcher: Any) -> None:
         self.grammars, self.matcher = grammars, matcher
@@ -295,10 +295,17 @@ class Constraint:
         if ends:  # whatever else the request asked of these tokens: it cannot go on
             places, token_ids = upload(np.array(ends).T, logits.device)
             logits.index_put_((upload(rows, logits.device)[places], token_ids), logits.new_zeros(()))
-        table = grammars.biases(logits.device)
-        at_once = upload(masks.view(np.uint8), logits.device).int()
-        biases = torch.nn.functional.embedding(at_once, table).flatten(1)
-        logits.index_add_(0, upload(rows, logits.device), biases[:, : logits.shape[1]])
+        table = grammars.biases_like(logits)
+        octets, vocab_size = upload(masks.view(np.uint8), logits.device), logits.shape[1]
+
+        def biases_of(octets: Tensor) -> Tensor:
+            return torch.nn.functional.embedding(octets.int(), table).flatten(-2)[..., :vocab_size]
+
+        if logits.is_cuda:
+            logits.index_add_(0, upload(rows, logits.device), biases_of(octets))
+        else:  # a row at a time, which stays in the processor's caches
+            for i, row in zip(rows.tolist(), octets, strict=True):
+                logits[i] += biases_of(row)
 
 
 class GrammarProposer:
