@@ -230,6 +230,30 @@ def test_what_a_grammar_leaves_no_choice_about_is_drafted():
         assert llm.metrics()["num_steps"] < len(token_ids) / 2
 
 
+def test_drafts_are_forgotten_where_a_neighbour_fails():
+    """Rows are then sampled one by one, a draft's as well, and what it stands for may never come true."""
+    guesses = {"method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_max": 1}
+    form = {"regex": "([12]{2}[ab]){30}"}
+    params = [
+        SamplingParams(temperature=2.0, seed=i, max_tokens=60, structured_outputs=form) for i in range(4)
+    ]
+
+    def fails_at(place):
+        def processor(output_ids, logits):
+            if len(output_ids) == place:
+                raise RuntimeError("planted")
+            return logits
+
+        return processor
+
+    with LLM(DEMO, num_kv_blocks=100, speculative_config=guesses) as llm:
+        alone = answers(llm, params, "11a12b2")
+        for place in range(2, 12):
+            failing = SamplingParams(temperature=0, max_tokens=20, logits_processors=[fails_at(place)])
+            *found, (_, _, reason) = answers(llm, [*params, failing], "11a12b2")
+            assert (found, reason) == (alone, "error")
+
+
 def test_a_step_that_fails_is_computed_anew_to_the_same_end(llm, expected):
     launch, calls = llm.llm_engine.runner.launch, []
 
