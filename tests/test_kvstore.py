@@ -1,9 +1,11 @@
 """A KV store gives what was computed before, to whoever it fits, and costs nobody a request."""
 
+import contextlib
 import errno
 import itertools
 import json
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -712,7 +714,52 @@ def test_settings_that_do_not_go_together_are_refused(tmp_path):
 def test_the_first_line_names_the_store_and_no_password(tmp_path, capsys):
     LLM(DEMO, kv_store=tmp_path, num_kv_blocks=10).shutdown()
     assert capsys.readouterr().err.endswith(f"KV store {tmp_path}\n")
-    assert str(RedisStore("redis://user:secret@somewhere:1/2")) == "somewhere:1/2"
+    for address in (
+        "redis://user:secret@somewhere:1/2",
+        "redis://somewhere:1/2?password=secret",
+        "redis://somewhere:1/2?username=user&password=sec@ret",
+        "redis://:se?cret@somewhere:1/2",
+    ):
+        try:
+            shown = str(RedisStore(address))
+        except ValueError:  # one that redis-py cannot read
+            continue
+        assert shown == "somewhere:1/2"
+    assert str(RedisStore("redis://somewhere")) == "somewhere:6379/0"
+
+
+@pytest.mark.parametrize("kind", ["pipe", "directory", "holes", "socket"])
+def test_what_is_no_file_of_an_entry_s_size_is_no_entry(kind, tmp_path, tmp_path_factory):
+    """Nothing is waited for, and nothing large is read: the answer is the same, computed."""
+    path, _ = checkpoint("qwen3", tmp_path_factory)
+    prompt = random_prompts([100])[0]
+    answers, _, _ = serve(path, tmp_path, [prompt])
+    files = sorted(tmp_path.rglob("*.safetensors"))
+    assert len(files) > 3
+    for file in files:
+        file.unlink()
+        if kind == "pipe":
+            os.mkfifo(file)
+        elif kind == "directory":
+            file.mkdir()
+        elif kind == "socket":
+            with socket.socket(socket.AF_UNIX) as endpoint, contextlib.chdir(file.parent):
+                endpoint.bind(file.name[-60:])
+            os.rename(file.parent / file.name[-60:], file)
+        else:
+            with open(file, "wb") as stream:
+                stream.truncate(3 << 30)
+    before, num_open = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, len(os.listdir("/proc/self/fd"))
+    found, cached, _ = serve(path, tmp_path, [prompt])
+    assert (found, cached) == (answers, [0])
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20, "KiB"
+    assert len(os.listdir("/proc/self/fd")) <= num_open
+
+
+@pytest.mark.parametrize("max_bytes", [-1, 0, 1.5, True, "1"])
+def test_a_store_s_size_is_a_number_of_bytes(max_bytes, tmp_path):
+    with pytest.raises((TypeError, ValueError), match="max_bytes must be an integer"):
+        DirectoryStore(tmp_path, max_bytes=max_bytes)
 
 
 PREFILL = """

@@ -25,6 +25,7 @@ import json
 import logging
 import os
 import shutil
+import stat
 import tempfile
 import threading
 import time
@@ -46,6 +47,7 @@ from nanoengine.backends.device import Download
 from nanoengine.backends.kv_cache import KVGroup, KVSpec
 from nanoengine.engine import Collected, EngineCore, Launch, ModelRunner, ScheduledBatch, Scheduler, Sequence
 from nanoengine.extensions.windows import WindowedBlockManager
+from nanoengine.sampling_params import check_integer
 
 FORMAT_VERSION = 1
 MAX_QUEUED_BYTES = 1 << 30  # of blocks that wait to be written; beyond, saving waits for a later step
@@ -88,9 +90,14 @@ class DirectoryStore:
 
     Raises:
         OSError: the directory cannot be made.
+        TypeError, ValueError: max_bytes is no number of bytes.
     """
 
+    max_entry_bytes = 1 << 30  # what is larger is no entry; an engine says how large its own are
+
     def __init__(self, path: str | Path, max_bytes: int | None = None) -> None:
+        if max_bytes is not None:
+            check_integer("max_bytes", max_bytes, 1, 2**62)
         self.path = Path(path).expanduser()
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.max_bytes = shutil.disk_usage(self.path).total // 10 if max_bytes is None else max_bytes
@@ -102,10 +109,10 @@ class DirectoryStore:
     def get(self, keys: abc.Sequence[str]) -> Iterable[bytes]:
         """As in `Store`."""
         for key in keys:
-            try:
-                yield self._file(key).read_bytes()
-            except FileNotFoundError:
+            data = self._read(self._file(key))
+            if data is None:
                 return
+            yield data
 
     def put(self, key: str, data: bytes) -> None:
         """As in `Store`."""
@@ -135,6 +142,24 @@ class DirectoryStore:
 
     def _file(self, key: str) -> Path:
         return self.path / key[:2] / f"{key}.safetensors"
+
+    def _read(self, file: Path) -> bytes | None:
+        """A file's content; None where there is none, or something that no engine put there.
+
+        A pipe would be waited for without end, and a file with holes may claim to be of any size.
+        """
+        try:
+            handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        try:
+            status = os.fstat(handle)
+            if not stat.S_ISREG(status.st_mode) or status.st_size > self.max_entry_bytes:
+                return None
+            with open(handle, "rb", closefd=False) as stream:
+                return stream.read(self.max_entry_bytes)
+        finally:
+            os.close(handle)
 
     @staticmethod
     def _touch(file: Path, time_ns: int) -> bool:
@@ -204,7 +229,9 @@ class RedisStore:
         )
 
     def __str__(self) -> str:
-        return self.url.rpartition("@")[2]  # without a password
+        found = self._redis.connection_pool.connection_kwargs  # not the address, which may hold a password
+        where = found.get("path") or f"{found.get('host', 'localhost')}:{found.get('port', 6379)}"
+        return f"{where}/{found.get('db', 0)}"
 
     def get(self, keys: abc.Sequence[str]) -> Iterable[bytes]:
         """As in `Store`."""
@@ -401,6 +428,8 @@ class KVConnector:
             sum(specs[layer].bytes_per_token for layer in layers) * runner.block_size
             for layers in self.layers
         ]
+        if isinstance(store, DirectoryStore):  # K and V, the tokens, and what safetensors writes around them
+            store.max_entry_bytes = sum(self.sizes) + (1 << 24)
         self._reading, self._writing = Patience("read"), Patience("written")
         self._copying = Patience("copied to")  # where memory for that is short
         self._lock = threading.Lock()
