@@ -320,6 +320,17 @@ def test_a_complete_answer_ends_whatever_the_request_bans(llm):
         assert answers(llm, [params])[0][::2] == ("ab", "stop")
 
 
+def test_where_it_may_go_on_a_ban_on_the_end_holds(llm):
+    ends = llm.llm_engine.checkpoint.eos_token_ids
+    banned = SamplingParams(
+        max_tokens=30, logit_bias=dict.fromkeys(ends, -1000.0), structured_outputs={"regex": "a+"}
+    )
+    least = SamplingParams(max_tokens=30, min_tokens=20, structured_outputs={"regex": "a+"})
+    (_, token_ids, reason), (_, longer, _) = answers(llm, [banned, least])
+    assert (len(token_ids), reason) == (30, "length")
+    assert len(longer) >= 20
+
+
 def test_bans_that_leave_nothing_to_say_end_the_request_alone(llm):
     banned = SamplingParams(bad_words=["a", "b"], max_tokens=9, structured_outputs={"regex": "[ab]{5}"})
     free = SamplingParams(temperature=0, max_tokens=9)
