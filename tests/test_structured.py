@@ -321,14 +321,12 @@ def test_a_complete_answer_ends_whatever_the_request_bans(llm):
 
 
 def test_where_it_may_go_on_a_ban_on_the_end_holds(llm):
-    ends = llm.llm_engine.checkpoint.eos_token_ids
-    banned = SamplingParams(
-        max_tokens=30, logit_bias=dict.fromkeys(ends, -1000.0), structured_outputs={"regex": "a+"}
-    )
-    least = SamplingParams(max_tokens=30, min_tokens=20, structured_outputs={"regex": "a+"})
-    (_, token_ids, reason), (_, longer, _) = answers(llm, [banned, least])
-    assert (len(token_ids), reason) == (30, "length")
-    assert len(longer) >= 20
+    bias = dict.fromkeys(llm.llm_engine.checkpoint.eos_token_ids, -1e6)
+    common = {"temperature": 100.0, "max_tokens": 30, "structured_outputs": {"regex": "a+"}}
+    banned = [SamplingParams(**common, seed=seed, logit_bias=bias) for seed in range(6)]
+    least = [SamplingParams(**common, seed=seed, min_tokens=20) for seed in range(6)]
+    assert [len(token_ids) for _, token_ids, _ in answers(llm, banned)] == [30] * 6
+    assert all(len(token_ids) > 20 for _, token_ids, _ in answers(llm, least))
 
 
 def test_bans_that_leave_nothing_to_say_end_the_request_alone(llm):
