@@ -52,6 +52,22 @@ def test_a_request_s_function_sees_its_output_and_decides(llm):
     assert seen == [[], [40], [40, 41], [40, 41, 42]]
 
 
+def test_a_function_is_shown_float32_whatever_the_model_computes_in():
+    seen = []
+
+    def look(output_ids, logits):
+        seen.append((logits.dtype, logits.clone()))
+        return logits
+
+    params = SamplingParams(
+        temperature=0, max_tokens=2, logits_processors=[look], structured_outputs={"regex": "a*"}
+    )
+    with LLM(DEMO, num_kv_blocks=20, dtype="bfloat16") as llm:
+        token_ids(llm, params)
+    assert [dtype for dtype, _ in seen] == [torch.float32] * 2
+    assert all(logits.isfinite().all() for _, logits in seen), "the grammar has its word after it"
+
+
 def test_a_function_of_three_is_shown_the_prompt_first(llm):
     def echo(prompt_ids, output_ids, logits):
         return only(prompt_ids[len(output_ids) % len(prompt_ids)])(output_ids, logits)
@@ -86,7 +102,7 @@ def fails(output_ids, logits):
 
 @pytest.mark.parametrize(
     "wrong",
-    [fails, lambda ids, x: None, lambda ids, x: x[:3], lambda ids, x: x * torch.nan],
+    [fails, lambda ids, x: None, lambda ids, x: x[:1], lambda ids, x: x * torch.nan],
     ids=["raises", "None", "shape", "NaN"],
 )
 def test_one_that_fails_ends_its_request_alone(wrong, llm):

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nanoengine import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
+from nanoengine.engine import Sequence
 from nanoengine.extensions import structured
 from nanoengine.extensions.structured import Constraint, closed
 from tests.helpers import DEMO, table_checkpoint
@@ -254,6 +255,20 @@ def test_drafts_are_forgotten_where_a_neighbour_fails():
             assert (found, reason) == (alone, "error")
 
 
+def test_drafts_that_a_grammar_forbids_are_not_computed(llm):
+    grammars, tokenizer = llm.llm_engine._grammars, llm.get_tokenizer()
+    a, b, c = tokenizer.convert_tokens_to_ids(["a", "b", "c"])
+    make = grammars.compile(StructuredOutputsParams(regex="a[ab]{3,9}"))
+    propose = structured.GrammarProposer(lambda seq, num_tokens: [b, a, c, b][:num_tokens], 4)
+    seq = Sequence(0, [1, 2], SamplingParams(), processors=(make(),))
+    assert propose(seq, 4) == [a], "there is no choice"
+    seq.token_ids.append(a)
+    assert [propose(seq, most) for most in (1, 2, 3, 4)] == [[b], [b, a], [b, a], [b, a]]
+    assert propose(Sequence(1, [1, 2], SamplingParams()), 4) == [b, a, c, b], "without a grammar"
+    seq.token_ids.append(c)
+    assert propose(seq, 4) == [], "what does not conform is for the sampler to refuse"
+
+
 def test_a_step_that_fails_is_computed_anew_to_the_same_end(llm, expected):
     launch, calls = llm.llm_engine.runner.launch, []
 
@@ -438,6 +453,7 @@ def test_answers_to_many_random_schemas_validate(llm, schemas, seed):
 
 # ---- what is refused, in words and in time ----
 
+LENIENT = {"type": "array", "uniqueItems": True, "x-guidance": {"lenient": True}}
 DEEP = '{"type":"array","items":' * 1000 + "{}" + "}" * 1000
 
 
@@ -469,9 +485,19 @@ DEEP = '{"type":"array","items":' * 1000 + "{}" + "}" * 1000
         ({"choice": ["\ud800"]}, "structured_outputs: "),
         ({"structural_tag": {"format": {"type": "any_text"}}}, '"structures" and "triggers"'),
         ({"structural_tag": {"structures": [{"begin": "<f>"}]}}, "must hold begin, schema and end"),
+        (
+            {
+                "structural_tag": {
+                    "structures": [{"begin": "<f>", "schema": LENIENT, "end": ""}],
+                    "triggers": ["<f"],
+                }
+            },
+            "uniqueItems",
+        ),
+        ({"grammar": f"start: %json {json.dumps(LENIENT)}"}, "uniqueItems"),
         ({"structural_tag": {"structures": [{"begin": "a", "schema": {}, "end": ""}]}}, "no trigger"),
     ],
-    ids=range(26),
+    ids=range(28),
 )
 def test_what_cannot_be_enforced_is_refused_within_a_second(form, message, llm):
     start = time.monotonic()

@@ -9,7 +9,7 @@ import jsonschema
 import openai
 import pydantic
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
@@ -186,6 +186,8 @@ def test_without_tools_what_looks_like_a_call_is_text():
 
 
 @settings(max_examples=200, deadline=None)
+@example(words=["<think>", "</think>", "<tool_call>"], name="hermes")
+@example(words=["<think>", "</think>", "<", "</think>", "<tool_call>"], name="hermes")
 @given(
     words=st.lists(
         st.sampled_from(

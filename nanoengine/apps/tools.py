@@ -109,8 +109,8 @@ TOOL_FORMATS = {
         arguments="parameters",
     ),
 }
-# JSON as chat templates write it, who do it by Python's json.dumps; what a schema says is not ignored.
-AS_TRAINED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": False}
+# JSON as chat templates write it, who do it by Python's json.dumps.
+AS_TRAINED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 NO_TAG = "llama3_json"  # how a required call is written where a format is not JSON alone
 
 REASONING_FORMATS = {
@@ -346,8 +346,8 @@ class AnswerParser:
         field: Any = self.call_field
         captures = {name: text for name, text in value.items() if name != "content"}
         start = self.position
-        if field.open_re is not None and (tag := field.open_re.match(self.text, start)):
-            self.position = tag.end()
+        if field.open_re is not None and (tag := field.open_re.search(self.text, start)):
+            start, self.position = tag.span()  # behind other tags, which are left out
         self._skip(value["content"])
         if field.close_re is not None and (tag := field.close_re.match(self.text, self.position)):
             self.position = tag.end()

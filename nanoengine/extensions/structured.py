@@ -162,7 +162,9 @@ class Grammars:
         if len(grammar) > MAX_CHARACTERS:
             raise ValueError(f"{len(grammar)} characters, and at most {MAX_CHARACTERS} are taken")
         matcher = self.llguidance.LLMatcher(self.tokenizer, grammar, log_level=0, limits=self.limits)
-        warnings = matcher.get_grammar_warnings()
+        warnings = (
+            matcher.get_grammar_warnings()
+        )  # of what a schema would have ignored ("x-guidance": lenient)
         if not matcher.is_error() and not warnings:
             matcher.compute_bitmask()  # which may fail too, and prepares for the next one
         if matcher.is_error() or warnings:
@@ -174,7 +176,7 @@ class Grammars:
         matcher = self.llguidance.LLMatcher
         if asked.json is not None or asked.json_object:
             schema, style = self._schema_of(asked)
-            return str(matcher.grammar_from_json_schema(schema, style, {"lenient": False}))
+            return str(matcher.grammar_from_json_schema(schema, style))
         if asked.regex is not None:
             return str(matcher.grammar_from_regex(asked.regex))
         if asked.choice is not None:
@@ -215,9 +217,8 @@ class Grammars:
                     break
             else:
                 raise ValueError(f"structural_tag has no trigger that {begin!r} begins with")
-            schema = one["schema"] | {"x-guidance": {"lenient": False}}
             tags.append(
-                self.llguidance.StructTag(trigger=trigger, begin=begin, grammar=schema, end=one["end"])
+                self.llguidance.StructTag(trigger=trigger, begin=begin, grammar=one["schema"], end=one["end"])
             )
         is_special = any(one.trigger in self.special_tokens for one in tags)
         return str(self.llguidance.StructTag.to_grammar(tags, assume_special=is_special))
