@@ -13,7 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from nanoengine import AsyncLLM
+from nanoengine import AsyncLLM, SamplingParams
+from nanoengine.apps.openai_api import ChatRequest
 from nanoengine.apps.tools import TOOL_FORMATS, AnswerParser, Formats, ToolChoice, choose_formats
 from tests.helpers import DEMO
 from tests.serving import http, served
@@ -248,7 +249,33 @@ def test_a_tokenizer_s_own_template_goes_first():
         CALL,
         ("content", "[call add]{no[/call]"),
     ]
+    text = '[call add]{"a": 5}[/call]'
+    assert taken_apart(AnswerParser(formats, "<bot>", []), text) == [("content", text)], "no tools were shown"
     assert choose_formats(tokenizer, "hermes").template is None
+    tokenizer.response_template = {"fields": {}}
+    with pytest.raises(ValueError, match="response_template cannot be read"):
+        choose_formats(tokenizer)
+
+
+def test_a_required_call_is_read_where_a_format_has_no_grammar():
+    """It is JSON then, behind the thoughts if there are any."""
+    text = 'Hm.</think>\n\n{"name": "add", "parameters": {"a": 5, "b": 6}}'
+    for calls in (None, "mistral", "harmony"):
+        parser = AnswerParser(Formats(calls, "deepseek_r1", None, {}), "<think>\n", [ADD], forced=True)
+        assert taken_apart(parser, text) == [("reasoning", "Hm."), CALL]
+
+
+def test_a_required_call_has_no_arguments_but_those_named():
+    parameters = {"type": "object", "properties": {"a": {"type": "object", "properties": {}}}}
+    for calls in TOOL_FORMATS:
+        formats = Formats(calls, None, None, {"<tool_call>": 77})
+        grammar = formats.required_calls(
+            [{"function": {"name": "f", "parameters": parameters}}, ADD], many=True
+        )
+        assert (
+            grammar.count('"additionalProperties": false') == 5
+        )  # of both calls, and of what they are given
+        assert ("<[77]>" in grammar) == (calls == "hermes"), "a special token by its id"
 
 
 @pytest.mark.parametrize(
@@ -548,6 +575,22 @@ def test_what_cannot_be_served_is_refused_by_name(fields, param, message, runnin
     error = answer.json()["error"]
     assert re.search(message, error["message"]), error
     assert param is None or error["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("calls", "reasoning", "special", "tools", "keeps"),
+    [
+        ("hermes", None, {"<tool_call>": 5}, [ADD], True),
+        ("hermes", None, {"<eos>": 5}, [ADD], False),
+        ("hermes", None, {"<tool_call>": 5}, [], False),
+        (None, "deepseek_r1", {"</think>": 5}, [], True),
+        ("llama3_json", None, {"<|python_tag|>": 5}, [ADD], True),
+    ],
+)
+def test_tags_that_are_special_tokens_stay_in_the_text_to_be_read(calls, reasoning, special, tools, keeps):
+    request = ChatRequest(messages=[], tools=tools)
+    params = request.fit(SamplingParams(), [{"prompt": ""}], Formats(calls, reasoning, None, special))
+    assert params.skip_special_tokens is not keeps
 
 
 def test_a_choice_of_tools_is_read_once():

@@ -224,7 +224,7 @@ def choose_formats(tokenizer: Any, tools: str = "auto", reasoning: str = "auto")
     """How a model writes, by its tokenizer, or by names.
 
     Raises:
-        ValueError: there is no format of that name.
+        ValueError: there is no format of that name, or the tokenizer's own is none.
     """
     template = getattr(tokenizer, "chat_template", None) or ""
     text = template if isinstance(template, str) else json.dumps(template)
@@ -236,6 +236,11 @@ def choose_formats(tokenizer: Any, tools: str = "auto", reasoning: str = "auto")
             f"reasoning_parser must be auto, none or of {[*REASONING_FORMATS]}, got {reasoning!r}"
         )
     own = getattr(tokenizer, "response_template", None) if (tools, reasoning) == ("auto", "auto") else None
+    if own is not None:
+        try:
+            load_response_template(own)
+        except ValueError as error:
+            raise ValueError(f"the tokenizer's response_template cannot be read: {error}") from None
     marks = {name: one.mark for name, one in TOOL_FORMATS.items()}
     found = next((name for name, mark in marks.items() if mark in text), None)
     thought = next((name for name, (_, mark) in REASONING_FORMATS.items() if mark in text), None)
