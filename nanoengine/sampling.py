@@ -168,7 +168,14 @@ def sample_rows(
         return tokens, report_samples(logits[at], asked, tokens, transfer, at.start)
 
     failed = logits.new_full((1,), -1, dtype=torch.int64), list[LogprobTable]()
-    tokens, tables = zip(*_isolate(sample, len(rows), failed), strict=True)
+    try:
+        parts = _isolate(sample, len(rows), failed)
+    except Exception:
+        if not all(row.processors for row in rows):
+            raise
+        parts = [failed] * len(rows)  # each by its own processors, as far as can be known
+        logging.getLogger(__name__).exception("sampling failed for %d requests", len(rows))
+    tokens, tables = zip(*parts, strict=True)
     return torch.cat(tokens), [table for part in tables for table in part]
 
 

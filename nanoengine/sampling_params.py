@@ -219,6 +219,8 @@ class SamplingParams:
         for name in ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens"):
             check_bool(name, getattr(self, name))
         if isinstance(self.structured_outputs, dict):
+            if unknown := self.structured_outputs.keys() - StructuredOutputsParams.__dataclass_fields__:
+                raise TypeError(f"structured_outputs has no field {sorted(unknown, key=repr)[0]!r}")
             checked["structured_outputs"] = StructuredOutputsParams(**self.structured_outputs)
         elif self.structured_outputs is not None:
             if not isinstance(self.structured_outputs, StructuredOutputsParams):

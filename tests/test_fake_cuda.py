@@ -160,6 +160,14 @@ def fake_gpu(cuda_guard, monkeypatch):
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+class PlusOne:
+    def __call__(self, output_ids, logits):
+        return logits + 1
+
+    def __repr__(self):
+        return "plus one"  # in the test's name
+
+
 SETTINGS = [
     {"temperature": 0},
     {},
@@ -175,7 +183,7 @@ SETTINGS = [
     {"bad_words": ["b"]},
     {"min_tokens": 2, "stop_token_ids": [9]},
     {"structured_outputs": {"regex": "(?s:.*)"}, "stop_token_ids": [9]},
-    {"logits_processors": [lambda output_ids, logits: logits + 1]},
+    {"logits_processors": [PlusOne()]},
     {"logprobs": 3},
     {"logprobs": -1, "top_k": 3},
     {"prompt_logprobs": 2},

@@ -111,6 +111,21 @@ def test_one_that_fails_ends_its_request_alone(wrong, llm):
     assert [out.outputs[0].finish_reason for out in outputs] == ["length", "error", "length"]
 
 
+def test_where_all_requests_of_a_step_fail_each_ends_alone(llm):
+    def fails_late(output_ids, logits):
+        if len(output_ids) == 5:
+            raise RuntimeError("planted")
+        return logits
+
+    plain, failing = (
+        SamplingParams(temperature=0, max_tokens=2),
+        SamplingParams(n=2, logits_processors=[fails_late]),
+    )
+    outputs = llm.generate(["Hello"] * 3, [plain, failing, failing], use_tqdm=False)
+    reasons = [[one.finish_reason for one in output.outputs] for output in outputs]
+    assert reasons == [["length"], ["error"] * 2, ["error"] * 2]
+
+
 @pytest.mark.parametrize(
     "wrong", [5, [5], [lambda logits: logits], ["a.b:c"], [lambda a, b, c, d: d]], ids=range(5)
 )

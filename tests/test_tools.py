@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import time
 from contextlib import closing
 
 import jsonschema
@@ -265,6 +266,66 @@ def test_a_required_call_is_read_where_a_format_has_no_grammar():
         assert taken_apart(parser, text) == [("reasoning", "Hm."), CALL]
 
 
+def test_references_in_a_tool_s_schema_are_its_own(client, script):
+    script.says = {"Hello": '<tool_call>\n{"name": "f"'}
+    parameters = {
+        "properties": {"name": {"enum": [1, 2]}, "b": {"$ref": "#/properties/name"}, "c": {"$ref": "#"}},
+        "required": ["name", "b"],
+    }
+    tool: dict = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    found = 0
+    for seed in range(6):
+        answer = client.chat.completions.create(
+            model="demo",
+            messages=[{"role": "user", "content": "Hello"}],
+            tools=[tool],
+            tool_choice={"type": "function", "function": {"name": "f"}},
+            temperature=2.0,
+            seed=seed,
+            max_tokens=200,
+            extra_body={"chat_template_kwargs": {"enable_thinking": False}},
+        ).choices[0]
+        if answer.finish_reason == "tool_calls":
+            found += 1
+            arguments = json.loads(answer.message.tool_calls[0].function.arguments)
+            jsonschema.validate(arguments, {"type": "object", **parameters})
+    assert found
+
+
+def test_an_answer_with_a_form_is_content_as_it_is():
+    text = '{"t": "<think>x</think><tool_call>{}</tool_call>", "name": "Bob"}'
+    for calls in TOOL_FORMATS:
+        formats = Formats(calls, "deepseek_r1", None, {})
+        for said, expected in (
+            (text, [("content", text)]),
+            (f"<think>Hm.</think>{text}", [("reasoning", "Hm."), ("content", text)]),
+        ):
+            assert taken_apart(AnswerParser(formats, "", [ADD], has_form=True), said) == expected
+
+
+@pytest.mark.parametrize(
+    ("formats", "unit", "size"),
+    [
+        (("harmony", "harmony"), "a", 4000),
+        (("hermes", "deepseek_r1"), "\n", 40000),
+        (("mistral", None), "a", 40000),
+    ],
+)
+def test_no_text_takes_quadratic_time(formats, unit, size):
+    """Four times as much takes about four times as long; sixteen times, if it were quadratic."""
+    beginning = {"harmony": " to=functions.", "mistral": "[TOOL_CALLS]"}.get(formats[0], "")
+
+    def seconds(size):
+        parser, start = AnswerParser(Formats(*formats, None, {}), "", [ADD]), time.perf_counter()
+        text = beginning + unit * size + "x"
+        for i in range(0, len(text), max(1, size // 1000)):
+            parser.feed(text[i : i + max(1, size // 1000)])
+        parser.finish()
+        return time.perf_counter() - start
+
+    assert min(seconds(4 * size) for _ in range(2)) < 10 * min(seconds(size) for _ in range(3))
+
+
 def test_a_required_call_has_no_arguments_but_those_named():
     parameters = {"type": "object", "properties": {"a": {"type": "object", "properties": {}}}}
     for calls in TOOL_FORMATS:
@@ -273,7 +334,7 @@ def test_a_required_call_has_no_arguments_but_those_named():
             [{"function": {"name": "f", "parameters": parameters}}, ADD], many=True
         )
         assert (
-            grammar.count('"additionalProperties": false') == 5
+            grammar.count('"additionalProperties": false') == 3
         )  # of both calls, and of what they are given
         assert ("<[77]>" in grammar) == (calls == "hermes"), "a special token by its id"
 
@@ -527,12 +588,30 @@ def test_every_spelling_of_a_form_is_served(fields, conforms, path, running, scr
     assert choice["finish_reason"] == "length" or conforms(text)
 
 
+ENDLESS = {"function": {"name": "f", "parameters": {"properties": {"c": {"$ref": "#"}}, "required": ["c"]}}}
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
         ({"tools": 5}, "tools", "tools must be a list"),
         ({"tools": [{}]}, "tools", "tools must hold"),
-        ({"tools": [{"function": {"name": "f", "parameters": 5}}]}, "tools", "must be a JSON schema"),
+        (
+            {"tools": [{"function": {"name": "f", "parameters": 5}}]},
+            "tools",
+            "must be the JSON schema of an object",
+        ),
+        ({"tools": [{"function": {"name": "f", "parameters": {"type": "string"}}}]}, "tools", "of an object"),
+        (
+            {"tools": [{"function": {"name": "f", "parameters": {"properties": [1]}}}]},
+            "tools",
+            "of an object",
+        ),
+        ({"tools": [{"function": {"name": "f", "parameters": 0}}]}, "tools", "of an object"),
+        ({"tools": [{"type": "web", "function": {"name": "f"}}]}, "tools", "of type function"),
+        ({"tools": [ADD], "tool_choice": {"type": "x", "name": "add"}}, "tool_choice", "must be none, auto"),
+        ({"tools": [ENDLESS], "tool_choice": "required"}, None, "Too many items|no text"),
+        ({"structured_outputs": {"foo": 1}}, "structured_outputs", "no field 'foo'"),
         ({"tool_choice": "required"}, "tool_choice", "tool_choice needs tools"),
         (
             {"tools": [ADD], "tool_choice": "sometimes"},
@@ -566,7 +645,7 @@ def test_every_spelling_of_a_form_is_served(fields, conforms, path, running, scr
             "arguments must be JSON",
         ),
     ],
-    ids=range(15),
+    ids=range(22),
 )
 def test_what_cannot_be_served_is_refused_by_name(fields, param, message, running):
     body = {"messages": [{"role": "user", "content": "Hello"}], **fields}

@@ -374,6 +374,7 @@ class ChatRequest(Conversation, GenerationRequest):
     _formats: Formats | None = PrivateAttr(None)
     _choice: ToolChoice | None = PrivateAttr(None)
     _prompt: str = PrivateAttr("")
+    _has_form: bool = PrivateAttr(False)
     _answers: dict[int, Answer] = PrivateAttr(default_factory=dict)  # by the sample's index
 
     def params(self, defaults: SamplingParams, recommended: int | None) -> SamplingParams:
@@ -403,6 +404,7 @@ class ChatRequest(Conversation, GenerationRequest):
             if formats.keeps_special_tokens:
                 params = replace(params, skip_special_tokens=False)
         is_one = self.parallel_tool_calls is False
+        self._has_form = params.structured_outputs is not None
         form = choice.constrain(params.structured_outputs, formats, self._prompt, not is_one)
         return replace(params, structured_outputs=form)
 
@@ -413,7 +415,8 @@ class ChatRequest(Conversation, GenerationRequest):
         if index not in self._answers:
             tools = self._choice.tools if self._choice.shown else []
             is_forced = self._choice.most_required > 0
-            parser = AnswerParser(self._formats, self._prompt, tools, is_forced)
+            has_form = self._has_form and not is_forced
+            parser = AnswerParser(self._formats, self._prompt, tools, is_forced, has_form)
             self._answers[index] = Answer(parser, 1 if self.parallel_tool_calls is False else MANY)
         return self._answers[index].take(completion, bool(self.stream))
 

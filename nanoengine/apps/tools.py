@@ -27,6 +27,7 @@ from nanoengine.sampling_params import StructuredOutputsParams
 
 # ---- How models write ----------------------------------------------------------------------------
 
+# Repetitions in patterns have bounds, so that no text takes quadratic time to be looked through.
 CALL = {"content": "json", "repeats": True}
 NAMED = {"transform": {"name": "{name}", "arguments": "{content}"}}
 
@@ -49,15 +50,15 @@ TOOL_FORMATS = {
         CALL
         | NAMED
         | {
-            "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
-            "close_pattern": r"</function>\s*</tool_call>\s*",
+            "open_pattern": r"\s{0,9}<tool_call>\s{0,9}<function=(?P<name>[^>\n]{1,99})>",
+            "close_pattern": r"</function>\s{0,9}</tool_call>\s{0,9}",
             "content": "xml-inline",
             "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
         },
         "<function=",
     ),
     "hermes": ToolFormat(  # Qwen 2.5 and 3, Hermes
-        CALL | {"open_pattern": r"\s*<tool_call>\s*", "close_pattern": r"\s*</tool_call>\s*"},
+        CALL | {"open_pattern": r"\s{0,9}<tool_call>\s{0,9}", "close_pattern": r"\s{0,9}</tool_call>\s{0,9}"},
         "<tool_call>",
         "<tool_call>\n",
         "\n</tool_call>",
@@ -66,8 +67,8 @@ TOOL_FORMATS = {
         CALL
         | NAMED
         | {
-            "open_pattern": r"\s*\[TOOL_CALLS\]\s*(?P<name>[\w.-]*)"
-            r"(?:(?:\[CALL_ID\]\w+)?\[ARGS\]|(?=\[\s*\{))",
+            "open_pattern": r"\s{0,9}\[TOOL_CALLS\]\s{0,9}(?P<name>[\w.-]{0,99})"
+            r"(?:(?:\[CALL_ID\]\w{1,99})?\[ARGS\]|(?=\[\s{0,9}\{))",
             "close_pattern": r"(?=\[TOOL_CALLS\])",
         },
         "[TOOL_CALLS]",
@@ -76,8 +77,9 @@ TOOL_FORMATS = {
         CALL
         | NAMED
         | {
-            "open_pattern": r"(?:<\|start\|>assistant)?(?:<\|channel\|>\w+)? to=functions\.(?P<name>[\w.-]+)"
-            r"(?:<\|channel\|>\w+)?\s*(?:(?:<\|constrain\|>)?\w+)?<\|message\|>",
+            "open_pattern": r"(?:<\|start\|>assistant)?(?:<\|channel\|>\w{1,19})?"
+            r" to=functions\.(?P<name>[\w.-]{1,99})(?:<\|channel\|>\w{1,19})?\s{0,9}"
+            r"(?:(?:<\|constrain\|>)?\w{1,19})?<\|message\|>",
             "close_pattern": r"<\|call\|>|<\|end\|>",
         },
         "<|channel|>",
@@ -86,7 +88,7 @@ TOOL_FORMATS = {
         CALL
         | NAMED
         | {
-            "open_pattern": r"<\|tool_call>call:(?P<name>[\w.-]+)",
+            "open_pattern": r"<\|tool_call>call:(?P<name>[\w.-]{1,99})",
             "close": "<tool_call|>",
             "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
         },
@@ -96,14 +98,14 @@ TOOL_FORMATS = {
         CALL
         | NAMED
         | {
-            "open_pattern": r"<start_function_call>call:(?P<name>[\w.-]+)",
+            "open_pattern": r"<start_function_call>call:(?P<name>[\w.-]{1,99})",
             "close": "<end_function_call>",
             "content_args": {"unquoted_keys": True, "string_delims": [["<escape>", "<escape>"]]},
         },
         "<start_function_call>",
     ),
     "llama3_json": ToolFormat(  # an answer that is a call is nothing else
-        CALL | {"open_pattern": r"\A\s*<\|python_tag\|>\s*|\A\s*(?=\{)"},
+        CALL | {"open_pattern": r"\A\s{0,9}<\|python_tag\|>\s{0,9}|\A\s{0,9}(?=\{)"},
         "<|python_tag|>",
         "",
         arguments="parameters",
@@ -119,7 +121,10 @@ REASONING_FORMATS = {
         "<|channel|>",
     ),
     "gemma4": ({"open": "<|channel>thought\n", "close": "<channel|>"}, "<|channel>"),
-    "deepseek_r1": ({"open_pattern": r"\s*<think>\s*", "close_pattern": r"\s*</think>\s*"}, "<think>"),
+    "deepseek_r1": (
+        {"open_pattern": r"\s{0,9}<think>\s{0,9}", "close_pattern": r"\s{0,9}</think>\s{0,9}"},
+        "<think>",
+    ),
 }
 # Names that vLLM has for formats of the same tags.
 SAME = {"qwen3": "deepseek_r1", "openai": "harmony", "openai_gptoss": "harmony", "qwen3_xml": "qwen3_coder"}
@@ -182,18 +187,11 @@ class Formats(NamedTuple):
         for i, tool in enumerate(tools):
             function = tool["function"]
             # A function takes no arguments but those it names, though a schema that does not say allows them.
-            parameters = closed(function.get("parameters") or {"type": "object", "properties": {}})
-            schema = {
-                "type": "object",
-                "properties": {"name": {"const": function["name"]}, kind.arguments: parameters},
-                "required": ["name", kind.arguments],
-                "additionalProperties": False,
-                "x-guidance": AS_TRAINED,
-            }
-            for name in ("$defs", "definitions"):  # which references are resolved from the root
-                if name in parameters:
-                    schema[name] = parameters[name]
-            rules.append(f"call_{i}: %json {json.dumps(schema)}")
+            # The schema stands by itself, as its references want it.
+            parameters = {"type": "object", "properties": {}, **closed(function.get("parameters") or {})}
+            head = json.dumps({"name": function["name"], kind.arguments: 0}).removesuffix("0}")
+            rules.append(f"call_{i}: {json.dumps(head)} arguments_{i} {json.dumps('}')}")
+            rules.append(f"arguments_{i}: %json {json.dumps({**parameters, 'x-guidance': AS_TRAINED})}")
         begin, end = (" ".join(map(self.literal, parts(text))) for text in (kind.begin or "", kind.end))
         rules.append("one: " + begin + " (" + " | ".join(f"call_{i}" for i in range(len(tools))) + ") " + end)
         more = ' ("\\n" one)*' if many and kind.begin else ""
@@ -272,26 +270,35 @@ class AnswerParser:
         prompt: its text, whose end may have begun the answer.
         tools: those that the model was shown; none: what looks like a call stays text.
         forced: whether a grammar had it call them.
+        has_form: whether a grammar gave the answer a form: then it is content as it is, behind the thoughts.
     """
 
     def __init__(
-        self, formats: Formats, prompt: str, tools: list[dict[str, Any]], forced: bool = False
+        self,
+        formats: Formats,
+        prompt: str,
+        tools: list[dict[str, Any]],
+        forced: bool = False,
+        has_form: bool = False,
     ) -> None:
         self.schemas = {
             tool["function"]["name"]: (tool["function"].get("parameters") or {}).get("properties") or {}
             for tool in tools
         }
         own, prefix = formats.template, prompt
-        if own is None or forced:
+        if own is None or forced or has_form:
             fields: dict[str, Any] = {}
-            if formats.reasoning:
+            if has_form and formats.reasoning == "deepseek_r1":
+                at_once = {"open_pattern": r"\A\s{0,9}<think>\s{0,9}"}
+                fields["reasoning"] = CONTENT | formats.reasoning_field | at_once
+            elif formats.reasoning and not has_form:
                 fields["reasoning"] = CONTENT | formats.reasoning_field
-            if tools and (formats.tools or forced):
+            if tools and (formats.tools or forced) and not has_form:
                 name = formats.forced_tools if forced else str(formats.tools)
                 # Where nothing but calls can come, they need not stand at the beginning.
-                anywhere = {"open_pattern": r"\s*(?=\{)"} if forced and name == NO_TAG else {}
+                anywhere = {"open_pattern": r"\s{0,9}(?=\{)"} if forced and name == NO_TAG else {}
                 fields["tool_calls"] = TOOL_FORMATS[name].field | anywhere
-            is_harmony = "harmony" in (formats.tools, formats.reasoning) and not forced
+            is_harmony = "harmony" in (formats.tools, formats.reasoning) and not forced and not has_form
             fields["content"] = CONTENT | (FINAL if is_harmony else {})
             own = {"start_anchor": "\0", "fields": fields}
             prefix = "<think>" if formats.reasoning == "deepseek_r1" and is_thinking(prompt) else ""
@@ -361,7 +368,7 @@ class AnswerParser:
             if isinstance(read, dict) and read.get("name") == "":  # a list of calls with names of their own
                 read = read["arguments"]
             return [Part("tool_calls", self._call_of(one)) for one in listed(read)]
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return [Part("content", self.text[start : self.position])]
 
     def _call_of(self, read: Any) -> dict[str, str]:
@@ -426,8 +433,13 @@ class ToolChoice(NamedTuple):
             name = function.get("name") if isinstance(function, dict) else None
             if not isinstance(function, dict) or not isinstance(name, str) or not name:
                 raise ValueError(f'tools must hold {{"function": {{"name": ...}}}}, got {tool!r:.200}')
-            if not isinstance(function.get("parameters") or {}, dict):
-                raise TypeError(f"tools: parameters must be a JSON schema, got {function['parameters']!r}")
+            if tool.get("type", "function") != "function":
+                raise ValueError(f"tools must be of type function, got {tool['type']!r:.200}")
+            schema = function.get("parameters")
+            if schema is not None and not is_schema_of_arguments(schema):
+                raise ValueError(
+                    f"tools: parameters must be the JSON schema of an object, got {schema!r:.200}"
+                )
         names = [tool["function"]["name"] for tool in tools]
         if choice in (None, "auto", "none"):
             return cls(tools, bool(tools) and choice != "none", 0)
@@ -435,7 +447,8 @@ class ToolChoice(NamedTuple):
             raise ValueError("tool_choice needs tools")
         if choice == "required":
             return cls(tools, True, MANY)
-        named = choice.get("function", choice) if isinstance(choice, dict) else None
+        is_named = isinstance(choice, dict) and choice.get("type", "function") == "function"
+        named = choice.get("function", choice) if is_named else None
         name = named.get("name") if isinstance(named, dict) else None
         if name not in names:
             raise ValueError(f"tool_choice must be none, auto, required or a tool of {names}, got {choice!r}")
@@ -486,6 +499,13 @@ class Answer:
         if texts["reasoning"]:
             message |= {"reasoning": texts["reasoning"], "reasoning_content": texts["reasoning"]}
         return message | ({"tool_calls": calls} if calls else {})
+
+
+def is_schema_of_arguments(schema: Any) -> bool:
+    """Whether it is one of an object, as far as can be seen at once."""
+    if not isinstance(schema, dict) or schema.get("type", "object") != "object":
+        return False
+    return isinstance(schema.get("properties", {}), dict)
 
 
 def with_arguments_read(message: dict[str, Any]) -> dict[str, Any]:

@@ -13,9 +13,11 @@ The grammars are llguidance's, a parser over the vocabulary's trie: https://gith
 
 import json
 import os
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any, ClassVar, cast
 
@@ -32,6 +34,8 @@ from nanoengine.sampling_params import StructuredOutputsParams
 MAX_CHARACTERS = 1 << 16  # of a grammar: what is longer may take more than a second to compile
 MAX_SYMBOLS = 100_000  # of its productions
 MAX_GRAMMARS = 128  # that are kept
+MAX_ITEMS = 20_000  # of the parser's, at a token: as many as there are ways to go on
+NUM_TRIED = 64  # tokens of an answer, to see whether a grammar can be followed
 # Between JSON's tokens, unless a request says otherwise: a space, or a line end and an indentation. With any
 # amount, as vLLM has it, many a model never stops indenting.
 WHITESPACE = r"( |\n[ \t]{0,40})"
@@ -67,7 +71,9 @@ class Grammars:
         num_tokens = max(vocab_size, self.end_id + 1)
         self.tokenizer = llguidance.LLTokenizer(backend.to_str(), n_vocab=num_tokens, eos_token=self.end_id)
         self.special_tokens = {token.content for token in tokenizer.added_tokens_decoder.values()}
-        self.limits = llguidance.LLParserLimits(max_grammar_size=MAX_SYMBOLS, verbose_errors=False)
+        self.limits = llguidance.LLParserLimits(
+            max_grammar_size=MAX_SYMBOLS, max_items_in_row=MAX_ITEMS, verbose_errors=False
+        )
         self.executor = llguidance.LLExecutor(len(os.sched_getaffinity(0)))
         self.num_words = -(-num_tokens // 32)
         self._biases: Tensor | None = None
@@ -81,20 +87,19 @@ class Grammars:
             ValueError: no grammar, too large a one, one that no text conforms to, or one with parts that
                 would not be enforced.
         """
-        key = repr(asked)
+        try:
+            key = repr(asked)
+            with self._lock:
+                found = self._compiled.get(key)
+            matcher, takes_back = self._compile(asked) if found is None else found
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"structured_outputs: {error}") from None
         with self._lock:
-            matcher = self._compiled.get(key)
-        if matcher is None:
-            try:
-                matcher = self._compile(asked)
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"structured_outputs: {error}") from None
-        with self._lock:
-            self._compiled[key] = matcher
+            self._compiled[key] = matcher, takes_back
             self._compiled.move_to_end(key)
             while len(self._compiled) > MAX_GRAMMARS:
                 self._compiled.popitem(last=False)
-        return lambda: Constraint(self, matcher.deep_copy())
+        return lambda: Constraint(self, matcher.deep_copy(), takes_back)
 
     def fill_masks(self, items: Sequence[tuple["Constraint", SamplingRow]]) -> NDArray[np.uint32]:
         """What may come next in each row, (rows, words) uint32, a bit per token; several at a time.
@@ -155,21 +160,42 @@ class Grammars:
             self._biases = upload(BIASES, logits.device).to(logits.dtype)
         return self._biases
 
-    def _compile(self, asked: StructuredOutputsParams) -> Any:
-        grammar = self._grammar_of(asked)
+    def _compile(self, asked: StructuredOutputsParams) -> tuple[Any, bool]:
+        """A matcher at its beginning, and whether it can take tokens back."""
         if asked.preamble is not None:
-            grammar = behind(asked.preamble, grammar)
+            self._compile(
+                replace(asked, preamble=None)
+            )  # to try it out, which behind a preamble may come too late
+        grammar, takes_back = self._grammar_of(asked), True
+        if asked.preamble is not None:
+            grammar = behind(self._checked(asked.preamble), grammar)
         if len(grammar) > MAX_CHARACTERS:
             raise ValueError(f"{len(grammar)} characters, and at most {MAX_CHARACTERS} are taken")
         matcher = self.llguidance.LLMatcher(self.tokenizer, grammar, log_level=0, limits=self.limits)
         warnings = (
             matcher.get_grammar_warnings()
         )  # of what a schema would have ignored ("x-guidance": lenient)
-        if not matcher.is_error() and not warnings:
-            matcher.compute_bitmask()  # which may fail too, and prepares for the next one
-        if matcher.is_error() or warnings:
-            raise ValueError((matcher.get_error() or warnings[0]).removesuffix("\n<non-verbose/>"))
-        return matcher
+        error = matcher.get_error() or "".join(warnings[:1])
+        if not error:
+            error, takes_back = self._try_out(matcher)
+        if error:
+            raise ValueError(
+                error.removesuffix("\n<non-verbose/>").replace("NoExtensionBias", "no text has it")
+            )
+        return matcher, takes_back
+
+    def _try_out(self, matcher: Any) -> tuple[str, bool]:
+        """Why an answer's beginning cannot be followed, "" where it can; whether it can be taken back."""
+        matcher.compute_bitmask()  # prepares for the copies' first
+        trial = matcher.deep_copy()
+        for _ in range(NUM_TRIED if not matcher.is_error() else 0):
+            allowed = np.unpackbits(np.frombuffer(trial.compute_bitmask(), np.uint8), bitorder="little")
+            allowed[self.end_id] = 0
+            if trial.is_error() or not allowed.any():
+                break
+            trial.consume_token(int(allowed.argmax()))
+        error = matcher.get_error() or trial.get_error()
+        return error, not error and bool(trial.rollback(1)) and not trial.is_error()
 
     def _grammar_of(self, asked: StructuredOutputsParams) -> str:
         """In llguidance's form."""
@@ -179,11 +205,25 @@ class Grammars:
             return str(matcher.grammar_from_json_schema(schema, style))
         if asked.regex is not None:
             return str(matcher.grammar_from_regex(asked.regex))
-        if asked.choice is not None:
-            return str(matcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, asked.choice))))
+        if asked.choice is not None:  # a terminal, which costs no more for being one of many
+            return str(matcher.grammar_from_lark(f"start: C\nC: {' | '.join(map(json.dumps, asked.choice))}"))
         if asked.structural_tag is not None:
             return self._tags_of(asked.structural_tag)
-        return str(self.llguidance.grammar_from("grammar", asked.grammar or ""))
+        return str(self.llguidance.grammar_from("grammar", self._checked(asked.grammar or "")))
+
+    def _checked(self, grammar: str) -> str:
+        """A user's grammar; ValueError where it is too large, or names the token that stands for the end."""
+        if len(grammar) > MAX_CHARACTERS:
+            raise ValueError(f"{len(grammar)} characters, and at most {MAX_CHARACTERS} are taken")
+        for named in re.findall(r"<\[([^\]]*)\]>", grammar):
+            bounds = [part.split("-") for part in named.split(",")]
+            if not all(one.strip().isdecimal() for part in bounds for one in part) or any(
+                int(part[0]) <= self.end_id <= int(part[-1]) for part in bounds
+            ):
+                raise ValueError(
+                    f"grammar must name tokens by their ids, below {self.end_id}, got <[{named}]>"
+                )
+        return grammar
 
     def _schema_of(self, asked: StructuredOutputsParams) -> tuple[str, Any]:
         """The schema, and how JSON is to be written."""
@@ -266,8 +306,9 @@ class Constraint:
 
     is_mask: ClassVar[bool] = True
 
-    def __init__(self, grammars: Grammars, matcher: Any) -> None:
+    def __init__(self, grammars: Grammars, matcher: Any, takes_back: bool = True) -> None:
         self.grammars, self.matcher = grammars, matcher
+        self.takes_back = takes_back  # else there can be no drafts
         self.consumed: list[int] = []  # what the matcher has seen
 
     def catch_up(self, output_ids: Sequence[int]) -> bool:
@@ -325,7 +366,7 @@ class GrammarProposer:
         constraint = next((one for one in seq.processors if isinstance(one, Constraint)), None)
         if constraint is None:
             return self.propose(seq, num_tokens)
-        if not constraint.catch_up(seq.token_ids[seq.num_prompt_tokens :]):
+        if not constraint.takes_back or not constraint.catch_up(seq.token_ids[seq.num_prompt_tokens :]):
             return []
         forced: list[int] = constraint.matcher.compute_ff_tokens()
         drafts = forced[: min(num_tokens, self.max_drafts)] or self.propose(seq, num_tokens)
