@@ -341,7 +341,7 @@ REFUSED = [
     ({"suffix": "x"}, "suffix"),
     ({"tools": [{}]}, "tools"),
     ({"response_format": {"type": "xml"}}, "response_format"),
-    ({"guided_json": 5}, "structured_outputs"),
+    ({"structured_outputs": 5}, "structured_outputs"),
     ({"temperature": float("nan")}, "temperature"),
 ]
 

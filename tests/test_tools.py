@@ -610,7 +610,7 @@ ENDLESS = {"function": {"name": "f", "parameters": {"properties": {"c": {"$ref":
         ({"tools": [{"function": {"name": "f", "parameters": 0}}]}, "tools", "of an object"),
         ({"tools": [{"type": "web", "function": {"name": "f"}}]}, "tools", "of type function"),
         ({"tools": [ADD], "tool_choice": {"type": "x", "name": "add"}}, "tool_choice", "must be none, auto"),
-        ({"tools": [ENDLESS], "tool_choice": "required"}, None, "Too many items|no text"),
+        ({"tools": [ENDLESS], "tool_choice": "required"}, "tools", "Too many items|no text"),
         ({"structured_outputs": {"foo": 1}}, "structured_outputs", "no field 'foo'"),
         ({"tool_choice": "required"}, "tool_choice", "tool_choice needs tools"),
         (
@@ -625,11 +625,16 @@ ENDLESS = {"function": {"name": "f", "parameters": {"properties": {"c": {"$ref":
             "no answer of another form",
         ),
         ({"response_format": {"type": "xml"}}, "response_format", "response_format must be"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}},
+            "response_format",
+            "Unimplemented keys",
+        ),
         ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema with a schema"),
-        ({"guided_regex": "("}, "structured_outputs", "unclosed group"),
+        ({"guided_regex": "("}, "guided_regex", "unclosed group"),
         (
             {"guided_regex": "a", "structured_outputs": {"regex": "b"}},
-            "structured_outputs",
+            "guided_regex",
             "must not be given",
         ),
         ({"structured_outputs": {"regx": "b"}}, None, "regx"),
@@ -645,7 +650,7 @@ ENDLESS = {"function": {"name": "f", "parameters": {"properties": {"c": {"$ref":
             "arguments must be JSON",
         ),
     ],
-    ids=range(22),
+    ids=range(23),
 )
 def test_what_cannot_be_served_is_refused_by_name(fields, param, message, running):
     body = {"messages": [{"role": "user", "content": "Hello"}], **fields}

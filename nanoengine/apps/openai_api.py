@@ -110,6 +110,8 @@ def refusing(body: BaseModel, param: str | None = None) -> Iterator[None]:
         word = re.match(r"\w*", str(error))
         first = word.group() if word else ""
         known = first in SAMPLED or first in type(body).model_fields
+        if first == "structured_outputs" and isinstance(body, GenerationRequest):
+            first = body._form_field
         raise APIError(400, str(error), param=first if known else param) from None
 
 
@@ -174,6 +176,7 @@ class GenerationRequest(BaseModel):
     prompt_logprobs: int | None = None  # this and what follows are vLLM's
     priority: int | None = None
     return_token_ids: bool | None = None
+    _form_field: str = PrivateAttr("structured_outputs")  # the one that asks for a form
 
     def sampling_params(self, defaults: SamplingParams, **own: Any) -> SamplingParams:
         """In the engine's terms; `own` are those that each API writes in its own way.
@@ -186,6 +189,7 @@ class GenerationRequest(BaseModel):
         for name, value in (self.model_extra or {}).items():
             if value is not None and name in GUIDED:
                 form[GUIDED[name]] = value
+                self._form_field = name
             elif value is not None:
                 with refusing(self, name):
                     given |= without_unserved("the request", {name: value}, SAMPLED, UNSERVED)
@@ -195,7 +199,9 @@ class GenerationRequest(BaseModel):
                 bias = {int(key) if key.isdecimal() else key: value for key, value in bias.items()}
             given |= {"logit_bias": bias, "prompt_logprobs": self.prompt_logprobs, **own}
             given["extra_args"] = self.vllm_xargs
-            form |= self.form()
+            if asked := self.form():
+                form |= asked
+                self._form_field = "response_format"
             if form and "structured_outputs" in given:
                 raise ValueError("structured_outputs must not be given beside response_format or guided_...")
             if form:
@@ -405,6 +411,8 @@ class ChatRequest(Conversation, GenerationRequest):
                 params = replace(params, skip_special_tokens=False)
         is_one = self.parallel_tool_calls is False
         self._has_form = params.structured_outputs is not None
+        if choice.most_required:
+            self._form_field = "tools"
         form = choice.constrain(params.structured_outputs, formats, self._prompt, not is_one)
         return replace(params, structured_outputs=form)
 
