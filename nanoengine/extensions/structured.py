@@ -12,7 +12,6 @@ The grammars are llguidance's, a parser over the vocabulary's trie: https://gith
 """
 
 import json
-import os
 import re
 import threading
 from collections import OrderedDict
@@ -74,7 +73,7 @@ class Grammars:
         self.limits = llguidance.LLParserLimits(
             max_grammar_size=MAX_SYMBOLS, max_items_in_row=MAX_ITEMS, verbose_errors=False
         )
-        self.executor = llguidance.LLExecutor(len(os.sched_getaffinity(0)))
+        self.executor = llguidance.LLExecutor(torch.get_num_threads())
         self.num_words = -(-num_tokens // 32)
         self._biases: Tensor | None = None
         self._compiled: OrderedDict[Any, Any] = OrderedDict()
