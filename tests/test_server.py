@@ -320,6 +320,10 @@ REFUSED = [
     ({"stop": ["a"] * 65}, "stop"),
     ({"stop": 5}, "stop"),
     ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"5": 1, "05": 2}}, "logit_bias"),
+    ({"logit_bias": {"٣": 1}}, "logit_bias"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias"),
+    ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
     ({"logit_bias": {"99999": 1}}, "logit_bias"),
     ({"logit_bias": 3}, "logit_bias"),
     ({"stream": "yes"}, "stream"),
@@ -446,6 +450,10 @@ def test_tokenize_and_detokenize_are_the_tokenizer_s(url, llm):
     assert http.post(f"{url}/detokenize", json={"tokens": ids}).json() == {"prompt": "Hello there"}
     chat = http.post(f"{url}/tokenize", json={"messages": QUESTION}).json()
     assert chat["tokens"] == llm.render_chat(QUESTION)[0]["prompt_token_ids"]
+    half = http.post(
+        f"{url}/tokenize", content=b'{"prompt": "a\\ud800"}', headers={"content-type": "application/json"}
+    )
+    assert half.json()["error"]["message"].startswith("prompt must be valid Unicode")
     for path, body in (
         ("tokenize", {}),
         ("detokenize", {"tokens": [-1]}),

@@ -196,7 +196,10 @@ class GenerationRequest(BaseModel):
         with refusing(self):
             bias = self.logit_bias
             if isinstance(bias, dict):  # JSON's keys are strings
-                bias = {int(key) if key.isdecimal() else key: value for key, value in bias.items()}
+                for key in bias:  # one spelling for each token, so that none is asked for twice
+                    if not re.fullmatch("0|[1-9][0-9]{0,9}", key):
+                        raise ValueError(f"logit_bias must have token ids as keys, got {key!r:.99}")
+                bias = {int(key): value for key, value in bias.items()}
             given |= {"logit_bias": bias, "prompt_logprobs": self.prompt_logprobs, **own}
             given["extra_args"] = self.vllm_xargs
             if asked := self.form():

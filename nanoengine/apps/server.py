@@ -54,7 +54,7 @@ from nanoengine.async_llm import AsyncLLM
 from nanoengine.config import EngineConfig
 from nanoengine.metrics import Counter, Gauge, Histogram, Metric
 from nanoengine.outputs import RequestOutput
-from nanoengine.requests import CheckedRequest
+from nanoengine.requests import CheckedRequest, check_unicode
 from nanoengine.sampling_params import SamplingParams, check_integer
 
 CLIENT_SECONDS = 60  # for a client to send its request, and to read on where it has stopped reading
@@ -324,7 +324,8 @@ class Service:
                     raise ValueError("prompt or messages must be given, and not both")
                 if body.messages is not None:
                     return list(body.render(tokenizer)["prompt_token_ids"])
-                return list(tokenizer(body.prompt, add_special_tokens=body.add_special_tokens).input_ids)
+                text = check_unicode("prompt", body.prompt or "")
+                return list(tokenizer(text, add_special_tokens=body.add_special_tokens).input_ids)
 
         tokens = await asyncio.to_thread(encode)
         answer = {
