@@ -20,6 +20,7 @@ from nanoengine.apps.tools import TOOL_FORMATS, AnswerParser, Formats, ToolChoic
 from tests.helpers import DEMO
 from tests.serving import http, served
 
+NUMBER = {"type": "integer", "minimum": 0, "maximum": 99}
 ADD: dict = {
     "type": "function",
     "function": {
@@ -27,7 +28,7 @@ ADD: dict = {
         "description": "Adds two numbers.",
         "parameters": {
             "type": "object",
-            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}, "note": {"type": "string"}},
+            "properties": {"a": NUMBER, "b": NUMBER, "note": {"type": "string", "maxLength": 9}},
             "required": ["a", "b"],
             "additionalProperties": False,
         },
@@ -517,7 +518,7 @@ def test_a_call_that_is_required_comes(choice, thinking, client, script):
             parallel_tool_calls=False,
             temperature=2.0,
             seed=seed,
-            max_tokens=400,
+            max_tokens=250,
             extra_body={"chat_template_kwargs": {"enable_thinking": thinking}},
         ).choices[0]
         if answer.finish_reason == "length":
