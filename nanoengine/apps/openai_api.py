@@ -9,7 +9,7 @@ Source: the OpenAI API reference; vllm/entrypoints/openai for the names of what 
 import inspect
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
 from itertools import accumulate
@@ -185,7 +185,7 @@ class GenerationRequest(BaseModel):
             APIError: a parameter is out of its range, or not served.
         """
         given: dict[str, Any] = {}
-        form = {}
+        form: dict[str, Any] = {}
         for name, value in (self.model_extra or {}).items():
             if value is not None and name in GUIDED:
                 form[GUIDED[name]] = value
@@ -380,10 +380,7 @@ class ChatRequest(Conversation, GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     parallel_tool_calls: bool | None = None
-    _formats: Formats | None = PrivateAttr(None)
-    _choice: ToolChoice | None = PrivateAttr(None)
-    _prompt: str = PrivateAttr("")
-    _has_form: bool = PrivateAttr(False)
+    _new_answer: Callable[[], Answer] | None = PrivateAttr(None)  # None: all of it is content
     _answers: dict[int, Answer] = PrivateAttr(default_factory=dict)  # by the sample's index
 
     def params(self, defaults: SamplingParams, recommended: int | None) -> SamplingParams:
@@ -406,29 +403,29 @@ class ChatRequest(Conversation, GenerationRequest):
             ValueError, TypeError: tools or tool_choice are not what they should be.
         """
         choice = ToolChoice.read(self.tools, self.tool_choice)
-        self._prompt = prompts[0]["prompt"]
+        prompt, is_one = prompts[0]["prompt"], self.parallel_tool_calls is False
         knows_calls = bool(formats.tools or formats.template or choice.most_required)
         if (choice.shown and knows_calls) or formats.reasoning or formats.template:
-            self._formats, self._choice = formats, choice
+            tools, forced = choice.tools if choice.shown else [], choice.most_required > 0
+            has_form = params.structured_outputs is not None
+
+            def new_answer() -> Answer:
+                return Answer(AnswerParser(formats, prompt, tools, forced, has_form), 1 if is_one else MANY)
+
+            self._new_answer = new_answer
             if formats.keeps_special_tokens:
                 params = replace(params, skip_special_tokens=False)
-        is_one = self.parallel_tool_calls is False
-        self._has_form = params.structured_outputs is not None
         if choice.most_required:
             self._form_field = "tools"
-        form = choice.constrain(params.structured_outputs, formats, self._prompt, not is_one)
+        form = choice.constrain(params.structured_outputs, formats, prompt, not is_one)
         return replace(params, structured_outputs=form)
 
     def _message(self, index: int, completion: CompletionOutput) -> dict[str, Any]:
         """What a sample's message says, or its next piece."""
-        if self._formats is None or self._choice is None:
+        if self._new_answer is None:
             return {"content": completion.text}
         if index not in self._answers:
-            tools = self._choice.tools if self._choice.shown else []
-            is_forced = self._choice.most_required > 0
-            has_form = self._has_form and not is_forced
-            parser = AnswerParser(self._formats, self._prompt, tools, is_forced, has_form)
-            self._answers[index] = Answer(parser, 1 if self.parallel_tool_calls is False else MANY)
+            self._answers[index] = self._new_answer()
         return self._answers[index].take(completion, bool(self.stream))
 
     def choice(

@@ -226,7 +226,7 @@ def choose_formats(tokenizer: Any, tools: str = "auto", reasoning: str = "auto")
     """
     template = getattr(tokenizer, "chat_template", None) or ""
     text = template if isinstance(template, str) else json.dumps(template)
-    tools, reasoning = (SAME.get(name, name) for name in (tools, reasoning))
+    tools, reasoning = SAME.get(tools, tools), SAME.get(reasoning, reasoning)
     if tools not in (*TOOL_FORMATS, "auto", "none"):
         raise ValueError(f"tool_call_parser must be auto, none or of {[*TOOL_FORMATS]}, got {tools!r}")
     if reasoning not in (*REASONING_FORMATS, "auto", "none"):
@@ -239,16 +239,14 @@ def choose_formats(tokenizer: Any, tools: str = "auto", reasoning: str = "auto")
             load_response_template(own)
         except ValueError as error:
             raise ValueError(f"the tokenizer's response_template cannot be read: {error}") from None
-    marks = {name: one.mark for name, one in TOOL_FORMATS.items()}
-    found = next((name for name, mark in marks.items() if mark in text), None)
-    thought = next((name for name, (_, mark) in REASONING_FORMATS.items() if mark in text), None)
-    named = {"auto": None, "none": None}
-    special = {} if tokenizer is None else tokenizer.added_tokens_decoder
+    if tools == "auto":
+        tools = next((name for name, one in TOOL_FORMATS.items() if one.mark in text), "none")
+    if reasoning == "auto":
+        reasoning = next((name for name, (_, mark) in REASONING_FORMATS.items() if mark in text), "none")
+    added = {} if tokenizer is None else tokenizer.added_tokens_decoder
+    special = {token.content: token_id for token_id, token in added.items() if token.special}
     return Formats(
-        found if tools == "auto" else named.get(tools, tools),
-        thought if reasoning == "auto" else named.get(reasoning, reasoning),
-        own,
-        {token.content: token_id for token_id, token in special.items() if token.special},
+        None if tools == "none" else tools, None if reasoning == "none" else reasoning, own, special
     )
 
 
@@ -260,6 +258,25 @@ class Part(NamedTuple):
 
     kind: str  # "content", "reasoning" or "tool_calls"
     value: Any  # text; of a call its name and arguments
+
+
+def fields_of(formats: Formats, has_tools: bool, forced: bool, has_form: bool) -> dict[str, Any]:
+    """Of a response template for an answer; see `AnswerParser`."""
+    if has_form:
+        if formats.reasoning != "deepseek_r1":
+            return {"content": CONTENT}
+        thoughts = formats.reasoning_field | {"open_pattern": r"\A\s{0,9}<think>\s{0,9}"}  # at once
+        return {"reasoning": CONTENT | thoughts, "content": CONTENT}
+    fields = {"reasoning": CONTENT | formats.reasoning_field} if formats.reasoning else {}
+    if forced and formats.forced_tools == NO_TAG:
+        # Nothing but calls can come, so that they need not stand at the beginning.
+        fields["tool_calls"] = TOOL_FORMATS[NO_TAG].field | {"open_pattern": r"\s{0,9}(?=\{)"}
+    elif forced:
+        fields["tool_calls"] = TOOL_FORMATS[formats.forced_tools].field
+    elif has_tools and formats.tools:
+        fields["tool_calls"] = TOOL_FORMATS[formats.tools].field
+    is_harmony = "harmony" in (formats.tools, formats.reasoning) and not forced
+    return {**fields, "content": CONTENT | (FINAL if is_harmony else {})}
 
 
 class AnswerParser:
@@ -287,20 +304,7 @@ class AnswerParser:
         }
         own, prefix = formats.template, prompt
         if own is None or forced or has_form:
-            fields: dict[str, Any] = {}
-            if has_form and formats.reasoning == "deepseek_r1":
-                at_once = {"open_pattern": r"\A\s{0,9}<think>\s{0,9}"}
-                fields["reasoning"] = CONTENT | formats.reasoning_field | at_once
-            elif formats.reasoning and not has_form:
-                fields["reasoning"] = CONTENT | formats.reasoning_field
-            if tools and (formats.tools or forced) and not has_form:
-                name = formats.forced_tools if forced else str(formats.tools)
-                # Where nothing but calls can come, they need not stand at the beginning.
-                anywhere = {"open_pattern": r"\s{0,9}(?=\{)"} if forced and name == NO_TAG else {}
-                fields["tool_calls"] = TOOL_FORMATS[name].field | anywhere
-            is_harmony = "harmony" in (formats.tools, formats.reasoning) and not forced and not has_form
-            fields["content"] = CONTENT | (FINAL if is_harmony else {})
-            own = {"start_anchor": "\0", "fields": fields}
+            own = {"start_anchor": "\0", "fields": fields_of(formats, bool(tools), forced, has_form)}
             prefix = "<think>" if formats.reasoning == "deepseek_r1" and is_thinking(prompt) else ""
         spec = load_response_template(own)
         if not tools:
@@ -406,9 +410,9 @@ def cast_to(schema: Any, value: Any) -> Any:
     return value
 
 
-MANY = 1 << 30  # calls in an answer
-
 # ---- What a chat asks for ------------------------------------------------------------------------
+
+MANY = 1 << 30  # calls in an answer
 
 
 class ToolChoice(NamedTuple):

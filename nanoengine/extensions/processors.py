@@ -111,8 +111,9 @@ class Batch:
         """Take up who is new in a step, and close the gaps of those who are not in it."""
         for member, row in present.items():
             member.output_ids[:] = row.output_ids
+        known = set(self.members)
         removed = [i for i, member in enumerate(self.members) if member not in present]
-        new = [member for member in present if member not in set(self.members)]
+        new = [member for member in present if member not in known]
         if not removed and not new:
             return None
         free, added, moved = list(removed), [], []

@@ -161,26 +161,19 @@ class Grammars:
 
     def _compile(self, asked: StructuredOutputsParams) -> tuple[Any, bool]:
         """A matcher at its beginning, and whether it can take tokens back."""
+        grammar = self._grammar_of(asked)
         if asked.preamble is not None:
-            self._compile(
-                replace(asked, preamble=None)
-            )  # to try it out, which behind a preamble may come too late
-        grammar, takes_back = self._grammar_of(asked), True
-        if asked.preamble is not None:
+            # Alone first: what is tried out behind a preamble may never come to the grammar.
+            self._compile(replace(asked, preamble=None))
             grammar = behind(self._checked(asked.preamble), grammar)
-        if len(grammar) > MAX_CHARACTERS:
-            raise ValueError(f"{len(grammar)} characters, and at most {MAX_CHARACTERS} are taken")
+        check_length(grammar)
         matcher = self.llguidance.LLMatcher(self.tokenizer, grammar, log_level=0, limits=self.limits)
-        warnings = (
-            matcher.get_grammar_warnings()
-        )  # of what a schema would have ignored ("x-guidance": lenient)
-        error = matcher.get_error() or "".join(warnings[:1])
-        if not error:
-            error, takes_back = self._try_out(matcher)
+        # A schema that says "x-guidance": {"lenient": true} would be followed in part, with a warning.
+        ignored = matcher.get_grammar_warnings()
+        error, takes_back = (ignored[0], False) if ignored else self._try_out(matcher)
         if error:
-            raise ValueError(
-                error.removesuffix("\n<non-verbose/>").replace("NoExtensionBias", "no text has it")
-            )
+            words = error.removesuffix("\n<non-verbose/>")
+            raise ValueError(words.replace("NoExtensionBias", "no text has it"))
         return matcher, takes_back
 
     def _try_out(self, matcher: Any) -> tuple[str, bool]:
@@ -212,16 +205,12 @@ class Grammars:
 
     def _checked(self, grammar: str) -> str:
         """A user's grammar; ValueError where it is too large, or names the token that stands for the end."""
-        if len(grammar) > MAX_CHARACTERS:
-            raise ValueError(f"{len(grammar)} characters, and at most {MAX_CHARACTERS} are taken")
+        check_length(grammar)
         for named in re.findall(r"<\[([^\]]*)\]>", grammar):
             bounds = [part.split("-") for part in named.split(",")]
-            if not all(one.strip().isdecimal() for part in bounds for one in part) or any(
-                int(part[0]) <= self.end_id <= int(part[-1]) for part in bounds
-            ):
-                raise ValueError(
-                    f"grammar must name tokens by their ids, below {self.end_id}, got <[{named}]>"
-                )
+            are_ids = all(one.strip().isdecimal() for part in bounds for one in part)
+            if not are_ids or any(int(part[0]) <= self.end_id <= int(part[-1]) for part in bounds):
+                raise ValueError(f"grammar must name tokens by ids below {self.end_id}, got <[{named}]>")
         return grammar
 
     def _schema_of(self, asked: StructuredOutputsParams) -> tuple[str, Any]:
@@ -242,9 +231,7 @@ class Grammars:
         """Of text in which each `begin`, which starts with a trigger, is followed by JSON and `end`."""
         tag = json.loads(given) if isinstance(given, str) else given
         if not isinstance(tag, dict) or not isinstance(tag.get("structures"), list) or not tag["structures"]:
-            raise ValueError(
-                'structural_tag must hold "structures" and "triggers"; other forms are not served'
-            )
+            raise ValueError('structural_tag must hold "structures" and "triggers": the one form served')
         triggers, tags = tag.get("triggers"), []
         for one in tag["structures"]:
             is_tag = isinstance(one, dict) and isinstance(one.get("schema"), dict)
@@ -261,6 +248,12 @@ class Grammars:
             )
         is_special = any(one.trigger in self.special_tokens for one in tags)
         return str(self.llguidance.StructTag.to_grammar(tags, assume_special=is_special))
+
+
+def check_length(grammar: str) -> None:
+    """ValueError where a grammar is too long to compile in a moment."""
+    if len(grammar) > MAX_CHARACTERS:
+        raise ValueError(f"{len(grammar)} characters, and at most {MAX_CHARACTERS} are taken")
 
 
 def behind(preamble: str, grammar: str) -> str:
