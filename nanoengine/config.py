@@ -72,7 +72,7 @@ class EngineConfig:
     enforce_eager: bool = False  # plain PyTorch: no compiled kernels, no CUDA graphs
     async_scheduling: bool | None = None  # prepare a step while the one before runs; None: on a GPU
     speculative_config: dict[str, Any] | None = None  # guess tokens ahead: as `SpeculativeConfig`
-    quantization: str | None = None  # "int8": linear layers' weights as integers with a scale, on a CPU
+    quantization: str | None = None  # "int8", "int4": linear layers' weights as integers, on a CPU
     tensor_parallel_size: int = 1  # processes that share every layer's weights: extensions/parallel.py
     load_format: str = "auto"  # or "safetensors", the same; "dummy": random weights from config.json alone
     model_impl: str = (
@@ -119,9 +119,9 @@ class EngineConfig:
             self._check_kv_store()
         if self.num_kv_blocks is not None and self.kv_cache_bytes is not None:
             raise ValueError("give num_kv_blocks or kv_cache_bytes, not both")
-        if self.quantization not in (None, "int8"):
+        if self.quantization not in (None, "int8", "int4"):
             raise ValueError(
-                f"quantization must be None or 'int8', got {self.quantization!r}; leave it out for a "
+                f"quantization must be None, 'int8' or 'int4', got {self.quantization!r}; leave it out for a "
                 "quantised checkpoint, whose config.json says how it is"
             )
         choices = {

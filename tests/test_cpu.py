@@ -350,7 +350,7 @@ def test_a_layer_in_two_places_is_packed_once():
     expected = layer.weight[[2, 0]]
     pack_weights(model, kernels)
     assert model[0][0] is model[1][0]
-    assert model[2][0].packed is model[0][0].packed
+    assert model[2][0].head[0] is model[0][0]
     assert torch.equal(model[2][0](torch.tensor([2, 0])), expected)
 
 
@@ -386,7 +386,8 @@ def test_a_tied_embedding_of_any_class_is_held_once_and_gives_the_same_bits(kind
     weight, expected = weakref.ref(model[0].weight), model[0](ids)
     pack_weights(model, kernels)
     assert isinstance(model[0], kind)
-    assert model[0].packed is model[1].packed
+    assert model[0].head[0] is model[1]
+    assert not list(model[0].parameters()) + list(model[0].buffers())
     assert torch.equal(model[0](ids), expected)
     assert weight() is None
 
@@ -441,6 +442,6 @@ def test_8_bits_are_refused_where_there_are_no_kernels_for_them():
 
 
 def test_what_chooses_experts_keeps_its_bits():
-    model = nn.ModuleDict({"gate": nn.Linear(4, 4), "up_proj": nn.Linear(4, 4)}).requires_grad_(False)
-    pack_weights(model, Kernels(), is_int8=True)
-    assert [layer.scales is not None for layer in model.values()] == [False, True]
+    model = nn.ModuleDict({"gate": nn.Linear(16, 4), "up_proj": nn.Linear(16, 4)}).requires_grad_(False)
+    pack_weights(model, Kernels(), bits=8)
+    assert [layer.form.bits for layer in model.values()] == [0, 8]

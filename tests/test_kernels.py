@@ -17,14 +17,15 @@ from torch import nn
 
 from nanoengine.backends.attention import GroupedAttention
 from nanoengine.backends.cpu import (
+    PLAIN,
     CompiledAttention,
     CompiledLayer,
     Kernels,
     PackedLinear,
     pack_weights,
-    quantize,
 )
 from nanoengine.backends.kv_cache import KVCache
+from nanoengine.backends.quantized import Quantized, quantize
 from nanoengine.models.decoder import DecoderConfig, DecoderLayer, RMSNorm, rotate
 from tests.attention import metadata_of
 
@@ -110,30 +111,74 @@ def test_a_row_of_a_product_does_not_depend_on_the_other_rows(dtype):
         assert torch.equal(packed_product(kernels, x[rows], weight), together[rows])
 
 
+def quantized(num_outputs, num_inputs, bits, group, has_zeros):
+    """Any integers with any scales, and in one place the extreme ones."""
+    low, shape = -(1 << (bits - 1)), (num_outputs, num_inputs // group)
+    integers = torch.randint(low, -low, (num_outputs, num_inputs), dtype=torch.int8)
+    integers[0, :2] = torch.tensor([low, -low - 1])
+    scales = (torch.rand(shape) * 0.1).half().float()
+    scales[num_outputs // 2] = 0
+    zeros = torch.randint(low, -low, shape).float() if has_zeros else None
+    return Quantized(integers, scales, zeros, bits)
+
+
 @DTYPES
-@pytest.mark.parametrize("num_outputs", [1, 65, 200])
-def test_a_product_with_a_weight_of_8_bits_is_that_with_what_they_stand_for(dtype, num_outputs):
-    kernels, weight, bias, x = kernels_and_inputs(dtype, (num_outputs, 1100), (num_outputs,), (100, 1100))
-    weight[num_outputs // 2] = 0
-    layer = nn.Linear(1100, num_outputs)
-    layer.weight, layer.bias = (nn.Parameter(tensor, requires_grad=False) for tensor in (weight, bias))
-    packed = PackedLinear(layer, kernels, is_int8=True)
-    assert packed.packed.dtype == torch.int8
-    # An output's integers are as fine as its largest weight allows, and its largest weight is among them.
-    steps = weight.double().abs().amax(1, keepdim=True) / 127
-    eps = torch.finfo(dtype).eps
-    assert (
-        (packed.weight.double() - weight.double()).abs() <= steps * 0.5 + weight.double().abs() * eps
-    ).all()
-    integers, scales = quantize(weight)
-    stands_for = (integers.double() * scales.double().unsqueeze(1)).T
-    out = packed(x)
-    tolerance = eps * out.double().abs() + 5e-7 * (x.double().abs() @ stands_for.abs())
-    # Where bfloat16 is multiplied by instructions of its own, inputs are rounded to it.
-    wholes = [inputs.double() @ stands_for + bias.double() for inputs in (x, x.bfloat16())]
-    assert any(((out.double() - whole).abs() <= tolerance).all() for whole in wholes)
-    for rows in ([7], [0, 39], range(13), range(50)):
+@pytest.mark.parametrize("has_zeros", [False, True])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(
+    ("num_outputs", "num_inputs", "group"), [(130, 64, 16), (1, 512, 32), (64, 1024, 128), (200, 1040, 16)]
+)
+def test_a_product_with_integers_is_that_with_what_they_stand_for(
+    dtype, has_zeros, bits, num_outputs, num_inputs, group
+):
+    kernels, bias, x = kernels_and_inputs(dtype, (num_outputs,), (100, num_inputs))
+    weight = quantized(num_outputs, num_inputs, bits, group, has_zeros)
+    packed = PackedLinear(weight, bias, kernels, dtype)
+    by_group = weight.integers.double().unflatten(1, (-1, group))
+    if has_zeros:
+        by_group -= weight.zeros.double().unsqueeze(2)
+    stands_for = (by_group * weight.scales.double().unsqueeze(2)).flatten(1)
+    assert torch.equal(weight.dequantize(torch.float32).double(), stands_for.float().double())
+    assert torch.equal(packed.weight, stands_for.float().to(dtype))
+    out, exact = packed(x), x.double() @ stands_for.T + bias.double()
+    tolerance = torch.finfo(dtype).eps * exact.abs() + 1e-6 * (x.double().abs() @ stands_for.T.abs())
+    assert ((out.double() - exact).abs() <= tolerance).all()
+    for rows in ([7], [0, 39], range(6), range(13), range(50)):
         assert torch.equal(packed(x[rows]), out[rows])
+
+
+@pytest.mark.parametrize(("bits", "group"), [(8, 128), (4, 32)])
+def test_a_weight_is_rounded_to_integers_as_fine_as_its_groups_allow(bits, group):
+    torch.manual_seed(0)
+    weight = torch.randn(70, 1024) * torch.rand(70, 1) * 10
+    weight[3], weight[4, :group] = 0, 1e-7 * torch.randn(group)
+    made = quantize(weight, bits)
+    assert made.scales.shape == (70, 1024 // group)
+    assert torch.equal(made.scales, made.scales.half().float())
+    assert not made.integers[3].any()
+    low, high = -(1 << (bits - 1)), (1 << (bits - 1)) - 1
+    assert low <= made.integers.min() <= made.integers.max() <= high
+    steps = made.scales.abs().repeat_interleave(group, 1)
+    error = (made.dequantize(torch.float32) - weight).abs()
+    of_groups = weight.unflatten(1, (-1, group))
+    plain = (of_groups / of_groups.abs().amax(2, keepdim=True) * high).round() / high
+    plain = plain.nan_to_num() * of_groups.abs().amax(2, keepdim=True)
+    if bits == 8:
+        assert (error <= steps * 0.51 + 1e-7).all()
+    else:  # no group is worse than without a search, and the whole much better
+        ours, theirs = (
+            (x - of_groups).square().sum(2)
+            for x in (made.dequantize(torch.float32).unflatten(1, (-1, group)), plain)
+        )
+        assert (ours <= theirs * 1.01 + 1e-9).all()
+        assert ours.sum() < 0.85 * theirs.sum()
+
+
+def test_what_cannot_be_divided_into_groups_is_not_rounded():
+    with pytest.raises(ValueError, match="1100 inputs cannot be divided"):
+        quantize(torch.zeros(2, 1100), 4)
+    for num_inputs, group in ((1024, 128), (1088, 64), (1056, 32), (1040, 16)):
+        assert quantize(torch.zeros(2, num_inputs), 8).group == group
 
 
 @DTYPES
@@ -150,10 +195,23 @@ def test_the_rows_of_a_packed_weight_are_found_again(dtype):
     kernels, weight = kernels_and_inputs(dtype, (130, 10))
     packed = kernels.pack(weight)
     rows = torch.tensor([129, 0, 63, 64, 64])
-    assert torch.equal(kernels.unpack_rows(packed, rows), weight[rows])
-    assert torch.equal(kernels.unpack_rows(packed, rows.view(1, 5)), weight[rows].view(1, 5, 10))
+
+    def unpacked(rows):
+        return kernels.unpack_rows(packed, rows, 10, dtype, PLAIN)
+
+    assert torch.equal(unpacked(rows), weight[rows])
+    assert torch.equal(unpacked(rows.view(1, 5)), weight[rows].view(1, 5, 10))
     beyond = torch.arange(130, packed.shape[0] * packed.shape[2])
-    assert not kernels.unpack_rows(packed, beyond).any()
+    assert not unpacked(beyond).any()
+
+
+@DTYPES
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rows_of_packed_integers_are_found_again(dtype, bits):
+    kernels, bias = kernels_and_inputs(dtype, (130,))
+    weight = quantized(130, 96, bits, 32, has_zeros=True)
+    packed, rows = PackedLinear(weight, bias, kernels, dtype), torch.tensor([[129, 0, 63], [64, 64, 1]])
+    assert torch.equal(packed.rows(rows), weight.dequantize(dtype)[rows])
 
 
 # ---- Layers with states --------------------------------------------------------------------------
@@ -322,27 +380,25 @@ LENGTHS = [(1, 1), (1, 40), (7, 7), (5, 33), (1, 300), (16, 16), (1, 17), (50, 9
 
 @DTYPES
 @pytest.mark.parametrize("lengths", [LENGTHS, LENGTHS[:2], LENGTHS[2:4]])
-@pytest.mark.parametrize(("has_bias", "has_norms", "is_int8"), [(False, True, False), (True, False, True)])
+@pytest.mark.parametrize(
+    ("has_bias", "has_norms", "bits"), [(False, True, 0), (True, False, 8), (True, True, 4)]
+)
 def test_a_layer_in_one_call_computes_what_it_does_in_several_to_the_bit(
-    dtype, lengths, has_bias, has_norms, is_int8
+    dtype, lengths, has_bias, has_norms, bits
 ):
-    shape = {
-        "vocab_size": 1,
-        "hidden_size": 48,
-        "intermediate_size": 70,
-        "num_layers": 1,
-        "rms_norm_eps": 1e-3,
-    }
-    heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 10, "qk_norm": has_norms}
+    head_dim, intermediate_size = (12, 80) if bits else (10, 70)
+    shape = {"vocab_size": 1, "hidden_size": 48, "num_layers": 1, "rms_norm_eps": 1e-3}
+    shape["intermediate_size"] = intermediate_size
+    heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": head_dim, "qk_norm": has_norms}
     biases = {"qkv_bias": has_bias, "o_bias": has_bias, "mlp_bias": has_bias}
     settings = {"rope": {}, "windows": (20,), "tie_word_embeddings": False}
     layer = DecoderLayer(DecoderConfig(**shape, **heads, **biases, **settings), window=20)
     num_tokens = sum(new for new, _ in lengths)
-    inputs = [(num_tokens, 48)] * 2, [(num_tokens, 1, 10)] * 2, [(90, 8, 2, 10)] * 2
+    inputs = [(num_tokens, 48)] * 2, [(num_tokens, 1, head_dim)] * 2, [(90, 8, 2, head_dim)] * 2
     kernels, x, residual, cos, sin, k, v = kernels_and_inputs(dtype, *itertools.chain(*inputs))
     for weight in layer.to(dtype).requires_grad_(False).parameters():
         weight.normal_(std=0.2)
-    pack_weights(layer, kernels, is_int8)
+    pack_weights(layer, kernels, bits)
     if not CompiledLayer.can_hold(layer):
         pytest.skip("the kernels run elsewhere")
     for module in (layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm):

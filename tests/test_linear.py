@@ -129,7 +129,7 @@ def test_gemma_s_tied_embedding_which_scales_is_held_once(tmp_path):
     prompts = random_prompts([9, 30])
     with LLM(str(tmp_path), num_kv_blocks=20, block_size=8) as llm:
         body = llm.llm_engine.runner.model.body
-        assert body.embed_tokens.packed is llm.llm_engine.runner.model.causal_lm.lm_head.packed
+        assert body.embed_tokens.head[0] is llm.llm_engine.runner.model.causal_lm.lm_head
         assert not any(x.shape[0] == VOCAB for x in llm.llm_engine.runner.model.parameters())
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
     assert [out.outputs[0].token_ids for out in outputs] == [greedy(model, prompt, 8) for prompt in prompts]

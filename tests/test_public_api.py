@@ -59,7 +59,8 @@ def test_outputs_and_params_have_vllm_s_field_names():
 # Files from the ground up: each imports only from files before it, for type checkers too, and nowhere later.
 ORDER = [
     *("compat", "sampling_params", "config", "outputs", "steps", "metrics", "detokenizer"),
-    *("backends.memory", "backends.inputs", "backends.kv_cache", "backends.attention", "backends.device"),
+    *("backends.memory", "backends.quantized", "backends.inputs", "backends.kv_cache"),
+    *("backends.attention", "backends.device"),
     *("backends.cpu", "backends.flash", "backends.triton", "backends.cuda"),
     *("models.decoder", "models.eager", "models.hf_config", "models.linear"),
     *("models.states", "models.hf", "models.shard"),

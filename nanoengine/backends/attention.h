@@ -415,11 +415,11 @@ static void prefill_attention(X* out, const X* q, const X* k_cache, const X* v_c
           int64_t position = first + row, seen = std::min(end, position + R) - begin;  // by the tile's last
           int64_t unseen = window ? std::max<int64_t>(0, position + 1 - window - begin) / OUTPUTS * OUTPUTS : 0;
           if (seen <= unseen) return;
-          auto multiply = TILES<A>[R - 1];
+          auto multiply = TILES<A, A, false>[R - 1];
           std::fill_n(scores.data(), R * ROW, 0.0f);
           for (int64_t block = unseen; block < seen; block += OUTPUTS)
             multiply(&scores[block], ROW, &queries[place * query_width], query_width, &keys[block * query_width],
-                     query_width, nullptr, 0);
+                     plain(query_width), nullptr, 0);
           for (int64_t r = 0; r < R; r++) {
             int64_t low = std::max(window ? position + r + 1 - window : 0, begin) - begin;
             int64_t high = std::min(position + r + 1, end) - begin;
@@ -448,7 +448,7 @@ static void prefill_attention(X* out, const X* q, const X* k_cache, const X* v_c
           }
           for (int64_t block = 0; block < value_width; block += OUTPUTS)
             multiply(&sums[place * value_width + block], value_width, weight_rows, ROW,
-                     &values[block * SPAN + unseen * OUTPUTS], inputs, nullptr, 0);
+                     &values[block * SPAN + unseen * OUTPUTS], plain(inputs), nullptr, 0);
         });
       }
       for (int64_t g = 0; g < G; g++)

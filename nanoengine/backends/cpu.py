@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from threading import local
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -39,6 +39,7 @@ from nanoengine.backends.device import Attention, Device, Trial
 from nanoengine.backends.inputs import AttentionMetadata, SamplingMetadata
 from nanoengine.backends.kv_cache import KVCache, KVSpec
 from nanoengine.backends.memory import keep_freed_memory, zeros_on_large_pages
+from nanoengine.backends.quantized import Quantized, grouped, quantize
 from nanoengine.config import EngineConfig
 from nanoengine.steps import unwound_by_sigterm
 
@@ -114,6 +115,15 @@ FLAGS = (
 )
 
 
+class Form(NamedTuple):
+    """How a packed weight's numbers are written: in x's dtype, or as a `Quantized`'s integers."""
+
+    bits: int = 0  # 0: in x's dtype
+    group: int = 0
+    has_zeros: int = 0
+
+
+PLAIN = Form()
 Slots = tuple[Tensor, Tensor]  # where N sequences' states are read, and written: (N,) int64 each
 
 
@@ -210,17 +220,16 @@ class Kernels:
         """How many outputs a block of a packed weight has."""
         return ctypes.c_int64.in_dll(self.library, "outputs").value
 
-    def can_multiply(self, weight: Tensor, is_int8: bool = False) -> bool:
+    def can_multiply(self, weight: Tensor) -> bool:
         """Whether `linear` takes that weight, (N, I), and there is nothing faster on this processor."""
-        if weight.dtype == torch.bfloat16 and hasattr(self.library, "amx") and not is_int8:
+        if weight.dtype == torch.bfloat16 and hasattr(self.library, "amx"):
             return False
-        step = _inputs_side_by_side(torch.int8 if is_int8 else weight.dtype)
-        return self.serves(weight.dtype) and weight.shape[1] % step == 0
+        return self.serves(weight.dtype) and weight.shape[1] % _inputs_side_by_side(weight.dtype) == 0
 
     def pack(self, weight: Tensor) -> Tensor:
         """A weight (N, I) as `linear` reads it: blocks of its outputs, with 0 beyond N.
 
-        (blocks, I, outputs), and of bfloat16 and int8 (blocks, I / 2, outputs, 2).
+        (blocks, I, outputs), and of bfloat16 (blocks, I / 2, outputs, 2).
         """
         step, outputs = _inputs_side_by_side(weight.dtype), self.num_outputs
         num_outputs, num_inputs = weight.shape
@@ -236,23 +245,37 @@ class Kernels:
             )
         return packed if step > 1 else packed.squeeze(-1)
 
-    @staticmethod
-    def unpack_rows(packed: Tensor, rows: Tensor) -> Tensor:
-        """Rows (..) of the weight that was packed: (.., I)."""
-        outputs = packed.shape[2]
-        return packed[rows // outputs, :, rows % outputs].flatten(rows.dim())
+    def pack_integers(self, quantized: Quantized) -> Tensor:
+        """The same of a weight (N, I) in few bits, (blocks, bytes): groups of integers, scales and zeros."""
+        integers, scales, zeros, bits = quantized
+        (num_outputs, num_inputs), num_groups = integers.shape, scales.shape[1]
+        num_blocks = -(-num_outputs // self.num_outputs)
+        of_output = num_inputs * bits // 8 + 2 * num_groups * (1 if zeros is None else 2)
+        packed = zeros_on_large_pages((num_blocks, self.num_outputs * of_output), torch.int8)
+        halves = [None if x is None else x.half().contiguous() for x in (scales, zeros)]
+        sizes = num_outputs, num_inputs, bits, quantized.group
+        self.call("pack_integers", packed, integers.contiguous(), *halves, *sizes)
+        return packed
+
+    def unpack_rows(
+        self, packed: Tensor, rows: Tensor, num_inputs: int, dtype: torch.dtype, form: Form
+    ) -> Tensor:
+        """Rows (..) of the weight (N, I) that was packed: (.., I) in that dtype."""
+        if not form.bits:
+            outputs = self.num_outputs
+            return packed[rows // outputs, :, rows % outputs].flatten(rows.dim())
+        out = torch.empty(*rows.shape, num_inputs, dtype=dtype)
+        self.call("unpack_rows", out, packed, rows.contiguous(), rows.numel(), num_inputs, *form)
+        return out
 
     def linear(
-        self, x: Tensor, packed: Tensor, bias: Tensor | None, num_outputs: int, scales: Tensor | None = None
+        self, x: Tensor, packed: Tensor, bias: Tensor | None, num_outputs: int, form: Form = PLAIN
     ) -> Tensor:
-        """The product of x (.., I) with a packed weight, times the scales of int8, plus bias: (.., N).
-
-        A packed weight is of x's dtype, or int8 with scales (N,) float32; bias is (N,).
-        """
+        """The product of x (.., I) with a packed weight of that form, plus bias (N,): (.., N)."""
         out = x.new_empty(*x.shape[:-1], num_outputs)
         num_inputs = x.shape[-1]
         sizes = x.numel() // num_inputs, num_inputs, num_outputs
-        self.call("linear", out, x.contiguous(), packed, scales, bias, *sizes)
+        self.call("linear", out, x.contiguous(), packed, bias, *sizes, *form)
         return out
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
@@ -336,7 +359,7 @@ def _name(dtype: torch.dtype) -> str:
 
 def _inputs_side_by_side(dtype: torch.dtype) -> int:
     """How many inputs' weights a packed weight holds together for each output."""
-    return 2 if dtype in (torch.bfloat16, torch.int8) else 1
+    return 2 if dtype == torch.bfloat16 else 1
 
 
 def _compile() -> tuple[ctypes.CDLL, bool]:
@@ -450,40 +473,45 @@ def _processor() -> str:
 
 
 class PackedLinear(nn.Module):
-    """A linear layer whose weight lies as `Kernels.linear` reads it, in 8 bits where asked for."""
+    """A linear layer whose weight lies as `Kernels.linear` reads it.
 
-    def __init__(self, layer: nn.Linear, kernels: Kernels, is_int8: bool = False) -> None:
+    Args:
+        weight: (out, in); or in few bits, to compute with in `dtype`.
+        bias: (out,) or None.
+        kernels: which `can_multiply` it.
+        dtype: of inputs and outputs.
+    """
+
+    packed: Tensor
+
+    def __init__(
+        self, weight: Tensor | Quantized, bias: Tensor | None, kernels: Kernels, dtype: torch.dtype
+    ) -> None:
         super().__init__()
-        self.kernels, self.bias, self.dtype = kernels, layer.bias, layer.weight.dtype
-        self.in_features, self.out_features = layer.in_features, layer.out_features
-        weight: Tensor = layer.weight
-        self.scales: Tensor | None = None
-        if is_int8:
-            weight, self.scales = quantize(weight)
-        self.packed = kernels.pack(weight)
+        self.kernels, self.bias, self.dtype, self.form = kernels, bias, dtype, PLAIN
+        if isinstance(weight, Quantized):
+            self.form = Form(weight.bits, weight.group, int(weight.zeros is not None))
+            self.out_features, self.in_features = weight.integers.shape
+            packed = kernels.pack_integers(weight)
+        else:
+            self.out_features, self.in_features = weight.shape
+            packed = kernels.pack(weight)
+        self.register_buffer("packed", packed, persistent=False)
 
     @property
     def weight(self) -> Tensor:
         """The weight that is computed with, (out, in), made anew at each call: some models look at it."""
-        weight = self.kernels.unpack_rows(self.packed, torch.arange(self.out_features))
-        return weight if self.scales is None else (weight * self.scales.unsqueeze(1)).to(self.dtype)
+        return self.rows(torch.arange(self.out_features))
+
+    def rows(self, rows: Tensor) -> Tensor:
+        """Rows (..) of the weight: (.., in)."""
+        return self.kernels.unpack_rows(self.packed, rows, self.in_features, self.dtype, self.form)
 
     def forward(self, x: Tensor) -> Tensor:
         """(.., in) -> (.., out)."""
         if x.dtype != self.dtype:  # as nn.Linear
             raise RuntimeError(f"expected an input of {self.dtype}, got {x.dtype}")
-        return self.kernels.linear(x, self.packed, self.bias, self.out_features, self.scales)
-
-
-def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A weight (N, I) in 8 bits: integers from -127 to 127, and what each output's are times, (N,) float32.
-
-    >>> quantize(torch.tensor([[0.5, -1.27], [0.0, 0.0]]))
-    (tensor([[  50, -127],
-            [   0,    0]], dtype=torch.int8), tensor([0.0100, 0.0000]))
-    """
-    scales = weight.abs().amax(1).float() / 127
-    return (weight / scales.clamp(min=torch.finfo().tiny).unsqueeze(1)).round().to(torch.int8), scales
+        return self.kernels.linear(x, self.packed, self.bias, self.out_features, self.form)
 
 
 class OneDNNLinear(nn.Module):
@@ -505,42 +533,49 @@ class OneDNNLinear(nn.Module):
 
 
 class PackedEmbedding(nn.Embedding):
-    """An embedding tied to a packed head: its rows are read out of there, and the weights held once."""
+    """An embedding whose rows are read out of a packed weight: of the head it is tied to, held once."""
 
-    packed: Tensor
+    head: tuple[PackedLinear]  # in a tuple, or it would be a part of this module
 
     def forward(self, input: Tensor) -> Tensor:
         """(..) -> (.., E)."""
-        return Kernels.unpack_rows(self.packed, input)
+        return self.head[0].rows(input)
 
 
 def pack_embedding(embedding: nn.Embedding, head: PackedLinear) -> nn.Embedding:
-    """An embedding with its rows read out of a packed head; as it is, where that would change a bit.
+    """An embedding with its rows read out of a packed head; as it is, where that would change what it does.
 
     What its class adds stays, as Gemma's scale does: its `super().forward` is `PackedEmbedding`'s.
     """
-    kind, result = type(embedding), copy.copy(embedding)
+    kind, result, ids = type(embedding), copy.copy(embedding), torch.arange(min(64, head.out_features))
     is_plain = kind is nn.Embedding
     result.__class__ = PackedEmbedding if is_plain else type(kind.__name__, (kind, PackedEmbedding), {})
     result._parameters = {}
-    result.weight = embedding.weight.new_empty(0, embedding.embedding_dim)  # some ask for its dtype
-    result.packed = head.packed
-    ids = torch.arange(min(64, embedding.num_embeddings))
+    result.weight = head.rows(ids[:0])  # some ask for its dtype
+    result.head = (head,)
+    plain = copy.copy(embedding)  # of the numbers in the head, which may be rounded
+    plain._parameters = {"weight": nn.Parameter(head.rows(ids), requires_grad=False)}
     with suppress(IndexError, RuntimeError):  # its class looks at the weight itself
-        if torch.equal(result(ids), embedding(ids)):
+        if torch.equal(result(ids), plain(ids)):
             return result
     return embedding
 
 
-def pack_linear(layer: nn.Linear, kernels: Kernels | None, is_int8: bool = False) -> nn.Module:
-    """The layer in the layout that is fastest here, which may be its own; equal results up to rounding."""
-    if kernels is not None and kernels.can_multiply(layer.weight, is_int8):
-        return PackedLinear(layer, kernels, is_int8)
-    is_bfloat16 = layer.weight.dtype == torch.bfloat16
+def pack_linear(layer: nn.Linear, kernels: Kernels | None, bits: int = 0) -> nn.Module:
+    """The layer in the layout that is fastest here, which may be its own; equal results up to rounding.
+
+    In `bits` where these are 4 or 8 and its inputs can be divided into groups.
+    """
+    weight: Tensor = layer.weight
+    if kernels is not None and bits and grouped(layer.in_features) is not None:
+        return PackedLinear(quantize(weight, bits), layer.bias, kernels, weight.dtype)
+    if kernels is not None and kernels.can_multiply(weight):
+        return PackedLinear(weight, layer.bias, kernels, weight.dtype)
+    is_bfloat16 = weight.dtype == torch.bfloat16
     return OneDNNLinear(layer) if is_bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported() else layer
 
 
-# Names of layers that choose experts, which 8 bits are too few for.
+# Names of layers that choose experts, which few bits are too few for.
 ROUTERS = ("float32_linear", "gate", "router", "shared_expert_gate")
 
 
@@ -560,15 +595,15 @@ def _places(model: nn.Module) -> tuple[dict[nn.Linear, Places], dict[int, Places
     return linears, embeddings
 
 
-def pack_weights(model: nn.Module, kernels: Kernels | None, is_int8: bool = False) -> None:
+def pack_weights(model: nn.Module, kernels: Kernels | None, bits: int = 0) -> None:
     """Replace a model's linear layers by packed ones, and an embedding that is tied to one of them.
 
-    One at a time: each plain weight is let go before the next is packed. In 8 bits, an embedding stays.
+    One at a time: each plain weight is let go before the next is packed.
     """
     linears, embeddings = _places(model)
     while linears:
         layer, places = linears.popitem()
-        packed = pack_linear(layer, kernels, is_int8 and not any(name in ROUTERS for _, name in places))
+        packed = pack_linear(layer, kernels, 0 if any(name in ROUTERS for _, name in places) else bits)
         for parent, name in places:
             setattr(parent, name, packed)
         if isinstance(packed, PackedLinear):
@@ -647,7 +682,7 @@ class CompiledLayer(nn.Module):
         super().__init__()
         self.layer, self.kernels, self.is_last = layer, kernels, is_last
         attn, projections = layer.self_attn, self._projections(layer)
-        linears = [x for layer in projections for x in (layer.packed, layer.scales, layer.bias)]
+        linears = [x for layer in projections for x in (layer.packed, layer.bias, *layer.form)]
         norms = layer.input_layernorm, attn.q_norm, attn.k_norm, layer.post_attention_layernorm
         weights = [None if norm is None else norm.weight for norm in norms]
         heads = (size // attn.head_dim for size in attn.sizes[:2])
@@ -699,7 +734,7 @@ class CPU(Device):
     """A CPU: compiled kernels (with a compiler, without enforce_eager), packed weights, pinned threads."""
 
     backends = (CompiledAttention, TorchAttention)
-    quantizations = (None, "int8")
+    quantizations = (None, "int8", "int4")
 
     def __init__(self, device: torch.device, config: EngineConfig) -> None:
         super().__init__(device, config)
@@ -735,12 +770,12 @@ class CPU(Device):
         self.draw = None if self.kernels is None else self.kernels.sample
         if has_states:
             model.states.kernels = self.kernels
-        is_int8 = self.config.quantization == "int8"
-        if is_int8 and self.kernels is None:
-            raise ValueError(f"quantization='int8' needs compiled kernels: {self._no_kernels}")
+        quantization = self.config.quantization
+        if quantization is not None and self.kernels is None:
+            raise ValueError(f"quantization={quantization!r} needs compiled kernels: {self._no_kernels}")
         if not model.replaceable:
             model.use_linear_layers()
-        pack_weights(model, self.kernels, is_int8)
+        pack_weights(model, self.kernels, int((quantization or "int0").removeprefix("int")))
         if model.replaceable and self.kernels is not None:
             model.use_kernels(self.kernels)
             for i, layer in enumerate(model.layers):

@@ -226,8 +226,8 @@ template <class X>
 struct Layer {  // addresses, null where there is none, and sizes: E hidden, M of the MLP
   struct Linear {
     const void* packed;
-    const float* scales;
     const X* bias;
+    int64_t bits, group, has_zeros;  // as `Form`
   };
   Linear qkv, o, gate_up, down;
   const X *input_norm, *q_norm, *k_norm, *post_norm;
@@ -256,7 +256,7 @@ static void decoder_layer(X* out, X* total, const X* x, const X* residual, const
       *layer;
   auto [slots, tables, seq_lens, rows, S, blocks, B, num_chunks, chunks, needed, num_needed] = *batch;
   auto multiply = [&T](X* out, const X* x, auto weight, int64_t I, int64_t N) {
-    linear(out, x, weight.packed, weight.scales, weight.bias, T, I, N);
+    linear(out, x, weight.packed, weight.bias, T, I, N, weight.bits, weight.group, weight.has_zeros);
   };
   static thread_local std::vector<X> kept;
   int64_t width = (H + 2 * K) * D, size = T * (2 * E + width + (2 * H + K) * D + 3 * M);
@@ -306,6 +306,7 @@ static void decoder_layer(X* out, X* total, const X* x, const X* residual, const
   decltype(&name<bf16>) name##_bfloat16 = &name<bf16>;   \
   EXPORT_FLOAT16(name)
 EXPORT(linear)
+EXPORT(unpack_rows)
 EXPORT(decoder_layer)
 EXPORT(decode_attention)
 EXPORT(prefill_attention)
@@ -318,6 +319,8 @@ EXPORT(conv_step)
 EXPORT(delta_rule)
 EXPORT(mamba2)
 EXPORT(mamba)
+extern "C" decltype(&pack_integers) pack_integers_int8;
+decltype(&pack_integers) pack_integers_int8 = &pack_integers;
 extern "C" const int64_t outputs;  // of a packed weight's block
 const int64_t outputs = OUTPUTS;
 #ifdef __AMX_BF16__  // which oneDNN's products use, and ours do not
