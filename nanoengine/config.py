@@ -52,6 +52,7 @@ class EngineConfig:
     model: str | Path  # hub id or directory
     tokenizer: str | Path | None = None  # hub id or directory, where it is not the model's own
     revision: str | None = None  # of a hub model
+    gguf_file: str | None = None  # of these in the directory or on the hub, llama.cpp's format
     dtype: str | torch.dtype = "auto"  # "auto" is the checkpoint's own
     device: str = "auto"  # "auto" is CUDA where there is one, else the CPU
     seed: int = 0  # for requests without a seed of their own

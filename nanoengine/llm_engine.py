@@ -59,6 +59,7 @@ class LLMEngine:
             str(config.model),
             tokenizer=None if config.tokenizer is None else str(config.tokenizer),
             revision=config.revision,
+            gguf_file=config.gguf_file,
             model_impl=config.model_impl,
             trust_remote_code=config.trust_remote_code,
         )
@@ -357,6 +358,10 @@ class LLMEngine:
         notes = f" ({'; '.join(attention.notes)})" if attention.notes else ""
         part = " (its language model: images are left out)" if self.checkpoint.is_part else ""
         weights = f" with {config.quantization} weights" if config.quantization else ""
+        if (written := self.checkpoint.written_as) is not None:
+            forms = (getattr(part, "form", None) for part in runner.model.modules())
+            in_bits = " and ".join(map(str, sorted({form.bits for form in forms if form and form.bits})))
+            weights = f" with weights of {written}, " + (f"in {in_bits} bits" if in_bits else "dequantised")
         num_guesses = config.num_speculative_tokens
         ahead = (
             f", up to {num_guesses} tokens guessed ahead (ngram), no async scheduling" if num_guesses else ""

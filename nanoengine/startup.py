@@ -63,7 +63,12 @@ def start_runner(
     device = wrap((CUDA if torch_device.type == "cuda" else CPU)(torch_device, config))
     dtype = device.choose_dtype(resolve_dtype(config.dtype, checkpoint.hf_config))
     model = load_model(
-        checkpoint, config, dtype=dtype, device=torch_device, max_model_len=max_model_len, shard=shard
+        *(checkpoint, config),
+        dtype=dtype,
+        device=torch_device,
+        max_model_len=max_model_len,
+        shard=shard,
+        pack=device.pack,
     )
     digest = digest_weights(model) if config.kv_store is not None else b""  # before the device packs them
     specs = model.kv_specs

@@ -39,7 +39,7 @@ from nanoengine.backends.device import Attention, Device, Trial
 from nanoengine.backends.inputs import AttentionMetadata, SamplingMetadata
 from nanoengine.backends.kv_cache import KVCache, KVSpec
 from nanoengine.backends.memory import keep_freed_memory, zeros_on_large_pages
-from nanoengine.backends.quantized import Quantized, grouped, quantize
+from nanoengine.backends.quantized import PackedEmbedding, Quantized, grouped, quantize
 from nanoengine.config import EngineConfig
 from nanoengine.steps import unwound_by_sigterm
 
@@ -532,22 +532,13 @@ class OneDNNLinear(nn.Module):
         return out
 
 
-class PackedEmbedding(nn.Embedding):
-    """An embedding whose rows are read out of a packed weight: of the head it is tied to, held once."""
-
-    head: tuple[PackedLinear]  # in a tuple, or it would be a part of this module
-
-    def forward(self, input: Tensor) -> Tensor:
-        """(..) -> (.., E)."""
-        return self.head[0].rows(input)
-
-
 def pack_embedding(embedding: nn.Embedding, head: PackedLinear) -> nn.Embedding:
     """An embedding with its rows read out of a packed head; as it is, where that would change what it does.
 
     What its class adds stays, as Gemma's scale does: its `super().forward` is `PackedEmbedding`'s.
     """
-    kind, result, ids = type(embedding), copy.copy(embedding), torch.arange(min(64, head.out_features))
+    result: Any = copy.copy(embedding)
+    kind, ids = type(embedding), torch.arange(min(64, head.out_features))
     is_plain = kind is nn.Embedding
     result.__class__ = PackedEmbedding if is_plain else type(kind.__name__, (kind, PackedEmbedding), {})
     result._parameters = {}
@@ -557,7 +548,7 @@ def pack_embedding(embedding: nn.Embedding, head: PackedLinear) -> nn.Embedding:
     plain._parameters = {"weight": nn.Parameter(head.rows(ids), requires_grad=False)}
     with suppress(IndexError, RuntimeError):  # its class looks at the weight itself
         if torch.equal(result(ids), plain(ids)):
-            return result
+            return result  # type: ignore[no-any-return]
     return embedding
 
 
@@ -575,8 +566,10 @@ def pack_linear(layer: nn.Linear, kernels: Kernels | None, bits: int = 0) -> nn.
     return OneDNNLinear(layer) if is_bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported() else layer
 
 
-# Names of layers that choose experts, which few bits are too few for.
+# Names of layers that choose experts, which few bits are too few for, and of heads, for which 4 are: other
+# formats of 4 bits keep these in more, too.
 ROUTERS = ("float32_linear", "gate", "router", "shared_expert_gate")
+HEADS = ("lm_head", "embed_out", "output_projection")
 
 
 Places = list[tuple[nn.Module, str]]  # parents of a layer, and its names there
@@ -603,7 +596,9 @@ def pack_weights(model: nn.Module, kernels: Kernels | None, bits: int = 0) -> No
     linears, embeddings = _places(model)
     while linears:
         layer, places = linears.popitem()
-        packed = pack_linear(layer, kernels, 0 if any(name in ROUTERS for _, name in places) else bits)
+        names = {name for _, name in places}
+        most = 0 if names & {*ROUTERS} else 8 if names & {*HEADS} else bits
+        packed = pack_linear(layer, kernels, bits and most)
         for parent, name in places:
             setattr(parent, name, packed)
         if isinstance(packed, PackedLinear):
@@ -759,6 +754,14 @@ class CPU(Device):
             return dtype
         self._notes.append(f"float32 instead of {_name(dtype)}, which is emulated here without kernels")
         return torch.float32
+
+    def pack(self, weight: Quantized, bias: Tensor | None, dtype: torch.dtype) -> nn.Module | None:
+        """As in the base class."""
+        group = grouped(weight.group)
+        if self.kernels is None or not self.kernels.serves(dtype) or group is None:
+            return None
+        weight = weight.regrouped(group)
+        return PackedLinear(weight, bias, self.kernels, dtype) if weight.fits(dtype) else None
 
     def prepare(self, model: Any) -> None:
         """As in the base class."""

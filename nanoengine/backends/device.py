@@ -9,11 +9,12 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanoengine.backends.attention import BuildAttention, PagedAttention, TorchAttention
 from nanoengine.backends.inputs import ModelInputs, SamplingMetadata
 from nanoengine.backends.kv_cache import KVSpec
+from nanoengine.backends.quantized import Quantized
 from nanoengine.config import EngineConfig
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -107,6 +108,10 @@ class Device:
     def choose_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype to compute in, where the config or the checkpoint asks for this one."""
         return dtype
+
+    def pack(self, weight: Quantized, bias: Tensor | None, dtype: torch.dtype) -> nn.Module | None:
+        """A linear layer that computes with integers as they are; None: they have to be of the dtype."""
+        return None
 
     def prepare(self, model: Any) -> None:
         """Give a loaded model the kernels and the layout of weights that are fastest here."""

@@ -4,10 +4,10 @@ A weight is (integer - zero) * scale. Shape letters: N outputs of a linear layer
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 GROUPS = (128, 64, 32, 16)  # inputs that share a scale, as the kernels take them
 
@@ -35,10 +35,8 @@ class Quantized(NamedTuple):
     def regrouped(self, group: int) -> "Quantized":
         """The same in smaller groups."""
         times = self.group // group
-        scales, zeros = (
-            None if x is None else x.repeat_interleave(times, 1) for x in (self.scales, self.zeros)
-        )
-        return self._replace(scales=scales, zeros=zeros)
+        zeros = None if self.zeros is None else self.zeros.repeat_interleave(times, 1)
+        return self._replace(scales=self.scales.repeat_interleave(times, 1), zeros=zeros)
 
     @staticmethod
     def cat(parts: Sequence["Quantized"]) -> "Quantized":
@@ -54,13 +52,18 @@ class Quantized(NamedTuple):
     def fits(self, dtype: torch.dtype) -> bool:
         """Whether kernels can compute with it as exactly as with weights of this dtype.
 
-        They have scales and zeros in float16, which beside 16 bits loses nothing: its rounding is finer.
+        They have scales and zeros in float16, whose rounding is nothing beside that of a 16-bit dtype; scales
+        for which it has few bits, below 6e-5, have to be small beside the layer's others.
         """
         if self.group not in GROUPS:
             return False
-        tolerance = 0.0 if dtype == torch.float32 else 2**-11
-        kept = [x for x in (self.scales, self.zeros) if x is not None]
-        return all(((x.half().float() - x).abs() <= tolerance * x.abs()).all().item() for x in kept)
+        for kept in (self.scales, self.zeros):
+            if kept is not None:
+                size = kept.abs()
+                tolerance = 0.0 if dtype == torch.float32 else 2**-9 * size + 2**-16 * size.max()
+                if not ((kept.half().float() - kept).abs() <= tolerance).all():
+                    return False
+        return True
 
 
 def grouped(num_inputs: int, most: int = GROUPS[0]) -> int | None:
@@ -87,8 +90,8 @@ def quantize(weight: Tensor, bits: int) -> Quantized:
     if group is None:
         raise ValueError(f"a weight of {weight.shape[1]} inputs cannot be divided into groups of 16")
     # By parts that stay in the processor's caches.
-    parts = weight.split(max(1, (1 << 16) // weight.shape[1]))
-    made = [_nearest(part.float().unflatten(1, (-1, group)), bits) for part in parts]
+    parts = torch.split(weight, max(1, (1 << 16) // weight.shape[1]))
+    made = [_nearest(part.float().view(len(part), -1, group), bits) for part in parts]
     integers, scales = (torch.cat(tensors) for tensors in zip(*made, strict=True))
     return Quantized(integers.flatten(1), scales, None, bits)
 
@@ -117,3 +120,28 @@ def _nearest(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
             least = torch.where(is_better, error, least)
     assert best is not None
     return best[0].to(torch.int8), best[1]
+
+
+def floats(weight: Tensor | Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A weight as floats: integers in that dtype, others as they are."""
+    return weight.dequantize(dtype) if isinstance(weight, Quantized) else weight
+
+
+class PackedEmbedding(nn.Embedding):
+    """An embedding whose rows are read out of a packed layer: of the head it is tied to, held once."""
+
+    head: tuple[Any]  # in a tuple, or it would be a part of this module
+
+    @classmethod
+    def of(cls, head: Any) -> "PackedEmbedding":
+        """Of a layer with a method `rows`, like `cpu.PackedLinear`."""
+        embedding = cls(0, head.in_features, device="meta")
+        embedding._parameters, embedding.head = {}, (head,)
+        embedding.num_embeddings = head.out_features
+        embedding.weight = head.rows(torch.arange(0))  # some ask for its dtype
+        return embedding
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(..) -> (.., E)."""
+        rows: Tensor = self.head[0].rows(input)
+        return rows

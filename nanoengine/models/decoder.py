@@ -19,7 +19,7 @@ from nanoengine.backends.kv_cache import KVCache, KVSpec
 # ---- Configuration: one dataclass for the families served ----------------------------------------
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "divided")  # the last is GGUF files' alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +131,8 @@ def rope_frequencies(rope: dict[str, Any], head_dim: int) -> tuple[Tensor, float
     match rope["rope_type"]:
         case "linear":
             return inv_freq / rope["factor"], 1.0
+        case "divided":
+            return inv_freq / torch.tensor(rope["divisors"], device="cpu"), 1.0
         case "llama3":
             low, high = rope["low_freq_factor"], rope["high_freq_factor"]
             turns = original * inv_freq / (2 * math.pi)  # rotations over the original context

@@ -1,25 +1,27 @@
 """From a hub id or a directory to a config, a tokenizer and a loaded model. Safetensors only."""
 
 import itertools
-import json
 import logging
-import re
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from xxhash import xxh3_128
 
+from nanoengine.backends.quantized import PackedEmbedding, Quantized, floats
 from nanoengine.config import EngineConfig
 from nanoengine.models.decoder import Decoder, DecoderConfig, architecture_of, rope_settings
+from nanoengine.models.files import PART_NAMES, Files, TensorHeader, read_json
+from nanoengine.models.formats import FORMATS, Format, choose_format
+from nanoengine.models.gguf import GGUFFile
 from nanoengine.models.hf_config import (
     UnsupportedModelError,
     attention_implementation,
@@ -35,40 +37,22 @@ if TYPE_CHECKING:  # else imported where such a model is loaded
 GENERATION_CONFIG = "generation_config.json"
 # Schemes that transformers dequantises when it loads them -> the libraries it needs for that.
 DEQUANTIZED: dict[str, tuple[str, ...]] = {"mxfp4": (), "fp8": ("accelerate",)}
+TOKENIZER_FILES = "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json"
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")  # by safetensors' names
 SERVED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 POSITIONS = "max_position_embeddings", "max_seq_len", "seq_length"  # what configs call their number
 MOST_TOKENS = 1 << 20  # of a model that knows no positions, where max_model_len does not say
 MAX_POSITIONS = 2**31 - 1  # the attention kernels' lengths are int32
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# What a model that takes images too calls its language model's tensors -> that model's own names.
-PART_NAMES = {
-    r"^model\.(language_model|text_model)\.": "model.",
-    r"^language_model\.model\.": "model.",
-    r"^model\.(?=(embed_tokens|layers|norm)\.)": "model.",  # Qwen2-VL's published ones
-    r"^(language_model\.)?lm_head\.": "lm_head.",
-}
-# Hugging Face's name -> our fused parameter and the part of its rows.
-FUSED = {
-    "q_proj": ("qkv_proj", 0),
-    "k_proj": ("qkv_proj", 1),
-    "v_proj": ("qkv_proj", 2),
-    "gate_proj": ("gate_up_proj", 0),
-    "up_proj": ("gate_up_proj", 1),
-}
+# Our fused layers -> Hugging Face's, whose outputs lie one after the other.
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+# As `Device.pack`: a layer that computes with integers as they are, None where they have to be of the dtype.
+Pack = Callable[[Quantized, Tensor | None, torch.dtype], nn.Module | None]
 
 
 class MisfitError(ValueError):
     """The files hold other tensors than the model is made of."""
-
-
-class TensorHeader(NamedTuple):
-    """A tensor as the header of its file describes it."""
-
-    file: Path
-    name: str  # in the file
-    dtype: str  # safetensors' name: F32, BF16, I64, ...
-    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +67,21 @@ class Checkpoint:
     eos_token_ids: tuple[int, ...]  # every id that ends a sequence
     generation_config: dict[str, Any]
     is_part: bool = False  # the language model of one that takes images too, which are left out
+    written: Format | None = None  # how its weights are, where they are in few bits and read by `formats.py`
+
+    def open_files(self) -> Files | GGUFFile:
+        """Its tensors.
+
+        Raises:
+            ValueError: a file is missing or damaged.
+        """
+        is_gguf = _is_gguf(self.path)
+        return GGUFFile(self.path) if is_gguf else Files(self.path, self.written, self.is_part)
+
+    @property
+    def written_as(self) -> str | None:
+        """In which format its weights are in few bits, for the user; None: in none."""
+        return "gguf" if _is_gguf(self.path) else self.written.name if self.written is not None else None
 
     @property
     def architecture(self) -> str:
@@ -173,6 +172,7 @@ def open_checkpoint(
     *,
     tokenizer: str | None = None,
     revision: str | None = None,
+    gguf_file: str | None = None,
     model_impl: str = "auto",
     trust_remote_code: bool = False,
 ) -> Checkpoint:
@@ -184,20 +184,18 @@ def open_checkpoint(
         ValueError: not a checkpoint, or one that cannot be served; with the reason.
         OSError: a hub id that cannot be found or reached.
     """
-    path = _resolve(model, revision)
-    if not (path / "config.json").is_file():
-        raise ValueError(f"{path} holds no config.json; a model directory in Hugging Face format is needed")
-    try:
-        hf_config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except Exception as error:
-        raise ValueError(f"{path / 'config.json'} cannot be used: {error}") from error
+    path = _resolve(model, revision, gguf_file)
+    hf_config = _read_gguf_config(path) if _is_gguf(path) else _read_config(path, trust_remote_code)
     whole_config, part = hf_config, language_part(hf_config)
     if part is not None:
         hf_config = part
     with _naming(whole_config):
-        is_quantized = _choose_dequantizing(path, whole_config, model_impl)
+        written, is_quantized = _choose_reader(path, whole_config, model_impl)
         if is_quantized and part is not None:
             raise UnsupportedModelError("its weights are quantised, and it takes more than text")
+        if written is not None:
+            for config in (whole_config, hf_config):  # or transformers would read them by their packages
+                config.__dict__.pop("quantization_config", None)
     decoder_config = None
     if model_impl != "transformers" and not is_quantized:
         try:
@@ -210,17 +208,11 @@ def open_checkpoint(
         with _naming(hf_config):
             check_config(hf_config)
     tokenizer_path = path if tokenizer is None else _resolve(tokenizer, None)
-    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-    has_tokenizer = any((tokenizer_path / name).is_file() for name in names)
-    if tokenizer is not None and not has_tokenizer:
-        raise ValueError(f"tokenizer {tokenizer!r} holds none of {', '.join(names)}")
-    loaded = None
-    if has_tokenizer:
-        loaded = AutoTokenizer.from_pretrained(tokenizer_path, trust_remote_code=trust_remote_code)
-        if not loaded.is_fast:
-            raise ValueError(f"the tokenizer in {tokenizer_path} has no fast version (tokenizer.json)")
+    loaded = _load_tokenizer(tokenizer_path, trust_remote_code)
+    if tokenizer is not None and loaded is None:
+        raise ValueError(f"tokenizer {tokenizer!r} holds none of {', '.join(TOKENIZER_FILES)}")
     generation_path = path / GENERATION_CONFIG
-    generation = _read_json(generation_path) if generation_path.is_file() else {}
+    generation = read_json(generation_path) if generation_path.is_file() else {}
     eos: list[int] = []
     for name, ids in (
         ("the tokenizer", getattr(loaded, "eos_token_id", None)),
@@ -234,29 +226,60 @@ def open_checkpoint(
         eos += ids
     known = (token_id for token_id in dict.fromkeys(eos) if 0 <= token_id < hf_config.vocab_size)
     checkpoint = Checkpoint(
-        path, hf_config, decoder_config, loaded, tuple(known), generation, part is not None
+        path, hf_config, decoder_config, loaded, tuple(known), generation, part is not None, written
     )
     checkpoint.default_sampling_params()  # for its errors
     return checkpoint
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
+def _is_gguf(path: Path) -> bool:
+    return path.suffix == ".gguf" and path.is_file()
 
-    Raises:
-        ValueError: it holds none.
-    """
+
+def _read_config(path: Path, trust_remote_code: bool) -> Any:
+    if not (path / "config.json").is_file():
+        raise ValueError(f"{path} holds no config.json; a model directory in Hugging Face format is needed")
     try:
-        content = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold a JSON object, got {content!r:.40}")
-    return content
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        raise ValueError(f"{path / 'config.json'} cannot be used: {error}") from error
 
 
-def _choose_dequantizing(path: Path, hf_config: Any, model_impl: str) -> bool:
-    """Whether the weights are quantised; then transformers is told to dequantise them when it loads them.
+def _read_gguf_config(path: Path) -> Any:
+    file = GGUFFile(path)
+    try:
+        if file.is_known:
+            return file.config()
+        file.check_others()
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{path} cannot be served: {error}") from error
+    try:
+        return AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    except Exception as error:
+        raise ValueError(f"{path} ({file.architecture}) cannot be used: {error}") from error
+
+
+def _load_tokenizer(path: Path, trust_remote_code: bool) -> Any:
+    """The tokenizer of a directory or a GGUF file; None: there is none."""
+    if _is_gguf(path):
+        if not GGUFFile(path).num_tokens:
+            return None
+        try:
+            return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        except Exception as error:
+            raise ValueError(
+                f"the tokenizer in {path} cannot be used: {error}; give tokenizer=..."
+            ) from error
+    if not any((path / name).is_file() for name in TOKENIZER_FILES):
+        return None
+    loaded = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    if not loaded.is_fast:
+        raise ValueError(f"the tokenizer in {path} has no fast version (tokenizer.json)")
+    return loaded
+
+
+def _choose_reader(path: Path, hf_config: Any, model_impl: str) -> tuple[Format | None, bool]:
+    """Who reads weights in few bits: `formats.py`, or transformers, which is told to dequantise them.
 
     Raises:
         UnsupportedModelError: by a scheme that is not served, or whose library is missing.
@@ -264,15 +287,21 @@ def _choose_dequantizing(path: Path, hf_config: Any, model_impl: str) -> bool:
     stated = getattr(hf_config, "quantization_config", None)
     for name in ("quantize_config.json", "hf_quant_config.json"):  # GPTQ's and ModelOpt's own
         if not stated and (path / name).is_file():
-            content = _read_json(path / name)
+            content = read_json(path / name)
             stated = content.get("quantization") or {"quant_method": "gptq", **content}
     if not stated:
-        return False
+        return None, False
     scheme = stated.get("quant_method") or stated.get("quant_algo") or "an unnamed scheme"
+    try:
+        written = choose_format(stated)
+    except ValueError as error:
+        raise UnsupportedModelError(f"its weights are quantised by {scheme}, and {error}") from None
+    if written is not None:
+        return written, False
     if scheme not in DEQUANTIZED:
         raise UnsupportedModelError(
-            f"its weights are quantised by {scheme}; served are {' and '.join(DEQUANTIZED)}, dequantised "
-            "while they are loaded, and checkpoints that are not quantised"
+            f"its weights are quantised by {scheme}; served are {', '.join((*FORMATS, *DEQUANTIZED))}, and "
+            "checkpoints that are not quantised"
         )
     if model_impl == "nanoengine":
         raise UnsupportedModelError(
@@ -285,7 +314,7 @@ def _choose_dequantizing(path: Path, hf_config: Any, model_impl: str) -> bool:
                 "pip install 'nanoengine[quantized]'"
             )
     hf_config.quantization_config = {**stated, "dequantize": True}
-    return True
+    return None, True
 
 
 @contextmanager
@@ -297,17 +326,23 @@ def _naming(hf_config: Any) -> Iterator[None]:
         raise UnsupportedModelError(f"{architecture_of(hf_config)} cannot be served: {error}") from error
 
 
-def _resolve(model: str, revision: str | None) -> Path:
-    """The directory of a local model, or of a hub model after downloading what is needed."""
+def _resolve(model: str, revision: str | None, gguf_file: str | None = None) -> Path:
+    """The directory of a local model, or of a hub model after downloading what is needed, or a GGUF file."""
     if not model:
         raise ValueError("model must be a directory or a hub id, got ''")
     path = Path(model).expanduser()
     if path.is_dir():
+        if gguf_file is not None and not _is_gguf(path / gguf_file):
+            raise ValueError(f"gguf_file must be a .gguf file in {path}, got {gguf_file!r}")
+        return path if gguf_file is None else path / gguf_file
+    if _is_gguf(path) and gguf_file is None:
         return path
     if path.exists():
-        raise ValueError(f"a model must be a directory or a hub id, got the file {model!r}")
+        raise ValueError(f"a model must be a directory, a hub id or a .gguf file, got the file {model!r}")
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise ValueError(f"{model!r} is neither a directory here nor a hub id of the form owner/name")
+    if gguf_file is not None:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=[gguf_file]), gguf_file)
     patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
     return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
 
@@ -333,10 +368,11 @@ def load_model(
     device: torch.device,
     max_model_len: int,
     shard: Shard | None = None,
+    pack: Pack = lambda *_: None,
 ) -> "Decoder | HFModel":
     """Build the model and fill every parameter, from the checkpoint or (dummy) at random.
 
-    With a shard, that part of a decoder: no more is read.
+    With a shard, that part of a decoder: no more is read. Weights in few bits are what `pack` makes of them.
 
     Raises:
         ValueError: a tensor is missing, unexpected or of the wrong shape, a file is damaged, or the
@@ -345,15 +381,17 @@ def load_model(
     if checkpoint.decoder_config is not None:
         try:
             decoder_config = checkpoint.decoder_config
-            return _load_decoder(checkpoint, decoder_config, config, dtype, device, max_model_len, shard)
+            return _load_decoder(
+                checkpoint, decoder_config, config, dtype, device, max_model_len, shard, pack
+            )
         except MisfitError as misfit:
             if config.model_impl != "auto" or shard is not None:
                 raise
             try:  # transformers knows more ways to name the same tensors
-                return _load_hf(checkpoint, config, dtype, device, max_model_len)
+                return _load_hf(checkpoint, config, dtype, device, max_model_len, pack)
             except ValueError:
                 raise misfit from None
-    return _load_hf(checkpoint, config, dtype, device, max_model_len)
+    return _load_hf(checkpoint, config, dtype, device, max_model_len, pack)
 
 
 def _load_hf(
@@ -362,12 +400,14 @@ def _load_hf(
     dtype: torch.dtype,
     device: torch.device,
     max_model_len: int,
+    pack: Pack,
 ) -> "HFModel":
     from nanoengine.models.hf import HFModel
 
     with _naming(checkpoint.hf_config):
         check_config(checkpoint.hf_config)
-        return HFModel(_load_transformers(checkpoint, config, dtype, device).to(device), max_model_len)
+        causal_lm = _load_transformers(checkpoint, config, dtype, device, pack).to(device)
+        return HFModel(causal_lm, max_model_len)
 
 
 def _load_decoder(
@@ -378,26 +418,29 @@ def _load_decoder(
     device: torch.device,
     max_model_len: int,
     shard: Shard | None,
+    pack: Pack,
 ) -> Decoder:
     with torch.device("meta"):
         model = whole = Decoder(decoder_config).to(dtype)
         if shard is not None:
             model = Decoder(shard.config).to(dtype)
     is_dummy = config.load_format == "dummy"
-    headers = {} if is_dummy else _read_headers(checkpoint)
-    if not is_dummy:
-        _check_fit(whole, headers, checkpoint.path)
+    files = None if is_dummy else checkpoint.open_files()
+    if files is not None:
+        _check_fit(whole, files.headers, checkpoint.path)
+    set_aside = _set_aside(model, files) if files is not None and shard is None else {}
     is_tied = model.config.tie_word_embeddings
     model = model.to_empty(device=device).eval().requires_grad_(False)  # which unties
     # Where the files hold a head beside the embedding, it may be another one.
-    if is_tied and not {HEAD, EMBEDDING} <= headers.keys():
+    if is_tied and (files is None or not {HEAD, EMBEDDING} <= files.headers.keys()):
         model.lm_head.weight = model.embed_tokens.weight
-    if is_dummy:
+    if files is None:
         _fill_at_random(model, config.seed + (shard.rank if shard is not None else 0))
     else:
-        _fill(model, headers, shard)
+        _fill(model, files, shard)
+        _take_up(model, set_aside, files, pack, dtype)
     # As in transformers (`PreTrainedModel.tie_weights`): a head of its own is used, whatever the config says.
-    if is_tied and torch.equal(model.lm_head.weight, model.embed_tokens.weight):
+    if is_tied and not set_aside and torch.equal(model.lm_head.weight, model.embed_tokens.weight):
         model.lm_head.weight = model.embed_tokens.weight
     model.build_rope_table(max_model_len)
     return model
@@ -422,7 +465,7 @@ def _check_fit(model: Decoder, headers: dict[str, TensorHeader], path: Path) -> 
     _refuse(path, missing=shapes.keys() - headers.keys(), unexpected=headers.keys() - shapes.keys())
     _check_dtypes(headers, shapes)
     for name, shape in shapes.items():
-        if headers[name].shape != shape:
+        if headers[name].shape not in (shape, None):
             raise ValueError(f"tensor {name!r} has shape {headers[name].shape}, the config asks for {shape}")
 
 
@@ -436,21 +479,66 @@ def _check_dtypes(headers: dict[str, TensorHeader], parameters: Container[str]) 
             )
 
 
-def _fill(model: Decoder, headers: dict[str, TensorHeader], shard: Shard | None) -> None:
+def _fill(model: Decoder, files: Files | GGUFFile, shard: Shard | None) -> None:
     """Copy tensors, or a shard's part of each, one at a time from memory-mapped files: they are held once."""
     wanted = _destinations(model)
-    wanted.setdefault(HEAD, wanted[EMBEDDING])
-    for file in dict.fromkeys(header.file for header in headers.values()):
-        with safe_open(file, framework="pt") as tensors:
-            for name, header in headers.items():
-                if header.file != file:
-                    continue
-                if shard is None:
-                    wanted[name].copy_(tensors.get_tensor(header.name))
-                    continue
-                part = tensors.get_slice(header.name)[shard.slices(name, len(header.shape))]
-                filled = wanted[name].zero_()[tuple(slice(length) for length in part.shape)]
-                filled.copy_(part)  # all of it, but where the shares were rounded up
+    if EMBEDDING in wanted:
+        wanted.setdefault(HEAD, wanted[EMBEDDING])
+    for name in files.headers:
+        if name not in wanted:  # it was set aside
+            continue
+        if shard is None:
+            wanted[name].copy_(floats(files.read(name)))
+            continue
+        part = floats(files.read(name, shard.slices(name, wanted[name].dim())))
+        filled = wanted[name].zero_()[tuple(slice(length) for length in part.shape)]
+        filled.copy_(part)  # all of it, but where the shares were rounded up
+
+
+def _set_aside(model: Decoder, files: Files | GGUFFile) -> dict[str, list[str]]:
+    """Take their weights from the layers whose files have them in few bits: no memory is made for those.
+
+    Returns:
+        The layers' names, and those of their weights in the files.
+    """
+    set_aside = {}
+    for path, layer in model.named_modules():
+        if isinstance(layer, nn.Linear | nn.Embedding):
+            names = _saved_names(f"{path}.weight")
+            if names == [HEAD] and HEAD not in files.headers:
+                names = [EMBEDDING]
+            if all(map(files.is_quantized, names)):
+                set_aside[path] = names
+    for path in set_aside:
+        model.get_submodule(path).register_parameter("weight", None)
+    return set_aside
+
+
+def _take_up(
+    model: Decoder,
+    set_aside: dict[str, list[str]],
+    files: Files | GGUFFile,
+    pack: Pack,
+    dtype: torch.dtype,
+) -> None:
+    """Give these layers what `pack` makes of their weights, or else plain ones; tied ones are made once."""
+    made: dict[tuple[str, ...], nn.Module | nn.Parameter] = {}
+    for path, names in set_aside.items():
+        layer: Any = model.get_submodule(path)
+        new = made.get(tuple(names))
+        if new is None:
+            parts = [files.read(name) for name in names]
+            integers = [part for part in parts if isinstance(part, Quantized)]
+            if len(integers) == len(parts):
+                new = pack(Quantized.cat(integers), getattr(layer, "bias", None), dtype)
+            if new is None:
+                weight = torch.cat([floats(part, dtype) for part in parts]).to(model.norm.weight.device)
+                new = nn.Parameter(weight, requires_grad=False)
+            made[tuple(names)] = new
+        if isinstance(new, nn.Parameter):
+            layer.weight = new
+        else:
+            model.set_submodule(path, PackedEmbedding.of(new) if isinstance(layer, nn.Embedding) else new)
 
 
 def _refuse(path: Path, *, missing: Iterable[str] = (), unexpected: Iterable[str] = ()) -> None:
@@ -462,7 +550,11 @@ def _refuse(path: Path, *, missing: Iterable[str] = (), unexpected: Iterable[str
 
 
 def _load_transformers(
-    checkpoint: Checkpoint, config: EngineConfig, dtype: torch.dtype, device: torch.device
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    pack: Pack = lambda *_: None,
 ) -> Any:
     """A transformers causal LM with every parameter filled, from safetensors or (dummy) at random.
 
@@ -486,10 +578,18 @@ def _load_transformers(
             return auto.from_config(checkpoint.hf_config, **settings)
     if device.type != "cpu" and find_spec("accelerate") is not None:  # which transformers asks for
         settings["device_map"] = {"": device}
-    headers = _read_headers(checkpoint)  # also for its errors: those of transformers are less clear
+    files = checkpoint.open_files()  # also for its errors: those of transformers are less clear
+    source: str | None
+    headers, source = files.headers, str(path)
+    if isinstance(files, GGUFFile) and not files.is_known:
+        source, settings["gguf_file"] = str(path.parent), path.name
+    elif checkpoint.written_as is not None:
+        auto, source = MODEL_FOR_CAUSAL_LM_MAPPING[type(checkpoint.hf_config)], None  # its names are its own
+        settings["state_dict"] = {name: floats(files.read(name), dtype) for name in headers}
+        settings.pop("key_mapping", None)
     with _as_value_error(path), _without_report():
         causal_lm, report = auto.from_pretrained(
-            path,
+            source,
             config=checkpoint.hf_config,
             use_safetensors=True,
             output_loading_info=True,
@@ -497,7 +597,7 @@ def _load_transformers(
             **settings,
         )
     parameters = dict(causal_lm.named_parameters())
-    if getattr(checkpoint.hf_config, "quantization_config", None) is None:
+    if getattr(checkpoint.hf_config, "quantization_config", None) is None and "gguf_file" not in settings:
         _check_dtypes(headers, parameters)
     for name, parameter in parameters.items():
         if parameter.dtype not in SERVED_DTYPES:
@@ -506,6 +606,12 @@ def _load_transformers(
         raise ValueError(f"{path} holds a tensor of another shape than the config asks for: {entry}")
     unexpected = [name for name in report["unexpected_keys"] if name in headers or not checkpoint.is_part]
     _refuse(path, missing=report["missing_keys"], unexpected=unexpected)
+    layers = dict(causal_lm.named_modules())
+    for name in filter(files.is_quantized, () if "gguf_file" in settings else headers):
+        layer_name = name.removesuffix(".weight")
+        layer = layers.get(layer_name)
+        if type(layer) is nn.Linear and isinstance(weight := files.read(name), Quantized):
+            causal_lm.set_submodule(layer_name, pack(weight, layer.bias, dtype) or layer)
     return causal_lm
 
 
@@ -530,48 +636,26 @@ def _as_value_error(path: Path) -> Iterator[None]:
         raise ValueError(f"{path} cannot be loaded: {kind}{error}") from error
 
 
+def _saved_names(name: str) -> list[str]:
+    """What Hugging Face calls a parameter of ours; of a fused one, those whose rows it holds in turn."""
+    full_name = name if name.startswith("lm_head") else f"model.{name}"
+    for fused, parts in FUSED.items():
+        if f".{fused}." in name:
+            return [full_name.replace(fused, part) for part in parts]
+    return [full_name]
+
+
 def _destinations(model: Decoder) -> dict[str, Tensor]:
     """Hugging Face tensor name -> the (part of a) parameter it fills."""
     config = model.config
-    rows = {
-        "qkv_proj": [n * config.head_dim for n in (config.num_heads, *[config.num_kv_heads] * 2)],
-        "gate_up_proj": [config.intermediate_size] * 2,
-    }
+    heads = config.num_heads, config.num_kv_heads, config.num_kv_heads
+    rows = {"qkv_proj": [n * config.head_dim for n in heads], "gate_up_proj": [config.intermediate_size] * 2}
     result: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
-        full_name = name if name.startswith("lm_head") else f"model.{name}"
-        fused = next((f for f in rows if f".{f}." in name), None)
-        if fused is None:
-            result[full_name] = parameter
-            continue
-        parts = torch.split(parameter, rows[fused])
-        for part_name, (target, index) in FUSED.items():
-            if target == fused:
-                result[full_name.replace(fused, part_name)] = parts[index]
+        fused = name.split(".")[-2]
+        parts = torch.split(parameter, rows[fused]) if fused in rows else [parameter]
+        result |= zip(_saved_names(name), parts, strict=True)
     return result
-
-
-def _tensor_files(path: Path) -> list[Path]:
-    """The safetensors files of a checkpoint; where there is an index, it decides which belong to it."""
-    index = path / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map = _read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ValueError(f"{index}: weight_map must name the file of each tensor, got {weight_map!r:.40}")
-        for tensor, file in weight_map.items():
-            if not isinstance(file, str) or Path(file).name != file:
-                raise ValueError(
-                    f"{index}: weight_map must name a file of that directory for {tensor!r}, got {file!r}"
-                )
-        files = sorted({path / file for file in weight_map.values()})
-    else:
-        files = sorted(path.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"{path} holds no *.safetensors; pickled weights (*.bin, *.pt) are not loaded")
-    for file in files:
-        if not file.is_file():
-            raise ValueError(f"{path} lacks the shard {file.name}, which {index.name} names")
-    return files
 
 
 def digest_weights(model: torch.nn.Module) -> bytes:
@@ -581,34 +665,3 @@ def digest_weights(model: torch.nn.Module) -> bytes:
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.digest()
-
-
-def _read_headers(checkpoint: Checkpoint) -> dict[str, TensorHeader]:
-    """What a checkpoint's files hold, by tensor name; the tensors themselves are not read.
-
-    Of a model that takes images too, what belongs to its language model, by that model's names.
-
-    Raises:
-        ValueError: a file is missing or damaged, or a tensor is in two of them.
-    """
-    headers: dict[str, TensorHeader] = {}
-    for file in _tensor_files(checkpoint.path):
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                for saved_name in tensors.keys():  # noqa: SIM118 (not a dict)
-                    name = saved_name
-                    if checkpoint.is_part:
-                        pattern = next((pattern for pattern in PART_NAMES if re.match(pattern, name)), None)
-                        if pattern is None:
-                            continue
-                        name = re.sub(pattern, PART_NAMES[pattern], name)
-                    if name in headers:
-                        raise ValueError(f"{checkpoint.path} holds tensor {name!r} twice")
-                    if name.endswith("rotary_emb.inv_freq"):  # a buffer old Llamas saved
-                        continue
-                    part = tensors.get_slice(saved_name)
-                    shape = tuple(part.get_shape())
-                    headers[name] = TensorHeader(file, saved_name, part.get_dtype(), shape)
-        except SafetensorError as error:
-            raise ValueError(f"{file} is damaged or not a safetensors file: {error}") from error
-    return headers

@@ -1,0 +1,184 @@
+"""The tensors of a checkpoint's safetensors files."""
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from nanoengine.backends.quantized import Quantized
+from nanoengine.models.formats import Format
+
+# What a model that takes images too calls its language model's tensors -> that model's own names.
+PART_NAMES = {
+    r"^model\.(language_model|text_model)\.": "model.",
+    r"^language_model\.model\.": "model.",
+    r"^model\.(?=(embed_tokens|layers|norm)\.)": "model.",  # Qwen2-VL's published ones
+    r"^(language_model\.)?lm_head\.": "lm_head.",
+}
+
+
+class TensorHeader(NamedTuple):
+    """A tensor as the header of its file describes it."""
+
+    file: Path
+    name: str  # in the file
+    dtype: str  # safetensors' name: F32, BF16, I64, ...
+    shape: tuple[int, ...] | None  # None: only its contents tell
+
+
+class Files:
+    """A checkpoint's tensors, by name; those of a weight in few bits are one.
+
+    Args:
+        path: the directory.
+        written: how weights in few bits are; None: there are none.
+        is_part: whether only the language model's are wanted, by that model's own names.
+
+    Raises:
+        ValueError: a file is missing or damaged, a tensor is in two of them, or a weight's parts do not fit.
+    """
+
+    def __init__(self, path: Path, written: Format | None = None, is_part: bool = False) -> None:
+        self.path, self.written = path, written
+        self.headers = _read_headers(path, is_part)
+        self._parts: dict[
+            str, dict[str, TensorHeader]
+        ] = {}  # of weights in few bits, by the ends of their names
+        self._opened: tuple[Path, Any] | None = None
+        if written is not None:
+            self._fold(written)
+
+    def is_quantized(self, name: str) -> bool:
+        """Whether it is a weight in few bits."""
+        return name in self._parts
+
+    def read(self, name: str, part: tuple[slice, ...] | None = None) -> Tensor | Quantized:
+        """A tensor, or a part of it; of a weight in few bits then as floats.
+
+        Raises:
+            ValueError: a weight's parts do not fit each other.
+        """
+        if name not in self._parts:
+            return self._get(self.headers[name], part)
+        assert self.written is not None
+        try:
+            weight = self.written.read({end: self._get(header) for end, header in self._parts[name].items()})
+        except (ValueError, KeyError, RuntimeError, IndexError, TypeError) as error:
+            raise ValueError(
+                f"{self.path}: tensor {name!r}, {self.written.name}, is not sound: {error}"
+            ) from error
+        if part is None:
+            return weight
+        return (weight.dequantize(torch.float32) if isinstance(weight, Quantized) else weight)[part]
+
+    def _get(self, header: TensorHeader, part: tuple[slice, ...] | None = None) -> Tensor:
+        """Out of a file that is mapped into memory until another one is: a tensor is held once."""
+        if self._opened is None or self._opened[0] != header.file:
+            with _as_damaged(header.file):
+                self._opened = header.file, safe_open(header.file, framework="pt")
+        tensors = self._opened[1]
+        result: Tensor = (
+            tensors.get_tensor(header.name) if part is None else tensors.get_slice(header.name)[part]
+        )
+        return result
+
+    def _fold(self, written: Format) -> None:
+        """Put in one tensor for those that a weight in few bits is made of."""
+        first, headers = written.parts[0], self.headers
+        for name in [name for name in headers if name.endswith(f".{first.end}")]:
+            if headers[name].dtype in first.dtypes:
+                base = name.removesuffix(first.end)
+                parts = {part.end: f"{base}{part.end}" for part in written.parts}
+                for part in written.parts:
+                    header = headers.get(parts[part.end])
+                    if header is None and not part.is_optional:
+                        raise ValueError(
+                            f"{self.path} lacks tensor {parts[part.end]!r}, which {name!r} needs"
+                        )
+                    if header is not None and header.dtype not in part.dtypes:
+                        raise ValueError(
+                            f"{header.file} holds tensor {parts[part.end]!r} as {header.dtype}; "
+                            f"of {written.name} it is one of {', '.join(part.dtypes)}"
+                        )
+                found = {end: headers.pop(full) for end, full in parts.items() if full in headers}
+                self._parts[f"{base}weight"] = found
+        if not self._parts:
+            raise ValueError(f"{self.path}: config.json says {written.name}, and no weight is")
+        for name in [name for name in headers if name.rpartition(".")[2] in written.unused]:
+            del headers[name]
+        for name, found in self._parts.items():
+            header = found[first.end]
+            assert header.shape is not None
+            headers[name] = header._replace(dtype="F32", shape=written.shape(header.shape))
+
+
+@contextmanager
+def _as_damaged(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except SafetensorError as error:
+        raise ValueError(f"{file} is damaged or not a safetensors file: {error}") from error
+
+
+def _read_headers(path: Path, is_part: bool) -> dict[str, TensorHeader]:
+    headers: dict[str, TensorHeader] = {}
+    for file in _tensor_files(path):
+        with _as_damaged(file), safe_open(file, framework="pt") as tensors:
+            for saved_name in tensors.keys():  # noqa: SIM118 (not a dict)
+                name = saved_name
+                if is_part:
+                    pattern = next((pattern for pattern in PART_NAMES if re.match(pattern, name)), None)
+                    if pattern is None:
+                        continue
+                    name = re.sub(pattern, PART_NAMES[pattern], name)
+                if name in headers:
+                    raise ValueError(f"{path} holds tensor {name!r} twice")
+                if name.endswith("rotary_emb.inv_freq"):  # a buffer old Llamas saved
+                    continue
+                part = tensors.get_slice(saved_name)
+                headers[name] = TensorHeader(file, saved_name, part.get_dtype(), tuple(part.get_shape()))
+    return headers
+
+
+def _tensor_files(path: Path) -> list[Path]:
+    """The safetensors files of a checkpoint; where there is an index, it decides which belong to it."""
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ValueError(f"{index}: weight_map must name the file of each tensor, got {weight_map!r:.40}")
+        for tensor, file in weight_map.items():
+            if not isinstance(file, str) or Path(file).name != file:
+                raise ValueError(
+                    f"{index}: weight_map must name a file of that directory for {tensor!r}, got {file!r}"
+                )
+        files = sorted({path / file for file in weight_map.values()})
+    else:
+        files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{path} holds no *.safetensors; pickled weights (*.bin, *.pt) are not loaded")
+    for file in files:
+        if not file.is_file():
+            raise ValueError(f"{path} lacks the shard {file.name}, which {index.name} names")
+    return files
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        ValueError: it holds none.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {content!r:.40}")
+    return content
