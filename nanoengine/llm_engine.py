@@ -361,7 +361,7 @@ class LLMEngine:
         if (written := self.checkpoint.written_as) is not None:
             forms = (getattr(part, "form", None) for part in runner.model.modules())
             in_bits = " and ".join(map(str, sorted({form.bits for form in forms if form and form.bits})))
-            weights = f" with weights of {written}, " + (f"in {in_bits} bits" if in_bits else "dequantised")
+            weights = f" with {written} weights" + (f" in {in_bits} bits" if in_bits else ", dequantised,")
         num_guesses = config.num_speculative_tokens
         ahead = (
             f", up to {num_guesses} tokens guessed ahead (ngram), no async scheduling" if num_guesses else ""

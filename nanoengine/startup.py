@@ -59,6 +59,10 @@ def start_runner(
     Raises:
         ValueError: a checkpoint or setting that cannot be served, or too little memory.
     """
+    if config.quantization is not None and checkpoint.written_as is not None:
+        raise ValueError(
+            f"quantization={config.quantization!r} does not go with a checkpoint of {checkpoint.written_as}"
+        )
     torch_device = config.resolve_device()
     device = wrap((CUDA if torch_device.type == "cuda" else CPU)(torch_device, config))
     dtype = device.choose_dtype(resolve_dtype(config.dtype, checkpoint.hf_config))

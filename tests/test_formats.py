@@ -9,14 +9,17 @@ import re
 import gguf
 import numpy as np
 import pytest
+import tokenizers
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
+from benchmarks.llama_cpp import write_gguf as write_for_llama_cpp
 from nanoengine import LLM, SamplingParams
-from nanoengine.backends.quantized import Quantized
-from nanoengine.demo.train import build_tokenizer
 from nanoengine.models.gguf import READERS
-from tests.helpers import DEMO, greedy, hf_model, random_prompts
+from nanoengine.models.weights import open_checkpoint
+from tests.helpers import DEMO, TINY, checkpoint, greedy, hf_model, random_prompts
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, logprobs=0)
 
@@ -197,6 +200,7 @@ def write(path, stated, writer, model=None):
     """A checkpoint whose projections are in few bits, and its twin in transformers."""
     torch.manual_seed(1)
     model = model or hf_model("qwen3")
+    model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(path)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "quantization_config": stated}))
@@ -228,7 +232,7 @@ def check_equal(model, path, dtype="float32", **settings):
             for entry, token_id in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)
         ]
         tolerance = 2e-4 if dtype == "float32" else 0.4
-        assert torch.tensor(ours) == pytest.approx(theirs, abs=tolerance)
+        assert torch.tensor(ours) == pytest.approx(theirs, abs=tolerance, rel=1e-4)
         if dtype == "float32":
             assert output.outputs[0].token_ids == greedy(model, prompt, 12)
     return {form.bits for form in layers if form is not None} - {0}
@@ -239,7 +243,7 @@ def test_a_checkpoint_in_few_bits_computes_with_what_they_stand_for(name, tmp_pa
     stated, writer, bits = WRITTEN[name]
     model = write(tmp_path, stated, writer)
     assert check_equal(model, tmp_path) == ({bits} if bits else set())
-    told = f"{bits} bits on cpu" if bits else "dequantised on cpu"
+    told = f"weights in {bits} bits on cpu" if bits else "weights, dequantised, on cpu"
     assert told in capfd.readouterr().err
 
 
@@ -257,3 +261,327 @@ def test_so_does_transformers_code_one_without_kernels_and_one_of_16_bits(name, 
         assert kept == ({bits or 8} if bits or "bitsandbytes" in name else set())
     else:
         assert kept == ({bits} if bits else set())
+
+
+# ---- Files that are not sound --------------------------------------------------------------------
+
+
+def change(path, edit):
+    tensors = load_file(path / "model.safetensors")
+    edit(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors")
+
+
+def refuse(path, message):
+    with pytest.raises(ValueError, match=message):
+        LLM(str(path), num_kv_blocks=4)
+
+
+UP = "model.layers.1.mlp.up_proj"
+UNSOUND = {
+    "a part is missing": (
+        lambda t: t.pop(f"{UP}.scales"),
+        f"lacks tensor '{UP}.scales', which '{UP}.qweight'",
+    ),
+    "a part is of another type": (
+        lambda t: t.update({f"{UP}.qzeros": t[f"{UP}.qzeros"].float()}),
+        f"holds tensor '{UP}.qzeros' as F32; of gptq it is one of I32",
+    ),
+    "scales are transposed": (
+        lambda t: t.update({f"{UP}.scales": t[f"{UP}.scales"].T}),
+        f"tensor '{UP}.weight', gptq, is not sound: scales of shape",
+    ),
+    "zeros are of another layer": (
+        lambda t: t.update({f"{UP}.qzeros": t["model.layers.1.mlp.down_proj.qzeros"].clone()}),
+        f"tensor '{UP}.weight', gptq, is not sound: scales of shape",
+    ),
+    "a weight is of another shape": (
+        lambda t: t.update({f"{UP}.qweight": t[f"{UP}.qweight"][:-4]}),
+        rf"tensor '{UP}.weight' has shape \(96, 32\), the config asks for \(96, 64\)",
+    ),
+    "a group does not exist": (
+        lambda t: t.update({f"{UP}.g_idx": t[f"{UP}.g_idx"] + 1}),
+        f"tensor '{UP}.weight', gptq, is not sound: g_idx does not name",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNSOUND)
+def test_a_weight_whose_parts_do_not_fit_is_refused_by_its_name(name, tmp_path):
+    edit, message = UNSOUND[name]
+    stated, writer, _ = WRITTEN["gptq"]
+    write(tmp_path, stated, writer)
+    change(tmp_path, edit)
+    refuse(tmp_path, message)
+
+
+def test_a_state_that_is_no_json_is_refused_by_the_weight_s_name(tmp_path):
+    stated, writer, _ = WRITTEN["nf4"]
+    write(tmp_path, stated, writer)
+    state = f"{UP}.weight.quant_state.bitsandbytes__nf4"
+    change(tmp_path, lambda t: t.update({state: t[state][:-3]}))
+    refuse(tmp_path, f"tensor '{UP}.weight', bitsandbytes, is not sound")
+    change(tmp_path, lambda t: t.update({state: torch.tensor(list(b"[1]"), dtype=torch.uint8)}))
+    refuse(tmp_path, f"tensor '{UP}.weight', bitsandbytes, is not sound")
+
+
+@pytest.mark.parametrize(
+    ("stated", "message"),
+    [
+        ({"quant_method": "gptq", "bits": 3}, "by gptq, and its bits is 3; served are 4, 8"),
+        (
+            {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"},
+            "its checkpoint_format is 'marlin'",
+        ),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"a": {"bits": 8}}}, "settings of their own"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "by awq, and its version is 'gemv'"),
+        (compressed("nvfp4-pack-quantized", 4), "its format is 'nvfp4-pack-quantized'"),
+        (compressed("pack-quantized", 3), r"its weights' num_bits are \{3\}; served are 4, 8"),
+        (
+            compressed("pack-quantized", 4, sparsity_config={"format": "sparse-24"}),
+            "it has a sparsity_config",
+        ),
+        (
+            {"quant_method": "bitsandbytes", "bnb_4bit_quant_type": ["nf4"]},
+            r"bnb_4bit_quant_type is \['nf4'\]",
+        ),
+    ],
+)
+def test_a_kind_of_a_format_that_is_not_served_is_named(stated, message, tmp_path):
+    write(tmp_path, stated, gptq)
+    refuse(tmp_path, message)
+
+
+def test_quantization_does_not_go_with_a_checkpoint_that_is_in_few_bits_already(tmp_path):
+    stated, writer, _ = WRITTEN["awq"]
+    write(tmp_path, stated, writer)
+    with pytest.raises(ValueError, match="quantization='int8' does not go with a checkpoint of awq"):
+        LLM(str(tmp_path), num_kv_blocks=4, quantization="int8")
+
+
+# ---- GGUF ----------------------------------------------------------------------------------------
+
+KINDS = [*READERS, "F16", "BF16", "F32", "Q3_K"]
+NAMES = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output"}
+NAMES |= {"gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down"}
+NAMES |= {"q_norm": "attn_q_norm", "k_norm": "attn_k_norm"}
+NAMES |= {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
+
+
+def gguf_name(name):
+    if ".layers." in name:
+        _, _, layer, *_, part, end = name.split(".")
+        return f"blk.{layer}.{NAMES[part]}.{end}"
+    return {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}[
+        name[:-7]
+    ] + ".weight"
+
+
+def raw_blocks(weight, kind):
+    """A weight's bytes in a type, and what they stand for; random ones where gguf cannot write the type."""
+    quant = gguf.GGMLQuantizationType[kind]
+    try:
+        data = gguf.quants.quantize(weight.float().numpy(), quant)
+    except NotImplementedError:
+        _, num_bytes = gguf.GGML_QUANT_SIZES[quant]
+        data = torch.randint(
+            0, 256, (len(weight), weight.shape[1] // 256, num_bytes), dtype=torch.uint8
+        ).numpy()
+        halves = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q3_K": (108,)}[kind]
+        for place in halves:  # scales of scales; of one row none at all
+            size = np.random.default_rng(0).random((*data.shape[:2], 1)) * 0.4 / (1 << int(kind[1]) + 6)
+            size[1] = 0 if place == 0 else 1e-4
+            data[..., place : place + 2] = size.astype(np.float16).view(np.uint8)
+        data = data.reshape(len(weight), -1)
+    return data, torch.from_numpy(gguf.quants.dequantize(data, quant))
+
+
+def write_gguf(path, model, kind, family, tied=False, tokenizer=None, **fields):
+    """A model as llama.cpp's converter writes it; its weights become what the file holds of them."""
+    config, writer = model.config, gguf.GGUFWriter(path, family)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    if getattr(config, "head_dim", None):
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    for name, value in fields.items():
+        (writer.add_string if isinstance(value, str) else writer.add_float32)(
+            f"{family}.{name.replace('__', '.')}", value
+        )
+    if tokenizer is not None:
+        add_tokenizer(writer, tokenizer)
+    for name, parameter in model.state_dict().items():
+        if name == "lm_head.weight" and tied:
+            continue
+        if parameter.dim() == 1:
+            writer.add_tensor(gguf_name(name), parameter.numpy())
+            continue
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+        num_heads = heads.get(name.split(".")[-2]) if family == "llama" else None
+        weight = in_pairs(parameter, num_heads)
+        data, value = raw_blocks(weight, kind)
+        parameter.copy_(from_pairs(value, num_heads))
+        writer.add_tensor(gguf_name(name), data, raw_dtype=gguf.GGMLQuantizationType[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return model
+
+
+MERGES = ["Ġ t", "h e", "Ġt he"]
+
+
+def merging_tokenizer():
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    words = [*alphabet, *(merge.replace(" ", "") for merge in MERGES)]
+    model = tokenizers.models.BPE(
+        vocab={word: i for i, word in enumerate(words)}, merges=[tuple(merge.split()) for merge in MERGES]
+    )
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    template = AutoTokenizer.from_pretrained(DEMO).chat_template
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", chat_template=template
+    )
+
+
+def add_tokenizer(writer, tokenizer):
+    """A byte-level BPE, as the converter writes GPT-2's."""
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    size = len(tokenizer)
+    writer.add_token_list([tokenizer.convert_ids_to_tokens(i) for i in range(size)])
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    writer.add_token_types([3 if i in special else 1 for i in range(size)])
+    writer.add_token_merges(MERGES)
+    writer.add_eos_token_id(tokenizer.eos_token_id)
+    writer.add_chat_template(tokenizer.chat_template)
+
+
+def in_pairs(weight, num_heads):
+    """As llama.cpp turns a head: halves become pairs of neighbours."""
+    if num_heads is None:
+        return weight
+    return weight.view(num_heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+
+
+def from_pairs(weight, num_heads):
+    if num_heads is None:
+        return weight
+    return weight.view(num_heads, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+
+
+def gguf_of(path, name, kind, family, **settings):
+    """A file of a tiny model whose inputs are multiples of 256 where a type's blocks are."""
+    is_large = kind.endswith("_K")
+    if is_large:
+        sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
+        sizes |= {"initializer_range": 0.1}
+    else:
+        sizes = {"head_dim": 32} if family == "qwen3" else {}
+    torch.manual_seed(2)
+    config = {**TINY, **sizes, "tie_word_embeddings": settings.get("tied", False)}
+    model = getattr(transformers, f"{name}ForCausalLM")(
+        getattr(transformers, f"{name}Config")(**config)
+    ).eval()
+    return write_gguf(path, model, kind, family, **settings)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gguf_file_of_every_type_computes_with_what_it_stands_for(kind, tmp_path):
+    model = gguf_of(tmp_path / "model.gguf", "Qwen3", kind, "qwen3")
+    kept = check_equal(model, tmp_path / "model.gguf")
+    assert kept == {"Q4_0": {4}, "Q5_0": {8}, "Q8_0": {8}}.get(kind, set()), "what float16 scales say exactly"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_beside_16_bits_all_integers_of_a_gguf_file_stay_as_they_are(kind, tmp_path):
+    model = gguf_of(tmp_path / "model.gguf", "Qwen3", kind, "qwen3")
+    kept = check_equal(model, tmp_path / "model.gguf", "bfloat16")
+    assert kept == ({4 if kind.startswith("Q4") else 8} if kind in READERS else set())
+
+
+@pytest.mark.parametrize(("name", "family", "tied"), [("Llama", "llama", False), ("Qwen2", "qwen2", True)])
+def test_a_gguf_file_of_other_families(name, family, tied, tmp_path):
+    model = gguf_of(tmp_path / "model.gguf", name, "Q8_0", family, tied=tied)
+    assert check_equal(model, tmp_path / "model.gguf") == {8}
+    with LLM(str(tmp_path), gguf_file="model.gguf", num_kv_blocks=8) as llm:
+        model = llm.llm_engine.runner.model
+        assert (model.embed_tokens.head[0] is model.lm_head) == tied
+
+
+@pytest.mark.parametrize("name", ["llama3 rope", "llama linear rope", "llama with biases", "qwen2 tied"])
+def test_a_gguf_file_that_llama_cpp_itself_reads_says_the_same_here(name, tmp_path, tmp_path_factory):
+    """By the benchmarks' writer, whose files are checked with llama.cpp."""
+    path, reference = checkpoint(name, tmp_path_factory)
+    settings = {"model": str(path), "dtype": "float32", "load_format": "auto", "seed": 0}
+    write_for_llama_cpp(open_checkpoint(str(path)), settings, tmp_path / "model.gguf")
+    check_equal(reference, tmp_path / "model.gguf")
+
+
+def test_a_gguf_file_s_tokenizer_chat_template_and_end_are_its_own(tmp_path):
+    tokenizer = merging_tokenizer()
+    config = transformers.Qwen3Config(**{**TINY, "head_dim": 32, "vocab_size": len(tokenizer)})
+    model = transformers.Qwen3ForCausalLM(config).eval()
+    write_gguf(tmp_path / "model.gguf", model, "Q8_0", "qwen3", tokenizer=tokenizer)
+    with LLM(str(tmp_path / "model.gguf"), num_kv_blocks=40, dtype="float32") as llm:
+        ours = llm.get_tokenizer()
+        for text in ("What is 27 + 58?", "Crème brûlée\n\t<|im_end|>", " the  the"):
+            assert ours(text).input_ids == tokenizer(text).input_ids
+            assert ours.decode(ours(text).input_ids) == text
+        assert ours.chat_template == tokenizer.chat_template
+        assert llm.llm_engine.checkpoint.eos_token_ids == (tokenizer.eos_token_id,)
+        output = llm.chat([{"role": "user", "content": "Hello"}], GREEDY, use_tqdm=False)[0]
+    said = output.outputs[0].token_ids
+    assert said == greedy(model, output.prompt_token_ids, 12)[: len(said)]
+    assert output.outputs[0].text == ours.decode(said, skip_special_tokens=True)
+
+
+def test_a_gguf_file_that_is_not_sound_is_refused(tmp_path):
+    path = tmp_path / "model.gguf"
+    gguf_of(path, "Qwen3", "Q4_0", "qwen3")
+    whole = path.read_bytes()
+    for length in (3, 100, len(whole) // 3, len(whole) - 1000):
+        path.write_bytes(whole[:length])
+        refuse(path, "model.gguf is damaged or not a GGUF file")
+    path.write_bytes(whole.replace(b"qwen3.block_count", b"qwen3.block_cQunt"))
+    refuse(path, "qwen3.block_count must be a number, got None")
+    path.write_bytes(whole.replace(b"blk.1.ffn_up.weight", b"blk.1.ffn_Up.weight"))
+    refuse(path, r"lacks 1 tensors, the first is 'model.layers.1.mlp.up_proj.weight'")
+    (tmp_path / "model.bin").write_bytes(whole)
+    refuse(tmp_path / "model.bin", "must be a directory, a hub id or a .gguf file")
+    with pytest.raises(ValueError, match=r"gguf_file must be a \.gguf file in"):
+        LLM(str(tmp_path), gguf_file="other.gguf")
+
+
+def test_what_a_gguf_file_asks_for_and_is_not_served_is_refused_by_name(tmp_path):
+    path = tmp_path / "model.gguf"
+    for fields, words in (
+        ({"rope__scaling__type": "longrope"}, "its rope.scaling.type is 'longrope'"),
+        ({"attention__sliding_window": 32.0}, "its file has sliding windows"),
+        ({"rope__dimension_count": 16.0}, "its rope.dimension_count is not its head_dim, 32"),
+    ):
+        gguf_of(path, "Qwen3", "F32", "qwen3", **fields)
+        refuse(path, words)
+    gguf_of(path, "Llama", "F32", "gemma2", rope__scaling__type="linear")
+    refuse(path, "its rope is scaled, which transformers does not read out of this file")
+    gguf_of(path, "Llama", "F32", "never-heard-of")
+    refuse(path, r"model.gguf \(never-heard-of\) cannot be used")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gptq", "compressed", "nf4"])
+def test_ranks_share_a_checkpoint_in_few_bits(name, tmp_path):
+    stated, writer, _ = WRITTEN[name]
+    model = write(tmp_path, stated, writer)
+    assert not check_equal(model, tmp_path, tensor_parallel_size=2)

@@ -122,9 +122,9 @@ def _nearest(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     return best[0].to(torch.int8), best[1]
 
 
-def floats(weight: Tensor | Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A weight as floats: integers in that dtype, others as they are."""
-    return weight.dequantize(dtype) if isinstance(weight, Quantized) else weight
+def floats(weight: Tensor | Quantized, dtype: torch.dtype) -> Tensor:
+    """A weight as floats of that dtype."""
+    return weight.dequantize(dtype) if isinstance(weight, Quantized) else weight.to(dtype)
 
 
 class PackedEmbedding(nn.Embedding):

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from nanoengine.backends.quantized import Quantized
+from nanoengine.backends.quantized import Quantized, floats
 from nanoengine.models.formats import Format
 
 # What a model that takes images too calls its language model's tensors -> that model's own names.
@@ -75,7 +75,7 @@ class Files:
             ) from error
         if part is None:
             return weight
-        return (weight.dequantize(torch.float32) if isinstance(weight, Quantized) else weight)[part]
+        return floats(weight, torch.float32)[part]
 
     def _get(self, header: TensorHeader, part: tuple[slice, ...] | None = None) -> Tensor:
         """Out of a file that is mapped into memory until another one is: a tensor is held once."""

@@ -167,7 +167,7 @@ class GGUFFile:
             weight = torch.from_numpy(self._dequantize(data, self._tensors[header.name].tensor_type))
         if self.architecture == "llama" and name.split(".")[-2] in ("q_proj", "k_proj"):
             weight = self._in_halves(weight, "_kv" if "k_proj" in name else "")
-        return weight if part is None else floats(weight)[part]
+        return weight if part is None else floats(weight, torch.float32)[part]
 
     def _in_halves(self, weight: Tensor | Quantized, kind: str) -> Tensor | Quantized:
         """Rows in transformers' order, which turns i and i + D / 2 where llama.cpp turns 2 i and 2 i + 1."""

@@ -20,7 +20,7 @@ from nanoengine.backends.quantized import PackedEmbedding, Quantized, floats
 from nanoengine.config import EngineConfig
 from nanoengine.models.decoder import Decoder, DecoderConfig, architecture_of, rope_settings
 from nanoengine.models.files import PART_NAMES, Files, TensorHeader, read_json
-from nanoengine.models.formats import FORMATS, Format, choose_format
+from nanoengine.models.formats import FORMATS, choose_format
 from nanoengine.models.gguf import GGUFFile
 from nanoengine.models.hf_config import (
     UnsupportedModelError,
@@ -67,7 +67,8 @@ class Checkpoint:
     eos_token_ids: tuple[int, ...]  # every id that ends a sequence
     generation_config: dict[str, Any]
     is_part: bool = False  # the language model of one that takes images too, which are left out
-    written: Format | None = None  # how its weights are, where they are in few bits and read by `formats.py`
+    # What its config says of weights in few bits that `formats.py` reads; None: there are none.
+    quantization: dict[str, Any] | None = None
 
     def open_files(self) -> Files | GGUFFile:
         """Its tensors.
@@ -75,13 +76,17 @@ class Checkpoint:
         Raises:
             ValueError: a file is missing or damaged.
         """
-        is_gguf = _is_gguf(self.path)
-        return GGUFFile(self.path) if is_gguf else Files(self.path, self.written, self.is_part)
+        if _is_gguf(self.path):
+            return GGUFFile(self.path)
+        written = None if self.quantization is None else choose_format(self.quantization)
+        return Files(self.path, written, self.is_part)
 
     @property
     def written_as(self) -> str | None:
         """In which format its weights are in few bits, for the user; None: in none."""
-        return "gguf" if _is_gguf(self.path) else self.written.name if self.written is not None else None
+        if _is_gguf(self.path):
+            return "gguf"
+        return None if self.quantization is None else str(self.quantization["quant_method"])
 
     @property
     def architecture(self) -> str:
@@ -190,10 +195,10 @@ def open_checkpoint(
     if part is not None:
         hf_config = part
     with _naming(whole_config):
-        written, is_quantized = _choose_reader(path, whole_config, model_impl)
+        quantization, is_quantized = _choose_reader(path, whole_config, model_impl)
         if is_quantized and part is not None:
             raise UnsupportedModelError("its weights are quantised, and it takes more than text")
-        if written is not None:
+        if quantization is not None:
             for config in (whole_config, hf_config):  # or transformers would read them by their packages
                 config.__dict__.pop("quantization_config", None)
     decoder_config = None
@@ -226,7 +231,7 @@ def open_checkpoint(
         eos += ids
     known = (token_id for token_id in dict.fromkeys(eos) if 0 <= token_id < hf_config.vocab_size)
     checkpoint = Checkpoint(
-        path, hf_config, decoder_config, loaded, tuple(known), generation, part is not None, written
+        path, hf_config, decoder_config, loaded, tuple(known), generation, part is not None, quantization
     )
     checkpoint.default_sampling_params()  # for its errors
     return checkpoint
@@ -278,8 +283,8 @@ def _load_tokenizer(path: Path, trust_remote_code: bool) -> Any:
     return loaded
 
 
-def _choose_reader(path: Path, hf_config: Any, model_impl: str) -> tuple[Format | None, bool]:
-    """Who reads weights in few bits: `formats.py`, or transformers, which is told to dequantise them.
+def _choose_reader(path: Path, hf_config: Any, model_impl: str) -> tuple[dict[str, Any] | None, bool]:
+    """Who reads weights in few bits: `formats.py`, by what is said of them, or transformers as floats.
 
     Raises:
         UnsupportedModelError: by a scheme that is not served, or whose library is missing.
@@ -293,11 +298,11 @@ def _choose_reader(path: Path, hf_config: Any, model_impl: str) -> tuple[Format 
         return None, False
     scheme = stated.get("quant_method") or stated.get("quant_algo") or "an unnamed scheme"
     try:
-        written = choose_format(stated)
+        is_ours = choose_format(stated) is not None
     except ValueError as error:
         raise UnsupportedModelError(f"its weights are quantised by {scheme}, and {error}") from None
-    if written is not None:
-        return written, False
+    if is_ours:
+        return stated, False
     if scheme not in DEQUANTIZED:
         raise UnsupportedModelError(
             f"its weights are quantised by {scheme}; served are {', '.join((*FORMATS, *DEQUANTIZED))}, and "
@@ -488,9 +493,9 @@ def _fill(model: Decoder, files: Files | GGUFFile, shard: Shard | None) -> None:
         if name not in wanted:  # it was set aside
             continue
         if shard is None:
-            wanted[name].copy_(floats(files.read(name)))
+            wanted[name].copy_(floats(files.read(name), wanted[name].dtype))
             continue
-        part = floats(files.read(name, shard.slices(name, wanted[name].dim())))
+        part = floats(files.read(name, shard.slices(name, wanted[name].dim())), wanted[name].dtype)
         filled = wanted[name].zero_()[tuple(slice(length) for length in part.shape)]
         filled.copy_(part)  # all of it, but where the shares were rounded up
 
