@@ -5,7 +5,7 @@ python -m benchmarks --workload decode,prefix --engine nanoengine,transformers,t
 python -m benchmarks --engine nanoengine,vllm --python vllm=/path/to/its/venv/bin/python
 python -m benchmarks --engine nanoengine,llama.cpp --python llama.cpp=/path/to/its/venv/bin/python
 python -m benchmarks --engine nanoengine,nano-vllm --python nano-vllm=/path/to/its/venv/bin/python
-python -m benchmarks --engine nanoengine,nanoengine-int8 --custom 1:32:128  # weights in 8 bits
+python -m benchmarks --engine nanoengine-int4,llama.cpp-q4_0 --custom 1:32:128  # weights in 4 bits
 python -m benchmarks --custom 64:32-256:16-64:512  # 64 requests, prompts of 32 to 256 tokens after 512 shared
 python -m benchmarks --rate 1,2,4                  # latency when requests come at random, so many a second
 python -m benchmarks --plot bench.png              # throughput against batch size, and where the time goes
@@ -95,7 +95,7 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"--python needs ENGINE=PATH of an interpreter, got {missing[0]!r}")
     if args.plot and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: pip install -e '.[bench]'")
-    if "llama.cpp" in args.engine and importlib.util.find_spec("gguf") is None:
+    if any(name.startswith("llama.cpp") for name in args.engine) and importlib.util.find_spec("gguf") is None:
         parser.error("--engine llama.cpp needs gguf, for its model's file: pip install -e '.[bench]'")
     if args.model is None or args.model in SHAPES or Path(args.model).is_dir():
         os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported

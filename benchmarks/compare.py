@@ -22,6 +22,8 @@ from benchmarks.workloads import SHAPES, SWEEP, Workload, poisson_arrivals
 LATENCIES = ("ttft", "tpot", "itl")
 # What makes of a checkpoint the one that an engine reads, and of the settings those it takes.
 PREPARE = {"llama.cpp": llama_cpp.prepare, "nano-vllm": nano_vllm.prepare}
+# Bits of a weight in layers and in the head, scales counted in; others are of the dtype.
+BITS = {"int8": (8.125, 8.125), "int4": (4.5, 8.125), "q8_0": (8.5, 8.5), "q4_0": (4.5, 8.5)}
 COUNTERS = ("steps", "batch_mean", "batch_max", "prefix_hit_rate", "preemptions", "peak_kv_usage")
 
 
@@ -103,13 +105,13 @@ class Bench:
             row: dict[str, Any] = {"workload": workload.name, "engine": worker.engine, "rate": rate}
             row |= summarize(replies[worker.engine], prompt_tokens, sum(output_lens))
             if "error" not in row:
-                ideal = self.roofline(workload) if rate is None else None
+                ideal = self.roofline(workload, worker.engine) if rate is None else None
                 row["roofline_share"] = ideal and round(row["output_tokens_per_s"]["median"] / ideal, 4)
                 row["peak_rss_bytes"] = worker.peak_rss_bytes()
             yield row
 
-    def roofline(self, workload: Workload) -> float | None:
-        """Output tokens a second of an ideal engine on this machine."""
+    def roofline(self, workload: Workload, engine: str = "") -> float | None:
+        """Output tokens a second of an ideal engine on this machine, with weights in an engine's bits."""
         if self.config is None:
             return None
         prompt_lens, output_lens = workload.lengths()
@@ -121,6 +123,7 @@ class Bench:
             bandwidth=self.bandwidth,
             flops=max(self.flops.values()),
             itemsize=self.itemsize,
+            weight_bits=BITS.get(engine.rpartition("-")[2]),
         )
         return round(sum(output_lens) / seconds, 2)
 
@@ -155,9 +158,12 @@ def bench_model(model: str, workloads: list[Workload], args: argparse.Namespace)
 
         def start(engine: str, until: ExitStack) -> Worker:
             print(f"{model}: starting {engine}", file=sys.stderr)
-            worker = start_worker(engine, args.pythons.get(engine, sys.executable), args.threads)
+            name, _, kind = engine.rpartition("-") if engine.rpartition("-")[2] in BITS else (engine, "", "")
+            python = args.pythons.get(engine) or args.pythons.get(name) or sys.executable
+            worker = start_worker(engine, python, args.threads)
             until.callback(worker.close)
-            own = PREPARE[engine](checkpoint, settings, scratch) if engine in PREPARE else settings
+            given = settings | ({"gguf_type": kind} if name == "llama.cpp" and kind else {})
+            own = PREPARE[name](checkpoint, given, scratch) if name in PREPARE else given
             reply = worker.ask(own)
             worker.error, worker.versions = reply.get("error"), reply.get("versions", {})
             return worker

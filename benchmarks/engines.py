@@ -69,7 +69,7 @@ def load_stepped(settings: dict[str, Any]) -> Run:
         "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
         "skip_tokenizer_init": True,
     }
-    quantization = "int8" if settings["engine"] == "nanoengine-int8" else None
+    quantization = settings["engine"].partition("-")[2] or None
     own = vllm_settings if is_vllm else {"device": settings["device"], "quantization": quantization}
     llm = LLM(**{name: settings[name] for name in names}, **own)
 
@@ -217,11 +217,14 @@ def load_limits(settings: dict[str, Any]) -> Run:
 LOADERS: dict[str, tuple[str, Callable[[dict[str, Any]], Run]]] = {
     "nanoengine": ("nanoengine", load_stepped),
     "nanoengine-int8": ("nanoengine", load_stepped),
+    "nanoengine-int4": ("nanoengine", load_stepped),
     "transformers": ("transformers", load_transformers),
     "transformers-cb": ("transformers", load_transformers_cb),
     "vllm": ("vllm", load_stepped),
     "nano-vllm": ("nanovllm", load_nano_vllm),
     "llama.cpp": ("llama_cpp", load_llama_cpp),
+    "llama.cpp-q8_0": ("llama_cpp", load_llama_cpp),
+    "llama.cpp-q4_0": ("llama_cpp", load_llama_cpp),
     "limits": ("torch", load_limits),
 }
 ENGINES = [name for name in LOADERS if name != "limits"]

@@ -34,14 +34,18 @@ def prepare(checkpoint: "Checkpoint", settings: dict[str, Any], directory: str) 
         )
     token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 2  # float16
     num_tokens = min(KV_CACHE_BYTES // token_bytes, MAX_NUM_SEQS * settings["max_model_len"])
-    path = write_gguf(checkpoint, settings, Path(directory, "model.gguf"))
+    kind = settings.get("gguf_type")
+    path = write_gguf(checkpoint, settings, Path(directory, f"{kind or 'model'}.gguf"), kind)
     return settings | {"model": str(path), "cache_tokens": num_tokens // 256 * 256}
 
 
-def write_gguf(checkpoint: "Checkpoint", settings: dict[str, Any], path: Path) -> Path:
+def write_gguf(
+    checkpoint: "Checkpoint", settings: dict[str, Any], path: Path, kind: str | None = None
+) -> Path:
     """Write a checkpoint, or (load_format "dummy") one like it at random, without its tokenizer.
 
-    Matrices are of the run's dtype, norms and biases float32, as llama.cpp has it in its own files.
+    Matrices are of the run's dtype, or of a type like "q4_0", and then embedding and head of Q8_0; norms and
+    biases are float32, as llama.cpp has it in its own files.
 
     Source: llama.cpp's convert_hf_to_gguf.py.
 
@@ -86,7 +90,7 @@ def write_gguf(checkpoint: "Checkpoint", settings: dict[str, Any], path: Path) -
     model, _ = transformers_model(settings | {"device": "cpu"})
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[family.upper()], config.num_layers)
     dtypes = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-    weight_type = gguf.GGMLQuantizationType[dtypes[settings["dtype"]]]
+    weight_type = gguf.GGMLQuantizationType[(kind or dtypes[settings["dtype"]]).upper()]
     heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
     for name, weight in model.state_dict().items():
         if name == "lm_head.weight" and weight.data_ptr() == model.get_input_embeddings().weight.data_ptr():
@@ -100,6 +104,11 @@ def write_gguf(checkpoint: "Checkpoint", settings: dict[str, Any], path: Path) -
             raise ValueError(f"{checkpoint.path}: llama.cpp's {family} models have no {name}")
         if weight.dim() == 1:
             writer.add_tensor(own_name, weight.float().numpy())
+        elif kind is not None:
+            is_layer = own_name.startswith("blk.")
+            own_type = weight_type if is_layer else gguf.GGMLQuantizationType.Q8_0
+            rows = gguf.quants.quantize(weight.float().numpy(), own_type)
+            writer.add_tensor(own_name, rows, raw_dtype=own_type)
         else:  # byte by byte: NumPy has no bfloat16
             rows = weight.contiguous().view(torch.uint8).numpy()
             writer.add_tensor(own_name, rows, raw_dtype=weight_type)

@@ -20,6 +20,7 @@ def roofline_seconds(
     bandwidth: float,
     flops: float,
     itemsize: int = 2,
+    weight_bits: tuple[float, float] | None = None,
 ) -> float:
     """Seconds that an ideal engine would take for a workload, on a machine with these two limits.
 
@@ -42,15 +43,18 @@ def roofline_seconds(
         bandwidth: bytes a second.
         flops: a second.
         itemsize: bytes of a number.
+        weight_bits: of a layer's weight and of the head's, where they are not such numbers.
     """
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     attention_weights = config.hidden_size * (2 * q_size + 2 * kv_size)
     mlp_weights = 3 * config.hidden_size * config.intermediate_size
     layer_weights = config.num_layers * (attention_weights + mlp_weights)
     head_weights = config.hidden_size * config.vocab_size
+    layer_bytes, head_bytes = (bits / 8 for bits in weight_bits or (8 * itemsize, 8 * itemsize))
+    weight_bytes = layer_weights * layer_bytes + head_weights * head_bytes
 
     def pass_seconds(tokens: int, due: int, pairs: int, tokens_read: int) -> float:
-        num_bytes = itemsize * (layer_weights + head_weights + 2 * config.num_layers * kv_size * tokens_read)
+        num_bytes = weight_bytes + itemsize * 2 * config.num_layers * kv_size * tokens_read
         work = 2 * (layer_weights * tokens + head_weights * due) + 4 * config.num_layers * q_size * pairs
         return float(max(num_bytes / bandwidth, work / flops))
 

@@ -89,7 +89,9 @@ def start_worker(engine: str, python: str, threads: int) -> Worker:
         notes = " ".join(f"{name}={value}" for name, value in own.items())
     else:
         env["OMP_NUM_THREADS"] = str(threads)
-        if engine == "llama.cpp":  # it leaves its threads where they are put, two on one core perhaps
+        if engine.startswith(
+            "llama.cpp"
+        ):  # it leaves its threads where they are put, two on one core perhaps
             env["OMP_PROC_BIND"] = "true"
             notes += " OMP_PROC_BIND=true"
     log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (the worker closes it)

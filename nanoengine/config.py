@@ -74,6 +74,9 @@ class EngineConfig:
     async_scheduling: bool | None = None  # prepare a step while the one before runs; None: on a GPU
     speculative_config: dict[str, Any] | None = None  # guess tokens ahead: as `SpeculativeConfig`
     quantization: str | None = None  # "int8", "int4": linear layers' weights as integers, on a CPU
+    lora: str | Path | None = (
+        None  # a directory with a PEFT adapter, merged into the weights when they are loaded
+    )
     tensor_parallel_size: int = 1  # processes that share every layer's weights: extensions/parallel.py
     load_format: str = "auto"  # or "safetensors", the same; "dummy": random weights from config.json alone
     model_impl: str = (
@@ -118,6 +121,10 @@ class EngineConfig:
             raise TypeError(f"trace must be a path or take events, got {self.trace!r}")
         if self.kv_store is not None:
             self._check_kv_store()
+        if self.lora is not None and (not isinstance(self.lora, str | Path) or not str(self.lora)):
+            raise TypeError(f"lora must be a directory with an adapter, got {self.lora!r}")
+        if self.lora is not None and self.tensor_parallel_size != 1:
+            raise ValueError("lora needs tensor_parallel_size=1")
         if self.num_kv_blocks is not None and self.kv_cache_bytes is not None:
             raise ValueError("give num_kv_blocks or kv_cache_bytes, not both")
         if self.quantization not in (None, "int8", "int4"):

@@ -362,6 +362,7 @@ class LLMEngine:
             forms = (getattr(part, "form", None) for part in runner.model.modules())
             in_bits = " and ".join(map(str, sorted({form.bits for form in forms if form and form.bits})))
             weights = f" with {written} weights" + (f" in {in_bits} bits" if in_bits else ", dequantised,")
+        weights += "" if config.lora is None else f" and the adapter {Path(config.lora).name}"
         num_guesses = config.num_speculative_tokens
         ahead = (
             f", up to {num_guesses} tokens guessed ahead (ngram), no async scheduling" if num_guesses else ""

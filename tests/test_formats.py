@@ -8,6 +8,7 @@ import re
 
 import gguf
 import numpy as np
+import peft
 import pytest
 import tokenizers
 import torch
@@ -585,3 +586,114 @@ def test_ranks_share_a_checkpoint_in_few_bits(name, tmp_path):
     stated, writer, _ = WRITTEN[name]
     model = write(tmp_path, stated, writer)
     assert not check_equal(model, tmp_path, tensor_parallel_size=2)
+
+
+# ---- Adapters ------------------------------------------------------------------------------------
+
+ADAPTERS = {
+    "attention": {"r": 4, "lora_alpha": 12, "target_modules": ["q_proj", "v_proj"]},
+    "all layers, scaled by the root": {
+        "r": 8,
+        "lora_alpha": 4,
+        "use_rslora": True,
+        "target_modules": "all-linear",
+    },
+    "ranks of their own": {
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": ["q_proj", "down_proj"],
+        "rank_pattern": {"layers.1.mlp.down_proj": 2, "q_proj": 6},
+        "alpha_pattern": {"down_proj": 3},
+    },
+    "head and biases": {
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": ["o_proj"],
+        "modules_to_save": ["lm_head"],
+        "bias": "all",
+    },
+}
+
+
+def adapter_of(model, path, settings):
+    """Saved by PEFT with random numbers; the model is what PEFT merges of it."""
+    torch.manual_seed(3)
+    tuned = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **settings))
+    with torch.no_grad():
+        for parameter in tuned.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    tuned.save_pretrained(path)
+    return tuned.merge_and_unload()
+
+
+@pytest.mark.parametrize("impl", ["nanoengine", "transformers"])
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_an_adapter_is_merged_as_peft_merges_it(name, impl, tmp_path, capfd):
+    model = hf_model("qwen3 with attention bias")
+    model.config.architectures = ["Qwen3ForCausalLM"]
+    model.save_pretrained(tmp_path / "base")
+    merged = adapter_of(model, tmp_path / "adapter", ADAPTERS[name])
+    assert not check_equal(merged, tmp_path / "base", lora=tmp_path / "adapter", model_impl=impl)
+    assert "and the adapter adapter on cpu" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("impl", ["nanoengine", "transformers"])
+def test_of_a_base_in_few_bits_the_layers_that_an_adapter_changes_become_floats(impl, tmp_path):
+    stated, writer, bits = WRITTEN["gptq"]
+    model = write(tmp_path / "base", stated, writer)
+    merged = adapter_of(model, tmp_path / "adapter", ADAPTERS["attention"])
+    assert check_equal(merged, tmp_path / "base", lora=str(tmp_path / "adapter"), model_impl=impl) == {bits}
+
+
+def test_an_adapter_that_is_not_plain_or_does_not_fit_is_refused(tmp_path):
+    model = hf_model("qwen3")
+    model.config.architectures = ["Qwen3ForCausalLM"]
+    model.save_pretrained(tmp_path / "base")
+    path = tmp_path / "adapter"
+
+    def refuse_adapter(words):
+        with pytest.raises(ValueError, match=words):
+            LLM(str(tmp_path / "base"), lora=path, num_kv_blocks=4)
+
+    refuse_adapter(r"lora must be a directory of a PEFT adapter: .* holds no adapter_config.json")
+    adapter_of(model, path, ADAPTERS["attention"])
+    config_path, file = path / "adapter_config.json", path / "adapter_model.safetensors"
+    config, tensors = json.loads(config_path.read_text()), load_file(file)
+    first = next(name for name in tensors if name.endswith("0.self_attn.q_proj.lora_A.weight"))
+    for change, words in (
+        ({"use_dora": True}, "use_dora=True is not served"),
+        ({"peft_type": "LOHA"}, "peft_type='LOHA' is not served"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' is not served"),
+        ({"r": 5}, "q_proj has rank 4, the config says 5"),
+        ({"lora_alpha": "x"}, "alpha 'x'"),
+    ):
+        config_path.write_text(json.dumps({**config, **change}))
+        refuse_adapter(words)
+    config_path.write_text(json.dumps(config))
+    for edit, words in (
+        (
+            lambda t: t.pop(first),
+            "lacks one of lora_A and lora_B of 'model.layers.0.self_attn.q_proj.weight'",
+        ),
+        (
+            lambda t: t.update({first: t[first][:, :-1]}),
+            "do not make 'model.layers.0.self_attn.q_proj.weight'",
+        ),
+        (
+            lambda t: t.update({first.replace("layers.0", "layers.7"): t[first].clone()}),
+            "which the model does not have",
+        ),
+        (
+            lambda t: t.update({first.replace("lora_A", "lora_magnitude_vector"): t[first].clone()}),
+            "is not of plain LoRA",
+        ),
+    ):
+        changed = dict(tensors)
+        edit(changed)
+        save_file({name: tensor.contiguous() for name, tensor in changed.items()}, file)
+        refuse_adapter(words)
+    file.write_bytes(b"no file")
+    refuse_adapter("is damaged")
+    with pytest.raises(ValueError, match="lora needs tensor_parallel_size=1"):
+        LLM(str(tmp_path / "base"), lora=path, tensor_parallel_size=2)

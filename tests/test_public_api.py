@@ -64,7 +64,7 @@ ORDER = [
     *("backends.cpu", "backends.flash", "backends.triton", "backends.cuda"),
     *("models.decoder", "models.eager", "models.hf_config", "models.linear"),
     *("models.states", "models.hf", "models.shard"),
-    *("models.formats", "models.files", "models.gguf"),
+    *("models.formats", "models.files", "models.gguf", "models.lora"),
     *("models.weights", "logprobs", "sampling", "engine", "requests", "startup"),
     *(
         "extensions.windows",

@@ -15,7 +15,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from nanoengine import LLM, EngineConfig, SamplingParams
-from nanoengine.backends.cpu import PackedEmbedding
+from nanoengine.backends.quantized import PackedEmbedding
 from nanoengine.models.decoder import Decoder
 from nanoengine.models.hf import HFModel
 from nanoengine.models.weights import Checkpoint, _load_transformers, open_checkpoint, resolve_dtype

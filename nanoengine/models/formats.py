@@ -134,7 +134,8 @@ def _awq(stated: dict[str, Any]) -> Format:
 
 
 def _compressed(stated: dict[str, Any]) -> Format:
-    kind = _asked(stated, "format", None, ("pack-quantized", "int-quantized", "float-quantized"))
+    formats = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
+    kind = _asked(stated, "format", None, formats)
     if (stated.get("sparsity_config") or {}).get("format", "dense") != "dense":
         raise ValueError("it has a sparsity_config")
     if (stated.get("transform_config") or {}).get("config_groups"):
@@ -145,6 +146,8 @@ def _compressed(stated: dict[str, Any]) -> Format:
     if len(all_bits) != 1 or not all_bits <= set(served):
         raise ValueError(f"its weights' num_bits are {all_bits}; served are {', '.join(map(str, served))}")
     (bits,) = all_bits
+    if kind == "naive-quantized":
+        kind = "float-quantized" if weights[0].get("type") == "float" else "int-quantized"
     parts: tuple[Part, ...]
 
     def read_packed(tensors: Tensors) -> Quantized | Tensor:

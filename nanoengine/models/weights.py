@@ -28,6 +28,7 @@ from nanoengine.models.hf_config import (
     check_config,
     language_part,
 )
+from nanoengine.models.lora import Adapter, merge
 from nanoengine.models.shard import Shard
 from nanoengine.sampling_params import SamplingParams
 
@@ -431,9 +432,11 @@ def _load_decoder(
             model = Decoder(shard.config).to(dtype)
     is_dummy = config.load_format == "dummy"
     files = None if is_dummy else checkpoint.open_files()
+    adapter = None if config.lora is None else Adapter(Path(config.lora))
     if files is not None:
         _check_fit(whole, files.headers, checkpoint.path)
-    set_aside = _set_aside(model, files) if files is not None and shard is None else {}
+    changed = set() if adapter is None else adapter.names
+    set_aside = _set_aside(model, files, changed) if files is not None and shard is None else {}
     is_tied = model.config.tie_word_embeddings
     model = model.to_empty(device=device).eval().requires_grad_(False)  # which unties
     # Where the files hold a head beside the embedding, it may be another one.
@@ -444,6 +447,8 @@ def _load_decoder(
     else:
         _fill(model, files, shard)
         _take_up(model, set_aside, files, pack, dtype)
+    if adapter is not None:
+        merge(adapter, _destinations(model))
     # As in transformers (`PreTrainedModel.tie_weights`): a head of its own is used, whatever the config says.
     if is_tied and not set_aside and torch.equal(model.lm_head.weight, model.embed_tokens.weight):
         model.lm_head.weight = model.embed_tokens.weight
@@ -500,8 +505,10 @@ def _fill(model: Decoder, files: Files | GGUFFile, shard: Shard | None) -> None:
         filled.copy_(part)  # all of it, but where the shares were rounded up
 
 
-def _set_aside(model: Decoder, files: Files | GGUFFile) -> dict[str, list[str]]:
+def _set_aside(model: Decoder, files: Files | GGUFFile, changed: set[str]) -> dict[str, list[str]]:
     """Take their weights from the layers whose files have them in few bits: no memory is made for those.
+
+    Those that an adapter changes stay.
 
     Returns:
         The layers' names, and those of their weights in the files.
@@ -512,7 +519,7 @@ def _set_aside(model: Decoder, files: Files | GGUFFile) -> dict[str, list[str]]:
             names = _saved_names(f"{path}.weight")
             if names == [HEAD] and HEAD not in files.headers:
                 names = [EMBEDDING]
-            if all(map(files.is_quantized, names)):
+            if all(map(files.is_quantized, names)) and not changed & {*names}:
                 set_aside[path] = names
     for path in set_aside:
         model.get_submodule(path).register_parameter("weight", None)
@@ -611,11 +618,20 @@ def _load_transformers(
         raise ValueError(f"{path} holds a tensor of another shape than the config asks for: {entry}")
     unexpected = [name for name in report["unexpected_keys"] if name in headers or not checkpoint.is_part]
     _refuse(path, missing=report["missing_keys"], unexpected=unexpected)
+    changed = set[str]()
+    if config.lora is not None:
+        adapter = Adapter(Path(config.lora))
+        merge(adapter, parameters)
+        changed = adapter.names
     layers = dict(causal_lm.named_modules())
     for name in filter(files.is_quantized, () if "gguf_file" in settings else headers):
         layer_name = name.removesuffix(".weight")
         layer = layers.get(layer_name)
-        if type(layer) is nn.Linear and isinstance(weight := files.read(name), Quantized):
+        if (
+            type(layer) is nn.Linear
+            and name not in changed
+            and isinstance(weight := files.read(name), Quantized)
+        ):
             causal_lm.set_submodule(layer_name, pack(weight, layer.bias, dtype) or layer)
     return causal_lm
 
