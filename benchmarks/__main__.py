@@ -33,7 +33,7 @@ from typing import Any
 
 from benchmarks.engines import ENGINES
 from benchmarks.runs import CORES
-from benchmarks.workloads import SHAPES, WORKLOADS, parse_custom
+from nanoengine.apps.workloads import SHAPES, WORKLOADS, parse_custom
 
 
 def command_line() -> str:

@@ -14,10 +14,10 @@ from typing import Any
 
 from benchmarks import llama_cpp, nano_vllm
 from benchmarks.machine import machine
-from benchmarks.roofline import roofline_seconds
-from benchmarks.runs import percentiles
 from benchmarks.workers import Worker, start_worker
-from benchmarks.workloads import SHAPES, SWEEP, Workload, poisson_arrivals
+from nanoengine.apps.bench import percentiles
+from nanoengine.apps.roofline import roofline_seconds
+from nanoengine.apps.workloads import SHAPES, SWEEP, Workload, poisson_arrivals
 
 LATENCIES = ("ttft", "tpot", "itl")
 # What makes of a checkpoint the one that an engine reads, and of the settings those it takes.

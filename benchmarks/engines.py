@@ -208,7 +208,7 @@ def load_nano_vllm(settings: dict[str, Any]) -> Run:
 
 def load_limits(settings: dict[str, Any]) -> Run:
     """No engine: the machine's memory bandwidth and rate of matrix products."""
-    from benchmarks.roofline import measure_limits
+    from nanoengine.apps.roofline import measure_limits
 
     return lambda prompts, output_lens, arrivals: measure_limits(settings["dtype"], settings["device"])
 

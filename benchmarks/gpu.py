@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.workloads import SHAPES
 from nanoengine import LLM, SamplingParams
+from nanoengine.apps.workloads import SHAPES
 from nanoengine.backends.attention import PagedAttention
 from nanoengine.backends.flash import FlashAttention, VarlenAttention
 from nanoengine.backends.inputs import send_inputs

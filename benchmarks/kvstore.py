@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.workloads import SHAPES
 from nanoengine import LLM, SamplingParams
+from nanoengine.apps.workloads import SHAPES
 
 ROWS = ("cold", "memory", "disk", "prefix cache")
 

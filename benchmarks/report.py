@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from benchmarks.compare import LATENCIES
-from benchmarks.workloads import SWEEP
+from nanoengine.apps.workloads import SWEEP
 
 
 def cells(row: dict[str, Any]) -> dict[str, str]:

@@ -32,16 +32,6 @@ def latencies(arrivals: list[float], stamps: list[list[float]]) -> dict[str, lis
     }
 
 
-def percentiles(values: list[float]) -> list[float]:
-    """The 50th, 90th and 99th percentile, interpolated between neighbours.
-
-    >>> percentiles([40.0, 10.0, 30.0, 20.0])[0]
-    25.0
-    """
-    cuts = statistics.quantiles(values * 2 if len(values) == 1 else values, n=100, method="inclusive")
-    return [cuts[49], cuts[89], cuts[98]]
-
-
 def transformers_model(settings: dict[str, Any]) -> tuple[Any, Any]:
     """A model and the generation settings both of its engines use: sampling, and no end of sequence."""
     import torch

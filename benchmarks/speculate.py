@@ -33,8 +33,8 @@ from typing import Any
 import torch
 
 import nanoengine
-from benchmarks.workloads import SHAPES
 from nanoengine import LLM, SamplingParams
+from nanoengine.apps.workloads import SHAPES
 
 DEMO = str(Path(nanoengine.__file__).parent / "demo")
 PROMPT, ANSWER = 256, 128  # tokens, of the texts that are not words

@@ -24,8 +24,8 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.workloads import SHAPES
 from nanoengine import LLM, SamplingParams, StructuredOutputsParams
+from nanoengine.apps.workloads import SHAPES
 from nanoengine.sampling import SamplingRow
 
 PROMPT, ANSWER = 16, 48  # tokens

@@ -246,3 +246,6 @@ class AsyncLLM:
         del self._mailboxes[request_id]
         for output in self.llm_engine.abort_request(request_id):
             mailbox.put(output)
+
+
+AsyncLLMEngine = AsyncLLM  # vLLM's older name

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nanoengine.compat import ENGINE, RENAMED, accepts
+from nanoengine.compat import EVERY, RENAMED, accepts
 from nanoengine.sampling_params import check_bool, check_integer, check_number
 
 
@@ -40,7 +40,7 @@ class SpeculativeConfig:
         return low or high or 5, high or low or 5
 
 
-@accepts(ENGINE, RENAMED)
+@accepts(EVERY, RENAMED)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Settings of an engine; vLLM's EngineArgs. Nothing changes after construction.
@@ -83,6 +83,8 @@ class EngineConfig:
         "auto"  # "nanoengine": models/decoder.py; "transformers": its own code; auto: the first that can
     )
     trust_remote_code: bool = False
+    hf_overrides: dict[str, Any] | None = None  # fields of config.json, in place of the checkpoint's own
+    generation_config: str = "auto"  # the checkpoint's sampling parameters; "vllm": vLLM's defaults instead
     # Functions as in SamplingParams, for every request, and vLLM V1's classes: extensions/processors.py
     logits_processors: list[Any] | None = None
     # A file for JSON lines, or what takes the events: extensions/trace.py
@@ -119,6 +121,10 @@ class EngineConfig:
                 raise ValueError("speculative_config does not go with logits_processors of the engine")
         if not (self.trace is None or isinstance(self.trace, (str, Path)) or callable(self.trace)):
             raise TypeError(f"trace must be a path or take events, got {self.trace!r}")
+        if self.hf_overrides is not None and not isinstance(self.hf_overrides, dict):
+            raise TypeError(
+                f"hf_overrides must be a dict of fields of config.json, got {self.hf_overrides!r}"
+            )
         if self.kv_store is not None:
             self._check_kv_store()
         if self.lora is not None and (not isinstance(self.lora, str | Path) or not str(self.lora)):
@@ -134,6 +140,7 @@ class EngineConfig:
             )
         choices = {
             "scheduling_policy": ("fcfs", "priority"),
+            "generation_config": ("auto", "vllm"),
             "load_format": ("auto", "safetensors", "dummy"),
             "model_impl": ("auto", "nanoengine", "transformers"),
             "attn_backend": ("auto", "flash", "varlen", "triton", "compiled", "torch"),
@@ -185,3 +192,6 @@ class EngineConfig:
         if device.type == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"device must be one this PyTorch can use, got {self.device!r} without CUDA")
         return device
+
+
+EngineArgs = AsyncEngineArgs = EngineConfig  # vLLM's names

@@ -62,6 +62,8 @@ class LLMEngine:
             gguf_file=config.gguf_file,
             model_impl=config.model_impl,
             trust_remote_code=config.trust_remote_code,
+            hf_overrides=config.hf_overrides,
+            generation_config=config.generation_config,
         )
         self.max_model_len = self.checkpoint.choose_length(config.max_model_len)
         start: Callable[..., Started] = partial(start_runner, choose_runner=choose_runner)

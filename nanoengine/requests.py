@@ -100,6 +100,11 @@ class RequestChecker:
                 "structured_outputs need a token that ends the answer: drop ignore_eos, or set stop_token_ids"
             )
         text, token_ids = read_prompt(prompt, tokenizer, vocab_size)
+        most = params.truncate_prompt_tokens
+        if most == -1:
+            most = max(1, self.max_model_len - (params.max_tokens or 1))
+        if most is not None and len(token_ids) > most:
+            text, token_ids = None, token_ids[-most:]
         self._check_length(len(token_ids))
         bad_words = bad_word_ids(params.bad_words or [], tokenizer, vocab_size)
         return CheckedRequest(text, token_ids, params, priority, stop_ids, bad_words)
@@ -216,6 +221,10 @@ def render_chats(messages: Any, tokenizer: Any, **template_settings: Any) -> lis
                 raise ValueError(
                     f'each of messages must be a dict with "role" and "content", got {message!r}'
                 )
+        # None is no text, as in vLLM; beside calls of tools it is for the template to look at.
+        conversation = [
+            message | {"content": ""} if is_empty(message) else message for message in conversation
+        ]
         if any(isinstance(message.get("content"), list) for message in conversation):
             join = not reads_parts(tokenizer, template_settings.get("chat_template"))
             conversation = [with_text_only(message, join) for message in conversation]
@@ -224,6 +233,11 @@ def render_chats(messages: Any, tokenizer: Any, **template_settings: Any) -> lis
         token_ids = tokenizer(check_unicode("messages", text), add_special_tokens=False).input_ids
         prompts.append({"prompt": text, "prompt_token_ids": token_ids})
     return prompts
+
+
+def is_empty(message: dict[str, Any]) -> bool:
+    """Whether a message says and asks for nothing: its content is None."""
+    return message.get("content", "") is None and not message.get("tool_calls")
 
 
 def with_text_only(message: dict[str, Any], join: bool) -> dict[str, Any]:

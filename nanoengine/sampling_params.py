@@ -163,6 +163,7 @@ class SamplingParams:
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool = False
     logprobs: int | None = None  # report this many likeliest tokens and the sampled one; -1: all
+    truncate_prompt_tokens: int | None = None  # its last so many are the prompt; -1: as many as fit
     prompt_logprobs: int | None = None  # the same for the prompt's tokens; no prefix hit is used then
     detokenize: bool = True  # False: token ids only, text stays empty
     skip_special_tokens: bool = True
@@ -194,6 +195,10 @@ class SamplingParams:
         for name, low in (("max_tokens", 1), ("logprobs", -1), ("prompt_logprobs", -1)):
             if getattr(self, name) is not None:
                 checked[name] = check_integer(name, getattr(self, name), low)
+        if self.truncate_prompt_tokens not in (None, -1):
+            checked["truncate_prompt_tokens"] = check_integer(
+                "truncate_prompt_tokens", self.truncate_prompt_tokens, 1
+            )
         if self.seed is not None:
             checked["seed"] = check_integer("seed", self.seed, -(2**63), 2**64 - 1)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:

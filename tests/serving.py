@@ -3,7 +3,6 @@
 import itertools
 import os
 import re
-import shutil
 import subprocess
 import sys
 import threading
@@ -17,6 +16,7 @@ from nanoengine.apps.server import Server, Service, make_app
 from tests.helpers import DEMO
 
 http = httpx.Client(timeout=60)  # patient, for machines that are busy
+COMMON = ("--model", str(DEMO), "--port", "0", "--num-kv-blocks", "100")
 
 
 @contextmanager
@@ -68,15 +68,9 @@ def slow_steps(service, seconds=0.02):
 
 @contextmanager
 def command(*flags, stdout=subprocess.PIPE, **environment):
-    """The console script in a process of its own; gives the process and its address."""
-    script = shutil.which("nanoengine", path=os.path.dirname(sys.executable))
-    start = (
-        [script]
-        if script
-        else [sys.executable, "-c", "from nanoengine.apps.server import command; command()"]
-    )
+    """The command in a process of its own; gives the process and its address."""
     process = subprocess.Popen(
-        [*start, "serve", "--model", str(DEMO), "--port", "0", "--num-kv-blocks", "100", *flags],
+        [sys.executable, "-m", "nanoengine", "serve", *COMMON, *flags],
         stdout=stdout,
         stderr=subprocess.PIPE,
         text=True,

@@ -20,9 +20,10 @@ from benchmarks.engines import load_stepped
 from benchmarks.gpu import mixed_batches
 from benchmarks.machine import instruction_set, machine
 from benchmarks.report import draw, hardware
-from benchmarks.roofline import measure_limits, roofline_seconds
-from benchmarks.runs import latencies, percentiles
-from benchmarks.workloads import SHAPES, SWEEP, WORKLOADS, Workload, parse_custom, poisson_arrivals
+from benchmarks.runs import latencies
+from nanoengine.apps.bench import percentiles
+from nanoengine.apps.roofline import measure_limits, roofline_seconds
+from nanoengine.apps.workloads import SHAPES, SWEEP, WORKLOADS, Workload, parse_custom, poisson_arrivals
 from tests.helpers import DEMO, hf_model
 
 ROOT = Path(__file__).parent.parent
@@ -158,8 +159,8 @@ def test_the_limits_are_those_of_the_best_precision_that_is_no_less_accurate(
         layer.__class__ = Layer
         return layer
 
-    monkeypatch.setattr("benchmarks.roofline.pack_linear", pack)
-    monkeypatch.setattr("benchmarks.roofline.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr("nanoengine.apps.roofline.pack_linear", pack)
+    monkeypatch.setattr("nanoengine.apps.roofline.time", SimpleNamespace(perf_counter=lambda: clock[0]))
     monkeypatch.setattr(torch.Tensor, "fill_", lambda self, value: self)  # a gigabyte that nobody reads
     limits = measure_limits(dtype, "cpu")
     assert limits["bandwidth"] == pytest.approx(bandwidth)
@@ -179,8 +180,8 @@ def test_the_limits_of_a_gpu_are_not_those_of_its_launches(monkeypatch):
     def synchronize():
         clock[0] += 30e-6
 
-    monkeypatch.setattr("benchmarks.roofline.nn.Linear", Layer)
-    monkeypatch.setattr("benchmarks.roofline.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr("nanoengine.apps.roofline.nn.Linear", Layer)
+    monkeypatch.setattr("nanoengine.apps.roofline.time", SimpleNamespace(perf_counter=lambda: clock[0]))
     monkeypatch.setattr("torch.cuda.synchronize", synchronize)
     limits = measure_limits("bfloat16", "meta")
     assert limits["bandwidth"] == pytest.approx(4.8e12, rel=0.07)

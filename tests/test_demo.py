@@ -1,6 +1,5 @@
 """The bundled model: what the README promises of it, and transformers' tokens exactly."""
 
-import importlib.util
 import json
 import random
 import subprocess
@@ -12,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nanoengine import LLM, SamplingParams
+from nanoengine.apps import ask
 from nanoengine.demo import train
 from tests.helpers import DEMO
 
@@ -86,9 +86,6 @@ def test_example_prints_the_right_answers_with_no_arguments_and_what_readme_show
 
 
 def test_a_chat_streams_answers_remembers_turns_and_survives_ctrl_c(monkeypatch, capsys):
-    spec = importlib.util.spec_from_file_location("example", ROOT / "example.py")
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
     passage = "The old fox found the red apple near a castle."
     asked = iter([f"Remember this passage: {passage}", "What is 3 + 4?", "again", "Repeat the passage."])
 
@@ -107,7 +104,7 @@ def test_a_chat_streams_answers_remembers_turns_and_survives_ctrl_c(monkeypatch,
 
     monkeypatch.setattr("builtins.input", answer)
     with LLM(str(DEMO)) as llm:
-        example.chat(llm, GREEDY)
+        ask.converse(llm, GREEDY)
         assert not llm.has_unfinished_requests()
     shown = capsys.readouterr().out
     assert "3 + 4 = 7" in shown

@@ -611,8 +611,8 @@ def test_a_script_says_what_is_wrong_in_one_line(command, message, without_token
     assert "\n" not in said
 
 
-def test_the_example_s_chat_answers_bytes_that_are_no_text_with_a_message():
-    command = [sys.executable, str(ROOT / "example.py"), "--chat", "--max-tokens", "3"]
+def test_the_chat_answers_bytes_that_are_no_text_with_a_message():
+    command = [sys.executable, "-m", "nanoengine", "chat", "--max-tokens", "3"]
     chat = subprocess.run(command, input=b"\xff\nWho are you?\n", capture_output=True, timeout=120, cwd=ROOT)
     assert chat.returncode == 0
     assert b"messages must be valid Unicode" in chat.stdout

@@ -406,10 +406,9 @@ def test_a_bad_line_is_refused_by_its_number(tmp_path, line, message):
 
 
 @pytest.fixture
-def run_lab(monkeypatch, capsys):
+def run_lab(capsys):
     def run(*arguments: str):
-        monkeypatch.setattr(sys, "argv", ["lab", *arguments])
-        main()
+        main(list(arguments))
         return capsys.readouterr()
 
     return run
@@ -421,7 +420,7 @@ def test_the_command_compares_settings_row_by_row_and_draws(tmp_path):
         *("--num-requests", "60", "--rate", "40,80", "--max-num-batched-tokens", "128,512"),
         *("--num-prefixes", "2", "--num-kv-blocks", "200", "--markdown", "--plot", str(plot)),
     ]
-    command = [sys.executable, "-m", "nanoengine.apps.lab", *arguments]
+    command = [sys.executable, "-m", "nanoengine", "lab", *arguments]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     rows = [line.split(" | ") for line in run.stdout.splitlines() if line.startswith("| ")]
     assert [row[0] for row in rows[2:]] == [
@@ -477,10 +476,9 @@ def test_a_model_that_is_not_there_ends_the_command_without_a_traceback(run_lab)
         (["--fit", "model", "--cost", "1,1,1"], "not allowed with"),
     ],
 )
-def test_a_wrong_option_is_refused_before_anything_runs(arguments, message, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["lab", *arguments])
+def test_a_wrong_option_is_refused_before_anything_runs(arguments, message, capsys):
     with pytest.raises(SystemExit):
-        parse_arguments()
+        parse_arguments(arguments)
     assert message in capsys.readouterr().err
 
 

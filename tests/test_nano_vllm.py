@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 import tests.nanovllm
 from benchmarks.nano_vllm import load, prepare
-from benchmarks.workloads import SHAPES
+from nanoengine.apps.workloads import SHAPES
 from nanoengine.models.weights import open_checkpoint
 from tests.helpers import checkpoint
 from tests.test_bench import run_bench

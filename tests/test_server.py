@@ -19,9 +19,10 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from nanoengine import LLM, AsyncLLM, EngineConfig, SamplingParams
+from nanoengine import LLM, AsyncLLM, EngineConfig, SamplingParams, compat
+from nanoengine.__main__ import main
 from nanoengine.apps.openai_api import to_json
-from nanoengine.apps.server import Service, make_parser
+from nanoengine.apps.server import Service, make_parser, with_dashes
 from tests.helpers import DEMO
 from tests.serving import command, http, is_empty, served, slow_steps, wait_until
 
@@ -367,7 +368,7 @@ def test_what_cannot_be_served_is_refused_by_the_field_s_name(changes, param, ur
         ({"messages": "hello"}, "messages"),
         ({"messages": ["hello"]}, "messages"),
         ({"messages": [{"content": "hello"}]}, "messages"),
-        ({"messages": [{"role": "user", "content": None}]}, "messages"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
         ({"messages": [{"role": "user", "content": "word " * 3000}]}, "messages"),
         ({"top_logprobs": 2}, "top_logprobs"),
@@ -423,7 +424,9 @@ def test_the_openai_package_raises_its_own_errors(client, url):
     assert caught.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError, match="max_model_len is 1024"):
         client.completions.create(model="demo", prompt=[5] * 1024, stream=True)
-    assert http.get(f"{url}/nothing").json()["error"]["message"] == "Not Found"
+    refused = http.post(f"{url}/v1/nothing", json={}).json()["error"]["message"]
+    assert refused.startswith("/v1/nothing is not served; served are /")
+    assert "/v1/chat/completions" in refused
     wrong = http.get(f"{url}/v1/completions")
     assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
     answer = http.post(f"{url}/v1/completions", content=b"a=b")
@@ -732,7 +735,7 @@ def test_an_engine_that_died_leaves_nobody_waiting_is_not_healthy_and_takes_no_r
 
 def test_each_setting_of_the_engine_is_a_flag():
     parser = make_parser()
-    required = ["--model", "m"]
+    required = ["m"]
     for item in fields(EngineConfig):
         assert f"--{item.name.replace('_', '-')}" in parser.format_help()
         assert not hasattr(parser.parse_args(required), item.name) or item.name == "model"
@@ -742,6 +745,30 @@ def test_each_setting_of_the_engine_is_a_flag():
     assert (args.max_num_seqs, args.enable_prefix_caching, args.enforce_eager) == (3, False, True)
     assert (args.gpu_memory_utilization, args.async_scheduling, args.kv_cache_bytes) == (0.5, False, 1000)
     assert (args.dtype, args.host) == ("float32", "127.0.0.1")
+
+
+def test_flags_of_vllm_that_ask_for_nothing_are_taken_wherever_they_stand():
+    """Each at what the tables accept, before and behind the model."""
+    parser = make_parser()
+    ours = {item.name for item in fields(EngineConfig)} | {"served_model_name", "reasoning_parser"}
+    for name, (accepted, _) in {**compat.ENGINE, **compat.SERVER}.items():
+        if name in ours:
+            continue
+        for value in (True,) if accepted is compat.ANY else accepted:
+            if value is None:  # which no flag says
+                continue
+            flag = "--" + name.replace("_", "-")
+            given = [flag] if value is True else ["--no-" + flag[2:]] if value is False else None
+            if given is None:
+                given = [flag, value if isinstance(value, str) else json.dumps(value)]
+            for argv in (["demo", *given], [*given, "--seed", "5", "demo"]):
+                args = vars(parser.parse_args(argv))
+                assert args["model_tag"] == "demo"
+                assert args[f"unserved {name}"] == value
+    args = parser.parse_args(["demo", "--num-gpu-blocks-override", "9", "--disable-log-requests"])
+    assert args.num_kv_blocks == 9
+    assert with_dashes("--max_model_len=a_b") == "--max-model-len=a_b"
+    assert with_dashes("a_b") == "a_b"
 
 
 def stream_lines(response):
@@ -801,14 +828,17 @@ def test_what_runs_longer_than_drain_seconds_ends_with_an_error(stream):
     [
         (["serve", "--model", "/nowhere"], "/nowhere"),
         (["serve", "--model", str(DEMO), "--block-size", "0"], "block_size must be an integer"),
-        ([], "usage: nanoengine serve"),
+        (["serve"], "a model is needed, once: nanoengine serve MODEL"),
+        (["serve", "demo", "--model", "demo"], "a model is needed, once"),
+        (["serve", "demo", "--kv-cache-dtype", "fp8"], "kv_cache_dtype='fp8' is not served: the cache has"),
+        (["serve", "demo", "--ssl_keyfile=key.pem"], "ssl_keyfile='key.pem' is not served: TLS is left to"),
+        (["serve", "demo", "--enable-lora"], "enable_lora=True is not served: merge the adapter"),
+        (["serve", "demo", "--no-such-flag"], "unrecognized arguments: --no-such-flag"),
+        (["serve", "demo", "--allowed-origins", "[5]"], "argument --allowed-origins"),
     ],
 )
-def test_a_command_that_cannot_serve_says_why_and_ends(flags, message, monkeypatch, capsys):
-    from nanoengine.apps import server
-
-    monkeypatch.setattr(sys, "argv", ["nanoengine", *flags])
+def test_a_command_that_cannot_serve_says_why_and_ends(flags, message, capsys):
     with pytest.raises(SystemExit) as caught:
-        server.command()
+        main(flags)
     assert caught.value.code != 0
     assert message in capsys.readouterr().err + str(caught.value)

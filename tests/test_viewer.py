@@ -3,8 +3,8 @@
 import json
 import random
 import re
+import signal
 import time
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,8 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
-import example
 from nanoengine import LLM, SamplingParams
-from nanoengine.apps import viewer
+from nanoengine.apps import ask, viewer
 from nanoengine.engine import BlockManager, Scheduler
 from nanoengine.extensions.speculate import DraftingScheduler
 from nanoengine.extensions.trace import Tracer
@@ -431,13 +430,13 @@ def test_the_page_in_docs_is_this_viewer_with_a_trace_that_shows_everything(open
     assert text_of(browser, "number") == str(len(events) - 1)
 
 
-def test_example_makes_the_page_in_one_command(tmp_path, capsys):
+def test_example_makes_the_page_in_one_command(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # what is set for a process of its own
     page = tmp_path / "run.html"
-    settings = {"model": str(DEMO), "prompt": None, "chat": False, "temperature": 0.0, "max_tokens": 256}
-    example.run(Namespace(**settings, trace=str(page)))
+    ask.run(["--trace", str(page)])
     assert "27 + 58 = 85" in capsys.readouterr().out
     made, kept = events_of(page.read_text()), events_of((ROOT / "docs" / "run.html").read_text())
     if not torch.cuda.is_available():  # there steps overlap
         assert [event["changes"] for event in made[1:]] == [event["changes"] for event in kept[1:]]
-    with pytest.raises(ValueError, match=r"a trace is written as .html, .json or .jsonl, got run.txt"):
-        example.run(Namespace(**settings, trace="run.txt"))
+    with pytest.raises(SystemExit, match=r"a trace is written as .html, .json or .jsonl, got run.txt"):
+        ask.run(["--trace", "run.txt"])

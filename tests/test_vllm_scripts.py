@@ -695,8 +695,9 @@ def test_what_asks_for_nothing_changes_nothing_and_what_is_not_served_is_refused
         ({"enable_lora": True}, "merge the adapter"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size must be"),
-        ({"hf_overrides": {"rope_theta": 1e6}}, "edit config.json"),
-        ({"hf_overrides": {"tie_word_embeddings": False}}, "edit config.json"),
+        ({"hf_overrides": {"rope_thetta": 1e6}}, "hf_overrides names 'rope_thetta', which is no field of a"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "set it in hf_overrides"),
+        ({"generation_config": "/else/where"}, "generation_config must be one of"),
         ({"compilation_config": 0}, "enforce_eager=True"),
         ({"load_format": "gguf"}, "load_format must be one of"),
     ],
@@ -725,6 +726,25 @@ def test_a_misspelt_name_is_a_type_error_that_suggests_the_nearest(make, near, l
         SamplingParams(zzz=1)
 
 
+def test_vllm_s_further_arguments_are_taken_at_their_default_and_refused_by_name():
+    plain = EngineArgs(model="m")
+    for name, default in compat.FURTHER.items():
+        for value in (default, None, False, "", {}, []):
+            assert EngineArgs(model="m", **{name: value}) == plain
+        with pytest.raises(ValueError, match=f"{name}='unheard-of' is not served: nanoengine has nothing"):
+            EngineArgs(model="m", **{name: "unheard-of"})
+    assert not compat.FURTHER.keys() & {*compat.ENGINE, *inspect.signature(EngineArgs).parameters}
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"enable_lorra": True}, {"kv_cache_dtyp": "fp8"}, {"kv_connector": None}, {"worker_use_ray": True}],
+)
+def test_no_name_is_suggested_that_would_be_refused_or_is_far_off(setting):
+    with pytest.raises(TypeError, match=r"EngineConfig has no argument '\w+'$"):
+        EngineArgs(model="m", **setting)
+
+
 def test_a_setting_under_two_names_is_refused():
     with pytest.raises(TypeError, match="num_kv_blocks under two names"):
         EngineArgs(model="m", num_gpu_blocks_override=5, num_kv_blocks=5)
@@ -742,8 +762,9 @@ def test_the_guide_lists_every_row_of_the_tables():
         row[0]: row[1:] for row in re.findall(r"^\| (.*?) \| (.*?) \| (.*?) \|$", section, re.MULTILINE)
     }
     served = inspect.signature(EngineArgs).parameters
-    for of, table in TABLES.items():
+    for of, table in {**TABLES, "`nanoengine serve`": compat.SERVER}.items():
         ignored = {name for name, (accepted, _) in table.items() if accepted is compat.ANY}
         refused = {name for name in table if name not in served} - ignored
         shown = [set(re.findall(r"`(\w+)`", cell)) for cell in listed[of]]
         assert shown == [ignored, refused]
+    assert f"another {len(compat.FURTHER)} names" in section

@@ -1,10 +1,10 @@
 """The scheduler lab: the engine's own Scheduler and BlockManager, with a cost model in place of a device.
 
-python -m nanoengine.apps.lab                                # 1000 requests at random times, a table
-python -m nanoengine.apps.lab --max-num-batched-tokens 128,512,2048 --rate 5,10
-python -m nanoengine.apps.lab --scheduling-policy fcfs,shortest,ageing:0.05 --prompt 100~1.5
-python -m nanoengine.apps.lab --trace arrivals.jsonl --num-kv-blocks 500,1000,2000 --plot lab.png
-python -m nanoengine.apps.lab --fit path/to/model            # the costs of a model on this machine
+nanoengine lab                                # 1000 requests at random times, a table
+nanoengine lab --max-num-batched-tokens 128,512,2048 --rate 5,10
+nanoengine lab --scheduling-policy fcfs,shortest,ageing:0.05 --prompt 100~1.5
+nanoengine lab --trace arrivals.jsonl --num-kv-blocks 500,1000,2000 --plot lab.png
+nanoengine lab --fit path/to/model            # the costs of a model on this machine
 
 Every combination of the settings that are given several values, separated by commas, serves the same
 arrivals. All that takes time is the scheduler's own Python, so that hours pass in minutes.
@@ -689,10 +689,10 @@ SETTINGS: dict[str, tuple[Callable[[str], Any], Any, str, str]] = {
 }
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Options, checked before anything runs."""
     parser = argparse.ArgumentParser(
-        prog="python -m nanoengine.apps.lab",
+        prog="nanoengine lab",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -730,9 +730,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--fit-seconds", type=told(positive), default=20.0, help="of steps to fit to")
     parser.add_argument("--plot", metavar="FILE.png", help="draw; needs matplotlib")
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     if args.plot and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--plot needs matplotlib: pip install -e '.[bench]'")
+        parser.error("--plot needs matplotlib: pip install 'nanoengine[bench]'")
     try:
         args.arrivals = read_arrivals(args.trace) if args.trace else None
     except (OSError, ValueError) as error:
@@ -756,11 +756,11 @@ def fit(model: str, seconds: float) -> CostModel:
     return found.cost
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Run every combination of the settings, and print a row for each."""
     from tqdm import tqdm
 
-    args = parse_arguments()
+    args = parse_arguments(arguments)
     cost = fit(args.fit, args.fit_seconds) if args.fit else args.cost
     varied = [name for name in SETTINGS if len(getattr(args, name)) > 1]
     reports: dict[str, Report] = {}
@@ -807,7 +807,3 @@ def main() -> None:
     )
     if args.plot:
         draw(reports, args.plot)
-
-
-if __name__ == "__main__":
-    main()

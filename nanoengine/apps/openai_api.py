@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, PrivateAttr
 from nanoengine.apps.tools import MANY, Answer, AnswerParser, Formats, ToolChoice, with_arguments_read
 from nanoengine.compat import ANY, SAMPLING, Unserved, without_unserved
 from nanoengine.outputs import CompletionOutput, Logprob, RequestOutput
-from nanoengine.requests import render_chats, split_prompts
+from nanoengine.requests import check_unicode, render_chats, split_prompts
 from nanoengine.sampling_params import RequestOutputKind, SamplingParams
 
 MAX_LOGPROBS = 20  # per token: OpenAI's limit, and vLLM's default one
@@ -33,19 +33,28 @@ GUIDED = {f"guided_{name}": name for name in ("json", "regex", "choice", "gramma
 UNSERVED: Unserved = {
     **SAMPLING,
     "audio": ((), "only text is served"),
-    "chat_template": ((), "start the server with a tokenizer that has it"),
+    "cache_salt": ((), "start the server with --no-enable-prefix-caching"),
+    "chat_template": ((), "start the server with --chat-template"),
+    "documents": (([],), "put them into a message"),
     "echo": ((False,), "use /v1/completions"),
     "function_call": (("none", "auto"), "use tool_choice"),
     "functions": (([],), "use tools"),
     "guided_decoding_backend": (("auto", "guidance"), "structured outputs are made by llguidance"),
+    "include_reasoning": ((True,), "read content alone"),
+    "kv_transfer_params": (({},), "start the server with --kv-store"),
+    "media_io_kwargs": (({},), "only text is served"),
     "metadata": (ANY, "nothing is stored"),
+    "mm_processor_kwargs": (({},), "only text is served"),
     "modalities": ((["text"],), "only text is served"),
     "prediction": ((), "a step draws one token of each sequence"),
     "prompt_cache_key": (ANY, "every request shares the prefix cache"),
     "prompt_cache_retention": (ANY, "every request shares the prefix cache"),
     "reasoning_effort": (("none",), "use chat_template_kwargs, where the model's template has a switch"),
+    "return_prompt_text": ((False,), "use echo, or /detokenize"),
+    "return_token_offsets": ((False,), "use logprobs: text_offset"),
     "safety_identifier": (ANY, "nothing is kept of who asks"),
     "service_tier": (("auto", "default"), "use priority"),
+    "session_id": (ANY, "nothing is kept of who asks"),
     "store": ((False,), "nothing is stored"),
     "suffix": (("",), "put it into the prompt, as the model was trained to fill in"),
     "user": (ANY, "nothing is kept of who asks"),
@@ -160,6 +169,7 @@ class StreamOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # in every piece, as it is so far
     include_obfuscation: bool | None = None  # there is none
 
 
@@ -176,6 +186,9 @@ class GenerationRequest(BaseModel):
     prompt_logprobs: int | None = None  # this and what follows are vLLM's
     priority: int | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None  # in log-probabilities: "token_id:17" for a token's text
+    add_special_tokens: bool | None = None
+    request_id: str | None = None  # in the answer's id
     _form_field: str = PrivateAttr("structured_outputs")  # the one that asks for a form
 
     def sampling_params(self, defaults: SamplingParams, **own: Any) -> SamplingParams:
@@ -241,6 +254,10 @@ class GenerationRequest(BaseModel):
             )
         return {"json": schema}
 
+    def token_name(self, token_id: int, text: str | None) -> str:
+        """What a token is called where log-probabilities are reported."""
+        return f"token_id:{token_id}" if self.return_tokens_as_token_ids else text or ""
+
     def common(self, completion: CompletionOutput, output: RequestOutput, is_first: bool) -> dict[str, Any]:
         """What a choice holds in both APIs; of the prompt, only its first piece."""
         choice: dict[str, Any] = {
@@ -263,9 +280,15 @@ def clamped(logprob: Logprob) -> Logprob:
     return replace(logprob, logprob=max(logprob.logprob, -9999.0))
 
 
-def best_first(entry: dict[int, Logprob]) -> list[Logprob]:
+def best_first(entry: dict[int, Logprob]) -> list[tuple[int, Logprob]]:
     """The tokens reported for one position, the likeliest first."""
-    return sorted(map(clamped, entry.values()), key=lambda one: one.rank or 0)
+    ranked = sorted(entry.items(), key=lambda pair: pair[1].rank or 0)
+    return [(token_id, clamped(one)) for token_id, one in ranked]
+
+
+def token_ids_of(tokenizer: Any, field: str, text: str, add_special_tokens: bool) -> list[int]:
+    """The text's, with the special tokens that the tokenizer adds or without."""
+    return list(tokenizer(check_unicode(field, text), add_special_tokens=add_special_tokens).input_ids)
 
 
 class CompletionRequest(GenerationRequest):
@@ -306,7 +329,15 @@ class CompletionRequest(GenerationRequest):
 
     def prompts(self, tokenizer: Any) -> list[Any]:
         """As the engine takes them."""
-        return split_prompts(self.prompt)
+        prompts = split_prompts(self.prompt)
+        if self.add_special_tokens is not False or tokenizer is None:
+            return prompts
+        return [
+            {"prompt": one, "prompt_token_ids": token_ids_of(tokenizer, "prompt", one, False)}
+            if isinstance(one, str)
+            else one
+            for one in prompts
+        ]
 
     def fit(self, params: SamplingParams, prompts: list[Any], formats: Formats) -> SamplingParams:
         """As `ChatRequest.fit`: the parameters as they are."""
@@ -337,7 +368,10 @@ class CompletionRequest(GenerationRequest):
             ]
             *offsets, sent[index] = accumulate(map(len, names), initial=offset)
             logprobs = {
-                "tokens": names,
+                "tokens": [
+                    self.token_name(token_id, name)
+                    for (token_id, _), name in zip(reported, names, strict=True)
+                ],
                 "token_logprobs": [
                     entry and clamped(entry[token_id]).logprob for token_id, entry in reported
                 ],
@@ -345,7 +379,10 @@ class CompletionRequest(GenerationRequest):
                 "top_logprobs": [
                     None
                     if entry is None
-                    else {one.decoded_token: one.logprob for one in reversed(best_first(entry))}
+                    else {
+                        self.token_name(token_id, one.decoded_token): one.logprob
+                        for token_id, one in reversed(best_first(entry))
+                    }
                     for _, entry in reported
                 ],
                 "text_offset": offsets,
@@ -394,7 +431,10 @@ class ChatRequest(Conversation, GenerationRequest):
 
     def prompts(self, tokenizer: Any) -> list[Any]:
         """As the engine takes it."""
-        return [self.render(tokenizer)]
+        prompt = self.render(tokenizer)
+        if self.add_special_tokens:
+            prompt["prompt_token_ids"] = token_ids_of(tokenizer, "messages", prompt["prompt"], True)
+        return [prompt]
 
     def fit(self, params: SamplingParams, prompts: list[Any], formats: Formats) -> SamplingParams:
         """The parameters for how the model writes calls and thoughts, and for those that are required.
@@ -441,8 +481,8 @@ class ChatRequest(Conversation, GenerationRequest):
         if self.logprobs:
             entries = zip(completion.token_ids, completion.logprobs or [], strict=False)
             content = [
-                self._token(clamped(entry[token_id]))
-                | {"top_logprobs": [self._token(one) for one in best_first(entry)[: self.top_logprobs or 0]]}
+                self._token(token_id, clamped(entry[token_id]))
+                | {"top_logprobs": [self._token(*one) for one in best_first(entry)[: self.top_logprobs or 0]]}
                 for token_id, entry in entries
             ]
             logprobs = {"content": content}
@@ -455,12 +495,12 @@ class ChatRequest(Conversation, GenerationRequest):
             common["finish_reason"] = "tool_calls"
         return {"index": index, **message, "logprobs": logprobs, **common}
 
-    @staticmethod
-    def _token(logprob: Logprob) -> dict[str, Any]:
+    def _token(self, token_id: int, logprob: Logprob) -> dict[str, Any]:
         text = logprob.decoded_token or ""
         # A part of a character is shown as U+FFFD, whose bytes it does not have.
         in_bytes = None if "\ufffd" in text else list(text.encode())
-        return {"token": text, "logprob": logprob.logprob, "bytes": in_bytes}
+        name = self.token_name(token_id, text)
+        return {"token": name, "logprob": logprob.logprob, "bytes": in_bytes}
 
 
 class TokenizeRequest(Conversation):

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server over `AsyncLLM`: `nanoengine serve --model ...`, with the extra `serve`.
+"""An OpenAI-compatible server over `AsyncLLM`: `nanoengine serve MODEL`, with the extra `serve`.
 
 What a request passes, on its way in and back:
 
@@ -20,7 +20,7 @@ import sys
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import FrameType
@@ -30,13 +30,16 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, Response, StreamingResponse
+from fastapi.routing import APIRoute
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from nanoengine import __version__
 from nanoengine.apps.openai_api import (
     JSON,
     APIError,
@@ -47,19 +50,23 @@ from nanoengine.apps.openai_api import (
     pieces_of,
     refusing,
     to_json,
+    token_ids_of,
     unavailable,
 )
 from nanoengine.apps.tools import REASONING_FORMATS, TOOL_FORMATS, choose_formats
 from nanoengine.async_llm import AsyncLLM
+from nanoengine.compat import ANY, EVERY, FURTHER, RENAMED, SERVER, without_unserved
 from nanoengine.config import EngineConfig
 from nanoengine.metrics import Counter, Gauge, Histogram, Metric
 from nanoengine.outputs import RequestOutput
-from nanoengine.requests import CheckedRequest, check_unicode
-from nanoengine.sampling_params import SamplingParams, check_integer
+from nanoengine.requests import CheckedRequest
+from nanoengine.sampling_params import SamplingParams, check_integer, check_strings
 
 CLIENT_SECONDS = 60  # for a client to send its request, and to read on where it has stopped reading
 CLOSE_SECONDS = 5  # for clients to read their last answer when the server ends
 PAGE = Path(__file__).with_name("chat.html")
+UNSERVED_FLAGS = {**EVERY, **SERVER}
+UNSERVED = "unserved "  # what goes before their names where flags are read
 
 # ---- The service ---------------------------------------------------------------------------------
 
@@ -153,6 +160,7 @@ class Service:
         max_body_bytes: of a request.
         tool_call_parser, reasoning_parser: how the model writes calls of tools and its thoughts: names of
             `tools.TOOL_FORMATS` and `REASONING_FORMATS`, "none", or "auto", by the chat template.
+        chat_template: a file, or the template itself, in place of the tokenizer's.
     """
 
     def __init__(
@@ -165,6 +173,7 @@ class Service:
         max_body_bytes: int = 4 * 2**20,
         tool_call_parser: str = "auto",
         reasoning_parser: str = "auto",
+        chat_template: str | None = None,
     ) -> None:
         if api_key == "":
             raise ValueError("api_key must not be empty")  # an unset variable must not open the server
@@ -172,6 +181,11 @@ class Service:
         self.checkpoint, config = engine.llm_engine.checkpoint, engine.llm_engine.config
         self.name = str(config.model) if name is None else name
         self.defaults = self.checkpoint.default_sampling_params()
+        if chat_template is not None:
+            path = Path(chat_template)
+            if "{" not in chat_template and not path.is_file():
+                raise ValueError(f"chat_template must be a file or a template, got {chat_template!r}")
+            self.need_tokenizer().chat_template = chat_template if "{" in chat_template else path.read_text()
         self.formats = choose_formats(self.checkpoint.tokenizer, tool_call_parser, reasoning_parser)
         check_integer("max_body_bytes", max_body_bytes, 1)
         self.max_samples = config.max_num_seqs + check_integer("max_waiting", max_waiting, 0)
@@ -197,7 +211,7 @@ class Service:
         checked = await asyncio.to_thread(self.check, body, params)
         ticket.prompt_tokens = sum(len(one.token_ids) for one in checked)
         head = {
-            "id": f"{body.prefix}-{ticket.id}",
+            "id": f"{body.prefix}-{body.request_id or ticket.id}",
             "object": body.kinds[bool(body.stream)],
             "created": int(time.time()),
             "model": self.name,
@@ -283,13 +297,15 @@ class Service:
         ticket: Ticket,
     ) -> AsyncGenerator[bytes]:
         """The answer as a stream."""
-        with_usage = body.stream_options is not None and body.stream_options.include_usage
-        no_usage = {"usage": None} if with_usage else {}
+        options = body.stream_options
+        with_usage = options is not None and options.include_usage
+        is_continuous = with_usage and options is not None and options.continuous_usage_stats
         try:
             async with aclosing(choices):
                 async for choice in choices:
+                    so_far = {"usage": ticket.usage() if is_continuous else None} if with_usage else {}
                     for piece in pieces_of(choice):
-                        yield event({**head, "choices": [piece], **no_usage})
+                        yield event({**head, "choices": [piece], **so_far})
             if with_usage:
                 yield event({**head, "choices": [], "usage": ticket.usage()})
         except APIError as error:
@@ -324,8 +340,7 @@ class Service:
                     raise ValueError("prompt or messages must be given, and not both")
                 if body.messages is not None:
                     return list(body.render(tokenizer)["prompt_token_ids"])
-                text = check_unicode("prompt", body.prompt or "")
-                return list(tokenizer(text, add_special_tokens=body.add_special_tokens).input_ids)
+                return token_ids_of(tokenizer, "prompt", body.prompt or "", body.add_special_tokens)
 
         tokens = await asyncio.to_thread(encode)
         answer = {
@@ -363,6 +378,15 @@ class Service:
     def is_serving(self) -> bool:
         """Whether requests are taken."""
         return self.engine.is_running and not self.is_draining
+
+    async def version(self) -> Response:
+        """GET /version."""
+        return JSON({"version": __version__})
+
+    async def server_info(self) -> Response:
+        """GET /server_info: what the engine said of itself when it started."""
+        engine = self.engine.llm_engine
+        return JSON({"version": __version__, "model": self.name, "engine": engine.describe()})
 
     async def metrics(self) -> Response:
         """GET /metrics, for Prometheus: `LLMEngine.get_metrics`."""
@@ -454,7 +478,7 @@ class Gate:
 
     def refusal(self, scope: Scope) -> APIError | None:
         """Why a request is not even read."""
-        if scope["path"] in ("/", "/health"):
+        if scope["path"] in ("/", "/health", "/ping"):
             return None
         key = self.service.api_key
         given = dict(scope["headers"]).get(b"authorization", b"")
@@ -523,11 +547,15 @@ class Gate:
 # ---- The app, and the command --------------------------------------------------------------------
 
 
-def make_app(service: Service) -> FastAPI:
-    """The service as an ASGI app."""
+def make_app(service: Service, allowed_origins: Sequence[str] = ()) -> FastAPI:
+    """The service as an ASGI app; pages of `allowed_origins` may call it from a browser, "*" is any."""
     app = FastAPI(title="nanoengine", openapi_url=None)  # its pages of documentation load from elsewhere
     app.state.service = service
     app.add_middleware(Gate, service=service)
+    if allowed_origins:  # around the gate: a browser's preflight has no key
+        app.add_middleware(
+            CORSMiddleware, allow_origins=allowed_origins, allow_methods=["*"], allow_headers=["*"]
+        )
     for method, path, endpoint in (
         ("POST", "/v1/completions", service.completions),
         ("POST", "/v1/chat/completions", service.chat),
@@ -536,17 +564,24 @@ def make_app(service: Service) -> FastAPI:
         ("POST", "/tokenize", service.tokenize),
         ("POST", "/detokenize", service.detokenize),
         ("GET", "/health", service.health),
+        ("GET", "/ping", service.health),
+        ("POST", "/ping", service.health),
+        ("GET", "/version", service.version),
+        ("GET", "/server_info", service.server_info),
         ("GET", "/metrics", service.metrics),
         ("GET", "/", service.page),
     ):
         app.add_api_route(path, endpoint, methods=[method])
+    paths = sorted({route.path for route in app.routes if isinstance(route, APIRoute)})
 
     async def refuse(request: Request, error: Exception) -> Response:
         if isinstance(error, RequestValidationError):
             error = misshapen(error)
         elif isinstance(error, HTTPException):
             headers = {"allow": error.headers["Allow"]} if error.headers and "Allow" in error.headers else {}
-            error = APIError(error.status_code, str(error.detail), **headers)
+            is_unknown = error.status_code == 404
+            message = f"{request.url.path} is not served; served are {', '.join(paths)}"
+            error = APIError(error.status_code, message if is_unknown else str(error.detail), **headers)
         elif not isinstance(error, APIError):
             error = APIError(500, "the server failed")  # whoever runs it finds the reason in its log
         request.state.ticket.error = error.code
@@ -599,9 +634,12 @@ class Server(uvicorn.Server):
 def make_parser() -> argparse.ArgumentParser:
     """The command's flags: the server's own, and one for each of EngineConfig's fields."""
     parser = argparse.ArgumentParser("nanoengine serve", description="Serve a model.", allow_abbrev=False)
+    parser.add_argument(
+        "model_tag", metavar="MODEL", nargs="?", help="directory, hub id, or demo, the bundled model"
+    )
     parser.add_argument("--host", default="127.0.0.1", help="default %(default)s: this machine alone")
     parser.add_argument("--port", type=int, default=8000, help="default %(default)s; 0 is any that is free")
-    parser.add_argument("--served-model-name", help="what clients call the model; default: as --model")
+    parser.add_argument("--served-model-name", help="what clients call the model; default: as MODEL")
     parser.add_argument(
         "--api-key",
         default=os.environ.get("NANOENGINE_API_KEY"),
@@ -618,6 +656,14 @@ def make_parser() -> argparse.ArgumentParser:
         known = f"auto, by the chat template; none; or {', '.join(formats)}"
         parser.add_argument(f"--{name}-parser", default="auto", help=f"default %(default)s: {known}")
     parser.add_argument("--enable-auto-tool-choice", action="store_true", help="as it is without")
+    parser.add_argument("--chat-template", help="a file, or the template itself, in place of the tokenizer's")
+    parser.add_argument(
+        "--allowed-origins",
+        type=parse_origins,
+        default=[],
+        metavar="JSON",
+        help='whose pages may call this server from a browser, a list, or ["*"] for any; default: none',
+    )
     parser.add_argument(
         "--drain-seconds", type=float, default=30, help="for running requests to end in; default %(default)s"
     )
@@ -633,21 +679,60 @@ def make_parser() -> argparse.ArgumentParser:
             settings = {"nargs": "+"}
         if bool in kinds:
             settings = {"action": argparse.BooleanOptionalAction}
-        if item.default is MISSING:
-            settings["required"] = True
-        else:
-            settings["help"] = f"default {item.default}"
-        flag = "--" + item.name.replace("_", "-")
-        engine.add_argument(flag, dest=item.name, default=argparse.SUPPRESS, **settings)
+        settings["help"] = "as MODEL" if item.default is MISSING else f"default {item.default}"
+        names = [item.name, *(old for old, new in RENAMED.items() if new == item.name)]
+        flags = ["--" + name.replace("_", "-") for name in names]
+        engine.add_argument(*flags, dest=item.name, default=argparse.SUPPRESS, **settings)
+    for name, (accepted, _) in UNSERVED_FLAGS.items():
+        is_switch = name.startswith(("disable_", "enable_", "use_"))
+        if accepted is not ANY and name not in FURTHER:
+            is_switch = any(isinstance(value, bool) for value in accepted)
+        settings = {"action": argparse.BooleanOptionalAction}
+        if not is_switch:
+            settings = {"type": value_of, "nargs": "?", "const": True}
+        flag, dest = "--" + name.replace("_", "-"), UNSERVED + name
+        with suppress(argparse.ArgumentError):  # a flag of ours
+            parser.add_argument(
+                flag, dest=dest, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **settings
+            )
     return parser
+
+
+def parse_origins(text: str) -> list[str]:
+    """A JSON list of strings, or one string.
+
+    >>> parse_origins('["https://a.example", "https://b.example"]'), parse_origins("*")
+    (['https://a.example', 'https://b.example'], ['*'])
+    """
+    origins = value_of(text)
+    return check_strings("allowed_origins", [origins] if isinstance(origins, str) else origins)
+
+
+def value_of(text: str) -> Any:
+    """What a flag of vLLM's is given: JSON, or text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def with_dashes(argument: str) -> str:
+    """A flag that is spelt with underscores, which vLLM takes too; anything else as it is."""
+    name, equals, value = argument.partition("=")
+    return name.replace("_", "-") + equals + value if argument.startswith("--") else argument
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Serve until a signal comes. The log of requests goes to stdout, everything else to stderr."""
     parser = make_parser()
-    given = vars(parser.parse_args(argv))
+    given = vars(parser.parse_args(list(map(with_dashes, sys.argv[1:] if argv is None else argv))))
     settings = {item.name: given[item.name] for item in fields(EngineConfig) if item.name in given}
+    if ("model" in settings) == (given["model_tag"] is not None):
+        parser.error("a model is needed, once: nanoengine serve MODEL")
+    settings.setdefault("model", given["model_tag"])
+    unserved = {name.removeprefix(UNSERVED): given[name] for name in given if name.startswith(UNSERVED)}
     try:
+        without_unserved(parser.prog, unserved, (), UNSERVED_FLAGS)
         engine = AsyncLLM(max_concurrent_requests=2**31 - 1, **settings)  # the service bounds them
         service = Service(
             engine,
@@ -657,6 +742,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             max_body_bytes=given["max_body_bytes"],
             tool_call_parser=given["tool_call_parser"],
             reasoning_parser=given["reasoning_parser"],
+            chat_template=given["chat_template"],
         )
         print(f"nanoengine: {service.formats.describe()}", file=sys.stderr)
     except (OSError, TypeError, ValueError) as error:
@@ -665,7 +751,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     log.addHandler(logging.StreamHandler(sys.stdout))
     log.setLevel(logging.INFO)
     config = uvicorn.Config(
-        make_app(service),
+        make_app(service, given["allowed_origins"]),
         host=given["host"],
         port=given["port"],
         access_log=False,
@@ -675,14 +761,3 @@ def main(argv: Sequence[str] | None = None) -> None:
         Server(config, service, given["drain_seconds"]).run()
     finally:
         engine.close()
-
-
-def command() -> None:
-    """The console script `nanoengine`."""
-    if sys.argv[1:2] != ["serve"]:
-        sys.exit("usage: nanoengine serve --model MODEL ...\nnanoengine serve --help shows every flag")
-    main(sys.argv[2:])
-
-
-if __name__ == "__main__":
-    main()

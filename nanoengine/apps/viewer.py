@@ -1,7 +1,7 @@
 """What an engine did, shown: a trace as a page to step through, or as a timeline.
 
-    python -m nanoengine.apps.viewer run.jsonl -o run.html    # in any browser
-    python -m nanoengine.apps.viewer run.jsonl -o run.json    # Chrome trace events, for ui.perfetto.dev
+    nanoengine trace run.jsonl -o run.html    # in any browser
+    nanoengine trace run.jsonl -o run.json    # Chrome trace events, for ui.perfetto.dev
 
 The trace is what `LLM(..., trace="run.jsonl")` writes; extensions/trace.py explains its fields.
 """
@@ -123,7 +123,7 @@ def chrome_events(events: Iterable[Event]) -> Iterator[dict[str, Any]]:
 
 def main(arguments: list[str] | None = None) -> None:
     """Turn a trace into what the output's ending asks for."""
-    parser = argparse.ArgumentParser(prog="python -m nanoengine.apps.viewer", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="nanoengine trace", description=main.__doc__)
     parser.add_argument("trace", type=Path, help="JSON lines, as LLM(..., trace=...) writes them")
     parser.add_argument("-o", "--output", type=Path, required=True, help="run.html, or run.json for Perfetto")
     args = parser.parse_args(arguments)
@@ -131,7 +131,3 @@ def main(arguments: list[str] | None = None) -> None:
         save(load(args.trace), args.output)
     except (OSError, ValueError) as error:
         sys.exit(f"{parser.prog}: {error}")
-
-
-if __name__ == "__main__":
-    main()

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from huggingface_hub import snapshot_download
+from huggingface_hub import constants, snapshot_download
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from xxhash import xxh3_128
 
@@ -35,6 +35,10 @@ from nanoengine.sampling_params import SamplingParams
 if TYPE_CHECKING:  # else imported where such a model is loaded
     from nanoengine.models.hf import HFModel
 
+DEMO = Path(__file__).parent.parent / "demo"  # the bundled model, which `demo` names
+# Hub ids from before they had an owner.
+OWNERS = {name: "openai-community" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "openai-gpt")}
+OWNERS["distilgpt2"] = "distilbert"
 GENERATION_CONFIG = "generation_config.json"
 # Schemes that transformers dequantises when it loads them -> the libraries it needs for that.
 DEQUANTIZED: dict[str, tuple[str, ...]] = {"mxfp4": (), "fp8": ("accelerate",)}
@@ -44,6 +48,7 @@ SERVED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 POSITIONS = "max_position_embeddings", "max_seq_len", "seq_length"  # what configs call their number
 MOST_TOKENS = 1 << 20  # of a model that knows no positions, where max_model_len does not say
 MAX_POSITIONS = 2**31 - 1  # the attention kernels' lengths are int32
+ROPE = "rope_scaling", "rope_theta"  # what files may say of it
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Our fused layers -> Hugging Face's, whose outputs lie one after the other.
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -181,10 +186,14 @@ def open_checkpoint(
     gguf_file: str | None = None,
     model_impl: str = "auto",
     trust_remote_code: bool = False,
+    hf_overrides: dict[str, Any] | None = None,
+    generation_config: str = "auto",
 ) -> Checkpoint:
     """Find a checkpoint and read everything but its weights.
 
     `model_impl` "nanoengine" is `decoder.py`, "transformers" is `hf.py`, "auto" the first that can.
+    `hf_overrides` are fields of config.json; with `generation_config` "vllm" no sampling parameter is taken
+    from the checkpoint.
 
     Raises:
         ValueError: not a checkpoint, or one that cannot be served; with the reason.
@@ -192,6 +201,11 @@ def open_checkpoint(
     """
     path = _resolve(model, revision, gguf_file)
     hf_config = _read_gguf_config(path) if _is_gguf(path) else _read_config(path, trust_remote_code)
+    if hf_overrides:
+        fields = hf_config.to_dict() if _is_gguf(path) else read_json(path / "config.json")
+        fields = _overridden(fields, hf_overrides, hf_config)
+        with _as_value_error(path):
+            hf_config = type(hf_config).from_dict({**fields, "name_or_path": str(path)})
     whole_config, part = hf_config, language_part(hf_config)
     if part is not None:
         hf_config = part
@@ -231,6 +245,8 @@ def open_checkpoint(
             raise ValueError(f"{path}: {name}'s eos_token_id must be a token id or a list of them, got {ids}")
         eos += ids
     known = (token_id for token_id in dict.fromkeys(eos) if 0 <= token_id < hf_config.vocab_size)
+    if generation_config == "vllm":
+        generation = {}
     checkpoint = Checkpoint(
         path, hf_config, decoder_config, loaded, tuple(known), generation, part is not None, quantization
     )
@@ -244,11 +260,47 @@ def _is_gguf(path: Path) -> bool:
 
 def _read_config(path: Path, trust_remote_code: bool) -> Any:
     if not (path / "config.json").is_file():
+        if (path / "adapter_config.json").is_file():
+            base = read_json(path / "adapter_config.json").get("base_model_name_or_path")
+            raise ValueError(
+                f"{path} holds a LoRA adapter of {base!r}, and no model: merge it into that checkpoint"
+            )
         raise ValueError(f"{path} holds no config.json; a model directory in Hugging Face format is needed")
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:
         raise ValueError(f"{path / 'config.json'} cannot be used: {error}") from error
+
+
+def _overridden(fields: dict[str, Any], overrides: dict[str, Any], config: Any) -> dict[str, Any]:
+    """A config.json's fields with others in their place; of a field that is an object, those that are given.
+
+    `config` is what transformers makes of the file: it knows the fields that the file leaves out.
+
+    Raises:
+        ValueError: there is no such field.
+    """
+    fields, overrides = _with_plain_rope(fields), _with_plain_rope(overrides)
+    for name, value in overrides.items():
+        part = getattr(config, name, None)
+        if part is None and name not in (*fields, *ROPE) and not hasattr(config, name):
+            raise ValueError(f"hf_overrides names {name!r}, which is no field of a {type(config).__name__}")
+        if isinstance(value, dict) and isinstance(fields.get(name), dict):
+            is_config = isinstance(part, PretrainedConfig)
+            value = _overridden(fields[name], value, part) if is_config else {**fields[name], **value}
+        fields[name] = value
+    return fields
+
+
+def _with_plain_rope(fields: dict[str, Any]) -> dict[str, Any]:
+    """Rope's settings as files had them before transformers 5, which every version reads."""
+    rope = fields.get("rope_parameters")
+    if not isinstance(rope, dict) or any(isinstance(one, dict) for one in rope.values()):  # by type of layer
+        return dict(fields)
+    plain = {name: value for name, value in fields.items() if name != "rope_parameters"}
+    scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
+    theta = {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
+    return plain | theta | {"rope_scaling": scaling}
 
 
 def _read_gguf_config(path: Path) -> Any:
@@ -278,7 +330,16 @@ def _load_tokenizer(path: Path, trust_remote_code: bool) -> Any:
             ) from error
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
         return None
-    loaded = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    try:
+        loaded = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        alone = (path / "tokenizer.model").is_file() and not (path / "tokenizer.json").is_file()
+        if alone and find_spec("sentencepiece") is None:
+            raise ValueError(
+                f"{path} has a tokenizer.model and no tokenizer.json: reading it needs sentencepiece: "
+                "pip install 'nanoengine[sentencepiece]'"
+            ) from error
+        raise
     if not loaded.is_fast:
         raise ValueError(f"the tokenizer in {path} has no fast version (tokenizer.json)")
     return loaded
@@ -336,6 +397,8 @@ def _resolve(model: str, revision: str | None, gguf_file: str | None = None) -> 
     """The directory of a local model, or of a hub model after downloading what is needed, or a GGUF file."""
     if not model:
         raise ValueError("model must be a directory or a hub id, got ''")
+    if model == "demo":
+        return DEMO
     path = Path(model).expanduser()
     if path.is_dir():
         if gguf_file is not None and not _is_gguf(path / gguf_file):
@@ -346,11 +409,17 @@ def _resolve(model: str, revision: str | None, gguf_file: str | None = None) -> 
     if path.exists():
         raise ValueError(f"a model must be a directory, a hub id or a .gguf file, got the file {model!r}")
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
-        raise ValueError(f"{model!r} is neither a directory here nor a hub id of the form owner/name")
-    if gguf_file is not None:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=[gguf_file]), gguf_file)
+        hint = f"; did you mean {OWNERS[model]}/{model}?" if model in OWNERS else ""
+        raise ValueError(f"{model!r} is neither a directory here nor a hub id of the form owner/name{hint}")
     patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-    return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
+    wanted = patterns if gguf_file is None else [gguf_file]
+    try:
+        path = Path(snapshot_download(model, revision=revision, allow_patterns=wanted))
+    except OSError as error:
+        where = f"was looked for here, in {constants.HF_HUB_CACHE} and at {constants.ENDPOINT}"
+        at = "" if revision is None else f" at revision {revision!r}"
+        raise OSError(f"{model!r}{at} {where}: {error}") from error
+    return path if gguf_file is None else path / gguf_file
 
 
 def resolve_dtype(dtype: str | torch.dtype, hf_config: Any) -> torch.dtype:

@@ -1,0 +1,51 @@
+"""The command `nanoengine`, and `python -m nanoengine`.
+
+What a subcommand needs is imported when it is run: the list of them needs neither PyTorch nor an extra.
+"""
+
+import argparse
+import importlib
+import sys
+
+from nanoengine import __version__
+
+# name -> the module of apps/ and its function, the extra that brings what it imports, what it does
+COMMANDS = {
+    "run": ("ask", "run", "", "ask a model a few questions; by default the bundled one"),
+    "chat": ("ask", "chat", "", "hold a conversation in the terminal"),
+    "serve": ("server", "main", "serve", "an OpenAI-compatible server, and a page to chat"),
+    "bench": ("bench", "main", "", "measure one workload on this machine"),
+    "trace": ("viewer", "main", "", "make a page, or a timeline, of a recorded run"),
+    "lab": ("lab", "main", "", "the scheduler under a cost model, in place of a device"),
+}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run a subcommand with the arguments behind its name; without any, list them."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = argparse.ArgumentParser(
+        "nanoengine",
+        description="A minimal LLM inference engine.",
+        epilog="`demo` as a model is the bundled one. `nanoengine COMMAND --help` has a command's options.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
+    for name, (*_, what) in COMMANDS.items():
+        commands.add_parser(name, help=what, add_help=False)
+    command = parser.parse_args(arguments[:1]).command  # the rest is for the command to read
+    if command is None:
+        parser.print_help()
+        return
+    module, function, extra, _ = COMMANDS[command]
+    try:
+        app = importlib.import_module(f"nanoengine.apps.{module}")
+    except ModuleNotFoundError as error:
+        if not extra:
+            raise
+        sys.exit(f"nanoengine {command} needs {error.name}: pip install 'nanoengine[{extra}]'")
+    getattr(app, function)(arguments[1:])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:] or ["run"])

@@ -1,0 +1,163 @@
+"""Questions and answers in the terminal: `nanoengine run` and `nanoengine chat`.
+
+nanoengine run                                                          # the bundled model: no download
+nanoengine run --model Qwen/Qwen3-0.6B --prompt "introduce yourself"
+nanoengine run --trace run.html                                         # a page that shows the run
+nanoengine chat Qwen/Qwen3-0.6B
+"""
+
+import argparse
+import io
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from nanoengine import LLM, SamplingParams
+from nanoengine.apps.viewer import save
+from nanoengine.extensions.trace import Event
+
+PASSAGE = (
+    "The brave sailor found the golden lantern near a castle. "
+    "The hungry fox stole the red apple behind a market. "
+    "The old queen buried the broken mirror under a tower."
+)
+NOISE = " ".join(
+    f"The {adjective} {noun} followed the {color} wagon inside a village."
+    for adjective in ("tall", "quiet", "young", "clever")
+    for noun, color in (("baker", "blue"), ("raven", "green"), ("soldier", "silver"), ("child", "wooden"))
+)
+QUESTIONS = [
+    "Who are you?",
+    "What is 27 + 58?",
+    "Count from 8 to 21.",
+    "Spell the word attention backwards.",
+    "List the primes below 100.",
+    f"Remember this passage: {PASSAGE} Here is some noise: {NOISE} Repeat the passage.",
+]
+# What a trace is made of: a cache so small that sequences are preempted, questions that are asked twice, and
+# two that begin with the same passage.
+TRACED = {"num_kv_blocks": 112, "block_size": 4, "max_num_batched_tokens": 64}
+TRACED_QUESTIONS = [
+    *QUESTIONS[:4],
+    QUESTIONS[0],
+    QUESTIONS[-1],
+    f"Remember this passage: {PASSAGE} Here is some noise: {NOISE[: NOISE.index(' The quiet')]} "
+    "Repeat the passage.",
+    QUESTIONS[1],
+]
+
+
+def run(arguments: list[str] | None = None) -> None:
+    """`nanoengine run`: ask the questions, print the answers; show the run, where that is asked for."""
+    parser = argparse.ArgumentParser(
+        "nanoengine run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="demo", help="hub id or directory; default: the bundled model")
+    parser.add_argument("--prompt", action="append", help="a question; may be given several times")
+    add_sampling(parser)
+    parser.add_argument("--trace", help="show the run: a file that ends in .html, .json (Perfetto) or .jsonl")
+    args = parser.parse_args(arguments)
+    with in_a_terminal(parser):
+        params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
+        events: list[Event] = []
+        settings: dict[str, Any] = {}
+        if args.trace:
+            save(events, args.trace)  # a file that cannot be written is refused before the run, not after it
+            settings["trace"] = events.append
+        questions = args.prompt or QUESTIONS
+        if args.trace and not args.prompt and args.model == "demo":
+            settings |= TRACED
+            questions = TRACED_QUESTIONS
+        with LLM(args.model, **settings) as llm:
+            ask(llm, questions, params)
+        if args.trace:
+            save(events, args.trace)
+            print(f"\n{args.trace} shows {len(events) - 1} steps")
+
+
+def chat(arguments: list[str] | None = None) -> None:
+    """`nanoengine chat`: hold a conversation."""
+    parser = argparse.ArgumentParser(
+        "nanoengine chat",
+        description="Hold a conversation. Ctrl-C stops an answer; an empty line ends the program.",
+    )
+    parser.add_argument(
+        "model", nargs="?", default="demo", help="hub id or directory; default: the bundled one"
+    )
+    add_sampling(parser)
+    args = parser.parse_args(arguments)
+    with in_a_terminal(parser):
+        params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
+        with LLM(args.model) as llm:
+            converse(llm, params)
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    """What both commands let one choose of SamplingParams."""
+    parser.add_argument("--temperature", type=float, default=0.0, help="default %(default)s: greedy")
+    parser.add_argument("--max-tokens", type=int, default=256, help="of an answer; default %(default)s")
+
+
+@contextmanager
+def in_a_terminal(parser: argparse.ArgumentParser) -> Iterator[None]:
+    """End as a command does: with an error in one line, at Ctrl-C, or where nobody reads on."""
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # whoever reads the output may stop, as `head` does
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are no text are refused as a message
+    try:
+        yield
+    except (ValueError, OSError) as error:  # an option, the model or its files
+        sys.exit(f"{parser.prog}: {' '.join(str(error).split())}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def ask(llm: LLM, questions: list[str], params: SamplingParams) -> None:
+    """Answer questions, all at once."""
+    start = time.perf_counter()
+    if getattr(llm.get_tokenizer(), "chat_template", None):
+        conversations = [[{"role": "user", "content": question}] for question in questions]
+        outputs = llm.chat(conversations, params)
+    else:
+        outputs = llm.generate(questions, params)
+    elapsed = time.perf_counter() - start
+
+    for question, output in zip(questions, outputs, strict=True):
+        num_tokens = len(output.prompt_token_ids)
+        if len(question) > 300:
+            question = f"{question[:240]} [...] {question[-30:]}"
+        print(f"\nQ ({num_tokens} tokens): {question}\nA: {output.outputs[0].text}")
+    num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    print(f"\n{num_tokens} tokens in {elapsed:.2f} s: {num_tokens / elapsed:.0f} tokens/s")
+
+
+def converse(llm: LLM, params: SamplingParams) -> None:
+    """Hold a conversation in the terminal, the answers streaming."""
+    messages: list[dict[str, str]] = []
+    while True:
+        try:
+            question = input("\n> ")
+        except (EOFError, KeyboardInterrupt):
+            question = ""
+        if not question:
+            print("bye")
+            return
+        messages.append({"role": "user", "content": question})
+        answer = ""
+        try:
+            for output in llm.stream(llm.render_chat(messages), params):
+                for completion in output.outputs:
+                    answer += completion.text
+                    print(completion.text, end="", flush=True)
+        except KeyboardInterrupt:
+            print(" [stopped]", end="")
+        except ValueError as error:  # the conversation outgrew the model, or is no text
+            print(f"{error}; starting over", end="")
+            messages.clear()
+            continue
+        print()
+        messages.append({"role": "assistant", "content": answer})

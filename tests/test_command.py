@@ -1,0 +1,222 @@
+"""The command `nanoengine`, and what is installed: the wheel and the source distribution."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from pathlib import Path
+
+import httpx
+import pytest
+
+import nanoengine
+from nanoengine import LLM
+from nanoengine.__main__ import COMMANDS, main
+from tests.helpers import DEMO
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"]])
+def test_the_list_of_commands_needs_neither_pytorch_nor_an_extra(arguments):
+    code = f"import sys; from nanoengine.__main__ import main\ntry: main({arguments})\nfinally: "
+    code += "print([name for name in sys.modules if name in ('torch', 'numpy', 'fastapi')], file=sys.stderr)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert run.stderr.strip() == "[]"
+    for name, (*_, what) in COMMANDS.items():
+        assert re.search(rf"^ +{name} +{re.escape(what)}$", run.stdout, re.MULTILINE)
+
+
+def test_every_public_name_is_there():
+    for name in nanoengine.__all__:
+        assert getattr(nanoengine, name) is not None
+        assert name in dir(nanoengine)
+    with pytest.raises(AttributeError, match="has no attribute 'Llm'"):
+        _ = nanoengine.Llm
+    assert set(nanoengine._MODULE_OF) == set(nanoengine.__all__) - {"__version__"}
+
+
+def test_a_missing_extra_is_named_by_the_command_that_needs_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "uvicorn", None)  # which fails an import of it
+    monkeypatch.delitem(sys.modules, "nanoengine.apps.server", raising=False)
+    with pytest.raises(SystemExit, match=r"serve needs uvicorn: pip install 'nanoengine\[serve\]'"):
+        main(["serve", "demo"])
+
+
+def test_a_command_gets_what_stands_behind_its_name(monkeypatch, capsys):
+    given = []
+    for module, function, _, _ in COMMANDS.values():
+        monkeypatch.setattr(f"nanoengine.apps.{module}.{function}", given.append)
+    for name in COMMANDS:
+        main([name, "--help", name])
+    assert given == [["--help", name] for name in COMMANDS]
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"{nanoengine.__version__}\n"
+    with pytest.raises(SystemExit):
+        main(["sreve"])
+    assert "invalid choice: 'sreve'" in capsys.readouterr().err
+
+
+def test_demo_is_the_bundled_model_wherever_one_is(tmp_path, monkeypatch):
+    (tmp_path / "demo").mkdir()  # of which nothing is meant
+    monkeypatch.chdir(tmp_path)
+    with LLM("demo", tokenizer="demo", num_kv_blocks=9) as llm:
+        assert llm.llm_engine.checkpoint.path == DEMO
+
+
+def test_what_is_packaged_is_all_of_the_package():
+    """Folders and data files, by pyproject's lists: a file that is new is in the wheel."""
+    import tomllib
+
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    folders = {path.parent for path in DEMO.parent.rglob("*.py")}
+    assert set(listed["packages"]) == {".".join(path.relative_to(ROOT).parts) for path in folders}
+    for folder in folders:
+        patterns = ("*.py", *listed["package-data"].get(".".join(folder.relative_to(ROOT).parts), ()))
+        packaged = {path for pattern in patterns for path in folder.glob(pattern)}
+        assert packaged >= {path for path in folder.iterdir() if path.is_file()}
+
+
+# ---- a wheel and a source distribution, installed and used ----------------------------------------
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """A folder with both, made of a copy of what is under version control."""
+    where = tmp_path_factory.mktemp("built")
+    files = subprocess.run(
+        ["git", "ls-files", "-coz", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+    )
+    if files.returncode != 0:
+        pytest.skip("no git checkout to build from")
+    for name in files.stdout.split("\0"):
+        if name and (ROOT / name).is_file():
+            (where / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, where / "source" / name)
+    backend = "import sys; from setuptools import build_meta as b; b.build_wheel('..'); b.build_sdist('..')"
+    subprocess.run([sys.executable, "-c", backend], cwd=where / "source", check=True, capture_output=True)
+    return where
+
+
+@pytest.fixture(scope="module")
+def installed(built, tmp_path_factory):
+    """The `bin` of an environment that has the wheel; what it depends on is this environment's."""
+    path = tmp_path_factory.mktemp("installed")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", path], check=True)
+    wheel = next(built.glob("*.whl"))
+    command = [sys.executable, "-m", "pip", "--python", path / "bin" / "python", "install", "--no-deps"]
+    subprocess.run([*command, "--no-index", wheel], check=True, capture_output=True)
+    (site,) = path.glob("lib/python*/site-packages")
+    # Not as a .pth file, whose own ones would bring an editable installation of this checkout along.
+    (site / "sitecustomize.py").write_text(
+        f"import sys; sys.path.append({sysconfig.get_path('purelib')!r})\n"
+    )
+    return path / "bin"
+
+
+def run_installed(installed, tmp_path, *arguments, check=True):
+    """The console script, in an empty folder."""
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run(
+        [installed / "nanoengine", *arguments],
+        **{"capture_output": True, "text": True, "cwd": tmp_path, "env": clean, "check": check},
+    )
+
+
+@pytest.mark.slow
+def test_the_wheel_gives_a_working_command(installed, tmp_path):
+    for arguments in ([], ["--help"]):
+        assert "an OpenAI-compatible server" in run_installed(installed, tmp_path, *arguments).stdout
+    assert run_installed(installed, tmp_path, "--version").stdout == f"{nanoengine.__version__}\n"
+    assert "27 + 58 = 85" in run_installed(installed, tmp_path, "run", "--trace", "run.jsonl").stdout
+    run_installed(installed, tmp_path, "trace", "run.jsonl", "-o", "run.html")
+    assert (tmp_path / "run.html").stat().st_size > 10_000
+    assert "requests" in run_installed(installed, tmp_path, "lab", "--num-requests", "9").stderr
+    measured = run_installed(installed, tmp_path, "bench", "--workload", "tiny", "--repeats", "1").stdout
+    assert '"output_tokens_per_s"' in measured.splitlines()[-1]
+    where = [installed / "python", "-c", "import nanoengine; print(nanoengine.__file__)"]
+    printed = subprocess.run(where, capture_output=True, text=True, cwd=tmp_path).stdout
+    assert printed.startswith(str(installed.parent))
+
+
+@pytest.mark.slow
+def test_python_m_nanoengine_without_arguments_answers_the_demo_s_questions(installed, tmp_path):
+    command = [installed / "python", "-m", "nanoengine"]
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=clean, check=True)
+    assert "27 + 58 = 85" in run.stdout
+
+
+@pytest.mark.slow
+def test_the_wheel_s_chat_talks_in_a_terminal(installed, tmp_path):
+    import pty
+
+    ours, theirs = pty.openpty()
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [installed / "nanoengine", "chat", "demo"]
+    chat = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, cwd=tmp_path, env=clean)
+    os.close(theirs)
+    os.write(ours, b"What is 3 + 4?\n\n")
+    shown = b""
+    try:
+        while b"bye" not in shown:
+            shown += os.read(ours, 1024)
+    except OSError:  # it ended, and Linux says so by EIO
+        pass
+    assert chat.wait(60) == 0
+    assert b"3 + 4 = 7" in shown
+    os.close(ours)
+
+
+@pytest.mark.slow
+def test_the_wheel_serves(installed, tmp_path):
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [installed / "nanoengine", "serve", "demo", "--port", "0", "--disable-log-requests"]
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=clean)
+    try:
+        for line in server.stderr:
+            if found := re.search(r"running on (http://127.0.0.1:\d+)", line):
+                break
+        asked = {"model": "demo", "messages": [{"role": "user", "content": "What is 3 + 4?"}]}
+        answer = httpx.post(f"{found[1]}/v1/chat/completions", json=asked | {"temperature": 0}, timeout=60)
+        assert answer.json()["choices"][0]["message"]["content"] == "3 + 4 = 7"
+        assert httpx.get(f"{found[1]}/").status_code == 200  # the page, which is a file of the wheel
+    finally:
+        server.terminate()
+        server.communicate()
+
+
+@pytest.mark.slow
+def test_the_source_distribution_is_whole(built):
+    """All that is under version control but what only its host needs; a wheel of it is the same wheel."""
+    with tarfile.open(next(built.glob("*.tar.gz"))) as sdist:
+        packed = {name.split("/", 1)[1] for name in sdist.getnames() if "/" in name}
+        sdist.extractall(built / "unpacked", filter="data")
+    source = {str(path.relative_to(built / "source")) for path in (built / "source").rglob("*")}
+    left = {name for name in source - packed if not name.startswith(("build", "nanoengine.egg-info"))}
+    assert not left
+    (unpacked,) = (built / "unpacked").iterdir()
+    backend = "from setuptools import build_meta as b; b.build_wheel('../..')"
+    first = next(built.glob("*.whl"))
+    names = set(zipfile.ZipFile(first).namelist())
+    first.unlink()
+    subprocess.run([sys.executable, "-c", backend], cwd=unpacked, check=True, capture_output=True)
+    assert set(zipfile.ZipFile(next(built.glob("*.whl"))).namelist()) == names
+
+
+@pytest.mark.slow
+def test_the_source_distribution_passes_tests_of_its_own(built):
+    """A part of them: one that reads the documentation, one that runs an example, one that needs helpers."""
+    with tarfile.open(next(built.glob("*.tar.gz"))) as sdist:
+        sdist.extractall(built / "tested", filter="data")
+    (unpacked,) = (built / "tested").iterdir()
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    files = ["tests/test_docs.py", "tests/test_demo.py", "tests/test_public_api.py", "tests/test_sampling.py"]
+    environment = os.environ | {"PYTHONPATH": str(unpacked)}
+    run = subprocess.run([*command, *files], cwd=unpacked, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout[-3000:]
