@@ -5,7 +5,7 @@ BIN := .venv/bin
 .PHONY: run test check gpu clean
 
 run: .venv/installed  ## answer a few questions with the bundled model
-	$(BIN)/python example.py
+	$(BIN)/nanoengine run
 
 test: .venv/tested  ## the default tests: CPU, offline, three to four minutes on two cores
 	$(BIN)/python -m pytest -n auto --dist worksteal

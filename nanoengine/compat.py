@@ -270,7 +270,7 @@ def without_unserved(
         if name in served:
             left[name] = value
         elif name in table:
-            raise ValueError(f"{name}={value!r} is not served: {instead}")
+            raise ValueError(f"{name}={value!r:.80} is not served: {instead}")
         else:
             near = difflib.get_close_matches(name, {*served, *table, *renamed}, 1, 0.75)
             taken, _ = table.get(near[0] if near else "", ((value,), ""))  # no name that would be refused too

@@ -20,10 +20,10 @@ COMMON = ("--model", str(DEMO), "--port", "0", "--num-kv-blocks", "100")
 
 
 @contextmanager
-def served(engine, **settings):
+def served(engine, origins=(), **settings):
     """The server in a thread of this process; its address and its service."""
     service = Service(engine, name="demo", **settings)
-    config = uvicorn.Config(make_app(service), port=0, access_log=False, log_level="warning")
+    config = uvicorn.Config(make_app(service, origins), port=0, access_log=False, log_level="warning")
     server = Server(config, service, drain_seconds=0)
     service.server = server  # for tests that send it a signal
     thread = threading.Thread(target=server.run)

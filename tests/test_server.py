@@ -18,7 +18,9 @@ import httpx
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from tokenizers.processors import TemplateProcessing
 
+import nanoengine
 from nanoengine import LLM, AsyncLLM, EngineConfig, SamplingParams, compat
 from nanoengine.__main__ import main
 from nanoengine.apps.openai_api import to_json
@@ -124,6 +126,107 @@ def test_a_streamed_answer_is_the_whole_one_in_pieces(client):
         assert own[0].prompt_token_ids == choice.prompt_token_ids
         assert [piece.prompt_token_ids for piece in own[1:]] == [None] * (len(own) - 1)
     assert len(whole.choices) == 8
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_usage_that_is_asked_for_continuously_is_in_every_piece(path, url):
+    asked = {"prompt": "a b c"} if path == "completions" else {"messages": QUESTION}
+    asked |= {"max_tokens": 9, "ignore_eos": True, "stream": True, "return_token_ids": True}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    with http.stream("POST", f"{url}/v1/{path}", json={**asked, "stream_options": options}) as answer:
+        *pieces, last = stream_lines(answer)
+    counts = [piece["usage"]["completion_tokens"] for piece in pieces]
+    assert counts == list(itertools.accumulate(len(piece["choices"][0]["token_ids"]) for piece in pieces))
+    assert (last["choices"], last["usage"], counts[-1]) == ([], pieces[-1]["usage"], 9)
+    with http.stream(
+        "POST", f"{url}/v1/{path}", json={**asked, "stream_options": options | {"include_usage": False}}
+    ) as answer:
+        assert not [piece for piece in stream_lines(answer) if "usage" in piece]
+
+
+def test_tokens_are_named_by_their_ids_where_that_is_asked_for(url):
+    asked = {"max_tokens": 4, "temperature": 0, **WITH_IDS, "return_tokens_as_token_ids": True}
+    answer = http.post(
+        f"{url}/v1/completions", json={**asked, "prompt": "a b", "echo": True, "logprobs": 2}
+    ).json()
+    choice = answer["choices"][0]
+    names = [f"token_id:{one}" for one in choice["prompt_token_ids"] + choice["token_ids"]]
+    assert choice["logprobs"]["tokens"] == names
+    assert all(
+        name in top for name, top in zip(names[1:], choice["logprobs"]["top_logprobs"][1:], strict=True)
+    )
+    assert all(key.startswith("token_id:") for top in choice["logprobs"]["top_logprobs"][1:] for key in top)
+    chat = {**asked, "messages": QUESTION, "logprobs": True, "top_logprobs": 2}
+    choice = http.post(f"{url}/v1/chat/completions", json=chat).json()["choices"][0]
+    for token_id, entry in zip(choice["token_ids"], choice["logprobs"]["content"], strict=True):
+        assert entry["token"] == entry["top_logprobs"][0]["token"] == f"token_id:{token_id}"
+
+
+def test_a_request_may_name_its_answer_cut_its_prompt_and_say_nothing(url, service):
+    def post(path, **asked):
+        asked = {"max_tokens": 3, "temperature": 0, **WITH_IDS, **asked}
+        answer = http.post(f"{url}/v1/{path}", json=asked).json()
+        return answer["id"], answer["choices"][0]
+
+    ids = service.checkpoint.tokenizer("2 3 5 7 11").input_ids
+    answer_id, cut = post(
+        "completions", prompt="2 3 5 7 11", truncate_prompt_tokens=4, echo=True, request_id="mine"
+    )
+    assert answer_id == "cmpl-mine"
+    assert cut["prompt_token_ids"] == ids[-4:]
+    assert cut["token_ids"] == post("completions", prompt=ids[-4:])[1]["token_ids"]
+    assert cut["text"].startswith(service.checkpoint.tokenizer.decode(ids[-4:]))
+    _, most = post("completions", prompt=ids * 400, truncate_prompt_tokens=-1)
+    assert most["prompt_token_ids"] == (ids * 400)[-1021:]  # of 1024, less max_tokens
+    for wrong in (0, -2, 1.5):
+        refused = http.post(f"{url}/v1/completions", json={"prompt": "a", "truncate_prompt_tokens": wrong})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "truncate_prompt_tokens")
+    said = [{"role": role, "content": content} for role, content in (("user", "Hi"), ("assistant", None))]
+    nothing = [said[0], {"role": "assistant", "content": ""}]
+    assert post("chat/completions", messages=said)[1] == post("chat/completions", messages=nothing)[1]
+
+
+@pytest.mark.parametrize("adds", [None, False, True])
+def test_special_tokens_are_added_or_not_as_a_request_says(adds, url, service, monkeypatch):
+    """By a tokenizer that would add one, as the bundled model's does not."""
+    tokenizer = service.checkpoint.tokenizer
+    template = TemplateProcessing(single="<|im_end|> $A", special_tokens=[("<|im_end|>", 433)])
+    monkeypatch.setattr(tokenizer.backend_tokenizer, "post_processor", template)
+    try:
+        asked = {"max_tokens": 1, **WITH_IDS, "add_special_tokens": adds}
+        text = http.post(f"{url}/v1/completions", json={**asked, "prompt": "a"}).json()["choices"][0]
+        chat = http.post(f"{url}/v1/chat/completions", json={**asked, "messages": QUESTION}).json()[
+            "choices"
+        ][0]
+    finally:
+        monkeypatch.undo()
+    assert (text["prompt_token_ids"][0] == 433) == (adds is not False)
+    assert (chat["prompt_token_ids"][0] == 433) == (adds is True)
+
+
+def test_the_server_says_which_it_is_and_pages_of_allowed_origins_may_call_it(llm):
+    engine = AsyncLLM("demo", num_kv_blocks=20)
+    template = "{% for m in messages %}{{ m['content'] }}|{% endfor %}"
+    with served(engine, origins=["https://a.example"], chat_template=template, api_key="k") as (url, _):
+        assert http.get(f"{url}/ping").status_code == http.post(f"{url}/ping").status_code == 200
+        assert http.get(f"{url}/version").status_code == 401
+        key = {"Authorization": "Bearer k"}
+        assert http.get(f"{url}/version", headers=key).json() == {"version": nanoengine.__version__}
+        info = http.get(f"{url}/server_info", headers=key).json()
+        assert (info["model"], "Qwen3ForCausalLM" in info["engine"]) == ("demo", True)
+        for origin, allowed in (("https://a.example", "https://a.example"), ("https://b.example", None)):
+            asked = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+            asked["Access-Control-Request-Headers"] = "authorization,content-type"
+            answer = http.options(f"{url}/v1/completions", headers=asked)
+            assert answer.headers.get("access-control-allow-origin") == allowed
+            answer = http.post(
+                f"{url}/v1/completions", json={"prompt": "a"}, headers=key | {"Origin": origin}
+            )
+            assert answer.headers.get("access-control-allow-origin") == allowed
+        written = http.post(f"{url}/tokenize", json={"messages": QUESTION}, headers=key).json()["tokens"]
+        assert llm.get_tokenizer().decode(written) == "What is 27 + 58?|"
+    with pytest.raises(ValueError, match=r"chat_template must be a file or a template, got '/no/where'"):
+        Service(engine, chat_template="/no/where")
 
 
 def test_a_streamed_chat_begins_with_its_role_and_ends_with_its_reason(client):

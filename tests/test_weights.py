@@ -95,6 +95,86 @@ def test_an_empty_directory_a_file_and_a_wrong_path_are_told_apart(tmp_path):
     refuse("no-such-model", "neither a directory here nor a hub id")
 
 
+def test_a_model_that_is_not_there_is_told_by_its_id_and_where_it_was_looked_for(monkeypatch):
+    refuse("gpt2", r"'gpt2' is neither .* did you mean openai-community/gpt2\?$")
+    refuse("distilgpt2", "did you mean distilbert/distilgpt2")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", "/the/cache")
+    looked = r"was looked for here, in /the/cache and at https://\S+: "
+    refuse("nobody/nothing", f"'nobody/nothing' {looked}", OSError)
+    refuse("nobody/nothing", f"'nobody/nothing' at revision 'v2' {looked}", OSError, revision="v2")
+
+
+def test_a_folder_of_an_adapter_says_what_it_is_an_adapter_of(tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "Qwen/Qwen3-0.6B"}')
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    refuse(tmp_path, "holds a LoRA adapter of 'Qwen/Qwen3-0.6B', and no model")
+
+
+def test_a_tokenizer_that_needs_sentencepiece_says_so(copy, monkeypatch):
+    def fail(*_, **__):
+        raise ImportError("SentencePieceExtractor requires the SentencePiece library")
+
+    monkeypatch.setattr("nanoengine.models.weights.AutoTokenizer.from_pretrained", fail)
+    monkeypatch.setattr("nanoengine.models.weights.find_spec", lambda name: None)
+    (copy / "tokenizer.model").write_bytes(b"")
+    refuse(copy, r"needs sentencepiece: pip install 'nanoengine\[sentencepiece\]'")
+    (copy / "tokenizer.json").write_text("{}")
+    refuse(copy, "SentencePieceExtractor", ImportError)  # whatever it is: there is a tokenizer.json
+
+
+@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ({"rope_scaling": YARN}, {"rope_theta": 5e4, "rope_scaling": YARN}),
+        ({"rope_parameters": {**YARN, "rope_theta": 100.0}}, {"rope_theta": 100.0, "rope_scaling": YARN}),
+        ({"rope_theta": 100.0}, {"rope_theta": 100.0}),
+        ({"rms_norm_eps": 0.5, "max_position_embeddings": 96}, {"rope_theta": 5e4, "rms_norm_eps": 0.5}),
+        ({}, {"rope_theta": 5e4}),
+    ],
+)
+def test_overrides_are_as_if_they_stood_in_config_json(overrides, expected, old, copy):
+    """Whether the file has rope's settings as transformers 5 writes them or as those before did."""
+    whole = json.loads((copy / "config.json").read_text())
+    plain = {name: value for name, value in whole.items() if not name.startswith("rope_")}
+    rope = {"rope_theta": 5e4} if old else {"rope_parameters": {"rope_type": "default", "rope_theta": 5e4}}
+    (copy / "config.json").write_text(json.dumps(plain | rope))
+    opened = open_checkpoint(str(copy), hf_overrides=overrides)
+    others = {name: value for name, value in overrides.items() if not name.startswith("rope_")}
+    (copy / "config.json").write_text(json.dumps(plain | expected | others))
+    edited = open_checkpoint(str(copy))
+    assert opened.decoder_config == edited.decoder_config
+    assert opened.max_model_len == edited.max_model_len
+    assert (opened.decoder_config.rope["rope_type"] == "yarn") == ("yarn" in str(overrides))
+    assert opened.hf_config.to_dict() == edited.hf_config.to_dict()
+
+
+def test_overrides_of_a_part_keep_the_rest_of_it(tmp_path):
+    config = transformers.Gemma3Config(text_config={**TINY, "head_dim": 16})
+    config.save_pretrained(tmp_path)
+    before = open_checkpoint(str(tmp_path), hf_overrides={"text_config": {"rms_norm_eps": 0.5}}).hf_config
+    assert before.rms_norm_eps == 0.5
+    assert before.hidden_size == config.text_config.hidden_size
+    with pytest.raises(
+        ValueError, match=r"hf_overrides names 'no_such', which is no field of a \w+TextConfig"
+    ):
+        open_checkpoint(str(tmp_path), hf_overrides={"text_config": {"no_such": 1}})
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        open_checkpoint(str(tmp_path), hf_overrides={"text_config": {"hidden_size": "x"}})
+    with pytest.raises(TypeError, match="hf_overrides must be a dict"):
+        LLM(str(tmp_path), hf_overrides=lambda config: config)
+
+
+def test_generation_config_vllm_takes_no_sampling_parameter_from_the_checkpoint(copy):
+    (copy / "generation_config.json").write_text('{"temperature": 0.25, "eos_token_id": [7, 9]}')
+    own, plain = open_checkpoint(str(copy)), open_checkpoint(str(copy), generation_config="vllm")
+    assert own.default_sampling_params().temperature == 0.25
+    assert plain.default_sampling_params() == SamplingParams()
+    assert own.eos_token_ids == plain.eos_token_ids
+    assert {7, 9} <= set(plain.eos_token_ids)
+
+
 @IMPLS
 def test_sharded_files_load_like_a_single_one_and_a_missing_shard_is_named(impl, tmp_path):
     model = hf_model(NAME)

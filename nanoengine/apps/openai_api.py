@@ -249,8 +249,8 @@ class GenerationRequest(BaseModel):
         schema = named.get("schema", named.get("json_schema")) if isinstance(named, dict) else None
         if kind != "json_schema" or not isinstance(schema, dict):
             raise ValueError(
-                "response_format must be text, json_object, structural_tag, or json_schema with a schema, "
-                f"got {asked!r:.200}"
+                "response_format must be of type text, json_object, structural_tag, or json_schema with a "
+                f"schema, got {kind!r:.80}"
             )
         return {"json": schema}
 

@@ -431,7 +431,7 @@ class ToolChoice(NamedTuple):
         """
         tools = [] if tools is None else tools
         if not isinstance(tools, list):
-            raise TypeError(f"tools must be a list, got {tools!r}")
+            raise TypeError(f"tools must be a list, got a {type(tools).__name__}")
         for tool in tools:
             function = tool.get("function") if isinstance(tool, dict) else None
             name = function.get("name") if isinstance(function, dict) else None
@@ -441,9 +441,7 @@ class ToolChoice(NamedTuple):
                 raise ValueError(f"tools must be of type function, got {tool['type']!r:.200}")
             schema = function.get("parameters")
             if schema is not None and not is_schema_of_arguments(schema):
-                raise ValueError(
-                    f"tools: parameters must be the JSON schema of an object, got {schema!r:.200}"
-                )
+                raise ValueError(f"tools: parameters of {name!r:.99} must be the JSON schema of an object")
         names = [tool["function"]["name"] for tool in tools]
         if choice in (None, "auto", "none"):
             return cls(tools, bool(tools) and choice != "none", 0)
