@@ -123,12 +123,15 @@ def test_a_tokenizer_that_needs_sentencepiece_says_so(copy, monkeypatch):
     refuse(copy, "SentencePieceExtractor", ImportError)  # whatever it is: there is a tokenizer.json
 
 
+SCALED = {name: value for name, value in YARN.items() if name != "rope_theta"}
+
+
 @pytest.mark.parametrize("old", [False, True])
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ({"rope_scaling": YARN}, {"rope_theta": 5e4, "rope_scaling": YARN}),
-        ({"rope_parameters": {**YARN, "rope_theta": 100.0}}, {"rope_theta": 100.0, "rope_scaling": YARN}),
+        ({"rope_scaling": SCALED}, {"rope_theta": 5e4, "rope_scaling": SCALED}),
+        ({"rope_parameters": {**SCALED, "rope_theta": 100.0}}, {"rope_theta": 100.0, "rope_scaling": SCALED}),
         ({"rope_theta": 100.0}, {"rope_theta": 100.0}),
         ({"rms_norm_eps": 0.5, "max_position_embeddings": 96}, {"rope_theta": 5e4, "rms_norm_eps": 0.5}),
         ({}, {"rope_theta": 5e4}),

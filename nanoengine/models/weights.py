@@ -4,6 +4,7 @@ import itertools
 import logging
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -203,7 +204,7 @@ def open_checkpoint(
     hf_config = _read_gguf_config(path) if _is_gguf(path) else _read_config(path, trust_remote_code)
     if hf_overrides:
         fields = hf_config.to_dict() if _is_gguf(path) else read_json(path / "config.json")
-        fields = _overridden(fields, hf_overrides, hf_config)
+        fields = _overridden(fields, deepcopy(hf_overrides), hf_config)  # transformers fills in what it gets
         with _as_value_error(path):
             hf_config = type(hf_config).from_dict({**fields, "name_or_path": str(path)})
     whole_config, part = hf_config, language_part(hf_config)
