@@ -5,8 +5,6 @@ import json
 import random
 import re
 import statistics
-import subprocess
-import sys
 from collections import Counter
 
 import numpy as np
@@ -414,15 +412,14 @@ def run_lab(capsys):
     return run
 
 
-def test_the_command_compares_settings_row_by_row_and_draws(tmp_path):
+def test_the_command_compares_settings_row_by_row_and_draws(tmp_path, run_lab):
     plot = tmp_path / "lab.png"
     arguments = [
         *("--num-requests", "60", "--rate", "40,80", "--max-num-batched-tokens", "128,512"),
         *("--num-prefixes", "2", "--num-kv-blocks", "200", "--markdown", "--plot", str(plot)),
     ]
-    command = [sys.executable, "-m", "nanoengine", "lab", *arguments]
-    run = subprocess.run(command, capture_output=True, text=True, check=True)
-    rows = [line.split(" | ") for line in run.stdout.splitlines() if line.startswith("| ")]
+    printed = run_lab(*arguments).out
+    rows = [line.split(" | ") for line in printed.splitlines() if line.startswith("| ")]
     assert [row[0] for row in rows[2:]] == [
         *("| 40/s, budget 128", "| 40/s, budget 512", "| 80/s, budget 128", "| 80/s, budget 512")
     ]
