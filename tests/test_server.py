@@ -478,6 +478,7 @@ def test_what_cannot_be_served_is_refused_by_the_field_s_name(changes, param, ur
         ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
         ({"logprobs": 1}, "logprobs"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"request_id": "x" * 201}, "request_id"),
         ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
         ({"echo": True}, "echo"),
         ({"tool_choice": "required"}, "tool_choice"),

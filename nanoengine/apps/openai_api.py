@@ -16,7 +16,7 @@ from itertools import accumulate
 from typing import Any, ClassVar
 
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, ConfigDict, PrivateAttr
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
 from nanoengine.apps.tools import MANY, Answer, AnswerParser, Formats, ToolChoice, with_arguments_read
 from nanoengine.compat import ANY, SAMPLING, Unserved, without_unserved
@@ -188,7 +188,7 @@ class GenerationRequest(BaseModel):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None  # in log-probabilities: "token_id:17" for a token's text
     add_special_tokens: bool | None = None
-    request_id: str | None = None  # in the answer's id
+    request_id: str | None = Field(None, max_length=200)  # in the answer's id, and so in each of its pieces
     _form_field: str = PrivateAttr("structured_outputs")  # the one that asks for a form
 
     def sampling_params(self, defaults: SamplingParams, **own: Any) -> SamplingParams:
