@@ -140,7 +140,8 @@ def test_the_wheel_gives_a_working_command(installed, tmp_path):
     measured = run_installed(installed, tmp_path, "bench", "--workload", "tiny", "--repeats", "1").stdout
     assert '"output_tokens_per_s"' in measured.splitlines()[-1]
     where = [installed / "python", "-c", "import nanoengine; print(nanoengine.__file__)"]
-    printed = subprocess.run(where, capture_output=True, text=True, cwd=tmp_path).stdout
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    printed = subprocess.run(where, capture_output=True, text=True, cwd=tmp_path, env=clean).stdout
     assert printed.startswith(str(installed.parent))
 
 
