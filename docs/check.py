@@ -1,0 +1,479 @@
+"""Checks the engine that you build along with the lessons, a chapter at a time.
+
+    python -m docs.check --stub > my_mini.py    what is given, and what you fill in
+    python -m docs.check 5 my_mini.py           is lesson 5's part right?
+    python -m docs.check all my_mini.py         does the whole engine say what transformers says?
+
+A chapter's test runs your functions of that chapter, and the solution's of all others. So the chapters can be
+built in any order, and a mistake in one fails in no other.
+"""
+
+import argparse
+import ast
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+import torch
+
+SOLUTION = Path(__file__).with_name("solution.py")
+CHAPTERS = {
+    "3": "Paging: num_blocks_for, slot, may_append",
+    "4": "Prefix caching: block_keys, find_prefix, register_full_blocks, allocate",
+    "5": "Eviction: hold, take_free_block, free",
+    "6": "Continuous batching: schedule, update",
+    "7": "Chunked prompts: next_chunk",
+    "8": "Preemption: make_room, preempt_last",
+    "13": "Speculative decoding: guess, lookup, accept",
+    "all": "The whole engine, on the bundled model",
+}
+Check = Callable[[Any], None]
+CHECKS: dict[str, list[tuple[str, Check]]] = {chapter: [] for chapter in CHAPTERS}
+
+# ---- the student's file --------------------------------------------------------------------------
+
+
+@cache
+def functions_of(source: str) -> list[tuple[str, str, ast.FunctionDef]]:
+    """(chapter, class or "", function) of each function that a lesson leaves to the student."""
+    found = []
+    for node in ast.parse(source).body:
+        owner = node.name if isinstance(node, ast.ClassDef) else ""
+        for item in node.body if isinstance(node, ast.ClassDef) else [node]:
+            if isinstance(item, ast.FunctionDef) and (ast.get_docstring(item) or "").startswith("Lesson "):
+                lesson = (ast.get_docstring(item) or "").split(":")[0]
+                found.append((lesson.removeprefix("Lesson "), owner, item))
+    return found
+
+
+@cache
+def compiled(source: str, name: str) -> CodeType:
+    """Source as code."""
+    return compile(source, name, "exec")
+
+
+def stub() -> str:
+    """The solution without what is left to the student."""
+    lines = SOLUTION.read_text().splitlines()
+    for _, _, function in reversed(functions_of(SOLUTION.read_text())):
+        docstring, last = function.body[0], function.body[-1]
+        indent = " " * docstring.col_offset
+        lines[docstring.end_lineno : last.end_lineno] = [f"{indent}raise NotImplementedError"]
+    return "\n".join(lines) + "\n"
+
+
+def load(source: str, name: str) -> Any:
+    """A module made of source."""
+    module = ModuleType(name)
+    exec(compiled(source, name), module.__dict__)
+    return module
+
+
+def combine(source: str, chapter: str) -> Any:
+    """The solution, with the student's functions of one chapter and whatever the student added to classes.
+
+    AttributeError: a function of the chapter is missing.
+    """
+    mine, solution = load(source, "my_mini"), load(SOLUTION.read_text(), "solution")
+    if chapter == "all":
+        return mine
+    for where, owner, function in functions_of(SOLUTION.read_text()):
+        if where == chapter:
+            ours, theirs = (getattr(module, owner) if owner else module for module in (mine, solution))
+            setattr(theirs, function.name, getattr(ours, function.name))
+        elif not owner:  # what the student's functions call
+            setattr(mine, function.name, getattr(solution, function.name))
+    for name in "BlockManager", "Scheduler":
+        for extra in vars(getattr(mine, name)).keys() - vars(getattr(solution, name)).keys():
+            setattr(getattr(solution, name), extra, vars(getattr(mine, name))[extra])
+    return solution
+
+
+def failures(source: str, chapter: str) -> list[str]:
+    """What is not right in a student's source, in sentences."""
+    found = []
+    for sentence, check in CHECKS[chapter]:
+        try:
+            check(combine(source, chapter))
+        except NotImplementedError:
+            found.append(f"{sentence}\n    A function that this needs is not written yet.")
+        except AssertionError as error:
+            found.append(f"{sentence}\n    {error}")
+        except Exception as error:
+            found.append(f"{sentence}\n    Your code raised {type(error).__name__}: {error}")
+    return found
+
+
+def says(chapter: str) -> Callable[[Check], Check]:
+    """Make a function a check of a chapter; its docstring is the sentence."""
+
+    def note(check: Check) -> Check:
+        CHECKS[chapter].append((check.__doc__ or "", check))
+        return check
+
+    return note
+
+
+def expect(what: str, got: object, expected: object) -> None:
+    """AssertionError in words."""
+    assert got == expected, f"{what}: {got}, and should be {expected}."
+
+
+# ---- what is right, chapter by chapter -----------------------------------------------------------
+
+
+def letters(text: str) -> list[int]:
+    """Tokens to test with."""
+    return [ord(letter) for letter in text]
+
+
+def admit(mini: Any, blocks: Any, text: str) -> Any:
+    """A sequence that was given blocks and computed."""
+    seq = mini.Sequence(letters(text))
+    assert blocks.allocate(seq), f"{text!r} was refused, and {blocks.num_free_blocks} blocks are free."
+    seq.num_computed_tokens = len(text)
+    blocks.register_full_blocks(seq)
+    return seq
+
+
+def run(scheduler: Any, draw: Callable[[Any], int] = lambda seq: ord("x")) -> list[tuple[str, int, int]]:
+    """One step without a model; (first letter, start, end) of each chunk."""
+    chunks = scheduler.schedule()
+    scheduler.update(chunks, [[draw(chunk.seq)] if chunk.samples else [] for chunk in chunks])
+    return [(chr(chunk.seq.token_ids[0]), chunk.start, chunk.end) for chunk in chunks]
+
+
+@says("3")
+def rounds_up(mini: Any) -> None:
+    """Blocks of 4: 0, 1, 4, 5 and 8 tokens need 0, 1, 1, 2 and 2 blocks."""
+    blocks = mini.BlockManager(8, 4)
+    expect("Blocks needed", [blocks.num_blocks_for(n) for n in (0, 1, 4, 5, 8)], [0, 1, 1, 2, 2])
+
+
+@says("3")
+def finds_slots(mini: Any) -> None:
+    """With block table [7, 2] and blocks of 4, position 5 is slot 9."""
+    seq = mini.Sequence(letters("abcdef"))
+    seq.block_table = [7, 2]
+    blocks = mini.BlockManager(8, 4)
+    expect("Slots of all positions", [blocks.slot(seq, i) for i in range(6)], [28, 29, 30, 31, 8, 9])
+
+
+@says("3")
+def grows_in_time(mini: Any) -> None:
+    """Four tokens take one block of 4; the second is there before the fifth is computed, and no earlier."""
+    blocks, seq = mini.BlockManager(2, 4), mini.Sequence([])
+    for num_tokens, num_blocks in (4, 1), (5, 2), (8, 2):
+        expect("The answer of may_append", blocks.may_append(seq, num_tokens), True)
+        expect(f"Blocks of {num_tokens} tokens", len(seq.block_table), num_blocks)
+
+
+@says("3")
+def grows_wholly_or_not(mini: Any) -> None:
+    """Where two blocks are needed and one is free, may_append says False and takes none."""
+    blocks, seq = mini.BlockManager(1, 4), mini.Sequence([])
+    expect("The answer of may_append", blocks.may_append(seq, 8), False)
+    expect("Free blocks afterwards", blocks.num_free_blocks, 1)
+
+
+@says("4")
+def shares_beginnings(mini: Any) -> None:
+    """A prompt that begins with the same 8 letters shares their two blocks, and begins at position 8."""
+    blocks = mini.BlockManager(8, 4)
+    a, b = admit(mini, blocks, "abcdefghij"), mini.Sequence(letters("abcdefghxy"))
+    blocks.allocate(b)
+    expect("Shared blocks", b.block_table[:2], a.block_table[:2])
+    expect("Blocks in all", len(b.block_table), 3)
+    expect("Tokens computed at admission", b.num_computed_tokens, 8)
+
+
+@says("4")
+def chains_keys(mini: Any) -> None:
+    """The same four letters behind other letters are no hit: a key depends on the key before."""
+    blocks = mini.BlockManager(8, 4)
+    admit(mini, blocks, "abcdefgh")
+    expect("Hits of 'efgh'", blocks.find_prefix(mini.Sequence(letters("efgh"))), [])
+    expect("Hits of '0123efgh'", blocks.find_prefix(mini.Sequence(letters("0123efgh"))), [])
+
+
+@says("4")
+def registers_full_blocks_only(mini: Any) -> None:
+    """Only blocks that computed tokens fill can be found: of 6 computed ones of 8, the first four."""
+    blocks, seq = mini.BlockManager(8, 4), mini.Sequence(letters("abcdefgh"))
+    blocks.allocate(seq)
+    seq.num_computed_tokens = 6
+    blocks.register_full_blocks(seq)
+    expect("Hits", blocks.find_prefix(mini.Sequence(letters("abcdefgh"))), seq.block_table[:1])
+
+
+@says("4")
+def computes_one_token(mini: Any) -> None:
+    """Where all of a prompt is a hit, its last token is computed still: a token is drawn from its logits."""
+    blocks = mini.BlockManager(8, 4)
+    admit(mini, blocks, "abcdefgh")
+    seq = mini.Sequence(letters("abcdefgh"))
+    blocks.allocate(seq)
+    expect("Tokens computed at admission", seq.num_computed_tokens, 7)
+
+
+@says("4")
+def refuses_wholly(mini: Any) -> None:
+    """A hit on a free block uses that block up; who does not fit is refused, and nothing has changed."""
+    blocks = mini.BlockManager(3, 4)
+    blocks.free(admit(mini, blocks, "abcdefgh"))
+    seq = mini.Sequence(letters("abcdefghijklm"))
+    expect("The answer of allocate, with 2 hits, 2 more needed and 1 empty", blocks.allocate(seq), False)
+    expect("Free blocks afterwards", blocks.num_free_blocks, 3)
+
+
+@says("5")
+def counts_users(mini: Any) -> None:
+    """A block that two sequences use is not free when one of them ends."""
+    blocks = mini.BlockManager(8, 4)
+    a, b = admit(mini, blocks, "abcdefgh"), admit(mini, blocks, "abcdefgh")
+    blocks.free(a)
+    expect("Free blocks of 8", blocks.num_free_blocks, 6)
+    blocks.free(b)
+    expect("Free blocks when both ended", blocks.num_free_blocks, 8)
+
+
+@says("5")
+def evicts_tails(mini: Any) -> None:
+    """Of a freed sequence of three blocks the last is evicted first: 8 of its 12 letters are hits still."""
+    blocks = mini.BlockManager(3, 4)
+    blocks.free(admit(mini, blocks, "abcdefghijkl"))
+    admit(mini, blocks, "0123")
+    expect("Blocks hit", len(blocks.find_prefix(mini.Sequence(letters("abcdefghijkl")))), 2)
+
+
+@says("5")
+def forgets_what_it_evicts(mini: Any) -> None:
+    """What was in a block is not found any more when the block is taken for something else."""
+    blocks = mini.BlockManager(1, 4)
+    blocks.free(admit(mini, blocks, "abcd"))
+    admit(mini, blocks, "0123")
+    expect("Hits of the old content", blocks.find_prefix(mini.Sequence(letters("abcd"))), [])
+
+
+@says("5")
+def takes_empty_ones_first(mini: Any) -> None:
+    """While a block is free in which nothing can be found, nothing is evicted."""
+    blocks = mini.BlockManager(3, 4)
+    blocks.free(admit(mini, blocks, "abcdefghi"))
+    admit(mini, blocks, "0123")
+    expect("Blocks hit", len(blocks.find_prefix(mini.Sequence(letters("abcdefgh")))), 2)
+
+
+@says("5")
+def revives(mini: Any) -> None:
+    """A hit on a free block takes it out of the free ones, so that nobody else gets it."""
+    blocks = mini.BlockManager(2, 4)
+    blocks.free(admit(mini, blocks, "abcd"))
+    admit(mini, blocks, "abcd")
+    expect("Free blocks of 2", blocks.num_free_blocks, 1)
+
+
+@says("6")
+def admits_at_once(mini: Any) -> None:
+    """Of three requests and two places the third comes in in the step after the first has ended."""
+    scheduler = mini.Scheduler(mini.BlockManager(9, 4), max_num_seqs=2)
+    for text, max_tokens in ("a", 2), ("b", 4), ("c", 2):
+        scheduler.add(mini.Sequence(letters(text), max_tokens))
+    steps = [run(scheduler) for _ in range(4)]
+    expect("Step 1", steps[0], [("a", 0, 1), ("b", 0, 1)])
+    expect("Step 2", steps[1], [("a", 1, 2), ("b", 1, 2)])
+    expect("Step 3", steps[2], [("b", 2, 3), ("c", 0, 1)])
+    expect("Step 4", steps[3], [("b", 3, 4), ("c", 1, 2)])
+    expect("Blocks in use at the end", 9 - scheduler.block_manager.num_free_blocks, 0)
+
+
+@says("6")
+def stops(mini: Any) -> None:
+    """The stop token ends a sequence, and its blocks are free."""
+    scheduler = mini.Scheduler(mini.BlockManager(9, 4))
+    seq = mini.Sequence(letters("abc"), 9)
+    scheduler.add(seq)
+    run(scheduler, lambda seq: mini.STOP)
+    expect("Ended", seq.is_finished, True)
+    expect("Running", scheduler.running, [])
+    expect("Free blocks of 9", scheduler.block_manager.num_free_blocks, 9)
+
+
+@says("6")
+def keeps_the_queue_s_order(mini: Any) -> None:
+    """If the first of the queue does not fit, a small one behind it waits too."""
+    scheduler = mini.Scheduler(mini.BlockManager(4, 4))
+    for text in "aaaaaaaaaaaa", "bbbbbbbb", "c":
+        scheduler.add(mini.Sequence(letters(text), 2))
+    expect("Step 1", run(scheduler), [("a", 0, 12)])
+
+
+@says("6")
+def keeps_the_budget(mini: Any) -> None:
+    """A step computes no more tokens than its budget, and running sequences go first."""
+    scheduler = mini.Scheduler(mini.BlockManager(9, 4), max_num_batched_tokens=4)
+    for text in "aaa", "bbbbb":
+        scheduler.add(mini.Sequence(letters(text), 9))
+    expect("Step 1", run(scheduler), [("a", 0, 3), ("b", 0, 1)])
+    expect("Step 2", run(scheduler), [("a", 3, 4), ("b", 1, 4)])
+
+
+@says("7")
+def cuts_prompts(mini: Any) -> None:
+    """With a budget of 6, a prompt of 11 is computed as [0, 6) and [6, 11)."""
+    scheduler = mini.Scheduler(mini.BlockManager(9, 4), max_num_batched_tokens=6)
+    scheduler.add(mini.Sequence(letters("abcdefghijk"), 9))
+    expect("Chunks", [run(scheduler), run(scheduler)], [[("a", 0, 6)], [("a", 6, 11)]])
+
+
+@says("7")
+def draws_at_the_end_only(mini: Any) -> None:
+    """A chunk from a prompt's middle draws nothing; the last one does."""
+    scheduler, seq = mini.Scheduler(mini.BlockManager(9, 4)), mini.Sequence(letters("abcdefgh"))
+    expect("Draws, 6 of 8 tokens", scheduler.next_chunk(seq, 6).samples, False)
+    expect("Draws, 8 of 8 tokens", scheduler.next_chunk(seq, 8).samples, True)
+
+
+@says("7")
+def starts_behind_hits(mini: Any) -> None:
+    """A chunk begins at the first token that is not computed: with 5 of 8 computed it is [5, 8)."""
+    scheduler, seq = mini.Scheduler(mini.BlockManager(9, 4)), mini.Sequence(letters("abcdefgh"))
+    seq.num_computed_tokens = 5
+    chunk = scheduler.next_chunk(seq, 6)
+    expect("Chunk", (chunk.start, chunk.end), (5, 8))
+
+
+def scarce(mini: Any, *texts: str) -> Any:
+    """A scheduler whose five blocks are too few for two answers, at the step before one must give way."""
+    scheduler = mini.Scheduler(mini.BlockManager(5, 4))
+    for text in texts:
+        scheduler.add(mini.Sequence(letters(text), 5))
+    for _ in range(2):
+        run(scheduler)
+    return scheduler
+
+
+@says("8")
+def preempts_the_last(mini: Any) -> None:
+    """Where one block is left and two are wanted, the sequence that came last gives way."""
+    scheduler = scarce(mini, "abcdefg", "hijklmn")
+    expect("Step 3", run(scheduler), [("a", 8, 9)])
+    expect("Preemptions", scheduler.num_preemptions, 1)
+
+
+@says("8")
+def keeps_tokens(mini: Any) -> None:
+    """Who was preempted keeps its tokens, has no blocks, and nothing of it is computed."""
+    scheduler = scarce(mini, "abcdefg", "hijklmn")
+    run(scheduler)
+    seq = scheduler.waiting[0]
+    expect("Tokens", len(seq.token_ids), 9)
+    expect("Blocks", seq.block_table, [])
+    expect("Computed tokens", seq.num_computed_tokens, 0)
+
+
+@says("8")
+def waits_in_front(mini: Any) -> None:
+    """Who was preempted stands before those that never ran."""
+    scheduler = scarce(mini, "abcdefg", "hijklmn")
+    scheduler.add(mini.Sequence(letters("z"), 2))
+    run(scheduler)
+    expect("Waiting", [chr(seq.token_ids[0]) for seq in scheduler.waiting], ["h", "z"])
+
+
+@says("8")
+def all_end(mini: Any) -> None:
+    """Preempted sequences run again and end, as long as they would have been."""
+    scheduler = scarce(mini, "abcdefg", "hijklmn", "opqrstu")
+    seqs = scheduler.running + scheduler.waiting
+    for _ in range(40):
+        run(scheduler)
+    expect("Ended", [seq.is_finished for seq in seqs], [True] * 3)
+    expect("Tokens", [len(seq.token_ids) for seq in seqs], [12] * 3)
+
+
+@says("13")
+def accepts_up_to_the_first_miss(mini: Any) -> None:
+    """Guesses e f x, draws e f g z: e, f and g count. The draw at the first miss counts, none behind it."""
+    expect("Taken", mini.accept(letters("efx"), letters("efgz")), letters("efg"))
+    expect("Taken, all guesses right", mini.accept(letters("ef"), letters("efg")), letters("efg"))
+    expect("Taken, first guess wrong, second right", mini.accept(letters("xf"), letters("efg")), letters("e"))
+
+
+@says("13")
+def looks_up_the_latest(mini: Any) -> None:
+    """Behind "abcabdab" comes what followed the latest "ab" before: "da"."""
+    expect("Guesses", mini.lookup(letters("abcabdab"), 2), letters("da"))
+    expect("Guesses where nothing repeats", mini.lookup(letters("abcd"), 2), [])
+
+
+@says("13")
+def guesses_behind_known_tokens_only(mini: Any) -> None:
+    """Nothing is guessed in the middle of a prompt, nor beyond budget, max_tokens or free blocks."""
+    for num_blocks, max_tokens, budget, samples, expected in [
+        (4, 9, 8, True, 3),
+        (4, 9, 8, False, 0),
+        (4, 9, 2, True, 2),
+        (4, 2, 8, True, 1),
+        (2, 9, 8, True, 0),
+    ]:
+        scheduler = mini.Scheduler(mini.BlockManager(num_blocks, 4), num_guesses=3)
+        seq = mini.Sequence(letters("abcdefab"), max_tokens)
+        scheduler.block_manager.may_append(seq, 8)
+        what = (
+            f"Guesses with {num_blocks} blocks, max_tokens {max_tokens}, budget {budget}, samples {samples}"
+        )
+        expect(what, len(scheduler.guess(mini.Chunk(seq, 0, 8, samples, []), budget)), expected)
+
+
+@says("all")
+def says_what_transformers_says(mini: Any) -> None:
+    """Four questions at once, in scarce blocks, in chunks and with guesses: the answers are transformers'."""
+    from transformers import AutoModelForCausalLM
+
+    reference: Any = AutoModelForCausalLM.from_pretrained("nanoengine/demo")
+    texts = ["Who are you?", "What is 62 + 19?", "Count from 3 to 11.", "Spell the word paging backwards."]
+    prompts = [mini.ask(text) for text in texts]
+    expected = [
+        reference.generate(torch.tensor([ids]), max_new_tokens=60, do_sample=False)[0, len(ids) :].tolist()
+        for ids in prompts
+    ]
+    scheduler = mini.Scheduler(mini.BlockManager(24, 4), 4, max_num_batched_tokens=16, num_guesses=3)
+    answers = mini.Engine(scheduler).generate(prompts)
+    for text, answer, right in zip(texts, answers, expected, strict=True):
+        expect(text, mini.TOKENIZER.decode(answer), mini.TOKENIZER.decode(right))
+    expect("All blocks are free at the end", scheduler.block_manager.num_free_blocks, 24)
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command; how many checks failed."""
+    parser = argparse.ArgumentParser(
+        prog="python -m docs.check",
+        description=__doc__,
+        epilog="chapters:\n" + "\n".join(f"  {chapter:4} {what}" for chapter, what in CHAPTERS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("chapter", nargs="?", choices=CHAPTERS, metavar="chapter")
+    parser.add_argument("file", nargs="?", type=Path, help="yours; without it the solution is checked")
+    parser.add_argument("--stub", action="store_true", help="print the file to begin with")
+    options = parser.parse_args(arguments)
+    if options.stub:
+        print(stub(), end="")
+        return 0
+    if options.chapter is None:
+        parser.error("which chapter?")
+    found = failures((options.file or SOLUTION).read_text(), options.chapter)
+    for failure in found:
+        print(failure)
+    print(f"{len(CHECKS[options.chapter]) - len(found)} of {len(CHECKS[options.chapter])} are right.")
+    return len(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]) > 0)

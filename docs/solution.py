@@ -1,0 +1,327 @@
+"""Lessons 3 to 8 and 13 as one small engine, in plain PyTorch: what you build with docs/check.py, built.
+
+A function whose docstring begins with "Lesson" is left to you; `python -m docs.check --stub` prints this file
+without their bodies. From the repository's root: python -m docs.solution "What is 27 + 58?".
+"""
+
+import sys
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from docs.mini import STOP, TOKENIZER, ask, attention, model
+
+
+class Sequence:
+    """The tokens of one request, and where their K and V are."""
+
+    def __init__(self, prompt: list[int], max_tokens: int = 60) -> None:
+        self.token_ids, self.num_prompt_tokens, self.max_tokens = list(prompt), len(prompt), max_tokens
+        self.block_table: list[int] = []
+        self.num_computed_tokens = 0  # their K and V are in the cache when the scheduled step has run
+        self.num_hit_tokens = 0  # others may read their slots: never written again
+        self.is_finished = False
+
+
+class BlockManager:
+    """Hands out blocks, shares those with the same prefix, and evicts the least recently used."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.ref_counts = [0] * num_blocks  # how many block tables name each block
+        self.empty_blocks = list(
+            reversed(range(num_blocks))
+        )  # free, nothing to find; the last is taken first
+        self.evictable_blocks: dict[int, None] = {}  # free and registered; a dict keeps the order of freeing
+        self.block_of: dict[int, int] = {}  # key -> the registered block with it
+        self.key_of: dict[int, int] = {}  # and back
+
+    @property
+    def num_free_blocks(self) -> int:
+        """How many blocks could be taken."""
+        return len(self.empty_blocks) + len(self.evictable_blocks)
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Lesson 3: how many blocks that many tokens need."""
+        return -(-num_tokens // self.block_size)
+
+    def slot(self, seq: Sequence, position: int) -> int:
+        """Lesson 3: the place in the cache of the token at that position."""
+        return seq.block_table[position // self.block_size] * self.block_size + position % self.block_size
+
+    def may_append(self, seq: Sequence, num_tokens: int) -> bool:
+        """Lesson 3: grow the block table with `take_free_block` until num_tokens have room.
+
+        False, and no block taken, where the free blocks are too few.
+        """
+        num_new = self.num_blocks_for(num_tokens) - len(seq.block_table)
+        if num_new > self.num_free_blocks:
+            return False
+        seq.block_table += [self.take_free_block() for _ in range(num_new)]
+        return True
+
+    def block_keys(self, token_ids: list[int]) -> list[int]:
+        """Lesson 4: a key for each full block; it stands for all tokens up to the block's end."""
+        keys: list[int] = []
+        for end in range(self.block_size, len(token_ids) + 1, self.block_size):
+            keys.append(hash((keys[-1] if keys else None, *token_ids[end - self.block_size : end])))
+        return keys
+
+    def find_prefix(self, seq: Sequence) -> list[int]:
+        """Lesson 4: the registered blocks that hold the sequence's beginning, up to the first miss."""
+        hits = []
+        for key in self.block_keys(seq.token_ids):
+            if key not in self.block_of:
+                break
+            hits.append(self.block_of[key])
+        return hits
+
+    def register_full_blocks(self, seq: Sequence) -> None:
+        """Lesson 4: note in block_of and key_of the blocks that computed tokens fill; once per key."""
+        keys = self.block_keys(seq.token_ids[: seq.num_computed_tokens])
+        for block, key in zip(seq.block_table, keys, strict=False):
+            if key not in self.block_of:
+                self.block_of[key], self.key_of[block] = block, key
+
+    def allocate(self, seq: Sequence) -> bool:
+        """Lesson 4: admit a sequence: `hold` its hits, take blocks for the rest of its tokens.
+
+        False, and nothing changed, where the free blocks are too few; a hit on a free block uses it up.
+        Sets num_hit_tokens and num_computed_tokens; at least one token is left to compute.
+        """
+        hits = self.find_prefix(seq)
+        num_new = self.num_blocks_for(len(seq.token_ids)) - len(hits)
+        num_revived = sum(self.ref_counts[block] == 0 for block in hits)
+        if num_new + num_revived > self.num_free_blocks:
+            return False
+        for block in hits:
+            self.hold(block)
+        seq.block_table = list(hits)
+        self.may_append(seq, len(seq.token_ids))
+        seq.num_hit_tokens = len(hits) * self.block_size
+        seq.num_computed_tokens = min(seq.num_hit_tokens, len(seq.token_ids) - 1)
+        return True
+
+    def hold(self, block: int) -> None:
+        """Lesson 5: one more block table names this block; if it was free, it is not any more."""
+        self.evictable_blocks.pop(block, None)
+        self.ref_counts[block] += 1
+
+    def take_free_block(self) -> int:
+        """Lesson 5: a free block, for one block table: an empty one, or else the least recently used.
+
+        What could be found in it is forgotten.
+        """
+        if self.empty_blocks:
+            block = self.empty_blocks.pop()
+        else:
+            block = next(iter(self.evictable_blocks))
+            del self.evictable_blocks[block]
+            del self.block_of[self.key_of.pop(block)]
+        self.ref_counts[block] = 1
+        return block
+
+    def free(self, seq: Sequence) -> None:
+        """Lesson 5: let go of a sequence's blocks, the last one first; then nothing of it is computed."""
+        for block in reversed(seq.block_table):
+            self.ref_counts[block] -= 1
+            if self.ref_counts[block] == 0 and block in self.key_of:
+                self.evictable_blocks[block] = None
+            elif self.ref_counts[block] == 0:
+                self.empty_blocks.append(block)
+        seq.block_table, seq.num_computed_tokens, seq.num_hit_tokens = [], 0, 0
+
+
+class Chunk(NamedTuple):
+    """What a step computes of a sequence: its tokens [start, end), and guesses behind them."""
+
+    seq: Sequence
+    start: int
+    end: int
+    samples: bool  # whether a token is drawn behind `end`, and one behind each guess
+    guesses: list[int]
+
+
+class Scheduler:
+    """Chooses what each step computes; sequences in `running` and `waiting` stand in order of arrival."""
+
+    def __init__(
+        self,
+        block_manager: BlockManager,
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int = 64,
+        num_guesses: int = 0,
+    ) -> None:
+        self.block_manager, self.max_num_seqs = block_manager, max_num_seqs
+        self.max_num_batched_tokens, self.num_guesses = max_num_batched_tokens, num_guesses
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+
+    def add(self, seq: Sequence) -> None:
+        """Put a sequence at the end of the queue. ValueError: not even alone would it have room."""
+        # The last token is drawn and never computed.
+        num_tokens = seq.num_prompt_tokens + seq.max_tokens - 1
+        if self.block_manager.num_blocks_for(num_tokens) > self.block_manager.num_blocks:
+            raise ValueError(f"{num_tokens} tokens do not fit into {self.block_manager.num_blocks} blocks")
+        self.waiting.append(seq)
+
+    def schedule(self) -> list[Chunk]:
+        """Lesson 6: a chunk of each running sequence, then of those that are admitted from the queue.
+
+        `make_room` before a running one's chunk; it may give way. `allocate` admits, in order of arrival, up
+        to max_num_seqs, and nobody in a step that preempts. No chunk without budget. Each chunk comes from
+        `next_chunk`, its tokens count as computed from here on, and its full blocks are registered.
+        """
+        chunks: list[Chunk] = []
+        budget, num_preemptions = self.max_num_batched_tokens, self.num_preemptions
+        for seq in list(self.running):
+            if budget > 0 and seq in self.running and self.make_room(seq):
+                budget -= self._schedule_chunk(seq, budget, chunks)
+        while (
+            self.waiting
+            and budget > 0
+            and len(self.running) < self.max_num_seqs
+            and self.num_preemptions == num_preemptions
+            and self.block_manager.allocate(self.waiting[0])
+        ):
+            seq = self.waiting.pop(0)
+            self.running.append(seq)
+            budget -= self._schedule_chunk(seq, budget, chunks)
+        return chunks
+
+    def _schedule_chunk(self, seq: Sequence, budget: int, chunks: list[Chunk]) -> int:
+        chunk = self.next_chunk(seq, budget)
+        chunk = chunk._replace(guesses=self.guess(chunk, budget - (chunk.end - chunk.start)))
+        chunks.append(chunk)
+        seq.num_computed_tokens = chunk.end
+        self.block_manager.register_full_blocks(seq)
+        return chunk.end - chunk.start + len(chunk.guesses)
+
+    def next_chunk(self, seq: Sequence, budget: int) -> Chunk:
+        """Lesson 7: as much as the budget allows of what the sequence is behind, without guesses."""
+        end = min(len(seq.token_ids), seq.num_computed_tokens + budget)
+        return Chunk(seq, seq.num_computed_tokens, end, end == len(seq.token_ids), [])
+
+    def make_room(self, seq: Sequence) -> bool:
+        """Lesson 8: have `may_append` give it room for all its tokens; `preempt_last` until it can.
+
+        False: it was the last, and gave way itself.
+        """
+        while not self.block_manager.may_append(seq, len(seq.token_ids)):
+            if self.preempt_last() is seq:
+                return False
+        return True
+
+    def preempt_last(self) -> Sequence:
+        """Lesson 8: the latest running sequence loses its blocks, and goes to the head of the queue."""
+        seq = self.running.pop()
+        self.block_manager.free(seq)
+        self.waiting.insert(0, seq)
+        self.num_preemptions += 1
+        return seq
+
+    def update(self, chunks: list[Chunk], drawn: list[list[int]]) -> None:
+        """Lesson 6: append what was drawn, one list for each chunk; end sequences and free their blocks.
+
+        Of each list as much counts as `accept` says. STOP ends a sequence, and so does its max_tokens.
+        """
+        for chunk, tokens in zip(chunks, drawn, strict=True):
+            seq = chunk.seq
+            for token in accept(chunk.guesses, tokens):
+                seq.token_ids.append(token)
+                seq.num_computed_tokens = len(seq.token_ids) - 1
+                if token == STOP or len(seq.token_ids) == seq.num_prompt_tokens + seq.max_tokens:
+                    seq.is_finished = True
+                    self.running.remove(seq)
+                    self.block_manager.free(seq)
+                    break
+
+    def guess(self, chunk: Chunk, budget: int) -> list[int]:
+        """Lesson 13: up to num_guesses from `lookup`, if the chunk samples, and there is room for them.
+
+        No more than the budget allows, than max_tokens leaves besides the token drawn anyway, and nothing
+        that would take a block from somebody: `may_append` says whether there are free ones.
+        """
+        seq = chunk.seq
+        num_left = seq.num_prompt_tokens + seq.max_tokens - len(seq.token_ids) - 1
+        num_guesses = min(self.num_guesses, budget, num_left)
+        if not chunk.samples or num_guesses <= 0:
+            return []
+        guesses = lookup(seq.token_ids, num_guesses)
+        return guesses if self.block_manager.may_append(seq, chunk.end + len(guesses)) else []
+
+
+def lookup(token_ids: list[int], num_guesses: int) -> list[int]:
+    """Lesson 13: what followed when the last two tokens stood in the text before, the latest time."""
+    for end in range(len(token_ids) - 1, 1, -1):
+        if token_ids[end - 2 : end] == token_ids[-2:]:
+            return token_ids[end : end + num_guesses]
+    return []
+
+
+def accept(guesses: list[int], drawn: list[int]) -> list[int]:
+    """Lesson 13: the draws that count: up to the first that differs from its guess, that one too."""
+    num_true = 0
+    while num_true < len(guesses) and guesses[num_true] == drawn[num_true]:
+        num_true += 1
+    return drawn[: num_true + 1]
+
+
+class Engine:
+    """Scheduler, cache and model, step after step."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler, self.num_steps = scheduler, 0
+        blocks = scheduler.block_manager
+        self.k, self.v = torch.zeros(2, 4, blocks.num_blocks * blocks.block_size, 2, 64)
+
+    def step(self) -> None:
+        """One forward pass."""
+        chunks = self.scheduler.schedule()
+        tokens = [chunk.seq.token_ids[chunk.start : chunk.end] + chunk.guesses for chunk in chunks]
+        positions = [range(c.start, c.start + len(t)) for c, t in zip(chunks, tokens, strict=True)]
+        slots = [
+            torch.tensor([self.scheduler.block_manager.slot(chunk.seq, i) for i in range(where.stop)])
+            for chunk, where in zip(chunks, positions, strict=True)
+        ]
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            # All write before anybody reads: a sequence may hit blocks that are filled in this step.
+            rows = [torch.split(x, [len(where) for where in positions]) for x in (q, k, v)]
+            for chunk, where, at, new_k, new_v in zip(chunks, positions, slots, *rows[1:], strict=True):
+                first = max(where.start, chunk.seq.num_hit_tokens)  # what was hit is not written again
+                self.k[layer, at[first:]] = new_k[first - where.start :]
+                self.v[layer, at[first:]] = new_v[first - where.start :]
+            outs = [
+                attention(q, self.k[layer, at], self.v[layer, at])  # type: ignore[no-untyped-call]
+                for q, at in zip(rows[0], slots, strict=True)
+            ]
+            return torch.cat(outs)
+
+        token_ids = [token for chunk_tokens in tokens for token in chunk_tokens]
+        flat = [position for where in positions for position in where]
+        best = model(token_ids, flat, attend).argmax(-1).tolist()  # type: ignore[no-untyped-call]
+        drawn = []
+        for chunk, where in zip(chunks, positions, strict=True):
+            behind, best = best[: len(where)], best[len(where) :]
+            drawn.append(behind[chunk.end - chunk.start - 1 :] if chunk.samples else [])
+        self.scheduler.update(chunks, drawn)
+        self.num_steps += 1
+
+    def generate(self, prompts: list[list[int]], max_tokens: int = 60) -> list[list[int]]:
+        """The greedy answer to each prompt."""
+        seqs = [Sequence(prompt, max_tokens) for prompt in prompts]
+        for seq in seqs:
+            self.scheduler.add(seq)
+        while not all(seq.is_finished for seq in seqs):
+            self.step()
+        return [seq.token_ids[seq.num_prompt_tokens :] for seq in seqs]
+
+
+if __name__ == "__main__":
+    questions = [ask(question) for question in sys.argv[1:]]  # type: ignore[no-untyped-call]
+    engine = Engine(Scheduler(BlockManager(num_blocks=64, block_size=16), num_guesses=3))
+    for answer in engine.generate(questions):
+        print(TOKENIZER.decode(answer))
