@@ -121,7 +121,7 @@ class LLM:
     def render_chat(self, messages: Sequence[Any], **template_settings: Any) -> list[dict[str, Any]]:
         """Conversations as prompts for `generate`, `stream` or `add_request`, by the chat template."""
         settings = {"add_generation_prompt": True, **template_settings}
-        return render_chats(messages, self.get_tokenizer(), **settings)
+        return render_chats(messages, self.get_tokenizer(), self.llm_engine.checker.encode, **settings)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the checkpoint's generation_config recommends; vLLM's defaults where it says nothing."""

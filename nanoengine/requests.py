@@ -1,11 +1,16 @@
 """A request's life: a prompt in any form, checked; its samples; outputs as they are handed over."""
 
+import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property, partial
 from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import numpy as np
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 from xxhash import xxh3_64_intdigest
 
 from nanoengine.compat import PROMPT, without_unserved
@@ -70,6 +75,29 @@ class RequestChecker:
         self.max_model_len, self.num_blocks, self.block_size = max_model_len, num_blocks, block_size
         self.max_computable_tokens = max_computable_tokens
 
+    @cached_property
+    def max_prompt_chars(self) -> float:
+        """No longer text fits; looked for when a text first has more characters than may be tokens."""
+        return chars_per_token(self.checkpoint.tokenizer) * (self.max_model_len - 1)
+
+    def encode(self, text: str, add_special_tokens: bool = True, *, is_cut: bool = False) -> list[int]:
+        """A prompt's text as token ids, or an error about the prompt where no count of them could fit.
+
+        Where it is cut afterwards, any does.
+
+        Raises:
+            ValueError: it has too many characters, which is told before minutes are spent on its tokens.
+        """
+        if not is_cut and len(text) >= self.max_model_len and len(text) > self.max_prompt_chars:
+            raise ValueError(
+                f"prompt has {len(text)} characters, which are more tokens than max_model_len="
+                f"{self.max_model_len} leaves for it; shorten it or raise max_model_len"
+            )
+        token_ids: list[int] = self.checkpoint.tokenizer(
+            text, add_special_tokens=add_special_tokens
+        ).input_ids
+        return token_ids
+
     def check(self, prompt: Any, params: Any, priority: Any) -> CheckedRequest:
         """The request in the engine's terms, with a copy of the parameters of its own.
 
@@ -99,8 +127,9 @@ class RequestChecker:
             raise ValueError(
                 "structured_outputs need a token that ends the answer: drop ignore_eos, or set stop_token_ids"
             )
-        text, token_ids = read_prompt(prompt, tokenizer, vocab_size)
         most = params.truncate_prompt_tokens
+        encode = partial(self.encode, is_cut=most is not None) if tokenizer is not None else None
+        text, token_ids = read_prompt(prompt, encode, vocab_size)
         if most == -1:
             most = max(1, self.max_model_len - (params.max_tokens or 1))
         if most is not None and len(token_ids) > most:
@@ -134,7 +163,9 @@ def split_prompts(prompts: Any) -> list[Any]:
     return [prompts] if prompts and isinstance(prompts[0], int | np.integer) else list(prompts)
 
 
-def read_prompt(prompt: Any, tokenizer: Any, vocab_size: int) -> tuple[str | None, list[int]]:
+def read_prompt(
+    prompt: Any, encode: Callable[[str], list[int]] | None, vocab_size: int
+) -> tuple[str | None, list[int]]:
     """A prompt's text, where it is known, and its token ids, each in the vocabulary."""
     fields = prompt
     if isinstance(prompt, str):
@@ -152,9 +183,9 @@ def read_prompt(prompt: Any, tokenizer: Any, vocab_size: int) -> tuple[str | Non
     if text is not None and not isinstance(text, str):
         raise TypeError(f"prompt must be a string, got {text!r}")
     if token_ids is None and text is not None:
-        if tokenizer is None:
+        if encode is None:
             raise ValueError("the checkpoint has no tokenizer; give the prompt as token ids")
-        token_ids = tokenizer(check_unicode("prompt", text)).input_ids
+        token_ids = encode(check_unicode("prompt", text))
     if isinstance(token_ids, str | bytes) or not isinstance(token_ids, Sequence):
         raise TypeError(f"prompt must be a string, token ids or a dict, got {prompt!r}")
     for token_id in token_ids:
@@ -163,6 +194,65 @@ def read_prompt(prompt: Any, tokenizer: Any, vocab_size: int) -> tuple[str | Non
         if not 0 <= token_id < vocab_size:
             raise ValueError(f"prompt must hold token ids in [0, {vocab_size}), got {token_id}")
     return text, [int(token_id) for token_id in token_ids]
+
+
+# Normalizers that do not shorten a text, or (those that compose) not below a quarter: no character of Unicode
+# is composed of more than four.
+COMPOSING = {"NFC": 4, "NFKC": 4}
+LENGTHENING = {"NFD", "NFKD", "Lowercase", "Prepend"}
+DIVIDING = {"ByteLevel", "Metaspace", "Digits"}  # pre-tokenizers that drop nothing
+
+
+def chars_per_token(tokenizer: Any) -> float:
+    """A bound on how many characters of a text a token stands for; infinite where none is certain.
+
+    A token stands for no more characters than it is written with, if none were dropped before (by a
+    normalizer, or beside an added token) and none is unknown (which drops it too, or makes one token of
+    many). What is not known to drop none is taken to do so.
+    """
+    from transformers import PreTrainedTokenizerFast  # which a tokenizer has imported
+
+    kind: Any = type(tokenizer)
+    if (kind.__call__, kind._encode_plus) != (
+        PreTrainedTokenizerFast.__call__,
+        PreTrainedTokenizerFast._encode_plus,
+    ):
+        return math.inf  # code of its own, which may edit the text
+    backend, vocab = tokenizer.backend_tokenizer, tokenizer.get_vocab()
+    factor = 1
+    for one in parts_of(backend.normalizer):
+        pattern = one.get("pattern", {}).get("String")
+        replaces = one["type"] == "Replace" and pattern is not None and len(one["content"]) >= len(pattern)
+        if one["type"] not in {*COMPOSING, *LENGTHENING} and not replaces:
+            return math.inf
+        factor *= COMPOSING.get(one["type"], 1)
+    splitters = parts_of(backend.pre_tokenizer)
+    for one in splitters:
+        divides = one["type"] in ("Split", "Punctuation") and one["behavior"] != "Removed"
+        if one["type"] not in DIVIDING and not divides:
+            return math.inf
+    is_of_bytes = any(one["type"] == "ByteLevel" for one in splitters)
+    alphabet = ByteLevel.alphabet() if is_of_bytes else [f"<0x{byte:02X}>" for byte in range(256)]
+    can_spell = vocab.keys() >= set(alphabet) and (
+        is_of_bytes or getattr(backend.model, "byte_fallback", False)
+    )
+    added = list(backend.get_added_tokens_decoder().values())
+    if type(backend.model) is not BPE or not can_spell or any(one.lstrip or one.rstrip for one in added):
+        return math.inf
+    normalize = backend.normalizer.normalize_str if backend.normalizer is not None else str
+    return factor * max(map(len, [*vocab, *(normalize(one.content) for one in added)]))
+
+
+def parts_of(step: Any) -> list[dict[str, Any]]:
+    """The settings of a normalizer or pre-tokenizer of `tokenizers`, one by one where it is a sequence."""
+    if step is None:
+        return []
+    try:
+        settings = json.loads(step.__getstate__())
+    except Exception:  # one that is written in Python
+        return [{"type": "unknown"}]
+    parts: Any = settings.get("normalizers", settings.get("pretokenizers", [settings]))
+    return parts
 
 
 def check_unicode(name: str, text: str) -> str:
@@ -197,11 +287,17 @@ def bad_word_ids(bad_words: Sequence[str], tokenizer: Any, vocab_size: int) -> t
     return tuple(results)
 
 
-def render_chats(messages: Any, tokenizer: Any, **template_settings: Any) -> list[dict[str, Any]]:
+def render_chats(
+    messages: Any,
+    tokenizer: Any,
+    encode: Callable[[str, bool], list[int]] | None = None,
+    /,
+    **template_settings: Any,
+) -> list[dict[str, Any]]:
     """One conversation or a list of them, each a list of messages, through the chat template.
 
     A message's content is a string or a list of text parts. Where the template wants strings, parts are
-    joined by line ends, as in vLLM.
+    joined by line ends, as in vLLM. `encode` is `RequestChecker.encode`; without it any length is taken.
 
     Raises:
         ValueError: the tokenizer has no template, a conversation is not a list of messages, or a content
@@ -230,7 +326,8 @@ def render_chats(messages: Any, tokenizer: Any, **template_settings: Any) -> lis
             conversation = [with_text_only(message, join) for message in conversation]
         text = tokenizer.apply_chat_template(conversation, tokenize=False, **template_settings)
         # The template writes the special tokens itself.
-        token_ids = tokenizer(check_unicode("messages", text), add_special_tokens=False).input_ids
+        check_unicode("messages", text)
+        token_ids = encode(text, False) if encode else tokenizer(text, add_special_tokens=False).input_ids
         prompts.append({"prompt": text, "prompt_token_ids": token_ids})
     return prompts
 

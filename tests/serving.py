@@ -10,9 +10,8 @@ import time
 from contextlib import contextmanager
 
 import httpx
-import uvicorn
 
-from nanoengine.apps.server import Server, Service, make_app
+from nanoengine.apps.server import Server, Service
 from tests.helpers import DEMO
 
 http = httpx.Client(timeout=60)  # patient, for machines that are busy
@@ -23,8 +22,7 @@ COMMON = ("--model", str(DEMO), "--port", "0", "--num-kv-blocks", "100")
 def served(engine, origins=(), **settings):
     """The server in a thread of this process; its address and its service."""
     service = Service(engine, name="demo", **settings)
-    config = uvicorn.Config(make_app(service, origins), port=0, access_log=False, log_level="warning")
-    server = Server(config, service, drain_seconds=0)
+    server = Server(service, 0, origins, port=0, log_level="warning")
     service.server = server  # for tests that send it a signal
     thread = threading.Thread(target=server.run)
     thread.start()

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from pathlib import Path
 
@@ -19,6 +19,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
 import nanoengine
 from nanoengine import LLM, AsyncLLM, EngineConfig, SamplingParams, compat
@@ -597,6 +598,7 @@ def test_metrics_are_the_engine_s_as_prometheus_reads_them(client, url, service)
     assert names == set(after)
     between = service.engine.llm_engine._stats.observed["inter_token_latency_seconds"]
     assert between.sum < service.engine.llm_engine._stats.observed["e2e_request_latency_seconds"].sum
+    assert {one.labels["model_name"] for family in after.values() for one in family.samples} == {"demo"}
 
 
 def families(url):
@@ -736,6 +738,64 @@ def test_without_the_key_only_the_page_and_health_are_open(key, guarded):
     assert http.get(f"{url}/v1/models", headers=KEY).status_code == 200
 
 
+@pytest.mark.parametrize("which", ["one of two", "in a trailer", "in two halves"])
+def test_the_key_in_one_of_two_headers_or_in_a_trailer_is_no_key(which, guarded):
+    key, body = b"Authorization: Bearer geh\xc3\xa9im\r\n", b'{"prompt": "a"}'
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n"
+    if which == "in two halves":
+        head += b"Authorization: Bearer \r\nAuthorization: geh\xc3\xa9im\r\n"
+    elif which == "one of two":
+        head += b"Authorization: Bearer x\r\n" + key
+    trailer = key if which == "in a trailer" else b""
+    answer = answered(guarded[0], head + b"\r\n" + b"%x\r\n%s\r\n0\r\n%s\r\n" % (len(body), body, trailer))
+    assert answer.startswith(b"HTTP/1.1 401 ")
+
+
+def answered(url, content):
+    """What the server says to these bytes, until it says no more."""
+    with socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])), timeout=60) as client:
+        client.sendall(content)
+        client.shutdown(socket.SHUT_WR)
+        return b"".join(iter(lambda: client.recv(65536), b""))
+
+
+@pytest.mark.parametrize("header", [b"a: " + b"b" * 2**17, b"a: b\r\n" * 2**15], ids=["long", "many"])
+@pytest.mark.parametrize("where", ["before the body", "behind it"])
+def test_headers_without_end_are_refused_before_the_key_is_asked_for(header, where, guarded):
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+    if where == "behind it":
+        head += b"Transfer-Encoding: chunked\r\n\r\n0\r\n"
+    port = int(guarded[0].rsplit(":", 1)[1])
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
+        client.sendall(head)
+        try:
+            for _ in range(100):  # 13 MB and more, were they all read
+                client.sendall(header)
+        except ConnectionError:  # closed with some of it unread
+            return
+        answer = client.recv(65536)
+    assert answer.startswith(b"HTTP/1.1 431 ")
+
+
+def test_headers_of_usual_length_are_taken(guarded):
+    assert http.get(f"{guarded[0]}/v1/models", headers={**KEY, "a": "b" * 32_000}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "requests", [[b""], [b"GET /health HTTP/1.1\r\n"], [b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n", b"G"]]
+)
+def test_a_connection_whose_headers_are_never_complete_is_closed(requests, monkeypatch):
+    monkeypatch.setattr("nanoengine.apps.server.CLIENT_SECONDS", 0.2)
+    with served(AsyncLLM(str(DEMO), num_kv_blocks=50)) as (url, _):
+        port = int(url.rsplit(":", 1)[1])
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
+            for request in requests[:-1]:
+                client.sendall(request)
+                assert client.recv(65536)
+            client.sendall(requests[-1])
+            assert client.recv(65536) == b""
+
+
 @pytest.mark.parametrize("is_chunked", [False, True])
 def test_a_body_that_is_too_large_is_refused(is_chunked, guarded):
     url, _ = guarded
@@ -751,6 +811,33 @@ def test_a_body_that_is_too_large_is_refused(is_chunked, guarded):
     exact = json.dumps({"prompt": "a", "max_tokens": 1}).ljust(1000)
     assert http.post(f"{url}/v1/completions", content=exact, headers=headers).status_code == 200
     assert http.post(f"{url}/v1/completions", content=exact + " ", headers=headers).status_code == 413
+
+
+def test_short_requests_do_not_wait_for_long_ones_which_leave_with_their_clients(url, service, monkeypatch):
+    begun, may_end, call = [], threading.Event(), PreTrainedTokenizerFast.__call__
+
+    def slowly(self, text, **settings):
+        if len(text) > 10**5:
+            begun.append(text)
+            assert may_end.wait(60)
+        return call(self, text, **settings)
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", slowly)
+    body = json.dumps({"prompt": "a" * 10**6}).encode()
+    head = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
+    with ExitStack() as clients:
+        for _ in range(4):
+            client = clients.enter_context(
+                socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])))
+            )
+            client.sendall(b"%s%d\r\n\r\n%s" % (head, len(body), body))
+        wait_until(lambda: begun and service.long_checks._work_queue.qsize() == 3)
+        assert http.post(f"{url}/tokenize", json={"prompt": "a"}).json()["count"] == 1
+        assert ids_of_server(url, "a", max_tokens=1)
+    wait_until(lambda: not service.server.server_state.tasks)
+    may_end.set()
+    service.long_checks.submit(int).result(60)
+    assert len(begun) == 1
 
 
 def test_an_empty_key_is_no_key_and_refused():

@@ -137,8 +137,10 @@ class Conversation(BaseModel):
     tools: Any = None
     tool_choice: Any = None
 
-    def render(self, tokenizer: Any) -> dict[str, Any]:
-        """As a prompt for the engine.
+    def render(
+        self, tokenizer: Any, encode: Callable[[str, bool], list[int]] | None = None
+    ) -> dict[str, Any]:
+        """As a prompt for the engine; `encode` as in `render_chats`.
 
         Raises:
             ValueError: the template refuses them; or a setting that is not for the template.
@@ -157,7 +159,9 @@ class Conversation(BaseModel):
         if choice.shown:
             settings["tools"] = self.tools
         try:
-            return render_chats(list(map(with_arguments_read, self.messages)), tokenizer, **settings)[0]
+            return render_chats(list(map(with_arguments_read, self.messages)), tokenizer, encode, **settings)[
+                0
+            ]
         except Exception as error:  # a template is a program: it raises what it likes
             if isinstance(error, ValueError):
                 raise
@@ -286,9 +290,11 @@ def best_first(entry: dict[int, Logprob]) -> list[tuple[int, Logprob]]:
     return [(token_id, clamped(one)) for token_id, one in ranked]
 
 
-def token_ids_of(tokenizer: Any, field: str, text: str, add_special_tokens: bool) -> list[int]:
+def token_ids_of(
+    encode: Callable[[str, bool], list[int]], field: str, text: str, add_special_tokens: bool
+) -> list[int]:
     """The text's, with the special tokens that the tokenizer adds or without."""
-    return list(tokenizer(check_unicode(field, text), add_special_tokens=add_special_tokens).input_ids)
+    return encode(check_unicode(field, text), add_special_tokens)
 
 
 class CompletionRequest(GenerationRequest):
@@ -327,13 +333,13 @@ class CompletionRequest(GenerationRequest):
             raise TypeError(f"prompt must be text, token ids, or a list of these, got {self.prompt!r}")
         return len(split_prompts(self.prompt))
 
-    def prompts(self, tokenizer: Any) -> list[Any]:
+    def prompts(self, tokenizer: Any, encode: Callable[[str, bool], list[int]]) -> list[Any]:
         """As the engine takes them."""
         prompts = split_prompts(self.prompt)
         if self.add_special_tokens is not False or tokenizer is None:
             return prompts
         return [
-            {"prompt": one, "prompt_token_ids": token_ids_of(tokenizer, "prompt", one, False)}
+            {"prompt": one, "prompt_token_ids": token_ids_of(encode, "prompt", one, False)}
             if isinstance(one, str)
             else one
             for one in prompts
@@ -429,11 +435,11 @@ class ChatRequest(Conversation, GenerationRequest):
         num_logprobs = (self.top_logprobs or 0) if self.logprobs else None
         return self.sampling_params(defaults, max_tokens=max_tokens, logprobs=num_logprobs)
 
-    def prompts(self, tokenizer: Any) -> list[Any]:
+    def prompts(self, tokenizer: Any, encode: Callable[[str, bool], list[int]]) -> list[Any]:
         """As the engine takes it."""
-        prompt = self.render(tokenizer)
+        prompt = self.render(tokenizer, encode)
         if self.add_special_tokens:
-            prompt["prompt_token_ids"] = token_ids_of(tokenizer, "messages", prompt["prompt"], True)
+            prompt["prompt_token_ids"] = token_ids_of(encode, "messages", prompt["prompt"], True)
         return [prompt]
 
     def fit(self, params: SamplingParams, prompts: list[Any], formats: Formats) -> SamplingParams:

@@ -19,13 +19,16 @@ import os
 import sys
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
+import h11
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -38,6 +41,7 @@ from prometheus_client.registry import Collector
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from nanoengine import __version__
 from nanoengine.apps.openai_api import (
@@ -63,7 +67,9 @@ from nanoengine.requests import CheckedRequest
 from nanoengine.sampling_params import SamplingParams, check_integer, check_strings
 
 CLIENT_SECONDS = 60  # for a client to send its request, and to read on where it has stopped reading
+LONG_BODY_BYTES = 2**16  # of a request, beyond which reading its text takes more than some milliseconds
 CLOSE_SECONDS = 5  # for clients to read their last answer when the server ends
+T = TypeVar("T")
 PAGE = Path(__file__).with_name("chat.html")
 UNSERVED_FLAGS = {**EVERY, **SERVER}
 UNSERVED = "unserved "  # what goes before their names where flags are read
@@ -192,23 +198,26 @@ class Service:
         self.num_samples = 0  # of requests that are being served
         self.created = int(time.time())
         self.is_draining = False
+        # So that a short request never waits for long ones.
+        self.checks, self.long_checks = ThreadPoolExecutor(4), ThreadPoolExecutor(1)
 
     # -- answers of the model
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
         """POST /v1/completions."""
-        return await self.answer(body, request.state.ticket)
+        return await self.answer(body, request)
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """POST /v1/chat/completions."""
-        return await self.answer(body, request.state.ticket)
+        return await self.answer(body, request)
 
-    async def answer(self, body: CompletionRequest | ChatRequest, ticket: Ticket) -> Response:
+    async def answer(self, body: CompletionRequest | ChatRequest, request: Request) -> Response:
         """Of either API. Everything is checked before the answer begins, so that a refusal has its status."""
+        ticket = request.state.ticket
         self.check_model(body.model)
         params = body.params(self.defaults, self.checkpoint.generation_config.get("max_new_tokens"))
         self.take_places(body, params.n, ticket)
-        checked = await asyncio.to_thread(self.check, body, params)
+        checked = await self.in_thread(request, self.check, body, params)
         ticket.prompt_tokens = sum(len(one.token_ids) for one in checked)
         head = {
             "id": f"{body.prefix}-{body.request_id or ticket.id}",
@@ -223,6 +232,14 @@ class Service:
             answer = [choice async for choice in choices]
         answer.sort(key=lambda choice: int(choice["index"]))
         return JSON({**head, "choices": answer, "usage": ticket.usage()})
+
+    async def in_thread(self, request: Request, function: Callable[..., T], *arguments: Any) -> T:
+        """The function's result, where the text of a request may take it seconds; long ones one at a time.
+
+        What waits for its turn leaves with its client.
+        """
+        pool = self.long_checks if len(await request.body()) > LONG_BODY_BYTES else self.checks
+        return await asyncio.get_running_loop().run_in_executor(pool, function, *arguments)
 
     def check_model(self, name: str | None) -> None:
         """Raise APIError where a request is for another model."""
@@ -248,10 +265,12 @@ class Service:
 
         `LLMEngine.check` only reads what never changes, so the engine's thread need not be asked.
         """
+        engine = self.engine.llm_engine
         with refusing(body, body.source):
-            prompts = body.prompts(self.checkpoint.tokenizer)
+            encode = partial(engine.checker.encode, is_cut=params.truncate_prompt_tokens is not None)
+            prompts = body.prompts(self.checkpoint.tokenizer, encode)
             params = body.fit(params, prompts, self.formats)
-            return [self.engine.llm_engine.check(one, params, body.priority or 0) for one in prompts]
+            return [engine.check(one, params, body.priority or 0) for one in prompts]
 
     async def choices(
         self, body: CompletionRequest | ChatRequest, checked: list[CheckedRequest], ticket: Ticket
@@ -329,10 +348,12 @@ class Service:
         whose = {"id": self.name, "object": "model", "created": self.created, "owned_by": "nanoengine"}
         return {**whose, "max_model_len": self.engine.llm_engine.max_model_len}
 
-    async def tokenize(self, body: TokenizeRequest) -> Response:
+    async def tokenize(self, body: TokenizeRequest, request: Request) -> Response:
         """POST /tokenize."""
         self.check_model(body.model)
         tokenizer = self.need_tokenizer()
+
+        read_any = partial(self.engine.llm_engine.checker.encode, is_cut=True)
 
         def encode() -> list[int]:
             with refusing(body):
@@ -340,9 +361,9 @@ class Service:
                     raise ValueError("prompt or messages must be given, and not both")
                 if body.messages is not None:
                     return list(body.render(tokenizer)["prompt_token_ids"])
-                return token_ids_of(tokenizer, "prompt", body.prompt or "", body.add_special_tokens)
+                return token_ids_of(read_any, "prompt", body.prompt or "", body.add_special_tokens)
 
-        tokens = await asyncio.to_thread(encode)
+        tokens = await self.in_thread(request, encode)
         answer = {
             "count": len(tokens),
             "max_model_len": self.engine.llm_engine.max_model_len,
@@ -395,7 +416,7 @@ class Service:
         except RuntimeError as error:  # closed
             raise unavailable(str(error)) from None
         registry = CollectorRegistry()
-        registry.register(Snapshot(found))
+        registry.register(Snapshot(found, self.name))
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     async def page(self) -> Response:
@@ -408,10 +429,10 @@ class Service:
 
 
 class Snapshot(Collector):
-    """The engine's metrics, as prometheus_client takes them."""
+    """The engine's metrics, as prometheus_client takes them, of the model under the name it is served by."""
 
-    def __init__(self, metrics: list[Metric]) -> None:
-        self.metrics = metrics
+    def __init__(self, metrics: list[Metric], name: str) -> None:
+        self.metrics = [replace(one, labels={**one.labels, "model_name": name}) for one in metrics]
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily]:
         """One family per name."""
@@ -481,8 +502,11 @@ class Gate:
         if scope["path"] in ("/", "/health", "/ping"):
             return None
         key = self.service.api_key
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        if key is not None and not hmac.compare_digest(given, b"Bearer " + key.encode()):
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        # Of two, a proxy before us may have read the other one.
+        if key is not None and not (
+            len(given) == 1 and hmac.compare_digest(given[0], b"Bearer " + key.encode())
+        ):
             message = "the API key is missing or wrong; send it as Authorization: Bearer ..."
             return APIError(401, message, code="invalid_api_key", www_authenticate="Bearer")
         if scope["method"] == "POST" and not self.service.is_serving:
@@ -603,14 +627,62 @@ def misshapen(error: RequestValidationError) -> APIError:
     return APIError(400, f"{'.'.join(where)}: {first['msg']}", param=where[0])
 
 
+class Connection(H11Protocol):
+    """A client's connection, with limits on what comes before a request's body.
+
+    h11 takes 64 KiB of headers, and of a chunked body's trailer, which it keeps apart. uvicorn bounds the
+    time between requests; the time until headers are complete is bounded here.
+    """
+
+    late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client is there, and may be silent."""
+        super().connection_made(transport)
+        self.watch()
+
+    def data_received(self, data: bytes) -> None:
+        """More of a request, or of several."""
+        super().data_received(data)
+        self.watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The end, by whomever."""
+        super().connection_lost(exc)
+        if self.late is not None:
+            self.late.cancel()
+
+    def watch(self) -> None:
+        """Close the connection if it waits for headers, and still does in CLIENT_SECONDS."""
+        waits = self.conn.their_state is h11.IDLE
+        if waits and self.late is None:
+            self.late = self.loop.call_later(CLIENT_SECONDS, self.timeout_keep_alive_handler)
+        elif not waits and self.late is not None:
+            self.late.cancel()
+            self.late = None
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP, or has too many headers."""
+        error = sys.exception()
+        if not isinstance(error, h11.RemoteProtocolError) or error.error_status_hint != 431:
+            return super().send_400_response(msg)
+        headers = [(b"connection", b"close"), (b"content-length", b"0")]
+        for answer in (h11.Response(status_code=431, headers=headers), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(answer) or b"")
+        self.transport.close()
+
+
 class Server(uvicorn.Server):
     """Ends in good order: on a signal it takes no more requests, and waits for those it has.
 
-    What is left after `drain_seconds` is aborted. A second signal does not wait.
+    What is left after `drain_seconds` is aborted. A second signal does not wait. `settings` are uvicorn's.
     """
 
-    def __init__(self, config: uvicorn.Config, service: Service, drain_seconds: float) -> None:
-        super().__init__(config)
+    def __init__(
+        self, service: Service, drain_seconds: float, allowed_origins: Sequence[str] = (), **settings: Any
+    ) -> None:
+        app = make_app(service, allowed_origins)
+        super().__init__(uvicorn.Config(app, http=Connection, access_log=False, **settings))
         self.service, self.drain_seconds = service, drain_seconds
         self.deadline = 0.0
 
@@ -750,14 +822,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     log = logging.getLogger("nanoengine.requests")
     log.addHandler(logging.StreamHandler(sys.stdout))
     log.setLevel(logging.INFO)
-    config = uvicorn.Config(
-        make_app(service, given["allowed_origins"]),
+    server = Server(
+        service,
+        given["drain_seconds"],
+        given["allowed_origins"],
         host=given["host"],
         port=given["port"],
-        access_log=False,
         timeout_graceful_shutdown=CLOSE_SECONDS,
     )
     try:
-        Server(config, service, given["drain_seconds"]).run()
+        server.run()
     finally:
         engine.close()
