@@ -65,6 +65,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9  # share of a GPU's memory for weights, activations and cache
     max_num_seqs: int = 256  # sequences that hold blocks at a time
     max_num_batched_tokens: int | None = None  # token budget of a step; None: 1024 on a CPU, 8192 on a GPU
+    max_logprobs: int = 20  # most log-probabilities that a request may ask for of a token; -1: all
     long_prefill_token_threshold: int = 0  # most tokens of one sequence in a step; 0 is no limit
     enable_prefix_caching: bool = True
     scheduling_policy: str = "fcfs"  # or "priority": a lower number runs first
@@ -98,6 +99,7 @@ class EngineConfig:
         check_integer("max_num_seqs", self.max_num_seqs, 1)
         check_integer("tensor_parallel_size", self.tensor_parallel_size, 1)
         check_integer("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
+        check_integer("max_logprobs", self.max_logprobs, -1)
         lows = {"max_model_len": 2, "block_size": 1, "num_kv_blocks": 1, "kv_cache_bytes": 1}
         lows |= {"max_num_batched_tokens": 1, "num_state_slots": 1}
         for name, low in lows.items():

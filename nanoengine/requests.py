@@ -113,6 +113,14 @@ class RequestChecker:
             raise ValueError(f'priority must be 0 without scheduling_policy="priority", got {priority}')
         tokenizer, vocab_size = self.checkpoint.tokenizer, self.checkpoint.vocab_size
         params.check_vocabulary(vocab_size)
+        most = vocab_size if self.config.max_logprobs == -1 else self.config.max_logprobs
+        for name, whose in (("logprobs", "sample"), ("prompt_logprobs", "prompt")):
+            asked = getattr(params, name) or 0
+            if (vocab_size if asked == -1 else asked) > most:
+                raise ValueError(
+                    f"{name}: requested {whose} logprobs of {asked}, which is greater than max allowed: "
+                    f"{most}; raise max_logprobs, or set it to -1 to allow all"
+                )
         for name in ("stop", "bad_words"):
             if getattr(params, name) and tokenizer is None:
                 raise ValueError(f"{name} needs a tokenizer and the checkpoint has none")

@@ -201,6 +201,7 @@ def walk(path, fields, prompt_lengths=None, **settings):
         "max_num_seqs": 9,
         "dtype": "bfloat16",
         "device": "cuda",
+        "max_logprobs": -1,
     }
     with LLM(path, **{**defaults, **settings}) as llm:
         params = [SamplingParams(max_tokens=5, ignore_eos=True, **f) for f in fields]

@@ -75,7 +75,8 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module", params=[False, True], ids=["step by step", "async scheduling"])
 def engine(request, model):
     """An engine, and what it answers the bystanders, each alone."""
-    with LLM(model, num_kv_blocks=60, block_size=16, async_scheduling=request.param) as llm:
+    settings = {"num_kv_blocks": 60, "block_size": 16, "max_logprobs": -1}
+    with LLM(model, async_scheduling=request.param, **settings) as llm:
         alone = [llm.generate(prompt, params, use_tqdm=False)[0] for prompt, params in BYSTANDERS]
         yield llm, answers(alone)
 

@@ -67,7 +67,8 @@ def test_logprobs_are_as_exact_as_transformers_in_every_dtype(name, dtype, enfor
         exact = reference(torch.tensor([prompt])).logits[0].log_softmax(-1)
         theirs_error = theirs(torch.tensor([prompt])).logits[0].float().log_softmax(-1) - exact
     params = SamplingParams(max_tokens=1, prompt_logprobs=100)
-    with LLM(str(path), dtype=dtype, num_kv_blocks=20, enforce_eager=enforce_eager) as llm:
+    settings = {"num_kv_blocks": 20, "enforce_eager": enforce_eager, "max_logprobs": -1}
+    with LLM(str(path), dtype=dtype, **settings) as llm:
         entries = llm.generate(prompt, params, use_tqdm=False)[0].prompt_logprobs
     error = torch.tensor(
         [x.logprob - exact[i, t] for i, entry in enumerate(entries[1:]) for t, x in entry.items()]

@@ -198,9 +198,22 @@ def test_a_neighbour_whose_prompt_s_logprobs_are_asked_for_changes_no_bit_of_an_
 
 def test_all_log_probabilities_are_reported_for_minus_one(path):
     params = SamplingParams(temperature=0, max_tokens=1, logprobs=-1, prompt_logprobs=-1)
-    with LLM(path, num_kv_blocks=10) as llm:
+    with LLM(path, num_kv_blocks=10, max_logprobs=-1) as llm:
         output = llm.generate([1, 2, 3], params, use_tqdm=False)[0]
     assert len(output.outputs[0].logprobs[0]) == len(output.prompt_logprobs[1]) == 128
+
+
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+@pytest.mark.parametrize(
+    ("max_logprobs", "most"), [({}, 20), ({"max_logprobs": 3}, 3), ({"max_logprobs": 0}, 0)]
+)
+def test_more_log_probabilities_than_max_logprobs_are_refused(name, max_logprobs, most, path):
+    with LLM(path, num_kv_blocks=10, **max_logprobs) as llm:
+        params = SamplingParams(temperature=0, max_tokens=1, **{name: most})
+        assert len(llm.generate([1, 2, 3], params, use_tqdm=False)[0].outputs[0].token_ids) == 1
+        for asked in (most + 1, -1):
+            with pytest.raises(ValueError, match=f"{name}: .* {asked}, .* greater than max allowed: {most};"):
+                llm.generate([1, 2, 3], SamplingParams(**{name: asked}), use_tqdm=False)
 
 
 # ---- sampling features end to end ----

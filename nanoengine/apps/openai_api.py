@@ -24,7 +24,6 @@ from nanoengine.outputs import CompletionOutput, Logprob, RequestOutput
 from nanoengine.requests import check_unicode, render_chats, split_prompts
 from nanoengine.sampling_params import RequestOutputKind, SamplingParams
 
-MAX_LOGPROBS = 20  # per token: OpenAI's limit, and vLLM's default one
 MAX_STRINGS = 64  # of `stop` and of `bad_words`: each is looked for at every token
 # What a request may hold of SamplingParams; the rest of its fields are set by the API's own ones.
 SAMPLED = {item.name for item in fields(SamplingParams) if item.init}
@@ -226,9 +225,9 @@ class GenerationRequest(BaseModel):
                 raise ValueError("structured_outputs must not be given beside response_format or guided_...")
             if form:
                 given["structured_outputs"] = form
-            for name in ("logprobs", "prompt_logprobs"):
-                if (given.get(name) or 0) not in range(MAX_LOGPROBS + 1):
-                    raise ValueError(f"{name} must be in [0, {MAX_LOGPROBS}], got {given[name]}")
+            for name in ("logprobs", "prompt_logprobs"):  # how many at most, the engine says
+                if (given.get(name) or 0) < 0:
+                    raise ValueError(f"{name} must be at least 0, got {given[name]}")
             for name in ("stop", "bad_words"):
                 if isinstance(given.get(name), list) and len(given[name]) > MAX_STRINGS:
                     raise ValueError(f"{name} must hold at most {MAX_STRINGS} strings")
