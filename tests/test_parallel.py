@@ -665,11 +665,14 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("is_stopped", [False, True])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_no_rank_outlives_rank_0(number):
+def test_no_rank_outlives_rank_0(number, is_stopped):
     with script("while True: answer(900)") as (process, ranks):
         assert process.stdout.readline() == "ready\n"
         time.sleep(1)
+        for rank in ranks if is_stopped else ():
+            rank.suspend()
         process.send_signal(number)
         assert_gone(ranks)
 
@@ -684,6 +687,17 @@ def test_no_rank_outlives_rank_0_that_ends_while_they_start(number, seconds):
         process.send_signal(number)
         assert process.wait(20)
         assert_gone(ranks, 60)  # one that is about to import PyTorch hears of it after that
+
+
+@pytest.mark.slow
+def test_ranks_live_on_when_the_thread_that_started_them_ends(demo_answer):
+    made = []
+    thread = threading.Thread(target=lambda: made.append(ranks_in_processes()))
+    thread.start()
+    thread.join()
+    with made[0] as llm:
+        time.sleep(1)
+        assert answer(llm) == demo_answer
 
 
 @pytest.mark.slow

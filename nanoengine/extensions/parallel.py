@@ -22,6 +22,7 @@ models/shard.py.
 Sources: Megatron-LM, https://arxiv.org/abs/1909.08053; vLLM's model_executor/layers/linear.py.
 """
 
+import ctypes
 import os
 import pickle
 import signal
@@ -419,6 +420,7 @@ def follow(runner: ModelRunner, ranks: Ranks) -> None:
 ALIVE = b"\0"  # what a rank writes every second
 STARTING = 300.0  # seconds a process may take to its first sign of life
 SILENCE = 10.0  # seconds without one after which a rank is given up
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 LOST = 3  # exit code of a rank that ends since another one did
 START = "import sys; sys.path[:] = sys.argv[1:]; from nanoengine.extensions.parallel import main; main()"
 
@@ -437,6 +439,7 @@ class Job(NamedTuple):
     port: int  # of rank 0's store, on the loopback interface
     num_threads: int | None  # None: PyTorch's default
     parent: int  # process id of rank 0
+    is_of_main_thread: bool  # whether it is started by that of rank 0, which lives as long as the process
 
 
 class Workers:
@@ -544,6 +547,11 @@ def main() -> None:
     report = os.dup(1)
     os.dup2(2, 1)  # what libraries print is no report
     job: Job = pickle.load(sys.stdin.buffer)
+    if job.is_of_main_thread:
+        # On Linux the kernel ends it too, if it is stopped and cannot see that rank 0 is gone. What the
+        # kernel waits for is the end of the thread that started it.
+        with suppress(AttributeError):
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     threading.Thread(target=_live_with, args=(job.parent, report), daemon=True).start()
     try:
         serve(dist.TCPStore("127.0.0.1", job.port, is_master=False), job)
@@ -622,7 +630,8 @@ def start_ranks(start: Start, config: EngineConfig, checkpoint: Checkpoint, max_
         for rank in range(1, size):
             # Without what a rank does not need, and a process might not be told.
             told = replace(config_of(rank), trace=None), replace(checkpoint, tokenizer=None), max_model_len
-            workers.start(Job(start, *told, rank, port, num_threads, os.getpid()))
+            is_main = threading.current_thread() is threading.main_thread()
+            workers.start(Job(start, *told, rank, port, num_threads, os.getpid(), is_main))
         workers.wait_until_ready()
         shard = Shard(decoder_config, 0, size)
         ranks = Ranks(store, shard, device, is_one_host=True, workers=workers)
