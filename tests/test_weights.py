@@ -53,6 +53,25 @@ def refuse(path, message, error=ValueError, **settings):
     assert (torch.get_default_dtype(), torch.get_default_device()) == before
 
 
+@pytest.mark.parametrize(
+    "field",
+    [
+        *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+        *("num_attention_heads", "num_key_value_heads", "head_dim"),
+    ],
+)
+@pytest.mark.parametrize("value", [-1, 10**15])
+def test_a_size_that_cannot_be_is_refused_by_its_name(copy, field, value):
+    edit_config(copy, **{field: value})
+    refuse(copy, rf"(?s)config\.json.*{field}.*{value}")
+
+
+@pytest.mark.parametrize("architectures", [5, [5], "Qwen3ForCausalLM", {"a": 1}])
+def test_architectures_that_are_no_list_of_names_are_refused(copy, architectures):
+    edit_config(copy, architectures=architectures)
+    refuse(copy, r"config\.json: architectures must be a list of names")
+
+
 @IMPLS
 def test_a_missing_tensor_is_named(copy, impl):
     edit(copy, lambda t: t.pop("model.layers.1.self_attn.k_proj.weight"))

@@ -546,6 +546,7 @@ def pack_embedding(embedding: nn.Embedding, head: PackedLinear) -> nn.Embedding:
     result.head = (head,)
     plain = copy.copy(embedding)  # of the numbers in the head, which may be rounded
     plain._parameters = {"weight": nn.Parameter(head.rows(ids), requires_grad=False)}
+    plain.padding_idx = None  # which may lie beyond these, and matters in training alone
     with suppress(IndexError, RuntimeError):  # its class looks at the weight itself
         if torch.equal(result(ids), plain(ids)):
             return result  # type: ignore[no-any-return]

@@ -50,6 +50,12 @@ POSITIONS = "max_position_embeddings", "max_seq_len", "seq_length"  # what confi
 MOST_TOKENS = 1 << 20  # of a model that knows no positions, where max_model_len does not say
 MAX_POSITIONS = 2**31 - 1  # the attention kernels' lengths are int32
 ROPE = "rope_scaling", "rope_theta"  # what files may say of it
+# What configs call the sizes that tensors are made by -> the largest of them, far beyond any model's: PyTorch
+# can count in products of three.
+SIZES = {
+    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 2**24),
+    **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"), 2**16),
+}
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Our fused layers -> Hugging Face's, whose outputs lie one after the other.
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -264,13 +270,30 @@ def _read_config(path: Path, trust_remote_code: bool) -> Any:
         if (path / "adapter_config.json").is_file():
             base = read_json(path / "adapter_config.json").get("base_model_name_or_path")
             raise ValueError(
-                f"{path} holds a LoRA adapter of {base!r}, and no model: merge it into that checkpoint"
+                f"{path} holds a LoRA adapter of {base!r}, and no model; load that, with lora={str(path)!r}"
             )
         raise ValueError(f"{path} holds no config.json; a model directory in Hugging Face format is needed")
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:
         raise ValueError(f"{path / 'config.json'} cannot be used: {error}") from error
+    _check_fields(path / "config.json", config)
+    return config
+
+
+def _check_fields(path: Path, hf_config: Any) -> None:
+    """Raise ValueError where a config's architecture, or a size of it or of its language model, cannot be."""
+    for config in (hf_config, hf_config.get_text_config()):
+        names = getattr(config, "architectures", None)
+        if not isinstance(names, list | None) or not all(isinstance(name, str) for name in names or ()):
+            raise ValueError(f"{path}: architectures must be a list of names, got {names!r:.99}")
+        for field, most in SIZES.items():
+            value = getattr(config, field, None)
+            for size in (
+                value if isinstance(value, list) else [0 if value is None else value]
+            ):  # one per layer
+                if not isinstance(size, int) or not 0 <= size <= most:
+                    raise ValueError(f"{path}: {field} must be an integer in [0, {most}], got {value!r:.99}")
 
 
 def _overridden(fields: dict[str, Any], overrides: dict[str, Any], config: Any) -> dict[str, Any]:
