@@ -575,7 +575,7 @@ class Scheduler:
         None, where no token could be drawn, ends it with "error".
         """
         if token_id is None:
-            self.finish(seq, "error")
+            self.finish(seq, "error", "no token could be drawn: logits are not numbers, or none is allowed")
             return
         seq.token_ids.append(token_id)
         is_stop_id = token_id in seq.stop_ids
@@ -585,7 +585,7 @@ class Scheduler:
                 stop_string = seq.detokenizer.append(token_id, is_stop_id)  # whose text is left out
             except Exception:  # its own fault: the others' tokens are taken all the same
                 logging.getLogger(__name__).exception("a tokenizer failed on its own tokens")
-                self.finish(seq, "error")
+                self.finish(seq, "error", "the tokenizer failed on its own tokens")
                 return
         if stop_string is not None:
             self.finish(seq, "stop", stop_string)
@@ -619,7 +619,7 @@ class Scheduler:
             self.block_manager.forget(seq)
         for seq in again:
             if not seq.is_finished:
-                self.finish(seq, "error")
+                self.finish(seq, "error", "two steps that computed it failed")
 
 
 # ---- build_inputs: a scheduled batch as arrays ---------------------------------------------------

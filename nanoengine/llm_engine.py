@@ -7,6 +7,7 @@ were not handed over yet.
 """
 
 import itertools
+import logging
 import sys
 import time
 from collections import Counter as Multiset
@@ -424,6 +425,10 @@ class LLMEngine:
 
     def _forget(self, request: Request) -> None:
         self._stats.add(request)
+        seqs = [sample.seq for sample in request.samples.values()]
+        if reasons := {seq.stop_reason for seq in seqs if seq.finish_reason == "error"}:
+            reason = "; ".join(map(str, reasons))
+            logging.getLogger(__name__).error("request %s failed: %s", request.request_id, reason)
         del self._requests[request.request_id]
         for seq_id in request.samples:
             del self._request_of[seq_id]

@@ -28,7 +28,8 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] | None = None  # one entry per token of token_ids
     finish_reason: str | None = None  # "stop", "length", "abort" or "error"; None while it runs
-    stop_reason: int | str | None = None  # the stop string or stop token id; None for end of sequence
+    # The stop string or stop token id; None for end of sequence. For "error", what failed
+    stop_reason: int | str | None = None
 
 
 @dataclass(slots=True)

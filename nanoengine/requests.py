@@ -1,9 +1,12 @@
 """A request's life: a prompt in any form, checked; its samples; outputs as they are handed over."""
 
+import ctypes
 import json
 import math
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple, NotRequired, TypedDict
@@ -32,6 +35,9 @@ class TokensPrompt(TypedDict):
     prompt_token_ids: list[int]
     prompt: NotRequired[str]
 
+
+TEMPLATE_SECONDS = 10.0  # that a chat template may take
+MAX_RENDERED = 2**26  # characters that it may write
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | dict[str, Any]
 
@@ -126,11 +132,6 @@ class RequestChecker:
                 raise ValueError(f"{name} needs a tokenizer and the checkpoint has none")
         eos = () if params.ignore_eos else self.checkpoint.eos_token_ids
         stop_ids = frozenset((*eos, *(params.stop_token_ids or ())))
-        if params.min_tokens and stop_ids.issuperset(params.allowed_token_ids or range(vocab_size)):
-            raise ValueError(
-                f"min_tokens={params.min_tokens} bans end-of-sequence and stop tokens, which leaves nothing "
-                f"to sample with allowed_token_ids={params.allowed_token_ids}"
-            )
         if params.structured_outputs is not None and not stop_ids:
             raise ValueError(
                 "structured_outputs need a token that ends the answer: drop ignore_eos, or set stop_token_ids"
@@ -144,6 +145,12 @@ class RequestChecker:
             text, token_ids = None, token_ids[-most:]
         self._check_length(len(token_ids))
         bad_words = bad_word_ids(params.bad_words or [], tokenizer, vocab_size)
+        banned = {ids[0] for ids in bad_words if len(ids) == 1} | (stop_ids if params.min_tokens else set())
+        if banned.issuperset(params.allowed_token_ids or range(vocab_size)):
+            raise ValueError(
+                f"min_tokens={params.min_tokens} bans end-of-sequence and stop tokens, and bad_words="
+                f"{params.bad_words} ban others: none is left of allowed_token_ids={params.allowed_token_ids}"
+            )
         return CheckedRequest(text, token_ids, params, priority, stop_ids, bad_words)
 
     def _check_length(self, num_prompt_tokens: int) -> None:
@@ -332,7 +339,7 @@ def render_chats(
         if any(isinstance(message.get("content"), list) for message in conversation):
             join = not reads_parts(tokenizer, template_settings.get("chat_template"))
             conversation = [with_text_only(message, join) for message in conversation]
-        text = tokenizer.apply_chat_template(conversation, tokenize=False, **template_settings)
+        text = apply_template(tokenizer, conversation, **template_settings)
         # The template writes the special tokens itself.
         check_unicode("messages", text)
         token_ids = encode(text, False) if encode else tokenizer(text, add_special_tokens=False).input_ids
@@ -343,6 +350,44 @@ def render_chats(
 def is_empty(message: dict[str, Any]) -> bool:
     """Whether a message says and asks for nothing: its content is None."""
     return message.get("content", "") is None and not message.get("tool_calls")
+
+
+def apply_template(tokenizer: Any, conversation: Sequence[Any], **settings: Any) -> str:
+    """The conversation as the chat template writes it.
+
+    Raises:
+        ValueError: the template, which is a program, raises, does not end, or writes without end.
+    """
+    try:
+        with ended_after(TEMPLATE_SECONDS):
+            text: str = tokenizer.apply_chat_template(conversation, tokenize=False, **settings)
+    except Exception as error:
+        raise ValueError(f"messages do not fit the model's chat template: {error!r}") from error
+    if len(text) > MAX_RENDERED:
+        raise ValueError(f"messages must be at most {MAX_RENDERED} characters by the chat template")
+    return text
+
+
+@contextmanager
+def ended_after(seconds: float) -> Iterator[None]:
+    """Have a block of Python that does not end raise TimeoutError, in whatever thread it runs."""
+    thread, lock, is_over = threading.get_ident(), threading.Lock(), False
+
+    def end() -> None:
+        with lock:
+            if not is_over:
+                error = ctypes.py_object(TimeoutError)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), error)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        with lock:
+            is_over = True
+        timer.cancel()
 
 
 def with_text_only(message: dict[str, Any], join: bool) -> dict[str, Any]:
@@ -363,8 +408,8 @@ def reads_parts(tokenizer: Any, chat_template: str | None) -> bool:
     """Whether a template writes the text of a content's parts; one for strings fails, or writes a list."""
     probe = [{"role": "user", "content": [{"type": "text", "text": "probe-of-parts"}]}]
     try:
-        text = tokenizer.apply_chat_template(probe, tokenize=False, chat_template=chat_template)
-    except Exception:  # whatever Jinja and the template make of a list where a string belongs
+        text = apply_template(tokenizer, probe, chat_template=chat_template)
+    except ValueError:  # whatever Jinja and the template make of a list where a string belongs
         return False
     return "probe-of-parts" in text and "'type'" not in text
 

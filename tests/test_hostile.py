@@ -24,6 +24,7 @@ from nanoengine import LLM, AsyncLLM, SamplingParams
 from nanoengine.apps import ask
 from nanoengine.backends.cpu import PinnedThreads
 from nanoengine.detokenizer import MAX_PENDING, Detokenizer
+from nanoengine.requests import ended_after
 from nanoengine.sampling import SamplingRow, draw_tokens
 from tests.helpers import BAD_FIELDS, DEMO, Lines, byte_tokenizer, ctrl_c, table_checkpoint
 from tests.laws import check_laws
@@ -153,13 +154,13 @@ def test_a_pass_that_fails_for_ever_ends_those_it_computes_and_lets_the_others_r
         reasons, failures = [], 0
         while llm.has_unfinished_requests():
             try:
-                reasons += [out.outputs[0].finish_reason for out in llm.step()]
+                reasons += [(out.outputs[0].finish_reason, out.outputs[0].stop_reason) for out in llm.step()]
             except RuntimeError:
                 failures += 1
             assert failures < 10
     finally:
         llm.llm_engine.runner.launch = launch
-    assert reasons == ["error"] * 5
+    assert reasons == [("error", "two steps that computed it failed")] * 5
     assert llm.metrics()["num_free_blocks"] == 60
 
 
@@ -189,6 +190,38 @@ def test_half_a_surrogate_pair_in_a_message_is_refused_as_in_a_prompt(engine):
     template = "{{ messages[0].content }}"
     with pytest.raises(ValueError, match="messages must be valid Unicode"):
         llm.chat([{"role": "user", "content": "a\udcff"}], chat_template=template)
+
+
+LOOP = "{% for i in range(99999) %}"
+ENDLESS = LOOP * 4 + "{% endfor %}" * 4
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ raise_exception('no') }}", "TemplateError"),
+        ("{{ ''.__class__.__mro__ }}", "SecurityError"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{{ messages[0].role }}{% for", "TemplateSyntaxError"),
+        ("{{ 'x' * 10**8 }}", "messages must be at most"),
+        (ENDLESS, "TimeoutError"),
+    ],
+)
+def test_a_chat_template_that_raises_or_does_not_end_is_a_value_error(template, message, engine, monkeypatch):
+    monkeypatch.setattr("nanoengine.requests.TEMPLATE_SECONDS", 0.2 if template == ENDLESS else 60.0)
+    llm, _ = engine
+    for content in ("hello", [{"type": "text", "text": "hello"}]):
+        with pytest.raises(ValueError, match=message):
+            llm.chat([{"role": "user", "content": content}], chat_template=template)
+
+
+def test_a_block_that_ends_in_time_is_let_alone():
+    for _ in range(200):
+        with suppress(TimeoutError), ended_after(0.001):
+            time.sleep(0.001)
+    assert sum(range(10**6)) == 499999500000
+    assert not any(isinstance(one, threading.Timer) and one.is_alive() for one in threading.enumerate())
 
 
 # ---- no request can end another one, whatever it asks for ----

@@ -321,6 +321,10 @@ def test_a_running_request_is_unharmed_by_a_hundred_bad_ones_between_its_steps(t
             {"sampling_params": SamplingParams(allowed_token_ids=[256], min_tokens=2)},
             "min_tokens=2 bans .* allowed_token_ids",
         ),
+        (
+            {"sampling_params": SamplingParams(allowed_token_ids=[97, 98], bad_words=["a", "b"])},
+            r"bad_words=\['a', 'b'\] ban others: .* allowed_token_ids=\[97, 98\]",
+        ),
     ],
 )
 def test_bad_arguments_beside_good_prompts_queue_nothing(arguments, message, tmp_path):
@@ -591,6 +595,7 @@ def test_a_tokenizer_that_fails_ends_its_request_alone(tmp_path, caplog):
             finished |= {o.request_id: o.outputs[0] for o in llm.step() if o.finished}
     assert (finished["0"].text, finished["0"].finish_reason) == ("bc", "length")
     assert (finished["1"].token_ids, finished["1"].finish_reason) == (list(b"cd"), "error")
+    assert finished["1"].stop_reason == "the tokenizer failed on its own tokens"
     assert finished["2"].text == "defg"
     assert [len(completion.logprobs) for completion in finished.values()] == [2, 2, 4]
     assert "flaky" in caplog.text

@@ -247,7 +247,9 @@ def test_logit_bias_and_allowed_tokens_hold_in_the_engine(babbler):
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
-def test_a_request_whose_logits_are_not_numbers_ends_with_error_and_hurts_nobody(async_scheduling, tmp_path):
+def test_a_request_whose_logits_are_not_numbers_ends_with_error_and_hurts_nobody(
+    async_scheduling, tmp_path, caplog
+):
     model = str(chain_checkpoint(tmp_path, "abcdef"))
     with LLM(model, num_kv_blocks=10, async_scheduling=async_scheduling) as llm:
         compute_logits = llm.llm_engine.runner.model.compute_logits
@@ -263,6 +265,8 @@ def test_a_request_whose_logits_are_not_numbers_ends_with_error_and_hurts_nobody
             good, bad = llm.generate(["a", "x"], params, use_tqdm=False)
             assert good.outputs[0].text == "bcde"
             assert (bad.outputs[0].finish_reason, bad.outputs[0].token_ids) == ("error", [])
+            assert bad.outputs[0].stop_reason.startswith("no token could be drawn: logits are not numbers")
+        assert caplog.text.count(f"failed: {bad.outputs[0].stop_reason}") == 2
         assert llm.metrics()["num_free_blocks"] == 10
 
 

@@ -431,6 +431,7 @@ REFUSED = [
     ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
     ({"logit_bias": {"99999": 1}}, "logit_bias"),
     ({"logit_bias": 3}, "logit_bias"),
+    ({"allowed_token_ids": [64], "bad_words": ["a"]}, "min_tokens"),
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"x": True}}, "stream_options"),
@@ -888,7 +889,9 @@ def test_a_step_that_fails_twice_is_an_error_for_those_it_hit_and_the_server_goe
     expected = client.completions.create(**asked).choices[0].text
     with (
         failing_steps(service, 2),
-        pytest.raises(openai.InternalServerError, match="could not compute") as caught,
+        pytest.raises(
+            openai.InternalServerError, match="this request: two steps that computed it failed"
+        ) as caught,
     ):
         client.completions.create(**asked)
     assert caught.value.status_code == 500

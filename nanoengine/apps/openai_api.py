@@ -157,14 +157,8 @@ class Conversation(BaseModel):
         choice = ToolChoice.read(self.tools, self.tool_choice)
         if choice.shown:
             settings["tools"] = self.tools
-        try:
-            return render_chats(list(map(with_arguments_read, self.messages)), tokenizer, encode, **settings)[
-                0
-            ]
-        except Exception as error:  # a template is a program: it raises what it likes
-            if isinstance(error, ValueError):
-                raise
-            raise ValueError(f"messages do not fit the model's chat template: {error}") from None
+        messages = list(map(with_arguments_read, self.messages))
+        return render_chats(messages, tokenizer, encode, **settings)[0]
 
 
 class StreamOptions(BaseModel):

@@ -94,7 +94,7 @@ class Predictor:
             for output in outputs:
                 answer, [completion] = answers[int(output.request_id)], output.outputs
                 if completion.finish_reason == "error":
-                    answer["error"] = f"the engine failed: {failure or 'logits that are not numbers'}"
+                    answer["error"] = f"the engine failed: {failure or completion.stop_reason}"
                     continue
                 answer["generated_text"] = completion.text
                 answer["generated_tokens"] = completion.token_ids
