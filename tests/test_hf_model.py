@@ -80,6 +80,15 @@ def test_the_same_model_through_both_codes_gives_the_same_tokens(name, tmp_path_
     assert tokens["nanoengine"] == tokens["transformers"]
 
 
+def test_a_model_trained_at_other_positions_than_generate_gives_it_says_so(tmp_path, caplog):
+    sizes = {"vocab_size": 128, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.RobertaConfig(**sizes, intermediate_size=32, is_decoder=True, pad_token_id=3)
+    transformers.RobertaForCausalLM(config).save_pretrained(tmp_path)
+    with LLM(tmp_path, num_kv_blocks=4):
+        assert "RobertaForCausalLM is served at positions 0, 1, " in caplog.text
+        assert "trained from pad_token_id + 1 = 4 on" in caplog.text
+
+
 def test_prompt_logprobs_go_through_the_whole_head(tmp_path_factory):
     """Scaling and soft-capping of logits are part of it."""
     path, reference = checkpoint("granite", tmp_path_factory)

@@ -6,7 +6,10 @@ import random
 import statistics
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from subprocess import DEVNULL
+from threading import Event
 
 import httpx
 import psutil
@@ -141,6 +144,55 @@ class Client:
     async def wrong_key(self, reader, writer):
         await self.send(writer, b'{"prompt": "a"}', key=self.rng.choice(["", "loa", "loadx", "é"]))
         assert await self.status(reader) == 401
+
+
+@pytest.mark.slow
+def test_a_hostile_client_makes_nobody_wait_much_longer():
+    """Five bystanders beside prompts far too long, texts to tokenise, and wrong keys in long headers."""
+    key = {"Authorization": f"Bearer {KEY}"}
+
+    def hostile(url, number, ended):
+        kinds = [
+            ("/v1/completions", {"prompt": "a b " * 900_000}),
+            ("/tokenize", {"prompt": "a b " * 900_000}),
+        ]
+        kinds += [("/v1/chat/completions", {"messages": [{"role": "user", "content": "a b " * 900_000}]})]
+        while not ended.is_set():
+            path, body = kinds[number % 3]
+            headers = key if number < 6 else {"Authorization": "x" * 60_000}
+            with suppress(httpx.HTTPError):
+                httpx.post(url + path, json=body, headers=headers, timeout=60)
+            number += 3
+
+    def latencies(url, seconds=15):
+        asked = {"prompt": "What is 27 + 58?", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        found, answers, end = [], set(), time.monotonic() + seconds
+
+        def ask():
+            while (start := time.monotonic()) < end:
+                answer = httpx.post(f"{url}/v1/completions", json=asked, headers=key, timeout=60)
+                answers.add(answer.json()["choices"][0]["text"])
+                found.append(time.monotonic() - start)
+
+        with ThreadPoolExecutor(5) as bystanders:
+            for done in [bystanders.submit(ask) for _ in range(5)]:
+                done.result()
+        assert len(answers) == 1
+        return statistics.median(found), max(found)
+
+    ended = Event()
+    with command(stdout=DEVNULL, NANOENGINE_API_KEY=KEY) as (_, url), ThreadPoolExecutor(8) as clients:
+        latencies(url, 3)
+        alone = latencies(url)
+        try:
+            for number in range(8):
+                clients.submit(hostile, url, number, ended)
+            beside = latencies(url)
+        finally:
+            ended.set()
+    print(f"\nmedian, longest alone: {alone} s; beside hostile clients: {beside} s")
+    assert beside[0] < 10 * alone[0]
+    assert beside[1] < 50 * alone[0]
 
 
 @pytest.mark.slow
