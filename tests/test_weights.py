@@ -66,6 +66,12 @@ def test_a_size_that_cannot_be_is_refused_by_its_name(copy, field, value):
     refuse(copy, rf"(?s)config\.json.*{field}.*{value}")
 
 
+def test_a_config_without_architectures_is_of_the_one_its_class_stands_for(copy):
+    edit_config(copy, architectures=None)
+    with LLM(str(copy), num_kv_blocks=4) as llm:
+        assert llm.llm_engine.runner.model.code == "nanoengine's"
+
+
 @pytest.mark.parametrize("architectures", [5, [5], "Qwen3ForCausalLM", {"a": 1}])
 def test_architectures_that_are_no_list_of_names_are_refused(copy, architectures):
     edit_config(copy, architectures=architectures)

@@ -85,7 +85,8 @@ class DecoderConfig:
 
 def architecture_of(config: Any) -> str:
     """The architecture a transformers config names, or that its class stands for."""
-    return (getattr(config, "architectures", None) or [type(config).__name__])[0]  # type: ignore[no-any-return]
+    by_class = type(config).__name__.removesuffix("Config") + "ForCausalLM"
+    return (getattr(config, "architectures", None) or [by_class])[0]  # type: ignore[no-any-return]
 
 
 def rope_settings(config: Any) -> list[dict[str, Any]]:
