@@ -76,6 +76,7 @@ def test_the_block_given_back_is_the_next_to_be_evicted_and_found_until_then():
 
 
 def test_what_follows_a_hit_is_found_too_where_a_token_sees_itself_alone():
+    # So it is in transformers' full pass; with its own cache, a window of one keeps every token.
     manager = manager_of(num_blocks=20, windows=(1,))
     for seq_id, length in enumerate((6, 12)):
         for _ in run(manager, sequence(seq_id, range(length))):
