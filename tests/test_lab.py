@@ -483,3 +483,9 @@ def test_a_plot_of_runs_without_second_tokens_is_drawn(tmp_path):
     report = simulate(make_scheduler(), [Arrival(0.0, 3, 1), Arrival(0.0, 4, 1)], DEMO_COSTS)
     draw({"one": report, "two": report}, str(tmp_path / "plot.png"))
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_arrivals_that_are_no_utf_8_are_refused_by_their_line(tmp_path):
+    (tmp_path / "arrivals.jsonl").write_bytes(b'{"arrival_time": "\xff"}\n')
+    with pytest.raises(ValueError, match=r"arrivals\.jsonl, line 1: "):
+        read_arrivals(str(tmp_path / "arrivals.jsonl"))

@@ -440,3 +440,9 @@ def test_example_makes_the_page_in_one_command(tmp_path, capsys, monkeypatch):
         assert [event["changes"] for event in made[1:]] == [event["changes"] for event in kept[1:]]
     with pytest.raises(SystemExit, match=r"a trace is written as .html, .json or .jsonl, got run.txt"):
         ask.run(["--trace", "run.txt"])
+
+
+def test_a_trace_that_is_no_utf_8_is_refused_by_its_line(tmp_path):
+    (tmp_path / "trace.jsonl").write_bytes(b'{"event": "\xff"}\n{}\n')
+    with pytest.raises(ValueError, match=r"trace\.jsonl, line 1: "):
+        viewer.load(tmp_path / "trace.jsonl")

@@ -66,6 +66,12 @@ def test_a_size_that_cannot_be_is_refused_by_its_name(copy, field, value):
     refuse(copy, rf"(?s)config\.json.*{field}.*{value}")
 
 
+@pytest.mark.parametrize("content", ["[]", "[" * 10**5, '{"model": null}', "\xff", ""])
+def test_a_tokenizer_that_cannot_be_read_is_refused_with_its_path(copy, content):
+    (copy / "tokenizer.json").write_text(content, encoding="latin-1")
+    refuse(copy, "the tokenizer in .*model cannot be used: ")
+
+
 def test_a_config_without_architectures_is_of_the_one_its_class_stands_for(copy):
     edit_config(copy, architectures=None)
     with LLM(str(copy), num_kv_blocks=4) as llm:

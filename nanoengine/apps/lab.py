@@ -149,7 +149,7 @@ def read_arrivals(path: str) -> list[Arrival]:
         OSError: the file cannot be read.
     """
     arrivals = []
-    with open(path) as lines:
+    with open(path, "rb") as lines:
         for number, line in enumerate(lines, start=1):
             try:
                 arrival = Arrival(**json.loads(line))

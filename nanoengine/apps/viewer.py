@@ -23,7 +23,7 @@ def load(path: str | Path) -> list[Event]:
     Raises:
         ValueError: it is no trace, or one of another version.
     """
-    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    lines = Path(path).read_bytes().splitlines()  # JSON reads UTF-8, line by line
     events: list[Event] = []
     for number, line in enumerate(lines, 1):
         try:

@@ -363,7 +363,7 @@ def _load_tokenizer(path: Path, trust_remote_code: bool) -> Any:
                 f"{path} has a tokenizer.model and no tokenizer.json: reading it needs sentencepiece: "
                 "pip install 'nanoengine[sentencepiece]'"
             ) from error
-        raise
+        raise ValueError(f"the tokenizer in {path} cannot be used: {error}") from error
     if not loaded.is_fast:
         raise ValueError(f"the tokenizer in {path} has no fast version (tokenizer.json)")
     return loaded
