@@ -266,7 +266,7 @@ def parts_of(step: Any) -> list[dict[str, Any]]:
         settings = json.loads(step.__getstate__())
     except Exception:  # one that is written in Python
         return [{"type": "unknown"}]
-    parts: Any = settings.get("normalizers", settings.get("pretokenizers", [settings]))
+    parts: list[dict[str, Any]] = settings.get("normalizers", settings.get("pretokenizers", [settings]))
     return parts
 
 

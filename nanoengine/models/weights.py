@@ -288,10 +288,9 @@ def _check_fields(path: Path, hf_config: Any) -> None:
         if not isinstance(names, list | None) or not all(isinstance(name, str) for name in names or ()):
             raise ValueError(f"{path}: architectures must be a list of names, got {names!r:.99}")
         for field, most in SIZES.items():
-            value = getattr(config, field, None)
-            for size in (
-                value if isinstance(value, list) else [0 if value is None else value]
-            ):  # one per layer
+            value = vars(config).get(config.attribute_map.get(field, field))
+            sizes = value if isinstance(value, list) else [value]  # one per layer, or one
+            for size in sizes if value is not None else ():
                 if not isinstance(size, int) or not 0 <= size <= most:
                     raise ValueError(f"{path}: {field} must be an integer in [0, {most}], got {value!r:.99}")
 
