@@ -139,6 +139,9 @@ class Request:
         return self.num_prompt + self.num_output
 
 
+CPU_FLAGS = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+
+
 class LlamaCpp:
     """A model in llama.cpp, and continuous batching over it.
 
@@ -150,12 +153,20 @@ class LlamaCpp:
         threads: of every product.
         cache_tokens: what all sequences have together.
         device: "cpu", or "cuda" for all layers on a GPU.
+        is_quantized: whether its weights are in few bits.
         exact: K and V in float32. Else its default, flash attention over float16, whatever the weights are:
             it has none over float32, and without it every sequence is multiplied with all others' keys.
     """
 
     def __init__(
-        self, path: str, *, threads: int, cache_tokens: int, device: str = "cpu", exact: bool = False
+        self,
+        path: str,
+        *,
+        threads: int,
+        cache_tokens: int,
+        device: str = "cpu",
+        exact: bool = False,
+        is_quantized: bool = False,
     ) -> None:
         import llama_cpp
 
@@ -165,6 +176,9 @@ class LlamaCpp:
         model_params = llama_cpp.llama_model_default_params()
         if device == "cpu":
             model_params.n_gpu_layers = 0
+        # Version 0.3.36 ends in a segmentation fault by its copies of weights in few bits for AMX, where the
+        # head is the embedding.
+        model_params.use_extra_bufts = not ("amx_tile" in CPU_FLAGS and is_quantized)
         self.model = llama_cpp.llama_model_load_from_file(path.encode(), model_params)
         if not self.model:
             raise RuntimeError(f"llama.cpp cannot load {path}")
@@ -272,7 +286,8 @@ class LlamaCpp:
 def load(settings: dict[str, Any]) -> Run:
     """llama.cpp, as `prepare` has it set."""
     names = ("threads", "cache_tokens", "device")
-    engine = LlamaCpp(settings["model"], **{name: settings[name] for name in names})
+    own = {name: settings[name] for name in names} | {"is_quantized": "gguf_type" in settings}
+    engine = LlamaCpp(settings["model"], **own)
 
     def run(prompts: list[list[int]], output_lens: list[int], arrivals: list[float]) -> dict[str, Any]:
         return engine.serve(prompts, output_lens, arrivals, TEMPERATURE)[1]

@@ -40,6 +40,18 @@ class SpeculativeConfig:
         return low or high or 5, high or low or 5
 
 
+ROUNDED = "int8", "int4"  # what weights are rounded to
+WRITTEN = (
+    "gptq",
+    "awq",
+    "compressed-tensors",
+    "bitsandbytes",
+    "gguf",
+    "fp8",
+    "mxfp4",
+)  # what they may be already
+
+
 @accepts(EVERY, RENAMED)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -74,7 +86,8 @@ class EngineConfig:
     enforce_eager: bool = False  # plain PyTorch: no compiled kernels, no CUDA graphs
     async_scheduling: bool | None = None  # prepare a step while the one before runs; None: on a GPU
     speculative_config: dict[str, Any] | None = None  # guess tokens ahead: as `SpeculativeConfig`
-    quantization: str | None = None  # "int8", "int4": linear layers' weights as integers, on a CPU
+    # "int8", "int4": linear layers' weights as integers, on a CPU; or what the checkpoint is written in
+    quantization: str | None = None
     lora: str | Path | None = (
         None  # a directory with a PEFT adapter, merged into the weights when they are loaded
     )
@@ -135,10 +148,10 @@ class EngineConfig:
             raise ValueError("lora needs tensor_parallel_size=1")
         if self.num_kv_blocks is not None and self.kv_cache_bytes is not None:
             raise ValueError("give num_kv_blocks or kv_cache_bytes, not both")
-        if self.quantization not in (None, "int8", "int4"):
+        if self.quantization not in (None, *ROUNDED, *WRITTEN):
             raise ValueError(
-                f"quantization must be None, 'int8' or 'int4', got {self.quantization!r}; leave it out for a "
-                "quantised checkpoint, whose config.json says how it is"
+                f"quantization must be None or one of {', '.join((*ROUNDED, *WRITTEN))}, "
+                f"got {self.quantization!r}; a checkpoint in few bits says itself how it is written"
             )
         choices = {
             "scheduling_policy": ("fcfs", "priority"),

@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from nanoengine.backends.kv_cache import KVGroup
 from nanoengine.compat import CALL, without_unserved
-from nanoengine.config import EngineConfig
+from nanoengine.config import ROUNDED, EngineConfig
 from nanoengine.detokenizer import Detokenizer
 from nanoengine.engine import BlockManager, Collected, EngineCore, ModelRunner, Scheduler, Sequence
 from nanoengine.metrics import Metric, RequestStats, list_metrics
@@ -360,7 +360,7 @@ class LLMEngine:
         attention = runner.attention
         notes = f" ({'; '.join(attention.notes)})" if attention.notes else ""
         part = " (its language model: images are left out)" if self.checkpoint.is_part else ""
-        weights = f" with {config.quantization} weights" if config.quantization else ""
+        weights = f" with {config.quantization} weights" if config.quantization in ROUNDED else ""
         if (written := self.checkpoint.written_as) is not None:
             forms = (getattr(part, "form", None) for part in runner.model.modules())
             in_bits = " and ".join(map(str, sorted({form.bits for form in forms if form and form.bits})))

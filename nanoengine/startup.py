@@ -12,7 +12,7 @@ from nanoengine.backends.cuda import CUDA
 from nanoengine.backends.device import Decodes, Device, Forward, Trial
 from nanoengine.backends.inputs import NUM_RESERVED_SLOTS
 from nanoengine.backends.kv_cache import KVCache, KVGroup, KVSpec, block_bytes, group_layers, new_caches
-from nanoengine.config import EngineConfig
+from nanoengine.config import ROUNDED, EngineConfig
 from nanoengine.engine import Chunk, ModelRunner, ScheduledBatch, Sequence
 from nanoengine.models.shard import Shard
 from nanoengine.models.weights import Checkpoint, digest_weights, load_model, resolve_dtype
@@ -59,10 +59,11 @@ def start_runner(
     Raises:
         ValueError: a checkpoint or setting that cannot be served, or too little memory.
     """
-    if config.quantization is not None and checkpoint.written_as is not None:
-        raise ValueError(
-            f"quantization={config.quantization!r} does not go with a checkpoint of {checkpoint.written_as}"
-        )
+    if config.quantization is not None and checkpoint.written_as != (
+        None if config.quantization in ROUNDED else config.quantization
+    ):
+        written = checkpoint.written_as or "plain weights"
+        raise ValueError(f"quantization={config.quantization!r} does not go with a checkpoint of {written}")
     torch_device = config.resolve_device()
     device = wrap((CUDA if torch_device.type == "cuda" else CPU)(torch_device, config))
     dtype = device.choose_dtype(resolve_dtype(config.dtype, checkpoint.hf_config))

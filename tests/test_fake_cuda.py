@@ -261,8 +261,7 @@ def test_transformers_own_code_does_not_either(name, fake_gpu, tmp_path_factory)
     "kind",
     [
         "qwen3_5_text",
-        "mamba2",
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("lfm2", "mamba", "olmo_hybrid")),
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("mamba2", "lfm2", "mamba", "olmo_hybrid")),
     ],
 )
 def test_layers_with_states_do_not_either(kind, fake_gpu, tmp_path):

@@ -358,6 +358,9 @@ def test_quantization_does_not_go_with_a_checkpoint_that_is_in_few_bits_already(
     write(tmp_path, stated, writer)
     with pytest.raises(ValueError, match="quantization='int8' does not go with a checkpoint of awq"):
         LLM(str(tmp_path), num_kv_blocks=4, quantization="int8")
+    with pytest.raises(ValueError, match="quantization='gptq' does not go with a checkpoint of awq"):
+        LLM(str(tmp_path), num_kv_blocks=4, quantization="gptq")
+    LLM(str(tmp_path), num_kv_blocks=4, quantization="awq").close()
 
 
 # ---- GGUF ----------------------------------------------------------------------------------------

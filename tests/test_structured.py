@@ -626,6 +626,7 @@ def test_without_the_package_an_error_names_the_extra(llm, monkeypatch):
         answers(llm, [asking("json")])
 
 
+@pytest.mark.slow
 def test_nothing_is_imported_that_nobody_asked_for():
     code = (
         "import sys; from nanoengine import LLM, SamplingParams\n"

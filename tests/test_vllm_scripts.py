@@ -688,11 +688,12 @@ def test_what_asks_for_nothing_changes_nothing_and_what_is_not_served_is_refused
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"quantization": "awq"}, "got 'awq'; leave it out for a quantised"),
+        ({"quantization": "awq"}, "quantization='awq' does not go with a checkpoint of plain weights"),
+        ({"quantization": "hqq"}, "got 'hqq'; a checkpoint in few bits says itself how it is written"),
         ({"kv_cache_dtype": "fp8"}, "set dtype"),
         ({"enable_chunked_prefill": False}, "max_num_batched_tokens"),
         ({"limit_mm_per_prompt": {"image": 1}}, "only text"),
-        ({"enable_lora": True}, "merge the adapter"),
+        ({"enable_lora": True}, "give lora=..., which is merged"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size must be"),
         ({"hf_overrides": {"rope_thetta": 1e6}}, "hf_overrides names 'rope_thetta', which is no field of a"),

@@ -40,7 +40,7 @@ from nanoengine.backends.inputs import AttentionMetadata, SamplingMetadata
 from nanoengine.backends.kv_cache import KVCache, KVSpec
 from nanoengine.backends.memory import keep_freed_memory, zeros_on_large_pages
 from nanoengine.backends.quantized import PackedEmbedding, Quantized, grouped, quantize
-from nanoengine.config import EngineConfig
+from nanoengine.config import ROUNDED, EngineConfig
 from nanoengine.steps import unwound_by_sigterm
 
 # ---- Threads -------------------------------------------------------------------------------------
@@ -730,7 +730,7 @@ class CPU(Device):
     """A CPU: compiled kernels (with a compiler, without enforce_eager), packed weights, pinned threads."""
 
     backends = (CompiledAttention, TorchAttention)
-    quantizations = (None, "int8", "int4")
+    quantizations = ROUNDED
 
     def __init__(self, device: torch.device, config: EngineConfig) -> None:
         super().__init__(device, config)
@@ -774,7 +774,7 @@ class CPU(Device):
         self.draw = None if self.kernels is None else self.kernels.sample
         if has_states:
             model.states.kernels = self.kernels
-        quantization = self.config.quantization
+        quantization = self.config.quantization if self.config.quantization in ROUNDED else None
         if quantization is not None and self.kernels is None:
             raise ValueError(f"quantization={quantization!r} needs compiled kernels: {self._no_kernels}")
         if not model.replaceable:

@@ -15,7 +15,7 @@ from nanoengine.backends.attention import BuildAttention, PagedAttention, TorchA
 from nanoengine.backends.inputs import ModelInputs, SamplingMetadata
 from nanoengine.backends.kv_cache import KVSpec
 from nanoengine.backends.quantized import Quantized
-from nanoengine.config import EngineConfig
+from nanoengine.config import ROUNDED, EngineConfig
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -90,7 +90,7 @@ class Device:
 
     # Of attention, the fastest first.
     backends: ClassVar[tuple[type[PagedAttention], ...]] = (TorchAttention,)
-    quantizations: ClassVar[tuple[str | None, ...]] = (None,)  # of weights, that it computes with
+    quantizations: ClassVar[tuple[str, ...]] = ()  # what it rounds weights to, of `ROUNDED`
     # Defaults of what a user may set. A larger step is no faster on a CPU, whose caches it overflows.
     block_size: ClassVar[int] = 32
     max_num_batched_tokens: ClassVar[int] = 1024
@@ -100,7 +100,7 @@ class Device:
     draw: Callable[[Tensor, SamplingMetadata], tuple[Tensor, Tensor]] | None = None
 
     def __init__(self, device: torch.device, config: EngineConfig) -> None:
-        if config.quantization not in self.quantizations:
+        if config.quantization in ROUNDED and config.quantization not in self.quantizations:
             raise ValueError(f"quantization={config.quantization!r} does not run on {device.type}")
         self.device = device
         self.config = config

@@ -197,8 +197,8 @@ static inline __m512bh pairs_of(const int4x8* step, int j) {
       0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0,
       0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0,
       0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80};
-  __m512i all = _mm512_srl_epi16(_mm512_loadu_si512(step), _mm_cvtsi32_si128(4 * j));
-  return (__m512bh)_mm512_permutexvar_epi16(all, _mm512_load_si512(BF16));
+  typedef uint16_t lanes __attribute__((vector_size(64)));
+  return (__m512bh)_mm512_permutexvar_epi16((__m512i)(load_as<lanes>(step) >> 4 * j), _mm512_load_si512(BF16));
 }
 #endif
 
@@ -299,7 +299,7 @@ static void multiply(float* sums, const A* x, int64_t stride, const W* weights, 
                      const char* next, int64_t bytes) {
   int64_t num_tiles = num_tiles_of(rows), fetching = std::min<int64_t>(num_tiles, 4);
   int64_t fours = std::max<int64_t>(1, groups.count * (groups.inputs / (4 * STEP<W>)));
-  int64_t lines = rows >= FETCH_FROM ? (bytes / 64 + fours * fetching - 1) / (fours * fetching) : 0;
+  int64_t lines = IS_SCALED || rows >= FETCH_FROM ? (bytes / 64 + fours * fetching - 1) / (fours * fetching) : 0;
   const float* x_sums = groups.x_sums;
   for (int64_t i = 0; i < num_tiles; i++, next += lines * fours * 64) {
     auto [begin, end] = tile_of(rows, i);

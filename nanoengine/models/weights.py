@@ -99,7 +99,8 @@ class Checkpoint:
         """In which format its weights are in few bits, for the user; None: in none."""
         if _is_gguf(self.path):
             return "gguf"
-        return None if self.quantization is None else str(self.quantization["quant_method"])
+        stated = self.quantization or getattr(self.hf_config, "quantization_config", None)
+        return None if stated is None else str(stated["quant_method"])
 
     @property
     def architecture(self) -> str:
@@ -687,7 +688,7 @@ def _load_transformers(
     headers, source = files.headers, str(path)
     if isinstance(files, GGUFFile) and not files.is_known:
         source, settings["gguf_file"] = str(path.parent), path.name
-    elif checkpoint.written_as is not None:
+    elif isinstance(files, GGUFFile) or checkpoint.quantization is not None:
         auto, source = MODEL_FOR_CAUSAL_LM_MAPPING[type(checkpoint.hf_config)], None  # its names are its own
         settings["state_dict"] = {name: floats(files.read(name), dtype) for name in headers}
         settings.pop("key_mapping", None)
