@@ -22,8 +22,10 @@ from tests.helpers import (
     GEMMA3N,
     GEMMA4,
     HF_ARCHITECTURES,
+    MOE,
     TINY,
     WINDOW,
+    YARN,
     check_served,
     checkpoint,
     composite_of,
@@ -222,6 +224,27 @@ VISION = {
     "deepstack_visual_indexes": [0],
 }
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+SIGLIP = {"model_type": "siglip_vision_model"}
+COHERE2 = {"model_type": "cohere2", **ALTERNATING}
+GLM_ROPE = {**MROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
+EXPERTS = {**MOE, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+GLM4V_MOE = {**EXPERTS, "head_dim": 16, "rope_parameters": GLM_ROPE}
+MISTRAL4 = {
+    **EXPERTS,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "rope_parameters": {
+        **YARN,
+        "original_max_position_embeddings": 16,  # beyond which queries are scaled by their positions
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "llama_4_scaling_beta": 0.5,
+    },
+}
 
 
 @pytest.mark.skipif(transformers.__version__ < "5", reason="other names and settings there")
@@ -242,6 +265,28 @@ MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
             marks=pytest.mark.slow,
         ),
         ("SmolVLM", {"model_type": "llama"}, {}, "nanoengine's"),
+        pytest.param("Idefics3", {"model_type": "llama"}, {}, "nanoengine's", marks=pytest.mark.slow),
+        pytest.param(
+            "LlavaOnevision", {"model_type": "qwen2"}, SIGLIP, "nanoengine's", marks=pytest.mark.slow
+        ),
+        pytest.param("AyaVision", COHERE2, SIGLIP, "transformers'", marks=pytest.mark.slow),
+        pytest.param("Cohere2Vision", COHERE2, SIGLIP, "transformers'", marks=pytest.mark.slow),
+        pytest.param(
+            "Exaone4_5_",
+            {"model_type": "exaone4", **ALTERNATING},
+            {},
+            "transformers'",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("Glm4v", {"rope_parameters": GLM_ROPE}, {}, "transformers'", marks=pytest.mark.slow),
+        pytest.param("Glm4vMoe", GLM4V_MOE, {}, "transformers'", marks=pytest.mark.slow),
+        pytest.param(
+            "Mistral3",
+            {"model_type": "mistral4", **MISTRAL4},
+            {"model_type": "pixtral"},
+            "transformers'",
+            marks=pytest.mark.slow,
+        ),
         ("Llava", {"model_type": "llama"}, {"model_type": "clip_vision_model"}, "nanoengine's"),
         ("Qwen2VL", {"rope_parameters": MROPE}, {}, "nanoengine's"),
         ("Qwen2_5_VL", {"rope_parameters": MROPE}, {}, "nanoengine's"),

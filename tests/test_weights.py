@@ -98,6 +98,38 @@ def test_an_unexpected_tensor_is_named(copy, impl):
 
 
 @IMPLS
+@pytest.mark.parametrize(
+    "names", [["model.layers.2.mlp.up_proj.weight"], ["mtp.norm.weight", "model.mtp.0.x"]]
+)
+def test_layers_that_only_guess_ahead_are_left_out_and_said_so(copy, names, impl, caplog, tmp_path_factory):
+    edit(copy, lambda t: t.update((name, torch.zeros(2)) for name in names))
+    with LLM(str(copy), num_kv_blocks=8, model_impl=impl) as llm:
+        output = llm.generate([7, 8], SamplingParams(temperature=0, max_tokens=10), use_tqdm=False)
+    assert output[0].outputs[0].token_ids == greedy(checkpoint(NAME, tmp_path_factory)[1], [7, 8], 10)
+    said = f"{len(names)} tensors of layers beyond the model's are left out, the first is '{min(names)}'"
+    assert said in caplog.text
+
+
+def test_norms_by_their_names_in_tensorflow_are_read_as_transformers_reads_them(copy, tmp_path):
+    """It renames `LayerNorm.gamma` alone: a Llama's `norm.gamma` it leaves out, and makes the norm up."""
+    edit(copy, lambda t: t.update({"model.norm.gamma": t.pop("model.norm.weight")}))
+    report = transformers.AutoModelForCausalLM.from_pretrained(copy, output_loading_info=True)[1]
+    assert set(report["missing_keys"]) == {"model.norm.weight"}
+    refuse(copy, r"lacks 1 tensors, the first is 'model\.norm\.weight'")
+    model = transformers.BertLMHeadModel(transformers.BertConfig(**TINY, is_decoder=True)).eval()
+    with torch.no_grad():
+        model.bert.encoder.layer[1].output.LayerNorm.weight.mul_(torch.linspace(-1, 2, 64))
+    model.save_pretrained(tmp_path / "bert")
+    tensors = load_file(tmp_path / "bert" / "model.safetensors")
+    for ours, theirs in (("weight", "gamma"), ("bias", "beta")):
+        tensors = {name.replace(f"LayerNorm.{ours}", f"LayerNorm.{theirs}"): x for name, x in tensors.items()}
+    save_file(tensors, tmp_path / "bert" / "model.safetensors", metadata={"format": "pt"})
+    with LLM(str(tmp_path / "bert"), num_kv_blocks=8) as llm:
+        output = llm.generate([7, 8], SamplingParams(temperature=0, max_tokens=10), use_tqdm=False)
+    assert output[0].outputs[0].token_ids == greedy(model, [7, 8], 10)
+
+
+@IMPLS
 def test_a_tensor_of_the_wrong_shape_is_named_with_both_shapes(copy, impl):
     edit(copy, lambda t: t.update({"model.norm.weight": torch.zeros(63)}))
     shapes = r"'model\.norm\.weight' has shape \(63,\), the config asks for \(64,\)"
@@ -266,6 +298,18 @@ def test_tensors_whose_names_only_transformers_knows_are_served_by_its_code(tmp_
     refuse(tmp_path / "model", r"lacks 26 tensors, the first is 'model\.", model_impl="nanoengine")
     with LLM(str(tmp_path / "model"), num_kv_blocks=8) as llm:
         assert isinstance(llm.llm_engine.runner.model, HFModel)
+        output = llm.generate([7, 8], SamplingParams(temperature=0, max_tokens=10), use_tqdm=False)
+    assert output[0].outputs[0].token_ids == greedy(model, [7, 8], 10)
+
+
+@pytest.mark.parametrize("name", ["qwen2 tied", "qwen3"])
+def test_a_body_saved_alone_is_served_where_its_head_is_the_embedding(name, tmp_path, tmp_path_factory):
+    path, model = checkpoint(name, tmp_path_factory)
+    transformers.AutoModel.from_pretrained(path).save_pretrained(tmp_path)
+    if name == "qwen3":
+        refuse(tmp_path, r"lacks 25 tensors, the first is 'lm_head\.weight'")
+        return
+    with LLM(str(tmp_path), num_kv_blocks=8) as llm:
         output = llm.generate([7, 8], SamplingParams(temperature=0, max_tokens=10), use_tqdm=False)
     assert output[0].outputs[0].token_ids == greedy(model, [7, 8], 10)
 

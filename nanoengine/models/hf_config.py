@@ -4,11 +4,17 @@ That imports what takes transformers a second and more, and models on our own co
 """
 
 import sys
+from functools import partial
 from typing import Any
 
-from transformers import Qwen2Config, Qwen3Config
+import transformers
+from transformers import Glm4Config, Glm4MoeConfig, Qwen2Config, Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
+)
 
 from nanoengine.models.decoder import rope_settings
 from nanoengine.models.eager import METHODS
@@ -23,19 +29,26 @@ ATTENTION_NAME = "nanoengine"  # under which transformers knows our attention
 
 # Models that take images and text -> the config class of their language model, None where it says it itself.
 LANGUAGE_PARTS: dict[str, Any] = {
+    "aya_vision": None,
+    "cohere2_vision": None,
+    "exaone4_5": None,
     "gemma3": None,
     "gemma3n": None,
     "gemma4": None,
     "gemma4_unified": None,
+    "idefics3": None,
     "internvl": None,
     "llama4": None,
     "llava": None,
     "llava_next": None,
+    "llava_onevision": None,
     "mistral3": None,
     "qwen3_5": None,
     "qwen3_5_moe": None,
     "qwen4_exp": None,
     "smolvlm": None,
+    "glm4v": partial(Glm4Config, attention_bias=True),  # which its code has without asking
+    "glm4v_moe": Glm4MoeConfig,
     "qwen2_vl": Qwen2Config,
     "qwen2_5_vl": Qwen2Config,
     "qwen3_vl": Qwen3Config,
@@ -46,10 +59,24 @@ class UnsupportedModelError(ValueError):
     """The model cannot be computed over a flat batch with paged attention; the message says why."""
 
 
+def name_causal_lm(config: Any) -> None:
+    """Have the config of a body alone, or one that transformers' table lacks, name its causal LM."""
+    model_type = config.model_type
+    if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and getattr(config, "architectures", None) == [
+        MODEL_MAPPING_NAMES.get(model_type)
+    ]:
+        config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]
+    text_config = config.get_text_config()
+    if text_config.model_type == "mistral4":  # listed among those that take images, which this class does not
+        model_class: Any = transformers.Mistral4ForCausalLM
+        MODEL_FOR_CAUSAL_LM_MAPPING.register(type(text_config), model_class, exist_ok=True)
+
+
 def language_part(config: Any) -> Any | None:
     """The config of the language model inside one that takes images too; None: there is none we know.
 
-    Without images Qwen-VL's three positions of a token are one, so that its language model is Qwen's.
+    Without images the three positions of a token in Qwen-VL and GLM-V are one, so that their language models
+    are Qwen's and GLM's.
     """
     if config.model_type not in LANGUAGE_PARTS or config.get_text_config() is config:
         return None
@@ -60,6 +87,7 @@ def language_part(config: Any) -> Any | None:
         fields = {
             name: x for name, x in part.to_dict().items() if name not in ("model_type", "architectures")
         }
+        fields.setdefault("head_dim", part.hidden_size // max(1, part.num_attention_heads))
         for name in ("rope_parameters", "rope_scaling"):
             if isinstance(fields.get(name), dict):
                 fields[name] = {key: x for key, x in fields[name].items() if not key.startswith("mrope")}

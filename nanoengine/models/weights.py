@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import re
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -28,6 +29,7 @@ from nanoengine.models.hf_config import (
     attention_implementation,
     check_config,
     language_part,
+    name_causal_lm,
 )
 from nanoengine.models.lora import Adapter, merge
 from nanoengine.models.shard import Shard
@@ -57,6 +59,8 @@ SIZES = {
     **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"), 2**16),
 }
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# Tensors of heads that guess tokens further ahead (MTP), by their own names or in layers after the model's.
+GUESSING = re.compile(r"(model\.)?(mtp\w*|layers\.(?P<layer>\d+))\.")
 # Our fused layers -> Hugging Face's, whose outputs lie one after the other.
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
@@ -84,7 +88,7 @@ class Checkpoint:
     quantization: dict[str, Any] | None = None
 
     def open_files(self) -> Files | GGUFFile:
-        """Its tensors.
+        """Its tensors, without those of layers that only guess tokens ahead.
 
         Raises:
             ValueError: a file is missing or damaged.
@@ -92,7 +96,22 @@ class Checkpoint:
         if _is_gguf(self.path):
             return GGUFFile(self.path)
         written = None if self.quantization is None else choose_format(self.quantization)
-        return Files(self.path, written, self.is_part)
+        files = Files(self.path, written, self.is_part)
+        if unused := [name for name in files.headers if self.is_guessing(name)]:
+            logging.getLogger(__name__).warning(
+                "%s: %d tensors of layers beyond the model's are left out, the first is %r",
+                *(self.path, len(unused), unused[0]),
+            )
+            for name in unused:
+                del files.headers[name]
+        return files
+
+    def is_guessing(self, name: str) -> bool:
+        """Whether a tensor is of a layer beyond the model's, which transformers leaves out too."""
+        found = GUESSING.match(name)
+        return found is not None and (
+            found["layer"] is None or int(found["layer"]) >= self.hf_config.num_hidden_layers
+        )
 
     @property
     def written_as(self) -> str | None:
@@ -214,6 +233,7 @@ def open_checkpoint(
         fields = _overridden(fields, deepcopy(hf_overrides), hf_config)  # transformers fills in what it gets
         with _as_value_error(path):
             hf_config = type(hf_config).from_dict({**fields, "name_or_path": str(path)})
+    name_causal_lm(hf_config)
     whole_config, part = hf_config, language_part(hf_config)
     if part is not None:
         hf_config = part
@@ -709,7 +729,11 @@ def _load_transformers(
             raise ValueError(f"{path}: {name!r} is still {parameter.dtype} after loading")
     for entry in report["mismatched_keys"]:  # a name, from transformers 5 on with both shapes
         raise ValueError(f"{path} holds a tensor of another shape than the config asks for: {entry}")
-    unexpected = [name for name in report["unexpected_keys"] if name in headers or not checkpoint.is_part]
+    unexpected = [
+        name
+        for name in report["unexpected_keys"]
+        if (name in headers or not checkpoint.is_part) and not checkpoint.is_guessing(name)
+    ]
     _refuse(path, missing=report["missing_keys"], unexpected=unexpected)
     changed = set[str]()
     if config.lora is not None:
