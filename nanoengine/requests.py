@@ -92,16 +92,18 @@ class RequestChecker:
         Where it is cut afterwards, any does.
 
         Raises:
-            ValueError: it has too many characters, which is told before minutes are spent on its tokens.
+            ValueError: it has too many characters, which is told before minutes go on its tokens, or the
+                tokenizer gives up on it.
         """
         if not is_cut and len(text) >= self.max_model_len and len(text) > self.max_prompt_chars:
             raise ValueError(
                 f"prompt has {len(text)} characters, which are more tokens than max_model_len="
                 f"{self.max_model_len} leaves for it; shorten it or raise max_model_len"
             )
-        token_ids: list[int] = self.checkpoint.tokenizer(
-            text, add_special_tokens=add_special_tokens
-        ).input_ids
+        with panics_as_errors("prompt"):
+            token_ids: list[int] = self.checkpoint.tokenizer(
+                text, add_special_tokens=add_special_tokens
+            ).input_ids
         return token_ids
 
     def check(self, prompt: Any, params: Any, priority: Any) -> CheckedRequest:
@@ -279,6 +281,17 @@ def check_unicode(name: str, text: str) -> str:
     return text
 
 
+@contextmanager
+def panics_as_errors(name: str) -> Iterator[None]:
+    """Have a tokenizer that panics raise ValueError; Rust's panic is no Exception, nor can it be imported."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__module__ != "pyo3_runtime":
+            raise
+        raise ValueError(f"{name} cannot be read by the model's tokenizer: {error}") from error
+
+
 def bad_word_ids(bad_words: Sequence[str], tokenizer: Any, vocab_size: int) -> tuple[tuple[int, ...], ...]:
     """The token sequences that spell the words, at the start of a text and after a space, as in vLLM.
 
@@ -288,8 +301,9 @@ def bad_word_ids(bad_words: Sequence[str], tokenizer: Any, vocab_size: int) -> t
     results = []
     for word in bad_words:
         bare_word = check_unicode("bad_words", word).lstrip()
-        bare = tuple(tokenizer.encode(bare_word, add_special_tokens=False))
-        spaced = tuple(tokenizer.encode(" " + bare_word, add_special_tokens=False))
+        with panics_as_errors("bad_words"):
+            bare = tuple(tokenizer.encode(bare_word, add_special_tokens=False))
+            spaced = tuple(tokenizer.encode(" " + bare_word, add_special_tokens=False))
         if not bare or max(*bare, *spaced) >= vocab_size:
             raise ValueError(
                 f"bad_words must hold words that are token ids in [0, {vocab_size}), "

@@ -1,5 +1,6 @@
 """What surrounds the engine's steps: Ctrl-C that waits for their end, the thread they are for, their time."""
 
+import os
 import signal
 import threading
 import time
@@ -66,10 +67,12 @@ class EngineDeadError(RuntimeError):
 class Owner:
     """The thread that an engine works for: from its first request until nothing of its is unfinished.
 
-    Two threads that step one engine would take each other's outputs. One after the other may use it.
+    Two threads that step one engine would take each other's outputs. One after the other may use it. A fork
+    has none of the threads that compute.
     """
 
     def __init__(self) -> None:
+        self._process = os.getpid()
         self._lock = threading.RLock()  # reentrant: a signal's handler may come here too
         self._thread: threading.Thread | None = None
 
@@ -77,8 +80,13 @@ class Owner:
         """Make the engine the calling thread's.
 
         Raises:
-            RuntimeError: another thread's requests are unfinished.
+            RuntimeError: another thread's requests are unfinished, or this is a fork.
         """
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"the engine is process {self._process}'s, and this is a fork of it: make one here, or start "
+                'processes by the "spawn" method'
+            )
         caller = threading.current_thread()
         with self._lock:
             if self._thread is None or not self._thread.is_alive():

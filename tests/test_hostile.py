@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import os
 import random
 import runpy
 import shutil
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -174,6 +176,23 @@ def test_bad_words_that_no_token_of_the_model_spells_are_refused(word, engine, m
     def intrude(llm):
         with pytest.raises(ValueError, match="bad_words must"):
             llm.add_request("x", "a", SamplingParams(bad_words=["b", word]))
+
+    assert run_beside(llm, intrude)[0] == alone
+
+
+@pytest.mark.parametrize("field", ["prompt", "bad_words"])
+def test_a_text_that_makes_the_tokenizer_panic_is_refused(field, engine, monkeypatch):
+    """Its pattern tries an exponential number of ways; the library gives up after some, by a panic."""
+    llm, alone = engine
+    split = tokenizers.pre_tokenizers.Split(tokenizers.Regex("(a+)+$"), "isolated")
+    text = "a" * 30 + "!"
+
+    def intrude(llm):
+        params = SamplingParams(bad_words=[text] if field == "bad_words" else None)
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.get_tokenizer().backend_tokenizer, "pre_tokenizer", split)
+            with pytest.raises(ValueError, match=f"{field} cannot be read by the model's tokenizer: Onig"):
+                llm.add_request("x", text if field == "prompt" else [1], params)
 
     assert run_beside(llm, intrude)[0] == alone
 
@@ -501,6 +520,30 @@ def test_a_second_thread_is_refused_while_the_first_has_requests_and_harms_nothi
         assert all("AsyncLLM" in message for message in refusals)
         assert answers(llm.generate(["a", "b"], SEEDED, use_tqdm=False)) == expected
         assert llm.metrics()["num_free_blocks"] == 60
+
+
+def test_a_fork_is_told_that_the_engine_is_not_its_own(babbler):
+    """It has none of the threads that compute, and would wait for them, or for ranks, for ever."""
+    with LLM(babbler, num_kv_blocks=60) as llm:
+        expected = answers(llm.generate("a", SEEDED, use_tqdm=False))
+        heard, said = os.pipe()
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore", DeprecationWarning
+            )  # from Python 3.12 on, of a fork beside threads
+            child = os.fork()
+        if not child:
+            try:
+                llm.generate("a", SEEDED, use_tqdm=False)
+            except RuntimeError as error:
+                os.write(said, str(error).encode())
+            finally:
+                os._exit(0)
+        os.close(said)
+        with open(heard) as stream:
+            assert f"process {os.getpid()}'s, and this is a fork of it" in stream.read()
+        os.waitpid(child, 0)
+        assert answers(llm.generate("a", SEEDED, use_tqdm=False)) == expected
 
 
 def in_a_thread(function, *arguments):
