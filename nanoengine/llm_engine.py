@@ -360,10 +360,10 @@ class LLMEngine:
         attention = runner.attention
         notes = f" ({'; '.join(attention.notes)})" if attention.notes else ""
         part = " (its language model: images are left out)" if self.checkpoint.is_part else ""
-        weights = f" with {config.quantization} weights" if config.quantization in ROUNDED else ""
+        forms = (getattr(part, "form", None) for part in runner.model.modules())
+        in_bits = " and ".join(map(str, sorted({form.bits for form in forms if form and form.bits})))
+        weights = f" with {config.quantization} weights" if config.quantization in ROUNDED and in_bits else ""
         if (written := self.checkpoint.written_as) is not None:
-            forms = (getattr(part, "form", None) for part in runner.model.modules())
-            in_bits = " and ".join(map(str, sorted({form.bits for form in forms if form and form.bits})))
             weights = f" with {written} weights" + (f" in {in_bits} bits" if in_bits else ", dequantised,")
         weights += "" if config.lora is None else f" and the adapter {Path(config.lora).name}"
         num_guesses = config.num_speculative_tokens

@@ -324,6 +324,11 @@ def test_a_state_that_is_no_json_is_refused_by_the_weight_s_name(tmp_path):
     refuse(tmp_path, f"tensor '{UP}.weight', bitsandbytes, is not sound")
     change(tmp_path, lambda t: t.update({state: torch.tensor(list(b"[1]"), dtype=torch.uint8)}))
     refuse(tmp_path, f"tensor '{UP}.weight', bitsandbytes, is not sound")
+    other = {"blocksize": 64, "shape": [64, 96], "quant_type": "nf4", "dtype": "float32"}
+    other |= {"nested_blocksize": 256, "nested_offset": 0.125}
+    text = json.dumps(other).encode()
+    change(tmp_path, lambda t: t.update({state: torch.tensor(list(text), dtype=torch.uint8)}))
+    refuse(tmp_path, rf"tensor '{UP}.weight' has shape \(64, 96\), the config asks for \(96, 64\)")
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from nanoengine.backends.kv_cache import KVCache, KVSpec
 # ---- Configuration: one dataclass for the families served ----------------------------------------
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "divided")  # the last is GGUF files' alone
+SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +103,7 @@ def _rope_parameters(config: Any) -> dict[str, Any]:
     """The one rope setting of a supported family, with what its type needs filled in."""
     rope = (rope_settings(config) or [{"rope_type": "default"}])[0]
     rope.setdefault("rope_theta", getattr(config, "rope_theta", 10000.0))
-    if rope["rope_type"] not in SUPPORTED_ROPE_TYPES:
+    if rope["rope_type"] not in SUPPORTED_ROPE_TYPES and "divisors" not in rope:  # these are of a GGUF file
         raise ValueError(
             f"rope type {rope['rope_type']!r} is not supported; supported: {', '.join(SUPPORTED_ROPE_TYPES)}"
         )

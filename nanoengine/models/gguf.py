@@ -107,17 +107,20 @@ class GGUFFile:
             eos_token_id=[i for name in ("eos", "eot") if (i := self.fields[f"{name}_token_id"]) is not None],
         )
         config.architectures = [f"{type(config).__name__.removesuffix('Config')}ForCausalLM"]
-        config.rope_parameters = self._rope()
+        config.rope_parameters = self._rope(head_dim)
         types = {tensor.tensor_type.name for tensor in self._tensors.values()}
         config.dtype = torch.float32 if types == {"F32"} else torch.bfloat16
         if types <= {"F32", "F16"} and "F16" in types:
             config.dtype = torch.float16
         return config
 
-    def _rope(self) -> dict[str, Any]:
+    def _rope(self, head_dim: int) -> dict[str, Any]:
         rope = {"rope_type": "default", "rope_theta": float(self._number("rope.freq_base", 10000.0))}
         if DIVISORS in self._tensors:
-            return rope | {"rope_type": "divided", "divisors": self._tensors[DIVISORS].data.tolist()}
+            divisors = self._tensors[DIVISORS].data.tolist()
+            if len(divisors) != head_dim // 2:
+                raise ValueError(f"{self.path}: {DIVISORS} has {len(divisors)} numbers, not {head_dim // 2}")
+            return rope | {"rope_type": "divided", "divisors": divisors}
         kind = self.fields.get(f"{self.architecture}.rope.scaling.type", "none")
         if kind == "none":
             return rope

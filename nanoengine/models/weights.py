@@ -546,8 +546,7 @@ def _load_decoder(
     is_dummy = config.load_format == "dummy"
     files = None if is_dummy else checkpoint.open_files()
     adapter = None if config.lora is None else Adapter(Path(config.lora))
-    if files is not None:
-        _check_fit(whole, files.headers, checkpoint.path)
+    shapes = {} if files is None else _check_fit(whole, files.headers, checkpoint.path)
     changed = set() if adapter is None else adapter.names
     set_aside = _set_aside(model, files, changed) if files is not None and shard is None else {}
     is_tied = model.config.tie_word_embeddings
@@ -559,11 +558,12 @@ def _load_decoder(
         _fill_at_random(model, config.seed + (shard.rank if shard is not None else 0))
     else:
         _fill(model, files, shard)
-        _take_up(model, set_aside, files, pack, dtype)
+        _take_up(model, set_aside, files, shapes, pack, dtype)
     if adapter is not None:
         merge(adapter, _destinations(model))
     # As in transformers (`PreTrainedModel.tie_weights`): a head of its own is used, whatever the config says.
-    if is_tied and not set_aside and torch.equal(model.lm_head.weight, model.embed_tokens.weight):
+    is_plain = not {"lm_head", "embed_tokens"} & set_aside.keys()
+    if is_tied and is_plain and torch.equal(model.lm_head.weight, model.embed_tokens.weight):
         model.lm_head.weight = model.embed_tokens.weight
     model.build_rope_table(max_model_len)
     return model
@@ -578,8 +578,8 @@ def _fill_at_random(model: Decoder, seed: int) -> None:
             parameter.normal_(0.0, 0.02, generator=generator)
 
 
-def _check_fit(model: Decoder, headers: dict[str, TensorHeader], path: Path) -> None:
-    """Refuse files that lack a tensor of the model, hold another one, or one of another shape."""
+def _check_fit(model: Decoder, headers: dict[str, TensorHeader], path: Path) -> dict[str, tuple[int, ...]]:
+    """Refuse files that lack a tensor of the model, hold another one, or one of another shape; its shapes."""
     shapes = {name: tuple(part.shape) for name, part in _destinations(model).items()}
     if model.config.tie_word_embeddings and HEAD in headers:
         shapes[HEAD] = shapes[EMBEDDING]
@@ -590,6 +590,7 @@ def _check_fit(model: Decoder, headers: dict[str, TensorHeader], path: Path) -> 
     for name, shape in shapes.items():
         if headers[name].shape not in (shape, None):
             raise ValueError(f"tensor {name!r} has shape {headers[name].shape}, the config asks for {shape}")
+    return shapes
 
 
 def _check_dtypes(headers: dict[str, TensorHeader], parameters: Container[str]) -> None:
@@ -610,12 +611,22 @@ def _fill(model: Decoder, files: Files | GGUFFile, shard: Shard | None) -> None:
     for name in files.headers:
         if name not in wanted:  # it was set aside
             continue
+        filled, dtype = wanted[name], wanted[name].dtype
         if shard is None:
-            wanted[name].copy_(floats(files.read(name), wanted[name].dtype))
-            continue
-        part = floats(files.read(name, shard.slices(name, wanted[name].dim())), wanted[name].dtype)
-        filled = wanted[name].zero_()[tuple(slice(length) for length in part.shape)]
+            part = floats(_read(files, name, tuple(filled.shape)), dtype)
+        else:
+            part = floats(files.read(name, shard.slices(name, filled.dim())), dtype)
+            filled = filled.zero_()[tuple(slice(length) for length in part.shape)]
         filled.copy_(part)  # all of it, but where the shares were rounded up
+
+
+def _read(files: Files | GGUFFile, name: str, shape: tuple[int, ...]) -> Tensor | Quantized:
+    """A tensor of that shape, which of some formats only the contents tell."""
+    weight = files.read(name)
+    found = tuple((weight.integers if isinstance(weight, Quantized) else weight).shape)
+    if found != shape:
+        raise ValueError(f"tensor {name!r} has shape {found}, the config asks for {shape}")
+    return weight
 
 
 def _set_aside(model: Decoder, files: Files | GGUFFile, changed: set[str]) -> dict[str, list[str]]:
@@ -643,6 +654,7 @@ def _take_up(
     model: Decoder,
     set_aside: dict[str, list[str]],
     files: Files | GGUFFile,
+    shapes: dict[str, tuple[int, ...]],
     pack: Pack,
     dtype: torch.dtype,
 ) -> None:
@@ -652,7 +664,7 @@ def _take_up(
         layer: Any = model.get_submodule(path)
         new = made.get(tuple(names))
         if new is None:
-            parts = [files.read(name) for name in names]
+            parts = [_read(files, name, shapes[name]) for name in names]
             integers = [part for part in parts if isinstance(part, Quantized)]
             if len(integers) == len(parts):
                 new = pack(Quantized.cat(integers), getattr(layer, "bias", None), dtype)
