@@ -48,7 +48,7 @@ ENGINE: Unserved = {
     "enable_lora": ((None, False), "give lora=..., which is merged into the weights"),
     "enable_prefix_caching": ((None,), ""),
     "enable_prompt_embeds": ((None, False), "prompts are text or token ids"),
-    "enable_sleep_mode": ((None, False), "close() releases the memory"),
+    "enable_sleep_mode": (ANY, "sleep and wake_up are always there"),
     "enforce_eager": ((None,), ""),
     "generation_config": ((None,), ""),
     "guided_decoding_backend": ((None, "auto", "guidance"), "structured outputs are made by llguidance"),

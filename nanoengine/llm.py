@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from torch import Tensor
 from tqdm import tqdm
 
 from nanoengine.compat import CALL, without_unserved
@@ -162,6 +163,41 @@ class LLM:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; refused (False) while requests run."""
         return self.llm_engine.reset_prefix_cache()
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Replace weights by others of the same names and shapes, all of them or some; forgets all prefixes.
+
+        Names are the checkpoint's; of models on transformers' code, those of transformers' parameters.
+
+        Raises:
+            ValueError, TypeError: a tensor is unknown, of another shape or no floats, or the engine's weights
+                cannot be replaced; with the reason, and nothing is changed.
+            RuntimeError: there are unfinished requests, or the weights sleep.
+        """
+        self.llm_engine.update_weights(weights)
+
+    def sleep(self, level: int = 1) -> None:
+        """Give the KV cache's memory back; of level 2 that of the weights too. On a CPU, and on Linux.
+
+        After level 2 every weight has to be given by `update_weights` before the next request.
+
+        Raises:
+            ValueError: another level, or not served with the engine's settings.
+            RuntimeError: there are unfinished requests.
+        """
+        self.llm_engine.sleep(level)
+
+    def wake_up(self, tags: Iterable[str] | None = None) -> None:
+        """Take the memory again: of "weights", of the "kv_cache"; None: of both.
+
+        Raises:
+            ValueError: another tag.
+        """
+        self.llm_engine.wake_up(tags)
+
+    def is_sleeping(self) -> bool:
+        """Whether the weights or the KV cache sleep: requests are refused then."""
+        return self.llm_engine.is_sleeping()
 
     def metrics(self) -> dict[str, int | float]:
         """As `LLMEngine.metrics`."""

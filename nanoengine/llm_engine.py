@@ -16,6 +16,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
 
+from torch import Tensor
+
 from nanoengine.backends.kv_cache import KVGroup
 from nanoengine.compat import CALL, without_unserved
 from nanoengine.config import ROUNDED, EngineConfig
@@ -94,6 +96,7 @@ class LLMEngine:
             from nanoengine.extensions.processors import EngineProcessors
 
             self._processors = EngineProcessors(config.logits_processors, config, self.runner.device.device)
+        self._reloader: Any = None  # made when weights are to change or to sleep
         self._is_closed, self._owner = False, Owner()
         self._tracer = None
         if config.trace is not None:
@@ -186,6 +189,8 @@ class LLMEngine:
         """
         if self._is_closed:
             raise RuntimeError("the engine is closed")
+        if self._reloader is not None:
+            self._reloader.check_ready()
         checked = self.checker.check(prompt, params, priority)
         return checked._replace(processors=tuple(self._processors_of(checked.params)))
 
@@ -313,6 +318,38 @@ class LLMEngine:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; refused (False) while requests run."""
         return self.scheduler.block_manager.reset_prefix_cache()
+
+    @uninterrupted()
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """As `LLM.update_weights`."""
+        self._between_requests().update_weights(weights)
+
+    @uninterrupted()
+    def sleep(self, level: int = 1) -> None:
+        """As `LLM.sleep`."""
+        self._between_requests().sleep(level)
+
+    @uninterrupted()
+    def wake_up(self, tags: Iterable[str] | None = None) -> None:
+        """As `LLM.wake_up`."""
+        self._between_requests().wake_up(tags)
+
+    def is_sleeping(self) -> bool:
+        """Whether something of it is asleep."""
+        return self._reloader is not None and bool(self._reloader.asleep)
+
+    def _between_requests(self) -> Any:
+        """What exchanges weights and puts them to sleep, imported when it is first asked for."""
+        if self._is_closed:
+            raise RuntimeError("the engine is closed")
+        if self.has_unfinished_requests():
+            raise RuntimeError("there are unfinished requests: run them to their end, or abort them, first")
+        if self._reloader is None:
+            from nanoengine.extensions.reload import Reloader
+
+            blocks = self.scheduler.block_manager
+            self._reloader = Reloader(self.config, self.checkpoint, self.runner, blocks)
+        return self._reloader
 
     def metrics(self) -> dict[str, int | float]:
         """Counters since the start, and the state of the queues and the cache now.

@@ -498,6 +498,32 @@ class PackedLinear(nn.Module):
             packed = kernels.pack(weight)
         self.register_buffer("packed", packed, persistent=False)
 
+    def load(self, weight: Tensor, first: int = 0) -> None:
+        """Replace rows of the weight from the first on, in its memory; in few bits they are rounded here."""
+        end = first + len(weight)
+        if not self._are_blocks(first, end):
+            whole = self.weight
+            whole[first:end] = weight
+            weight, first, end = whole, 0, self.out_features
+        outputs = self.kernels.num_outputs
+        self.packed[first // outputs : -(-end // outputs)] = self._pack(weight)
+
+    def can_load(self, first: int, num_rows: int) -> bool:
+        """Whether `load` would leave the other rows as they are: in few bits they cannot be packed anew."""
+        return not self.form.bits or self._are_blocks(first, first + num_rows)
+
+    def holds(self, weight: Tensor) -> bool:
+        """Whether it was made of that weight, (out, in)."""
+        return torch.equal(self.packed, self._pack(weight))
+
+    def _are_blocks(self, first: int, end: int) -> bool:
+        outputs = self.kernels.num_outputs
+        return first % outputs == 0 and (end % outputs == 0 or end == self.out_features)
+
+    def _pack(self, weight: Tensor) -> Tensor:
+        weight, bits = weight.to(self.packed.device, self.dtype), self.form.bits
+        return self.kernels.pack_integers(quantize(weight, bits)) if bits else self.kernels.pack(weight)
+
     @property
     def weight(self) -> Tensor:
         """The weight that is computed with, (out, in), made anew at each call: some models look at it."""
@@ -524,7 +550,22 @@ class OneDNNLinear(nn.Module):
         super().__init__()
         self.bias = layer.bias
         self.weight = layer.weight.new_empty(0, layer.in_features)  # some ask for its dtype
+        self.shape = layer.weight.shape
         self.packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight)
+
+    def load(self, weight: Tensor, first: int = 0) -> None:
+        """Replace rows of the weight from the first on."""
+        whole = self.weight.new_zeros(self.shape) if self.packed is None else self.packed.to_dense()
+        whole[first : first + len(weight)] = weight
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(whole)
+
+    def drop(self) -> None:
+        """Give the weight's memory back, until `load`."""
+        self.packed = None
+
+    def holds(self, weight: Tensor) -> bool:
+        """Whether it was made of that weight, (out, in)."""
+        return torch.equal(self.packed.to_dense(), weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """(T, in) -> (T, out)."""

@@ -4,6 +4,7 @@ import ctypes
 import math
 import mmap
 import platform
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -22,6 +23,12 @@ def keep_freed_memory() -> None:
         m_trim_threshold, m_mmap_threshold = -1, -3
         mallopt(m_mmap_threshold, 32 << 20)  # the most there is; larger tensors are still mapped and unmapped
         mallopt(m_trim_threshold, 1 << 30)
+
+
+def return_freed_memory() -> None:
+    """Have the C library give the system what it keeps by `keep_freed_memory`; steps will fetch it anew."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def resident_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -57,3 +64,22 @@ def zeros_on_large_pages(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     with suppress(OSError):  # this kernel has none
         memory.madvise(mmap.MADV_HUGEPAGE, start, size // LARGE_PAGE * LARGE_PAGE)
     return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape), offset=start).view(*shape)
+
+
+def drop_pages(tensor: Tensor) -> None:
+    """Give the memory of a CPU's tensor back to the system, but for its ends; it reads as zeros from then on.
+
+    Its address stays, and with the next write its memory comes back.
+
+    Raises:
+        ValueError: the system is not Linux.
+        OSError: it refuses.
+    """
+    if sys.platform != "linux":
+        raise ValueError("memory can be given back on Linux alone")
+    first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    start, end = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE, last // mmap.PAGESIZE * mmap.PAGESIZE
+    if start < end:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED):
+            raise OSError(ctypes.get_errno(), "madvise failed")

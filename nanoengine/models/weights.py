@@ -560,7 +560,7 @@ def _load_decoder(
         _fill(model, files, shard)
         _take_up(model, set_aside, files, shapes, pack, dtype)
     if adapter is not None:
-        merge(adapter, _destinations(model))
+        merge(adapter, destinations(model))
     # As in transformers (`PreTrainedModel.tie_weights`): a head of its own is used, whatever the config says.
     is_plain = not {"lm_head", "embed_tokens"} & set_aside.keys()
     if is_tied and is_plain and torch.equal(model.lm_head.weight, model.embed_tokens.weight):
@@ -580,7 +580,7 @@ def _fill_at_random(model: Decoder, seed: int) -> None:
 
 def _check_fit(model: Decoder, headers: dict[str, TensorHeader], path: Path) -> dict[str, tuple[int, ...]]:
     """Refuse files that lack a tensor of the model, hold another one, or one of another shape; its shapes."""
-    shapes = {name: tuple(part.shape) for name, part in _destinations(model).items()}
+    shapes = {name: tuple(part.shape) for name, part in destinations(model).items()}
     if model.config.tie_word_embeddings and HEAD in headers:
         shapes[HEAD] = shapes[EMBEDDING]
         if EMBEDDING not in headers:
@@ -605,7 +605,7 @@ def _check_dtypes(headers: dict[str, TensorHeader], parameters: Container[str]) 
 
 def _fill(model: Decoder, files: Files | GGUFFile, shard: Shard | None) -> None:
     """Copy tensors, or a shard's part of each, one at a time from memory-mapped files: they are held once."""
-    wanted = _destinations(model)
+    wanted = destinations(model)
     if EMBEDDING in wanted:
         wanted.setdefault(HEAD, wanted[EMBEDDING])
     for name in files.headers:
@@ -640,7 +640,7 @@ def _set_aside(model: Decoder, files: Files | GGUFFile, changed: set[str]) -> di
     set_aside = {}
     for path, layer in model.named_modules():
         if isinstance(layer, nn.Linear | nn.Embedding):
-            names = _saved_names(f"{path}.weight")
+            names = saved_names(f"{path}.weight")
             if names == [HEAD] and HEAD not in files.headers:
                 names = [EMBEDDING]
             if all(map(files.is_quantized, names)) and not changed & {*names}:
@@ -786,7 +786,7 @@ def _as_value_error(path: Path) -> Iterator[None]:
         raise ValueError(f"{path} cannot be loaded: {kind}{error}") from error
 
 
-def _saved_names(name: str) -> list[str]:
+def saved_names(name: str) -> list[str]:
     """What Hugging Face calls a parameter of ours; of a fused one, those whose rows it holds in turn."""
     full_name = name if name.startswith("lm_head") else f"model.{name}"
     for fused, parts in FUSED.items():
@@ -795,7 +795,7 @@ def _saved_names(name: str) -> list[str]:
     return [full_name]
 
 
-def _destinations(model: Decoder) -> dict[str, Tensor]:
+def destinations(model: Decoder) -> dict[str, Tensor]:
     """Hugging Face tensor name -> the (part of a) parameter it fills."""
     config = model.config
     heads = config.num_heads, config.num_kv_heads, config.num_kv_heads
@@ -804,7 +804,7 @@ def _destinations(model: Decoder) -> dict[str, Tensor]:
     for name, parameter in model.named_parameters():
         fused = name.split(".")[-2]
         parts = torch.split(parameter, rows[fused]) if fused in rows else [parameter]
-        result |= zip(_saved_names(name), parts, strict=True)
+        result |= zip(saved_names(name), parts, strict=True)
     return result
 
 

@@ -1,0 +1,263 @@
+"""Weights that change while an engine lives, and memory that is given back while it rests.
+
+What reinforcement learners ask of an engine: the learner's tensors in the place of those that were loaded,
+and memory that is free while the learner has the machine. Names are vLLM's.
+
+A tensor goes where the one lies that it replaces, packed as the device packed that: kernels hold addresses.
+Which place is whose, a model without weights says, made of the same config: its parameters have the
+checkpoint's names and shapes.
+"""
+
+from collections.abc import Iterable, Iterator
+from copy import deepcopy
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+from nanoengine.backends.cpu import CompiledLayer, OneDNNLinear, PackedLinear
+from nanoengine.backends.memory import drop_pages, return_freed_memory
+from nanoengine.backends.quantized import PackedEmbedding
+from nanoengine.config import EngineConfig
+from nanoengine.engine import BlockManager, ModelRunner
+from nanoengine.models.decoder import Decoder
+from nanoengine.models.weights import Checkpoint, destinations, saved_names
+
+TAGS = ("weights", "kv_cache")  # what sleeps
+
+
+class Place(NamedTuple):
+    """Where a tensor of the checkpoint is held."""
+
+    module: Any
+    name: str  # what the module calls it
+    shape: tuple[int, ...]  # in the checkpoint
+    first: int = 0  # where its rows begin in what is held, which may be several tensors'
+    is_transposed: bool = False  # as it is held
+
+
+class Run(NamedTuple):
+    """Tensors that lie one after the other: what is packed together is packed once."""
+
+    module: Any
+    name: str
+    first: int
+    names: list[str]
+    tensors: list[Tensor]
+
+
+class Reloader:
+    """Exchanges a runner's weights, and puts it to sleep; between requests.
+
+    Raises:
+        ValueError: other processes share the weights or what was computed with them, or they are no longer
+            those of the checkpoint.
+    """
+
+    def __init__(
+        self, config: EngineConfig, checkpoint: Checkpoint, runner: ModelRunner, blocks: BlockManager
+    ) -> None:
+        few_bits = getattr(checkpoint.hf_config, "quantization_config", None) or checkpoint.written_as
+        for name, is_there in (
+            ("tensor_parallel_size above 1", config.tensor_parallel_size > 1),
+            ("a kv_store", config.kv_store is not None),
+            ("lora", config.lora is not None),
+            ("a checkpoint in few bits", few_bits is not None),
+        ):
+            if is_there:
+                raise ValueError(f"update_weights and sleep are not served with {name}")
+        self.runner, self.blocks = runner, blocks
+        self.asleep: set[str] = set()  # of TAGS
+        self.missing: set[str] = set()  # tensors that were dropped, and not given since
+        self.places: dict[str, list[Place]] = {}  # of each tensor; of tied ones, under the first's name
+        self.first_names: dict[str, str] = {}  # tensor -> the first of those that it is tied to, or itself
+        self._find_places(config, checkpoint)
+
+    def check_ready(self) -> None:
+        """Raise RuntimeError where no request can be computed."""
+        if self.asleep:
+            raise RuntimeError(f"the engine sleeps ({', '.join(sorted(self.asleep))}): call wake_up first")
+        if self.missing:
+            count, first = len(self.missing), min(self.missing)
+            raise RuntimeError(f"{count} weights were dropped, such as {first!r}: call update_weights first")
+
+    # -- weights
+
+    @torch.no_grad()
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """As `LLM.update_weights`."""
+        if "weights" in self.asleep:
+            raise RuntimeError("the engine sleeps (weights): call wake_up first")
+        tensors = self._check(weights)
+        runs = self._join(tensors)
+        for run in runs:
+            is_packed = isinstance(run.module, PackedLinear) and run.name == "weight"
+            if is_packed and not run.module.can_load(run.first, sum(map(len, run.tensors))):
+                raise ValueError(
+                    f"tensor {run.names[0]!r} lies between others of its layer in few bits: "
+                    "give q, k and v, or gate and up, in one call"
+                )
+        for run in runs:
+            whole = run.tensors[0] if len(run.tensors) == 1 else torch.cat(run.tensors)
+            _load(run.module, run.name, whole, run.first)
+        self.missing -= tensors.keys()
+        self.blocks.reset_prefix_cache()
+
+    def _check(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """All tensors, by the first of their names, as they are held."""
+        tensors: dict[str, Tensor] = {}
+        for name, tensor in weights:
+            if name not in self.first_names:
+                raise ValueError(f"the model has no tensor {name!r}")
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"tensor {name!r} must be a torch.Tensor, got {type(tensor).__name__}")
+            first_name = self.first_names[name]
+            place = self.places[first_name][0]
+            if tuple(tensor.shape) != place.shape:
+                shape = tuple(tensor.shape)
+                raise ValueError(f"tensor {name!r} has shape {shape}, the model asks for {place.shape}")
+            if not tensor.is_floating_point() or tensor.element_size() < 2:
+                raise TypeError(
+                    f"tensor {name!r} is {tensor.dtype}; a weight must be float16 or wider floats"
+                )
+            if tensor.is_meta or tensor.layout != torch.strided:
+                raise TypeError(f"tensor {name!r} must be dense and hold numbers")
+            tensor = tensor.detach().T if place.is_transposed else tensor.detach()
+            if first_name in tensors and not torch.equal(tensors[first_name], tensor):
+                raise ValueError(
+                    f"tensor {name!r} was given twice, or is tied to {first_name!r}, and differs"
+                )
+            tensors[first_name] = tensor
+        return tensors
+
+    def _join(self, tensors: dict[str, Tensor]) -> list[Run]:
+        """Where they go; several as one where each begins at the end of the one before."""
+        runs: dict[tuple[int, str, int], Run] = {}  # by where they end
+        placed = [(place, name) for name in tensors for place in self.places[name]]
+        for place, name in sorted(placed, key=lambda one: one[0].first):
+            tensor = tensors[name]
+            key = id(place.module), place.name, place.first
+            run = runs.pop(key, None) if place.first else None
+            run = run or Run(place.module, place.name, place.first, [], [])
+            run.names.append(name)
+            run.tensors.append(tensor)
+            runs[*key[:2], place.first + (len(tensor) if tensor.dim() else 0)] = run
+        return list(runs.values())
+
+    def _find_places(self, config: EngineConfig, checkpoint: Checkpoint) -> None:
+        """Learn from a model without weights what the checkpoint's tensors are called."""
+        model: Any = self.runner.model
+        auto: Any = AutoModelForCausalLM
+        names: dict[int, str] = {}  # of the first tensor in a parameter that several names share
+        with torch.device("meta"):
+            if isinstance(model, Decoder):
+                reference: Any = Decoder(model.config)
+            else:
+                model = model.causal_lm
+                reference = auto.from_config(
+                    deepcopy(checkpoint.hf_config), trust_remote_code=config.trust_remote_code
+                )
+        parts = destinations(reference) if isinstance(reference, Decoder) else {}
+        for path, whole in reference.state_dict(keep_vars=True).items():
+            if not whole.is_floating_point():
+                continue
+            parent, _, name = path.rpartition(".")
+            module, first = _held_module(model, parent), 0
+            is_conv = isinstance(reference.get_submodule(parent), Conv1D) and not isinstance(module, Conv1D)
+            for saved in saved_names(path) if parts else [path]:
+                part = parts.get(saved, whole)
+                shape = tuple(part.shape)
+                place = Place(module, name, shape, first, is_conv and name == "weight")
+                first += shape[0] if shape else 0
+                tied = names.setdefault(id(whole), saved) if part.shape == whole.shape else saved
+                if tied != saved and _is_shared(self.places[tied][0], place):
+                    self.places[tied].append(place)
+                    self.first_names[saved] = tied
+                else:
+                    self.places[saved] = [place]
+                    self.first_names[saved] = saved
+
+    # -- sleep
+
+    def sleep(self, level: int) -> None:
+        """As `LLM.sleep`."""
+        if type(level) is not int or level not in (1, 2):
+            raise ValueError(f"level must be 1 or 2, got {level!r}")
+        if self.runner.device.device.type != "cpu":
+            raise ValueError("sleep is served on a CPU alone")
+        self.blocks.reset_prefix_cache()
+        for tensor in self._cache_memory():
+            drop_pages(tensor)
+        self.asleep = set(TAGS)
+        if level == 2:
+            self.missing = set(self.places)
+            for places in self.places.values():
+                for place in places:
+                    _drop(place.module, place.name)
+        return_freed_memory()
+
+    def wake_up(self, tags: Iterable[str] | None) -> None:
+        """As `LLM.wake_up`."""
+        tags = TAGS if tags is None else list(tags)
+        for tag in tags:
+            if tag not in TAGS:
+                raise ValueError(f"tags must be of {', '.join(TAGS)}, got {tag!r}")
+        if "kv_cache" in self.asleep & {*tags}:
+            for tensor in self._cache_memory():
+                tensor.zero_()  # so that no step has to fetch it
+        self.asleep -= {*tags}
+
+    def _cache_memory(self) -> Iterator[Tensor]:
+        yield from {id(x): x for cache in self.runner.caches for x in (cache.k, cache.v)}.values()
+
+
+# ---- The layers a device makes -------------------------------------------------------------------
+
+
+def _held_module(model: nn.Module, path: str) -> Any:
+    """What a loaded model has at that path, beneath what computes a layer as a whole."""
+    module: Any = model
+    for name in filter(None, path.split(".")):
+        module = getattr(module, name)
+        module = module.layer if isinstance(module, CompiledLayer) else module
+    return module.head[0] if isinstance(module, PackedEmbedding) else module
+
+
+def _is_shared(one: Place, other: Place) -> bool:
+    """Whether what the config ties was tied when it was loaded: files may hold a head of its own."""
+    if one.module is other.module:
+        return True
+    held, packed = getattr(one.module, one.name), other.module
+    if isinstance(packed, PackedLinear | OneDNNLinear):
+        return packed.holds(held)
+    return held.data_ptr() == getattr(packed, other.name).data_ptr()  # type: ignore[no-any-return]
+
+
+def _load(module: Any, name: str, tensor: Tensor, first: int = 0) -> None:
+    """Put rows in the place of those that a module holds from the first on."""
+    held = getattr(module, name)
+    if isinstance(held, nn.ModuleList):  # experts, each in a layer
+        is_transposed = getattr(module, "is_transposed", False)
+        for layer, weight in zip(held, tensor.transpose(1, 2) if is_transposed else tensor, strict=True):
+            _load(layer, "weight", weight)
+    elif isinstance(module, PackedLinear | OneDNNLinear) and name == "weight":
+        module.load(tensor, first)
+    else:
+        rows = held[first : first + len(tensor)] if tensor.dim() else held
+        rows.copy_(tensor)
+        if name == "weight" and hasattr(module, "float32_linear"):  # a router's copy
+            _load(module.float32_linear, name, rows.float())
+
+
+def _drop(module: Any, name: str) -> None:
+    """Give its memory back; what it holds is lost."""
+    held = getattr(module, name)
+    if isinstance(held, nn.ModuleList):
+        for layer in held:
+            _drop(layer, "weight")
+    elif isinstance(module, OneDNNLinear) and name == "weight":
+        module.drop()
+    else:
+        drop_pages(module.packed if isinstance(module, PackedLinear) and name == "weight" else held)

@@ -1,0 +1,218 @@
+"""Weights that change, memory that sleeps. The oracle is an LLM that was loaded from the other checkpoint."""
+
+import gc
+import sys
+
+import psutil
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+
+from nanoengine import LLM, SamplingParams
+from tests.helpers import TINY, checkpoint, hf_model, random_prompts
+
+PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, prompt_logprobs=1, logprobs=1)
+SETTINGS = {"max_num_seqs": 4, "num_kv_blocks": 64, "pin_threads": False}
+
+
+def other(name):
+    """Weights that are others than `checkpoint`'s, of the same shapes."""
+    model = hf_model(name)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter[torch.randperm(len(parameter), generator=generator)])
+    return model
+
+
+def answers(llm):
+    """Everything that weights decide: tokens, and log-probabilities of prompts and tokens."""
+    outputs = llm.generate([{"prompt_token_ids": p} for p in random_prompts([5, 21])], PARAMS, use_tqdm=False)
+    return [(o.outputs[0].token_ids, o.outputs[0].logprobs, o.prompt_logprobs) for o in outputs]
+
+
+def check_replaced(name, tmp_path_factory, tmp_path, one_by_one=False, **settings):
+    model = other(name)
+    model.save_pretrained(tmp_path / "other")
+    with LLM(tmp_path / "other", **SETTINGS, **settings) as llm:
+        wanted = answers(llm)
+    with LLM(checkpoint(name, tmp_path_factory)[0], **SETTINGS, **settings) as llm:
+        assert answers(llm) != wanted
+        if one_by_one:
+            for pair in model.named_parameters():
+                llm.update_weights([pair])
+        else:
+            llm.update_weights(model.named_parameters())
+        assert answers(llm) == wanted
+        assert answers(llm) == wanted  # from the prefix cache, too
+
+
+@pytest.mark.parametrize("one_by_one", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "name",
+    ["qwen3", "qwen3 tied, one kv head", "llama with biases", "llama odd sizes", "gemma3", "phi3", "gpt2",
+     "mixtral", "gpt-oss", "deepseek-v3", "falcon new"],
+)  # fmt: skip
+@pytest.mark.slow
+def test_new_weights_are_as_good_as_loaded_ones(name, dtype, one_by_one, tmp_path_factory, tmp_path):
+    check_replaced(name, tmp_path_factory, tmp_path, one_by_one, dtype=dtype)
+
+
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3 tied, one kv head", "gemma3", "mixtral"])
+@pytest.mark.slow
+def test_new_weights_are_rounded_as_loaded_ones(name, dtype, bits, tmp_path_factory, tmp_path):
+    check_replaced(name, tmp_path_factory, tmp_path, dtype=dtype, quantization=bits)
+
+
+def test_new_weights_of_a_small_model_are_as_good_as_loaded_ones(tmp_path_factory, tmp_path):
+    check_replaced("qwen3", tmp_path_factory, tmp_path, dtype="float32")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_head_of_its_own_stays_one_whatever_the_config_says(dtype, tmp_path_factory, tmp_path):
+    path, model = checkpoint("qwen2 tied", tmp_path_factory)
+    embedding = model.model.embed_tokens.weight.detach()
+    pairs = [("model.embed_tokens.weight", embedding.flip(0)), ("lm_head.weight", embedding.roll(1, 0))]
+    model.config.save_pretrained(tmp_path)
+    tensors = {name: x.clone() for name, x in [*model.named_parameters(), ("lm_head.weight", embedding * 2)]}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with LLM(tmp_path, **SETTINGS, dtype=dtype) as llm:
+        llm.update_weights(pairs)
+        replaced = answers(llm)
+    save_file({**tensors, **{name: x.clone() for name, x in pairs}}, tmp_path / "model.safetensors")
+    with LLM(tmp_path, **SETTINGS, dtype=dtype) as llm:
+        assert answers(llm) == replaced
+    with LLM(path, **SETTINGS, dtype=dtype) as llm:
+        before = answers(llm)
+        with pytest.raises(ValueError, match=r"'lm_head\.weight' was given twice, or is tied to"):
+            llm.update_weights(pairs)
+        assert answers(llm) == before
+        llm.update_weights([("lm_head.weight", pairs[0][1])])  # another name of the same
+        assert llm.llm_engine.runner.model.embed_tokens(torch.tensor([0])).tolist() == [
+            embedding[-1].to(getattr(torch, dtype)).tolist()
+        ]
+
+
+def test_nothing_changes_where_one_tensor_is_refused(tmp_path_factory):
+    path, model = checkpoint("qwen3", tmp_path_factory)
+    name, good = "model.norm.weight", torch.zeros_like(model.model.norm.weight)
+    with LLM(path, **SETTINGS) as llm:
+        before = answers(llm)
+        for error, bad in (
+            (ValueError, ("model.norm.bias", good)),
+            (ValueError, (name, good[1:])),
+            (ValueError, (name, good + 1)),
+            (TypeError, (name, good.int())),
+            (TypeError, (name, good.to("meta"))),
+            (TypeError, (name, good.tolist())),
+        ):
+            with pytest.raises(error, match=bad[0]):
+                llm.update_weights([(name, good), bad])
+        assert answers(llm) == before
+
+
+def test_weights_and_memory_wait_for_unfinished_requests(tmp_path_factory):
+    with LLM(checkpoint("qwen3", tmp_path_factory)[0], **SETTINGS) as llm:
+        llm.add_request("a", {"prompt_token_ids": [1, 2, 3]}, SamplingParams(max_tokens=2, ignore_eos=True))
+        for act in (lambda: llm.update_weights([]), llm.sleep, llm.wake_up):
+            with pytest.raises(RuntimeError, match="unfinished requests"):
+                act()
+        while llm.has_unfinished_requests():
+            llm.step()
+        llm.update_weights([])
+
+
+def test_prefixes_of_other_weights_are_forgotten(tmp_path_factory):
+    path, model = checkpoint("qwen3", tmp_path_factory)
+    prompt, params = {"prompt_token_ids": random_prompts([40])[0]}, SamplingParams(max_tokens=1)
+    with LLM(path, **SETTINGS, block_size=8) as llm:
+        for act in (lambda: llm.update_weights([("model.norm.weight", model.model.norm.weight)]), llm.sleep):
+            assert llm.generate(prompt, params, use_tqdm=False)[0].num_cached_tokens == 0
+            assert llm.generate(prompt, params, use_tqdm=False)[0].num_cached_tokens > 0
+            act()
+            llm.llm_engine.wake_up()
+            assert llm.scheduler.block_manager.evictable_blocks == {}
+
+
+def test_a_store_that_outlives_the_weights_is_refused(tmp_path_factory, tmp_path):
+    settings = {**SETTINGS, "kv_store": str(tmp_path)}
+    with LLM(checkpoint("qwen3", tmp_path_factory)[0], **settings) as llm:
+        for act in (lambda: llm.update_weights([]), llm.sleep):
+            with pytest.raises(ValueError, match="kv_store"):
+                act()
+
+
+@pytest.mark.slow
+def test_parts_that_share_a_block_in_few_bits_are_given_together(tmp_path):
+    config = transformers.Qwen3Config(**{**TINY, "head_dim": 22})  # q, k and v: 88, 44 and 44 rows
+    model = transformers.Qwen3ForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    tensors = {name: x.detach().flip(0) for name, x in model.named_parameters()}
+    key = "model.layers.0.self_attn.k_proj.weight"
+    with LLM(tmp_path, **SETTINGS, quantization="int4") as llm:
+        before = answers(llm)
+        with pytest.raises(ValueError, match=f"{key}' lies between others"):
+            llm.update_weights([("model.norm.weight", tensors["model.norm.weight"]), (key, tensors[key])])
+        assert answers(llm) == before
+        llm.update_weights((key.replace("k_proj", part), tensors[key.replace("k_proj", part)])
+                           for part in ("q_proj", "v_proj", "k_proj"))  # fmt: skip
+        assert answers(llm) != before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is given back on Linux alone")
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "mixtral"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.slow
+def test_who_wakes_up_answers_as_before(name, dtype, tmp_path_factory):
+    path, model = checkpoint(name, tmp_path_factory)
+    with LLM(path, **SETTINGS, dtype=dtype) as llm:
+        before = answers(llm)
+        llm.sleep()
+        with pytest.raises(RuntimeError, match="sleeps"):
+            answers(llm)
+        llm.wake_up(["weights"])
+        assert llm.is_sleeping()
+        llm.wake_up(["kv_cache"])
+        assert not llm.is_sleeping()
+        assert answers(llm) == before
+        llm.sleep(level=2)
+        with pytest.raises(RuntimeError, match="sleeps"):
+            llm.update_weights(model.named_parameters())
+        llm.wake_up()
+        first, *rest = model.named_parameters()
+        llm.update_weights(rest)
+        with pytest.raises(RuntimeError, match=f"1 weights were dropped, such as '{first[0]}'"):
+            answers(llm)
+        llm.update_weights([first])
+        assert answers(llm) == before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is given back on Linux alone")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.slow
+def test_sleep_gives_memory_back(dtype, tmp_path):
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 16384}
+    config = transformers.Qwen3Config(**{**TINY, **sizes}, architectures=["Qwen3ForCausalLM"])
+    config.save_pretrained(tmp_path)
+
+    with torch.device("meta"):
+        weights = sum(x.numel() for x in transformers.Qwen3ForCausalLM(config).parameters())
+    weights *= getattr(torch, dtype).itemsize
+
+    def resident_mib():
+        gc.collect()
+        return psutil.Process().memory_info().rss / 2**20
+
+    settings = {"load_format": "dummy", "max_num_seqs": 4, "kv_cache_bytes": 256 << 20, "pin_threads": False}
+    with LLM(tmp_path, **settings, dtype=dtype) as llm:
+        awake = resident_mib()
+        llm.sleep()
+        asleep = resident_mib()
+        assert awake - asleep > 0.95 * 256
+        llm.sleep(level=2)
+        assert asleep - resident_mib() > 0.95 * weights / 2**20
