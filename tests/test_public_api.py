@@ -70,6 +70,7 @@ ORDER = [
         "extensions.windows",
         "extensions.states",
         "extensions.speculate",
+        "extensions.reload",
         "extensions.kvstore",
         "extensions.structured",
         "extensions.processors",
