@@ -484,3 +484,16 @@ def test_the_kernels_are_right_compiled_for_another_instruction_set(name):
     )
     assert result.returncode == 0, result.stdout[-3000:]
     assert " passed" in result.stdout
+
+
+def test_layers_of_other_bits_groups_and_zeros_that_are_computed_together_keep_their_numbers():
+    torch.manual_seed(0)
+    parts = [
+        quantized(6, 64, 4, 32, has_zeros=False),
+        quantized(3, 64, 8, 16, has_zeros=True),
+        quantized(5, 64, 4, 64, has_zeros=True),
+    ]
+    whole = Quantized.cat(parts)
+    assert (whole.bits, whole.group) == (8, 16)
+    expected = torch.cat([part.dequantize(torch.float32) for part in parts])
+    assert torch.equal(whole.dequantize(torch.float32), expected)

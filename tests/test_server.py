@@ -1026,7 +1026,10 @@ def test_what_runs_longer_than_drain_seconds_ends_with_an_error(stream):
         (["serve", "demo", "--model", "demo"], "a model is needed, once"),
         (["serve", "demo", "--kv-cache-dtype", "fp8"], "kv_cache_dtype='fp8' is not served: the cache has"),
         (["serve", "demo", "--ssl_keyfile=key.pem"], "ssl_keyfile='key.pem' is not served: TLS is left to"),
-        (["serve", "demo", "--enable-lora"], "enable_lora=True is not served: merge the adapter"),
+        (
+            ["serve", "demo", "--enable-lora"],
+            "enable_lora=True is not served: give lora=..., which is merged",
+        ),
         (["serve", "demo", "--no-such-flag"], "unrecognized arguments: --no-such-flag"),
         (["serve", "demo", "--allowed-origins", "[5]"], "argument --allowed-origins"),
     ],
