@@ -165,11 +165,12 @@ class HFModel(nn.Module):
             replace_attention(causal_lm)
             causal_lm.config._attn_implementation = ATTENTION_NAME  # for which no masks are made
         if any(hasattr(module, "create_position_ids_from_input_ids") for module in causal_lm.modules()):
+            pad_id = causal_lm.config.pad_token_id
             logging.getLogger(__name__).warning(
                 "%s is served at positions 0, 1, ..., as transformers' generate has it; it was trained from "
-                "pad_token_id + 1 = %d on, where its forward has it when nobody gives it positions",
+                "pad_token_id + 1%s on, where its forward has it when nobody gives it positions",
                 type(causal_lm).__name__,
-                causal_lm.config.pad_token_id + 1,
+                "" if pad_id is None else f" = {pad_id + 1}",
             )
         # Not every body passes keyword arguments on to its attention modules: they get theirs directly.
         self._relay = _Relay()

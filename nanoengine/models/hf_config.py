@@ -66,7 +66,7 @@ def name_causal_lm(config: Any) -> None:
         MODEL_MAPPING_NAMES.get(model_type)
     ]:
         config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]
-    text_config = config.get_text_config()
+    text_config = config.get_text_config(decoder=True)  # of an encoder-decoder there are two
     if text_config.model_type == "mistral4":  # listed among those that take images, which this class does not
         model_class: Any = transformers.Mistral4ForCausalLM
         MODEL_FOR_CAUSAL_LM_MAPPING.register(type(text_config), model_class, exist_ok=True)

@@ -304,7 +304,7 @@ def _read_config(path: Path, trust_remote_code: bool) -> Any:
 
 def _check_fields(path: Path, hf_config: Any) -> None:
     """Raise ValueError where a config's architecture, or a size of it or of its language model, cannot be."""
-    for config in (hf_config, hf_config.get_text_config()):
+    for config in (hf_config, hf_config.get_text_config(decoder=True)):
         names = getattr(config, "architectures", None)
         if not isinstance(names, list | None) or not all(isinstance(name, str) for name in names or ()):
             raise ValueError(f"{path}: architectures must be a list of names, got {names!r:.99}")
