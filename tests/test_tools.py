@@ -503,7 +503,7 @@ OTHER: dict = {
 SCHEMAS: dict = {tool["function"]["name"]: tool["function"]["parameters"] for tool in (ADD, OTHER)}
 
 
-@pytest.mark.parametrize("thinking", [False, True])
+@pytest.mark.parametrize("thinking", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "tell"}}])
 def test_a_call_that_is_required_comes(choice, thinking, client, script):
     """Whatever the model would have said; thoughts may come before."""
