@@ -192,10 +192,11 @@ class LLMEngine:
         if self._reloader is not None:
             self._reloader.check_ready()
         checked = self.checker.check(prompt, params, priority)
-        return checked._replace(processors=tuple(self._processors_of(checked.params)))
+        return checked._replace(processors=tuple(self._processors_of(checked)))
 
-    def _processors_of(self, params: SamplingParams) -> Iterator[Callable[[], Any]]:
+    def _processors_of(self, checked: CheckedRequest) -> Iterator[Callable[[], Any]]:
         """What makes the processors of a sample's logits: the request's, the engine's, that of its form."""
+        params = checked.params
         if params.logits_processors:
             from nanoengine.extensions.processors import FunctionProcessor
 
@@ -203,7 +204,10 @@ class LLMEngine:
         if self._processors is not None:
             yield from self._processors.of_request(params)
         if params.structured_outputs is not None:
-            yield self._grammars.compile(params.structured_outputs)
+            make_constraint = self._grammars.compile(params.structured_outputs)
+            if params.edits_logits or params.stop_token_ids:
+                self._grammars.check_beginning(make_constraint(), checked)
+            yield make_constraint
 
     @cached_property
     def _grammars(self) -> Any:

@@ -82,12 +82,34 @@ def test_the_same_model_through_both_codes_gives_the_same_tokens(name, tmp_path_
     assert tokens["nanoengine"] == tokens["transformers"]
 
 
-def test_a_model_trained_at_other_positions_than_generate_gives_it_says_so(tmp_path, caplog):
+@pytest.mark.skipif(transformers.__version__ < "5", reason="no product of all experts at once there")
+@pytest.mark.parametrize("intermediate_size", [33, 98])
+def test_experts_may_have_any_size(intermediate_size, tmp_path):
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        **{**TINY, "intermediate_size": intermediate_size}, num_local_experts=4
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="eager").eval()
+    model.save_pretrained(tmp_path)
+    assert check_served(tmp_path, model, LENGTHS, NUM_NEW) == "transformers'"
+
+
+OTHERS = ("XLMRoberta", "XLMRobertaXL", "Camembert", "Data2VecText", "Xmod", "RobertaPreLayerNorm")
+
+
+@pytest.mark.parametrize(
+    "family", ["Roberta", *(pytest.param(family, marks=pytest.mark.slow) for family in OTHERS)]
+)
+def test_a_model_trained_at_other_positions_than_generate_gives_it_says_so(family, tmp_path, caplog):
     sizes = {"vocab_size": 128, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = transformers.RobertaConfig(**sizes, intermediate_size=32, is_decoder=True, pad_token_id=3)
-    transformers.RobertaForCausalLM(config).save_pretrained(tmp_path)
+    sizes |= {"default_language": "en_XX"} if family == "Xmod" else {}
+    config = getattr(transformers, f"{family}Config")(
+        **sizes, intermediate_size=32, is_decoder=True, pad_token_id=3
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path)
     with LLM(tmp_path, num_kv_blocks=4):
-        assert "RobertaForCausalLM is served at positions 0, 1, " in caplog.text
+        assert f"{type(model).__name__} is served at positions 0, 1, " in caplog.text
         assert "trained from pad_token_id + 1 = 4 on" in caplog.text
 
 
@@ -284,6 +306,19 @@ MISTRAL4 = {
             "Mistral3",
             {"model_type": "mistral4", **MISTRAL4},
             {"model_type": "pixtral"},
+            "transformers'",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "Qwen3VLMoe",
+            {
+                "head_dim": 16,
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 24,
+                "rope_parameters": {**MROPE, "mrope_interleaved": True},
+            },
+            {},
             "transformers'",
             marks=pytest.mark.slow,
         ),

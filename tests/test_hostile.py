@@ -307,8 +307,12 @@ def test_no_request_changes_another_one_s_tokens_whatever_it_asks_for(engine, re
 # ---- what did no harm, and must not ----
 
 
-def test_a_storm_of_cancellations_duplicate_ids_and_preemptions_changes_no_answer(model):
-    """Also bad requests; one engine, many coroutines, blocks for a few of them."""
+def storm(model, num_tasks, most_cancelled):
+    """One engine, many coroutines, blocks for a few of them; every answer is looked at.
+
+    Returns:
+        How many tasks were answered, cancelled and refused for their id, and how many were preempted.
+    """
     rng = random.Random(0)
     prompts = [[rng.randrange(250) for _ in range(rng.randint(1, 40))] for _ in range(12)]
     params = [
@@ -331,25 +335,32 @@ def test_a_storm_of_cancellations_duplicate_ids_and_preemptions_changes_no_answe
                 assert outputs[-1].outputs[0].token_ids == expected[i]
                 counts["answered"] += 1
 
-        tasks = [asyncio.create_task(consume(number)) for number in range(150)]
+        tasks = [asyncio.create_task(consume(number)) for number in range(num_tasks)]
+        num_struck = 0
         while rest := [task for task in tasks if not task.done()]:
-            if rng.random() < 0.3 and counts["cancelled"] < 50:
+            if rng.random() < 0.3 and num_struck < most_cancelled:
                 rng.choice(rest).cancel()
-                counts["cancelled"] += 1
+                num_struck += 1
             await asyncio.sleep(rng.choice([0, 0.001, 0.01]))
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert {type(result) for result in results} == {type(None), asyncio.CancelledError}
+        counts["cancelled"] = sum(result is not None for result in results)
         for _ in range(2):
             await engine.abort("nobody")  # when this returns, the aborts before it have run
         metrics = engine.llm_engine.metrics()
         assert not engine._mailboxes
         assert not engine._waiting
         await asyncio.to_thread(engine.close)
-        return counts, metrics
+        assert metrics["num_free_blocks"] == 60
+        assert counts.total() == num_tasks
+        return counts | {"preempted": metrics["num_preemptions"]}
 
-    counts, metrics = asyncio.run(main())
-    assert metrics["num_free_blocks"] == 60
-    assert metrics["num_preemptions"] > 10
+    return asyncio.run(main())
+
+
+def test_a_storm_of_cancellations_duplicate_ids_and_preemptions_changes_no_answer(model):
+    counts = storm(model, 150, 50)
+    assert counts["preempted"] > 10
     assert counts["answered"] > 50
     assert counts["cancelled"] > 20  # how many fit in before the answers are there depends on the machine
     assert counts["duplicate"] > 5
@@ -596,10 +607,13 @@ def test_ctrl_c_while_loading_never_leaves_the_thread_on_one_core(model, default
     assert left == [(None, None, None)]
 
 
-def test_ctrl_c_at_any_line_of_generate_leaves_nothing_of_it_behind(engine, default_sigint):
-    """A signal at every n-th line of the package's Python, before the step, in it, and after it."""
-    llm, _ = engine
-    params = SamplingParams(temperature=0, max_tokens=3)
+def interrupt_generate(llm, num_places):
+    """Ctrl-C at every n-th line of the package's Python, before the step, in it, and after it.
+
+    Returns:
+        How often it struck.
+    """
+    params, num_blocks = SamplingParams(temperature=0, max_tokens=3), llm.metrics()["num_blocks"]
 
     def run():
         return answers(llm.generate(["ab", "c"], params, use_tqdm=False))
@@ -608,7 +622,7 @@ def test_ctrl_c_at_any_line_of_generate_leaves_nothing_of_it_behind(engine, defa
         expected = run()
     interrupts = 0
     # The first and last lines one by one: there the requests are queued and cleaned up.
-    for at in [*range(1, every.count, every.count // 60), *range(every.count - 60, every.count + 1)]:
+    for at in [*range(1, every.count, every.count // num_places), *range(every.count - 60, every.count + 1)]:
         llm.reset_prefix_cache()
         with suppress(KeyboardInterrupt), Lines(at=at, strike=ctrl_c):
             run()
@@ -616,9 +630,13 @@ def test_ctrl_c_at_any_line_of_generate_leaves_nothing_of_it_behind(engine, defa
         interrupts += 1
         assert not llm._inboxes, f"at line {at} of {every.count}"
         assert not llm.has_unfinished_requests(), f"at line {at} of {every.count}"
-        assert llm.metrics()["num_free_blocks"] == 60
-    assert interrupts > 100
+        assert llm.metrics()["num_free_blocks"] == num_blocks
     assert run() == expected
+    return interrupts
+
+
+def test_ctrl_c_at_any_line_of_generate_leaves_nothing_of_it_behind(engine, default_sigint):
+    assert interrupt_generate(engine[0], 60) > 100
 
 
 # ---- the end of the process ----

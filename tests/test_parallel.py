@@ -701,6 +701,21 @@ def test_ranks_live_on_when_the_thread_that_started_them_ends(demo_answer):
 
 
 @pytest.mark.slow
+def test_a_fork_beside_ranks_ends_and_leaves_them_to_their_engine(demo_answer):
+    code = """
+import os
+child = os.fork()
+if not child:
+    sys.exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), answer(12))
+"""
+    with script(code) as (process, ranks):
+        assert process.communicate(timeout=60)[0] == f"ready\n7 {demo_answer}\n"
+        assert process.returncode == 0
+        assert_gone(ranks, 1)
+
+
+@pytest.mark.slow
 def test_an_engine_that_nobody_closes_ends_with_its_script(demo_answer):
     with script("print(answer(12))") as (process, ranks):
         assert process.stdout.readline() == "ready\n"

@@ -466,6 +466,22 @@ def test_what_cannot_be_served_is_refused_by_the_field_s_name(changes, param, ur
     assert len(error["message"]) <= 1000
 
 
+@pytest.mark.parametrize("form", ["[ab]{5}", "c[ab]{5}"], ids=["from the beginning", "later"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_form_that_the_request_s_own_bans_leave_no_token_of_is_refused(form, stream, url):
+    asked = {"prompt": "a", "structured_outputs": {"regex": form}, "bad_words": ["a", "b"], "stream": stream}
+    answer = http.post(f"{url}/v1/completions", json=asked)
+    if answer.status_code == 200:  # it had begun
+        assert stream
+        assert form == "c[ab]{5}"
+        error = json.loads(answer.text.split("data: ")[-2])["error"]
+    else:
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+    assert (error["param"], error["type"]) == ("structured_outputs", "invalid_request_error")
+    assert "bad_words" in error["message"]
+
+
 @pytest.mark.parametrize(
     ("changes", "param"),
     [
@@ -997,6 +1013,20 @@ def test_on_sigterm_the_command_finishes_what_runs_and_takes_no_more(llm):
         assert process.wait(20) == 0
         lines = [json.loads(line) for line in process.stdout]
         assert [line["status"] for line in lines if line["path"].startswith("/v1")] == [200, 503, 200]
+
+
+@pytest.mark.slow
+def test_ctrl_c_on_the_command_ends_what_runs_and_says_nothing():
+    with command("--drain-seconds", "0") as (process, url), httpx.Client(timeout=60) as client:
+        with client.stream("POST", f"{url}/v1/completions", json={**LONG, "max_tokens": 900}) as answer:
+            pieces = stream_lines(answer)
+            next(pieces)
+            process.send_signal(signal.SIGINT)
+            *_, last = pieces
+        assert last["error"]["message"] == "the server is shutting down"
+        process.stdout.close()
+        assert "Traceback" not in process.stderr.read()
+        assert process.wait(20) in (0, -signal.SIGINT)
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -33,6 +33,15 @@ def questions() -> list[str]:
     return sums + counts + [f"Spell the word {word} backwards." for word in words]
 
 
+def offline_answers() -> list[tuple[list[int], list[int]]]:
+    """Prompt and answer of each question, as token ids."""
+    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+    with LLM(DEMO, num_kv_blocks=200) as llm:
+        chats = [[{"role": "user", "content": question}] for question in questions()]
+        outputs = llm.chat(chats, params, use_tqdm=False)
+    return [(output.prompt_token_ids, output.outputs[0].token_ids) for output in outputs]
+
+
 class Client:
     """One of many, each with its own kind of manners; what it sees goes into shared lists."""
 
@@ -41,16 +50,18 @@ class Client:
         self.rng = random.Random(seed)
 
     async def run(self, deadline):
-        kinds = [self.whole] * 2 + [self.stream] * 10 + [self.slow] * 2 + [self.leave] * 3
-        kinds += [self.malformed, self.huge, self.wrong_key]
         while time.monotonic() < deadline:
-            kind = self.rng.choice(kinds)
-            reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=2**16)
-            try:
-                await kind(reader, writer)
-            finally:
-                writer.close()
-            self.seen[kind.__name__] += 1
+            await self.visit()
+
+    async def visit(self):
+        kinds = [self.whole] * 2 + [self.stream] * 10 + [self.slow] * 2 + [self.leave] * 3
+        kind = self.rng.choice([*kinds, self.malformed, self.huge, self.wrong_key])
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=2**16)
+        try:
+            await kind(reader, writer)
+        finally:
+            writer.close()
+        self.seen[kind.__name__] += 1
 
     async def send(self, writer, body, key=KEY):
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
@@ -164,7 +175,7 @@ def test_a_hostile_client_makes_nobody_wait_much_longer():
                 httpx.post(url + path, json=body, headers=headers, timeout=60)
             number += 3
 
-    def latencies(url, seconds=15):
+    def latencies(url, seconds):
         asked = {"prompt": "What is 27 + 58?", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
         found, answers, end = [], set(), time.monotonic() + seconds
 
@@ -183,11 +194,11 @@ def test_a_hostile_client_makes_nobody_wait_much_longer():
     ended = Event()
     with command(stdout=DEVNULL, NANOENGINE_API_KEY=KEY) as (_, url), ThreadPoolExecutor(8) as clients:
         latencies(url, 3)
-        alone = latencies(url)
+        alone = latencies(url, 10)
         try:
             for number in range(8):
                 clients.submit(hostile, url, number, ended)
-            beside = latencies(url)
+            beside = latencies(url, SECONDS)
         finally:
             ended.set()
     print(f"\nmedian, longest alone: {alone} s; beside hostile clients: {beside} s")
@@ -197,11 +208,7 @@ def test_a_hostile_client_makes_nobody_wait_much_longer():
 
 @pytest.mark.slow
 def test_hundreds_of_clients_get_whole_right_answers_and_leave_nothing_behind():
-    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
-    with LLM(DEMO, num_kv_blocks=200) as llm:
-        chats = [[{"role": "user", "content": question}] for question in questions()]
-        outputs = llm.chat(chats, params, use_tqdm=False)
-    expected = [(output.prompt_token_ids, output.outputs[0].token_ids) for output in outputs]
+    expected = offline_answers()
     seen: Counter[str] = Counter()
     latencies: dict[str, list[float]] = {"first output": [], "between outputs": [], "whole answer": []}
     memory = []

@@ -344,8 +344,21 @@ def test_where_it_may_go_on_a_ban_on_the_end_holds(llm):
     assert all(len(token_ids) > 20 for _, token_ids, _ in answers(llm, least))
 
 
-def test_bans_that_leave_nothing_to_say_end_the_request_alone(llm):
-    banned = SamplingParams(bad_words=["a", "b"], max_tokens=9, structured_outputs={"regex": "[ab]{5}"})
+def test_bans_that_leave_nothing_to_begin_with_are_refused(llm):
+    (one,) = llm.get_tokenizer().encode("1", add_special_tokens=False)
+    for form, bans in (
+        ({"regex": "[ab]{5}"}, {"bad_words": ["a", "b"]}),
+        ({"json": {"type": "object"}}, {"allowed_token_ids": [one]}),
+        ({"regex": "1{3}"}, {"stop_token_ids": [one]}),
+    ):
+        with pytest.raises(ValueError, match="structured_outputs: of the tokens that the form may begin"):
+            answers(llm, [SamplingParams(structured_outputs=form, **bans)])
+    served = SamplingParams(structured_outputs={"regex": "1?"}, allowed_token_ids=[one], min_tokens=1)
+    assert answers(llm, [served])[0][::2] == ("1", "stop")
+
+
+def test_bans_that_leave_nothing_to_go_on_with_end_the_request_alone(llm):
+    banned = SamplingParams(bad_words=["a", "b"], max_tokens=9, structured_outputs={"regex": "c[ab]{5}"})
     free = SamplingParams(temperature=0, max_tokens=9)
     assert [reason for *_, reason in answers(llm, [free, banned, free])] == ["length", "error", "length"]
 

@@ -251,6 +251,15 @@ class GenerationRequest(BaseModel):
             )
         return {"json": schema}
 
+    def failure(self, params: SamplingParams, reason: Any) -> APIError:
+        """What to answer where a sample ended with "error"."""
+        form, bans = params.structured_outputs, ("allowed_token_ids", "bad_words", "stop_token_ids")
+        named = [name for name in bans if form is not None and getattr(params, name)]
+        if named:  # nothing else is likely, where the model's logits are numbers
+            said = f"{self._form_field}: the answer cannot go on with {' and '.join(named)}: {reason}"
+            return APIError(400, said, param=self._form_field)
+        return APIError(500, f"the model could not compute this request: {reason}")
+
     def token_name(self, token_id: int, text: str | None) -> str:
         """What a token is called where log-probabilities are reported."""
         return f"token_id:{token_id}" if self.return_tokens_as_token_ids else text or ""

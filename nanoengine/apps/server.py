@@ -301,8 +301,7 @@ class Service:
                     if completion.finish_reason == "abort":
                         raise unavailable("the server is shutting down")
                     if completion.finish_reason == "error":
-                        reason = completion.stop_reason
-                        raise APIError(500, f"the model could not compute this request: {reason}")
+                        raise body.failure(checked[number].params, completion.stop_reason)
                     if body.is_echo_alone:
                         completion = replace(completion, text="", token_ids=[], finish_reason="length")
                     ticket.completion_tokens += len(completion.token_ids)

@@ -156,6 +156,7 @@ class Ranks:
             self._group = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), self.rank, self.size, nccl)
             if workers is not None:
                 workers.on_loss = self._group.abort  # kernels that wait for a lost rank end
+        _alive.add(self)
 
     # -- collectives: each is to be called by all ranks, in one order
 
@@ -254,6 +255,20 @@ class Ranks:
         if self._num_threads is not None:
             torch.set_num_threads(self._num_threads)
             self._num_threads = None
+
+
+_alive: "weakref.WeakSet[Ranks]" = weakref.WeakSet()
+
+
+def _keep_groups() -> None:
+    """Let a fork end: what takes a group down waits for its threads, which a fork does not have."""
+    for ranks in _alive:
+        for group in (ranks._control, ranks._group):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_keep_groups)
 
 
 def _from_rank_0(timeout: timedelta | None = None) -> Any:

@@ -27,6 +27,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from nanoengine.backends.cuda import upload
+from nanoengine.requests import CheckedRequest
 from nanoengine.sampling import SamplingRow
 from nanoengine.sampling_params import StructuredOutputsParams
 
@@ -61,7 +62,7 @@ class Grammars:
             ) from None
         if tokenizer is None:
             raise ValueError("structured_outputs need a tokenizer and the checkpoint has none")
-        self.llguidance = llguidance
+        self.llguidance, self.vocab_size = llguidance, vocab_size
         backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         backend.no_padding()
         backend.no_truncation()
@@ -99,6 +100,25 @@ class Grammars:
             while len(self._compiled) > MAX_GRAMMARS:
                 self._compiled.popitem(last=False)
         return lambda: Constraint(self, matcher.deep_copy(), takes_back)
+
+    def check_beginning(self, constraint: "Constraint", checked: CheckedRequest) -> None:
+        """Raise ValueError where a request's bans leave none of the tokens that its form may begin with."""
+        params = checked.params
+        mask = np.frombuffer(constraint.matcher.compute_bitmask(), np.uint32)[None].copy()
+        if self.let_end(mask, [checked.stop_ids]):
+            return
+        allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")[: self.vocab_size].astype(bool)
+        if params.allowed_token_ids is not None:
+            allowed &= np.isin(np.arange(self.vocab_size), params.allowed_token_ids)
+        allowed[[ids[0] for ids in checked.bad_words if len(ids) == 1]] = False
+        if params.min_tokens:
+            allowed[list(checked.stop_ids)] = False
+        if not allowed.any():
+            raise ValueError(
+                "structured_outputs: of the tokens that the form may begin with none is left by "
+                f"allowed_token_ids={params.allowed_token_ids}, bad_words={params.bad_words}, "
+                f"min_tokens={params.min_tokens} and stop_token_ids={params.stop_token_ids}"
+            )
 
     def fill_masks(self, items: Sequence[tuple["Constraint", SamplingRow]]) -> NDArray[np.uint32]:
         """What may come next in each row, (rows, words) uint32, a bit per token; several at a time.

@@ -172,6 +172,10 @@ class HFModel(nn.Module):
                 type(causal_lm).__name__,
                 "" if pad_id is None else f" = {pad_id + 1}",
             )
+        # PyTorch's products of all experts at once ask for rows of 16 bytes or a multiple.
+        weights = (x for x in causal_lm.parameters() if x.dim() == 3)
+        if any(x.shape[-1] * x.element_size() % 16 for x in weights):
+            getattr(causal_lm, "set_experts_implementation", str)("eager")  # from transformers 5 on
         # Not every body passes keyword arguments on to its attention modules: they get theirs directly.
         self._relay = _Relay()
         for module in causal_lm.modules():

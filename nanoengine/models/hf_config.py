@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import transformers
-from transformers import Glm4Config, Glm4MoeConfig, Qwen2Config, Qwen3Config
+from transformers import Glm4Config, Glm4MoeConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -52,6 +52,8 @@ LANGUAGE_PARTS: dict[str, Any] = {
     "qwen2_vl": Qwen2Config,
     "qwen2_5_vl": Qwen2Config,
     "qwen3_vl": Qwen3Config,
+    # By its own type transformers knows how its files hold the experts.
+    "qwen3_vl_moe": partial(Qwen3MoeConfig, norm_topk_prob=True, model_type="qwen3_vl_moe"),  # type: ignore[call-arg]
 }
 
 

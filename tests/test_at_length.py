@@ -1,0 +1,195 @@
+"""What withstood an hour of hostile use, counted: as much of it as a minute and a half has room for.
+
+Each test says how many were tried, and that none was wrong, leaked or hung. The kinds of use are those of the
+other files' tests, which look at one case at a time.
+"""
+
+import asyncio
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from nanoengine import LLM, AsyncLLM, SamplingParams
+from nanoengine.extensions.kvstore import DirectoryStore
+from tests.helpers import DEMO, VARIED_SETTINGS, checkpoint, random_params, random_prompts
+from tests.laws import check_laws
+from tests.serving import http, is_empty, served, wait_until
+from tests.test_async_scheduling import seen
+from tests.test_hostile import interrupt_generate, storm
+from tests.test_kvstore import StoreMachine, serve
+from tests.test_parallel import ranks_in_processes, ranks_of
+from tests.test_scheduling_machine import BRIEFLY, CoreMachine, ExtendedMachine, StatefulMachine
+from tests.test_server import answered
+from tests.test_server_load import KEY, MAX_TOKENS, Client, offline_answers
+from tests.test_speculation import NGRAM, Oracle, by_sequence, plain, without_rounding
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("machine", [CoreMachine, ExtendedMachine, StatefulMachine, StoreMachine])
+def test_thousands_of_scheduling_steps_agree_with_the_ledger(machine):
+    steps = Counter()
+
+    class Counted(machine):
+        def launch(self):
+            steps[machine] += 1
+            return super().launch()
+
+    seeded = settings(BRIEFLY, max_examples=400, derandomize=True, database=None)
+    run_state_machine_as_test(Counted, settings=seeded)
+    assert steps.total() > 10_000
+
+
+def test_hundreds_of_requests_with_guesses_say_what_they_say_without(babbler):
+    """Preempted, in chunks; a third of the guesses are wrong."""
+    rng, num_requests = random.Random(0), 0
+    for name in ("roomy", "with preemption", "in chunks"):
+        prompts = [[rng.randrange(256) for _ in range(rng.randint(1, 30))] for _ in range(300)]
+        params = [random_params(rng) for _ in prompts]
+        with LLM(babbler, **VARIED_SETTINGS[name]) as llm:
+            expected = seen(llm, prompts, params)
+        with LLM(babbler, speculative_config=NGRAM, **VARIED_SETTINGS[name]) as llm:
+            llm.scheduler.propose = Oracle(by_sequence(expected), 260, 0.3)
+            assert plain(seen(llm, prompts, params)) == without_rounding(expected)
+            assert llm.metrics()["spec_decode_num_accepted_tokens"] > 200
+            assert llm.metrics()["num_free_blocks"] == llm.metrics()["num_blocks"]
+            check_laws(llm.scheduler)
+        num_requests += len(prompts)
+    assert num_requests == 900
+
+
+def test_hundreds_of_coroutines_are_cancelled_among_others_that_get_their_answers(babbler):
+    counts = storm(babbler, 900, 400)
+    assert counts["cancelled"] > 100
+    assert counts["answered"] > 300
+    assert counts["duplicate"] > 50
+    assert counts["preempted"] > 100
+
+
+def test_hundreds_of_ctrl_c_leave_nothing_behind(babbler, default_sigint):
+    with LLM(babbler, num_kv_blocks=60) as llm:
+        assert interrupt_generate(llm, 400) > 400
+
+
+def test_hundreds_of_attempts_at_the_key_fail():
+    """The key with a byte too few, too many or changed, in other places, and under other names."""
+    rng, key = random.Random(0), b"Bearer geh\xc3\xa9im"
+    with served(AsyncLLM(str(DEMO), num_kv_blocks=50), api_key="gehéim") as (url, service):
+
+        def status(*headers, target=b"/v1/models"):
+            lines = b"\r\n".join([b"GET %s HTTP/1.1" % target, b"Host: x", *headers, b"", b""])
+            return int(answered(url, lines).split()[1])
+
+        attempts = []
+        while len(attempts) < 280:
+            changed, at = bytearray(key), rng.randrange(len(key))
+            kind = rng.choice(["less", "more", "other", "case", "cut", "twice"])
+            if kind == "less":
+                del changed[at]
+            elif kind == "more":
+                changed.insert(at, rng.randrange(33, 256))
+            elif kind == "other":
+                changed[at] ^= 1 << rng.randrange(8)
+            elif kind == "case":
+                changed = bytearray(key.swapcase())
+            elif kind == "cut":
+                del changed[at:]
+            else:
+                changed += b", " + key
+            if changed != key:
+                attempts.append([b"Authorization: " + changed])
+        attempts += [[b"Authorization: " + key] * 2, [b"Proxy-Authorization: " + key], [b"X-API-Key: " + key]]
+        attempts += [[b"Authorization: " + key, b"authorization: x"], [b"Cookie: Authorization=" + key], []]
+        statuses = Counter(status(*headers) for headers in attempts)
+        assert statuses.keys() <= {400, 401}  # 400: no HTTP
+        assert statuses[401] > 200
+        assert statuses.total() == 286
+        for target in (b"/v1/models?api_key=geh%C3%A9im", b"//v1/models", b"/./metrics", b"http://x/metrics"):
+            assert status(target=target) == 401
+        assert http.get(f"{url}/v1/models", headers={"Authorization": key}).status_code == 200
+        assert service.num_samples == 0
+
+
+def test_a_thousand_mixed_requests_get_right_answers_and_leave_nothing_behind():
+    """Whole, in pieces, slow, left in the middle, malformed, too large, and with wrong keys."""
+    expected, requests = offline_answers(), Counter()
+    latencies = {"first output": [], "between outputs": [], "whole answer": []}
+    engine = AsyncLLM(str(DEMO), num_kv_blocks=100, block_size=8, max_num_seqs=64)
+    with served(engine, api_key=KEY, max_body_bytes=100_000) as (url, service):
+
+        async def main():
+            port = int(url.rsplit(":", 1)[1])
+            clients = [Client(port, expected, seed, requests, latencies) for seed in range(100)]
+
+            async def visits(client):
+                for _ in range(10):
+                    await client.visit()
+
+            await asyncio.gather(*map(visits, clients))
+
+        asyncio.run(main())
+        wait_until(lambda: is_empty(service) and service.num_samples == 0)
+        assert not service.engine._mailboxes
+        assert http.get(f"{url}/health").status_code == 200
+    assert requests.total() == 1000
+    assert min(requests[kind] for kind in ("whole", "slow", "leave", "malformed", "huge", "wrong_key")) > 20
+
+
+def test_hundreds_of_damaged_entries_of_a_store_change_no_answer(tmp_path_factory, tmp_path):
+    path, _ = checkpoint("qwen3", tmp_path_factory)
+    rng, prompts, num_damaged = random.Random(0), random_prompts([100, 90, 80, 70]), 0
+    plain_answers, _, _ = serve(path, tmp_path, prompts)
+    store = DirectoryStore(tmp_path)
+    for _ in range(20):
+        files = sorted(tmp_path.rglob("*.safetensors"))
+        contents = [file.read_bytes() for file in files]
+        for file, data in zip(files, contents, strict=True):
+            damaged, at = bytearray(data), rng.randrange(max(1, len(data)))
+            kind = rng.choice(["byte", "cut", "longer", "another's", "zeros", "empty", "gone"])
+            if kind == "byte":
+                damaged[at : at + 1] = rng.randbytes(1)
+            elif kind == "cut":
+                del damaged[at:]
+            elif kind == "longer":
+                damaged += rng.randbytes(at)
+            elif kind == "another's":
+                damaged = bytearray(rng.choice(contents))
+            else:
+                damaged[at:] = bytes(len(data) - at) if kind == "zeros" else b""
+            file.write_bytes(damaged)
+            if kind == "gone":
+                file.unlink()
+            num_damaged += 1
+        answers, _, _ = serve(path, store, prompts)
+        assert answers == plain_answers
+    assert num_damaged > 600
+
+
+def test_hundreds_of_requests_to_ranks_some_of_them_aborted_say_what_one_rank_says():
+    rng, expected = random.Random(0), offline_answers()
+    with ranks_in_processes() as llm:
+        aborted, finished = set(), {}
+        for number in range(200):
+            prompt, _ = expected[number % len(expected)]
+            wanted = SamplingParams(temperature=0, max_tokens=rng.randint(1, MAX_TOKENS))
+            llm.add_request(str(number), {"prompt_token_ids": prompt}, wanted)
+        while llm.has_unfinished_requests():
+            finished |= {output.request_id: output for output in llm.step() if output.finished}
+            if rng.random() < 0.4:
+                one = str(rng.randrange(200))
+                if one not in finished:
+                    llm.abort_request(one)
+                    aborted.add(one)
+        assert llm.metrics()["num_free_blocks"] == llm.metrics()["num_blocks"]
+        check_laws(llm.scheduler)
+    assert not ranks_of()
+    assert len(aborted) > 5
+    assert len(finished.keys() - aborted) > 150
+    for request_id in finished.keys() - aborted:
+        said = finished[request_id].outputs[0].token_ids
+        _, answer = expected[int(request_id) % len(expected)]
+        assert said == answer[: len(said)]
+        assert finished[request_id].outputs[0].finish_reason in ("stop", "length")
