@@ -163,6 +163,20 @@ EVERY: Unserved = {
     name: ((None, False, "", {}, [], default), "nanoengine has nothing of the kind")
     for name, default in FURTHER.items()
 } | dict(ENGINE)
+
+
+def off(name: str) -> Any:
+    """The value of an engine's unserved setting that stands for doing nothing, where possible not None.
+
+    >>> off("enable_lora"), off("pipeline_parallel_size"), off("nnodes"), off("download_dir")
+    (False, 1, 1, None)
+    """
+    accepted, _ = EVERY[name]
+    return (
+        FURTHER[name] if name in FURTHER else next((one for one in accepted or () if one is not None), None)
+    )
+
+
 RENAMED = {"num_gpu_blocks_override": "num_kv_blocks", "kv_cache_memory_bytes": "kv_cache_bytes"}
 
 # Of SamplingParams.

@@ -1,14 +1,18 @@
 """Every setting of an engine, validated once."""
 
+from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, TypeVar
 
 import torch
 
-from nanoengine.compat import EVERY, RENAMED, accepts
+from nanoengine.compat import EVERY, RENAMED, accepts, off
+from nanoengine.flags import add_flags
 from nanoengine.sampling_params import check_bool, check_integer, check_number
+
+P = TypeVar("P")
 
 
 @accepts({})
@@ -179,6 +183,23 @@ class EngineConfig:
         if self.tensor_parallel_size != 1:
             raise ValueError("kv_store needs tensor_parallel_size=1: a rank has its own heads' K and V alone")
 
+    @classmethod
+    def add_cli_args(cls, parser: P) -> P:
+        """Give an argument parser, or a group of one, a flag for each setting: vLLM's too, at what is off."""
+        target: Any = parser
+        add_flags(target, cls, EVERY)
+        target.set_defaults(**{name: off(name) for name in EVERY})
+        target.set_defaults(
+            **{item.name: item.default for item in fields(cls) if item.default is not MISSING}
+        )
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, args: Namespace) -> Self:
+        """Of what such a parser made; whatever else it holds is left out."""
+        names = {*EVERY, *(item.name for item in fields(cls))}
+        return cls(**{name: value for name, value in vars(args).items() if name in names})
+
     @property
     def speculation(self) -> SpeculativeConfig | None:
         """`speculative_config`, checked."""
@@ -209,4 +230,4 @@ class EngineConfig:
         return device
 
 
-EngineArgs = AsyncEngineArgs = EngineConfig  # vLLM's names
+EngineArgs = AsyncEngineArgs = VllmConfig = EngineConfig  # vLLM's names

@@ -12,10 +12,12 @@ import sys
 import time
 from collections import Counter as Multiset
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 
 from nanoengine.backends.kv_cache import KVGroup
@@ -45,6 +47,17 @@ def choose_runner(groups: list[KVGroup], has_states: bool = False) -> Callable[.
     from nanoengine.extensions.windows import WindowedRunner
 
     return partial(WindowedRunner, len(groups))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """What is known of an engine's model, under vLLM's names."""
+
+    model: str
+    max_model_len: int
+    dtype: torch.dtype
+    hf_config: Any
+    trust_remote_code: bool
 
 
 class LLMEngine:
@@ -180,6 +193,17 @@ class LLMEngine:
     def from_engine_args(cls, engine_args: EngineConfig) -> Self:
         """The same under vLLM's name."""
         return cls(engine_args)
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """For scripts that ask for the model's length, or its config.json."""
+        return ModelConfig(
+            str(self.config.model),
+            self.max_model_len,
+            self.started.dtype,
+            self.checkpoint.hf_config,
+            self.config.trust_remote_code,
+        )
 
     def check(self, prompt: Prompt, params: SamplingParams, priority: int = 0) -> CheckedRequest:
         """Validate a request completely, without changing anything.

@@ -58,7 +58,7 @@ def test_outputs_and_params_have_vllm_s_field_names():
 
 # Files from the ground up: each imports only from files before it, for type checkers too, and nowhere later.
 ORDER = [
-    *("compat", "sampling_params", "config", "outputs", "steps", "metrics", "detokenizer"),
+    *("compat", "flags", "sampling_params", "config", "outputs", "steps", "metrics", "detokenizer"),
     *("backends.memory", "backends.quantized", "backends.inputs", "backends.kv_cache"),
     *("backends.attention", "backends.device"),
     *("backends.cpu", "backends.flash", "backends.triton", "backends.cuda"),
@@ -89,6 +89,7 @@ ORDER = [
         "apps.openai_api",
         "apps.server",
         "demo.train",
+        "vllm_face",
         "__main__",
     ),
 ]

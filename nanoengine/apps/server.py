@@ -10,10 +10,8 @@ What a request passes, on its way in and back:
 The second and the last are in `openai_api.py`.
 """
 
-import argparse
 import asyncio
 import hmac
-import json
 import logging
 import os
 import sys
@@ -21,12 +19,12 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, suppress
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from contextlib import aclosing
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar
 
 import h11
 import uvicorn
@@ -59,8 +57,9 @@ from nanoengine.apps.openai_api import (
 )
 from nanoengine.apps.tools import REASONING_FORMATS, TOOL_FORMATS, choose_formats
 from nanoengine.async_llm import AsyncLLM
-from nanoengine.compat import ANY, EVERY, FURTHER, RENAMED, SERVER, without_unserved
+from nanoengine.compat import EVERY, SERVER, without_unserved
 from nanoengine.config import EngineConfig
+from nanoengine.flags import FlexibleArgumentParser, add_flags, value_of
 from nanoengine.metrics import Counter, Gauge, Histogram, Metric
 from nanoengine.outputs import RequestOutput
 from nanoengine.requests import CheckedRequest
@@ -703,9 +702,9 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> FlexibleArgumentParser:
     """The command's flags: the server's own, and one for each of EngineConfig's fields."""
-    parser = argparse.ArgumentParser("nanoengine serve", description="Serve a model.", allow_abbrev=False)
+    parser = FlexibleArgumentParser("nanoengine serve", description="Serve a model.", allow_abbrev=False)
     parser.add_argument(
         "model_tag", metavar="MODEL", nargs="?", help="directory, hub id, or demo, the bundled model"
     )
@@ -740,33 +739,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--drain-seconds", type=float, default=30, help="for running requests to end in; default %(default)s"
     )
     engine = parser.add_argument_group("engine", "EngineConfig's fields; config.py explains each")
-    hints = get_type_hints(EngineConfig)
-    for item in fields(EngineConfig):
-        kinds = get_args(hints[item.name]) or (hints[item.name],)
-        settings: dict[str, Any] = {"type": next((kind for kind in (int, float) if kind in kinds), str)}
-        names = [getattr(kind, "__origin__", kind) for kind in kinds]
-        if dict in names:
-            settings = {"type": json.loads, "metavar": "JSON"}
-        if list in names:
-            settings = {"nargs": "+"}
-        if bool in kinds:
-            settings = {"action": argparse.BooleanOptionalAction}
-        settings["help"] = "as MODEL" if item.default is MISSING else f"default {item.default}"
-        names = [item.name, *(old for old, new in RENAMED.items() if new == item.name)]
-        flags = ["--" + name.replace("_", "-") for name in names]
-        engine.add_argument(*flags, dest=item.name, default=argparse.SUPPRESS, **settings)
-    for name, (accepted, _) in UNSERVED_FLAGS.items():
-        is_switch = name.startswith(("disable_", "enable_", "use_"))
-        if accepted is not ANY and name not in FURTHER:
-            is_switch = any(isinstance(value, bool) for value in accepted)
-        settings = {"action": argparse.BooleanOptionalAction}
-        if not is_switch:
-            settings = {"type": value_of, "nargs": "?", "const": True}
-        flag, dest = "--" + name.replace("_", "-"), UNSERVED + name
-        with suppress(argparse.ArgumentError):  # a flag of ours
-            parser.add_argument(
-                flag, dest=dest, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **settings
-            )
+    add_flags(engine, EngineConfig, UNSERVED_FLAGS, UNSERVED)
     return parser
 
 
@@ -780,24 +753,10 @@ def parse_origins(text: str) -> list[str]:
     return check_strings("allowed_origins", [origins] if isinstance(origins, str) else origins)
 
 
-def value_of(text: str) -> Any:
-    """What a flag of vLLM's is given: JSON, or text."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
-def with_dashes(argument: str) -> str:
-    """A flag that is spelt with underscores, which vLLM takes too; anything else as it is."""
-    name, equals, value = argument.partition("=")
-    return name.replace("_", "-") + equals + value if argument.startswith("--") else argument
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Serve until a signal comes. The log of requests goes to stdout, everything else to stderr."""
     parser = make_parser()
-    given = vars(parser.parse_args(list(map(with_dashes, sys.argv[1:] if argv is None else argv))))
+    given = vars(parser.parse_args(argv))
     settings = {item.name: given[item.name] for item in fields(EngineConfig) if item.name in given}
     if ("model" in settings) == (given["model_tag"] is not None):
         parser.error("a model is needed, once: nanoengine serve MODEL")

@@ -13,13 +13,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
 from nanoengine.sampling import SamplingRow
 from nanoengine.sampling_params import SamplingParams, num_parameters
+
+T = TypeVar("T")
+RequestLogitsProcessor = Callable[..., Tensor]  # of a request: tokens and logits to logits
 
 # ---- Functions -----------------------------------------------------------------------------------
 
@@ -94,6 +97,63 @@ class LogitsProcessor(ABC):
     @abstractmethod
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         """Called before `apply`; None where the same requests have the same indices as before."""
+
+
+def process_dict_updates(
+    states: dict[int, T],
+    batch_update: BatchUpdate | None,
+    new_state: Callable[[SamplingParams, list[int] | None, list[int]], T | None],
+) -> bool:
+    """Bring what is known of some requests, by their index, up to date; returns whether anything changed.
+
+    `new_state` is given a new request's parameters, prompt's and output's tokens; None: it needs no state.
+    """
+    if batch_update is None:
+        return False
+    before = dict(states)
+    for index in batch_update.removed:
+        states.pop(index, None)
+    for index, params, prompt_ids, output_ids in batch_update.added:
+        state = new_state(params, prompt_ids, output_ids)
+        states.pop(index, None)
+        if state is not None:
+            states[index] = state
+    for source, target, how in batch_update.moved:
+        here, there = states.pop(source, None), states.pop(target, None)
+        if here is not None:
+            states[target] = here
+        if there is not None and how is MoveDirectionality.SWAP:
+            states[source] = there
+    return states != before
+
+
+class AdapterLogitsProcessor(LogitsProcessor):
+    """Functions of requests, as in `SamplingParams`, as a processor of an engine."""
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        self.req_info: dict[int, Callable[[Tensor], Tensor]] = {}
+
+    @abstractmethod
+    def new_req_logits_processor(self, params: SamplingParams) -> RequestLogitsProcessor | None:
+        """A request's function; None: it has none."""
+
+    def _bound(
+        self, params: SamplingParams, prompt_ids: list[int] | None, output_ids: list[int]
+    ) -> Callable[[Tensor], Tensor] | None:
+        function = self.new_req_logits_processor(params)
+        if function is None:
+            return None
+        return partial(function, *([prompt_ids] if num_parameters(function) == 3 else []), output_ids)
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        """As `LogitsProcessor.update_state`."""
+        process_dict_updates(self.req_info, batch_update, self._bound)
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """As `LogitsProcessor.apply`."""
+        for index, function in self.req_info.items():
+            logits[index] = function(logits[index])
+        return logits
 
 
 class Batch:

@@ -1,0 +1,526 @@
+"""nanoengine in vLLM's place: the logic of vLLM's own example scripts, importing vllm as they do.
+
+`alphabet` goes on with the alphabet from the last letter of the prompt.
+"""
+
+import argparse
+import asyncio
+import importlib
+import importlib.metadata
+import json
+import os
+import random
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanoengine import LLM, compat, vllm_face
+from nanoengine.extensions.processors import BatchUpdate, MoveDirectionality, process_dict_updates
+from nanoengine.sampling_params import SamplingParams
+from tests.helpers import DEMO, byte_tokenizer, chain_checkpoint
+
+ROOT = DEMO.parent.parent
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+PROMPTS = ["Hello, my name is", "The president of", "The capital of Franc", "The future of A"]
+NAMES = {
+    "vllm": "LLM SamplingParams EngineArgs AsyncEngineArgs LLMEngine AsyncLLMEngine RequestOutput TextPrompt",
+    "vllm.config": "VllmConfig",
+    "vllm.distributed": "cleanup_dist_env_and_memory",
+    "vllm.distributed.parallel_state": "cleanup_dist_env_and_memory",
+    "vllm.engine.arg_utils": "EngineArgs AsyncEngineArgs",
+    "vllm.engine.async_llm_engine": "AsyncLLMEngine",
+    "vllm.engine.llm_engine": "LLMEngine",
+    "vllm.entrypoints.chat_utils": "resolve_hf_chat_template",
+    "vllm.entrypoints.llm": "LLM",
+    "vllm.inputs": "TextPrompt TokensPrompt",
+    "vllm.logger": "init_logger",
+    "vllm.logprobs": "Logprob",
+    "vllm.lora.request": "LoRARequest",
+    "vllm.outputs": "CompletionOutput RequestOutput",
+    "vllm.renderers.hf": "resolve_chat_template",
+    "vllm.sampling_params": "SamplingParams RequestOutputKind StructuredOutputsParams GuidedDecodingParams",
+    "vllm.sequence": "Logprob",
+    "vllm.tokenizers": "get_tokenizer",
+    "vllm.transformers_utils.tokenizer": "get_tokenizer",
+    "vllm.utils": "FlexibleArgumentParser random_uuid",
+    "vllm.utils.argparse_utils": "FlexibleArgumentParser",
+    "vllm.v1.engine.async_llm": "AsyncLLM",
+    "vllm.v1.engine.llm_engine": "LLMEngine",
+    "vllm.v1.metrics.reader": "Counter Gauge Histogram Vector Metric",
+    "vllm.v1.sample.logits_processor": "AdapterLogitsProcessor BatchUpdate LogitsProcessor",
+    "vllm.v1.sample.logits_processor.builtin": "process_dict_updates",
+    "vllm.v1.sample.logits_processor.interface": "MoveDirectionality",
+}
+
+
+@pytest.fixture
+def no_vllm(monkeypatch):
+    """As before `install`, and again afterwards."""
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    yield
+    for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def face(no_vllm):
+    vllm_face.install()
+
+
+@pytest.fixture(scope="module")
+def alphabet(tmp_path_factory) -> str:
+    path = chain_checkpoint(tmp_path_factory.mktemp("alphabet"), LETTERS)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] + ':' + m['content'] + ';' }}{% endfor %}a"
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+# ---- the place ----
+
+
+def test_what_scripts_import_is_there(face):
+    assert NAMES.keys() == vllm_face.MODULES.keys()
+    for module, names in NAMES.items():
+        for name in names.split():
+            assert getattr(importlib.import_module(module), name) is not None
+    import vllm
+
+    assert vllm.v1.metrics.reader.Counter is not None  # without an import of its own
+    assert vllm.LLM is LLM
+
+
+def test_what_is_not_there_is_an_error_that_names_it(face):
+    with pytest.raises(ImportError, match="cannot import name 'PipelineParams' from 'vllm'"):
+        from vllm import PipelineParams  # noqa: F401
+    with pytest.raises(ImportError, match=r"cannot import name 'cdiv' from 'vllm\.utils'"):
+        from vllm.utils import cdiv  # noqa: F401
+    with pytest.raises(ModuleNotFoundError, match=r"'vllm\.platforms'"):
+        import vllm.platforms
+    with pytest.raises(ImportError, match="'compat'"):
+        from vllm import compat  # noqa: F401 (which is nanoengine's, and no name of vLLM's)
+    import vllm
+
+    with pytest.raises(AttributeError, match=r"no vllm\.envs"):
+        _ = vllm.envs
+    assert find_spec("vllm.platforms") is None
+
+
+def test_it_is_an_installed_distribution_with_a_version(face):
+    import vllm
+
+    assert importlib.metadata.version("vllm") == vllm.__version__
+    assert vllm.__version__.startswith("0.33.0+nanoengine")
+    assert "vllm" in [one.metadata["Name"] for one in importlib.metadata.distributions()]
+    assert find_spec("vllm") is not None
+    assert importlib.metadata.version("torch") == torch.__version__
+
+
+def test_an_installed_vllm_is_not_shadowed_unless_told(no_vllm, tmp_path, monkeypatch):
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text("is_real = True")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ImportError, match="installed: shadow=True goes before it"):
+        vllm_face.install()
+    vllm_face.install(shadow=True)
+    vllm_face.install()  # again is nothing
+    import vllm
+
+    assert not hasattr(vllm, "is_real")
+
+
+def test_a_vllm_that_is_imported_is_never_shadowed(no_vllm, tmp_path, monkeypatch):
+    (tmp_path / "vllm.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    import vllm  # noqa: F401
+
+    with pytest.raises(ImportError, match="imported already"):
+        vllm_face.install(shadow=True)
+
+
+def test_a_script_and_a_module_run_with_their_arguments_before_anything_heavy_is_imported(tmp_path):
+    (tmp_path / "beside.py").write_text("said = 'beside'")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, beside, vllm\nfrom vllm.utils import FlexibleArgumentParser\n"
+        "print(__name__, sys.argv[1:], beside.said, vllm.__version__, 'torch' in sys.modules)"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    for how in ([str(script)], ["-m", "script"], ["--shadow", "-m", "script"]):
+        command = [sys.executable, "-m", "nanoengine.vllm_face", *how, "-x", "--y"]
+        folder = ROOT if how[0] == str(script) else tmp_path
+        run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+        assert run.stdout.startswith("__main__ ['-x', '--y'] beside 0.33.0+nanoengine"), run.stderr
+        assert run.stdout.endswith("False\n")
+    run = subprocess.run(command[:3], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 1
+    assert "python -m nanoengine.vllm_face script.py" in run.stderr
+
+
+def test_its_helpers_do_what_vllm_s_do(face, alphabet, babbler):
+    from vllm.logger import init_logger
+    from vllm.lora.request import LoRARequest
+    from vllm.renderers.hf import resolve_chat_template
+    from vllm.tokenizers import get_tokenizer
+    from vllm.utils import random_uuid
+
+    assert len({random_uuid() for _ in range(9)}) == 9
+    assert int(random_uuid(), 16) < 2**128
+    assert init_logger("a.b").name == "a.b"
+    tokenizer = get_tokenizer(alphabet, tokenizer_mode="auto", trust_remote_code=False, revision=None)
+    assert tokenizer("a").input_ids == byte_tokenizer()("a").input_ids
+    with pytest.raises(ValueError, match="tokenizer_mode must be auto or hf, got 'mistral'"):
+        get_tokenizer(alphabet, tokenizer_mode="mistral")
+    assert resolve_chat_template(tokenizer, None, None, model_config=None) == tokenizer.chat_template
+    assert resolve_chat_template(tokenizer, "mine", None, model_config=None) == "mine"
+    assert resolve_chat_template(get_tokenizer(babbler), None, None, model_config=None) is None
+    with LLM(alphabet) as llm, pytest.raises(ValueError, match="which is merged into the weights"):
+        llm.generate("a", lora_request=LoRARequest("finetuned", 1, "a/path"))
+
+
+# ---- EngineArgs on a command line ----
+
+
+def test_every_argument_of_a_parser_goes_to_an_engine_at_its_default(face):
+    from vllm import EngineArgs
+    from vllm.utils import FlexibleArgumentParser
+
+    args = EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(["--model", "m"])
+    assert vars(args).keys() >= compat.EVERY.keys()
+    assert (args.pipeline_parallel_size, args.enable_lora, args.tensor_parallel_size) == (1, False, 1)
+    assert EngineArgs(**vars(args)) == EngineArgs.from_cli_args(args) == EngineArgs(model="m")
+
+
+def test_what_a_command_line_asks_for_is_set_or_refused_by_name(face):
+    from vllm import EngineArgs
+    from vllm.utils import FlexibleArgumentParser
+
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    parser.add_argument("--max-tokens", type=int)
+    parser.set_defaults(model="m", enforce_eager=True)
+    line = "--max_model_len 32 --no-enable-prefix-caching --max_tokens=5 --num-gpu-blocks-override 9"
+    args = parser.parse_args(line.split())
+    asked = {"max_model_len": 32, "enable_prefix_caching": False, "num_kv_blocks": 9, "enforce_eager": True}
+    assert EngineArgs.from_cli_args(args) == EngineArgs(model="m", **asked)
+    assert args.max_tokens == 5
+    for flags, message in (
+        ("--enable-lora", "enable_lora=True is not served: give lora"),
+        ("--pipeline-parallel-size 2", "pipeline_parallel_size=2 is not served"),
+        ("--kv-cache-dtype fp8", "kv_cache_dtype='fp8' is not served"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            EngineArgs.from_cli_args(parser.parse_args(flags.split()))
+    with pytest.raises(TypeError, match="model"):
+        EngineArgs.from_cli_args(argparse.Namespace(seed=1))
+
+
+# ---- vLLM's examples ----
+
+
+def run_generate(argv):
+    """generate.py, and chat.py: flags in a group, and parameters that are changed where a flag says so."""
+    from vllm import LLM, EngineArgs
+    from vllm.utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser()
+    engine_group = parser.add_argument_group("Engine arguments")
+    EngineArgs.add_cli_args(engine_group)
+    engine_group.set_defaults(model="another/model")
+    sampling_group = parser.add_argument_group("Sampling parameters")
+    sampling_group.add_argument("--max-tokens", type=int)
+    sampling_group.add_argument("--temperature", type=float)
+    args = vars(parser.parse_args(argv))
+    asked = {name: args.pop(name) for name in ("max_tokens", "temperature")}
+    llm = LLM(**args)
+    params = llm.get_default_sampling_params()
+    for name, value in asked.items():
+        if value is not None:
+            setattr(params, name, value)
+    return llm, params
+
+
+def test_the_basic_and_generate_examples(face, alphabet):
+    llm, params = run_generate(["--model", alphabet, "--max-tokens", "3", "--temperature", "0"])
+    outputs = llm.generate(PROMPTS, params)
+    llm.shutdown()
+    assert [output.prompt for output in outputs] == PROMPTS
+    assert [output.outputs[0].text for output in outputs] == ["tuv", "ghi", "def", "\x00" * 3]
+
+
+def test_the_chat_example(face, alphabet):
+    llm, params = run_generate(["--model", alphabet, "--max-tokens", "4"])
+    conversation = [{"role": "system", "content": "You help."}, {"role": "user", "content": "Hello"}]
+    outputs = llm.chat(conversation, params, use_tqdm=False)
+    outputs += llm.chat([conversation] * 3, params, use_tqdm=True)
+    outputs += llm.chat([conversation], params, use_tqdm=False, chat_template="x")
+    llm.shutdown()
+    assert [output.outputs[0].text for output in outputs] == ["bcde"] * 4 + ["yzab"]
+
+
+def test_the_prefix_caching_example(face, alphabet):
+    from vllm import LLM, SamplingParams
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    prompts = ["You are an expert school principal. " * 3 + prompt for prompt in PROMPTS]
+    params = SamplingParams(temperature=0.0)
+    regular = LLM(model=alphabet, enable_prefix_caching=False, gpu_memory_utilization=0.4, num_kv_blocks=50)
+    expected = [output.outputs[0].text for output in regular.generate(prompts, params)]
+    del regular
+    cleanup_dist_env_and_memory()
+    cached = LLM(model=alphabet, enable_prefix_caching=True, gpu_memory_utilization=0.4, num_kv_blocks=50)
+    cached.generate(prompts[0], params)
+    outputs = cached.generate(prompts, params)
+    assert [output.outputs[0].text for output in outputs] == expected
+    assert all(output.num_cached_tokens > 0 for output in outputs)
+    cached.shutdown()
+
+
+def test_the_metrics_example(face, alphabet):
+    from vllm import LLM, SamplingParams
+    from vllm.v1.metrics.reader import Counter, Gauge, Histogram, Vector
+
+    llm = LLM(model=alphabet, disable_log_stats=False)
+    llm.generate(PROMPTS, SamplingParams(temperature=0.8, top_p=0.95))
+    shown = {}
+    for metric in llm.get_metrics():
+        if isinstance(metric, Gauge | Counter):
+            shown[metric.name] = metric.value
+        elif isinstance(metric, Vector):
+            shown[metric.name] = metric.values
+        elif isinstance(metric, Histogram):
+            shown[metric.name] = (metric.sum, metric.count, *metric.buckets.items())
+    assert shown["vllm:generation_tokens"] == 64
+    llm.shutdown()
+
+
+def test_the_async_streaming_example(face, alphabet):
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    async def main():
+        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=alphabet, enforce_eager=True))
+        said = []
+        try:
+            for number, prompt in enumerate(PROMPTS[:3]):
+                params = SamplingParams(max_tokens=9, seed=42, output_kind=RequestOutputKind.DELTA)
+                pieces = []
+                async for output in engine.generate(
+                    request_id=f"stream-{number}", prompt=prompt, sampling_params=params
+                ):
+                    pieces += [completion.text for completion in output.outputs]
+                    if output.finished:
+                        break
+                said.append("".join(pieces))
+        finally:
+            engine.shutdown()
+        return said
+
+    assert asyncio.run(main()) == ["tuvwxyzab", "ghijklmno", "defghijkl"]
+
+
+def test_the_structured_outputs_example(face, alphabet):
+    from vllm import LLM, SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    schema = {
+        "type": "object",
+        "properties": {"car_type": {"enum": ["sedan", "SUV"]}},
+        "required": ["car_type"],
+    }
+    grammar = """
+root ::= select_statement
+select_statement ::= "SELECT " column " from " table
+column ::= "col_1 " | "col_2 "
+table ::= "table_1 " | "table_2 "
+"""
+    llm = LLM(model=alphabet, max_model_len=200)
+    answers = []
+    for form in (
+        {"choice": ["Positive", "Negative"]},
+        {"regex": r"\w+@\w+\.com\n"},
+        {"json": schema},
+        {"grammar": grammar},
+    ):
+        params = SamplingParams(
+            structured_outputs=StructuredOutputsParams(**form),
+            max_tokens=50,
+            stop=["\n"] if "regex" in form else None,
+            logit_bias={ord("@"): 20.0, ord("."): 20.0} if "regex" in form else None,
+        )
+        answers.append(llm.generate("Classify this: ", sampling_params=params)[0].outputs[0].text)
+    llm.shutdown()
+    assert answers[0] in ("Positive", "Negative")
+    assert answers[1].endswith(".com")
+    assert json.loads(answers[2])["car_type"] in ("sedan", "SUV")
+    assert answers[3].startswith("SELECT col_")
+
+
+@pytest.mark.parametrize("kind", ["batch", "request", "request, if its engine is on a GPU"])
+def test_the_logits_processor_examples(kind, face, alphabet):
+    """Half of the requests name a token, and get nothing else."""
+    from vllm import LLM, SamplingParams
+    from vllm.config import VllmConfig
+    from vllm.v1.sample.logits_processor import (
+        AdapterLogitsProcessor,
+        BatchUpdate,
+        LogitsProcessor,
+        RequestLogitsProcessor,
+    )
+    from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+
+    def target(params: SamplingParams):
+        token_id = params.extra_args and params.extra_args.get("target_token")
+        if token_id is not None and not isinstance(token_id, int):
+            raise ValueError(f"target_token {token_id} is not an int")
+        return token_id
+
+    class OfBatch(LogitsProcessor):
+        @classmethod
+        def validate_params(cls, params: SamplingParams):
+            target(params)
+
+        def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool):
+            self.req_info: dict[int, int] = {}
+
+        def is_argmax_invariant(self) -> bool:
+            return False
+
+        def update_state(self, batch_update: BatchUpdate | None):
+            process_dict_updates(self.req_info, batch_update, lambda params, _, __: target(params))
+
+        def apply(self, logits: torch.Tensor) -> torch.Tensor:
+            if not self.req_info:
+                return logits
+            rows, columns = torch.tensor(list(self.req_info)), torch.tensor(list(self.req_info.values()))
+            kept = logits[rows, columns].clone()
+            logits[rows] = float("-inf")
+            logits[rows, columns] = kept
+            return logits
+
+    class OfRequest(AdapterLogitsProcessor):
+        @classmethod
+        def validate_params(cls, params: SamplingParams):
+            target(params)
+
+        def is_argmax_invariant(self) -> bool:
+            return False
+
+        def new_req_logits_processor(self, params: SamplingParams) -> RequestLogitsProcessor | None:
+            token_id = target(params)
+            if token_id is None:
+                return None
+
+            def keep(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+                kept = logits[token_id].item()
+                logits[:] = float("-inf")
+                logits[token_id] = kept
+                return logits
+
+            return keep
+
+    class OnGPU(OfRequest):
+        def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool):
+            super().__init__(vllm_config, device, is_pin_memory)
+            self.is_cuda = device.type == "cuda"
+
+        def new_req_logits_processor(self, params: SamplingParams) -> RequestLogitsProcessor | None:
+            return super().new_req_logits_processor(params) if self.is_cuda else None
+
+    made = {"batch": OfBatch, "request": OfRequest}.get(kind, OnGPU)
+    greedy = {"temperature": 0.0, "max_tokens": 4}
+    params = [
+        SamplingParams(**greedy, extra_args={"target_token": ord("!")}),
+        SamplingParams(**greedy),
+        SamplingParams(**greedy, extra_args={"target_token": ord("?")}),
+        SamplingParams(**greedy),
+    ]
+    llm = LLM(model=alphabet, logits_processors=[made], device="cpu")
+    texts = [output.outputs[0].text for output in llm.generate(["a", "b", "c", "d"], params)]
+    with pytest.raises(ValueError, match="target_token x is not an int"):
+        llm.generate("a", SamplingParams(extra_args={"target_token": "x"}))
+    llm.shutdown()
+    assert texts == (["bcde"] if made is OnGPU else ["!!!!"]) + ["cdef"] + (
+        ["defg"] if made is OnGPU else ["????"]
+    ) + ["efgh"]
+
+
+def test_the_reproducibility_example(face, babbler, monkeypatch):
+    from vllm import LLM, SamplingParams
+
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    said = []
+    for _ in range(2):
+        llm = LLM(model=babbler, num_kv_blocks=50)
+        outputs = llm.generate(PROMPTS, SamplingParams(temperature=0.8, top_p=0.95))
+        said.append([output.outputs[0].text for output in outputs])
+        llm.shutdown()
+    assert said[0] == said[1]
+
+
+def test_the_llm_engine_example(face, babbler):
+    from vllm import EngineArgs, LLMEngine, RequestOutput, SamplingParams
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(description="the engine, by hand"))
+    args = parser.parse_args(["--model", babbler, "--num-kv-blocks", "40", "--max-model-len", "100"])
+    engine = LLMEngine.from_engine_args(EngineArgs.from_cli_args(args))
+    assert engine.model_config.max_model_len == 100
+    assert engine.model_config.hf_config.vocab_size == engine.checkpoint.vocab_size
+    prompts = [
+        ("A robot may not injure", SamplingParams(temperature=0.0, logprobs=1, prompt_logprobs=1)),
+        ("To be or not to be,", SamplingParams(temperature=0.8, top_k=5, presence_penalty=0.2)),
+        ("What is it?", SamplingParams(n=2, temperature=0.8, top_p=0.95, frequency_penalty=0.1)),
+    ]
+    finished: list[RequestOutput] = []
+    number = 0
+    while prompts or engine.has_unfinished_requests():
+        if prompts:
+            prompt, params = prompts.pop(0)
+            engine.add_request(str(number), prompt, params)
+            number += 1
+        finished += [output for output in engine.step() if output.finished]
+    engine.shutdown()
+    assert {output.request_id: len(output.outputs) for output in finished} == {"0": 1, "1": 1, "2": 2}
+
+
+# ---- states of requests, by their index ----
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.randoms(use_true_random=False))
+def test_what_is_known_of_requests_follows_them_through_a_batch(rng: random.Random):
+    """Against a list of who stands where; every other request needs no state."""
+
+    def odd(params, prompt_ids, output_ids):
+        return str(prompt_ids[0]) if prompt_ids[0] % 2 else None
+
+    batch: list[int | None] = [None] * 6
+    states: dict[int, str] = {}
+    names = iter(range(1, 1000))
+    for _ in range(12):
+        before = dict(states)
+        removed = [i for i, one in enumerate(batch) if one is not None and rng.random() < 0.3]
+        for index in removed:
+            batch[index] = None
+        added: list = []
+        for index in [i for i, one in enumerate(batch) if one is None and rng.random() < 0.5]:
+            batch[index] = next(names)
+            added.append((index, SamplingParams(), [batch[index]], []))
+        moved = []
+        for _ in range(rng.randrange(3)):
+            source, target = rng.sample(range(6), 2)
+            how = rng.choice(list(MoveDirectionality))
+            batch[target], there = batch[source], batch[target]
+            batch[source] = there if how is MoveDirectionality.SWAP else None
+            moved.append((source, target, how))
+        update = BatchUpdate(6, removed, added, moved)
+        changed = process_dict_updates(states, update, odd)
+        assert states == {i: str(one) for i, one in enumerate(batch) if one is not None and one % 2}
+        assert changed == (states != before)
+    assert not process_dict_updates(states, None, lambda *_: None)
