@@ -87,6 +87,7 @@ ORDER = [
         "apps.ray_data",
         "apps.tools",
         "apps.openai_api",
+        "apps.responses",
         "apps.server",
         "demo.train",
         "vllm_face",

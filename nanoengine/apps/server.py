@@ -55,6 +55,7 @@ from nanoengine.apps.openai_api import (
     token_ids_of,
     unavailable,
 )
+from nanoengine.apps.responses import ResponsesRequest, Written
 from nanoengine.apps.tools import REASONING_FORMATS, TOOL_FORMATS, choose_formats
 from nanoengine.async_llm import AsyncLLM
 from nanoengine.compat import EVERY, SERVER, without_unserved
@@ -131,6 +132,11 @@ class EventStream(StreamingResponse):
 def event(content: Any) -> bytes:
     """One of them."""
     return b"data: " + to_json(content) + b"\n\n"
+
+
+def named_event(content: dict[str, Any]) -> bytes:
+    """One of them, by the name of its type."""
+    return b"event: " + content["type"].encode() + b"\n" + event(content)
 
 
 async def merged(
@@ -210,27 +216,64 @@ class Service:
         """POST /v1/chat/completions."""
         return await self.answer(body, request)
 
-    async def answer(self, body: CompletionRequest | ChatRequest, request: Request) -> Response:
-        """Of either API. Everything is checked before the answer begins, so that a refusal has its status."""
+    async def responses(self, body: ResponsesRequest, request: Request) -> Response:
+        """POST /v1/responses."""
         ticket = request.state.ticket
-        self.check_model(body.model)
-        params = body.params(self.defaults, self.checkpoint.generation_config.get("max_new_tokens"))
-        self.take_places(body, params.n, ticket)
-        checked = await self.in_thread(request, self.check, body, params)
-        ticket.prompt_tokens = sum(len(one.token_ids) for one in checked)
+        chat = body.chat()
+        choices = await self.start(chat, request)
+        written = Written(body, ticket.id, int(time.time()), self.name)
+        if body.stream:
+            return EventStream(self.response_events(written, choices, ticket))
+        async with aclosing(choices):
+            (choice,) = [choice async for choice in choices]
+        written.piece(choice["message"].get("content") or "")
+        return JSON(written.whole(choice["finish_reason"], ticket.usage()))
+
+    async def response_events(
+        self, written: Written, choices: AsyncGenerator[dict[str, Any]], ticket: Ticket
+    ) -> AsyncGenerator[bytes]:
+        """A response as a stream."""
+        try:
+            async with aclosing(choices):
+                for content in written.begin():
+                    yield named_event(content)
+                async for choice in choices:
+                    if text := choice["delta"].get("content"):
+                        yield named_event(written.piece(text))
+            for content in written.end(choice["finish_reason"], ticket.usage()):
+                yield named_event(content)
+        except APIError as error:
+            ticket.error = error.code
+            yield named_event(written.failure(error))
+
+    async def answer(self, body: CompletionRequest | ChatRequest, request: Request) -> Response:
+        """Of either API, as the engine makes it."""
+        ticket = request.state.ticket
+        choices = await self.start(body, request)
         head = {
             "id": f"{body.prefix}-{body.request_id or ticket.id}",
             "object": body.kinds[bool(body.stream)],
             "created": int(time.time()),
             "model": self.name,
         }
-        choices = self.choices(body, checked, ticket)
         if body.stream:
             return EventStream(self.events(body, head, choices, ticket))
         async with aclosing(choices):
             answer = [choice async for choice in choices]
         answer.sort(key=lambda choice: int(choice["index"]))
         return JSON({**head, "choices": answer, "usage": ticket.usage()})
+
+    async def start(
+        self, body: CompletionRequest | ChatRequest, request: Request
+    ) -> AsyncGenerator[dict[str, Any]]:
+        """Check everything before the answer begins, so that a refusal has its status; gives the choices."""
+        ticket = request.state.ticket
+        self.check_model(body.model)
+        params = body.params(self.defaults, self.checkpoint.generation_config.get("max_new_tokens"))
+        self.take_places(body, params.n, ticket)
+        checked = await self.in_thread(request, self.check, body, params)
+        ticket.prompt_tokens = sum(len(one.token_ids) for one in checked)
+        return self.choices(body, checked, ticket)
 
     async def in_thread(self, request: Request, function: Callable[..., T], *arguments: Any) -> T:
         """The function's result, where the text of a request may take it seconds; long ones one at a time.
@@ -582,6 +625,7 @@ def make_app(service: Service, allowed_origins: Sequence[str] = ()) -> FastAPI:
     for method, path, endpoint in (
         ("POST", "/v1/completions", service.completions),
         ("POST", "/v1/chat/completions", service.chat),
+        ("POST", "/v1/responses", service.responses),
         ("GET", "/v1/models", service.models),
         ("GET", "/v1/models/{name:path}", service.model),
         ("POST", "/tokenize", service.tokenize),

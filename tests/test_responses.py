@@ -1,0 +1,197 @@
+"""/v1/responses, by OpenAI's own client: the chat's answers in another shape."""
+
+import openai
+import pytest
+
+from nanoengine import AsyncLLM
+from tests.helpers import DEMO
+from tests.serving import http, is_empty, served, wait_until
+
+QUESTION = "What is 27 + 58?"
+ANSWER = "27 + 58 = 85"
+
+
+@pytest.fixture(scope="module")
+def demo():
+    with served(AsyncLLM(str(DEMO), num_kv_blocks=100)) as (url, service):
+        yield url, service
+
+
+@pytest.fixture
+def url(demo):
+    url, service = demo
+    yield url
+    wait_until(lambda: service.num_samples == 0)
+    assert is_empty(service)
+
+
+@pytest.fixture
+def client(url):
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_a_response_is_the_chat_s_answer(client):
+    messages = [{"role": "user", "content": QUESTION}]
+    chat = client.chat.completions.create(model="demo", messages=messages, temperature=0)
+    response = client.responses.create(model="demo", input=QUESTION, temperature=0)
+    assert response.output_text == chat.choices[0].message.content == ANSWER
+    assert (response.status, response.object, response.model) == ("completed", "response", "demo")
+    assert response.usage.input_tokens == chat.usage.prompt_tokens
+    assert response.usage.output_tokens == chat.usage.completion_tokens
+    assert response.usage.total_tokens == chat.usage.total_tokens
+    assert response.temperature == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "instructions", "messages"),
+    [
+        ([{"role": "user", "content": QUESTION}], None, [("user", QUESTION)]),
+        (QUESTION, "Be short.", [("system", "Be short."), ("user", QUESTION)]),
+        (
+            [
+                {"role": "developer", "content": "Be short."},
+                {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
+                {
+                    "type": "message",
+                    "role": "assistant",
+                    "id": "msg_1",
+                    "status": "completed",
+                    "content": [{"type": "output_text", "text": "Ho", "annotations": []}],
+                },
+                {"role": "user", "content": QUESTION},
+            ],
+            None,
+            [("system", "Be short."), ("user", "Hi"), ("assistant", "Ho"), ("user", QUESTION)],
+        ),
+    ],
+)
+def test_an_input_in_each_form_is_a_conversation(given, instructions, messages, client):
+    chat = client.chat.completions.create(
+        model="demo", messages=[{"role": role, "content": text} for role, text in messages], temperature=0
+    )
+    response = client.responses.create(model="demo", input=given, instructions=instructions, temperature=0)
+    assert response.output_text == chat.choices[0].message.content
+    assert response.usage.input_tokens == chat.usage.prompt_tokens
+    assert response.instructions == instructions
+
+
+def test_the_answer_goes_into_the_next_input(client):
+    first = client.responses.create(model="demo", input=QUESTION, temperature=0)
+    given = [{"role": "user", "content": QUESTION}, *first.output, {"role": "user", "content": QUESTION}]
+    again = client.responses.create(model="demo", input=given, temperature=0)
+    assert again.usage.input_tokens > 2 * first.usage.input_tokens
+
+
+def test_an_answer_that_is_cut_is_incomplete(client):
+    response = client.responses.create(model="demo", input=QUESTION, temperature=0, max_output_tokens=3)
+    assert response.status == "incomplete"
+    assert response.incomplete_details.reason == "max_output_tokens"
+    assert response.usage.output_tokens == 3
+    assert ANSWER.startswith(response.output_text)
+
+
+@pytest.mark.parametrize("max_output_tokens", [None, 3])
+def test_a_stream_s_events_come_in_order_and_end_with_the_whole(max_output_tokens, client):
+    asked = {"model": "demo", "input": QUESTION, "temperature": 0, "max_output_tokens": max_output_tokens}
+    whole = client.responses.create(**asked)
+    events = list(client.responses.create(**asked, stream=True))
+    kinds = [event.type for event in events]
+    assert kinds[:4] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+    ]
+    assert set(kinds[4:-4]) == {"response.output_text.delta"}
+    assert kinds[-4:] == [
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        f"response.{whole.status}",
+    ]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    deltas = [event.delta for event in events[4:-4]]
+    assert len(deltas) > 1
+    assert "".join(deltas) == events[-4].text == events[-1].response.output_text == whole.output_text
+    assert events[-1].response.usage == whole.usage
+    assert {event.response.id for event in (events[0], events[-1])} == {events[0].response.id}
+
+
+def test_the_client_s_own_stream_helper_gathers_the_text(client):
+    with client.responses.stream(model="demo", input=QUESTION, temperature=0) as stream:
+        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+        assert stream.get_final_response().output_text == text == ANSWER
+
+
+def test_what_asks_for_nothing_is_taken(client):
+    response = client.responses.create(
+        model="demo",
+        input=QUESTION,
+        temperature=0,
+        top_p=1.0,
+        background=False,
+        include=[],
+        metadata={"a": "b"},
+        parallel_tool_calls=True,
+        previous_response_id=None,
+        reasoning={},
+        store=False,
+        text={"format": {"type": "text"}},
+        tool_choice="auto",
+        tools=[],
+        truncation="disabled",
+        user="somebody",
+    )
+    assert response.output_text == ANSWER
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "send the conversation as input"),
+        ({"tools": [{"type": "function", "name": "add"}]}, "tools", "use /v1/chat/completions with tools"),
+        ({"text": {"format": {"type": "json_object"}}}, "text", "with response_format"),
+        ({"store": True}, "store", "nothing is stored"),
+        ({"top_k": 5}, "top_k", "has no argument 'top_k'"),
+        ({"max_output_tokens": 0}, "max_output_tokens", "must be at least 1"),
+        ({"max_output_tokens": "9"}, "max_output_tokens", "valid integer"),
+        ({"temperature": -1}, "temperature", r"temperature must be a number in \[0"),
+        ({"model": "gpt-9"}, "model", "does not exist"),
+        ({"input": []}, "input", "input must be text or a list of messages"),
+        ({"input": None}, "input", "input must be text"),
+        ({"input": "a" * 10_000}, "input", "prompt has 10"),
+        ({"input": [{"role": "tool", "content": "a"}]}, "input", r"input\[0\].role must be one of user"),
+        ({"input": [{"type": "function_call_output"}]}, "input", r"input\[0\] must be a message"),
+        ({"input": [{"role": "user", "content": 5}]}, "input", r"input\[0\].content must be text .*got 5"),
+        ({"input": [{"role": "user"}]}, "input", r"input\[0\].content must be text"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "input",
+            r"input\[0\].content must be text or hold parts of type input_text, got",
+        ),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_not_served_is_refused_by_name(fields, param, message, stream, url):
+    answer = http.post(f"{url}/v1/responses", json={"input": QUESTION, "stream": stream, **fields})
+    assert answer.status_code == (404 if param == "model" else 400)
+    error = answer.json()["error"]
+    assert error["param"] == param
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(error["message"])
+
+
+def test_a_model_that_cannot_go_on_ends_the_stream_with_an_error(demo, client, monkeypatch):
+    _, service = demo
+    runner = service.engine.llm_engine.runner
+
+    def fail(*args):
+        raise RuntimeError
+
+    monkeypatch.setattr(runner, "launch", fail)
+    events = list(client.responses.create(model="demo", input=QUESTION, stream=True))
+    assert events[-1].type == "error"
+    assert "could not compute this request" in events[-1].message
+    with pytest.raises(openai.InternalServerError, match="could not compute this request"):
+        client.responses.create(model="demo", input=QUESTION)
