@@ -76,6 +76,13 @@ def test_an_input_in_each_form_is_a_conversation(given, instructions, messages, 
     assert response.instructions == instructions
 
 
+def test_vllm_s_sampling_parameters_are_taken_too(client):
+    extra = {"ignore_eos": True, "stop": None, "top_k": 1}
+    response = client.responses.create(model="demo", input=QUESTION, max_output_tokens=20, extra_body=extra)
+    assert response.usage.output_tokens == 20
+    assert response.output_text.startswith(ANSWER)
+
+
 def test_the_answer_goes_into_the_next_input(client):
     first = client.responses.create(model="demo", input=QUESTION, temperature=0)
     given = [{"role": "user", "content": QUESTION}, *first.output, {"role": "user", "content": QUESTION}]
@@ -153,7 +160,9 @@ def test_what_asks_for_nothing_is_taken(client):
         ({"tools": [{"type": "function", "name": "add"}]}, "tools", "use /v1/chat/completions with tools"),
         ({"text": {"format": {"type": "json_object"}}}, "text", "with response_format"),
         ({"store": True}, "store", "nothing is stored"),
-        ({"top_k": 5}, "top_k", "has no argument 'top_k'"),
+        ({"n": 2}, "n", "has no argument 'n'"),
+        ({"top_k": "5"}, "top_k", "top_k must be an integer"),
+        ({"top_kk": 5}, "top_kk", "has no argument 'top_kk'; did you mean 'top_k'"),
         ({"max_output_tokens": 0}, "max_output_tokens", "must be at least 1"),
         ({"max_output_tokens": "9"}, "max_output_tokens", "valid integer"),
         ({"temperature": -1}, "temperature", r"temperature must be a number in \[0"),

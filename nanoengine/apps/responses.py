@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
-from nanoengine.apps.openai_api import APIError, ChatRequest, refusing
+from nanoengine.apps.openai_api import SAMPLED, APIError, ChatRequest, refusing
 from nanoengine.compat import ANY, Unserved, without_unserved
 
 CHAT = "use /v1/chat/completions"
@@ -41,6 +41,7 @@ UNSERVED: Unserved = {
     "truncation": (("disabled",), "shorten the input"),
     "user": (ANY, "nothing is kept of who asks"),
 }
+SERVED = SAMPLED - {"logprobs", "max_tokens", "n", "prompt_logprobs"}
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 
 
@@ -51,7 +52,7 @@ class InputChat(ChatRequest):
 
 
 class ResponsesRequest(BaseModel):
-    """What /v1/responses takes; null is as good as left out."""
+    """What /v1/responses takes; null is as good as left out. Fields of SamplingParams are `model_extra`."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     model: str | None = None
@@ -68,10 +69,11 @@ class ResponsesRequest(BaseModel):
         Raises:
             APIError: a field is not served, or the input is no text.
         """
+        sampling: dict[str, Any] = {}
         for name, value in (self.model_extra or {}).items():
             if value is not None:
                 with refusing(self, name):
-                    without_unserved("the request", {name: value}, (), UNSERVED)
+                    sampling |= without_unserved("the request", {name: value}, SERVED, UNSERVED)
         if self.max_output_tokens is not None and self.max_output_tokens < 1:
             message = f"max_output_tokens must be at least 1, got {self.max_output_tokens}"
             raise APIError(400, message, param="max_output_tokens")
@@ -81,6 +83,7 @@ class ResponsesRequest(BaseModel):
             messages.insert(0, {"role": "system", "content": self.instructions})
         return InputChat.model_validate(
             {
+                **sampling,
                 "model": self.model,
                 "stream": self.stream,
                 "messages": messages,

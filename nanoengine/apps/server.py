@@ -136,7 +136,7 @@ def event(content: Any) -> bytes:
 
 def named_event(content: dict[str, Any]) -> bytes:
     """One of them, by the name of its type."""
-    return b"event: " + content["type"].encode() + b"\n" + event(content)
+    return f"event: {content['type']}\n".encode() + event(content)
 
 
 async def merged(
