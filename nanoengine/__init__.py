@@ -6,6 +6,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from nanoengine.async_llm import AsyncLLM, AsyncLLMEngine
     from nanoengine.config import AsyncEngineArgs, EngineArgs, EngineConfig
+    from nanoengine.extensions.pooling import (
+        ClassificationRequestOutput,
+        EmbeddingRequestOutput,
+        PoolingParams,
+        PoolingRequestOutput,
+        ScoringRequestOutput,
+    )
     from nanoengine.llm import LLM
     from nanoengine.llm_engine import LLMEngine
     from nanoengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -22,16 +29,21 @@ __all__ = [
     "AsyncEngineArgs",
     "AsyncLLM",
     "AsyncLLMEngine",
+    "ClassificationRequestOutput",
     "CompletionOutput",
+    "EmbeddingRequestOutput",
     "EngineArgs",
     "EngineConfig",
     "GuidedDecodingParams",
     "LLMEngine",
     "Logprob",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "RequestMetrics",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScoringRequestOutput",
     "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
@@ -44,16 +56,21 @@ _MODULE_OF = {
     "AsyncEngineArgs": "config",
     "AsyncLLM": "async_llm",
     "AsyncLLMEngine": "async_llm",
+    "ClassificationRequestOutput": "extensions.pooling",
     "CompletionOutput": "outputs",
+    "EmbeddingRequestOutput": "extensions.pooling",
     "EngineArgs": "config",
     "EngineConfig": "config",
     "GuidedDecodingParams": "sampling_params",
     "LLMEngine": "llm_engine",
     "Logprob": "outputs",
+    "PoolingParams": "extensions.pooling",
+    "PoolingRequestOutput": "extensions.pooling",
     "RequestMetrics": "outputs",
     "RequestOutput": "outputs",
     "RequestOutputKind": "sampling_params",
     "SamplingParams": "sampling_params",
+    "ScoringRequestOutput": "extensions.pooling",
     "StructuredOutputsParams": "sampling_params",
     "TextPrompt": "requests",
     "TokensPrompt": "requests",

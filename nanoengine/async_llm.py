@@ -7,7 +7,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from types import TracebackType
@@ -18,7 +18,7 @@ from nanoengine.llm_engine import LLMEngine
 from nanoengine.metrics import Metric
 from nanoengine.outputs import RequestOutput
 from nanoengine.requests import Prompt
-from nanoengine.sampling_params import SamplingParams, check_integer
+from nanoengine.sampling_params import check_integer
 from nanoengine.steps import EngineDeadError
 
 
@@ -86,7 +86,7 @@ class AsyncLLM:
     async def generate(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams,
+        sampling_params: Any,
         request_id: str,
         *,
         priority: int = 0,
@@ -121,6 +121,20 @@ class AsyncLLM:
             if not finished:
                 with suppress(RuntimeError):  # closed: aborted already
                     self._send(lambda: self._abort(request_id, mailbox))
+
+    async def encode(
+        self, prompt: Prompt, pooling_params: Any, request_id: str, **settings: Any
+    ) -> AsyncGenerator[Any]:
+        """Yield what a model that pools makes of a prompt: one `PoolingRequestOutput`, as of `LLM.encode`.
+
+        Leaving and errors are as in `generate`.
+        """
+        pooler = self.llm_engine.pooler
+        if pooler is None:
+            raise ValueError('encode needs a model that pools; make the engine with runner="pooling"')
+        async with aclosing(self.generate(prompt, pooling_params, request_id, **settings)) as outputs:
+            async for output in outputs:
+                yield pooler.output(output, pooling_params)
 
     async def abort(self, request_id: str) -> None:
         """End a request; its consumer gets a last output with finish_reason "abort"."""

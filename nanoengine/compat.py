@@ -28,7 +28,7 @@ ENGINE: Unserved = {
     "code_revision": ((None,), "give a directory as model"),
     "compilation_config": ((None, {}), "enforce_eager=True turns compiled kernels and graphs off"),
     "config_format": (("auto", "hf"), "give a checkpoint with a config.json"),
-    "convert": (("auto", "none"), "only generation is served"),
+    "convert": (("auto", "none"), "set runner"),
     "cpu_offload_gb": ((None, 0), "give a smaller model or dtype"),
     "cudagraph_capture_sizes": ((None,), "leave it out: graphs are captured up to max_num_seqs"),
     "data_parallel_size": ((None, 1), "start a process per device"),
@@ -79,7 +79,7 @@ ENGINE: Unserved = {
     "reasoning_parser": ((None, ""), "a flag of the server, not of the engine"),
     "rope_scaling": ((None, {}), "set it in hf_overrides"),
     "rope_theta": ((None,), "set it in hf_overrides"),
-    "runner": ((None, "auto", "generate"), "only generation is served"),
+    "runner": ((None,), ""),
     "seed": ((None,), ""),
     "served_model_name": (ANY, "a flag of the server, not of the engine"),
     "skip_tokenizer_init": (
@@ -89,7 +89,7 @@ ENGINE: Unserved = {
     "stream_interval": ((None, 1), "take every so many outputs"),
     "structured_outputs_config": ((None, {}), "structured outputs are made by llguidance"),
     "swap_space": (ANY, "preempted sequences are recomputed, never swapped"),
-    "task": ((None, "auto", "generate"), "only generation is served"),
+    "task": ((None, "auto", "generate"), 'set runner="pooling"'),
     "tokenizer_mode": ((None, "auto", "hf"), "the tokenizer is the one transformers loads"),
     "tokenizer_revision": ((None,), "give a directory as tokenizer"),
     "use_tqdm_on_load": (ANY, "loading shows no progress"),
@@ -124,7 +124,7 @@ FURTHER: dict[str, Any] = dict.fromkeys(
     mm_encoder_attn_dtype mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path mm_encoder_only
     mm_ipc_gpu_memory_gb mm_processor_cache_type model_class_overrides model_weights monokernel node_rank
     numa_bind numa_bind_cpus numa_bind_nodes offload_group_size offload_params otlp_traces_endpoint
-    override_neuron_config override_pooler_config pooler_config prefix_cache_retention_interval
+    override_neuron_config override_pooler_config prefix_cache_retention_interval
     prefix_match_unit qlora_adapter_name_or_path quantization_config ray_workers_use_nsight reasoning_config
     reasoning_parser_plugin return_sampling_mask safetensors_load_strategy scheduler_cls
     scheduler_delay_factor show_hidden_metrics_for_version shutdown_timeout skip_mm_profiling

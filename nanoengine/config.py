@@ -101,6 +101,9 @@ class EngineConfig:
         "auto"  # "nanoengine": models/decoder.py; "transformers": its own code; auto: the first that can
     )
     trust_remote_code: bool = False
+    # "generate" text; or "pooling": embed, classify, score; auto: by the checkpoint (models/pooling.py)
+    runner: str = "auto"
+    pooler_config: dict[str, Any] | None = None  # "pooling_type": LAST, MEAN or CLS; "use_activation"
     hf_overrides: dict[str, Any] | None = None  # fields of config.json, in place of the checkpoint's own
     generation_config: str = "auto"  # the checkpoint's sampling parameters; "vllm": vLLM's defaults instead
     # Functions as in SamplingParams, for every request, and vLLM V1's classes: extensions/processors.py
@@ -144,6 +147,8 @@ class EngineConfig:
             raise TypeError(
                 f"hf_overrides must be a dict of fields of config.json, got {self.hf_overrides!r}"
             )
+        if self.pooler_config is not None:
+            self._check_pooler_config(self.pooler_config)
         if self.kv_store is not None:
             self._check_kv_store()
         if self.lora is not None and (not isinstance(self.lora, str | Path) or not str(self.lora)):
@@ -160,6 +165,7 @@ class EngineConfig:
         choices = {
             "scheduling_policy": ("fcfs", "priority"),
             "generation_config": ("auto", "vllm"),
+            "runner": ("auto", "generate", "pooling"),
             "load_format": ("auto", "safetensors", "dummy"),
             "model_impl": ("auto", "nanoengine", "transformers"),
             "attn_backend": ("auto", "flash", "varlen", "triton", "compiled", "torch"),
@@ -167,6 +173,15 @@ class EngineConfig:
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
+
+    @staticmethod
+    def _check_pooler_config(given: Any) -> None:
+        if not isinstance(given, dict) or not given.keys() <= {"pooling_type", "use_activation"}:
+            raise TypeError(f"pooler_config must be a dict of pooling_type and use_activation, got {given!r}")
+        if given.get("pooling_type", "LAST") not in ("LAST", "MEAN", "CLS"):
+            raise ValueError(f"pooling_type must be LAST, MEAN or CLS, got {given['pooling_type']!r}")
+        if "use_activation" in given:
+            check_bool("use_activation", given["use_activation"])
 
     def _check_kv_store(self) -> None:
         store = self.kv_store

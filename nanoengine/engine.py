@@ -761,8 +761,8 @@ class ModelRunner:
 
     def __init__(self, model: Any, device: Device, attention: Attention, draw: Draw, block_size: int) -> None:
         self.model, self.device, self.attention = model, device, attention
-        self.draw = draw
-        self.block_size = block_size
+        self.draw, self.block_size = draw, block_size
+        self.report = report_prompts  # what is told of prompts; extensions/pooling.py has another
         # Set by startup.py. It tries the largest steps out first, for `device.count_blocks` to see how much
         # memory they leave.
         self.caches: list[KVCache] = []  # one per layer
@@ -785,7 +785,7 @@ class ModelRunner:
             self.stopwatch.lap("inputs")
             hidden = self.forward(self.compute, inputs)
             compute_logits, download = self.model.compute_logits, self.device.download
-            of_prompts = report_prompts(batch.chunks, hidden, compute_logits, download)
+            of_prompts = self.report(batch.chunks, hidden, compute_logits, download)
             if not batch.sampled_seqs:
                 self.stopwatch.lap("forward")
                 return Launch(batch, None, None, Reports([], of_prompts))

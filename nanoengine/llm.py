@@ -69,11 +69,7 @@ class LLM:
         """
         without_unserved("generate", unserved, (), CALL)
         kind = RequestOutputKind.FINAL_ONLY
-        checked = self._check_all(prompts, sampling_params, priority, kind)
-        # A Ctrl-C between steps strikes here too, but never while requests are queued or aborted.
-        with uninterrupted() as let_strike, self._submitted(checked) as (ids, inbox):
-            self._run_until_finished(ids, inbox, use_tqdm, let_strike)
-            return [replace(inbox[request_id], request_id=str(request_id)) for request_id in ids]
+        return self._run(self._check_all(prompts, sampling_params, priority, kind), use_tqdm)
 
     def stream(
         self,
@@ -123,6 +119,81 @@ class LLM:
         """Conversations as prompts for `generate`, `stream` or `add_request`, by the chat template."""
         settings = {"add_generation_prompt": True, **template_settings}
         return render_chats(messages, self.get_tokenizer(), self.llm_engine.checker.encode, **settings)
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: Any = None,
+        *,
+        use_tqdm: bool = True,
+        pooling_task: str | None = None,
+        **unserved: Any,
+    ) -> list[Any]:
+        """What a model that pools makes of prompts, as tensors: embeddings, or a classifier's probabilities.
+
+        Args:
+            prompts: as `generate` takes them.
+            pooling_params: `PoolingParams`, one for all or one per prompt; None: as the checkpoint says.
+            use_tqdm: show progress.
+            pooling_task: "embed" or "classify"; None: whichever the model does.
+            unserved: as for `generate`.
+
+        Returns:
+            A `PoolingRequestOutput` per prompt, whose `outputs.data` is float32.
+
+        Raises:
+            ValueError, TypeError: the model does not do this, or a prompt or parameter cannot be served.
+        """
+        without_unserved("encode", unserved, (), CALL)
+        return self._pool("encode", prompts, pooling_params, use_tqdm, pooling_task)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        use_tqdm: bool = True,
+        pooling_params: Any = None,
+        **unserved: Any,
+    ) -> list[Any]:
+        """Embed prompts; as `encode`, with `EmbeddingRequestOutput`s: `outputs.embedding` is a list."""
+        without_unserved("embed", unserved, (), CALL)
+        return self._pool("embed", prompts, pooling_params, use_tqdm, "embed")
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        use_tqdm: bool = True,
+        pooling_params: Any = None,
+        **unserved: Any,
+    ) -> list[Any]:
+        """Classify prompts; as `encode`, with `ClassificationRequestOutput`s: `outputs.probs` is a list."""
+        without_unserved("classify", unserved, (), CALL)
+        return self._pool("classify", prompts, pooling_params, use_tqdm, "classify")
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        *,
+        use_tqdm: bool = True,
+        pooling_params: Any = None,
+        chat_template: str | None = None,
+        **unserved: Any,
+    ) -> list[Any]:
+        """Score pairs of texts: one text with each of several, or each with its own.
+
+        A classifier with one label reads both texts of a pair, as the tokenizer joins them, or by
+        `chat_template` as messages of a "query" and a "document"; of an embedding model it is the cosine.
+
+        Returns:
+            A `ScoringRequestOutput` per pair, whose `outputs.score` is a float.
+        """
+        without_unserved("score", unserved, (), CALL)
+        checker = self.llm_engine.checker
+        scores = self._pooler("score").plan_scores(data_1, data_2, checker, chat_template)
+        outputs = self._pool("score", scores.prompts, pooling_params, use_tqdm, None)
+        return list(scores.read(outputs))
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the checkpoint's generation_config recommends; vLLM's defaults where it says nothing."""
@@ -248,6 +319,30 @@ class LLM:
         for one in checked:
             one.params.output_kind = kind  # of the request's own copy
         return checked
+
+    def _pooler(self, call: str) -> Any:
+        if self.llm_engine.pooler is None:
+            raise ValueError(f'{call} needs a model that pools; make the engine with runner="pooling"')
+        return self.llm_engine.pooler
+
+    def _pool(self, call: str, prompts: Any, params: Any, use_tqdm: bool, task: str | None) -> list[Any]:
+        """Check a call of a model that pools, and run it."""
+        pooler = self._pooler(call)
+        prompt_list = split_prompts(prompts)
+        params_list = pooler.params_of(params, len(prompt_list), task)
+        if len(params_list) != len(prompt_list):
+            given, asked = len(params_list), len(prompt_list)
+            raise ValueError(f"pooling_params must be one per prompt: got {given} for {asked}")
+        checked = list(map(self.llm_engine.check, prompt_list, params_list))
+        outputs = self._run(checked, use_tqdm)
+        return [pooler.output(*pair, call) for pair in zip(outputs, params_list, strict=True)]
+
+    def _run(self, checked: list[CheckedRequest], use_tqdm: bool) -> list[RequestOutput]:
+        """Run a call's requests to their ends."""
+        # A Ctrl-C between steps strikes here too, but never while requests are queued or aborted.
+        with uninterrupted() as let_strike, self._submitted(checked) as (ids, inbox):
+            self._run_until_finished(ids, inbox, use_tqdm, let_strike)
+            return [replace(inbox[request_id], request_id=str(request_id)) for request_id in ids]
 
     @contextmanager
     def _submitted(self, checked: list[CheckedRequest]) -> Iterator[tuple[list[int], Inbox]]:

@@ -80,7 +80,14 @@ class LLMEngine:
             trust_remote_code=config.trust_remote_code,
             hf_overrides=config.hf_overrides,
             generation_config=config.generation_config,
+            runner=config.runner,
+            pooler_config=config.pooler_config,
         )
+        self.pooler: Any = None  # of a model that pools
+        if self.checkpoint.pooling is not None:
+            from nanoengine.extensions.pooling import Pooler
+
+            self.pooler = Pooler(self.checkpoint, config)
         self.max_model_len = self.checkpoint.choose_length(config.max_model_len)
         start: Callable[..., Started] = partial(start_runner, choose_runner=choose_runner)
         if config.tensor_parallel_size > 1:
@@ -90,6 +97,8 @@ class LLMEngine:
         self.started = start(config, self.checkpoint, self.max_model_len)
         self.core = self._assemble()
         self.runner, self.scheduler = self.core.runner, self.core.scheduler
+        if self.pooler is not None:
+            self.runner.report = self.pooler.report
         self.checker = RequestChecker(
             self.checkpoint,
             config,
@@ -181,7 +190,7 @@ class LLMEngine:
             blocks,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=started.max_num_batched_tokens,
-            max_model_len=self.max_model_len,
+            max_model_len=self.max_model_len + (self.pooler is not None),  # no room for what is drawn
             long_prefill_token_threshold=config.long_prefill_token_threshold,
         )
         is_async = is_async if config.async_scheduling is None else config.async_scheduling
@@ -205,8 +214,10 @@ class LLMEngine:
             self.config.trust_remote_code,
         )
 
-    def check(self, prompt: Prompt, params: SamplingParams, priority: int = 0) -> CheckedRequest:
+    def check(self, prompt: Prompt, params: Any, priority: int = 0) -> CheckedRequest:
         """Validate a request completely, without changing anything.
+
+        Its params are SamplingParams, of a model that pools PoolingParams.
 
         Raises:
             ValueError, TypeError: it cannot be served.
@@ -215,6 +226,8 @@ class LLMEngine:
             raise RuntimeError("the engine is closed")
         if self._reloader is not None:
             self._reloader.check_ready()
+        if self.pooler is not None:
+            params = self.pooler.sampling_params(params)
         checked = self.checker.check(prompt, params, priority)
         return checked._replace(processors=tuple(self._processors_of(checked)))
 
@@ -469,9 +482,9 @@ class LLMEngine:
         stopwatch.start()
         now = time.monotonic()
         of_samples, of_prompts = collected.logprobs
-        for seq_id, (first, entries) in of_prompts.items():
+        for seq_id, report in of_prompts.items():
             if seq_id in self._request_of:  # not aborted meanwhile
-                self._request_of[seq_id].take_prompt_logprobs(first, entries)
+                self._request_of[seq_id].take_prompt_report(report)
         requests: dict[Any, Request] = {}
         for seq in collected.took:
             request = self._request_of[seq.seq_id]

@@ -83,6 +83,10 @@ class PromptReport(NamedTuple):
     token_ids: list[int]
     tables: list[LogprobTable]
 
+    def read(self) -> tuple[int, "Entries"]:
+        """The first one's position, and the entries from there on."""
+        return self.first, list(read_tables(self.tables, self.token_ids).values())
+
 
 LOGPROB_ROWS = 256  # prompt rows turned into logits at a time: a row is as wide as the vocabulary
 
@@ -125,25 +129,21 @@ class Logprobs(NamedTuple):
     """What a step's sequences asked for, by seq_id."""
 
     of_samples: dict[int, Entries]  # of each draw
-    of_prompts: dict[int, tuple[int, Entries]]  # a position, and the tokens from there on
+    of_prompts: dict[int, Any]  # as `PromptReport.read` gives it; of a model that pools, a vector
 
 
 class Reports(NamedTuple):
     """All log-probabilities of a step, on their way to the host."""
 
     of_samples: list[LogprobTable]
-    of_prompts: list[PromptReport]
+    of_prompts: list[Any]  # each a `PromptReport`, or what an extension reports instead
 
     def read(self, sampled_seqs: Sequence[Any], token_ids: Sequence[int | None]) -> Logprobs:
         """Wait for them; sampled_seqs are the engine's sequences that token_ids were drawn for."""
         of_samples: dict[int, Entries] = {}
         for row, entry in read_tables(self.of_samples, token_ids).items():
             of_samples.setdefault(sampled_seqs[row].seq_id, []).append(entry)
-        of_prompts = {
-            seq_id: (first, list(read_tables(tables, predicted).values()))
-            for seq_id, first, predicted, tables in self.of_prompts
-        }
-        return Logprobs(of_samples, of_prompts)
+        return Logprobs(of_samples, {report.seq_id: report.read() for report in self.of_prompts})
 
 
 def read_tables(

@@ -62,6 +62,7 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # the first token has none
     metrics: RequestMetrics | None = None
     is_delta: bool = False  # text, tokens and logprobs are only what came since the output before
+    pooled: Any = None  # of a model that pools, a tensor: extensions/pooling.py makes a user's output of it
 
     def merged_with(self, later: "RequestOutput") -> "RequestOutput":
         """This output and the one after it as one: nothing is lost if only the result is looked at."""

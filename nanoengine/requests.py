@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, NotRequired, TypedDict
 import numpy as np
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
+from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
 from nanoengine.compat import PROMPT, without_unserved
@@ -80,29 +81,34 @@ class RequestChecker:
         self.checkpoint, self.config = checkpoint, config
         self.max_model_len, self.num_blocks, self.block_size = max_model_len, num_blocks, block_size
         self.max_computable_tokens = max_computable_tokens
+        # Tokens of a prompt: an output token has to fit too, but where none is wanted.
+        self.max_prompt_len = max_model_len - (checkpoint.pooling is None)
 
     @cached_property
     def max_prompt_chars(self) -> float:
         """No longer text fits; looked for when a text first has more characters than may be tokens."""
-        return chars_per_token(self.checkpoint.tokenizer) * (self.max_model_len - 1)
+        return chars_per_token(self.checkpoint.tokenizer) * self.max_prompt_len
 
-    def encode(self, text: str, add_special_tokens: bool = True, *, is_cut: bool = False) -> list[int]:
+    def encode(
+        self, text: str, add_special_tokens: bool = True, *, is_cut: bool = False, pair: str | None = None
+    ) -> list[int]:
         """A prompt's text as token ids, or an error about the prompt where no count of them could fit.
 
-        Where it is cut afterwards, any does.
+        Where it is cut afterwards, any does. With `pair`, two texts as one prompt, by the tokenizer.
 
         Raises:
             ValueError: it has too many characters, which is told before minutes go on its tokens, or the
                 tokenizer gives up on it.
         """
-        if not is_cut and len(text) >= self.max_model_len and len(text) > self.max_prompt_chars:
+        num_chars = len(text) + len(pair or "")
+        if not is_cut and num_chars > self.max_prompt_len and num_chars > self.max_prompt_chars:
             raise ValueError(
-                f"prompt has {len(text)} characters, which are more tokens than max_model_len="
+                f"prompt has {num_chars} characters, which are more tokens than max_model_len="
                 f"{self.max_model_len} leaves for it; shorten it or raise max_model_len"
             )
         with panics_as_errors("prompt"):
             token_ids: list[int] = self.checkpoint.tokenizer(
-                text, add_special_tokens=add_special_tokens
+                text, text_pair=pair, add_special_tokens=add_special_tokens
             ).input_ids
         return token_ids
 
@@ -142,7 +148,7 @@ class RequestChecker:
         encode = partial(self.encode, is_cut=most is not None) if tokenizer is not None else None
         text, token_ids = read_prompt(prompt, encode, vocab_size)
         if most == -1:
-            most = max(1, self.max_model_len - (params.max_tokens or 1))
+            most = max(1, self.max_prompt_len - ((params.max_tokens or 1) - 1))
         if most is not None and len(token_ids) > most:
             text, token_ids = None, token_ids[-most:]
         self._check_length(len(token_ids))
@@ -159,10 +165,13 @@ class RequestChecker:
         """Raise ValueError where a prompt of that length could never get an answer."""
         if num_prompt_tokens == 0:
             raise ValueError("prompt is empty; at least one token is needed")
-        if num_prompt_tokens >= self.max_model_len:
+        if num_prompt_tokens > self.max_prompt_len:
+            too = (
+                "" if self.max_prompt_len == self.max_model_len else ", which has to hold an output token too"
+            )
             raise ValueError(
-                f"prompt has {num_prompt_tokens} tokens but max_model_len is {self.max_model_len}, which "
-                "has to hold at least one output token too; shorten it or raise max_model_len"
+                f"prompt has {num_prompt_tokens} tokens but max_model_len is {self.max_model_len}{too}; "
+                "shorten it or raise max_model_len"
             )
         if num_prompt_tokens > self.max_computable_tokens:
             raise ValueError(
@@ -495,6 +504,7 @@ class Request:
     __slots__ = (
         "_unfinished",
         "metrics",
+        "pooled",
         "prompt_logprobs",
         "request_id",
         "samples",
@@ -510,6 +520,7 @@ class Request:
         self._unfinished = list(seqs)  # and some that are finished, but never the last of the list
         # One entry per prompt token, chunk by chunk; nothing predicts the first.
         self.prompt_logprobs: list[dict[int, Logprob] | None] = [None]
+        self.pooled: Tensor | None = None
         self.metrics = RequestMetrics(arrival_time=time.monotonic())
 
     @property
@@ -557,11 +568,15 @@ class Request:
             self.metrics.finished_time = now
         return sample.num_taken - first
 
-    def take_prompt_logprobs(self, first: int, entries: list[dict[int, Logprob]]) -> None:
-        """Add the entries of prompt tokens [first, first + len(entries)).
+    def take_prompt_report(self, report: Any) -> None:
+        """Add log-probabilities of prompt tokens, from a position on; or what a prompt was pooled to.
 
         After a preemption the prompt is computed again: the entries that are known already are skipped.
         """
+        if isinstance(report, Tensor):
+            self.pooled = report
+            return
+        first, entries = report
         num_known = len(self.prompt_logprobs) - first
         self._name_tokens(entries[num_known:])
         self.prompt_logprobs += entries[num_known:]
@@ -589,6 +604,7 @@ class Request:
             prompt_logprobs=list(self.prompt_logprobs) if params.prompt_logprobs is not None else None,
             metrics=replace(self.metrics),
             is_delta=delta,
+            pooled=self.pooled,
         )
 
     def _name_tokens(self, entries: list[dict[int, Logprob]]) -> None:

@@ -13,7 +13,7 @@ from sybil import Sybil
 from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser
 from transformers import AutoModelForCausalLM
 
-from nanoengine import EngineConfig, SamplingParams
+from nanoengine import LLM, EngineConfig, SamplingParams
 from tests.helpers import DEMO
 from tests.test_public_api import PACKAGE, imports_of
 
@@ -85,6 +85,26 @@ def test_the_mini_engine_says_what_transformers_says():
     assert [generate_cached(prompt) for prompt in prompts] == expected
     for block_size in 1, 16:
         assert Engine(256 // block_size, block_size).generate(prompts) == expected
+
+
+@pytest.mark.parametrize("num_beams", [2, 4])
+def test_beam_search_finds_what_transformers_finds(num_beams):
+    from docs.beam_search import beam_search
+
+    model = AutoModelForCausalLM.from_pretrained(DEMO, dtype="float32")
+    with LLM(DEMO, dtype="float32", num_kv_blocks=64, block_size=8) as llm:
+        for question in "Who are you?", "Spell the word paging backwards.":
+            (chat,) = llm.render_chat([{"role": "user", "content": question}])
+            prompt = chat["prompt_token_ids"]
+            expected = model.generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt)),
+                **{"max_new_tokens": 12, "num_beams": num_beams, "num_return_sequences": num_beams},
+                do_sample=False,
+            )
+            outputs = beam_search(llm, prompt, num_beams, 12)
+            for output, row in zip(outputs, expected[:, len(prompt) :].tolist(), strict=True):
+                assert output + [row[-1]] * (len(row) - len(output)) == row  # with what fills it up
 
 
 SYMBOL = re.compile(r"\[`([\w.]+)`\]\((?:\.\./)+(nanoengine/[\w/]+)\.py\)")

@@ -565,8 +565,13 @@ def test_a_mask_that_an_old_checkpoint_saved_as_booleans_is_no_weight(tmp_path, 
 @pytest.mark.parametrize("name", ["GemmaForCausalLM", "Qwen3ForSequenceClassification"])
 def test_a_config_of_another_architecture_than_it_names_is_refused(copy, name):
     edit_config(copy, architectures=[name])
-    refuse(copy, f"{name} cannot be served: its config is that of Qwen3ForCausalLM")
-    refuse(copy, f"'{name}' is not supported; supported: Llama", model_impl="nanoengine")
+    refuse(copy, f"{name} cannot be served: its config is that of Qwen3ForCausalLM", runner="generate")
+    refuse(copy, f"'{name}' is not supported; supported: Llama", model_impl="nanoengine", runner="generate")
+
+
+def test_a_classifier_without_its_head_is_refused(copy):
+    edit_config(copy, architectures=["Qwen3ForSequenceClassification"])
+    refuse(copy, "lacks tensor 'score.weight', the classifier's head")
 
 
 @IMPLS

@@ -55,6 +55,7 @@ from nanoengine.apps.openai_api import (
     token_ids_of,
     unavailable,
 )
+from nanoengine.apps.pooling_api import PoolingAPI
 from nanoengine.apps.responses import ResponsesRequest, Written
 from nanoengine.apps.tools import REASONING_FORMATS, TOOL_FORMATS, choose_formats
 from nanoengine.async_llm import AsyncLLM
@@ -636,6 +637,7 @@ def make_app(service: Service, allowed_origins: Sequence[str] = ()) -> FastAPI:
         ("GET", "/version", service.version),
         ("GET", "/server_info", service.server_info),
         ("GET", "/metrics", service.metrics),
+        *PoolingAPI(service).routes(),
         ("GET", "/", service.page),
     ):
         app.add_api_route(path, endpoint, methods=[method])

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from huggingface_hub import constants, snapshot_download
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PretrainedConfig,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from xxhash import xxh3_128
 
@@ -32,6 +38,7 @@ from nanoengine.models.hf_config import (
     name_causal_lm,
 )
 from nanoengine.models.lora import Adapter, merge
+from nanoengine.models.pooling import Pooling, read_pooling
 from nanoengine.models.shard import Shard
 from nanoengine.sampling_params import SamplingParams
 
@@ -59,6 +66,8 @@ SIZES = {
     **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"), 2**16),
 }
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+CLASSIFIER_HEAD = "score.weight"  # in the place of the head
+MATRYOSHKA = "is_matryoshka", "matryoshka_dimensions"  # what files may say of embeddings
 # Tensors of heads that guess tokens further ahead (MTP), by their own names or in layers after the model's.
 GUESSING = re.compile(r"(model\.)?(mtp\w*|layers\.(?P<layer>\d+))\.")
 # Our fused layers -> Hugging Face's, whose outputs lie one after the other.
@@ -86,6 +95,7 @@ class Checkpoint:
     is_part: bool = False  # the language model of one that takes images too, which are left out
     # What its config says of weights in few bits that `formats.py` reads; None: there are none.
     quantization: dict[str, Any] | None = None
+    pooling: Pooling | None = None  # of what its prompts become instead of text; None: it generates
 
     def open_files(self) -> Files | GGUFFile:
         """Its tensors, without those of layers that only guess tokens ahead.
@@ -104,7 +114,24 @@ class Checkpoint:
             )
             for name in unused:
                 del files.headers[name]
+        if self.pooling is not None:
+            self._without_head(files)
         return files
+
+    def _without_head(self, files: Files) -> None:
+        """Leave out the vocabulary's head: a model that pools has none, or a classifier's in its place.
+
+        A body that was saved alone gets the names of one with a head.
+        """
+        headers, body = files.headers, EMBEDDING.removeprefix("model.")
+        if body in headers and files.written is None:
+            files.headers = headers = {f"model.{name}": header for name, header in headers.items()}
+        if EMBEDDING in headers:
+            headers.pop(HEAD, None)
+        if self.pooling is not None and self.pooling.labels:
+            if CLASSIFIER_HEAD not in headers:
+                raise ValueError(f"{self.path} lacks tensor {CLASSIFIER_HEAD!r}, the classifier's head")
+            headers[HEAD] = headers.pop(CLASSIFIER_HEAD)
 
     def is_guessing(self, name: str) -> bool:
         """Whether a tensor is of a layer beyond the model's, which transformers leaves out too."""
@@ -215,12 +242,14 @@ def open_checkpoint(
     trust_remote_code: bool = False,
     hf_overrides: dict[str, Any] | None = None,
     generation_config: str = "auto",
+    runner: str = "auto",
+    pooler_config: dict[str, Any] | None = None,
 ) -> Checkpoint:
     """Find a checkpoint and read everything but its weights.
 
     `model_impl` "nanoengine" is `decoder.py`, "transformers" is `hf.py`, "auto" the first that can.
     `hf_overrides` are fields of config.json; with `generation_config` "vllm" no sampling parameter is taken
-    from the checkpoint.
+    from the checkpoint. `runner` and `pooler_config` are EngineConfig's.
 
     Raises:
         ValueError: not a checkpoint, or one that cannot be served; with the reason.
@@ -234,6 +263,8 @@ def open_checkpoint(
         with _as_value_error(path):
             hf_config = type(hf_config).from_dict({**fields, "name_or_path": str(path)})
     name_causal_lm(hf_config)
+    with _naming(hf_config):
+        pooling = read_pooling(path, hf_config, runner, pooler_config)
     whole_config, part = hf_config, language_part(hf_config)
     if part is not None:
         hf_config = part
@@ -249,6 +280,8 @@ def open_checkpoint(
         try:
             with _as_value_error(path):
                 decoder_config = DecoderConfig.from_hf(hf_config)
+                if pooling is not None:
+                    decoder_config = replace(decoder_config, tie_word_embeddings=False)
         except ValueError:
             if model_impl == "nanoengine":
                 raise
@@ -276,7 +309,8 @@ def open_checkpoint(
     if generation_config == "vllm":
         generation = {}
     checkpoint = Checkpoint(
-        path, hf_config, decoder_config, loaded, tuple(known), generation, part is not None, quantization
+        *(path, hf_config, decoder_config, loaded, tuple(known), generation, part is not None),
+        *(quantization, pooling),
     )
     checkpoint.default_sampling_params()  # for its errors
     return checkpoint
@@ -327,7 +361,7 @@ def _overridden(fields: dict[str, Any], overrides: dict[str, Any], config: Any) 
     fields, overrides = _with_plain_rope(fields), _with_plain_rope(overrides)
     for name, value in overrides.items():
         part = getattr(config, name, None)
-        if part is None and name not in (*fields, *ROPE) and not hasattr(config, name):
+        if part is None and name not in (*fields, *ROPE, *MATRYOSHKA) and not hasattr(config, name):
             raise ValueError(f"hf_overrides names {name!r}, which is no field of a {type(config).__name__}")
         if isinstance(value, dict) and isinstance(fields.get(name), dict):
             is_config = isinstance(part, PretrainedConfig)
@@ -526,7 +560,11 @@ def _load_hf(
     with _naming(checkpoint.hf_config):
         check_config(checkpoint.hf_config)
         causal_lm = _load_transformers(checkpoint, config, dtype, device, pack).to(device)
-        return HFModel(causal_lm, max_model_len)
+        model: Any = HFModel(causal_lm, max_model_len)
+        if checkpoint.pooling is not None:
+            has_labels = bool(checkpoint.pooling.labels)
+            model.compute_logits = lambda hidden: causal_lm.score(hidden) if has_labels else hidden
+        return model  # type: ignore[no-any-return]
 
 
 def _load_decoder(
@@ -541,6 +579,8 @@ def _load_decoder(
 ) -> Decoder:
     with torch.device("meta"):
         model = whole = Decoder(decoder_config).to(dtype)
+        if checkpoint.pooling is not None:
+            model.set_submodule("lm_head", _pooling_head(checkpoint.pooling, decoder_config).to(dtype))
         if shard is not None:
             model = Decoder(shard.config).to(dtype)
     is_dummy = config.load_format == "dummy"
@@ -567,6 +607,13 @@ def _load_decoder(
         model.lm_head.weight = model.embed_tokens.weight
     model.build_rope_table(max_model_len)
     return model
+
+
+def _pooling_head(pooling: Pooling, config: DecoderConfig) -> nn.Module:
+    """What a model that pools has for a head: a classifier's, or hidden states stay as they are."""
+    if not pooling.labels:
+        return nn.Identity()
+    return nn.Linear(config.hidden_size, len(pooling.labels), bias=False)
 
 
 def _fill_at_random(model: Decoder, seed: int) -> None:
@@ -699,7 +746,9 @@ def _load_transformers(
     without accelerate fills it on the host.
     """
     path = checkpoint.path
-    auto: Any = AutoModelForCausalLM
+    pooling = checkpoint.pooling
+    has_labels = pooling is not None and bool(pooling.labels)
+    auto: Any = AutoModelForSequenceClassification if has_labels else AutoModelForCausalLM
     settings: dict[str, Any] = {
         "dtype": dtype,
         "attn_implementation": attention_implementation(checkpoint.hf_config),
@@ -718,6 +767,10 @@ def _load_transformers(
     files = checkpoint.open_files()  # also for its errors: those of transformers are less clear
     source: str | None
     headers, source = files.headers, str(path)
+    if has_labels and checkpoint.written_as is not None:
+        raise UnsupportedModelError(
+            "its weights are in few bits, and it is a classifier on transformers' code"
+        )
     if isinstance(files, GGUFFile) and not files.is_known:
         source, settings["gguf_file"] = str(path.parent), path.name
     elif isinstance(files, GGUFFile) or checkpoint.quantization is not None:
@@ -746,7 +799,11 @@ def _load_transformers(
         for name in report["unexpected_keys"]
         if (name in headers or not checkpoint.is_part) and not checkpoint.is_guessing(name)
     ]
-    _refuse(path, missing=report["missing_keys"], unexpected=unexpected)
+    missing = set(report["missing_keys"])
+    if pooling is not None and not has_labels:
+        head = causal_lm.get_output_embeddings()
+        missing -= {f"{name}.weight" for name, module in causal_lm.named_modules() if module is head}
+    _refuse(path, missing=missing, unexpected=unexpected)
     changed = set[str]()
     if config.lora is not None:
         adapter = Adapter(Path(config.lora))

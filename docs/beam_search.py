@@ -1,0 +1,35 @@
+"""Beam search on top of `LLM.generate`: what an engine need not have, its users can write.
+
+At each step the likeliest continuations of all beams compete for `num_beams` places. A beam that ends leaves
+its place, and competes by log-probability per token with the others that ended. The prefix cache has a beam's
+full blocks, so that a step computes no more than the rest.
+
+The rules are those of `generate(num_beams=...)` in transformers, whose tokens it finds.
+"""
+
+from nanoengine import LLM, SamplingParams
+
+
+def beam_search(llm: LLM, prompt: list[int], num_beams: int, max_tokens: int) -> list[list[int]]:
+    """The best outputs that were found, as token ids, the best first."""
+    ends = llm.llm_engine.checkpoint.eos_token_ids
+    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=2 * num_beams, ignore_eos=True)
+    beams: list[tuple[float, list[int]]] = [(0.0, [])]  # sum of log-probabilities, tokens
+    ended: list[tuple[float, list[int]]] = []  # log-probability per token, tokens
+    for length in range(1, max_tokens + 1):
+        outputs = llm.generate([prompt + tokens for _, tokens in beams], params, use_tqdm=False)
+        found = []
+        for (total, tokens), output in zip(beams, outputs, strict=True):
+            logprobs = output.outputs[0].logprobs
+            assert logprobs is not None
+            found += [(total + one.logprob, [*tokens, token]) for token, one in logprobs[0].items()]
+        best = sorted(found, reverse=True)[: 2 * num_beams]
+        is_last = length == max_tokens
+        ended += [
+            (total / length, tokens) for total, tokens in best[:num_beams] if is_last or tokens[-1] in ends
+        ]
+        ended = sorted(ended, reverse=True)[:num_beams]
+        beams = [beam for beam in best if beam[1][-1] not in ends][:num_beams]
+        if len(ended) == num_beams and ended[-1][0] >= beams[0][0] / length:
+            break  # no beam is ahead of the worst that ended
+    return [tokens for _, tokens in ended]

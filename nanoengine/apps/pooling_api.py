@@ -1,0 +1,294 @@
+"""What a server answers with a model that pools: OpenAI's /v1/embeddings, vLLM's score, rerank and classify.
+
+`server.Service` has the engine, counts who waits, and gives each request its ticket.
+"""
+
+import asyncio
+import base64
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from fastapi import Request
+from fastapi.responses import Response
+from pydantic import BaseModel, ConfigDict
+
+from nanoengine.apps.openai_api import JSON, APIError, refusing, token_ids_of, unavailable
+from nanoengine.compat import ANY, Unserved, without_unserved
+from nanoengine.extensions.pooling import PoolingParams, PoolingRequestOutput
+from nanoengine.requests import split_prompts
+
+UNSERVED: Unserved = {
+    "chat_template": ((), "write the template's text into the prompts"),
+    "chat_template_kwargs": (({},), "write the template's text into the prompts"),
+    "embed_dtype": (("float32",), "embeddings are float32"),
+    "endianness": (("native", "little"), "embeddings are little-endian"),
+    "instruction": ((), "write it into the query"),
+    "max_tokens_per_doc": ((0,), "use truncate_prompt_tokens"),
+    "max_tokens_per_query": ((0,), "use truncate_prompt_tokens"),
+    "messages": ((), "put the text into input"),
+    "return_documents": (ANY, "documents are always returned"),
+    "user": (ANY, "nothing is kept of who asks"),
+}
+
+# ---- What is asked for ---------------------------------------------------------------------------
+
+
+class PoolingRequest(BaseModel):
+    """What all of them take."""
+
+    prefix: ClassVar[str]
+    model_config = ConfigDict(extra="allow", strict=True)
+    model: str | None = None
+    use_activation: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    priority: int | None = None
+
+    @property
+    def num_prompts(self) -> int:
+        """At least as many as the engine gets, known before any is looked at."""
+        raise NotImplementedError
+
+    def params(self, **own: Any) -> PoolingParams:
+        """In the engine's terms.
+
+        Raises:
+            ValueError, TypeError: a parameter is out of its range, or not served.
+        """
+        given = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
+        without_unserved("the request", given, type(self).model_fields, UNSERVED)
+        cut = self.truncate_prompt_tokens
+        return PoolingParams(use_activation=self.use_activation, truncate_prompt_tokens=cut, **own)
+
+
+class InputRequest(PoolingRequest):
+    """A text, a list of texts, token ids, or a list of lists of these."""
+
+    input: Any
+    add_special_tokens: bool = True
+
+    @property
+    def num_prompts(self) -> int:
+        """As in the base class."""
+        if not isinstance(self.input, str | list):
+            raise TypeError(f"input must be text, token ids, or a list of these, got {self.input!r:.99}")
+        if not self.input:
+            raise ValueError("input must hold at least one token")
+        return len(split_prompts(self.input))
+
+    def prompts(self, encode: Callable[[str, bool], list[int]]) -> list[Any]:
+        """As the engine takes them."""
+        return [
+            token_ids_of(encode, "input", one, False)
+            if isinstance(one, str) and not self.add_special_tokens
+            else one
+            for one in split_prompts(self.input)
+        ]
+
+
+class EmbeddingRequest(InputRequest):
+    """/v1/embeddings."""
+
+    prefix = "embd"
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = None
+
+
+class ClassifyRequest(InputRequest):
+    """/classify."""
+
+    prefix = "classify"
+
+
+class ScoreRequest(PoolingRequest):
+    """/v1/score: pairs of texts, under any of the names that vLLM has for them."""
+
+    prefix = "score"
+    data_1: Any = None
+    data_2: Any = None
+    text_1: Any = None
+    text_2: Any = None
+    queries: Any = None
+    documents: Any = None
+    items: Any = None
+
+    @property
+    def texts(self) -> tuple[Any, Any]:
+        """The first texts and the second ones; TypeError where one is missing."""
+        found = []
+        for names in (("data_1", "text_1", "queries"), ("data_2", "text_2", "documents", "items")):
+            given = [getattr(self, name) for name in names if getattr(self, name) is not None]
+            if len(given) != 1:
+                raise TypeError(f"{names[0]} must be given, once: a text or a list of texts")
+            found += given
+        return found[0], found[1]
+
+    @property
+    def num_prompts(self) -> int:
+        """As in the base class."""
+        return sum(len(data) if isinstance(data, list) else 1 for data in self.texts)
+
+
+class RerankRequest(PoolingRequest):
+    """/v1/rerank: documents in the order of their score with a query."""
+
+    prefix = "rerank"
+    query: str
+    documents: str | list[str]
+    top_n: int = 0  # of the best; 0: all
+
+    @property
+    def texts(self) -> tuple[Any, Any]:
+        """The query and the documents."""
+        return self.query, self.documents
+
+    @property
+    def num_prompts(self) -> int:
+        """As in the base class."""
+        return 1 + (len(self.documents) if isinstance(self.documents, list) else 1)
+
+
+# ---- The endpoints -------------------------------------------------------------------------------
+
+
+class PoolingAPI:
+    """The endpoints, over a `server.Service`."""
+
+    def __init__(self, service: Any) -> None:
+        self.service = service
+
+    def routes(self) -> Iterator[tuple[str, str, Any]]:
+        """Methods, paths and what answers them."""
+        yield "POST", "/v1/embeddings", self.embeddings
+        yield "POST", "/classify", self.classify
+        for path in ("/score", "/v1/score"):
+            yield "POST", path, self.score
+        for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+            yield "POST", path, self.rerank
+
+    async def embeddings(self, body: EmbeddingRequest, request: Request) -> Response:
+        """POST /v1/embeddings."""
+        with refusing(body):
+            params = body.params(task="embed", dimensions=body.dimensions)
+        outputs = await self.pool(body, request, params, self.read_input)
+        arrays = [output.outputs.data.numpy() for output in outputs]
+        return self.answer(
+            body,
+            request,
+            data=[
+                {"object": "embedding", "index": index, "embedding": encoded(array, body.encoding_format)}
+                for index, array in enumerate(arrays)
+            ],
+        )
+
+    async def classify(self, body: ClassifyRequest, request: Request) -> Response:
+        """POST /classify."""
+        with refusing(body):
+            params = body.params(task="classify")
+        outputs = await self.pool(body, request, params, self.read_input)
+        labels = self.service.checkpoint.pooling.labels
+        rows = [output.outputs.data.tolist() for output in outputs]
+        data = [
+            {"index": i, "label": labels[row.index(max(row))], "probs": row, "num_classes": len(row)}
+            for i, row in enumerate(rows)
+        ]
+        return self.answer(body, request, data=data)
+
+    async def score(self, body: ScoreRequest, request: Request) -> Response:
+        """POST /v1/score."""
+        scores = await self.scores(body, request)
+        data = [{"index": i, "object": "score", "score": score} for i, score in enumerate(scores)]
+        return self.answer(body, request, data=data)
+
+    async def rerank(self, body: RerankRequest, request: Request) -> Response:
+        """POST /v1/rerank."""
+        if body.top_n < 0:
+            raise APIError(400, f"top_n must be at least 0, got {body.top_n}", param="top_n")
+        scores = await self.scores(body, request)
+        documents = body.documents if isinstance(body.documents, list) else [body.documents]
+        order = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n or None]
+        results = [
+            {"index": i, "document": {"text": documents[i]}, "relevance_score": scores[i]} for i in order
+        ]
+        return self.answer(body, request, results=results)
+
+    # -- what they have in common
+
+    async def scores(self, body: ScoreRequest | RerankRequest, request: Request) -> list[float]:
+        """Of pairs of texts."""
+        with refusing(body):
+            params = body.params()
+        planned: list[Any] = []
+
+        def read(_: Any) -> list[Any]:
+            engine = self.service.engine.llm_engine
+            planned.append(engine.pooler.plan_scores(*body.texts, engine.checker))
+            return list(planned[0].prompts)
+
+        outputs = await self.pool(body, request, params, read)
+        return [one.outputs.score for one in planned[0].read(outputs)]
+
+    def read_input(self, body: InputRequest) -> list[Any]:
+        """The prompts of a body that has an input."""
+        return body.prompts(self.service.engine.llm_engine.checker.encode)
+
+    async def pool(
+        self, body: Any, request: Request, params: PoolingParams, read: Callable[[Any], list[Any]]
+    ) -> list[PoolingRequestOutput]:
+        """What the engine makes of the prompts that `read` finds; in a thread, since that may take its time.
+
+        Raises:
+            APIError: it cannot be served.
+        """
+        service, ticket = self.service, request.state.ticket
+        service.check_model(body.model)
+        if service.engine.llm_engine.pooler is None:
+            raise APIError(400, f"{request.url.path} needs a server of a model that pools: --runner pooling")
+        service.take_places(body, 1, ticket)
+
+        def check() -> list[Any]:
+            with refusing(body):
+                engine = service.engine.llm_engine
+                return [engine.check(prompt, params, body.priority or 0) for prompt in read(body)]
+
+        checked = await service.in_thread(request, check)
+        ticket.prompt_tokens = sum(len(one.token_ids) for one in checked)
+
+        async def one(index: int) -> PoolingRequestOutput:
+            prompt = {"prompt_token_ids": checked[index].token_ids}
+            request_id, priority = f"{ticket.id}-{index}", checked[index].priority
+            async for output in service.engine.encode(prompt, params, request_id, priority=priority):
+                return output  # type: ignore[no-any-return]
+            raise RuntimeError("the engine ended")
+
+        tasks = [asyncio.ensure_future(one(index)) for index in range(len(checked))]
+        try:
+            outputs: Sequence[PoolingRequestOutput] = await asyncio.gather(*tasks)
+        except RuntimeError as error:
+            if not service.is_serving:
+                raise unavailable("the server is shutting down") from None
+            raise APIError(500, f"the model could not compute this request: {error}") from None
+        finally:
+            for task in tasks:
+                task.cancel()
+        ticket.first_output_seconds = time.monotonic() - ticket.started
+        ticket.cached_tokens = sum(output.num_cached_tokens for output in outputs)
+        return list(outputs)
+
+    def answer(self, body: PoolingRequest, request: Request, **content: Any) -> Response:
+        """Around what was computed."""
+        ticket = request.state.ticket
+        head = {"id": f"{body.prefix}-{ticket.id}", "object": "list", "created": int(time.time())}
+        return JSON({**head, "model": self.service.name, **content, "usage": ticket.usage()})
+
+
+def encoded(array: np.ndarray, encoding_format: str) -> list[float] | str:
+    """An embedding as numbers, or as the base64 of little-endian float32.
+
+    >>> encoded(np.array([1.0, -2.0], dtype=np.float32), "base64")
+    'AACAPwAAAMA='
+    """
+    if encoding_format == "base64":
+        return base64.b64encode(array.astype("<f4").tobytes()).decode()
+    return array.tolist()  # type: ignore[no-any-return]

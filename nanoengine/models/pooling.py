@@ -1,0 +1,144 @@
+"""What a checkpoint says of pooling: how a prompt's hidden states become a vector, or a classifier's scores.
+
+An embedding model's files are those of sentence-transformers: `modules.json` lists what follows the
+transformer. A classifier, whose architecture is named `...ForSequenceClassification`, has a head `score` in
+place of the vocabulary's, over the last token.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from nanoengine.models.decoder import architecture_of
+from nanoengine.models.files import read_json
+from nanoengine.models.hf_config import UnsupportedModelError
+
+CLASSIFIER = "ForSequenceClassification"
+# sentence-transformers' names, those of its older files, and vLLM's -> ours
+KINDS = {
+    **{"lasttoken": "LAST", "mean": "MEAN", "cls": "CLS"},
+    **{"pooling_mode_lasttoken": "LAST", "pooling_mode_mean_tokens": "MEAN", "pooling_mode_cls_token": "CLS"},
+    **{"LAST": "LAST", "MEAN": "MEAN", "CLS": "CLS"},
+}
+ACTIVATIONS = {"Sigmoid": "sigmoid", "Softmax": "softmax", "Identity": "none"}  # PyTorch's names -> ours
+# By a classifier's problem_type.
+PROBLEMS = {
+    "regression": "none",
+    "single_label_classification": "softmax",
+    "multi_label_classification": "sigmoid",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Pooling:
+    """What is made of a prompt's hidden states."""
+
+    kind: str  # which of them: the "LAST" token's, the first's ("CLS"), or the "MEAN" of all
+    activation: str  # what follows: "normalize", "softmax", "sigmoid" or "none"
+    labels: tuple[str, ...] = ()  # a classifier's, in the order of its scores; (): an embedding
+    dimensions: tuple[int, ...] = ()  # to which an embedding may be cut (Matryoshka), beside all
+
+
+def read_pooling(
+    path: Path, hf_config: Any, runner: str, pooler_config: dict[str, Any] | None
+) -> Pooling | None:
+    """What the checkpoint says, with pooler_config's settings in its place; None: it generates.
+
+    A classifier's config is made to name the causal LM of its type, whose code serves it.
+
+    Raises:
+        UnsupportedModelError: a way to pool that is not served.
+        ValueError: a file is not sound.
+    """
+    architecture = architecture_of(hf_config)
+    is_classifier = architecture.endswith(CLASSIFIER)
+    is_embedder = (path / "modules.json").is_file()
+    if runner == "generate" or (runner == "auto" and not is_classifier and not is_embedder):
+        return None
+    if (
+        type(hf_config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+        or getattr(hf_config, "is_decoder", True) is False  # a field of those that are encoders by default
+        or getattr(hf_config, "is_causal", True) is False
+        or getattr(hf_config, "use_bidirectional_attention", None)
+    ):
+        raise UnsupportedModelError("it is no causal decoder, and only these pool")
+    if not is_classifier:
+        return _embedding(path, hf_config, pooler_config or {})
+    if pooler_config:
+        raise ValueError("pooler_config is for embeddings: a classifier's scores are those of the last token")
+    causal_lm: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
+    hf_config.architectures = [causal_lm.__name__]
+    return _classifier(hf_config)
+
+
+def _classifier(hf_config: Any) -> Pooling:
+    id2label = hf_config.id2label
+    labels = tuple(str(id2label[index]) for index in range(len(id2label)))
+    # As sentence-transformers' CrossEncoder writes it, today and before.
+    named = getattr(hf_config, "sentence_transformers", None) or {}
+    named = named.get("activation_fn") or getattr(hf_config, "sbert_ce_default_activation_function", None)
+    if named is not None:
+        activation = ACTIVATIONS.get(str(named).rpartition(".")[2])
+        if activation is None:
+            raise UnsupportedModelError(
+                f"its activation is {named!r}; served are {', '.join(ACTIVATIONS)} of PyTorch"
+            )
+    else:
+        by_number = "sigmoid" if len(labels) == 1 else "softmax"
+        activation = PROBLEMS.get(hf_config.problem_type, by_number)
+    return Pooling("LAST", activation, labels)
+
+
+def _embedding(path: Path, hf_config: Any, pooler_config: dict[str, Any]) -> Pooling:
+    """As the files say; where they say nothing the last token's, normalised, as in vLLM."""
+    kind, activation = ("LAST", "normalize")
+    file = path / "modules.json"
+    if file.is_file():
+        activation = "none"
+        try:
+            modules = [
+                (part["type"].rpartition(".")[2], path / part["path"])
+                for part in json.loads(file.read_bytes())
+            ]
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{file} must list modules with a type and a path: {error!r}") from error
+        for name, folder in modules:
+            if name == "Transformer":
+                settings = path / "sentence_bert_config.json"
+                if settings.is_file() and read_json(settings).get("do_lower_case"):
+                    raise UnsupportedModelError(f"{settings} asks for lower case, which is not served")
+            elif name == "Pooling":
+                kind = _kind(folder / "config.json")
+            elif name == "Normalize":
+                activation = "normalize"
+            else:
+                raise UnsupportedModelError(
+                    f"{file} names a module {name}; served are Transformer, Pooling and Normalize"
+                )
+    if (given := pooler_config.get("pooling_type")) is not None:
+        kind = KINDS[given]
+    if (given := pooler_config.get("use_activation")) is not None:
+        activation = "normalize" if given else "none"
+    dimensions = getattr(hf_config, "matryoshka_dimensions", None)
+    if dimensions is None and getattr(hf_config, "is_matryoshka", False):
+        dimensions = range(1, hf_config.get_text_config().hidden_size + 1)
+    return Pooling(kind, activation, dimensions=tuple(dimensions or ()))
+
+
+def _kind(file: Path) -> str:
+    """Which hidden states a Pooling's config.json asks for."""
+    content = read_json(file)
+    modes = content.get("pooling_mode")
+    if modes is None:
+        modes = [
+            name for name, value in content.items() if name.startswith("pooling_mode_") and value is True
+        ]
+    modes = modes if isinstance(modes, list) else [modes]
+    if len(modes) != 1 or modes[0] not in KINDS:
+        raise UnsupportedModelError(
+            f"{file} asks for {', '.join(map(str, modes))}; served are the last token, the first, the mean"
+        )
+    return KINDS[modes[0]]
