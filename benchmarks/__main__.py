@@ -9,6 +9,7 @@ python -m benchmarks --engine nanoengine-int4,llama.cpp-q4_0 --custom 1:32:128  
 python -m benchmarks --custom 64:32-256:16-64:512  # 64 requests, prompts of 32 to 256 tokens after 512 shared
 python -m benchmarks --rate 1,2,4                  # latency when requests come at random, so many a second
 python -m benchmarks --plot bench.png              # throughput against batch size, and where the time goes
+python -m benchmarks --ablate                      # nanoengine without each of its tricks; --plot draws it
 python -m benchmarks --what scheduler              # the host side alone: scheduler and block manager
 
 Each engine lives in a process of its own and they take turns: the first run of each, the second of
@@ -31,6 +32,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks import ablation
+from benchmarks.ablation import TRICKS
 from benchmarks.engines import ENGINES
 from benchmarks.runs import CORES
 from nanoengine.apps.workloads import SHAPES, WORKLOADS, parse_custom
@@ -70,6 +73,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=len(CORES))
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument(
+        "--ablate",
+        nargs="?",
+        const="",
+        metavar="TRICKS",
+        help=f"nanoengine without each in turn, of {', '.join(TRICKS)}; default: all of this device",
+    )
     parser.add_argument("--markdown", action="store_true", help="print a table for a page too")
     parser.add_argument(
         "--plot", metavar="FILE.png", help="sweep over batch sizes and draw; needs matplotlib"
@@ -88,6 +98,8 @@ def parse_arguments() -> argparse.Namespace:
             parser.error(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(known)}")
         return names
 
+    if args.ablate and not set(args.ablate.split(",")) <= TRICKS.keys():
+        parser.error(f"--ablate takes any of {', '.join(TRICKS)}, got {args.ablate!r}")
     args.engine = choose(args.engine, ENGINES)
     args.pythons = dict(item.partition("=")[::2] for item in args.python)
     choose(",".join(args.pythons) or ENGINES[0], ENGINES)
@@ -103,9 +115,13 @@ def parse_arguments() -> argparse.Namespace:
 
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if args.ablate is not None:
+        here = [name for name, trick in TRICKS.items() if args.device in trick.devices]
+        args.ablate = args.ablate.split(",") if args.ablate else here
     names = choose(args.workload, WORKLOADS) if args.workload else []
     if not names and not args.custom:
-        names = ["nano" if args.device == "cuda" else "small"]
+        default = ["decode", "prefill", "prefix"] if args.ablate else ["small"]
+        names = ["nano"] if args.device == "cuda" else default
     args.workload = [WORKLOADS[name] for name in names] + ([args.custom] if args.custom else [])
     return args
 
@@ -122,16 +138,21 @@ def main() -> None:
         report = bench_scheduler(args.repeats)
     else:
         from benchmarks.compare import bench_engines
-        from benchmarks.report import draw, print_markdown, print_tables
+        from benchmarks.report import describe, draw, print_markdown, print_tables
 
         try:
             report = bench_engines(args)
         except (ValueError, OSError) as error:  # the model: what an engine raises is reported beside it
             sys.exit(f"python -m benchmarks: {' '.join(str(error).split())}")
         print_tables(report)
-        if args.markdown:
+        if args.ablate:
+            report["ablation"] = ablation.compare(report)
+            ablation.print_table(report["ablation"])
+        elif args.markdown:
             print_markdown(report, command_line())
-        if args.plot:
+        if args.plot and args.ablate:
+            ablation.draw(report["ablation"], describe(report), args.plot)
+        elif args.plot:
             draw(report, args.plot)
     about = {"what": args.what, "command": command_line(), "started": started}
     print(json.dumps(about | {"python": platform.python_version(), "machine": platform.machine()} | report))

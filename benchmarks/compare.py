@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import llama_cpp, nano_vllm
+from benchmarks.ablation import WITHOUT
 from benchmarks.machine import machine
 from benchmarks.workers import Worker, start_worker
 from nanoengine.apps.bench import percentiles
@@ -43,6 +44,7 @@ def summarize(replies: list[dict[str, Any]], prompt_tokens: int, output_tokens: 
         "prompt_tokens": prompt_tokens,
         "output_tokens": output_tokens,
         "output_tokens_per_s": spread([output_tokens / r["seconds"] for r in replies]),
+        "runs_tokens_per_s": [round(output_tokens / r["seconds"], 2) for r in replies],
         "total_tokens_per_s": spread([(prompt_tokens + output_tokens) / r["seconds"] for r in replies]),
     }
     for name in LATENCIES:
@@ -170,12 +172,15 @@ def bench_model(model: str, workloads: list[Workload], args: argparse.Namespace)
 
         itemsize = getattr(torch, args.dtype).itemsize
         bench = Bench(checkpoint.vocab_size, checkpoint.decoder_config, itemsize, start("limits", stack))
-        batches = [Workload(f"batch {size}", size, (32, 32), (32, 32)) for size in SWEEP if args.plot]
+        has_sweep = args.plot and not args.ablate
+        batches = [Workload(f"batch {size}", size, (32, 32), (32, 32)) for size in SWEEP if has_sweep]
         engines: dict[str, Any] = {}
         rows: list[dict[str, Any]] = []
-        sweep: dict[str, list[float | None]] = {engine: [] for engine in args.engine}
+        sweep: dict[str, list[Any]] = {engine: [] for engine in args.engine}
         # Of a GPU's memory each takes nearly all, so that only one can be there at a time.
         turns = [[engine] for engine in args.engine] if args.device == "cuda" else [args.engine]
+        if args.ablate:  # each trick's engine beside the whole one, since the machine's rate changes
+            turns = [["nanoengine", WITHOUT + trick] for trick in args.ablate]
         for turn in turns:
             with ExitStack() as until:
                 bench.engines = [start(engine, until) for engine in turn]
@@ -183,9 +188,9 @@ def bench_model(model: str, workloads: list[Workload], args: argparse.Namespace)
                     rows += bench.measure(workload, args.repeats)
                     for rate in args.rate:
                         rows += bench.measure(workload, 1, rate)
-                for row in itertools.chain.from_iterable(bench.measure(batch, 1) for batch in batches):
-                    speed = None if "error" in row else row["output_tokens_per_s"]["median"]
-                    sweep[row["engine"]].append(speed)
+                for batch in batches:
+                    for row in bench.measure(batch, args.repeats):
+                        sweep[row["engine"]].append(row.get("output_tokens_per_s"))
                 for worker in bench.engines:
                     about = {"error": worker.error, "versions": worker.versions, "environment": worker.notes}
                     engines[worker.engine] = about
@@ -201,7 +206,7 @@ def bench_model(model: str, workloads: list[Workload], args: argparse.Namespace)
                 "roofline_output_tokens_per_s": {w.name: bench.roofline(w) for w in workloads},
             },
             "results": rows,
-            "sweep": sweep,  # output tokens/s at each size of SWEEP
+            "sweep": sweep,  # output tokens/s at each size of SWEEP: median, min and max
         }
 
 

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks.ablation import TRICKS, WITHOUT, settings_of
 from benchmarks.runs import (
     KV_CACHE_BYTES,
     MAX_NUM_BATCHED_TOKENS,
@@ -69,8 +70,10 @@ def load_stepped(settings: dict[str, Any]) -> Run:
         "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
         "skip_tokenizer_init": True,
     }
-    quantization = settings["engine"].partition("-")[2] or None
-    own = vllm_settings if is_vllm else {"device": settings["device"], "quantization": quantization}
+    name, _, quantization = settings["engine"].removeprefix(WITHOUT).partition("-")
+    own = vllm_settings
+    if not is_vllm:
+        own = {"device": settings["device"], "quantization": quantization or None, **settings_of(name)}
     llm = LLM(**{name: settings[name] for name in names}, **own)
 
     def run(prompts: list[list[int]], output_lens: list[int], arrivals: list[float]) -> dict[str, Any]:
@@ -228,6 +231,7 @@ LOADERS: dict[str, tuple[str, Callable[[dict[str, Any]], Run]]] = {
     "limits": ("torch", load_limits),
 }
 ENGINES = [name for name in LOADERS if name != "limits"]
+LOADERS |= {WITHOUT + trick: ("nanoengine", load_stepped) for trick in TRICKS}  # those of --ablate
 
 
 def worker_main(engine: str) -> None:

@@ -111,6 +111,14 @@ def print_markdown(report: dict[str, Any], command: str) -> None:
     print(f"\n{hardware(place)}; {settings}; {'; '.join(software)}. `{command}`\n")
 
 
+def describe(report: dict[str, Any]) -> str:
+    """Models, dtype and machine in two lines, for a plot."""
+    place = report["machine"]
+    models = ", ".join(result["model"] for result in report["models"])
+    runs = f"{place['threads']} threads, runs of each: {report['repeats']}"
+    return f"{models}, {report['dtype']}, {runs}\n{hardware(place)}"
+
+
 def draw(report: dict[str, Any], path: str) -> None:
     """Throughput against batch size, and where nanoengine's time went."""
     import matplotlib
@@ -118,24 +126,37 @@ def draw(report: dict[str, Any], path: str) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 5), layout="constrained")
+    figure.suptitle(describe(report), fontsize=10)
     for result in report["models"]:
         for engine, speeds in result["sweep"].items():
-            style = "k--" if engine == "roofline" else "o-"
-            left.plot(
-                SWEEP, [speed or math.nan for speed in speeds], style, label=f"{engine}, {result['model']}"
+            label = f"{engine}, {result['model']}"
+            if engine == "roofline":
+                left.plot(SWEEP, [speed or math.nan for speed in speeds], "k--", label=label)
+                continue
+            median, least, most = (
+                [speed[name] if speed else math.nan for speed in speeds] for name in ("median", "min", "max")
             )
+            spread = [[m - low for m, low in zip(median, least, strict=True)]]
+            spread += [[high - m for m, high in zip(median, most, strict=True)]]
+            left.errorbar(SWEEP, median, spread, fmt="o-", capsize=3, label=label)
         for row in result["results"]:
             phases: dict[str, float] = (row["rate"] is None and row.get("phases_s")) or {}
             start = 0.0
             for number, (phase, seconds) in enumerate(phases.items()):
                 share = seconds / sum(phases.values())
-                right.barh(row["workload"], share, left=start, color=f"C{number}", label=phase)
+                place = f"{row['workload']}\n{row['engine']}"
+                right.barh(place, share, left=start, color=f"C{number}", label=phase)
                 start += share
-    left.set(
-        xlabel="sequences, 32 tokens in and 32 out", ylabel="output tokens/s", xscale="log", yscale="log"
-    )
+    left.set_title("output tokens/s: the median, and the spread of the runs", fontsize=11)
+    left.set(xlabel="sequences, 32 tokens in and 32 out", xscale="log", yscale="log")
     left.set_xticks(SWEEP, [str(size) for size in SWEEP])
+    left.set_xticks([], minor=True)
+    # As numbers, not as powers of ten.
+    left.yaxis.set_major_formatter("{x:g}")
+    left.yaxis.set_minor_formatter("{x:g}")
+    left.tick_params(axis="y", which="both", labelsize=8)
+    left.grid(alpha=0.3)
     left.legend()
     right.set(xlabel="share of the time", xlim=(0, 1))
     right.margins(y=0.5)  # one bar alone would fill the figure

@@ -15,12 +15,15 @@ import transformers
 from torch import nn
 
 import benchmarks.__main__ as command
+from benchmarks import ablation
+from benchmarks.ablation import TRICKS, WITHOUT
 from benchmarks.compare import bench_model
 from benchmarks.engines import load_stepped
 from benchmarks.gpu import mixed_batches
 from benchmarks.machine import instruction_set, machine
 from benchmarks.report import draw, hardware
 from benchmarks.runs import latencies
+from nanoengine import LLM, SamplingParams
 from nanoengine.apps.bench import percentiles
 from nanoengine.apps.roofline import measure_limits, roofline_seconds
 from nanoengine.apps.workloads import SHAPES, SWEEP, WORKLOADS, Workload, parse_custom, poisson_arrivals
@@ -293,6 +296,7 @@ def test_on_a_gpu_engines_are_there_one_after_the_other_and_on_a_cpu_side_by_sid
         dtype="bfloat16",
         device=device,
         repeats=2,
+        ablate=None,
         rate=[2.0],
         plot="x",
     )
@@ -386,7 +390,29 @@ def test_a_machine_says_what_it_multiplies_with_and_what_it_stands_in_for(flags,
     assert instruction_set(flags, environment) == expected
 
 
-def test_a_plot_is_drawn_from_results(tmp_path):
+PLACE = {
+    **{"cpu": "A processor", "instructions": "AVX2", "gpu": None},
+    **{"cores": 2, "threads": 2, "memory_gib": 8.0},
+}
+
+
+@pytest.fixture
+def words(monkeypatch):
+    """What the figures that are saved say."""
+    from matplotlib.figure import Figure
+    from matplotlib.text import Text
+
+    said, save = list[str](), Figure.savefig
+
+    def listen(figure, *arguments, **settings):
+        save(figure, *arguments, **settings)
+        said.extend(text.get_text() for text in figure.findobj(Text))
+
+    monkeypatch.setattr(Figure, "savefig", listen)
+    return said
+
+
+def test_a_plot_names_model_dtype_machine_and_engines(tmp_path, words):
     split = {
         "workload": "small",
         "engine": "nanoengine",
@@ -394,11 +420,60 @@ def test_a_plot_is_drawn_from_results(tmp_path):
         "phases_s": {"forward": 2.0, "rest": 1.0},
     }
     missing = {"workload": "small", "engine": "vllm", "rate": None, "error": "not installed"}
-    speeds = [float(size) for size in SWEEP]
-    sweep = {"nanoengine": speeds, "vllm": [None] * len(speeds), "roofline": speeds}
+    speeds = [{"median": size + 1.0, "min": size + 0.5, "max": size + 2.0} for size in SWEEP]
+    sweep = {"nanoengine": speeds, "vllm": [None] * len(speeds), "roofline": [float(size) for size in SWEEP]}
     model = {"model": "tiny", "results": [split, missing], "sweep": sweep}
-    draw({"models": [model]}, str(tmp_path / "plot.png"))
+    report = {"models": [model], "machine": PLACE, "dtype": "bfloat16", "repeats": 2}
+    draw(report, str(tmp_path / "plot.png"))
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    title = "tiny, bfloat16, 2 threads, runs of each: 2\nA processor, AVX2, 2 cores, 8.0 GiB"
+    assert {title, "nanoengine, tiny", "forward", "small\nnanoengine"} <= set(words)
+
+
+def test_an_ablation_compares_each_engine_with_the_one_beside_it(tmp_path, words, capsys):
+    def row(engine, workload, *speeds):
+        return {"workload": workload, "engine": engine, "rate": None, "runs_tokens_per_s": list(speeds)}
+
+    results = [
+        row("nanoengine", "decode", 100.0, 120.0),
+        row("nanoengine without pinned threads", "decode", 50.0, 100.0),
+        row("nanoengine", "decode", 80.0, 80.0),
+        row("nanoengine without chunks", "decode", 80.0, 100.0) | {"error": "no memory"},
+    ]
+    report = {"models": [{"model": "tiny", "results": results}]}
+    compared = ablation.compare(report)
+    assert [one.get("error") for one in compared] == [None, "no memory"]
+    assert [compared[0][name] for name in ("gain", "least", "most")] == pytest.approx([1.6, 1.2, 2.0])
+    ablation.print_table(compared)
+    assert "| pinned threads | decode | 110.0, 75.0 | 1.60 (1.20 to 2.00) |" in capsys.readouterr().out
+    ablation.draw(compared, "a title", str(tmp_path / "plot.png"))
+    assert {"a title", "pinned threads", "decode"} <= set(words)
+
+
+@pytest.mark.parametrize("trick", [name for name, trick in TRICKS.items() if "cpu" in trick.devices])
+@pytest.mark.slow
+def test_the_engine_without_a_trick_says_the_same(trick):
+    program = f"""
+import json
+from benchmarks.ablation import settings_of
+from nanoengine import LLM, SamplingParams
+with LLM("demo", dtype="float32", num_kv_blocks=50, **settings_of({WITHOUT + trick!r})) as llm:
+    kinds = [type(module).__name__ for module in llm.llm_engine.runner.model.modules()]
+    (one,) = llm.generate("What is 1", SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
+    print(json.dumps([one.outputs[0].token_ids, kinds]))
+"""
+    printed = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout
+    token_ids, kinds = json.loads(printed)
+    with LLM("demo", dtype="float32", num_kv_blocks=50) as llm:
+        (one,) = llm.generate("What is 1", SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
+        whole = llm.llm_engine.runner.device.kernels is not None
+    assert token_ids == one.outputs[0].token_ids
+    if whole:
+        has_layers, is_packed = "CompiledLayer" in kinds, "PackedLinear" in kinds
+        assert has_layers == (trick not in ("compiled kernels", "packed weights", "one call per layer"))
+        assert is_packed == (trick not in ("compiled kernels", "packed weights"))
 
 
 @pytest.mark.parametrize(
@@ -408,6 +483,7 @@ def test_a_plot_is_drawn_from_results(tmp_path):
         (["--workload", "large"], "unknown: large"),
         (["--python", "vllm=/nowhere/python"], "/nowhere/python"),
         (["--rate", "1,0"], "1,0"),
+        (["--ablate", "luck"], "--ablate takes any of prefix caching"),
         (["--repeats", "0"], "at least 1"),
     ],
 )

@@ -1,0 +1,141 @@
+"""What each trick of nanoengine is worth: the same requests with and without it, in turns.
+
+A trick is switched off by a setting of the engine where there is one, else by a line in its process, which
+knows the engine's inside. A trick may carry others: without compiled kernels no weight is packed for them,
+and no layer is one call. Nothing but the standard library up here: `engines.py` imports this.
+"""
+
+import mmap
+import statistics
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+WITHOUT = "nanoengine without "  # what an engine is called, before the trick
+
+
+def _plain_weights() -> None:
+    from nanoengine.backends import cpu
+
+    cpu.pack_weights = lambda *_: None  # type: ignore[assignment]
+
+
+def _small_pages() -> None:
+    del mmap.MADV_HUGEPAGE  # where there is no such word, no large pages are asked for
+
+
+def _calls_per_layer() -> None:
+    from nanoengine.backends import cpu
+
+    cpu.CompiledLayer.can_hold = staticmethod(lambda layer: False)  # type: ignore[method-assign]
+
+
+def _no_graphs() -> None:
+    from nanoengine.backends import cuda, device
+
+    cuda.CUDA.capture = device.Device.capture  # type: ignore[method-assign]
+
+
+def _no_fusion() -> None:
+    from nanoengine.backends import cuda
+
+    cuda.fusion_obstacle = lambda device: "switched off"
+
+
+class Trick(NamedTuple):
+    """How to do without something."""
+
+    devices: tuple[str, ...]  # where it is
+    settings: Mapping[str, Any] = MappingProxyType({})  # the engine's
+    switch_off: Callable[[], None] = lambda: None  # before the engine is made
+
+
+TRICKS = {
+    "prefix caching": Trick(("cpu", "cuda"), {"enable_prefix_caching": False}),
+    "chunks": Trick(("cpu", "cuda"), {"max_num_batched_tokens": 1 << 14}),  # whole prompts, all in a step
+    "compiled kernels": Trick(("cpu",), {"enforce_eager": True}),
+    "packed weights": Trick(("cpu",), switch_off=_plain_weights),
+    "one call per layer": Trick(("cpu",), switch_off=_calls_per_layer),
+    "large pages": Trick(("cpu",), switch_off=_small_pages),
+    "pinned threads": Trick(("cpu",), {"pin_threads": False}),
+    "graphs": Trick(("cuda",), switch_off=_no_graphs),
+    "fusion": Trick(("cuda",), switch_off=_no_fusion),
+    "async scheduling": Trick(("cuda",), {"async_scheduling": False}),
+}
+
+
+def settings_of(engine: str) -> dict[str, Any]:
+    """Switch a trick off in this process, where an engine's name says so; the settings it takes."""
+    trick = TRICKS.get(engine.removeprefix(WITHOUT))
+    if trick is None:
+        return {}
+    trick.switch_off()
+    return dict(trick.settings)
+
+
+def compare(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row per trick and workload, of the engine's row and that of the one without it, which follows."""
+    rows = []
+    for result in report["models"]:
+        of_engine: dict[str, Any] = {}
+        for row in result["results"]:
+            if not row["engine"].startswith(WITHOUT):
+                of_engine[row["workload"]] = row
+                continue
+            before = of_engine[row["workload"]]
+            compared = {"model": result["model"], "workload": row["workload"]}
+            compared["trick"] = row["engine"].removeprefix(WITHOUT)
+            if error := row.get("error") or before.get("error"):
+                rows.append(compared | {"error": error})
+                continue
+            speeds = [each["runs_tokens_per_s"] for each in (before, row)]
+            ratios = [with_it / without for with_it, without in zip(*speeds, strict=True)]
+            rows.append(
+                compared
+                | {"with": statistics.median(speeds[0]), "without": statistics.median(speeds[1])}
+                | {"gain": statistics.median(ratios), "least": min(ratios), "most": max(ratios)}
+            )
+    return rows
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    """For a page: what each trick is worth, the ratio of each pair of runs."""
+    print("\n| without | workload | output tokens/s with, without | gain (min to max of the pairs) |")
+    print("|---|---|---|---|")
+    for row in rows:
+        start = f"| {row['trick']} | {row['workload']} |"
+        if "error" in row:
+            print(start, f"{row['error']} | |")
+            continue
+        speeds = f"{row['with']:.1f}, {row['without']:.1f}"
+        print(start, f"{speeds} | {row['gain']:.2f} ({row['least']:.2f} to {row['most']:.2f}) |")
+
+
+def draw(rows: list[dict[str, Any]], title: str, path: str) -> None:
+    """A bar for each trick and workload: how many times as fast with it, and the spread of the pairs."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    rows = [row for row in rows if "error" not in row]
+    tricks = list(dict.fromkeys(row["trick"] for row in rows))
+    workloads = list(dict.fromkeys(row["workload"] for row in rows))
+    height = 0.8 / max(1, len(workloads))
+    figure, axes = pyplot.subplots(figsize=(9, 1.5 + 0.7 * len(tricks)), layout="constrained")
+    for row in rows:
+        number = workloads.index(row["workload"])
+        place = tricks.index(row["trick"]) + (number - (len(workloads) - 1) / 2) * height
+        spread = [[row["gain"] - row["least"]], [row["most"] - row["gain"]]]
+        is_first = row["trick"] == tricks[0]
+        label = row["workload"] if is_first else None
+        axes.barh(place, row["gain"], height * 0.9, color=f"C{number}", label=label, xerr=spread, capsize=3)
+        axes.annotate(f" {row['gain']:.2f}", (row["most"], place), va="center", fontsize=9)
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.set_yticks(range(len(tricks)), tricks)
+    axes.invert_yaxis()
+    axes.set(xlabel="times as fast with it; the line over a bar spans the pairs of runs", xlim=(0, None))
+    axes.set_title(title, fontsize=10, loc="left")
+    axes.margins(x=0.12)
+    axes.legend(title="workload")
+    figure.savefig(path, dpi=150)
