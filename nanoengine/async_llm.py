@@ -6,12 +6,14 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing, suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
+
+from torch import Tensor
 
 from nanoengine.config import EngineConfig
 from nanoengine.llm_engine import LLMEngine
@@ -20,6 +22,8 @@ from nanoengine.outputs import RequestOutput
 from nanoengine.requests import Prompt
 from nanoengine.sampling_params import check_integer
 from nanoengine.steps import EngineDeadError
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -142,9 +146,37 @@ class AsyncLLM:
 
     async def get_metrics(self) -> list[Metric]:
         """As `LLMEngine.get_metrics`, between two steps."""
-        metrics: list[Metric] = []
-        await self._call(lambda: metrics.extend(self.llm_engine.get_metrics()))
-        return metrics
+        return await self._call(self.llm_engine.get_metrics)
+
+    async def reset_prefix_cache(self) -> bool:
+        """As `LLM.reset_prefix_cache`."""
+        return await self._call(self.llm_engine.reset_prefix_cache)
+
+    async def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """As `LLM.update_weights`; steps wait for its end."""
+        await self._call(lambda: self.llm_engine.update_weights(weights))
+
+    async def sleep(self, level: int = 1) -> None:
+        """As `LLM.sleep`; until `wake_up`, `generate` raises RuntimeError."""
+        await self._call(lambda: self.llm_engine.sleep(level))
+
+    async def wake_up(self, tags: Iterable[str] | None = None) -> None:
+        """As `LLM.wake_up`."""
+        await self._call(lambda: self.llm_engine.wake_up(tags))
+
+    async def is_sleeping(self) -> bool:
+        """As `LLM.is_sleeping`."""
+        return await self._call(self.llm_engine.is_sleeping)
+
+    async def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Iterable[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        """As `LLM.collective_rpc`, in the engine's thread, between two steps."""
+        return await self._call(lambda: self.llm_engine.collective_rpc(method, timeout, args, kwargs))
 
     @property
     def is_running(self) -> bool:
@@ -170,37 +202,33 @@ class AsyncLLM:
     ) -> None:
         await asyncio.to_thread(self.close)
 
-    async def _call(self, command: Callable[[], None], takes_place: bool = False) -> None:
-        """Run a command in the engine's thread and wait for it; its exception is raised here.
+    async def _call(self, command: Callable[[], T], takes_place: bool = False) -> T:
+        """What a command gives in the engine's thread; its exception is raised here.
 
         One that takes a place among the concurrent requests waits for it.
         """
         loop = asyncio.get_running_loop()
-        done: asyncio.Future[None] = loop.create_future()
+        done: asyncio.Future[T] = loop.create_future()
 
-        def settle(error: BaseException | None) -> None:
-            if done.cancelled():
-                return
-            if error is None:
-                done.set_result(None)
-            else:
-                done.set_exception(error)
+        def settle(set_outcome: Callable[[Any], None], outcome: Any) -> None:
+            if not done.cancelled():
+                set_outcome(outcome)
 
         def run() -> None:
             if done.cancelled():  # while it waited: nobody would take what it brings
                 return
-            error: BaseException | None = None
+            outcome: tuple[Callable[[Any], None], Any]
             try:
-                command()
+                outcome = done.set_result, command()
             except (
                 BaseException
             ) as caught:  # a tokenizer's panic is no Exception, and must not end the thread
-                error = caught
+                outcome = done.set_exception, caught
             with suppress(RuntimeError):
-                loop.call_soon_threadsafe(settle, error)
+                loop.call_soon_threadsafe(settle, *outcome)
 
         self._send((lambda: self._waiting.append(run)) if takes_place else run)
-        await done
+        return await done
 
     def _send(self, command: Callable[[], None]) -> None:
         # Under the lock nothing can be queued behind the end mark, where nobody would run it.

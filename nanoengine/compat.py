@@ -39,7 +39,10 @@ ENGINE: Unserved = {
     "disable_log_requests": (ANY, "requests are not logged"),
     "disable_log_stats": (ANY, "nothing is logged; metrics() and get_metrics() always count"),
     "disable_sliding_window": ((None, False), "set max_model_len to the window's length"),
-    "distributed_executor_backend": ((None, "uni", "mp"), "leave it out: ranks are processes, or torchrun's"),
+    "distributed_executor_backend": (
+        (None, "uni", "mp", "external_launcher"),
+        "leave it out: ranks are processes, or torchrun's",
+    ),
     "download_dir": ((None,), "set HF_HOME, or give a directory as model"),
     "enable_chunked_prefill": ((None, True), "set max_num_batched_tokens to at least the longest prompt"),
     "enable_dbo": ((None, False), "a step is one batch"),
@@ -59,7 +62,6 @@ ENGINE: Unserved = {
     "kv_transfer_config": ((None, {}), "set kv_store"),
     "language_model_only": (ANY, "only text is served"),
     "limit_mm_per_prompt": ((None, *NO_MEDIA), "only text is served"),
-    "logprobs_mode": ((None, "raw_logprobs"), "log-probabilities are the model's, before any change"),
     "max_cudagraph_capture_size": ((None,), "leave it out: graphs are captured up to max_num_seqs"),
     "max_long_partial_prefills": ((None, 1), "set long_prefill_token_threshold"),
     "max_lora_rank": (ANY, "there are no adapters"),
@@ -94,9 +96,12 @@ ENGINE: Unserved = {
     "tokenizer_revision": ((None,), "give a directory as tokenizer"),
     "use_tqdm_on_load": (ANY, "loading shows no progress"),
     "use_v2_block_manager": (ANY, "there is one block manager"),
-    "weight_transfer_config": ((None, {}), "load the weights from a directory"),
+    "weight_transfer_config": (
+        (None, {}, {"backend": "gloo"}),
+        "call update_weights, or start the server with --dev-mode: weights come over gloo",
+    ),
     "worker_cls": ((None, "auto"), "leave it out: there is one kind"),
-    "worker_extension_cls": ((None, ""), "leave it out: there is one kind"),
+    "worker_extension_cls": ((None, ""), "give collective_rpc a function"),
 }
 # The rest of vLLM's, none of which is here -> the default, where that is more than None, False, 0 or empty.
 FURTHER: dict[str, Any] = dict.fromkeys(

@@ -82,6 +82,8 @@ class EngineConfig:
     max_num_seqs: int = 256  # sequences that hold blocks at a time
     max_num_batched_tokens: int | None = None  # token budget of a step; None: 1024 on a CPU, 8192 on a GPU
     max_logprobs: int = 20  # most log-probabilities that a request may ask for of a token; -1: all
+    # "raw_logprobs": the model's; "processed_logprobs": those that tokens are drawn by
+    logprobs_mode: str = "raw_logprobs"
     long_prefill_token_threshold: int = 0  # most tokens of one sequence in a step; 0 is no limit
     enable_prefix_caching: bool = True
     scheduling_policy: str = "fcfs"  # or "priority": a lower number runs first
@@ -164,6 +166,7 @@ class EngineConfig:
             )
         choices = {
             "scheduling_policy": ("fcfs", "priority"),
+            "logprobs_mode": ("raw_logprobs", "processed_logprobs"),
             "generation_config": ("auto", "vllm"),
             "runner": ("auto", "generate", "pooling"),
             "load_format": ("auto", "safetensors", "dummy"),

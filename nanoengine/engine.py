@@ -54,7 +54,7 @@ from nanoengine.backends.inputs import AttentionMetadata, ModelInputs, send_inpu
 from nanoengine.backends.kv_cache import KVCache
 from nanoengine.detokenizer import Detokenizer
 from nanoengine.logprobs import Logprobs, Reports, report_prompts
-from nanoengine.sampling import Draw, RowProcessor, SamplingRow, read_tokens, sample_rows
+from nanoengine.sampling import RowProcessor, Sample, SamplingRow, read_tokens
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.steps import Stopwatch
 
@@ -755,13 +755,15 @@ class ModelRunner:
             (T, E); its compute_logits makes logits of some of their rows. In models/: decoder.py, hf.py.
         device: what computes.
         attention: builds a step's attention from its metadata. In backends/: attention.py.
-        draw: draws a token from each row of logits.
+        sample: `sample_rows`, or what does the same: draws a token from each row of logits.
         block_size: tokens of a block.
     """
 
-    def __init__(self, model: Any, device: Device, attention: Attention, draw: Draw, block_size: int) -> None:
+    def __init__(
+        self, model: Any, device: Device, attention: Attention, sample: Sample, block_size: int
+    ) -> None:
         self.model, self.device, self.attention = model, device, attention
-        self.draw, self.block_size = draw, block_size
+        self.sample, self.block_size = sample, block_size
         self.report = report_prompts  # what is told of prompts; extensions/pooling.py has another
         # Set by startup.py. It tries the largest steps out first, for `device.count_blocks` to see how much
         # memory they leave.
@@ -798,7 +800,7 @@ class ModelRunner:
                 for s, _, end, samples, ids in batch.chunks
                 if samples
             ]
-            tokens, of_samples = sample_rows(logits, rows, self.draw, download)
+            tokens, of_samples = self.sample(logits, rows, download)
             launch = Launch(batch, tokens, download(tokens), Reports(of_samples, of_prompts))
             self.stopwatch.lap("sample")
             return launch

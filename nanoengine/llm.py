@@ -270,6 +270,29 @@ class LLM:
         """Whether the weights or the KV cache sleep: requests are refused then."""
         return self.llm_engine.is_sleeping()
 
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Iterable[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method of the process that computes, or a function with it: a `reload.Worker`.
+
+        Args:
+            method: one of `Worker.METHODS`, by name; or a function.
+            timeout: not looked at: the call is made here.
+            args: what it is given, a function behind the worker.
+            kwargs: the same, by name.
+
+        Returns:
+            What it gave, in a list of one.
+
+        Raises:
+            ValueError: there is no such method, or there are several ranks.
+        """
+        return self.llm_engine.collective_rpc(method, timeout, args, kwargs)
+
     def metrics(self) -> dict[str, int | float]:
         """As `LLMEngine.metrics`."""
         return self.llm_engine.metrics()

@@ -379,12 +379,33 @@ class LLMEngine:
         """Whether something of it is asleep."""
         return self._reloader is not None and bool(self._reloader.asleep)
 
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Iterable[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        """As `LLM.collective_rpc`."""
+        return [self.model_executor.call(method, *args, **(kwargs or {}))]
+
+    @cached_property
+    def model_executor(self) -> Any:
+        """A `reload.Worker`: as much of vLLM's as learners reach into."""
+        from nanoengine.extensions.reload import Worker
+
+        return Worker(self)
+
     def _between_requests(self) -> Any:
+        if self.has_unfinished_requests():
+            raise RuntimeError("there are unfinished requests: run them to their end, or abort them, first")
+        return self.reloader
+
+    @property
+    def reloader(self) -> Any:
         """What exchanges weights and puts them to sleep, imported when it is first asked for."""
         if self._is_closed:
             raise RuntimeError("the engine is closed")
-        if self.has_unfinished_requests():
-            raise RuntimeError("there are unfinished requests: run them to their end, or abort them, first")
         if self._reloader is None:
             from nanoengine.extensions.reload import Reloader
 

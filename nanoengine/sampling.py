@@ -154,18 +154,51 @@ def _draw_part(logits: Tensor, metadata: SamplingMetadata, scale: Scale) -> tupl
     return tokens, largest.squeeze(1)
 
 
+def process_logits(logits: Tensor, metadata: SamplingMetadata, tokens: Tensor) -> Tensor:
+    """What tokens were drawn by: logits over the temperature (greedy: 1), minus infinity where filters cut.
+
+    Args:
+        logits: (R, V), edited.
+        metadata: of the rows.
+        tokens: (R,) int64, drawn from them. None is cut: a kernel may have summed in another order.
+
+    Returns:
+        (R, V) float32.
+    """
+    divisors = np.where(metadata.temperature == 0, np.float32(1), metadata.temperature)
+    scaled, _ = scale_logits(logits, upload(divisors, logits.device).unsqueeze(1))
+    at = tokens.clamp(min=0).unsqueeze(1)
+    drawn = scaled.gather(1, at)
+    _filter(scaled, metadata)
+    return scaled.scatter_(1, at, drawn)
+
+
 def sample_rows(
-    logits: Tensor, rows: Sequence[SamplingRow], draw: Draw, transfer: Transfer
+    logits: Tensor,
+    rows: Sequence[SamplingRow],
+    transfer: Transfer,
+    draw: Draw = draw_rows,
+    *,
+    reports_processed: bool = False,
 ) -> tuple[Tensor, list[LogprobTable]]:
     """As `draw_tokens`, and the log-probabilities that rows ask for, queued for the host.
 
-    A row whose parameters make either raise gets -1, and the other rows what they would have got.
+    These are the model's own or, processed, those by which tokens are drawn. A row whose parameters make
+    either raise gets -1, and the other rows what they would have got.
     """
 
     def sample(at: slice) -> tuple[Tensor, list[LogprobTable]]:
-        tokens = draw_tokens(logits[at], rows[at], draw)
-        asked = [row.params.logprobs for row in rows[at]]
-        return tokens, report_samples(logits[at], asked, tokens, transfer, at.start)
+        asked, reported = [row.params.logprobs for row in rows[at]], logits[at]
+
+        def draw_and_keep(edited: Tensor, metadata: SamplingMetadata) -> tuple[Tensor, Tensor]:
+            nonlocal reported
+            tokens, largest = draw(edited, metadata)
+            reported = process_logits(edited, metadata, tokens)
+            return tokens, largest
+
+        keeps = reports_processed and any(number is not None for number in asked)
+        tokens = draw_tokens(logits[at], rows[at], draw_and_keep if keeps else draw)
+        return tokens, report_samples(reported, asked, tokens, transfer, at.start)
 
     failed = logits.new_full((1,), -1, dtype=torch.int64), list[LogprobTable]()
     try:
@@ -179,6 +212,7 @@ def sample_rows(
     return torch.cat(tokens), [table for part in tables for table in part]
 
 
+Sample = Callable[[Tensor, Sequence[SamplingRow], Transfer], tuple[Tensor, list[LogprobTable]]]
 T = TypeVar("T")
 
 

@@ -16,7 +16,7 @@ from nanoengine.config import ROUNDED, EngineConfig
 from nanoengine.engine import Chunk, ModelRunner, ScheduledBatch, Sequence
 from nanoengine.models.shard import Shard
 from nanoengine.models.weights import Checkpoint, digest_weights, load_model, resolve_dtype
-from nanoengine.sampling import draw_rows, scale_logits
+from nanoengine.sampling import draw_rows, sample_rows, scale_logits
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.steps import Stopwatch, uninterrupted
 
@@ -82,6 +82,8 @@ def start_runner(
     state_bytes = 0 if states is None else states.slot_bytes
     device.prepare(model)
     draw = device.draw or partial(draw_rows, scale=device.fuse(scale_logits))
+    is_processed = config.logprobs_mode == "processed_logprobs"
+    sample = partial(sample_rows, draw=draw, reports_processed=is_processed)
     block_size = config.block_size or device.block_size
     max_num_tokens = config.max_num_batched_tokens or device.max_num_batched_tokens
     max_num_chunks = config.max_num_seqs * (1 + config.num_speculative_tokens)
@@ -89,7 +91,7 @@ def start_runner(
     with uninterrupted(), device.running():  # a backend may try itself out, on its own GPU
         attention = device.choose_attention(specs, model.attention_settings)
         device.reserve(max_num_tokens, max_num_chunks, len(groups), table_width)
-        runner = choose_runner(groups, states is not None)(model, device, attention, draw, block_size)
+        runner = choose_runner(groups, states is not None)(model, device, attention, sample, block_size)
 
         def make_caches(num_blocks: int, num_slots: int = 0) -> list[KVCache]:
             if states is not None:

@@ -372,7 +372,7 @@ def test_a_failure_outside_the_forward_pass_costs_a_step_and_nothing_else(path_o
         params = SamplingParams(temperature=0, max_tokens=6)
         expected = llm.generate([[1, 2]], params, use_tqdm=False)[0].outputs[0].token_ids
         with monkeypatch.context() as broken:
-            broken.setattr("nanoengine.engine.sample_rows", lambda *arguments: 1 / 0)
+            broken.setattr(llm.llm_engine.runner, "sample", lambda *arguments: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 llm.generate([[1, 2]], params, use_tqdm=False)
         assert llm.generate([[1, 2]], params, use_tqdm=False)[0].outputs[0].token_ids == expected

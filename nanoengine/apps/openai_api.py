@@ -302,6 +302,7 @@ def token_ids_of(
 class CompletionRequest(GenerationRequest):
     """Text goes on: /v1/completions."""
 
+    is_chat: ClassVar[bool] = False
     prefix: ClassVar[str] = "cmpl"
     source: ClassVar[str] = "prompt"
     kinds: ClassVar[tuple[str, str]] = ("text_completion", "text_completion")  # whole, piece of a stream
@@ -415,6 +416,7 @@ def pieces_of(choice: dict[str, Any]) -> list[dict[str, Any]]:
 class ChatRequest(Conversation, GenerationRequest):
     """A conversation goes on: /v1/chat/completions."""
 
+    is_chat: ClassVar[bool] = True
     prefix: ClassVar[str] = "chatcmpl"
     source: ClassVar[str] = "messages"
     kinds: ClassVar[tuple[str, str]] = ("chat.completion", "chat.completion.chunk")

@@ -173,6 +173,7 @@ class Service:
         tool_call_parser, reasoning_parser: how the model writes calls of tools and its thoughts: names of
             `tools.TOOL_FORMATS` and `REASONING_FORMATS`, "none", or "auto", by the chat template.
         chat_template: a file, or the template itself, in place of the tokenizer's.
+        dev_mode: serve what `learner.py` has, too.
     """
 
     def __init__(
@@ -186,10 +187,12 @@ class Service:
         tool_call_parser: str = "auto",
         reasoning_parser: str = "auto",
         chat_template: str | None = None,
+        dev_mode: bool = False,
     ) -> None:
         if api_key == "":
             raise ValueError("api_key must not be empty")  # an unset variable must not open the server
         self.engine, self.api_key, self.max_body_bytes = engine, api_key, max_body_bytes
+        self.dev_mode = dev_mode
         self.checkpoint, config = engine.llm_engine.checkpoint, engine.llm_engine.config
         self.name = str(config.model) if name is None else name
         self.defaults = self.checkpoint.default_sampling_params()
@@ -262,7 +265,13 @@ class Service:
         async with aclosing(choices):
             answer = [choice async for choice in choices]
         answer.sort(key=lambda choice: int(choice["index"]))
-        return JSON({**head, "choices": answer, "usage": ticket.usage()})
+        # Where vLLM has it, of a chat.
+        prompt = (
+            {"prompt_token_ids": answer[0]["prompt_token_ids"]}
+            if body.return_token_ids and body.is_chat
+            else {}
+        )
+        return JSON({**head, "choices": answer, "usage": ticket.usage(), **prompt})
 
     async def start(
         self, body: CompletionRequest | ChatRequest, request: Request
@@ -313,7 +322,10 @@ class Service:
             encode = partial(engine.checker.encode, is_cut=params.truncate_prompt_tokens is not None)
             prompts = body.prompts(self.checkpoint.tokenizer, encode)
             params = body.fit(params, prompts, self.formats)
-            return [engine.check(one, params, body.priority or 0) for one in prompts]
+            try:
+                return [engine.check(one, params, body.priority or 0) for one in prompts]
+            except RuntimeError as error:  # it sleeps, or is closed
+                raise unavailable(str(error)) from None
 
     async def choices(
         self, body: CompletionRequest | ChatRequest, checked: list[CheckedRequest], ticket: Ticket
@@ -449,8 +461,10 @@ class Service:
 
     async def server_info(self) -> Response:
         """GET /server_info: what the engine said of itself when it started."""
-        engine = self.engine.llm_engine
-        return JSON({"version": __version__, "model": self.name, "engine": engine.describe()})
+        info = {"version": __version__, "model": self.name, "engine": self.engine.llm_engine.describe()}
+        if self.dev_mode:  # trl looks for it
+            info["vllm_config"] = {"weight_transfer_config": {"backend": "gloo"}}
+        return JSON(info)
 
     async def metrics(self) -> Response:
         """GET /metrics, for Prometheus: `LLMEngine.get_metrics`."""
@@ -623,7 +637,13 @@ def make_app(service: Service, allowed_origins: Sequence[str] = ()) -> FastAPI:
         app.add_middleware(
             CORSMiddleware, allow_origins=allowed_origins, allow_methods=["*"], allow_headers=["*"]
         )
+    routes: list[tuple[str, str, Callable[..., Any]]] = []
+    if service.dev_mode:
+        from nanoengine.apps.learner import Learner
+
+        routes = Learner(service.engine).routes()
     for method, path, endpoint in (
+        *routes,
         ("POST", "/v1/completions", service.completions),
         ("POST", "/v1/chat/completions", service.chat),
         ("POST", "/v1/responses", service.responses),
@@ -782,6 +802,11 @@ def make_parser() -> FlexibleArgumentParser:
         help='whose pages may call this server from a browser, a list, or ["*"] for any; default: none',
     )
     parser.add_argument(
+        "--dev-mode",
+        action="store_true",
+        help="serve paths that put the engine to sleep and exchange its weights; for networks you trust",
+    )
+    parser.add_argument(
         "--drain-seconds", type=float, default=30, help="for running requests to end in; default %(default)s"
     )
     engine = parser.add_argument_group("engine", "EngineConfig's fields; config.py explains each")
@@ -820,6 +845,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             tool_call_parser=given["tool_call_parser"],
             reasoning_parser=given["reasoning_parser"],
             chat_template=given["chat_template"],
+            dev_mode=given["dev_mode"],
         )
         print(f"nanoengine: {service.formats.describe()}", file=sys.stderr)
     except (OSError, TypeError, ValueError) as error:

@@ -8,7 +8,7 @@ Which place is whose, a model without weights says, made of the same config: its
 checkpoint's names and shapes.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from typing import Any, NamedTuple
 
@@ -211,6 +211,48 @@ class Reloader:
 
     def _cache_memory(self) -> Iterator[Tensor]:
         yield from {id(x): x for cache in self.runner.caches for x in (cache.k, cache.v)}.values()
+
+
+class Worker:
+    """The process that computes, under the names by which learners reach into vLLM.
+
+    That is by `collective_rpc`, and at `llm_engine.model_executor.driver_worker.model_runner.model`, all of
+    which it is.
+
+    Raises:
+        ValueError: there are several ranks.
+    """
+
+    METHODS = "update_weights", "sleep", "wake_up", "reset_prefix_cache", "tensor_shapes"
+    rank = local_rank = 0
+
+    def __init__(self, engine: Any) -> None:
+        if engine.config.tensor_parallel_size > 1:
+            raise ValueError("collective_rpc is not served with tensor_parallel_size above 1")
+        self.engine, self.device = engine, engine.runner.device.device
+        self.update_weights, self.load_weights = engine.update_weights, engine.update_weights
+        self.sleep, self.wake_up = engine.sleep, engine.wake_up
+        self.reset_prefix_cache = engine.reset_prefix_cache
+
+    @property
+    def driver_worker(self) -> "Worker":
+        """Itself."""
+        return self
+
+    worker = model_runner = model = driver_worker
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """What `update_weights` takes: names, and shapes."""
+        reloader: Reloader = self.engine.reloader
+        return {name: reloader.places[first][0].shape for name, first in reloader.first_names.items()}
+
+    def call(self, method: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """One of METHODS by its name, or a function that is given the worker first."""
+        if callable(method):
+            return method(self, *args, **kwargs)
+        if method not in self.METHODS:
+            raise ValueError(f"method must be a function or one of {', '.join(self.METHODS)}, got {method!r}")
+        return getattr(self, method)(*args, **kwargs)
 
 
 # ---- The layers a device makes -------------------------------------------------------------------

@@ -1,0 +1,177 @@
+"""What a learner asks of a server, under vLLM's paths: sleep, and weights over gloo. With --dev-mode alone.
+
+Weights come in four calls, of which the third may come more than once:
+
+    /init_weight_transfer_engine    meet the learner, which is rank 0 of a group of two
+    /start_weight_update
+    /update_weights                 what it announces here, it broadcasts meanwhile: `WeightGroup`
+    /finish_weight_update           put all of it in the place of what was there, or nothing
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import torch
+from fastapi import Query
+from fastapi.responses import Response
+from pydantic import BaseModel, Field
+from torch import Tensor
+
+from nanoengine.apps.openai_api import JSON, APIError, unavailable
+from nanoengine.async_llm import AsyncLLM
+from nanoengine.extensions.transfer import ENGINE, WeightGroup
+
+DTYPES = {str(dtype)[6:]: dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
+
+
+class Meeting(BaseModel):
+    """Where the learner waits."""
+
+    master_address: str
+    master_port: int = Field(ge=1, le=65535)
+    rank_offset: int = Field(ge=1, le=1)
+    world_size: int = Field(ge=2, le=2)
+
+
+class InitRequest(BaseModel):
+    """To meet it."""
+
+    init_info: Meeting
+
+
+class Announcement(BaseModel):
+    """What tensors come."""
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+
+
+class UpdateRequest(BaseModel):
+    """To receive them."""
+
+    update_info: Announcement
+
+
+@contextmanager
+def answering() -> Iterator[None]:
+    """Turn what the engine says into an answer: what is wrong is a 400, what may be right later a 503."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise APIError(400, str(error)) from None
+    except RuntimeError as error:
+        raise unavailable(str(error)) from None
+
+
+class Learner:
+    """The paths, over an engine."""
+
+    def __init__(self, engine: AsyncLLM) -> None:
+        self.engine = engine
+        self.group: WeightGroup | None = None
+        self.received: dict[str, Tensor] | None = None  # since the update was started
+        self._one_at_a_time = asyncio.Lock()
+
+    def routes(self) -> list[tuple[str, str, Callable[..., Any]]]:
+        """Method, path, endpoint."""
+        return [
+            ("POST", "/sleep", self.sleep),
+            ("POST", "/wake_up", self.wake_up),
+            ("GET", "/is_sleeping", self.is_sleeping),
+            ("POST", "/reset_prefix_cache", self.reset_prefix_cache),
+            ("GET", "/get_world_size", self.world_size),
+            ("POST", "/init_weight_transfer_engine", self.meet),
+            ("POST", "/start_weight_update", self.start),
+            ("POST", "/update_weights", self.receive),
+            ("POST", "/finish_weight_update", self.finish),
+        ]
+
+    async def sleep(self, level: int = 1) -> Response:
+        """POST /sleep."""
+        with answering():
+            await self.engine.sleep(level)
+        return Response()
+
+    async def wake_up(self, tags: Annotated[list[str] | None, Query()] = None) -> Response:
+        """POST /wake_up."""
+        with answering():
+            await self.engine.wake_up(tags)
+        return Response()
+
+    async def is_sleeping(self) -> Response:
+        """GET /is_sleeping."""
+        with answering():
+            return JSON({"is_sleeping": await self.engine.is_sleeping()})
+
+    async def reset_prefix_cache(self) -> Response:
+        """POST /reset_prefix_cache; false while requests run."""
+        with answering():
+            return JSON({"success": await self.engine.reset_prefix_cache()})
+
+    async def world_size(self) -> Response:
+        """GET /get_world_size: how many processes receive weights."""
+        return JSON({"world_size": 1})
+
+    async def meet(self, body: InitRequest) -> Response:
+        """POST /init_weight_transfer_engine."""
+        async with self._one_at_a_time:
+            where = body.init_info.master_address, body.init_info.master_port
+            with answering():
+                self.group = await asyncio.to_thread(WeightGroup, *where, ENGINE)
+        return JSON({"message": "Weight transfer initialized"})
+
+    async def start(self) -> Response:
+        """POST /start_weight_update; forgets what came of one that was not finished."""
+        async with self._one_at_a_time:
+            self.received = {}
+        return JSON({"message": "Weight update started"})
+
+    async def receive(self, body: UpdateRequest) -> Response:
+        """POST /update_weights. A refusal closes the group, so that the learner does not wait for it."""
+        async with self._one_at_a_time:
+            group, received = self.group, self.received
+            self.group = self.received = None
+            with answering():
+                if group is None or received is None:
+                    raise ValueError("call /init_weight_transfer_engine and /start_weight_update first")
+                try:
+                    (shapes,) = await self.engine.collective_rpc("tensor_shapes")
+                    announced = check(body.update_info, shapes)
+                    received |= await asyncio.to_thread(group.receive, announced)
+                except BaseException:
+                    group.close()
+                    raise
+            self.group, self.received = group, received
+        return JSON({"message": "Weights updated"})
+
+    async def finish(self) -> Response:
+        """POST /finish_weight_update; to be called again where requests were running."""
+        async with self._one_at_a_time:
+            received, self.received = self.received, None
+            with answering():
+                if received is None:
+                    raise ValueError("no weight update was started, or its last part was refused")
+                try:
+                    await self.engine.update_weights(received.items())
+                except RuntimeError:
+                    self.received = received
+                    raise
+        return JSON({"message": "Weight update finished"})
+
+
+def check(
+    announced: Announcement, shapes: dict[str, tuple[int, ...]]
+) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+    """Names, dtypes and shapes of tensors of the model; ValueError for any other, before memory is taken."""
+    names, dtypes, given = announced.names, announced.dtype_names, announced.shapes
+    if not len(names) == len(dtypes) == len(given):
+        raise ValueError("names, dtype_names and shapes must be of one length")
+    for name, dtype, shape in zip(names, dtypes, given, strict=True):
+        if shapes.get(name) != tuple(shape):
+            raise ValueError(f"tensor {name!r} has shape {shape}, the model asks for {shapes.get(name)}")
+        if dtype not in DTYPES:
+            raise ValueError(f"tensor {name!r} is {dtype!r}; a weight must be one of {', '.join(DTYPES)}")
+    return [(name, DTYPES[dtype], shapes[name]) for name, dtype in zip(names, dtypes, strict=True)]
