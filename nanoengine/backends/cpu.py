@@ -221,9 +221,7 @@ class Kernels:
         return ctypes.c_int64.in_dll(self.library, "outputs").value
 
     def can_multiply(self, weight: Tensor) -> bool:
-        """Whether `linear` takes that weight, (N, I), and there is nothing faster on this processor."""
-        if weight.dtype == torch.bfloat16 and hasattr(self.library, "amx"):
-            return False
+        """Whether `linear` takes that weight, (N, I)."""
         return self.serves(weight.dtype) and weight.shape[1] % _inputs_side_by_side(weight.dtype) == 0
 
     def pack(self, weight: Tensor) -> Tensor:

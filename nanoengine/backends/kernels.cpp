@@ -323,7 +323,5 @@ extern "C" decltype(&pack_integers) pack_integers_int8;
 decltype(&pack_integers) pack_integers_int8 = &pack_integers;
 extern "C" const int64_t outputs;  // of a packed weight's block
 const int64_t outputs = OUTPUTS;
-#ifdef __AMX_BF16__  // which oneDNN's products use, and ours do not
-extern "C" const int64_t amx;
-const int64_t amx = 1;
-#endif
+extern "C" const bool amx;  // whether products of bfloat16 use it
+const bool amx = HAS_AMX;

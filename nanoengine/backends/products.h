@@ -7,6 +7,7 @@
 #include <array>
 #include <cstdint>
 #include <cstring>
+#include <optional>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -14,6 +15,11 @@
 #include <omp.h>
 #ifdef __x86_64__
 #include <immintrin.h>
+#endif
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#define MAY_HAVE_AMX
 #endif
 
 // ---- Numbers, and vectors of them ---------------------------------------------------------------
@@ -162,10 +168,18 @@ static inline floats weights_of(const int8_t* step, int i, int j) {
   shorts both = load_as<shorts>(step + j * LANES * 2);
   return __builtin_convertvector(i ? both >> 8 : both << 8 >> 8, floats);
 }
+#ifdef __AVX512F__
+static inline floats weights_of(const int4x8* step, int i, int j) {
+  const floats numbers = {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1};
+  bits low = load_as<bits>(step) >> 4 * (i * VECTORS + j);  // of which four count
+  return (floats)_mm512_permutexvar_ps((__m512i)low, (__m512)numbers);
+}
+#else
 static inline floats weights_of(const int4x8* step, int i, int j) {
   bits high = load_as<bits>(step) << (28 - 4 * (i * VECTORS + j));
   return __builtin_convertvector((integers)high >> 28, floats);
 }
+#endif
 #ifdef __FLT16_MAX__
 static inline floats weights_of(const fp16* step, int, int j) {
   const fp16* weight = step + j * LANES;
@@ -202,11 +216,17 @@ static inline __m512bh pairs_of(const int4x8* step, int j) {
 }
 #endif
 
-// LANES float16 as floats; any compiler's.
+// LANES float16 as floats.
 static inline floats halves(const uint16_t* from) {
+#if defined(__AVX512F__)
+  return (floats)_mm512_cvtph_ps(load_as<__m256i>(from));
+#elif defined(__F16C__)
+  return (floats)_mm256_cvtph_ps(load_as<__m128i>(from));
+#else
   bits wide = __builtin_convertvector(load_as<words>(from), bits);
   floats size = (floats)((wide & 0x7fff) << 13) * 0x1p112f;
   return (floats)((bits)size | (wide & 0x8000) << 16);
+#endif
 }
 
 // Where the groups of a part of a block lie. Of plain weights it is one, without scales.
@@ -217,6 +237,13 @@ struct Groups {
   int64_t scale_bytes;
   const float* x_sums;  // (rows, sum_stride): of each row's inputs in a group; null: there are no zeros
   int64_t sum_stride;
+
+  // Row r's total for vector j of outputs, and a group's sum of its inputs times integers.
+  floats add_scaled(floats total, floats sum, int64_t group, int r, int j) const {
+    const uint16_t* of_group = (const uint16_t*)(scales + group * scale_bytes) + j * LANES;
+    if (x_sums) sum -= halves(of_group + OUTPUTS) * x_sums[r * sum_stride + group];
+    return total + sum * halves(of_group);
+  }
 };
 static inline Groups plain(int64_t inputs) { return {1, inputs, 0, nullptr, 0, nullptr, 0}; }
 
@@ -264,17 +291,11 @@ static void multiply_tile(float* sums, int64_t row, const A* x, int64_t stride, 
       }
     }
     for (; p < steps; p++, x += STEP<W>, step += IN_STEP<W>) take_step(sum, x, step);
-    const uint16_t* scales = (const uint16_t*)(groups.scales + group * groups.scale_bytes);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
       for (int j = 0; j < VECTORS; j++) {
         floats_anywhere* total = (floats_anywhere*)(sums + r * row + j * LANES);
-        if constexpr (IS_SCALED) {
-          if (groups.x_sums) sum[r][j] -= halves(scales + OUTPUTS + j * LANES) * groups.x_sums[r * groups.sum_stride + group];
-          *total += sum[r][j] * halves(scales + j * LANES);
-        } else {
-          *total = sum[r][j];
-        }
+        *total = IS_SCALED ? groups.add_scaled(*total, sum[r][j], group, r, j) : sum[r][j];
       }
   }
 }
@@ -287,7 +308,7 @@ template <class A, class W, bool IS_SCALED>
 static constexpr auto TILES = tiles<A, W, IS_SCALED>(std::make_integer_sequence<int, ROWS>());
 
 // Rows are divided into tiles of about one height.
-static inline int64_t num_tiles_of(int64_t rows) { return (rows + ROWS - 1) / ROWS; }
+static inline int64_t num_tiles_of(int64_t rows, int64_t most = ROWS) { return (rows + most - 1) / most; }
 static inline std::pair<int64_t, int64_t> tile_of(int64_t rows, int64_t i) {
   return {rows * i / num_tiles_of(rows), rows * (i + 1) / num_tiles_of(rows)};
 }
@@ -329,6 +350,181 @@ static void widen_block(A* out, const W* step, int64_t inputs) {
     }
 }
 
+// ---- Products by AMX -----------------------------------------------------------------------------
+//
+// Of bfloat16, where the processor has it: its registers are tiles of 16 rows of 64 bytes, and sums (rows, 16 outputs) +=
+// inputs (rows, DEPTH) times weights (DEPTH, 16 outputs), which lie there as in a packed weight. Its order of sums is its
+// own: of DEPTH inputs the even ones, the odd ones, and then both. So whatever the number of rows it is kept to.
+
+constexpr int64_t HEIGHT = 16, DEPTH = 32;  // rows and inputs of a tile at most
+constexpr int64_t FEW = 2;                  // rows of integers for which the way through tiles is the longer one
+
+#ifdef MAY_HAVE_AMX
+constexpr int64_t AMX_PART = 256;          // inputs of a block that are in the first cache for all rows
+constexpr int64_t AMX_INPUTS = 512 << 10;  // of all rows that are in the second one
+
+// Linux saves these registers for processes that have asked.
+static const bool HAS_AMX = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XFEATURE_XTILEDATA */) == 0;
+
+// A thread's registers while it is there. Tiles 0 to 3 hold sums, 4 inputs, 5 weights; 6 and 7 are as 4 and 5, of the
+// `rest` of inputs.
+class Amx {
+ public:
+  Amx(int64_t height, int64_t depth, int64_t rest) : mode(_mm_getcsr()) {
+    struct {
+      uint8_t palette, start, reserved[14];
+      uint16_t row_bytes[16];
+      uint8_t rows[16];
+    } shapes = {1};
+    auto set = [&](int tile, int64_t rows, int64_t bytes) { shapes.rows[tile] = rows, shapes.row_bytes[tile] = bytes; };
+    for (int j = 0; j < VECTORS; j++) set(j, height, LANES * 4);
+    set(4, height, depth * 2), set(5, depth / 2, LANES * 4);
+    if (rest) set(6, height, rest * 2), set(7, rest / 2, LANES * 4);
+    asm volatile("ldtilecfg %0" ::"m"(shapes));
+    _mm_setcsr(mode | 0x8040);  // numbers below the smallest normal one are 0 elsewhere, too
+  }
+  ~Amx() {
+    asm volatile("tilerelease");
+    _mm_setcsr(mode);
+  }
+
+ private:
+  unsigned mode;
+};
+
+template <int TILE>
+static inline void load_tile(const void* from, int64_t stride_bytes) {
+  asm volatile("tileloadd (%0, %1, 1), %%tmm%c2" ::"r"(from), "r"(stride_bytes), "i"(TILE) : "memory");
+}
+template <int TILE>
+static inline void store_tile(void* to, int64_t stride_bytes) {
+  asm volatile("tilestored %%tmm%c2, (%0, %1, 1)" ::"r"(to), "r"(stride_bytes), "i"(TILE) : "memory");
+}
+template <int TILE>
+static inline void clear_tile() { asm volatile("tilezero %%tmm%c0" ::"i"(TILE)); }
+template <int SUMS, int X, int WEIGHTS>
+static inline void add_product() {
+  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUMS), "i"(X), "i"(WEIGHTS));
+}
+
+// Calls with constants: tiles have no other numbers.
+template <class F>
+static inline void for_each_vector(F f) {
+  f(std::integral_constant<int, 0>()), f(std::integral_constant<int, 1>());
+  f(std::integral_constant<int, 2>()), f(std::integral_constant<int, 3>());
+}
+
+// As `multiply_tile`, with plain weights: sums stay in their registers.
+static void multiply_plain_tile(float* sums, const bf16* x, int64_t height, const bf16* weights, const Groups& groups,
+                                const char* next, int64_t lines) {
+  for_each_vector([&](auto j) { load_tile<j>(sums + j * LANES, OUTPUTS * 4); });
+  auto take = [&](auto x_tile, auto weights_tile) __attribute__((always_inline)) {
+    load_tile<x_tile>(x, DEPTH * 2);
+    for_each_vector([&](auto j) __attribute__((always_inline)) {
+      load_tile<weights_tile>(weights + j * LANES * 2, OUTPUTS * 4);
+      add_product<j, x_tile, weights_tile>();
+    });
+  };
+  int64_t left = groups.inputs;
+  for (; left >= DEPTH; left -= DEPTH, x += height * DEPTH, weights += DEPTH * OUTPUTS) {
+    for (int64_t line = 0; line < lines; line++, next += 64) __builtin_prefetch(next, 0, 2);
+    take(std::integral_constant<int, 4>(), std::integral_constant<int, 5>());
+  }
+  if (left) take(std::integral_constant<int, 6>(), std::integral_constant<int, 7>());
+  for_each_vector([&](auto j) { store_tile<j>(sums + j * LANES, OUTPUTS * 4); });
+}
+
+// As `multiply_tile`, with integers that were widened: a group's sums leave their tile to be scaled.
+template <int R>
+static void multiply_scaled_tile(float* sums, const bf16* x, int64_t, const bf16* weights, const Groups& groups,
+                                 const char* next, int64_t lines) {
+  alignas(64) float kept[2][R * LANES];
+  int64_t depth = std::min(groups.inputs, DEPTH);
+  for (int j = 0; j < VECTORS; j++, sums += LANES, weights += LANES * 2) {
+    floats total[R];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) total[r] = load_as<floats>(sums + r * OUTPUTS);
+    auto multiply = [&](int64_t group, auto tile) __attribute__((always_inline)) {
+      if (group == groups.count) return;
+      clear_tile<tile>();
+      for (int64_t i = group * groups.inputs; i < (group + 1) * groups.inputs; i += depth) {
+        load_tile<4>(x + i / DEPTH * R * DEPTH + i % DEPTH, DEPTH * 2);
+        load_tile<5>(weights + i * OUTPUTS, OUTPUTS * 4);
+        add_product<tile, 4, 5>();
+      }
+      store_tile<tile>(kept[tile], LANES * 4);
+      for (int64_t line = 0; line < lines; line++, next += 64) __builtin_prefetch(next, 0, 2);
+    };
+    auto scale = [&](int64_t group, int tile) __attribute__((always_inline)) {
+      if (group == groups.count) return;
+#pragma GCC unroll 16
+      for (int r = 0; r < R; r++)
+        total[r] = groups.add_scaled(total[r], load_as<floats>(kept[tile] + r * LANES), group, r, j);
+    };
+    constexpr std::integral_constant<int, 0> even;
+    constexpr std::integral_constant<int, 1> odd;
+    multiply(0, even);  // the next group's sums are made while the last one's are scaled
+    for (int64_t group = 0; group < groups.count; group += 2) {
+      multiply(group + 1, odd), scale(group, even);
+      if (group + 1 < groups.count) multiply(group + 2, even), scale(group + 1, odd);
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) memcpy(sums + r * OUTPUTS, &total[r], sizeof total[r]);
+  }
+}
+
+template <int... R>
+static constexpr auto scaled_tiles(std::integer_sequence<int, R...>) {
+  return std::array{&multiply_scaled_tile<R + 1>...};
+}
+static constexpr auto SCALED_TILES = scaled_tiles(std::make_integer_sequence<int, HEIGHT>());
+
+// As `multiply`, of rows in tiles of one height, (rows / height, stride / height / DEPTH, height, DEPTH).
+template <bool IS_SCALED>
+static void multiply_by_amx(float* sums, const bf16* x, int64_t stride, const bf16* weights, Groups groups, int64_t rows,
+                            int64_t height, const char* next, int64_t bytes) {
+  int64_t times = IS_SCALED ? VECTORS * groups.count : std::max<int64_t>(1, groups.inputs / DEPTH);
+  int64_t fetching = std::min<int64_t>(rows / height, 4), lines = (bytes / 64 + times * fetching - 1) / (times * fetching);
+  for (int64_t first = 0; first < rows; first += height, next += lines * times * 64) {
+    auto multiply_tile = IS_SCALED ? SCALED_TILES[height - 1] : multiply_plain_tile;
+    multiply_tile(sums + first * OUTPUTS, x + first * stride, height, weights, groups, next, fetching-- > 0 ? lines : 0);
+    if (groups.x_sums) groups.x_sums += height * groups.sum_stride;
+  }
+}
+
+// The same of few rows and integers, in vectors, to the bit: from memory into a tile takes longer than this.
+template <class W, int R>
+static void multiply_few(float* sums, const float* x, int64_t stride, const W* weights, const Groups& groups,
+                         const char* next, int64_t bytes) {
+  int64_t times = groups.count * groups.inputs / std::min(groups.inputs, DEPTH), lines = (bytes / 64 + times - 1) / times;
+  for (int64_t group = 0; group < groups.count; group++) {
+    floats sum[R][VECTORS] = {};
+    const W* step = (const W*)((const char*)weights + group * groups.weight_bytes);
+    for (int64_t left = groups.inputs; left > 0; left -= DEPTH) {
+      for (int64_t line = 0; line < lines; line++, next += 64) __builtin_prefetch(next, 0, 2);
+      floats of_pairs[2][R][VECTORS] = {};
+#pragma GCC unroll 4
+      for (int64_t p = 0; p < std::min(left, DEPTH); p += 2, x += 2, step += IN_STEP<W>)
+        for (int i = 0; i < 2; i++)
+          for (int j = 0; j < VECTORS; j++) {
+            floats wide = weights_of(step, i, j);
+            for (int r = 0; r < R; r++) of_pairs[i][r][j] += x[r * stride + i] * wide;
+          }
+      for (int r = 0; r < R; r++)
+        for (int j = 0; j < VECTORS; j++) sum[r][j] += of_pairs[0][r][j] + of_pairs[1][r][j];
+    }
+    for (int r = 0; r < R; r++)
+      for (int j = 0; j < VECTORS; j++) {
+        floats_anywhere* total = (floats_anywhere*)(sums + r * OUTPUTS + j * LANES);
+        *total = groups.add_scaled(*total, sum[r][j], group, r, j);
+      }
+  }
+}
+#else
+constexpr bool HAS_AMX = false;
+constexpr int64_t AMX_PART = 0;
+#endif
+
 // How a packed weight's numbers are written: as X (bits 0), or as integers of that many bits.
 struct Form {
   int64_t bits, group, has_zeros;
@@ -337,32 +533,39 @@ struct Form {
   int64_t group_bytes() const { return weight_bytes() + OUTPUTS * 2 * (1 + has_zeros); }
 };
 
-// out (T, N) = x (T, I) times a packed weight + bias. A block comes out of memory once and is in the second cache for all
-// rows. A row's sums are made in the order of inputs whatever the other rows, so its result does not depend on them.
-template <class X, class W>
+// out (T, N) = x (T, I) times a packed weight + bias, multiplied as A. A block comes out of memory once and is in the second
+// cache for all rows. A row's sums are made in one order whatever the other rows, so its result does not depend on them.
+template <class A, bool IN_AMX_ORDER, class X, class W>
 static void product(X* out, const X* x, const W* packed, Form form, const X* bias, int64_t T, int64_t I, int64_t N) {
-  using A = Input<X>;
-  constexpr bool IS_SCALED = !std::is_same_v<W, X>;
-  bool is_widened = !std::is_same_v<W, A> && T > (IS_SCALED ? ROWS : MANY);
+  constexpr bool IS_SCALED = !std::is_same_v<W, X>, BY_AMX = IN_AMX_ORDER && std::is_same_v<A, bf16>;
+  bool is_widened = !std::is_same_v<W, A> && (BY_AMX || (!IN_AMX_ORDER && T > (IS_SCALED ? ROWS : MANY)));
+  int64_t num_tiles = num_tiles_of(T, HEIGHT), height = (T + num_tiles - 1) / num_tiles;
+  int64_t num_rows = BY_AMX ? num_tiles * height : T;
   int64_t group = IS_SCALED ? form.group : I;
-  int64_t part = is_widened ? PART : I, block_bytes = I * OUTPUTS * sizeof(W);
-  if (IS_SCALED) block_bytes = I / group * form.group_bytes();
+  int64_t part = !is_widened && (!BY_AMX || num_tiles == 1) ? I : BY_AMX ? AMX_PART : PART;
+  int64_t block_bytes = IS_SCALED ? I / group * form.group_bytes() : I * OUTPUTS * sizeof(W);
   static thread_local std::vector<A> kept;  // from call to call: fresh memory costs more than what is done here
   static thread_local std::vector<float> kept_sums;
-  // Converted rows lie a line further apart, or of many widths a tile's would fall into one set of the first cache.
-  constexpr bool IS_CONVERTED = !std::is_same_v<A, X>;
-  int64_t stride = IS_CONVERTED ? I + 64 / sizeof(A) : I, sum_stride = I / group;
-  if (IS_CONVERTED && int64_t(kept.size()) < T * stride) kept.resize(T * stride);
-  if (form.has_zeros && int64_t(kept_sums.size()) < T * sum_stride) kept_sums.resize(T * sum_stride);
-  A* converted = kept.data();
+  // Copied rows lie a line further apart, or of many widths a tile's would fall into one set of the first cache.
+  constexpr bool IS_COPIED = BY_AMX || !std::is_same_v<A, X>;
+  int64_t stride = BY_AMX ? (I + DEPTH - 1) / DEPTH * DEPTH : IS_COPIED ? I + 64 / sizeof(A) : I, sum_stride = I / group;
+  if (IS_COPIED && int64_t(kept.size()) < num_rows * stride) kept.resize(num_rows * stride);
+  if (form.has_zeros && int64_t(kept_sums.size()) < num_rows * sum_stride) kept_sums.resize(num_rows * sum_stride);
+  A* copied = kept.data();
   float* x_sums = form.has_zeros ? kept_sums.data() : nullptr;
-  const A* rows = IS_CONVERTED ? converted : (const A*)x;
+  const A* rows = IS_COPIED ? copied : (const A*)x;
 #pragma omp parallel
   {
-    if (IS_CONVERTED || x_sums) {
+    if (IS_COPIED || x_sums) {
 #pragma omp for schedule(static)
       for (int64_t t = 0; t < T; t++) {
-        if (IS_CONVERTED) convert_row(converted + t * stride, x + t * I, I);
+        if (BY_AMX)
+          for (int64_t i = 0; i < I; i += DEPTH) {
+            A* tile = copied + t / height * height * stride + i * height;
+            convert_row(tile + t % height * DEPTH, x + t * I + i, std::min(I - i, DEPTH));
+          }
+        else if (IS_COPIED)
+          convert_row(copied + t * stride, x + t * I, I);
         for (int64_t g = 0; x_sums && g < sum_stride; g++) {
           float sum = 0;
           for (int64_t i = 0; i < group; i++) sum += load(x[t * I + g * group + i]);
@@ -372,8 +575,12 @@ static void product(X* out, const X* x, const W* packed, Form form, const X* bia
     }
     static thread_local std::vector<float> sums;
     static thread_local std::vector<A> wide;
-    sums.resize(T * OUTPUTS);
+    sums.resize(num_rows * OUTPUTS);
     if (is_widened) wide.resize(part * OUTPUTS);
+#ifdef MAY_HAVE_AMX
+    std::optional<Amx> amx;
+    if (IN_AMX_ORDER) amx.emplace(height, std::min(group, DEPTH), group % DEPTH);
+#endif
 #pragma omp for schedule(static)
     for (int64_t first = 0; first < N; first += OUTPUTS) {
       int64_t width = std::min(OUTPUTS, N - first);
@@ -383,6 +590,7 @@ static void product(X* out, const X* x, const W* packed, Form form, const X* bia
       const char* block = (const char*)packed + first / OUTPUTS * block_bytes;
       for (int64_t input = 0; input < I; input += part) {
         int64_t inputs = std::min(part, I - input), bytes = block_bytes * inputs / I;
+        const A* own = rows + input * (BY_AMX ? height : 1);
         const W* weights = (const W*)block;
         Groups groups = plain(inputs);
         if (IS_SCALED)
@@ -394,10 +602,20 @@ static void product(X* out, const X* x, const W* packed, Form form, const X* bia
             widen_block(wide.data() + g * group * OUTPUTS, (const W*)((const char*)weights + g * groups.weight_bytes),
                         groups.inputs);
           groups.weight_bytes = groups.inputs * OUTPUTS * sizeof(A);
-          multiply<A, A, IS_SCALED>(sums.data(), rows + input, stride, wide.data(), groups, T, block, bytes);
-        } else {
-          multiply<A, W, IS_SCALED>(sums.data(), rows + input, stride, weights, groups, T, block, bytes);
         }
+#ifdef MAY_HAVE_AMX
+        if constexpr (BY_AMX) {
+          const A* as_bf16 = is_widened ? wide.data() : (const A*)weights;
+          multiply_by_amx<IS_SCALED>(sums.data(), own, stride, as_bf16, groups, num_rows, height, block, bytes);
+          continue;
+        } else if constexpr (IN_AMX_ORDER) {
+          auto multiply = T == 1 ? multiply_few<W, 1> : multiply_few<W, 2>;
+          multiply(sums.data(), own, stride, weights, groups, block, bytes);
+          continue;
+        }
+#endif
+        if (is_widened) multiply<A, A, IS_SCALED>(sums.data(), own, stride, wide.data(), groups, T, block, bytes);
+        else multiply<A, W, IS_SCALED>(sums.data(), own, stride, weights, groups, T, block, bytes);
       }
       for (int64_t t = 0; t < T; t++) {
         if (width == OUTPUTS) narrow_row(out + t * N + first, &sums[t * OUTPUTS], OUTPUTS);
@@ -410,10 +628,28 @@ static void product(X* out, const X* x, const W* packed, Form form, const X* bia
 template <class X>
 static void linear(X* out, const X* x, const void* packed, const X* bias, int64_t T, int64_t I, int64_t N, int64_t bits,
                    int64_t group, int64_t has_zeros) {
+  if (!T) return;
   Form form{bits, group, has_zeros};
-  if (bits == 8) product(out, x, (const int8_t*)packed, form, bias, T, I, N);
-  else if (bits == 4) product(out, x, (const int4x8*)packed, form, bias, T, I, N);
-  else product(out, x, (const X*)packed, form, bias, T, I, N);
+  auto multiply = [&](auto input, auto in_amx_order) {
+    using A = decltype(input);
+    if (bits == 8) product<A, in_amx_order>(out, x, (const int8_t*)packed, form, bias, T, I, N);
+    else if (bits == 4) product<A, in_amx_order>(out, x, (const int4x8*)packed, form, bias, T, I, N);
+    else product<A, in_amx_order>(out, x, (const X*)packed, form, bias, T, I, N);
+  };
+#ifdef MAY_HAVE_AMX
+  if constexpr (std::is_same_v<X, bf16>)
+    if (HAS_AMX) {
+      if (bits && T <= FEW) return multiply(float(), std::true_type());
+      int64_t most = std::max(HEIGHT, AMX_INPUTS / I), num_parts = (T + most - 1) / most, whole = T;
+      int64_t rows = num_tiles_of((T + num_parts - 1) / num_parts, HEIGHT) * HEIGHT;
+      for (int64_t first = 0; first < whole; first += rows, out += rows * N, x += rows * I) {
+        T = std::min(rows, whole - first);
+        multiply(bf16(), std::true_type());
+      }
+      return;
+    }
+#endif
+  multiply(Input<X>(), std::false_type());
 }
 
 // ---- Weights of integers -------------------------------------------------------------------------
