@@ -685,6 +685,7 @@ def build_inputs(
             max_query_len=int(query_lens.max()),
             max_seq_len=int(seq_lens.max()),
             is_fresh=not first_positions.any(),  # every chunk begins at 0
+            num_decodes=int(np.append(query_lens > 1, True).argmax()),
             needed_rows=is_needed.nonzero()[0],
         ),
         sample_rows=sample_rows,

@@ -65,6 +65,8 @@ def start_runner(
         written = checkpoint.written_as or "plain weights"
         raise ValueError(f"quantization={config.quantization!r} does not go with a checkpoint of {written}")
     torch_device = config.resolve_device()
+    if torch_device.type == "cuda" and torch_device.index is None:  # steps may run in another thread, whose
+        torch_device = torch.device("cuda", torch.cuda.current_device())  # current GPU is not this one
     device = wrap((CUDA if torch_device.type == "cuda" else CPU)(torch_device, config))
     dtype = device.choose_dtype(resolve_dtype(config.dtype, checkpoint.hf_config))
     model = load_model(

@@ -6,19 +6,23 @@ import importlib.util
 import os
 import subprocess
 import sys
+import tomllib
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from packaging.requirements import Requirement
 
 import nanoengine.engine
 import nanoengine.sampling
 from nanoengine import LLM, EngineConfig, SamplingParams
 from nanoengine.backends import flash
-from nanoengine.backends.attention import TorchAttention
+from nanoengine.backends.attention import PagedAttention, TorchAttention
 from nanoengine.backends.cuda import (
     CUDA,
+    DecodeGraphs,
     FusedKernels,
     GraphRecorder,
     PinnedDownload,
@@ -26,13 +30,14 @@ from nanoengine.backends.cuda import (
     graph_sizes,
     new_event,
 )
+from nanoengine.backends.device import Decodes
 from nanoengine.backends.flash import FlashAttention, VarlenAttention
 from nanoengine.backends.kv_cache import KVCache, KVSpec
 from nanoengine.engine import ModelRunner, build_inputs
 from nanoengine.models.decoder import PlainKernels
 from nanoengine.sampling import SamplingRow, draw_rows, draw_tokens, scale_logits
 from tests.attention import ALL_DECODES, ALL_FRESH, MIXED, check_attention, metadata_of
-from tests.doubles import FakeGPU
+from tests.doubles import FakeGPU, decode_grid, grids, varlen_attn
 from tests.helpers import batch_of, checkpoint, greedy, make_sequence, random_prompts
 
 
@@ -70,11 +75,39 @@ def test_flash_attn_takes_alibi_slopes(flash_doubles, lens, window):
 
 @pytest.mark.parametrize(
     ("lens", "path"),
-    [(ALL_FRESH, "varlen contiguous"), (ALL_DECODES, "with_kvcache"), (MIXED, "varlen paged")],
+    [
+        (ALL_FRESH, ["varlen contiguous"]),
+        (ALL_DECODES, ["with_kvcache"]),
+        ([(5, 300), (2, 2)], ["varlen paged"]),
+        (MIXED, ["with_kvcache", "varlen paged"]),
+    ],
 )
-def test_each_kind_of_batch_takes_the_path_made_for_it(flash_doubles, lens, path):
+def test_each_kind_of_batch_takes_the_paths_made_for_it(flash_doubles, lens, path):
     check_attention(FlashAttention, lens, 256, dtype=torch.bfloat16)
-    assert flash_doubles == {path: 1}
+    assert flash_doubles == dict.fromkeys(path, 1)
+
+
+def test_decodes_beside_a_chunk_launch_few_thread_blocks_that_have_nothing_to_do(check):
+    check([*[(1, 10 + i) for i in range(40)], (400, 500), (1, 30)])
+    assert sum(grid.blocks for grid in grids) <= 2 * sum(grid.working for grid in grids)
+
+
+@pytest.mark.parametrize("num_seqs", [1, 4, 7, 8, 20, 32])
+@pytest.mark.parametrize("length", [1024, 2049, 4096, 8193, 40_000])
+def test_a_captured_decode_divides_its_keys_for_the_length_it_has(num_seqs, length):
+    """Of Qwen3-0.6B's heads; the thread blocks were chosen at the capture, for whatever length may come."""
+    seq = make_sequence(0, [1] * 3)
+    seq.block_table = [1]
+    one = build_inputs(batch_of((seq, 2, 3)), 256)
+    recorder = types.SimpleNamespace(record=lambda run: None)
+    decodes = Decodes(one, lambda inputs: torch.zeros(len(inputs.input_ids), 1), 256, 160, 256, [])
+    graphs = DecodeGraphs(decodes, recorder, lambda arrays: [torch.from_numpy(array) for array in arrays])
+    seq.block_table = [1] * -(-length // 256)
+    seqs = batch_of(*[(seq, 2, 3)] * num_seqs)
+    tables = graphs.pad(build_inputs(seqs, 256)).metadata.block_tables
+    grid = decode_grid([length] * num_seqs + [1] * (len(tables) - num_seqs), 8, 2, 128, tables.shape[1] * 256)
+    assert grid.keys <= max(2048, length) or grid.working == grid.blocks
+    assert 4 * grid.working >= grid.blocks
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
@@ -86,7 +119,7 @@ def test_varlen_attn_never_leaves_rows_of_split_keys_unwritten(
 ):
     shape = {"heads": 4, "kv_heads": kv_heads, "head_dim": head_dim}
     check_attention(VarlenAttention, lens, 256, **shape, dtype=torch.bfloat16, window=window)
-    are_packed = window is None and kv_heads < 4 and all(new == 1 for new, _ in lens)
+    are_packed = window is None and kv_heads < 4 and lens[0][0] == 1  # the decodes at the beginning
     assert flash_doubles["varlen packed"] == are_packed  # the query heads of a KV head in one
 
 
@@ -182,6 +215,57 @@ def test_a_capture_that_fails_leaves_eager_steps_and_the_line_says_why(
     tokens, line = run_and_read(qwen3, capsys)
     assert tokens == expected
     assert "no graphs (RuntimeError: CUDA error: operation not permitted when stream is capturing)," in line
+
+
+def test_a_step_that_fails_without_a_capture_too_is_an_error_at_the_start(flash_doubles, monkeypatch):
+    def compute(inputs):
+        raise RuntimeError("CUDA error: no kernel image")
+
+    seq = make_sequence(0, [1])
+    seq.block_table = [0]
+    device = FakeGPU(torch.device("cpu"), EngineConfig(model="."))
+    device.reserve(8, 8, 1, 1)
+    inputs = build_inputs(batch_of((seq, 0, 1)), 256)
+    with pytest.raises(RuntimeError, match="no kernel image"):
+        device.capture(Decodes(inputs, compute, 8, 1, 256, []))
+
+
+def test_a_backend_that_cannot_read_pages_is_passed_over_before_the_first_request(
+    in_float32, qwen3, monkeypatch, capsys
+):
+    """PyTorch for AMD has a varlen_attn of the same signature, whose kernels refuse a block table."""
+    expected, _ = run_and_read(qwen3, capsys)
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+
+    def without_pages(*args, block_table=None, **kwargs):
+        if block_table is not None:
+            raise RuntimeError("mha_varlen_fwd_aot: paged_KV is not supported")
+        return varlen_attn(*args, **kwargs)
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", functools.wraps(varlen_attn)(without_pages))
+    tokens, line = run_and_read(qwen3, capsys)
+    assert tokens == expected
+    assert "not varlen: it fails here: RuntimeError: mha_varlen_fwd_aot: paged_KV is not supported" in line
+
+
+def test_a_backend_whose_numbers_are_wrong_is_passed_over(in_float32, qwen3, monkeypatch, capsys):
+    attend = FlashAttention._attend_to
+    monkeypatch.setattr(FlashAttention, "_attend_to", lambda *args: attend(*args) * 1.1)
+    assert "not flash: it computes wrong numbers here" in run_and_read(qwen3, capsys)[1]
+
+
+@pytest.mark.parametrize(("device", "index"), [("auto", 1), ("cuda", 1), ("cuda:0", 0)])
+def test_the_gpu_is_the_current_one_of_the_thread_that_makes_the_engine(device, index, qwen3, monkeypatch):
+    """Steps run in a thread of AsyncLLM's, whose current GPU is the first."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 1)
+
+    def stop(torch_device, config):
+        raise RuntimeError(f"on {torch_device}")
+
+    monkeypatch.setattr("nanoengine.startup.CUDA", stop)
+    with pytest.raises(RuntimeError, match=f"on cuda:{index}"):
+        LLM(qwen3, device=device)
 
 
 def test_a_model_that_waits_for_the_gpu_runs_eagerly_and_the_line_says_so(
@@ -306,6 +390,7 @@ def test_the_generation_asked_for_is_that_of_the_engine_s_own_gpu(monkeypatch, f
     monkeypatch.setattr(
         "torch.cuda.get_device_capability", lambda device=None: (9, 0) if device.index else (7, 5)
     )
+    monkeypatch.setattr(PagedAttention, "try_out", lambda *_: None)  # nothing runs on a GPU that is not there
     config = EngineConfig(model=".", enforce_eager=True)
     old, new = (CUDA(torch.device("cuda", i), config) for i in (0, 1))
     assert old.choose_attention([SPEC], frozenset()).backend is TorchAttention
@@ -470,13 +555,11 @@ def test_every_batch_of_decodes_is_padded_to_the_next_graph_and_no_other_batch_i
         seq.block_table = [1]
         for count in range(1, max_num_seqs + 1):
             inputs = build_inputs(batch_of(*[(seq, 2, 3)] * count), 256)
-            size = graphs.size_for(count, count)
-            assert size == min(s for s in graphs.sizes if s >= count)
-            assert len(graphs.pad(inputs).input_ids) == size
+            assert len(graphs.pad(inputs).input_ids) == min(s for s in graphs.sizes if s >= count)
             mixed = build_inputs(batch_of((seq, 1, 3), *[(seq, 2, 3)] * (count - 1)), 256)
             assert graphs.pad(mixed) is mixed
-        assert graphs.size_for(max_num_seqs + 1, max_num_seqs + 1) is None
-        assert graphs.pad(build_inputs(batch_of(*[(seq, 2, 3)] * (max_num_seqs + 1)), 256)) is not None
+        larger = build_inputs(batch_of(*[(seq, 2, 3)] * (max_num_seqs + 1)), 256)
+        assert graphs.pad(larger) is larger
 
 
 @pytest.mark.parametrize("model", ["qwen3", "qwen2 sliding from layer 1", "gemma3"])
@@ -519,7 +602,8 @@ def test_the_cache_gets_what_the_weights_the_largest_batch_and_others_leave_of_a
         assert all(
             seconds == 0 for name, seconds in llm.metrics().items() if "seconds" in name
         )  # was no step
-    assert in_float32["varlen contiguous"] == 4  # the longest prompts, and one of them, through two layers
+    # The longest prompts, and one of them, through two layers; and what the backend was tried out with.
+    assert in_float32["varlen contiguous"] == 4 + 1
     assert in_float32["with_kvcache"] >= 2  # the most rows, once, beside the captures
 
 
@@ -644,6 +728,15 @@ def late_gpu(monkeypatch):
     monkeypatch.setattr("torch.Tensor.copy_", lambda *args, **settings: gpu.copy_(*args, **settings))
     monkeypatch.setattr("torch.cuda.Event", gpu.event)
     return gpu
+
+
+def test_only_releases_of_flash_attn_whose_sources_were_read_are_asked_for():
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    extras = map(Requirement, project["optional-dependencies"]["cuda"])
+    (wanted,) = (extra for extra in extras if extra.name == "flash-attn")
+    known = {"2.8.3", "2.8.3.post1", "2.8.3.post2"}
+    others = {"2.7.4.post1", "2.8.2", "2.8.3.post3", "2.8.4", "2.9", "4.0"}
+    assert set(wanted.specifier.filter(known | others)) == known
 
 
 def test_a_download_is_read_when_it_has_arrived(late_gpu):

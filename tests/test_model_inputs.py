@@ -53,6 +53,15 @@ def test_rows_are_needed_where_a_token_is_drawn_and_all_of_a_prompt_whose_logpro
     assert build_inputs(batch_of((chunk, 2, 6)), 4).metadata.needed_rows.tolist() == []
 
 
+def test_decodes_at_the_beginning_of_a_batch_are_counted():
+    one, two, three = (make_sequence(i, [1] * 5) for i in range(3))
+    for seq in (one, two, three):
+        seq.block_table = [1, 2]
+    a, b, chunk = (one, 4, 5), (two, 2, 3), (three, 1, 4)
+    for chunks, expected in [((a, b), 2), ((a, b, chunk), 2), ((a, chunk, b), 1), ((chunk, a), 0)]:
+        assert build_inputs(batch_of(*chunks), 4).metadata.num_decodes == expected
+
+
 def test_a_batch_is_fresh_where_no_sequence_has_a_past():
     one, two = sequence(0, [1, 2, 3], [7]), sequence(1, [4, 5, 6], [3])
     assert build_inputs(batch_of((one, 0, 3), (two, 0, 2)), 4).metadata.is_fresh

@@ -270,7 +270,8 @@ EVERYTHING = frozenset(("window", "softcap", "sinks", "alibi_slopes"))
 
 @runs_kernels
 def test_it_runs_wherever_its_kernels_do():
-    assert TritonAttention.obstacle([SPEC, SPEC], EVERYTHING) is None
+    assert TritonAttention.obstacle([SPEC], EVERYTHING) is None
+    assert TritonAttention.try_out([SPEC, SPEC], EVERYTHING, 16, torch.device(DEVICE)) is None
 
 
 @runs_kernels
@@ -283,12 +284,11 @@ def test_kernels_that_fail_or_compute_nonsense_are_passed_over(monkeypatch):
         def __getitem__(self, grid):
             return lambda *args, **kwargs: args[0].fill_(0)
 
+    try_out = functools.partial(TritonAttention.try_out, [SPEC], frozenset(), 16, torch.device(DEVICE))
     monkeypatch.setattr(backend, "_attend_kernel", Broken())
-    assert TritonAttention.obstacle([SPEC], frozenset()) == (
-        "Triton fails: RuntimeError: Failed to find C compiler."
-    )
+    assert try_out() == "it fails here: RuntimeError: Failed to find C compiler."
     monkeypatch.setattr(backend, "_attend_kernel", Idle())
-    assert "wrong numbers" in TritonAttention.obstacle([SPEC], frozenset())
+    assert try_out() == "it computes wrong numbers here"
 
 
 @pytest.mark.skipif(INTERPRETED or ON_GPU, reason="Triton runs here")

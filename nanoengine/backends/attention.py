@@ -103,6 +103,69 @@ class PagedAttention(ABC):
         """Why it cannot compute layers that store `specs` and ask for `settings`; None: it can."""
         return None
 
+    @classmethod
+    def try_out(
+        cls, specs: Sequence[KVSpec], settings: frozenset[str], block_size: int, device: torch.device
+    ) -> str | None:
+        """Why it cannot compute such layers on that device after all, found by attending; None: it can.
+
+        To values that are all one, so that the results are. Prompts, chunks beside decodes, and decodes by
+        themselves: a backend may have kernels of its own for each.
+        """
+        for spec in dict.fromkeys(specs):
+            for query_lens, seq_lens in (((2, 1), (2, 1)), ((1, 2), (3, 3)), ((1, 1), (2, 1))):
+                try:
+                    out = cls._attend_to_ones(spec, settings, block_size, device, query_lens, seq_lens)
+                except Exception as error:  # no such kernel, no C compiler, too little shared memory, ...
+                    reason = str(error).strip().partition("\n")[0]
+                    return f"it fails here: {type(error).__name__}: {reason}"
+                if not bool((out - 1).abs().max() < 0.01):
+                    return "it computes wrong numbers here"
+        return None
+
+    @classmethod
+    def _attend_to_ones(
+        cls,
+        spec: KVSpec,
+        settings: frozenset[str],
+        block_size: int,
+        device: torch.device,
+        query_lens: tuple[int, int],
+        seq_lens: tuple[int, int],
+    ) -> Tensor:
+        """Of two sequences, each in a block, with room for more keys than a kernel leaves undivided."""
+        width, num_heads = -(-4096 // block_size), spec.num_kv_heads
+        tables = torch.zeros(2, width, dtype=torch.int32)
+        tables[:, 0] = torch.tensor([1, 2])
+        new = [range(total - length, total) for length, total in zip(query_lens, seq_lens, strict=True)]
+        slots = [(1 + i) * block_size + position for i in (0, 1) for position in new[i]]
+        cu_seqlens_q, cu_seqlens_k = (
+            torch.tensor([0, a, a + b], dtype=torch.int32) for a, b in (query_lens, seq_lens)
+        )
+        metadata = AttentionMetadata(
+            cu_seqlens_q=cu_seqlens_q.to(device),
+            cu_seqlens_k=cu_seqlens_k.to(device),
+            seq_lens=cu_seqlens_k.diff().to(device),
+            block_tables=tables.to(device),
+            slot_mapping=torch.tensor(slots, device=device),
+            max_query_len=max(query_lens),
+            max_seq_len=width * block_size,
+            is_fresh=query_lens == seq_lens,
+            num_decodes=sum(length == 1 for length in query_lens) if query_lens[0] == 1 else 0,
+        )
+        cache = KVCache.zeros(spec, 3, block_size, device)
+        cache.v.fill_(1)
+        k = torch.zeros(len(slots), num_heads, spec.k_head_dim, dtype=spec.dtype, device=device)
+        v = torch.ones(len(slots), num_heads, spec.v_head_dim, dtype=spec.dtype, device=device)
+        return cls(metadata, block_size)(
+            *(k, k, v, cache),
+            scale=1.0,
+            window=2 if "window" in settings else None,
+            softcap=1.0 if "softcap" in settings else None,
+            sinks=torch.full((num_heads,), -torch.inf, device=device) if "sinks" in settings else None,
+            alibi_slopes=torch.ones(num_heads, device=device) if "alibi_slopes" in settings else None,
+        )
+
     def __call__(
         self,
         q: Tensor,

@@ -188,6 +188,25 @@ class GraphRecorder:
         return graph.replay
 
 
+# Up to so many sequences a step has too few heads to fill a GPU, and kernels divide the keys of each among
+# its processors. How many they divide into is fixed at a capture, by the width of the block tables.
+MOST_DIVIDED = 32
+LEAST_WIDTH, WIDER = 2048, 4  # tokens; and how many times as wide the next tables are
+
+
+def graph_widths(size: int, widest: int, block_size: int) -> list[int]:
+    """The widths of block tables, in blocks, that decodes of so many sequences are captured with.
+
+    >>> graph_widths(8, 160, 256), graph_widths(256, 160, 256)
+    ([8, 32, 128, 160], [160])
+    """
+    widths, width = [], max(1, LEAST_WIDTH // block_size)
+    while size <= MOST_DIVIDED and width < widest:
+        widths.append(width)
+        width *= WIDER
+    return [*widths, widest]
+
+
 def graph_sizes(largest: int) -> list[int]:
     """The numbers of sequences whose decode steps are captured: close together where steps are short.
 
@@ -225,6 +244,7 @@ def pad_decodes(
         slot_mapping=np.pad(metadata.slot_mapping, [(0, 0)] * len(groups) + [(0, missing)]),
         max_seq_len=table_width * block_size,
         is_fresh=False,
+        num_decodes=num_seqs,
     )
     return inputs._replace(
         input_ids=pad(inputs.input_ids, 0), positions=pad(inputs.positions, 0), metadata=metadata
@@ -235,9 +255,10 @@ class DecodeGraphs(Forward):
     """Decode steps captured for a ladder of batch sizes, each replayed by a single launch.
 
     A batch of decodes has one shape per number of sequences once its block tables have a fixed width. So
-    `pad` fills a batch up to the next size of the ladder, and `send` lays arrays of the same shapes at the
-    same addresses: that is where each graph finds its inputs, without being told. All graphs leave their
-    hidden states in the same memory. Prompts, mixed and larger batches run as they come.
+    `pad` fills a batch up to the next size of the ladder, and to the next width that was captured, and `send`
+    lays arrays of the same shapes at the same addresses: that is where each graph finds its inputs, without
+    being told. All graphs leave their hidden states in the same memory. Prompts, mixed and larger batches run
+    as they come.
     """
 
     def __init__(
@@ -246,11 +267,13 @@ class DecodeGraphs(Forward):
         super().__init__()
         start = time.perf_counter()
         self.sizes = graph_sizes(decodes.largest)
-        self.table_width, self.block_size = decodes.table_width, decodes.block_size
+        self.block_size = decodes.block_size
+        self.widths = {size: graph_widths(size, decodes.table_width, self.block_size) for size in self.sizes}
         self.hidden: Tensor | None = None  # (largest size, E)
-        self.replays: dict[int, Callable[[], None]] = {}
-        for size in reversed(self.sizes):  # the smaller ones then fit into the memory of the largest
-            padded = pad_decodes(decodes.inputs, size, self.table_width, self.block_size)
+        self.replays: dict[tuple[int, int], Callable[[], None]] = {}  # by size and width
+        # The smaller ones then fit into the memory of the largest.
+        for size, width in [(n, width) for n in reversed(self.sizes) for width in reversed(self.widths[n])]:
+            padded = pad_decodes(decodes.inputs, size, width, self.block_size)
             inputs = send_inputs(padded, send)
 
             def run(size: int = size, inputs: ModelInputs[Tensor] = inputs) -> None:
@@ -259,32 +282,34 @@ class DecodeGraphs(Forward):
                     self.hidden = torch.empty_like(hidden)
                 self.hidden[:size].copy_(hidden)
 
-            self.replays[size] = recorder.record(run)
+            self.replays[size, width] = recorder.record(run)
         self.seconds = time.perf_counter() - start
 
-    def size_for(self, num_tokens: int, num_seqs: int) -> int | None:
-        """The smallest graph that holds the batch; None: it is not all decodes, or too large."""
-        if num_tokens != num_seqs or num_seqs > self.sizes[-1]:
+    def shape_for(self, inputs: ModelInputs[Any]) -> tuple[int, int] | None:
+        """Size and width of the smallest graph that holds the batch; None: not all decodes, or too large."""
+        *_, num_seqs, width = inputs.metadata.block_tables.shape
+        if len(inputs.input_ids) != num_seqs or num_seqs > self.sizes[-1]:
             return None
-        return self.sizes[bisect.bisect_left(self.sizes, num_seqs)]
+        size = self.sizes[bisect.bisect_left(self.sizes, num_seqs)]
+        return size, self.widths[size][bisect.bisect_left(self.widths[size], width)]
 
     def pad(self, inputs: ModelInputs[np.ndarray]) -> ModelInputs[np.ndarray]:
         """As in the base class."""
-        size = self.size_for(len(inputs.input_ids), len(inputs.metadata.seq_lens))
-        return inputs if size is None else pad_decodes(inputs, size, self.table_width, self.block_size)
+        shape = self.shape_for(inputs)
+        return inputs if shape is None else pad_decodes(inputs, *shape, self.block_size)
 
     def __call__(self, compute: Compute, inputs: ModelInputs[Tensor]) -> Tensor:
         """As in the base class; of a graph, valid until the next call."""
-        size = self.size_for(len(inputs.input_ids), len(inputs.metadata.seq_lens))
-        if size is None:
+        shape = self.shape_for(inputs)
+        if shape is None:
             return super().__call__(compute, inputs)
-        self.replays[size]()
+        self.replays[shape]()
         assert self.hidden is not None
-        return self.hidden[:size]
+        return self.hidden[: shape[0]]
 
     def describe(self) -> str:
         """As in the base class."""
-        return f", {len(self.sizes)} graphs ({self.seconds:.1f} s)"
+        return f", {len(self.replays)} graphs ({self.seconds:.1f} s)"
 
 
 # ---- All of it together --------------------------------------------------------------------------
@@ -361,7 +386,11 @@ class CUDA(Device):
             return "it needs a GPU of the Ampere generation or later"
         if backend.name == "triton" and self.no_fusion:  # Triton and its compiler, or enforce_eager
             return self.no_fusion
-        return super().obstacle(backend, specs, settings)
+        reason = super().obstacle(backend, specs, settings)
+        if reason is None and backend is not TorchAttention:
+            block_size = self.config.block_size or self.block_size
+            reason = backend.try_out(specs, settings, block_size, self.device)
+        return reason
 
     def running(self) -> AbstractContextManager[object]:
         """Triton and graph capture use the thread's current GPU, whichever the tensors are on."""
@@ -401,6 +430,9 @@ class CUDA(Device):
                 # Before 2.13 PyTorch believes for ever that a capture that failed is underway.
                 # https://github.com/pytorch/pytorch/pull/180395
                 raise ValueError(f"decodes cannot be captured ({reason}); set enforce_eager=True") from error
+            decodes.compute(
+                send_inputs(decodes.inputs, self.send)
+            )  # what raises here too is no graph's fault
             return Forward(f", no graphs ({reason})")
 
     def free_bytes(self, trial: Trial) -> int:

@@ -57,6 +57,34 @@ def write_kv(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tens
 
 # ---- Attention -----------------------------------------------------------------------------------
 
+Part = AttentionMetadata[Tensor]
+
+
+def split_decodes(meta: Part) -> tuple[Part, Part] | None:
+    """A batch's decodes, and the chunks behind them; None where it has one kind alone, or is fresh.
+
+    In one call, a kernel's grid is as deep for each decode as the longest chunk needs, nearly all of it for
+    nothing, and a decode's query heads are not taken together. Without priorities, whoever has a prompt to
+    compute is younger than all that decode, and so behind them.
+    """
+    num = meta.num_decodes
+    if meta.is_fresh or not 0 < num < len(meta.seq_lens):
+        return None
+    decodes = meta._replace(
+        cu_seqlens_q=meta.cu_seqlens_q[: num + 1],
+        cu_seqlens_k=meta.cu_seqlens_k[: num + 1],
+        seq_lens=meta.seq_lens[:num],
+        block_tables=meta.block_tables[:num],
+        max_query_len=1,
+    )
+    chunks = meta._replace(
+        cu_seqlens_q=meta.cu_seqlens_q[num:] - num,
+        cu_seqlens_k=meta.cu_seqlens_k[num:] - meta.cu_seqlens_k[num],
+        seq_lens=meta.seq_lens[num:],
+        block_tables=meta.block_tables[num:],
+    )
+    return decodes, chunks
+
 
 class FlashKernels(PagedAttention):
     """What both sources of flash-attn's kernels share: what these can compute, and writing K and V."""
@@ -70,6 +98,7 @@ class FlashKernels(PagedAttention):
     ) -> None:
         super().__init__(metadata, block_size)
         self._use_triton = use_triton
+        self._parts = split_decodes(metadata)
 
     @classmethod
     def obstacle(cls, specs: Sequence[KVSpec], settings: frozenset[str]) -> str | None:
@@ -97,6 +126,23 @@ class FlashKernels(PagedAttention):
         else:
             super()._write(k, v, cache)
 
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, settings: Settings) -> Tensor:
+        if self._parts is None:
+            return self._attend_to(self.metadata, q, k, v, cache, settings)
+        end = self.metadata.num_decodes
+        # K and V are in the cache, from which both read.
+        outs = (
+            self._attend_to(meta, q[rows], k, v, cache, settings)
+            for meta, rows in zip(self._parts, (slice(end), slice(end, None)), strict=True)
+        )
+        return torch.cat(tuple(outs))
+
+    def _attend_to(
+        self, meta: Part, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, settings: Settings
+    ) -> Tensor:
+        """As `_attend`, of the sequences that `meta` describes; k and v are of use where it is fresh."""
+        raise NotImplementedError
+
 
 class FlashAttention(FlashKernels):
     """By the flash-attn package (FlashAttention-2), which reads the cache through block tables.
@@ -123,8 +169,9 @@ class FlashAttention(FlashKernels):
             return f"flash-attn cannot be imported: {error}"
         return None
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, settings: Settings) -> Tensor:
-        meta = self.metadata
+    def _attend_to(
+        self, meta: Part, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, settings: Settings
+    ) -> Tensor:
         how: dict[str, Any] = {
             "softmax_scale": settings.scale,
             "causal": True,
@@ -182,8 +229,9 @@ class VarlenAttention(FlashKernels):
             return f"varlen_attn of PyTorch {torch.__version__} takes no block table"
         return None
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, settings: Settings) -> Tensor:
-        meta = self.metadata
+    def _attend_to(
+        self, meta: Part, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, settings: Settings
+    ) -> Tensor:
         how: dict[str, Any] = {
             "scale": settings.scale,
             "window_size": (-1 if settings.window is None else settings.window - 1, 0),

@@ -28,6 +28,7 @@ class AttentionMetadata(NamedTuple, Generic[Array]):
     max_query_len: int  # known without asking the device, as is what follows
     max_seq_len: int
     is_fresh: bool  # no sequence has a past: all K and V they attend to are this batch's own
+    num_decodes: int = 0  # so many sequences, the first ones, have one new token each
     # (N,) int64, on the host: rows whose hidden states anyone looks at, ascending; None: all.
     needed_rows: np.ndarray | None = None
 
@@ -92,6 +93,7 @@ def send_inputs(
         max_query_len=meta.max_query_len,
         max_seq_len=meta.max_seq_len,
         is_fresh=meta.is_fresh,
+        num_decodes=meta.num_decodes,
         needed_rows=meta.needed_rows,
     )
     sample_rows, pending_rows, pending_samples = tensors[-3:]

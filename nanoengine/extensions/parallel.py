@@ -59,7 +59,7 @@ dist: Any = torch.distributed  # whose groups' own methods have no types
 # ---- Messages: what rank 0 tells the others ------------------------------------------------------
 
 CLOSE, STEP, LOGITS = range(3)  # the first number of a header: what to do
-HEADER = 9  # numbers of a header; those it does not need are zeros
+HEADER = 10  # numbers of a header; those it does not need are zeros
 
 
 def encode_step(inputs: ModelInputs[np.ndarray]) -> tuple[list[int], np.ndarray]:
@@ -68,7 +68,7 @@ def encode_step(inputs: ModelInputs[np.ndarray]) -> tuple[list[int], np.ndarray]
     *groups, num_seqs, width = meta.block_tables.shape
     num_groups = groups[0] if groups else 0  # 0: the arrays have no dimension for it
     sizes = [len(inputs.input_ids), num_seqs, num_groups, width, num_pending]
-    numbers = [meta.max_query_len, meta.max_seq_len, int(meta.is_fresh)]
+    numbers = [meta.max_query_len, meta.max_seq_len, int(meta.is_fresh), meta.num_decodes]
     arrays = [inputs.input_ids, inputs.positions, meta.slot_mapping, inputs.pending_rows]
     arrays += [meta.cu_seqlens_q, meta.cu_seqlens_k, meta.seq_lens, meta.block_tables]
     assert [(array.dtype, array.shape) for array in arrays] == _layout(sizes)
@@ -83,7 +83,7 @@ def decode_step(header: list[int], buffer: np.ndarray) -> ModelInputs[np.ndarray
         arrays.append(buffer[offset:end].view(dtype).reshape(shape))
         offset = end
     input_ids, positions, slots, pending_rows, cu_seqlens_q, cu_seqlens_k, seq_lens, tables = arrays
-    max_query_len, max_seq_len, is_fresh = header[6:]
+    max_query_len, max_seq_len, is_fresh, num_decodes = header[6:]
     metadata = AttentionMetadata(
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
@@ -93,6 +93,7 @@ def decode_step(header: list[int], buffer: np.ndarray) -> ModelInputs[np.ndarray
         max_query_len=max_query_len,
         max_seq_len=max_seq_len,
         is_fresh=bool(is_fresh),
+        num_decodes=num_decodes,
     )
     nothing = np.zeros(0, dtype=np.int64)
     return ModelInputs(input_ids, positions, metadata, nothing, pending_rows, nothing)
