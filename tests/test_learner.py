@@ -322,45 +322,25 @@ def test_what_the_model_does_not_have_is_refused_and_the_learner_does_not_wait(c
 # ---- trl ----
 
 TRL = ("trl==1.16.0", "datasets==4.8.4", "dill==0.4.1", "multiprocess==0.70.19")
-VLLM = {  # what trl's code asks of the package vllm; NCCL, which a CPU does not have, is gloo
-    "__init__": "from nanoengine import LLM, RequestOutput, SamplingParams\n__version__ = '0.31.0'",
-    "sampling_params": "from nanoengine import SamplingParams, StructuredOutputsParams",
-    "utils/__init__": "",
-    "utils/network_utils": "def get_ip():\n    return '127.0.0.1'",
-    "distributed/__init__": "",
-    "distributed/weight_transfer/__init__": "",
-    "distributed/weight_transfer/nccl_common": """
-from types import SimpleNamespace
-from nanoengine.extensions.transfer import LEARNER, WeightGroup
-def trainer_init(info):
-    communicator = WeightGroup(info["master_address"], info["master_port"], LEARNER)
-    communicator.group = SimpleNamespace()  # whose socket is let go in the end
-    return communicator
-""",
-    "distributed/weight_transfer/packed_tensor": """
-def packed_nccl_broadcast_producer(iterator, group, src, post_iter_func):
-    for item in iterator:
-        group.send(post_iter_func(item))
-""",
-}
 
 
 @pytest.fixture(scope="session")
 def with_trl(tmp_path_factory):
-    """Runs a script that may import trl, and a vllm that is a stand-in."""
-    path = tmp_path_factory.mktemp("trl")
-    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(path / "trl")]
+    """Runs a script in which trl is there, and nanoengine in vLLM's place."""
+    path = str(tmp_path_factory.mktemp("trl"))
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", path]
     if subprocess.run([*install, *TRL], capture_output=True, timeout=300).returncode:
         pytest.skip(f"{', '.join(TRL)} cannot be had")
-    for name, code in VLLM.items():
-        file = path / "vllm" / f"{name}.py"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(code)
 
     def run(script, *arguments):
-        search = os.pathsep.join([str(path), *sys.path, str(path / "trl")])
+        search = os.pathsep.join([*sys.path, path])
         done = subprocess.run(
-            [sys.executable, "-c", script, *arguments],
+            [
+                sys.executable,
+                "-c",
+                f"from nanoengine import vllm_face\nvllm_face.install()\n{script}",
+                *arguments,
+            ],
             capture_output=True,
             text=True,
             timeout=300,
@@ -437,7 +417,7 @@ def reward(completions, **_):
 config = GRPOConfig(
     sys.argv[2], use_vllm=True, vllm_mode="colocate", vllm_enable_sleep_mode=sys.argv[3] == "sleeps",
     per_device_train_batch_size=4, num_generations=4, max_completion_length=8, max_steps=2,
-    vllm_model_impl="auto", learning_rate=1e-2, use_cpu=True, report_to=[], save_strategy="no", bf16=False,
+    learning_rate=1e-2, use_cpu=True, report_to=[], save_strategy="no", bf16=False,
 )
 path = sys.argv[2] + "/model"
 transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).save_pretrained(path)

@@ -254,7 +254,7 @@ class Service:
         """Of either API, as the engine makes it."""
         ticket = request.state.ticket
         choices = await self.start(body, request)
-        head = {
+        head: dict[str, Any] = {
             "id": f"{body.prefix}-{body.request_id or ticket.id}",
             "object": body.kinds[bool(body.stream)],
             "created": int(time.time()),
@@ -265,13 +265,9 @@ class Service:
         async with aclosing(choices):
             answer = [choice async for choice in choices]
         answer.sort(key=lambda choice: int(choice["index"]))
-        # Where vLLM has it, of a chat.
-        prompt = (
-            {"prompt_token_ids": answer[0]["prompt_token_ids"]}
-            if body.return_token_ids and body.is_chat
-            else {}
-        )
-        return JSON({**head, "choices": answer, "usage": ticket.usage(), **prompt})
+        if body.is_chat and body.return_token_ids:  # vLLM has it here, too
+            head["prompt_token_ids"] = answer[0]["prompt_token_ids"]
+        return JSON({**head, "choices": answer, "usage": ticket.usage()})
 
     async def start(
         self, body: CompletionRequest | ChatRequest, request: Request

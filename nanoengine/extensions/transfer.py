@@ -1,10 +1,12 @@
 """Weights from a learner in another process: rank 0 of a group over gloo, which broadcasts them one by one.
 
-Which tensors come, and in which order, the two have to know from elsewhere: `apps/learner.py`.
+Which tensors come, and in which order, the two have to know from elsewhere: `apps/learner.py`. The functions
+below are a learner's, by the names under which trl asks vLLM for them, whose group is NCCL's.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -56,3 +58,26 @@ class WeightGroup:
         options.rootRank, options.rootTensor = LEARNER, 0
         self._group.broadcast([tensor], options).wait()
         return tensor
+
+
+def get_ip() -> str:
+    """Where this process waits for the engine: on this machine."""
+    return "127.0.0.1"
+
+
+def trainer_init(init_info: dict[str, Any]) -> WeightGroup:
+    """A learner's end of the group."""
+    group: Any = WeightGroup(init_info["master_address"], init_info["master_port"], LEARNER)
+    group.group = SimpleNamespace()  # trl takes vLLM's socket out of it in the end
+    return group  # type: ignore[no-any-return]
+
+
+def packed_nccl_broadcast_producer(
+    iterator: Iterable[tuple[str, Tensor]],
+    group: WeightGroup,
+    src: int,
+    post_iter_func: Callable[[tuple[str, Tensor]], Tensor],
+) -> None:
+    """Send what was announced."""
+    for item in iterator:
+        group.send(post_iter_func(item))
