@@ -1,6 +1,7 @@
 """/v1/responses, by OpenAI's own client: the chat's answers in another shape."""
 
 import openai
+import pydantic
 import pytest
 
 from nanoengine import AsyncLLM
@@ -83,6 +84,15 @@ def test_vllm_s_sampling_parameters_are_taken_too(client):
     assert response.output_text.startswith(ANSWER)
 
 
+def test_a_text_may_have_a_form(client):
+    class Sum(pydantic.BaseModel):
+        model_config = {"extra": "forbid"}
+        a: int = pydantic.Field(ge=0, le=99)
+
+    parsed = client.responses.parse(model="demo", input=QUESTION, text_format=Sum).output_parsed
+    assert isinstance(parsed, Sum)
+
+
 def test_the_answer_goes_into_the_next_input(client):
     first = client.responses.create(model="demo", input=QUESTION, temperature=0)
     given = [{"role": "user", "content": QUESTION}, *first.output, {"role": "user", "content": QUESTION}]
@@ -144,7 +154,7 @@ def test_what_asks_for_nothing_is_taken(client):
         previous_response_id=None,
         reasoning={},
         store=False,
-        text={"format": {"type": "text"}},
+        text={"format": {"type": "text"}, "verbosity": "medium"},
         tool_choice="auto",
         tools=[],
         truncation="disabled",
@@ -158,7 +168,9 @@ def test_what_asks_for_nothing_is_taken(client):
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id", "send the conversation as input"),
         ({"tools": [{"type": "function", "name": "add"}]}, "tools", "use /v1/chat/completions with tools"),
-        ({"text": {"format": {"type": "json_object"}}}, "text", "with response_format"),
+        ({"text": {"verbosity": "low"}}, "text", "say it in a message"),
+        ({"text": {"format": {"type": "yaml"}}}, "response_format", "must be of type text, json_object"),
+        ({"text": {"format": 5}}, "text", "text.format must be an object, got 5"),
         ({"store": True}, "store", "nothing is stored"),
         ({"n": 2}, "n", "has no argument 'n'"),
         ({"top_k": "5"}, "top_k", "top_k must be an integer"),

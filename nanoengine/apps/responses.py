@@ -34,13 +34,13 @@ UNSERVED: Unserved = {
     "service_tier": (("auto", "default"), f"{CHAT} with priority"),
     "store": ((False,), "nothing is stored"),
     "stream_options": (({}, {"include_obfuscation": False}), "usage is always reported at the end"),
-    "text": (({}, {"format": {"type": "text"}}), f"{CHAT} with response_format"),
     "tool_choice": (("auto", "none"), f"{CHAT} with tools"),
     "tools": (([],), f"{CHAT} with tools"),
     "top_logprobs": ((0,), f"{CHAT} with logprobs"),
     "truncation": (("disabled",), "shorten the input"),
     "user": (ANY, "nothing is kept of who asks"),
 }
+TEXT: Unserved = {"verbosity": (("medium",), "say it in a message")}
 SERVED = SAMPLED - {"logprobs", "max_tokens", "n", "prompt_logprobs"}
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 
@@ -62,6 +62,7 @@ class ResponsesRequest(BaseModel):
     temperature: Any = None
     top_p: Any = None
     stream: bool | None = None
+    text: dict[str, Any] | None = None  # the form it has: {"format": {"type": "json_schema", "schema": ...}}
 
     def chat(self) -> ChatRequest:
         """The same as a request of the chat API.
@@ -77,6 +78,12 @@ class ResponsesRequest(BaseModel):
         if self.max_output_tokens is not None and self.max_output_tokens < 1:
             message = f"max_output_tokens must be at least 1, got {self.max_output_tokens}"
             raise APIError(400, message, param="max_output_tokens")
+        with refusing(self, "text"):
+            form = without_unserved("text", self.text or {}, ("format",), TEXT).get("format")
+            if not isinstance(form, dict | None):
+                raise TypeError(f"text.format must be an object, got {form!r:.80}")
+        if form is not None and form.get("type") == "json_schema":
+            form = {"type": "json_schema", "json_schema": form}
         with refusing(self, "input"):
             messages = messages_of(self.input)
         if self.instructions is not None:
@@ -90,6 +97,7 @@ class ResponsesRequest(BaseModel):
                 "max_completion_tokens": self.max_output_tokens,
                 "temperature": self.temperature,
                 "top_p": self.top_p,
+                "response_format": form,
             }
         )
 
@@ -149,7 +157,7 @@ class Written:
             "metadata": {},
             "parallel_tool_calls": True,
             "previous_response_id": None,
-            "text": {"format": {"type": "text"}},
+            "text": body.text or {"format": {"type": "text"}},
             "tool_choice": "auto",
             "tools": [],
             "truncation": "disabled",

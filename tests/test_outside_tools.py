@@ -1,0 +1,301 @@
+"""Tools that others wrote, as they are: their programs against the server, and lm-eval on the engine itself.
+
+They live in an environment of their own, which sees this one's packages, PyTorch above all, behind its own.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+from nanoengine import AsyncLLM
+from tests.helpers import DEMO
+from tests.serving import served
+
+ROOT = DEMO.parent.parent
+LISTED, GUIDE = ROOT / "tests" / "outside_tools.txt", ROOT / "docs" / "guide" / "tools.md"
+QUESTION, ANSWER = "What is 27 + 58?", "27 + 58 = 85"
+START = """
+import json, sys, pydantic
+url, question = sys.argv[1:]
+messages = [{"role": "user", "content": question}]
+class Sum(pydantic.BaseModel):
+    "Two numbers."
+    model_config = {"extra": "forbid"}
+    a: int = pydantic.Field(ge=0, le=99)
+    b: int = pydantic.Field(ge=0, le=99)
+"""
+END = """
+print(json.dumps(said))
+"""
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory) -> Path:
+    """The interpreter of an environment with the tools, made once for all of pytest's processes."""
+    where = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        where = where.parent
+    path, done = where / "tools", where / "tools.log"
+    with FileLock(where / "tools.lock"):
+        if not done.exists():
+            subprocess.run([sys.executable, "-m", "venv", path], check=True)
+            (site,) = path.glob("lib/python*/site-packages")
+            (site / "outer.pth").write_text(sysconfig.get_path("purelib"))
+            command = [path / "bin" / "python", "-m", "pip", "install", "--no-compile"]
+            made = subprocess.run([*command, "-r", LISTED], capture_output=True, text=True)
+            done.write_text(made.stderr if made.returncode else "")
+    if "(from versions: none)" in done.read_text():  # as pip says where it reaches no index
+        pytest.skip(f"needs PyPI: {done.read_text()[-300:]}")
+    assert not done.read_text()
+    return path / "bin" / "python"
+
+
+@pytest.fixture(scope="module")
+def url():
+    with served(AsyncLLM(str(DEMO), num_kv_blocks=400, dtype="float32")) as (url, _):
+        yield url
+
+
+@pytest.fixture
+def run(python, tmp_path):
+    """What a command with the tools' interpreter prints on stdout; it must succeed."""
+
+    def run(*arguments):
+        environment = os.environ | {
+            "PYTHONPATH": str(ROOT),
+            "HF_HUB_OFFLINE": "1",
+            "HF_HOME": str(tmp_path / "hf"),
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # it is fetched from elsewhere else
+            "OMP_NUM_THREADS": "1",
+        }
+        command = [python, *map(str, arguments)]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+        return done.stdout
+
+    return run
+
+
+def test_the_guide_names_the_versions_that_are_tried():
+    pins = re.findall(r"^([\w-]+)(?:\[\w+\])?==(\S+)$", LISTED.read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| ([\w-]+) \| ([\d.]+) \|", GUIDE.read_text(), re.MULTILINE)
+    assert pins == rows
+
+
+def said_by(run, url, program):
+    return json.loads(run("-c", START + program + END, f"{url}/v1", QUESTION).splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_openai_s_older_client(run, url):
+    program = """
+import openai
+client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+asked = {"model": "demo", "messages": messages, "temperature": 0}
+pieces = client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+said = {
+    "version": openai.__version__,
+    "models": [model.id for model in client.models.list()],
+    "chat": client.chat.completions.create(**asked).choices[0].message.content,
+    "stream": "".join(piece.choices[0].delta.content for piece in pieces if piece.choices),
+    "parsed": client.chat.completions.parse(**asked, response_format=Sum).choices[0].message.parsed.a,
+    "response": client.responses.create(model="demo", input=question, temperature=0).output_text,
+}
+"""
+    said = said_by(run, url, program)
+    assert said.pop("parsed") in range(100)
+    expected = {"version": "2.54.0", "models": ["demo"], "chat": ANSWER, "stream": ANSWER, "response": ANSWER}
+    assert said == expected
+
+
+@pytest.mark.slow
+def test_langchain(run, url):
+    program = """
+from langchain_openai import ChatOpenAI, OpenAI
+asked = {"model": "demo", "base_url": url, "api_key": "none", "temperature": 0, "max_retries": 0}
+chat = ChatOpenAI(**asked)
+said = {
+    "chat": chat.invoke(question).content,
+    "stream": "".join(piece.content for piece in chat.stream(question)),
+    "batch": [answer.content for answer in chat.batch([question, "What is 3 + 4?"])],
+    "response": ChatOpenAI(**asked, use_responses_api=True).invoke(question).text,
+    "completion": OpenAI(**asked, max_tokens=5).invoke("2 3 5"),
+    "schema": chat.with_structured_output(Sum, method="json_schema").invoke(question).a,
+    "function": chat.with_structured_output(Sum, method="function_calling").invoke(question).a,
+    "call": chat.bind_tools([Sum], tool_choice="any").invoke(question).tool_calls[0]["name"],
+}
+"""
+    said = said_by(run, url, program)
+    assert said["chat"] == said["stream"] == said["response"] == ANSWER
+    assert said["batch"] == [ANSWER, "3 + 4 = 7"]
+    assert isinstance(said["completion"], str)
+    assert {said["schema"], said["function"]} <= set(range(100))
+    assert said["call"] == "Sum"
+
+
+@pytest.mark.slow
+def test_llama_index(run, url):
+    program = """
+import asyncio
+from llama_index.core.llms import ChatMessage
+from llama_index.llms.openai_like import OpenAILike
+asked = {"model": "demo", "api_base": url, "api_key": "none", "temperature": 0, "context_window": 512}
+llm = OpenAILike(**asked, is_chat_model=True)
+question = [ChatMessage(role="user", content=question)]
+calls = {"is_function_calling_model": True, "should_use_structured_outputs": True}
+forms = OpenAILike(**asked, is_chat_model=True, **calls)
+said = {
+    "chat": llm.chat(question).message.content,
+    "stream": "".join(piece.delta for piece in llm.stream_chat(question)),
+    "async": asyncio.run(llm.achat(question)).message.content,
+    "complete": llm.complete("What is 3 + 4?").text,
+    "completion": OpenAILike(**asked, max_tokens=5).complete("2 3 5").text,
+    "parsed": forms.as_structured_llm(Sum).chat(question).raw.a,
+}
+"""
+    said = said_by(run, url, program)
+    assert said["chat"] == said["stream"] == said["async"] == ANSWER
+    assert said["complete"] == "3 + 4 = 7"
+    assert isinstance(said["completion"], str)
+    assert said["parsed"] in range(100)
+
+
+@pytest.mark.slow
+def test_litellm(run, url):
+    program = """
+import litellm
+to = {"api_base": url, "api_key": "none", "temperature": 0, "max_retries": 0}
+asked = {**to, "messages": messages}
+pieces = litellm.completion("hosted_vllm/demo", **asked, stream=True, stream_options={"include_usage": True})
+said = {
+    "openai": litellm.completion("openai/demo", **asked).choices[0].message.content,
+    "vllm": litellm.completion("hosted_vllm/demo", **asked).choices[0].message.content,
+    "stream": "".join(piece.choices[0].delta.content or "" for piece in pieces),
+    "text": litellm.text_completion(
+        "2 3 5", "text-completion-openai/demo", **to, max_tokens=5
+    ).choices[0].text,
+}
+"""
+    said = said_by(run, url, program)
+    assert isinstance(said.pop("text"), str)
+    assert said == {"openai": ANSWER, "vllm": ANSWER, "stream": ANSWER}
+
+
+@pytest.mark.slow
+def test_instructor(run, url):
+    program = """
+import instructor, openai
+from instructor import Mode
+said = {}
+for mode in (Mode.TOOLS, Mode.JSON_SCHEMA):
+    client = instructor.from_openai(openai.OpenAI(base_url=url, api_key="none", max_retries=0), mode=mode)
+    asked = {"messages": messages, "response_model": Sum, "temperature": 0, "max_retries": 0}
+    said[mode.name] = client.create(model="demo", **asked).a
+"""
+    said = said_by(run, url, program)
+    assert said.keys() == {"TOOLS", "JSON_SCHEMA"}
+    assert set(said.values()) <= set(range(100))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+def test_guidellm(path, run, url, tmp_path):
+    run(
+        *("-m", "guidellm", "run", "--disable-console", "--output", "kind=json,path=measured.json"),
+        *("--backend", f"kind=openai_http,target={url},model=demo,request_format={path}"),
+        *("--tokenizer", f"kind=hf_auto,model={DEMO}", "--profile", "kind=concurrent,streams=2"),
+        *("--data", "kind=synthetic_text,prompt_tokens=24,output_tokens=8"),
+        *("--constraint", "kind=max_requests,count=6"),
+    )
+    (measured,) = json.loads((tmp_path / "measured.json").read_text())["benchmarks"]
+    requests = measured["requests"]
+    assert {kind: len(requests[kind]) for kind in ("successful", "errored")} == {
+        "successful": 6,
+        "errored": 0,
+    }
+    assert {request["output_metrics"]["text_tokens"] for request in requests["successful"]} == {8}
+
+
+# ---- lm-eval ----
+
+TASK = """
+task: NAME
+dataset_path: json
+dataset_kwargs: {data_files: {test: FOLDER/sums.jsonl}}
+test_split: test
+doc_to_text: "{{question}}"
+"""
+CHOSEN = """
+output_type: multiple_choice
+doc_to_target: right
+doc_to_choice: choices
+metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
+"""
+GENERATED = """
+output_type: generate_until
+doc_to_target: "{{choices[right]}}"
+generation_kwargs: {until: ["\\n"], max_gen_toks: 24, do_sample: false}
+metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
+"""
+LM_EVAL = """
+import json, sys
+import lm_eval
+from lm_eval.tasks import TaskManager
+url, model = sys.argv[1:]
+server = f"model=demo,num_concurrent=4,base_url={url}/v1"
+both = ["chosen", "generated"]
+said = {}
+for way, model_args, tasks in (
+    ("vllm", f"pretrained={model},dtype=float32,max_model_len=512", both),
+    ("local-completions", f"{server}/completions,tokenizer={model},max_length=512", both),
+    ("local-chat-completions", f"{server}/chat/completions", ["generated"]),
+):
+    manager = TaskManager(include_path=".")
+    made = lm_eval.simple_evaluate(
+        way, model_args=model_args, tasks=tasks, task_manager=manager, apply_chat_template=True
+    )
+    said[way] = {
+        task: {
+            "score": made["results"][task][{"chosen": "acc,none", "generated": "exact_match,none"}[task]],
+            "answers": [sample["filtered_resps"] for sample in made["samples"][task]],
+        }
+        for task in tasks
+    }
+print(json.dumps(said))
+"""
+
+
+@pytest.fixture
+def tasks(tmp_path):
+    """Sums, of which the model knows some: a choice among answers, and an answer of its own."""
+    sums = [(3, 4), (27, 58), (40, 41), (12, 99), (5, 6), (123, 456), (8, 9), (7, 7)]
+    lines = []
+    for a, b in sums:
+        choices = [f"{a} + {b} = {a + b}", f"{a} + {b} = {a + b + 10}", "no"]
+        lines.append(json.dumps({"question": f"What is {a} + {b}?", "choices": choices, "right": a % 2}))
+    (tmp_path / "sums.jsonl").write_text("\n".join(lines))
+    for name, rest in (("chosen", CHOSEN), ("generated", GENERATED)):
+        task = TASK.replace("NAME", name).replace("FOLDER", str(tmp_path)) + rest
+        (tmp_path / f"{name}.yaml").write_text(task)
+
+
+@pytest.mark.slow
+def test_lm_eval_says_the_same_by_all_three_ways(run, url, tasks, tmp_path):
+    (tmp_path / "evaluate.py").write_text(LM_EVAL)
+    printed = run("-m", "nanoengine.vllm_face", "evaluate.py", url, DEMO)
+    face, completions, chat = json.loads(printed.splitlines()[-1]).values()
+    assert face["generated"] == completions["generated"] == chat["generated"]
+    assert 0 < face["generated"]["score"] < 1
+    assert 0 < face["chosen"]["score"] < 1
+    assert face["chosen"]["score"] == completions["chosen"]["score"]
+    for ours, theirs in zip(face["chosen"]["answers"], completions["chosen"]["answers"], strict=True):
+        for (logprob, is_greedy), (other, is_greedy_too) in zip(ours, theirs, strict=True):
+            assert logprob == pytest.approx(other, abs=1e-3)
+            assert is_greedy == is_greedy_too
