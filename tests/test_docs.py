@@ -21,7 +21,8 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 CHAPTERS = sorted(DOCS.glob("[0-9]*.md"))
 GUIDE = sorted((DOCS / "guide").glob("*.md"))
-PAGES = [ROOT / "README.md", DOCS / "README.md", *CHAPTERS, *GUIDE, ROOT / "benchmarks" / "gpu.md"]
+READMES = [ROOT / "README.md", ROOT / "README.zh.md"]
+PAGES = [*READMES, DOCS / "README.md", *CHAPTERS, *GUIDE, ROOT / "benchmarks" / "gpu.md"]
 by_name = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 each_chapter = pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda chapter: chapter.stem)
 
@@ -150,13 +151,36 @@ def test_each_picture_is_shown_says_what_it_is_and_is_drawn_for_light_and_dark()
 # ---- README and the guide ------------------------------------------------------------------------
 
 
-def test_readme_is_one_page_and_its_first_screen_has_what_it_is_two_commands_and_a_picture():
-    lines = (ROOT / "README.md").read_text().splitlines()
+@pytest.mark.parametrize("readme", READMES, ids=lambda readme: readme.name)
+def test_readme_is_one_page_and_its_first_screen_has_what_it_is_two_commands_and_a_picture(readme):
+    lines = readme.read_text().splitlines()
     assert len(lines) <= 250
     first_screen = "\n".join(lines[:16])
     for what in ("make run", "make test", "![", "transformers", "vLLM"):
         assert what in first_screen
     assert not re.search(r"`[0-9a-f]{7}`", "\n".join(lines)), "a commit is no version"
+
+
+def test_the_chinese_readme_has_the_code_the_links_and_the_numbers_of_the_other():
+    ours, theirs = (readme.read_text() for readme in READMES)
+    assert re.findall(r"^```.*?^```$", ours, re.MULTILINE | re.DOTALL) == re.findall(
+        r"^```.*?^```$", theirs, re.MULTILINE | re.DOTALL
+    )
+    for what in r"`[^`\n]+`", r"\d+(?:\.\d+)*", r"\]\(([^)]+)\)", r"^\|.*?\|", r"^#+ ":
+        of_ours, of_theirs = (re.findall(what, text, re.MULTILINE) for text in (ours, theirs))
+        if what.startswith("^"):  # rows and headings, each in words of its own
+            of_ours, of_theirs = ([len(of_each)] for of_each in (of_ours, of_theirs))
+        links_to_each_other = {readme.name for readme in READMES}
+        assert sorted({*of_ours} - links_to_each_other) == sorted({*of_theirs} - links_to_each_other)
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda readme: readme.name)
+def test_readme_s_figures_stand_in_the_page_that_has_their_commands(readme):
+    page = (DOCS / "guide" / "performance.md").read_text()
+    rows = re.findall(r"^\| [^|]+(\| [\d., ]+\| [\d., ]+\| [\d., ]+\|)$", readme.read_text(), re.MULTILINE)
+    assert len(rows) == 5
+    for row in rows:
+        assert row in page
 
 
 def test_the_guide_lists_every_page_of_it():

@@ -42,6 +42,7 @@ NAMES = {
     "vllm.logprobs": "Logprob",
     "vllm.lora.request": "LoRARequest",
     "vllm.outputs": "CompletionOutput RequestOutput",
+    "vllm.pooling_params": "PoolingParams",
     "vllm.renderers.hf": "resolve_chat_template",
     "vllm.sampling_params": "SamplingParams RequestOutputKind StructuredOutputsParams GuidedDecodingParams",
     "vllm.sequence": "Logprob",
