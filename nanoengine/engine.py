@@ -766,8 +766,7 @@ class ModelRunner:
         self.model, self.device, self.attention = model, device, attention
         self.sample, self.block_size = sample, block_size
         self.report = report_prompts  # what is told of prompts; extensions/pooling.py has another
-        # Set by startup.py. It tries the largest steps out first, for `device.count_blocks` to see how much
-        # memory they leave.
+        # Set by startup.py, which tries the largest steps out first, to see how much memory they leave.
         self.caches: list[KVCache] = []  # one per layer
         self.forward = Forward()
         self.stopwatch = Stopwatch()

@@ -108,7 +108,11 @@ def test_a_learner_reaches_the_model_as_in_vllm(tmp_path_factory, tmp_path):
     model.save_pretrained(tmp_path)
     with LLM(tmp_path, **SETTINGS) as llm:
         wanted = answers(llm)
-    of_trl = {"enable_sleep_mode": True, "distributed_executor_backend": "external_launcher"}
+    of_trl = {
+        "enable_sleep_mode": True,
+        "distributed_executor_backend": "external_launcher",
+        "model_impl": "vllm",
+    }
     with LLM(checkpoint("qwen3", tmp_path_factory)[0], **SETTINGS, **of_trl) as llm:
         llm.sleep(level=2)
         llm.wake_up(tags=["weights"])

@@ -234,7 +234,7 @@ class WindowedRunner(ModelRunner):
 
     Args:
         num_groups: how many.
-        model, device, attention, draw, block_size: as in the base class.
+        model, device, attention, sample, block_size: as in the base class.
     """
 
     def __init__(self, num_groups: int, model: Any, device: Any, attention: Attention, *others: Any) -> None:
