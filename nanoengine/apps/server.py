@@ -457,7 +457,11 @@ class Service:
 
     async def server_info(self) -> Response:
         """GET /server_info: what the engine said of itself when it started."""
-        info = {"version": __version__, "model": self.name, "engine": self.engine.llm_engine.describe()}
+        info: dict[str, Any] = {
+            "version": __version__,
+            "model": self.name,
+            "engine": self.engine.llm_engine.describe(),
+        }
         if self.dev_mode:  # trl looks for it
             info["vllm_config"] = {"weight_transfer_config": {"backend": "gloo"}}
         return JSON(info)
