@@ -39,6 +39,7 @@ __all__ = [
     "get_tokenizer",
     "init_logger",
     "install",
+    "print_embeddings",
     "random_uuid",
     "resolve_chat_template",
     "resolve_hf_chat_template",
@@ -73,6 +74,7 @@ MODULES = {
     "vllm.utils": HERE,
     "vllm.utils.argparse_utils": HERE,
     "vllm.utils.network_utils": "nanoengine.extensions.transfer",
+    "vllm.utils.print_utils": HERE,
     "vllm.v1.engine.async_llm": "nanoengine.async_llm",
     "vllm.v1.engine.llm_engine": "nanoengine.llm_engine",
     "vllm.v1.metrics.reader": "nanoengine.metrics",
@@ -116,6 +118,11 @@ def get_tokenizer(tokenizer_name: str | Path, *, tokenizer_mode: str = "auto", *
 def init_logger(name: str) -> logging.Logger:
     """The logger of that name."""
     return logging.getLogger(name)
+
+
+def print_embeddings(embeds: Sequence[float], max_elements: int = 16) -> None:
+    """An embedding's first numbers, and how many it has."""
+    print(f"Embedding: {list(embeds[:max_elements])} ... (size={len(embeds)})")
 
 
 def random_uuid() -> str:

@@ -53,6 +53,7 @@ NAMES = {
     "vllm.utils": "FlexibleArgumentParser random_uuid",
     "vllm.utils.argparse_utils": "FlexibleArgumentParser",
     "vllm.utils.network_utils": "get_ip",
+    "vllm.utils.print_utils": "print_embeddings",
     "vllm.v1.engine.async_llm": "AsyncLLM",
     "vllm.v1.engine.llm_engine": "LLMEngine",
     "vllm.v1.metrics.reader": "Counter Gauge Histogram Vector Metric",
@@ -452,6 +453,24 @@ def test_the_logits_processor_examples(kind, face, alphabet):
     assert texts == (["bcde"] if made is OnGPU else ["!!!!"]) + ["cdef"] + (
         ["defg"] if made is OnGPU else ["????"]
     ) + ["efgh"]
+
+
+def test_the_embed_and_score_examples(face, capsys):
+    from vllm import LLM, EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from vllm.utils.print_utils import print_embeddings
+
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    parser.set_defaults(model=str(DEMO), runner="pooling", enforce_eager=True)
+    llm = LLM(**vars(parser.parse_args(["--max-model-len", "64"])))
+    for prompt, output in zip(PROMPTS, llm.embed(PROMPTS), strict=True):
+        print(f"Prompt: {prompt!r}")
+        print_embeddings(output.outputs.embedding)
+    printed = capsys.readouterr().out
+    assert printed.count("size=") == 4
+    scores = [output.outputs.score for output in llm.score("What is it?", ["What is it?", "zzz"])]
+    assert scores[0] == pytest.approx(1) != scores[1]
+    llm.shutdown()
 
 
 def test_the_reproducibility_example(face, babbler, monkeypatch):
