@@ -15,7 +15,7 @@ import transformers
 from torch import nn
 
 import benchmarks.__main__ as command
-from benchmarks import ablation
+from benchmarks import ablation, served
 from benchmarks.ablation import TRICKS, WITHOUT
 from benchmarks.compare import bench_model
 from benchmarks.engines import load_stepped
@@ -474,6 +474,54 @@ with LLM("demo", dtype="float32", num_kv_blocks=50, **settings_of({WITHOUT + tri
         has_layers, is_packed = "CompiledLayer" in kinds, "PackedLinear" in kinds
         assert has_layers == (trick not in ("compiled kernels", "packed weights", "one call per layer"))
         assert is_packed == (trick not in ("compiled kernels", "packed weights"))
+
+
+SERVED = {"model": "tiny", "dtype": "float32", "prompt": 32, "output": 8, "requests": 4, "shared": 0}
+
+
+def test_guidellm_is_asked_for_requests_at_a_rate_or_all_at_once_with_a_shared_prefix_or_without():
+    args = SimpleNamespace(**SERVED)
+    asked = served.scenario("http://a", "/model", args, 2.0, Path("/out.json"))
+    assert asked["profile"] == {"kind": "poisson", "rate": [2.0]}
+    assert asked["data"] == [{"kind": "synthetic_text", "prompt_tokens": 32, "output_tokens": 8}]
+    args.shared = 512
+    asked = served.scenario("http://a", "/model", args, None, Path("/out.json"))
+    assert asked["profile"] == {"kind": "throughput", "max_concurrency": 4}
+    assert asked["data"][0]["prefix_buckets"][0]["prefix_tokens"] == 512
+
+
+def test_a_run_of_guidellm_becomes_a_row_unless_a_request_failed():
+    def of(p50, p99):
+        return {"successful": {"mean": p50, "percentiles": {"p50": p50, "p99": p99}}}
+
+    metrics = {
+        "request_totals": {"successful": 4, "errored": 0, "total": 4},
+        "output_tokens_per_second": of(12.34, 0),
+        "time_to_first_token_ms": of(100.0, 200.0),
+        "inter_token_latency_ms": of(10.0, 30.0),
+    }
+    row = {"engine": "nanoengine", "rate": None, **served.summarize({"metrics": metrics}, 3.2)}
+    line = served.table_row(row | {"server_cpu_seconds": 9.0})
+    assert line == "| nanoengine | saturated | 12.3 | 100, 200 ms | 10, 30 ms | 9.0, 3.2 s |"
+    metrics["request_totals"]["errored"] = 1
+    with pytest.raises(RuntimeError, match="1 failed of 4"):
+        served.summarize({"metrics": metrics}, 3.2)
+
+
+def test_a_model_to_be_served_has_a_token_for_each_byte_and_words_for_the_rest(tmp_path):
+    served.write_model("tiny", "float32", tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert len(tokenizer("A prompt of 26 characters.").input_ids) == 26
+    assert len(tokenizer) == SHAPES["tiny"]["vocab_size"]
+    assert tokenizer.decode([300, 4095]) == " w44 w3839"
+
+
+def test_without_guidellm_served_says_how_to_install_it(monkeypatch, capsys):
+    monkeypatch.setattr(served.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=1))
+    monkeypatch.setattr(sys, "argv", ["served"])
+    with pytest.raises(SystemExit):
+        served.main()
+    assert "pip install guidellm" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

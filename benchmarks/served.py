@@ -1,0 +1,230 @@
+"""Servers side by side, under a load generator that others wrote: guidellm. The last line is one JSON object.
+
+python -m benchmarks.served --guidellm guidellm/bin/python                  # nanoengine serve, three rates
+python -m benchmarks.served --guidellm ... --engine nanoengine,vllm --python vllm=vllm/bin/python
+python -m benchmarks.served --guidellm ... --rate 0.5,1,2 --shared 512
+
+Each server runs alone, with the same cores as its clients. Requests come at random, so many a second, and
+then all at once ("saturated"); with --shared, their prompts begin with the same tokens. The model is a
+published shape with random weights and a tokenizer that knows bytes, so that a prompt is as long as its text.
+guidellm says when tokens came; the processors' seconds that its processes took stand beside the server's.
+"""
+
+import argparse
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import machine
+from benchmarks.report import hardware
+from benchmarks.runs import CORES
+from nanoengine.apps.workloads import SHAPES
+
+START_SECONDS = 300
+INSTALL = "python -m venv guidellm && guidellm/bin/pip install guidellm, and --guidellm guidellm/bin/python"
+FIGURES = {"TTFT": "time_to_first_token_ms", "between tokens": "inter_token_latency_ms"}
+
+
+def write_model(shape: str, dtype: str, path: Path) -> None:
+    """A directory that servers take: a config, and a tokenizer of bytes whose other tokens are words."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [f"\u0120w{number}" for number in range(SHAPES[shape]["vocab_size"] - len(alphabet))]
+    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate([*alphabet, *words])}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)
+    (path / "config.json").write_text(json.dumps(SHAPES[shape] | {"dtype": dtype}))
+
+
+def server_command(engine: str, python: str, model: str, port: int) -> list[str]:
+    """What starts a server of the model, under the name `model`."""
+    common = [model, "--load-format", "dummy", "--port", str(port), "--served-model-name", "model"]
+    common += ["--max-model-len", "2048"]
+    if engine == "vllm":
+        return [str(Path(python).with_name("vllm")), "serve", *common]
+    return [python, "-m", "nanoengine", "serve", *common]
+
+
+@contextmanager
+def serving(engine: str, python: str, model: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """A server that answers, its address and its process; what it says is shown where it does not start."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    cores = {"OMP_NUM_THREADS": str(len(CORES))}
+    if engine == "vllm":
+        cores = {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, CORES)), "VLLM_CPU_KVCACHE_SPACE": "4"}
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            server_command(engine, python, model, port),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=os.environ | cores | {"HF_HUB_OFFLINE": "1"},
+        )
+        try:
+            deadline = time.monotonic() + START_SECONDS
+            while not answers(f"{url}/health"):
+                if process.poll() is not None or time.monotonic() > deadline:
+                    log.seek(0)
+                    sys.exit(f"{engine} did not start:\n{log.read().decode(errors='replace')[-2000:]}")
+                time.sleep(0.2)
+            yield url, process
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def answers(url: str) -> bool:
+    """Whether something answers there."""
+    try:
+        with urllib.request.urlopen(url, timeout=5):
+            return True
+    except OSError:
+        return False
+
+
+def scenario(url: str, model: str, args: argparse.Namespace, rate: float | None, out: Path) -> dict[str, Any]:
+    """What guidellm is to do; a rate of None is all at once."""
+    data = {"kind": "synthetic_text", "prompt_tokens": args.prompt, "output_tokens": args.output}
+    if args.shared:
+        data["prefix_buckets"] = [{"bucket_weight": 100, "prefix_count": 1, "prefix_tokens": args.shared}]
+    profile = {"kind": "throughput", "max_concurrency": args.requests}
+    if rate is not None:
+        profile = {"kind": "poisson", "rate": [rate]}
+    return {
+        "backend": {
+            "kind": "openai_http",
+            "target": url,
+            "model": "model",
+            "request_format": "/v1/completions",
+        },
+        "profile": profile,
+        "data": [data],
+        "tokenizer": {"kind": "huggingface_auto", "model": model},
+        "constraints": [{"kind": "max_requests", "count": args.requests}],
+        "outputs": [{"kind": "json", "path": str(out)}],
+    }
+
+
+def load(url: str, model: str, args: argparse.Namespace, rate: float | None) -> dict[str, Any]:
+    """One run of guidellm as figures.
+
+    Raises:
+        RuntimeError: it failed, or some of its requests did.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        config, out = Path(scratch, "scenario.json"), Path(scratch, "report.json")
+        config.write_text(json.dumps({"spec": scenario(url, model, args, rate, out)}))
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        command = [args.guidellm, "-m", "guidellm", "run", "--config", str(config), "--disable-console"]
+        run = subprocess.run(
+            command, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"}
+        )
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        if run.returncode or not out.is_file():
+            raise RuntimeError(f"guidellm failed:\n{(run.stdout + run.stderr)[-2000:]}")
+        (benchmark,) = json.loads(out.read_text())["benchmarks"]
+    client_seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return summarize(benchmark, client_seconds)
+
+
+def summarize(benchmark: dict[str, Any], client_seconds: float) -> dict[str, Any]:
+    """A run as guidellm reports it, as the figures that are compared.
+
+    Raises:
+        RuntimeError: some of its requests failed.
+    """
+    metrics = benchmark["metrics"]
+    totals = metrics["request_totals"]
+    if totals["errored"] or not totals["successful"]:
+        raise RuntimeError(f"of guidellm's requests {totals['errored']} failed of {totals['total']}")
+    row: dict[str, Any] = {"requests": totals["successful"], "client_cpu_seconds": round(client_seconds, 2)}
+    row["output_tokens_per_s"] = round(metrics["output_tokens_per_second"]["successful"]["mean"], 2)
+    for label, name in FIGURES.items():
+        percentiles = metrics[name]["successful"]["percentiles"]
+        row[f"{label}, ms"] = [round(percentiles[p], 1) for p in ("p50", "p99")]
+    return row
+
+
+def cpu_seconds(process: subprocess.Popen[bytes]) -> float:
+    """What a server and its children have taken of the processors."""
+    import psutil
+
+    family = psutil.Process(process.pid)
+    times = [each.cpu_times() for each in (family, *family.children(recursive=True))]
+    return float(sum(one.user + one.system for one in times))
+
+
+def main() -> None:
+    """Measure, and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--engine", default="nanoengine", help="nanoengine, vllm, or both")
+    parser.add_argument("--python", action="append", default=[], metavar="ENGINE=PATH")
+    parser.add_argument("--guidellm", default=sys.executable, metavar="PYTHON", help="that has guidellm")
+    parser.add_argument("--model", choices=sorted(SHAPES), default="qwen3-0.6b")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--rate", default="0.25,0.5,1", help="requests a second, one after the other")
+    parser.add_argument("--requests", type=int, default=16, help="of each run; default %(default)s")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens; default %(default)s")
+    parser.add_argument("--output", type=int, default=64, help="tokens; default %(default)s")
+    parser.add_argument("--shared", type=int, default=0, help="tokens that all prompts begin with")
+    args = parser.parse_args()
+    engines, pythons = args.engine.split(","), dict(item.partition("=")[::2] for item in args.python)
+    if unknown := {*engines, *pythons} - {"nanoengine", "vllm"}:
+        parser.error(f"--engine takes nanoengine and vllm, got {', '.join(sorted(unknown))}")
+    if "vllm" in engines and "vllm" not in pythons:
+        parser.error("--engine vllm needs --python vllm=path/to/its/bin/python")
+    known = subprocess.run([args.guidellm, "-c", "import guidellm"], capture_output=True)
+    if known.returncode:
+        parser.error(f"{args.guidellm} has no guidellm: {INSTALL}")
+    rates = [*map(float, args.rate.split(",")), None]
+    rows = []
+    with tempfile.TemporaryDirectory() as model:
+        write_model(args.model, args.dtype, Path(model))
+        print(
+            "| server | requests a second | output tokens/s | TTFT p50, p99 | between tokens p50, p99 | cpu |"
+        )
+        print("|---|---|---|---|---|---|")
+        for engine in engines:
+            with serving(engine, pythons.get(engine, sys.executable), model) as (url, process):
+                load(url, model, args, None)  # a warm-up
+                for rate in rates:
+                    before = cpu_seconds(process)
+                    row = {"engine": engine, "rate": rate, **load(url, model, args, rate)}
+                    row["server_cpu_seconds"] = round(cpu_seconds(process) - before, 2)
+                    rows.append(row)
+                    print(table_row(row), flush=True)
+    place = machine(len(CORES), "cpu")
+    print(
+        f"\n{hardware(place)}; {args.model}, {args.dtype}; cpu: seconds of the server, of guidellm with its start\n"
+    )
+    print(json.dumps({"machine": place, "settings": vars(args), "results": rows}))
+
+
+def table_row(row: dict[str, Any]) -> str:
+    """For a page."""
+    rate = "saturated" if row["rate"] is None else f"{row['rate']:g}"
+    latencies = [f"{low:.0f}, {high:.0f} ms" for low, high in (row[f"{label}, ms"] for label in FIGURES)]
+    cpu = f"{row['server_cpu_seconds']:.1f}, {row['client_cpu_seconds']:.1f} s"
+    cells = [row["engine"], rate, f"{row['output_tokens_per_s']:.1f}", *latencies, cpu]
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    main()
