@@ -211,9 +211,8 @@ def main() -> None:
                     rows.append(row)
                     print(table_row(row), flush=True)
     place = machine(len(CORES), "cpu")
-    print(
-        f"\n{hardware(place)}; {args.model}, {args.dtype}; cpu: seconds of the server, of guidellm with its start\n"
-    )
+    whose = "cpu: seconds of the server, of guidellm with its start"
+    print(f"\n{hardware(place)}; {args.model}, {args.dtype}; {whose}\n")
     print(json.dumps({"machine": place, "settings": vars(args), "results": rows}))
 
 
