@@ -135,7 +135,7 @@ def draw(rows: list[dict[str, Any]], title: str, path: str) -> None:
     axes.set_yticks(range(len(tricks)), tricks)
     axes.invert_yaxis()
     axes.set(xlabel="times as fast with it; the line over a bar spans the pairs of runs", xlim=(0, None))
-    axes.set_title(title, fontsize=10, loc="left")
+    axes.set_title(f"nanoengine with and without each trick\n{title}", fontsize=10, loc="left")
     axes.margins(x=0.12)
     axes.legend(title="workload")
     figure.savefig(path, dpi=150)

@@ -162,5 +162,6 @@ def draw(report: dict[str, Any], path: str) -> None:
     right.margins(y=0.5)  # one bar alone would fill the figure
     handles, labels = right.get_legend_handles_labels()
     unique = dict(zip(labels, handles, strict=True))
-    right.legend(unique.values(), unique.keys(), loc="lower center", ncols=6, bbox_to_anchor=(0.5, 1))
+    right.set_title("where the time goes", fontsize=11)
+    right.legend(unique.values(), unique.keys(), loc="upper center", ncols=6, bbox_to_anchor=(0.4, -0.1))
     figure.savefig(path, dpi=150)

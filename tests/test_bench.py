@@ -447,7 +447,8 @@ def test_an_ablation_compares_each_engine_with_the_one_beside_it(tmp_path, words
     ablation.print_table(compared)
     assert "| pinned threads | decode | 110.0, 75.0 | 1.60 (1.20 to 2.00) |" in capsys.readouterr().out
     ablation.draw(compared, "a title", str(tmp_path / "plot.png"))
-    assert {"a title", "pinned threads", "decode"} <= set(words)
+    title = "nanoengine with and without each trick\na title"
+    assert {title, "pinned threads", "decode"} <= set(words)
 
 
 @pytest.mark.parametrize("trick", [name for name, trick in TRICKS.items() if "cpu" in trick.devices])
