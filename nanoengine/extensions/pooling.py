@@ -187,14 +187,11 @@ class Pooler:
             raise ValueError(
                 f"task must be {self.task!r}: this model {TASKS[self.task]}, got {params.task!r}"
             )
-        allowed = self.pooling.dimensions
-        if params.dimensions not in (None, *allowed) and (
-            not allowed or params.dimensions != self.hidden_size
-        ):
-            known = (
-                f"among {allowed[:5]}...{allowed[-1]}" if allowed else "left out: config.json knows no others"
+        known = (*self.pooling.dimensions, self.hidden_size)
+        if params.dimensions not in (None, *known):
+            raise ValueError(
+                f"dimensions must be among the checkpoint's, {known!r:.60}, got {params.dimensions}"
             )
-            raise ValueError(f"dimensions must be {known}, got {params.dimensions}")
         return SamplingParams(
             temperature=0.0,
             max_tokens=1,
