@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: run test check gpu clean
+.PHONY: run test check site gpu clean
 
 run: .venv/installed  ## answer a few questions with the bundled model
 	$(BIN)/nanoengine run
@@ -14,6 +14,9 @@ check: .venv/developed  ## what CI runs besides the tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+site: .venv/site  ## the lessons, the guide and the page of a run for a host of static files: site/index.html
+	$(BIN)/mkdocs build --strict
 
 # VLLM=path/to/python, of an environment with vLLM, adds it to the comparison; likewise NANO_VLLM.
 gpu: .venv/tested  ## everything that only a GPU can prove, into gpu-report.txt (benchmarks/gpu.md)
@@ -41,5 +44,10 @@ comma := ,
 	$(BIN)/pip install --quiet --editable '.[dev]'
 	touch $@
 
+.venv/site: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet 'mkdocs-material>=9.6,<10'
+	touch $@
+
 clean:
-	rm -rf .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	rm -rf .venv site .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info

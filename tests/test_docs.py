@@ -3,6 +3,8 @@
 import importlib
 import operator
 import re
+import subprocess
+import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import fields
 from pathlib import Path
@@ -22,7 +24,8 @@ DOCS = ROOT / "docs"
 CHAPTERS = sorted(DOCS.glob("[0-9]*.md"))
 GUIDE = sorted((DOCS / "guide").glob("*.md"))
 READMES = [ROOT / "README.md", ROOT / "README.zh.md"]
-PAGES = [*READMES, DOCS / "README.md", *CHAPTERS, *GUIDE, ROOT / "benchmarks" / "gpu.md"]
+ARTICLE = DOCS / "one-evening.md"
+PAGES = [*READMES, DOCS / "README.md", ARTICLE, *CHAPTERS, *GUIDE, ROOT / "benchmarks" / "gpu.md"]
 by_name = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 each_chapter = pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda chapter: chapter.stem)
 
@@ -48,6 +51,13 @@ def code_blocks(page: Path) -> list[str]:
 @each_chapter
 def test_a_chapter_prints_what_it_says(chapter):
     run(chapter)
+
+
+def test_the_article_prints_what_it_says_and_says_what_was_measured():
+    run(ARTICLE)
+    prose = re.sub(r"```.*?```|\(https[^)]*\)", "", ARTICLE.read_text(), flags=re.DOTALL)
+    measured = "".join((DOCS / "guide" / name).read_text() for name in ("performance.md", "lab.md"))
+    assert [figure for figure in re.findall(r"\d+\.\d+", prose) if figure not in measured] == []
 
 
 def test_a_chapter_that_says_something_else_fails(tmp_path):
@@ -115,7 +125,8 @@ SYMBOL = re.compile(r"\[`([\w.]+)`\]\((?:\.\./)+(nanoengine/[\w/]+)\.py\)")
 def test_what_a_page_points_at_exists(page):
     text = page.read_text()
     for target in re.findall(r"\]\(([^)]+)\)", text):
-        assert target.startswith("https://") or (page.parent / target).exists(), target
+        path = target.partition("#")[0]
+        assert target.startswith("https://") or (page.parent / path).exists(), target
     for symbol, module in SYMBOL.findall(text):
         operator.attrgetter(symbol)(importlib.import_module(module.replace("/", ".")))
 
@@ -211,3 +222,24 @@ def test_the_guide_s_list_of_files_is_whole_and_each_row_needs_only_rows_below_i
     for file, floor in floor_of.items():
         for name in imports_of(PACKAGE / file, "nanoengine"):
             assert floor_of[name.replace(".", "/") + ".py"] >= floor, f"{file} imports {name}"
+
+
+@pytest.mark.slow
+def test_the_site_is_made_and_its_links_lead_somewhere(tmp_path):
+    pytest.importorskip("mkdocs", reason="needs the extra docs")
+    site = tmp_path / "site"
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(site)]
+    made = subprocess.run(build, capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
+    pages = {page.relative_to(DOCS).with_suffix(".html") for page in [ARTICLE, *CHAPTERS, *GUIDE]}
+    for name in {str(page).replace("README", "index") for page in pages} | {"index.html", "run.html"}:
+        text = (site / name).read_text()
+        assert "```" not in text, "code that was not set as code"
+        for target in re.findall(r'(?:href|src)="([^"#]+)', text):
+            if not target.startswith(("https://", "data:", "/", "?")):
+                assert (site / name).parent.joinpath(target).exists(), f"{name}: {target}"
+    assert 'lessons = ".html"' in (site / "run.html").read_text()
+    loaded = re.findall(
+        r'<(?:script|link)[^>]*(?:src|href)="(https?://[^"]*)', (site / "index.html").read_text()
+    )
+    assert [host for host in loaded if "github.io" not in host] == [], "it needs no other host"

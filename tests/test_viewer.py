@@ -1,10 +1,13 @@
 """The page of a trace, in a real browser: what it shows is what the engine did."""
 
+import functools
+import inspect
 import json
 import random
 import re
 import signal
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
-from nanoengine import LLM, SamplingParams
+from nanoengine import LLM, SamplingParams, engine
 from nanoengine.apps import ask, viewer
 from nanoengine.engine import BlockManager, Scheduler
 from nanoengine.extensions.speculate import DraftingScheduler
@@ -69,6 +72,42 @@ def open_page(browser, tmp_path):
     yield open_page
     assert browser.get_log("browser") == []
     browser.get("about:blank")
+
+
+@contextmanager
+def seen_at(browser, width: int, scheme: str = "light"):
+    """The page on a screen of this width, light or dark."""
+    size = {
+        "width": width,
+        "height": 900 if width > 500 else 844,
+        "deviceScaleFactor": 2,
+        "mobile": width < 500,
+    }
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    media = [{"name": "prefers-color-scheme", "value": scheme}]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": media})
+    try:
+        yield
+    finally:
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+# Of what is on the page: texts larger than the box they stand in, whether it cuts them off or scrolls.
+CLIPPED = """
+    return [...document.querySelectorAll("body *")].filter(one =>
+        one.clientWidth && one.textContent.trim() && !["SELECT", "OPTION", "SCRIPT"].includes(one.tagName)
+        && (one.scrollWidth > one.clientWidth + 1 || one.scrollHeight > one.clientHeight + 1)
+    ).map(one => `${one.tagName} ${one.id} ${one.className}: ${one.textContent.slice(0, 80)}`);
+"""
+# Those of some elements that are not wholly on the screen.
+OFF_SCREEN = """
+    return [...document.querySelectorAll(arguments[0])].filter(one => {
+        const {top, bottom, left, right, height} = one.getBoundingClientRect();
+        const header = document.querySelector("header").getBoundingClientRect().bottom;
+        return !height || top < header - 1 || left < 0 || right > innerWidth || bottom > innerHeight;
+    }).map(one => one.id || one.className + one.textContent);
+"""
 
 
 def press(browser, key: str) -> None:
@@ -190,7 +229,8 @@ def test_a_block_tells_its_content_and_chain_to_a_mouse_and_to_the_keyboard(open
     ActionChains(browser).move_to_element(cells[2]).perform()
     of_block_3 = (
         "Block 3 is free; number 1 of 2 in the order of eviction. Until then a hit can bring it back.\n"
-        "Tokens 2 to 3 of C, findable:\n#7#8\nFound only behind the blocks before it: 2 → 3."
+        "Tokens 2 to 3 of C, findable:\n#7#8\nPosition 2 of C: slot = 3 * 2 + 2 % 2 = 6\n"
+        "Found only behind the blocks before it: 2 → 3."
     )
     assert text_of(browser, "detail") == of_block_3
     ActionChains(browser).move_to_element(browser.find_element(By.ID, "headline")).perform()
@@ -204,7 +244,11 @@ def test_a_block_tells_its_content_and_chain_to_a_mouse_and_to_the_keyboard(open
     assert text_of(browser, "detail") == of_block_3
     assert text_of(browser, "number") == "2"  # the arrows moved between blocks, not along the timeline
     press(browser, Keys.ARROW_RIGHT)
-    assert "Tokens 2 to 3 of A, 1 of 2 computed:\n#8#9" in text_of(browser, "detail")
+    detail = text_of(browser, "detail")
+    assert "Tokens 2 to 3 of A, 1 of 2 computed:\n#8#9" in detail
+    assert "Position 2 of A: block_table[2 // 2] = block_table[1] = 4, slot = 4 * 2 + 2 % 2 = 8" in detail
+    browser.find_elements(By.CSS_SELECTOR, "#detail [data-position]")[1].click()
+    assert "block_table[3 // 2] = block_table[1] = 4, slot = 4 * 2 + 3 % 2 = 9" in text_of(browser, "slot")
 
 
 def test_no_text_of_a_prompt_can_become_part_of_the_page(open_page):
@@ -398,14 +442,108 @@ def test_five_thousand_steps_stay_fluid(open_page):
 @pytest.mark.parametrize("width", [1280, 390])
 def test_nothing_is_wider_than_the_screen(open_page, width):
     browser = open_page(small_run())
-    size = {"width": width, "height": 844, "deviceScaleFactor": 2, "mobile": width < 500}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    try:
+    with seen_at(browser, width):
         assert browser.execute_script("return document.documentElement.scrollWidth") <= width
         buttons = browser.find_elements(By.CSS_SELECTOR, "button, input, select, canvas[role]")
-        assert all(button.accessible_name for button in buttons)
-    finally:
-        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+        assert all(button.accessible_name for button in buttons if button.is_displayed())
+
+
+def test_the_line_of_the_engine_that_acted_is_a_line_of_the_engine():
+    template = Path(viewer.__file__).with_name("viewer.html").read_text()
+    table = template.split("const CODE = {")[1].split("};")[0]
+    lines = re.findall(r'^  (\w+): \["([\w.]+)", "(.*)"\],$', table, re.MULTILINE)
+    assert len(lines) == table.count('["')
+    for _, symbol, line in lines:
+        source = inspect.getsource(functools.reduce(getattr, symbol.split("."), engine))
+        assert line in (one.strip() for one in source.splitlines()), symbol
+    assert {name for name, _, _ in lines} >= set(re.findall(r'\], "([a-z]+)"\)', template))
+
+
+def test_it_jumps_to_the_next_hit_eviction_and_preemption(open_page):
+    browser = open_page(small_run())
+    enabled = {name: browser.find_element(By.ID, name).is_enabled() for name in ("event", "hit", "eviction")}
+    assert enabled == {"event": True, "hit": False, "eviction": True}  # the only hit is in step 1
+    press(browser, "e")
+    check(browser, 4)
+    assert not browser.find_element(By.ID, "eviction").is_enabled()
+    press(browser, "e")
+    press(browser, "p")
+    check(browser, 4)
+
+
+def test_a_word_is_explained_where_it_is_pressed(open_page):
+    browser = open_page(small_run())
+    word = browser.find_elements(By.CSS_SELECTOR, "#headline .term")[-1]
+    before = text_of(browser, "headline")
+    word.click()
+    meaning = "ref count (how many sequences hold it; at 0 it is free) 2."
+    assert text_of(browser, "headline") == before.replace("ref count 2.", meaning)
+    word.click()
+    assert text_of(browser, "headline") == before
+
+
+def test_the_introduction_is_closed_opened_again_and_not_shown_to_whom_a_lesson_sends_to_a_step(open_page):
+    browser = open_page(small_run())
+    intro = browser.find_element(By.ID, "intro")
+    assert intro.is_displayed()
+    browser.find_element(By.ID, "close-intro").click()
+    assert not intro.is_displayed()
+    browser.find_element(By.ID, "help").click()
+    assert intro.is_displayed()
+    browser.get("about:blank")
+    browser.get(f"{(ROOT / 'docs' / 'run.html').as_uri()}#9")
+    assert not browser.find_element(By.ID, "intro").is_displayed()
+    assert text_of(browser, "number") == "9"
+
+
+def scheduled(num_blocks: int, max_num_batched_tokens: int) -> list:
+    """Three sequences arrive every other step; their tokens depend on the position alone."""
+    rng = random.Random(5)
+    events: list = []
+    scheduler = make_scheduler(
+        num_blocks=num_blocks, block_size=4, max_num_seqs=7, max_num_batched_tokens=max_num_batched_tokens
+    )
+    tracer = Tracer(scheduler, events.append)
+    beginnings = [[rng.randrange(9) for _ in range(16)] for _ in range(2)]
+    step = 0
+    while step < 30 or scheduler.running or scheduler.waiting:
+        for seq_id in range(3 * step // 2, 3 * step // 2 + 3) if step < 30 and step % 2 == 0 else ():
+            prompt = rng.choice(beginnings)[: rng.randrange(1, 17)]
+            prompt += [rng.randrange(9) for _ in range(rng.randrange(9))]
+            seq = make_sequence(seq_id, prompt, rng.choice([0, 0, 1]), max_tokens=rng.randrange(1, 20))
+            scheduler.add(seq)
+        step += 1
+        batch = scheduler.schedule()
+        scheduler.update(batch, [seq.seq_id * seq.num_tokens % 7 for seq in batch.sampled_seqs])
+        tracer.end_step()
+    return events
+
+
+def test_what_the_page_plays_anew_is_what_the_engine_does(open_page):
+    browser = open_page(scheduled(24, 24))
+    assert browser.find_element(By.ID, "whatif").is_displayed()
+    for limits in (24, 24), (13, 24), (40, 9), (14, 3), (90, 60):
+        expected = [event["changes"] for event in scheduled(*limits)[1:]]
+        played = browser.execute_script(
+            "return replay(...arguments).slice(1).map(step => step.changes)", *limits
+        )
+        for change in [change for changes in expected + played for change in changes]:
+            change.pop("max_num_tokens", None)  # of the pool: the answers fit into any of these
+        assert played == expected, limits
+    assert sum(change.get("why") == "preempted" for step in expected for change in step) == 0
+    small = browser.execute_script("return summary(replay(13, 24))")
+    assert small["preemptions"] > 5
+    browser.execute_script("blocks.value = '13'; blocks.dispatchEvent(new Event('input'))")
+    assert text_of(browser, "pool-count").endswith("empty")
+    assert len(labels(browser)) == 13
+    assert f"preemptions {summary_of(browser)} {small['preemptions']}" in text_of(browser, "compared")
+    browser.find_element(By.ID, "recorded").click()
+    assert len(labels(browser)) == 24
+
+
+def summary_of(browser) -> int:
+    """How many preemptions were recorded."""
+    return int(browser.execute_script("return summary(recorded).preemptions"))
 
 
 # ---- the page in docs/, and the command that makes it ---------------------------------------------
@@ -414,20 +552,79 @@ def test_nothing_is_wider_than_the_screen(open_page, width):
 def test_the_page_in_docs_is_this_viewer_with_a_trace_that_shows_everything(open_page):
     page = (ROOT / "docs" / "run.html").read_text()
     events = events_of(page)
-    assert viewer.page(events) == page, "run: python example.py --trace docs/run.html"
+    assert viewer.page(events, ".md") == page, "run: python example.py --trace docs/run.html"
     changes = [change for event in events[1:] for change in event["changes"]]
     assert any(change["change"] == "free" and change["why"] == "preempted" for change in changes)
     admissions = [change for change in changes if change["change"] == "admit"]
     assert any(change["revived"] for change in admissions)
     lengths = {change["seq"]: len(change["token_ids"]) for change in changes if change["change"] == "add"}
-    num_hit = {change["seq"]: len(change["hits"][0]) * events[0]["block_size"] for change in admissions}
-    assert any(num_hit[seq] == length for seq, length in lengths.items()), "a full hit"
+    hits = [(change["seq"], len(change["hits"][0]) * events[0]["block_size"]) for change in admissions]
+    assert any(num_tokens == lengths[seq] for seq, num_tokens in hits), "a full hit"
     chunks = [chunk for change in changes if change["change"] == "schedule" for chunk in change["chunks"]]
     assert any(chunk["start"] > 0 and not chunk["samples"] for chunk in chunks), "a prompt in chunks"
     browser = open_page(events)
     for _ in range(len(events) - 2):
         press(browser, Keys.ARROW_RIGHT)
     assert text_of(browser, "number") == str(len(events) - 1)
+    start = events[0]
+    limits = start["num_blocks"], start["max_num_batched_tokens"]
+    played = browser.execute_script("return replay(...arguments)", *limits)
+    assert [step["changes"] for step in played[1:]] == [step["changes"] for step in events[1:]]
+
+
+def open_recorded(browser) -> None:
+    browser.get("about:blank")
+    browser.get((ROOT / "docs" / "run.html").as_uri())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_tour_has_each_stop_s_sentence_on_the_screen_with_the_blocks_it_speaks_of(browser, width, scheme):
+    with seen_at(browser, width, scheme):
+        open_recorded(browser)
+        assert browser.execute_script(CLIPPED) == []
+        assert browser.execute_script(OFF_SCREEN, "#intro, #begin") == []
+        browser.find_element(By.ID, "begin").click()
+        titles, texts = [], set()
+        while browser.find_element(By.ID, "tour").is_displayed():
+            titles.append(text_of(browser, "tour-title"))
+            texts.add(text_of(browser, "tour-text"))
+            assert browser.execute_script(OFF_SCREEN, "#tour, #tour-next, .spoken") == [], titles[-1]
+            assert browser.execute_script(CLIPPED) == [], titles[-1]
+            assert browser.find_elements(By.CSS_SELECTOR, ".spoken") or titles[-1] == "The end"
+            lesson = browser.find_element(By.CSS_SELECTOR, "#tour-lesson a").get_attribute("href")
+            assert (ROOT / "docs" / lesson.rsplit("/", 1)[1]).exists()
+            browser.find_element(By.ID, "tour-next").click()
+        assert titles == TOUR
+        assert len(texts) == len(TOUR)
+        assert browser.get_log("browser") == []
+
+
+TOUR = [
+    "The first blocks are taken",
+    "A block fills",
+    "Two at once",
+    "A hit",
+    "Shared blocks",
+    "A prompt in pieces",
+    "Eviction",
+    "Preemption",
+    "Coming back",
+    "The end",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1280, 390])
+def test_no_step_hides_text_and_what_happened_is_on_the_screen_with_the_blocks(browser, width):
+    with seen_at(browser, width):
+        open_recorded(browser)
+        browser.find_element(By.ID, "close-intro").click()
+        for step in range(browser.execute_script("return last")):
+            browser.execute_script("show(arguments[0]); pinned = 1; drawDetail(1)", step)
+            assert browser.execute_script(CLIPPED) == [], step + 1
+            assert browser.execute_script(OFF_SCREEN, "#pool, #pool [data-did], #headline") == [], step + 1
 
 
 def test_example_makes_the_page_in_one_command(tmp_path, capsys, monkeypatch):

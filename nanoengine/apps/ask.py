@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from nanoengine import LLM, SamplingParams
+from nanoengine import LLM, RequestOutput, SamplingParams
 from nanoengine.apps.viewer import save
 from nanoengine.extensions.trace import Event
 
@@ -37,17 +37,17 @@ QUESTIONS = [
     "List the primes below 100.",
     f"Remember this passage: {PASSAGE} Here is some noise: {NOISE} Repeat the passage.",
 ]
-# What a trace is made of: a cache so small that sequences are preempted, questions that are asked twice, and
-# two that begin with the same passage.
-TRACED = {"num_kv_blocks": 112, "block_size": 4, "max_num_batched_tokens": 64}
-TRACED_QUESTIONS = [
-    *QUESTIONS[:4],
-    QUESTIONS[0],
-    QUESTIONS[-1],
-    f"Remember this passage: {PASSAGE} Here is some noise: {NOISE[: NOISE.index(' The quiet')]} "
-    "Repeat the passage.",
-    QUESTIONS[1],
+# What a trace is made of: a cache so small that sequences are preempted, questions that come one by one, some
+# of them twice, and two that begin with the same passage. Each with the step before which it is asked.
+TRACED = {"num_kv_blocks": 44, "block_size": 4, "max_num_batched_tokens": 32}
+_SUM, _COUNT, _SPELL = "What is 27 + 58?", "Count from 8 to 16.", "Spell the word paging backwards."
+_PASSAGES = [
+    f"Remember this passage: {'. '.join(PASSAGE.split('. ')[:2])}. "
+    f"Here is some noise: The {noise} wagon inside a village. Repeat the passage."
+    for noise in ("tall baker followed the blue", "quiet child followed the wooden")
 ]
+TRACED_QUESTIONS = [_SUM, _COUNT, _SUM, *_PASSAGES, _SPELL, _COUNT, _SPELL]
+TRACED_STEPS = [1, 5, 9, 15, 18, 22, 24, 34]
 
 
 def run(arguments: list[str] | None = None) -> None:
@@ -67,12 +67,12 @@ def run(arguments: list[str] | None = None) -> None:
         if args.trace:
             save(events, args.trace)  # a file that cannot be written is refused before the run, not after it
             settings["trace"] = events.append
-        questions = args.prompt or QUESTIONS
+        questions, steps = args.prompt or QUESTIONS, None
         if args.trace and not args.prompt and args.model == "demo":
             settings |= TRACED
-            questions = TRACED_QUESTIONS
+            questions, steps = TRACED_QUESTIONS, TRACED_STEPS
         with LLM(args.model, **settings) as llm:
-            ask(llm, questions, params)
+            ask(llm, questions, params, steps)
         if args.trace:
             save(events, args.trace)
             print(f"\n{args.trace} shows {len(events) - 1} steps")
@@ -116,14 +116,13 @@ def in_a_terminal(parser: argparse.ArgumentParser) -> Iterator[None]:
         sys.exit(130)
 
 
-def ask(llm: LLM, questions: list[str], params: SamplingParams) -> None:
-    """Answer questions, all at once."""
+def ask(llm: LLM, questions: list[str], params: SamplingParams, steps: list[int] | None = None) -> None:
+    """Answer questions, all at once, or each from a step of its own on, counted from 1."""
     start = time.perf_counter()
+    prompts: list[Any] = list(questions)
     if getattr(llm.get_tokenizer(), "chat_template", None):
-        conversations = [[{"role": "user", "content": question}] for question in questions]
-        outputs = llm.chat(conversations, params)
-    else:
-        outputs = llm.generate(questions, params)
+        prompts = llm.render_chat([[{"role": "user", "content": question}] for question in questions])
+    outputs = llm.generate(prompts, params) if steps is None else step_through(llm, prompts, params, steps)
     elapsed = time.perf_counter() - start
 
     for question, output in zip(questions, outputs, strict=True):
@@ -133,6 +132,21 @@ def ask(llm: LLM, questions: list[str], params: SamplingParams) -> None:
         print(f"\nQ ({num_tokens} tokens): {question}\nA: {output.outputs[0].text}")
     num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
     print(f"\n{num_tokens} tokens in {elapsed:.2f} s: {num_tokens / elapsed:.0f} tokens/s")
+
+
+def step_through(
+    llm: LLM, prompts: list[Any], params: SamplingParams, steps: list[int]
+) -> list[RequestOutput]:
+    """Drive the engine by hand, and add each prompt before its step."""
+    outputs: dict[str, RequestOutput] = {}
+    for step in range(1, 1 + max(steps)):
+        for i, prompt in enumerate(prompts):
+            if steps[i] == step:
+                llm.add_request(str(i), prompt, params)
+        outputs |= {output.request_id: output for output in llm.step()}
+    while llm.has_unfinished_requests():
+        outputs |= {output.request_id: output for output in llm.step()}
+    return [outputs[str(i)] for i in range(len(prompts))]
 
 
 def converse(llm: LLM, params: SamplingParams) -> None:

@@ -16,6 +16,8 @@ from typing import Any
 
 from nanoengine.extensions.trace import VERSION, Event
 
+LESSON = "03-paging.md"  # beside a page, it tells that all of them are
+
 
 def load(path: str | Path) -> list[Event]:
     """The events of a file of JSON lines; a last line that was cut off is left out.
@@ -47,7 +49,7 @@ def save(events: Iterable[Event], path: str | Path) -> None:
     """
     path = Path(path)
     if path.suffix == ".html":
-        text = page(events)
+        text = page(events, ".md" if (path.parent / LESSON).exists() else "")
     elif path.suffix == ".json":
         text = json.dumps({"traceEvents": list(chrome_events(events)), "displayTimeUnit": "ms"})
     elif path.suffix == ".jsonl":
@@ -57,12 +59,17 @@ def save(events: Iterable[Event], path: str | Path) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def page(events: Iterable[Event]) -> str:
-    """A trace as one HTML page that needs nothing else, not even a network."""
+def page(events: Iterable[Event], lessons: str = "") -> str:
+    """A trace as one HTML page that needs nothing else, not even a network.
+
+    Args:
+        events: the trace.
+        lessons: how the names of the lessons beside the page end, to which it links; "": there are none.
+    """
     template = files("nanoengine.apps").joinpath("viewer.html").read_text(encoding="utf-8")
     # JSON has "<" in strings only, where the escape means the same: no text of a prompt can end the element.
     data = ",\n".join(json.dumps(event, separators=(",", ":")).replace("<", "\\u003c") for event in events)
-    before, after = template.split("/* the trace */")
+    before, after = template.replace("/* lessons */", lessons).split("/* the trace */")
     return f"{before}[{data}]{after}"
 
 
