@@ -10,7 +10,7 @@ python -m benchmarks --custom 64:32-256:16-64:512  # 64 requests, prompts of 32 
 python -m benchmarks --rate 1,2,4                  # latency when requests come at random, so many a second
 python -m benchmarks --plot bench.png              # throughput against batch size, and where the time goes
 python -m benchmarks --ablate                      # nanoengine without each of its tricks; --plot draws it
-python -m benchmarks --what scheduler              # the host side alone: scheduler and block manager
+python -m benchmarks --what scheduler              # the host side alone: scheduler, and whole steps
 
 Each engine lives in a process of its own and they take turns: the first run of each, the second of
 each, ... Those whose turn it is not are stopped. On a GPU, of which each takes nearly all memory, the second

@@ -1,11 +1,32 @@
 """From tokens to text, as they arrive."""
 
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
+from tokenizers.decoders import ByteLevel, DecodeStream
 
 from nanoengine.sampling_params import SamplingParams
 
 MAX_PENDING = 32  # tokens without text that a detokenizer waits for
+
+
+class TokenTexts(dict[int, str]):
+    """By token id, the text of a token that has the same one wherever it stands; empty for all others.
+
+    A byte-level tokenizer's text is its tokens' bytes one after the other. So a token of whole characters is
+    such a one, if those before it end no less whole. Other tokenizers have none: they may drop a space.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+        super().__init__()
+        self.tokenizer, self.skip_special_tokens = tokenizer, skip_special_tokens
+        self.is_byte_level = isinstance(tokenizer.decoder, ByteLevel)
+
+    def __missing__(self, token_id: int) -> str:
+        """Decode a token the first time."""
+        text = ""
+        if self.is_byte_level:
+            text = self.tokenizer.decode([token_id], skip_special_tokens=self.skip_special_tokens)
+        self[token_id] = text = "" if "\ufffd" in text else text
+        return text
 
 
 class Detokenizer:
@@ -19,10 +40,18 @@ class Detokenizer:
         tokenizer: what decodes.
         prompt_token_ids: its end is shown to the decoder, so that the output's leading space is kept.
         params: stop strings, when they count, and what to do with special tokens.
+        texts: the tokenizer's, shared with other samples.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: list[int], params: SamplingParams) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        texts: TokenTexts | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
+        self.texts = TokenTexts(tokenizer, params.skip_special_tokens) if texts is None else texts
         self.params = params
         # All but the last character of a stop string may stand at the end without ending the text.
         self.num_held_back = max(map(len, params.stop_strings), default=1) - 1
@@ -44,8 +73,14 @@ class Detokenizer:
         self.num_tokens += 1
         if is_stop_id and not self.params.include_stop_str_in_output:
             return None
-        new = self._decode(token_id)
-        return self._take(new) if new else None
+        # Text of its own, where no character is incomplete; else what the stream makes of it.
+        new = (not self.pending and self.texts[token_id]) or self._decode(token_id)
+        if not new:
+            return None
+        if not self.params.stop_strings:
+            self.pieces.append(new)
+            return None
+        return self._take(new)
 
     def _take(self, new: str) -> str | None:
         """Add text, what may begin a stop string held back; returns the stop string it completed."""
@@ -77,8 +112,8 @@ class Detokenizer:
 
     def new_text(self) -> str:
         """The text that came since the last call."""
-        new, self.num_taken = "".join(self.pieces[self.num_taken :]), len(self.pieces)
-        return new
+        first, self.num_taken = self.num_taken, len(self.pieces)
+        return "".join(self.pieces[first:])
 
     @property
     def text(self) -> str:
@@ -87,7 +122,6 @@ class Detokenizer:
 
     def _decode(self, token_id: int) -> str | None:
         """The text that the token completes; None while a character is incomplete."""
-        self.pending.append(token_id)
         try:
             text: str | None = self.stream.step(self.tokenizer, token_id)
         except Exception as error:
@@ -95,13 +129,13 @@ class Detokenizer:
             # bytes behind it are invalid, which the stream refuses. Begin afresh, as vLLM does.
             if "Invalid prefix" not in str(error):
                 raise
-            self.stream, self.pending = self._new_stream(), [token_id]
+            self.stream, self.pending = self._new_stream(), []
             text = self.stream.step(self.tokenizer, token_id)
         if text is not None:
-            self.pending = []
-        elif len(self.pending) > MAX_PENDING:
-            text = self._decode_pending()
-        return text
+            self.pending.clear()
+            return text
+        self.pending.append(token_id)
+        return self._decode_pending() if len(self.pending) > MAX_PENDING else None
 
     def _decode_pending(self) -> str:
         """The text of a run of invalid bytes (or of tokens without text), less what may be a beginning.

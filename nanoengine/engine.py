@@ -54,7 +54,7 @@ from nanoengine.backends.inputs import AttentionMetadata, ModelInputs, send_inpu
 from nanoengine.backends.kv_cache import KVCache
 from nanoengine.detokenizer import Detokenizer
 from nanoengine.logprobs import Logprobs, Reports, report_prompts
-from nanoengine.sampling import RowProcessor, Sample, SamplingRow, read_tokens
+from nanoengine.sampling import KeptRows, RowProcessor, Sample, read_tokens
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.steps import Stopwatch
 
@@ -499,7 +499,7 @@ class Scheduler:
             if num_tokens < seq.max_num_tokens:  # else the pending token is its last: nothing more to compute
                 if num_tokens > seq.capacity and not self._make_room(seq):
                     break
-                chunk = self._schedule_chunk(seq, budget)
+                chunk = self._schedule_chunk(seq, num_tokens, budget)
                 chunks.append(chunk)
                 budget -= chunk.end - chunk.start
             i += 1
@@ -517,7 +517,7 @@ class Scheduler:
             del self.waiting[0]
             if seq.first_scheduled_time is None:
                 seq.first_scheduled_time = time.monotonic()
-            chunk = self._schedule_chunk(seq, budget)
+            chunk = self._schedule_chunk(seq, seq.num_tokens, budget)
             chunks.append(chunk)
             budget -= chunk.end - chunk.start
         sampled_seqs = [chunk.seq for chunk in chunks if chunk.samples]
@@ -544,9 +544,9 @@ class Scheduler:
         self.num_preemptions += 1
         return seq
 
-    def _schedule_chunk(self, seq: Sequence, budget: int) -> Chunk:
+    def _schedule_chunk(self, seq: Sequence, num_tokens: int, budget: int) -> Chunk:
         """As much as the budget allows of what the sequence is behind."""
-        start, num_tokens = seq.num_computed_tokens, seq.num_tokens
+        start = seq.num_computed_tokens
         end = min(num_tokens, start + budget, start + self.max_chunk_tokens)
         seq.num_computed_tokens = end
         # A block whose last token is pending cannot be hashed yet: it is registered a step later.
@@ -672,7 +672,7 @@ def build_inputs(
     # other rows the last layer may stop after K and V.
     is_needed = np.array([seq.prompt_logprobs is not None for seq in seqs])[seq_of_row]
     is_needed[sample_rows] = True
-    sample_of = {seq: i for i, seq in enumerate(before.sampled_seqs)} if before and pending_seqs else {}
+    sample_of = dict(zip(before.sampled_seqs, itertools.count())) if before and pending_seqs else {}
     return ModelInputs(
         input_ids=np.array(input_ids, dtype=np.int64),
         positions=positions,
@@ -770,6 +770,7 @@ class ModelRunner:
         self.caches: list[KVCache] = []  # one per layer
         self.forward = Forward()
         self.stopwatch = Stopwatch()
+        self.rows = KeptRows()
 
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch, before: Launch | None = None) -> Launch:
@@ -793,14 +794,7 @@ class ModelRunner:
                 return Launch(batch, None, None, Reports([], of_prompts))
             logits = compute_logits(hidden[inputs.sample_rows])
             self.stopwatch.lap("forward")
-            rows = [
-                SamplingRow(
-                    s.params, s.seed, end, ids, s.num_prompt_tokens, s.stop_ids, s.bad_words, s.processors
-                )
-                for s, _, end, samples, ids in batch.chunks
-                if samples
-            ]
-            tokens, of_samples = self.sample(logits, rows, download)
+            tokens, of_samples = self.sample(logits, *self.rows.of(batch), download)
             launch = Launch(batch, tokens, download(tokens), Reports(of_samples, of_prompts))
             self.stopwatch.lap("sample")
             return launch

@@ -23,7 +23,7 @@ from torch import Tensor
 from nanoengine.backends.kv_cache import KVGroup
 from nanoengine.compat import CALL, without_unserved
 from nanoengine.config import ROUNDED, EngineConfig
-from nanoengine.detokenizer import Detokenizer
+from nanoengine.detokenizer import Detokenizer, TokenTexts
 from nanoengine.engine import BlockManager, Collected, EngineCore, ModelRunner, Scheduler, Sequence
 from nanoengine.metrics import Metric, RequestStats, list_metrics
 from nanoengine.models.weights import open_checkpoint
@@ -110,6 +110,7 @@ class LLMEngine:
         self._requests: dict[Any, Request] = {}  # the unfinished ones, by request_id
         self._request_of: dict[int, Request] = {}  # the same, by the seq_id of each of their sequences
         self._outputs = Inbox()  # not handed over yet
+        self._texts: dict[bool, TokenTexts] = {}  # by whether special tokens are skipped
         self._seq_ids = itertools.count()
         self.num_prompt_tokens = self.num_generation_tokens = 0
         self._stats = RequestStats(self.max_model_len)  # of those that ended
@@ -282,6 +283,10 @@ class LLMEngine:
         self._owner.claim()
         params, tokenizer = checked.params, self.checkpoint.tokenizer
         backend = tokenizer.backend_tokenizer if tokenizer is not None and params.detokenize else None
+        texts = None
+        if backend is not None:
+            skips = params.skip_special_tokens
+            texts = self._texts.setdefault(skips, TokenTexts(backend, skips))
         seqs = [
             Sequence(
                 seq_id,
@@ -292,7 +297,7 @@ class LLMEngine:
                 stop_ids=checked.stop_ids,
                 bad_words=checked.bad_words,
                 prompt_logprobs=params.prompt_logprobs if index == 0 else None,
-                detokenizer=Detokenizer(backend, checked.token_ids, params) if backend else None,
+                detokenizer=Detokenizer(backend, checked.token_ids, params, texts) if backend else None,
                 processors=tuple(make() for make in checked.processors),
             )
             for index, seq_id in enumerate(itertools.islice(self._seq_ids, params.n))
@@ -517,9 +522,10 @@ class LLMEngine:
     def _hand_over(self, requests: Iterable[Request]) -> None:
         """Make the outputs that are due of requests with news, and forget those that are finished."""
         for request in requests:
-            if request.is_due:
+            is_finished = request.finished
+            if is_finished or request.is_streamed:
                 self._outputs.put(request.output())
-            if request.finished:
+            if is_finished:
                 self._forget(request)
 
     def _forget(self, request: Request) -> None:

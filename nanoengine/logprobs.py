@@ -108,8 +108,8 @@ def report_prompts(
     reports, row = [], 0
     for chunk in chunks:
         seq, start, end = chunk.seq, chunk.start, chunk.end
-        last = min(end, seq.num_prompt_tokens - 1)  # the last prompt token predicts the output
-        if seq.prompt_logprobs is not None and start < last:
+        # The last prompt token predicts the output.
+        if seq.prompt_logprobs is not None and start < (last := min(end, seq.num_prompt_tokens - 1)):
             predicted, tables = seq.token_ids[start + 1 : last + 1], []
             device_ids = upload(np.array(predicted), hidden.device)
             for first in range(0, len(predicted), LOGPROB_ROWS):

@@ -51,7 +51,10 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """Everything known of a request at one moment; `outputs` holds its `n` samples."""
+    """Everything known of a request at one moment; `outputs` holds its `n` samples.
+
+    Outputs of one request share the prompt's list, and metrics until something happens: not to be changed.
+    """
 
     request_id: str
     prompt: str | None  # None where the prompt was given as token ids

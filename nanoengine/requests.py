@@ -481,12 +481,14 @@ class Sample:
 
     def output(self, delta: bool, with_logprobs: bool) -> CompletionOutput:
         """All so far, or what is new since the last call."""
-        seq, first, text = self.seq, self.num_shown if delta else 0, ""
+        seq, text = self.seq, ""
+        is_finished = seq.finish_reason is not None
         if (detokenizer := seq.detokenizer) is not None:
-            if seq.is_finished and not self.finish_shown:
+            if is_finished and not self.finish_shown:
                 detokenizer.finish()
             text = detokenizer.new_text() if delta else detokenizer.text
-        self.num_shown, self.finish_shown = seq.num_output_tokens, seq.is_finished
+        first, self.num_shown = self.num_shown if delta else 0, seq.num_output_tokens
+        self.finish_shown = is_finished
         return CompletionOutput(
             index=self.index,
             text=text,
@@ -503,6 +505,7 @@ class Request:
 
     __slots__ = (
         "_unfinished",
+        "is_streamed",
         "metrics",
         "pooled",
         "prompt_logprobs",
@@ -521,24 +524,22 @@ class Request:
         # One entry per prompt token, chunk by chunk; nothing predicts the first.
         self.prompt_logprobs: list[dict[int, Logprob] | None] = [None]
         self.pooled: Tensor | None = None
+        # Outputs share it: where something happens there is a new one.
         self.metrics = RequestMetrics(arrival_time=time.monotonic())
+        self.is_streamed = source.params.output_kind is not RequestOutputKind.FINAL_ONLY
 
     @property
     def finished(self) -> bool:
         """Whether all its samples are finished."""
-        while self._unfinished and self._unfinished[-1].is_finished:
-            self._unfinished.pop()
-        return not self._unfinished
+        unfinished = self._unfinished
+        while unfinished and unfinished[-1].finish_reason is not None:
+            unfinished.pop()
+        return not unfinished
 
     @property
     def has_news(self) -> bool:
         """Whether a sample got a token or ended since the last output."""
         return any(sample.has_news for sample in self.samples.values())
-
-    @property
-    def is_due(self) -> bool:
-        """Whether an output should be handed over after a step that brought a token or an end."""
-        return self.source.params.output_kind is not RequestOutputKind.FINAL_ONLY or self.finished
 
     def take_tokens(self, seq: Any, logprobs: Sequence[dict[int, Logprob]], now: float) -> int:
         """Note what a step brought to one of the request's sequences: tokens, or the end by an error.
@@ -552,7 +553,7 @@ class Request:
             How many tokens there were.
         """
         if self.metrics.first_token_time is None:
-            self.metrics.first_token_time = now
+            self.metrics = replace(self.metrics, first_token_time=now)
         sample = self.samples[seq.seq_id]
         if sample.last_token_time is not None:
             sample.latencies.append(now - sample.last_token_time)
@@ -564,8 +565,8 @@ class Request:
                 self._name_tokens([entry])
                 sample.logprobs.append(entry)
                 sample.cumulative_logprob += entry[token_id].logprob
-        if seq.is_finished and self.finished:
-            self.metrics.finished_time = now
+        if seq.finish_reason is not None and self.finished:
+            self.metrics = replace(self.metrics, finished_time=now)
         return sample.num_taken - first
 
     def take_prompt_report(self, report: Any) -> None:
@@ -583,26 +584,29 @@ class Request:
 
     def output(self) -> RequestOutput:
         """The request as it is now; for DELTA only the samples and tokens that are new."""
-        params = self.source.params
-        delta = params.output_kind is RequestOutputKind.DELTA
-        samples = self.samples.values()
-        first = next(iter(samples)).seq
-        self.metrics.first_scheduled_time = first.first_scheduled_time
-        self.metrics.num_cached_tokens = first.num_cached_tokens or 0
-        self.metrics.num_preemptions = sum(sample.seq.num_preemptions for sample in samples)
+        source = self.source
+        params = source.params
+        delta, with_logprobs = params.output_kind is RequestOutputKind.DELTA, params.logprobs is not None
+        samples = list(self.samples.values())
+        first = samples[0].seq
+        num_cached_tokens, metrics = first.num_cached_tokens or 0, self.metrics
+        num_preemptions = sum([sample.seq.num_preemptions for sample in samples])
+        if metrics.num_preemptions != num_preemptions or metrics.first_scheduled_time is None:
+            self.metrics = metrics = replace(
+                metrics,
+                first_scheduled_time=first.first_scheduled_time,
+                num_cached_tokens=num_cached_tokens,
+                num_preemptions=num_preemptions,
+            )
         return RequestOutput(
             request_id=self.request_id,
-            prompt=self.source.text,
-            prompt_token_ids=list(self.source.token_ids),
-            outputs=[
-                sample.output(delta, params.logprobs is not None)
-                for sample in samples
-                if sample.has_news or not delta
-            ],
+            prompt=source.text,
+            prompt_token_ids=source.token_ids,
+            outputs=[s.output(delta, with_logprobs) for s in samples if not delta or s.has_news],
             finished=self.finished,
-            num_cached_tokens=self.metrics.num_cached_tokens,
+            num_cached_tokens=num_cached_tokens,
             prompt_logprobs=list(self.prompt_logprobs) if params.prompt_logprobs is not None else None,
-            metrics=replace(self.metrics),
+            metrics=metrics,
             is_delta=delta,
             pooled=self.pooled,
         )

@@ -6,7 +6,8 @@ Shape letters: R rows (sequences that get a token this step), V vocabulary.
 import logging
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -19,8 +20,9 @@ from nanoengine.logprobs import LogprobTable, Transfer, report_samples
 from nanoengine.sampling_params import SamplingParams
 
 
-class SamplingRow(NamedTuple):
-    """One sequence, as the sampler sees it."""
+@dataclass(slots=True)
+class SamplingRow:
+    """One sequence, as the sampler sees it; from step to step only position and token_ids change."""
 
     params: SamplingParams
     seed: int  # 64 bits; with the position it fixes the row's random number
@@ -53,19 +55,50 @@ class RowProcessor(Protocol):
         """
 
 
-def metadata_of(rows: Sequence[SamplingRow]) -> SamplingMetadata:
-    """What the rows' parameters say, and the numbers that their seeds and positions fix."""
-    params = [row.params for row in rows]
-    seeds = np.array([row.seed for row in rows], dtype=np.uint64)
-    positions = np.array([row.position for row in rows], dtype=np.uint64)
-    return SamplingMetadata(
-        temperature=np.array([p.temperature for p in params], dtype=np.float32),
-        top_k=np.array([max(p.top_k, 0) for p in params], dtype=np.int64),
+class RowSettings:
+    """What the parameters of a step's rows say, looked up once for as long as the sequences are the same."""
+
+    def __init__(self, rows: Sequence[SamplingRow]) -> None:
+        params = [row.params for row in rows]
+        self.seeds = np.array([row.seed for row in rows], dtype=np.uint64)
+        self.temperature = np.array([p.temperature for p in params], dtype=np.float32)
+        self.top_k = np.array([max(p.top_k, 0) for p in params], dtype=np.int64)
         # 1 keeps everything, even where rounding lets the sum before a token reach it.
-        top_p=np.array([p.top_p if p.top_p < 1 else math.inf for p in params], dtype=np.float32),
-        min_p=np.array([p.min_p for p in params], dtype=np.float32),
-        u=uniform(seeds, positions),
-    )
+        self.top_p = np.array([p.top_p if p.top_p < 1 else math.inf for p in params], dtype=np.float32)
+        self.min_p = np.array([p.min_p for p in params], dtype=np.float32)
+        self.num_logprobs = [p.logprobs for p in params]
+        self.edit_logits = any(p.edits_logits for p in params)
+        self.processors = {type(processor) for row in rows for processor in row.processors}
+
+    def metadata(self, positions: Sequence[int]) -> SamplingMetadata:
+        """The same as arrays, and the numbers that the rows' seeds and positions fix."""
+        u = uniform(self.seeds, np.array(positions, dtype=np.uint64))
+        return SamplingMetadata(self.temperature, self.top_k, self.top_p, self.min_p, u)
+
+
+class KeptRows:
+    """The rows of a step, and their settings: made anew only where it draws for other sequences."""
+
+    def __init__(self) -> None:
+        self._seqs: list[Any] = []
+        self._rows: list[SamplingRow] = []
+        self._settings = RowSettings([])
+
+    def of(self, batch: Any) -> tuple[list[SamplingRow], RowSettings]:
+        """Those of the engine's batch; valid until the next call."""
+        if self._seqs != batch.sampled_seqs:  # sequences are equal where they are the same
+            self._seqs = batch.sampled_seqs
+            self._rows = [
+                SamplingRow(
+                    s.params, s.seed, 0, [], s.num_prompt_tokens, s.stop_ids, s.bad_words, s.processors
+                )
+                for s in batch.sampled_seqs
+            ]
+            self._settings = RowSettings(self._rows)
+        sampled = [chunk for chunk in batch.chunks if chunk.samples]
+        for row, chunk in zip(self._rows, sampled, strict=True):
+            row.position, row.token_ids = chunk.end, chunk.token_ids
+        return self._rows, self._settings
 
 
 Scale = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -111,7 +144,12 @@ def draw_rows(
     return tokens, largest
 
 
-def draw_tokens(logits: Tensor, rows: Sequence[SamplingRow], draw: Draw = draw_rows) -> Tensor:
+def draw_tokens(
+    logits: Tensor,
+    rows: Sequence[SamplingRow],
+    draw: Draw = draw_rows,
+    settings: RowSettings | None = None,
+) -> Tensor:
     """Draw a token per row; on a GPU without waiting for it. No row's token depends on the other rows.
 
     The order is vLLM's: biases, penalties and bans, processors; temperature; min_p, top_k, top_p; one draw.
@@ -120,19 +158,21 @@ def draw_tokens(logits: Tensor, rows: Sequence[SamplingRow], draw: Draw = draw_r
         logits: (R, V), any floating dtype, not modified.
         rows: the R sequences.
         draw: `draw_rows`, or a kernel that does the same.
+        settings: of the rows, where they are known already.
 
     Returns:
         (R,) int64; -1 where a logit is NaN.
     """
-    processors = {type(processor) for row in rows for processor in row.processors}
-    in_float = any(row.params.edits_logits for row in rows) or not all(one.is_mask for one in processors)
+    settings = RowSettings(rows) if settings is None else settings
+    processors = settings.processors
+    in_float = settings.edit_logits or not all(one.is_mask for one in processors)
     if in_float or processors:
         logits = logits.to(torch.float32 if in_float else logits.dtype, copy=True)
         _edit_logits(logits, rows)
         for kind in sorted(processors, key=lambda kind: kind.is_mask):
             found = ((i, one, row) for i, row in enumerate(rows) for one in row.processors)
             kind.apply(logits, [item for item in found if type(item[1]) is kind])
-    tokens, largest = draw(logits, metadata_of(rows))
+    tokens, largest = draw(logits, settings.metadata([row.position for row in rows]))
     # The maximum of a row with a NaN is NaN, so one number a row tells whether it can be sampled.
     return tokens.masked_fill(~largest.isfinite(), -1)
 
@@ -176,6 +216,7 @@ def process_logits(logits: Tensor, metadata: SamplingMetadata, tokens: Tensor) -
 def sample_rows(
     logits: Tensor,
     rows: Sequence[SamplingRow],
+    settings: RowSettings,
     transfer: Transfer,
     draw: Draw = draw_rows,
     *,
@@ -188,7 +229,7 @@ def sample_rows(
     """
 
     def sample(at: slice) -> tuple[Tensor, list[LogprobTable]]:
-        asked, reported = [row.params.logprobs for row in rows[at]], logits[at]
+        asked, reported = settings.num_logprobs[at], logits[at]
 
         def draw_and_keep(edited: Tensor, metadata: SamplingMetadata) -> tuple[Tensor, Tensor]:
             nonlocal reported
@@ -197,9 +238,11 @@ def sample_rows(
             return tokens, largest
 
         keeps = reports_processed and any(number is not None for number in asked)
-        tokens = draw_tokens(logits[at], rows[at], draw_and_keep if keeps else draw)
+        of_rows = settings if at == everything else None
+        tokens = draw_tokens(logits[at], rows[at], draw_and_keep if keeps else draw, of_rows)
         return tokens, report_samples(reported, asked, tokens, transfer, at.start)
 
+    everything = slice(0, len(rows))
     failed = logits.new_full((1,), -1, dtype=torch.int64), list[LogprobTable]()
     try:
         parts = _isolate(sample, len(rows), failed)
@@ -212,7 +255,7 @@ def sample_rows(
     return torch.cat(tokens), [table for part in tables for table in part]
 
 
-Sample = Callable[[Tensor, Sequence[SamplingRow], Transfer], tuple[Tensor, list[LogprobTable]]]
+Sample = Callable[[Tensor, Sequence[SamplingRow], RowSettings, Transfer], tuple[Tensor, list[LogprobTable]]]
 T = TypeVar("T")
 
 

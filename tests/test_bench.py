@@ -15,7 +15,7 @@ import transformers
 from torch import nn
 
 import benchmarks.__main__ as command
-from benchmarks import ablation, served
+from benchmarks import ablation, host, served
 from benchmarks.ablation import TRICKS, WITHOUT
 from benchmarks.compare import bench_model
 from benchmarks.engines import load_stepped
@@ -608,6 +608,29 @@ def test_mixed_batches_are_timed_together_and_apart_by_every_backend_there_is(fl
     for figures in (flash, varlen):
         assert min(figures["together_ms"], figures["apart_ms"]) > 0
     assert "needs a GPU" in triton["missing"] or "not installed" in triton["missing"]
+
+
+@pytest.mark.parametrize(("kind", "most"), [("FINAL_ONLY", 8), ("DELTA, text", 22)])
+def test_a_sequence_costs_a_step_few_calls_of_python_functions(kind, most):
+    """Counted, where a time would depend on the machine; what a step costs without any is left out."""
+
+    def calls_of_a_step(first, num_seqs):
+        host.start_decodes(engine, num_seqs, 8, first, **host.KINDS[kind])
+        num_calls = [0]
+
+        def count(frame, event, argument):
+            num_calls[0] += event == "call"
+
+        sys.setprofile(count)
+        try:
+            engine.step()
+        finally:
+            sys.setprofile(None)
+        return num_calls[0]
+
+    with host.engine_without_device(32, max_model_len=256) as engine:
+        few, many = calls_of_a_step(0, 8), calls_of_a_step(8, 24)  # of 8 sequences, then of 32
+    assert (many - few) / 24 <= most
 
 
 def test_the_scheduler_benchmark_runs_and_ends_with_json():

@@ -6,7 +6,7 @@ import random
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from nanoengine.detokenizer import Detokenizer
+from nanoengine.detokenizer import Detokenizer, TokenTexts
 from nanoengine.sampling_params import SamplingParams
 from tests.helpers import byte_tokenizer
 
@@ -106,6 +106,30 @@ def test_what_may_begin_a_stop_string_is_held_back_so_nothing_shown_is_taken_bac
         steps, _ = feed(tokenizer, TEXT, stop=stop)
         for before, after in itertools.pairwise(steps):
             assert after.startswith(before)
+
+
+def test_texts_of_single_tokens_change_nothing_about_the_text(tokenizer):
+    """Beside invalid bytes, special tokens, and a token that spells the replacement character."""
+    tokenizer = Tokenizer.from_str(tokenizer.to_str())
+    tokenizer.add_tokens(["\ufffd", "é!"])
+    tokenizer.add_special_tokens(["<tool>"])
+    rng, size = random.Random(0), tokenizer.get_vocab_size()
+    whole = [i for i in range(size) if "\ufffd" not in tokenizer.decode([i])]
+    for skips in (True, False):
+        shared = TokenTexts(tokenizer, skips)
+        params = SamplingParams(skip_special_tokens=skips)
+        for _ in range(20):
+            quick, slow = (Detokenizer(tokenizer, [], params, texts) for texts in (shared, None))
+            slow.texts.is_byte_level = False
+            for _ in range(60):
+                token_id = rng.choice(whole) if rng.random() < 0.6 else rng.randrange(size)
+                assert quick.append(token_id) is slow.append(token_id) is None
+                assert quick.new_text() == slow.new_text()
+            quick.finish()
+            slow.finish()
+            assert quick.text == slow.text
+        assert any(shared.values())
+        assert not any(slow.texts.values())
 
 
 def test_new_text_comes_in_pieces_that_make_up_the_text(tokenizer):

@@ -2,13 +2,14 @@
 
 import math
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from nanoengine.backends.cpu import Kernels
-from nanoengine.sampling import SamplingRow, _filter, draw_rows, metadata_of, uniform
+from nanoengine.sampling import RowSettings, SamplingRow, _filter, draw_rows, uniform
 from nanoengine.sampling_params import SamplingParams
 from tests.helpers import BAD_FIELDS, sample
 
@@ -50,6 +51,10 @@ def row(params=None, token_ids=(0,), num_prompt_tokens=1, seed=0, stop_ids=(), *
     return SamplingRow(params, seed, len(token_ids), token_ids, num_prompt_tokens, frozenset(stop_ids))
 
 
+def metadata_of(rows):
+    return RowSettings(rows).metadata([row.position for row in rows])
+
+
 LOGITS = torch.tensor([0.5, 2.0, 1.0, -1.0, 1.5, 0.0])
 
 
@@ -59,7 +64,7 @@ def counts(num_samples=20_000, logits=LOGITS, **fields):
     rows = [row(params, token_ids=range(i + 1), num_prompt_tokens=1) for i in range(0, 400)]
     drawn: Counter[int] = Counter()
     for seed in range(num_samples // len(rows)):
-        seeded = [r._replace(seed=seed * 7919 + 1) for r in rows]
+        seeded = [replace(r, seed=seed * 7919 + 1) for r in rows]
         drawn.update(sample(logits.expand(len(rows), -1), seeded)[0])
     return drawn
 
@@ -152,8 +157,8 @@ def test_edits_and_reports_of_a_row_are_the_same_alone_and_in_any_batch():
     for i in range(14):
         token_ids = [(i * j) % 50 for j in range(1, 9)]
         built = row(SamplingParams(**choices[i % 7]), token_ids, 5, seed=i, stop_ids=(4, 9))
-        rows.append(built._replace(bad_words=((token_ids[-1], 6), (8,)) if i % 3 == 0 else ()))
-    rows[5] = rows[5]._replace(params=SamplingParams(bad_words=["x"]))
+        rows.append(replace(built, bad_words=((token_ids[-1], 6), (8,)) if i % 3 == 0 else ()))
+    rows[5] = replace(rows[5], params=SamplingParams(bad_words=["x"]))
     token_ids, reports = sample(logits, rows)
     for i in range(14):
         alone, report = sample(logits[i : i + 1], [rows[i]])
