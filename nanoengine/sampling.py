@@ -229,18 +229,17 @@ def sample_rows(
     """
 
     def sample(at: slice) -> tuple[Tensor, list[LogprobTable]]:
-        asked, reported = settings.num_logprobs[at], logits[at]
+        asked, reported = settings.num_logprobs[at], [logits[at]]
 
         def draw_and_keep(edited: Tensor, metadata: SamplingMetadata) -> tuple[Tensor, Tensor]:
-            nonlocal reported
             tokens, largest = draw(edited, metadata)
-            reported = process_logits(edited, metadata, tokens)
+            reported[0] = process_logits(edited, metadata, tokens)
             return tokens, largest
 
         keeps = reports_processed and any(number is not None for number in asked)
         of_rows = settings if at == everything else None
         tokens = draw_tokens(logits[at], rows[at], draw_and_keep if keeps else draw, of_rows)
-        return tokens, report_samples(reported, asked, tokens, transfer, at.start)
+        return tokens, report_samples(reported[0], asked, tokens, transfer, at.start)
 
     everything = slice(0, len(rows))
     failed = logits.new_full((1,), -1, dtype=torch.int64), list[LogprobTable]()
