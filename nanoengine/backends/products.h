@@ -630,26 +630,25 @@ static void linear(X* out, const X* x, const void* packed, const X* bias, int64_
                    int64_t group, int64_t has_zeros) {
   if (!T) return;
   Form form{bits, group, has_zeros};
-  auto multiply = [&](auto input, auto in_amx_order) {
+  auto multiply = [=](auto input, auto in_amx_order, int64_t first, int64_t rows) {
     using A = decltype(input);
-    if (bits == 8) product<A, in_amx_order>(out, x, (const int8_t*)packed, form, bias, T, I, N);
-    else if (bits == 4) product<A, in_amx_order>(out, x, (const int4x8*)packed, form, bias, T, I, N);
-    else product<A, in_amx_order>(out, x, (const X*)packed, form, bias, T, I, N);
+    X* to = out + first * N;
+    const X* from = x + first * I;
+    if (bits == 8) product<A, in_amx_order>(to, from, (const int8_t*)packed, form, bias, rows, I, N);
+    else if (bits == 4) product<A, in_amx_order>(to, from, (const int4x8*)packed, form, bias, rows, I, N);
+    else product<A, in_amx_order>(to, from, (const X*)packed, form, bias, rows, I, N);
   };
 #ifdef MAY_HAVE_AMX
   if constexpr (std::is_same_v<X, bf16>)
     if (HAS_AMX) {
-      if (bits && T <= FEW) return multiply(float(), std::true_type());
-      int64_t most = std::max(HEIGHT, AMX_INPUTS / I), num_parts = (T + most - 1) / most, whole = T;
+      if (bits && T <= FEW) return multiply(float(), std::true_type(), 0, T);
+      int64_t most = std::max(HEIGHT, AMX_INPUTS / I), num_parts = (T + most - 1) / most;
       int64_t rows = num_tiles_of((T + num_parts - 1) / num_parts, HEIGHT) * HEIGHT;
-      for (int64_t first = 0; first < whole; first += rows, out += rows * N, x += rows * I) {
-        T = std::min(rows, whole - first);
-        multiply(bf16(), std::true_type());
-      }
+      for (int64_t first = 0; first < T; first += rows) multiply(bf16(), std::true_type(), first, std::min(rows, T - first));
       return;
     }
 #endif
-  multiply(Input<X>(), std::false_type());
+  multiply(Input<X>(), std::false_type(), 0, T);
 }
 
 // ---- Weights of integers -------------------------------------------------------------------------
