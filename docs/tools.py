@@ -1,4 +1,4 @@
-"""What chapters 4 to 14 look through: the real BlockManager and Scheduler, with letters for tokens.
+"""What the chapters from 4 on look through: the real BlockManager and Scheduler, with letters for tokens.
 
 Sequences are named A, B, C, ... in the order of arrival. There is no model: whenever A is due a token, it
 gets an "A", unless the chapter says which letter follows.

@@ -1,7 +1,8 @@
 """The lessons and the guide in docs/, and README: code prints what they say, what they point at exists."""
 
-import importlib
+import importlib.util
 import operator
+import os
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from sybil import Sybil
 from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser
 from transformers import AutoModelForCausalLM
 
+from docs.figures import PICTURES
 from nanoengine import LLM, EngineConfig, SamplingParams
 from tests.helpers import DEMO
 from tests.test_public_api import PACKAGE, imports_of
@@ -22,10 +24,12 @@ from tests.test_public_api import PACKAGE, imports_of
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 CHAPTERS = sorted(DOCS.glob("[0-9]*.md"))
+AT_LENGTH = ("16-a-policy",)  # seconds
 GUIDE = sorted((DOCS / "guide").glob("*.md"))
 READMES = [ROOT / "README.md", ROOT / "README.zh.md"]
 ARTICLE = DOCS / "one-evening.md"
-PAGES = [*READMES, DOCS / "README.md", ARTICLE, *CHAPTERS, *GUIDE, ROOT / "benchmarks" / "gpu.md"]
+COURSE = [DOCS / "README.md", DOCS / "glossary.md", ARTICLE, *CHAPTERS]
+PAGES = [*READMES, *COURSE, *GUIDE, ROOT / "benchmarks" / "gpu.md"]
 by_name = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 each_chapter = pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda chapter: chapter.stem)
 
@@ -48,7 +52,13 @@ def code_blocks(page: Path) -> list[str]:
     return [example.parsed for example in Sybil([parser]).parse(page).examples()]
 
 
-@each_chapter
+@pytest.mark.parametrize(
+    "chapter",
+    [
+        pytest.param(path, id=path.stem, marks=pytest.mark.slow if path.stem in AT_LENGTH else ())
+        for path in CHAPTERS[:-1]
+    ],
+)
 def test_a_chapter_prints_what_it_says(chapter):
     run(chapter)
 
@@ -58,6 +68,22 @@ def test_the_article_prints_what_it_says_and_says_what_was_measured():
     prose = re.sub(r"```.*?```|\(https[^)]*\)", "", ARTICLE.read_text(), flags=re.DOTALL)
     measured = "".join((DOCS / "guide" / name).read_text() for name in ("performance.md", "lab.md"))
     assert [figure for figure in re.findall(r"\d+\.\d+", prose) if figure not in measured] == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_the_chapter_on_kernels_prints_what_it_says_under_tritons_interpreter():
+    command = [sys.executable, "-c", "from tests.test_docs import CHAPTERS, run; run(CHAPTERS[-1])"]
+    result = subprocess.run(
+        command, env={**os.environ, "TRITON_INTERPRET": "1"}, cwd=ROOT, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_the_kernel_is_the_code_of_its_chapter():
+    shown = re.findall(r"```py\n(.*?)```", CHAPTERS[-1].read_text(), re.DOTALL)
+    assert "@triton.jit" in shown[0]
+    assert shown[0] in (DOCS / "kernel.py").read_text()
 
 
 def test_a_chapter_that_says_something_else_fails(tmp_path):
@@ -123,7 +149,7 @@ SYMBOL = re.compile(r"\[`([\w.]+)`\]\((?:\.\./)+(nanoengine/[\w/]+)\.py\)")
 
 @by_name
 def test_what_a_page_points_at_exists(page):
-    text = page.read_text()
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     for target in re.findall(r"\]\(([^)]+)\)", text):
         path = target.partition("#")[0]
         assert target.startswith("https://") or (page.parent / path).exists(), target
@@ -148,6 +174,21 @@ def test_the_contents_list_every_chapter_in_order_under_its_title():
     assert [name for _, _, name in listed] == [chapter.name for chapter in CHAPTERS]
     for (number, title, _), chapter in zip(listed, CHAPTERS, strict=True):
         assert chapter.read_text().startswith(f"# {number}. {title}")
+
+
+def test_a_file_of_a_picture_is_what_the_script_draws():
+    for name, draw in PICTURES.items():
+        assert (DOCS / name).read_text() == draw().svg(), f"{name}: python -m docs.figures"
+
+
+def test_the_glossary_is_in_order_and_names_chapters_by_their_numbers():
+    rows = re.findall(
+        r"^\| ([^|]+) \| .+ \| \[(\d+)\]\((\d+)-", (DOCS / "glossary.md").read_text(), re.MULTILINE
+    )
+    words = [word.lower() for word, _, _ in rows]
+    assert len(words) > 30
+    assert words == sorted(words)
+    assert all(int(said) == int(file) for _, said, file in rows)
 
 
 def test_each_picture_is_shown_says_what_it_is_and_is_drawn_for_light_and_dark():
