@@ -17,7 +17,7 @@ WITHOUT = "nanoengine without "  # what an engine is called, before the trick
 def _plain_weights() -> None:
     from nanoengine.backends import cpu
 
-    cpu.pack_weights = lambda *_: None  # type: ignore[assignment]
+    cpu.pack_weights = lambda *_: None
 
 
 def _small_pages() -> None:

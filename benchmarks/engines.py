@@ -71,7 +71,7 @@ def load_stepped(settings: dict[str, Any]) -> Run:
         "skip_tokenizer_init": True,
     }
     name, _, quantization = settings["engine"].removeprefix(WITHOUT).partition("-")
-    own = vllm_settings
+    own: dict[str, Any] = vllm_settings
     if not is_vllm:
         own = {"device": settings["device"], "quantization": quantization or None, **settings_of(name)}
     llm = LLM(**{name: settings[name] for name in names}, **own)

@@ -45,7 +45,8 @@ def write_model(shape: str, dtype: str, path: Path) -> None:
     tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate([*alphabet, *words])}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)
+    wrap: Any = PreTrainedTokenizerFast
+    wrap(tokenizer_object=tokenizer).save_pretrained(path)
     (path / "config.json").write_text(json.dumps(SHAPES[shape] | {"dtype": dtype}))
 
 
