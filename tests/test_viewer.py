@@ -459,6 +459,7 @@ def test_the_line_of_the_engine_that_acted_is_a_line_of_the_engine():
     assert {name for name, _, _ in lines} >= set(re.findall(r'\], "([a-z]+)"\)', template))
 
 
+@pytest.mark.slow
 def test_it_jumps_to_the_next_hit_eviction_and_preemption(open_page):
     browser = open_page(small_run())
     enabled = {name: browser.find_element(By.ID, name).is_enabled() for name in ("event", "hit", "eviction")}
@@ -482,6 +483,7 @@ def test_a_word_is_explained_where_it_is_pressed(open_page):
     assert text_of(browser, "headline") == before
 
 
+@pytest.mark.slow
 def test_the_introduction_is_closed_opened_again_and_not_shown_to_whom_a_lesson_sends_to_a_step(open_page):
     browser = open_page(small_run())
     intro = browser.find_element(By.ID, "intro")
@@ -519,6 +521,7 @@ def scheduled(num_blocks: int, max_num_batched_tokens: int) -> list:
     return events
 
 
+@pytest.mark.slow
 def test_what_the_page_plays_anew_is_what_the_engine_does(open_page):
     browser = open_page(scheduled(24, 24))
     assert browser.find_element(By.ID, "whatif").is_displayed()
