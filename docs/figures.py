@@ -87,7 +87,7 @@ def shared_blocks() -> Picture:
         p.arrow(180 + 64 * i, 52, 210 + 175 * column, 98)
     for i, column in enumerate([0, 1, 3]):
         p.arrow(180 + 64 * i, 186, 210 + 175 * column, 128)
-    p.text(20, 118, "in use by 2, 2, 1, 1", "soft")
+    p.text(690, 172, "in use by 2, 2, 1 and 1", "soft")
     return p
 
 
@@ -267,7 +267,7 @@ def travel() -> Picture:
         p.box(640, y, 150, f"block {i + 2}", "b")
         p.arrow(174, y + 13, 334, y + 13)
         p.arrow(514, y + 13, 634, y + 13)
-    p.text(20, 222, "block 5, half full, stays")
+    p.text(20, 222, "block 5, not full, stays")
     p.text(640, 222, "computes the last 3 tokens")
     return p
 
