@@ -15,7 +15,7 @@ import transformers
 from torch import nn
 
 import benchmarks.__main__ as command
-from benchmarks import ablation, host, served
+from benchmarks import ablation, host, quality, served
 from benchmarks.ablation import TRICKS, WITHOUT
 from benchmarks.compare import bench_model
 from benchmarks.engines import load_stepped
@@ -643,6 +643,34 @@ def test_the_scheduler_benchmark_runs_and_ends_with_json():
     )
     result = json.loads(run.stdout.splitlines()[-1])
     assert set(result["admission_us"]) == {"1000 blocks", "10000 blocks", "100000 blocks"}
+
+
+@pytest.mark.slow
+def test_fewer_bits_change_log_probabilities_more_and_take_less(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["quality", "--tokens", "600", "--questions", "8"])
+    quality.main()
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+    for text in ("english", "answers"):
+        of = {row["precision"]: row for row in rows if row["text"] == text}
+        assert of["float32"]["change"] == 0
+        assert 0 < of["int8"]["change"] < of["int4"]["change"]
+        taken = [of[name]["weight_bytes"] for name in ("float32", "bfloat16", "int8", "int4")]
+        assert taken == sorted(taken, reverse=True)
+    assert of["float32"]["right"] == 8
+
+
+@pytest.mark.slow
+def test_log_probabilities_are_those_of_the_tokens_looked_at():
+    ids, first = [432, 5, 6, 7, 300, 8, 9], 3
+    with torch.no_grad():
+        model = transformers.AutoModelForCausalLM.from_pretrained(DEMO)
+        logprobs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    expected = [logprobs[i - 1, ids[i]].item() for i in range(first, len(ids))]
+    likeliest = [logprobs[i - 1].argmax().item() == ids[i] for i in range(first, len(ids))]
+    with LLM(str(DEMO)) as llm:
+        found = quality.log_probabilities(llm, [(ids, first)])
+    assert [logprob for logprob, _ in found] == pytest.approx(expected, abs=1e-3)
+    assert [is_likeliest for _, is_likeliest in found] == likeliest
 
 
 def test_weights_of_8_bits_are_an_engine_of_their_own(capfd):
