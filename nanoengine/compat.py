@@ -71,7 +71,6 @@ ENGINE: Unserved = {
     "max_parallel_loading_workers": (ANY, "each rank loads its own weights"),
     "max_seq_len_to_capture": (ANY, "graphs do not depend on the length"),
     "mm_processor_kwargs": ((None, {}), "only text is served"),
-    "model_impl": (("vllm",), ""),
     "model_loader_extra_config": ((None, {}), "weights are read from safetensors"),
     "num_lookahead_slots": (ANY, "guesses take what is free"),
     "override_generation_config": ((None, {}), "leave it out and pass SamplingParams of your own"),

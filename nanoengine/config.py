@@ -170,7 +170,12 @@ class EngineConfig:
             "generation_config": ("auto", "vllm"),
             "runner": ("auto", "generate", "pooling"),
             "load_format": ("auto", "safetensors", "dummy"),
-            "model_impl": ("auto", "nanoengine", "transformers"),
+            "model_impl": (
+                "auto",
+                "vllm",
+                "nanoengine",
+                "transformers",
+            ),  # the second is vLLM's word for the first
             "attn_backend": ("auto", "flash", "varlen", "triton", "compiled", "torch"),
         }
         for name, allowed in choices.items():

@@ -538,7 +538,7 @@ def load_model(
                 checkpoint, decoder_config, config, dtype, device, max_model_len, shard, pack
             )
         except MisfitError as misfit:
-            if config.model_impl != "auto" or shard is not None:
+            if config.model_impl not in ("auto", "vllm") or shard is not None:
                 raise
             try:  # transformers knows more ways to name the same tensors
                 return _load_hf(checkpoint, config, dtype, device, max_model_len, pack)
