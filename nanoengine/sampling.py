@@ -102,9 +102,12 @@ class KeptRows:
 
 
 Scale = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+Rank = Callable[[Tensor], Tensor]  # `sort_keys`, or the same in fewer passes
 Draw = Callable[[Tensor, SamplingMetadata], tuple[Tensor, Tensor]]
 
 CACHED_LOGITS = 1 << 20  # how many float32 logits a CPU's caches hold
+MOST_LIKELIEST = 1024  # top_k up to which a selection takes less than a sort
+FILTERED_ROWS = 64  # at a time on a GPU: filters take memory many times the logits'
 
 
 def scale_logits(logits: Tensor, divisors: Tensor) -> tuple[Tensor, Tensor]:
@@ -124,8 +127,19 @@ def scale_logits(logits: Tensor, divisors: Tensor) -> tuple[Tensor, Tensor]:
     return (logits - largest).div_(divisors), largest  # in place: fresh memory costs more than the arithmetic
 
 
+def sort_keys(logits: Tensor) -> Tensor:
+    """Integers that all differ and sort as a row's logits, the first of equal ones highest: (R, V) int64.
+
+    The bits of the float32, turned so that they sort as it does, then those of the index, the lowest highest.
+    """
+    bits = (logits + 0.0).view(torch.int32)  # there is no -0.0, which would sort below 0.0
+    keys = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    keys.bitwise_left_shift_(32)  # in place: nothing that a step makes is larger
+    return keys.add_(0x7FFFFFFF - torch.arange(logits.shape[1], device=logits.device))
+
+
 def draw_rows(
-    logits: Tensor, metadata: SamplingMetadata, scale: Scale = scale_logits
+    logits: Tensor, metadata: SamplingMetadata, scale: Scale = scale_logits, rank: Rank = sort_keys
 ) -> tuple[Tensor, Tensor]:
     """A token per row, (R,) int64, and each row's largest logit, which is NaN where one is; in PyTorch.
 
@@ -135,9 +149,12 @@ def draw_rows(
         tokens = logits.argmax(-1)
         return tokens, logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
     # On a CPU a few rows at a time, which stay in its caches from one operation to the next.
-    size = len(logits) if logits.is_cuda else max(1, CACHED_LOGITS // logits.shape[1])
+    size = max(1, CACHED_LOGITS // logits.shape[1])
+    if logits.is_cuda:
+        filters = (metadata.top_k > 0) | (metadata.top_p < 1) | (metadata.min_p > 0)
+        size = FILTERED_ROWS if filters.any() else len(logits)
     parts = [
-        _draw_part(part, SamplingMetadata._make(x[i * size :][:size] for x in metadata), scale)
+        _draw_part(part, SamplingMetadata._make(x[i * size :][:size] for x in metadata), scale, rank)
         for i, part in enumerate(torch.split(logits, size))
     ]
     tokens, largest = (torch.cat(columns) for columns in zip(*parts, strict=True))
@@ -182,12 +199,12 @@ def read_tokens(tokens: Tensor) -> list[int | None]:
     return [None if token_id < 0 else token_id for token_id in tokens.tolist()]
 
 
-def _draw_part(logits: Tensor, metadata: SamplingMetadata, scale: Scale) -> tuple[Tensor, Tensor]:
+def _draw_part(logits: Tensor, metadata: SamplingMetadata, scale: Scale, rank: Rank) -> tuple[Tensor, Tensor]:
     device = logits.device
     is_greedy = metadata.temperature == 0
     divisors, u = upload(np.stack((np.where(is_greedy, 1.0, metadata.temperature), metadata.u)), device)
     scaled, largest = scale(logits, divisors.float().unsqueeze(1))
-    _filter(scaled, metadata)
+    _filter(scaled, metadata, rank)
     tokens = _pick(scaled.exp_(), u)
     if is_greedy.any():
         tokens = torch.where(upload(is_greedy, device), logits.argmax(-1), tokens)
@@ -366,7 +383,7 @@ class _Entries:
         return (rows, token_ids), upload(np.concatenate(self.values), like.device).to(like.dtype)
 
 
-def _filter(scaled: Tensor, metadata: SamplingMetadata) -> None:
+def _filter(scaled: Tensor, metadata: SamplingMetadata, rank: Rank = sort_keys) -> None:
     """Set to -inf, in place, what min_p, top_k and top_p cut off; the likeliest token always stays.
 
     Each row's largest is 0. Of equal ones the first come first, as in a stable sort, so that the other
@@ -390,31 +407,30 @@ def _filter(scaled: Tensor, metadata: SamplingMetadata) -> None:
             continue
         at = upload(rows, scaled.device)
         logits = scaled[at]
-        if rows is with_k:  # these need no sort of the vocabulary
-            order = _likeliest(logits, int(top_k[rows].max()))
+        num = int(top_k[rows].max())
+        if 0 < num <= MOST_LIKELIEST:  # these need no sort of the vocabulary
+            order = _likeliest(logits, num, rank)
             values = logits.gather(1, order)
-            ranks = torch.arange(values.shape[1], device=values.device)
-            values = values.masked_fill(ranks >= of(top_k, rows), -math.inf)
         else:
             values, order = logits.sort(dim=-1, descending=True, stable=True)
+        if rows is with_k:
+            ranks = torch.arange(values.shape[1], device=values.device)
+            values.masked_fill_(ranks >= of(top_k, rows), -math.inf)
+        del logits  # in place and not kept: what lives here is the most that a step takes
         probs = values.softmax(-1)
-        beyond = probs.cumsum(-1) - probs >= of(top_p, rows)
+        beyond = probs.cumsum(-1).sub_(probs) >= of(top_p, rows)
+        del probs
         beyond[:, :1].fill_(False)  # the likeliest stays, even where top_p is 0 in float32
-        values = values.masked_fill(beyond, -math.inf)
-        scaled[at] = torch.full_like(logits, -math.inf).scatter_(1, order, values)
+        values.masked_fill_(beyond, -math.inf)
+        scaled[at] = scaled.new_full((len(rows), scaled.shape[1]), -math.inf).scatter_(1, order, values)
 
 
-def _likeliest(logits: Tensor, num: int) -> Tensor:
+def _likeliest(logits: Tensor, num: int, rank: Rank) -> Tensor:
     """Of each row of (R, V) float32, the first num (or V) of a stable descending sort, (R, num) int64.
 
-    `topk` may choose and order equal values as it likes. So it chooses among integers that all differ: the
-    bits of the float, turned so that they sort as it does, then those of the index, the lowest highest.
+    `topk` may choose and order equal values as it likes. So it chooses among integers that all differ.
     """
-    bits = (logits + 0.0).view(torch.int32).long()  # there is no -0.0, which would sort below 0.0
-    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    indices = torch.arange(logits.shape[1], device=logits.device)
-    keys = (ordered << 32) + (0x7FFFFFFF - indices)
-    top = keys.topk(min(num, logits.shape[1])).values
+    top = rank(logits).topk(min(num, logits.shape[1])).values
     return 0x7FFFFFFF - (top & 0xFFFFFFFF)
 
 

@@ -16,7 +16,7 @@ from nanoengine.config import ROUNDED, EngineConfig
 from nanoengine.engine import Chunk, ModelRunner, ScheduledBatch, Sequence
 from nanoengine.models.shard import Shard
 from nanoengine.models.weights import Checkpoint, digest_weights, load_model, resolve_dtype
-from nanoengine.sampling import draw_rows, sample_rows, scale_logits
+from nanoengine.sampling import draw_rows, sample_rows, scale_logits, sort_keys
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.steps import Stopwatch, uninterrupted
 
@@ -83,7 +83,7 @@ def start_runner(
     states = getattr(model, "states", None) or None
     state_bytes = 0 if states is None else states.slot_bytes
     device.prepare(model)
-    draw = device.draw or partial(draw_rows, scale=device.fuse(scale_logits))
+    draw = device.draw or partial(draw_rows, scale=device.fuse(scale_logits), rank=device.fuse(sort_keys))
     is_processed = config.logprobs_mode == "processed_logprobs"
     sample = partial(sample_rows, draw=draw, reports_processed=is_processed)
     block_size = config.block_size or device.block_size
@@ -179,7 +179,7 @@ def plan_trial(
     batches = [
         _batch(lengths, params, block_ids)
         for prompt_lengths, decode_lengths in ((prompts, decodes), (prompts[:1], decodes[:1]))
-        for lengths, params in ((prompt_lengths, SamplingParams()), (decode_lengths, most_work))
+        for lengths, params in ((prompt_lengths, SamplingParams(top_k=20)), (decode_lengths, most_work))
     ]
 
     @contextmanager

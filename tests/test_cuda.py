@@ -2,12 +2,14 @@
 
 import contextlib
 import functools
+import gc
 import importlib.util
 import os
 import subprocess
 import sys
 import tomllib
 import types
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +29,7 @@ from nanoengine.backends.cuda import (
     GraphRecorder,
     PinnedDownload,
     Staging,
+    fuse,
     graph_sizes,
     new_event,
 )
@@ -35,7 +38,8 @@ from nanoengine.backends.flash import FlashAttention, VarlenAttention
 from nanoengine.backends.kv_cache import KVCache, KVSpec
 from nanoengine.engine import ModelRunner, build_inputs
 from nanoengine.models.decoder import PlainKernels
-from nanoengine.sampling import SamplingRow, draw_rows, draw_tokens, scale_logits
+from nanoengine.sampling import SamplingRow, draw_rows, draw_tokens, scale_logits, sort_keys
+from tests import doubles
 from tests.attention import ALL_DECODES, ALL_FRESH, MIXED, check_attention, metadata_of
 from tests.doubles import FakeGPU, decode_grid, grids, varlen_attn
 from tests.helpers import batch_of, checkpoint, greedy, make_sequence, random_prompts
@@ -829,9 +833,102 @@ def test_fused_kernels_compute_what_the_plain_parts_do(tmp_path_factory):
     assert answers == [greedy(reference, prompt, 6) for prompt in prompts]
 
 
+def test_no_engine_loses_its_fusion_to_those_before_it_in_the_process():
+    """PyTorch gives up on a function that was compiled eight times, and calls it as it is, without a word."""
+    graphs: list = []
+
+    def count(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    compile = torch.compile
+    for size in range(8, 88, 8):  # of models of as many shapes
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("torch.compile", functools.partial(compile, backend=count))
+            norm = FusedKernels(PlainKernels).rms_norm
+        before = len(graphs)
+        norm(torch.ones(5, size), torch.ones(size), 1e-6)
+        norm(torch.ones(3, size), torch.ones(size), 1e-6, torch.ones(3, size))
+        assert len(graphs) == before + 2, size
+
+
+def test_an_older_pytorch_may_compile_for_many_engines(monkeypatch):
+    monkeypatch.setattr("nanoengine.backends.cuda.IS_ISOLATED", False)
+    with torch._dynamo.config.patch(recompile_limit=8):
+        fuse(torch.square)
+        assert torch._dynamo.config.recompile_limit == 64
+
+
+def test_a_layer_calls_four_compiled_functions(monkeypatch, tmp_path_factory):
+    calls = []
+
+    def fuse_noted(function):
+        def call(*args):
+            calls.append(function.__name__)
+            return function(*args)
+
+        return call
+
+    monkeypatch.setattr("nanoengine.backends.cuda.fuse", fuse_noted)
+    path, _ = checkpoint("qwen3", tmp_path_factory)
+    with LLM(path, num_kv_blocks=20, enforce_eager=True) as llm:
+        llm.llm_engine.runner.model.use_kernels(FusedKernels(PlainKernels))
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1), use_tqdm=False)
+    assert calls == ["rms_norm", "norm_rotate_both", "rms_norm", "silu_and_mul"] * 2 + ["rms_norm"]
+
+
+class Workspaces:
+    """What cuBLAS keeps for each stream; a graph that ends frees its stream's, those of live graphs too."""
+
+    def __init__(self, monkeypatch):
+        self.of_stream, workspaces = {}, self
+        monkeypatch.setattr("torch._C._cuda_clearCublasWorkspaces", self.of_stream.clear, raising=False)
+
+        class Recorder:
+            def __init__(self, stream):
+                self.stream = stream
+                gc.collect()  # real graphs do not refer to what they were captured from
+
+            def record(self, run):
+                run()
+                used = workspaces.of_stream.setdefault(self.stream, object())
+                stream = self.stream
+
+                class Graph:
+                    def __call__(self):
+                        assert workspaces.of_stream.get(stream) is used, "its workspace was freed"
+                        run()
+
+                    def __del__(self):
+                        workspaces.of_stream.pop(stream, None)
+
+                return Graph()
+
+        monkeypatch.setattr("nanoengine.backends.cuda.GraphRecorder", Recorder)
+        monkeypatch.setattr(
+            "tests.doubles.FakeGPU.capture_stream", functools.cached_property(lambda _: object())
+        )
+        doubles.FakeGPU.capture_stream.__set_name__(doubles.FakeGPU, "capture_stream")
+        monkeypatch.setattr("tests.doubles.FakeGPU.release", CUDA.release)
+
+
+def test_graphs_keep_what_cublas_needs_until_the_last_engine_is_closed(in_float32, qwen3, monkeypatch):
+    workspaces = Workspaces(monkeypatch)
+    monkeypatch.setattr(CUDA, "living", weakref.WeakSet())
+    settings = {"max_num_seqs": 3, "max_model_len": 32, "max_num_batched_tokens": 64}
+    with LLM(qwen3, **settings) as first:  # it tries its captures out before it makes them
+        expected = first.generate([[1, 2, 3]], ANSWER, use_tqdm=False)[0].outputs[0].token_ids
+        with LLM(qwen3, **settings) as second:
+            assert len(workspaces.of_stream) == 2
+        second.close()
+        assert first.generate([[1, 2, 3]], ANSWER, use_tqdm=False)[0].outputs[0].token_ids == expected
+        workspaces.of_stream[object()] = object()  # of a PyTorch that leaves it when a graph ends
+    assert not workspaces.of_stream
+
+
 def test_the_compiled_sampler_draws_the_tokens_the_plain_one_does():
     generator = torch.Generator().manual_seed(0)
-    compiled = torch.compile(scale_logits, dynamic=True)
+    compiled, keys = (torch.compile(function, dynamic=True) for function in (scale_logits, sort_keys))
     settings = [
         {},
         {"temperature": 0},
@@ -847,5 +944,6 @@ def test_the_compiled_sampler_draws_the_tokens_the_plain_one_does():
             SamplingRow(SamplingParams(**settings[i % 5]), 100 + i, 2, [1, 2], 1) for i in range(num_rows)
         ]
         expected = draw_tokens(logits, rows)
-        assert torch.equal(draw_tokens(logits, rows, functools.partial(draw_rows, scale=compiled)), expected)
+        draw = functools.partial(draw_rows, scale=compiled, rank=keys)
+        assert torch.equal(draw_tokens(logits, rows, draw), expected)
         assert (expected == -1).sum() == (num_rows == 20)

@@ -1,5 +1,6 @@
 """SamplingParams' validation, and the sampler against distributions worked out by hand."""
 
+import itertools
 import math
 from collections import Counter
 from dataclasses import replace
@@ -7,9 +8,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from nanoengine.backends.cpu import Kernels
-from nanoengine.sampling import RowSettings, SamplingRow, _filter, draw_rows, uniform
+from nanoengine.backends.device import Download
+from nanoengine.sampling import (
+    FILTERED_ROWS,
+    RowSettings,
+    SamplingRow,
+    _filter,
+    draw_rows,
+    sample_rows,
+    uniform,
+)
 from nanoengine.sampling_params import SamplingParams
 from tests.helpers import BAD_FIELDS, sample
 
@@ -379,3 +392,48 @@ def test_a_vocabulary_is_sorted_only_for_top_p_without_top_k(monkeypatch):
     assert sorted_rows == []
     sample(LOGITS.expand(3, -1), [row(top_k=2), row(top_p=0.5), row()])
     assert sorted_rows == [1]
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes that tensors made under it took at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.made, self.peak = {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor):
+                storage = x.untyped_storage()
+                self.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.made = {key: made for key, made in self.made.items() if not made[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self.made.values()))
+        return out
+
+
+def test_no_mix_of_parameters_takes_more_memory_than_the_trial_pass(monkeypatch):
+    """As on a GPU, with filters 64 rows at a time: 256 rows of 152k logits take half a GiB."""
+    num_rows, vocab_size = 256, 4096
+    monkeypatch.setattr("nanoengine.sampling.CACHED_LOGITS", FILTERED_ROWS * vocab_size)
+    logits = torch.randn(num_rows, vocab_size).bfloat16()
+
+    def peak(**settings):
+        row = SamplingRow(SamplingParams(**settings), 1, 2, [1, 2], 1)
+        with LiveBytes() as mode:
+            sample_rows(logits, [row] * num_rows, RowSettings([row] * num_rows), Download)
+        return mode.peak
+
+    choices = {
+        "temperature": (0, 1),
+        "top_k": (0, 20, vocab_size),
+        "top_p": (1, 0.5),
+        "min_p": (0, 0.1),
+        "repetition_penalty": (1, 1.1),
+        "logprobs": (None, 20),
+    }
+    trial = peak(top_p=0.5, min_p=0.1, repetition_penalty=1.1, logprobs=1)
+    for values in itertools.product(*choices.values()):
+        settings = dict(zip(choices, values, strict=True))
+        assert peak(**settings) <= 1.02 * trial, settings  # what is not as wide as the vocabulary
+    assert trial / (num_rows * vocab_size) * 256 * 151_936 <= 1 << 29

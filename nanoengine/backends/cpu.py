@@ -215,6 +215,20 @@ class Kernels:
         self.call("norm_rotate", out, x, x.stride(0), weight, float(eps), cos, sin, *x.shape)
         return out
 
+    def norm_rotate_both(
+        self,
+        q: Tensor,
+        k: Tensor,
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """As `norm_rotate`, of queries and keys."""
+        of_k = self.norm_rotate(k, k_weight, eps, cos, sin)
+        return self.norm_rotate(q, q_weight, eps, cos, sin), of_k
+
     @functools.cached_property
     def num_outputs(self) -> int:
         """How many outputs a block of a packed weight has."""

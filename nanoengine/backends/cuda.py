@@ -6,11 +6,13 @@ Top to bottom: transfers, fusion, decode graphs, and `CUDA`, which uses all.
 import bisect
 import functools
 import gc
+import inspect
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -108,10 +110,18 @@ class Staging:
 
 # ---- Fusion --------------------------------------------------------------------------------------
 
+IS_ISOLATED = "isolate_recompiles" in inspect.signature(torch.compile).parameters  # PyTorch 2.13
+
 
 def fuse(function: Function) -> Function:
-    """A function compiled at its first call, which on a GPU is in the trial pass or before a capture."""
-    return torch.compile(function, dynamic=True)  # type: ignore[return-value]
+    """A function compiled at its first call, which on a GPU is in the trial pass or before a capture.
+
+    PyTorch gives up on a function silently once it was compiled eight times: other engines' do not count.
+    """
+    isolated: Any = {"isolate_recompiles": True} if IS_ISOLATED else {}
+    if not IS_ISOLATED:
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+    return torch.compile(function, dynamic=True, **isolated)  # type: ignore[no-any-return]
 
 
 def fusion_obstacle(device: torch.device) -> str | None:
@@ -133,7 +143,7 @@ class FusedKernels:
 
     def __init__(self, plain: Any) -> None:
         self.rms_norm = fuse(plain.rms_norm)
-        self.norm_rotate = fuse(plain.norm_rotate)
+        self.norm_rotate_both = fuse(plain.norm_rotate_both)
         self.silu_and_mul = fuse(plain.silu_and_mul)
 
 
@@ -322,11 +332,13 @@ class CUDA(Device):
     max_num_batched_tokens = 8192
     async_scheduling = True
     more_memory = "raise gpu_memory_utilization or lower max_num_batched_tokens"
+    living: ClassVar["weakref.WeakSet[CUDA]"] = weakref.WeakSet()  # those of engines that are not closed
 
     def __init__(self, device: torch.device, config: EngineConfig) -> None:
         super().__init__(device, config)
         self.staging: Staging | None = None
         self.notes: list[str] = []  # for the user: what was chosen for this GPU, and why
+        self.living.add(self)
         self.no_fusion = "enforce_eager" if config.enforce_eager else fusion_obstacle(device)
 
     @functools.cached_property
@@ -336,7 +348,11 @@ class CUDA(Device):
 
     @functools.cached_property
     def capture_stream(self) -> Any:
-        """One for all captures: cuBLAS keeps memory for every stream it has run on, 32 MiB on a Hopper."""
+        """One for all captures of an engine, and for no other's.
+
+        cuBLAS keeps memory for every stream it has run on, 32 MiB on a Hopper. A graph that ends frees its
+        stream's, other graphs' too: https://github.com/pytorch/pytorch/issues/193402
+        """
         return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
     @property
@@ -462,4 +478,7 @@ class CUDA(Device):
         """As in the base class."""
         self.staging = None
         gc.collect()
+        self.living.discard(self)
+        if not self.living:  # before that PyTorch, cuBLAS keeps what it has; others' graphs may be using it
+            torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()

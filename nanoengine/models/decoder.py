@@ -196,9 +196,19 @@ class PlainKernels:
         return rms_norm(total, weight, eps), total
 
     @staticmethod
-    def norm_rotate(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
-        """Heads of x (T, heads, D) normalised, where there is a weight, and rotated by cos, sin (T, 1, D)."""
-        return rotate(x if weight is None else rms_norm(x, weight, eps), cos, sin)
+    def norm_rotate_both(
+        q: Tensor,
+        k: Tensor,
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Heads of q, k (T, .., D) normalised, where there are weights, and rotated by cos, sin (T, 1, D)."""
+        if q_weight is not None and k_weight is not None:
+            q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
+        return rotate(q, cos, sin), rotate(k, cos, sin)
 
     @staticmethod
     def silu_and_mul(gate_up: Tensor) -> Tensor:
@@ -251,13 +261,12 @@ class Attention(nn.Module):
         q, k, v = (
             part.view(len(x), -1, self.head_dim) for part in self.qkv_proj(x).split(self.sizes, dim=-1)
         )
-        q, k = self._norm_rotate(q, self.q_norm, cos, sin), self._norm_rotate(k, self.k_norm, cos, sin)
+        norms = self.q_norm, self.k_norm
+        weights = [None if norm is None else norm.weight for norm in norms]
+        eps = 0.0 if self.q_norm is None else self.q_norm.eps
+        q, k = self.kernels.norm_rotate_both(q, k, *weights, eps, cos, sin)
         out = attention(q, k, v, cache, scale=self.head_dim**-0.5, window=self.window)
         return self.o_proj(out.flatten(1))  # type: ignore[no-any-return]
-
-    def _norm_rotate(self, x: Tensor, norm: RMSNorm | None, cos: Tensor, sin: Tensor) -> Tensor:
-        weight, eps = (norm.weight, norm.eps) if norm is not None else (None, 0.0)
-        return self.kernels.norm_rotate(x, weight, eps, cos, sin)  # type: ignore[no-any-return]
 
 
 class MLP(nn.Module):
