@@ -19,17 +19,10 @@ site: .venv/site  ## the lessons, the guide and the page of a run for a host of 
 	$(BIN)/mkdocs build --strict
 
 # VLLM=path/to/python, of an environment with vLLM, adds it to the comparison; likewise NANO_VLLM.
-gpu: .venv/tested  ## everything that only a GPU can prove, into gpu-report.txt (benchmarks/gpu.md)
-	{ nvidia-smi; $(BIN)/pip list; \
-	$(BIN)/python -m pytest -m gpu -rA; \
-	TORCH_LOGS=recompiles $(BIN)/python -m benchmarks.gpu; \
-	$(BIN)/python bench.py --workload nano; \
-	$(BIN)/python -m benchmarks --workload nano --markdown \
-	  --engine nanoengine,transformers$(if $(VLLM),$(comma)vllm)$(if $(NANO_VLLM),$(comma)nano-vllm) \
-	  $(if $(VLLM),--python vllm=$(VLLM)) $(if $(NANO_VLLM),--python nano-vllm=$(NANO_VLLM)); \
-	} 2>&1 | tee gpu-report.txt
-
-comma := ,
+gpu: .venv/tested  ## everything that only a GPU can prove, into gpu-report/report.md (benchmarks/gpu.md)
+	nvidia-smi || true
+	$(BIN)/python -m benchmarks.gpu $(PIECES) $(if $(VLLM),--python vllm=$(VLLM)) \
+	  $(if $(NANO_VLLM),--python nano-vllm=$(NANO_VLLM))
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv

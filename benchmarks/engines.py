@@ -55,6 +55,17 @@ def drive(
     return {"seconds": seconds, "output_tokens": sum(map(len, stamps)), **latencies(arrivals, stamps)}
 
 
+def take_away(part: str) -> None:
+    """Have nanoengine do without its graphs or its fused kernels on a GPU, to see what they are good for."""
+    from nanoengine.backends import cuda
+    from nanoengine.backends.device import Forward
+
+    if part == "graphs":
+        cuda.CUDA.capture = lambda self, decodes: Forward(", no graphs (taken away)")  # type: ignore[method-assign]
+    else:
+        cuda.fusion_obstacle = lambda device: "taken away"  # type: ignore[assignment]
+
+
 def load_stepped(settings: dict[str, Any]) -> Run:
     """nanoengine, or whatever vLLM its environment holds: where they agree, one code drives both."""
     is_vllm = settings["engine"] == "vllm"
@@ -74,6 +85,9 @@ def load_stepped(settings: dict[str, Any]) -> Run:
     own: dict[str, Any] = vllm_settings
     if not is_vllm:
         own = {"device": settings["device"], "quantization": quantization or None, **settings_of(name)}
+    own |= settings.get("own", {})
+    if "without" in settings:
+        take_away(settings["without"])
     llm = LLM(**{name: settings[name] for name in names}, **own)
 
     def run(prompts: list[list[int]], output_lens: list[int], arrivals: list[float]) -> dict[str, Any]:

@@ -1,34 +1,145 @@
-"""A profile of decode steps on a GPU, how busy it is and what takes its time; and attention of mixed batches.
+"""What only a GPU can prove, in pieces of at most nine minutes; `make gpu` runs all and writes a report.
 
-python -m benchmarks.gpu
+python -m benchmarks.gpu                             # all of them, for forty minutes at most
+python -m benchmarks.gpu tests attention flash vllm  # these again; the report keeps what others found before
+python -m benchmarks.gpu --report                    # no piece: the report alone, from what is there
 """
 
+import argparse
 import json
+import os
+import signal
+import subprocess
 import sys
 import tempfile
 import time
+import traceback
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
-from torch.profiler import ProfilerActivity, profile
+from benchmarks.gpu_report import write_report
+from nanoengine.apps.workloads import SHAPES, WORKLOADS, Workload, parse_custom
 
-from nanoengine import LLM, SamplingParams
-from nanoengine.apps.workloads import SHAPES
-from nanoengine.backends.attention import PagedAttention
-from nanoengine.backends.flash import FlashAttention, VarlenAttention
-from nanoengine.backends.inputs import send_inputs
-from nanoengine.backends.kv_cache import KVCache, KVSpec
-from nanoengine.backends.triton import TritonAttention
-from nanoengine.engine import Chunk, ScheduledBatch, Sequence, build_inputs
-
-NUM_SEQS, NUM_STEPS = 64, 50
-NUM_HEADS, SPEC = 16, KVSpec(8, 128, 128, torch.bfloat16)  # Qwen3-0.6B's
-BLOCK_SIZE = 256
+PIECE_S, ALL_S = 540.0, 2400.0  # seconds a piece may take, and all of them
 
 
-def attention_ms(backend: type[PagedAttention], lens: list[tuple[int, int]], device: torch.device) -> float:
-    """Milliseconds of a layer's attention over sequences of (new tokens, all tokens), the least of five."""
+class Setup(NamedTuple):
+    """What the pieces run on; on a CPU they only show that they run."""
+
+    device: str = "cuda"
+    workload: Workload = WORKLOADS["nano"]
+    shape: str = "qwen3-0.6b"
+    pythons: dict[str, str] = {}  # noqa: RUF012  (an interpreter for each engine that has its own)
+
+
+# ---- Serving: nano-vllm's own benchmark ----------------------------------------------------------
+
+# By name: the engine, its settings, and what is taken away from it. What is compared comes first.
+SERVED: dict[str, tuple[str, dict[str, Any], str | None]] = {
+    "flash": ("nanoengine", {"attn_backend": "flash"}, None),
+    "varlen": ("nanoengine", {"attn_backend": "varlen"}, None),
+    "triton": ("nanoengine", {"attn_backend": "triton"}, None),
+    "nano-vllm": ("nano-vllm", {}, None),
+    "vllm": ("vllm", {}, None),
+    "without-graphs": ("nanoengine", {}, "graphs"),
+    "without-fusion": ("nanoengine", {}, "fusion"),
+    "without-async": ("nanoengine", {"async_scheduling": False}, None),
+    "without-prefix-cache": ("nanoengine", {"enable_prefix_caching": False}, None),
+    "varlen-without-graphs": ("nanoengine", {"attn_backend": "varlen"}, "graphs"),
+    "triton-without-graphs": ("nanoengine", {"attn_backend": "triton"}, "graphs"),
+    "nano-vllm-eager": ("nano-vllm", {"enforce_eager": True}, None),
+    "vllm-eager": ("vllm", {"enforce_eager": True}, None),
+    "transformers-cb": ("transformers-cb", {}, None),
+    "transformers": ("transformers", {}, None),
+}
+
+
+def serve(name: str, setup: Setup) -> dict[str, Any]:
+    """Output tokens per second of one engine that serves the workload, in a process of its own."""
+    from benchmarks import nano_vllm
+    from benchmarks.workers import start_worker
+    from nanoengine.models.weights import open_checkpoint
+
+    engine, own, without = SERVED[name]
+    workload, threads = setup.workload, os.cpu_count() or 1
+    prompt_lens, output_lens = workload.lengths()
+    longest = max(n + m for n, m in zip(prompt_lens, output_lens, strict=True))
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory, "config.json").write_text(json.dumps(SHAPES[setup.shape] | {"dtype": "bfloat16"}))
+        settings = {
+            "model": directory,
+            "load_format": "dummy",
+            "dtype": "bfloat16",
+            "device": setup.device,
+            "threads": threads,
+            "max_model_len": max(1024, -(-longest // 256) * 256),
+            "own": own,
+        }
+        if without is not None:
+            settings["without"] = without
+        if engine == "nano-vllm":
+            settings = nano_vllm.prepare(open_checkpoint(directory), settings, directory)
+        worker = start_worker(engine, setup.pythons.get(engine, sys.executable), threads)
+        try:
+            reply = worker.ask(settings)
+            versions, worker.error = reply.get("versions", {}), reply.get("error")
+            vocab_size = SHAPES[setup.shape]["vocab_size"]
+            prompts = workload.prompts("warm-up", vocab_size)[:16]
+            worker.error = worker.ask([prompts, [8] * len(prompts), [0.0] * len(prompts)]).get("error")
+            reply = worker.ask([workload.prompts("run", vocab_size), output_lens, [0.0] * len(output_lens)])
+        finally:
+            worker.close()
+    if "error" in reply:
+        return {"error": reply["error"]}
+    kept = {
+        key: reply[key] for key in ("seconds", "output_tokens", "cuda_peak_bytes", "phases") if key in reply
+    }
+    return kept | {"output_tokens_per_s": reply["output_tokens"] / reply["seconds"], "versions": versions}
+
+
+# ---- Tests ---------------------------------------------------------------------------------------
+
+
+def run_tests(setup: Setup) -> dict[str, Any]:
+    """The tests that are marked for a GPU: every kernel's, compiled."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-m",
+        "gpu",
+        "-q",
+        "-rfEs",
+        "--no-header",
+        "-p",
+        "no:cacheprovider",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    lines = done.stdout.strip().splitlines()
+    told = [line for line in lines if line.startswith(("FAILED", "ERROR", "SKIPPED"))]
+    return {
+        "summary": lines[-1] if lines else done.stderr[-500:],
+        "told": told,
+        "passed": not done.returncode,
+    }
+
+
+# ---- Attention -----------------------------------------------------------------------------------
+
+BLOCK_SIZE, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 256, 16, 8, 128  # Qwen3-0.6B's
+
+
+def attention_ms(backend: Any, lens: list[tuple[int, int]], device: Any, repeats: int = 5) -> float:
+    """Milliseconds of a layer's attention over sequences of (new tokens, all tokens), the least of a few."""
+    import torch
+
+    from nanoengine import SamplingParams
+    from nanoengine.backends.inputs import send_inputs
+    from nanoengine.backends.kv_cache import KVCache, KVSpec
+    from nanoengine.engine import Chunk, ScheduledBatch, Sequence, build_inputs
+
     chunks, num_blocks = [], 1
     for num_new, total in lens:
         seq = Sequence(0, [0] * total, SamplingParams())
@@ -39,63 +150,219 @@ def attention_ms(backend: type[PagedAttention], lens: list[tuple[int, int]], dev
     inputs = build_inputs(ScheduledBatch(chunks, [], num_tokens), BLOCK_SIZE)
     there = send_inputs(inputs, lambda arrays: [torch.tensor(array, device=device) for array in arrays])
     attention = backend(there.metadata, BLOCK_SIZE)
-    cache = KVCache.zeros(SPEC, num_blocks, BLOCK_SIZE, device)
-    q = torch.zeros(num_tokens, NUM_HEADS, SPEC.k_head_dim, dtype=SPEC.dtype, device=device)
-    kv = q[:, : SPEC.num_kv_heads].contiguous()
+    spec = KVSpec(NUM_KV_HEADS, HEAD_DIM, HEAD_DIM, torch.bfloat16)
+    cache = KVCache.zeros(spec, num_blocks, BLOCK_SIZE, device)
+    q = torch.zeros(num_tokens, NUM_HEADS, HEAD_DIM, dtype=spec.dtype, device=device)
+    kv = q[:, :NUM_KV_HEADS].contiguous()
     seconds = []
-    for _ in range(6):  # the first sets things up
+    for _ in range(1 + repeats):  # the first sets things up
         start = time.perf_counter()
-        attention(q, kv, kv, cache, scale=SPEC.k_head_dim**-0.5)
+        attention(q, kv, kv, cache, scale=HEAD_DIM**-0.5)
         if device.type == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
     return 1e3 * min(seconds[1:])
 
 
-def mixed_batches(device: torch.device, decodes: list[tuple[int, int]], chunk: tuple[int, int]) -> None:
-    """Print whether decodes are attended faster apart from the chunk of a prompt beside them."""
-    for backend in (FlashAttention, VarlenAttention, TritonAttention):
-        figures: dict[str, Any] = {"backend": backend.name}
-        if reason := backend.obstacle([SPEC], frozenset()):
-            figures["missing"] = reason
-        else:
-            together, *apart = (
-                attention_ms(backend, lens, device) for lens in ([*decodes, chunk], decodes, [chunk])
-            )
-            figures |= {"together_ms": together, "apart_ms": sum(apart)}
-        print(json.dumps(figures))
+BATCHES = {
+    "64 decodes at 2k": [(1, 2000)] * 64,
+    "256 decodes at 1k": [(1, 1000)] * 256,
+    "8 decodes at 4k": [(1, 4000)] * 8,
+    "a prompt of 4k": [(4096, 4096)],
+    "255 decodes and a chunk of 4k": [(1, 1000)] * 255 + [(4096, 6000)],
+}
 
 
-def main() -> None:
-    """Decode, first to warm up, then under the profiler; print what takes most time, and a JSON line."""
-    if not torch.cuda.is_available():
-        sys.exit("this PyTorch sees no GPU")
-    mixed_batches(torch.device("cuda"), [(1, 2000)] * NUM_SEQS, (1024, 3000))
+def measure_attention(setup: Setup, batches: dict[str, list[tuple[int, int]]] = BATCHES) -> dict[str, Any]:
+    """A layer's attention by each backend."""
+    import torch
+
+    from nanoengine.backends.attention import TorchAttention
+    from nanoengine.backends.flash import FlashAttention, VarlenAttention
+    from nanoengine.backends.kv_cache import KVSpec
+    from nanoengine.backends.triton import TritonAttention
+
+    device = torch.device(setup.device)
+    spec = KVSpec(NUM_KV_HEADS, HEAD_DIM, HEAD_DIM, torch.bfloat16)
+
+    def measure(backend: Any) -> dict[str, Any]:
+        reason = backend.obstacle([spec], frozenset())
+        if reason is None and setup.device == "cuda":
+            reason = backend.try_out([spec], frozenset(), BLOCK_SIZE, device)
+        if reason is not None:
+            return {"error": reason}
+        return {name: attention_ms(backend, lens, device) for name, lens in batches.items()}
+
+    kinds = FlashAttention, VarlenAttention, TritonAttention, TorchAttention
+    backends = {backend.name: measure(backend) for backend in kinds}
+    return {"backends": backends}
+
+
+# ---- A profile of decode steps -------------------------------------------------------------------
+
+NUM_SEQS, NUM_STEPS = 64, 50
+
+
+def profile_steps(setup: Setup) -> dict[str, Any]:
+    """How busy the GPU is in decode steps, and what takes its time: under a profiler of the GPU alone."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    from nanoengine import LLM, SamplingParams
+
+    is_cuda = setup.device == "cuda"
+    activity = ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU
+    wait: Callable[[], None] = torch.cuda.synchronize if is_cuda else lambda: None
+    found = {}
+    samplings: dict[str, dict[str, Any]] = {
+        "": {},
+        ", top_p": {"top_p": 0.9},
+        ", top_k": {"top_k": 20, "top_p": 0.95},
+    }
     with tempfile.TemporaryDirectory() as directory:
-        Path(directory, "config.json").write_text(json.dumps(SHAPES["qwen3-0.6b"]))
-        with LLM(directory, load_format="dummy", dtype="bfloat16") as llm:
-            for top_p in (1.0, 0.9):
-                params = SamplingParams(top_p=top_p, max_tokens=2 * NUM_STEPS, ignore_eos=True)
+        Path(directory, "config.json").write_text(json.dumps(SHAPES[setup.shape]))
+        settings = {
+            "load_format": "dummy",
+            "dtype": "bfloat16",
+            "device": setup.device,
+            "max_model_len": 1024,
+        }
+        with LLM(directory, **settings) as llm:
+            for name, sampling in samplings.items():
+                params = SamplingParams(max_tokens=2 * NUM_STEPS, ignore_eos=True, **sampling)
                 for i in range(NUM_SEQS):
                     llm.add_request(str(i), [1 + i] * 300, params)
                 for _ in range(NUM_STEPS // 2):
                     llm.step()
-                torch.cuda.synchronize()
-                activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
-                with profile(activities=activities) as profiler:
+                wait()
+                with profile(activities=[activity]) as profiler:
                     start = time.perf_counter()
                     for _ in range(NUM_STEPS):
                         llm.step()
-                    torch.cuda.synchronize()
+                    wait()
                     seconds = time.perf_counter() - start
                 while llm.has_unfinished_requests():
                     llm.step()
                 table = profiler.key_averages()
-                kernels = [event for event in table if event.device_type.name == "CUDA"]
-                busy = sum(event.self_device_time_total for event in kernels) / 1e6
-                print(table.table(sort_by="self_cuda_time_total", row_limit=15))
-                figures = {"top_p": top_p, "ms_per_step": 1e3 * seconds / NUM_STEPS, "busy": busy / seconds}
-                print(json.dumps(figures | {"sequences": NUM_SEQS, "gpu": torch.cuda.get_device_name()}))
+                kernels = [event for event in table if event.device_type.name == activity.name]
+                spent = {
+                    event.key[:60]: (event.self_device_time_total if is_cuda else event.self_cpu_time_total)
+                    / 1e3
+                    for event in kernels
+                }
+                most = sorted(spent.items(), key=lambda item: -item[1])[:12]
+                found[f"{NUM_SEQS} decodes{name}"] = {
+                    "ms_per_step": 1e3 * seconds / NUM_STEPS,
+                    "busy": sum(spent.values()) / 1e3 / seconds,
+                    "kernels_ms_per_step": {key: ms / NUM_STEPS for key, ms in most},
+                }
+    return found
+
+
+# ---- Pieces, and the run of them -----------------------------------------------------------------
+
+
+def about(setup: Setup) -> dict[str, Any]:
+    """The machine, and the versions of what runs."""
+    import importlib.metadata
+
+    from benchmarks.machine import machine
+
+    wanted = ("torch", "triton", "flash-attn", "transformers", "numpy")
+    versions = {}
+    for name in wanted:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return {"machine": machine(os.cpu_count() or 1, setup.device), "versions": versions}
+
+
+def compute(name: str, setup: Setup) -> dict[str, Any]:
+    """What a piece finds."""
+    others = {"about": about, "tests": run_tests, "attention": measure_attention, "profile": profile_steps}
+    return others[name](setup) if name in others else serve(name, setup)
+
+
+PIECES = ["about", "tests", "attention", "profile", *SERVED]
+
+
+def run_pieces(
+    names: Iterable[str],
+    directory: Path,
+    command: Callable[[str], list[str]],
+    piece_s: float = PIECE_S,
+    all_s: float = ALL_S,
+) -> None:
+    """Run each in a process of its own, whose last line is JSON, into a file of its name."""
+    directory.mkdir(exist_ok=True)
+    end = time.monotonic() + all_s
+    for name in names:
+        start = time.monotonic()
+        limit = min(piece_s, end - start)
+        if limit <= 0:
+            print(f"{name}: left out, the time is up; python -m benchmarks.gpu {name}", file=sys.stderr)
+            continue
+        print(f"{name} ...", file=sys.stderr, flush=True)
+        with (directory / f"{name}.log").open("w") as log:
+            process = subprocess.Popen(
+                command(name), stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
+            )
+            try:
+                out, _ = process.communicate(timeout=limit)
+                found = json.loads(out.strip().splitlines()[-1])
+            except subprocess.TimeoutExpired:
+                found = {"error": f"it did not end in {limit:.0f} s"}
+            except (ValueError, IndexError):
+                found = {"error": f"it ended with {process.returncode}, see {name}.log"}
+            finally:
+                with suppress(ProcessLookupError):  # and whatever it started
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        found["took_s"] = round(time.monotonic() - start, 1)
+        (directory / f"{name}.json").write_text(json.dumps(found))
+        print(f"{name}: {found.get('error', 'done')}, {found['took_s']} s", file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    """Run pieces, and write the report of all that were run so far."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("pieces", nargs="*", help=f"of {', '.join(PIECES)}; none: all")
+    parser.add_argument("--out", type=Path, default=Path("gpu-report"), help="a directory")
+    parser.add_argument(
+        "--python", action="append", default=[], metavar="ENGINE=PATH", help="its interpreter"
+    )
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: to see that it runs")
+    parser.add_argument("--custom", type=parse_custom, metavar="REQUESTS:PROMPT:OUTPUT", help="not nano's")
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
+    parser.add_argument("--report", action="store_true", help="write the report alone")
+    parser.add_argument("--piece", choices=PIECES, help=argparse.SUPPRESS)  # one, here: its result is printed
+    args = parser.parse_args()
+    if unknown := set(args.pieces).difference(PIECES):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(PIECES)}")
+    pythons = dict(item.partition("=")[::2] for item in args.python)
+    if args.piece:
+        setup = Setup(args.device, args.custom or WORKLOADS["nano"], args.shape, pythons)
+        replies = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)  # engines print; that goes to the log
+        try:
+            found = compute(args.piece, setup)
+        except Exception as error:
+            traceback.print_exc()
+            found = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
+        print(json.dumps(found), file=replies, flush=True)
+        return
+    if not args.report:
+        import torch
+
+        if args.device == "cuda" and not torch.cuda.is_available():
+            sys.exit("this PyTorch sees no GPU")
+        options = [f"--python={item}" for item in args.python]
+        options += [f"--device={args.device}", f"--shape={args.shape}"]
+        options += [f"--custom={args.custom.name}"] if args.custom else []
+        command = [sys.executable, "-m", "benchmarks.gpu", *options]
+        run_pieces(args.pieces or PIECES, args.out, lambda name: [*command, "--piece", name])
+    print(write_report(args.out))
 
 
 if __name__ == "__main__":

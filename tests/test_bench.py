@@ -15,11 +15,10 @@ import transformers
 from torch import nn
 
 import benchmarks.__main__ as command
-from benchmarks import ablation, host, quality, served
+from benchmarks import ablation, gpu, gpu_report, host, quality, served
 from benchmarks.ablation import TRICKS, WITHOUT
 from benchmarks.compare import bench_model
 from benchmarks.engines import load_stepped
-from benchmarks.gpu import mixed_batches
 from benchmarks.machine import instruction_set, machine
 from benchmarks.report import draw, hardware
 from benchmarks.runs import latencies
@@ -545,19 +544,14 @@ def test_a_wrong_option_is_refused_before_anything_starts(arguments, message, mo
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 @pytest.mark.parametrize("peers", [[], ["vllm"], ["nano-vllm"], ["vllm", "nano-vllm"]])
-def test_make_gpu_compares_with_the_engines_whose_pythons_it_is_given(peers, monkeypatch):
+def test_make_gpu_compares_with_the_engines_whose_pythons_it_is_given(peers):
     pythons = dict.fromkeys(peers, sys.executable)
     variables = [f"{peer.upper().replace('-', '_')}={python}" for peer, python in pythons.items()]
     recipe = subprocess.run(
         ["make", "--dry-run", "gpu", *variables], capture_output=True, text=True, cwd=ROOT, check=True
     ).stdout.replace("\\\n", "")
-    (comparison,) = [line for line in recipe.split(";") if "-m benchmarks " in line]
-    monkeypatch.setattr(sys, "argv", ["benchmarks", *shlex.split(comparison)[3:]])
-    args = command.parse_arguments()
-    assert args.engine == ["nanoengine", "transformers", *peers]
-    assert args.pythons == pythons
-    assert [workload.name for workload in args.workload] == ["nano"]
-    assert args.markdown
+    (line,) = [line for line in recipe.splitlines() if "-m benchmarks.gpu" in line]
+    assert shlex.split(line)[3:] == [x for peer in peers for x in ("--python", f"{peer}={sys.executable}")]
 
 
 def test_llama_cpp_without_what_writes_its_file_is_refused_with_the_remedy(monkeypatch, capsys):
@@ -598,16 +592,81 @@ def test_every_built_in_shape_is_one_the_engine_serves(tmp_path):
         )
 
 
-def test_mixed_batches_are_timed_together_and_apart_by_every_backend_there_is(flash_doubles, capsys):
-    mixed_batches(torch.device("cpu"), [(1, 300), (1, 20)], (5, 400))
-    flash, varlen, triton = map(json.loads, capsys.readouterr().out.splitlines())
-    assert [flash["backend"], varlen["backend"], triton["backend"]] == ["flash", "varlen", "triton"]
-    assert flash_doubles["with_kvcache"] == 6  # the decodes, apart
-    assert flash_doubles["varlen packed"] == 6
-    assert flash_doubles["varlen paged"] == 2 * 6 + 3 * 6
-    for figures in (flash, varlen):
-        assert min(figures["together_ms"], figures["apart_ms"]) > 0
-    assert "needs a GPU" in triton["missing"] or "not installed" in triton["missing"]
+def test_attention_is_timed_by_every_backend_there_is(flash_doubles):
+    batches = {"decodes": [(1, 300), (1, 20)], "mixed": [(1, 300), (5, 400)]}
+    found = gpu.measure_attention(gpu.Setup("cpu"), batches)["backends"]
+    assert list(found) == ["flash", "varlen", "triton", "torch"]
+    assert flash_doubles["with_kvcache"] == 2 * 6
+    assert flash_doubles["varlen packed"] == 2 * 6
+    for name in ("flash", "varlen", "torch"):
+        assert found[name].keys() == batches.keys()
+        assert min(found[name].values()) > 0
+    assert "needs a GPU" in found["triton"]["error"]
+
+
+def test_a_piece_that_fails_or_does_not_end_is_an_entry_of_the_gpu_s_report(tmp_path):
+    served = {"output_tokens_per_s": 20_000.0, "cuda_peak_bytes": 2 << 30}
+    programs = {
+        "flash": f"print('noise'); print({json.dumps(json.dumps(served))})",
+        "varlen": "import sys; sys.exit('no such thing')",
+        "triton": "import time; time.sleep(60)",
+        "without-graphs": 'print("{\\"output_tokens_per_s\\": 5000.0}")',
+    }
+
+    def command(name):
+        return [sys.executable, "-c", programs[name]]
+
+    gpu.run_pieces(programs, tmp_path, command, piece_s=2)
+    gpu.run_pieces(["vllm"], tmp_path, command, all_s=0)
+    page = gpu_report.write_report(tmp_path).read_text()
+    assert "| flash | 23,000 | 20,000 | 0.87 | 2.0 |" in page
+    assert "| varlen | 21,900 | it ended with 1, see varlen.log | - | - |" in page
+    assert "no such thing" in (tmp_path / "varlen.log").read_text()
+    assert "| triton | 17,300 | it did not end in 2 s | - | - |" in page
+    assert "| vllm | 26,000 | not run | - | - |" in page
+    assert "| without graphs | 5,000 | 0.25 |" in page
+    assert (tmp_path / "served.png").stat().st_size > 1000
+    gpu.run_pieces(["varlen"], tmp_path, lambda name: command("flash"))  # one again, and the rest is kept
+    page = gpu_report.write_report(tmp_path).read_text()
+    assert "| varlen | 21,900 | 20,000 |" in page
+    assert "| flash | 23,000 | 20,000 |" in page
+
+
+def test_the_gpu_s_report_has_a_table_of_every_piece(tmp_path):
+    step = {"ms_per_step": 2.0, "busy": 0.97, "kernels_ms_per_step": {"gemm": 1.0}}
+    pieces = {
+        "about": {"machine": {"gpu": "H200", "cores": 16}, "versions": {"torch": "2.13"}},
+        "tests": {"summary": "1 failed, 99 passed", "told": ["FAILED tests/a.py::b"], "passed": False},
+        "attention": {
+            "backends": {"flash": {"decodes": 0.5}, "triton": {"error": "Triton needs a GPU"}},
+        },
+        "profile": {"64 decodes": step, "took_s": 3.0},
+    }
+    for name, found in pieces.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(found))
+    page = gpu_report.write_report(tmp_path).read_text()
+    for line in (
+        "H200, 16 cores; torch 2.13.",
+        "1 failed, 99 passed",
+        "FAILED tests/a.py::b",
+        "| flash | 0.500 |",
+        "| triton | Triton needs a GPU |",
+        "| 64 decodes | 2.00 | 97% |",
+        "| `gemm` | 1.000 |",
+        "| flash | 23,000 | not run | - | - |",
+    ):
+        assert line in page.splitlines(), line
+
+
+@pytest.mark.slow
+def test_the_gpu_s_pieces_run_on_a_cpu_with_small_sizes(tmp_path):
+    options = ["--device", "cpu", "--custom", "2:8:4", "--shape", "tiny", "--out", str(tmp_path)]
+    names = ["about", "profile", "without-async", "transformers"]
+    subprocess.run([sys.executable, "-m", "benchmarks.gpu", *options, *names], cwd=ROOT, check=True)
+    found = gpu_report.load(tmp_path)
+    assert not [piece["error"] for piece in found.values() if "error" in piece]
+    assert found["without-async"]["output_tokens"] == found["transformers"]["output_tokens"] == 8
+    assert "| transformers | - |" in (tmp_path / "report.md").read_text()
 
 
 @pytest.mark.parametrize(("kind", "most"), [("FINAL_ONLY", 8), ("DELTA, text", 22)])

@@ -30,7 +30,13 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
-runs_kernels = pytest.mark.skipif(not (INTERPRETED or ON_GPU), reason="run again under Triton's interpreter")
+
+def runs_kernels(test):
+    """On a GPU too: `make gpu` runs what has the mark."""
+    reason = "run again under Triton's interpreter"
+    return pytest.mark.gpu(pytest.mark.skipif(not (INTERPRETED or ON_GPU), reason=reason)(test))
+
+
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="run again under Triton's interpreter")
 compiles = pytest.mark.skipif(INTERPRETED, reason="what is interpreted is not compiled")
 
@@ -47,6 +53,12 @@ def test_all_of_this_file_passes_under_tritons_interpreter(which):
     result = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     assert re.search(r"\d passed", result.stdout), result.stdout
+
+
+def test_every_test_that_runs_kernels_runs_on_a_gpu_too():
+    for name, test in globals().items():
+        if name.startswith("test_") and {"check", "attend", "try_out"} & set(test.__code__.co_names):
+            assert "gpu" in {mark.name for mark in test.pytestmark}, name
 
 
 # ---- Against dense attention ---------------------------------------------------------------------
