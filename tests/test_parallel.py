@@ -257,6 +257,57 @@ def test_a_step_arrives_as_it_was_sent():
             np.testing.assert_array_equal(mine, theirs, strict=isinstance(theirs, np.ndarray))
 
 
+class FakeGroup:
+    """A process group that keeps what is sent; it returns nothing to wait for where that is queued."""
+
+    def __init__(self, queued=False):
+        self.sent, self.queued = [], queued
+
+    def broadcast(self, tensors, options):
+        self.sent.append(tensors[0].clone())
+        return self._work(options)
+
+    def allreduce(self, tensors, options):
+        return self._work(options)
+
+    def _allgather_base(self, out, x, options):
+        return self._work(options)
+
+    def _work(self, options):
+        assert options.asyncOp != self.queued
+        return None if self.queued else SimpleNamespace(wait=lambda: None)
+
+
+def ranks_between(group, control):
+    ranks = object.__new__(parallel.Ranks)
+    ranks._group, ranks._control, ranks._workers, ranks.lost, ranks.size = group, control, None, None, 2
+    return ranks
+
+
+def test_collectives_run_on_the_stream_of_what_is_before_and_behind_them():
+    ranks, x = ranks_between(FakeGroup(queued=True), None), torch.ones(3, 2)
+    ranks.all_reduce(x)
+    ranks.broadcast(x)
+    assert ranks.gather(x).shape == (3, 4)
+
+
+@pytest.mark.parametrize(("num_seqs", "num_messages"), [(1, 1), (256, 1), (1000, 2)])
+def test_a_step_is_one_message_unless_it_is_large(num_seqs, num_messages):
+    seq = make_sequence(0, list(range(9)))
+    seq.block_table = list(range(1, 10))
+    step = build_inputs(batch_of(*[(seq, 8, 9)] * num_seqs), 1)
+    group = FakeGroup()
+    ranks_between(None, group).begin(parallel.STEP, step)
+    assert len(group.sent) == num_messages
+    messages = iter(group.sent)
+    other = ranks_between(None, None)
+    other._send = lambda x: x.copy_(next(messages))
+    kind, _, got = other.receive()
+    assert kind == parallel.STEP
+    np.testing.assert_array_equal(got.metadata.block_tables, step.metadata.block_tables)
+    np.testing.assert_array_equal(got.positions, step.positions)
+
+
 @pytest.mark.parametrize("name", ["qwen3 with attention bias", "uneven", "qwen2 tied"])
 def test_each_rank_reads_its_own_part_and_all_parts_are_the_whole(name, path_of, in_threads):
     path = path_of(name)

@@ -43,6 +43,7 @@ import numpy as np
 import torch
 import torch.distributed
 from torch import Tensor, nn
+from torch._C._distributed_c10d import AllgatherOptions
 
 from nanoengine.backends.device import Compute, Decodes, Device, Download, Forward
 from nanoengine.backends.inputs import AttentionMetadata, ModelInputs, send_inputs
@@ -60,6 +61,7 @@ dist: Any = torch.distributed  # whose groups' own methods have no types
 
 CLOSE, STEP, LOGITS = range(3)  # the first number of a header: what to do
 HEADER = 10  # numbers of a header; those it does not need are zeros
+MESSAGE = 1 << 14  # int32 of a message: the header, and as much of a step as fits, mostly all
 
 
 def encode_step(inputs: ModelInputs[np.ndarray]) -> tuple[list[int], np.ndarray]:
@@ -163,18 +165,19 @@ class Ranks:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, in place."""
-        self._wait(lambda: self._group.allreduce([x]))
+        self._wait(lambda: self._group.allreduce([x], _queued(dist.AllreduceOptions())))
         return x
 
     def broadcast(self, x: Tensor) -> Tensor:
         """Rank 0's x, in place."""
-        self._wait(lambda: self._group.broadcast([x], _from_rank_0()))
+        self._wait(lambda: self._group.broadcast([x], _queued(_from_rank_0())))
         return x
 
     def gather(self, x: Tensor) -> Tensor:
         """All ranks' x (R, C) side by side, (R, size * C)."""
         out = x.new_empty(self.size * len(x), x.shape[1])
-        self._wait(lambda: self._group._allgather_base(out, x.contiguous()))
+        options = _queued(AllgatherOptions())
+        self._wait(lambda: self._group._allgather_base(out, x.contiguous(), options))
         return out.view(self.size, *x.shape).transpose(0, 1).reshape(len(x), -1)
 
     def minimum(self, number: int) -> int:
@@ -190,12 +193,15 @@ class Ranks:
     def begin(self, kind: int, inputs: ModelInputs[np.ndarray] | None = None, num_rows: int = 0) -> None:
         """Tell the others what is computed next; from here to `end` they depend on this rank."""
         self.check()
-        header, buffer = [kind, num_rows], None
+        header, buffer = [kind, num_rows], np.zeros(0, dtype=np.int32)
         if inputs is not None:
             header, buffer = encode_step(inputs)
-        self._send(torch.tensor(header + [0] * (HEADER - len(header))))
-        if buffer is not None:
-            self._send(torch.from_numpy(buffer))
+        message = np.zeros(MESSAGE, dtype=np.int32)
+        message[: len(header)] = header
+        message[HEADER : HEADER + len(buffer)] = buffer[: MESSAGE - HEADER]
+        self._send(torch.from_numpy(message))
+        if HEADER + len(buffer) > MESSAGE:
+            self._send(torch.from_numpy(buffer[MESSAGE - HEADER :]))
         self.lost = "rank 0 failed in a forward pass, in which the other ranks wait for it"
 
     def end(self) -> None:
@@ -204,11 +210,15 @@ class Ranks:
 
     def receive(self) -> tuple[int, int, ModelInputs[np.ndarray] | None]:
         """What rank 0 began: the kind, and a number of rows or a step's arrays."""
-        header = self._send(torch.empty(HEADER, dtype=torch.int64)).tolist()
+        message = self._send(torch.empty(MESSAGE, dtype=torch.int32)).numpy()
+        header = message[:HEADER].tolist()
         if header[0] != STEP:
             return header[0], header[1], None
-        buffer = self._send(torch.empty(buffer_size(header), dtype=torch.int32))
-        return STEP, 0, decode_step(header, buffer.numpy())
+        size, buffer = buffer_size(header), message[HEADER:]
+        if size > len(buffer):
+            rest = self._send(torch.empty(size - len(buffer), dtype=torch.int32)).numpy()
+            buffer = np.concatenate((buffer, rest))
+        return STEP, 0, decode_step(header, buffer)
 
     def check(self) -> None:
         """Raise EngineDeadError once a rank is lost."""
@@ -224,7 +234,8 @@ class Ranks:
 
     def _wait(self, start: Callable[[], Any]) -> None:
         try:
-            start().wait()
+            if (work := start()) is not None:  # of what is queued behind all else, some groups return nothing
+                work.wait()
         except RuntimeError as error:
             cause = self._workers.why() if self._workers is not None else None
             self.lost = cause or f"the ranks lost each other: {error}"
@@ -249,7 +260,7 @@ class Ranks:
             self._workers.is_closing = True
         if self.leads and not self.lost:
             with suppress(EngineDeadError):
-                self._send(torch.zeros(HEADER, dtype=torch.int64), CLOSING)
+                self._send(torch.zeros(MESSAGE, dtype=torch.int32), CLOSING)
         self.leads, self.lost = False, self.lost or "it is closed"
         if self._workers is not None:
             self._workers.stop()
@@ -270,6 +281,12 @@ def _keep_groups() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_keep_groups)
+
+
+def _queued(options: Any) -> Any:
+    """Options of a collective that NCCL runs on the current stream, and not on its own: two waits less."""
+    options.asyncOp = False
+    return options
 
 
 def _from_rank_0(timeout: timedelta | None = None) -> Any:
