@@ -63,7 +63,7 @@ def take_away(part: str) -> None:
     if part == "graphs":
         cuda.CUDA.capture = lambda self, decodes: Forward(", no graphs (taken away)")  # type: ignore[method-assign]
     else:
-        cuda.fusion_obstacle = lambda device: "taken away"  # type: ignore[assignment]
+        cuda.fusion_obstacle = lambda device: "taken away"
 
 
 def load_stepped(settings: dict[str, Any]) -> Run:
