@@ -121,7 +121,7 @@ def fuse(function: Function) -> Function:
     isolated: Any = {"isolate_recompiles": True} if IS_ISOLATED else {}
     if not IS_ISOLATED:
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-    return torch.compile(function, dynamic=True, **isolated)  # type: ignore[no-any-return]
+    return torch.compile(function, dynamic=True, **isolated)  # type: ignore[return-value]
 
 
 def fusion_obstacle(device: torch.device) -> str | None:
