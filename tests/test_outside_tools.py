@@ -39,7 +39,7 @@ print(json.dumps(said))
 @pytest.fixture(scope="module")
 def python(tmp_path_factory) -> Path:
     """The interpreter of an environment with the tools, made once for all of pytest's processes."""
-    where = tmp_path_factory.getbasetemp()
+    where: Path = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         where = where.parent
     path, done = where / "tools", where / "tools.log"

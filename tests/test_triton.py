@@ -71,7 +71,7 @@ check = functools.partial(check_attention, TritonAttention, device=DEVICE)
 
 
 @runs_kernels
-@pytest.mark.parametrize("block_size", [1, 3, 16, 256])
+@pytest.mark.parametrize("block_size", [1, 16, *(pytest.param(n, marks=at_length) for n in (3, 256))])
 def test_any_mix_of_prompts_chunks_and_decodes_equals_dense_attention(block_size):
     check(MIXED, block_size)
 
@@ -83,7 +83,7 @@ def test_batches_of_one_kind_and_chunks_of_several_tiles_equal_dense_attention(l
 
 
 @runs_kernels
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float16, marks=at_length), torch.bfloat16])
 @pytest.mark.parametrize("lens", [MIXED, ALL_DECODES])
 def test_half_precision_equals_dense_attention_within_its_rounding(lens, dtype):
     check(lens, 16, dtype=dtype)
@@ -93,7 +93,8 @@ def test_half_precision_equals_dense_attention_within_its_rounding(lens, dtype):
 @pytest.mark.parametrize(
     ("head_dim", "dtype"),
     [
-        *[(dim, torch.float32) for dim in (8, 20, 64, 80, 96, 128, 256, 300)],
+        *[(dim, torch.float32) for dim in (8, 20, 128, 300)],
+        *[pytest.param(dim, torch.float32, marks=at_length) for dim in (64, 80, 96, 256)],
         *[(dim, torch.bfloat16) for dim in (20, 128, 300)],
     ],
 )
@@ -108,7 +109,10 @@ def test_values_may_be_narrower_or_wider_than_keys(head_dim, v_head_dim):
 
 
 @runs_kernels
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (8, 1), (3, 3), (17, 1)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads"),
+    [(4, 4), (6, 2), (17, 1), *(pytest.param(n, k, marks=at_length) for n, k in ((8, 1), (3, 3)))],
+)
 def test_grouped_and_multi_query_heads_read_their_own_kv_head(heads, kv_heads):
     check([*SHORT, (20, 30), (1, 300)], 16, heads=heads, kv_heads=kv_heads)
 
@@ -149,7 +153,7 @@ AT_THE_EDGES = [MIN_SPAN - 1, MIN_SPAN, MIN_SPAN + 1, 2 * MIN_SPAN, 2 * MIN_SPAN
     [
         [(1, n) for n in AT_THE_EDGES],
         [(1, MAX_SPLITS * MIN_SPAN + 1)],
-        [(1, 3 * MAX_SPLITS * MIN_SPAN // 2 + 5), (3, 500)],
+        pytest.param([(1, 3 * MAX_SPLITS * MIN_SPAN // 2 + 5), (3, 500)], marks=at_length),
     ],
 )
 @pytest.mark.parametrize("settings", [{}, {"window": 520, "sinks": SINKS}])

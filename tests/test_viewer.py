@@ -575,6 +575,38 @@ def test_the_page_in_docs_is_this_viewer_with_a_trace_that_shows_everything(open
     assert [step["changes"] for step in played[1:]] == [step["changes"] for step in events[1:]]
 
 
+def what_happens(event: dict) -> set[str]:
+    """A step's events that lessons point at."""
+    found = set()
+    for change in event["changes"]:
+        if change["change"] == "admit":
+            found |= {"hit"} if change["hits"][0] else set()
+            found |= {"revived"} if change["revived"] else set()
+        if change["change"] == "free" and change["why"] == "preempted":
+            found.add("preempted")
+        if change["change"] == "schedule" and not all(chunk["samples"] for chunk in change["chunks"]):
+            found.add("a part of a prompt")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("lesson", "expected"),
+    [
+        ("04-prefix-caching", "hit"),
+        ("05-eviction", "revived"),
+        ("07-chunked-prompts", "a part of a prompt"),
+        ("08-preemption", "preempted"),
+        ("one-evening", "preempted"),
+    ],
+)
+def test_the_steps_that_a_lesson_points_at_show_what_it_is_about(lesson, expected):
+    events = events_of((ROOT / "docs" / "run.html").read_text())
+    steps = re.findall(r"run\.html#(\d+)", (ROOT / "docs" / f"{lesson}.md").read_text())
+    assert steps
+    assert expected in what_happens(events[int(steps[0])])
+    assert all(what_happens(events[int(step)]) for step in steps)
+
+
 def open_recorded(browser) -> None:
     browser.get("about:blank")
     browser.get((ROOT / "docs" / "run.html").as_uri())
