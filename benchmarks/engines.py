@@ -55,17 +55,6 @@ def drive(
     return {"seconds": seconds, "output_tokens": sum(map(len, stamps)), **latencies(arrivals, stamps)}
 
 
-def take_away(part: str) -> None:
-    """Have nanoengine do without its graphs or its fused kernels on a GPU, to see what they are good for."""
-    from nanoengine.backends import cuda
-    from nanoengine.backends.device import Forward
-
-    if part == "graphs":
-        cuda.CUDA.capture = lambda self, decodes: Forward(", no graphs (taken away)")  # type: ignore[method-assign]
-    else:
-        cuda.fusion_obstacle = lambda device: "taken away"
-
-
 def load_stepped(settings: dict[str, Any]) -> Run:
     """nanoengine, or whatever vLLM its environment holds: where they agree, one code drives both."""
     is_vllm = settings["engine"] == "vllm"
@@ -87,7 +76,7 @@ def load_stepped(settings: dict[str, Any]) -> Run:
         own = {"device": settings["device"], "quantization": quantization or None, **settings_of(name)}
     own |= settings.get("own", {})
     if "without" in settings:
-        take_away(settings["without"])
+        TRICKS[settings["without"]].switch_off()
     llm = LLM(**{name: settings[name] for name in names}, **own)
 
     def run(prompts: list[list[int]], output_lens: list[int], arrivals: list[float]) -> dict[str, Any]:
