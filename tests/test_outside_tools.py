@@ -48,8 +48,8 @@ def python(tmp_path_factory) -> Path:
             subprocess.run([sys.executable, "-m", "venv", path], check=True)
             (site,) = path.glob("lib/python*/site-packages")
             (site / "outer.pth").write_text(sysconfig.get_path("purelib"))
-            command = [path / "bin" / "python", "-m", "pip", "install", "--no-compile"]
-            made = subprocess.run([*command, "-r", LISTED], capture_output=True, text=True)
+            command = [str(path / "bin" / "python"), "-m", "pip", "install", "--no-compile"]
+            made = subprocess.run([*command, "-r", str(LISTED)], capture_output=True, text=True)
             done.write_text(made.stderr if made.returncode else "")
     if "(from versions: none)" in done.read_text():  # as pip says where it reaches no index
         pytest.skip(f"needs PyPI: {done.read_text()[-300:]}")
