@@ -618,11 +618,14 @@ def interrupt_generate(llm, num_places):
     def run():
         return answers(llm.generate(["ab", "c"], params, use_tqdm=False))
 
+    expected = run()  # a first run makes what later ones find
+    llm.reset_prefix_cache()
     with Lines() as every:
-        expected = run()
+        assert run() == expected
     interrupts = 0
     # The first and last lines one by one: there the requests are queued and cleaned up.
-    for at in [*range(1, every.count, every.count // num_places), *range(every.count - 60, every.count + 1)]:
+    spread = {1 + place * every.count // num_places for place in range(num_places)}
+    for at in sorted(spread | set(range(every.count - 60, every.count + 1))):
         llm.reset_prefix_cache()
         with suppress(KeyboardInterrupt), Lines(at=at, strike=ctrl_c):
             run()
