@@ -135,14 +135,15 @@ class Learner:
             group, received = self.group, self.received
             self.group = self.received = None
             with answering():
-                if group is None or received is None:
-                    raise ValueError("call /init_weight_transfer_engine and /start_weight_update first")
                 try:
+                    if group is None or received is None:
+                        raise ValueError("call /init_weight_transfer_engine and /start_weight_update first")
                     (shapes,) = await self.engine.collective_rpc("tensor_shapes")
                     announced = check(body.update_info, shapes)
                     received |= await asyncio.to_thread(group.receive, announced)
                 except BaseException:
-                    group.close()
+                    if group is not None:
+                        group.close()  # of itself it ends with the error, which Python may keep for long
                     raise
             self.group, self.received = group, received
         return JSON({"message": "Weights updated"})
