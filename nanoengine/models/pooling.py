@@ -64,7 +64,10 @@ def read_pooling(
         or getattr(hf_config, "is_causal", True) is False
         or getattr(hf_config, "use_bidirectional_attention", None)
     ):
-        raise UnsupportedModelError("it is no causal decoder, and only these pool")
+        raise UnsupportedModelError(
+            "it is no causal decoder (an encoder's tokens look ahead); embeddings, scores and classes are "
+            "made by causal language models, such as Qwen3-Embedding"
+        )
     if not is_classifier:
         return _embedding(path, hf_config, pooler_config or {})
     if pooler_config:
