@@ -82,6 +82,44 @@ def test_what_is_packaged_is_all_of_the_package():
         assert packaged >= {path for path in folder.iterdir() if path.is_file()}
 
 
+def interpreter(version: str) -> str | None:
+    """One of that version: on the path, or in a folder beside this one's, where pyenv and uv have them."""
+    name = f"python{version}"
+    beside = Path(sys.base_prefix).parent.glob(f"*{version}*/bin/{name}")
+    for python in (shutil.which(name), *map(str, beside)):
+        if python and subprocess.run([python, "-c", ""], capture_output=True).returncode == 0:
+            return python
+    return None
+
+
+# Prints the modules it has; what is passed over by one Python, as "\d" by 3.11, is an error to it.
+READ = "import sys; [compile(open(path, 'rb').read(), path, 'exec') for path in sys.argv[1:]]; "
+READ += "print(*sys.stdlib_module_names)"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ["3.12", "3.13", "3.14"])
+def test_a_later_python_reads_all_sources_without_a_warning_and_has_the_modules_they_import(version):
+    """As far as that goes without PyTorch; the list of commands needs none."""
+    python = interpreter(version)
+    if python is None:
+        pytest.skip(f"there is no Python {version}")
+    sources = [path for folder in (".", "*", "nanoengine/*") for path in ROOT.glob(f"{folder}/*.py")]
+    assert DEMO / "train.py" in sources
+
+    def run(*arguments):
+        command = [python, "-B", "-W", "error", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    imported = {
+        name for path in sources for name in re.findall(r"^ *(?:import|from) (\w+)", path.read_text(), re.M)
+    }
+    assert imported & sys.stdlib_module_names <= {*run("-c", READ, *sources).split()}
+    assert "an OpenAI-compatible server" in run("-m", "nanoengine", "--help")
+
+
 # ---- a wheel and a source distribution, installed and used ----------------------------------------
 
 
