@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 from benchmarks.gpu_report import write_report
 from nanoengine.apps.workloads import SHAPES, WORKLOADS, Workload, parse_custom
@@ -174,13 +175,13 @@ BATCHES = {
 
 
 def measure_attention(setup: Setup, batches: dict[str, list[tuple[int, int]]] = BATCHES) -> dict[str, Any]:
-    """A layer's attention by each backend."""
+    """A layer's attention by each backend; and by Triton with each row of its table of tiles."""
     import torch
 
+    from nanoengine.backends import triton
     from nanoengine.backends.attention import TorchAttention
     from nanoengine.backends.flash import FlashAttention, VarlenAttention
     from nanoengine.backends.kv_cache import KVSpec
-    from nanoengine.backends.triton import TritonAttention
 
     device = torch.device(setup.device)
     spec = KVSpec(NUM_KV_HEADS, HEAD_DIM, HEAD_DIM, torch.bfloat16)
@@ -193,9 +194,17 @@ def measure_attention(setup: Setup, batches: dict[str, list[tuple[int, int]]] = 
             return {"error": reason}
         return {name: attention_ms(backend, lens, device) for name, lens in batches.items()}
 
-    kinds = FlashAttention, VarlenAttention, TritonAttention, TorchAttention
+    kinds = FlashAttention, VarlenAttention, triton.TritonAttention, TorchAttention
     backends = {backend.name: measure(backend) for backend in kinds}
-    return {"backends": backends}
+    tiles = {}
+    for name, row in list(triton.TILES.items()):
+        try:
+            with mock.patch.dict(triton.TILES, {triton.generation(device): row}):
+                times = measure(triton.TritonAttention)
+        except Exception as error:  # another GPU's tiles may not fit into this one's memory
+            times = {"error": str(error).splitlines()[0]}
+        tiles[f"{name}: {row.rows} rows, {row.keys} keys, {row.warps} warps"] = times
+    return {"backends": backends, "tiles": tiles}
 
 
 # ---- A profile of decode steps -------------------------------------------------------------------

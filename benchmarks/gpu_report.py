@@ -43,7 +43,11 @@ def write_report(directory: Path) -> Path:
     lines += ["", "## Tests", "", *_tests(found.get("tests"))]
     lines += ["", "## Served: nano-vllm's benchmark", "", *_served(found)]
     lines += ["", "## What each part is good for", "", *_ablation(found)]
-    lines += ["", "## Attention of a layer, ms", "", *_times(found.get("attention"))]
+    for piece, part, title in (
+        ("attention", "backends", "Attention of a layer, ms"),
+        ("attention", "tiles", "Triton with each row of its table of tiles, ms"),
+    ):
+        lines += ["", f"## {title}", "", *_times(found.get(piece), part)]
     lines += ["", "## Decode steps under a profiler", "", *_profile(found.get("profile"))]
     if plots := _draw(found, directory):
         lines += ["", *(f"![{name}]({name})" for name in plots)]
@@ -97,19 +101,17 @@ def _ablation(found: dict[str, dict[str, Any]]) -> list[str]:
     return table(("nanoengine", "output tokens/s", "of all of it"), map(row, ABLATED))
 
 
-def _times(piece: dict[str, Any] | None) -> list[str]:
+def _times(piece: dict[str, Any] | None, part: str) -> list[str]:
     if piece is None or "error" in piece:
         return _missing(piece)
-    names = list(
-        dict.fromkeys(name for times in piece["backends"].values() for name in times if name != "error")
-    )
+    names = list(dict.fromkeys(name for times in piece[part].values() for name in times if name != "error"))
 
     def row(kind: str, times: dict[str, Any]) -> list[str]:
         if "error" in times:
             return [kind, times["error"], *[""] * (len(names) - 1)]
         return [kind, *(f"{times[name]:.3f}" for name in names)]
 
-    return table(("", *(names or ["-"])), (row(kind, times) for kind, times in piece["backends"].items()))
+    return table(("", *(names or ["-"])), (row(kind, times) for kind, times in piece[part].items()))
 
 
 def _profile(piece: dict[str, Any] | None) -> list[str]:

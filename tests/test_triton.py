@@ -19,7 +19,7 @@ from nanoengine import LLM, SamplingParams
 from nanoengine.backends import triton as backend
 from nanoengine.backends.attention import Settings
 from nanoengine.backends.kv_cache import KVCache, KVSpec
-from nanoengine.backends.triton import MAX_SPLITS, MIN_SPAN, TritonAttention
+from nanoengine.backends.triton import FLOAT32, MAX_SPLITS, MIN_SPAN, MOST_PROGRAMS, TILES, TritonAttention
 from tests.attention import ALL_DECODES, ALL_FRESH, MIXED, check_attention, metadata_of
 from tests.helpers import checkpoint, greedy, random_prompts
 
@@ -111,7 +111,7 @@ def test_values_may_be_narrower_or_wider_than_keys(head_dim, v_head_dim):
 @runs_kernels
 @pytest.mark.parametrize(
     ("heads", "kv_heads"),
-    [(4, 4), (6, 2), (17, 1), *(pytest.param(n, k, marks=at_length) for n, k in ((8, 1), (3, 3)))],
+    [(4, 4), (6, 2), (17, 1), *(pytest.param(n, k, marks=at_length) for n, k in ((8, 1), (3, 3), (71, 1)))],
 )
 def test_grouped_and_multi_query_heads_read_their_own_kv_head(heads, kv_heads):
     check([*SHORT, (20, 30), (1, 300)], 16, heads=heads, kv_heads=kv_heads)
@@ -243,7 +243,7 @@ def test_a_tile_writes_its_own_rows_and_no_others(monkeypatch):
 
     monkeypatch.setattr(backend, "_attend_kernel", FirstTile())
     out = attend([(0, 30, 30)], torch.float32)[0]
-    written = 64 // 3  # three heads to a token, 64 rows to a tile
+    written = FLOAT32.rows // 3  # three heads to a token
     assert torch.equal(out[:written], whole[:written])
     assert out[written:].isnan().all()
 
@@ -327,53 +327,92 @@ class Recorder:
 
     def __getitem__(self, grid):
         def launch(*args, **kwargs):
-            options = {name: kwargs.pop(name) for name in ("num_stages",) if name in kwargs}
+            options = {name: kwargs.pop(name) for name in ("num_stages", "num_warps") if name in kwargs}
             named = dict(zip(self.kernel.arg_names, args, strict=False), **kwargs)
-            self.launches.append((named, options))
+            self.launches.append((named, options, grid))
 
         return launch
 
 
-def launches_of(monkeypatch, lens, dtype, dim, settings):
-    """The kernels that attend to a batch, each with its arguments and options."""
+def launches_of(monkeypatch, lens, dtype, dim, settings, generation="sm80", heads=8, kv_heads=2, most=0):
+    """The kernels that attend to a batch, each with its arguments, options and grid.
+
+    The longest sequence is said to have `most` tokens.
+    """
     recorders = [Recorder(getattr(backend, name)) for name in ("_attend_kernel", "_combine_kernel")]
     with monkeypatch.context() as patch:
         for recorder in recorders:
             patch.setattr(backend, recorder.kernel.fn.__name__, recorder)
         table = torch.zeros(len(lens), -(-max(total for _, total in lens) // 16), dtype=torch.int32)
         num_tokens = sum(new for new, _ in lens)
+        patch.setattr(backend, "generation", lambda device: generation)
         metadata = metadata_of(lens, table, torch.zeros(num_tokens, dtype=torch.int64))
-        q = torch.zeros(num_tokens, 8, dim, dtype=dtype)
-        spec = KVSpec(2, dim, dim, dtype)
-        cache = KVCache.zeros(spec, 2, 16, torch.device("cpu"))
-        TritonAttention(metadata, 16)._attend(q, q[:, :2], q[:, :2], cache, settings)
+        metadata = metadata._replace(max_seq_len=max(metadata.max_seq_len, most))
+        q = torch.zeros(num_tokens, heads, dim, dtype=dtype)
+        kv = torch.zeros(num_tokens, kv_heads, dim, dtype=dtype)
+        cache = KVCache.zeros(KVSpec(kv_heads, dim, dim, dtype), 2, 16, torch.device("cpu"))
+        TritonAttention(metadata, 16)._attend(q, kv, kv, cache, settings)
     return [(recorder.kernel, *launch) for recorder in recorders for launch in recorder.launches]
 
 
 ALL_SETTINGS = Settings(0.1, 600, 2.0, torch.zeros(8), torch.zeros(8))
 PLAIN = Settings(0.1, None, None, None)
+# What compiles for it, and its shared memory, of the smallest GPU of the generation.
+TARGETS = {
+    "sm75": (("cuda", 75, 32), 64 << 10),
+    "sm80": (("cuda", 80, 32), 99 << 10),  # of sm86
+    "sm89": (("cuda", 89, 32), 99 << 10),
+    "sm90": (("cuda", 90, 32), 227 << 10),
+    "gfx942": (("hip", "gfx942", 64), 64 << 10),
+}
+
+
+def stack_bytes(compiled, path):
+    """Memory that a thread has beside its registers: what did not fit into them."""
+    if "amdgcn" in compiled.asm:
+        return int(re.search(r"private_segment_fixed_size: (\d+)", compiled.asm["amdgcn"])[1])
+    import triton
+
+    path.write_bytes(compiled.asm["cubin"])
+    command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(path)]
+    used = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"STACK:(\d+)", used)[1])
+
+
+HALF, WIDE = (torch.bfloat16, 128, 8, 2, ALL_SETTINGS), (torch.bfloat16, 256, 8, 2, PLAIN)
+NARROW, FULL = (torch.float16, 64, 8, 2, PLAIN), (torch.float32, 128, 8, 2, ALL_SETTINGS)
+ONE_KV_HEAD, TURING = (torch.float16, 64, 71, 1, PLAIN), (torch.float16, 128, 8, 2, ALL_SETTINGS)
 
 
 @compiles
 @pytest.mark.parametrize(
-    ("target", "shared_bytes", "dtype", "dim", "settings"),
+    ("generation", "case"),
     [
-        pytest.param(("cuda", 75, 32), 64 << 10, torch.float16, 300, PLAIN, marks=at_length),  # Turing
-        (("cuda", 80, 32), 99 << 10, torch.bfloat16, 128, ALL_SETTINGS),  # Ampere, where it has the least
-        (("cuda", 90, 32), 227 << 10, torch.bfloat16, 128, ALL_SETTINGS),  # Hopper
-        (("hip", "gfx942", 64), 64 << 10, torch.bfloat16, 128, ALL_SETTINGS),  # AMD's CDNA 3
+        ("sm75", TURING),
+        ("sm80", HALF),
+        ("sm90", HALF),
+        ("gfx942", HALF),
+        *(
+            pytest.param(generation, case, marks=at_length)
+            for generation in TILES
+            for case in (HALF, WIDE, NARROW, FULL, ONE_KV_HEAD, TURING)
+            if (generation, case[0]) != ("sm75", torch.bfloat16)  # float16 there
+        ),
     ],
 )
-def test_the_kernels_compile_for_gpus_and_fit_into_their_shared_memory(
-    target, shared_bytes, dtype, dim, settings, monkeypatch, tmp_path
+def test_the_kernels_compile_for_gpus_without_spilling_and_use_their_tensor_cores(
+    generation, case, monkeypatch, tmp_path
 ):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # compiled, not found
-    launches = launches_of(monkeypatch, [(1, 1000), (3, 3)], dtype, dim, settings)
+    dtype, dim, heads, kv_heads, settings = case
+    target, shared_bytes = TARGETS[generation]
+    sizes = {"heads": heads, "kv_heads": kv_heads, "generation": generation}
+    launches = launches_of(monkeypatch, [(1, 1000), (3, 3)], dtype, dim, settings, **sizes)
     assert len(launches) == 3
-    for kernel, named, options in launches:
+    for kernel, named, options, _ in launches:
         constant = {param.name for param in kernel.params if param.is_constexpr}
         constants = {name: x for name, x in named.items() if name in constant or x is None}
         signature = {
@@ -384,9 +423,32 @@ def test_the_kernels_compile_for_gpus_and_fit_into_their_shared_memory(
             else {float: "fp32", int: "i32"}[type(x)]
             for name, x in named.items()
         }
-        source = ASTSource(kernel, signature, constants)
+        aligned = {
+            (param.num,): [["tt.divisibility", 16]]
+            for param in kernel.params
+            if isinstance(named[param.name], torch.Tensor) and not param.do_not_specialize_on_alignment
+        }
+        source = ASTSource(kernel, signature, constants, aligned)
         compiled = compile(source, target=GPUTarget(*target), options=options)
         assert compiled.metadata.shared <= shared_bytes
+        assert stack_bytes(compiled, tmp_path / "kernel.cubin") == 0
+        if "ROWS" in named and dtype != torch.float32 and generation != "sm75":
+            code = compiled.asm.get("ptx") or compiled.asm["amdgcn"]
+            assert "mfma" in code if generation == "gfx942" else "mma.sync" in code or "wgmma" in code
+
+
+@compiles
+@pytest.mark.parametrize("num_seqs", [1, 7, 64, 256])
+def test_programs_of_a_captured_decode_have_something_to_do(num_seqs, monkeypatch):
+    """A grid is for the longest sequences that may come; those at hand have a thousand tokens."""
+    sizes = {"heads": 16, "kv_heads": 8, "most": 40_960}
+    lens = [(1, 1000)] * num_seqs
+    launches = launches_of(monkeypatch, lens, torch.bfloat16, 16, PLAIN, **sizes)
+    turns = launches[0][3][2]
+    working = min(turns, -(-1000 // MIN_SPAN))
+    assert num_seqs * 8 * (turns - working) < MOST_PROGRAMS  # at large batches, none
+    assert num_seqs * 8 * turns <= max(MOST_PROGRAMS, num_seqs * 8)
+    assert working > 1 or num_seqs > 64
 
 
 @compiles
@@ -396,7 +458,7 @@ def test_no_step_needs_kernels_of_its_own(monkeypatch):
         launches_of(monkeypatch, lens, torch.bfloat16, 64, ALL_SETTINGS)
         for lens in ([(1, 1000), (16, 16)], [(1, 257), *[(1, 3)] * 15, (40, 400)])
     ]
-    for (kernel, first, _), (_, second, _) in zip(*steps, strict=True):
+    for (kernel, first, _, _), (_, second, _, _) in zip(*steps, strict=True):
         for param in kernel.params:
             a, b = first[param.name], second[param.name]
             if isinstance(a, torch.Tensor):

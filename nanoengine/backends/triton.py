@@ -5,17 +5,20 @@ A program holds a tile of queries and walks over the keys they see, a tile at a 
 read once for all of them. A sequence with one new token has too little work in it to fill a GPU, so its keys
 are split among programs, and a second kernel combines what they found (flash-decoding).
 
-Tiles and splits follow from the layer's shapes and the sequence alone: a result is the same, bit for bit,
-whatever else is in the batch. Grids follow from what the host knows, so CUDA graphs can hold them.
+Tiles and splits follow from the GPU, the layer's shapes and the sequence alone: a result is the same, bit for
+bit, whatever else is in the batch. How many programs take turns at a sequence's splits follows from the
+batch: one where the sequences alone fill a GPU. Grids follow from what the host knows, for CUDA graphs to
+hold them.
 
 Source: FlashAttention-2, https://arxiv.org/abs/2307.08691; vLLM's `triton_unified_attention.py`.
 """
 
 from __future__ import annotations  # Triton's types are not there without Triton
 
+import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +34,7 @@ except ImportError:  # Windows, and PyTorch for the CPU
     triton = None
 
 MIN_SPAN, MAX_SPLITS = 256, 16  # of a sequence's keys: a split holds so many, and there are so many at most
+MOST_PROGRAMS = 1024  # that share out a step's splits: several for each processor of the largest GPUs
 LOG2E = math.log2(math.e)  # the softmax is computed with powers of two, which a GPU has an instruction for
 
 # ---- Kernels -------------------------------------------------------------------------------------
@@ -76,7 +80,7 @@ def _with_sink(total, top, sinks, head):  # type: ignore[no-untyped-def]
 @kernel
 def _attend_kernel(  # type: ignore[no-untyped-def]
     out,  # (T, H, D')
-    parts,  # (S, num_splits, H, D') float32: weighted sums of values, of splits; None: of chunks
+    parts,  # (S, num_splits, H, D') float32: weighted sums of values, of a decode's splits
     sums,  # (S, num_splits, H, 2) float32: the largest score and, relative to it, the sum of weights
     q,  # (T, H, D)
     k_cache,  # (num_blocks, B, K, D)
@@ -90,9 +94,11 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     softcap,  # of exponents, or None
     window,  # or None
     num_seqs,
+    num_splits,
     table_stride,
     H: tl.constexpr,
     K: tl.constexpr,
+    GROUP: tl.constexpr,  # of the query heads that share a KV head, those in a tile
     K_DIM: tl.constexpr,
     V_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -106,8 +112,12 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     MAX_SPLITS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """One program per tile of queries and KV head, and per split of a decode's keys."""
+    """One program per tile of queries and KV head; of a decode several, which take turns at its splits."""
     tile, kv_head = tl.program_id(0), tl.program_id(1)
+    first_head = 0  # of those that share the KV head
+    if GROUP < H // K:
+        first_head = kv_head // K * GROUP
+        kv_head = kv_head % K
     if DECODE:
         seq, token = tile, 0
     else:
@@ -129,9 +139,10 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     # The tile's queries: rows, their tokens, heads and positions.
     past = tl.load(seq_lens + seq) - query_len
     rows = tl.arange(0, ROWS)
-    tokens = token + rows // (H // K)
-    heads = kv_head * (H // K) + rows % (H // K)
-    is_row = (rows < TOKENS * (H // K)) & (tokens < query_len)
+    tokens = token + rows // GROUP
+    heads = first_head + rows % GROUP
+    is_row = (rows < TOKENS * GROUP) & (tokens < query_len) & (heads < H // K)
+    heads += kv_head * (H // K)
     out_rows = (start + tokens).to(tl.int64) * H + heads
     k_dims, v_dims = tl.arange(0, K_PAD), tl.arange(0, V_PAD)
     queries = tl.load(
@@ -148,62 +159,62 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     if window is not None:
         low = tl.maximum(past + token + 1 - window, 0)
     high = past + tl.minimum(token + TOKENS, query_len)
+    span, splits = high - low, 1
     if DECODE:
         span = _span(high - low, MIN_SPAN, MAX_SPLITS)
-        is_split = high - low > span
-        low += tl.program_id(2) * span
-        high = tl.minimum(low + span, high)
-        if low >= high:
-            return
+        splits = tl.cdiv(high - low, span)
 
-    top = tl.full((ROWS,), -float("inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    acc = tl.zeros((ROWS, V_PAD), tl.float32)
-    for first in range(low, high, KEYS):
-        positions = first + tl.arange(0, KEYS)
-        is_key = positions < high  # behind it there may be NaN, which no weight of zero would undo
-        blocks = tl.load(
-            block_tables + seq * table_stride + positions // BLOCK_SIZE, mask=is_key, other=0
-        )  # of whatever block the table names next, nothing is read either
-        cache_rows = (blocks.to(tl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE) * K + kv_head
-        keys = tl.load(
-            k_cache + cache_rows[None, :] * K_DIM + k_dims[:, None],
-            mask=is_key[None, :] & (k_dims < K_DIM)[:, None],
-            other=0.0,
-        )
-        scores = _dot(queries, keys, UPCAST) * scale
-        if softcap is not None:
-            scores = softcap * (1 - 2 / (tl.exp2(scores) + 1))  # tanh
-        distance = (past + tokens)[:, None] - positions[None, :]
-        if alibi_slopes is not None:
-            scores -= slopes[:, None] * distance
-        is_visible = (distance >= 0) & is_key[None, :]
-        if window is not None:
-            is_visible &= distance < window
-        scores = tl.where(is_visible, scores, -float("inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        base = tl.where(new_top == -float("inf"), 0.0, new_top)  # of a row that has seen nothing yet
-        weights = tl.exp2(scores - base[:, None])
-        fade = tl.exp2(top - base)
-        total = total * fade + tl.sum(weights, 1)
-        values = tl.load(
-            v_cache + cache_rows[:, None] * V_DIM + v_dims[None, :],
-            mask=is_key[:, None] & (v_dims < V_DIM)[None, :],
-            other=0.0,
-        )
-        acc = acc * fade[:, None] + _dot(weights.to(values.dtype), values, UPCAST)
-        top = new_top
+    for split in range(tl.program_id(2), splits, tl.num_programs(2)):
+        begin = low + split * span
+        end = tl.minimum(begin + span, high)
+        top = tl.full((ROWS,), -float("inf"), tl.float32)
+        total = tl.zeros((ROWS,), tl.float32)
+        acc = tl.zeros((ROWS, V_PAD), tl.float32)
+        for first in range(begin, end, KEYS):
+            positions = first + tl.arange(0, KEYS)
+            is_key = positions < end  # behind it there may be NaN, which no weight of zero would undo
+            blocks = tl.load(
+                block_tables + seq * table_stride + positions // BLOCK_SIZE, mask=is_key, other=0
+            )  # of whatever block the table names next, nothing is read either
+            cache_rows = (blocks.to(tl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE) * K + kv_head
+            keys = tl.load(
+                k_cache + cache_rows[None, :] * K_DIM + k_dims[:, None],
+                mask=is_key[None, :] & (k_dims < K_DIM)[:, None],
+                other=0.0,
+            )
+            scores = _dot(queries, keys, UPCAST) * scale
+            if softcap is not None:
+                scores = softcap * (1 - 2 / (tl.exp2(scores) + 1))  # tanh
+            distance = (past + tokens)[:, None] - positions[None, :]
+            if alibi_slopes is not None:
+                scores -= slopes[:, None] * distance
+            is_visible = (distance >= 0) & is_key[None, :]
+            if window is not None:
+                is_visible &= distance < window
+            scores = tl.where(is_visible, scores, -float("inf"))
+            new_top = tl.maximum(top, tl.max(scores, 1))
+            base = tl.where(new_top == -float("inf"), 0.0, new_top)  # of a row that has seen nothing yet
+            weights = tl.exp2(scores - base[:, None])
+            fade = tl.exp2(top - base)
+            total = total * fade + tl.sum(weights, 1)
+            values = tl.load(
+                v_cache + cache_rows[:, None] * V_DIM + v_dims[None, :],
+                mask=is_key[:, None] & (v_dims < V_DIM)[None, :],
+                other=0.0,
+            )
+            acc = acc * fade[:, None] + _dot(weights.to(values.dtype), values, UPCAST)
+            top = new_top
 
-    is_value = is_row[:, None] & (v_dims < V_DIM)[None, :]
-    if DECODE:  # noqa: SIM102  (Triton computes both sides of an `and`)
-        if is_split:
-            part_rows = (seq * tl.num_programs(2) + tl.program_id(2)).to(tl.int64) * H + heads
+        is_value = is_row[:, None] & (v_dims < V_DIM)[None, :]
+        if splits > 1:
+            part_rows = (seq * num_splits + split).to(tl.int64) * H + heads
             tl.store(sums + part_rows * 2, top, mask=is_row)
             tl.store(sums + part_rows * 2 + 1, total, mask=is_row)
             tl.store(parts + part_rows[:, None] * V_DIM + v_dims[None, :], acc, mask=is_value)
-            return
-    acc /= _with_sink(total, top, sinks, heads)[:, None]
-    tl.store(out + out_rows[:, None] * V_DIM + v_dims[None, :], acc.to(out.dtype.element_ty), mask=is_value)
+        else:
+            acc /= _with_sink(total, top, sinks, heads)[:, None]
+            at = out + out_rows[:, None] * V_DIM + v_dims[None, :]
+            tl.store(at, acc.to(out.dtype.element_ty), mask=is_value)
 
 
 @kernel
@@ -253,6 +264,44 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
 # ---- Launching them ------------------------------------------------------------------------------
 
 
+class Tiles(NamedTuple):
+    """How much a program holds at a time, of heads of 128 numbers."""
+
+    rows: int  # of a chunk's queries, each a token's head
+    keys: int
+    warps: int  # of a chunk's program; a decode's has 4 where there are tensor cores
+    stages: int  # tiles of keys that are on their way at once
+
+    def fit(self, dim: int) -> Tiles:
+        """The same memory for heads of `dim` numbers, as far as the least a product takes allows."""
+        rows, keys = (min(max(16, num * 128 // dim), num) for num in self[:2])
+        return self._replace(rows=rows, keys=keys)
+
+
+# By what holds a tile: registers, of which a thread has 255, and shared memory. More would spill or not run.
+TILES = {
+    "sm75": Tiles(16, 32, 4, 2),  # Turing, 64 KiB: Triton has no tensor cores there
+    "sm80": Tiles(64, 32, 8, 2),  # Ampere, 163 KiB; its smaller ones 99
+    "sm89": Tiles(64, 32, 8, 2),  # Ada, and Blackwell without HBM, 99 KiB
+    "sm90": Tiles(64, 64, 4, 2),  # Hopper, and Blackwell with HBM, 227 KiB
+    "gfx942": Tiles(64, 32, 4, 2),  # AMD's CDNA 3, 64 KiB
+}
+FLOAT32 = Tiles(32, 16, 8, 1)  # on any: no tensor core multiplies it, so that whole rows lie in registers
+
+
+@functools.cache
+def generation(device: torch.device) -> str:
+    """Which of `TILES` a device gets."""
+    if device.type != "cuda":
+        return "sm80"  # interpreted
+    if torch.version.hip:
+        return "gfx942"
+    major, _ = capability = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return "sm75"
+    return "sm80" if capability < (8, 9) else "sm90" if major in (9, 10) else "sm89"
+
+
 class TritonAttention(PagedAttention):
     """On any GPU that Triton compiles for, and on a CPU under Triton's interpreter (TRITON_INTERPRET=1)."""
 
@@ -281,16 +330,25 @@ class TritonAttention(PagedAttention):
         else:
             scale, softcap = settings.scale / settings.softcap * 2 * LOG2E, settings.softcap * LOG2E
         k_pad, v_pad = (max(16, triton.next_power_of_2(dim)) for dim in (k_dim, v_dim))
-        # A tile of keys has 8 KiB at most, one of a chunk's queries 16, as far as the least a product takes
-        # allows; for the GPUs with the smallest shared memory.
-        width = max(k_pad, v_pad) * q.element_size()
-        keys, chunk_rows = (min(max(16, num_bytes // width), 64) for num_bytes in (8192, 16384))
-        least_rows = max(16, triton.next_power_of_2(group))
+        is_float32 = q.dtype == torch.float32
+        tiles = (FLOAT32 if is_float32 else TILES[generation(q.device)]).fit(max(k_pad, v_pad))
         splits = {"MIN_SPAN": MIN_SPAN, "MAX_SPLITS": MAX_SPLITS}
+        most_keys = meta.max_seq_len if window is None else min(meta.max_seq_len, window)
+        num_splits = min(-(-most_keys // MIN_SPAN), MAX_SPLITS)
 
-        def launch(grid: tuple[int, ...], parts: Tensor | None, sums: Tensor | None, rows: int) -> None:
-            is_decode = parts is not None
-            _attend_kernel[grid](
+        parts, sums = (
+            torch.empty(num_seqs, num_splits, num_heads, n, device=q.device, dtype=torch.float32)
+            for n in (v_dim, 2)
+        )
+
+        def launch(is_decode: bool, rows: int) -> None:
+            # Where the query heads of a KV head do not fit into a tile, it has some of them.
+            num_parts = -(-group // rows)
+            heads = -(-group // num_parts)
+            tokens = 1 if is_decode else rows // heads
+            num_tiles = num_seqs if is_decode else num_tokens // tokens + num_seqs
+            turns = max(1, min(num_splits, MOST_PROGRAMS // (num_seqs * num_kv_heads))) if is_decode else 1
+            _attend_kernel[num_tiles, num_parts * num_kv_heads, turns](
                 out,
                 parts,
                 sums,
@@ -306,37 +364,33 @@ class TritonAttention(PagedAttention):
                 softcap,
                 window,
                 num_seqs,
+                num_splits,
                 meta.block_tables.stride(0),
                 H=num_heads,
                 K=num_kv_heads,
+                GROUP=heads,
                 K_DIM=k_dim,
                 V_DIM=v_dim,
                 BLOCK_SIZE=self.block_size,
                 DECODE=is_decode,
                 ROWS=rows,
-                TOKENS=1 if is_decode else rows // group,
-                KEYS=keys,
+                TOKENS=tokens,
+                KEYS=tiles.keys,
                 K_PAD=k_pad,
                 V_PAD=v_pad,
                 # Triton's interpreter would multiply the bits of bfloat16 as integers.
                 UPCAST=q.dtype == torch.bfloat16 and triton.knobs.runtime.interpret,
-                num_stages=2,
+                num_stages=tiles.stages,
+                num_warps=4 if is_decode and not is_float32 else tiles.warps,
                 **splits,
             )
 
-        most_keys = meta.max_seq_len if window is None else min(meta.max_seq_len, window)
-        num_splits = min(-(-most_keys // MIN_SPAN), MAX_SPLITS)
-        parts, sums = (
-            torch.empty(num_seqs, num_splits, num_heads, n, device=q.device, dtype=torch.float32)
-            for n in (v_dim, 2)
-        )
-        launch((num_seqs, num_kv_heads, num_splits), parts, sums, least_rows)
+        launch(True, min(max(16, triton.next_power_of_2(group)), tiles.rows))
         if num_splits > 1:
             ends = meta.cu_seqlens_q, meta.seq_lens
             _combine_kernel[(num_seqs, num_heads)](
                 out, parts, sums, *ends, settings.sinks, window, num_splits, num_heads, v_dim, v_pad, **splits
             )
         if meta.max_query_len > 1:
-            rows = max(least_rows, chunk_rows)
-            launch((num_tokens // (rows // group) + num_seqs, num_kv_heads), None, None, rows)
+            launch(False, tiles.rows)
         return out
