@@ -134,6 +134,7 @@ class LLMEngine:
                 tokenizer=self.checkpoint.tokenizer,
                 seconds=self.runner.stopwatch.seconds,
             )
+        self._rest()
         print(self.describe(), file=sys.stderr)
 
     def _assemble(self) -> EngineCore:
@@ -331,7 +332,7 @@ class LLMEngine:
                 if self._tracer is not None:
                     self._tracer.end_step()
         if not self._requests:
-            self._owner.release()
+            self._rest()
         return self._outputs.take(self._outputs)
 
     @uninterrupted()
@@ -354,7 +355,7 @@ class LLMEngine:
             self._outputs.put(request.output())
         outputs = self._outputs.take(ids)
         if requests and not self.has_unfinished_requests():
-            self._owner.release()
+            self._rest()
         return outputs
 
     def has_unfinished_requests(self) -> bool:
@@ -496,11 +497,16 @@ class LLMEngine:
             self._tracer.close()
         self._outputs.clear()
         self.core.close()
-        self._owner.release()
+        self._rest()
 
     shutdown = close  # vLLM's name
 
     # -- helpers
+
+    def _rest(self) -> None:
+        """Nothing is unfinished: what comes next may come from another thread."""
+        self.runner.device.rest()
+        self._owner.release()
 
     def _take(self, collected: Collected) -> None:
         """Note what a step brought to requests, and make the outputs that are due."""

@@ -402,6 +402,18 @@ def test_a_value_that_is_no_number_reaches_no_query_before_the_tile_of_its_token
     assert not are_nan[:320].any()
 
 
+@DTYPES
+def test_a_value_that_is_no_number_reaches_no_query_whose_window_is_beyond_it(dtype):
+    """Not by what a buffer still holds of it, either: the second span of 44 tokens ends before its place."""
+    kernels, q, k, v = kernels_and_inputs(dtype, (300, 2, 32), (11, 32, 1, 32), (11, 32, 1, 32))
+    v.view(-1, 32)[32 + 50] = float("nan")
+    out, table = torch.zeros_like(q), torch.arange(1, 11, dtype=torch.int32)
+    kernels.prefill_attention(out, q, k, v, table, 300, **{**PROMPT, "window": 225})
+    are_nan = out.isnan().flatten(1).any(1)
+    assert are_nan[50:275].all()
+    assert not are_nan[294:].any()  # whose tiles see nothing of the first 64 tokens
+
+
 LENGTHS = [(1, 1), (1, 40), (7, 7), (5, 33), (1, 300), (16, 16), (1, 17), (50, 90)]  # new tokens, all tokens
 
 

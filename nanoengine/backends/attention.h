@@ -360,26 +360,40 @@ static void prefill_attention(X* out, const X* q, const X* k_cache, const X* v_c
                               int64_t window, float softcap, const float* sinks, const float* slopes) {
   using A = Input<X>;  // of q, K, weights and V in the products
   constexpr int64_t QUERIES = 128, PAIR = STEP<A>;
+  const bool by_amx = HAS_AMX && std::is_same_v<A, bf16>;
+  const int64_t together = by_amx ? DEPTH : PAIR;  // tokens whose values are added at once
   auto padded = [](int64_t n, int64_t to) { return (n + to - 1) / to * to; };
   int64_t G = H / K, query_width = padded(D, PAIR), value_width = padded(Dv, OUTPUTS);
   int64_t num_parts = (T + QUERIES - 1) / QUERIES;
 #pragma omp parallel
   {
     std::vector<A> queries(G * QUERIES * query_width), keys(padded(SPAN, OUTPUTS) * query_width);
-    std::vector<A> values(SPAN * value_width), weights(ROWS * ROW);
-    std::vector<float> scores(ROWS * ROW), sums(G * QUERIES * value_width);
+    std::vector<A> values(SPAN * value_width), weights(HEIGHT * ROW);
+    std::vector<float> scores(HEIGHT * ROW), sums(G * QUERIES * value_width);
     std::vector<float> most(G * QUERIES), total(G * QUERIES);
     std::vector<X> zeros(Dv);
+#ifdef MAY_HAVE_AMX
+    std::optional<Amx> amx;
+    if (by_amx) amx.emplace(HEIGHT, DEPTH, query_width % DEPTH);
+#endif
+    auto multiply = [&](int64_t R, float* to, int64_t row, const A* x, int64_t stride, const A* block, int64_t inputs) {
+#ifdef MAY_HAVE_AMX
+      if constexpr (std::is_same_v<A, bf16>)
+        if (by_amx) return multiply_plain_tile(to, row, x, stride, DEPTH, block, inputs, nullptr, 0);
+#endif
+      TILES<A, A, false>[R - 1](to, row, x, stride, block, plain(inputs), nullptr, 0);
+    };
 #pragma omp for schedule(dynamic)
     for (int64_t task = 0; task < K * num_parts; task++) {
       int64_t kv_head = task % K, part = num_parts - 1 - task / K;  // the longest first
       int64_t rows = std::min(QUERIES, T - part * QUERIES), first = length - T + part * QUERIES, last = first + rows;
       const X* part_q = q + (part * QUERIES * H + kv_head * G) * D;
-      // Calls use(g, tile's first row, its rows, their place among the part's) for tiles of one head's queries.
+      // Calls use(g, tile's first row, its rows, their place among the part's) for tiles of one head's queries. Those of
+      // AMX are whole, there is room behind the last one.
       auto each_tile = [&](auto use) {
         for (int64_t g = 0; g < G; g++)
-          for (int64_t i = 0; i < num_tiles_of(rows); i++) {
-            auto [begin, end] = tile_of(rows, i);
+          for (int64_t i = 0; i < num_tiles_of(rows, by_amx ? HEIGHT : ROWS); i++) {
+            auto [begin, end] = by_amx ? std::pair(i * HEIGHT, std::min(rows, (i + 1) * HEIGHT)) : tile_of(rows, i);
             use(g, begin, end - begin, g * QUERIES + begin);
           }
       };
@@ -405,8 +419,9 @@ static void prefill_attention(X* out, const X* q, const X* k_cache, const X* v_c
           else pack_column(to, token(k_cache, begin + i, D), D);
         }
         if (start > begin) std::fill(values.begin(), values.end(), narrow<A>(0));  // which have a weight of 0
-        for (int64_t i = (start - begin) / PAIR * PAIR; i < end - begin; i += PAIR) {
-          const X* one = begin + i < start ? zeros.data() : token(v_cache, begin + i, Dv);
+        for (int64_t i = (start - begin) / PAIR * PAIR; i < padded(end - begin, together); i += PAIR) {
+          bool is_there = start <= begin + i && begin + i < end;
+          const X* one = is_there ? token(v_cache, begin + i, Dv) : zeros.data();
           const X* other = begin + i + 1 < end ? token(v_cache, begin + i + 1, Dv) : zeros.data();
           for (int64_t d = 0; d < Dv; d += OUTPUTS)
             pack_row(&values[d * SPAN + i * OUTPUTS], one + d, other + d, std::min(OUTPUTS, Dv - d));
@@ -415,11 +430,10 @@ static void prefill_attention(X* out, const X* q, const X* k_cache, const X* v_c
           int64_t position = first + row, seen = std::min(end, position + R) - begin;  // by the tile's last
           int64_t unseen = window ? std::max<int64_t>(0, position + 1 - window - begin) / OUTPUTS * OUTPUTS : 0;
           if (seen <= unseen) return;
-          auto multiply = TILES<A, A, false>[R - 1];
           std::fill_n(scores.data(), R * ROW, 0.0f);
           for (int64_t block = unseen; block < seen; block += OUTPUTS)
-            multiply(&scores[block], ROW, &queries[place * query_width], query_width, &keys[block * query_width],
-                     plain(query_width), nullptr, 0);
+            multiply(R, &scores[block], ROW, &queries[place * query_width], query_width, &keys[block * query_width],
+                     query_width);
           for (int64_t r = 0; r < R; r++) {
             int64_t low = std::max(window ? position + r + 1 - window : 0, begin) - begin;
             int64_t high = std::min(position + r + 1, end) - begin;
@@ -438,7 +452,7 @@ static void prefill_attention(X* out, const X* q, const X* k_cache, const X* v_c
             if (factor != 1)
               for (int64_t i = 0; i < value_width; i++) sums[(place + r) * value_width + i] *= factor;
           }
-          int64_t inputs = padded(seen, PAIR) - unseen;
+          int64_t inputs = padded(seen, together) - unseen;
           const A* weight_rows;
           if constexpr (std::is_same_v<A, float>) {
             weight_rows = &scores[unseen];
@@ -447,8 +461,8 @@ static void prefill_attention(X* out, const X* q, const X* k_cache, const X* v_c
             for (int64_t r = 0; r < R; r++) narrow_row(&weights[r * ROW], &scores[r * ROW + unseen], inputs);
           }
           for (int64_t block = 0; block < value_width; block += OUTPUTS)
-            multiply(&sums[place * value_width + block], value_width, weight_rows, ROW,
-                     &values[block * SPAN + unseen * OUTPUTS], plain(inputs), nullptr, 0);
+            multiply(R, &sums[place * value_width + block], value_width, weight_rows, ROW,
+                     &values[block * SPAN + unseen * OUTPUTS], inputs);
         });
       }
       for (int64_t g = 0; g < G; g++)

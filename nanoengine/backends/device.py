@@ -124,6 +124,9 @@ class Device:
         """A `with` block around each part of a step that computes."""
         return nullcontext()
 
+    def rest(self) -> None:
+        """There is nothing to compute until a next step, which may run in another thread."""
+
     def send(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
         """A step's arrays on the device, until the next call."""
         return [torch.from_numpy(array) for array in arrays]

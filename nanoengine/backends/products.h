@@ -414,30 +414,29 @@ static inline void for_each_vector(F f) {
   f(std::integral_constant<int, 2>()), f(std::integral_constant<int, 3>());
 }
 
-// As `multiply_tile`, with plain weights: sums stay in their registers.
-static void multiply_plain_tile(float* sums, const bf16* x, int64_t height, const bf16* weights, const Groups& groups,
-                                const char* next, int64_t lines) {
-  for_each_vector([&](auto j) { load_tile<j>(sums + j * LANES, OUTPUTS * 4); });
+// As `multiply_tile`, with plain weights: sums stay in their registers. The next DEPTH inputs are `step` further on.
+static void multiply_plain_tile(float* sums, int64_t row, const bf16* x, int64_t stride, int64_t step,
+                                const bf16* weights, int64_t inputs, const char* next, int64_t lines) {
+  for_each_vector([&](auto j) { load_tile<j>(sums + j * LANES, row * 4); });
   auto take = [&](auto x_tile, auto weights_tile) __attribute__((always_inline)) {
-    load_tile<x_tile>(x, DEPTH * 2);
+    load_tile<x_tile>(x, stride * 2);
     for_each_vector([&](auto j) __attribute__((always_inline)) {
       load_tile<weights_tile>(weights + j * LANES * 2, OUTPUTS * 4);
       add_product<j, x_tile, weights_tile>();
     });
   };
-  int64_t left = groups.inputs;
-  for (; left >= DEPTH; left -= DEPTH, x += height * DEPTH, weights += DEPTH * OUTPUTS) {
+  for (; inputs >= DEPTH; inputs -= DEPTH, x += step, weights += DEPTH * OUTPUTS) {
     for (int64_t line = 0; line < lines; line++, next += 64) __builtin_prefetch(next, 0, 2);
     take(std::integral_constant<int, 4>(), std::integral_constant<int, 5>());
   }
-  if (left) take(std::integral_constant<int, 6>(), std::integral_constant<int, 7>());
-  for_each_vector([&](auto j) { store_tile<j>(sums + j * LANES, OUTPUTS * 4); });
+  if (inputs) take(std::integral_constant<int, 6>(), std::integral_constant<int, 7>());
+  for_each_vector([&](auto j) { store_tile<j>(sums + j * LANES, row * 4); });
 }
 
 // As `multiply_tile`, with integers that were widened: a group's sums leave their tile to be scaled.
 template <int R>
-static void multiply_scaled_tile(float* sums, const bf16* x, int64_t, const bf16* weights, const Groups& groups,
-                                 const char* next, int64_t lines) {
+static void multiply_scaled_tile(float* sums, const bf16* x, const bf16* weights, const Groups& groups, const char* next,
+                                 int64_t lines) {
   alignas(64) float kept[2][R * LANES];
   int64_t depth = std::min(groups.inputs, DEPTH);
   for (int j = 0; j < VECTORS; j++, sums += LANES, weights += LANES * 2) {
@@ -486,8 +485,11 @@ static void multiply_by_amx(float* sums, const bf16* x, int64_t stride, const bf
   int64_t times = IS_SCALED ? VECTORS * groups.count : std::max<int64_t>(1, groups.inputs / DEPTH);
   int64_t fetching = std::min<int64_t>(rows / height, 4), lines = (bytes / 64 + times * fetching - 1) / (times * fetching);
   for (int64_t first = 0; first < rows; first += height, next += lines * times * 64) {
-    auto multiply_tile = IS_SCALED ? SCALED_TILES[height - 1] : multiply_plain_tile;
-    multiply_tile(sums + first * OUTPUTS, x + first * stride, height, weights, groups, next, fetching-- > 0 ? lines : 0);
+    float* own = sums + first * OUTPUTS;
+    const bf16* from = x + first * stride;
+    int64_t fetched = fetching-- > 0 ? lines : 0;
+    if (IS_SCALED) SCALED_TILES[height - 1](own, from, weights, groups, next, fetched);
+    else multiply_plain_tile(own, OUTPUTS, from, DEPTH, height * DEPTH, weights, groups.inputs, next, fetched);
     if (groups.x_sums) groups.x_sums += height * groups.sum_stride;
   }
 }
