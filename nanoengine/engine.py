@@ -545,12 +545,12 @@ class Scheduler:
         return seq
 
     def _schedule_chunk(self, seq: Sequence, num_tokens: int, budget: int) -> Chunk:
-        """As much as the budget allows of what the sequence is behind."""
-        start = seq.num_computed_tokens
-        end = min(num_tokens, start + budget, start + self.max_chunk_tokens)
+        """As much as the budget allows of what the sequence is behind; a decode's token it always allows."""
+        start, most = seq.num_computed_tokens, self.max_chunk_tokens
+        end = num_tokens if num_tokens - start == 1 else min(num_tokens, start + budget, start + most)
         seq.num_computed_tokens = end
         # A block whose last token is pending cannot be hashed yet: it is registered a step later.
-        num_known_tokens = min(end, len(seq.token_ids))
+        num_known_tokens = end if end < len(seq.token_ids) else len(seq.token_ids)
         if num_known_tokens // self.block_manager.block_size > seq.num_registered_blocks:
             self.block_manager.register_full_blocks(seq, num_known_tokens)
         return Chunk(seq, start, end, end == num_tokens, seq.token_ids)
@@ -652,7 +652,7 @@ def build_inputs(
             pending_seqs.append(seq)
             input_ids.append(0)
     seqs, starts, ends, samples, _ = zip(*batch.chunks, strict=True)
-    first_positions, seq_lens = np.array(starts, dtype=np.int64), np.array(ends, dtype=np.int64)
+    first_positions, seq_lens = np.fromiter(starts, np.int64), np.fromiter(ends, np.int64)
     query_lens = seq_lens - first_positions
     cu_seqlens_q = np.concatenate(([0], query_lens.cumsum()))
 
@@ -664,13 +664,13 @@ def build_inputs(
     # Where all of a prompt was hit, its last token is computed again, for its logits alone. Its K and V are
     # in a block that others read. The new ones go to the same place in the null block, which is their slot
     # modulo block_size, and nobody reads them.
-    num_hit_tokens = np.array([seq.num_hit_tokens for seq in seqs])
+    num_hit_tokens = np.fromiter([seq.num_hit_tokens for seq in seqs], np.int64)
     slot_mapping[positions < num_hit_tokens[seq_of_row]] %= block_size
 
-    sample_rows = (cu_seqlens_q[1:] - 1)[np.array(samples)]
+    sample_rows = (cu_seqlens_q[1:] - 1)[np.fromiter(samples, bool)]
     # Whose hidden state anyone will look at: to draw from it, or for a prompt's log-probabilities. For all
     # other rows the last layer may stop after K and V.
-    is_needed = np.array([seq.prompt_logprobs is not None for seq in seqs])[seq_of_row]
+    is_needed = np.fromiter([seq.prompt_logprobs is not None for seq in seqs], bool)[seq_of_row]
     is_needed[sample_rows] = True
     sample_of = dict(zip(before.sampled_seqs, itertools.count())) if before and pending_seqs else {}
     return ModelInputs(

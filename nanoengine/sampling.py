@@ -5,7 +5,7 @@ Shape letters: R rows (sequences that get a token this step), V vocabulary.
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -107,7 +107,7 @@ Draw = Callable[[Tensor, SamplingMetadata], tuple[Tensor, Tensor]]
 
 CACHED_LOGITS = 1 << 20  # how many float32 logits a CPU's caches hold
 MOST_LIKELIEST = 1024  # top_k up to which a selection takes less than a sort
-FILTERED_ROWS = 64  # at a time on a GPU: filters take memory many times the logits'
+FILTERED_ROWS = 64  # at a time on a GPU, and for log-probabilities: filters take much memory
 
 
 def scale_logits(logits: Tensor, divisors: Tensor) -> tuple[Tensor, Tensor]:
@@ -153,12 +153,17 @@ def draw_rows(
     if logits.is_cuda:
         filters = (metadata.top_k > 0) | (metadata.top_p < 1) | (metadata.min_p > 0)
         size = FILTERED_ROWS if filters.any() else len(logits)
-    parts = [
-        _draw_part(part, SamplingMetadata._make(x[i * size :][:size] for x in metadata), scale, rank)
-        for i, part in enumerate(torch.split(logits, size))
-    ]
+    parts = [_draw_part(part, of_part, scale, rank) for part, of_part in _split(logits, metadata, size)]
     tokens, largest = (torch.cat(columns) for columns in zip(*parts, strict=True))
     return tokens, largest
+
+
+def _split(
+    logits: Tensor, metadata: SamplingMetadata, size: int
+) -> Iterator[tuple[Tensor, SamplingMetadata]]:
+    """So many rows at a time, the logits' a view."""
+    for i, part in enumerate(torch.split(logits, size)):
+        yield part, SamplingMetadata._make(x[i * size :][:size] for x in metadata)
 
 
 def draw_tokens(
@@ -226,7 +231,8 @@ def process_logits(logits: Tensor, metadata: SamplingMetadata, tokens: Tensor) -
     scaled, _ = scale_logits(logits, upload(divisors, logits.device).unsqueeze(1))
     at = tokens.clamp(min=0).unsqueeze(1)
     drawn = scaled.gather(1, at)
-    _filter(scaled, metadata)
+    for part, of_part in _split(scaled, metadata, FILTERED_ROWS):
+        _filter(part, of_part)
     return scaled.scatter_(1, at, drawn)
 
 

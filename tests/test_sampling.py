@@ -418,10 +418,10 @@ def test_no_mix_of_parameters_takes_more_memory_than_the_trial_pass(monkeypatch)
     monkeypatch.setattr("nanoengine.sampling.CACHED_LOGITS", FILTERED_ROWS * vocab_size)
     logits = torch.randn(num_rows, vocab_size).bfloat16()
 
-    def peak(**settings):
-        row = SamplingRow(SamplingParams(**settings), 1, 2, [1, 2], 1)
+    def peak(processed=False, **settings):
+        rows = [SamplingRow(SamplingParams(**settings), 1, 2, [1, 2], 1)] * num_rows
         with LiveBytes() as mode:
-            sample_rows(logits, [row] * num_rows, RowSettings([row] * num_rows), Download)
+            sample_rows(logits, rows, RowSettings(rows), Download, reports_processed=processed)
         return mode.peak
 
     choices = {
@@ -432,8 +432,11 @@ def test_no_mix_of_parameters_takes_more_memory_than_the_trial_pass(monkeypatch)
         "repetition_penalty": (1, 1.1),
         "logprobs": (None, 20),
     }
-    trial = peak(top_p=0.5, min_p=0.1, repetition_penalty=1.1, logprobs=1)
+    most = {"top_p": 0.5, "min_p": 0.1, "repetition_penalty": 1.1, "logprobs": 1}
+    trial, peak_processed = peak(**most), peak(processed=True, **most)
     for values in itertools.product(*choices.values()):
         settings = dict(zip(choices, values, strict=True))
         assert peak(**settings) <= 1.02 * trial, settings  # what is not as wide as the vocabulary
+        assert peak(processed=True, **settings) <= 1.02 * peak_processed, settings
     assert trial / (num_rows * vocab_size) * 256 * 151_936 <= 1 << 29
+    assert peak_processed / (num_rows * vocab_size) * 256 * 151_936 <= 3 << 28

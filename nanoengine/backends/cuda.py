@@ -83,6 +83,11 @@ class Staging:
             self._host = torch.empty_like(self._device)
             self._array = self._host.numpy()
         self._copied = new_event() if device.type == "cuda" else None
+        # Of the arrays before, and places for such: decodes follow decodes.
+        self._shapes: list[tuple[np.dtype, tuple[int, ...]]] = []
+        self._places: list[np.ndarray] = []
+        self._tensors: list[Tensor] = []
+        self._end = 0
 
     @staticmethod
     def num_bytes(arrays: Iterable[np.ndarray]) -> int:
@@ -93,19 +98,27 @@ class Staging:
         """The arrays on the device, until the next call."""
         if self._copied is not None:
             self._copied.synchronize()  # the copy before this one, long done
-        spans, offset = [], 0
-        for array in arrays:
-            end = offset + array.nbytes
-            self._array[offset:end].view(array.dtype)[:] = array.ravel()
-            spans.append((offset, end))
-            offset = -(-end // 8) * 8
-        self._device[:offset].copy_(self._host[:offset], non_blocking=True)
+        shapes = [(array.dtype, array.shape) for array in arrays]
+        if shapes != self._shapes:
+            self._places, self._tensors, self._end = self._lay_out(arrays)
+            self._shapes = shapes
+        for place, array in zip(self._places, arrays, strict=True):
+            place[...] = array
+        self._device[: self._end].copy_(self._host[: self._end], non_blocking=True)
         if self._copied is not None:
             self._copied.record()
-        return [
-            self._device[start:end].view(TORCH_DTYPES[array.dtype]).view(array.shape)
-            for (start, end), array in zip(spans, arrays, strict=True)
-        ]
+        return self._tensors
+
+    def _lay_out(self, arrays: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list[Tensor], int]:
+        """Where such arrays lie on the host and on the device, and the end of the last."""
+        places, tensors, start = [], [], 0
+        for array in arrays:
+            end = start + array.nbytes
+            places.append(self._array[start:end].view(array.dtype).reshape(array.shape))
+            tensor = self._device[start:end].view(TORCH_DTYPES[array.dtype]).view(array.shape)
+            tensors.append(tensor)
+            start = -(-end // 8) * 8
+        return places, tensors, start
 
 
 # ---- Fusion --------------------------------------------------------------------------------------
@@ -240,7 +253,7 @@ def pad_decodes(
     missing = num_seqs - len(metadata.seq_lens)
 
     def pad(values: np.ndarray, value: int) -> np.ndarray:
-        return np.concatenate((values, np.full(missing, value, dtype=values.dtype)))
+        return np.concatenate((values, np.full((*values.shape[:-1], missing), value, values.dtype)), -1)
 
     *groups, seqs, width = metadata.block_tables.shape
     block_tables = np.zeros((*groups, num_seqs, table_width), dtype=np.int32)
@@ -251,7 +264,7 @@ def pad_decodes(
         cu_seqlens_k=np.concatenate(([0], seq_lens.cumsum())).astype(np.int32),
         seq_lens=seq_lens,
         block_tables=block_tables,
-        slot_mapping=np.pad(metadata.slot_mapping, [(0, 0)] * len(groups) + [(0, missing)]),
+        slot_mapping=pad(metadata.slot_mapping, 0),
         max_seq_len=table_width * block_size,
         is_fresh=False,
         num_decodes=num_seqs,
