@@ -553,7 +553,8 @@ def test_a_gguf_file_s_tokenizer_chat_template_and_end_are_its_own(tmp_path):
         output = llm.chat([{"role": "user", "content": "Hello"}], GREEDY, use_tqdm=False)[0]
     said = output.outputs[0].token_ids
     assert said == greedy(model, output.prompt_token_ids, 12)[: len(said)]
-    assert output.outputs[0].text == ours.decode(said, skip_special_tokens=True)
+    whole = ours.decode(said, skip_special_tokens=True)
+    assert output.outputs[0].text.rstrip("\ufffd") == whole.rstrip("\ufffd")  # half a character is no text
 
 
 def test_a_gguf_file_that_is_not_sound_is_refused(tmp_path):

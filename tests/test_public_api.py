@@ -161,12 +161,19 @@ def test_the_benchmarks_import_each_other_one_way():
 
 def test_no_extension_and_no_app_is_imported_before_it_is_asked_for():
     code = "import sys; from nanoengine import LLM; "
-    code += "print(*(name for name in sys.modules if name.startswith('nanoengine.')))"
+    code += "print(*(name for name in sys.modules if name.startswith(('nanoengine.', 'transformers.'))))"
     printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     assert "nanoengine.engine" in printed
     assert ".apps" not in printed
     assert ".extensions" not in printed
     assert "nanoengine.models.hf " not in printed, "transformers' own models take a second to import"
+    assert "transformers.activations" not in printed, "so does what any model's own config imports"
+
+
+def test_a_model_is_loaded_without_pytorch_s_compiler():
+    code = "import sys; from nanoengine import LLM; llm = LLM('demo', max_num_seqs=1); "
+    code += "assert llm.generate('Hello', use_tqdm=False); assert 'torch._dynamo' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def shared_state() -> dict[str, str]:
@@ -176,7 +183,7 @@ def shared_state() -> dict[str, str]:
         if not module_name.startswith("nanoengine"):
             continue
         for name, value in vars(module).items():
-            owned = getattr(value, "__module__", "").startswith("nanoengine")
+            owned = (getattr(value, "__module__", "") or "").startswith("nanoengine")
             members = vars(value) if isinstance(value, type) and owned else {"": value}
             for member, held in members.items():
                 if isinstance(held, (list, dict, set, bytearray, deque)) and not member.startswith("__"):

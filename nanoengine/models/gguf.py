@@ -10,14 +10,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor
-from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from nanoengine.backends.quantized import Quantized, floats
 from nanoengine.models.files import TensorHeader
 from nanoengine.models.hf_config import UnsupportedModelError
 
-FAMILIES: dict[str, Any] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+# Configs by name: any one of them takes transformers a second of imports.
+FAMILIES = {"llama": "LlamaConfig", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config"}
 TENSORS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 OF_LAYERS = {  # behind "blk.0." and "model.layers.0."
     "attn_norm": "input_layernorm",
@@ -90,7 +91,7 @@ class GGUFFile:
                 raise UnsupportedModelError(f"its {name} is not its head_dim, {head_dim}")
         if number("attention.sliding_window", 0):
             raise UnsupportedModelError("its file has sliding windows, and does not say in which layers")
-        config = FAMILIES[self.architecture](
+        config = getattr(transformers, FAMILIES[self.architecture])(
             vocab_size=self.headers["model.embed_tokens.weight"].shape[0],  # type: ignore[index]
             hidden_size=hidden_size,
             intermediate_size=number("feed_forward_length"),

@@ -4,11 +4,9 @@ That imports what takes transformers a second and more, and models on our own co
 """
 
 import sys
-from functools import partial
 from typing import Any
 
 import transformers
-from transformers import Glm4Config, Glm4MoeConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -27,8 +25,9 @@ OTHER_TYPES = (
 )
 ATTENTION_NAME = "nanoengine"  # under which transformers knows our attention
 
-# Models that take images and text -> the config class of their language model, None where it says it itself.
-LANGUAGE_PARTS: dict[str, Any] = {
+# Models that take images and text -> the config class of their language model, by name as its import takes a
+# second, and what to make it with; None where it says it itself.
+LANGUAGE_PARTS: dict[str, tuple[str, dict[str, Any]] | None] = {
     "aya_vision": None,
     "cohere2_vision": None,
     "exaone4_5": None,
@@ -47,13 +46,13 @@ LANGUAGE_PARTS: dict[str, Any] = {
     "qwen3_5_moe": None,
     "qwen4_exp": None,
     "smolvlm": None,
-    "glm4v": partial(Glm4Config, attention_bias=True),  # which its code has without asking
-    "glm4v_moe": Glm4MoeConfig,
-    "qwen2_vl": Qwen2Config,
-    "qwen2_5_vl": Qwen2Config,
-    "qwen3_vl": Qwen3Config,
+    "glm4v": ("Glm4Config", {"attention_bias": True}),  # which its code has without asking
+    "glm4v_moe": ("Glm4MoeConfig", {}),
+    "qwen2_vl": ("Qwen2Config", {}),
+    "qwen2_5_vl": ("Qwen2Config", {}),
+    "qwen3_vl": ("Qwen3Config", {}),
     # By its own type transformers knows how its files hold the experts.
-    "qwen3_vl_moe": partial(Qwen3MoeConfig, norm_topk_prob=True, model_type="qwen3_vl_moe"),  # type: ignore[call-arg]
+    "qwen3_vl_moe": ("Qwen3MoeConfig", {"norm_topk_prob": True, "model_type": "qwen3_vl_moe"}),
 }
 
 
@@ -82,10 +81,11 @@ def language_part(config: Any) -> Any | None:
     """
     if config.model_type not in LANGUAGE_PARTS or config.get_text_config() is config:
         return None
-    part = config.get_text_config()
-    if LANGUAGE_PARTS[config.model_type] is None and type(part) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    part, made_of = config.get_text_config(), LANGUAGE_PARTS[config.model_type]
+    if made_of is None and type(part) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return None
-    if LANGUAGE_PARTS[config.model_type] is not None:
+    if made_of is not None:
+        class_name, others = made_of
         fields = {
             name: x for name, x in part.to_dict().items() if name not in ("model_type", "architectures")
         }
@@ -93,7 +93,7 @@ def language_part(config: Any) -> Any | None:
         for name in ("rope_parameters", "rope_scaling"):
             if isinstance(fields.get(name), dict):
                 fields[name] = {key: x for key, x in fields[name].items() if not key.startswith("mrope")}
-        part = LANGUAGE_PARTS[config.model_type](**fields)
+        part = getattr(transformers, class_name)(**others | fields)
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(part)]
     part.architectures = [model_class.__name__]
     part.tie_word_embeddings = config.tie_word_embeddings
