@@ -4,8 +4,9 @@ python -m benchmarks.served --guidellm guidellm/bin/python                  # na
 python -m benchmarks.served --guidellm ... --engine nanoengine,vllm --python vllm=vllm/bin/python
 python -m benchmarks.served --guidellm ... --rate 0.5,1,2 --shared 512
 
-Each server runs alone, with the same cores as its clients. Requests come at random, so many a second, and
-then all at once ("saturated"); with --shared, their prompts begin with the same tokens. The model is a
+Each server runs alone, with the same cores as its clients. So many requests come a second, evenly, and
+then all at once ("saturated"); with --shared, their prompts begin with the same tokens. No two runs of a
+server have a prompt in common beyond that, and all servers get the same ones. The model is a
 published shape with random weights and a tokenizer that knows bytes, so that a prompt is as long as its text.
 guidellm says when tokens came; the processors' seconds that its processes took stand beside the server's.
 """
@@ -55,7 +56,7 @@ def server_command(engine: str, python: str, model: str, port: int) -> list[str]
     common = [model, "--load-format", "dummy", "--port", str(port), "--served-model-name", "model"]
     common += ["--max-model-len", "2048"]
     if engine == "vllm":
-        return [str(Path(python).with_name("vllm")), "serve", *common]
+        return [python, "-m", "vllm.entrypoints.openai.api_server", "--model", *common]
     return [python, "-m", "nanoengine", "serve", *common]
 
 
@@ -98,14 +99,20 @@ def answers(url: str) -> bool:
         return False
 
 
-def scenario(url: str, model: str, args: argparse.Namespace, rate: float | None, out: Path) -> dict[str, Any]:
-    """What guidellm is to do; a rate of None is all at once."""
+def scenario(
+    url: str, model: str, args: argparse.Namespace, rate: float | None, seed: int, out: Path
+) -> dict[str, Any]:
+    """What guidellm is to do; a rate of None is all at once.
+
+    Not its poisson profile: in 0.8.1 all requests of a run come at once where a worker asks for the first
+    time before the start is written down, and each worker process draws the same times.
+    """
     data = {"kind": "synthetic_text", "prompt_tokens": args.prompt, "output_tokens": args.output}
     if args.shared:
         data["prefix_buckets"] = [{"bucket_weight": 100, "prefix_count": 1, "prefix_tokens": args.shared}]
     profile = {"kind": "throughput", "max_concurrency": args.requests}
     if rate is not None:
-        profile = {"kind": "poisson", "rate": [rate]}
+        profile = {"kind": "constant", "rate": [rate]}
     return {
         "backend": {
             "kind": "openai_http",
@@ -115,13 +122,14 @@ def scenario(url: str, model: str, args: argparse.Namespace, rate: float | None,
         },
         "profile": profile,
         "data": [data],
+        "seed": {"kind": "static", "value": seed},
         "tokenizer": {"kind": "huggingface_auto", "model": model},
         "constraints": [{"kind": "max_requests", "count": args.requests}],
         "outputs": [{"kind": "json", "path": str(out)}],
     }
 
 
-def load(url: str, model: str, args: argparse.Namespace, rate: float | None) -> dict[str, Any]:
+def load(url: str, model: str, args: argparse.Namespace, rate: float | None, seed: int) -> dict[str, Any]:
     """One run of guidellm as figures.
 
     Raises:
@@ -129,12 +137,12 @@ def load(url: str, model: str, args: argparse.Namespace, rate: float | None) -> 
     """
     with tempfile.TemporaryDirectory() as scratch:
         config, out = Path(scratch, "scenario.json"), Path(scratch, "report.json")
-        config.write_text(json.dumps({"spec": scenario(url, model, args, rate, out)}))
+        config.write_text(json.dumps({"spec": scenario(url, model, args, rate, seed, out)}))
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         command = [args.guidellm, "-m", "guidellm", "run", "--config", str(config), "--disable-console"]
-        run = subprocess.run(
-            command, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"}
-        )
+        # Ten processes by default: they would take more of the cores that they share with the server.
+        settings = {"HF_HUB_OFFLINE": "1", "GUIDELLM__MAX_WORKER_PROCESSES": "1"}
+        run = subprocess.run(command, capture_output=True, text=True, env=os.environ | settings)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         if run.returncode or not out.is_file():
             raise RuntimeError(f"guidellm failed:\n{(run.stdout + run.stderr)[-2000:]}")
@@ -204,10 +212,10 @@ def main() -> None:
         print("|---|---|---|---|---|---|")
         for engine in engines:
             with serving(engine, pythons.get(engine, sys.executable), model) as (url, process):
-                load(url, model, args, None)  # a warm-up
-                for rate in rates:
+                load(url, model, args, None, 0)  # a warm-up
+                for seed, rate in enumerate(rates, 1):
                     before = cpu_seconds(process)
-                    row = {"engine": engine, "rate": rate, **load(url, model, args, rate)}
+                    row = {"engine": engine, "rate": rate, **load(url, model, args, rate, seed)}
                     row["server_cpu_seconds"] = round(cpu_seconds(process) - before, 2)
                     rows.append(row)
                     print(table_row(row), flush=True)

@@ -481,11 +481,12 @@ SERVED = {"model": "tiny", "dtype": "float32", "prompt": 32, "output": 8, "reque
 
 def test_guidellm_is_asked_for_requests_at_a_rate_or_all_at_once_with_a_shared_prefix_or_without():
     args = SimpleNamespace(**SERVED)
-    asked = served.scenario("http://a", "/model", args, 2.0, Path("/out.json"))
-    assert asked["profile"] == {"kind": "poisson", "rate": [2.0]}
+    asked = served.scenario("http://a", "/model", args, 2.0, 3, Path("/out.json"))
+    assert asked["profile"] == {"kind": "constant", "rate": [2.0]}
+    assert asked["seed"] == {"kind": "static", "value": 3}
     assert asked["data"] == [{"kind": "synthetic_text", "prompt_tokens": 32, "output_tokens": 8}]
     args.shared = 512
-    asked = served.scenario("http://a", "/model", args, None, Path("/out.json"))
+    asked = served.scenario("http://a", "/model", args, None, 4, Path("/out.json"))
     assert asked["profile"] == {"kind": "throughput", "max_concurrency": 4}
     assert asked["data"][0]["prefix_buckets"][0]["prefix_tokens"] == 512
 
@@ -639,6 +640,7 @@ def test_the_gpu_s_report_has_a_table_of_every_piece(tmp_path):
         "tests": {"summary": "1 failed, 99 passed", "told": ["FAILED tests/a.py::b"], "passed": False},
         "attention": {
             "backends": {"flash": {"decodes": 0.5}, "triton": {"error": "Triton needs a GPU"}},
+            "tiles": {"sm90: 64 rows": {"decodes": 0.25}, "sm80: 32 rows": {"error": "too large"}},
         },
         "profile": {"64 decodes": step, "took_s": 3.0},
     }
@@ -651,6 +653,8 @@ def test_the_gpu_s_report_has_a_table_of_every_piece(tmp_path):
         "FAILED tests/a.py::b",
         "| flash | 0.500 |",
         "| triton | Triton needs a GPU |",
+        "| sm90: 64 rows | 0.250 |",
+        "| sm80: 32 rows | too large |",
         "| 64 decodes | 2.00 | 97% |",
         "| `gemm` | 1.000 |",
         "| flash | 23,000 | not run | - | - |",
@@ -669,7 +673,7 @@ def test_the_gpu_s_pieces_run_on_a_cpu_with_small_sizes(tmp_path):
     assert "| transformers | - |" in (tmp_path / "report.md").read_text()
 
 
-@pytest.mark.parametrize(("kind", "most"), [("FINAL_ONLY", 8), ("DELTA, text", 22)])
+@pytest.mark.parametrize(("kind", "most"), [("FINAL_ONLY", 8), ("DELTA, text", 20)])
 def test_a_sequence_costs_a_step_few_calls_of_python_functions(kind, most):
     """Counted, where a time would depend on the machine; what a step costs without any is left out."""
 

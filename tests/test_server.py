@@ -27,7 +27,7 @@ from nanoengine.__main__ import main
 from nanoengine.apps.openai_api import to_json
 from nanoengine.apps.server import Service, make_parser
 from tests.helpers import DEMO
-from tests.serving import command, http, is_empty, served, slow_steps, wait_until
+from tests.serving import COMMON, command, http, is_empty, served, slow_steps, wait_until
 
 SETTINGS = {"num_kv_blocks": 200, "max_num_seqs": 16}
 QUESTION = [{"role": "user", "content": "What is 27 + 58?"}]
@@ -1011,6 +1011,18 @@ def test_on_sigterm_the_command_finishes_what_runs_and_takes_no_more(llm):
         assert process.wait(20) == 0
         lines = [json.loads(line) for line in process.stdout]
         assert [line["status"] for line in lines if line["path"].startswith("/v1")] == [200, 503, 200]
+
+
+@pytest.mark.slow
+def test_the_garbage_collector_does_not_walk_over_what_the_command_loaded():
+    code = "import gc, sys; from nanoengine.apps import server; "
+    code += "server.Server.run = lambda self: print(gc.get_freeze_count(), len(gc.get_objects())); "
+    code += "server.main(sys.argv[1:])"
+    command = [sys.executable, "-c", code, *COMMON]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    num_frozen, num_watched = map(int, printed.split())
+    assert num_frozen > 100_000
+    assert num_watched < 1000
 
 
 @pytest.mark.slow
