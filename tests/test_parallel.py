@@ -775,6 +775,19 @@ def test_an_engine_that_nobody_closes_ends_with_its_script(demo_answer):
         assert_gone(ranks, 1)
 
 
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's /proc")
+def test_gloo_s_threads_end_with_the_engine_and_not_while_the_interpreter_does():
+    def threads_of_gloo():
+        tasks = Path("/proc/self/task").iterdir()
+        return {task.name for task in tasks if "gloo" in (task / "comm").read_text()}
+
+    before = threads_of_gloo()
+    with ranks_in_processes() as llm:
+        assert len(threads_of_gloo() - before) > 1
+    assert threads_of_gloo() <= before
+    del llm  # what nobody holds would end by itself
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("is_closed", [True, False])
 def test_torchrun_s_processes_join_in_one_script(is_closed, demo_answer, tmp_path):

@@ -152,7 +152,8 @@ class Ranks:
         options._devices = [
             gloo.create_device(hostname="127.0.0.1") if is_one_host else gloo.create_default_device()
         ]
-        self._control = self._group = gloo(dist.PrefixStore("gloo", store), self.rank, self.size, options)
+        self._control: Any = gloo(dist.PrefixStore("gloo", store), self.rank, self.size, options)
+        self._group: Any = self._control
         if device.type == "cuda":  # not run on a GPU yet
             nccl = dist.ProcessGroupNCCL.Options()
             nccl._timeout = COLLECTIVE
@@ -261,6 +262,12 @@ class Ranks:
         if self.leads and not self.lost:
             with suppress(EngineDeadError):
                 self._send(torch.zeros(MESSAGE, dtype=torch.int32), CLOSING)
+        if not self.lost:
+            # Gloo's thread takes the interpreter's lock to let go of the last message, which would kill the
+            # process while the interpreter ends. So the thread ends here. NCCL's stays, as graphs use it.
+            if self._group is self._control:
+                self._group = None
+            self._control = None
         self.leads, self.lost = False, self.lost or "it is closed"
         if self._workers is not None:
             self._workers.stop()
@@ -717,6 +724,7 @@ def _lead(
         raise
     if ranks.rank:
         follow(started.runner, ranks)
+        ranks.close()
         raise SystemExit(0)
     ranks.leads = True
     weakref.finalize(started.runner, ranks.close)  # where nobody closes it: forgotten, or the engine failed
