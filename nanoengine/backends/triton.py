@@ -280,13 +280,13 @@ class Tiles(NamedTuple):
 
 # By what holds a tile: registers, of which a thread has 255, and shared memory. More would spill or not run.
 TILES = {
-    "sm75": Tiles(16, 32, 4, 2),  # Turing, 64 KiB: Triton has no tensor cores there
-    "sm80": Tiles(64, 32, 8, 2),  # Ampere, 163 KiB; its smaller ones 99
-    "sm89": Tiles(64, 32, 8, 2),  # Ada, and Blackwell without HBM, 99 KiB
+    "sm75": Tiles(16, 16, 4, 2),  # Turing, 64 KiB: Triton has no tensor cores there
+    "sm80": Tiles(64, 32, 8, 3),  # Ampere, 163 KiB; its smaller ones 99
+    "sm89": Tiles(64, 32, 8, 3),  # Ada, and Blackwell without HBM, 99 KiB
     "sm90": Tiles(64, 64, 4, 2),  # Hopper, and Blackwell with HBM, 227 KiB
     "gfx942": Tiles(64, 32, 4, 2),  # AMD's CDNA 3, 64 KiB
 }
-FLOAT32 = Tiles(32, 16, 8, 1)  # on any: no tensor core multiplies it, so that whole rows lie in registers
+FLOAT32 = Tiles(16, 16, 8, 1)  # on any: no tensor core multiplies it, so that whole rows lie in registers
 
 
 @functools.cache
