@@ -535,6 +535,10 @@ struct Form {
   int64_t group_bytes() const { return weight_bytes() + OUTPUTS * 2 * (1 + has_zeros); }
 };
 
+// Rows from which threads take blocks in turns, so that one whose core others use too has fewer. With less rows memory is
+// what takes time, and a thread's own blocks lie in a row.
+constexpr int64_t TURNS_FROM = 64;
+
 // out (T, N) = x (T, I) times a packed weight + bias, multiplied as A. A block comes out of memory once and is in the second
 // cache for all rows. A row's sums are made in one order whatever the other rows, so its result does not depend on them.
 template <class A, bool IN_AMX_ORDER, class X, class W>
@@ -583,8 +587,7 @@ static void product(X* out, const X* x, const W* packed, Form form, const X* bia
     std::optional<Amx> amx;
     if (IN_AMX_ORDER) amx.emplace(height, std::min(group, DEPTH), group % DEPTH);
 #endif
-#pragma omp for schedule(static)
-    for (int64_t first = 0; first < N; first += OUTPUTS) {
+    auto compute = [&](int64_t first) {
       int64_t width = std::min(OUTPUTS, N - first);
       float start[OUTPUTS] = {};
       if (bias) widen_row(start, bias + first, width);
@@ -623,6 +626,13 @@ static void product(X* out, const X* x, const W* packed, Form form, const X* bia
         if (width == OUTPUTS) narrow_row(out + t * N + first, &sums[t * OUTPUTS], OUTPUTS);
         else narrow_row(out + t * N + first, &sums[t * OUTPUTS], width);
       }
+    };
+    if (T < TURNS_FROM) {
+#pragma omp for schedule(static)
+      for (int64_t first = 0; first < N; first += OUTPUTS) compute(first);
+    } else {
+#pragma omp for schedule(dynamic)
+      for (int64_t first = 0; first < N; first += OUTPUTS) compute(first);
     }
   }
 }
