@@ -13,9 +13,9 @@ import struct
 import subprocess
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 import nanoengine.backends.cpu as cpu
@@ -54,10 +54,12 @@ class EmulatedKernels(cpu.Kernels):
 
     num_outputs = 16  # four registers of four
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self.process = start().process
-        self.library = SimpleNamespace(**dict.fromkeys(start().exported))  # type: ignore[assignment]
         self.was_compiled, self.seconds = False, 0.0
+
+    def serves(self, dtype: torch.dtype) -> bool:
+        return f"linear_{str(dtype).removeprefix('torch.')}" in start().exported
 
     def call(self, name: str, first: Tensor, *arguments: Any) -> None:
         full_name = f"{name}_{str(first.dtype).removeprefix('torch.')}"

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.backends.cpu import FLAGS, Kernels, _digest, pack_weights
+from nanoengine.backends.cpu import CPU, FLAGS, Kernels, _digest, pack_weights
 from nanoengine.backends.cuda import CUDA
 from nanoengine.config import EngineConfig
 from tests.helpers import DEMO
@@ -166,6 +166,35 @@ def test_kernels_are_compiled_once_and_kept(tmp_path, monkeypatch):
     assert Kernels().was_compiled
 
 
+def test_kernels_are_compiled_for_a_type_when_it_is_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", UNOPTIMISED)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kernels = Kernels(torch.bfloat16)
+    before = kernels.seconds
+    assert kernels.serves(torch.bfloat16)
+    assert not kernels.serves(torch.int8)
+    assert len(list((tmp_path / "nanoengine").iterdir())) == 1
+    assert kernels.silu_and_mul(torch.ones(1, 2)).item() == pytest.approx(0.731059)
+    assert len(list((tmp_path / "nanoengine").iterdir())) == 2
+    assert kernels.seconds > before
+    with pytest.raises(RuntimeError, match="no kernels for float64"):
+        Kernels(torch.float64)
+
+
+def test_of_a_type_that_the_compiler_does_not_know_auto_is_float32_with_kernels(tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", f"{UNOPTIMISED} -U__FLT16_MAX__")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    device = CPU(torch.device("cpu"), EngineConfig(model=DEMO))
+    assert device.choose_dtype(torch.float16) == torch.float32
+    assert device.kernels.serves(torch.float32)
+    assert device._no_kernels is None
+    assert not device.kernels.serves(torch.float16)
+    asked = CPU(torch.device("cpu"), EngineConfig(model=DEMO, dtype="float16"))
+    assert asked.choose_dtype(torch.float16) == torch.float16  # by PyTorch
+    assert asked.kernels is None
+    assert asked._no_kernels == "the compiler does not know float16"
+
+
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
     """The kernels, compiled for these tests."""
@@ -211,6 +240,7 @@ HANGING = '#!/bin/sh\n[ "$1" = --version ] && exit\nsleep 987 & echo $! > "$0.pi
 PLANTED = """
 #include <stdio.h>
 #include <stdlib.h>
+void *linear_float32;
 __attribute__((constructor)) static void planted() { fclose(fopen(getenv("PLANTED"), "w")); }
 """
 

@@ -136,28 +136,44 @@ class Form(NamedTuple):
 
 
 PLAIN = Form()
+TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 4}  # as kernels.cpp has them
 Slots = tuple[Tensor, Tensor]  # where N sequences' states are read, and written: (N,) int64 each
 
 
 class Kernels:
     """`kernels.cpp`, compiled for this machine's processor and kept between runs.
 
-    Source of the idea: vLLM's `csrc/cpu`.
+    For one type; for others they are compiled when they are asked for. Source of the idea: vLLM's `csrc/cpu`.
 
     Raises:
         RuntimeError: there is no C++ compiler, or it fails; the message says what to do.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        self.was_compiled, self.seconds = False, 0.0
+        self._functions: dict[tuple[str, torch.dtype], Callable[..., None]] = {}
+        self.library = self._load(dtype)
+        self._libraries: dict[torch.dtype, ctypes.CDLL | None] = {dtype: self.library}  # None: it failed
+
+    def _load(self, dtype: torch.dtype) -> ctypes.CDLL:
+        if dtype not in TYPES:
+            raise RuntimeError(f"there are no kernels for {_name(dtype)}")
         start = time.perf_counter()
         with unwound_by_sigterm():  # which else would leave the compiler and its files behind
-            self.library, self.was_compiled = _compile()
-        self.seconds = time.perf_counter() - start
-        self._functions: dict[tuple[str, torch.dtype], Callable[..., None]] = {}
+            library, was_compiled = _compile(TYPES[dtype])
+        self.seconds += time.perf_counter() - start
+        self.was_compiled |= was_compiled
+        if not hasattr(library, f"linear_{_name(dtype)}"):
+            raise RuntimeError(f"the compiler does not know {_name(dtype)}")
+        return library
 
     def serves(self, dtype: torch.dtype) -> bool:
         """Whether there are kernels for tensors of that type: an old compiler knows no float16."""
-        return hasattr(self.library, f"linear_{_name(dtype)}")
+        if dtype not in self._libraries:
+            self._libraries[dtype] = None
+            with suppress(RuntimeError):
+                self._libraries[dtype] = self._load(dtype)
+        return self._libraries[dtype] is not None
 
     def decode_attention(
         self,
@@ -362,7 +378,9 @@ class Kernels:
         """Call a kernel for the first tensor's type; tensors become addresses, None a null pointer."""
         function = self._functions.get((name, first.dtype))
         if function is None:
-            address = ctypes.c_void_p.in_dll(self.library, f"{name}_{_name(first.dtype)}").value
+            self.serves(first.dtype)
+            library = self._libraries[first.dtype] or self.library  # integers are packed by any
+            address = ctypes.c_void_p.in_dll(library, f"{name}_{_name(first.dtype)}").value
             types = {int: ctypes.c_int64, float: ctypes.c_float}
             signature = [types.get(type(a), ctypes.c_void_p) for a in (first, *arguments)]
             function = ctypes.CFUNCTYPE(None, *signature)(address)  # type: ignore[arg-type]
@@ -386,8 +404,8 @@ def _inputs_side_by_side(dtype: torch.dtype) -> int:
     return 2 if dtype == torch.bfloat16 else 1
 
 
-def _compile() -> tuple[ctypes.CDLL, bool]:
-    """Compile `kernels.cpp`, unless this source was compiled for this processor before.
+def _compile(types: int) -> tuple[ctypes.CDLL, bool]:
+    """Compile `kernels.cpp` for some of `TYPES`, unless this source was compiled for this processor before.
 
     A library's name holds its own digest, so that one that was cut short or exchanged is not loaded.
     """
@@ -395,7 +413,7 @@ def _compile() -> tuple[ctypes.CDLL, bool]:
     if compiler is None:
         raise RuntimeError("no C++ compiler (g++, clang++ or $CXX)")
     program, *options = compiler.split()
-    command = [program, *FLAGS.split(), *options]  # $CXX may say -march=x86-64-v3
+    command = [program, *FLAGS.split(), f"-DTYPES={types}", *options]  # $CXX may say -march=x86-64-v3
     try:
         version = _run([program, *options, "--version"], tempfile.gettempdir())
         sources = [path.read_text() for path in (SOURCE, *HEADERS)]
@@ -804,22 +822,26 @@ class CPU(Device):
         self._no_kernels: str | None = None  # why there are none
         self._notes: list[str] = []
         keep_freed_memory()
-        try:
-            if config.enforce_eager:
-                raise RuntimeError("enforce_eager")
-            self.kernels = Kernels()
-        except RuntimeError as error:
-            self._no_kernels = str(error)
 
     def choose_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """As it is, with kernels that read it; float32 where PyTorch would emulate what "auto" stands for."""
-        is_served = self.kernels is not None and self.kernels.serves(dtype)
-        if self.config.dtype != "auto" or dtype == torch.float32 or is_served:
+        if self._find_kernels(dtype) or self.config.dtype != "auto" or dtype == torch.float32:
             return dtype
         if dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported():
             return dtype
         self._notes.append(f"float32 instead of {_name(dtype)}, which is emulated here without kernels")
+        self._find_kernels(torch.float32)
         return torch.float32
+
+    def _find_kernels(self, dtype: torch.dtype) -> bool:
+        """Whether there are kernels for that type, which then are those of this device."""
+        try:
+            if self.config.enforce_eager:
+                raise RuntimeError("enforce_eager")
+            self.kernels, self._no_kernels = Kernels(dtype), None
+        except RuntimeError as error:
+            self._no_kernels = str(error)
+        return self.kernels is not None
 
     def pack(self, weight: Quantized, bias: Tensor | None, dtype: torch.dtype) -> nn.Module | None:
         """As in the base class."""
