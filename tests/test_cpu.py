@@ -166,7 +166,7 @@ def test_kernels_are_compiled_once_and_kept(tmp_path, monkeypatch):
     assert Kernels().was_compiled
 
 
-def test_kernels_are_compiled_for_a_type_when_it_is_asked_for(tmp_path, monkeypatch):
+def test_kernels_are_compiled_for_a_type_when_it_is_asked_for(tmp_path, monkeypatch, default_sigint):
     monkeypatch.setenv("CXX", UNOPTIMISED)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     kernels = Kernels(torch.bfloat16)
@@ -177,6 +177,11 @@ def test_kernels_are_compiled_for_a_type_when_it_is_asked_for(tmp_path, monkeypa
     assert kernels.silu_and_mul(torch.ones(1, 2)).item() == pytest.approx(0.731059)
     assert len(list((tmp_path / "nanoengine").iterdir())) == 2
     assert kernels.seconds > before
+    with monkeypatch.context() as patch:  # Ctrl-C while the compiler runs, which is no answer
+        patch.setattr(kernels, "_load", lambda dtype: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            kernels.serves(torch.float16)
+    assert kernels.serves(torch.float16)
     with pytest.raises(RuntimeError, match="no kernels for float64"):
         Kernels(torch.float64)
 

@@ -170,9 +170,10 @@ class Kernels:
     def serves(self, dtype: torch.dtype) -> bool:
         """Whether there are kernels for tensors of that type: an old compiler knows no float16."""
         if dtype not in self._libraries:
-            self._libraries[dtype] = None
-            with suppress(RuntimeError):
+            try:
                 self._libraries[dtype] = self._load(dtype)
+            except RuntimeError:
+                self._libraries[dtype] = None
         return self._libraries[dtype] is not None
 
     def decode_attention(
