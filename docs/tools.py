@@ -67,8 +67,8 @@ def step(scheduler: Scheduler, draw: Callable[[Sequence, str], str] = lambda seq
         if seq not in scheduler.running:
             print(f"{name(seq)} is preempted")
     num_before = {seq: len(seq.token_ids) for seq in batch.sampled_seqs}
-    took = scheduler.update(batch, [ord(letter) for letter in drawn])
-    for seq in took:
+    advanced = scheduler.update(batch, [ord(letter) for letter in drawn])
+    for seq in advanced:
         if batch.sampled_seqs.count(seq) > 1:
             print(f"{name(seq)} takes {text(seq, num_before[seq])}")
         if seq.is_finished:

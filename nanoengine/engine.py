@@ -59,7 +59,7 @@ from nanoengine.backends.inputs import AttentionMetadata, ModelInputs, send_inpu
 from nanoengine.backends.kv_cache import KVCache
 from nanoengine.detokenizer import Detokenizer
 from nanoengine.logprobs import Logprobs, Reports, report_prompts
-from nanoengine.sampling import KeptRows, RowProcessor, Sample, read_tokens
+from nanoengine.sampling import CachedRows, RowProcessor, Sample, read_tokens
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.steps import Stopwatch
 
@@ -299,7 +299,7 @@ class BlockManager:
         """Release all blocks of a sequence, the last block first, so that tails are evicted before prefixes.
 
         A lookup starts at the first block, so a prefix is useful without its tail, but not the reverse.
-        A step in flight may still use these blocks. Their next owner computes in a later step.
+        A step in flight may still use these blocks: their next owner computes in a later step.
         """
         for block_id in reversed(seq.block_table):
             self._release(block_id)
@@ -563,14 +563,14 @@ class Scheduler:
 
         Returns the sequences that received a token or failed without one, not those that finished meanwhile.
         """
-        took = []
+        advanced = []
         for seq, token_id in zip(batch.sampled_seqs, token_ids, strict=True):
             if seq.finish_reason is None:
-                self.take(seq, token_id)
-                took.append(seq)
-        return took
+                self.append_token(seq, token_id)
+                advanced.append(seq)
+        return advanced
 
-    def take(self, seq: Sequence, token_id: int | None) -> None:
+    def append_token(self, seq: Sequence, token_id: int | None) -> None:
         """Append a token to a sequence, and finish the sequence if it is complete.
 
         None means that no token could be sampled: the sequence finishes with "error".
@@ -671,7 +671,7 @@ def build_inputs(
     # Rows whose final hidden state is used. For all others, the last layer may stop after K and V.
     is_needed = np.fromiter([seq.prompt_logprobs is not None for seq in seqs], bool)[seq_of_row]
     is_needed[sample_rows] = True
-    sample_of = dict(zip(before.sampled_seqs, itertools.count())) if before and pending_seqs else {}
+    sample_index_of = dict(zip(before.sampled_seqs, itertools.count())) if before and pending_seqs else {}
     return ModelInputs(
         input_ids=np.array(input_ids, dtype=np.int64),
         positions=positions,
@@ -683,13 +683,14 @@ def build_inputs(
             slot_mapping=slot_mapping,
             max_query_len=int(query_lens.max()),
             max_seq_len=int(seq_lens.max()),
-            is_fresh=not first_positions.any(),  # every chunk starts at 0: no sequence has cached tokens
-            num_decodes=int(np.append(query_lens > 1, True).argmax()),  # before the first longer chunk
+            has_cached_tokens=bool(first_positions.any()),
+            # argmax finds the first longer chunk, or the True at the end.
+            num_leading_decodes=int(np.append(query_lens > 1, True).argmax()),
             needed_rows=is_needed.nonzero()[0],
         ),
         sample_rows=sample_rows,
         pending_rows=np.array(pending_rows, dtype=np.int64),
-        pending_samples=np.array([sample_of[seq] for seq in pending_seqs], dtype=np.int64),
+        pending_samples=np.array([sample_index_of[seq] for seq in pending_seqs], dtype=np.int64),
     )
 
 
@@ -750,8 +751,6 @@ class ModelRunner:
                                   16 with rows that write to the null block. Other steps stay as they are
         forward(compute, inputs)  replays the graph for 16, or calls `compute(inputs)` if there is no graph
 
-    startup.py sets the number of blocks by num_kv_blocks, kv_cache_bytes or gpu_memory_utilization.
-
     Args:
         model: called with input ids, positions, caches and a step's attention, it returns hidden states,
             (T, E). Its compute_logits turns rows of them into logits. See models/decoder.py and models/hf.py.
@@ -767,11 +766,11 @@ class ModelRunner:
         self.model, self.device, self.attention = model, device, attention
         self.sample, self.block_size = sample, block_size
         self.report = report_prompts  # reports on prompts; extensions/pooling.py replaces it
-        # Set by startup.py, after it tried the largest steps to measure how much memory they need.
+        # Set by startup.py, which sizes the cache by num_kv_blocks, kv_cache_bytes or gpu_memory_utilization.
         self.caches: list[KVCache] = []  # one per layer
         self.forward = Forward()
         self.stopwatch = Stopwatch()
-        self.rows = KeptRows()
+        self.rows = CachedRows()
 
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch, before: Launch | None = None) -> Launch:
@@ -834,7 +833,7 @@ class ModelRunner:
 class Collected(NamedTuple):
     """Holds the results of one collected step."""
 
-    took: list[Sequence]  # the sequences that received a token: what `Scheduler.update` returned
+    advanced: list[Sequence]  # the sequences that received a token: what `Scheduler.update` returned
     logprobs: Logprobs  # of these sequences, and possibly of others whose samples were discarded
 
 
@@ -884,10 +883,10 @@ class EngineCore:
         sampled = self.runner.collect(launch)
         stopwatch = self.runner.stopwatch
         stopwatch.start()
-        took = self.scheduler.update(launch.batch, sampled.token_ids)
+        advanced = self.scheduler.update(launch.batch, sampled.token_ids)
         stopwatch.lap("update")
         self.num_steps += 1
-        return Collected(took, sampled.logprobs)
+        return Collected(advanced, sampled.logprobs)
 
     def recover(self) -> None:
         """Recompute every sequence from the tokens it has, after a step raised an exception."""

@@ -518,7 +518,7 @@ class LLMEngine:
             if seq_id in self._request_of:  # not aborted meanwhile
                 self._request_of[seq_id].take_prompt_report(report)
         requests: dict[Any, Request] = {}
-        for seq in collected.took:
+        for seq in collected.advanced:
             request = self._request_of[seq.seq_id]
             requests[request.request_id] = request
             self.num_generation_tokens += request.take_tokens(seq, of_samples.get(seq.seq_id, ()), now)

@@ -76,8 +76,8 @@ class RowSettings:
         return SamplingMetadata(self.temperature, self.top_k, self.top_p, self.min_p, u)
 
 
-class KeptRows:
-    """The rows of a step, and their settings: made anew only where it draws for other sequences."""
+class CachedRows:
+    """Caches the rows of a step and their settings as long as the same sequences are sampled."""
 
     def __init__(self) -> None:
         self._seqs: list[Any] = []
@@ -85,7 +85,7 @@ class KeptRows:
         self._settings = RowSettings([])
 
     def of(self, batch: Any) -> tuple[list[SamplingRow], RowSettings]:
-        """Those of the engine's batch; valid until the next call."""
+        """Return the rows and settings of a batch. They are valid until the next call."""
         if self._seqs != batch.sampled_seqs:  # sequences are equal where they are the same
             self._seqs = batch.sampled_seqs
             self._rows = [

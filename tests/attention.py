@@ -40,8 +40,8 @@ def metadata_of(lens, tables, slots, device="cpu"):
         slot_mapping=slots.to(device),
         max_query_len=max(n for n, _ in lens),
         max_seq_len=max(n for _, n in lens),
-        is_fresh=all(n == total for n, total in lens),
-        num_decodes=next((i for i, (n, _) in enumerate(lens) if n > 1), len(lens)),
+        has_cached_tokens=any(n < total for n, total in lens),
+        num_leading_decodes=next((i for i, (n, _) in enumerate(lens) if n > 1), len(lens)),
     )
 
 

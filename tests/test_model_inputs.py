@@ -35,11 +35,8 @@ def test_a_mixed_batch_is_laid_out_flat():
     assert inputs.metadata.cu_seqlens_k.tolist() == [0, 5, 11, 13]
     assert [a.dtype for a in arrays_of(inputs)] == [np.int64] * 5
     assert [a.dtype for a in inputs.metadata[:5]] == [np.int32] * 4 + [np.int64]
-    assert (inputs.metadata.max_query_len, inputs.metadata.max_seq_len, inputs.metadata.is_fresh) == (
-        4,
-        6,
-        False,
-    )
+    assert (inputs.metadata.max_query_len, inputs.metadata.max_seq_len) == (4, 6)
+    assert inputs.metadata.has_cached_tokens
 
 
 def test_rows_are_needed_where_a_token_is_drawn_and_all_of_a_prompt_whose_logprobs_are_asked_for():
@@ -59,13 +56,13 @@ def test_decodes_at_the_beginning_of_a_batch_are_counted():
         seq.block_table = [1, 2]
     a, b, chunk = (one, 4, 5), (two, 2, 3), (three, 1, 4)
     for chunks, expected in [((a, b), 2), ((a, b, chunk), 2), ((a, chunk, b), 1), ((chunk, a), 0)]:
-        assert build_inputs(batch_of(*chunks), 4).metadata.num_decodes == expected
+        assert build_inputs(batch_of(*chunks), 4).metadata.num_leading_decodes == expected
 
 
-def test_a_batch_is_fresh_where_no_sequence_has_a_past():
+def test_a_batch_has_cached_tokens_if_any_sequence_does():
     one, two = sequence(0, [1, 2, 3], [7]), sequence(1, [4, 5, 6], [3])
-    assert build_inputs(batch_of((one, 0, 3), (two, 0, 2)), 4).metadata.is_fresh
-    assert not build_inputs(batch_of((one, 0, 3), (two, 1, 2)), 4).metadata.is_fresh
+    assert not build_inputs(batch_of((one, 0, 3), (two, 0, 2)), 4).metadata.has_cached_tokens
+    assert build_inputs(batch_of((one, 0, 3), (two, 1, 2)), 4).metadata.has_cached_tokens
 
 
 def test_a_pending_token_has_a_row_and_says_which_sample_of_the_step_before_it_will_be():
@@ -100,11 +97,8 @@ def test_decodes_are_padded_with_sequences_in_the_null_block():
     assert [a.dtype for a in arrays_of(padded)] == [a.dtype for a in arrays_of(inputs)]
     assert [a.dtype for a in padded.metadata[:5]] == [a.dtype for a in inputs.metadata[:5]]
     # Kernels are chosen at capture, so for any batch: for full block tables, read out of their blocks.
-    assert (padded.metadata.max_query_len, padded.metadata.max_seq_len, padded.metadata.is_fresh) == (
-        1,
-        12,
-        False,
-    )
+    assert (padded.metadata.max_query_len, padded.metadata.max_seq_len) == (1, 12)
+    assert padded.metadata.has_cached_tokens
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 7, 8, 9, 17, 97, 100, 128, 130, 256, 500, 512])

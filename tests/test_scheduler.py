@@ -108,8 +108,8 @@ def test_the_last_admitted_is_preempted_and_goes_back_to_the_head_of_the_queue()
     finished = []
     while is_busy(scheduler):
         batch = scheduler.schedule()
-        took = scheduler.update(batch, [1] * len(batch.sampled_seqs))
-        finished += [seq.seq_id for seq in took if seq.is_finished]
+        advanced = scheduler.update(batch, [1] * len(batch.sampled_seqs))
+        finished += [seq.seq_id for seq in advanced if seq.is_finished]
         check_laws(scheduler)
     assert finished == [0, 1, 2]
 
@@ -286,8 +286,8 @@ def test_priority_admits_the_lowest_number_first_and_preempts_the_highest():
     finished = []
     while is_busy(scheduler):
         batch = scheduler.schedule()
-        took = scheduler.update(batch, [1] * len(batch.sampled_seqs))
-        finished += [seq.seq_id for seq in took if seq.is_finished]
+        advanced = scheduler.update(batch, [1] * len(batch.sampled_seqs))
+        finished += [seq.seq_id for seq in advanced if seq.is_finished]
     assert finished == [1, 2, 0]
 
 

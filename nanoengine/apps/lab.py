@@ -295,11 +295,11 @@ class Simulation:
         finds both in the cache.
         """
         batch = self.scheduler.schedule()
-        took = self.scheduler.update(batch, [seq.token_ids[-1] for seq in batch.sampled_seqs])
+        advanced = self.scheduler.update(batch, [seq.token_ids[-1] for seq in batch.sampled_seqs])
         return Served(
             self.cost.seconds(batch.num_tokens, context_of(batch)),
-            [seq.seq_id for seq in took],
-            [seq.seq_id for seq in took if seq.finish_reason is not None],
+            [seq.seq_id for seq in advanced],
+            [seq.seq_id for seq in advanced if seq.finish_reason is not None],
         )
 
 
@@ -318,8 +318,8 @@ class RealEngine:
             return self.batch
 
         def watched_update(batch: ScheduledBatch, token_ids: list[int | None]) -> list[Sequence]:
-            self.took = update(batch, token_ids)
-            return self.took
+            self.advanced = update(batch, token_ids)
+            return self.advanced
 
         self.scheduler.schedule = watched_schedule  # type: ignore[method-assign]
         self.scheduler.update = watched_update  # type: ignore[method-assign]
@@ -341,8 +341,8 @@ class RealEngine:
         self.engine.step()
         seconds = time.perf_counter() - start
         self.steps.append(Step(self.batch.num_tokens, context_of(self.batch), seconds))
-        finished = [seq.seq_id for seq in self.took if seq.is_finished]
-        return Served(seconds, [seq.seq_id for seq in self.took], finished)
+        finished = [seq.seq_id for seq in self.advanced if seq.is_finished]
+        return Served(seconds, [seq.seq_id for seq in self.advanced], finished)
 
 
 # ---- The run -------------------------------------------------------------------------------------

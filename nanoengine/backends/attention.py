@@ -150,8 +150,8 @@ class PagedAttention(ABC):
             slot_mapping=torch.tensor(slots, device=device),
             max_query_len=max(query_lens),
             max_seq_len=width * block_size,
-            is_fresh=query_lens == seq_lens,
-            num_decodes=sum(length == 1 for length in query_lens) if query_lens[0] == 1 else 0,
+            has_cached_tokens=query_lens != seq_lens,
+            num_leading_decodes=sum(length == 1 for length in query_lens) if query_lens[0] == 1 else 0,
         )
         cache = KVCache.zeros(spec, 3, block_size, device)
         cache.v.fill_(1)

@@ -266,8 +266,8 @@ def pad_decodes(
         block_tables=block_tables,
         slot_mapping=pad(metadata.slot_mapping, 0),
         max_seq_len=table_width * block_size,
-        is_fresh=False,
-        num_decodes=num_seqs,
+        has_cached_tokens=True,
+        num_leading_decodes=num_seqs,
     )
     return inputs._replace(
         input_ids=pad(inputs.input_ids, 0), positions=pad(inputs.positions, 0), metadata=metadata

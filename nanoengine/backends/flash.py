@@ -67,8 +67,8 @@ def split_decodes(meta: Part) -> tuple[Part, Part] | None:
     nothing, and a decode's query heads are not taken together. Without priorities, whoever has a prompt to
     compute is younger than all that decode, and so behind them.
     """
-    num = meta.num_decodes
-    if meta.is_fresh or not 0 < num < len(meta.seq_lens):
+    num = meta.num_leading_decodes
+    if not meta.has_cached_tokens or not 0 < num < len(meta.seq_lens):
         return None
     decodes = meta._replace(
         cu_seqlens_q=meta.cu_seqlens_q[: num + 1],
@@ -129,7 +129,7 @@ class FlashKernels(PagedAttention):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, settings: Settings) -> Tensor:
         if self._parts is None:
             return self._attend_to(self.metadata, q, k, v, cache, settings)
-        end = self.metadata.num_decodes
+        end = self.metadata.num_leading_decodes
         # K and V are in the cache, from which both read.
         outs = (
             self._attend_to(meta, q[rows], k, v, cache, settings)
@@ -190,7 +190,7 @@ class FlashAttention(FlashKernels):
             )
             return out.squeeze(1)
         # Prompts from their beginning need no detour through their blocks.
-        k, v, table = (k, v, None) if meta.is_fresh else (cache.k, cache.v, meta.block_tables)
+        k, v, table = (cache.k, cache.v, meta.block_tables) if meta.has_cached_tokens else (k, v, None)
         out = self._flash.flash_attn_varlen_func(
             q,
             k,
@@ -237,7 +237,7 @@ class VarlenAttention(FlashKernels):
             "window_size": (-1 if settings.window is None else settings.window - 1, 0),
             "enable_gqa": q.shape[1] != k.shape[1],
         }
-        if not meta.is_fresh:
+        if meta.has_cached_tokens:
             k, v = cache.k, cache.v
             how |= {"seqused_k": meta.seq_lens, "block_table": meta.block_tables}
             if meta.max_query_len == 1 and how["enable_gqa"] and settings.window is None:

@@ -27,8 +27,8 @@ class AttentionMetadata(NamedTuple, Generic[Array]):
     slot_mapping: Array  # (T,) int64  cache slot that receives each token's K and V; < B: discard
     max_query_len: int  # known without asking the device, as is what follows
     max_seq_len: int
-    is_fresh: bool  # no sequence has a past: all K and V they attend to are this batch's own
-    num_decodes: int = 0  # so many sequences, the first ones, have one new token each
+    has_cached_tokens: bool  # False: all K and V that the sequences attend to are in this batch
+    num_leading_decodes: int = 0  # the first sequences of the batch that have one new token each
     # (N,) int64, on the host: rows whose hidden states anyone looks at, ascending; None: all.
     needed_rows: np.ndarray | None = None
 
@@ -92,8 +92,8 @@ def send_inputs(
         slot_mapping=slot_mapping,
         max_query_len=meta.max_query_len,
         max_seq_len=meta.max_seq_len,
-        is_fresh=meta.is_fresh,
-        num_decodes=meta.num_decodes,
+        has_cached_tokens=meta.has_cached_tokens,
+        num_leading_decodes=meta.num_leading_decodes,
         needed_rows=meta.needed_rows,
     )
     sample_rows, pending_rows, pending_samples = tensors[-3:]

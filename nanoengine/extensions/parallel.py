@@ -70,7 +70,7 @@ def encode_step(inputs: ModelInputs[np.ndarray]) -> tuple[list[int], np.ndarray]
     *groups, num_seqs, width = meta.block_tables.shape
     num_groups = groups[0] if groups else 0  # 0: the arrays have no dimension for it
     sizes = [len(inputs.input_ids), num_seqs, num_groups, width, num_pending]
-    numbers = [meta.max_query_len, meta.max_seq_len, int(meta.is_fresh), meta.num_decodes]
+    numbers = [meta.max_query_len, meta.max_seq_len, int(meta.has_cached_tokens), meta.num_leading_decodes]
     arrays = [inputs.input_ids, inputs.positions, meta.slot_mapping, inputs.pending_rows]
     arrays += [meta.cu_seqlens_q, meta.cu_seqlens_k, meta.seq_lens, meta.block_tables]
     assert [(array.dtype, array.shape) for array in arrays] == _layout(sizes)
@@ -85,7 +85,7 @@ def decode_step(header: list[int], buffer: np.ndarray) -> ModelInputs[np.ndarray
         arrays.append(buffer[offset:end].view(dtype).reshape(shape))
         offset = end
     input_ids, positions, slots, pending_rows, cu_seqlens_q, cu_seqlens_k, seq_lens, tables = arrays
-    max_query_len, max_seq_len, is_fresh, num_decodes = header[6:]
+    max_query_len, max_seq_len, has_cached_tokens, num_leading_decodes = header[6:]
     metadata = AttentionMetadata(
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
@@ -94,8 +94,8 @@ def decode_step(header: list[int], buffer: np.ndarray) -> ModelInputs[np.ndarray
         slot_mapping=slots,
         max_query_len=max_query_len,
         max_seq_len=max_seq_len,
-        is_fresh=bool(is_fresh),
-        num_decodes=num_decodes,
+        has_cached_tokens=bool(has_cached_tokens),
+        num_leading_decodes=num_leading_decodes,
     )
     nothing = np.zeros(0, dtype=np.int64)
     return ModelInputs(input_ids, positions, metadata, nothing, pending_rows, nothing)

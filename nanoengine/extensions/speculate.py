@@ -83,7 +83,7 @@ class DraftingScheduler(Scheduler):
 
         From here on, not before, such a draft counts as computed.
         """
-        took: dict[Sequence, None] = {}
+        advanced: dict[Sequence, None] = {}
         place = -1
         sampled_chunks = (chunk for chunk in batch.chunks if chunk.samples)
         for chunk, token_id in zip(sampled_chunks, token_ids, strict=True):
@@ -98,9 +98,9 @@ class DraftingScheduler(Scheduler):
                 if chunk.end // self.block_manager.block_size > seq.num_registered_blocks:
                     self.block_manager.register_full_blocks(seq, chunk.end)
             if seq.finish_reason is None:
-                self.take(seq, token_id)
-                took[seq] = None
-        return list(took)
+                self.append_token(seq, token_id)
+                advanced[seq] = None
+        return list(advanced)
 
     @staticmethod
     def _came_true(draft: Chunk) -> bool:

@@ -248,7 +248,7 @@ class Tracer:
             (scheduler, "add", self._add),
             (scheduler, "schedule", self._schedule),
             (scheduler, "update", self._update),
-            (scheduler, "take", self._take),
+            (scheduler, "append_token", self._take),
             (scheduler, "recover", self._recover),
             (self.blocks, "allocate", self._allocate),
             (self.blocks, "may_append", self._may_append),
