@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanoengine.backends.cuda import upload
-from nanoengine.backends.device import Download
+from nanoengine.backends.device import Download, upload
 from nanoengine.outputs import Logprob
 
 

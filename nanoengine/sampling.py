@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanoengine.backends.cuda import upload
+from nanoengine.backends.device import upload
 from nanoengine.backends.inputs import SamplingMetadata
 from nanoengine.logprobs import LogprobTable, Transfer, report_samples
 from nanoengine.sampling_params import SamplingParams

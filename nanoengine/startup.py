@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 
 from nanoengine.backends.cpu import CPU
-from nanoengine.backends.cuda import CUDA
 from nanoengine.backends.device import Decodes, Device, Forward, Trial
 from nanoengine.backends.inputs import NUM_RESERVED_SLOTS
 from nanoengine.backends.kv_cache import KVCache, KVGroup, KVSpec, block_bytes, group_layers, new_caches
@@ -35,6 +34,15 @@ class Started(NamedTuple):
     weights_digest: bytes  # for a KV store
     num_state_slots: int  # of a model whose layers hand on states, beside the reserved ones; else 0
     state_bytes: int  # of a sequence
+
+
+def open_device(device: torch.device, config: EngineConfig) -> Device:
+    """Return the backend for a device; the code for GPUs is imported where there is one."""
+    if device.type != "cuda":
+        return CPU(device, config)
+    from nanoengine.backends.cuda import CUDA
+
+    return CUDA(device, config)
 
 
 def start_runner(
@@ -67,7 +75,7 @@ def start_runner(
     torch_device = config.resolve_device()
     if torch_device.type == "cuda" and torch_device.index is None:  # steps may run in another thread, whose
         torch_device = torch.device("cuda", torch.cuda.current_device())  # current GPU is not this one
-    device = wrap((CUDA if torch_device.type == "cuda" else CPU)(torch_device, config))
+    device = wrap(open_device(torch_device, config))
     dtype = device.choose_dtype(resolve_dtype(config.dtype, checkpoint.hf_config))
     model = load_model(
         *(checkpoint, config),

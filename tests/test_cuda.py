@@ -267,7 +267,7 @@ def test_the_gpu_is_the_current_one_of_the_thread_that_makes_the_engine(device, 
     def stop(torch_device, config):
         raise RuntimeError(f"on {torch_device}")
 
-    monkeypatch.setattr("nanoengine.startup.CUDA", stop)
+    monkeypatch.setattr("nanoengine.backends.cuda.CUDA", stop)
     with pytest.raises(RuntimeError, match=f"on cuda:{index}"):
         LLM(qwen3, device=device)
 

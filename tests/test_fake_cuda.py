@@ -24,9 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import nanoengine.sampling
 import nanoengine.startup
 from nanoengine import LLM, SamplingParams
-from nanoengine.backends.cuda import CUDA, upload
+from nanoengine.backends.cuda import CUDA
+from nanoengine.backends.device import upload
 from nanoengine.engine import ModelRunner
-from nanoengine.extensions import kvstore
 from tests import doubles
 from tests.helpers import checkpoint, random_prompts
 from tests.model_table import small_config, small_model
@@ -130,7 +130,8 @@ def fake_gpu(cuda_guard, monkeypatch):
             array = torch.zeros(*shape, dtype=dtype).numpy()
         return torch.empty(*shape, dtype=dtype), array
 
-    monkeypatch.setattr("nanoengine.backends.cuda.host_memory", host_memory)
+    for module in ("cuda", "device"):
+        monkeypatch.setattr(f"nanoengine.backends.{module}.host_memory", host_memory)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", REAL_VARLEN_ATTN)  # knows fake tensors
     flash: Any = types.ModuleType("flash_attn")
     flash.__spec__ = importlib.machinery.ModuleSpec("flash_attn", None)  # transformers looks for it
@@ -281,6 +282,7 @@ def test_our_own_code_does_not_either(name, fake_gpu, tmp_path_factory):
 
 
 def test_saving_to_a_kv_store_and_loading_do_not_either(fake_gpu, tmp_path_factory, monkeypatch):
+    kvstore = pytest.importorskip("nanoengine.contrib.kvstore")
     path, _ = checkpoint("qwen2 sliding from layer 1", tmp_path_factory)
     calls = []
 

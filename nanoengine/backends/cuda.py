@@ -16,11 +16,20 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from nanoengine.backends.attention import PagedAttention, TorchAttention
-from nanoengine.backends.device import Attention, Compute, Decodes, Device, Download, Forward, Function, Trial
+from nanoengine.backends.device import (
+    Attention,
+    Compute,
+    Decodes,
+    Device,
+    Download,
+    Forward,
+    Function,
+    Trial,
+    host_memory,
+)
 from nanoengine.backends.inputs import ModelInputs, send_inputs
 from nanoengine.backends.kv_cache import KVSpec
 from nanoengine.config import EngineConfig
@@ -28,25 +37,9 @@ from nanoengine.config import EngineConfig
 # ---- Transfers -----------------------------------------------------------------------------------
 
 
-def host_memory(shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, NDArray[Any]]:
-    """Memory of the host that a GPU reads and writes by itself, without a wait; for PyTorch and for numpy."""
-    memory = torch.empty(*shape, dtype=dtype, pin_memory=True)
-    return memory, memory.numpy()
-
-
 def new_event() -> Any:
     """What tells whether the GPU has come so far."""
     return torch.cuda.Event()  # type: ignore[no-untyped-call]
-
-
-def upload(values: NDArray[Any], device: torch.device) -> Tensor:
-    """An array on the device. Towards a GPU it is queued, where `torch.tensor` would wait for all before."""
-    tensor = torch.from_numpy(values)
-    if device.type != "cuda":
-        return tensor
-    host, array = host_memory(values.shape, tensor.dtype)
-    array[:] = values
-    return host.to(device, non_blocking=True)
 
 
 class PinnedDownload(Download):

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from nanoengine.backends.attention import BuildAttention, PagedAttention, TorchAttention
@@ -72,6 +73,22 @@ class Trial(NamedTuple):
     caches: Callable[[], AbstractContextManager[int]]  # a cache just large enough, for a while; its bytes
     compute: Callable[[], object]
     capture: Callable[[], object]  # as it will be done at the end; gives what holds the memory
+
+
+def host_memory(shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, NDArray[Any]]:
+    """Memory of the host that a GPU reads and writes by itself, without a wait; for PyTorch and for numpy."""
+    memory = torch.empty(*shape, dtype=dtype, pin_memory=True)
+    return memory, memory.numpy()
+
+
+def upload(values: NDArray[Any], device: torch.device) -> Tensor:
+    """An array on the device. Towards a GPU it is queued, where `torch.tensor` would wait for all before."""
+    tensor = torch.from_numpy(values)
+    if device.type != "cuda":
+        return tensor
+    host, array = host_memory(values.shape, tensor.dtype)
+    array[:] = values
+    return host.to(device, non_blocking=True)
 
 
 class Download:

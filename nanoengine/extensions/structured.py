@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from nanoengine.backends.cuda import upload
+from nanoengine.backends.device import upload
 from nanoengine.requests import CheckedRequest
 from nanoengine.sampling import SamplingRow
 from nanoengine.sampling_params import StructuredOutputsParams
