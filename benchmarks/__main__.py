@@ -109,6 +109,8 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("--plot needs matplotlib: pip install -e '.[bench]'")
     if any(name.startswith("llama.cpp") for name in args.engine) and importlib.util.find_spec("gguf") is None:
         parser.error("--engine llama.cpp needs gguf, for its model's file: pip install -e '.[bench]'")
+    if importlib.util.find_spec("rich") is None:
+        parser.error("the tables need rich: pip install -e '.[bench]'")
     if args.model is None or args.model in SHAPES or Path(args.model).is_dir():
         os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
     import torch

@@ -19,8 +19,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from examples import train_demo as train
 from nanoengine import LLM, SamplingParams
-from nanoengine.demo import train
 from nanoengine.models.weights import DEMO
 
 PIECE = 256  # tokens of a text that are seen at once

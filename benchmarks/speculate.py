@@ -42,7 +42,7 @@ PROMPT, ANSWER = 256, 128  # tokens, of the texts that are not words
 
 def ask_for_passage(rng: random.Random) -> str:
     """A question as the bundled model knows them."""
-    from nanoengine.demo.train import ask_passage
+    from examples.train_demo import ask_passage
 
     return ask_passage(rng, most=20)[0]
 

@@ -1,4 +1,4 @@
-"""Train the checkpoint in this folder from nothing: `python nanoengine/demo/train.py`.
+"""Train the bundled model from scratch: `python examples/train_demo.py --out nanoengine/demo`.
 
 Every word the model sees is generated below. It learns a few exact tasks, chosen so that a mistake
 in an inference engine shows as visibly wrong text: small sums, counting, spelling words backwards,
@@ -177,7 +177,7 @@ def rows(tokenizer: PreTrainedTokenizerFast, rng: random.Random, length: int, mo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent)
+    parser.add_argument("--out", type=Path, required=True, help="a directory for the checkpoint")
     parser.add_argument("--minutes", type=float, default=35.0, help="training time")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

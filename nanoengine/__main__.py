@@ -4,19 +4,19 @@ What a subcommand needs is imported when it is run: the list of them needs neith
 """
 
 import argparse
-import importlib
 import sys
 
 from nanoengine import __version__
+from nanoengine.optional import MissingFileError, load
 
-# name -> the module of apps/ and its function, the extra that brings what it imports, what it does
+# name -> the module and its function, the extra that brings what it imports, what it does
 COMMANDS = {
-    "run": ("ask", "run", "", "ask a model a few questions; by default the bundled one"),
-    "chat": ("ask", "chat", "", "hold a conversation in the terminal"),
-    "serve": ("server", "main", "serve", "an OpenAI-compatible server, and a page to chat"),
-    "bench": ("bench", "main", "", "measure one workload on this machine"),
-    "trace": ("viewer", "main", "", "make a page, or a timeline, of a recorded run"),
-    "lab": ("lab", "main", "", "the scheduler under a cost model, in place of a device"),
+    "run": ("apps.ask", "run", "", "ask a model a few questions; by default the bundled one"),
+    "chat": ("apps.ask", "chat", "", "hold a conversation in the terminal"),
+    "serve": ("apps.server", "main", "serve", "an OpenAI-compatible server, and a page to chat"),
+    "bench": ("apps.bench", "main", "", "measure one workload on this machine"),
+    "trace": ("apps.viewer", "main", "", "make a page, or a timeline, of a recorded run"),
+    "lab": ("contrib.lab_command", "main", "lab", "the scheduler under a cost model, in place of a device"),
 }
 
 
@@ -39,7 +39,9 @@ def main(arguments: list[str] | None = None) -> None:
         return
     module, function, extra, _ = COMMANDS[command]
     try:
-        app = importlib.import_module(f"nanoengine.apps.{module}")
+        app = load(module, f"nanoengine {command}")
+    except MissingFileError as error:
+        sys.exit(str(error))
     except ModuleNotFoundError as error:
         if not extra:
             raise

@@ -6,18 +6,17 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from torch import Tensor
-
 from nanoengine.config import EngineConfig
 from nanoengine.llm_engine import LLMEngine
 from nanoengine.metrics import Metric
+from nanoengine.optional import ContribMethod
 from nanoengine.outputs import RequestOutput
 from nanoengine.requests import Prompt
 from nanoengine.sampling_params import check_integer
@@ -152,31 +151,12 @@ class AsyncLLM:
         """As `LLM.reset_prefix_cache`."""
         return await self._call(self.llm_engine.reset_prefix_cache)
 
-    async def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """As `LLM.update_weights`; steps wait for its end."""
-        await self._call(lambda: self.llm_engine.update_weights(weights))
-
-    async def sleep(self, level: int = 1) -> None:
-        """As `LLM.sleep`; until `wake_up`, `generate` raises RuntimeError."""
-        await self._call(lambda: self.llm_engine.sleep(level))
-
-    async def wake_up(self, tags: Iterable[str] | None = None) -> None:
-        """As `LLM.wake_up`."""
-        await self._call(lambda: self.llm_engine.wake_up(tags))
-
-    async def is_sleeping(self) -> bool:
-        """As `LLM.is_sleeping`."""
-        return await self._call(self.llm_engine.is_sleeping)
-
-    async def collective_rpc(
-        self,
-        method: str | Callable[..., Any],
-        timeout: float | None = None,
-        args: Iterable[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> list[Any]:
-        """As `LLM.collective_rpc`, in the engine's thread, between two steps."""
-        return await self._call(lambda: self.llm_engine.collective_rpc(method, timeout, args, kwargs))
+    # Coroutines, in contrib/reload.py: they run in the engine's thread, between two steps.
+    update_weights = ContribMethod("reload")
+    sleep = ContribMethod("reload")
+    wake_up = ContribMethod("reload")
+    is_sleeping = ContribMethod("reload")
+    collective_rpc = ContribMethod("reload")
 
     @property
     def is_running(self) -> bool:

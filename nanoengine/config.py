@@ -113,7 +113,7 @@ class EngineConfig:
     # A file for JSON lines, or what takes the events: extensions/trace.py
     trace: str | Path | Callable[[Any], Any] | None = None
     # Where K and V are kept beyond the process: a directory, "redis://host:port/db", or an object with the
-    # methods of `Store` in extensions/kvstore.py
+    # methods of `Store` in contrib/stores.py
     kv_store: Any = None
 
     def __post_init__(self) -> None:

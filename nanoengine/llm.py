@@ -9,7 +9,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from torch import Tensor
 from tqdm import tqdm
 
 from nanoengine.compat import CALL, without_unserved
@@ -17,6 +16,7 @@ from nanoengine.config import EngineConfig
 from nanoengine.engine import Scheduler
 from nanoengine.llm_engine import LLMEngine
 from nanoengine.metrics import Metric
+from nanoengine.optional import ContribMethod
 from nanoengine.outputs import Inbox, RequestOutput
 from nanoengine.requests import CheckedRequest, Prompt, render_chats, split_prompts
 from nanoengine.sampling_params import RequestOutputKind, SamplingParams
@@ -235,63 +235,12 @@ class LLM:
         """Forget all cached prefixes; refused (False) while requests run."""
         return self.llm_engine.reset_prefix_cache()
 
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace weights by others of the same names and shapes, all of them or some; forgets all prefixes.
-
-        Names are the checkpoint's; of models on transformers' code, those of transformers' parameters.
-
-        Raises:
-            ValueError, TypeError: a tensor is unknown, of another shape or no floats, or the engine's weights
-                cannot be replaced; with the reason, and nothing is changed.
-            RuntimeError: there are unfinished requests, or the weights sleep.
-        """
-        self.llm_engine.update_weights(weights)
-
-    def sleep(self, level: int = 1) -> None:
-        """Give the KV cache's memory back; of level 2 that of the weights too. On a CPU, and on Linux.
-
-        After level 2 every weight has to be given by `update_weights` before the next request.
-
-        Raises:
-            ValueError: another level, or not served with the engine's settings.
-            RuntimeError: there are unfinished requests.
-        """
-        self.llm_engine.sleep(level)
-
-    def wake_up(self, tags: Iterable[str] | None = None) -> None:
-        """Take the memory again: of "weights", of the "kv_cache"; None: of both.
-
-        Raises:
-            ValueError: another tag.
-        """
-        self.llm_engine.wake_up(tags)
-
-    def is_sleeping(self) -> bool:
-        """Whether the weights or the KV cache sleep: requests are refused then."""
-        return self.llm_engine.is_sleeping()
-
-    def collective_rpc(
-        self,
-        method: str | Callable[..., Any],
-        timeout: float | None = None,
-        args: Iterable[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> list[Any]:
-        """Call a method of the process that computes, or a function with it: a `reload.Worker`.
-
-        Args:
-            method: one of `Worker.METHODS`, by name; or a function.
-            timeout: not looked at: the call is made here.
-            args: what it is given, a function behind the worker.
-            kwargs: the same, by name.
-
-        Returns:
-            What it gave, in a list of one.
-
-        Raises:
-            ValueError: there is no such method, or there are several ranks.
-        """
-        return self.llm_engine.collective_rpc(method, timeout, args, kwargs)
+    # For learners: methods in contrib/reload.py.
+    update_weights = ContribMethod("reload")
+    sleep = ContribMethod("reload")
+    wake_up = ContribMethod("reload")
+    is_sleeping = ContribMethod("reload")
+    collective_rpc = ContribMethod("reload")
 
     def metrics(self) -> dict[str, int | float]:
         """As `LLMEngine.metrics`."""

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import Tensor
 
 from nanoengine.backends.kv_cache import KVGroup
 from nanoengine.compat import CALL, without_unserved
@@ -27,6 +26,7 @@ from nanoengine.detokenizer import Detokenizer, TokenTexts
 from nanoengine.engine import BlockManager, Collected, EngineCore, ModelRunner, Scheduler, Sequence
 from nanoengine.metrics import Metric, RequestStats, list_metrics
 from nanoengine.models.weights import open_checkpoint
+from nanoengine.optional import ContribMethod, load
 from nanoengine.outputs import Inbox, RequestOutput
 from nanoengine.requests import CheckedRequest, Prompt, Request, RequestChecker, random_seed
 from nanoengine.sampling_params import SamplingParams
@@ -119,7 +119,7 @@ class LLMEngine:
             from nanoengine.extensions.processors import EngineProcessors
 
             self._processors = EngineProcessors(config.logits_processors, config, self.runner.device.device)
-        self._reloader: Any = None  # made when weights are to change or to sleep
+        self.reloader: Any = None  # of contrib/reload.py, once weights were replaced or the engine slept
         self._is_closed, self._owner = False, Owner()
         self._tracer = None
         if config.trace is not None:
@@ -157,9 +157,8 @@ class LLMEngine:
         make_core: Callable[..., EngineCore] = EngineCore
         make_scheduler: Callable[..., Scheduler] = Scheduler
         if config.kv_store is not None:
-            from nanoengine.extensions.kvstore import StoringBlockManager, StoringCore, connect
-
-            settings["connector"] = connect(
+            kvstore = load("contrib.kvstore", "kv_store")
+            settings["connector"] = kvstore.connect(
                 config.kv_store,
                 runner,
                 started.kv_specs,
@@ -167,7 +166,7 @@ class LLMEngine:
                 weights=(started.weights_digest.hex(), config.quantization),
                 hf_config=self.checkpoint.hf_config,
             )
-            make_blocks, make_core = StoringBlockManager, StoringCore
+            make_blocks, make_core = kvstore.StoringBlockManager, kvstore.StoringCore
         elif started.num_state_slots:
             from nanoengine.extensions.states import StatefulBlockManager, StatefulScheduler
 
@@ -226,8 +225,8 @@ class LLMEngine:
         """
         if self._is_closed:
             raise RuntimeError("the engine is closed")
-        if self._reloader is not None:
-            self._reloader.check_ready()
+        if self.reloader is not None:
+            self.reloader.check_ready()
         if self.pooler is not None:
             params = self.pooler.sampling_params(params)
         checked = self.checker.check(prompt, params, priority)
@@ -366,58 +365,17 @@ class LLMEngine:
         """Forget all cached prefixes; refused (False) while requests run."""
         return self.scheduler.block_manager.reset_prefix_cache()
 
-    @uninterrupted()
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """As `LLM.update_weights`."""
-        self._between_requests().update_weights(weights)
-
-    @uninterrupted()
-    def sleep(self, level: int = 1) -> None:
-        """As `LLM.sleep`."""
-        self._between_requests().sleep(level)
-
-    @uninterrupted()
-    def wake_up(self, tags: Iterable[str] | None = None) -> None:
-        """As `LLM.wake_up`."""
-        self._between_requests().wake_up(tags)
-
-    def is_sleeping(self) -> bool:
-        """Whether something of it is asleep."""
-        return self._reloader is not None and bool(self._reloader.asleep)
-
-    def collective_rpc(
-        self,
-        method: str | Callable[..., Any],
-        timeout: float | None = None,
-        args: Iterable[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> list[Any]:
-        """As `LLM.collective_rpc`."""
-        return [self.model_executor.call(method, *args, **(kwargs or {}))]
+    # For learners: methods in contrib/reload.py.
+    update_weights = ContribMethod("reload")
+    sleep = ContribMethod("reload")
+    wake_up = ContribMethod("reload")
+    is_sleeping = ContribMethod("reload")
+    collective_rpc = ContribMethod("reload")
 
     @cached_property
     def model_executor(self) -> Any:
-        """A `reload.Worker`: as much of vLLM's as learners reach into."""
-        from nanoengine.extensions.reload import Worker
-
-        return Worker(self)
-
-    def _between_requests(self) -> Any:
-        if self.has_unfinished_requests():
-            raise RuntimeError("there are unfinished requests: run them to their end, or abort them, first")
-        return self.reloader
-
-    @property
-    def reloader(self) -> Any:
-        """What exchanges weights and puts them to sleep, imported when it is first asked for."""
-        if self._is_closed:
-            raise RuntimeError("the engine is closed")
-        if self._reloader is None:
-            from nanoengine.extensions.reload import Reloader
-
-            blocks = self.scheduler.block_manager
-            self._reloader = Reloader(self.config, self.checkpoint, self.runner, blocks)
-        return self._reloader
+        """VLLM's executor, with as much of it as learners reach into."""
+        return load("contrib.reload", "model_executor").Worker(self)
 
     def metrics(self) -> dict[str, int | float]:
         """Counters since the start, and the state of the queues and the cache now.

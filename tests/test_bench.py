@@ -555,12 +555,16 @@ def test_make_gpu_compares_with_the_engines_whose_pythons_it_is_given(peers):
     assert shlex.split(line)[3:] == [x for peer in peers for x in ("--python", f"{peer}={sys.executable}")]
 
 
-def test_llama_cpp_without_what_writes_its_file_is_refused_with_the_remedy(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["benchmarks", "--engine", "nanoengine,llama.cpp"])
+@pytest.mark.parametrize(
+    ("engines", "refusal"),
+    [("nanoengine,llama.cpp", "needs gguf, for its model's file"), ("nanoengine", "the tables need rich")],
+)
+def test_a_missing_package_is_refused_with_the_remedy(engines, refusal, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "--engine", engines])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(SystemExit):
         command.parse_arguments()
-    assert "needs gguf, for its model's file: pip install -e '.[bench]'" in capsys.readouterr().err
+    assert f"{refusal}: pip install -e '.[bench]'" in capsys.readouterr().err
 
 
 def test_the_command_line_is_told_without_this_machine_s_paths(monkeypatch):

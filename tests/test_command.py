@@ -50,7 +50,7 @@ def test_a_missing_extra_is_named_by_the_command_that_needs_it(monkeypatch):
 def test_a_command_gets_what_stands_behind_its_name(monkeypatch, capsys):
     given = []
     for module, function, _, _ in COMMANDS.values():
-        monkeypatch.setattr(f"nanoengine.apps.{module}.{function}", given.append)
+        monkeypatch.setattr(f"nanoengine.{module}.{function}", given.append)
     for name in COMMANDS:
         main([name, "--help", name])
     assert given == [["--help", name] for name in COMMANDS]
@@ -105,7 +105,7 @@ def test_a_later_python_reads_all_sources_without_a_warning_and_has_the_modules_
     if python is None:
         pytest.skip(f"there is no Python {version}")
     sources = [path for folder in (".", "*", "nanoengine/*") for path in ROOT.glob(f"{folder}/*.py")]
-    assert DEMO / "train.py" in sources
+    assert ROOT / "examples" / "train_demo.py" in sources
 
     def run(*arguments):
         command = [python, "-B", "-W", "error", *arguments]

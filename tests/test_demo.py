@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from examples import train_demo as train
 from nanoengine import LLM, SamplingParams
 from nanoengine.apps import ask
-from nanoengine.demo import train
 from tests.helpers import DEMO
 
 ROOT = Path(__file__).parent.parent

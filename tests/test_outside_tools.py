@@ -289,7 +289,7 @@ def tasks(tmp_path):
 @pytest.mark.slow
 def test_lm_eval_says_the_same_by_all_three_ways(run, url, tasks, tmp_path):
     (tmp_path / "evaluate.py").write_text(LM_EVAL)
-    printed = run("-m", "nanoengine.vllm_face", "evaluate.py", url, DEMO)
+    printed = run("-m", "nanoengine.contrib.vllm_module", "evaluate.py", url, DEMO)
     face, completions, chat = json.loads(printed.splitlines()[-1]).values()
     assert face["generated"] == completions["generated"] == chat["generated"]
     assert 0 < face["generated"]["score"] < 1

@@ -57,13 +57,13 @@ from nanoengine.apps.openai_api import (
     unavailable,
 )
 from nanoengine.apps.pooling_api import PoolingAPI
-from nanoengine.apps.responses import ResponsesRequest, Written
 from nanoengine.apps.tools import REASONING_FORMATS, TOOL_FORMATS, choose_formats
 from nanoengine.async_llm import AsyncLLM
 from nanoengine.compat import EVERY, SERVER, without_unserved
 from nanoengine.config import EngineConfig
 from nanoengine.flags import FlexibleArgumentParser, add_flags, value_of
 from nanoengine.metrics import Counter, Gauge, Histogram, Metric
+from nanoengine.optional import MissingFileError, load
 from nanoengine.outputs import RequestOutput
 from nanoengine.requests import CheckedRequest
 from nanoengine.sampling_params import SamplingParams, check_integer, check_strings
@@ -136,11 +136,6 @@ def event(content: Any) -> bytes:
     return b"data: " + to_json(content) + b"\n\n"
 
 
-def named_event(content: dict[str, Any]) -> bytes:
-    """One of them, by the name of its type."""
-    return f"event: {content['type']}\n".encode() + event(content)
-
-
 async def merged(
     streams: Sequence[AsyncGenerator[RequestOutput]],
 ) -> AsyncGenerator[tuple[int, RequestOutput]]:
@@ -174,7 +169,7 @@ class Service:
         tool_call_parser, reasoning_parser: how the model writes calls of tools and its thoughts: names of
             `tools.TOOL_FORMATS` and `REASONING_FORMATS`, "none", or "auto", by the chat template.
         chat_template: a file, or the template itself, in place of the tokenizer's.
-        dev_mode: serve what `learner.py` has, too.
+        dev_mode: serve the routes of contrib/learner.py too.
     """
 
     def __init__(
@@ -193,7 +188,7 @@ class Service:
         if api_key == "":
             raise ValueError("api_key must not be empty")  # an unset variable must not open the server
         self.engine, self.api_key, self.max_body_bytes = engine, api_key, max_body_bytes
-        self.dev_mode = dev_mode
+        self.learner = load("contrib.learner", "--dev-mode").Learner(engine) if dev_mode else None
         self.checkpoint, config = engine.llm_engine.checkpoint, engine.llm_engine.config
         self.name = str(config.model) if name is None else name
         self.defaults = self.checkpoint.default_sampling_params()
@@ -220,36 +215,6 @@ class Service:
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """POST /v1/chat/completions."""
         return await self.answer(body, request)
-
-    async def responses(self, body: ResponsesRequest, request: Request) -> Response:
-        """POST /v1/responses."""
-        ticket = request.state.ticket
-        chat = body.chat()
-        choices = await self.start(chat, request)
-        written = Written(body, ticket.id, int(time.time()), self.name)
-        if body.stream:
-            return EventStream(self.response_events(written, choices, ticket))
-        async with aclosing(choices):
-            (choice,) = [choice async for choice in choices]
-        written.piece(choice["message"].get("content") or "")
-        return JSON(written.whole(choice["finish_reason"], ticket.usage()))
-
-    async def response_events(
-        self, written: Written, choices: AsyncGenerator[dict[str, Any]], ticket: Ticket
-    ) -> AsyncGenerator[bytes]:
-        """A response as a stream."""
-        try:
-            async with aclosing(choices):
-                for content in written.begin():
-                    yield named_event(content)
-                async for choice in choices:
-                    if text := choice["delta"].get("content"):
-                        yield named_event(written.piece(text))
-            for content in written.end(choice["finish_reason"], ticket.usage()):
-                yield named_event(content)
-        except APIError as error:
-            ticket.error = error.code
-            yield named_event(written.failure(error))
 
     async def answer(self, body: CompletionRequest | ChatRequest, request: Request) -> Response:
         """Of either API, as the engine makes it."""
@@ -463,7 +428,7 @@ class Service:
             "model": self.name,
             "engine": self.engine.llm_engine.describe(),
         }
-        if self.dev_mode:  # trl looks for it
+        if self.learner is not None:  # trl looks for it
             info["vllm_config"] = {"weight_transfer_config": {"backend": "gloo"}}
         return JSON(info)
 
@@ -639,15 +604,17 @@ def make_app(service: Service, allowed_origins: Sequence[str] = ()) -> FastAPI:
             CORSMiddleware, allow_origins=allowed_origins, allow_methods=["*"], allow_headers=["*"]
         )
     routes: list[tuple[str, str, Callable[..., Any]]] = []
-    if service.dev_mode:
-        from nanoengine.apps.learner import Learner
-
-        routes = Learner(service.engine).routes()
+    missing: dict[str, str] = {}  # paths of contrib/ whose file is not installed -> what to say
+    if service.learner is not None:
+        routes += service.learner.routes()
+    try:
+        routes += load("contrib.responses", "/v1/responses").ResponsesAPI(service).routes()
+    except MissingFileError as error:
+        missing["/v1/responses"] = str(error)
     for method, path, endpoint in (
         *routes,
         ("POST", "/v1/completions", service.completions),
         ("POST", "/v1/chat/completions", service.chat),
-        ("POST", "/v1/responses", service.responses),
         ("GET", "/v1/models", service.models),
         ("GET", "/v1/models/{name:path}", service.model),
         ("POST", "/tokenize", service.tokenize),
@@ -670,7 +637,8 @@ def make_app(service: Service, allowed_origins: Sequence[str] = ()) -> FastAPI:
         elif isinstance(error, HTTPException):
             headers = {"allow": error.headers["Allow"]} if error.headers and "Allow" in error.headers else {}
             is_unknown = error.status_code == 404
-            message = f"{request.url.path} is not served; served are {', '.join(paths)}"
+            path = request.url.path
+            message = missing.get(path, f"{path} is not served; served are {', '.join(paths)}")
             error = APIError(error.status_code, message if is_unknown else str(error.detail), **headers)
         elif not isinstance(error, APIError):
             error = APIError(500, "the server failed")  # whoever runs it finds the reason in its log
@@ -849,7 +817,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             dev_mode=given["dev_mode"],
         )
         print(f"nanoengine: {service.formats.describe()}", file=sys.stderr)
-    except (OSError, TypeError, ValueError) as error:
+    except (MissingFileError, OSError, TypeError, ValueError) as error:
         parser.error(str(error))
     log = logging.getLogger("nanoengine.requests")
     log.addHandler(logging.StreamHandler(sys.stdout))

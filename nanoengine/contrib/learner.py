@@ -1,4 +1,4 @@
-"""What a learner asks of a server, under vLLM's paths: sleep, and weights over gloo. With --dev-mode alone.
+"""Server routes for a learner, under vLLM's paths: sleep, and weights over gloo. Only with --dev-mode.
 
 Weights come in four calls, of which the third may come more than once:
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from nanoengine.apps.openai_api import JSON, APIError, unavailable
 from nanoengine.async_llm import AsyncLLM
-from nanoengine.extensions.transfer import ENGINE, WeightGroup
+from nanoengine.contrib.transfer import ENGINE, WeightGroup
 
 DTYPES = {str(dtype)[6:]: dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
 

@@ -1,7 +1,8 @@
-"""Weights that change while an engine lives, and memory that is given back while it rests.
+"""Replace an engine's weights in place, and give its memory back while it sleeps.
 
-What reinforcement learners ask of an engine: the learner's tensors in the place of those that were loaded,
-and memory that is free while the learner has the machine. Names are vLLM's.
+Reinforcement learners need both: the learner's tensors replace those that were loaded, and the engine's
+memory is free while the learner uses the machine. `LLMEngine`, `LLM` and `AsyncLLM` have `update_weights`,
+`sleep`, `wake_up`, `is_sleeping` and `collective_rpc` as methods: `optional.ContribMethod`. Names are vLLM's.
 
 A tensor goes where the one lies that it replaces, packed as the device packed that: kernels hold addresses.
 Which place is whose, a model without weights says, made of the same config: its parameters have the
@@ -10,22 +11,138 @@ checkpoint's names and shapes.
 
 from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
-from typing import Any, NamedTuple
+from functools import partial, wraps
+from typing import Any, Concatenate, NamedTuple, ParamSpec
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
+from nanoengine.async_llm import AsyncLLM
 from nanoengine.backends.cpu import CompiledLayer, OneDNNLinear, PackedLinear
 from nanoengine.backends.memory import drop_pages, return_freed_memory
 from nanoengine.backends.quantized import PackedEmbedding
 from nanoengine.config import EngineConfig
 from nanoengine.engine import BlockManager, ModelRunner
+from nanoengine.llm_engine import LLMEngine
 from nanoengine.models.decoder import Decoder
 from nanoengine.models.weights import Checkpoint, destinations, saved_names
+from nanoengine.steps import uninterrupted
 
 TAGS = ("weights", "kv_cache")  # what sleeps
+P = ParamSpec("P")
+
+# ---- Methods of LLMEngine, LLM and AsyncLLM ------------------------------------------------------
+
+
+def method(function: Callable[Concatenate[LLMEngine, P], Any]) -> Callable[Concatenate[Any, P], Any]:
+    """Let a function of an `LLMEngine` take an `LLM` too, or an `AsyncLLM`: then it returns a coroutine.
+
+    An `AsyncLLM` calls the function in its engine's thread, between two steps.
+    """
+
+    @wraps(function)
+    def call(llm: Any, *args: P.args, **kwargs: P.kwargs) -> Any:
+        if isinstance(llm, AsyncLLM):
+            return llm._call(partial(function, llm.llm_engine, *args, **kwargs))
+        return function(getattr(llm, "llm_engine", llm), *args, **kwargs)
+
+    return call
+
+
+@method
+@uninterrupted()
+def update_weights(engine: LLMEngine, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Replace all weights, or some, by tensors of the same names and shapes; forgets all prefixes.
+
+    Names are the checkpoint's. For models on transformers' code, they are those of transformers' parameters.
+
+    Raises:
+        ValueError, TypeError: a tensor is unknown, has another shape or holds no floats, or the engine's
+            weights cannot be replaced. Nothing is changed then.
+        RuntimeError: there are unfinished requests, or the weights sleep.
+    """
+    reloader_between_requests(engine).update_weights(weights)
+
+
+@method
+@uninterrupted()
+def sleep(engine: LLMEngine, level: int = 1) -> None:
+    """Give back the KV cache's memory, and with level 2 the weights' memory too. CPU on Linux only.
+
+    Until `wake_up`, requests raise RuntimeError. After level 2, every weight has to be given by
+    `update_weights` before the next request.
+
+    Raises:
+        ValueError: another level, or the engine's settings do not allow it.
+        RuntimeError: there are unfinished requests.
+    """
+    reloader_between_requests(engine).sleep(level)
+
+
+@method
+@uninterrupted()
+def wake_up(engine: LLMEngine, tags: Iterable[str] | None = None) -> None:
+    """Take the memory of the "weights" or the "kv_cache" again; None wakes both.
+
+    Raises:
+        ValueError: another tag.
+    """
+    reloader_between_requests(engine).wake_up(tags)
+
+
+@method
+def is_sleeping(engine: LLMEngine) -> bool:
+    """Return whether the weights or the KV cache sleep. Requests are refused then."""
+    return engine.reloader is not None and bool(engine.reloader.asleep)
+
+
+@method
+def collective_rpc(
+    engine: LLMEngine,
+    method: str | Callable[..., Any],
+    timeout: float | None = None,
+    args: Iterable[Any] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> list[Any]:
+    """Call a method of the `Worker`, or a function with the worker as its first argument.
+
+    Args:
+        engine: whose worker.
+        method: the name of one of `Worker.METHODS`, or a function.
+        timeout: ignored, since the call is made in this process.
+        args: positional arguments.
+        kwargs: keyword arguments.
+
+    Returns:
+        A list with the one result.
+
+    Raises:
+        ValueError: there is no such method, or there are several ranks.
+    """
+    return [engine.model_executor.call(method, *args, **(kwargs or {}))]
+
+
+def reloader_between_requests(engine: LLMEngine) -> "Reloader":
+    """Return the engine's reloader; RuntimeError if there are unfinished requests."""
+    if engine.has_unfinished_requests():
+        raise RuntimeError("there are unfinished requests: run them to their end, or abort them, first")
+    return reloader_of(engine)
+
+
+def reloader_of(engine: LLMEngine) -> "Reloader":
+    """Return the engine's reloader, and create it on the first call."""
+    if engine._is_closed:
+        raise RuntimeError("the engine is closed")
+    if engine.reloader is None:
+        blocks = engine.scheduler.block_manager
+        engine.reloader = Reloader(engine.config, engine.checkpoint, engine.runner, blocks)
+    reloader: Reloader = engine.reloader
+    return reloader
+
+
+# ---- The reloader --------------------------------------------------------------------------------
 
 
 class Place(NamedTuple):
@@ -87,7 +204,7 @@ class Reloader:
 
     @torch.no_grad()
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """As `LLM.update_weights`."""
+        """Replace weights."""
         if "weights" in self.asleep:
             raise RuntimeError("the engine sleeps (weights): call wake_up first")
         tensors = self._check(weights)
@@ -182,7 +299,7 @@ class Reloader:
     # -- sleep
 
     def sleep(self, level: int) -> None:
-        """As `LLM.sleep`."""
+        """Give memory back."""
         if type(level) is not int or level not in (1, 2):
             raise ValueError(f"level must be 1 or 2, got {level!r}")
         if self.runner.device.device.type != "cpu":
@@ -199,7 +316,7 @@ class Reloader:
         return_freed_memory()
 
     def wake_up(self, tags: Iterable[str] | None) -> None:
-        """As `LLM.wake_up`."""
+        """Take memory again."""
         tags = TAGS if tags is None else list(tags)
         for tag in tags:
             if tag not in TAGS:
@@ -243,7 +360,7 @@ class Worker:
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """What `update_weights` takes: names, and shapes."""
-        reloader: Reloader = self.engine.reloader
+        reloader = reloader_of(self.engine)
         return {name: reloader.places[first][0].shape for name, first in reloader.first_names.items()}
 
     def call(self, method: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

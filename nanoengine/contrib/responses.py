@@ -6,12 +6,17 @@ A request becomes one of the chat API, and what that answers becomes a response.
 Source: the OpenAI API reference.
 """
 
-from collections.abc import Iterator
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing
 from typing import Any, ClassVar
 
+from fastapi import Request
+from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict
 
-from nanoengine.apps.openai_api import SAMPLED, APIError, ChatRequest, refusing
+from nanoengine.apps.openai_api import JSON, SAMPLED, APIError, ChatRequest, refusing
+from nanoengine.apps.server import EventStream, Service, Ticket, event
 from nanoengine.compat import ANY, Unserved, without_unserved
 
 CHAT = "use /v1/chat/completions"
@@ -135,8 +140,8 @@ def text_of(where: str, part: Any) -> dict[str, str]:
     return {"type": "text", "text": text}
 
 
-class Written:
-    """A response while it is written: as an object, and as events of a stream, in order.
+class ResponseStream:
+    """Builds a response: as one object, and as the events of a stream, in order.
 
     Args:
         body: what was asked for.
@@ -230,3 +235,49 @@ class Written:
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
         self.num_events += 1
         return {"type": kind, "sequence_number": self.num_events - 1, **fields}
+
+
+class ResponsesAPI:
+    """The route, over the server's service."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+
+    def routes(self) -> list[tuple[str, str, Callable[..., Any]]]:
+        """Return methods, paths and endpoints."""
+        return [("POST", "/v1/responses", self.responses)]
+
+    async def responses(self, body: ResponsesRequest, request: Request) -> Response:
+        """POST /v1/responses."""
+        ticket = request.state.ticket
+        chat = body.chat()
+        choices = await self.service.start(chat, request)
+        response = ResponseStream(body, ticket.id, int(time.time()), self.service.name)
+        if body.stream:
+            return EventStream(self.events(response, choices, ticket))
+        async with aclosing(choices):
+            (choice,) = [choice async for choice in choices]
+        response.piece(choice["message"].get("content") or "")
+        return JSON(response.whole(choice["finish_reason"], ticket.usage()))
+
+    async def events(
+        self, response: ResponseStream, choices: AsyncGenerator[dict[str, Any]], ticket: Ticket
+    ) -> AsyncGenerator[bytes]:
+        """Yield the response as a stream."""
+        try:
+            async with aclosing(choices):
+                for content in response.begin():
+                    yield named_event(content)
+                async for choice in choices:
+                    if text := choice["delta"].get("content"):
+                        yield named_event(response.piece(text))
+            for content in response.end(choice["finish_reason"], ticket.usage()):
+                yield named_event(content)
+        except APIError as error:
+            ticket.error = error.code
+            yield named_event(response.failure(error))
+
+
+def named_event(content: dict[str, Any]) -> bytes:
+    """Encode a server-sent event that is named by its type."""
+    return f"event: {content['type']}\n".encode() + event(content)

@@ -1,6 +1,6 @@
 """Weights from a learner in another process: rank 0 of a group over gloo, which broadcasts them one by one.
 
-Which tensors come, and in which order, the two have to know from elsewhere: `apps/learner.py`. The functions
+Which tensors come, and in which order, the two have to know from elsewhere: `learner.py`. The functions
 below are a learner's, by the names under which trl asks vLLM for them, whose group is NCCL's.
 """
 

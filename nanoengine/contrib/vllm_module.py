@@ -1,15 +1,16 @@
-"""nanoengine in vLLM's place: scripts and tools that say `import vllm` run on it, as they are.
+"""Run scripts and tools that say `import vllm` on nanoengine, unchanged.
 
-    python -m nanoengine.vllm_face script.py its arguments
-    python -m nanoengine.vllm_face -m lm_eval --model vllm ...
+    python -m nanoengine.contrib.vllm_module script.py its arguments
+    python -m nanoengine.contrib.vllm_module -m lm_eval --model vllm ...
 
 or, before anything imports vllm:
 
-    from nanoengine import vllm_face
-    vllm_face.install()
+    from nanoengine.contrib import vllm_module
+    vllm_module.install()
 
-Nothing is imported before a script asks for it. A name that is not there is an ImportError or AttributeError
-that says so. Where vLLM is installed this refuses, unless told otherwise: `--shadow`, `install(shadow=True)`.
+Modules are imported when a script asks for them. A name that is not there raises an ImportError or
+AttributeError that says so. If vLLM is installed, this refuses to hide it without `--shadow` or
+`install(shadow=True)`.
 """
 
 import gc
@@ -45,7 +46,7 @@ __all__ = [
     "resolve_hf_chat_template",
 ]
 VERSION = f"0.33.0+nanoengine.{__version__}"  # the vLLM whose names these are
-HERE = "nanoengine.vllm_face"
+HERE = "nanoengine.contrib.vllm_module"
 PROCESSORS = "nanoengine.extensions.processors"
 # vLLM's module -> ours that has what scripts import from it
 MODULES = {
@@ -53,8 +54,8 @@ MODULES = {
     "vllm.config": "nanoengine.config",
     "vllm.distributed": HERE,
     "vllm.distributed.parallel_state": HERE,
-    "vllm.distributed.weight_transfer.nccl_common": "nanoengine.extensions.transfer",
-    "vllm.distributed.weight_transfer.packed_tensor": "nanoengine.extensions.transfer",
+    "vllm.distributed.weight_transfer.nccl_common": "nanoengine.contrib.transfer",
+    "vllm.distributed.weight_transfer.packed_tensor": "nanoengine.contrib.transfer",
     "vllm.engine.arg_utils": "nanoengine.config",
     "vllm.engine.async_llm_engine": "nanoengine.async_llm",
     "vllm.engine.llm_engine": "nanoengine.llm_engine",
@@ -73,7 +74,7 @@ MODULES = {
     "vllm.transformers_utils.tokenizer": HERE,
     "vllm.utils": HERE,
     "vllm.utils.argparse_utils": HERE,
-    "vllm.utils.network_utils": "nanoengine.extensions.transfer",
+    "vllm.utils.network_utils": "nanoengine.contrib.transfer",
     "vllm.utils.print_utils": HERE,
     "vllm.v1.engine.async_llm": "nanoengine.async_llm",
     "vllm.v1.engine.llm_engine": "nanoengine.llm_engine",
@@ -142,11 +143,11 @@ def resolve_chat_template(
 
 resolve_hf_chat_template = resolve_chat_template  # vLLM's older name
 
-# ---- The place ------------------------------------------------------------------------------------
+# ---- The modules ------------------------------------------------------------------------------------
 
 
-class Face(ModuleType):
-    """A module of vLLM's, whose names are looked up when they are asked for."""
+class VllmModule(ModuleType):
+    """A module under vLLM's name, whose attributes are looked up in nanoengine's modules."""
 
     def __getattr__(self, name: str) -> Any:
         if f"{self.__name__}.{name}" in MODULES.keys() | PACKAGES:
@@ -170,7 +171,7 @@ class Finder(DistributionFinder, Loader):
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Empty."""
-        return Face(spec.name)
+        return VllmModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
         """Say whose it is."""

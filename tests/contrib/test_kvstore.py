@@ -27,17 +27,10 @@ from safetensors import safe_open
 from nanoengine import LLM, EngineConfig, SamplingParams
 from nanoengine.backends.device import Download
 from nanoengine.backends.kv_cache import KVGroup, KVSpec
+from nanoengine.contrib import kvstore
+from nanoengine.contrib.kvstore import KVConnector, Snapshot, StoringBlockManager, decode, encode
+from nanoengine.contrib.stores import DirectoryStore, RedisStore
 from nanoengine.engine import Sequence
-from nanoengine.extensions import kvstore
-from nanoengine.extensions.kvstore import (
-    DirectoryStore,
-    KVConnector,
-    RedisStore,
-    Snapshot,
-    StoringBlockManager,
-    decode,
-    encode,
-)
 from tests.helpers import DEMO, checkpoint, greedy, random_prompts
 from tests.laws import check_blocks, check_laws
 from tests.test_scheduling_machine import BRIEFLY, ExtendedMachine
@@ -191,7 +184,7 @@ def disk_full(*arguments):
 
 WRITER = """
 import random, sys
-from nanoengine.extensions.kvstore import DirectoryStore
+from nanoengine.contrib.stores import DirectoryStore
 store, rng = DirectoryStore(sys.argv[1], max_bytes=2_000_000), random.Random(sys.argv[2])
 print("ready", flush=True)
 for _ in range(int(sys.argv[3])):
@@ -335,11 +328,11 @@ def test_a_window_takes_no_blocks_for_what_it_does_not_see(name, tmp_path_factor
 
 def test_a_store_is_not_imported_unless_asked_for(tmp_path_factory, monkeypatch, tmp_path):
     path, _ = checkpoint("qwen3", tmp_path_factory)
-    monkeypatch.delitem(sys.modules, "nanoengine.extensions.kvstore")
+    monkeypatch.delitem(sys.modules, "nanoengine.contrib.kvstore")
     serve(path, None, random_prompts([9]))
-    assert "nanoengine.extensions.kvstore" not in sys.modules
+    assert "nanoengine.contrib.kvstore" not in sys.modules
     serve(path, tmp_path, random_prompts([9]))
-    assert "nanoengine.extensions.kvstore" in sys.modules
+    assert "nanoengine.contrib.kvstore" in sys.modules
 
 
 def test_what_the_prefix_cache_has_is_not_asked_of_the_store(tmp_path_factory):

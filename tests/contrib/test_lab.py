@@ -10,7 +10,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from nanoengine.apps.lab import (
+from nanoengine.config import EngineConfig
+from nanoengine.contrib.lab import (
     DEMO_COSTS,
     Arrival,
     CostModel,
@@ -18,12 +19,9 @@ from nanoengine.apps.lab import (
     Simulation,
     Step,
     calibrate,
-    draw,
     fcfs,
     fit_costs,
     generate_arrivals,
-    main,
-    parse_arguments,
     parse_lengths,
     parse_policy,
     priority,
@@ -33,7 +31,7 @@ from nanoengine.apps.lab import (
     shortest_first_with_ageing,
     simulate,
 )
-from nanoengine.config import EngineConfig
+from nanoengine.contrib.lab_command import draw, main, parse_arguments
 from nanoengine.llm_engine import LLMEngine
 from tests.helpers import DEMO, make_scheduler
 from tests.laws import check_laws

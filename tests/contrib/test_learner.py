@@ -16,10 +16,10 @@ import torch
 import transformers
 
 from nanoengine import LLM, AsyncLLM, SamplingParams
-from nanoengine.extensions.transfer import LEARNER, WeightGroup
+from nanoengine.contrib.transfer import LEARNER, WeightGroup
+from tests.contrib.test_reload import SETTINGS, answers, other
 from tests.helpers import DEMO, checkpoint, table_checkpoint
 from tests.serving import command, http, served, slow_steps, wait_until
-from tests.test_reload import SETTINGS, answers, other
 
 # ---- Log-probabilities that tokens are drawn by ----
 
@@ -342,7 +342,7 @@ def with_trl(tmp_path_factory):
             [
                 sys.executable,
                 "-c",
-                f"from nanoengine import vllm_face\nvllm_face.install()\n{script}",
+                f"from nanoengine.contrib import vllm_module\nvllm_module.install()\n{script}",
                 *arguments,
             ],
             capture_output=True,

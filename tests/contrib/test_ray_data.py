@@ -16,12 +16,12 @@ import pyarrow as pa
 import pytest
 import torch
 
+from examples import train_demo as train
 from nanoengine import LLM, SamplingParams
-from nanoengine.apps.ray_data import ANSWER, Predictor
-from nanoengine.demo import train
+from nanoengine.contrib.ray_data import ANSWER, Predictor
 from tests.helpers import DEMO
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 PROMPTS = ["a b c d", "What is 27 + 58?", "2 3 5", "What is 27 + 58?!"]
 SMALL = {"num_kv_blocks": 200}

@@ -19,7 +19,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanoengine import LLM, compat, vllm_face
+from nanoengine import LLM, compat
+from nanoengine.contrib import vllm_module
 from nanoengine.extensions.processors import BatchUpdate, MoveDirectionality, process_dict_updates
 from nanoengine.sampling_params import SamplingParams
 from tests.helpers import DEMO, byte_tokenizer, chain_checkpoint
@@ -74,7 +75,7 @@ def no_vllm(monkeypatch):
 
 @pytest.fixture
 def face(no_vllm):
-    vllm_face.install()
+    vllm_module.install()
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +91,7 @@ def alphabet(tmp_path_factory) -> str:
 
 
 def test_what_scripts_import_is_there(face):
-    assert NAMES.keys() == vllm_face.MODULES.keys()
+    assert NAMES.keys() == vllm_module.MODULES.keys()
     for module, names in NAMES.items():
         for name in names.split():
             assert getattr(importlib.import_module(module), name) is not None
@@ -131,9 +132,9 @@ def test_an_installed_vllm_is_not_shadowed_unless_told(no_vllm, tmp_path, monkey
     (tmp_path / "vllm" / "__init__.py").write_text("is_real = True")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ImportError, match="installed: shadow=True goes before it"):
-        vllm_face.install()
-    vllm_face.install(shadow=True)
-    vllm_face.install()  # again is nothing
+        vllm_module.install()
+    vllm_module.install(shadow=True)
+    vllm_module.install()  # again is nothing
     import vllm
 
     assert not hasattr(vllm, "is_real")
@@ -145,7 +146,7 @@ def test_a_vllm_that_is_imported_is_never_shadowed(no_vllm, tmp_path, monkeypatc
     import vllm  # noqa: F401
 
     with pytest.raises(ImportError, match="imported already"):
-        vllm_face.install(shadow=True)
+        vllm_module.install(shadow=True)
 
 
 def test_a_script_and_a_module_run_with_their_arguments_before_anything_heavy_is_imported(tmp_path):
@@ -157,14 +158,14 @@ def test_a_script_and_a_module_run_with_their_arguments_before_anything_heavy_is
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     for how in ([str(script)], ["-m", "script"], ["--shadow", "-m", "script"]):
-        command = [sys.executable, "-m", "nanoengine.vllm_face", *how, "-x", "--y"]
+        command = [sys.executable, "-m", "nanoengine.contrib.vllm_module", *how, "-x", "--y"]
         folder = ROOT if how[0] == str(script) else tmp_path
         run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
         assert run.stdout.startswith("__main__ ['-x', '--y'] beside 0.33.0+nanoengine"), run.stderr
         assert run.stdout.endswith("False\n")
     run = subprocess.run(command[:3], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 1
-    assert "python -m nanoengine.vllm_face script.py" in run.stderr
+    assert "python -m nanoengine.contrib.vllm_module script.py" in run.stderr
 
 
 def test_its_helpers_do_what_vllm_s_do(face, alphabet, babbler):
