@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from docs.figures import PICTURES
 from nanoengine import LLM, EngineConfig, SamplingParams
 from tests.helpers import DEMO
-from tests.test_public_api import PACKAGE, imports_of
+from tests.test_structure import PACKAGE, imports_of
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

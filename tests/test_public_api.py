@@ -61,111 +61,15 @@ def test_outputs_and_params_have_vllm_s_field_names():
     assert list(inspect.signature(LLM.generate).parameters)[1:4] == ["prompts", "sampling_params", "use_tqdm"]
 
 
-# Files from the ground up: each imports only from files before it, for type checkers too, and nowhere later.
-ORDER = [
-    *("compat", "flags", "sampling_params", "config", "outputs", "steps", "metrics", "detokenizer"),
-    *("backends.memory", "backends.quantized", "backends.inputs", "backends.kv_cache"),
-    *("backends.attention", "backends.device"),
-    *("backends.cpu", "backends.flash", "backends.triton", "backends.cuda"),
-    *("models.decoder", "models.eager", "models.hf_config", "models.linear"),
-    *("models.states", "models.hf", "models.shard"),
-    *("models.formats", "models.files", "models.gguf", "models.lora", "models.pooling"),
-    *("models.weights", "logprobs", "sampling", "engine", "requests", "startup"),
-    *(
-        "extensions.windows",
-        "extensions.states",
-        "extensions.speculate",
-        "extensions.reload",
-        "extensions.transfer",
-        "extensions.kvstore",
-        "extensions.structured",
-        "extensions.processors",
-        "extensions.trace",
-        "extensions.pooling",
-    ),
-    *("extensions.parallel", "llm_engine", "llm", "async_llm", "__init__"),
-    *(
-        "apps.viewer",
-        "apps.ask",
-        "apps.workloads",
-        "apps.roofline",
-        "apps.bench",
-        "apps.lab",
-        "apps.ray_data",
-        "apps.tools",
-        "apps.openai_api",
-        "apps.responses",
-        "apps.pooling_api",
-        "apps.learner",
-        "apps.server",
-        "demo.train",
-        "vllm_face",
-        "__main__",
-    ),
-]
-MODULES = {name: PACKAGE / f"{name.replace('.', '/')}.py" for name in ORDER}
-# What no file below imports, even by way of others.
-UNKNOWN_TO_THE_CORE = ("config", "models.", "extensions.", "apps.", "llm", "requests", "startup")
-
-
-def imports_of(path: Path, package: str) -> set[str]:
-    """What of a package a file imports: at once or in a function, for running or for type checkers."""
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "imports name the whole path"
-            whole = [f"{node.module}.{alias.name}" for alias in node.names]
-            names |= {name if is_file(name) else str(node.module) for name in whole}
-    return {name.removeprefix(f"{package}.") for name in names if name.startswith(f"{package}.")}
-
-
-def is_file(module: str) -> bool:
-    return (PACKAGE.parent / f"{module.replace('.', '/')}.py").is_file()
-
-
-def test_imports_point_one_way():
-    files = {".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in PACKAGE.rglob("*.py")}
-    assert {name for name in files if not name.endswith(".__init__")} == set(ORDER)
-    for position, name in enumerate(ORDER):
-        imported = imports_of(MODULES[name], "nanoengine")
-        assert imported <= set(ORDER[:position]), f"{name}.py imports {imported - set(ORDER[:position])}"
-
-
-def test_folders_of_the_package_import_each_other_one_way_too():
-    folder_of = {name: name.split(".")[0] if "." in name else name for name in ORDER}
-    seen: list[str] = []
-    for name in ORDER:
-        if folder_of[name] not in seen[-1:]:
-            assert folder_of[name] not in seen, f"{name} stands above what imports its folder"
-            seen.append(folder_of[name])
-
-
-def test_the_core_names_no_setting_no_model_and_no_extension():
-    for name in ("engine", "sampling", "logprobs", "metrics"):
-        imported = imports_of(MODULES[name], "nanoengine")
-        assert not [module for module in imported if module.startswith(UNKNOWN_TO_THE_CORE)], name
-
-
-def test_the_benchmarks_import_each_other_one_way():
-    folder = PACKAGE.parent / "benchmarks"
-    left = {path.stem: imports_of(path, "benchmarks") for path in folder.glob("*.py")}
-    left["__init__"] = set()
-    while left:
-        free = [name for name, imported in left.items() if not imported & left.keys()]
-        assert free, f"a circle of {sorted(left)}"
-        for name in free:
-            del left[name]
-
-
-def test_no_extension_and_no_app_is_imported_before_it_is_asked_for():
+def test_no_optional_file_is_imported_before_it_is_asked_for():
     code = "import sys; from nanoengine import LLM; "
     code += "print(*(name for name in sys.modules if name.startswith(('nanoengine.', 'transformers.'))))"
     printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     assert "nanoengine.engine" in printed
     assert ".apps" not in printed
     assert ".extensions" not in printed
+    assert ".contrib" not in printed
+    assert "nanoengine.backends.cuda" not in printed
     assert "nanoengine.models.hf " not in printed, "transformers' own models take a second to import"
     assert "transformers.activations" not in printed, "so does what any model's own config imports"
 
@@ -195,7 +99,7 @@ def shared_state() -> dict[str, str]:
 
 def test_no_state_lives_outside_objects(tmp_path_factory):
     """Two engines never share anything: what modules and classes hold is the same after both have run."""
-    for path in MODULES.values():
+    for path in PACKAGE.rglob("*.py"):
         tree = ast.parse(path.read_text())
         assert not [node for node in ast.walk(tree) if isinstance(node, (ast.Global, ast.Nonlocal))]
     importlib.import_module("nanoengine.models.hf")  # which an engine imports where it needs it

@@ -1,0 +1,122 @@
+"""Rules that keep the package small, and its parts independent of each other."""
+
+import ast
+from collections.abc import Iterable, Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import nanoengine
+
+PACKAGE = Path(nanoengine.__file__).parent
+ROOT = PACKAGE.parent
+# The optional ring: these folders and files. contrib/ is the outermost ring, all else is the core.
+OPTIONAL = {"apps", "extensions"}
+OPTIONAL |= {f"models.{name}" for name in ("eager", "formats", "gguf", "hf", "linear", "lora")}
+OPTIONAL |= {f"models.{name}" for name in ("pooling", "shard", "states")}
+OPTIONAL |= {f"backends.{name}" for name in ("cpu", "cuda", "flash", "triton")}
+# What the core still imports of the optional ring. Untie one, and take it out of this list.
+KNOTS = {
+    "models.files": {"models.formats"},
+    "models.hf_config": {"models.eager"},
+    "models.weights": {f"models.{name}" for name in ("formats", "gguf", "lora", "pooling", "shard")},
+    "startup": {"backends.cpu", "models.shard"},
+}
+MAX_LINES = 600
+# Files that are longer. Shorten one, and take it out of this list; engine.py stays, at 900 lines.
+LONGER = {"apps.server", "backends.cpu", "engine", "extensions.parallel", "models.weights", "requests"}
+# What the files that a reader begins with do not import.
+UNKNOWN_TO_THE_CORE = ("config", "models.", "extensions.", "apps.", "llm", "requests", "startup")
+
+
+def name_of(path: Path) -> str:
+    """A file of the package as a module, without the package: "models.weights"."""
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+
+
+FILES = {name_of(path): path for path in PACKAGE.rglob("*.py")}
+
+
+def imports_of(path: Path, package: str = "nanoengine", at_once: bool = False) -> set[str]:
+    """The modules of a package that a file imports anywhere, for type checkers too; or only at once."""
+    names = set()
+    tree = ast.parse(path.read_text())
+    for node in walk_at_once(tree) if at_once else ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports name the whole path"
+            whole = [f"{node.module}.{alias.name}" for alias in node.names]
+            names |= {name if is_module(name) else str(node.module) for name in whole}
+    return {name.removeprefix(f"{package}.") for name in names if name.startswith(f"{package}.")}
+
+
+def walk_at_once(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes that run when the file is imported."""
+    for child in ast.iter_child_nodes(node):
+        is_later = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        if not is_later and not (isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"):
+            yield child
+            yield from walk_at_once(child)
+
+
+def is_module(name: str) -> bool:
+    return (ROOT / f"{name.replace('.', '/')}.py").is_file()
+
+
+def folder_of(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def ring_of(name: str) -> int:
+    if folder_of(name) == "contrib":
+        return 2
+    return int(any(f"{name}.".startswith(f"{optional}.") for optional in OPTIONAL))
+
+
+def check_no_circle(edges: Iterable[tuple[str, str]]) -> None:
+    """Fail with the circle, if these arrows between different nodes have one."""
+    sorter: TopologicalSorter[str] = TopologicalSorter()
+    for start, end in edges:
+        if start != end:
+            sorter.add(start, end)
+    sorter.prepare()
+
+
+def test_no_import_is_part_of_a_circle():
+    """Of files, or of folders: a folder imports another one, or is imported by it."""
+    edges = [(name, imported) for name, path in FILES.items() for imported in imports_of(path)]
+    assert ("engine", "sampling") in edges
+    check_no_circle(edges)
+    check_no_circle((folder_of(start), folder_of(end)) for start, end in edges)
+
+
+def test_an_inner_ring_imports_an_outer_one_only_when_it_is_used():
+    found: dict[str, set[str]] = {}
+    for name, path in FILES.items():
+        for imported in imports_of(path, at_once=True):
+            if ring_of(imported) > ring_of(name):
+                found.setdefault(name, set()).add(imported)
+    assert found == KNOTS
+
+
+def test_nothing_imports_contrib_but_its_own_files_and_tests():
+    folders = [PACKAGE, *(ROOT / name for name in ("benchmarks", "docs", "examples", "tests"))]
+    paths = [path for folder in folders for path in folder.rglob("*.py") if path.parent.name != "contrib"]
+    for path in [*paths, *ROOT.glob("*.py")]:
+        imported = imports_of(path) | imports_of(path, "tests")
+        assert not [name for name in imported if folder_of(name) == "contrib"], path
+
+
+def test_the_core_names_no_setting_no_model_and_no_extension():
+    for name in ("engine", "sampling", "logprobs", "metrics"):
+        imported = imports_of(FILES[name])
+        assert not [module for module in imported if module.startswith(UNKNOWN_TO_THE_CORE)], name
+
+
+def test_the_benchmarks_import_no_circle_either():
+    paths = (ROOT / "benchmarks").glob("*.py")
+    check_no_circle((path.stem, imported) for path in paths for imported in imports_of(path, "benchmarks"))
+
+
+def test_no_file_is_longer_than_600_lines():
+    assert {name for name, path in FILES.items() if len(path.read_text().splitlines()) > MAX_LINES} == LONGER
