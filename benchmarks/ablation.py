@@ -15,9 +15,9 @@ WITHOUT = "nanoengine without "  # what an engine is called, before the trick
 
 
 def _plain_weights() -> None:
-    from nanoengine.backends import cpu
+    from nanoengine.backends.cpu import device
 
-    cpu.pack_weights = lambda *_: None
+    device.pack_weights = lambda *_: None
 
 
 def _small_pages() -> None:
@@ -25,9 +25,9 @@ def _small_pages() -> None:
 
 
 def _calls_per_layer() -> None:
-    from nanoengine.backends import cpu
+    from nanoengine.backends.cpu import packed
 
-    cpu.CompiledLayer.can_hold = staticmethod(lambda layer: False)  # type: ignore[method-assign]
+    packed.CompiledLayer.can_hold = staticmethod(lambda layer: False)  # type: ignore[method-assign]
 
 
 def _no_graphs() -> None:

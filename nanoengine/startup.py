@@ -1,5 +1,6 @@
 """Once, before the first step: a device, the weights on it, and how large the cache and the steps are."""
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -7,7 +8,6 @@ from typing import NamedTuple
 
 import torch
 
-from nanoengine.backends.cpu import CPU
 from nanoengine.backends.device import Decodes, Device, Forward, Trial
 from nanoengine.backends.inputs import NUM_RESERVED_SLOTS
 from nanoengine.backends.kv_cache import KVCache, KVGroup, KVSpec, block_bytes, group_layers, new_caches
@@ -34,15 +34,6 @@ class Started(NamedTuple):
     weights_digest: bytes  # for a KV store
     num_state_slots: int  # of a model whose layers hand on states, beside the reserved ones; else 0
     state_bytes: int  # of a sequence
-
-
-def open_device(device: torch.device, config: EngineConfig) -> Device:
-    """Return the backend for a device; the code for GPUs is imported where there is one."""
-    if device.type != "cuda":
-        return CPU(device, config)
-    from nanoengine.backends.cuda import CUDA
-
-    return CUDA(device, config)
 
 
 def start_runner(
@@ -72,10 +63,8 @@ def start_runner(
     ):
         written = checkpoint.written_as or "plain weights"
         raise ValueError(f"quantization={config.quantization!r} does not go with a checkpoint of {written}")
-    torch_device = config.resolve_device()
-    if torch_device.type == "cuda" and torch_device.index is None:  # steps may run in another thread, whose
-        torch_device = torch.device("cuda", torch.cuda.current_device())  # current GPU is not this one
-    device = wrap(open_device(torch_device, config))
+    device = wrap(open_device(config))
+    torch_device = device.device
     dtype = device.choose_dtype(resolve_dtype(config.dtype, checkpoint.hf_config))
     model = load_model(
         *(checkpoint, config),
@@ -148,6 +137,25 @@ def start_runner(
     runner.stopwatch = Stopwatch()  # what was tried out was no step
     sizes = num_slots, state_bytes
     return Started(runner, num_blocks, max_num_tokens, dtype, specs, groups, digest, *sizes)
+
+
+def open_device(config: EngineConfig) -> Device:
+    """Return the processor that the config asks for. Only the module of that processor is imported."""
+    device = config.resolve_device()
+    if device.type == "cuda":
+        from nanoengine.backends.cuda import CUDA
+
+        if device.index is None:  # steps may run in another thread, whose current GPU is not this one
+            device = torch.device("cuda", torch.cuda.current_device())
+        return CUDA(device, config)
+    try:
+        from nanoengine.backends.cpu.device import CPU
+    except ModuleNotFoundError as error:
+        if not str(error.name).startswith("nanoengine.backends.cpu"):
+            raise
+        logging.getLogger(__name__).warning("nanoengine/backends/cpu is missing: no compiled kernels")
+        return Device(device, config)
+    return CPU(device, config)
 
 
 def count_slots(state_bytes: int, most: int, cache_bytes: int) -> int:

@@ -350,7 +350,7 @@ def install(monkeypatch) -> Counter[str]:
     """Put the doubles in the place of what they stand for; returns the count of calls by path."""
     monkeypatch.setattr("nanoengine.backends.cuda.GraphRecorder", GraphRecorder)
     monkeypatch.setattr("nanoengine.backends.cuda.fuse", lambda function: function)
-    monkeypatch.setattr("nanoengine.startup.CPU", FakeGPU)
+    monkeypatch.setattr("nanoengine.backends.cpu.device.CPU", FakeGPU)
     memory = {  # of a card of 1 GiB, of which something else holds a quarter
         "reset_peak_memory_stats": None,
         "empty_cache": None,

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 import nanoengine
 from nanoengine import LLM
-from nanoengine.backends.cpu import Kernels
+from nanoengine.backends.cpu.kernels import Kernels
 from nanoengine.backends.device import Download
 from nanoengine.engine import BlockManager, Chunk, ScheduledBatch, Scheduler, Sequence
 from nanoengine.extensions.speculate import DraftingScheduler

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import nanoengine.backends.cpu as cpu
+from nanoengine.backends.cpu import build, device, kernels, packed
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 DRIVER = Path(__file__).parent / "neon.cpp"
@@ -37,10 +37,10 @@ class Emulated(NamedTuple):
 def start() -> Emulated:
     """Compile and start it."""
     directory = tempfile.TemporaryDirectory()
-    flags = [flag for flag in cpu.FLAGS.split() if flag not in ("-march=native", "-shared", "-fPIC")]
-    includes = [f"-I{cpu.SOURCE.parent}", f"-I{directory.name}"]
+    flags = [flag for flag in build.FLAGS.split() if flag not in ("-march=native", "-shared", "-fPIC")]
+    includes = [f"-I{build.SOURCE.parent}", f"-I{directory.name}"]
     command = [COMPILER, *flags, "-march=armv8.2-a", "-static", *includes]
-    source = subprocess.check_output([*command, "-E", "-P", str(cpu.SOURCE)], text=True)
+    source = subprocess.check_output([*command, "-E", "-P", str(build.SOURCE)], text=True)
     exported = set(re.findall(r'extern "C" decltype\([^;]*\) (\w+);', source))
     Path(directory.name, "kernels.inc").write_text("\n".join(f"ENTRY({name})" for name in exported))
     program = f"{directory.name}/neon"
@@ -49,7 +49,7 @@ def start() -> Emulated:
     return Emulated(process, exported, directory)
 
 
-class EmulatedKernels(cpu.Kernels):
+class EmulatedKernels(kernels.Kernels):
     """The kernels, each call of which goes to that process and back."""
 
     num_outputs = 16  # four registers of four
@@ -100,9 +100,9 @@ def extent(tensor: Tensor) -> int:
 
 def pytest_configure() -> None:
     """Before any test is imported."""
-    cpu.Kernels = EmulatedKernels  # type: ignore[misc]
+    kernels.Kernels = device.Kernels = EmulatedKernels  # type: ignore[misc]
     # A call of a whole layer hands addresses over. It calls these same functions.
-    cpu.CompiledLayer.can_hold = staticmethod(lambda layer: False)  # type: ignore[method-assign]
+    packed.CompiledLayer.can_hold = staticmethod(lambda layer: False)  # type: ignore[method-assign]
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from nanoengine.backends.attention import TorchAttention
-from nanoengine.backends.cpu import CompiledAttention, Kernels
+from nanoengine.backends.cpu.attention import CompiledAttention
+from nanoengine.backends.cpu.kernels import Kernels
 from nanoengine.backends.kv_cache import KVCache
 from tests.attention import MIXED, check_attention, metadata_of
 

@@ -161,7 +161,7 @@ def test_the_limits_are_those_of_the_best_precision_that_is_no_less_accurate(
         layer.__class__ = Layer
         return layer
 
-    monkeypatch.setattr("nanoengine.apps.roofline.pack_linear", pack)
+    monkeypatch.setattr("nanoengine.backends.cpu.packed.pack_linear", pack)
     monkeypatch.setattr("nanoengine.apps.roofline.time", SimpleNamespace(perf_counter=lambda: clock[0]))
     monkeypatch.setattr(torch.Tensor, "fill_", lambda self, value: self)  # a gigabyte that nobody reads
     limits = measure_limits(dtype, "cpu")

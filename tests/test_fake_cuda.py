@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import nanoengine.sampling
 import nanoengine.startup
 from nanoengine import LLM, SamplingParams
+from nanoengine.backends.cpu.device import CPU
 from nanoengine.backends.cuda import CUDA
 from nanoengine.backends.device import upload
 from nanoengine.engine import ModelRunner
@@ -114,7 +115,7 @@ def attend(q, *tensors):
 def fake_gpu(cuda_guard, monkeypatch):
     """`LLM(device="cuda")` runs on fake tensors, inside the context that this returns."""
     doubles.install(monkeypatch)  # streams, captures, memory figures
-    monkeypatch.setattr("nanoengine.startup.CPU", nanoengine.backends.cpu.CPU)
+    monkeypatch.setattr("nanoengine.backends.cpu.device.CPU", CPU)
     monkeypatch.setattr("nanoengine.config.EngineConfig.resolve_device", lambda _: torch.device("cuda", 0))
     for name in ("capability", "capture_stream"):
         monkeypatch.setattr(CUDA, name, getattr(doubles.FakeGPU, name))

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from nanoengine import LLM, AsyncLLM, SamplingParams
 from nanoengine.apps import ask
-from nanoengine.backends.cpu import PinnedThreads
+from nanoengine.backends.cpu.threads import PinnedThreads
 from nanoengine.detokenizer import MAX_PENDING, Detokenizer
 from nanoengine.requests import ended_after
 from nanoengine.sampling import SamplingRow, draw_tokens

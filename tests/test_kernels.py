@@ -17,14 +17,9 @@ import torch
 from torch import nn
 
 from nanoengine.backends.attention import GroupedAttention
-from nanoengine.backends.cpu import (
-    PLAIN,
-    CompiledAttention,
-    CompiledLayer,
-    Kernels,
-    PackedLinear,
-    pack_weights,
-)
+from nanoengine.backends.cpu.attention import CompiledAttention
+from nanoengine.backends.cpu.kernels import PLAIN, Kernels
+from nanoengine.backends.cpu.packed import CompiledLayer, PackedLinear, pack_weights
 from nanoengine.backends.kv_cache import KVCache
 from nanoengine.backends.quantized import Quantized, quantize
 from nanoengine.models.decoder import DecoderConfig, DecoderLayer, RMSNorm, rotate
@@ -541,7 +536,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 for call in ((38, 1, 0, 0, 0), (22, 2, filter, 0, 0)):  # no new privileges; the filter
     assert libc.prctl(*call) == 0, ctypes.get_errno()
 import pytest
-from nanoengine.backends.cpu import Kernels
+from nanoengine.backends.cpu.kernels import Kernels
 assert not ctypes.c_bool.in_dll(Kernels().library, "amx")
 sys.exit(pytest.main(["-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-k", "product", sys.argv[1]]))
 """

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanoengine.backends.cpu import Kernels
+from nanoengine.backends.cpu.kernels import Kernels
 from nanoengine.backends.kv_cache import KVCache, KVSpec
 from nanoengine.backends.memory import LARGE_PAGE, zeros_on_large_pages
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.backends.cpu import OneDNNLinear, PackedLinear
+from nanoengine.backends.cpu.packed import OneDNNLinear, PackedLinear
 from nanoengine.models.decoder import DecoderConfig, RMSNorm
 from tests.helpers import ARCHITECTURES, TINY, checkpoint, greedy, random_prompts
 
@@ -91,9 +91,9 @@ def test_packing_the_weights_for_the_cpu_changes_no_result(name, tmp_path_factor
 
     layouts: list[type] = []
     ours = results()
-    monkeypatch.setattr("nanoengine.backends.cpu.Kernels.can_multiply", lambda self, *_: False)
+    monkeypatch.setattr("nanoengine.backends.cpu.kernels.Kernels.can_multiply", lambda self, *_: False)
     assert results() == pytest.approx(ours, abs=0.02)
-    monkeypatch.setattr("nanoengine.backends.cpu.pack_linear", lambda layer, *_: layer)
+    monkeypatch.setattr("nanoengine.backends.cpu.packed.pack_linear", lambda layer, *_: layer)
     assert results() == pytest.approx(ours, abs=0.02)
     assert layouts[2] is nn.Linear
     assert layouts[1] is (OneDNNLinear if torch.ops.mkldnn._is_mkldnn_bf16_supported() else nn.Linear)

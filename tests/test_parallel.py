@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 
 import nanoengine
 from nanoengine import LLM, AsyncLLM, EngineConfig, SamplingParams
-from nanoengine.backends.cpu import CPU
+from nanoengine.backends.cpu.device import CPU
 from nanoengine.backends.device import Attention
 from nanoengine.engine import build_inputs
 from nanoengine.extensions import parallel

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from nanoengine.backends.cpu import Kernels
+from nanoengine.backends.cpu.kernels import Kernels
 from nanoengine.backends.device import Download
 from nanoengine.sampling import (
     FILTERED_ROWS,

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanoengine.backends.cpu import Kernels, pack_linear
-
 
 def roofline_seconds(
     config: Any,
@@ -97,8 +95,11 @@ def measure_limits(dtype_name: str, device_name: str) -> dict[str, Any]:
 
     packs: list[Callable[[nn.Linear], nn.Module]] = [lambda layer: layer]
     if device.type == "cpu":
-        packs = [lambda layer: pack_linear(layer, None)]
-        with suppress(RuntimeError):  # no compiler
+        with suppress(ModuleNotFoundError, RuntimeError):  # no backends/cpu; no compiler
+            from nanoengine.backends.cpu.kernels import Kernels
+            from nanoengine.backends.cpu.packed import pack_linear
+
+            packs = [lambda layer: pack_linear(layer, None)]
             kernels = Kernels()
             packs.append(lambda layer: pack_linear(layer, kernels))
 

@@ -1,9 +1,9 @@
 """Paged attention: write a batch's keys and values into cache blocks, then attend over the blocks.
 
 Here is the backend to read, in plain PyTorch, which runs on any device. Those that are fast compute the same:
-`cpu.CompiledAttention` with kernels of our own, `flash.FlashAttention` and `flash.VarlenAttention` with
-flash-attn's kernels on CUDA, from the flash-attn package or from PyTorch itself, `triton.TritonAttention`
-with Triton kernels of our own.
+`cpu.attention.CompiledAttention` with kernels of our own, `flash.FlashAttention` and `flash.VarlenAttention`
+with flash-attn's kernels on CUDA, from the flash-attn package or from PyTorch itself, and
+`triton.TritonAttention` with Triton kernels of our own.
 
 Shape letters: T tokens in the batch, S sequences, H query heads, K key/value heads, D head_dim (D' of
 the values, where it differs), L cached tokens of a sequence (padded to whole blocks), B block_size.

@@ -343,7 +343,6 @@ class CUDA(Device):
     def __init__(self, device: torch.device, config: EngineConfig) -> None:
         super().__init__(device, config)
         self.staging: Staging | None = None
-        self.notes: list[str] = []  # for the user: what was chosen for this GPU, and why
         self.living.add(self)
         self.no_fusion = "enforce_eager" if config.enforce_eager else fusion_obstacle(device)
 
@@ -390,7 +389,6 @@ class CUDA(Device):
         from nanoengine.backends.flash import FlashKernels  # loads Triton
 
         attention = super().choose_attention(specs, settings)
-        attention.notes.extend(self.notes)
         if self.no_fusion:
             attention.notes.append(f"nothing fused: {self.no_fusion}")
         if issubclass(attention.backend, FlashKernels):

@@ -1,6 +1,6 @@
-"""What an engine asks of the processor it runs on: here the answers in plain PyTorch.
+"""What an engine asks of the processor it runs on: here the answers in plain PyTorch, for a CPU.
 
-`cpu.CPU` and `cuda.CUDA` answer what is faster there, so that nobody else has to ask which one it is.
+`cpu.device.CPU` and `cuda.CUDA` answer what is faster there, so that nobody else has to ask which one it is.
 """
 
 from collections.abc import Callable, Sequence
@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
+import psutil
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -121,10 +122,20 @@ class Device:
             raise ValueError(f"quantization={config.quantization!r} does not run on {device.type}")
         self.device = device
         self.config = config
+        self.notes: list[str] = []  # for the user: what was chosen for this processor, and why
 
     def choose_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype to compute in, where the config or the checkpoint asks for this one."""
-        return dtype
+        """Return the dtype to compute in if the config or the checkpoint asks for this one.
+
+        It is float32 if "auto" stands for a dtype that PyTorch would emulate on this CPU.
+        """
+        if self.config.dtype != "auto" or dtype == torch.float32:
+            return dtype
+        if dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported():
+            return dtype
+        name = str(dtype).removeprefix("torch.")
+        self.notes.append(f"float32 instead of {name}, which is emulated here without kernels")
+        return torch.float32
 
     def pack(self, weight: Quantized, bias: Tensor | None, dtype: torch.dtype) -> nn.Module | None:
         """A linear layer that computes with integers as they are; None: they have to be of the dtype."""
@@ -171,7 +182,7 @@ class Device:
                 continue
             obstacle = self.obstacle(backend, specs, settings)
             if obstacle is None:
-                return Attention(backend, backend, notes)
+                return Attention(backend, backend, notes + self.notes)
             if asked != "auto":
                 raise ValueError(f"attn_backend={asked!r} cannot be used: {obstacle}")
             notes.append(f"not {backend.name}: {obstacle}")
@@ -212,8 +223,11 @@ class Device:
         return num_blocks
 
     def free_bytes(self, trial: Trial) -> int:
-        """What there is for the KV cache beside the weights and the work of the largest steps."""
-        raise NotImplementedError
+        """Return how much memory the KV cache may take beside the weights and the largest steps' work.
+
+        On a CPU, as in vLLM, at most 4 GiB; the ranks of one model share them.
+        """
+        return min(psutil.virtual_memory().available // 2, 4 << 30) // self.config.tensor_parallel_size
 
     def release(self) -> None:
         """Give memory back to the system, once the tensors are gone."""

@@ -134,7 +134,7 @@ class PackedEmbedding(nn.Embedding):
 
     @classmethod
     def of(cls, head: Any) -> "PackedEmbedding":
-        """Of a layer with a method `rows`, like `cpu.PackedLinear`."""
+        """Of a layer with a method `rows`, like `cpu.packed.PackedLinear`."""
         embedding = cls(0, head.in_features, device="meta")
         embedding._parameters, embedding.head = {}, (head,)
         embedding.num_embeddings = head.out_features

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from nanoengine.async_llm import AsyncLLM
-from nanoengine.backends.cpu import CompiledLayer, OneDNNLinear, PackedLinear
+from nanoengine.backends.cpu.packed import CompiledLayer, OneDNNLinear, PackedLinear
 from nanoengine.backends.memory import drop_pages, return_freed_memory
 from nanoengine.backends.quantized import PackedEmbedding
 from nanoengine.config import EngineConfig

@@ -1,4 +1,4 @@
-// Attention over cache blocks, for one new token of many sequences and for many of one; in PyTorch in attention.py.
+// Attention over cache blocks, for one new token of many sequences and for many of one; in PyTorch in backends/attention.py.
 // Shape letters: T tokens, S sequences, H query heads, K key/value heads, G = H / K, D head_dim (Dv of the values),
 // B block_size.
 

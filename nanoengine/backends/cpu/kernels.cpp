@@ -1,8 +1,8 @@
 // What PyTorch has no fast operator for on a CPU: products with weights that come out of memory once for all rows
 // (products.h), attention over cache blocks (attention.h), layers with states (states.h), and here the element-wise work
 // between two products, each in one pass over memory, all of a layer in one call, and sampling.
-// cpu.py compiles this file where there is a compiler and calls it through ctypes; everything here also exists in
-// plain PyTorch, in attention.py, models/decoder.py and sampling.py, or in transformers, which say what it means.
+// build.py compiles this file where there is a compiler, and kernels.py calls it through ctypes. Everything here also
+// exists in plain PyTorch, in backends/attention.py, models/decoder.py and sampling.py, or in transformers.
 //
 // Shape letters: T tokens, S sequences, H query heads, K key/value heads, D head_dim, B block_size, E hidden size, R rows
 // of logits, V vocabulary. X is float, bf16 or fp16; arithmetic is in float, rounded to X where PyTorch rounds.
@@ -220,7 +220,7 @@ static void sample(const X* logits, int64_t* tokens, float* largest, const float
 
 // ---- A layer -------------------------------------------------------------------------------------
 
-// cpu.py hands both over as arrays of 64-bit integers.
+// packed.py and attention.py hand both over as arrays of 64-bit integers.
 static_assert(sizeof(void*) == 8);
 template <class X>
 struct Layer {  // addresses, null where there is none, and sizes: E hidden, M of the MLP
@@ -291,8 +291,8 @@ static void decoder_layer(X* out, X* total, const X* x, const X* residual, const
   multiply(out, hidden, down_proj, M, E);
 }
 
-// cpu.py finds each function by a variable that holds its address: a template has no C name. It compiles for one type at a
-// time, TYPES being 1, 2 or 4, which takes under half as long as for all.
+// kernels.py finds each function by a variable that holds its address: a template has no C name. build.py compiles for one
+// type at a time, TYPES being 1, 2 or 4, which takes under half as long as for all.
 #ifndef TYPES
 #define TYPES 7
 #endif

@@ -1,0 +1,111 @@
+"""The C++ kernels' library: compiled for this machine's processor at its first use, and kept between runs."""
+
+import ctypes
+import hashlib
+import os
+import platform
+import re
+import shutil
+import signal
+import subprocess
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+SOURCE = Path(__file__).parent / "kernels.cpp"
+HEADERS = [SOURCE.with_name(name) for name in ("attention.h", "products.h", "states.h")]
+# What of -ffast-math keeps NaN, infinity, and the order of sums, on which results depend to the last bit.
+FLAGS = (
+    "-O3 -march=native -std=c++17 -fopenmp -shared -fPIC -fno-math-errno -fno-trapping-math -fno-signed-zeros"
+)
+
+
+def load_library(types: int) -> tuple[ctypes.CDLL, bool]:
+    """Load the kernels for some of `kernels.TYPES`. Compile them first unless the cache has this very build.
+
+    A library's name contains its own digest, so that a file that was cut short is not loaded.
+
+    Returns:
+        The library, and whether it was compiled now.
+
+    Raises:
+        RuntimeError: there is no compiler, or it fails.
+    """
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        raise RuntimeError("no C++ compiler (g++, clang++ or $CXX)")
+    program, *options = compiler.split()
+    command = [program, *FLAGS.split(), f"-DTYPES={types}", *options]  # $CXX may say -march=x86-64-v3
+    try:
+        version = _run([program, *options, "--version"], tempfile.gettempdir())
+        sources = [path.read_text() for path in (SOURCE, *HEADERS)]
+        told = "\n".join((*sources, *command, version, _processor()))
+        name = f"kernels-{_digest(told.encode())}"
+        cache = _cache()
+        for path in cache.glob(f"{name}-*.so") if cache else ():
+            with suppress(OSError):
+                if path.name == f"{name}-{_digest(path.read_bytes())}.so":
+                    return ctypes.CDLL(str(path)), False
+                path.unlink()
+        writable = cache if cache is not None and os.access(cache, os.W_OK) else None
+        with tempfile.TemporaryDirectory(dir=writable) as directory:
+            path = Path(directory) / "kernels.so"
+            _run([*command, str(SOURCE), "-o", str(path)], directory)
+            if writable is not None:  # in one go: another process may be doing the same
+                path = path.replace(writable / f"{name}-{_digest(path.read_bytes())}.so")
+            return ctypes.CDLL(str(path)), True
+    except OSError as error:
+        raise RuntimeError(str(error)) from error
+
+
+COMPILER_SECONDS = 60  # after which a compiler is given up
+
+
+def _run(command: list[str], directory: str) -> str:
+    """What a compiler prints; its own temporary files go to `directory`, and no part of it outlives the call.
+
+    Raises:
+        RuntimeError: it fails or does not end.
+    """
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env={**os.environ, "TMPDIR": directory},
+        start_new_session=True,  # a group of its own: the compiler starts others
+    )
+    try:
+        out, err = process.communicate(timeout=COMPILER_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"{' '.join(command)} did not end in {COMPILER_SECONDS} s") from None
+    finally:
+        with suppress(OSError):  # the group is gone, as it should be
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed: {err[-500:]}")
+    return out
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:32]
+
+
+def _cache() -> Path | None:
+    """Return the user's cache directory for kernels. Return None if it cannot be made."""
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").resolve() / "nanoengine"
+        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return cache
+    except (OSError, RuntimeError):  # a read-only disk; a user without a home
+        return None
+
+
+def _processor() -> str:
+    """What `-march=native` depends on."""
+    info = Path("/proc/cpuinfo")
+    flags = re.search(r"(?m)^(flags|Features).*$", info.read_text()) if info.exists() else None
+    return f"{platform.machine()} {flags[0] if flags else platform.processor()}"

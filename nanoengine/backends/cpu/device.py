@@ -1,0 +1,109 @@
+"""`CPU`: the device that uses the compiled kernels, the packed weights and the pinned threads."""
+
+import functools
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanoengine.backends.attention import PagedAttention, TorchAttention
+from nanoengine.backends.cpu.attention import CompiledAttention
+from nanoengine.backends.cpu.kernels import Kernels, dtype_name
+from nanoengine.backends.cpu.packed import CompiledLayer, PackedLinear, pack_weights
+from nanoengine.backends.cpu.threads import PinnedThreads
+from nanoengine.backends.device import Attention, Device
+from nanoengine.backends.kv_cache import KVSpec
+from nanoengine.backends.memory import keep_freed_memory
+from nanoengine.backends.quantized import Quantized, grouped
+from nanoengine.config import ROUNDED, EngineConfig
+
+
+class CPU(Device):
+    """A CPU: compiled kernels (with a compiler, without enforce_eager), packed weights, pinned threads."""
+
+    backends = (CompiledAttention, TorchAttention)
+    quantizations = ROUNDED
+
+    def __init__(self, device: torch.device, config: EngineConfig) -> None:
+        super().__init__(device, config)
+        self.threads = PinnedThreads(config.pin_threads)
+        self.kernels: Kernels | None = None
+        self._no_kernels: str | None = None  # why there are none
+        keep_freed_memory()
+
+    def choose_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """As in the base class; a dtype that has kernels stays as it is."""
+        if self._find_kernels(dtype):
+            return dtype
+        chosen = super().choose_dtype(dtype)
+        if chosen != dtype:
+            self._find_kernels(chosen)
+        return chosen
+
+    def _find_kernels(self, dtype: torch.dtype) -> bool:
+        """Whether there are kernels for that type, which then are those of this device."""
+        try:
+            if self.config.enforce_eager:
+                raise RuntimeError("enforce_eager")
+            self.kernels, self._no_kernels = Kernels(dtype), None
+        except RuntimeError as error:
+            self._no_kernels = str(error)
+        return self.kernels is not None
+
+    def pack(self, weight: Quantized, bias: Tensor | None, dtype: torch.dtype) -> nn.Module | None:
+        """As in the base class."""
+        group = grouped(weight.group)
+        if self.kernels is None or not self.kernels.serves(dtype) or group is None:
+            return None
+        weight = weight.regrouped(group)
+        return PackedLinear(weight, bias, self.kernels, dtype) if weight.fits(dtype) else None
+
+    def prepare(self, model: Any) -> None:
+        """As in the base class."""
+        has_states = bool(getattr(model, "states", None))
+        dtypes = {spec.dtype for spec in model.kv_specs}
+        for dtype in dtypes | ({next(model.parameters()).dtype} if has_states else set()):
+            if self.kernels is not None and not self.kernels.serves(dtype):
+                self.kernels, self._no_kernels = None, f"there are no kernels for {dtype_name(dtype)}"
+        self.draw = None if self.kernels is None else self.kernels.sample
+        if has_states:
+            model.states.kernels = self.kernels
+        quantization = self.config.quantization if self.config.quantization in ROUNDED else None
+        if quantization is not None and self.kernels is None:
+            raise ValueError(f"quantization={quantization!r} needs compiled kernels: {self._no_kernels}")
+        if not model.replaceable:
+            model.use_linear_layers()
+        pack_weights(model, self.kernels, int((quantization or "int0").removeprefix("int")))
+        if model.replaceable and self.kernels is not None:
+            model.use_kernels(self.kernels)
+            for i, layer in enumerate(model.layers):
+                if CompiledLayer.can_hold(layer):
+                    model.layers[i] = CompiledLayer(layer, self.kernels, i == len(model.layers) - 1)
+
+    def running(self) -> AbstractContextManager[object]:
+        """As in the base class."""
+        return self.threads
+
+    def rest(self) -> None:
+        """As in the base class."""
+        self.threads.end()
+
+    def choose_attention(self, specs: Sequence[KVSpec], settings: frozenset[str]) -> Attention:
+        """As in the base class."""
+        attention = super().choose_attention(specs, settings)
+        if attention.backend is not CompiledAttention:
+            return attention
+        assert self.kernels is not None
+        if self.kernels.was_compiled:
+            attention.notes.append(f"compiled now, {self.kernels.seconds:.1f} s")
+        return attention._replace(build=functools.partial(CompiledAttention, kernels=self.kernels))
+
+    def obstacle(
+        self, backend: type[PagedAttention], specs: Sequence[KVSpec], settings: frozenset[str]
+    ) -> str | None:
+        """As in the base class."""
+        if backend is CompiledAttention:
+            return self._no_kernels
+        return super().obstacle(backend, specs, settings)

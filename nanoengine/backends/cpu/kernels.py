@@ -1,0 +1,295 @@
+"""`Kernels`: the functions of kernels.cpp as methods that take and return tensors."""
+
+import ctypes
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nanoengine.backends.cpu.build import load_library
+from nanoengine.backends.inputs import SamplingMetadata
+from nanoengine.backends.memory import zeros_on_large_pages
+from nanoengine.backends.quantized import Quantized
+from nanoengine.steps import unwound_by_sigterm
+
+
+class Form(NamedTuple):
+    """How a packed weight's numbers are written: in x's dtype, or as a `Quantized`'s integers."""
+
+    bits: int = 0  # 0: in x's dtype
+    group: int = 0
+    has_zeros: int = 0
+
+
+PLAIN = Form()
+TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 4}  # as kernels.cpp has them
+Slots = tuple[Tensor, Tensor]  # where N sequences' states are read, and written: (N,) int64 each
+
+
+class Kernels:
+    """`kernels.cpp`, compiled for this machine's processor and kept between runs.
+
+    For one type; for others they are compiled when they are asked for. Source of the idea: vLLM's `csrc/cpu`.
+
+    Raises:
+        RuntimeError: there is no C++ compiler, or it fails; the message says what to do.
+    """
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        self.was_compiled, self.seconds = False, 0.0
+        self._functions: dict[tuple[str, torch.dtype], Callable[..., None]] = {}
+        self.library = self._load(dtype)
+        self._libraries: dict[torch.dtype, ctypes.CDLL | None] = {dtype: self.library}  # None: it failed
+
+    def _load(self, dtype: torch.dtype) -> ctypes.CDLL:
+        if dtype not in TYPES:
+            raise RuntimeError(f"there are no kernels for {dtype_name(dtype)}")
+        start = time.perf_counter()
+        with unwound_by_sigterm():  # which else would leave the compiler and its files behind
+            library, was_compiled = load_library(TYPES[dtype])
+        self.seconds += time.perf_counter() - start
+        self.was_compiled |= was_compiled
+        if not hasattr(library, f"linear_{dtype_name(dtype)}"):
+            raise RuntimeError(f"the compiler does not know {dtype_name(dtype)}")
+        return library
+
+    def serves(self, dtype: torch.dtype) -> bool:
+        """Whether there are kernels for tensors of that type: an old compiler knows no float16."""
+        if dtype not in self._libraries:
+            try:
+                self._libraries[dtype] = self._load(dtype)
+            except RuntimeError:
+                self._libraries[dtype] = None
+        return self._libraries[dtype] is not None
+
+    def decode_attention(
+        self,
+        out: Tensor,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_tables: Tensor,
+        seq_lens: Tensor,
+        rows: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+        alibi_slopes: Tensor | None = None,
+    ) -> None:
+        """Attention of the rows of q (T, H, D) that are a sequence's one new token, into out (T, H, D').
+
+        block_tables (S, blocks) and seq_lens (S,) are int32, rows (S,) int64; sinks and slopes (H,) float32.
+        """
+        self.call(
+            "decode_attention", out, q, k_cache, v_cache, block_tables, seq_lens, rows,
+            len(rows), block_tables.shape[1], q.shape[1], k_cache.shape[2], q.shape[2], out.shape[2],
+            k_cache.shape[1], float(scale), window or 0, float(softcap or 0), sinks, alibi_slopes,
+        )  # fmt: skip
+
+    def prefill_attention(
+        self,
+        out: Tensor,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_table: Tensor,
+        seq_len: int,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+        alibi_slopes: Tensor | None = None,
+    ) -> None:
+        """Attention of a sequence's last tokens, q (T, H, D), into out (T, H, D'); block_table is int32."""
+        self.call(
+            "prefill_attention", out, q, k_cache, v_cache, block_table, len(q), seq_len,
+            q.shape[1], k_cache.shape[2], q.shape[2], out.shape[2], k_cache.shape[1],
+            float(scale), window or 0, float(softcap or 0), sinks, alibi_slopes,
+        )  # fmt: skip
+
+    def write_kv(self, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        """Write k (T, K, D) and v (T, K, D') to their slots, (T,) int64."""
+        widths = k[0].numel(), v[0].numel()
+        self.call("write_kv", k_cache, v_cache, k, v, slots, len(k), *widths, k.stride(0), v.stride(0))
+
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The norm of x + residual, (T, E), and that sum; without a residual the sum is x."""
+        out = torch.empty_like(x)
+        total = x if residual is None else torch.empty_like(x)
+        self.call("rms_norm", out, total, x, residual, weight, float(eps), *x.shape)
+        return out, total
+
+    def norm_rotate(self, x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+        """Heads of x (T, heads, D) normalised, where there is a weight, and rotated by cos, sin (T, 1, D)."""
+        out = x.new_empty(x.shape)
+        self.call("norm_rotate", out, x, x.stride(0), weight, float(eps), cos, sin, *x.shape)
+        return out
+
+    def norm_rotate_both(
+        self,
+        q: Tensor,
+        k: Tensor,
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """As `norm_rotate`, of queries and keys."""
+        of_k = self.norm_rotate(k, k_weight, eps, cos, sin)
+        return self.norm_rotate(q, q_weight, eps, cos, sin), of_k
+
+    @functools.cached_property
+    def num_outputs(self) -> int:
+        """How many outputs a block of a packed weight has."""
+        return ctypes.c_int64.in_dll(self.library, "outputs").value
+
+    def can_multiply(self, weight: Tensor) -> bool:
+        """Whether `linear` takes that weight, (N, I)."""
+        return self.serves(weight.dtype) and weight.shape[1] % _inputs_side_by_side(weight.dtype) == 0
+
+    def pack(self, weight: Tensor) -> Tensor:
+        """A weight (N, I) as `linear` reads it: blocks of its outputs, with 0 beyond N.
+
+        (blocks, I, outputs), and of bfloat16 (blocks, I / 2, outputs, 2).
+        """
+        step, outputs = _inputs_side_by_side(weight.dtype), self.num_outputs
+        num_outputs, num_inputs = weight.shape
+        shape = -(-num_outputs // outputs), num_inputs // step, outputs, step
+        packed = zeros_on_large_pages(shape, weight.dtype)
+        whole = num_outputs // outputs * outputs
+        packed[: whole // outputs] = (
+            weight[:whole].view(-1, outputs, num_inputs // step, step).transpose(1, 2)
+        )
+        if whole < num_outputs:
+            packed[-1, :, : num_outputs - whole] = (
+                weight[whole:].view(-1, num_inputs // step, step).transpose(0, 1)
+            )
+        return packed if step > 1 else packed.squeeze(-1)
+
+    def pack_integers(self, quantized: Quantized) -> Tensor:
+        """The same of a weight (N, I) in few bits, (blocks, bytes): groups of integers, scales and zeros."""
+        integers, scales, zeros, bits = quantized
+        (num_outputs, num_inputs), num_groups = integers.shape, scales.shape[1]
+        num_blocks = -(-num_outputs // self.num_outputs)
+        of_output = num_inputs * bits // 8 + 2 * num_groups * (1 if zeros is None else 2)
+        packed = zeros_on_large_pages((num_blocks, self.num_outputs * of_output), torch.int8)
+        halves = [None if x is None else x.half().contiguous() for x in (scales, zeros)]
+        sizes = num_outputs, num_inputs, bits, quantized.group
+        self.call("pack_integers", packed, integers.contiguous(), *halves, *sizes)
+        return packed
+
+    def unpack_rows(
+        self, packed: Tensor, rows: Tensor, num_inputs: int, dtype: torch.dtype, form: Form
+    ) -> Tensor:
+        """Rows (..) of the weight (N, I) that was packed: (.., I) in that dtype."""
+        if not form.bits:
+            outputs = self.num_outputs
+            return packed[rows // outputs, :, rows % outputs].flatten(rows.dim())
+        out = torch.empty(*rows.shape, num_inputs, dtype=dtype)
+        self.call("unpack_rows", out, packed, rows.contiguous(), rows.numel(), num_inputs, *form)
+        return out
+
+    def linear(
+        self, x: Tensor, packed: Tensor, bias: Tensor | None, num_outputs: int, form: Form = PLAIN
+    ) -> Tensor:
+        """The product of x (.., I) with a packed weight of that form, plus bias (N,): (.., N)."""
+        out = x.new_empty(*x.shape[:-1], num_outputs)
+        num_inputs = x.shape[-1]
+        sizes = x.numel() // num_inputs, num_inputs, num_outputs
+        self.call("linear", out, x.contiguous(), packed, bias, *sizes, *form)
+        return out
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up for gate_up (T, 2 I)."""
+        num_rows, width = gate_up.shape
+        out = gate_up.new_empty(num_rows, width // 2)
+        self.call("silu_and_mul", out, gate_up, num_rows, width // 2)
+        return out
+
+    def conv_step(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, slots: Slots, silu: bool
+    ) -> Tensor:
+        """A causal convolution's next output (N, C) for x (N, C); weight (C, W), states (slots, C, W)."""
+        out = torch.empty_like(x)
+        self.call("conv_step", out, x, weight, bias, states, *slots, *x.shape, weight.shape[1], int(silu))
+        return out
+
+    def delta_rule(
+        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, states: Tensor, slots: Slots
+    ) -> Tensor:
+        """The gated delta rule's outputs (N, T, H, V) for q and k (N, T, K, D) and v (N, T, H, V).
+
+        decay (N, T, H) or (N, T, H, D) and beta (N, T, H) are float32, states (slots, H, D, V) too.
+        """
+        out = torch.empty_like(v)
+        sizes = *v.shape[:3], *k.shape[2:], v.shape[3], decay.numel() // beta.numel()
+        self.call("delta_rule", out, q, k, v, decay, beta, states, *slots, *sizes)
+        return out
+
+    def mamba2(
+        self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, states: Tensor, slots: Slots
+    ) -> Tensor:
+        """Mamba2's outputs (N, T, H, P) for x (N, T, H, P), b and c (N, T, G, S).
+
+        dt (N, T, H), a and d (H,) are float32, states (slots, H, P, S) too.
+        """
+        out = torch.empty_like(x)
+        self.call("mamba2", out, x, dt, a, b, c, d, states, *slots, *x.shape, *b.shape[2:])
+        return out
+
+    def mamba(
+        self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, states: Tensor, slots: Slots
+    ) -> Tensor:
+        """Mamba's outputs (N, T, I) for x (N, T, I), b and c (N, T, S).
+
+        dt (N, T, I) and a (I, S) are float32, states (slots, I, S) too.
+        """
+        out = torch.empty_like(x)
+        self.call("mamba", out, x, dt, a, b, c, states, *slots, *x.shape, b.shape[2])
+        return out
+
+    def sample(self, logits: Tensor, metadata: SamplingMetadata) -> tuple[Tensor, Tensor]:
+        """As `sampling.draw_rows`."""
+        tokens, largest = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits))
+        arrays = (torch.from_numpy(array) for array in metadata)
+        self.call("sample", logits.contiguous(), tokens, largest, *arrays, *logits.shape)
+        return tokens, largest
+
+    def call(self, name: str, first: Tensor, *arguments: Any) -> None:
+        """Call a kernel for the first tensor's type; tensors become addresses, None a null pointer."""
+        function = self._functions.get((name, first.dtype))
+        if function is None:
+            self.serves(first.dtype)
+            library = self._libraries[first.dtype] or self.library  # integers are packed by any
+            address = ctypes.c_void_p.in_dll(library, f"{name}_{dtype_name(first.dtype)}").value
+            types = {int: ctypes.c_int64, float: ctypes.c_float}
+            signature = [types.get(type(a), ctypes.c_void_p) for a in (first, *arguments)]
+            function = ctypes.CFUNCTYPE(None, *signature)(address)  # type: ignore[arg-type]
+            self._functions[name, first.dtype] = function
+        function(first.data_ptr(), *(a.data_ptr() if isinstance(a, Tensor) else a for a in arguments))
+
+
+def as_int64(values: Sequence[Tensor | int | None]) -> Tensor:
+    """Return numbers, and addresses of tensors, as (n,) int64 for a kernel. The caller keeps the tensors."""
+    return torch.tensor(
+        [x.data_ptr() if isinstance(x, Tensor) else x or 0 for x in values], dtype=torch.int64
+    )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the dtype's name, as in "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _inputs_side_by_side(dtype: torch.dtype) -> int:
+    """How many inputs' weights a packed weight holds together for each output."""
+    return 2 if dtype == torch.bfloat16 else 1

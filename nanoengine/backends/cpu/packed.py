@@ -1,0 +1,245 @@
+"""Linear layers and embeddings whose weights are packed for the kernels, and decoder layers made of them."""
+
+import copy
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanoengine.backends.attention import GroupedAttention, PagedAttention
+from nanoengine.backends.cpu.attention import CompiledAttention
+from nanoengine.backends.cpu.kernels import PLAIN, Form, Kernels, as_int64
+from nanoengine.backends.kv_cache import KVCache
+from nanoengine.backends.quantized import PackedEmbedding, Quantized, grouped, quantize
+
+
+class PackedLinear(nn.Module):
+    """A linear layer whose weight lies as `Kernels.linear` reads it.
+
+    Args:
+        weight: (out, in); or in few bits, to compute with in `dtype`.
+        bias: (out,) or None.
+        kernels: which `can_multiply` it.
+        dtype: of inputs and outputs.
+    """
+
+    packed: Tensor
+
+    def __init__(
+        self, weight: Tensor | Quantized, bias: Tensor | None, kernels: Kernels, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.kernels, self.bias, self.dtype, self.form = kernels, bias, dtype, PLAIN
+        if isinstance(weight, Quantized):
+            self.form = Form(weight.bits, weight.group, int(weight.zeros is not None))
+            self.out_features, self.in_features = weight.integers.shape
+            packed = kernels.pack_integers(weight)
+        else:
+            self.out_features, self.in_features = weight.shape
+            packed = kernels.pack(weight)
+        self.register_buffer("packed", packed, persistent=False)
+
+    def load(self, weight: Tensor, first: int = 0) -> None:
+        """Replace rows of the weight from the first on, in its memory; in few bits they are rounded here."""
+        end = first + len(weight)
+        if not self._are_blocks(first, end):
+            whole = self.weight
+            whole[first:end] = weight
+            weight, first, end = whole, 0, self.out_features
+        outputs = self.kernels.num_outputs
+        self.packed[first // outputs : -(-end // outputs)] = self._pack(weight)
+
+    def can_load(self, first: int, num_rows: int) -> bool:
+        """Whether `load` would leave the other rows as they are: in few bits they cannot be packed anew."""
+        return not self.form.bits or self._are_blocks(first, first + num_rows)
+
+    def holds(self, weight: Tensor) -> bool:
+        """Whether it was made of that weight, (out, in)."""
+        return torch.equal(self.packed, self._pack(weight))
+
+    def _are_blocks(self, first: int, end: int) -> bool:
+        outputs = self.kernels.num_outputs
+        return first % outputs == 0 and (end % outputs == 0 or end == self.out_features)
+
+    def _pack(self, weight: Tensor) -> Tensor:
+        weight, bits = weight.to(self.packed.device, self.dtype), self.form.bits
+        return self.kernels.pack_integers(quantize(weight, bits)) if bits else self.kernels.pack(weight)
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight that is computed with, (out, in), made anew at each call: some models look at it."""
+        return self.rows(torch.arange(self.out_features))
+
+    def rows(self, rows: Tensor) -> Tensor:
+        """Rows (..) of the weight: (.., in)."""
+        return self.kernels.unpack_rows(self.packed, rows, self.in_features, self.dtype, self.form)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(.., in) -> (.., out)."""
+        if x.dtype != self.dtype:  # as nn.Linear
+            raise RuntimeError(f"expected an input of {self.dtype}, got {x.dtype}")
+        return self.kernels.linear(x, self.packed, self.bias, self.out_features, self.form)
+
+
+class OneDNNLinear(nn.Module):
+    """A linear layer whose bfloat16 weight lies as oneDNN's products want it.
+
+    `nn.Linear` reorders it at every call, which costs more than a small batch's product.
+    """
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.bias = layer.bias
+        self.weight = layer.weight.new_empty(0, layer.in_features)  # some ask for its dtype
+        self.shape = layer.weight.shape
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight)
+
+    def load(self, weight: Tensor, first: int = 0) -> None:
+        """Replace rows of the weight from the first on."""
+        whole = self.weight.new_zeros(self.shape) if self.packed is None else self.packed.to_dense()
+        whole[first : first + len(weight)] = weight
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(whole)
+
+    def drop(self) -> None:
+        """Give the weight's memory back, until `load`."""
+        self.packed = None
+
+    def holds(self, weight: Tensor) -> bool:
+        """Whether it was made of that weight, (out, in)."""
+        return torch.equal(self.packed.to_dense(), weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(T, in) -> (T, out)."""
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        return out
+
+
+def pack_embedding(embedding: nn.Embedding, head: PackedLinear) -> nn.Embedding:
+    """An embedding with its rows read out of a packed head; as it is, where that would change what it does.
+
+    What its class adds stays, as Gemma's scale does: its `super().forward` is `PackedEmbedding`'s.
+    """
+    result: Any = copy.copy(embedding)
+    kind, ids = type(embedding), torch.arange(min(64, head.out_features))
+    is_plain = kind is nn.Embedding
+    result.__class__ = PackedEmbedding if is_plain else type(kind.__name__, (kind, PackedEmbedding), {})
+    result._parameters = {}
+    result.weight = head.rows(ids[:0])  # some ask for its dtype
+    result.head = (head,)
+    plain = copy.copy(embedding)  # of the numbers in the head, which may be rounded
+    plain._parameters = {"weight": nn.Parameter(head.rows(ids), requires_grad=False)}
+    plain.padding_idx = None  # which may lie beyond these, and matters in training alone
+    with suppress(IndexError, RuntimeError):  # its class looks at the weight itself
+        if torch.equal(result(ids), plain(ids)):
+            return result  # type: ignore[no-any-return]
+    return embedding
+
+
+def pack_linear(layer: nn.Linear, kernels: Kernels | None, bits: int = 0) -> nn.Module:
+    """The layer in the layout that is fastest here, which may be its own; equal results up to rounding.
+
+    In `bits` where these are 4 or 8 and its inputs can be divided into groups.
+    """
+    weight: Tensor = layer.weight
+    if kernels is not None and bits and grouped(layer.in_features) is not None:
+        return PackedLinear(quantize(weight, bits), layer.bias, kernels, weight.dtype)
+    if kernels is not None and kernels.can_multiply(weight):
+        return PackedLinear(weight, layer.bias, kernels, weight.dtype)
+    is_bfloat16 = weight.dtype == torch.bfloat16
+    return OneDNNLinear(layer) if is_bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported() else layer
+
+
+# Names of layers that choose experts, which few bits are too few for, and of heads, for which 4 are: other
+# formats of 4 bits keep these in more, too.
+ROUTERS = ("float32_linear", "gate", "router", "shared_expert_gate")
+HEADS = ("lm_head", "embed_out", "output_projection")
+
+
+Places = list[tuple[nn.Module, str]]  # parents of a layer, and its names there
+
+
+def _places(model: nn.Module) -> tuple[dict[nn.Linear, Places], dict[int, Places]]:
+    """Where linear layers are, and where embeddings are, by the id of their weight."""
+    linears: dict[nn.Linear, Places] = {}
+    embeddings: dict[int, Places] = {}
+    for parent in model.modules():
+        for name, child in parent.named_children():
+            if type(child) is nn.Linear:
+                linears.setdefault(child, []).append((parent, name))
+            elif isinstance(child, nn.Embedding):
+                embeddings.setdefault(id(child.weight), []).append((parent, name))
+    return linears, embeddings
+
+
+def pack_weights(model: nn.Module, kernels: Kernels | None, bits: int = 0) -> None:
+    """Replace a model's linear layers by packed ones, and an embedding that is tied to one of them.
+
+    One at a time: each plain weight is let go before the next is packed.
+    """
+    linears, embeddings = _places(model)
+    while linears:
+        layer, places = linears.popitem()
+        names = {name for _, name in places}
+        most = 0 if names & {*ROUTERS} else 8 if names & {*HEADS} else bits
+        packed = pack_linear(layer, kernels, bits and most)
+        for parent, name in places:
+            setattr(parent, name, packed)
+        if isinstance(packed, PackedLinear):
+            for parent, name in embeddings.get(id(layer.weight), ()):
+                setattr(parent, name, pack_embedding(getattr(parent, name), packed))
+
+
+class CompiledLayer(nn.Module):
+    """A layer of `models/decoder.py` whose weights are packed, in one call of a kernel.
+
+    The last one computes most of a prompt only as far as K and V: nobody looks at what follows.
+    """
+
+    def __init__(self, layer: Any, kernels: Kernels, is_last: bool = False) -> None:
+        super().__init__()
+        self.layer, self.kernels, self.is_last = layer, kernels, is_last
+        attn, projections = layer.self_attn, self._projections(layer)
+        linears = [x for layer in projections for x in (layer.packed, layer.bias, *layer.form)]
+        norms = layer.input_layernorm, attn.q_norm, attn.k_norm, layer.post_attention_layernorm
+        weights = [None if norm is None else norm.weight for norm in norms]
+        heads = (size // attn.head_dim for size in attn.sizes[:2])
+        sizes = (projections[0].in_features, *heads, attn.head_dim, projections[3].in_features)
+        # As the kernel's `Layer`; what the addresses lead to is kept by the layer.
+        self.description = as_int64((*linears, *weights, *sizes, attn.window or 0))
+        self.eps, self.scale = float(layer.input_layernorm.eps), float(attn.head_dim**-0.5)
+
+    @staticmethod
+    def can_hold(layer: Any) -> bool:
+        """Whether it computes this layer: a rank's has collectives in it."""
+        return all(type(projection) is PackedLinear for projection in CompiledLayer._projections(layer))
+
+    @staticmethod
+    def _projections(layer: Any) -> list[Any]:
+        attn, mlp = layer.self_attn, layer.mlp
+        return [attn.qkv_proj, attn.o_proj, mlp.gate_up_proj, mlp.down_proj]
+
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        cache: KVCache,
+        attention: PagedAttention | GroupedAttention,
+    ) -> tuple[Tensor, Tensor]:
+        """As `DecoderLayer`; of the last one, rows that are not needed are zeros."""
+        if isinstance(attention, GroupedAttention):
+            attention = attention.groups[cache.group]
+        if not isinstance(attention, CompiledAttention):
+            return self.layer(x, residual, cos, sin, cache, attention)  # type: ignore[no-any-return]
+        needed = attention.needed_rows if self.is_last else None
+        batch = attention.description if needed is None else attention.last_description
+        out, total = x.new_empty(2, len(x) if needed is None else len(needed), x.shape[1])
+        self.kernels.call(
+            "decoder_layer", out, total, x, residual, cos, sin, cache.k, cache.v,
+            self.description, batch, len(x), self.eps, self.scale,
+        )  # fmt: skip
+        if needed is not None:
+            out, total = (torch.zeros_like(x).index_copy_(0, needed, rows) for rows in (out, total))
+        return out, total
