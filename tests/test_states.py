@@ -79,6 +79,13 @@ def test_chunks_of_a_prompt_begin_with_the_state_of_the_one_before(kind, budget,
         assert answers(llm, prompts) == expected
 
 
+def test_a_state_that_a_layer_also_returns_is_not_taken_for_its_tokens_result(served):
+    """MiniMax returns its states: the 4 heads of two sequences are as many rows as a step of 8 tokens has."""
+    path, prompts, expected = served("minimax")
+    with LLM(path, num_kv_blocks=200, block_size=4, max_num_batched_tokens=8) as llm:
+        assert answers(llm, prompts) == expected
+
+
 @pytest.mark.parametrize("num_state_slots", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "mamba2"])
 def test_no_more_sequences_run_than_there_are_slots(kind, num_state_slots, served):

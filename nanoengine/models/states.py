@@ -208,6 +208,9 @@ class States:
             self.initial = iter(heads)
             self.is_prompt = is_prompt
             out = forward(mixer, **{**_map(arguments, num_tokens, select), cache: call})
+            if isinstance(out, tuple):  # MiniMax's also returns its new state, which has no row per token
+                kept = {id(state) for state in call.states.values()}
+                out = tuple(None if id(x) in kept else x for x in out)
             return out, call.states
 
         if self._probed is not None:
@@ -520,13 +523,13 @@ def _map(value: Any, num_tokens: int, select: Callable[[Tensor], Tensor]) -> Any
 
 
 def _merge(outs: list[Any], places: list[Any], num_tokens: int) -> Any:
-    """Results (N, 1, ..) and (1, T, ..), or tuples of them, in their places of one that is (1, T, ..).
+    """Put results (N, 1, ..) and (1, T, ..), or tuples of them, in their places of one that is (1, T, ..).
 
-    What in a tuple is no such result is None: nobody reads it.
+    Other values in a tuple become None: no layer reads them.
     """
     if isinstance(outs[0], tuple):
         return tuple(_merge(list(of_one), places, num_tokens) for of_one in zip(*outs, strict=True))
-    if not isinstance(outs[0], Tensor) or sum(x.shape[0] * x.shape[1] for x in outs) != num_tokens:
+    if not isinstance(outs[0], Tensor):
         return None
     if len(outs) == 1:
         return outs[0].reshape(1, num_tokens, *outs[0].shape[2:])
