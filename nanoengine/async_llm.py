@@ -8,8 +8,8 @@ import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
-from copy import deepcopy
-from dataclasses import asdict, dataclass, field
+from copy import copy, deepcopy
+from dataclasses import dataclass, field, fields
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -84,7 +84,7 @@ class AsyncLLM:
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> Self:
         """The same under vLLM's name."""
-        return cls(**asdict(engine_args))
+        return cls(**{item.name: getattr(engine_args, item.name) for item in fields(engine_args)})
 
     async def generate(
         self,
@@ -104,7 +104,9 @@ class AsyncLLM:
             ValueError, TypeError: as `LLMEngine.add_request`.
             RuntimeError: the engine is closed.
         """
-        sampling_params = deepcopy(sampling_params)  # others may change it while this waits
+        # The caller may change it while this waits. Its logits processors stay the caller's own objects.
+        processors = getattr(sampling_params, "logits_processors", None)
+        sampling_params = deepcopy(sampling_params, {id(processors): copy(processors)})
         mailbox = _Mailbox(asyncio.get_running_loop())
         if getattr(sampling_params, "structured_outputs", None) is not None:  # a grammar takes its time
             await asyncio.to_thread(self.llm_engine.check, prompt, sampling_params, priority)

@@ -2,11 +2,12 @@
 
 import asyncio
 import itertools
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from nanoengine import LLM, AsyncLLM, RequestOutputKind, SamplingParams
+from nanoengine import LLM, AsyncEngineArgs, AsyncLLM, RequestOutputKind, SamplingParams
 from tests.helpers import checkpoint, random_prompts
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
@@ -45,6 +46,61 @@ def test_many_coroutines_get_what_generate_gives(params, path, expected):
             assert await asyncio.gather(*jobs) == expected[1]
 
     asyncio.run(main())
+
+
+class Listener:
+    """Notes what it is given: as a logits processor, a trace or a store. Its lock forbids copies."""
+
+    def __init__(self):
+        self.given, self.lock = [], threading.Lock()
+
+    def process(self, token_ids, logits):
+        self.given.append(len(token_ids))
+        return logits
+
+    def take(self, event):
+        self.given.append(event)
+
+    def get(self, keys):
+        return iter(())
+
+    def put(self, key, data):
+        self.given.append(key)
+
+    def touch(self, keys):
+        return [False for _ in keys]
+
+    def delete(self, key):
+        raise AssertionError("nothing was stored")
+
+
+def test_a_request_s_logits_processors_are_the_caller_s_own_objects(path, expected):
+    listener = Listener()
+
+    async def main():
+        async with AsyncLLM(path, **SETTINGS) as engine:
+            params = SamplingParams(temperature=0, max_tokens=20, logits_processors=[listener.process])
+            answer = asyncio.create_task(collect(engine, expected[0][0], params, "a"))
+            await asyncio.sleep(0)  # it has begun
+            params.logits_processors.clear()  # which is too late
+            assert await answer == expected[1][0]
+
+    asyncio.run(main())
+    assert listener.given == [*range(20)]
+
+
+@pytest.mark.parametrize("name", ["trace", "kv_store"])
+def test_an_engine_made_of_engine_args_uses_the_objects_in_them(name, path, expected):
+    listener = Listener()
+    given = {"trace": listener.take, "kv_store": listener}[name]
+    args = AsyncEngineArgs(model=path, **{name: given}, **SETTINGS)
+
+    async def main():
+        async with AsyncLLM.from_engine_args(args) as engine:
+            assert await collect(engine, expected[0][4], GREEDY, "a") == expected[1][4]
+
+    asyncio.run(main())
+    assert listener.given
 
 
 def test_a_slow_consumer_loses_nothing_and_holds_one_output(path, expected):
