@@ -1,6 +1,6 @@
 """A server in a thread, and what tests do to it."""
 
-import itertools
+import asyncio
 import os
 import re
 import subprocess
@@ -14,7 +14,8 @@ import httpx
 from nanoengine.apps.server import Server, Service
 from tests.helpers import DEMO
 
-http = httpx.Client(timeout=60)  # patient, for machines that are busy
+PATIENCE = 300.0  # seconds until a test gives up; a machine may be that busy
+http = httpx.Client(timeout=PATIENCE)
 COMMON = ("--model", str(DEMO), "--port", "0", "--num-kv-blocks", "100")
 
 
@@ -34,11 +35,18 @@ def served(engine, origins=(), **settings):
         thread.join()
 
 
-def wait_until(condition, seconds=60.0):
-    deadline = time.monotonic() + seconds
+def wait_until(condition):
+    deadline = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
+
+
+async def until(condition):
+    """As wait_until, for coroutines."""
+    async with asyncio.timeout(PATIENCE):
+        while not condition():
+            await asyncio.sleep(0.001)
 
 
 def is_empty(service) -> bool:
@@ -46,20 +54,76 @@ def is_empty(service) -> bool:
     return metrics["num_free_blocks"] == metrics["num_blocks"] and not metrics["num_waiting"]
 
 
+def num_running(service) -> int:
+    return service.engine.llm_engine.metrics()["num_running"]
+
+
+class Steps:
+    """An engine's steps, each of which waits for a permit."""
+
+    def __init__(self):
+        self.num_begun = self.num_permitted = 0
+        self.priorities = []  # of the sequences that each step computed
+        self._permits = threading.Semaphore(0)
+
+    def begin(self, batch):
+        """Wait for a permit, in the engine's thread."""
+        self.num_begun += 1
+        self.priorities += [chunk.seq.priority for chunk in batch.chunks]
+        assert self._permits.acquire(timeout=PATIENCE)
+
+    def permit(self, number=10**6):
+        self.num_permitted += number
+        self._permits.release(number)
+
+    def permit_until(self, condition):
+        """Permit one step after the other until the condition holds while a step waits."""
+        wait_until(lambda: self.is_held)
+        while not condition():
+            self.permit(1)
+            wait_until(lambda: self.is_held)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a step waits."""
+        return self.num_begun > self.num_permitted
+
+
 @contextmanager
-def slow_steps(service, seconds=0.02):
-    """Each step takes so long, and is counted."""
-    runner = service.engine.llm_engine.runner
-    launch, steps = runner.launch, itertools.count()
+def held_steps(engine):
+    """Until the end of the block, steps begin only as they are permitted."""
+    runner, steps = engine.llm_engine.runner, Steps()
+    launch = runner.launch
 
-    def slowly(*args):
-        time.sleep(seconds)
-        next(steps)
-        return launch(*args)
+    def held(batch, *args):
+        steps.begin(batch)
+        return launch(batch, *args)
 
-    runner.launch = slowly
+    runner.launch = held
     try:
         yield steps
+    finally:
+        del runner.launch
+        steps.permit()
+
+
+@contextmanager
+def paced_steps(engine):
+    """A step begins when the outputs of the one before are taken, so a token's text is one piece."""
+    runner = engine.llm_engine.runner
+    launch = runner.launch
+
+    def paced(*args):
+        for mailbox in [*engine._mailboxes.values()]:
+            is_delivered = threading.Event()
+            mailbox.loop.call_soon_threadsafe(is_delivered.set)
+            assert is_delivered.wait(PATIENCE)
+            wait_until(lambda mailbox=mailbox: mailbox.output is None)
+        return launch(*args)
+
+    runner.launch = paced
+    try:
+        yield
     finally:
         del runner.launch
 
@@ -82,3 +146,28 @@ def command(*flags, stdout=subprocess.PIPE, **environment):
     finally:
         process.kill()
         process.communicate()
+
+
+@contextmanager
+def held_command(directory, *flags, **environment):
+    """As `command`; requests wait at their hundredth token for a call of the function that this gives too."""
+    held = directory / "held"
+    held.touch()
+    (directory / "hold.py").write_text(HOLD.format(str(held)))
+    path = os.pathsep.join([str(directory), *filter(None, [os.environ.get("PYTHONPATH")])])
+    processors = ("--logits-processors", "hold:hold")
+    try:
+        with command(*processors, *flags, PYTHONPATH=path, **environment) as (process, url):
+            yield process, url, held.unlink
+    finally:
+        held.unlink(missing_ok=True)
+
+
+HOLD = """
+import os, time
+
+def hold(token_ids, logits):
+    while len(token_ids) == 99 and os.path.exists({!r}):
+        time.sleep(0.005)
+    return logits
+"""
