@@ -7,7 +7,7 @@ from selenium.webdriver.common.keys import Keys
 from nanoengine import AsyncLLM
 from tests.browser import chromium
 from tests.helpers import DEMO, chain_checkpoint
-from tests.serving import is_empty, served, slow_steps, wait_until
+from tests.serving import held_steps, is_empty, served, wait_until
 
 MARKUP = "<b id=x>"
 
@@ -79,21 +79,28 @@ def test_a_question_is_answered_and_the_next_one_knows_it(page, demo, monkeypatc
 
 def test_an_answer_is_shown_as_it_comes_and_stop_ends_it_on_the_server_too(page, demo):
     _, service = demo
-    with slow_steps(service, 0.1):
+    with held_steps(service.engine) as steps:
         write(page, "Count from 1 to 90.")
         press_send(page)
-        lengths = set()
-        wait_until(lambda: lengths.add(len(texts(page, ".message")[-1])) or len(lengths) > 3)
+        wait_until(lambda: len(find(page, ".message")) == 2)
+        for _ in range(4):
+            before = texts(page, ".message")[-1]
+            steps.permit(1)
+            wait_until(lambda before=before: len(texts(page, ".message")[-1]) > len(before))
         assert page.find_element(By.ID, "send").text == "Stop"
         press_send(page)
-        wait_until(lambda: is_empty(service) and service.num_samples == 0)
+        wait_until(lambda: service.num_samples == 0)
+        begun = steps.num_begun
+        steps.permit()
+        wait_until(lambda: is_empty(service))
+        assert steps.num_begun == begun
     wait_until(lambda: texts(page, ".note") == ["stopped"])
     assert page.find_element(By.ID, "send").text == "Send"
     assert find(page, ".running") == []
 
 
 def test_a_new_chat_begins_while_an_answer_comes(page, demo):
-    with slow_steps(demo[1], 0.1):
+    with held_steps(demo[1].engine):
         write(page, "Count from 1 to 90.")
         press_send(page)
         wait_until(lambda: len(find(page, ".message")) == 2)
