@@ -8,9 +8,9 @@ import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 
-import httpx
 import pytest
 import torch
 import transformers
@@ -19,7 +19,7 @@ from nanoengine import LLM, AsyncLLM, SamplingParams
 from nanoengine.contrib.transfer import LEARNER, WeightGroup
 from tests.contrib.test_reload import SETTINGS, answers, other
 from tests.helpers import DEMO, checkpoint, table_checkpoint
-from tests.serving import command, http, served, slow_steps, wait_until
+from tests.serving import command, held_steps, http, served, until, wait_until
 
 # ---- Log-probabilities that tokens are drawn by ----
 
@@ -167,11 +167,14 @@ def test_coroutines_change_weights_and_sleep_between_requests(tmp_path_factory):
             assert not await engine.is_sleeping()
             assert await engine.reset_prefix_cache()
             assert await engine.collective_rpc(lambda worker: worker.rank) == [0]
-            running = asyncio.create_task(ask("d", 200))
-            while not engine.llm_engine.has_unfinished_requests():
-                await asyncio.sleep(0)
-            with pytest.raises(RuntimeError, match="unfinished requests"):
-                await engine.collective_rpc(lambda worker: worker.sleep())
+            with held_steps(engine) as steps:
+                running = asyncio.create_task(ask("d", 20))
+                await until(lambda: steps.is_held)
+                refused = asyncio.create_task(engine.collective_rpc(lambda worker: worker.sleep()))
+                await asyncio.sleep(0)  # it is asked
+                steps.permit()
+                with pytest.raises(RuntimeError, match="unfinished requests"):
+                    await refused
             assert (await running)[:6] == after
 
     asyncio.run(main())
@@ -217,6 +220,27 @@ def ids(answer):
     return answer.json()["choices"][0]["token_ids"]
 
 
+@contextmanager
+def while_a_request_runs(url, service):
+    """A request runs until the end of the block; gives a function that posts between two of its steps."""
+    asked = {"prompt": [1, 2], "max_tokens": 200, "ignore_eos": True, "stream": True}
+    with (
+        ThreadPoolExecutor(1) as pool,
+        held_steps(service.engine) as steps,
+        http.stream("POST", f"{url}/v1/completions", json=asked),
+    ):
+
+        def post(path, **settings):
+            wait_until(lambda: steps.is_held)
+            answer = pool.submit(http.post, url + path, **settings)
+            wait_until(lambda: service.engine._commands.qsize() > 0)
+            steps.permit(1)
+            return answer.result()
+
+        yield post
+    wait_until(lambda: service.num_samples == 0)
+
+
 def test_a_server_sleeps_and_wakes_up(learned):
     url, service = learned
     before = ids(ask(url))
@@ -235,14 +259,9 @@ def test_a_server_sleeps_and_wakes_up(learned):
     assert ids(ask(url)) == before
     assert http.post(f"{url}/reset_prefix_cache").json() == {"success": True}
     assert http.get(f"{url}/get_world_size").json() == {"world_size": 1}
-    with slow_steps(service), httpx.Client(timeout=60) as client:
-        asked = {"prompt": [1, 2], "max_tokens": 200, "ignore_eos": True, "stream": True}
-        with client.stream("POST", f"{url}/v1/completions", json=asked) as answer:
-            lines = answer.iter_lines()
-            next(lines)
-            assert http.post(f"{url}/sleep").status_code == 503
-            assert http.post(f"{url}/reset_prefix_cache").json() == {"success": False}
-        wait_until(lambda: service.num_samples == 0)
+    with while_a_request_runs(url, service) as post:
+        assert post("/sleep").status_code == 503
+        assert post("/reset_prefix_cache").json() == {"success": False}
 
 
 def meet(url):
@@ -287,13 +306,8 @@ def test_weights_come_over_gloo_all_at_the_end_or_not_at_all(learned, tmp_path_f
     assert send(url, group, named[:5]).status_code == 200
     assert ids(ask(url)) == before
     assert send(url, group, named[5:]).status_code == 200
-    with slow_steps(service), httpx.Client(timeout=60) as client:
-        asked = {"prompt": [1, 2], "max_tokens": 200, "ignore_eos": True, "stream": True}
-        with client.stream("POST", f"{url}/v1/completions", json=asked) as answer:
-            lines = answer.iter_lines()
-            next(lines)
-            assert http.post(f"{url}/finish_weight_update", json={}).status_code == 503
-        wait_until(lambda: service.num_samples == 0)
+    with while_a_request_runs(url, service) as post:
+        assert post("/finish_weight_update", json={}).status_code == 503
     assert http.post(f"{url}/finish_weight_update", json={}).status_code == 200
     path = checkpoint("qwen3", tmp_path_factory)[0]
     with LLM(path, **SETTINGS) as llm:
