@@ -197,7 +197,7 @@ WRITTEN = {
 PROJECTION = r"model\.layers\.\d+\.(self_attn|mlp)\.\w+_proj\.weight"
 
 
-def write(path, stated, writer, model=None):
+def write(path, stated, writer, model=None, pattern=PROJECTION):
     """A checkpoint whose projections are in few bits, and its twin in transformers."""
     torch.manual_seed(1)
     model = model or hf_model("qwen3")
@@ -207,7 +207,7 @@ def write(path, stated, writer, model=None):
     (path / "config.json").write_text(json.dumps({**config, "quantization_config": stated}))
     tensors = {}
     for name, parameter in model.state_dict().items():
-        if not re.fullmatch(PROJECTION, name):
+        if not re.fullmatch(pattern, name):
             tensors[name] = parameter
             continue
         parts, weight = writer(tuple(parameter.shape))
@@ -262,6 +262,17 @@ def test_so_does_transformers_code_one_without_kernels_and_one_of_16_bits(name, 
         assert kept == ({bits or 8} if bits or "bitsandbytes" in name else set())
     else:
         assert kept == ({bits} if bits else set())
+
+
+@pytest.mark.parametrize("impl", ["nanoengine", "transformers"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", ["gptq", "gptq in 8 bits", "awq", "compressed, zeros", "nf4"])
+def test_a_quantized_head_is_not_written_into_the_embedding(name, tied, impl, tmp_path):
+    stated, writer, _ = WRITTEN[name]
+    model = hf_model("qwen3")
+    model.config.tie_word_embeddings = tied  # the files hold a head of their own all the same
+    model = write(tmp_path, stated, writer, model, rf"{PROJECTION}|lm_head\.weight")
+    check_equal(model, tmp_path, model_impl=impl)
 
 
 # ---- Files that are not sound --------------------------------------------------------------------
@@ -386,21 +397,27 @@ def gguf_name(name):
     ] + ".weight"
 
 
+# Where a block has its float16 scales, of the types that gguf reads and cannot write
+HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+HALVES |= dict.fromkeys(("IQ4_NL", "IQ4_XS", "IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_S"), (0,))
+
+
 def raw_blocks(weight, kind):
     """A weight's bytes in a type, and what they stand for; random ones where gguf cannot write the type."""
     quant = gguf.GGMLQuantizationType[kind]
     try:
         data = gguf.quants.quantize(weight.float().numpy(), quant)
     except NotImplementedError:
-        _, num_bytes = gguf.GGML_QUANT_SIZES[quant]
-        data = torch.randint(
-            0, 256, (len(weight), weight.shape[1] // 256, num_bytes), dtype=torch.uint8
-        ).numpy()
-        halves = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q3_K": (108,)}[kind]
-        for place in halves:  # scales of scales; of one row none at all
-            size = np.random.default_rng(0).random((*data.shape[:2], 1)) * 0.4 / (1 << int(kind[1]) + 6)
-            size[1] = 0 if place == 0 else 1e-4
-            data[..., place : place + 2] = size.astype(np.float16).view(np.uint8)
+        block, num_bytes = gguf.GGML_QUANT_SIZES[quant]
+        blocks = torch.randint(0, 256, (len(weight), weight.shape[1] // block, num_bytes), dtype=torch.uint8)
+        data, rng = blocks.numpy(), np.random.default_rng(0)
+        sizes = [rng.random((*data.shape[:2], 1)) for _ in HALVES[kind]]
+        factor = 1.0
+        for _ in range(2):  # the second time with scales for weights of 0.1
+            for place, size in zip(HALVES[kind], sizes, strict=True):
+                size[1] = 0 if place == 0 else size[1] / 100  # of one row none at all
+                data[..., place : place + 2] = (size * factor).astype(np.float16).view(np.uint8)
+            factor = 0.1 / gguf.quants.dequantize(data.reshape(len(weight), -1), quant).std()
         data = data.reshape(len(weight), -1)
     return data, torch.from_numpy(gguf.quants.dequantize(data, quant))
 
@@ -434,9 +451,10 @@ def write_gguf(path, model, kind, family, tied=False, tokenizer=None, **fields):
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
         num_heads = heads.get(name.split(".")[-2]) if family == "llama" else None
         weight = in_pairs(parameter, num_heads)
-        data, value = raw_blocks(weight, kind)
+        chosen = kind if isinstance(kind, str) else kind(name)
+        data, value = raw_blocks(weight, chosen)
         parameter.copy_(from_pairs(value, num_heads))
-        writer.add_tensor(gguf_name(name), data, raw_dtype=gguf.GGMLQuantizationType[kind])
+        writer.add_tensor(gguf_name(name), data, raw_dtype=gguf.GGMLQuantizationType[chosen])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -491,7 +509,7 @@ def from_pairs(weight, num_heads):
 
 def gguf_of(path, name, kind, family, **settings):
     """A file of a tiny model whose inputs are multiples of 256 where a type's blocks are."""
-    is_large = kind.endswith("_K")
+    is_large = isinstance(kind, str) and kind.endswith("_K")
     if is_large:
         sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
         sizes |= {"initializer_range": 0.1}
@@ -527,6 +545,13 @@ def test_a_gguf_file_of_other_families(name, family, tied, tmp_path):
     with LLM(str(tmp_path), gguf_file="model.gguf", num_kv_blocks=8) as llm:
         model = llm.llm_engine.runner.model
         assert (model.embed_tokens.head[0] is model.lm_head) == tied
+
+
+@pytest.mark.parametrize(("embedding", "head"), [("F16", "Q8_0"), ("IQ4_NL", "Q4_0"), ("Q8_0", "F32")])
+def test_a_gguf_file_s_embedding_and_head_each_keep_their_own_weights(embedding, head, tmp_path):
+    kinds = {"model.embed_tokens.weight": embedding, "lm_head.weight": head}
+    path = tmp_path / "model.gguf"
+    check_equal(gguf_of(path, "Qwen3", lambda name: kinds.get(name, "F32"), "qwen3"), path)
 
 
 @pytest.mark.parametrize("name", ["llama3 rope", "llama linear rope", "llama with biases", "qwen2 tied"])

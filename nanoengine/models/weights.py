@@ -66,6 +66,7 @@ SIZES = {
     **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"), 2**16),
 }
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+TIED_TO = {EMBEDDING: HEAD, HEAD: EMBEDDING}
 CLASSIFIER_HEAD = "score.weight"  # in the place of the head
 MATRYOSHKA = "is_matryoshka", "matryoshka_dimensions"  # what files may say of embeddings
 # Tensors of heads that guess tokens further ahead (MTP), by their own names or in layers after the model's.
@@ -652,19 +653,22 @@ def _check_dtypes(headers: dict[str, TensorHeader], parameters: Container[str]) 
 
 def _fill(model: Decoder, files: Files | GGUFFile, shard: Shard | None) -> None:
     """Copy tensors, or a shard's part of each, one at a time from memory-mapped files: they are held once."""
-    wanted = destinations(model)
-    if EMBEDDING in wanted:
-        wanted.setdefault(HEAD, wanted[EMBEDDING])
+    wanted: dict[str, list[Tensor]] = {}
+    for name, parameter in destinations(model).items():
+        wanted.setdefault(_source(name, files), []).append(parameter)
     for name in files.headers:
-        if name not in wanted:  # it was set aside
-            continue
-        filled, dtype = wanted[name], wanted[name].dtype
-        if shard is None:
-            part = floats(_read(files, name, tuple(filled.shape)), dtype)
-        else:
-            part = floats(files.read(name, shard.slices(name, filled.dim())), dtype)
-            filled = filled.zero_()[tuple(slice(length) for length in part.shape)]
-        filled.copy_(part)  # all of it, but where the shares were rounded up
+        for filled in wanted.get(name, ()):  # none where it was set aside
+            if shard is None:
+                part = floats(_read(files, name, tuple(filled.shape)), filled.dtype)
+            else:
+                part = floats(files.read(name, shard.slices(name, filled.dim())), filled.dtype)
+                filled = filled.zero_()[tuple(slice(length) for length in part.shape)]
+            filled.copy_(part)  # all of it, but where the shares were rounded up
+
+
+def _source(name: str, files: Files | GGUFFile) -> str:
+    """Return the tensor that fills a weight: of a tied head and embedding, the files may hold one of the two."""
+    return TIED_TO[name] if name in TIED_TO and name not in files.headers else name
 
 
 def _read(files: Files | GGUFFile, name: str, shape: tuple[int, ...]) -> Tensor | Quantized:
@@ -688,8 +692,7 @@ def _set_aside(model: Decoder, files: Files | GGUFFile, changed: set[str]) -> di
     for path, layer in model.named_modules():
         if isinstance(layer, nn.Linear | nn.Embedding):
             names = saved_names(f"{path}.weight")
-            if names == [HEAD] and HEAD not in files.headers:
-                names = [EMBEDDING]
+            names = [_source(name, files) for name in names]
             if all(map(files.is_quantized, names)) and not changed & {*names}:
                 set_aside[path] = names
     for path in set_aside:
