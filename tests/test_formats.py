@@ -639,6 +639,7 @@ ADAPTERS = {
         "rank_pattern": {"layers.1.mlp.down_proj": 2, "q_proj": 6},
         "alpha_pattern": {"down_proj": 3},
     },
+    "dora": {"r": 4, "lora_alpha": 12, "target_modules": ["q_proj", "down_proj"], "use_dora": True},
     "head and biases": {
         "r": 4,
         "lora_alpha": 8,
@@ -649,8 +650,8 @@ ADAPTERS = {
 }
 
 
-def adapter_of(model, path, settings):
-    """Saved by PEFT with random numbers; the model is what PEFT merges of it."""
+def adapter_of(model, path, settings, is_merged=True):
+    """Saved by PEFT with random numbers; the model is what PEFT merges of it, or computes without merging."""
     torch.manual_seed(3)
     tuned = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **settings))
     with torch.no_grad():
@@ -658,7 +659,7 @@ def adapter_of(model, path, settings):
             if parameter.requires_grad:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     tuned.save_pretrained(path)
-    return tuned.merge_and_unload()
+    return tuned.merge_and_unload() if is_merged else tuned.eval()
 
 
 @pytest.mark.parametrize("impl", ["nanoengine", "transformers"])
@@ -670,6 +671,49 @@ def test_an_adapter_is_merged_as_peft_merges_it(name, impl, tmp_path, capfd):
     merged = adapter_of(model, tmp_path / "adapter", ADAPTERS[name])
     assert not check_equal(merged, tmp_path / "base", lora=tmp_path / "adapter", model_impl=impl)
     assert "and the adapter adapter on cpu" in capfd.readouterr().err
+
+
+OF_ENDS = {
+    "the embedding in another's place": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+    "the head in another's place": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    "both, tied": {
+        "target_modules": ["q_proj"],
+        "modules_to_save": ["embed_tokens"],
+        "ensure_weight_tying": True,
+    },
+    "lora of the embedding": {"target_modules": ["embed_tokens", "k_proj"], "lora_alpha": 3},
+    "lora of the head": {"target_modules": ["lm_head"]},
+    "lora of both": {"target_modules": ["embed_tokens", "lm_head"]},
+    "lora of both, tied": {"target_modules": ["embed_tokens", "lm_head"], "ensure_weight_tying": True},
+    "dora of both": {"target_modules": ["embed_tokens", "lm_head", "down_proj"], "use_dora": True},
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's, about tied weights
+@pytest.mark.parametrize("impl", ["nanoengine", "transformers"])
+@pytest.mark.parametrize("base", ["qwen2 tied", "qwen3"])
+@pytest.mark.parametrize("name", OF_ENDS)
+def test_an_adapter_of_the_embedding_or_the_head_leaves_the_other_as_peft_does(name, base, impl, tmp_path):
+    """The oracle is PEFT's forward pass: its merged model would change both names of a tied weight."""
+    model = hf_model(base)
+    model.config.architectures = [type(model).__name__]
+    model.save_pretrained(tmp_path / "base")
+    tuned = adapter_of(model, tmp_path / "adapter", {"r": 4, **OF_ENDS[name]}, is_merged=False)
+    check_equal(tuned, tmp_path / "base", lora=tmp_path / "adapter", model_impl=impl)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("targets", [["embed_tokens"], ["lm_head"]])
+def test_an_adapter_unties_a_quantized_embedding_too(targets, tmp_path):
+    path = tmp_path / "model.gguf"
+    model = gguf_of(path, "Qwen2", "Q8_0", "qwen2", tied=True)
+    tuned = adapter_of(model, tmp_path / "adapter", {"r": 4, "target_modules": targets}, is_merged=False)
+    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert any("base_layer" in name for name in tensors)
+    check_equal(tuned, path, lora=tmp_path / "adapter")
+    kept = {name: tensor for name, tensor in tensors.items() if "base_layer" not in name}
+    save_file(kept, tmp_path / "adapter" / "adapter_model.safetensors")
+    check_equal(tuned, path, lora=tmp_path / "adapter")
 
 
 @pytest.mark.parametrize("impl", ["nanoengine", "transformers"])
@@ -696,7 +740,8 @@ def test_an_adapter_that_is_not_plain_or_does_not_fit_is_refused(tmp_path):
     config, tensors = json.loads(config_path.read_text()), load_file(file)
     first = next(name for name in tensors if name.endswith("0.self_attn.q_proj.lora_A.weight"))
     for change, words in (
-        ({"use_dora": True}, "use_dora=True is not served"),
+        ({"use_dora": True}, "use_dora=True, and no magnitude vector of 'model.layers.0.self_attn"),
+        ({"lora_bias": True}, "lora_bias=True is not served"),
         ({"peft_type": "LOHA"}, "peft_type='LOHA' is not served"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' is not served"),
         ({"r": 5}, "q_proj has rank 4, the config says 5"),
@@ -720,7 +765,11 @@ def test_an_adapter_that_is_not_plain_or_does_not_fit_is_refused(tmp_path):
         ),
         (
             lambda t: t.update({first.replace("lora_A", "lora_magnitude_vector"): t[first].clone()}),
-            "is not of plain LoRA",
+            "use_dora=False, and a magnitude vector of 'model.layers.0.self_attn.q_proj.weight'",
+        ),
+        (
+            lambda t: t.update({first.replace("lora_A", "lora_C"): t[first].clone()}),
+            "is not of plain LoRA or DoRA",
         ),
     ):
         changed = dict(tensors)

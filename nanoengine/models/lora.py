@@ -1,12 +1,15 @@
 """LoRA adapters as PEFT saves them, merged into the weights while a model is loaded.
 
-A weight W (N, I) becomes W + scaling * B A, with A (r, I) and B (N, r). Sources: https://arxiv.org/abs/2106.09685;
-rsLoRA's scaling, https://arxiv.org/abs/2312.03732; peft/tuners/lora for the files.
+A weight W (N, I) becomes W + scaling * B A, with A (r, I) and B (N, r). DoRA then gives each of its rows a
+stated length. If a head and an embedding are one weight, an adapter of either unties them, as PEFT's forward
+pass does. Sources: https://arxiv.org/abs/2106.09685; rsLoRA's scaling, https://arxiv.org/abs/2312.03732;
+DoRA, https://arxiv.org/abs/2402.09353; peft/tuners/lora for the files.
 """
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,6 @@ PREFIX = "base_model.model."
 # Of adapter_config.json, what would make the merged weights others than those here, unless it is one of these
 PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
-    "use_dora": (None, False),
     "lora_bias": (None, False),
     "fan_in_fan_out": (None, False),
     "layer_replication": (None, []),
@@ -28,6 +30,9 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "target_parameters": (None, []),
     "alora_invocation_tokens": (None, []),
     "use_qalora": (None, False),
+    "use_bdlora": (None,),
+    "arrow_config": (None,),
+    "kasa_config": (None,),
     "init_lora_weights": (
         None,
         True,
@@ -46,7 +51,7 @@ class Adapter:
         path: a directory with adapter_config.json and adapter_model.safetensors.
 
     Raises:
-        ValueError: a file is missing or damaged, or it is not plain LoRA; with the reason.
+        ValueError: a file is missing or damaged, or it is neither plain LoRA nor DoRA; with the reason.
     """
 
     def __init__(self, path: Path) -> None:
@@ -64,21 +69,38 @@ class Adapter:
                 self._tensors = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
         except SafetensorError as error:
             raise ValueError(f"{file} is damaged or not a safetensors file: {error}") from error
-        self._pairs: dict[str, dict[str, Tensor]] = {}  # name -> its A and B
+        self._bases: dict[str, Tensor] = {}  # name -> the weight that an adapted layer had, or its bias
+        self._parts: dict[str, dict[str, Tensor]] = {}  # name -> its A, B and magnitude_vector
         self._whole: dict[str, Tensor] = {}  # name -> a tensor in its place
         for saved_name, tensor in self._tensors.items():
-            name = saved_name.removeprefix(PREFIX).replace(".base_layer.", ".")
-            if found := re.fullmatch(r"(.+)\.lora_([AB])\.weight", name):
-                self._pairs.setdefault(f"{found[1]}.weight", {})[found[2]] = tensor
+            name = saved_name.removeprefix(PREFIX)
+            if found := re.fullmatch(r"(.+)\.lora_((?:embedding_)?[AB]|magnitude_vector)(\.weight)?", name):
+                self._parts.setdefault(f"{found[1]}.weight", {})[found[2]] = tensor
             elif ".lora_" in name or not saved_name.startswith(PREFIX):
-                raise ValueError(f"{file}: tensor {saved_name!r} is not of plain LoRA")
+                raise ValueError(f"{file}: tensor {saved_name!r} is not of plain LoRA or DoRA")
+            elif ".base_layer." in name:
+                self._bases[name.replace(".base_layer.", ".")] = tensor
             else:
                 self._whole[name] = tensor
 
-    @property
-    def names(self) -> set[str]:
-        """The weights that it changes."""
-        return {*self._pairs, *self._whole}
+    def names(self, tied: Collection[str] = ()) -> set[str]:
+        """Return the weights that it changes, of a model in which these are names of one weight."""
+        also = tied if any(name in tied for name in self._bases) else ()
+        return {*self._bases, *self._parts, *self._whole, *also}
+
+    def unties(self, tied: Collection[str]) -> bool:
+        """Return whether it changes one of the names of a tied weight, or each by itself.
+
+        Raises:
+            ValueError: it was trained with both names tied, and holds one of them.
+        """
+        changed = [name for name in tied if name in self.names()]
+        if changed and len(changed) < len(tied) and self.config.get("ensure_weight_tying"):
+            raise ValueError(
+                f"{self.path} has ensure_weight_tying, and holds {changed[0]!r} of {' and '.join(tied)}; "
+                "save it again with both"
+            )
+        return bool(changed)
 
     def scaling(self, module: str, rank: int) -> float:
         """What a module's product B A is times."""
@@ -96,38 +118,78 @@ class Adapter:
             )
         return float(alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank))
 
-    def changes(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor, bool]]:
-        """Names of weights, and what is to be added to each in float32 (True) or put in its place (False).
+    def changes(
+        self, shapes: Mapping[str, tuple[int, ...]], tied: Collection[str] = ()
+    ) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
+        """Yield names of weights, and functions that return the new weight for the old one in float32.
 
         Args:
             shapes: of the model's weights.
+            tied: names of those that were one weight before `unties`.
 
         Raises:
             ValueError: one is not the model's, or does not fit.
         """
-        if missing := sorted(self.names - shapes.keys()):
+        if missing := sorted(self.names() - shapes.keys()):
             raise ValueError(f"{self.path} changes {missing[0]!r}, which the model does not have by itself")
-        for name, pair in self._pairs.items():
-            if pair.keys() != {"A", "B"}:
-                raise ValueError(f"{self.path} lacks one of lora_A and lora_B of {name!r}")
-            a, b = pair["A"].float(), pair["B"].float()
-            if a.dim() != 2 or b.dim() != 2 or len(a) != b.shape[1] or (len(b), a.shape[1]) != shapes[name]:
-                found = f"{tuple(b.shape)} and {tuple(a.shape)}"
-                raise ValueError(f"{self.path}: {found} do not make {name!r} of shape {shapes[name]}")
-            yield name, self.scaling(name.removesuffix(".weight"), len(a)) * (b @ a), True
+        for tensors in self._bases, self._whole:
+            for name, tensor in tensors.items():
+                if tuple(tensor.shape) != shapes[name]:
+                    raise ValueError(
+                        f"{self.path}: {name!r} has shape {tuple(tensor.shape)}, not {shapes[name]}"
+                    )
+        for name, tensor in self._bases.items():
+            for same in tied if name in tied else [name]:
+                yield same, partial(_replace, tensor)
+        for name, parts in self._parts.items():
+            yield name, self._added(name, parts, shapes[name])
         for name, tensor in self._whole.items():
-            if tuple(tensor.shape) != shapes[name]:
-                raise ValueError(f"{self.path}: {name!r} has shape {tuple(tensor.shape)}, not {shapes[name]}")
-            yield name, tensor, False
+            yield name, partial(_replace, tensor)
+
+    def _added(
+        self, name: str, parts: dict[str, Tensor], shape: tuple[int, ...]
+    ) -> Callable[[Tensor], Tensor]:
+        is_embedding = "embedding_A" in parts or "embedding_B" in parts
+        ends = ["embedding_B", "embedding_A"] if is_embedding else ["A", "B"]
+        if parts.keys() - {"magnitude_vector"} != {*ends}:
+            raise ValueError(f"{self.path} lacks one of lora_{min(ends)} and lora_{max(ends)} of {name!r}")
+        magnitude, is_dora = parts.get("magnitude_vector"), bool(self.config.get("use_dora"))
+        if (magnitude is not None) != is_dora:
+            found = "no" if magnitude is None else "a"
+            raise ValueError(f"{self.path} has use_dora={is_dora}, and {found} magnitude vector of {name!r}")
+        a, b = (parts[end].float() for end in ends)
+        if is_embedding and a.dim() == b.dim() == 2:  # saved transposed, as of a product with one-hot inputs
+            a, b = a.T, b.T
+        if a.dim() != 2 or b.dim() != 2 or len(a) != b.shape[1] or (len(b), a.shape[1]) != shape:
+            found = f"{tuple(b.shape)} and {tuple(a.shape)}"
+            raise ValueError(f"{self.path}: {found} do not make {name!r} of shape {shape}")
+        scaling = self.scaling(name.removesuffix(".weight"), len(a))
+        dim = 0 if is_embedding else 1  # of an embedding, its columns have stated lengths
+        if magnitude is not None and tuple(magnitude.shape) != (shape[1 - dim],):
+            found = f"lora_magnitude_vector of shape {tuple(magnitude.shape)}"
+            raise ValueError(f"{self.path}: {found} does not fit {name!r} of shape {shape}")
+
+        def change(weight: Tensor) -> Tensor:
+            weight = weight + scaling * (b @ a).to(weight.device)
+            if magnitude is None:
+                return weight
+            lengths = magnitude.to(weight.device).float() / torch.linalg.norm(weight, dim=dim)
+            return weight * lengths.unsqueeze(dim)
+
+        return change
+
+
+def _replace(tensor: Tensor, _: Tensor) -> Tensor:
+    return tensor
 
 
 @torch.no_grad()
-def merge(adapter: Adapter, weights: Mapping[str, Tensor]) -> None:
-    """Change a model's weights, or views of them, in place; sums are made in float32.
+def merge(adapter: Adapter, weights: Mapping[str, Tensor], tied: Collection[str] = ()) -> None:
+    """Change a model's weights, or views of them, in place; changes are computed in float32.
 
     Raises:
         ValueError: the adapter does not fit.
     """
-    for name, change, is_added in adapter.changes({name: tuple(x.shape) for name, x in weights.items()}):
-        weight = weights[name]
-        weight.copy_(weight.float() + change.to(weight.device) if is_added else change)
+    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+    for name, change in adapter.changes(shapes, tied):
+        weights[name].copy_(change(weights[name].float()))

@@ -588,12 +588,13 @@ def _load_decoder(
     files = None if is_dummy else checkpoint.open_files()
     adapter = None if config.lora is None else Adapter(Path(config.lora))
     shapes = {} if files is None else _check_fit(whole, files.headers, checkpoint.path)
-    changed = set() if adapter is None else adapter.names
-    set_aside = _set_aside(model, files, changed) if files is not None and shard is None else {}
     is_tied = model.config.tie_word_embeddings
-    model = model.to_empty(device=device).eval().requires_grad_(False)  # which unties
     # Where the files hold a head beside the embedding, it may be another one.
-    if is_tied and (files is None or not {HEAD, EMBEDDING} <= files.headers.keys()):
+    tied = TIED_TO if is_tied and (files is None or not TIED_TO.keys() <= files.headers.keys()) else {}
+    changed = set() if adapter is None else adapter.names(tied)
+    set_aside = _set_aside(model, files, changed) if files is not None and shard is None else {}
+    model = model.to_empty(device=device).eval().requires_grad_(False)  # which unties
+    if tied and (adapter is None or not adapter.unties(tied)):
         model.lm_head.weight = model.embed_tokens.weight
     if files is None:
         _fill_at_random(model, config.seed + (shard.rank if shard is not None else 0))
@@ -601,7 +602,7 @@ def _load_decoder(
         _fill(model, files, shard)
         _take_up(model, set_aside, files, shapes, pack, dtype)
     if adapter is not None:
-        merge(adapter, destinations(model))
+        merge(adapter, destinations(model), tied)
     # As in transformers (`PreTrainedModel.tie_weights`): a head of its own is used, whatever the config says.
     is_plain = not {"lm_head", "embed_tokens"} & set_aside.keys()
     if is_tied and is_plain and torch.equal(model.lm_head.weight, model.embed_tokens.weight):
@@ -667,7 +668,7 @@ def _fill(model: Decoder, files: Files | GGUFFile, shard: Shard | None) -> None:
 
 
 def _source(name: str, files: Files | GGUFFile) -> str:
-    """Return the tensor that fills a weight: of a tied head and embedding, the files may hold one of the two."""
+    """Return the tensor that fills a weight: of a tied head and embedding the files may hold only one."""
     return TIED_TO[name] if name in TIED_TO and name not in files.headers else name
 
 
@@ -691,9 +692,9 @@ def _set_aside(model: Decoder, files: Files | GGUFFile, changed: set[str]) -> di
     set_aside = {}
     for path, layer in model.named_modules():
         if isinstance(layer, nn.Linear | nn.Embedding):
-            names = saved_names(f"{path}.weight")
-            names = [_source(name, files) for name in names]
-            if all(map(files.is_quantized, names)) and not changed & {*names}:
+            own_names = saved_names(f"{path}.weight")
+            names = [_source(name, files) for name in own_names]
+            if all(map(files.is_quantized, names)) and not changed & {*own_names}:
                 set_aside[path] = names
     for path in set_aside:
         model.get_submodule(path).register_parameter("weight", None)
@@ -810,8 +811,14 @@ def _load_transformers(
     changed = set[str]()
     if config.lora is not None:
         adapter = Adapter(Path(config.lora))
-        merge(adapter, parameters)
-        changed = adapter.names
+        names = {module: f"{name}.weight" for name, module in causal_lm.named_modules()}
+        ends = causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()
+        tied = [names[end] for end in ends if end is not None and end.weight is ends[0].weight]
+        if len(tied) == 2 and adapter.unties(tied):
+            ends[1].weight = nn.Parameter(ends[1].weight.clone(), requires_grad=False)
+            parameters = dict(causal_lm.named_parameters())
+        merge(adapter, parameters, tied)
+        changed = adapter.names(tied)
     layers = dict(causal_lm.named_modules())
     for name in filter(files.is_quantized, () if "gguf_file" in settings else headers):
         layer_name = name.removesuffix(".weight")
