@@ -26,8 +26,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, logprobs=0)
 
 
 def pack_rows(numbers, bits, order=range(8)):
-    """Numbers (R, C) from 0 on, 32 / bits of them in a word: (R, C * bits / 32) int32."""
+    """Numbers (R, C) from 0 on, 32 / bits of them in a word; the last word is padded."""
     in_word = 32 // bits
+    numbers = torch.nn.functional.pad(numbers, (0, -numbers.shape[1] % in_word))
     words = np.zeros((numbers.shape[0], numbers.shape[1] // in_word), dtype=np.uint32)
     for i in range(in_word):
         words |= numbers[:, order[i] if in_word == 8 else i :: in_word].numpy().astype(np.uint32) << bits * i
@@ -35,35 +36,34 @@ def pack_rows(numbers, bits, order=range(8)):
 
 
 def random_parts(shape, bits, group):
-    """Numbers from 0 on (N, I), zeros and scales (N, I / group), and the weight that they stand for."""
+    """Numbers from 0 on (N, I), and zeros and scales (N, G)."""
     numbers = torch.randint(0, 1 << bits, shape)
-    zeros = torch.randint(1, 1 << bits, (shape[0], shape[1] // group))
+    zeros = torch.randint(1, 1 << bits, (shape[0], -(-shape[1] // group)))
     scales = ((torch.rand(zeros.shape) + 0.5) * 1.2 / (1 << bits)).half()
     return numbers, zeros, scales
 
 
-def stands_for(numbers, zeros, scales):
-    group = numbers.shape[1] // scales.shape[1]
-    counted = numbers.unflatten(1, (-1, group)) - zeros.unsqueeze(2)
-    return (counted.double() * scales.double().unsqueeze(2)).flatten(1)
+def stands_for(numbers, zeros, scales, group):
+    groups = torch.arange(numbers.shape[1]) // group
+    return (numbers - zeros[:, groups]).double() * scales[:, groups].double()
 
 
-def gptq(shape, bits=4, group=32, version="gptq", order=None):
+def gptq(shape, bits=4, group=32, version="gptq", order=None, has_groups=True):
     numbers, zeros, scales = random_parts(shape, bits, group)
     groups = torch.arange(shape[1]) // group
-    weight = stands_for(numbers, zeros, scales)
+    weight = stands_for(numbers, zeros, scales, group)
     if order is not None:  # inputs of a group lie anywhere
         groups, weight, numbers = (
             groups[order(shape[1])],
             weight[:, order(shape[1])],
             numbers[:, order(shape[1])],
         )
-    return {
+    parts = {
         "qweight": pack_rows(numbers, bits).T,
         "qzeros": pack_rows(zeros.T - int(version == "gptq"), bits),
         "scales": scales.T,
-        "g_idx": groups.int(),
-    }, weight
+    }
+    return {**parts, "g_idx": groups.int()} if has_groups else parts, weight
 
 
 def awq(shape, group=32):
@@ -73,7 +73,7 @@ def awq(shape, group=32):
         "qweight": pack_rows(numbers.T, 4, order),
         "qzeros": pack_rows(zeros.T, 4, order),
         "scales": scales.T,
-    }, stands_for(numbers, zeros, scales)
+    }, stands_for(numbers, zeros, scales, group)
 
 
 def packed(shape, bits=4, group=32, symmetric=True):
@@ -88,35 +88,47 @@ def packed(shape, bits=4, group=32, symmetric=True):
     }
     if not symmetric:
         parts["weight_zero_point"] = pack_rows(zeros.T, bits).T
-    return parts, stands_for(numbers, zeros, scales)
+    return parts, stands_for(numbers, zeros, scales, group)
 
 
-def int_quantized(shape):
-    numbers, _, scales = random_parts(shape, 8, shape[1])
+def packed_whole(shape, bits=4, symmetric=True):
+    """One scale, and perhaps one zero, which is no packed word."""
+    numbers, scale = torch.randint(0, 1 << bits, shape), torch.rand(1) * 0.6 / (1 << bits) + 0.01
+    zero = torch.tensor([0 if symmetric else 3], dtype=torch.int8)
+    parts = {"weight_packed": pack_rows(numbers, bits), "weight_scale": scale}
+    parts |= {"weight_shape": torch.tensor(shape)} | ({} if symmetric else {"weight_zero_point": zero})
+    return parts, (numbers - (1 << (bits - 1)) - zero.long()).double() * scale.double()
+
+
+def int_quantized(shape, group=None):
+    numbers, _, scales = random_parts(shape, 8, group or shape[1])
     integers = (numbers - 128).to(torch.int8)
     zeros = torch.zeros_like(scales)
     return {"weight": integers, "weight_scale": scales, "input_scale": torch.ones(1)}, stands_for(
-        integers, zeros, scales
+        integers, zeros, scales, group or shape[1]
     )
 
 
-def float_quantized(shape, scales_shape):
+def float_quantized(shape, block=None, scale_name="weight_scale"):
+    """A scale of each block, of which the last of a row or column may be smaller; None: of the whole."""
+    rows, columns = (min(n or size, size) for n, size in zip(block or (None, None), shape, strict=True))
     weight = (torch.randn(shape) * 2).clamp(-448, 448).to(torch.float8_e4m3fn)
-    scales = torch.rand(scales_shape) * 0.2
-    rows, columns = shape[0] // scales_shape[0], shape[1] // scales_shape[-1]
-    wide = scales.view(scales_shape[0], -1).repeat_interleave(rows, 0).repeat_interleave(columns, 1)
-    return {"weight": weight, "weight_scale": scales}, weight.double() * wide.double()
+    scales = torch.rand(-(-shape[0] // rows), -(-shape[1] // columns)) * 0.2
+    wide = scales[torch.arange(shape[0]) // rows][:, torch.arange(shape[1]) // columns]
+    saved = scales if block else scales.flatten()
+    return {"weight": weight, scale_name: saved}, weight.double() * wide.double()
 
 
-def nf4(shape, nested=True):
+def nf4(shape, nested=True, block=64):
     table = torch.tensor([-1.0, *sorted(torch.rand(14).tolist()), 1.0])
-    numbers = torch.randint(0, 16, shape).flatten()
-    blocks = numbers.numel() // 64
+    numbers = torch.randint(0, 16, (shape[0] * shape[1],))
+    blocks = -(-numbers.numel() // block)
+    padded = torch.nn.functional.pad(numbers, (0, numbers.numel() % 2))
     parts = {
-        "weight": (numbers[::2] << 4 | numbers[1::2]).to(torch.uint8).unsqueeze(1),
+        "weight": (padded[::2] << 4 | padded[1::2]).to(torch.uint8).unsqueeze(1),
         "weight.quant_map": table,
     }
-    state = {"blocksize": 64, "shape": list(shape), "quant_type": "nf4", "dtype": "float32"}
+    state = {"blocksize": block, "shape": list(shape), "quant_type": "nf4", "dtype": "float32"}
     if nested:
         codes, of_codes = torch.randint(0, 256, (blocks,)), torch.rand(256)
         larger = torch.rand(-(-blocks // 256))
@@ -128,7 +140,7 @@ def nf4(shape, nested=True):
         scales = parts["weight.absmax"] = torch.rand(blocks)
     text = json.dumps(state).encode()
     parts["weight.quant_state.bitsandbytes__nf4"] = torch.tensor(list(text), dtype=torch.uint8)
-    return parts, (table[numbers] * scales.repeat_interleave(64)).view(shape).double()
+    return parts, (table[numbers] * scales.repeat_interleave(block)[: len(numbers)]).view(shape).double()
 
 
 def int8_of_bitsandbytes(shape):
@@ -136,8 +148,8 @@ def int8_of_bitsandbytes(shape):
     return {"weight": integers, "SCB": scales}, integers.double() * (scales.double() / 127).unsqueeze(1)
 
 
-def compressed(form, bits, **fields):
-    weights = {"num_bits": bits, "type": "int"}
+def compressed(form, bits, weights=None, **fields):
+    weights = {"num_bits": bits, "type": "int", **(weights or {})}
     return {
         "quant_method": "compressed-tensors",
         "format": form,
@@ -146,11 +158,16 @@ def compressed(form, bits, **fields):
     }
 
 
+def in_groups(size):
+    return {"strategy": "group", "group_size": size}
+
+
 def scattered(num_inputs):
     return torch.randperm(num_inputs, generator=torch.Generator().manual_seed(num_inputs))
 
 
 GPTQ = {"quant_method": "gptq", "group_size": 32, "sym": False, "desc_act": False}
+FP8 = {"quant_method": "fp8", "weight_block_size": [32, 32]}
 # What config.json says, what writes a weight, and whether a CPU keeps it in its bits
 WRITTEN = {
     "gptq": ({**GPTQ, "bits": 4}, gptq, 4),
@@ -173,13 +190,19 @@ WRITTEN = {
     "compressed, int8": (compressed("int-quantized", 8), int_quantized, 8),
     "compressed, fp8 of rows": (
         compressed("float-quantized", 8),
-        lambda shape: float_quantized(shape, (shape[0], 1)),
+        lambda shape: float_quantized(shape, (1, None)),
         None,
     ),
-    "compressed, fp8": (compressed("float-quantized", 8), lambda shape: float_quantized(shape, (1,)), None),
+    "compressed, fp8": (compressed("float-quantized", 8), float_quantized, None),
     "compressed, fp8 of blocks": (
         compressed("float-quantized", 8),
-        lambda shape: float_quantized(shape, (shape[0] // 32, shape[1] // 32)),
+        lambda shape: float_quantized(shape, (32, 32)),
+        None,
+    ),
+    "fp8": (FP8, lambda shape: float_quantized(shape, (32, 32), "weight_scale_inv"), None),
+    "fp8 of the whole": (
+        {**FP8, "weight_block_size": None},
+        lambda shape: float_quantized(shape, None, "weight_scale_inv"),
         None,
     ),
     "nf4": ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, nf4, None),
@@ -264,6 +287,78 @@ def test_so_does_transformers_code_one_without_kernels_and_one_of_16_bits(name, 
         assert kept == ({bits} if bits else set())
 
 
+# Groups and blocks that do not divide a tiny model's 64 and 96 inputs, and scales of other shapes
+RESTS = {
+    "gptq": ({**GPTQ, "bits": 4, "group_size": 40}, lambda shape: gptq(shape, group=40)),
+    "gptq without g_idx": (
+        {**GPTQ, "bits": 8, "group_size": 64},
+        lambda shape: gptq(shape, 8, group=64, has_groups=False),
+    ),
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 64}, lambda shape: awq(shape, 64)),
+    "compressed": (
+        compressed("pack-quantized", 4, in_groups(64)),
+        lambda shape: packed(shape, group=64, symmetric=False),
+    ),
+    "compressed, int8": (
+        compressed("int-quantized", 8, in_groups(64)),
+        lambda shape: int_quantized(shape, 64),
+    ),
+    "compressed, fp8": (
+        compressed("float-quantized", 8, {"strategy": "block", "block_structure": [40, 64]}),
+        lambda shape: float_quantized(shape, (40, 64)),
+    ),
+    "compressed, one scale": (compressed("pack-quantized", 4, {"strategy": "tensor"}), packed_whole),
+    "compressed, one scale and zero": (
+        compressed("pack-quantized", 8, {"strategy": "tensor"}),
+        lambda shape: packed_whole(shape, 8, symmetric=False),
+    ),
+    "fp8": (
+        {**FP8, "weight_block_size": [40, 64]},
+        lambda shape: float_quantized(shape, (40, 64), "weight_scale_inv"),
+    ),
+    "nf4": (WRITTEN["nf4"][0], lambda shape: nf4(shape, block=128)),
+}
+
+
+@pytest.mark.parametrize("impl", ["nanoengine", "transformers"])
+@pytest.mark.parametrize("name", RESTS)
+def test_groups_and_blocks_are_those_the_config_states_and_the_last_may_be_smaller(name, impl, tmp_path):
+    stated, writer = RESTS[name]
+    check_equal(write(tmp_path, stated, writer), tmp_path, model_impl=impl)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_packed_rows_are_as_long_as_weight_shape_says(bits, tmp_path):
+    """Words of 32 bits hold up to seven numbers more."""
+    sizes = {"hidden_size": 90, "intermediate_size": 101, "num_attention_heads": 3, "head_dim": 22}
+    torch.manual_seed(4)
+    config = transformers.LlamaConfig(**{**TINY, **sizes, "num_key_value_heads": 1})
+    model = transformers.LlamaForCausalLM(config).eval()
+    stated = compressed("pack-quantized", bits, {"strategy": "channel"})
+    check_equal(write(tmp_path, stated, lambda shape: packed(shape, bits, 0), model), tmp_path)
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [64, 48])
+@pytest.mark.parametrize(
+    ("stated", "writer"),
+    [
+        ({**GPTQ, "bits": 4}, lambda shape: gptq(shape, has_groups=False)),
+        ({"quant_method": "awq", "bits": 4}, awq),
+        (compressed("pack-quantized", 4), packed),
+        (compressed("int-quantized", 8), lambda shape: int_quantized(shape, 32)),
+    ],
+    ids=["gptq", "awq", "packed", "int8"],
+)
+def test_a_group_size_that_is_not_the_file_s_is_refused(stated, writer, size, ranks, tmp_path):
+    stated = json.loads(json.dumps(stated))
+    for group in stated.get("config_groups", {}).values():
+        group["weights"] |= in_groups(size)
+    write(tmp_path, {**stated, "group_size": size}, writer)
+    with pytest.raises(ValueError, match=rf"is not sound: scales of shape .* do not fit .* 1 x {size}$"):
+        LLM(str(tmp_path), num_kv_blocks=4, tensor_parallel_size=ranks)
+
+
 @pytest.mark.parametrize("impl", ["nanoengine", "transformers"])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("name", ["gptq", "gptq in 8 bits", "awq", "compressed, zeros", "nf4"])
@@ -342,9 +437,60 @@ def test_a_state_that_is_no_json_is_refused_by_the_weight_s_name(tmp_path):
     refuse(tmp_path, rf"tensor '{UP}.weight' has shape \(64, 96\), the config asks for \(96, 64\)")
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_scales_of_bitsandbytes_that_do_not_fit_its_blocks_are_refused(nested, tmp_path):
+    stated, _, _ = WRITTEN["nf4"]
+    write(tmp_path, stated, lambda shape: nf4(shape, nested))
+    state = f"{UP}.weight.quant_state.bitsandbytes__nf4"
+    said = json.loads(bytes(load_file(tmp_path / "model.safetensors")[state].tolist()))
+
+    def state_with(**fields):
+        text = json.dumps({**said, **fields}).encode()
+        change(tmp_path, lambda t: t.update({state: torch.tensor(list(text), dtype=torch.uint8)}))
+
+    for block in (128, 32, 0, -64, 10**12, "64"):
+        state_with(blocksize=block)
+        refuse(tmp_path, f"tensor '{UP}.weight', bitsandbytes, is not sound: 96 scales do not fit 6144")
+    state_with(shape=[96, 60])
+    refuse(tmp_path, "is not sound: 3072 bytes do not make a weight of shape")
+    if nested:
+        state_with(nested_blocksize=64)
+        refuse(tmp_path, "is not sound: 1 scales do not fit 96 numbers in blocks of 64")
+        state_with()
+        change(tmp_path, lambda t: t.pop(f"{UP}.weight.nested_absmax"))
+        refuse(tmp_path, "is not sound: absmax is torch.uint8, and nested_absmax")
+
+
+@pytest.mark.parametrize("impl", ["nanoengine", "transformers"])
+def test_int8_of_bitsandbytes_in_another_order_than_rows_is_refused(impl, tmp_path):
+    stated, writer, _ = WRITTEN["int8 of bitsandbytes"]
+    write(tmp_path, stated, writer)
+    change(tmp_path, lambda t: t.update({f"{UP}.weight_format": torch.tensor(0, dtype=torch.uint8)}))
+    LLM(str(tmp_path), num_kv_blocks=4, model_impl=impl).close()
+    change(tmp_path, lambda t: t.update({f"{UP}.weight_format": torch.tensor(2, dtype=torch.uint8)}))
+    with pytest.raises(
+        ValueError, match=f"tensor '{UP}.weight', bitsandbytes, is not sound: weight_format is 2"
+    ):
+        LLM(str(tmp_path), num_kv_blocks=4, model_impl=impl)
+
+
 @pytest.mark.parametrize(
     ("stated", "message"),
     [
+        ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "its group_size is 0"),
+        (
+            compressed("pack-quantized", 4, {"strategy": "group", "group_size": None}),
+            "its weights' strategy is 'group', of group_size None",
+        ),
+        (
+            compressed("float-quantized", 8, {"strategy": "block", "block_structure": [128]}),
+            r"its block_structure is \[128\]",
+        ),
+        (
+            compressed("pack-quantized", 4, {"strategy": "tensor_group", "group_size": 16}),
+            "its weights' strategy is 'tensor_group', of group_size 16",
+        ),
+        ({**FP8, "weight_block_size": [0, 32]}, r"by fp8, and its weight_block_size is \[0, 32\]"),
         ({"quant_method": "gptq", "bits": 3}, "by gptq, and its bits is 3; served are 4, 8"),
         (
             {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"},

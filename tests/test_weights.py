@@ -412,13 +412,6 @@ def test_a_quantisation_that_is_stated_in_a_file_of_its_own_is_seen(copy, file, 
     refuse(copy, words)
 
 
-def test_fp8_without_accelerate_says_what_is_needed(copy, monkeypatch):
-    monkeypatch.setattr("nanoengine.models.weights.find_spec", lambda name: None)
-    edit_config(copy, quantization_config={"quant_method": "fp8", "weight_block_size": [32, 32]})
-    refuse(copy, r"quantised by fp8, which needs accelerate: pip install 'nanoengine\[quantized\]'")
-    refuse(copy, 'quantised by fp8, which only model_impl="transformers" reads', model_impl="nanoengine")
-
-
 def served_like(path, model):
     """Greedy tokens of the checkpoint equal those of the transformers model."""
     prompts = random_prompts([5, 40])
@@ -453,27 +446,6 @@ def test_mxfp4_weights_are_served_dequantised(tmp_path):
     assert len(quantised) == 8
     edit(tmp_path, quantise)
     edit_config(tmp_path, quantization_config={"quant_method": "mxfp4"})
-    served_like(tmp_path, model)
-
-
-@pytest.mark.skipif(transformers.__version__ < "5", reason="does not dequantise fp8 there")
-def test_fp8_weights_are_served_dequantised(tmp_path):
-    """The oracle multiplies each block of 32 x 32 by its scale."""
-    pytest.importorskip("accelerate")
-    model = hf_model(NAME)
-    model.save_pretrained(tmp_path)
-    quantised = {}
-    for name, parameter in model.named_parameters():
-        if name.endswith("proj.weight"):
-            rows, columns = (size // 32 for size in parameter.shape)
-            scale = torch.rand(rows, columns) * 0.01 + 0.001
-            blocks = scale.repeat_interleave(32, 0).repeat_interleave(32, 1)
-            quantised[name] = (parameter.data / blocks).clamp(-448, 448).to(torch.float8_e4m3fn)
-            quantised[f"{name}_scale_inv"] = scale
-            parameter.data.copy_(quantised[name].float() * blocks)
-    assert len(quantised) == 2 * 2 * 7
-    edit(tmp_path, lambda tensors: tensors.update(quantised))
-    edit_config(tmp_path, quantization_config={"quant_method": "fp8", "weight_block_size": [32, 32]})
     served_like(tmp_path, model)
 
 

@@ -1,13 +1,15 @@
-"""Checkpoints in few bits: GPTQ's, AWQ's, compressed-tensors' and bitsandbytes', without their packages.
+"""Checkpoints in few bits: GPTQ's, AWQ's, compressed-tensors', bitsandbytes' and fp8, without their packages.
 
 Each writes a linear layer's weight as several tensors. They are read as a `Quantized` where they are integers
 in groups of inputs, which a device may keep as they are, and as floats where they are anything else.
 
 Sources: AutoGPTQ's and AutoAWQ's packing of `qweight`; compressed_tensors/compressors;
-bitsandbytes/functional.py. Shape letters: N outputs, I inputs, G groups of them.
+bitsandbytes/functional.py; transformers/integrations/finegrained_fp8.py. Shape letters: N outputs, I inputs,
+G groups of them.
 """
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -17,6 +19,7 @@ from torch import Tensor
 from nanoengine.backends.quantized import Quantized
 
 Tensors = Mapping[str, Tensor]  # of one weight, by the ends of their names
+Block = tuple[int | None, int | None]  # outputs and inputs that share a scale; None: all of them
 FLOATS = ("F16", "BF16", "F32")
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where a word of 32 bits has each of eight neighbours
 
@@ -59,6 +62,88 @@ def _asked(stated: dict[str, Any], field: str, default: Any, served: tuple[Any, 
     return value
 
 
+def _group_size(stated: dict[str, Any]) -> set[Block]:
+    """Return the block of a group of inputs; an empty set if the config does not state its size."""
+    size = stated.get("group_size")
+    if size is not None and (type(size) is not int or not (size == -1 or size > 0)):
+        raise ValueError(f"its group_size is {size!r}; served are -1 and numbers above 0")
+    return set() if size is None else {(1, None if size == -1 else size)}
+
+
+# ---- Scales of blocks ----------------------------------------------------------------------------
+
+
+def _places(shape: torch.Size, scales: torch.Size, blocks: set[Block]) -> tuple[Tensor, Tensor]:
+    """Return each output's row of scales and each input's column of them, (N,) and (I,).
+
+    Args:
+        shape: the weight's, (N, I).
+        scales: the scales' shape.
+        blocks: those that the config states; the last of a row or column may be smaller. Without any, all are
+            of one size.
+
+    Raises:
+        ValueError: the scales are not those of one of the blocks.
+    """
+    fitting = set()
+    if len(shape) == len(scales) == 2 and min(*shape, *scales) > 0:
+        if not blocks and not any(size % count for size, count in zip(shape, scales, strict=True)):
+            blocks = {(shape[0] // scales[0], shape[1] // scales[1])}
+        for block in blocks:
+            rows, columns = (min(part or size, size) for part, size in zip(block, shape, strict=True))
+            if scales == (-(-shape[0] // rows), -(-shape[1] // columns)):
+                fitting.add((rows, columns))
+    if len(fitting) != 1:
+        stated = " or ".join(
+            f"blocks of {'all' if n is None else n} x {'all' if m is None else m}" for n, m in blocks
+        )
+        raise ValueError(
+            f"scales of shape {tuple(scales)} do not fit {tuple(shape)} weights in {stated or 'equal blocks'}"
+        )
+    ((rows, columns),) = fitting
+    return torch.arange(shape[0]) // rows, torch.arange(shape[1]) // columns
+
+
+def _integers(
+    integers: Tensor,
+    zeros: Tensor | None,
+    scales: Tensor,
+    bits: int,
+    blocks: set[Block],
+    groups: Tensor | None = None,
+) -> Quantized | Tensor:
+    """Return a weight from integers (N, I), zeros and scales; as floats where its groups are not all alike.
+
+    `groups` names the group of each input, (I,), where these do not lie one after the other.
+    """
+    scales = scales.float().reshape(1, 1) if scales.numel() == 1 else scales.float()
+    if zeros is not None:
+        zeros = zeros.reshape(1, 1).float() if zeros.numel() == 1 else zeros.float()
+    if zeros is not None and zeros.shape != scales.shape:
+        raise ValueError(f"scales of shape {tuple(scales.shape)} do not fit {tuple(zeros.shape)} zeros")
+    num_inputs = integers.shape[1]
+    if groups is None:
+        rows, groups = _places(integers.shape, scales.shape, blocks)
+        scales, zeros = scales[rows], None if zeros is None else zeros[rows]
+    elif scales.dim() != 2 or len(scales) != len(integers):
+        raise ValueError(f"scales of shape {tuple(scales.shape)} do not fit {tuple(integers.shape)} integers")
+    elif groups.shape != (num_inputs,) or groups.min() < 0 or groups.max() >= scales.shape[1]:
+        raise ValueError("g_idx does not name the group of each input")
+    groups, integers = groups.long(), integers.to(torch.int8)
+    if zeros is not None and not zeros.any():
+        zeros = None
+    in_turn = torch.arange(num_inputs) * scales.shape[1] // num_inputs
+    if num_inputs % scales.shape[1] == 0 and torch.equal(groups, in_turn):
+        return Quantized(integers, scales.contiguous(), zeros, bits)
+    return (integers - (0.0 if zeros is None else zeros[:, groups])) * scales[:, groups]
+
+
+def _floats(weight: Tensor, scales: Tensor, blocks: set[Block]) -> Tensor:
+    scales = scales.float().reshape(1, 1) if scales.numel() == 1 else scales.float()
+    rows, columns = _places(weight.shape, scales.shape, blocks)
+    return weight.float() * scales[rows][:, columns]
+
+
 # ---- Integers in words of 32 bits ----------------------------------------------------------------
 
 
@@ -72,43 +157,18 @@ def unpack(words: Tensor, bits: int) -> Tensor:
     return ((words.unsqueeze(2) >> shifts) & ((1 << bits) - 1)).flatten(1)
 
 
-def _centred(numbers: Tensor, zeros: Tensor | None, scales: Tensor, bits: int) -> Quantized:
-    """From numbers (N, I) and zeros (N, G) that count from 0 on; zeros None: the middle stands for 0."""
-    middle = 1 << (bits - 1)
-    zeros = None if zeros is None else zeros - middle
-    return _checked((numbers - middle).to(torch.int8), zeros, scales, bits)
-
-
-def _checked(integers: Tensor, zeros: Tensor | None, scales: Tensor, bits: int) -> Quantized:
-    fits = scales.dim() == 2 and len(scales) == len(integers) and integers.shape[1] % scales.shape[1] == 0
-    if not fits or (zeros is not None and zeros.shape != scales.shape):
-        raise ValueError(f"scales of shape {tuple(scales.shape)} do not fit {tuple(integers.shape)} integers")
-    zeros = zeros.float() if zeros is not None and zeros.any() else None
-    return Quantized(integers, scales.float().contiguous(), zeros, bits)
-
-
-def _in_groups(weight: Quantized, groups: Tensor | None) -> Quantized | Tensor:
-    """Where inputs belong to these groups, (I,): as it is where they lie one after the other, else floats."""
-    num_inputs, num_groups = weight.integers.shape[1], weight.scales.shape[1]
-    if groups is None or torch.equal(groups.long(), torch.arange(num_inputs) // weight.group):
-        return weight
-    if len(groups) != num_inputs or groups.min() < 0 or groups.max() >= num_groups:
-        raise ValueError("g_idx does not name the group of each input")
-    zeros = 0.0 if weight.zeros is None else weight.zeros[:, groups]
-    return (weight.integers - zeros) * weight.scales[:, groups]
-
-
 def _gptq(stated: dict[str, Any]) -> Format:
     bits = _asked(stated, "bits", 4, (4, 8))
     is_first_version = _asked(stated, "checkpoint_format", "gptq", ("gptq", "gptq_v2")) == "gptq"
     if stated.get("dynamic"):
         raise ValueError("it has settings of their own for some layers (dynamic)")
+    blocks, middle = _group_size(stated), 1 << (bits - 1)
 
     def read(tensors: Tensors) -> Quantized | Tensor:
         # The first version wrote zeros less one.
         zeros = (unpack(tensors["qzeros"], bits) + is_first_version) & ((1 << bits) - 1)
-        numbers = unpack(tensors["qweight"].T.contiguous(), bits)
-        return _in_groups(_centred(numbers, zeros.T, tensors["scales"].T, bits), tensors.get("g_idx"))
+        numbers, scales = unpack(tensors["qweight"].T.contiguous(), bits), tensors["scales"].T
+        return _integers(numbers - middle, zeros.T - middle, scales, bits, blocks, tensors.get("g_idx"))
 
     words = ("I32",)
     parts = Part("qweight", words), Part("qzeros", words), Part("scales", FLOATS), Part("g_idx", words, True)
@@ -118,19 +178,45 @@ def _gptq(stated: dict[str, Any]) -> Format:
 def _awq(stated: dict[str, Any]) -> Format:
     _asked(stated, "bits", 4, (4,))
     _asked(stated, "version", "gemm", ("gemm", "GEMM"))
+    blocks = _group_size(stated)
 
     def in_order(words: Tensor) -> Tensor:
         return unpack(words, 4).view(len(words), -1, 8)[:, :, AWQ_ORDER].flatten(1).T
 
-    def read(tensors: Tensors) -> Quantized:
+    def read(tensors: Tensors) -> Quantized | Tensor:
         numbers, zeros = in_order(tensors["qweight"]), in_order(tensors["qzeros"])
-        return _centred(numbers, zeros, tensors["scales"].T, 4)
+        return _integers(numbers - 8, zeros - 8, tensors["scales"].T, 4, blocks)
 
     parts = Part("qweight", ("I32",)), Part("qzeros", ("I32",)), Part("scales", FLOATS)
     return Format("awq", parts, lambda shape: (shape[1] * 8, shape[0]), read)
 
 
-# ---- compressed-tensors --------------------------------------------------------------------------
+# ---- compressed-tensors and fp8 ------------------------------------------------------------------
+
+
+def _block_of(weights: dict[str, Any]) -> Block | None:
+    """Return the weights that share a scale by their settings in a config; None: these do not say."""
+    strategy, size, block = (weights.get(name) for name in ("strategy", "group_size", "block_structure"))
+    if strategy is None and size is not None:
+        strategy = "channel" if size == -1 else "group"
+    match strategy, size, block:
+        case None, _, _:
+            return None
+        case "tensor", _, _:
+            return None, None
+        case "channel", _, _:
+            return 1, None
+        case "group", int(), _ if size > 0:
+            return 1, size
+        case "block", _, _:
+            return _block_size(block, "block_structure")
+    raise ValueError(f"its weights' strategy is {strategy!r}, of group_size {size!r}")
+
+
+def _block_size(block: Any, field: str) -> Block:
+    if not isinstance(block, list) or [type(n) for n in block] != [int, int] or min(block) < 1:
+        raise ValueError(f"its {field} is {block!r}; it must be two numbers above 0")
+    return block[0], block[1]
 
 
 def _compressed(stated: dict[str, Any]) -> Format:
@@ -148,6 +234,7 @@ def _compressed(stated: dict[str, Any]) -> Format:
     (bits,) = all_bits
     if kind == "naive-quantized":
         kind = "float-quantized" if weights[0].get("type") == "float" else "int-quantized"
+    blocks = {block for one in weights if (block := _block_of(one)) is not None}
     parts: tuple[Part, ...]
 
     def read_packed(tensors: Tensors) -> Quantized | Tensor:
@@ -155,25 +242,24 @@ def _compressed(stated: dict[str, Any]) -> Format:
         numbers, zeros = unpack(tensors["weight_packed"], bits), tensors.get("weight_zero_point")
         if len(numbers) != num_outputs or not 0 <= numbers.shape[1] - num_inputs < 32 // bits:
             raise ValueError(f"weight_shape is {num_outputs, num_inputs}, of integers {tuple(numbers.shape)}")
-        if zeros is not None:
-            zeros = unpack(zeros.T.contiguous(), bits).T[:num_outputs]
-        weight = _centred(numbers[:, :num_inputs], zeros, tensors["weight_scale"], bits)
+        middle = 1 << (bits - 1)
+        if zeros is not None and zeros.dtype == torch.int32:  # else a whole tensor's, as it is
+            zeros = unpack(zeros.T.contiguous(), bits).T[:num_outputs] - middle
         groups = tensors.get("weight_g_idx")
-        return _in_groups(weight, None if groups is None or (groups == -1).all() else groups)
+        if groups is not None and (groups == -1).all():
+            groups = None
+        integers = numbers[:, :num_inputs] - middle
+        return _integers(integers, zeros, tensors["weight_scale"], bits, blocks, groups)
 
     def read_plain(tensors: Tensors) -> Quantized | Tensor:
-        weight, scales = tensors["weight"], tensors["weight_scale"].float()
-        if scales.numel() == 1:
-            scales = scales.reshape(1, 1)
-        rows, columns = (size / n for size, n in zip(weight.shape, scales.shape, strict=True))
-        if not (rows.is_integer() and columns.is_integer()):
-            raise ValueError(
-                f"scales of shape {tuple(scales.shape)} do not fit {tuple(weight.shape)} weights"
-            )
-        scales = scales.repeat_interleave(int(rows), 0)
+        weight, scales, zeros = (tensors.get(f"weight{end}") for end in ("", "_scale", "_zero_point"))
+        assert weight is not None
+        assert scales is not None
         if kind == "int-quantized":
-            return _checked(weight, tensors.get("weight_zero_point"), scales, 8)
-        return weight.float() * scales.repeat_interleave(int(columns), 1)
+            return _integers(weight, zeros, scales, 8, blocks)
+        if zeros is not None and zeros.any():
+            raise ValueError("it has a zero point of floats")
+        return _floats(weight, scales, blocks)
 
     name = "compressed-tensors"
     unused = "input_scale", "input_zero_point", "output_scale", "k_scale", "v_scale"
@@ -184,12 +270,23 @@ def _compressed(stated: dict[str, Any]) -> Format:
                 Part("weight_scale", FLOATS),
                 Part("weight_shape", ("I64", "I32")),
             ),
-            *(Part("weight_zero_point", ("I32",), True), Part("weight_g_idx", ("I32",), True)),
+            *(Part("weight_zero_point", ("I32", "I8"), True), Part("weight_g_idx", ("I32",), True)),
         )
-        return Format(name, parts, lambda shape: (shape[0], shape[1] * 32 // bits), read_packed, unused)
+        return Format(name, parts, lambda _: None, read_packed, unused)
     stored = "I8" if kind == "int-quantized" else "F8_E4M3"
     parts = Part("weight", (stored,)), Part("weight_scale", FLOATS), Part("weight_zero_point", ("I8",), True)
     return Format(name, parts, lambda shape: shape, read_plain, unused)
+
+
+def _fp8(stated: dict[str, Any]) -> Format:
+    block = stated.get("weight_block_size")
+    blocks = {(None, None) if block is None else _block_size(block, "weight_block_size")}
+
+    def read(tensors: Tensors) -> Tensor:
+        return _floats(tensors["weight"], tensors["weight_scale_inv"], blocks)
+
+    parts = Part("weight", ("F8_E4M3",)), Part("weight_scale_inv", (*FLOATS, "F8_E8M0"))
+    return Format("fp8", parts, lambda shape: shape, read, ("activation_scale", "input_scale"))
 
 
 # ---- bitsandbytes --------------------------------------------------------------------------------
@@ -199,8 +296,11 @@ def _bitsandbytes(stated: dict[str, Any]) -> Format:
     parts: tuple[Part, ...]
     if stated.get("load_in_8bit") or stated.get("_load_in_8bit"):
 
-        def read_8_bits(tensors: Tensors) -> Quantized:
-            return _checked(tensors["weight"], None, tensors["SCB"].float().unsqueeze(1) / 127, 8)
+        def read_8_bits(tensors: Tensors) -> Quantized | Tensor:
+            if "weight_format" in tensors and tensors["weight_format"].any():
+                found = tensors["weight_format"].tolist()
+                raise ValueError(f"weight_format is {found}; served is 0, rows one after the other")
+            return _integers(tensors["weight"], None, tensors["SCB"].unsqueeze(1) / 127, 8, {(1, None)})
 
         parts = Part("weight", ("I8",)), Part("SCB", ("F32",)), Part("weight_format", ("U8",), True)
         return Format("bitsandbytes", parts, lambda shape: shape, read_8_bits)
@@ -209,15 +309,18 @@ def _bitsandbytes(stated: dict[str, Any]) -> Format:
 
     def read(tensors: Tensors) -> Tensor:
         state = json.loads(bytes(tensors[state_end].tolist()))
-        scales = tensors["weight.absmax"]
+        scales, halves = tensors["weight.absmax"].flatten(), tensors["weight"].flatten().long()
+        if ("weight.nested_absmax" in tensors) != (scales.dtype == torch.uint8):
+            raise ValueError(f"absmax is {scales.dtype}, and nested_absmax is the scale of integers")
         if "weight.nested_absmax" in tensors:
             table, of_blocks = tensors["weight.nested_quant_map"], tensors["weight.nested_absmax"]
-            blocks = of_blocks.repeat_interleave(state["nested_blocksize"])[: len(scales)]
-            scales = table[scales.long()] * blocks + state["nested_offset"]
-        halves = tensors["weight"].flatten().long()
-        values = tensors["weight.quant_map"][torch.stack((halves >> 4, halves & 15), 1).flatten()]
-        scales = scales.float().repeat_interleave(state["blocksize"])[: len(values)]
-        return (values * scales).view(state["shape"])
+            larger = _spread(of_blocks, state["nested_blocksize"], len(scales))
+            scales = table[scales.long()] * larger + state["nested_offset"]
+        size = math.prod(state["shape"])
+        if len(halves) != -(-size // 2):
+            raise ValueError(f"{len(halves)} bytes do not make a weight of shape {state['shape']}")
+        values = tensors["weight.quant_map"][torch.stack((halves >> 4, halves & 15), 1).flatten()[:size]]
+        return (values * _spread(scales, state["blocksize"], size)).view(state["shape"])
 
     parts = (
         *(Part("weight", ("U8",)), Part("weight.absmax", ("F32", "U8")), Part("weight.quant_map", ("F32",))),
@@ -227,4 +330,17 @@ def _bitsandbytes(stated: dict[str, Any]) -> Format:
     return Format("bitsandbytes", parts, lambda _: None, read)
 
 
-FORMATS = {"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed, "bitsandbytes": _bitsandbytes}
+def _spread(scales: Tensor, block: Any, count: int) -> Tensor:
+    """Return the scale of each of `count` numbers, of which a block shares one."""
+    if type(block) is not int or block < 1 or len(scales) != -(-count // block):
+        raise ValueError(f"{len(scales)} scales do not fit {count} numbers in blocks of {block!r}")
+    return scales[torch.arange(count) // block]
+
+
+FORMATS = {
+    "gptq": _gptq,
+    "awq": _awq,
+    "compressed-tensors": _compressed,
+    "bitsandbytes": _bitsandbytes,
+    "fp8": _fp8,
+}

@@ -50,8 +50,7 @@ DEMO = Path(__file__).parent.parent / "demo"  # the bundled model, which `demo` 
 OWNERS = {name: "openai-community" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "openai-gpt")}
 OWNERS["distilgpt2"] = "distilbert"
 GENERATION_CONFIG = "generation_config.json"
-# Schemes that transformers dequantises when it loads them -> the libraries it needs for that.
-DEQUANTIZED: dict[str, tuple[str, ...]] = {"mxfp4": (), "fp8": ("accelerate",)}
+DEQUANTIZED = ("mxfp4",)  # schemes that transformers dequantises when it loads them
 TOKENIZER_FILES = "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json"
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")  # by safetensors' names
 SERVED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -453,12 +452,6 @@ def _choose_reader(path: Path, hf_config: Any, model_impl: str) -> tuple[dict[st
         raise UnsupportedModelError(
             f'its weights are quantised by {scheme}, which only model_impl="transformers" reads'
         )
-    for library in DEQUANTIZED[scheme]:
-        if find_spec(library) is None:
-            raise UnsupportedModelError(
-                f"its weights are quantised by {scheme}, which needs {library}: "
-                "pip install 'nanoengine[quantized]'"
-            )
     hf_config.quantization_config = {**stated, "dequantize": True}
     return None, True
 
@@ -599,7 +592,7 @@ def _load_decoder(
     if files is None:
         _fill_at_random(model, config.seed + (shard.rank if shard is not None else 0))
     else:
-        _fill(model, files, shard)
+        _fill(model, files, shard, shapes)
         _take_up(model, set_aside, files, shapes, pack, dtype)
     if adapter is not None:
         merge(adapter, destinations(model), tied)
@@ -652,7 +645,9 @@ def _check_dtypes(headers: dict[str, TensorHeader], parameters: Container[str]) 
             )
 
 
-def _fill(model: Decoder, files: Files | GGUFFile, shard: Shard | None) -> None:
+def _fill(
+    model: Decoder, files: Files | GGUFFile, shard: Shard | None, shapes: dict[str, tuple[int, ...]]
+) -> None:
     """Copy tensors, or a shard's part of each, one at a time from memory-mapped files: they are held once."""
     wanted: dict[str, list[Tensor]] = {}
     for name, parameter in destinations(model).items():
@@ -662,7 +657,8 @@ def _fill(model: Decoder, files: Files | GGUFFile, shard: Shard | None) -> None:
             if shard is None:
                 part = floats(_read(files, name, tuple(filled.shape)), filled.dtype)
             else:
-                part = floats(files.read(name, shard.slices(name, filled.dim())), filled.dtype)
+                slices = shard.slices(name, filled.dim())
+                part = floats(_read(files, name, shapes[name], slices), filled.dtype)
                 filled = filled.zero_()[tuple(slice(length) for length in part.shape)]
             filled.copy_(part)  # all of it, but where the shares were rounded up
 
@@ -672,13 +668,17 @@ def _source(name: str, files: Files | GGUFFile) -> str:
     return TIED_TO[name] if name in TIED_TO and name not in files.headers else name
 
 
-def _read(files: Files | GGUFFile, name: str, shape: tuple[int, ...]) -> Tensor | Quantized:
-    """A tensor of that shape, which of some formats only the contents tell."""
+def _read(
+    files: Files | GGUFFile, name: str, shape: tuple[int, ...], part: tuple[slice, ...] | None = None
+) -> Tensor | Quantized:
+    """Return a tensor of that shape, which of some formats only the contents tell, or a part of it."""
+    if part is not None and files.headers[name].shape is not None:
+        return files.read(name, part)
     weight = files.read(name)
     found = tuple((weight.integers if isinstance(weight, Quantized) else weight).shape)
     if found != shape:
         raise ValueError(f"tensor {name!r} has shape {found}, the config asks for {shape}")
-    return weight
+    return weight if part is None else floats(weight, torch.float32)[part]
 
 
 def _set_aside(model: Decoder, files: Files | GGUFFile, changed: set[str]) -> dict[str, list[str]]:
