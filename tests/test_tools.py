@@ -304,27 +304,72 @@ def test_an_answer_with_a_form_is_content_as_it_is():
             assert taken_apart(AnswerParser(formats, "", [ADD], has_form=True), said) == expected
 
 
+CODER = "<tool_call>\n<function=add>\n"
+
+
 @pytest.mark.parametrize(
-    ("formats", "unit", "size"),
+    ("calls", "beginning", "unit"),
     [
-        (("harmony", "harmony"), "a", 4000),
-        (("hermes", "deepseek_r1"), "\n", 40000),
-        (("mistral", None), "a", 40000),
+        ("harmony", " to=functions.", "a"),
+        ("harmony", "", "<|channel|>"),
+        ("harmony", "", "<|channel|>final<|message|>a<|end|>"),
+        ("hermes", "", "\n"),
+        ("hermes", "", "<tool_call>"),
+        ("hermes", "", "<tool_call>{}</tool_call>"),
+        ("mistral", "[TOOL_CALLS]", "a"),
+        ("mistral", "", "[TOOL_CALLS]a[ARGS]{}"),
+        ("qwen3_coder", CODER, "<parameter=a>\n"),
+        ("qwen3_coder", CODER, "<parameter="),
+        ("qwen3_coder", CODER, "<parameter=a>5</parameter>"),
+        ("qwen3_coder", "", "<tool_call><function=add></function></tool_call>"),
+        ("gemma4", "<|tool_call>call:add{", 'a:<|"|>x<|"|>,'),
+        ("functiongemma", "<start_function_call>call:add{", "a:<escape>x<escape>,"),
+        ("llama3_json", "", "{"),
+        ("llama3_json", "{", '"a":1,'),
     ],
 )
-def test_no_text_takes_quadratic_time(formats, unit, size):
-    """Four times as much takes about four times as long; sixteen times, if it were quadratic."""
-    beginning = {"harmony": " to=functions.", "mistral": "[TOOL_CALLS]"}.get(formats[0], "")
+@pytest.mark.parametrize("piece", [16, 1 << 30])
+def test_no_text_takes_quadratic_time(calls, beginning, unit, piece):
+    """Eight times as much takes about eight times as long; 64 times, if it were quadratic."""
 
     def seconds(size):
-        parser, start = AnswerParser(Formats(*formats, None, {}), "", [ADD]), time.perf_counter()
-        text = beginning + unit * size + "x"
-        for i in range(0, len(text), max(1, size // 1000)):
-            parser.feed(text[i : i + max(1, size // 1000)])
+        parser, start = AnswerParser(Formats(calls, "deepseek_r1", None, {}), "", [ADD]), time.thread_time()
+        text = beginning + unit * (size // len(unit)) + "x"
+        for i in range(0, len(text), piece):
+            parser.feed(text[i : i + piece])
         parser.finish()
-        return time.perf_counter() - start
+        return time.thread_time() - start
 
-    assert min(seconds(4 * size) for _ in range(2)) < 10 * min(seconds(size) for _ in range(3))
+    size = 8_000
+    assert min(seconds(8 * size) for _ in range(2)) < 24 * min(seconds(size) for _ in range(3)) + 0.002
+
+
+def test_an_argument_that_is_no_json_is_handed_over_as_text():
+    """A set, bytes or an infinite number must not cost the caller the call."""
+    array = {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"properties": {"x": {"type": "array"}}}},
+    }
+    for value in ("{1,2}", "b'x'", "...", "1e999", "{[1]}", "{(1, 2): 3}", "[1, b'x']"):
+        text = f"<tool_call>\n<function=f>\n<parameter=x>\n{value}\n</parameter>\n</function>\n</tool_call>"
+        parser = AnswerParser(Formats("qwen3_coder", None, None, {}), "", [array])
+        assert taken_apart(parser, [text]) == [("tool_calls", {"name": "f", "arguments": {"x": value}})]
+
+
+def test_a_call_that_was_cut_inside_an_argument_stays_text():
+    text = CODER + "<parameter=a>\n5\n</parameter>\n<parameter=b>\n6"
+    assert taken_apart(AnswerParser(Formats("qwen3_coder", None, None, {}), "", [ADD]), text) == [
+        ("content", text)
+    ]
+
+
+def test_a_template_whose_regions_open_and_close_without_text_ends():
+    own = {
+        "start_anchor": "<bot>",
+        "fields": {"thinking": {"open_pattern": "(?=x)", "close_pattern": "(?=x)"}, "content": {}},
+    }
+    parser = AnswerParser(Formats(None, None, own, {}), "<bot>", [])
+    assert "".join(value for _, value in taken_apart(parser, "axb")) == "axb"
 
 
 def test_a_required_call_has_no_arguments_but_those_named():

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
-from nanoengine.apps.tools import MANY, Answer, AnswerParser, Formats, ToolChoice, with_arguments_read
+from nanoengine.apps.tools import MANY, Answer, AnswerParser, Formats, ToolChoice, listed
 from nanoengine.compat import ANY, SAMPLING, Unserved, without_unserved
 from nanoengine.outputs import CompletionOutput, Logprob, RequestOutput
 from nanoengine.requests import check_unicode, render_chats, split_prompts
@@ -159,6 +159,30 @@ class Conversation(BaseModel):
             settings["tools"] = self.tools
         messages = list(map(with_arguments_read, self.messages))
         return render_chats(messages, tokenizer, encode, **settings)[0]
+
+
+def with_arguments_read(message: dict[str, Any]) -> dict[str, Any]:
+    """An assistant's message as chat templates take it: arguments as objects, a content that is text.
+
+    Raises:
+        ValueError: its tool_calls are not what they should be.
+    """
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    read = []
+    for call in listed(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError(f"messages: tool_calls must hold functions with a name, got {call!r}")
+        arguments = function.get("arguments") or {}
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except ValueError:
+                raise ValueError(f"messages: arguments must be JSON, got {arguments!r:.200}") from None
+        read.append({**call, "function": {**function, "arguments": arguments}})
+    return {**message, "content": message.get("content") or "", "tool_calls": read}
 
 
 class StreamOptions(BaseModel):

@@ -1,15 +1,14 @@
 """Tool calls and reasoning: what a model writes between tags of its own, as fields of OpenAI's messages.
 
 Which tags, its tokenizer says (`response_template`, of transformers 5.13 and later), or else the table below,
-by what stands in its chat template. transformers' `ResponseParser` takes the text apart as it arrives; what
-does not parse stays text. Where a call is required, a grammar sees to it (extensions/structured.py).
+by what stands in its chat template. `AnswerParser` takes the text apart as it arrives; what does not parse
+stays text. Where a call is required, a grammar sees to it (extensions/structured.py).
 
 Sources: the chat templates of the models that each row names; transformers/utils/chat_parsing.
 """
 
 import ast
 import json
-import logging
 import re
 import uuid
 from collections.abc import Iterator
@@ -17,7 +16,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.content_parsers import process_field
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
@@ -53,7 +51,10 @@ TOOL_FORMATS = {
             "open_pattern": r"\s{0,9}<tool_call>\s{0,9}<function=(?P<name>[^>\n]{1,99})>",
             "close_pattern": r"</function>\s{0,9}</tool_call>\s{0,9}",
             "content": "xml-inline",
-            "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
+            # An argument without an end has no key, which makes all of the call text, and is searched once.
+            "content_args": {
+                "tag_pattern": r"<parameter=(?:(?P<key>[^>\n]{1,99})>\n?(?P<value>.*?)\n?</parameter>|.*)"
+            },
         },
         "<function=",
     ),
@@ -279,6 +280,17 @@ def fields_of(formats: Formats, has_tools: bool, forced: bool, has_form: bool) -
     return {**fields, "content": CONTENT | (FINAL if is_harmony else {})}
 
 
+LOOK_BACK = 64  # characters before the position that a pattern may look at
+
+
+class Tag(NamedTuple):
+    """What begins or ends a region of an answer."""
+
+    pattern: Any
+    may_grow: bool  # whether more text could make a match of it longer
+    region: str | None  # the one that follows it
+
+
 class AnswerParser:
     """Takes one sample's text apart as it arrives.
 
@@ -309,71 +321,110 @@ class AnswerParser:
         spec = load_response_template(own)
         if not tools:
             spec.fields.pop("tool_calls", None)
-        # Calls are handed over as text and read here, so that one that cannot be read is text still.
+        # Calls are read here and not by transformers, so that one that cannot be read is text still.
         self.call_field = spec.fields.get("tool_calls")
-        if self.call_field is not None:
-            names = self.call_field.open_re.groupindex if self.call_field.open_re else {}
-            raw = {name: "{" + name + "}" for name in names} | {"content": "{content}"}
-            field = replace(self.call_field, content="text", content_args={"strip": False}, transform=raw)
-            spec.fields["tool_calls"] = replace(field, transform_each=False, repeats=True, join=None)
-        self.parser = ResponseParser(spec, prefix=prefix)
-        self.text, self.position = "", 0  # all of it, and where what is handed over ends
-        self.has_parts = self.has_failed = False
+        self.region = spec.implicit  # a field's name; None: text is dropped
+
+        def tags(name: str, kind: str, region: str | None) -> list[Tag]:
+            pattern, literals, can_extend = (
+                getattr(spec.fields[name], f"{kind}_{what}")
+                for what in ("re", "literals", "literal_can_extend")
+            )
+            return [Tag(pattern, literals is None or can_extend, region)] if pattern is not None else []
+
+        names = sorted(spec.fields)
+        self.tags = {None: [], **{name: tags(name, "close", spec.implicit) for name in names}}
+        self.tags[spec.implicit][:0] = [tag for name in names for tag in tags(name, "open", name)]
+        self.call: list[str] = []  # the tag and then the text of a call, as far as they are known
+        self.captures: dict[str, str] = {}  # what its tag says
+        self.buffer, self.position = spec.truncate_past_last_anchor(prefix) if prefix else "", 0
+        list(self._parts_of(is_end=False))  # the prompt's end may open a region; its text is no answer
+        self.texts: list[str] = []  # all of the answer
+        self.has_parts = False
 
     def feed(self, text: str) -> list[Part]:
-        """What more text brings."""
-        self.text += text
-        if not self.has_failed:
-            try:
-                return list(self._parts_of(self.parser.feed(text)))
-            except Exception:  # a tokenizer's template that does not fit its model's text
-                logging.getLogger(__name__).exception("an answer could not be taken apart")
-                self.has_failed = True
-        return [Part("content", text)] if text else []
+        """Return the parts that more text completes."""
+        self.texts.append(text)
+        done = max(0, self.position - LOOK_BACK)
+        self.buffer, self.position = self.buffer[done:] + text, self.position - done
+        return list(self._parts_of(is_end=False))
 
     def finish(self) -> list[Part]:
-        """What the end brings: what was held back, in case it was a tag."""
-        found: list[Part] = []
-        with suppress(ValueError):  # a template wants a field that is not there
-            if not self.has_failed:
-                found = list(self._parts_of(self.parser.finalize()[1]))
-        if not found and not self.has_parts and self.text:  # no tag was found where there had to be one
-            return [Part("content", self.text)]
+        """Return what was held back because it could have been a tag."""
+        found = list(self._parts_of(is_end=True))
+        if not found and not self.has_parts and any(self.texts):  # a tag had to be there, and was not
+            return [Part("content", "".join(self.texts))]
         return found
 
-    def _parts_of(self, events: list[dict[str, Any]]) -> Iterator[Part]:
-        for event in events:
-            kind, what = event.get("field"), event["type"]
-            if kind == "tool_calls" and what == "region_close":
-                self.has_parts = True
-                yield from self._calls_of(event["value"])
-            elif kind != "tool_calls" and what == "region_chunk" and event["text"]:
-                self.has_parts = True
-                self._skip(event["text"])
-                is_thought = kind in ("reasoning", "reasoning_content", "thinking")
-                yield Part("reasoning" if is_thought else "content", event["text"])
+    def _parts_of(self, is_end: bool) -> Iterator[Part]:
+        """Go from tag to tag, as transformers' `ResponseParser` does, but look at each character once.
 
-    def _skip(self, text: str) -> None:
-        """Go behind a part of the whole text."""
-        self.position = max(self.position, self.text.find(text, self.position) + len(text))
+        That one copies the whole text for each piece, and looks through the rest of it for each tag.
+        """
+        matches: dict[Any, Any] = {}  # by pattern, the first one from some position on
+        num_empty = 0
+        while True:
+            match, tag, end = self._next_tag(matches, is_end)
+            if num_empty > 2:  # a template whose regions open and close without any text
+                match, end = None, len(self.buffer)
+            yield from self._take(self.buffer[self.position : end])
+            if match is None:
+                self.position = end
+                break
+            num_empty = num_empty + 1 if match.end() == self.position else 0
+            self.position = match.end()
+            yield from self._end_call(match[0])
+            self.region = tag.region
+            if self.region == "tool_calls":
+                self.call = [match[0]]
+                self.captures = {name: text for name, text in match.groupdict().items() if text is not None}
+        if is_end:
+            yield from self._end_call("")
 
-    def _calls_of(self, value: dict[str, Any]) -> list[Part]:
-        """The calls in a region's text; the text itself, with its tags, where there are none."""
-        field: Any = self.call_field
-        captures = {name: text for name, text in value.items() if name != "content"}
-        start = self.position
-        if field.open_re is not None and (tag := field.open_re.search(self.text, start)):
-            start, self.position = tag.span()  # behind other tags, which are left out
-        self._skip(value["content"])
-        if field.close_re is not None and (tag := field.close_re.match(self.text, self.position)):
-            self.position = tag.end()
+    def _next_tag(self, matches: dict[Any, Any], is_end: bool) -> tuple[Any, Any, int]:
+        """Return the next tag, if it is certain, as its match and itself, and where the text before it ends.
+
+        While more text may come, what may be a tag, or a longer one, is held back.
+        """
+        size = end = len(self.buffer)
+        certain = []
+        for tag in self.tags[self.region]:
+            match = matches.get(tag.pattern)
+            if tag.pattern not in matches or (match is not None and match.start() < self.position):
+                match = tag.pattern.search(self.buffer, self.position, partial=not is_end)
+                matches[tag.pattern] = match
+            if match is None:
+                continue
+            may_grow = match.end() == size and (tag.may_grow or match.start() == size)
+            if not is_end and (match.partial or may_grow):
+                end = min(end, match.start())
+            else:
+                certain.append((match, tag))
+        match, tag = min(certain, key=lambda one: (one[0].start(), -one[0].end()), default=(None, None))
+        return (None, None, end) if match is None or match.start() >= end else (match, tag, match.start())
+
+    def _take(self, text: str) -> Iterator[Part]:
+        """Add text to the region that is open."""
+        if self.region == "tool_calls":
+            self.call.append(text)
+        elif text and self.region is not None:
+            self.has_parts = True
+            is_thought = self.region in ("reasoning", "reasoning_content", "thinking")
+            yield Part("reasoning" if is_thought else "content", text)
+
+    def _end_call(self, end: str) -> list[Part]:
+        """Return the calls in a region that ends; its text, with its tags, if they cannot be read."""
+        call, self.call = self.call, []
+        if not call:
+            return []
+        self.has_parts = True
         try:
-            read = process_field(value["content"], field, captures)
+            read = read_content("".join(call[1:]), self.call_field, self.captures)
             if isinstance(read, dict) and read.get("name") == "":  # a list of calls with names of their own
                 read = read["arguments"]
             return [Part("tool_calls", self._call_of(one)) for one in listed(read)]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            return [Part("content", self.text[start : self.position])]
+            return [Part("content", "".join([*call, end]))]
 
     def _call_of(self, read: Any) -> dict[str, str]:
         """Name and arguments, these as JSON; ValueError where it is no call."""
@@ -397,16 +448,47 @@ def listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
+def read_content(text: str, field: Any, captures: dict[str, str]) -> Any:
+    """Read a region's text as its field says; like transformers' `process_field`, in linear time."""
+    args = field.content_args
+    if field.content == "json" and (args.get("string_delims") or args.get("unquoted_keys")):
+        text = as_json(text, dict(args.get("string_delims", [])), args.get("unquoted_keys", False))
+        field = replace(field, content_args={"allow_non_json": args.get("allow_non_json", False)})
+    return process_field(text, field, captures)
+
+
+def as_json(text: str, quotes: dict[str, str], bare_keys: bool) -> str:
+    """Rewrite JSON whose strings have other quotes, and whose keys may have none, as JSON.
+
+    >>> as_json("{a:<q>x</q>}", {"<q>": "</q>"}, True)
+    '{"a":"x"}'
+    """
+
+    def with_keys(text: str) -> str:
+        return re.sub(r"(?<=[{,])(\w+):", r'"\1":', text) if bare_keys else text
+
+    pieces, position = [], 0
+    opening = re.compile("|".join(map(re.escape, quotes)) or r"(?!)")
+    while quote := opening.search(text, position):
+        end = text.find(quotes[quote[0]], quote.end())
+        if end < 0:
+            break
+        string = json.dumps(text[quote.end() : end])
+        pieces += [with_keys(text[position : quote.start()]), string]
+        position = end + len(quotes[quote[0]])
+    return "".join([*pieces, with_keys(text[position:])])
+
+
 def cast_to(schema: Any, value: Any) -> Any:
     """A value written as text, where a schema wants no text."""
     kinds = listed(schema.get("type", "string")) if isinstance(schema, dict) else ["string"]
     if not isinstance(value, str) or "string" in kinds:
         return value
     for read in (json.loads, ast.literal_eval):
-        try:
-            return read(value.strip())
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
-            continue
+        with suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+            found = read(value.strip())
+            json.dumps(found, allow_nan=False)  # Python has values that JSON has not, such as sets
+            return found
     return value
 
 
@@ -508,27 +590,3 @@ def is_schema_of_arguments(schema: Any) -> bool:
     if not isinstance(schema, dict) or schema.get("type", "object") != "object":
         return False
     return isinstance(schema.get("properties", {}), dict)
-
-
-def with_arguments_read(message: dict[str, Any]) -> dict[str, Any]:
-    """An assistant's message as chat templates take it: arguments as objects, a content that is text.
-
-    Raises:
-        ValueError: its tool_calls are not what they should be.
-    """
-    calls = message.get("tool_calls")
-    if not calls:
-        return message
-    read = []
-    for call in listed(calls):
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise ValueError(f"messages: tool_calls must hold functions with a name, got {call!r}")
-        arguments = function.get("arguments") or {}
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments)
-            except ValueError:
-                raise ValueError(f"messages: arguments must be JSON, got {arguments!r:.200}") from None
-        read.append({**call, "function": {**function, "arguments": arguments}})
-    return {**message, "content": message.get("content") or "", "tool_calls": read}
