@@ -59,7 +59,7 @@ from nanoengine.backends.inputs import AttentionMetadata, ModelInputs, send_inpu
 from nanoengine.backends.kv_cache import KVCache
 from nanoengine.detokenizer import Detokenizer
 from nanoengine.logprobs import Logprobs, Reports, report_prompts
-from nanoengine.sampling import CachedRows, RowProcessor, Sample, read_tokens
+from nanoengine.sampling import CachedRows, RowProcessor, Sample, read_tokens, why_undrawn
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.steps import Stopwatch
 
@@ -576,7 +576,7 @@ class Scheduler:
         None means that no token could be sampled: the sequence finishes with "error".
         """
         if token_id is None:
-            self.finish(seq, "error", "no token could be drawn: logits are not numbers, or none is allowed")
+            self.finish(seq, "error", why_undrawn(seq.processors))
             return
         seq.token_ids.append(token_id)
         is_stop_id = token_id in seq.stop_ids

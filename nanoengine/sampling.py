@@ -43,6 +43,7 @@ class RowProcessor(Protocol):
     """Edits a sequence's logits, after what `SamplingParams` says by numbers; each sequence has its own."""
 
     is_mask: ClassVar[bool]  # whether all it does is to forbid tokens; masks come last
+    failure: str | None  # why it could not be applied; written by the sampler
 
     @staticmethod
     def apply(logits: Tensor, items: Sequence[tuple[int, Any, SamplingRow]]) -> None:
@@ -53,6 +54,12 @@ class RowProcessor(Protocol):
             items: of those that have a processor of this class: the row's number, the processor, the row. A
                 sequence with guesses has several, one after the other, each with a token more.
         """
+
+
+def why_undrawn(processors: Sequence[RowProcessor]) -> str:
+    """Say why a sequence with these processors got no token."""
+    reason = next((one.failure for one in processors if one.failure is not None), None)
+    return f"no token could be drawn: {reason or 'logits are not numbers, or none is allowed'}"
 
 
 class RowSettings:
@@ -252,6 +259,15 @@ def sample_rows(
     """
 
     def sample(at: slice) -> tuple[Tensor, list[LogprobTable]]:
+        try:
+            return draw_at(at)
+        except Exception as error:
+            if at.stop - at.start == 1:  # the row is to blame: its request is told why
+                for processor in rows[at.start].processors:
+                    processor.failure = f"{type(error).__name__}: {error}"
+            raise
+
+    def draw_at(at: slice) -> tuple[Tensor, list[LogprobTable]]:
         asked, reported = settings.num_logprobs[at], [logits[at]]
 
         def draw_and_keep(edited: Tensor, metadata: SamplingMetadata) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,8 @@
 """Logits processors of a user's own: functions of a request, and vLLM V1's batch-level classes."""
 
 import random
+import re
+from typing import ClassVar
 
 import pytest
 import torch
@@ -8,7 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.extensions.processors import Batch, LogitsProcessor, Member, MoveDirectionality
+from nanoengine.extensions.processors import (
+    Batch,
+    LogitsProcessor,
+    Member,
+    MoveDirectionality,
+    process_dict_updates,
+)
 from nanoengine.sampling import SamplingRow
 from tests.helpers import DEMO
 
@@ -101,14 +109,21 @@ def fails(output_ids, logits):
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [fails, lambda ids, x: None, lambda ids, x: x[:1], lambda ids, x: x * torch.nan],
-    ids=["raises", "None", "shape", "NaN"],
+    ("wrong", "reason"),
+    [
+        (fails, "RuntimeError: planted"),
+        (lambda ids, x: None, "must return a tensor of real numbers, got NoneType"),
+        (lambda ids, x: x > 0, "must return a tensor of real numbers, got torch.bool"),
+        (lambda ids, x: x[:1], r"must return logits of shape \(\d+,\), got \(1,\)"),
+        (lambda ids, x: x * torch.nan, "logits are not numbers"),
+    ],
+    ids=["raises", "None", "bool", "shape", "NaN"],
 )
-def test_one_that_fails_ends_its_request_alone(wrong, llm):
+def test_one_that_fails_ends_its_request_alone_and_says_why(wrong, reason, llm):
     free, broken = SamplingParams(**GREEDY), SamplingParams(**GREEDY, logits_processors=[wrong])
     outputs = llm.generate(["Hello"] * 3, [free, broken, free], use_tqdm=False)
     assert [out.outputs[0].finish_reason for out in outputs] == ["length", "error", "length"]
+    assert re.match(f"no token could be drawn: .*{reason}", outputs[1].outputs[0].stop_reason)
 
 
 def test_where_all_requests_of_a_step_fail_each_ends_alone(llm):
@@ -124,6 +139,20 @@ def test_where_all_requests_of_a_step_fail_each_ends_alone(llm):
     outputs = llm.generate(["Hello"] * 3, [plain, failing, failing], use_tqdm=False)
     reasons = [[one.finish_reason for one in output.outputs] for output in outputs]
     assert reasons == [["length"], ["error"] * 2, ["error"] * 2]
+    assert {one.stop_reason for output in outputs[1:] for one in output.outputs} == {
+        "no token could be drawn: RuntimeError: planted"
+    }
+
+
+def test_the_reason_why_a_grammar_fails_is_told(llm, monkeypatch):
+    def too_costly(*_):
+        raise ValueError("the grammar is too costly: planted")
+
+    monkeypatch.setattr("nanoengine.extensions.structured.Grammars.fill_masks", too_costly)
+    free, formed = SamplingParams(**GREEDY), SamplingParams(**GREEDY, structured_outputs={"regex": "a+"})
+    outputs = llm.generate(["Hello"] * 2, [free, formed], use_tqdm=False)
+    assert outputs[0].outputs[0].finish_reason == "length"
+    assert outputs[1].outputs[0].stop_reason.endswith("ValueError: the grammar is too costly: planted")
 
 
 @pytest.mark.parametrize(
@@ -247,6 +276,44 @@ def test_what_never_changes_the_likeliest_sees_logits_after_temperature(llm):
     with LLM(DEMO, num_kv_blocks=100, logits_processors=[Halved]) as other:
         assert token_ids(other, plain, ["Hello"] * 8) == token_ids(llm, params, ["Hello"] * 8)
         assert token_ids(other, SamplingParams(**GREEDY)) == token_ids(llm, SamplingParams(**GREEDY))
+
+
+class Returns(LogitsProcessor):
+    """Returns what the request's `extra_args` name; one that asks for it, in a batch of its own."""
+
+    made: ClassVar = {
+        "int64": lambda logits: (logits * 8).long(),
+        "float64": lambda logits: (logits * 8).long().double(),
+        "bool": lambda logits: logits > 0,
+        "None": lambda logits: None,
+        "row": lambda logits: logits[0],
+    }
+
+    def __init__(self, vllm_config, device, is_pin_memory):
+        self.kinds = {}
+
+    def is_argmax_invariant(self):
+        return False
+
+    def update_state(self, batch_update):
+        process_dict_updates(self.kinds, batch_update, lambda params, *_: params.extra_args["kind"])
+
+    def apply(self, logits):
+        return self.made[self.kinds[0]](logits)
+
+
+def test_an_engine_s_processor_may_return_any_real_numbers_and_other_things_are_named(llm):
+    with LLM(DEMO, num_kv_blocks=100, logits_processors=[Returns]) as other:
+
+        def outcome(kind):
+            params = SamplingParams(**GREEDY, extra_args={"kind": kind})
+            (out,) = other.generate("Hello", params, use_tqdm=False)[0].outputs
+            return out.stop_reason if out.finish_reason == "error" else out.token_ids
+
+        assert outcome("int64") == outcome("float64")
+        assert len(outcome("int64")) == 12
+        for kind, found in (("bool", "torch.bool"), ("None", "NoneType"), ("row", r"\(\d+,\)")):
+            assert re.search(f"the logits processor Returns must return .* got {found}", outcome(kind))
 
 
 @pytest.mark.parametrize(

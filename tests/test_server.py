@@ -1121,3 +1121,14 @@ def test_a_command_that_cannot_serve_says_why_and_ends(flags, message, capsys):
         main(flags)
     assert caught.value.code != 0
     assert message in capsys.readouterr().err + str(caught.value)
+
+
+@pytest.mark.parametrize("port", ["99999", "-1", "http"])
+def test_a_port_that_there_is_not_is_refused_in_one_line(port, capsys):
+    """A socket takes the lowest 16 bits: 99999 was served as 34463."""
+    with pytest.raises(SystemExit) as caught:
+        main(["serve", "demo", f"--port={port}"])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.splitlines()[1:] == [
+        f"nanoengine serve: error: argument --port: must be an integer in [0, 65535], got '{port}'"
+    ]

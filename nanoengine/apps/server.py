@@ -18,6 +18,7 @@ import os
 import sys
 import time
 import uuid
+from argparse import ArgumentTypeError
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
@@ -739,12 +740,16 @@ class Server(uvicorn.Server):
 
 def make_parser() -> FlexibleArgumentParser:
     """The command's flags: the server's own, and one for each of EngineConfig's fields."""
-    parser = FlexibleArgumentParser("nanoengine serve", description="Serve a model.", allow_abbrev=False)
+    parser = FlexibleArgumentParser(
+        "nanoengine serve", "%(prog)s MODEL [--FLAG VALUE ...]", "Serve a model.", allow_abbrev=False
+    )
     parser.add_argument(
         "model_tag", metavar="MODEL", nargs="?", help="directory, hub id, or demo, the bundled model"
     )
     parser.add_argument("--host", default="127.0.0.1", help="default %(default)s: this machine alone")
-    parser.add_argument("--port", type=int, default=8000, help="default %(default)s; 0 is any that is free")
+    parser.add_argument(
+        "--port", type=parse_port, default=8000, help="default %(default)s; 0 is any that is free"
+    )
     parser.add_argument("--served-model-name", help="what clients call the model; default: as MODEL")
     parser.add_argument(
         "--api-key",
@@ -781,6 +786,13 @@ def make_parser() -> FlexibleArgumentParser:
     engine = parser.add_argument_group("engine", "EngineConfig's fields; config.py explains each")
     add_flags(engine, EngineConfig, UNSERVED_FLAGS, UNSERVED)
     return parser
+
+
+def parse_port(text: str) -> int:
+    """Return a port's number; a socket would take only the lowest 16 bits of a larger one."""
+    if not text.isdecimal() or int(text) >= 2**16:
+        raise ArgumentTypeError(f"must be an integer in [0, 65535], got {text!r}")
+    return int(text)
 
 
 def parse_origins(text: str) -> list[str]:

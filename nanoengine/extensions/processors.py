@@ -31,6 +31,7 @@ class FunctionProcessor:
     """A function of one request; a `RowProcessor`."""
 
     is_mask: ClassVar[bool] = False
+    failure: str | None = None
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function, self.with_prompt = function, num_parameters(function) == 3
@@ -47,10 +48,23 @@ class FunctionProcessor:
             if processor.with_prompt:
                 token_ids.insert(0, list(row.token_ids[: row.num_prompt_tokens]))
             made = processor.function(*token_ids, logits[i])
-            if not isinstance(made, Tensor) or made.shape != logits[i].shape:
-                shape = tuple(logits[i].shape)
-                raise ValueError(f"a logits processor must return logits of shape {shape}, got {made!r:.200}")
-            logits[i] = made
+            logits[i] = as_logits(made, logits[i], processor.function)
+
+
+def as_logits(made: Any, given: Tensor, processor: Any) -> Tensor:
+    """Return what a processor made of the given logits, in their dtype and on their device.
+
+    Raises:
+        TypeError, ValueError: it is no tensor of numbers, or has another shape.
+    """
+    name = getattr(processor, "__name__", type(processor).__name__)
+    if not isinstance(made, Tensor) or made.dtype == torch.bool or made.is_complex():
+        found = made.dtype if isinstance(made, Tensor) else type(made).__name__
+        raise TypeError(f"the logits processor {name} must return a tensor of real numbers, got {found}")
+    if made.shape != given.shape:
+        shapes = f"{tuple(given.shape)}, got {tuple(made.shape)}"
+        raise ValueError(f"the logits processor {name} must return logits of shape {shapes}")
+    return made.to(given)
 
 
 # ---- vLLM V1's -----------------------------------------------------------------------------------
@@ -152,7 +166,7 @@ class AdapterLogitsProcessor(LogitsProcessor):
     def apply(self, logits: Tensor) -> Tensor:
         """As `LogitsProcessor.apply`."""
         for index, function in self.req_info.items():
-            logits[index] = function(logits[index])
+            logits[index] = as_logits(function(logits[index]), logits[index], self)
         return logits
 
 
@@ -199,6 +213,7 @@ class Member:
     """A sample, as an engine's processors know it; a `RowProcessor`."""
 
     is_mask: ClassVar[bool] = False
+    failure: str | None = None
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
@@ -219,11 +234,9 @@ class Member:
         mine = logits[order]
         for processor in batch.processors:
             if not processor.is_argmax_invariant():
-                mine = processor.apply(mine)
+                mine = as_logits(processor.apply(mine), mine, processor)
             elif any(temperatures):
-                mine = processor.apply(mine / scale) * scale
-        if mine.shape != (len(order), logits.shape[1]):
-            raise ValueError(f"a logits processor must return logits of their shape, got {tuple(mine.shape)}")
+                mine = as_logits(processor.apply(mine / scale), mine, processor) * scale
         logits[order] = mine
 
 

@@ -317,6 +317,7 @@ class Constraint:
     """What a grammar lets a sample say next; a `RowProcessor`."""
 
     is_mask: ClassVar[bool] = True
+    failure: str | None = None
 
     def __init__(self, grammars: Grammars, matcher: Any, takes_back: bool = True) -> None:
         self.grammars, self.matcher = grammars, matcher
