@@ -30,6 +30,7 @@ from nanoengine.requests import ended_after
 from nanoengine.sampling import SamplingRow, draw_tokens
 from tests.helpers import BAD_FIELDS, DEMO, Lines, byte_tokenizer, ctrl_c, table_checkpoint
 from tests.laws import check_laws
+from tests.serving import PATIENCE, held_steps, wait_until
 
 ROOT = Path(__file__).parent.parent
 SEEDED = SamplingParams(temperature=1.0, seed=3, max_tokens=12, ignore_eos=True)
@@ -228,7 +229,7 @@ ENDLESS = LOOP * 4 + "{% endfor %}" * 4
     ],
 )
 def test_a_chat_template_that_raises_or_does_not_end_is_a_value_error(template, message, engine, monkeypatch):
-    monkeypatch.setattr("nanoengine.requests.TEMPLATE_SECONDS", 0.2 if template == ENDLESS else 60.0)
+    monkeypatch.setattr("nanoengine.requests.TEMPLATE_SECONDS", 0.2 if template == ENDLESS else PATIENCE)
     llm, _ = engine
     for content in ("hello", [{"type": "text", "text": "hello"}]):
         with pytest.raises(ValueError, match=message):
@@ -240,7 +241,7 @@ def test_a_block_that_ends_in_time_is_let_alone():
         with suppress(TimeoutError), ended_after(0.001):
             time.sleep(0.001)
     assert sum(range(10**6)) == 499999500000
-    assert not any(isinstance(one, threading.Timer) and one.is_alive() for one in threading.enumerate())
+    wait_until(lambda: not any(isinstance(one, threading.Timer) for one in threading.enumerate()))
 
 
 # ---- no request can end another one, whatever it asks for ----
@@ -337,11 +338,13 @@ def storm(model, num_tasks, most_cancelled):
 
         tasks = [asyncio.create_task(consume(number)) for number in range(num_tasks)]
         num_struck = 0
-        while rest := [task for task in tasks if not task.done()]:
-            if rng.random() < 0.3 and num_struck < most_cancelled:
-                rng.choice(rest).cancel()
-                num_struck += 1
-            await asyncio.sleep(rng.choice([0, 0.001, 0.01]))
+        with held_steps(engine) as steps:  # the engine makes no more steps than the loop has turns
+            while rest := [task for task in tasks if not task.done()]:
+                if rng.random() < 0.3 and num_struck < most_cancelled:
+                    rng.choice(rest).cancel()
+                    num_struck += 1
+                steps.permit(1)
+                await asyncio.sleep(rng.choice([0, 0.001, 0.01]))
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert {type(result) for result in results} == {type(None), asyncio.CancelledError}
         counts["cancelled"] = sum(result is not None for result in results)
@@ -362,7 +365,7 @@ def test_a_storm_of_cancellations_duplicate_ids_and_preemptions_changes_no_answe
     counts = storm(model, 150, 50)
     assert counts["preempted"] > 10
     assert counts["answered"] > 50
-    assert counts["cancelled"] > 20  # how many fit in before the answers are there depends on the machine
+    assert counts["cancelled"] > 20
     assert counts["duplicate"] > 5
 
 
@@ -463,21 +466,23 @@ def test_whether_a_request_of_many_samples_is_finished_is_told_without_looking_a
 def test_a_run_of_invalid_bytes_is_detokenized_in_linear_time_and_to_the_same_text():
     tokenizer = byte_tokenizer().backend_tokenizer
 
-    def seconds(token_ids):
+    def seconds(number):
+        token_ids = [0xFF] * number
         detokenizer = Detokenizer(tokenizer, [65], SamplingParams())
-        start = time.perf_counter()
+        start = time.process_time()
         longest = 0
         for token_id in token_ids:
             detokenizer.append(token_id)
             longest = max(longest, len(detokenizer.pending))
-        taken = time.perf_counter() - start
+        taken = time.process_time() - start
         detokenizer.append(65)
         detokenizer.finish()
         assert detokenizer.text == tokenizer.decode([*token_ids, 65])
         assert longest <= MAX_PENDING
         return taken
 
-    assert seconds([0xFF] * 8000) < 2  # was 11.8
+    # 8 times as many: 8 times as long, or 64 times.
+    assert min(seconds(8000) for _ in range(3)) < 24 * min(seconds(1000) for _ in range(5))
 
 
 def test_invalid_runs_with_characters_among_them_lose_no_character():
@@ -510,6 +515,13 @@ def test_a_second_thread_is_refused_while_the_first_has_requests_and_harms_nothi
     with LLM(babbler, num_kv_blocks=60) as llm:
         expected = answers(llm.generate(["a", "b"], SEEDED, use_tqdm=False))
         results, refusals, barrier = [], [], threading.Barrier(4)
+        launch = llm.llm_engine.runner.launch
+
+        def launch_later(*args):
+            wait_until(lambda: refusals)  # another thread has come
+            return launch(*args)
+
+        llm.llm_engine.runner.launch = launch_later
 
         def work():
             barrier.wait()
@@ -659,7 +671,8 @@ async def main():
     await asyncio.gather(*(consume(i) for i in range(8)))
 
 threading.Thread(target=lambda: asyncio.run(main()), daemon=True).start()
-time.sleep(0.3)
+while engine.llm_engine.metrics()["num_running"] < 8:
+    time.sleep(0.01)
 {end}
 """
 
@@ -667,7 +680,7 @@ time.sleep(0.3)
 @pytest.mark.parametrize("end", [pytest.param("", marks=pytest.mark.slow), "sys.exit(3)"])
 def test_a_process_that_ends_in_traffic_without_close_ends_cleanly(end, babbler):
     command = [sys.executable, "-c", IN_TRAFFIC.format(end=end), babbler]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == (3 if end else 0), done.stderr
     assert "Fatal" not in done.stderr
 
@@ -723,6 +736,6 @@ def test_the_chat_answers_bytes_that_are_no_text_with_a_message(monkeypatch, cap
 @pytest.mark.slow  # a process that imports PyTorch
 def test_the_example_s_output_may_be_cut():
     cut = f"{sys.executable} example.py --prompt Hello --max-tokens 3 | true"
-    done = subprocess.run(cut, shell=True, capture_output=True, timeout=120, cwd=ROOT)
+    done = subprocess.run(cut, shell=True, capture_output=True, timeout=PATIENCE, cwd=ROOT)
     assert b"Traceback" not in done.stderr
     assert b"BrokenPipe" not in done.stderr
