@@ -1055,6 +1055,8 @@ def is_closed(url):
         return httpx.get(f"{url}/metrics", timeout=10).status_code == 503
     except httpx.TimeoutException:  # the engine takes the question after a step, and its step is held
         return False
+    except httpx.TransportError:  # the server is gone too
+        return True
 
 
 @pytest.mark.slow
