@@ -16,8 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from nanoengine import LLM, RequestOutput, SamplingParams
-from nanoengine.apps.viewer import save
-from nanoengine.extensions.trace import Event
+from nanoengine.optional import MissingFileError, load
 
 PASSAGE = (
     "The brave sailor found the golden lantern near a castle. "
@@ -62,8 +61,9 @@ def run(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     with in_a_terminal(parser):
         params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
-        events: list[Event] = []
+        events: list[Any] = []
         settings: dict[str, Any] = {}
+        save = load("apps.viewer", "--trace").save if args.trace else None
         if args.trace:
             save(events, args.trace)  # a file that cannot be written is refused before the run, not after it
             settings["trace"] = events.append
@@ -110,7 +110,7 @@ def in_a_terminal(parser: argparse.ArgumentParser) -> Iterator[None]:
         sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are no text are refused as a message
     try:
         yield
-    except (ValueError, OSError) as error:  # an option, the model or its files
+    except (MissingFileError, ValueError, OSError) as error:  # an option, the model or its files
         sys.exit(f"{parser.prog}: {' '.join(str(error).split())}")
     except KeyboardInterrupt:
         sys.exit(130)

@@ -1,0 +1,139 @@
+"""Any optional file can be deleted: the rest works as before, and what needs the file names it as missing."""
+
+import json
+import multiprocessing
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.model_table import small_config
+from tests.test_structure import FILES, KNOTS, PACKAGE, ring_of
+from tests.without import PRELOADED, try_copy
+
+SERVE = 'main(["serve", "demo", "--port", "0"])'
+LLM_OF_STATES = 'LLM(states, load_format="dummy", **SETTINGS)'
+ON_A_GPU = """
+import torch
+from nanoengine import EngineConfig
+from nanoengine.backends.cuda import CUDA
+CUDA(torch.device("cuda"), EngineConfig(model="demo", enforce_eager=True)).backends
+"""
+# Each optional file -> what a user does that needs it.
+USES = {
+    "apps.ask": 'main(["run"])',
+    "apps.bench": 'main(["bench"])',
+    "apps.openai_api": SERVE,
+    "apps.pooling_api": SERVE,
+    "apps.roofline": 'main(["bench"])',
+    "apps.server": SERVE,
+    "apps.tools": SERVE,
+    "apps.viewer": 'main(["run", "--trace", f"{tmp}/run.html"])',
+    "apps.workloads": 'main(["bench"])',
+    "backends.cuda": 'import torch; torch.cuda.is_available = lambda: True; LLM("demo", device="cuda:0")',
+    "backends.flash": ON_A_GPU,
+    "backends.triton": ON_A_GPU,
+    "contrib": 'LLM("demo", kv_store=tmp, **SETTINGS)',
+    "contrib.kvstore": 'LLM("demo", kv_store=tmp, **SETTINGS)',
+    "contrib.lab": 'main(["lab"])',
+    "contrib.lab_command": 'main(["lab"])',
+    "contrib.learner": 'main(["serve", "demo", "--port", "0", "--dev-mode"])',
+    "contrib.ray_data": "from nanoengine.contrib.ray_data import Predictor",
+    "contrib.reload": 'LLM("demo", **SETTINGS).sleep()',
+    "contrib.responses": 'message = post("/v1/responses")',
+    "contrib.stores": 'LLM("demo", kv_store=tmp, **SETTINGS)',
+    "contrib.transfer": 'main(["serve", "demo", "--port", "0", "--dev-mode"])',
+    "contrib.vllm_module": "import nanoengine.contrib.vllm_module",
+    "extensions.parallel": 'LLM("demo", tensor_parallel_size=2, **SETTINGS)',
+    "extensions.pooling": 'LLM("demo", runner="pooling", **SETTINGS)',
+    "extensions.processors": 'LLM("demo", logits_processors=[print], **SETTINGS)',
+    "extensions.speculate": """
+LLM("demo", speculative_config={"method": "ngram", "num_speculative_tokens": 2}, **SETTINGS)
+""",
+    "extensions.states": LLM_OF_STATES,
+    "extensions.structured": """
+params = SamplingParams(structured_outputs={"regex": "a"})
+LLM("demo", **SETTINGS).generate("Hello", params, use_tqdm=False)
+""",
+    "extensions.trace": 'LLM("demo", trace=print, **SETTINGS)',
+    "extensions.windows": """
+windows = {"use_sliding_window": True, "sliding_window": 9, "layer_types": ["sliding_attention"] * 4}
+LLM("demo", hf_overrides=windows, **SETTINGS)
+""",
+    "models.hf": 'LLM("demo", model_impl="transformers", **SETTINGS)',
+    "models.linear": 'LLM("demo", model_impl="transformers", **SETTINGS)',
+    "models.states": LLM_OF_STATES,
+}
+BY_DEFAULT = {"apps.viewer", "contrib", "contrib.kvstore", "contrib.reload", "extensions.speculate"}
+
+
+def test_every_optional_file_is_tried_but_those_that_the_core_still_imports():
+    optional = {name for name in FILES if ring_of(name) and name not in ("apps", "extensions")}
+    assert optional - set().union(*KNOTS.values()) == USES.keys()
+
+
+@pytest.fixture(scope="module")
+def forks():
+    """Processes forked from one that has imported PyTorch and transformers, once."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
+@pytest.fixture(scope="module")
+def names(tmp_path_factory):
+    """What uses refer to: a folder, and a model whose layers hand on states."""
+    path = tmp_path_factory.mktemp("names")
+    (path / "states").mkdir()
+    config = small_config("lfm2").to_dict() | {"architectures": ["Lfm2ForCausalLM"]}
+    (path / "states" / "config.json").write_text(json.dumps(config))
+    return {"tmp": str(path / "tmp"), "states": str(path / "states")}
+
+
+def copy_without(missing: str, where: Path) -> Path:
+    """A copy of the package in links, bytecode included, without a file or a folder."""
+    (where / "nanoengine").mkdir()
+    gone = PACKAGE / missing.replace(".", "/")
+    for path in PACKAGE.iterdir():
+        link = where / "nanoengine" / path.name
+        if path == gone.parent:
+            link.mkdir()
+            for inner in path.iterdir():
+                if inner != gone.with_suffix(".py"):
+                    (link / inner.name).symlink_to(inner)
+        elif path != gone:
+            link.symlink_to(path)
+    return where
+
+
+def in_child(forks, copy: Path, use: str, names: dict[str, str]) -> tuple[list[list[int]], str]:
+    ours, theirs = forks.Pipe()
+    child = forks.Process(target=try_copy, args=(theirs, str(copy), use, names))
+    child.start()
+    theirs.close()
+    try:
+        assert ours.poll(120), "it neither answers nor refuses"
+        return ours.recv()
+    finally:
+        child.kill()
+        child.join()
+
+
+@pytest.fixture(scope="module")
+def expected(forks, names, tmp_path_factory):
+    """The answers of the whole package, in which nothing is missing."""
+    whole = copy_without("nothing", tmp_path_factory.mktemp("whole"))
+    tokens, message = in_child(forks, whole, "", names)
+    assert message == "nothing"
+    return tokens
+
+
+@pytest.mark.parametrize(
+    "missing",
+    [pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.slow) for name in USES],
+)
+def test_a_file_can_be_deleted(missing, forks, names, expected, tmp_path):
+    tokens, message = in_child(forks, copy_without(missing, tmp_path), USES[missing], names)
+    assert tokens == expected, message
+    assert re.search(rf"nanoengine[./]{missing.replace('.', '[./]')}\b", message), message
+    assert "\n" not in message
