@@ -4,6 +4,7 @@ import contextlib
 import errno
 import itertools
 import json
+import math
 import os
 import resource
 import shutil
@@ -33,6 +34,7 @@ from nanoengine.contrib.stores import DirectoryStore, RedisStore
 from nanoengine.engine import Sequence
 from tests.helpers import DEMO, checkpoint, greedy, random_prompts
 from tests.laws import check_blocks, check_laws
+from tests.serving import wait_until
 from tests.test_scheduling_machine import BRIEFLY, ExtendedMachine
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -89,15 +91,16 @@ def redis_server(path):
     command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--dir", str(path)]
     server = subprocess.Popen([*command, "--save", "", "--appendonly", "no"], stdout=subprocess.DEVNULL)
     try:
-        for _ in range(100):
-            with socket.socket() as client:
-                if client.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            time.sleep(0.05)
-        yield f"redis://127.0.0.1:{port}/0", server
+        wait_until(lambda: is_up(port))
+        yield f"redis://127.0.0.1:{port}/0?socket_timeout=300&socket_connect_timeout=300", server
     finally:
         server.kill()
         server.wait()
+
+
+def is_up(port):
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
 
 
 # ---- Stores --------------------------------------------------------------------------------------
@@ -218,7 +221,8 @@ def test_a_writer_killed_at_any_time_leaves_whole_entries_only(tmp_path):
     for round_ in range(4):
         writer = start_writer(tmp_path, f"killed {round_}", 10**9)
         assert writer.stdout.readline() == "ready\n"
-        time.sleep(0.2 + 0.05 * round_)
+        wait_until(lambda: size_of(tmp_path) > 0)
+        time.sleep(0.05 * round_)  # any moment will do
         os.kill(writer.pid, signal.SIGKILL)
         writer.communicate()
     checker = start_writer(tmp_path, "checks", 500)
@@ -449,6 +453,7 @@ def test_a_full_disk_costs_the_saving_and_no_request(tmp_path_factory, tmp_path,
     path, _ = checkpoint("qwen3", tmp_path_factory)
     prompts = random_prompts([40, 40, 40])
     plain, _, _ = serve(path, None, prompts)
+    monkeypatch.setattr(kvstore, "RETRY_SECONDS", math.inf)
     with monkeypatch.context() as patch, LLM(str(path), kv_store=tmp_path, **SETTINGS) as llm:
         patch.setattr(os, "replace", disk_full)
         for i in (0, 1):
@@ -463,7 +468,6 @@ def test_a_full_disk_costs_the_saving_and_no_request(tmp_path_factory, tmp_path,
         llm.generate([prompts[1][:16]], GREEDY, use_tqdm=False)
         wait_for_writer(llm)
         assert [*tmp_path.rglob("*.safetensors")] == [], "it is left alone for a while"
-        monkeypatch.setattr(kvstore, "RETRY_SECONDS", 0.0)
         connector_of(llm)._writing._resume_at = 0.0
         llm.generate([prompts[2]], GREEDY, use_tqdm=False)
     assert serve(path, tmp_path, prompts)[:2] == (plain, [0, 0, 39])
@@ -667,7 +671,10 @@ def test_blocks_that_found_no_room_in_the_queue_are_saved_later(tmp_path_factory
         queued = []
         save = connector.save
         monkeypatch.setattr(connector, "save", lambda one: (save(one), queued.append(one)))
-        llm.generate(prompts, GREEDY, use_tqdm=False)
+        llm.llm_engine.add_request("a", prompts[0], GREEDY)
+        while llm.has_unfinished_requests():
+            llm.step()
+            wait_for_writer(llm)
         assert max(one.num_bytes for one in queued if one) <= kvstore.MAX_QUEUED_BYTES
         wait_for_writer(llm)
         assert connector._num_queued_bytes == 0
@@ -775,7 +782,8 @@ def test_one_process_prefills_and_another_decodes(tmp_path_factory, tmp_path):
     assert counts["num_steps"] == 12  # the tail of 4 tokens and the first token took one
 
 
-def test_redis_serves_and_its_death_costs_no_request(tmp_path_factory, tmp_path, caplog):
+def test_redis_serves_and_its_death_costs_no_request(tmp_path_factory, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(kvstore, "RETRY_SECONDS", math.inf)
     path, _ = checkpoint("qwen3", tmp_path_factory)
     prompts = random_prompts([100, 40, 50])
     plain, _, _ = serve(path, None, prompts)
