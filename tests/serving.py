@@ -10,6 +10,7 @@ import time
 from contextlib import contextmanager
 
 import httpx
+import pytest
 
 from nanoengine.apps.server import Server, Service
 from tests.helpers import DEMO
@@ -90,42 +91,44 @@ class Steps:
 
 
 @contextmanager
-def held_steps(engine):
-    """Until the end of the block, steps begin only as they are permitted."""
-    runner, steps = engine.llm_engine.runner, Steps()
+def before_each_step(engine, function):
+    """Call a function with each step's batch before the step is launched."""
+    runner = engine.llm_engine.runner
     launch = runner.launch
 
-    def held(batch, *args):
-        steps.begin(batch)
+    def called(batch, *args):
+        function(batch)
         return launch(batch, *args)
 
-    runner.launch = held
-    try:
-        yield steps
-    finally:
-        del runner.launch
-        steps.permit()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "launch", called)
+        yield
+
+
+@contextmanager
+def held_steps(engine):
+    """Until the end of the block, steps begin only as they are permitted."""
+    steps = Steps()
+    with before_each_step(engine, steps.begin):
+        try:
+            yield steps
+        finally:
+            steps.permit()
 
 
 @contextmanager
 def paced_steps(engine):
     """A step begins when the outputs of the one before are taken, so a token's text is one piece."""
-    runner = engine.llm_engine.runner
-    launch = runner.launch
 
-    def paced(*args):
+    def wait_for_consumers(batch):
         for mailbox in [*engine._mailboxes.values()]:
             is_delivered = threading.Event()
             mailbox.loop.call_soon_threadsafe(is_delivered.set)
             assert is_delivered.wait(PATIENCE)
             wait_until(lambda mailbox=mailbox: mailbox.output is None)
-        return launch(*args)
 
-    runner.launch = paced
-    try:
+    with before_each_step(engine, wait_for_consumers):
         yield
-    finally:
-        del runner.launch
 
 
 @contextmanager
