@@ -7,6 +7,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from copy import copy, deepcopy
 from dataclasses import dataclass, field, fields
@@ -18,7 +19,7 @@ from nanoengine.llm_engine import LLMEngine
 from nanoengine.metrics import Metric
 from nanoengine.optional import ContribMethod
 from nanoengine.outputs import RequestOutput
-from nanoengine.requests import Prompt
+from nanoengine.requests import CheckedRequest, Prompt
 from nanoengine.sampling_params import check_integer
 from nanoengine.steps import EngineDeadError
 
@@ -74,6 +75,7 @@ class AsyncLLM:
         self._max_concurrent_requests = check_integer("max_concurrent_requests", max_concurrent_requests, 1)
         self.llm_engine = LLMEngine(EngineConfig(model=model, **settings))  # from here on the thread's alone
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._checks = ThreadPoolExecutor(1, "nanoengine-checks")  # one thread: requests keep their order
         self._closed, self._lock = False, threading.Lock()
         self._mailboxes: dict[str, _Mailbox] = {}  # likewise the thread's
         self._waiting: deque[Callable[[], None]] = deque()  # likewise: requests beyond those that may run
@@ -88,7 +90,7 @@ class AsyncLLM:
 
     async def generate(
         self,
-        prompt: Prompt,
+        prompt: Prompt | CheckedRequest,
         sampling_params: Any,
         request_id: str,
         *,
@@ -97,6 +99,9 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput]:
         """Yield the request's outputs, of the kind `sampling_params.output_kind` asks for.
 
+        The prompt is tokenized and checked in a thread of its own. What `LLMEngine.check` returned is taken
+        as it is.
+
         Leaving the loop, or cancelling the task, aborts the request and frees its blocks. A step that fails
         is computed anew; where it fails again, those it was computing end with finish_reason "error".
 
@@ -104,15 +109,22 @@ class AsyncLLM:
             ValueError, TypeError: as `LLMEngine.add_request`.
             RuntimeError: the engine is closed.
         """
-        # The caller may change it while this waits. Its logits processors stay the caller's own objects.
-        processors = getattr(sampling_params, "logits_processors", None)
-        sampling_params = deepcopy(sampling_params, {id(processors): copy(processors)})
-        mailbox = _Mailbox(asyncio.get_running_loop())
-        if getattr(sampling_params, "structured_outputs", None) is not None:  # a grammar takes its time
-            await asyncio.to_thread(self.llm_engine.check, prompt, sampling_params, priority)
+        mailbox = _Mailbox(loop := asyncio.get_running_loop())
+        checked = prompt
+        if not isinstance(prompt, CheckedRequest):
+            if self._closed:
+                raise RuntimeError("the engine is closed")
+            # The caller may change it while this waits. Its logits processors stay the caller's own objects.
+            processors = getattr(sampling_params, "logits_processors", None)
+            params = deepcopy(sampling_params, {id(processors): copy(processors)})
+            # Neither the event loop nor a step waits for a long text. Requests keep their order, but no
+            # other one waits for a grammar.
+            has_grammar = getattr(params, "structured_outputs", None) is not None
+            pool = None if has_grammar else self._checks
+            checked = await loop.run_in_executor(pool, self.llm_engine.check, prompt, params, priority)
 
         def add() -> None:
-            self.llm_engine.add_request(request_id, prompt, sampling_params, priority=priority, **unserved)
+            self.llm_engine.add_request(request_id, checked, **unserved)
             self._mailboxes[request_id] = mailbox
 
         finished = False
@@ -128,7 +140,7 @@ class AsyncLLM:
                     self._send(lambda: self._abort(request_id, mailbox))
 
     async def encode(
-        self, prompt: Prompt, pooling_params: Any, request_id: str, **settings: Any
+        self, prompt: Prompt | CheckedRequest, pooling_params: Any, request_id: str, **settings: Any
     ) -> AsyncGenerator[Any]:
         """Yield what a model that pools makes of a prompt: one `PoolingRequestOutput`, as of `LLM.encode`.
 
@@ -171,6 +183,7 @@ class AsyncLLM:
             if not self._closed:
                 self._closed = True
                 self._commands.put(None)
+        self._checks.shutdown(wait=False)
         self._thread.join()
         atexit.unregister(self.close)
 

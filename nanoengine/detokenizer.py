@@ -1,8 +1,12 @@
 """From tokens to text, as they arrive."""
 
+from collections.abc import Iterable
+from typing import Any
+
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel, DecodeStream
 
+from nanoengine.outputs import Logprob
 from nanoengine.sampling_params import SamplingParams
 
 MAX_PENDING = 32  # tokens without text that a detokenizer waits for
@@ -164,3 +168,35 @@ class Detokenizer:
             if "\ufffd" not in self.tokenizer.decode(suffix, skip_special_tokens=False):
                 return suffix
         return []
+
+
+class Vocabulary:
+    """The texts of an engine's tokens; it decodes each token once.
+
+    Args:
+        tokenizer: of transformers; None: tokens have no text.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.names: dict[int, str] = {}  # by token id, what log-probabilities call the token
+        self.texts: dict[bool, TokenTexts] = {}  # by whether special tokens are skipped
+
+    def name(self, entries: Iterable[dict[int, Logprob]]) -> None:
+        """Write the text of each token into its log-probability."""
+        if self.tokenizer is None:
+            return
+        for entry in entries:
+            for token_id, logprob in entry.items():
+                if token_id not in self.names:
+                    self.names[token_id] = self.tokenizer.decode([token_id])
+                logprob.decoded_token = self.names[token_id]
+
+    def detokenizer(self, prompt_token_ids: list[int], params: SamplingParams) -> Detokenizer | None:
+        """Return what makes text of a sample's tokens; None if there is or shall be no text."""
+        if self.tokenizer is None or not params.detokenize:
+            return None
+        backend, skips = self.tokenizer.backend_tokenizer, params.skip_special_tokens
+        if skips not in self.texts:
+            self.texts[skips] = TokenTexts(backend, skips)
+        return Detokenizer(backend, prompt_token_ids, params, self.texts[skips])

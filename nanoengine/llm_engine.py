@@ -22,7 +22,7 @@ import torch
 from nanoengine.backends.kv_cache import KVGroup
 from nanoengine.compat import CALL, without_unserved
 from nanoengine.config import ROUNDED, EngineConfig
-from nanoengine.detokenizer import Detokenizer, TokenTexts
+from nanoengine.detokenizer import Vocabulary
 from nanoengine.engine import BlockManager, Collected, EngineCore, ModelRunner, Scheduler, Sequence
 from nanoengine.metrics import Metric, RequestStats, list_metrics
 from nanoengine.models.weights import open_checkpoint
@@ -110,7 +110,7 @@ class LLMEngine:
         self._requests: dict[Any, Request] = {}  # the unfinished ones, by request_id
         self._request_of: dict[int, Request] = {}  # the same, by the seq_id of each of their sequences
         self._outputs = Inbox()  # not handed over yet
-        self._texts: dict[bool, TokenTexts] = {}  # by whether special tokens are skipped
+        self._vocabulary = Vocabulary(self.checkpoint.tokenizer)
         self._seq_ids = itertools.count()
         self.num_prompt_tokens = self.num_generation_tokens = 0
         self._stats = RequestStats(self.max_model_len)  # of those that ended
@@ -218,19 +218,23 @@ class LLMEngine:
     def check(self, prompt: Prompt, params: Any, priority: int = 0) -> CheckedRequest:
         """Validate a request completely, without changing anything.
 
-        Its params are SamplingParams, of a model that pools PoolingParams.
+        Its params are SamplingParams, of a model that pools PoolingParams; None: the checkpoint's.
 
         Raises:
             ValueError, TypeError: it cannot be served.
         """
-        if self._is_closed:
-            raise RuntimeError("the engine is closed")
-        if self.reloader is not None:
-            self.reloader.check_ready()
+        self._check_ready()
+        params = self.checkpoint.default_sampling_params() if params is None else params
         if self.pooler is not None:
             params = self.pooler.sampling_params(params)
         checked = self.checker.check(prompt, params, priority)
         return checked._replace(processors=tuple(self._processors_of(checked)))
+
+    def _check_ready(self) -> None:
+        if self._is_closed:
+            raise RuntimeError("the engine is closed")
+        if self.reloader is not None:
+            self.reloader.check_ready()
 
     def _processors_of(self, checked: CheckedRequest) -> Iterator[Callable[[], Any]]:
         """What makes the processors of a sample's logits: the request's, the engine's, that of its form."""
@@ -257,13 +261,13 @@ class LLMEngine:
     def add_request(
         self,
         request_id: str,
-        prompt: Prompt,
+        prompt: Prompt | CheckedRequest,
         params: SamplingParams | None = None,
         *,
         priority: int = 0,
         **unserved: Any,
     ) -> None:
-        """Queue a request; `step` computes it. It keeps a copy of its parameters.
+        """Queue a request, or what `check` returned; `step` computes it. It keeps a copy of its parameters.
 
         Raises:
             ValueError, TypeError: the id is in use, or the request cannot be served.
@@ -274,19 +278,16 @@ class LLMEngine:
             raise TypeError(f"request_id must be a string, got {request_id!r}")
         if request_id in self._requests or request_id in self._outputs:
             raise ValueError(f"request_id {request_id!r} is in use")
-        params = self.checkpoint.default_sampling_params() if params is None else params
-        self.submit(request_id, self.check(prompt, params, priority))
+        if not isinstance(prompt, CheckedRequest):
+            prompt = self.check(prompt, params, priority)
+        self.submit(request_id, prompt)
 
     @uninterrupted()
     def submit(self, request_id: Any, checked: CheckedRequest) -> None:
         """Make a checked request's sequences and queue them."""
         self._owner.claim()
-        params, tokenizer = checked.params, self.checkpoint.tokenizer
-        backend = tokenizer.backend_tokenizer if tokenizer is not None and params.detokenize else None
-        texts = None
-        if backend is not None:
-            skips = params.skip_special_tokens
-            texts = self._texts.setdefault(skips, TokenTexts(backend, skips))
+        self._check_ready()  # weights may sleep since the check
+        params = checked.params
         seqs = [
             Sequence(
                 seq_id,
@@ -297,12 +298,12 @@ class LLMEngine:
                 stop_ids=checked.stop_ids,
                 bad_words=checked.bad_words,
                 prompt_logprobs=params.prompt_logprobs if index == 0 else None,
-                detokenizer=Detokenizer(backend, checked.token_ids, params, texts) if backend else None,
+                detokenizer=self._vocabulary.detokenizer(checked.token_ids, params),
                 processors=tuple(make() for make in checked.processors),
             )
             for index, seq_id in enumerate(itertools.islice(self._seq_ids, params.n))
         ]
-        self._requests[request_id] = request = Request(request_id, checked, seqs, tokenizer)
+        self._requests[request_id] = request = Request(request_id, checked, seqs, self._vocabulary)
         self.num_prompt_tokens += len(checked.token_ids)
         for seq in seqs:
             self._request_of[seq.seq_id] = request
@@ -385,8 +386,6 @@ class LLMEngine:
         CUDA, forward only queues its kernels; sampling waits for them, and its seconds hold theirs.
         """
         scheduler, blocks = self.scheduler, self.scheduler.block_manager
-        num_stored_queries = getattr(blocks, "num_external_query_tokens", 0)  # of a KV store
-        num_stored_hits = getattr(blocks, "num_external_hit_tokens", 0)
         drafted, accepted = self._drafts()
         num_drafts, num_accepted = drafted[0], accepted.total()
         return {
@@ -398,8 +397,8 @@ class LLMEngine:
             "num_preemptions": scheduler.num_preemptions,
             "prefix_cache_queries": blocks.num_query_tokens,
             "prefix_cache_hits": blocks.num_query_hits,
-            "external_prefix_cache_queries": num_stored_queries,
-            "external_prefix_cache_hits": num_stored_hits,
+            "external_prefix_cache_queries": getattr(blocks, "num_external_query_tokens", 0),  # of a KV store
+            "external_prefix_cache_hits": getattr(blocks, "num_external_hit_tokens", 0),
             "prompt_tokens": self.num_prompt_tokens,
             "generation_tokens": self.num_generation_tokens,
             "num_steps": self.core.num_steps,

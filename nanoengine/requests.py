@@ -19,6 +19,7 @@ from xxhash import xxh3_64_intdigest
 
 from nanoengine.compat import PROMPT, without_unserved
 from nanoengine.config import EngineConfig
+from nanoengine.detokenizer import Vocabulary
 from nanoengine.models.weights import Checkpoint
 from nanoengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from nanoengine.sampling_params import RequestOutputKind, SamplingParams
@@ -214,12 +215,24 @@ def read_prompt(
         token_ids = encode(check_unicode("prompt", text))
     if isinstance(token_ids, str | bytes) or not isinstance(token_ids, Sequence):
         raise TypeError(f"prompt must be a string, token ids or a dict, got {prompt!r}")
-    for token_id in token_ids:
-        if isinstance(token_id, bool) or not isinstance(token_id, int | np.integer):
-            raise TypeError(f"prompt must hold integer token ids only, got {token_id!r}")
-        if not 0 <= token_id < vocab_size:
-            raise ValueError(f"prompt must hold token ids in [0, {vocab_size}), got {token_id}")
-    return text, [int(token_id) for token_id in token_ids]
+    return text, check_token_ids(token_ids, vocab_size)
+
+
+def check_token_ids(token_ids: Sequence[Any], vocab_size: int) -> list[int]:
+    """Return a copy of a prompt's token ids as integers of Python; without a Python loop over them.
+
+    Raises:
+        TypeError, ValueError: one of them is no integer, or not in the vocabulary.
+    """
+    token_ids = list(token_ids)
+    kinds = set(map(type, token_ids))
+    if wrong := {kind for kind in kinds if kind is bool or not issubclass(kind, int | np.integer)}:
+        first = next(one for one in token_ids if type(one) in wrong)
+        raise TypeError(f"prompt must hold integer token ids only, got {first!r}")
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        first = next(one for one in token_ids if not 0 <= one < vocab_size)
+        raise ValueError(f"prompt must hold token ids in [0, {vocab_size}), got {first}")
+    return token_ids if kinds <= {int} else list(map(int, token_ids))
 
 
 # Normalizers that do not shorten a text, or (those that compose) not below a quarter: no character of Unicode
@@ -513,13 +526,15 @@ class Request:
         "request_id",
         "samples",
         "source",
-        "tokenizer",
+        "vocabulary",
     )
 
-    def __init__(self, request_id: Any, source: CheckedRequest, seqs: Sequence[Any], tokenizer: Any) -> None:
+    def __init__(
+        self, request_id: Any, source: CheckedRequest, seqs: Sequence[Any], vocabulary: Vocabulary
+    ) -> None:
         self.request_id = request_id  # a user's are strings; `LLM` gives its own calls integers
         self.source = source
-        self.tokenizer = tokenizer
+        self.vocabulary = vocabulary
         self.samples = {seq.seq_id: Sample(index, seq) for index, seq in enumerate(seqs)}
         self._unfinished = list(seqs)  # and some that are finished, but never the last of the list
         # One entry per prompt token, chunk by chunk; nothing predicts the first.
@@ -563,7 +578,7 @@ class Request:
         if logprobs:
             new = seq.token_ids[seq.num_prompt_tokens + first :]
             for token_id, entry in zip(new, logprobs, strict=False):
-                self._name_tokens([entry])
+                self.vocabulary.name([entry])
                 sample.logprobs.append(entry)
                 sample.cumulative_logprob += entry[token_id].logprob
         if seq.finish_reason is not None and self.finished:
@@ -580,7 +595,7 @@ class Request:
             return
         first, entries = report
         num_known = len(self.prompt_logprobs) - first
-        self._name_tokens(entries[num_known:])
+        self.vocabulary.name(entries[num_known:])
         self.prompt_logprobs += entries[num_known:]
 
     def output(self) -> RequestOutput:
@@ -614,9 +629,3 @@ class Request:
             delta,
             self.pooled,
         )
-
-    def _name_tokens(self, entries: list[dict[int, Logprob]]) -> None:
-        if self.tokenizer is not None:
-            for entry in entries:
-                for token_id, logprob in entry.items():
-                    logprob.decoded_token = self.tokenizer.decode([token_id])

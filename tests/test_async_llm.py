@@ -3,12 +3,13 @@
 import asyncio
 import itertools
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from nanoengine import LLM, AsyncEngineArgs, AsyncLLM, RequestOutputKind, SamplingParams
-from tests.helpers import checkpoint, random_prompts
+from nanoengine import LLM, AsyncEngineArgs, AsyncLLM, RequestOutputKind, SamplingParams, requests
+from tests.helpers import DEMO, checkpoint, random_prompts
 from tests.serving import PATIENCE, held_steps, until
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
@@ -37,6 +38,19 @@ async def collect(engine, prompt, params, request_id):
         tokens = tokens + new if params.output_kind is RequestOutputKind.DELTA else new
     assert output.finished
     return tokens
+
+
+def once_all_are_there(engine, num_requests):
+    """Have the engine take its first step when so many requests have arrived."""
+    step, has_begun = engine._step, False
+
+    def wait_or_step():
+        nonlocal has_begun
+        has_begun = has_begun or len(engine._mailboxes) == num_requests
+        if has_begun:
+            step()
+
+    engine._step = wait_or_step
 
 
 @pytest.mark.parametrize("params", [GREEDY, DELTA])
@@ -102,6 +116,53 @@ def test_an_engine_made_of_engine_args_uses_the_objects_in_them(name, path, expe
 
     asyncio.run(main())
     assert listener.given
+
+
+@pytest.mark.parametrize("asked", [{}, {"structured_outputs": {"regex": "a+"}}])
+@pytest.mark.parametrize("prompt", ["Hello", {"prompt": "Hello"}, [5, 6]])
+def test_a_prompt_is_tokenized_and_checked_once_and_neither_loop_nor_steps_wait(prompt, asked, monkeypatch):
+    threads: dict = {"tokenized": [], "checked": []}
+
+    def noting(what, function):
+        def wrapper(*arguments, **settings):
+            threads[what].append(threading.current_thread())
+            return function(*arguments, **settings)
+
+        return wrapper
+
+    async def main():
+        async with AsyncLLM(str(DEMO), num_kv_blocks=100) as engine:
+            checker = engine.llm_engine.checker
+            monkeypatch.setattr(checker, "encode", noting("tokenized", checker.encode))
+            monkeypatch.setattr(requests, "read_prompt", noting("checked", requests.read_prompt))
+            await collect(engine, prompt, SamplingParams(max_tokens=3, **asked), "x")
+            assert [len(threads["checked"]), len(threads["tokenized"])] == [1, int(prompt != [5, 6])]
+            others = {engine._thread, threading.current_thread()}
+            assert not others.intersection(threads["checked"] + threads["tokenized"])
+
+    asyncio.run(main())
+
+
+def test_requests_are_checked_one_after_the_other_in_their_order(path, expected):
+    async def main():
+        async with AsyncLLM(path, **SETTINGS) as engine:
+            check, order, num_inside = engine.llm_engine.check, [], 0
+
+            def slow_check(prompt, *arguments):
+                nonlocal num_inside
+                num_inside += 1
+                time.sleep(0.01)  # for another one to come in, if it may
+                assert num_inside == 1
+                num_inside -= 1
+                order.append(prompt)
+                return check(prompt, *arguments)
+
+            engine.llm_engine.check = slow_check
+            jobs = [collect(engine, p, GREEDY, f"r{i}") for i, p in enumerate(expected[0])]
+            assert await asyncio.gather(*jobs) == expected[1]
+            assert order == expected[0]
+
+    asyncio.run(main())
 
 
 def test_a_slow_consumer_loses_nothing_and_holds_one_output(path, expected):
@@ -200,6 +261,7 @@ def test_a_step_that_fails_once_is_computed_anew_and_nobody_notices(
                 return launch(*arguments)
 
             engine.llm_engine.runner.launch = fails_sometimes
+            once_all_are_there(engine, 7)
             jobs = [collect(engine, p, GREEDY, f"r{i}") for i, p in enumerate(expected[0])]
             *answers, other = await asyncio.gather(*jobs, collect(engine, [1, 2], penalised, "penalised"))
             assert answers == expected[1]

@@ -4,7 +4,10 @@ import itertools
 import math
 import random
 import time
+from collections import Counter
+from enum import IntEnum
 
+import numpy as np
 import pytest
 import tokenizers
 import torch
@@ -16,7 +19,7 @@ from tokenizers.pre_tokenizers import ByteLevel, Metaspace
 from transformers import PreTrainedTokenizerFast
 
 from nanoengine import LLM, RequestOutputKind, SamplingParams
-from nanoengine.requests import chars_per_token
+from nanoengine.requests import chars_per_token, check_token_ids
 from tests.helpers import DEMO, chain_checkpoint, checkpoint, random_params, random_prompts, table_checkpoint
 
 
@@ -296,6 +299,48 @@ def test_queue_time_ends_when_a_request_is_scheduled_not_when_its_first_step_is_
         times = llm.generate([1], SamplingParams(max_tokens=1), use_tqdm=False)[0].metrics
     assert times.first_token_time - times.first_scheduled_time > 0.05
     assert times.queue_time < 0.05
+
+
+def test_log_probabilities_decode_each_token_once_in_an_engine_s_life(monkeypatch):
+    params = SamplingParams(max_tokens=20, logprobs=20, prompt_logprobs=5, seed=1)
+    decoded = Counter()
+    decode = PreTrainedTokenizerFast.decode
+
+    def counting(self, token_ids, *arguments, **settings):
+        decoded.update(token_ids)
+        return decode(self, token_ids, *arguments, **settings)
+
+    with LLM(DEMO, num_kv_blocks=200, logprobs_mode="raw_logprobs") as llm:
+        monkeypatch.setattr(PreTrainedTokenizerFast, "decode", counting)
+        outputs = [llm.generate(["Hello", "What is 2 + 2?"] * 4, params, use_tqdm=False) for _ in range(2)]
+        entries = [
+            entry
+            for output in outputs[0] + outputs[1]
+            for entry in output.outputs[0].logprobs + output.prompt_logprobs[1:]
+        ]
+        assert sum(map(len, entries)) > 20 * len(decoded) / 2
+        assert set(decoded.values()) == {1}
+        monkeypatch.undo()
+        tokenizer = llm.get_tokenizer()
+        for entry in entries:
+            for token_id, logprob in entry.items():
+                assert logprob.decoded_token == tokenizer.decode([token_id])
+
+
+def test_token_ids_are_integers_of_the_vocabulary():
+    class Digit(IntEnum):
+        SEVEN = 7
+
+    for right in ([0, 9], (0, 9), range(3), [np.int64(9), 0], [Digit.SEVEN, np.uint8(3)], []):
+        checked = check_token_ids(right, 10)
+        assert checked == list(right)
+        assert {type(one) for one in checked} <= {int}
+    for wrong in ([1, True], [1, 2.0], [1, "2"], [1, None], [1, [2]], [np.True_]):
+        with pytest.raises(TypeError, match="integer token ids only, got"):
+            check_token_ids(wrong, 10)
+    for wrong, found in (([1, 10], 10), ([-1, 1], -1), ([1, 2**70], 2**70), ([np.int32(-5)], -5)):
+        with pytest.raises(ValueError, match=rf"token ids in \[0, 10\), got {found}"):
+            check_token_ids(wrong, 10)
 
 
 def test_queue_time_is_how_long_a_request_waited_to_be_scheduled(path):

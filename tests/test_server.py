@@ -24,7 +24,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 import nanoengine
-from nanoengine import LLM, AsyncLLM, EngineConfig, SamplingParams, compat
+from nanoengine import LLM, AsyncLLM, EngineConfig, SamplingParams, compat, requests
 from nanoengine.__main__ import main
 from nanoengine.apps.openai_api import to_json
 from nanoengine.apps.server import Service, make_parser
@@ -74,6 +74,33 @@ def llm():
 def client(url):
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         yield client
+
+
+def test_a_prompt_is_tokenized_and_checked_once_in_the_service_s_threads(client, service, monkeypatch):
+    threads: dict = {"tokenized": [], "checked": []}
+
+    def noting(what, function):
+        def wrapper(*arguments, **settings):
+            threads[what].append(threading.current_thread().name)
+            return function(*arguments, **settings)
+
+        return wrapper
+
+    checker = service.engine.llm_engine.checker
+    monkeypatch.setattr(checker, "encode", noting("tokenized", checker.encode))
+    monkeypatch.setattr("nanoengine.requests.read_prompt", noting("checked", requests.read_prompt))
+    for prompt, num_tokenized in (("Hello", 1), ([5, 6], 0), (["Hello", "you"], 2)):
+        client.completions.create(model="demo", prompt=prompt, max_tokens=2)
+        assert len(threads["tokenized"]) == num_tokenized
+        assert len(threads["checked"]) == max(1, num_tokenized)
+        assert all(
+            name.startswith("ThreadPoolExecutor") for name in [*threads["tokenized"], *threads["checked"]]
+        )
+        threads |= {"tokenized": [], "checked": []}
+    client.chat.completions.create(
+        model="demo", messages=[{"role": "user", "content": "Hello"}], max_tokens=2
+    )
+    assert list(map(len, threads.values())) == [1, 1]
 
 
 def ids_of(llm, prompts, **params):

@@ -256,9 +256,7 @@ class PoolingAPI:
         ticket.prompt_tokens = sum(len(one.token_ids) for one in checked)
 
         async def one(index: int) -> PoolingRequestOutput:
-            prompt = {"prompt_token_ids": checked[index].token_ids}
-            request_id, priority = f"{ticket.id}-{index}", checked[index].priority
-            async for output in service.engine.encode(prompt, params, request_id, priority=priority):
+            async for output in service.engine.encode(checked[index], params, f"{ticket.id}-{index}"):
                 return output  # type: ignore[no-any-return]
             raise RuntimeError("the engine ended")
 

@@ -300,13 +300,7 @@ class Service:
         """
         sent: dict[int, int] = {}
         streams = [
-            self.engine.generate(
-                {"prompt": one.text, "prompt_token_ids": one.token_ids},
-                one.params,
-                f"{ticket.id}-{index}",
-                priority=one.priority,
-            )
-            for index, one in enumerate(checked)
+            self.engine.generate(one, one.params, f"{ticket.id}-{index}") for index, one in enumerate(checked)
         ]
         num_cached = [0] * len(checked)
         async with aclosing(merged(streams)) as outputs:
