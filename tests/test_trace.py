@@ -4,6 +4,7 @@ import gc
 import itertools
 import json
 import logging
+import sys
 import weakref
 from collections import OrderedDict, deque
 from functools import partial
@@ -549,6 +550,16 @@ def test_a_failed_step_is_in_the_trace_with_its_reason(tmp_path, monkeypatch):
 
 
 # ---- around it -----------------------------------------------------------------------------------
+
+
+def test_a_trace_does_not_need_the_file_of_windows(monkeypatch):
+    monkeypatch.setattr("nanoengine.extensions.trace", trace)  # restored after the import below
+    monkeypatch.delitem(sys.modules, "nanoengine.extensions.trace")
+    monkeypatch.setitem(sys.modules, "nanoengine.extensions.windows", None)  # as if it were deleted
+    events = []
+    with LLM(DEMO, num_kv_blocks=20, trace=events.append) as llm:
+        llm.generate([[1, 2]], SamplingParams(max_tokens=2), use_tqdm=False)
+    assert [event["event"] for event in events] == ["start", "step", "step"]
 
 
 def test_without_a_trace_nothing_of_the_engine_is_touched():

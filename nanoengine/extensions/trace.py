@@ -25,7 +25,6 @@ from typing import Any, Literal, TypedDict
 
 from nanoengine.engine import Block, ScheduledBatch, Scheduler, Sequence
 from nanoengine.engine import Chunk as ScheduledChunk
-from nanoengine.extensions.windows import WindowedBlockManager
 
 VERSION = 1
 
@@ -226,7 +225,8 @@ class Tracer:
         text_of: Callable[[int], str] | None = None,
         seconds: dict[str, float] | None = None,
     ) -> None:
-        self.scheduler, self.blocks = scheduler, scheduler.block_manager
+        self.scheduler = scheduler
+        self.blocks: Any = scheduler.block_manager  # a plain one, or one that knows windows
         self._write, self._request_of, self._text_of = write, request_of, text_of
         self._seconds: dict[str, float] = {} if seconds is None else seconds
         self._seconds_before = dict(self._seconds)
@@ -261,7 +261,6 @@ class Tracer:
         ]
         for owner, name, wrapper in self._wrapped:
             setattr(owner, name, partial(wrapper, getattr(owner, name)))
-        windows = self.blocks.windows if isinstance(self.blocks, WindowedBlockManager) else (None,)
         self._emit(
             lambda: {
                 "event": "start",
@@ -269,7 +268,7 @@ class Tracer:
                 "model": model,
                 "block_size": self.blocks.block_size,
                 "num_blocks": self.blocks.num_blocks,
-                "windows": list(windows),
+                "windows": list(getattr(self.blocks, "windows", (None,))),
                 "max_num_seqs": scheduler.max_num_seqs,
                 "max_num_batched_tokens": scheduler.max_num_batched_tokens,
                 "max_chunk_tokens": scheduler.max_chunk_tokens,
@@ -455,9 +454,9 @@ class Tracer:
         return has_room
 
     def _tables_of(self, seq: Sequence) -> list[list[int]]:
-        """A sequence's block tables, by group; none where it does not run."""
-        if isinstance(self.blocks, WindowedBlockManager):
-            return self.blocks.tables_of(seq)
+        """Return a sequence's block tables, by group. Return none if it does not run."""
+        if hasattr(self.blocks, "tables_of"):
+            return self.blocks.tables_of(seq)  # type: ignore[no-any-return]
         return [seq.block_table] if seq.block_table else []
 
     def _hold(self, hold: Callable[..., bool], hits: list[Block], num_new: int) -> bool:
