@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,8 +29,8 @@ from nanoengine import LLM, AsyncLLM, EngineConfig, SamplingParams
 from nanoengine.backends.cpu.device import CPU
 from nanoengine.backends.device import Attention
 from nanoengine.engine import build_inputs
-from nanoengine.extensions import parallel
-from nanoengine.extensions.parallel import Workers, decode_step, encode_step
+from nanoengine.extensions import parallel, processes
+from nanoengine.extensions.processes import Workers
 from nanoengine.extensions.windows import WindowedRunner
 from nanoengine.models.decoder import DecoderConfig
 from nanoengine.models.shard import Shard
@@ -79,14 +80,17 @@ def in_threads(monkeypatch):
         runners.append(runner)
         follow(runner, ranks)
 
-    def serve(job):
+    def serve(job, connection):
         try:
-            parallel.serve(parallel.dist.TCPStore("127.0.0.1", job.port, is_master=False), job)
+            parallel.serve(job, connection)
         except BaseException as error:
             errors.append(error)
 
     def start(workers, job):
-        threads.append(threading.Thread(target=serve, args=(job,), name=f"rank {job.rank}", daemon=True))
+        mine, theirs = Pipe()
+        workers.connections.append(mine)
+        name = f"rank {job.rank}"
+        threads.append(threading.Thread(target=serve, args=(job, theirs), name=name, daemon=True))
         threads[-1].start()
 
     monkeypatch.setattr(Workers, "start", start)
@@ -224,6 +228,13 @@ def test_more_ranks_than_gpus_are_refused_with_the_numbers(monkeypatch):
         parallel.start_ranks(pytest.fail, config, open_checkpoint(str(DEMO)), 64)
 
 
+def sent_between_ranks(order):
+    mine, theirs = Pipe()
+    with mine, theirs:
+        ranks_between(None, [mine]).begin(order)
+        return ranks_between(None, [theirs]).receive()
+
+
 def test_a_step_arrives_as_it_was_sent():
     rng = random.Random(0)
 
@@ -244,10 +255,7 @@ def test_a_step_arrives_as_it_was_sent():
         batch = batch_of((seqs[0], 2, 9), (seqs[1], 8, 9), (seqs[2], 0, 5), (seqs[4], 9, 10))
         sent = runner.build_inputs(batch, before)
         assert sent.metadata.block_tables.ndim == 2 + (num_groups > 1)
-        header, buffer = encode_step(sent)
-        assert len(header) == parallel.HEADER
-        assert len(buffer) == parallel.buffer_size(header)
-        got = decode_step(header, buffer)
+        got = sent_between_ranks(sent)
         assert len(got.pending_rows) == 1
         pairs = [(got.input_ids, sent.input_ids), (got.positions, sent.positions)]
         assert got.metadata.needed_rows is None  # ranks compute all rows
@@ -258,54 +266,43 @@ def test_a_step_arrives_as_it_was_sent():
 
 
 class FakeGroup:
-    """A process group that keeps what is sent; it returns nothing to wait for where that is queued."""
-
-    def __init__(self, queued=False):
-        self.sent, self.queued = [], queued
+    """A process group that returns nothing to wait for, as NCCL's on the current stream."""
 
     def broadcast(self, tensors, options):
-        self.sent.append(tensors[0].clone())
-        return self._work(options)
+        assert (options.rootRank, options.rootTensor) == (0, 0)
+        assert not options.asyncOp
 
     def allreduce(self, tensors, options):
-        return self._work(options)
+        assert not options.asyncOp
 
     def _allgather_base(self, out, x, options):
-        return self._work(options)
-
-    def _work(self, options):
-        assert options.asyncOp != self.queued
-        return None if self.queued else SimpleNamespace(wait=lambda: None)
+        assert not options.asyncOp
 
 
-def ranks_between(group, control):
+def ranks_between(group, connections):
     ranks = object.__new__(parallel.Ranks)
-    ranks._group, ranks._control, ranks._workers, ranks.lost, ranks.size = group, control, None, None, 2
+    ranks._group, ranks._connections, ranks._workers, ranks.lost, ranks.size = (
+        group,
+        connections,
+        None,
+        None,
+        2,
+    )
     return ranks
 
 
 def test_collectives_run_on_the_stream_of_what_is_before_and_behind_them():
-    ranks, x = ranks_between(FakeGroup(queued=True), None), torch.ones(3, 2)
+    ranks, x = ranks_between(FakeGroup(), []), torch.ones(3, 2)
     ranks.all_reduce(x)
     ranks.broadcast(x)
     assert ranks.gather(x).shape == (3, 4)
 
 
-@pytest.mark.parametrize(("num_seqs", "num_messages"), [(1, 1), (256, 1), (1000, 2)])
-def test_a_step_is_one_message_unless_it_is_large(num_seqs, num_messages):
-    seq = make_sequence(0, list(range(9)))
-    seq.block_table = list(range(1, 10))
-    step = build_inputs(batch_of(*[(seq, 8, 9)] * num_seqs), 1)
-    group = FakeGroup()
-    ranks_between(None, group).begin(parallel.STEP, step)
-    assert len(group.sent) == num_messages
-    messages = iter(group.sent)
-    other = ranks_between(None, None)
-    other._send = lambda x: x.copy_(next(messages))
-    kind, _, got = other.receive()
-    assert kind == parallel.STEP
-    np.testing.assert_array_equal(got.metadata.block_tables, step.metadata.block_tables)
-    np.testing.assert_array_equal(got.positions, step.positions)
+def test_a_rank_that_loses_the_connection_to_rank_0_says_so():
+    mine, theirs = Pipe()
+    mine.close()
+    with pytest.raises(EngineDeadError, match="the ranks lost each other: a connection was closed"):
+        ranks_between(None, [theirs]).receive()
 
 
 @pytest.mark.parametrize("name", ["qwen3 with attention bias", "uneven", "qwen2 tied"])
@@ -489,9 +486,9 @@ def ranks_in_processes(**settings):
 def test_ranks_are_processes_that_are_gone_after_close(demo_answer):
     num_threads = torch.get_num_threads()
     with ranks_in_processes(distributed_executor_backend="mp") as llm:
-        processes = ranks_of()
-        assert len(processes) == 1
-        for process in (psutil.Process(), *processes):
+        ranks = ranks_of()
+        assert len(ranks) == 1
+        for process in (psutil.Process(), *ranks):
             sockets = [at for at in process.net_connections() if at.status == psutil.CONN_LISTEN]
             assert {at.laddr.ip for at in sockets} <= {"127.0.0.1"}  # nobody else's business
         assert answer(llm) == demo_answer
@@ -549,25 +546,25 @@ def answer_until_lost(llm, act):
 @pytest.mark.slow
 def test_a_killed_rank_is_an_error_at_once_that_names_it():
     llm = ranks_in_processes(tensor_parallel_size=4)
-    processes = ranks_of()
+    others = ranks_of()
     said = r"the engine is of no use any more: rank \d \(process \d+\) was killed by signal 9 \(Killed\)"
     with pytest.raises(EngineDeadError, match=said):
         answer_until_lost(llm, psutil.Process.kill)
     with pytest.raises(EngineDeadError, match=said):
         answer(llm)
-    assert_gone(processes)  # the others too, before anybody closed
+    assert_gone(others)  # all of them, before anybody closed
     llm.close()
 
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_an_error_within_seconds(monkeypatch):
-    monkeypatch.setattr(parallel, "SILENCE", 3.0)
+    monkeypatch.setattr(processes, "SILENCE", 3.0)
     llm = ranks_in_processes()
-    processes = ranks_of()
+    hanging = ranks_of()
     with pytest.raises(EngineDeadError, match=r"rank 1 .*: it hung, without a sign of life for 3 s"):
         answer_until_lost(llm, psutil.Process.suspend)
     llm.close()
-    assert_gone(processes)
+    assert_gone(hanging)
 
 
 @pytest.mark.slow
@@ -616,10 +613,10 @@ def test_a_lost_rank_ends_the_requests_of_an_async_engine_which_says_that_it_doe
 )
 def test_a_rank_that_does_not_start_is_an_error_with_its_last_words(planted, said, monkeypatch):
     if "sleep" in planted:
-        monkeypatch.setattr(parallel, "STARTING", 2.0)
-    begin, end = parallel.START.rsplit(";", 1)
+        monkeypatch.setattr(processes, "STARTING", 2.0)
+    begin, end = processes.START.rsplit(";", 1)
     code = f"{begin}; import nanoengine.extensions.parallel as parallel; {planted}; {end}"
-    monkeypatch.setattr(parallel, "START", code)
+    monkeypatch.setattr(processes, "START", code)
     start = time.monotonic()
     with pytest.raises(EngineDeadError, match=said):
         ranks_in_processes()
@@ -629,10 +626,10 @@ def test_a_rank_that_does_not_start_is_an_error_with_its_last_words(planted, sai
 
 @pytest.mark.slow
 def test_a_forward_pass_that_fails_on_a_rank_is_an_error_with_its_traceback(monkeypatch):
-    begin, end = parallel.START.rsplit(";", 1)
+    begin, end = processes.START.rsplit(";", 1)
     plant = "parallel.ParallelForward.__call__ = lambda *_: [][5]"
     code = f"{begin}; import nanoengine.extensions.parallel as parallel; {plant}; {end}"
-    monkeypatch.setattr(parallel, "START", code)
+    monkeypatch.setattr(processes, "START", code)
     llm = ranks_in_processes()
     with pytest.raises(EngineDeadError, match=r"rank 1 .* exit code 1: Traceback[^$]*IndexError: list index"):
         answer(llm)
