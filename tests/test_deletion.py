@@ -19,7 +19,16 @@ from nanoengine import EngineConfig
 from nanoengine.backends.cuda import CUDA
 CUDA(torch.device("cuda"), EngineConfig(model="demo", enforce_eager=True)).backends
 """
-# Each optional file -> what a user does that needs it.
+ON_A_CPU = """
+import logging
+lines = []
+handler = logging.Handler()
+handler.emit = lambda record: lines.append(record.getMessage())
+logging.getLogger("nanoengine").addHandler(handler)
+LLM("demo", **SETTINGS).close()
+(message,) = lines
+"""
+# Each optional file, or folder of one idea -> what a user does that needs it.
 USES = {
     "apps.ask": 'main(["run"])',
     "apps.bench": 'main(["bench"])',
@@ -30,6 +39,7 @@ USES = {
     "apps.tools": SERVE,
     "apps.viewer": 'main(["run", "--trace", f"{tmp}/run.html"])',
     "apps.workloads": 'main(["bench"])',
+    "backends.cpu": ON_A_CPU,
     "backends.cuda": 'import torch; torch.cuda.is_available = lambda: True; LLM("demo", device="cuda:0")',
     "backends.flash": ON_A_GPU,
     "backends.triton": ON_A_GPU,
@@ -46,6 +56,7 @@ USES = {
     "contrib.vllm_module": "import nanoengine.contrib.vllm_module",
     "extensions.parallel": 'LLM("demo", tensor_parallel_size=2, **SETTINGS)',
     "extensions.pooling": 'LLM("demo", runner="pooling", **SETTINGS)',
+    "extensions.processes": 'LLM("demo", tensor_parallel_size=2, **SETTINGS)',
     "extensions.processors": 'LLM("demo", logits_processors=[print], **SETTINGS)',
     "extensions.speculate": """
 LLM("demo", speculative_config={"method": "ngram", "num_speculative_tokens": 2}, **SETTINGS)
@@ -64,11 +75,19 @@ LLM("demo", hf_overrides=windows, **SETTINGS)
     "models.linear": 'LLM("demo", model_impl="transformers", **SETTINGS)',
     "models.states": LLM_OF_STATES,
 }
-BY_DEFAULT = {"apps.viewer", "contrib", "contrib.kvstore", "contrib.reload", "extensions.speculate"}
+BY_DEFAULT = {
+    "apps.viewer",
+    "backends.cpu",
+    "contrib",
+    "contrib.kvstore",
+    "contrib.reload",
+    "extensions.speculate",
+}
 
 
 def test_every_optional_file_is_tried_but_those_that_the_core_still_imports():
-    optional = {name for name in FILES if ring_of(name) and name not in ("apps", "extensions")}
+    files = {name for name in FILES if not name.startswith("backends.cpu.")}
+    optional = {name for name in files if ring_of(name) and name not in ("apps", "extensions")}
     assert optional - set().union(*KNOTS.values()) == USES.keys()
 
 
@@ -99,7 +118,7 @@ def copy_without(missing: str, where: Path) -> Path:
         if path == gone.parent:
             link.mkdir()
             for inner in path.iterdir():
-                if inner != gone.with_suffix(".py"):
+                if inner not in (gone, gone.with_suffix(".py")):
                     (link / inner.name).symlink_to(inner)
         elif path != gone:
             link.symlink_to(path)
