@@ -5,6 +5,7 @@ Most ranks are threads of this process, with groups of their own; what concerns 
 
 import asyncio
 import contextlib
+import itertools
 import os
 import random
 import signal
@@ -38,6 +39,7 @@ from nanoengine.models.weights import open_checkpoint
 from nanoengine.steps import EngineDeadError
 from tests.helpers import DEMO, TINY, batch_of, checkpoint, make_sequence, random_prompts
 from tests.laws import check_laws
+from tests.serving import PATIENCE, wait_until
 
 TINY_CACHE = {"num_kv_blocks": 60, "block_size": 8}
 # name -> changes to TINY of a Llama or Qwen3 whose sizes no number of ranks divides
@@ -95,11 +97,11 @@ def in_threads(monkeypatch):
 
     monkeypatch.setattr(Workers, "start", start)
     monkeypatch.setattr(parallel, "follow", noted_follow)
-    monkeypatch.setattr(parallel, "COLLECTIVE", parallel.timedelta(seconds=20))
+    monkeypatch.setattr(parallel, "COLLECTIVE", parallel.timedelta(seconds=PATIENCE))
     yield runners
     runners.clear()
     for thread in threads:
-        thread.join(20)
+        thread.join(PATIENCE)
     assert not any(thread.is_alive() for thread in threads)
     assert not errors
 
@@ -431,7 +433,7 @@ def test_a_rank_that_does_not_take_part_is_an_error_after_a_while(path_of, in_th
     released, follow = threading.Event(), parallel.follow
 
     def hang(runner, ranks):
-        released.wait(20)
+        released.wait(PATIENCE)
         with contextlib.suppress(EngineDeadError):
             follow(runner, ranks)
 
@@ -458,13 +460,9 @@ def ranks_of(process=None):
     return ranks
 
 
-def assert_gone(processes, seconds=5.0):
-    end = (
-        time.monotonic() + seconds
-    )  # psutil's own waiting would take the exit codes that the engine waits for
-    while any(process.is_running() for process in processes):
-        assert time.monotonic() < end
-        time.sleep(0.02)
+def wait_until_gone(processes):
+    # psutil's own waiting would take the exit codes that the engine waits for
+    wait_until(lambda: not any(process.is_running() for process in processes))
 
 
 def answer(llm, num_tokens=12):
@@ -530,21 +528,23 @@ def test_two_engines_of_ranks_live_side_by_side(demo_answer):
 
 
 def answer_until_lost(llm, act):
-    """Do something to the first rank's process while tokens are made; the seconds until that is an error."""
+    """Do something to the first rank's process while tokens are made, until that is an error."""
     (process, *_) = ranks_of()
-    timer = threading.Timer(0.5, act, [process])
-    timer.start()
-    params, start = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True), time.monotonic()
-    try:
-        while time.monotonic() < start + 60:
-            llm.generate([[1, 2, 3]] * 4, params, use_tqdm=False)
-    finally:
-        timer.join()
-        assert time.monotonic() - start < 15
+    launch, steps = llm.llm_engine.runner.launch, itertools.count()
+
+    def launch_and_act(*args):
+        if next(steps) == 10:
+            act(process)
+        return launch(*args)
+
+    llm.llm_engine.runner.launch = launch_and_act
+    llm.generate(
+        [[1, 2, 3]] * 4, SamplingParams(temperature=0, max_tokens=900, ignore_eos=True), use_tqdm=False
+    )
 
 
 @pytest.mark.slow
-def test_a_killed_rank_is_an_error_at_once_that_names_it():
+def test_a_killed_rank_is_an_error_that_names_it():
     llm = ranks_in_processes(tensor_parallel_size=4)
     others = ranks_of()
     said = r"the engine is of no use any more: rank \d \(process \d+\) was killed by signal 9 \(Killed\)"
@@ -552,19 +552,19 @@ def test_a_killed_rank_is_an_error_at_once_that_names_it():
         answer_until_lost(llm, psutil.Process.kill)
     with pytest.raises(EngineDeadError, match=said):
         answer(llm)
-    assert_gone(others)  # all of them, before anybody closed
+    wait_until_gone(others)  # all of them, before anybody closed
     llm.close()
 
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_an_error_within_seconds(monkeypatch):
-    monkeypatch.setattr(processes, "SILENCE", 3.0)
     llm = ranks_in_processes()
+    monkeypatch.setattr(processes, "SILENCE", 3.0)  # from the rank's next sign of life on; 10 s until then
     hanging = ranks_of()
-    with pytest.raises(EngineDeadError, match=r"rank 1 .*: it hung, without a sign of life for 3 s"):
+    with pytest.raises(EngineDeadError, match=r"rank 1 .*: it hung, without a sign of life for (3|10) s"):
         answer_until_lost(llm, psutil.Process.suspend)
     llm.close()
-    assert_gone(hanging)
+    wait_until_gone(hanging)
 
 
 @pytest.mark.slow
@@ -573,7 +573,7 @@ def test_a_rank_that_dies_while_nothing_runs_is_the_next_request_s_error():
         answer(llm)
         (process,) = ranks_of()
         process.terminate()
-        assert_gone([process])
+        wait_until_gone([process])
         with pytest.raises(EngineDeadError, match=r"rank 1 .* was killed by signal 15 \(Terminated\)"):
             answer(llm)
 
@@ -591,7 +591,7 @@ def test_a_lost_rank_ends_the_requests_of_an_async_engine_which_says_that_it_doe
                 assert engine.is_running
                 rank.kill()
         assert reasons[-1] == "abort"
-        await asyncio.to_thread(engine._thread.join, 20)
+        await asyncio.to_thread(engine._thread.join, PATIENCE)
         assert not engine.is_running
         with pytest.raises(RuntimeError, match="the engine is closed"):
             await anext(engine.generate("a", params, "1"))
@@ -617,10 +617,8 @@ def test_a_rank_that_does_not_start_is_an_error_with_its_last_words(planted, sai
     begin, end = processes.START.rsplit(";", 1)
     code = f"{begin}; import nanoengine.extensions.parallel as parallel; {planted}; {end}"
     monkeypatch.setattr(processes, "START", code)
-    start = time.monotonic()
     with pytest.raises(EngineDeadError, match=said):
         ranks_in_processes()
-    assert time.monotonic() - start < 30
     assert not ranks_of()
 
 
@@ -654,7 +652,7 @@ def test_a_forward_pass_that_fails_on_rank_0_is_the_end_and_said_so(monkeypatch)
 def test_no_rank_outlives_a_constructor_that_raises():
     with pytest.raises(OSError, match="no-such-directory"):
         ranks_in_processes(trace="/no-such-directory/trace.jsonl")
-    assert_gone(ranks_of())
+    wait_until_gone(ranks_of())
 
 
 BEGIN = f"""
@@ -666,6 +664,14 @@ def answer(num_tokens):
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     return llm.generate(["What is 27 + 58?"], params, use_tqdm=False)[0].outputs[0].token_ids
 print("ready", flush=True)
+"""
+RUNNING = """
+launch, steps = llm.llm_engine.runner.launch, iter(range(10**9))
+def announced(*args):
+    if next(steps) == 10:
+        print("running", flush=True)
+    return launch(*args)
+llm.llm_engine.runner.launch = announced
 """
 
 
@@ -701,28 +707,26 @@ try:
 except KeyboardInterrupt:
     print(answer(12))
 """
-    with script(code) as (process, ranks):
-        assert process.stdout.readline() == "ready\n"
-        time.sleep(1)
+    with script(RUNNING + code) as (process, ranks):
+        assert [process.stdout.readline() for _ in range(2)] == ["ready\n", "running\n"]
         os.killpg(process.pid, signal.SIGINT)
         for rank in ranks:
             rank.send_signal(signal.SIGINT)  # as from a terminal that knows no sessions
         assert process.stdout.readline() == f"{demo_answer}\n"
-        assert process.wait(20) == 0
-        assert_gone(ranks, 1)
+        assert process.wait(PATIENCE) == 0
+        wait_until_gone(ranks)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_stopped", [False, True])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_no_rank_outlives_rank_0(number, is_stopped):
-    with script("while True: answer(900)") as (process, ranks):
-        assert process.stdout.readline() == "ready\n"
-        time.sleep(1)
+    with script(RUNNING + "while True: answer(900)") as (process, ranks):
+        assert [process.stdout.readline() for _ in range(2)] == ["ready\n", "running\n"]
         for rank in ranks if is_stopped else ():
             rank.suspend()
         process.send_signal(number)
-        assert_gone(ranks)
+        wait_until_gone(ranks)
 
 
 @pytest.mark.slow
@@ -734,8 +738,8 @@ def test_no_rank_outlives_rank_0_that_ends_while_they_start(number, seconds):
     with script("signal.pause()") as (process, ranks):  # a standard input may be at its end
         time.sleep(seconds)
         process.send_signal(number)
-        assert process.wait(20)
-        assert_gone(ranks, 60)  # one that is about to import PyTorch hears of it after that
+        assert process.wait(PATIENCE)
+        wait_until_gone(ranks)  # one that is about to import PyTorch hears of it after that
 
 
 @pytest.mark.slow
@@ -759,9 +763,9 @@ if not child:
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), answer(12))
 """
     with script(code) as (process, ranks):
-        assert process.communicate(timeout=60)[0] == f"ready\n7 {demo_answer}\n"
+        assert process.communicate(timeout=PATIENCE)[0] == f"ready\n7 {demo_answer}\n"
         assert process.returncode == 0
-        assert_gone(ranks, 1)
+        wait_until_gone(ranks)
 
 
 @pytest.mark.slow
@@ -769,20 +773,24 @@ def test_an_engine_that_nobody_closes_ends_with_its_script(demo_answer):
     with script("print(answer(12))") as (process, ranks):
         assert process.stdout.readline() == "ready\n"
         assert process.stdout.readline() == f"{demo_answer}\n"
-        assert process.wait(20) == 0
-        assert_gone(ranks, 1)
+        assert process.wait(PATIENCE) == 0
+        wait_until_gone(ranks)
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's /proc")
 def test_gloo_s_threads_end_with_the_engine_and_not_while_the_interpreter_does():
     def threads_of_gloo():
-        tasks = Path("/proc/self/task").iterdir()
-        return {task.name for task in tasks if "gloo" in (task / "comm").read_text()}
+        threads = set()
+        for task in Path("/proc/self/task").iterdir():
+            with contextlib.suppress(OSError):  # it has just ended
+                if "gloo" in (task / "comm").read_text():
+                    threads.add(task.name)
+        return threads
 
     before = threads_of_gloo()
     with ranks_in_processes() as llm:
         assert len(threads_of_gloo() - before) > 1
-    assert threads_of_gloo() <= before
+    wait_until(lambda: threads_of_gloo() <= before)  # a thread that was joined is listed a moment longer
     del llm  # what nobody holds would end by itself
 
 
@@ -802,7 +810,7 @@ except ValueError as error:
         [*torchrun, str(tmp_path / "script.py")],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
         env={**os.environ, "PYTHONPATH": str(Path(nanoengine.__file__).parents[1])},
     )
     assert done.returncode == 0, done.stderr
