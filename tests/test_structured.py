@@ -112,6 +112,18 @@ def llm():
         yield llm
 
 
+@pytest.fixture(scope="module")
+def second():
+    """About a second of processor time, by a loop that takes longer on a slower machine."""
+
+    def measure():
+        start = time.process_time()
+        sum(range(10**7))
+        return time.process_time() - start
+
+    return 8 * min(measure() for _ in range(3))
+
+
 # ---- every answer conforms ----
 
 
@@ -523,20 +535,20 @@ DEEP = '{"type":"array","items":' * 1000 + "{}" + "}" * 1000
     ],
     ids=range(36),
 )
-def test_what_cannot_be_enforced_is_refused_within_a_second(form, message, llm):
-    start = time.monotonic()
+def test_what_cannot_be_enforced_is_refused_within_a_second(form, message, llm, second):
+    start = time.process_time()
     with pytest.raises(ValueError, match=message):
         answers(llm, [SamplingParams(structured_outputs=form)])
-    assert time.monotonic() - start < 5  # a second, and the machine's moods
+    assert time.process_time() - start < 5 * second  # one, and the machine's moods
     assert not llm.has_unfinished_requests()
 
 
 @pytest.mark.parametrize("regex", ["(a+)+$", "(x+x+)+y", "(.*a.{20}){1,20}", "[a-z]{1,100000}"])
-def test_regular_expressions_that_are_catastrophes_elsewhere_are_none_here(regex, llm):
-    start = time.monotonic()
+def test_regular_expressions_that_are_catastrophes_elsewhere_are_none_here(regex, llm, second):
+    start = time.process_time()
     ((_, _, reason),) = answers(llm, [SamplingParams(max_tokens=20, structured_outputs={"regex": regex})])
     assert reason in ("length", "stop")
-    assert time.monotonic() - start < 10
+    assert time.process_time() - start < 10 * second
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import json
 import random
 import re
 import signal
-import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from nanoengine.extensions.windows import WindowedBlockManager
 from tests.browser import chromium
 from tests.helpers import DEMO, make_scheduler, make_sequence, run_step
 from tests.laws import tables_of
+from tests.serving import wait_until
 
 ROOT = Path(__file__).parent.parent
 
@@ -214,10 +214,7 @@ def test_it_plays_to_the_end_and_stops(open_page):
     browser = open_page(small_run())
     browser.execute_script("document.getElementById('speed').value = '60'")
     press(browser, Keys.SPACE)
-    for _ in range(100):
-        if text_of(browser, "number") == "4":
-            break
-        time.sleep(0.05)
+    wait_until(lambda: text_of(browser, "number") == "4")
     check(browser, 4)
     assert browser.find_element(By.ID, "play").get_attribute("aria-label") == "Play"
 
