@@ -238,7 +238,8 @@ def test_the_engines_run_side_by_side_on_the_same_requests():
     assert ours["batch_max"] == 3
     assert ours["ttft_ms"] == sorted(ours["ttft_ms"])
     seconds = output_tokens / ours["output_tokens_per_s"]["median"]
-    assert sum(ours["phases_s"].values()) == pytest.approx(seconds, rel=0.05)
+    assert min(ours["phases_s"].values()) > 0
+    assert sum(ours["phases_s"].values()) < seconds * 1.01  # beside them only what waits for the processor
     assert rows["transformers", None]["ttft_ms"] is None
     assert rows["nanoengine", 100.0]["output_tokens"] == output_tokens
     assert "no arrivals" in rows["transformers", 100.0]["error"]
@@ -614,14 +615,15 @@ def test_a_piece_that_fails_or_does_not_end_is_an_entry_of_the_gpu_s_report(tmp_
     programs = {
         "flash": f"print('noise'); print({json.dumps(json.dumps(served))})",
         "varlen": "import sys; sys.exit('no such thing')",
-        "triton": "import time; time.sleep(60)",
+        "triton": "import time; time.sleep(600)",
         "without-graphs": 'print("{\\"output_tokens_per_s\\": 5000.0}")',
     }
 
     def command(name):
         return [sys.executable, "-c", programs[name]]
 
-    gpu.run_pieces(programs, tmp_path, command, piece_s=2)
+    gpu.run_pieces(programs.keys() - {"triton"}, tmp_path, command)
+    gpu.run_pieces(["triton"], tmp_path, command, piece_s=2)
     gpu.run_pieces(["vllm"], tmp_path, command, all_s=0)
     page = gpu_report.write_report(tmp_path).read_text()
     assert "| flash | 23,000 | 20,000 | 0.87 | 2.0 |" in page

@@ -10,13 +10,13 @@ import tarfile
 import zipfile
 from pathlib import Path
 
-import httpx
 import pytest
 
 import nanoengine
 from nanoengine import LLM
 from nanoengine.__main__ import COMMANDS, main
 from tests.helpers import DEMO
+from tests.serving import PATIENCE, http
 
 ROOT = Path(__file__).parent.parent
 
@@ -207,7 +207,7 @@ def test_the_wheel_s_chat_talks_in_a_terminal(installed, tmp_path):
             shown += os.read(ours, 1024)
     except OSError:  # it ended, and Linux says so by EIO
         pass
-    assert chat.wait(60) == 0
+    assert chat.wait(PATIENCE) == 0
     assert b"3 + 4 = 7" in shown
     os.close(ours)
 
@@ -222,9 +222,9 @@ def test_the_wheel_serves(installed, tmp_path):
             if found := re.search(r"running on (http://127.0.0.1:\d+)", line):
                 break
         asked = {"model": "demo", "messages": [{"role": "user", "content": "What is 3 + 4?"}]}
-        answer = httpx.post(f"{found[1]}/v1/chat/completions", json=asked | {"temperature": 0}, timeout=60)
+        answer = http.post(f"{found[1]}/v1/chat/completions", json=asked | {"temperature": 0})
         assert answer.json()["choices"][0]["message"]["content"] == "3 + 4 = 7"
-        assert httpx.get(f"{found[1]}/").status_code == 200  # the page, which is a file of the wheel
+        assert http.get(f"{found[1]}/").status_code == 200  # the page, which is a file of the wheel
     finally:
         server.terminate()
         server.communicate()

@@ -7,10 +7,8 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import httpx
 import openai
 import pyarrow as pa
 import pytest
@@ -20,6 +18,7 @@ from examples import train_demo as train
 from nanoengine import LLM, SamplingParams
 from nanoengine.contrib.ray_data import ANSWER, Predictor
 from tests.helpers import DEMO
+from tests.serving import http, wait_until
 
 ROOT = Path(__file__).parents[2]
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -278,7 +277,7 @@ def test_ray_serve_answers_as_one_engine_whole_or_streamed_and_aborts_for_client
             assert "".join(one.choices[0].delta.content for one in pieces) == output.outputs[0].text
 
         def metric(name):
-            lines = httpx.get(f"http://127.0.0.1:{port}/metrics").text.splitlines()
+            lines = http.get(f"http://127.0.0.1:{port}/metrics").text.splitlines()
             return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
         before = metric("vllm:generation_tokens_total")
@@ -287,9 +286,7 @@ def test_ray_serve_answers_as_one_engine_whole_or_streamed_and_aborts_for_client
         )
         next(iter(stream))
         stream.close()
-        deadline = time.monotonic() + 60
-        while metric("vllm:num_requests_running"):
-            assert time.monotonic() < deadline
+        wait_until(lambda: not metric("vllm:num_requests_running"))
         assert 0 < metric("vllm:generation_tokens_total") - before < 900
     finally:
         serve.shutdown()
