@@ -900,6 +900,34 @@ def test_short_requests_do_not_wait_for_long_ones_which_leave_with_their_clients
     assert len(begun) == 1
 
 
+def test_forms_that_take_long_to_compile_stall_no_other_request_and_leave_with_their_clients(
+    url, service, monkeypatch
+):
+    grammars, begun, may_end = service.engine.llm_engine._grammars, [], threading.Event()
+    compile_form = grammars.compile
+
+    def slowly(form):
+        begun.append(form)
+        assert may_end.wait(60)
+        return compile_form(form)
+
+    monkeypatch.setattr(grammars, "compile", slowly)
+    with ExitStack() as clients:
+        for i in range(6):
+            body = json.dumps({"prompt": "a", "structured_outputs": {"regex": f"{i}"}}).encode()
+            client = clients.enter_context(
+                socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])))
+            )
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            client.sendall(b"%sContent-Length: %d\r\n\r\n%s" % (head, len(body), body))
+        wait_until(lambda: len(begun) == 2 and service.form_checks._work_queue.qsize() == 4)
+        assert ids_of_server(url, "a", max_tokens=1)
+    wait_until(lambda: not service.server.server_state.tasks)
+    may_end.set()
+    service.form_checks.submit(int).result(60)
+    assert len(begun) == 2
+
+
 def test_an_empty_key_is_no_key_and_refused():
     with pytest.raises(ValueError, match="api_key must not be empty"):
         Service(None, api_key="")

@@ -204,8 +204,8 @@ class Service:
         self.num_samples = 0  # of requests that are being served
         self.created = int(time.time())
         self.is_draining = False
-        # So that a short request never waits for long ones.
-        self.checks, self.long_checks = ThreadPoolExecutor(4), ThreadPoolExecutor(1)
+        # A short request never waits for long ones, nor a plain one for forms that take long to compile.
+        self.checks, self.long_checks, self.form_checks = map(ThreadPoolExecutor, (4, 1, 2))
 
     # -- answers of the model
 
@@ -244,16 +244,25 @@ class Service:
         self.check_model(body.model)
         params = body.params(self.defaults, self.checkpoint.generation_config.get("max_new_tokens"))
         self.take_places(body, params.n, ticket)
-        checked = await self.in_thread(request, self.check, body, params)
+        has_form = params.structured_outputs is not None or (body.is_chat and bool(body.tools))
+        pool = self.form_checks if has_form else self.checks
+        checked = await self.in_thread(request, self.check, body, params, pool=pool)
         ticket.prompt_tokens = sum(len(one.token_ids) for one in checked)
         return self.choices(body, checked, ticket)
 
-    async def in_thread(self, request: Request, function: Callable[..., T], *arguments: Any) -> T:
+    async def in_thread(
+        self,
+        request: Request,
+        function: Callable[..., T],
+        *arguments: Any,
+        pool: ThreadPoolExecutor | None = None,
+    ) -> T:
         """The function's result, where the text of a request may take it seconds; long ones one at a time.
 
         What waits for its turn leaves with its client.
         """
-        pool = self.long_checks if len(await request.body()) > LONG_BODY_BYTES else self.checks
+        is_long = len(await request.body()) > LONG_BODY_BYTES
+        pool = self.long_checks if is_long else pool or self.checks
         return await asyncio.get_running_loop().run_in_executor(pool, function, *arguments)
 
     def check_model(self, name: str | None) -> None:
