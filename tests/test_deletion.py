@@ -28,6 +28,10 @@ logging.getLogger("nanoengine").addHandler(handler)
 LLM("demo", **SETTINGS).close()
 (message,) = lines
 """
+STRUCTURED = """
+params = SamplingParams(structured_outputs={"regex": "a"})
+LLM("demo", **SETTINGS).generate("Hello", params, use_tqdm=False)
+"""
 # Each optional file, or folder of one idea -> what a user does that needs it.
 USES = {
     "apps.ask": 'main(["run"])',
@@ -62,10 +66,9 @@ USES = {
 LLM("demo", speculative_config={"method": "ngram", "num_speculative_tokens": 2}, **SETTINGS)
 """,
     "extensions.states": LLM_OF_STATES,
-    "extensions.structured": """
-params = SamplingParams(structured_outputs={"regex": "a"})
-LLM("demo", **SETTINGS).generate("Hello", params, use_tqdm=False)
-""",
+    "extensions.forms": STRUCTURED,
+    "extensions.schemas": STRUCTURED,
+    "extensions.structured": STRUCTURED,
     "extensions.trace": 'LLM("demo", trace=print, **SETTINGS)',
     "extensions.windows": """
 windows = {"use_sliding_window": True, "sliding_window": 9, "layer_types": ["sliding_attention"] * 4}

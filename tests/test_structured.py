@@ -1,6 +1,7 @@
 """Answers with a form: each conforms, whatever else is in the batch; oracles are `re` and `jsonschema`."""
 
 import asyncio
+import gc
 import json
 import re
 import subprocess
@@ -17,7 +18,8 @@ from hypothesis import strategies as st
 from nanoengine import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
 from nanoengine.engine import Sequence
 from nanoengine.extensions import structured
-from nanoengine.extensions.structured import Constraint, closed
+from nanoengine.extensions.schemas import closed
+from nanoengine.extensions.structured import Constraint
 from tests.helpers import DEMO, table_checkpoint
 
 PERSON = {
@@ -543,6 +545,148 @@ def test_what_cannot_be_enforced_is_refused_within_a_second(form, message, llm, 
     assert not llm.has_unfinished_requests()
 
 
+RUNAWAY: dict = {"json": {"type": "integer", "multipleOf": 99999989}}  # an automaton of 10^8 states
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "message"),
+    [
+        pytest.param("MAX_SECONDS", 1, "more than 1 seconds of a processor", marks=pytest.mark.slow),
+        ("MAX_BYTES", 16 << 20, "more than 16 MiB"),
+    ],
+)
+def test_a_form_that_compiles_without_end_is_refused_with_the_limit(limit, value, message, llm, monkeypatch):
+    monkeypatch.setattr(structured.forms, limit, value)
+    with pytest.raises(ValueError, match=message):
+        answers(llm, [SamplingParams(structured_outputs=RUNAWAY)])
+    assert check("json", answers(llm, [asking("json")] * 2)) == 2
+
+
+def test_forms_are_tried_out_again_after_the_trial_process_has_died(llm):
+    trials = llm.llm_engine._grammars.trials
+    trials.run(StructuredOutputsParams(regex="a"))
+    trials._process.kill()
+    trials._process.wait()
+    assert trials.run(StructuredOutputsParams(regex="b")).takes_back
+
+
+def test_the_trial_process_ends_with_its_engine():
+    with LLM(DEMO, num_kv_blocks=20) as llm:
+        check("json", answers(llm, [asking("json")]))
+        process = llm.llm_engine._grammars.trials._process
+        assert process.poll() is None
+    del llm
+    gc.collect()
+    assert process.poll() == 0
+
+
+@pytest.mark.parametrize(
+    ("form", "part"),
+    [
+        ({"json": {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}}, "'#'"),
+        ({"json": {"type": "array", "items": {"$ref": "#"}, "minItems": 1}}, "'#'"),
+        ({"json": {"type": "object", "required": ["a"], "additionalProperties": {"$ref": "#"}}}, "'#'"),
+        (
+            {
+                "json": {
+                    "type": "object",
+                    "patternProperties": {"^a": {"$ref": "#"}},
+                    "minProperties": 1,
+                    "additionalProperties": False,
+                }
+            },
+            "'#'",
+        ),
+        (
+            {
+                "json": {
+                    "anyOf": [
+                        {"type": "null"},
+                        {"$ref": "#/$defs/x"},
+                    ],  # an answer may begin one all the same
+                    "$defs": {
+                        "x": {"type": "object", "properties": {"y": {"$ref": "#y"}}, "required": ["y"]},
+                        "y": {"$anchor": "y", "allOf": [{"$ref": "#/$defs/x"}], "type": "object"},
+                    },
+                }
+            },
+            "'#/\\$defs/x'",
+        ),
+        ({"grammar": 'start: %json {"type": "array", "items": {"$ref": "#"}, "minItems": 1}'}, "'#'"),
+        ({"grammar": 'start: "q" | a\na: "x" a | "y" (a | "z" a)+  # "end"'}, "the rule 'a'"),
+        ({"grammar": 'root ::= "x" more\nmore ::= "y" more | root'}, "the rule 'more'"),
+    ],
+    ids=range(8),
+)
+def test_a_part_without_a_finite_text_is_refused(form, part, llm):
+    with pytest.raises(ValueError, match=f"{part} has no finite text"):
+        answers(llm, [SamplingParams(structured_outputs=form)])
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"json": {"type": "object", "properties": {"a": {"$ref": "#"}}}},
+        {"json": {"type": "array", "items": {"$ref": "#"}}},
+        {"json": {"$defs": {"x": {"$ref": "#/$defs/x"}}, "type": "null"}},
+        {"json": {"type": ["object", "null"], "properties": {"a": {"$ref": "#"}}, "required": ["a"]}},
+        {"json": {"anyOf": [{"type": "array", "items": {"$ref": "#"}, "minItems": 1}, {"enum": [1]}]}},
+        {"grammar": 'start: a\na: "x" a? "y" [a] b* a{0,2} | /[\\/"#]/ a ("," a)*\n  | C\nb: "b" a\nC: "c"'},
+        {"grammar": 'start: "a: b" w ~ 2 // w: w\nw[capture]: "(" | "|" w'},
+    ],
+    ids=range(7),
+)
+def test_recursion_with_a_way_out_is_served(form, llm):
+    ((_, _, reason),) = answers(llm, [SamplingParams(max_tokens=5, structured_outputs=form)])
+    assert reason in ("length", "stop")
+
+
+PATTERNS = [
+    '^[^"]{3}$',
+    r'^[^<>:"/\\|?*]{1,8}$',
+    r"^[^\\]{2}$",
+    r'^([^"\\]|\\.){2}$',
+    r'^[^"\n]{2}[^"&&][^"[]$',
+    r"^[\x00-!#-~]{3}$",
+    r'^.[^\s"].$',
+]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_class_without_a_quote_or_a_backslash_holds_for_the_decoded_string(pattern, llm):
+    """At a high temperature most tokens that a mask allows by mistake are drawn."""
+    for schema in (
+        {"type": "string", "pattern": pattern},
+        {"type": "object", "patternProperties": {pattern: {}}, "minProperties": 1}
+        | {"additionalProperties": False, "maxProperties": 1},
+    ):
+        form = {"json": schema, "disable_any_whitespace": True}
+        params = [
+            SamplingParams(temperature=100.0, seed=seed, max_tokens=30, structured_outputs=form)
+            for seed in range(40)
+        ]
+        found = answers(llm, params)
+        finished = [text for text, _, reason in found if reason == "stop"]
+        assert len(finished) > 5
+        assert [text for text in finished if not is_json_of(schema)(text)] == []
+
+
+def test_a_class_without_a_quote_is_refused_where_it_cannot_be_enforced(llm):
+    for schema, message in (
+        ({"type": "string", "pattern": r'^([^"]|\x00)$'}, "beside U.0000"),
+        ({"type": "object", "patternProperties": {'^[^"]$': {"type": "null"}}}, "additionalProperties"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            answers(llm, [SamplingParams(structured_outputs={"json": schema})])
+
+
+@pytest.mark.parametrize("divisor", [4294967291, 10**9, 1e-9])
+def test_a_divisor_that_overflows_is_refused(divisor, llm):
+    form = {"json": {"type": "number", "multipleOf": divisor}}
+    with pytest.raises(ValueError, match="multipleOf must be at most"):
+        answers(llm, [SamplingParams(structured_outputs=form)])
+
+
 @pytest.mark.parametrize("regex", ["(a+)+$", "(x+x+)+y", "(.*a.{20}){1,20}", "[a-z]{1,100000}"])
 def test_regular_expressions_that_are_catastrophes_elsewhere_are_none_here(regex, llm, second):
     start = time.process_time()
@@ -575,9 +719,9 @@ def test_an_answer_that_could_not_end_is_refused(llm):
 
 def test_a_grammar_that_gets_too_costly_ends_its_request_alone(llm, monkeypatch):
     grammars = llm.llm_engine._grammars
-    monkeypatch.setattr(structured, "NUM_TRIED", 0)  # else it would not be taken
-    monkeypatch.setattr(grammars, "limits", grammars.llguidance.LLParserLimits(step_max_items=20))
-    costly = {"grammar": 'start: "x" "x" a\na: "x" | a a | a a a'}
+    limits = grammars.compiler.llguidance.LLParserLimits(step_max_items=20)
+    monkeypatch.setattr(grammars.compiler, "limits", limits)  # not those of the process that tries it out
+    costly = {"grammar": 'start: "x" a\na: "x" | "y" a | a a a'}
     params = [
         SamplingParams(temperature=0, max_tokens=30),
         SamplingParams(max_tokens=60, structured_outputs=costly),

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from transformers.utils.chat_parsing.content_parsers import process_field
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
-from nanoengine.extensions.structured import closed
+from nanoengine.extensions.schemas import closed
 from nanoengine.outputs import CompletionOutput
 from nanoengine.sampling_params import StructuredOutputsParams
 

@@ -9,16 +9,15 @@ nobody tells it anything: before each mask it catches up with what the sequence 
 Behind each draft (speculate.py) there is a mask too, and the drafts are taken back.
 
 The grammars are llguidance's, a parser over the vocabulary's trie: https://github.com/guidance-ai/llguidance
+
+forms.py makes llguidance's grammars of what requests ask for, and tries each out in another process first.
 """
 
-import json
-import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import groupby
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -27,19 +26,20 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from nanoengine.backends.device import upload
+from nanoengine.extensions import forms
 from nanoengine.requests import CheckedRequest
 from nanoengine.sampling import SamplingRow
 from nanoengine.sampling_params import StructuredOutputsParams
 
-MAX_CHARACTERS = 1 << 16  # of a grammar: what is longer may take more than a second to compile
-MAX_SYMBOLS = 100_000  # of its productions
 MAX_GRAMMARS = 128  # that are kept
-MAX_ITEMS = 20_000  # of the parser's, at a token: as many as there are ways to go on
-NUM_TRIED = 64  # tokens of an answer, to see whether a grammar can be followed
-# Between JSON's tokens, unless a request says otherwise: a space, or a line end and an indentation. With any
-# amount, as vLLM has it, many a model never stops indenting.
-WHITESPACE = r"( |\n[ \t]{0,40})"
 END = "<|end of the grammar|>"  # stands for every token that ends a sequence
+
+
+class Form(NamedTuple):
+    """A compiled form, of which each sample gets a copy."""
+
+    matcher: Any  # llguidance's, at the beginning of an answer
+    takes_back: bool  # whether it can take tokens back
 
 
 class Grammars:
@@ -62,22 +62,24 @@ class Grammars:
             ) from None
         if tokenizer is None:
             raise ValueError("structured_outputs need a tokenizer and the checkpoint has none")
-        self.llguidance, self.vocab_size = llguidance, vocab_size
+        self.vocab_size = vocab_size
         backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         backend.no_padding()
         backend.no_truncation()
         backend.add_special_tokens([END])
         self.end_id = cast(int, backend.token_to_id(END))
         num_tokens = max(vocab_size, self.end_id + 1)
-        self.tokenizer = llguidance.LLTokenizer(backend.to_str(), n_vocab=num_tokens, eos_token=self.end_id)
-        self.special_tokens = {token.content for token in tokenizer.added_tokens_decoder.values()}
-        self.limits = llguidance.LLParserLimits(
-            max_grammar_size=MAX_SYMBOLS, max_items_in_row=MAX_ITEMS, verbose_errors=False
-        )
+        settings = {
+            "tokenizer": backend.to_str(),
+            "num_tokens": num_tokens,
+            "end_id": self.end_id,
+            "special_tokens": [token.content for token in tokenizer.added_tokens_decoder.values()],
+        }
+        self.compiler, self.trials = forms.Compiler(**settings), forms.Trials(**settings)
         self.executor = llguidance.LLExecutor(torch.get_num_threads())
         self.num_words = -(-num_tokens // 32)
         self._biases: Tensor | None = None
-        self._compiled: OrderedDict[Any, Any] = OrderedDict()
+        self._compiled: OrderedDict[str, Form] = OrderedDict()
         self._lock = threading.Lock()
 
     def compile(self, asked: StructuredOutputsParams) -> Callable[[], "Constraint"]:
@@ -90,16 +92,17 @@ class Grammars:
         try:
             key = repr(asked)
             with self._lock:
-                found = self._compiled.get(key)
-            matcher, takes_back = self._compile(asked) if found is None else found
+                form = self._compiled.get(key)
+            if form is None:
+                form = self._compile(asked)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"structured_outputs: {error}") from None
         with self._lock:
-            self._compiled[key] = matcher, takes_back
+            self._compiled[key] = form
             self._compiled.move_to_end(key)
             while len(self._compiled) > MAX_GRAMMARS:
                 self._compiled.popitem(last=False)
-        return lambda: Constraint(self, matcher.deep_copy(), takes_back)
+        return lambda: Constraint(self, form.matcher.deep_copy(), form.takes_back)
 
     def check_beginning(self, constraint: "Constraint", checked: CheckedRequest) -> None:
         """Raise ValueError where a request's bans leave none of the tokens that its form may begin with."""
@@ -179,132 +182,12 @@ class Grammars:
             self._biases = upload(BIASES, logits.device).to(logits.dtype)
         return self._biases
 
-    def _compile(self, asked: StructuredOutputsParams) -> tuple[Any, bool]:
-        """A matcher at its beginning, and whether it can take tokens back."""
-        grammar = self._grammar_of(asked)
-        if asked.preamble is not None:
-            # Alone first: what is tried out behind a preamble may never come to the grammar.
-            self._compile(replace(asked, preamble=None))
-            grammar = behind(self._checked(asked.preamble), grammar)
-        check_length(grammar)
-        matcher = self.llguidance.LLMatcher(self.tokenizer, grammar, log_level=0, limits=self.limits)
-        # A schema that says "x-guidance": {"lenient": true} would be followed in part, with a warning.
-        ignored = matcher.get_grammar_warnings()
-        error, takes_back = (ignored[0], False) if ignored else self._try_out(matcher)
-        if error:
-            words = error.removesuffix("\n<non-verbose/>")
-            raise ValueError(words.replace("NoExtensionBias", "no text has it"))
-        return matcher, takes_back
-
-    def _try_out(self, matcher: Any) -> tuple[str, bool]:
-        """Why an answer's beginning cannot be followed, "" where it can; whether it can be taken back."""
+    def _compile(self, asked: StructuredOutputsParams) -> "Form":
+        """Try a form out where that can be ended, then compile it here."""
+        tried = self.trials.run(asked)
+        matcher = self.compiler.matcher(tried.grammar)
         matcher.compute_bitmask()  # prepares for the copies' first
-        trial = matcher.deep_copy()
-        for _ in range(NUM_TRIED if not matcher.is_error() else 0):
-            allowed = np.unpackbits(np.frombuffer(trial.compute_bitmask(), np.uint8), bitorder="little")
-            allowed[self.end_id] = 0
-            if trial.is_error() or not allowed.any():
-                break
-            trial.consume_token(int(allowed.argmax()))
-        error = matcher.get_error() or trial.get_error()
-        return error, not error and bool(trial.rollback(1)) and not trial.is_error()
-
-    def _grammar_of(self, asked: StructuredOutputsParams) -> str:
-        """In llguidance's form."""
-        matcher = self.llguidance.LLMatcher
-        if asked.json is not None or asked.json_object:
-            schema, style = self._schema_of(asked)
-            return str(matcher.grammar_from_json_schema(schema, style))
-        if asked.regex is not None:
-            return str(matcher.grammar_from_regex(asked.regex))
-        if asked.choice is not None:  # a terminal, which costs no more for being one of many
-            return str(matcher.grammar_from_lark(f"start: C\nC: {' | '.join(map(json.dumps, asked.choice))}"))
-        if asked.structural_tag is not None:
-            return self._tags_of(asked.structural_tag)
-        return str(self.llguidance.grammar_from("grammar", self._checked(asked.grammar or "")))
-
-    def _checked(self, grammar: str) -> str:
-        """A user's grammar; ValueError where it is too large, or names the token that stands for the end."""
-        check_length(grammar)
-        for named in re.findall(r"<\[([^\]]*)\]>", grammar):
-            bounds = [part.split("-") for part in named.split(",")]
-            are_ids = all(one.strip().isdecimal() for part in bounds for one in part)
-            if not are_ids or any(int(part[0]) <= self.end_id <= int(part[-1]) for part in bounds):
-                raise ValueError(f"grammar must name tokens by ids below {self.end_id}, got <[{named}]>")
-        return grammar
-
-    def _schema_of(self, asked: StructuredOutputsParams) -> tuple[str, Any]:
-        """The schema, and how JSON is to be written."""
-        schema: Any = asked.json if asked.json is not None else {"type": "object"}
-        if isinstance(schema, str):
-            schema = json.loads(schema)
-        if isinstance(schema, bool):  # which are schemas too
-            schema = {} if schema else {"enum": []}
-        if asked.disable_additional_properties:
-            schema = closed(schema)
-        space = WHITESPACE if asked.whitespace_pattern is None else asked.whitespace_pattern
-        if asked.disable_any_whitespace or not space:
-            return json.dumps(schema), {"whitespace_flexible": False}
-        return json.dumps(schema), {"whitespace_pattern": space}
-
-    def _tags_of(self, given: str | dict[str, Any]) -> str:
-        """Of text in which each `begin`, which starts with a trigger, is followed by JSON and `end`."""
-        tag = json.loads(given) if isinstance(given, str) else given
-        if not isinstance(tag, dict) or not isinstance(tag.get("structures"), list) or not tag["structures"]:
-            raise ValueError('structural_tag must hold "structures" and "triggers": the one form served')
-        triggers, tags = tag.get("triggers"), []
-        for one in tag["structures"]:
-            is_tag = isinstance(one, dict) and isinstance(one.get("schema"), dict)
-            if not is_tag or not all(isinstance(one.get(name), str) for name in ("begin", "end")):
-                raise ValueError(f"structures must hold begin, schema and end, got {one!r}")
-            begin = one["begin"]
-            for trigger in triggers if isinstance(triggers, list) else []:
-                if isinstance(trigger, str) and trigger and begin.startswith(trigger):
-                    break
-            else:
-                raise ValueError(f"structural_tag has no trigger that {begin!r} begins with")
-            tags.append(
-                self.llguidance.StructTag(trigger=trigger, begin=begin, grammar=one["schema"], end=one["end"])
-            )
-        is_special = any(one.trigger in self.special_tokens for one in tags)
-        return str(self.llguidance.StructTag.to_grammar(tags, assume_special=is_special))
-
-
-def check_length(grammar: str) -> None:
-    """ValueError where a grammar is too long to compile in a moment."""
-    if len(grammar) > MAX_CHARACTERS:
-        raise ValueError(f"{len(grammar)} characters, and at most {MAX_CHARACTERS} are taken")
-
-
-def behind(preamble: str, grammar: str) -> str:
-    """A grammar, and another one in Lark before it."""
-    if grammar.lstrip().startswith("{"):
-        first, *others = json.loads(grammar)["grammars"]
-    else:
-        first, others = {"lark_grammar": grammar}, []
-    both = {"lark_grammar": "start: @preamble @answer"}, {"name": "preamble", "lark_grammar": preamble}
-    return json.dumps({"grammars": [*both, {**first, "name": "answer"}, *others]})
-
-
-SCHEMAS = {"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"}  # by any names
-VALUES = {"const", "default", "enum", "examples"}  # no schemas
-
-
-def closed(schema: Any) -> Any:
-    """The schema, in which objects have no properties but those it names."""
-    if isinstance(schema, list):
-        return [closed(one) for one in schema]
-    if not isinstance(schema, dict):
-        return schema
-    result: dict[str, Any] = (
-        {"additionalProperties": False} if schema.keys() & {"properties", "patternProperties"} else {}
-    )
-    for name, value in schema.items():
-        if name in SCHEMAS and isinstance(value, dict):
-            result[name] = {key: closed(one) for key, one in value.items()}
-        else:
-            result[name] = value if name in VALUES else closed(value)
-    return result
+        return Form(matcher, tried.takes_back)
 
 
 # ---- A constraint of one sample ------------------------------------------------------------------

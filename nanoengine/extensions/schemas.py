@@ -1,0 +1,349 @@
+r"""Checks and rewrites JSON schemas and grammars before llguidance compiles them.
+
+llguidance takes three kinds of forms that no answer could satisfy as it should:
+
+    a part without a finite text    {"properties": {"next": {"$ref": "#"}}, "required": ["next"], ...}, or the
+                                    rule `a: "x" a`. An answer that begins one never ends. Refused.
+    a class without a quote         `[^"]` in a pattern. Where a class has every control character, llguidance
+                                    allows every escape in a JSON string, `\"` too. Rewritten without U+0000.
+    a divisor of many digits        `multipleOf` is followed by 32-bit arithmetic, which overflows. Refused.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from decimal import Decimal
+from typing import Any
+from urllib.parse import unquote
+
+SCHEMAS = {"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"}  # by any names
+VALUES = {"const", "default", "enum", "examples"}  # no schemas
+SCALARS = {"null", "boolean", "integer", "number", "string"}
+MAX_DIVISOR, MAX_SCALE = 10**8, 8  # of multipleOf: so that a remainder and one more digit fit into 32 bits
+
+
+def mapped(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    """Return the schema with every schema in it changed, the innermost first."""
+    if isinstance(schema, list):
+        return [mapped(one, change) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    result: dict[str, Any] = {}
+    for name, value in schema.items():
+        if name in SCHEMAS and isinstance(value, dict):
+            result[name] = {key: mapped(one, change) for key, one in value.items()}
+        else:
+            result[name] = value if name in VALUES else mapped(value, change)
+    return change(result)
+
+
+def closed(schema: Any) -> Any:
+    """Return the schema with objects that have no properties but those it names."""
+
+    def close(one: dict[str, Any]) -> dict[str, Any]:
+        is_object = one.keys() & {"properties", "patternProperties"}
+        return {"additionalProperties": False, **one} if is_object else one
+
+    return mapped(schema, close)
+
+
+def checked_schema(schema: Any) -> Any:
+    """Return the schema with patterns that llguidance quotes correctly.
+
+    Raises:
+        ValueError: a part of the schema has no finite text, or llguidance would not enforce it.
+    """
+    with suppress(AttributeError, TypeError):  # it is malformed, and llguidance says where
+        Endings(schema).check()
+    return mapped(schema, _with_quotable_patterns)
+
+
+def checked_grammar(grammar: str) -> str:
+    """Return a grammar in Lark with its JSON schemas checked.
+
+    Raises:
+        ValueError: as `checked_schema`, or a rule has no finite text.
+    """
+    decoder, parts, start = json.JSONDecoder(), [], 0
+    for found in re.finditer(r"%json\s*(?=\{)", grammar):
+        if found.start() >= start:
+            try:
+                schema, end = decoder.raw_decode(grammar, found.end())
+            except ValueError:  # llguidance reports it
+                break
+            parts += [grammar[start : found.end()], json.dumps(checked_schema(schema))]
+            start = end
+    # At even places there is Lark, at odd ones JSON, which is one terminal.
+    check_rules('""'.join([*parts[::2], grammar[start:]]))
+    return "".join([*parts, grammar[start:]])
+
+
+# ---- Finite texts --------------------------------------------------------------------------------
+
+
+class Endings:
+    """Finds the references of a schema whose targets have no finite text.
+
+    A reference ends if its target can be written with references that end: the least fixed point.
+    """
+
+    def __init__(self, schema: Any) -> None:
+        self.root = schema
+        self.targets: dict[str, Any] = {}  # of the references that can be reached
+        self.names: dict[str, Any] = {}  # $id or #anchor -> schema
+        self.ending: set[str] = set()
+        self.known: dict[int, bool] = {}  # of schemas, by their addresses, while `ending` is being extended
+
+        def note(one: dict[str, Any]) -> dict[str, Any]:
+            self.names |= {one["$id"]: one} if isinstance(one.get("$id"), str) else {}
+            self.names |= {f"#{one['$anchor']}": one} if isinstance(one.get("$anchor"), str) else {}
+            return one
+
+        mapped(schema, note)
+
+    def check(self) -> None:
+        """Raise ValueError if a reference does not end."""
+        unseen = list(self._references(self.root))
+        while unseen:
+            reference = unseen.pop()
+            if reference not in self.targets:
+                self.targets[reference] = self._target(reference)
+                unseen += self._references(self.targets[reference])
+        num_ending = -1
+        while num_ending < len(self.ending):
+            num_ending = len(self.ending)
+            self.known.clear()
+            for name in reversed(self.targets):  # the innermost first
+                if name not in self.ending and self.ends(self.targets[name]):
+                    self.ending.add(name)
+        if endless := sorted(self.targets.keys() - self.ending):
+            raise ValueError(
+                f"the schema at $ref {endless[0]!r} has no finite text: it always contains itself again; "
+                "make the recursive part optional"
+            )
+
+    def ends(self, schema: Any) -> bool:
+        """Return whether the schema has a finite text, as far as is known."""
+        found = self.known.get(id(schema))
+        if found is None:
+            found = self.known[id(schema)] = self._ends(schema)
+        return found
+
+    def _ends(self, schema: Any) -> bool:
+        parts = list(self._conjuncts(schema, set()))
+        if any(part.get("$ref", None) not in self.ending for part in parts if "$ref" in part):
+            return False
+        if any(part.keys() & {"const", "enum"} for part in parts):
+            return True
+        for options in (part[name] for part in parts for name in ("anyOf", "oneOf") if name in part):
+            if isinstance(options, list) and options and not any(map(self.ends, options)):
+                return False
+        types = {*SCALARS, "object", "array"}
+        for part in parts:
+            given = part.get("type", list(types))
+            types &= set(given) if isinstance(given, list) else {given}
+        if types & SCALARS or not types:  # llguidance refuses what has no type left
+            return True
+        return ("object" in types and self._object_ends(parts)) or (
+            "array" in types and self._array_ends(parts)
+        )
+
+    def _object_ends(self, parts: list[dict[str, Any]]) -> bool:
+        """Return whether an object with the required members and as many as are asked for ends."""
+        properties = [part["properties"] for part in parts if isinstance(part.get("properties"), dict)]
+        patterns = [part["patternProperties"] for part in parts if "patternProperties" in part]
+        others = [part.get("additionalProperties", True) for part in parts]
+
+        def member_ends(name: str) -> bool:
+            named = [members[name] for members in properties if name in members]
+            named += [one for many in patterns for key, one in many.items() if _matches(key, name)]
+            return all(map(self.ends, named or others))
+
+        required = {name for part in parts for name in part.get("required", ())}
+        if not all(map(member_ends, required)):
+            return False
+        if all(map(self.ends, others)) and False not in others:
+            return True
+        if any(self.ends(one) for many in patterns for one in many.values()):
+            return True
+        names = {name for members in properties for name in members}
+        return sum(map(member_ends, names | required)) >= max(
+            _number(part, "minProperties") for part in parts
+        )
+
+    def _array_ends(self, parts: list[dict[str, Any]]) -> bool:
+        """Return whether an array with as many items as are asked for ends."""
+        least = max(_number(part, "minItems") for part in parts)
+        for part in parts:
+            first = part.get("prefixItems", part["items"] if isinstance(part.get("items"), list) else [])
+            rest = part.get("items", True)
+            rest = part.get("additionalItems", True) if isinstance(rest, list) else rest
+            needed = [*first[:least], *([rest] if least > len(first) else [])]
+            if not all(map(self.ends, needed)):
+                return False
+        return True
+
+    def _conjuncts(self, schema: Any, seen: set[int]) -> Iterator[dict[str, Any]]:
+        """Yield the schema, and all others that its texts have to fit."""
+        if not isinstance(schema, dict) or id(schema) in seen:
+            return
+        seen.add(id(schema))
+        yield schema
+        for one in (*schema.get("allOf", ()), self.targets.get(schema.get("$ref", ""))):
+            yield from self._conjuncts(one, seen)
+
+    def _references(self, schema: Any) -> Iterator[str]:
+        """Yield the references in a schema, but those in definitions, which are followed when named."""
+        if isinstance(schema, list):
+            for one in schema:
+                yield from self._references(one)
+        elif isinstance(schema, dict):
+            for name, value in schema.items():
+                if name == "$ref" and isinstance(value, str):
+                    yield value
+                elif name in SCHEMAS and name not in ("$defs", "definitions") and isinstance(value, dict):
+                    yield from self._references(list(value.values()))
+                elif name not in VALUES and name not in ("$defs", "definitions"):
+                    yield from self._references(value)
+
+    def _target(self, reference: str) -> Any:
+        """Return what a reference points at; what cannot be found is for llguidance to report."""
+        if reference in self.names:
+            return self.names[reference]
+        base, _, pointer = reference.partition("#")
+        found = self.names.get(base, self.root if not base else {})
+        for step in pointer.split("/")[1:]:
+            step = unquote(step).replace("~1", "/").replace("~0", "~")
+            if isinstance(found, list):
+                found = found[int(step)] if step.isdecimal() and int(step) < len(found) else {}
+            else:
+                found = found.get(step, {}) if isinstance(found, dict) else {}
+        return found
+
+
+def _matches(pattern: str, name: str) -> bool:
+    try:
+        return re.search(pattern, name) is not None
+    except re.error:
+        return False
+
+
+def _number(schema: dict[str, Any], name: str) -> int:
+    value = schema.get(name, 0)
+    return value if isinstance(value, int) else 0
+
+
+# Of Lark: what has a finite text whatever is in it.
+TERMINALS = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|\[(?:\\.|[^\]\\\n])*\]|[^/\\\n\[])+/|<[^>\n]*>')
+COMMENTS = re.compile(r"(\"(?:\\.|[^\"\\\n])*\"|/(?![/*])(?:\\.|[^/\\\n])+/)|//[^\n]*|#[^\n]*")
+RULE = re.compile(r"^[ \t]*[!?]?([A-Za-z_][\w-]*)(?:\[[^\]]*\])?[^:|\"\n]*:(?!:)", re.MULTILINE)
+SYMBOL = re.compile(r"[A-Za-z_][\w-]*|[()\[\]|?*+]|\{[^}]*\}|~\s*[\d.]+|\"\"")
+
+
+def check_rules(grammar: str) -> None:
+    """Raise ValueError if a rule of a grammar in Lark has no finite text, since each contains another."""
+    grammar = COMMENTS.sub(lambda found: found[1] or "", grammar)
+    _, *pieces = RULE.split(TERMINALS.sub('""', grammar))
+    rules = {name: SYMBOL.findall(body) for name, body in zip(pieces[::2], pieces[1::2], strict=True)}
+    endless = set(rules)
+    while ending := {name for name in endless if _alternatives_end(iter([*rules[name], ")"]), endless)}:
+        endless -= ending
+    if endless:
+        raise ValueError(
+            f"the rule {sorted(endless)[0]!r} has no finite text: it always contains itself again; "
+            "give it an alternative without recursion"
+        )
+
+
+def _alternatives_end(symbols: Iterator[str], endless: set[str]) -> bool:
+    """Return whether one of the alternatives up to the closing bracket ends without the endless rules."""
+    any_ends, items = False, [True]
+    for symbol in symbols:
+        if symbol in (")", "]", "|"):
+            any_ends, items = any_ends or all(items), [True]
+            if symbol != "|":
+                break
+        elif symbol in ("(", "["):
+            inner = _alternatives_end(symbols, endless)
+            items.append(inner or symbol == "[")
+        elif symbol in ("?", "*") or re.match(r"[{~]\s*(0|,)", symbol):
+            items[-1] = True
+        elif symbol[0] not in "+{~":
+            items.append(symbol not in endless)
+    return any_ends
+
+
+# ---- What llguidance does not enforce ------------------------------------------------------------
+
+
+def _with_quotable_patterns(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema with patterns whose classes are quoted as they should be."""
+    result = dict(schema)
+    if isinstance(pattern := schema.get("pattern"), str):
+        result["pattern"] = quotable(pattern)
+    if isinstance(named := schema.get("patternProperties"), dict):
+        result["patternProperties"] = {quotable(pattern): one for pattern, one in named.items()}
+        changed = [pattern for pattern in named if r"&&[^\x00]" in quotable(pattern)]
+        if changed and schema.get("additionalProperties") is not False:
+            raise ValueError(
+                f"patternProperties {changed[0]!r} excludes a quote or a backslash: this is enforced only "
+                'with "additionalProperties": false'
+            )
+    divisor = schema.get("multipleOf")
+    if isinstance(divisor, int | float) and not isinstance(divisor, bool):
+        digits, exponent = Decimal(str(divisor)).as_tuple()[1:]
+        if isinstance(exponent, int):  # neither infinite nor a NaN
+            scale = max(0, -exponent)
+            number = int("".join(map(str, digits))) * 10 ** max(0, min(exponent, MAX_SCALE + 2))
+            if number > MAX_DIVISOR or scale > MAX_SCALE:
+                raise ValueError(
+                    f"multipleOf must be at most {MAX_DIVISOR} without its point, and {MAX_SCALE} digits "
+                    f"behind it at most, got {divisor}"
+                )
+    return result
+
+
+CLASS = re.compile(r"\\.|(\[\^?\]?(?:\\.|[^\]\\])*\])", re.DOTALL)
+OPERATOR = re.compile(r"\\.|\[|&&|--|~~", re.DOTALL)  # in a class: Rust's, and plain characters in ECMAScript
+MAY_BE_NUL = re.compile(r"\\(?:x\{?0|u\{?0|0|c@|[pP])|\x00")
+
+
+def quotable(pattern: str) -> str:
+    r"""Return the pattern with classes that llguidance reads as ECMAScript and quotes correctly in JSON.
+
+    A class of all control characters but without a quote or a backslash loses U+0000.
+
+    >>> quotable('^[^"]{3}[^a][a-z[]$')
+    '^[[^"]&&[^\\x00]]{3}[^a][a-z\\[]$'
+
+    Raises:
+        ValueError: U+0000 is named elsewhere, where it may be merged with the class.
+    """
+    is_changed = False
+
+    def escape(found: re.Match[str]) -> str:
+        text = found[0]
+        return text if text[0] == "\\" else text[:-1] + "\\" + text[-1]
+
+    def rewrite(found: re.Match[str]) -> str:
+        nonlocal is_changed
+        if found[1] is None:
+            return found[0]
+        written = "[" + OPERATOR.sub(escape, found[1][1:])
+        try:
+            allowed = [re.fullmatch(written, character) is not None for character in '\0"\\']
+        except re.error:
+            allowed = [True, False, False]
+        if not allowed[0] or all(allowed):
+            return written
+        is_changed = True
+        return rf"[{written}&&[^\x00]]"
+
+    result = CLASS.sub(rewrite, pattern)
+    if is_changed and MAY_BE_NUL.search(CLASS.sub(lambda found: "" if found[1] else found[0], pattern)):
+        raise ValueError(
+            f"pattern {pattern!r} has a class without a quote or a backslash beside U+0000 or \\p: the two "
+            "cannot be enforced together"
+        )
+    return result
