@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from nanoengine import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
 from nanoengine.engine import Sequence
-from nanoengine.extensions import structured
+from nanoengine.extensions import forms, structured
 from nanoengine.extensions.schemas import closed
 from nanoengine.extensions.structured import Constraint
 from tests.helpers import DEMO, table_checkpoint
@@ -556,7 +556,7 @@ RUNAWAY: dict = {"json": {"type": "integer", "multipleOf": 99999989}}  # an auto
     ],
 )
 def test_a_form_that_compiles_without_end_is_refused_with_the_limit(limit, value, message, llm, monkeypatch):
-    monkeypatch.setattr(structured.forms, limit, value)
+    monkeypatch.setattr(forms, limit, value)
     with pytest.raises(ValueError, match=message):
         answers(llm, [SamplingParams(structured_outputs=RUNAWAY)])
     assert check("json", answers(llm, [asking("json")] * 2)) == 2

@@ -26,7 +26,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from nanoengine.backends.device import upload
-from nanoengine.extensions import forms
+from nanoengine.extensions.forms import Compiler, Trials
 from nanoengine.requests import CheckedRequest
 from nanoengine.sampling import SamplingRow
 from nanoengine.sampling_params import StructuredOutputsParams
@@ -75,7 +75,7 @@ class Grammars:
             "end_id": self.end_id,
             "special_tokens": [token.content for token in tokenizer.added_tokens_decoder.values()],
         }
-        self.compiler, self.trials = forms.Compiler(**settings), forms.Trials(**settings)
+        self.compiler, self.trials = Compiler(**settings), Trials(**settings)
         self.executor = llguidance.LLExecutor(torch.get_num_threads())
         self.num_words = -(-num_tokens // 32)
         self._biases: Tensor | None = None
