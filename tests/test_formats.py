@@ -120,7 +120,7 @@ def float_quantized(shape, block=None, scale_name="weight_scale"):
 
 
 def nf4(shape, nested=True, block=64):
-    table = torch.tensor([-1.0, *sorted(torch.rand(14).tolist()), 1.0])
+    table = torch.tensor([-1.0, *sorted((torch.rand(14) * 2 - 1).tolist()), 1.0])
     numbers = torch.randint(0, 16, (shape[0] * shape[1],))
     blocks = -(-numbers.numel() // block)
     padded = torch.nn.functional.pad(numbers, (0, numbers.numel() % 2))
@@ -325,6 +325,18 @@ RESTS = {
 def test_groups_and_blocks_are_those_the_config_states_and_the_last_may_be_smaller(name, impl, tmp_path):
     stated, writer = RESTS[name]
     check_equal(write(tmp_path, stated, writer), tmp_path, model_impl=impl)
+
+
+@pytest.mark.parametrize("impl", ["nanoengine", "transformers"])
+def test_layers_that_are_computed_together_may_have_groups_of_48_and_32(impl, tmp_path):
+    """As a config with two groups of settings: neither size is a multiple of the other."""
+    stated = compressed("pack-quantized", 4, in_groups(48))
+    stated["config_groups"]["group_1"] = {"weights": {"num_bits": 4, **in_groups(32)}}
+    torch.manual_seed(5)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**TINY, "hidden_size": 96})).eval()
+    sizes = iter([48, 32] * 10)
+    model = write(tmp_path, stated, lambda shape: packed(shape, group=next(sizes)), model)
+    check_equal(model, tmp_path, model_impl=impl)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -591,12 +603,12 @@ def write_gguf(path, model, kind, family, tied=False, tokenizer=None, **fields):
     for name, parameter in model.state_dict().items():
         if name == "lm_head.weight" and tied:
             continue
-        if parameter.dim() == 1:
-            writer.add_tensor(gguf_name(name), parameter.numpy())
-            continue
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
         num_heads = heads.get(name.split(".")[-2]) if family == "llama" else None
         weight = in_pairs(parameter, num_heads)
+        if parameter.dim() == 1:
+            writer.add_tensor(gguf_name(name), weight.numpy())
+            continue
         chosen = kind if isinstance(kind, str) else kind(name)
         data, value = raw_blocks(weight, chosen)
         parameter.copy_(from_pairs(value, num_heads))
@@ -644,13 +656,13 @@ def in_pairs(weight, num_heads):
     """As llama.cpp turns a head: halves become pairs of neighbours."""
     if num_heads is None:
         return weight
-    return weight.view(num_heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+    return weight.unflatten(0, (num_heads, 2, -1)).transpose(1, 2).reshape(weight.shape)
 
 
 def from_pairs(weight, num_heads):
     if num_heads is None:
         return weight
-    return weight.view(num_heads, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+    return weight.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).reshape(weight.shape)
 
 
 def gguf_of(path, name, kind, family, **settings):

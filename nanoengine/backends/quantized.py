@@ -3,6 +3,7 @@
 A weight is (integer - zero) * scale. Shape letters: N outputs of a linear layer, I inputs, G groups of them.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -40,8 +41,8 @@ class Quantized(NamedTuple):
 
     @staticmethod
     def cat(parts: Sequence["Quantized"]) -> "Quantized":
-        """Several layers' outputs as one's: with the most bits of them, and the smallest groups."""
-        group = min(part.group for part in parts)
+        """Several layers' outputs as one's: the most bits of them, and groups that divide those of each."""
+        group = math.gcd(*(part.group for part in parts))
         parts = [part.regrouped(group) for part in parts]
         zeros = None
         if any(part.zeros is not None for part in parts):
