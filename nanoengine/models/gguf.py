@@ -4,7 +4,11 @@ Of the families of `decoder.py` config and weights are read here, and integers s
 transformers' to read. Sources: ggml's docs/gguf.md; gguf-py/gguf/quants.py and constants.py for the layouts.
 """
 
+import math
+import re
+import struct
 from collections.abc import Callable
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,103 +38,304 @@ OF_LAYERS = {  # behind "blk.0." and "model.layers.0."
     "ffn_down": "mlp.down_proj",
 }
 DIVISORS = "rope_freqs.weight"  # of rotary frequencies, a tensor
+LAYER = re.compile(r"(?:\w+\.)?blk\.([0-9]{1,9})\.")
+INTEGERS = "I8", "I16", "I32", "I64"
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+# Metadata types by number, as `struct` and NumPy call them; 8 is a string and 9 an array.
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+STRING, ARRAY = 8, 9
+# Limits far above any real file, so that no header takes long to read.
+MAX_ENTRIES = 1 << 13  # metadata fields, and tensors
+MAX_STRINGS = 1 << 22  # in all arrays together
+MAX_DIMENSIONS = 4  # ggml's own limit
+MAX_SIZE = 1 << 24  # of a layer, and of the context
+LENGTH = struct.Struct("<Q")
+
+
+class TensorEntry(NamedTuple):
+    """A tensor as the header lists it. Its bytes are known to be in the file."""
+
+    kind: Any  # a gguf.GGMLQuantizationType
+    shape: tuple[int, ...]  # in PyTorch's order
+    start: int  # in the file
+    num_bytes: int
+
+
+class Strings(NamedTuple):
+    """An array of strings, decoded only when it is needed."""
+
+    data: mmap
+    start: int
+    count: int
+
+    def read(self) -> list[str]:
+        """Decode all of them."""
+        data, place, result = self.data, self.start, []
+        for _ in range(self.count):
+            first = place + LENGTH.size
+            place = first + LENGTH.unpack_from(data, place)[0]
+            result.append(data[first:place].decode())
+        return result
+
+
+class Header:
+    """The metadata and the list of tensors at the start of a GGUF file.
+
+    Checks every count, length and offset against the size of the file before using it.
+
+    Raises:
+        ValueError: the file is not sound.
+    """
+
+    def __init__(self, data: mmap) -> None:
+        self.data, self._place, self._num_strings = data, 4, 0
+        if data[:4] != b"GGUF":
+            raise ValueError(f"it starts with {data[:4]!r}, not with b'GGUF'")
+        version, num_tensors, num_fields = self._take("IQQ")
+        if version not in (2, 3):
+            raise ValueError(f"its version is {version}, only 2 and 3 are supported")
+        if max(num_tensors, num_fields) > MAX_ENTRIES:
+            raise ValueError(
+                f"it lists {num_tensors} tensors and {num_fields} fields, the limit is {MAX_ENTRIES}"
+            )
+        self.fields: dict[str, Any] = {}
+        for _ in range(num_fields):
+            name = self._string()
+            if name in self.fields:
+                raise ValueError(f"it has the field {name!r} twice")
+            self.fields[name] = self._value(*self._take("I"))
+        self.tensors = self._tensors(num_tensors)
+
+    def _take(self, layout: str) -> tuple[Any, ...]:
+        """Unpack the next values and move past them."""
+        start = self._skip(struct.calcsize(f"<{layout}"))
+        return struct.unpack_from(f"<{layout}", self.data, start)
+
+    def _skip(self, num_bytes: int) -> int:
+        """Move forward. Return the place before."""
+        start = self._place
+        if num_bytes > len(self.data) - start:
+            raise ValueError(f"it ends at byte {len(self.data)}, inside {num_bytes} bytes from byte {start}")
+        self._place += num_bytes
+        return start
+
+    def _string(self) -> str:
+        (length,) = self._take("Q")
+        start = self._skip(length)
+        return self.data[start : self._place].decode()
+
+    def _value(self, kind: int) -> Any:
+        if kind == STRING:
+            return self._string()
+        if kind == ARRAY:
+            return self._array(*self._take("IQ"))
+        if kind not in SCALARS:
+            raise ValueError(f"a field has the unknown type {kind}")
+        return self._take(SCALARS[kind])[0]
+
+    def _array(self, kind: int, count: int) -> Any:
+        if kind in SCALARS:
+            dtype = np.dtype(SCALARS[kind]).newbyteorder("<")
+            return np.frombuffer(self.data, dtype, count, self._skip(count * dtype.itemsize))
+        if kind != STRING:
+            raise ValueError(f"an array has elements of type {kind}, which is not supported")
+        self._num_strings += count
+        if self._num_strings > MAX_STRINGS:
+            raise ValueError(f"its arrays have {self._num_strings} strings, the limit is {MAX_STRINGS}")
+        start = place = self._place
+        for _ in range(count):
+            if place > len(self.data) - LENGTH.size:
+                break
+            place += LENGTH.size + LENGTH.unpack_from(self.data, place)[0]
+        self._skip(place - start)
+        return Strings(self.data, start, count)
+
+    def _tensors(self, count: int) -> dict[str, TensorEntry]:
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        tensors: dict[str, TensorEntry] = {}
+        for _ in range(count):
+            name, (num_dimensions,) = self._string(), self._take("I")
+            if name in tensors or not 1 <= num_dimensions <= MAX_DIMENSIONS:
+                raise ValueError(f"tensor {name!r} is listed twice or has {num_dimensions} dimensions")
+            shape = self._take(f"{num_dimensions}Q")[::-1]
+            kind, offset = self._take("IQ")
+            kind = GGMLQuantizationType(kind)
+            block, block_bytes = GGML_QUANT_SIZES[kind]
+            if 0 in shape or shape[-1] % block or (block > 1 and num_dimensions == 1):
+                raise ValueError(f"tensor {name!r} has shape {shape}, which is not possible in {kind.name}")
+            tensors[name] = TensorEntry(kind, shape, offset, math.prod(shape) // block * block_bytes)
+        alignment = self.fields.get("general.alignment", 32)
+        if type(alignment) is not int or alignment < 1 or alignment.bit_count() != 1:
+            raise ValueError(f"its general.alignment must be a power of two, got {alignment!r}")
+        first, end = -(-self._place // alignment) * alignment, 0
+        for name in sorted(tensors, key=lambda name: tensors[name].start):
+            _, _, offset, num_bytes = tensors[name]
+            if offset % alignment or offset < end:
+                raise ValueError(f"tensor {name!r} at offset {offset} is not aligned or overlaps another one")
+            end = offset + num_bytes
+            if first + end > len(self.data):
+                raise ValueError(f"tensor {name!r} ends at byte {first + end}, the file at {len(self.data)}")
+            tensors[name] = tensors[name]._replace(start=first + offset)
+        return tensors
 
 
 class GGUFFile:
-    """A model's file.
+    """A model in a GGUF file. Opening it reads the header alone.
 
     Raises:
-        ValueError: it is damaged, of several files, or the package gguf is not installed.
+        ValueError: the file is damaged or one of several, or the package gguf is not installed.
     """
 
     def __init__(self, path: Path) -> None:
         try:
-            import gguf
+            from gguf import quants
         except ImportError:
             raise ValueError(f"{path} needs the package gguf: pip install 'nanoengine[quantized]'") from None
-        self.path, self._dequantize = path, gguf.quants.dequantize
+        self.path, self._dequantize = path, quants.dequantize
         try:
-            reader = gguf.GGUFReader(path)
-            self.fields = {name: field.contents() for name, field in reader.fields.items() if name[0] != "t"}
-            tokens = reader.fields.get("tokenizer.ggml.tokens")
-            self.num_tokens = len(tokens.data) if tokens is not None else 0
-            for name in ("bos", "eos", "eot"):
-                field = reader.fields.get(f"tokenizer.ggml.{name}_token_id")
-                self.fields[f"{name}_token_id"] = None if field is None else field.contents()
-        except Exception as error:  # whatever comes of bytes that are something else
+            with path.open("rb") as file:
+                header = Header(mmap(file.fileno(), 0, access=ACCESS_READ))
+        except ValueError as error:
             raise ValueError(f"{path} is damaged or not a GGUF file: {error}") from error
-        if self.fields.get("split.count", 0) > 1:
+        self.fields, self._data, self._tensors = header.fields, header.data, header.tensors
+        num_files = self.fields.get("split.count")
+        if isinstance(num_files, int) and num_files > 1:
             raise ValueError(f"{path} is one of several files; join them by llama-gguf-split --merge")
-        self.architecture = str(self.fields.get("general.architecture"))
+        self.architecture = self.fields.get("general.architecture")
+        if not isinstance(self.architecture, str):
+            raise ValueError(f"{path} has no general.architecture")
         self.is_known = self.architecture in FAMILIES and not self._number("expert_count", 0)
-        self._tensors = {tensor.name: tensor for tensor in reader.tensors}
+        tokens = self.fields.get("tokenizer.ggml.tokens")
+        self.num_tokens = tokens.count if isinstance(tokens, Strings) else 0
         self.headers: dict[str, TensorHeader] = {}
         for own_name, tensor in self._tensors.items():
             if own_name != DIVISORS:
-                name, shape = saved_name(own_name), tuple(int(size) for size in reversed(tensor.shape))
-                self.headers[name] = TensorHeader(path, own_name, "F32", shape)
+                name, kind = saved_name(own_name), tensor.kind.name
+                if name in self.headers:
+                    raise ValueError(f"{path} has two tensors for {name!r}")
+                dtype = kind if kind in INTEGERS else "F32"
+                self.headers[name] = TensorHeader(path, own_name, dtype, tensor.shape)
+        self._check_sizes()
+
+    def _check_sizes(self) -> None:
+        """Compare block_count and the number of tokens with the tensors: layers are not dropped silently."""
+        stated = self._between(1, MAX_SIZE, "block_count")
+        optional = 0 if self.is_known else self._between(0, 8, "nextn_predict_layers", 0)
+        layers = {int(match[1]) for name in self._tensors if (match := LAYER.match(name))}
+        if not stated - optional <= len(layers) <= stated or max(layers, default=-1) >= len(layers):
+            found = f"but the file has {len(layers)} layers"
+            raise ValueError(f"{self.path}: {self.architecture}.block_count is {stated}, {found}")
+        if len(self._tensors) < (9 if self.is_known else 3) * len(layers):
+            raise ValueError(
+                f"{self.path} lacks tensors: it has {len(self._tensors)} for {len(layers)} layers"
+            )
+        self._between(1, MAX_SIZE, "context_length", 1)
+        embedding = self._tensors.get("token_embd.weight")
+        if embedding is not None and self.num_tokens > embedding.shape[0]:
+            raise ValueError(f"{self.path} has {self.num_tokens} tokens for {embedding.shape[0]} embeddings")
 
     def _number(self, name: str, default: float | None = None) -> Any:
         value = self.fields.get(f"{self.architecture}.{name}", default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"{self.path}: {self.architecture}.{name} must be a number, got {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ValueError(f"{self.path}: {self.architecture}.{name} must be a number, got {value!r:.99}")
+        return value
+
+    def _between(self, low: float, high: float, name: str, default: float | None = None) -> Any:
+        """A number in that range. If `low` is an integer, so is the number."""
+        value = self._number(name, default)
+        if not low <= value <= high or (isinstance(low, int) and not isinstance(value, int)):
+            kind = "an integer" if isinstance(low, int) else "a number"
+            name = f"{self.architecture}.{name}"
+            raise ValueError(f"{self.path}: {name} must be {kind} from {low} to {high}, got {value}")
+        return value
+
+    def strings(self, name: str) -> list[str]:
+        """A field that is an array of strings."""
+        value = self.fields.get(name)
+        if not isinstance(value, Strings):
+            raise ValueError(f"{name} must be an array of strings, got {value!r:.99}")
+        return value.read()
+
+    def token_id(self, name: str) -> int | None:
+        """The id of a special token, such as "eos". None: the file does not give one."""
+        value = self.fields.get(f"tokenizer.ggml.{name}_token_id")
+        if type(value) is not int and value is not None:
+            raise ValueError(
+                f"{self.path}: tokenizer.ggml.{name}_token_id must be an integer, got {value!r:.99}"
+            )
         return value
 
     def config(self) -> Any:
-        """Of a known family, as transformers has it.
+        """The transformers config of a known family.
 
         Raises:
-            ValueError: a field is missing.
-            UnsupportedModelError: what it asks for is not served.
+            ValueError: a field is missing or not sound.
+            UnsupportedModelError: the file needs something that nanoengine does not support.
         """
-        number, hidden_size = self._number, self._number("embedding_length")
-        num_heads = number("attention.head_count")
-        head_dim = number("attention.key_length", hidden_size // num_heads)
+        between, number = self._between, self._number
+        hidden_size, num_heads = (
+            between(1, MAX_SIZE, "embedding_length"),
+            between(1, MAX_SIZE, "attention.head_count"),
+        )
+        num_kv_heads = between(1, MAX_SIZE, "attention.head_count_kv", num_heads)
+        head_dim = between(2, MAX_SIZE, "attention.key_length", hidden_size // num_heads)
+        if head_dim % 2 or num_heads % num_kv_heads:
+            raise ValueError(
+                f"{self.path}: {num_heads} heads of {head_dim} on {num_kv_heads} KV heads are not possible"
+            )
         for name in ("attention.value_length", "rope.dimension_count"):
             if number(name, head_dim) != head_dim:
                 raise UnsupportedModelError(f"its {name} is not its head_dim, {head_dim}")
         if number("attention.sliding_window", 0):
             raise UnsupportedModelError("its file has sliding windows, and does not say in which layers")
+        if "model.embed_tokens.weight" not in self.headers:
+            raise ValueError(f"{self.path} lacks tensor 'token_embd.weight'")
         config = getattr(transformers, FAMILIES[self.architecture])(
-            vocab_size=self.headers["model.embed_tokens.weight"].shape[0],  # type: ignore[index]
+            vocab_size=self._tensors["token_embd.weight"].shape[0],
             hidden_size=hidden_size,
-            intermediate_size=number("feed_forward_length"),
+            intermediate_size=between(1, MAX_SIZE, "feed_forward_length"),
             num_hidden_layers=number("block_count"),
             num_attention_heads=num_heads,
-            num_key_value_heads=number("attention.head_count_kv", num_heads),
+            num_key_value_heads=num_kv_heads,
             head_dim=head_dim,
-            max_position_embeddings=number("context_length"),
-            rms_norm_eps=number("attention.layer_norm_rms_epsilon"),
+            max_position_embeddings=between(1, MAX_SIZE, "context_length"),
+            rms_norm_eps=between(0.0, 1.0, "attention.layer_norm_rms_epsilon"),
             tie_word_embeddings="lm_head.weight" not in self.headers,
             attention_bias="model.layers.0.self_attn.q_proj.bias" in self.headers,
             mlp_bias="model.layers.0.mlp.gate_proj.bias" in self.headers,
-            bos_token_id=self.fields["bos_token_id"],
-            eos_token_id=[i for name in ("eos", "eot") if (i := self.fields[f"{name}_token_id"]) is not None],
+            bos_token_id=self.token_id("bos"),
+            eos_token_id=[i for name in ("eos", "eot") if (i := self.token_id(name)) is not None],
         )
         config.architectures = [f"{type(config).__name__.removesuffix('Config')}ForCausalLM"]
         config.rope_parameters = self._rope(head_dim)
-        types = {tensor.tensor_type.name for tensor in self._tensors.values()}
+        types = {tensor.kind.name for tensor in self._tensors.values()}
         config.dtype = torch.float32 if types == {"F32"} else torch.bfloat16
         if types <= {"F32", "F16"} and "F16" in types:
             config.dtype = torch.float16
         return config
 
     def _rope(self, head_dim: int) -> dict[str, Any]:
-        rope = {"rope_type": "default", "rope_theta": float(self._number("rope.freq_base", 10000.0))}
+        rope = {
+            "rope_type": "default",
+            "rope_theta": float(self._between(2.0, 1e38, "rope.freq_base", 10000.0)),
+        }
         if DIVISORS in self._tensors:
-            divisors = self._tensors[DIVISORS].data.tolist()
-            if len(divisors) != head_dim // 2:
-                raise ValueError(f"{self.path}: {DIVISORS} has {len(divisors)} numbers, not {head_dim // 2}")
+            divisors = self._floats(DIVISORS).tolist()
+            if len(divisors) != head_dim // 2 or not all(0 < divisor < math.inf for divisor in divisors):
+                raise ValueError(f"{self.path}: {DIVISORS} must hold {head_dim // 2} positive numbers")
             return rope | {"rope_type": "divided", "divisors": divisors}
         kind = self.fields.get(f"{self.architecture}.rope.scaling.type", "none")
         if kind == "none":
             return rope
         if kind not in ("linear", "yarn"):
             raise UnsupportedModelError(f"its rope.scaling.type is {kind!r}")
-        rope |= {"rope_type": kind, "factor": float(self._number("rope.scaling.factor"))}
+        rope |= {"rope_type": kind, "factor": float(self._between(1.0, 1e38, "rope.scaling.factor"))}
         if kind == "yarn":
-            original = self._number("rope.scaling.original_context_length")
-            rope["original_max_position_embeddings"] = int(original)
+            original = self._between(1, MAX_SIZE, "rope.scaling.original_context_length")
+            rope["original_max_position_embeddings"] = original
         return rope
 
     def check_others(self) -> None:
@@ -146,32 +351,50 @@ class GGUFFile:
         if any(name.startswith(("rope_freqs", "rope_factors")) for name in self._tensors):
             raise UnsupportedModelError("its rope is scaled by tensors, which transformers does not read")
 
+    @property
+    def num_weights(self) -> int:
+        """The number of weights in all tensors."""
+        return sum(math.prod(tensor.shape) for tensor in self._tensors.values())
+
     def is_quantized(self, name: str) -> bool:
         """Whether it is a weight in few bits."""
         return name in self.headers and self._type_of(name) in READERS
 
     def _type_of(self, name: str) -> str:
-        return str(self._tensors[self.headers[name].name].tensor_type.name)
+        return str(self._tensors[self.headers[name].name].kind.name)
 
     def read(self, name: str, part: tuple[slice, ...] | None = None) -> Tensor | Quantized:
         """As `Files.read`."""
         header, kind = self.headers[name], self._type_of(name)
         assert header.shape is not None
-        data = self._tensors[header.name].data
         weight: Tensor | Quantized
         if kind in READERS:
-            layout = READERS[kind]
-            rows = np.asarray(data).reshape(header.shape[0], -1, layout.num_bytes)
-            weight = layout.read(torch.from_numpy(rows.copy()))
-        elif kind in ("F32", "F16"):
-            weight = torch.from_numpy(np.array(data)).view(header.shape)
-        elif kind == "BF16":
-            weight = torch.from_numpy(np.array(data)).view(torch.bfloat16).view(header.shape)
+            layout, data = READERS[kind], self._bytes(header.name)
+            weight = layout.read(torch.from_numpy(data.reshape(header.shape[0], -1, layout.num_bytes)))
         else:
-            weight = torch.from_numpy(self._dequantize(data, self._tensors[header.name].tensor_type))
+            weight = self._floats(header.name)
         if self.architecture == "llama" and name.split(".")[-2] in ("q_proj", "k_proj"):
             weight = self._in_halves(weight, "_kv" if "k_proj" in name else "")
         return weight if part is None else floats(weight, torch.float32)[part]
+
+    def _bytes(self, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """A copy of a tensor's bytes."""
+        _, _, start, num_bytes = self._tensors[name]
+        return np.frombuffer(self._data, np.uint8, num_bytes, start).copy()
+
+    def _floats(self, name: str) -> Tensor:
+        """A tensor as floats, in the file's dtype if it has one."""
+        kind, shape, *_ = self._tensors[name]
+        data = self._bytes(name)
+        if kind.name in FLOATS:
+            return torch.from_numpy(data).view(FLOATS[kind.name]).view(shape)
+        try:
+            floats = self._dequantize(data.reshape(*shape[:-1], -1), kind)
+        except NotImplementedError:
+            raise ValueError(
+                f"{self.path}: tensor {name!r} is in {kind.name}, which gguf cannot convert"
+            ) from None
+        return torch.from_numpy(floats)
 
     def _in_halves(self, weight: Tensor | Quantized, kind: str) -> Tensor | Quantized:
         """Rows in transformers' order, which turns i and i + D / 2 where llama.cpp turns 2 i and 2 i + 1."""
@@ -191,9 +414,8 @@ def saved_name(name: str) -> str:
     'model.layers.3.mlp.down_proj.weight'
     """
     place, _, end = name.rpartition(".")
-    if place.startswith("blk."):
-        _, layer, part = place.split(".", 2)
-        return f"model.layers.{layer}.{OF_LAYERS.get(part, part)}.{end}"
+    if match := re.fullmatch(r"blk\.([0-9]+)\.(.+)", place):
+        return f"model.layers.{match[1]}.{OF_LAYERS.get(match[2], match[2])}.{end}"
     return f"{TENSORS.get(place, place)}.{end}"
 
 

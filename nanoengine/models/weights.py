@@ -30,6 +30,7 @@ from nanoengine.models.decoder import Decoder, DecoderConfig, architecture_of, r
 from nanoengine.models.files import PART_NAMES, Files, TensorHeader, read_json
 from nanoengine.models.formats import FORMATS, choose_format
 from nanoengine.models.gguf import GGUFFile
+from nanoengine.models.gguf_tokenizer import load_byte_level
 from nanoengine.models.hf_config import (
     UnsupportedModelError,
     attention_implementation,
@@ -52,6 +53,7 @@ OWNERS["distilgpt2"] = "distilbert"
 GENERATION_CONFIG = "generation_config.json"
 DEQUANTIZED = ("mxfp4",)  # schemes that transformers dequantises when it loads them
 TOKENIZER_FILES = "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json"
+MAX_TOKEN_LENGTH = 4096  # the time that transformers takes for a GGUF file's token grows with its square
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")  # by safetensors' names
 SERVED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 POSITIONS = "max_position_embeddings", "max_seq_len", "seq_length"  # what configs call their number
@@ -256,9 +258,10 @@ def open_checkpoint(
         OSError: a hub id that cannot be found or reached.
     """
     path = _resolve(model, revision, gguf_file)
-    hf_config = _read_gguf_config(path) if _is_gguf(path) else _read_config(path, trust_remote_code)
+    gguf = GGUFFile(path) if _is_gguf(path) else None
+    hf_config = _read_config(path, trust_remote_code) if gguf is None else _read_gguf_config(gguf)
     if hf_overrides:
-        fields = hf_config.to_dict() if _is_gguf(path) else read_json(path / "config.json")
+        fields = hf_config.to_dict() if gguf is not None else read_json(path / "config.json")
         fields = _overridden(fields, deepcopy(hf_overrides), hf_config)  # transformers fills in what it gets
         with _as_value_error(path):
             hf_config = type(hf_config).from_dict({**fields, "name_or_path": str(path)})
@@ -288,8 +291,10 @@ def open_checkpoint(
     if decoder_config is None:
         with _naming(hf_config):
             check_config(hf_config)
-    tokenizer_path = path if tokenizer is None else _resolve(tokenizer, None)
-    loaded = _load_tokenizer(tokenizer_path, trust_remote_code)
+    if tokenizer is not None:
+        loaded = _load_tokenizer(_resolve(tokenizer, None), trust_remote_code)
+    else:
+        loaded = _load_tokenizer(path, trust_remote_code) if gguf is None else _load_gguf_tokenizer(gguf)
     if tokenizer is not None and loaded is None:
         raise ValueError(f"tokenizer {tokenizer!r} holds none of {', '.join(TOKENIZER_FILES)}")
     generation_path = path / GENERATION_CONFIG
@@ -381,31 +386,54 @@ def _with_plain_rope(fields: dict[str, Any]) -> dict[str, Any]:
     return plain | theta | {"rope_scaling": scaling}
 
 
-def _read_gguf_config(path: Path) -> Any:
-    file = GGUFFile(path)
+def _read_gguf_config(file: GGUFFile) -> Any:
+    """The config of a GGUF file, whose sizes are checked against the file's tensors."""
+    path = file.path
     try:
         if file.is_known:
-            return file.config()
-        file.check_others()
+            config = file.config()
+        else:
+            file.check_others()
+            config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{path} cannot be served: {error}") from error
-    try:
-        return AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
     except Exception as error:
+        if file.is_known and isinstance(error, ValueError):
+            raise
         raise ValueError(f"{path} ({file.architecture}) cannot be used: {error}") from error
+    _check_fields(path, config)
+    with torch.device("meta"):
+        if file.is_known:
+            _check_fit(Decoder(DecoderConfig.from_hf(config)), file.headers, path)
+        else:
+            with _as_value_error(path):
+                model = AutoModelForCausalLM.from_config(config)
+            # Two: a tied head may be counted twice here.
+            if sum(parameter.numel() for parameter in model.parameters()) > 2 * file.num_weights:
+                raise ValueError(f"{path} asks for more weights than the {file.num_weights} that it holds")
+    return config
+
+
+def _load_gguf_tokenizer(file: GGUFFile) -> Any:
+    """The tokenizer of a GGUF file. None: it has none."""
+    if not file.num_tokens:
+        return None
+    try:
+        if file.fields.get("tokenizer.ggml.model") == "gpt2":
+            return load_byte_level(file)
+        if any(len(token) > MAX_TOKEN_LENGTH for token in file.strings("tokenizer.ggml.tokens")):
+            raise ValueError(f"a token is longer than {MAX_TOKEN_LENGTH} characters")
+        return AutoTokenizer.from_pretrained(file.path.parent, gguf_file=file.path.name)
+    except Exception as error:
+        raise ValueError(
+            f"the tokenizer in {file.path} cannot be used: {error}; give tokenizer=..."
+        ) from error
 
 
 def _load_tokenizer(path: Path, trust_remote_code: bool) -> Any:
-    """The tokenizer of a directory or a GGUF file; None: there is none."""
+    """The tokenizer of a directory or a GGUF file. None: there is none."""
     if _is_gguf(path):
-        if not GGUFFile(path).num_tokens:
-            return None
-        try:
-            return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-        except Exception as error:
-            raise ValueError(
-                f"the tokenizer in {path} cannot be used: {error}; give tokenizer=..."
-            ) from error
+        return _load_gguf_tokenizer(GGUFFile(path))
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
         return None
     try:
