@@ -1,19 +1,13 @@
 """A request's life: a prompt in any form, checked; its samples; outputs as they are handed over."""
 
-import ctypes
-import json
-import math
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import numpy as np
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
@@ -38,8 +32,9 @@ class TokensPrompt(TypedDict):
     prompt: NotRequired[str]
 
 
-TEMPLATE_SECONDS = 10.0  # that a chat template may take
-MAX_RENDERED = 2**26  # characters that it may write
+MAX_RENDERED = 2**26  # characters that a chat template may write
+LONG_TEXT, PIECE = 2**16, 2**14  # characters of a text that is not tokenized at once, and of its pieces
+USUAL_CHARS = 8  # a token seldom stands for more characters
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | dict[str, Any]
 
@@ -85,30 +80,36 @@ class RequestChecker:
         # Tokens of a prompt: an output token has to fit too, but where none is wanted.
         self.max_prompt_len = max_model_len - (checkpoint.pooling is None)
 
-    @cached_property
-    def max_prompt_chars(self) -> float:
-        """No longer text fits; looked for when a text first has more characters than may be tokens."""
-        return chars_per_token(self.checkpoint.tokenizer) * self.max_prompt_len
-
     def encode(
         self, text: str, add_special_tokens: bool = True, *, is_cut: bool = False, pair: str | None = None
     ) -> list[int]:
-        """A prompt's text as token ids, or an error about the prompt where no count of them could fit.
+        """Return a prompt's text as token ids.
 
-        Where it is cut afterwards, any does. With `pair`, two texts as one prompt, by the tokenizer.
+        A text with more characters than usually fit is tokenized in pieces first, and refused when these are
+        far more tokens than fit. So megabytes are refused by their first part.
+
+        Args:
+            text: of the prompt.
+            add_special_tokens: add those that the tokenizer adds.
+            is_cut: the prompt is cut afterwards, so any length fits.
+            pair: a second text, which the tokenizer joins to the first.
 
         Raises:
-            ValueError: it has too many characters, which is told before minutes go on its tokens, or the
-                tokenizer gives up on it.
+            ValueError: it is far too long, or the tokenizer fails on it.
         """
-        num_chars = len(text) + len(pair or "")
-        if not is_cut and num_chars > self.max_prompt_len and num_chars > self.max_prompt_chars:
-            raise ValueError(
-                f"prompt has {num_chars} characters, which are more tokens than max_model_len="
-                f"{self.max_model_len} leaves for it; shorten it or raise max_model_len"
-            )
+        tokenizer, texts = self.checkpoint.tokenizer, (text, pair or "")
+        num_chars, num_tokens = sum(map(len, texts)), 0
+        is_long = num_chars > max(LONG_TEXT, USUAL_CHARS * self.max_prompt_len)
         with panics_as_errors("prompt"):
-            token_ids: list[int] = self.checkpoint.tokenizer(
+            for one in texts if is_long and not is_cut else ():
+                for i in range(0, len(one), PIECE):
+                    num_tokens += len(tokenizer(one[i : i + PIECE], add_special_tokens=False).input_ids)
+                    if num_tokens > 2 * self.max_prompt_len:  # cuts make a few tokens more, not twice as many
+                        raise ValueError(
+                            f"prompt has {num_chars} characters, which are more tokens than max_model_len="
+                            f"{self.max_model_len} leaves for it; shorten it or raise max_model_len"
+                        )
+            token_ids: list[int] = tokenizer(
                 text, text_pair=pair, add_special_tokens=add_special_tokens
             ).input_ids
         return token_ids
@@ -235,65 +236,6 @@ def check_token_ids(token_ids: Sequence[Any], vocab_size: int) -> list[int]:
     return token_ids if kinds <= {int} else list(map(int, token_ids))
 
 
-# Normalizers that do not shorten a text, or (those that compose) not below a quarter: no character of Unicode
-# is composed of more than four.
-COMPOSING = {"NFC": 4, "NFKC": 4}
-LENGTHENING = {"NFD", "NFKD", "Lowercase", "Prepend"}
-DIVIDING = {"ByteLevel", "Metaspace", "Digits"}  # pre-tokenizers that drop nothing
-
-
-def chars_per_token(tokenizer: Any) -> float:
-    """A bound on how many characters of a text a token stands for; infinite where none is certain.
-
-    A token stands for no more characters than it is written with, if none were dropped before (by a
-    normalizer, or beside an added token) and none is unknown (which drops it too, or makes one token of
-    many). What is not known to drop none is taken to do so.
-    """
-    from transformers import PreTrainedTokenizerFast  # which a tokenizer has imported
-
-    kind: Any = type(tokenizer)
-    if (kind.__call__, kind._encode_plus) != (
-        PreTrainedTokenizerFast.__call__,
-        PreTrainedTokenizerFast._encode_plus,
-    ):
-        return math.inf  # code of its own, which may edit the text
-    backend, vocab = tokenizer.backend_tokenizer, tokenizer.get_vocab()
-    factor = 1
-    for one in parts_of(backend.normalizer):
-        pattern = one.get("pattern", {}).get("String")
-        replaces = one["type"] == "Replace" and pattern is not None and len(one["content"]) >= len(pattern)
-        if one["type"] not in {*COMPOSING, *LENGTHENING} and not replaces:
-            return math.inf
-        factor *= COMPOSING.get(one["type"], 1)
-    splitters = parts_of(backend.pre_tokenizer)
-    for one in splitters:
-        divides = one["type"] in ("Split", "Punctuation") and one["behavior"] != "Removed"
-        if one["type"] not in DIVIDING and not divides:
-            return math.inf
-    is_of_bytes = any(one["type"] == "ByteLevel" for one in splitters)
-    alphabet = ByteLevel.alphabet() if is_of_bytes else [f"<0x{byte:02X}>" for byte in range(256)]
-    can_spell = vocab.keys() >= set(alphabet) and (
-        is_of_bytes or getattr(backend.model, "byte_fallback", False)
-    )
-    added = list(backend.get_added_tokens_decoder().values())
-    if type(backend.model) is not BPE or not can_spell or any(one.lstrip or one.rstrip for one in added):
-        return math.inf
-    normalize = backend.normalizer.normalize_str if backend.normalizer is not None else str
-    return factor * max(map(len, [*vocab, *(normalize(one.content) for one in added)]))
-
-
-def parts_of(step: Any) -> list[dict[str, Any]]:
-    """The settings of a normalizer or pre-tokenizer of `tokenizers`, one by one where it is a sequence."""
-    if step is None:
-        return []
-    try:
-        settings = json.loads(step.__getstate__())
-    except Exception:  # one that is written in Python
-        return [{"type": "unknown"}]
-    parts: list[dict[str, Any]] = settings.get("normalizers", settings.get("pretokenizers", [settings]))
-    return parts
-
-
 def check_unicode(name: str, text: str) -> str:
     """The text; ValueError where it holds half a surrogate pair, which no tokenizer takes."""
     try:
@@ -392,38 +334,15 @@ def apply_template(tokenizer: Any, conversation: Sequence[Any], **settings: Any)
     """The conversation as the chat template writes it.
 
     Raises:
-        ValueError: the template, which is a program, raises, does not end, or writes without end.
+        ValueError: the template, which is a program, raises, or writes too much.
     """
     try:
-        with ended_after(TEMPLATE_SECONDS):
-            text: str = tokenizer.apply_chat_template(conversation, tokenize=False, **settings)
+        text: str = tokenizer.apply_chat_template(conversation, tokenize=False, **settings)
     except Exception as error:
         raise ValueError(f"messages do not fit the model's chat template: {error!r}") from error
     if len(text) > MAX_RENDERED:
         raise ValueError(f"messages must be at most {MAX_RENDERED} characters by the chat template")
     return text
-
-
-@contextmanager
-def ended_after(seconds: float) -> Iterator[None]:
-    """Have a block of Python that does not end raise TimeoutError, in whatever thread it runs."""
-    thread, lock, is_over = threading.get_ident(), threading.Lock(), False
-
-    def end() -> None:
-        with lock:
-            if not is_over:
-                error = ctypes.py_object(TimeoutError)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), error)
-
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        with lock:
-            is_over = True
-        timer.cancel()
 
 
 def with_text_only(message: dict[str, Any], join: bool) -> dict[str, Any]:

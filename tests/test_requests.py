@@ -1,11 +1,11 @@
 """The life of a request: streaming, chat, prompt log-probabilities, bad words, errors of one request."""
 
 import itertools
-import math
 import random
 import time
 from collections import Counter
 from enum import IntEnum
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,12 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, normalizers, pre_tokenizers
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel, Metaspace
+from tokenizers.models import BPE, WordLevel
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
 from nanoengine import LLM, RequestOutputKind, SamplingParams
-from nanoengine.requests import chars_per_token, check_token_ids
+from nanoengine.requests import RequestChecker, check_token_ids
 from tests.helpers import DEMO, chain_checkpoint, checkpoint, random_params, random_prompts, table_checkpoint
 
 
@@ -350,90 +350,86 @@ def test_queue_time_is_how_long_a_request_waited_to_be_scheduled(path):
     assert second.metrics.first_scheduled_time >= first.metrics.finished_time
 
 
-# ---- prompts far too long are refused by their characters, and none that would fit is ----
+# ---- prompts far too long are refused by their beginning, and none that would fit is ----
 
 
-def tokenizer_of(normalizer=None, pre_tokenizer="bytes", words=(), **settings):
-    """Bytes, whose pairs "ab" and "é" are tokens too: by ByteLevel, or by a fallback to bytes."""
-    is_of_bytes = pre_tokenizer == "bytes"
-    alphabet = sorted(ByteLevel.alphabet()) if is_of_bytes else [f"<0x{byte:02X}>" for byte in range(256)]
-    accent = "Ã©" if is_of_bytes else "é"
-    vocabulary = {word: i for i, word in enumerate([*alphabet, *"ab", "ab", accent, "Ã", "©", *words])}
-    vocabulary = {word: i for i, word in enumerate(vocabulary)}
-    merges = [("a", "b"), *([("Ã", "©")] if is_of_bytes else [])]
-    model = BPE(vocabulary, merges, **{} if is_of_bytes else {"byte_fallback": True}, **settings)
-    backend = tokenizers.Tokenizer(model)
+def tokenizer_of(normalizer=None, pre_tokenizer=None, model=None):
+    """One of bytes, in which "ab" is a token too, or of another model."""
+    alphabet = sorted(ByteLevel.alphabet())
+    bytewise = BPE({word: i for i, word in enumerate([*alphabet, "ab"])}, [("a", "b")])
+    backend = tokenizers.Tokenizer(bytewise if model is None else model)
     if normalizer is not None:
         backend.normalizer = normalizer
-    backend.pre_tokenizer = ByteLevel(add_prefix_space=False) if is_of_bytes else pre_tokenizer
-    backend.add_special_tokens(["<eos>"])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
+    backend.pre_tokenizer = ByteLevel(add_prefix_space=False) if pre_tokenizer is None else pre_tokenizer
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
-BOUNDED = {
+TOKENIZERS = {
     "bytes": tokenizer_of(),
     "composed": tokenizer_of(normalizers.NFC()),
-    "lower case": tokenizer_of(normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])),
-    "spaces replaced": tokenizer_of(normalizers.Replace(" ", "__"), Metaspace()),
-    "fallback": tokenizer_of(normalizers.Sequence([normalizers.Prepend("_")]), None, fuse_unk=True),
-    "split": tokenizer_of(normalizers.NFD(), pre_tokenizers.Split(" ", "merged_with_next")),
-}
-UNBOUNDED = {
-    "strips": tokenizer_of(normalizers.Strip()),
     "drops accents": tokenizer_of(normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents()])),
-    "shortens": tokenizer_of(normalizers.Replace("  ", " ")),
-    "shortens by a pattern": tokenizer_of(normalizers.Replace(Regex(" +"), " ")),
+    "shortens": tokenizer_of(normalizers.Replace(Regex(" +"), " ")),
     "splits at spaces": tokenizer_of(None, pre_tokenizers.WhitespaceSplit()),
-    "removes what it splits at": tokenizer_of(None, pre_tokenizers.Split(" ", "removed")),
-    "drops the unknown": PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(BPE({"a": 0}, []))),
+    "words": tokenizer_of(None, pre_tokenizers.Whitespace(), WordLevel({"ab": 0, "?": 1}, unk_token="?")),
 }
+
+
+def checker_of(tokenizer, max_model_len):
+    checkpoint, sizes = SimpleNamespace(tokenizer=tokenizer, pooling=None), {"num_blocks": 9, "block_size": 9}
+    return RequestChecker(checkpoint, None, max_model_len=max_model_len, max_computable_tokens=99, **sizes)
 
 
 @given(
-    st.sampled_from(sorted(BOUNDED)),
-    st.text(st.sampled_from("ab e\u0301é日ᾂ\u1100\u1161\u11a8ﷺĲ"), max_size=40),
+    st.sampled_from(sorted(TOKENIZERS)),
+    st.text(st.sampled_from("ab e\u0301\xe9\u65e5"), min_size=1, max_size=6),
+    st.integers(100, 3000),
+    st.integers(20, 600),
 )
-@settings(max_examples=300, deadline=None, derandomize=True, database=None)
-def test_no_token_stands_for_more_characters_than_the_bound(which, text):
-    for written in (text, text + "<eos>" + text):
-        token_ids = BOUNDED[which](written).input_ids
-        assert len(written) <= chars_per_token(BOUNDED[which]) * len(token_ids)
+@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+def test_no_prompt_that_fits_is_refused(which, unit, num, max_model_len):
+    tokenizer, text = TOKENIZERS[which], unit * num
+    token_ids = tokenizer(text).input_ids
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nanoengine.requests.LONG_TEXT", 512)
+        patch.setattr("nanoengine.requests.PIECE", 128)
+        try:
+            assert checker_of(tokenizer, max_model_len).encode(text) == token_ids
+        except ValueError:
+            assert len(token_ids) > max_model_len - 1
 
 
-def test_the_bound_is_of_the_longest_token():
-    assert chars_per_token(tokenizer_of()) == len("<eos>")
-    assert chars_per_token(tokenizer_of(words=["x" * 9])) == 9
-    assert chars_per_token(tokenizer_of(normalizers.NFC(), words=["x" * 9])) == 36
+@pytest.mark.parametrize("beginning", ["", " " * 2**18])
+def test_a_prompt_of_megabytes_is_refused_before_it_is_tokenized(beginning, monkeypatch):
+    num_chars = 0
+    encode = PreTrainedTokenizerFast._encode_plus
 
+    def counting(self, text, *arguments, **settings):
+        nonlocal num_chars
+        num_chars += len(text)
+        return encode(self, text, *arguments, **settings)
 
-@pytest.mark.parametrize("which", UNBOUNDED)
-def test_where_a_tokenizer_may_drop_characters_there_is_no_bound(which):
-    assert chars_per_token(UNBOUNDED[which]) == math.inf
-
-
-def test_an_added_token_that_takes_spaces_along_or_code_of_its_own_leaves_no_bound():
-    greedy = tokenizer_of()
-    greedy.add_tokens([tokenizers.AddedToken("<end>", rstrip=True)])
-    assert len(greedy("<end>" + " " * 99).input_ids) == 1
-    assert chars_per_token(greedy) == math.inf
-
-    class Editing(PreTrainedTokenizerFast):
-        def __call__(self, text, **settings):
-            return super().__call__(text.strip(), **settings)
-
-    own = Editing(tokenizer_object=tokenizer_of().backend_tokenizer)
-    assert chars_per_token(own) == math.inf
-
-
-def test_a_prompt_far_too_long_is_refused_before_it_is_tokenised(monkeypatch):
+    monkeypatch.setattr(PreTrainedTokenizerFast, "_encode_plus", counting)
     with LLM(DEMO, num_kv_blocks=20) as llm:
-        longest, most = max(llm.get_tokenizer().get_vocab(), key=len), llm.llm_engine.max_model_len - 1
-        assert llm.llm_engine.checker.encode(longest * most) == llm.get_tokenizer()(longest).input_ids * most
-        monkeypatch.setattr(
-            PreTrainedTokenizerFast, "_encode_plus", lambda *_, **__: pytest.fail("tokenised")
-        )
-        text = "a" * (len(longest) * most + 1)
-        with pytest.raises(ValueError, match=f"prompt has {len(text)} characters"):
-            llm.generate(text)
+        text = beginning + "a b c " * 2**20
+        for ask in (llm.generate, lambda text: llm.chat([{"role": "user", "content": text}])):
+            num_chars = 0
+            with pytest.raises(ValueError, match=r"prompt has \d+ characters, which are more tokens than"):
+                ask(text)
+            assert num_chars < len(beginning) + 2**16
+        num_chars = 0
         with pytest.raises(ValueError, match=r"prompt has \d+ characters"):
-            llm.chat([{"role": "user", "content": text}])
+            llm.llm_engine.checker.encode("x", pair=text)
+        assert num_chars < len(beginning) + 2**16
+
+
+def test_texts_of_usual_length_are_tokenized_once(monkeypatch):
+    calls = []
+    encode = PreTrainedTokenizerFast._encode_plus
+    monkeypatch.setattr(
+        PreTrainedTokenizerFast,
+        "_encode_plus",
+        lambda self, text, *rest, **settings: calls.append(text) or encode(self, text, *rest, **settings),
+    )
+    tokenizer, text = TOKENIZERS["bytes"], "ab" * 2**16
+    assert len(checker_of(tokenizer, 2**15).encode(text)) == 2**16
+    assert calls == [text]
