@@ -3,7 +3,6 @@
 import json
 import multiprocessing
 import re
-from pathlib import Path
 
 import pytest
 
@@ -112,7 +111,7 @@ def names(tmp_path_factory):
     return {"tmp": str(path / "tmp"), "states": str(path / "states")}
 
 
-def copy_without(missing: str, where: Path) -> Path:
+def copy_without(missing, where):
     """A copy of the package in links, bytecode included, without a file or a folder."""
     (where / "nanoengine").mkdir()
     gone = PACKAGE / missing.replace(".", "/")
@@ -128,7 +127,7 @@ def copy_without(missing: str, where: Path) -> Path:
     return where
 
 
-def in_child(forks, copy: Path, use: str, names: dict[str, str]) -> tuple[list[list[int]], str]:
+def in_child(forks, copy, use, names):
     ours, theirs = forks.Pipe()
     child = forks.Process(target=try_copy, args=(theirs, str(copy), use, names))
     child.start()

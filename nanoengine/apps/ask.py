@@ -63,7 +63,7 @@ def run(arguments: list[str] | None = None) -> None:
         params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
         events: list[Any] = []
         settings: dict[str, Any] = {}
-        save = load("apps.viewer", "--trace").save if args.trace else None
+        save: Any = load("apps.viewer", "--trace").save if args.trace else None
         if args.trace:
             save(events, args.trace)  # a file that cannot be written is refused before the run, not after it
             settings["trace"] = events.append

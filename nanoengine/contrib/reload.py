@@ -12,7 +12,7 @@ checkpoint's names and shapes.
 from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from functools import partial, wraps
-from typing import Any, Concatenate, NamedTuple, ParamSpec
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,19 +31,18 @@ from nanoengine.models.weights import Checkpoint, destinations, saved_names
 from nanoengine.steps import uninterrupted
 
 TAGS = ("weights", "kv_cache")  # what sleeps
-P = ParamSpec("P")
 
 # ---- Methods of LLMEngine, LLM and AsyncLLM ------------------------------------------------------
 
 
-def method(function: Callable[Concatenate[LLMEngine, P], Any]) -> Callable[Concatenate[Any, P], Any]:
+def method(function: Callable[..., Any]) -> Callable[..., Any]:
     """Let a function of an `LLMEngine` take an `LLM` too, or an `AsyncLLM`: then it returns a coroutine.
 
     An `AsyncLLM` calls the function in its engine's thread, between two steps.
     """
 
     @wraps(function)
-    def call(llm: Any, *args: P.args, **kwargs: P.kwargs) -> Any:
+    def call(llm: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(llm, AsyncLLM):
             return llm._call(partial(function, llm.llm_engine, *args, **kwargs))
         return function(getattr(llm, "llm_engine", llm), *args, **kwargs)
