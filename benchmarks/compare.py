@@ -142,7 +142,7 @@ def bench_model(model: str, workloads: list[Workload], args: argparse.Namespace)
     """Start the engines on one model and let them serve the workloads, the rates and the sweep."""
     import torch
 
-    from nanoengine.models.weights import open_checkpoint
+    from nanoengine.models.checkpoint import open_checkpoint
 
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         if model in SHAPES:

@@ -61,7 +61,7 @@ def serve(name: str, setup: Setup) -> dict[str, Any]:
     """Output tokens per second of one engine that serves the workload, in a process of its own."""
     from benchmarks import nano_vllm
     from benchmarks.workers import start_worker
-    from nanoengine.models.weights import open_checkpoint
+    from nanoengine.models.checkpoint import open_checkpoint
 
     engine, own, without = SERVED[name]
     workload, threads = setup.workload, os.cpu_count() or 1

@@ -21,7 +21,7 @@ from typing import Any
 
 from examples import train_demo as train
 from nanoengine import LLM, SamplingParams
-from nanoengine.models.weights import DEMO
+from nanoengine.models.checkpoint import DEMO
 
 PIECE = 256  # tokens of a text that are seen at once
 PRECISIONS: dict[str, dict[str, Any]] = {

@@ -25,7 +25,7 @@ from nanoengine.config import ROUNDED, EngineConfig
 from nanoengine.detokenizer import Vocabulary
 from nanoengine.engine import BlockManager, Collected, EngineCore, ModelRunner, Scheduler, Sequence
 from nanoengine.metrics import Metric, RequestStats, list_metrics
-from nanoengine.models.weights import open_checkpoint
+from nanoengine.models.checkpoint import open_checkpoint
 from nanoengine.optional import ContribMethod, load
 from nanoengine.outputs import Inbox, RequestOutput
 from nanoengine.requests import CheckedRequest, Prompt, Request, RequestChecker, random_seed

@@ -14,7 +14,7 @@ from xxhash import xxh3_64_intdigest
 from nanoengine.compat import PROMPT, without_unserved
 from nanoengine.config import EngineConfig
 from nanoengine.detokenizer import Vocabulary
-from nanoengine.models.weights import Checkpoint
+from nanoengine.models.checkpoint import Checkpoint
 from nanoengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from nanoengine.sampling_params import RequestOutputKind, SamplingParams
 

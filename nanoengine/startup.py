@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -13,11 +13,14 @@ from nanoengine.backends.inputs import NUM_RESERVED_SLOTS
 from nanoengine.backends.kv_cache import KVCache, KVGroup, KVSpec, block_bytes, group_layers, new_caches
 from nanoengine.config import ROUNDED, EngineConfig
 from nanoengine.engine import Chunk, ModelRunner, ScheduledBatch, Sequence
-from nanoengine.models.shard import Shard
-from nanoengine.models.weights import Checkpoint, digest_weights, load_model, resolve_dtype
+from nanoengine.models.checkpoint import Checkpoint, resolve_dtype
+from nanoengine.models.load import digest_weights, load_model
 from nanoengine.sampling import draw_rows, sample_rows, scale_logits, sort_keys
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.steps import Stopwatch, uninterrupted
+
+if TYPE_CHECKING:  # else imported by parallel.py
+    from nanoengine.models.shard import Shard
 
 MOST_FREE_BLOCKS = 1 << 16  # where blocks take no memory: they name prefixes, for the prefix cache
 
@@ -42,7 +45,7 @@ def start_runner(
     max_model_len: int,
     *,
     choose_runner: Callable[[list[KVGroup], bool], Callable[..., ModelRunner]],
-    shard: Shard | None = None,
+    shard: "Shard | None" = None,
     wrap: Callable[[Device], Device] = lambda device: device,
 ) -> Started:
     """Load a model on a device, and make a cache and, where there can be any, CUDA graphs for it.

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from nanoengine.models.checkpoint import open_checkpoint
 from nanoengine.models.hf_config import UnsupportedModelError, language_part
-from nanoengine.models.weights import open_checkpoint
 from tests.helpers import GEMMA, GEMMA3N, GEMMA4, TINY, check_served, composite_of
 
 PAGE = Path(__file__).parent.parent / "docs" / "guide" / "models.md"

@@ -576,7 +576,7 @@ def test_the_command_line_is_told_without_this_machine_s_paths(monkeypatch):
 
 
 def test_every_built_in_shape_is_one_the_engine_serves(tmp_path):
-    from nanoengine.models.weights import open_checkpoint
+    from nanoengine.models.checkpoint import open_checkpoint
 
     for name, config in SHAPES.items():
         (tmp_path / name).mkdir()

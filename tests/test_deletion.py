@@ -4,10 +4,11 @@ import json
 import multiprocessing
 import re
 
+import gguf
 import pytest
 
 from tests.model_table import small_config
-from tests.test_structure import FILES, KNOTS, PACKAGE, ring_of
+from tests.test_structure import FILES, PACKAGE, ring_of
 from tests.without import PRELOADED, try_copy
 
 SERVE = 'main(["serve", "demo", "--port", "0"])'
@@ -73,8 +74,15 @@ LLM("demo", speculative_config={"method": "ngram", "num_speculative_tokens": 2},
 windows = {"use_sliding_window": True, "sliding_window": 9, "layer_types": ["sliding_attention"] * 4}
 LLM("demo", hf_overrides=windows, **SETTINGS)
 """,
+    "models.eager": 'LLM("demo", model_impl="transformers", **SETTINGS)',
+    "models.formats": "LLM(awq, **SETTINGS)",
+    "models.gguf": "LLM(gguf, **SETTINGS)",
+    "models.gguf_tokenizer": 'LLM("demo", tokenizer=gguf, **SETTINGS)',
     "models.hf": 'LLM("demo", model_impl="transformers", **SETTINGS)',
     "models.linear": 'LLM("demo", model_impl="transformers", **SETTINGS)',
+    "models.lora": 'LLM("demo", lora=tmp, **SETTINGS)',
+    "models.pooling": 'LLM("demo", runner="pooling", **SETTINGS)',
+    "models.shard": 'LLM("demo", tensor_parallel_size=2, **SETTINGS)',
     "models.states": LLM_OF_STATES,
 }
 BY_DEFAULT = {
@@ -87,10 +95,10 @@ BY_DEFAULT = {
 }
 
 
-def test_every_optional_file_is_tried_but_those_that_the_core_still_imports():
+def test_every_optional_file_is_tried():
     files = {name for name in FILES if not name.startswith("backends.cpu.")}
     optional = {name for name in files if ring_of(name) and name not in ("apps", "extensions")}
-    assert optional - set().union(*KNOTS.values()) == USES.keys()
+    assert optional == USES.keys()
 
 
 @pytest.fixture(scope="module")
@@ -103,12 +111,21 @@ def forks():
 
 @pytest.fixture(scope="module")
 def names(tmp_path_factory):
-    """What uses refer to: a folder, and a model whose layers hand on states."""
+    """What uses refer to: a folder, two models, and a GGUF file."""
     path = tmp_path_factory.mktemp("names")
     (path / "states").mkdir()
     config = small_config("lfm2").to_dict() | {"architectures": ["Lfm2ForCausalLM"]}
     (path / "states" / "config.json").write_text(json.dumps(config))
-    return {"tmp": str(path / "tmp"), "states": str(path / "states")}
+    (path / "awq").mkdir()
+    quantized = small_config("qwen3").to_dict() | {"quantization_config": {"quant_method": "awq"}}
+    (path / "awq" / "config.json").write_text(json.dumps(quantized))
+    writer = gguf.GGUFWriter(path / "gguf.gguf", "llama")
+    writer.add_block_count(0)
+    writer.add_token_list(["a"])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return {name.partition(".")[0]: str(path / name) for name in ("tmp", "states", "awq", "gguf.gguf")}
 
 
 def copy_without(missing, where):

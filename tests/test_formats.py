@@ -18,8 +18,8 @@ from transformers import AutoTokenizer
 
 from benchmarks.llama_cpp import write_gguf as write_for_llama_cpp
 from nanoengine import LLM, SamplingParams
+from nanoengine.models.checkpoint import open_checkpoint
 from nanoengine.models.gguf import READERS
-from nanoengine.models.weights import open_checkpoint
 from tests.helpers import DEMO, TINY, checkpoint, greedy, hf_model, random_prompts
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, logprobs=0)

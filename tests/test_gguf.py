@@ -19,9 +19,9 @@ import transformers
 from tokenizers import models, pre_tokenizers, trainers
 
 from nanoengine.backends.quantized import floats
+from nanoengine.models.checkpoint import open_checkpoint
 from nanoengine.models.gguf import SCALARS, GGUFFile
 from nanoengine.models.gguf_tokenizer import SPLITS, load_byte_level, pre_tokenizer
-from nanoengine.models.weights import open_checkpoint
 from tests.helpers import TINY
 from tests.test_formats import merging_tokenizer, write_gguf
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.models import weights
+from nanoengine.models import hf
 from nanoengine.models.eager import _slopes_of, alibi_slopes
 from nanoengine.models.hf import HFModel, _Waits
 from nanoengine.models.hf_config import UnsupportedModelError, attention_implementation, language_part
@@ -517,8 +517,8 @@ def test_an_attention_layer_used_twice_has_a_cache_for_each_use(tmp_path_factory
         loaded.model.layers[1] = loaded.model.layers[0]
         return loaded
 
-    load_transformers = weights._load_transformers
-    monkeypatch.setattr(weights, "_load_transformers", load)
+    load_transformers = hf._load_transformers
+    monkeypatch.setattr(hf, "_load_transformers", load)
     with LLM(str(path), num_kv_blocks=20, max_num_batched_tokens=16) as llm:
         params = SamplingParams(max_tokens=1, prompt_logprobs=0)
         entries = llm.generate(prompt, params, use_tqdm=False)[0].prompt_logprobs

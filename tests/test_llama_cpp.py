@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from benchmarks.llama_cpp import LlamaCpp, prepare
 from nanoengine import LLM, SamplingParams
-from nanoengine.models.weights import open_checkpoint
+from nanoengine.models.checkpoint import open_checkpoint
 from tests.helpers import checkpoint, random_prompts
 
 gguf = pytest.importorskip("gguf")

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 import tests.nanovllm
 from benchmarks.nano_vllm import load, prepare
 from nanoengine.apps.workloads import SHAPES
-from nanoengine.models.weights import open_checkpoint
+from nanoengine.models.checkpoint import open_checkpoint
 from tests.helpers import checkpoint
 from tests.test_bench import run_bench
 

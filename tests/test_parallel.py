@@ -33,9 +33,9 @@ from nanoengine.engine import build_inputs
 from nanoengine.extensions import parallel, processes
 from nanoengine.extensions.processes import Workers
 from nanoengine.extensions.windows import WindowedRunner
+from nanoengine.models.checkpoint import open_checkpoint
 from nanoengine.models.decoder import DecoderConfig
 from nanoengine.models.shard import Shard
-from nanoengine.models.weights import open_checkpoint
 from nanoengine.steps import EngineDeadError
 from tests.helpers import DEMO, TINY, batch_of, checkpoint, make_sequence, random_prompts
 from tests.laws import check_laws

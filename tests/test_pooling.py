@@ -311,9 +311,9 @@ def test_what_follows_the_transformer_is_read_from_the_checkpoint_s_files(files,
     config = transformers.Qwen3Config(architectures=["Qwen3ForCausalLM"])
     if isinstance(expected, str):
         with pytest.raises(ValueError, match=expected):
-            read_pooling(tmp_path, config, "pooling", None)
+            read_pooling(tmp_path, config, None)
     else:
-        assert read_pooling(tmp_path, config, "pooling", None) == expected
+        assert read_pooling(tmp_path, config, None) == expected
 
 
 @pytest.mark.slow

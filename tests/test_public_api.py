@@ -104,7 +104,7 @@ def test_no_state_lives_outside_objects(tmp_path_factory):
         assert not [node for node in ast.walk(tree) if isinstance(node, (ast.Global, ast.Nonlocal))]
     importlib.import_module("nanoengine.models.hf")  # which an engine imports where it needs it
     before = shared_state()
-    assert "nanoengine.models.weights.FUSED." in before
+    assert "nanoengine.models.names.FUSED." in before
     for settings in ({}, {"model_impl": "transformers"}, {"async_scheduling": True, "enforce_eager": True}):
         with LLM(DEMO, num_kv_blocks=20, dtype="bfloat16", **settings) as llm:
             llm.generate(["a", "b"], SamplingParams(logprobs=1, n=2), use_tqdm=False)

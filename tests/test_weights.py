@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from nanoengine import LLM, EngineConfig, SamplingParams
 from nanoengine.backends.quantized import PackedEmbedding
+from nanoengine.models.checkpoint import Checkpoint, open_checkpoint, resolve_dtype
 from nanoengine.models.decoder import Decoder
-from nanoengine.models.hf import HFModel
-from nanoengine.models.weights import Checkpoint, _load_transformers, open_checkpoint, resolve_dtype
+from nanoengine.models.hf import HFModel, _load_transformers
 from tests.helpers import HF_ARCHITECTURES, TINY, YARN, checkpoint, greedy, hf_model, random_prompts
 
 NAME = "qwen3"
@@ -178,8 +178,8 @@ def test_a_tokenizer_that_needs_sentencepiece_says_so(copy, monkeypatch):
     def fail(*_, **__):
         raise ImportError("SentencePieceExtractor requires the SentencePiece library")
 
-    monkeypatch.setattr("nanoengine.models.weights.AutoTokenizer.from_pretrained", fail)
-    monkeypatch.setattr("nanoengine.models.weights.find_spec", lambda name: None)
+    monkeypatch.setattr("nanoengine.models.checkpoint.AutoTokenizer.from_pretrained", fail)
+    monkeypatch.setattr("nanoengine.models.checkpoint.find_spec", lambda name: None)
     (copy / "tokenizer.model").write_bytes(b"")
     refuse(copy, r"needs sentencepiece: pip install 'nanoengine\[sentencepiece\]'")
     (copy / "tokenizer.json").write_text("{}")
@@ -476,7 +476,7 @@ def test_transformers_fills_a_model_on_its_device_and_not_on_the_host_first(
 def test_without_accelerate_a_model_is_filled_on_the_host_since_transformers_knows_no_other_way(
     tmp_path_factory, monkeypatch
 ):
-    monkeypatch.setattr("nanoengine.models.weights.find_spec", lambda name: None)
+    monkeypatch.setattr("nanoengine.models.hf.find_spec", lambda name: None)
     path, _ = checkpoint("gemma", tmp_path_factory)
     assert {x.device.type for x in loaded_on(ELSEWHERE, path).parameters()} == {"cpu"}
 

@@ -4,7 +4,7 @@ A weight is (integer - zero) * scale. Shape letters: N outputs of a linear layer
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -65,6 +65,10 @@ class Quantized(NamedTuple):
                 if not ((kept.half().float() - kept).abs() <= tolerance).all():
                     return False
         return True
+
+
+# `Device.pack`: returns a layer that computes with quantized weights, or None if they must be dequantized.
+Pack = Callable[[Quantized, Tensor | None, torch.dtype], nn.Module | None]
 
 
 def grouped(num_inputs: int, most: int = GROUPS[0]) -> int | None:

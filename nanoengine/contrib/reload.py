@@ -26,8 +26,9 @@ from nanoengine.backends.quantized import PackedEmbedding
 from nanoengine.config import EngineConfig
 from nanoengine.engine import BlockManager, ModelRunner
 from nanoengine.llm_engine import LLMEngine
+from nanoengine.models.checkpoint import Checkpoint
 from nanoengine.models.decoder import Decoder
-from nanoengine.models.weights import Checkpoint, destinations, saved_names
+from nanoengine.models.names import destinations, saved_names
 from nanoengine.steps import uninterrupted
 
 TAGS = ("weights", "kv_cache")  # what sleeps

@@ -49,9 +49,9 @@ from nanoengine.backends.inputs import ModelInputs, send_inputs
 from nanoengine.config import EngineConfig
 from nanoengine.engine import ModelRunner
 from nanoengine.extensions.processes import CLOSING, Workers
+from nanoengine.models.checkpoint import Checkpoint
 from nanoengine.models.decoder import Decoder
 from nanoengine.models.shard import Shard
-from nanoengine.models.weights import Checkpoint
 from nanoengine.startup import Started
 from nanoengine.steps import EngineDeadError
 

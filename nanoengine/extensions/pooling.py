@@ -29,8 +29,8 @@ from nanoengine.compat import accepts
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Chunk
 from nanoengine.engine import Sequence as Sample
+from nanoengine.models.checkpoint import Checkpoint
 from nanoengine.models.pooling import Pooling
-from nanoengine.models.weights import Checkpoint
 from nanoengine.outputs import RequestOutput
 from nanoengine.requests import RequestChecker, render_chats
 from nanoengine.sampling_params import SamplingParams, check_bool, check_integer

@@ -5,14 +5,16 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nanoengine.backends.quantized import Quantized, floats
-from nanoengine.models.formats import Format
+
+if TYPE_CHECKING:  # a format is given
+    from nanoengine.models.formats import Format
 
 # What a model that takes images too calls its language model's tensors -> that model's own names.
 PART_NAMES = {
@@ -32,6 +34,18 @@ class TensorHeader(NamedTuple):
     shape: tuple[int, ...] | None  # None: only its contents tell
 
 
+class Reader(Protocol):
+    """Reads a checkpoint's tensors by Hugging Face's names: `Files`, or `GGUFFile` of gguf.py."""
+
+    headers: dict[str, TensorHeader]  # by name
+
+    def is_quantized(self, name: str) -> bool:
+        """Return whether a weight is quantized."""
+
+    def read(self, name: str, part: tuple[slice, ...] | None = None) -> Tensor | Quantized:
+        """Return a tensor, or a part of it. A part of a quantized weight is dequantized."""
+
+
 class Files:
     """A checkpoint's tensors, by name; those of a weight in few bits are one.
 
@@ -44,7 +58,7 @@ class Files:
         ValueError: a file is missing or damaged, a tensor is in two of them, or a weight's parts do not fit.
     """
 
-    def __init__(self, path: Path, written: Format | None = None, is_part: bool = False) -> None:
+    def __init__(self, path: Path, written: "Format | None" = None, is_part: bool = False) -> None:
         self.path, self.written = path, written
         self.headers = _read_headers(path, is_part)
         self._parts: dict[
@@ -88,7 +102,7 @@ class Files:
         )
         return result
 
-    def _fold(self, written: Format) -> None:
+    def _fold(self, written: "Format") -> None:
         """Put in one tensor for those that a weight in few bits is made of."""
         first, headers = written.parts[0], self.headers
         for name in [name for name in headers if name.endswith(f".{first.end}")]:
@@ -182,3 +196,13 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object, got {content!r:.40}")
     return content
+
+
+@contextmanager
+def as_value_error(path: Path) -> Iterator[None]:
+    """Turn transformers' errors about a malformed checkpoint into a ValueError that names the cause."""
+    try:
+        yield
+    except Exception as error:
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        raise ValueError(f"{path} cannot be loaded: {kind}{error}") from error

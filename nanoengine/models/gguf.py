@@ -16,10 +16,13 @@ import numpy as np
 import torch
 import transformers
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from nanoengine.backends.quantized import Quantized, floats
-from nanoengine.models.files import TensorHeader
-from nanoengine.models.hf_config import UnsupportedModelError
+from nanoengine.models.decoder import Decoder, DecoderConfig
+from nanoengine.models.files import TensorHeader, as_value_error
+from nanoengine.models.hf_config import UnsupportedModelError, check_fields
+from nanoengine.models.names import check_fit
 
 # Configs by name: any one of them takes transformers a second of imports.
 FAMILIES = {"llama": "LlamaConfig", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config"}
@@ -521,3 +524,31 @@ READERS = {
     "Q5_K": Layout(176, _q5_k),
     "Q6_K": Layout(210, _q6_k),
 }
+
+
+def read_gguf_config(file: GGUFFile) -> Any:
+    """Return the config of a GGUF file, after checking its sizes against the file's tensors."""
+    path = file.path
+    try:
+        if file.is_known:
+            config = file.config()
+        else:
+            file.check_others()
+            config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{path} cannot be served: {error}") from error
+    except Exception as error:
+        if file.is_known and isinstance(error, ValueError):
+            raise
+        raise ValueError(f"{path} ({file.architecture}) cannot be used: {error}") from error
+    check_fields(path, config)
+    with torch.device("meta"):
+        if file.is_known:
+            check_fit(Decoder(DecoderConfig.from_hf(config)), file.headers, path)
+        else:
+            with as_value_error(path):
+                model = AutoModelForCausalLM.from_config(config)
+            # Twice as many, because a tied head may be counted twice here.
+            if sum(parameter.numel() for parameter in model.parameters()) > 2 * file.num_weights:
+                raise ValueError(f"{path} asks for more weights than the {file.num_weights} that it holds")
+    return config

@@ -12,10 +12,11 @@ import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from nanoengine.models.gguf import GGUFFile
 
+MAX_TOKEN_LENGTH = 4096  # transformers' time for a token grows with its square
 CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 START = r"[^\r\n\p{L}\p{N}]?"  # of a word: one character before its letters
 WORD = START + r"\p{L}+"
@@ -208,3 +209,19 @@ def load_byte_level(file: GGUFFile) -> Any:
         clean_up_tokenization_spaces=False,
         **special_tokens,
     )
+
+
+def load_gguf_tokenizer(file: GGUFFile) -> Any:
+    """Return the tokenizer of a GGUF file, or None if the file has none."""
+    if not file.num_tokens:
+        return None
+    try:
+        if file.fields.get("tokenizer.ggml.model") == "gpt2":
+            return load_byte_level(file)
+        if any(len(token) > MAX_TOKEN_LENGTH for token in file.strings("tokenizer.ggml.tokens")):
+            raise ValueError(f"a token is longer than {MAX_TOKEN_LENGTH} characters")
+        return AutoTokenizer.from_pretrained(file.path.parent, gguf_file=file.path.name)
+    except Exception as error:
+        raise ValueError(
+            f"the tokenizer in {file.path} cannot be used: {error}; give tokenizer=..."
+        ) from error

@@ -14,25 +14,36 @@ runs a few tokens through the loaded model and refuses it if it does.
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from nanoengine.backends.attention import PagedAttention
 from nanoengine.backends.kv_cache import KVCache, KVSpec
+from nanoengine.backends.quantized import Pack, Quantized, floats
+from nanoengine.config import EngineConfig
+from nanoengine.models.checkpoint import SERVED_DTYPES, Checkpoint, naming
 from nanoengine.models.eager import METHODS, replace_attention
+from nanoengine.models.files import PART_NAMES, as_value_error
 from nanoengine.models.hf_config import (
     ATTENTION_NAME,
     ATTENTION_TYPES,
     UnsupportedModelError,
     attention_implementation,
+    check_config,
 )
 from nanoengine.models.linear import use_linear_layers
+from nanoengine.models.names import check_dtypes, refuse_misfit
 from nanoengine.models.states import States
+from nanoengine.optional import load
 
 # Between two trial passes, of a token's queries, keys or hidden state, by norm. Passes of one shape differ by
 # the order of sums at most, below 1e-6 in float32; a wrong position changes more than half.
@@ -297,3 +308,132 @@ def _differ(these: list[Tensor], those: list[Tensor]) -> bool:
         bool(((x - y).float().norm(dim=-1) > PROBE_TOLERANCE * x.float().norm(dim=-1)).any())
         for x, y in zip(these, those, strict=True)
     )
+
+
+def load_hf(
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+    pack: Pack,
+) -> HFModel:
+    """Load any other model by transformers' code.
+
+    Raises:
+        ValueError: the files do not fit the config, or the model cannot be served.
+    """
+    with naming(checkpoint.hf_config):
+        check_config(checkpoint.hf_config)
+        causal_lm = _load_transformers(checkpoint, config, dtype, device, pack).to(device)
+        model: Any = HFModel(causal_lm, max_model_len)
+        if checkpoint.pooling is not None:
+            has_labels = bool(checkpoint.pooling.labels)
+            model.compute_logits = lambda hidden: causal_lm.score(hidden) if has_labels else hidden
+        return model  # type: ignore[no-any-return]
+
+
+def _load_transformers(
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    pack: Pack = lambda *_: None,
+) -> Any:
+    """A transformers causal LM with every parameter filled, from safetensors or (dummy) at random.
+
+    It is filled on the device, a tensor at a time, so that the host never holds the model. Only transformers
+    without accelerate fills it on the host.
+    """
+    path = checkpoint.path
+    pooling = checkpoint.pooling
+    has_labels = pooling is not None and bool(pooling.labels)
+    auto: Any = AutoModelForSequenceClassification if has_labels else AutoModelForCausalLM
+    settings: dict[str, Any] = {
+        "dtype": dtype,
+        "attn_implementation": attention_implementation(checkpoint.hf_config),
+        "trust_remote_code": config.trust_remote_code,
+    }
+    if checkpoint.is_part:
+        settings["key_mapping"] = PART_NAMES
+    if config.load_format == "dummy":
+        settings.pop("key_mapping", None)
+        devices = [device] if device.type == "cuda" else []
+        with as_value_error(path), torch.random.fork_rng(devices), device:
+            torch.manual_seed(config.seed)
+            return auto.from_config(checkpoint.hf_config, **settings)
+    if device.type != "cpu" and find_spec("accelerate") is not None:  # which transformers asks for
+        settings["device_map"] = {"": device}
+    files = checkpoint.open_files()  # also for its errors: those of transformers are less clear
+    source: str | None
+    headers, source = files.headers, str(path)
+    if has_labels and checkpoint.written_as is not None:
+        raise UnsupportedModelError(
+            "its weights are in few bits, and it is a classifier on transformers' code"
+        )
+    if getattr(files, "is_known", True) is False:  # a GGUF file of a family that transformers reads
+        source, settings["gguf_file"] = str(path.parent), path.name
+    elif path.suffix == ".gguf" or checkpoint.quantization is not None:
+        auto, source = MODEL_FOR_CAUSAL_LM_MAPPING[type(checkpoint.hf_config)], None  # its names are its own
+        settings["state_dict"] = {name: floats(files.read(name), dtype) for name in headers}
+        settings.pop("key_mapping", None)
+    with as_value_error(path), _without_report():
+        causal_lm, report = auto.from_pretrained(
+            source,
+            config=checkpoint.hf_config,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below
+            **settings,
+        )
+    parameters = dict(causal_lm.named_parameters())
+    if getattr(checkpoint.hf_config, "quantization_config", None) is None and "gguf_file" not in settings:
+        check_dtypes(headers, parameters)
+    for name, parameter in parameters.items():
+        if parameter.dtype not in SERVED_DTYPES:
+            raise ValueError(f"{path}: {name!r} is still {parameter.dtype} after loading")
+    for entry in report["mismatched_keys"]:  # a name, from transformers 5 on with both shapes
+        raise ValueError(f"{path} holds a tensor of another shape than the config asks for: {entry}")
+    unexpected = [
+        name
+        for name in report["unexpected_keys"]
+        if (name in headers or not checkpoint.is_part) and not checkpoint.is_guessing(name)
+    ]
+    missing = set(report["missing_keys"])
+    if pooling is not None and not has_labels:
+        head = causal_lm.get_output_embeddings()
+        missing -= {f"{name}.weight" for name, module in causal_lm.named_modules() if module is head}
+    refuse_misfit(path, missing=missing, unexpected=unexpected)
+    changed = set[str]()
+    if config.lora is not None:
+        adapter = load("models.lora", "lora").Adapter(Path(config.lora))
+        names = {module: f"{name}.weight" for name, module in causal_lm.named_modules()}
+        ends = causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()
+        tied = [names[end] for end in ends if end is not None and end.weight is ends[0].weight]
+        if len(tied) == 2 and adapter.unties(tied):
+            ends[1].weight = nn.Parameter(ends[1].weight.clone(), requires_grad=False)
+            parameters = dict(causal_lm.named_parameters())
+        adapter.merge(parameters, tied)
+        changed = adapter.names(tied)
+    layers = dict(causal_lm.named_modules())
+    for name in filter(files.is_quantized, () if "gguf_file" in settings else headers):
+        layer_name = name.removesuffix(".weight")
+        layer = layers.get(layer_name)
+        if (
+            type(layer) is nn.Linear
+            and name not in changed
+            and isinstance(weight := files.read(name), Quantized)
+        ):
+            causal_lm.set_submodule(layer_name, pack(weight, layer.bias, dtype) or layer)
+    return causal_lm
+
+
+@contextmanager
+def _without_report() -> Iterator[None]:
+    """No word from transformers on tensors that do not fit: all of it is raised, or left out knowingly."""
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = False

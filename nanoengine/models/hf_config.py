@@ -4,6 +4,7 @@ That imports what takes transformers a second and more, and models on our own co
 """
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import transformers
@@ -15,7 +16,6 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from nanoengine.models.decoder import rope_settings
-from nanoengine.models.eager import METHODS
 
 ATTENTION_TYPES = ("full_attention", "sliding_attention")  # of layers
 # Of layers with a state (`states.py`), with attention beside it, and with neither.
@@ -149,6 +149,8 @@ def attention_implementation(config: Any) -> str:
         raise UnsupportedModelError(f"its config is that of {model_class.__name__}, another kind of model")
     if hasattr(sys.modules[model_class.__module__], "ALL_ATTENTION_FUNCTIONS"):
         return ATTENTION_NAME
+    from nanoengine.models.eager import METHODS  # for these models alone
+
     if config.model_type in METHODS:
         if not getattr(config, "is_decoder", True):
             raise UnsupportedModelError("its attention is not causal")
@@ -158,3 +160,25 @@ def attention_implementation(config: Any) -> str:
     if getattr(config, "num_attention_heads", None) is None:
         raise UnsupportedModelError("it has no attention, and its states are code of its own")
     raise UnsupportedModelError("its attention is code of its own, which cannot be replaced")
+
+
+# What configs call the sizes that tensors are made by -> the largest of them, far beyond any model's: PyTorch
+# can count in products of three.
+SIZES = {
+    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 2**24),
+    **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"), 2**16),
+}
+
+
+def check_fields(path: Path, hf_config: Any) -> None:
+    """Raise ValueError where a config's architecture, or a size of it or of its language model, cannot be."""
+    for config in (hf_config, hf_config.get_text_config(decoder=True)):
+        names = getattr(config, "architectures", None)
+        if not isinstance(names, list | None) or not all(isinstance(name, str) for name in names or ()):
+            raise ValueError(f"{path}: architectures must be a list of names, got {names!r:.99}")
+        for field, most in SIZES.items():
+            value = vars(config).get(config.attribute_map.get(field, field))
+            sizes = value if isinstance(value, list) else [value]  # one per layer, or one
+            for size in sizes if value is not None else ():
+                if not isinstance(size, int) or not 0 <= size <= most:
+                    raise ValueError(f"{path}: {field} must be an integer in [0, {most}], got {value!r:.99}")

@@ -146,6 +146,21 @@ class Adapter:
         for name, tensor in self._whole.items():
             yield name, partial(_replace, tensor)
 
+    @torch.no_grad()
+    def merge(self, weights: Mapping[str, Tensor], tied: Collection[str] = ()) -> None:
+        """Change a model's weights, or views of them, in place. Changes are computed in float32.
+
+        Args:
+            weights: the model's, by name.
+            tied: names of those that were one weight before `unties`.
+
+        Raises:
+            ValueError: the adapter does not fit.
+        """
+        shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+        for name, change in self.changes(shapes, tied):
+            weights[name].copy_(change(weights[name].float()))
+
     def _added(
         self, name: str, parts: dict[str, Tensor], shape: tuple[int, ...]
     ) -> Callable[[Tensor], Tensor]:
@@ -181,15 +196,3 @@ class Adapter:
 
 def _replace(tensor: Tensor, _: Tensor) -> Tensor:
     return tensor
-
-
-@torch.no_grad()
-def merge(adapter: Adapter, weights: Mapping[str, Tensor], tied: Collection[str] = ()) -> None:
-    """Change a model's weights, or views of them, in place; changes are computed in float32.
-
-    Raises:
-        ValueError: the adapter does not fit.
-    """
-    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
-    for name, change in adapter.changes(shapes, tied):
-        weights[name].copy_(change(weights[name].float()))

@@ -16,7 +16,6 @@ from nanoengine.models.decoder import architecture_of
 from nanoengine.models.files import read_json
 from nanoengine.models.hf_config import UnsupportedModelError
 
-CLASSIFIER = "ForSequenceClassification"
 # sentence-transformers' names, those of its older files, and vLLM's -> ours
 KINDS = {
     **{"lasttoken": "LAST", "mean": "MEAN", "cls": "CLS"},
@@ -42,10 +41,8 @@ class Pooling:
     dimensions: tuple[int, ...] = ()  # to which an embedding may be cut (Matryoshka), beside all
 
 
-def read_pooling(
-    path: Path, hf_config: Any, runner: str, pooler_config: dict[str, Any] | None
-) -> Pooling | None:
-    """What the checkpoint says, with pooler_config's settings in its place; None: it generates.
+def read_pooling(path: Path, hf_config: Any, pooler_config: dict[str, Any] | None) -> Pooling:
+    """Return what the checkpoint says of pooling; settings of pooler_config come first.
 
     A classifier's config is made to name the causal LM of its type, whose code serves it.
 
@@ -53,11 +50,6 @@ def read_pooling(
         UnsupportedModelError: a way to pool that is not served.
         ValueError: a file is not sound.
     """
-    architecture = architecture_of(hf_config)
-    is_classifier = architecture.endswith(CLASSIFIER)
-    is_embedder = (path / "modules.json").is_file()
-    if runner == "generate" or (runner == "auto" and not is_classifier and not is_embedder):
-        return None
     if (
         type(hf_config) not in MODEL_FOR_CAUSAL_LM_MAPPING
         or getattr(hf_config, "is_decoder", True) is False  # a field of those that are encoders by default
@@ -68,7 +60,7 @@ def read_pooling(
             "it is no causal decoder (an encoder's tokens look ahead); embeddings, scores and classes are "
             "made by causal language models, such as Qwen3-Embedding"
         )
-    if not is_classifier:
+    if not architecture_of(hf_config).endswith("ForSequenceClassification"):
         return _embedding(path, hf_config, pooler_config or {})
     if pooler_config:
         raise ValueError("pooler_config is for embeddings: a classifier's scores are those of the last token")

@@ -1,0 +1,469 @@
+"""Finds a checkpoint, and reads everything but its weights: config, tokenizer, generation config."""
+
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from huggingface_hub import constants, snapshot_download
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
+
+from nanoengine.models.decoder import DecoderConfig, architecture_of, rope_settings
+from nanoengine.models.files import Files, Reader, as_value_error, read_json
+from nanoengine.models.hf_config import (
+    UnsupportedModelError,
+    check_config,
+    check_fields,
+    language_part,
+    name_causal_lm,
+)
+from nanoengine.models.names import EMBEDDING, HEAD
+from nanoengine.optional import load
+from nanoengine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:  # else imported if a checkpoint needs it
+    from nanoengine.models.gguf import GGUFFile
+    from nanoengine.models.pooling import Pooling
+
+DEMO = Path(__file__).parent.parent / "demo"  # the bundled model, which `demo` names
+# Hub ids from before they had an owner.
+OWNERS = {name: "openai-community" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "openai-gpt")}
+OWNERS["distilgpt2"] = "distilbert"
+GENERATION_CONFIG = "generation_config.json"
+GGUF = "a GGUF file"
+DEQUANTIZED = ("mxfp4",)  # schemes that transformers dequantises when it loads them
+TOKENIZER_FILES = "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json"
+SERVED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+POSITIONS = "max_position_embeddings", "max_seq_len", "seq_length"  # what configs call their number
+MOST_TOKENS = 1 << 20  # of a model that knows no positions, where max_model_len does not say
+MAX_POSITIONS = 2**31 - 1  # the attention kernels' lengths are int32
+ROPE = "rope_scaling", "rope_theta"  # what files may say of it
+CLASSIFIER_HEAD = "score.weight"  # in the place of the head
+MATRYOSHKA = "is_matryoshka", "matryoshka_dimensions"  # what files may say of embeddings
+# Tensors of heads that guess tokens further ahead (MTP), by their own names or in layers after the model's.
+GUESSING = re.compile(r"(model\.)?(mtp\w*|layers\.(?P<layer>\d+))\.")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A model's files on this machine, and what its config says."""
+
+    path: Path
+    hf_config: Any
+    # For `decoder.py`; None: it cannot. Whose code serves in the end is the loaded model's `code`.
+    decoder_config: DecoderConfig | None
+    tokenizer: Any  # a transformers tokenizer, None where there is none
+    eos_token_ids: tuple[int, ...]  # every id that ends a sequence
+    generation_config: dict[str, Any]
+    is_part: bool = False  # the language model of one that takes images too, which are left out
+    # What its config says of weights in few bits that `formats.py` reads; None: there are none.
+    quantization: dict[str, Any] | None = None
+    pooling: "Pooling | None" = None  # of what its prompts become instead of text; None: it generates
+
+    def open_files(self) -> Reader:
+        """Return a reader of the tensors, without those of layers that only draft tokens.
+
+        Raises:
+            ValueError: a file is missing or damaged.
+        """
+        if _is_gguf(self.path):
+            return open_gguf(self.path)
+        written = None
+        if self.quantization is not None:
+            written = load("models.formats", "a quantized checkpoint").choose_format(self.quantization)
+        files = Files(self.path, written, self.is_part)
+        if unused := [name for name in files.headers if self.is_guessing(name)]:
+            logging.getLogger(__name__).warning(
+                "%s: %d tensors of layers beyond the model's are left out, the first is %r",
+                *(self.path, len(unused), unused[0]),
+            )
+            for name in unused:
+                del files.headers[name]
+        if self.pooling is not None:
+            self._without_head(files)
+        return files
+
+    def _without_head(self, files: Files) -> None:
+        """Leave out the vocabulary's head: a model that pools has none, or a classifier's in its place.
+
+        A body that was saved alone gets the names of one with a head.
+        """
+        headers, body = files.headers, EMBEDDING.removeprefix("model.")
+        if body in headers and files.written is None:
+            files.headers = headers = {f"model.{name}": header for name, header in headers.items()}
+        if EMBEDDING in headers:
+            headers.pop(HEAD, None)
+        if self.pooling is not None and self.pooling.labels:
+            if CLASSIFIER_HEAD not in headers:
+                raise ValueError(f"{self.path} lacks tensor {CLASSIFIER_HEAD!r}, the classifier's head")
+            headers[HEAD] = headers.pop(CLASSIFIER_HEAD)
+
+    def is_guessing(self, name: str) -> bool:
+        """Whether a tensor is of a layer beyond the model's, which transformers leaves out too."""
+        found = GUESSING.match(name)
+        return found is not None and (
+            found["layer"] is None or int(found["layer"]) >= self.hf_config.num_hidden_layers
+        )
+
+    @property
+    def written_as(self) -> str | None:
+        """In which format its weights are in few bits, for the user; None: in none."""
+        if _is_gguf(self.path):
+            return "gguf"
+        stated = self.quantization or getattr(self.hf_config, "quantization_config", None)
+        return None if stated is None else str(stated["quant_method"])
+
+    @property
+    def architecture(self) -> str:
+        """The class name the checkpoint was saved by."""
+        return architecture_of(self.hf_config)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the logits."""
+        return int(self.hf_config.vocab_size)
+
+    @property
+    def max_model_len(self) -> int | None:
+        """How many positions the model was made for, its rope scaling counted in; None: it does not say."""
+        config = self.hf_config
+        stated = {name: getattr(config, name, None) for name in POSITIONS}
+        field = next((name for name, value in stated.items() if value is not None), None)
+        if field is None:
+            return None
+        positions: Any = stated[field]
+        self._check_number(field, positions)
+        for rope in rope_settings(config):
+            factor = 1.0 if rope.get("factor") is None else rope["factor"]
+            original = rope.get("original_max_position_embeddings") or getattr(
+                config, "original_max_position_embeddings", positions
+            )
+            self._check_number("rope's factor", factor)
+            self._check_number("rope's original_max_position_embeddings", original)
+            if rope["rope_type"] == "yarn":
+                positions = max(positions, int(original * factor))
+                self._check_number("rope's factor, times the original_max_position_embeddings,", positions)
+            elif rope["rope_type"] in ("dynamic", "longrope"):
+                # Beyond, the frequencies depend on the length of what is computed together: every key in
+                # the cache would have to be computed again.
+                positions = min(positions, original)
+        if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+            # Within its first chunk such a layer sees everything; the next begins anew, as no backend does.
+            self._check_number("attention_chunk_size", config.attention_chunk_size)
+            positions = min(positions, config.attention_chunk_size)
+        return int(positions)
+
+    def _check_number(self, field: str, value: Any) -> None:
+        if not isinstance(value, int | float) or not 0 < value <= MAX_POSITIONS:
+            where = self.path / "config.json"
+            raise ValueError(f"{where}: {field} must be above 0 and at most {MAX_POSITIONS}, got {value!r}")
+
+    def default_sampling_params(self) -> SamplingParams:
+        """What generation_config.json recommends; vLLM's defaults where it says nothing.
+
+        Raises:
+            ValueError: it recommends what cannot be.
+        """
+        names = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+        names["max_new_tokens"] = "max_tokens"
+        given = self.generation_config
+        chosen = {ours: given[theirs] for theirs, ours in names.items() if given.get(theirs) is not None}
+        try:
+            return SamplingParams(**chosen)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{self.path / GENERATION_CONFIG} cannot be used: {error}") from error
+
+    def choose_length(self, max_model_len: int | None) -> int:
+        """The most tokens of a prompt and its output: those asked for, or as many as there are positions.
+
+        Raises:
+            ValueError: there are fewer, or the config does not say.
+        """
+        positions = self.max_model_len or max_model_len
+        if positions is None and set(getattr(self.hf_config, "layer_types", None) or ()) == {
+            "linear_attention"
+        }:
+            return MOST_TOKENS  # states alone know no positions
+        if positions is None:
+            raise ValueError(
+                "max_model_len must be given: the checkpoint's config does not say how long it may be"
+            )
+        length = max_model_len or positions
+        if length > positions:
+            raise ValueError(
+                f"max_model_len must be at most the {positions} positions the model was made for, "
+                f"got {length}"
+            )
+        return length
+
+
+def open_checkpoint(
+    model: str,
+    *,
+    tokenizer: str | None = None,
+    revision: str | None = None,
+    gguf_file: str | None = None,
+    model_impl: str = "auto",
+    trust_remote_code: bool = False,
+    hf_overrides: dict[str, Any] | None = None,
+    generation_config: str = "auto",
+    runner: str = "auto",
+    pooler_config: dict[str, Any] | None = None,
+) -> Checkpoint:
+    """Find a checkpoint and read everything but its weights.
+
+    `model_impl` "nanoengine" is `decoder.py`, "transformers" is `hf.py`, "auto" the first that can.
+    `hf_overrides` are fields of config.json; with `generation_config` "vllm" no sampling parameter is taken
+    from the checkpoint. `runner` and `pooler_config` are EngineConfig's.
+
+    Raises:
+        ValueError: not a checkpoint, or one that cannot be served; with the reason.
+        OSError: a hub id that cannot be found or reached.
+    """
+    path = _resolve(model, revision, gguf_file)
+    gguf = open_gguf(path) if _is_gguf(path) else None
+    if gguf is None:
+        hf_config = _read_config(path, trust_remote_code)
+    else:
+        hf_config = load("models.gguf", GGUF).read_gguf_config(gguf)
+    if hf_overrides:
+        fields = hf_config.to_dict() if gguf is not None else read_json(path / "config.json")
+        fields = _overridden(fields, deepcopy(hf_overrides), hf_config)  # transformers fills in what it gets
+        with as_value_error(path):
+            hf_config = type(hf_config).from_dict({**fields, "name_or_path": str(path)})
+    name_causal_lm(hf_config)
+    pooling = None
+    if runner == "pooling" or (runner == "auto" and _is_pooling(path, hf_config)):
+        with naming(hf_config):
+            pooling = load("models.pooling", "a model that pools").read_pooling(
+                path, hf_config, pooler_config
+            )
+    whole_config, part = hf_config, language_part(hf_config)
+    if part is not None:
+        hf_config = part
+    with naming(whole_config):
+        quantization, is_quantized = _choose_reader(path, whole_config, model_impl)
+        if is_quantized and part is not None:
+            raise UnsupportedModelError("its weights are quantised, and it takes more than text")
+        if quantization is not None:
+            for config in (whole_config, hf_config):  # or transformers would read them by their packages
+                config.__dict__.pop("quantization_config", None)
+    decoder_config = None
+    if model_impl != "transformers" and not is_quantized:
+        try:
+            with as_value_error(path):
+                decoder_config = DecoderConfig.from_hf(hf_config)
+                if pooling is not None:
+                    decoder_config = replace(decoder_config, tie_word_embeddings=False)
+        except ValueError:
+            if model_impl == "nanoengine":
+                raise
+    if decoder_config is None:
+        with naming(hf_config):
+            check_config(hf_config)
+    if tokenizer is not None:
+        loaded = _load_tokenizer(_resolve(tokenizer, None), trust_remote_code)
+    else:
+        loaded = _load_tokenizer(path, trust_remote_code) if gguf is None else _load_gguf_tokenizer(gguf)
+    if tokenizer is not None and loaded is None:
+        raise ValueError(f"tokenizer {tokenizer!r} holds none of {', '.join(TOKENIZER_FILES)}")
+    generation_path = path / GENERATION_CONFIG
+    generation = read_json(generation_path) if generation_path.is_file() else {}
+    eos: list[int] = []
+    for name, ids in (
+        ("the tokenizer", getattr(loaded, "eos_token_id", None)),
+        ("config.json", getattr(hf_config, "eos_token_id", None)),
+        ("config.json", getattr(whole_config, "eos_token_id", None)),
+        (GENERATION_CONFIG, generation.get("eos_token_id")),
+    ):
+        ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
+        if not all(type(token_id) is int for token_id in ids):
+            raise ValueError(f"{path}: {name}'s eos_token_id must be a token id or a list of them, got {ids}")
+        eos += ids
+    known = (token_id for token_id in dict.fromkeys(eos) if 0 <= token_id < hf_config.vocab_size)
+    if generation_config == "vllm":
+        generation = {}
+    checkpoint = Checkpoint(
+        *(path, hf_config, decoder_config, loaded, tuple(known), generation, part is not None),
+        *(quantization, pooling),
+    )
+    checkpoint.default_sampling_params()  # for its errors
+    return checkpoint
+
+
+def _is_gguf(path: Path) -> bool:
+    return path.suffix == ".gguf" and path.is_file()
+
+
+def open_gguf(path: Path) -> "GGUFFile":
+    """Open a GGUF file. gguf.py is imported only here."""
+    return load("models.gguf", GGUF).GGUFFile(path)  # type: ignore[no-any-return]
+
+
+def _load_gguf_tokenizer(file: "GGUFFile") -> Any:
+    return load("models.gguf_tokenizer", GGUF).load_gguf_tokenizer(file)
+
+
+def _is_pooling(path: Path, hf_config: Any) -> bool:
+    """Whether a checkpoint's files say that it makes embeddings or classes of its prompts."""
+    is_classifier = architecture_of(hf_config).endswith("ForSequenceClassification")
+    return is_classifier or (path / "modules.json").is_file()
+
+
+def _read_config(path: Path, trust_remote_code: bool) -> Any:
+    if not (path / "config.json").is_file():
+        if (path / "adapter_config.json").is_file():
+            base = read_json(path / "adapter_config.json").get("base_model_name_or_path")
+            raise ValueError(
+                f"{path} holds a LoRA adapter of {base!r}, and no model; load that, with lora={str(path)!r}"
+            )
+        raise ValueError(f"{path} holds no config.json; a model directory in Hugging Face format is needed")
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        raise ValueError(f"{path / 'config.json'} cannot be used: {error}") from error
+    check_fields(path / "config.json", config)
+    return config
+
+
+def _overridden(fields: dict[str, Any], overrides: dict[str, Any], config: Any) -> dict[str, Any]:
+    """A config.json's fields with others in their place; of a field that is an object, those that are given.
+
+    `config` is what transformers makes of the file: it knows the fields that the file leaves out.
+
+    Raises:
+        ValueError: there is no such field.
+    """
+    fields, overrides = _with_plain_rope(fields), _with_plain_rope(overrides)
+    for name, value in overrides.items():
+        part = getattr(config, name, None)
+        if part is None and name not in (*fields, *ROPE, *MATRYOSHKA) and not hasattr(config, name):
+            raise ValueError(f"hf_overrides names {name!r}, which is no field of a {type(config).__name__}")
+        if isinstance(value, dict) and isinstance(fields.get(name), dict):
+            is_config = isinstance(part, PretrainedConfig)
+            value = _overridden(fields[name], value, part) if is_config else {**fields[name], **value}
+        fields[name] = value
+    return fields
+
+
+def _with_plain_rope(fields: dict[str, Any]) -> dict[str, Any]:
+    """Rope's settings as files had them before transformers 5, which every version reads."""
+    rope = fields.get("rope_parameters")
+    if not isinstance(rope, dict) or any(isinstance(one, dict) for one in rope.values()):  # by type of layer
+        return dict(fields)
+    plain = {name: value for name, value in fields.items() if name != "rope_parameters"}
+    scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
+    theta = {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
+    return plain | theta | {"rope_scaling": scaling}
+
+
+def _load_tokenizer(path: Path, trust_remote_code: bool) -> Any:
+    """The tokenizer of a directory or a GGUF file. None: there is none."""
+    if _is_gguf(path):
+        return _load_gguf_tokenizer(open_gguf(path))
+    if not any((path / name).is_file() for name in TOKENIZER_FILES):
+        return None
+    try:
+        loaded = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        alone = (path / "tokenizer.model").is_file() and not (path / "tokenizer.json").is_file()
+        if alone and find_spec("sentencepiece") is None:
+            raise ValueError(
+                f"{path} has a tokenizer.model and no tokenizer.json: reading it needs sentencepiece: "
+                "pip install 'nanoengine[sentencepiece]'"
+            ) from error
+        raise ValueError(f"the tokenizer in {path} cannot be used: {error}") from error
+    if not loaded.is_fast:
+        raise ValueError(f"the tokenizer in {path} has no fast version (tokenizer.json)")
+    return loaded
+
+
+def _choose_reader(path: Path, hf_config: Any, model_impl: str) -> tuple[dict[str, Any] | None, bool]:
+    """Return how to read quantized weights: for formats.py, and whether transformers dequantizes them.
+
+    Raises:
+        UnsupportedModelError: by a scheme that is not served, or whose library is missing.
+    """
+    stated = getattr(hf_config, "quantization_config", None)
+    for name in ("quantize_config.json", "hf_quant_config.json"):  # GPTQ's and ModelOpt's own
+        if not stated and (path / name).is_file():
+            content = read_json(path / name)
+            stated = content.get("quantization") or {"quant_method": "gptq", **content}
+    if not stated:
+        return None, False
+    scheme = stated.get("quant_method") or stated.get("quant_algo") or "an unnamed scheme"
+    formats = load("models.formats", "a quantized checkpoint")
+    try:
+        is_ours = formats.choose_format(stated) is not None
+    except ValueError as error:
+        raise UnsupportedModelError(f"its weights are quantised by {scheme}, and {error}") from None
+    if is_ours:
+        return stated, False
+    if scheme not in DEQUANTIZED:
+        served = *formats.FORMATS, *DEQUANTIZED
+        raise UnsupportedModelError(
+            f"its weights are quantised by {scheme}; served are {', '.join(served)}, and checkpoints "
+            "that are not quantised"
+        )
+    if model_impl == "nanoengine":
+        raise UnsupportedModelError(
+            f'its weights are quantised by {scheme}, which only model_impl="transformers" reads'
+        )
+    hf_config.quantization_config = {**stated, "dequantize": True}
+    return None, True
+
+
+@contextmanager
+def naming(hf_config: Any) -> Iterator[None]:
+    """Name the architecture in a refusal."""
+    try:
+        yield
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{architecture_of(hf_config)} cannot be served: {error}") from error
+
+
+def _resolve(model: str, revision: str | None, gguf_file: str | None = None) -> Path:
+    """The directory of a local model, or of a hub model after downloading what is needed, or a GGUF file."""
+    if not model:
+        raise ValueError("model must be a directory or a hub id, got ''")
+    if model == "demo":
+        return DEMO
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if gguf_file is not None and not _is_gguf(path / gguf_file):
+            raise ValueError(f"gguf_file must be a .gguf file in {path}, got {gguf_file!r}")
+        return path if gguf_file is None else path / gguf_file
+    if _is_gguf(path) and gguf_file is None:
+        return path
+    if path.exists():
+        raise ValueError(f"a model must be a directory, a hub id or a .gguf file, got the file {model!r}")
+    if model.startswith((".", "/", "~")) or model.count("/") != 1:
+        hint = f"; did you mean {OWNERS[model]}/{model}?" if model in OWNERS else ""
+        raise ValueError(f"{model!r} is neither a directory here nor a hub id of the form owner/name{hint}")
+    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+    wanted = patterns if gguf_file is None else [gguf_file]
+    try:
+        path = Path(snapshot_download(model, revision=revision, allow_patterns=wanted))
+    except OSError as error:
+        where = f"was looked for here, in {constants.HF_HUB_CACHE} and at {constants.ENDPOINT}"
+        at = "" if revision is None else f" at revision {revision!r}"
+        raise OSError(f"{model!r}{at} {where}: {error}") from error
+    return path if gguf_file is None else path / gguf_file
+
+
+def resolve_dtype(dtype: str | torch.dtype, hf_config: Any) -> torch.dtype:
+    """A torch dtype from "auto" (the checkpoint's own), "bfloat16", "float16" or "float32"."""
+    if dtype == "auto":
+        # `dtype` in transformers 5, `torch_dtype` before.
+        dtype = getattr(hf_config, "dtype", None) or getattr(hf_config, "torch_dtype", None) or "float32"
+    names = {"half": "float16", "float": "float32"}
+    resolved = getattr(torch, names.get(dtype, dtype), None) if isinstance(dtype, str) else dtype
+    if resolved not in SERVED_DTYPES:
+        raise ValueError(f"dtype must be auto, bfloat16, float16 or float32, got {dtype!r}")
+    return resolved

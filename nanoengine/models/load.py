@@ -1,0 +1,221 @@
+"""Builds a model and fills its parameters from a checkpoint.
+
+This is the path of a decoder of decoder.py. hf.py loads all other models with transformers' code.
+"""
+
+import itertools
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from xxhash import xxh3_128
+
+from nanoengine.backends.quantized import Pack, PackedEmbedding, Quantized, floats
+from nanoengine.config import EngineConfig
+from nanoengine.models.checkpoint import Checkpoint
+from nanoengine.models.decoder import Decoder, DecoderConfig
+from nanoengine.models.files import Reader
+from nanoengine.models.names import (
+    TIED_TO,
+    MisfitError,
+    check_fit,
+    destinations,
+    saved_names,
+)
+from nanoengine.optional import load
+
+if TYPE_CHECKING:  # else imported if such a model is loaded
+    from nanoengine.models.hf import HFModel
+    from nanoengine.models.lora import Adapter
+    from nanoengine.models.pooling import Pooling
+    from nanoengine.models.shard import Shard
+
+
+@torch.no_grad()
+def load_model(
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+    shard: "Shard | None" = None,
+    pack: Pack = lambda *_: None,
+) -> "Decoder | HFModel":
+    """Build the model and fill every parameter, from the checkpoint or (load_format "dummy") at random.
+
+    A shard is the part of a decoder that one rank holds: only that part is read. `pack` turns quantized
+    weights into layers.
+
+    Raises:
+        ValueError: a tensor is missing, unexpected or of the wrong shape, a file is damaged, or the
+            model turns out to be one that cannot be served.
+    """
+    if checkpoint.decoder_config is None:
+        return _load_hf(checkpoint, config, dtype, device, max_model_len, pack)
+    try:
+        decoder_config = checkpoint.decoder_config
+        return _load_decoder(checkpoint, decoder_config, config, dtype, device, max_model_len, shard, pack)
+    except MisfitError as misfit:
+        if config.model_impl not in ("auto", "vllm") or shard is not None:
+            raise
+        try:  # transformers knows more ways to name the same tensors
+            return _load_hf(checkpoint, config, dtype, device, max_model_len, pack)
+        except ValueError:
+            raise misfit from None
+
+
+def _load_hf(checkpoint: Checkpoint, *settings: Any) -> "HFModel":
+    load_hf = load("models.hf", f"a model of type {checkpoint.architecture}").load_hf
+    return load_hf(checkpoint, *settings)  # type: ignore[no-any-return]
+
+
+def _load_decoder(
+    checkpoint: Checkpoint,
+    decoder_config: DecoderConfig,
+    config: EngineConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+    shard: "Shard | None",
+    pack: Pack,
+) -> Decoder:
+    with torch.device("meta"):
+        model = whole = Decoder(decoder_config).to(dtype)
+        if checkpoint.pooling is not None:
+            model.set_submodule("lm_head", _pooling_head(checkpoint.pooling, decoder_config).to(dtype))
+        if shard is not None:
+            model = Decoder(shard.config).to(dtype)
+    is_dummy = config.load_format == "dummy"
+    files = None if is_dummy else checkpoint.open_files()
+    adapter: Adapter | None = None
+    if config.lora is not None:
+        adapter = load("models.lora", "lora").Adapter(Path(config.lora))
+    shapes = {} if files is None else check_fit(whole, files.headers, checkpoint.path)
+    is_tied = model.config.tie_word_embeddings
+    # If the files hold both a head and an embedding, the two may differ.
+    tied = TIED_TO if is_tied and (files is None or not TIED_TO.keys() <= files.headers.keys()) else {}
+    changed = set() if adapter is None else adapter.names(tied)
+    quantized = _find_quantized(model, files, changed) if files is not None and shard is None else {}
+    model = model.to_empty(device=device).eval().requires_grad_(False)  # this unties the weights
+    if tied and (adapter is None or not adapter.unties(tied)):
+        model.lm_head.weight = model.embed_tokens.weight
+    if files is None:
+        _fill_at_random(model, config.seed + (shard.rank if shard is not None else 0))
+    else:
+        _fill(model, files, shard, shapes)
+        _fill_quantized(model, quantized, files, shapes, pack, dtype)
+    if adapter is not None:
+        adapter.merge(destinations(model), tied)
+    # As transformers' `tie_weights` does: a head in the files is used, even if the config says tied.
+    is_plain = not {"lm_head", "embed_tokens"} & quantized.keys()
+    if is_tied and is_plain and torch.equal(model.lm_head.weight, model.embed_tokens.weight):
+        model.lm_head.weight = model.embed_tokens.weight
+    model.build_rope_table(max_model_len)
+    return model
+
+
+def _pooling_head(pooling: "Pooling", config: DecoderConfig) -> nn.Module:
+    """Return the head of a pooling model: a classifier's, or the identity for embeddings."""
+    if not pooling.labels:
+        return nn.Identity()
+    return nn.Linear(config.hidden_size, len(pooling.labels), bias=False)
+
+
+def _fill_at_random(model: Decoder, seed: int) -> None:
+    generator = torch.Generator(model.norm.weight.device).manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            parameter.fill_(1.0)
+        else:
+            parameter.normal_(0.0, 0.02, generator=generator)
+
+
+def _fill(model: Decoder, files: Reader, shard: "Shard | None", shapes: dict[str, tuple[int, ...]]) -> None:
+    """Copy each tensor, or the shard's part of it, from the memory-mapped files, one tensor at a time."""
+    wanted: dict[str, list[Tensor]] = {}
+    for name, parameter in destinations(model).items():
+        wanted.setdefault(_source(name, files), []).append(parameter)
+    for name in files.headers:
+        for filled in wanted.get(name, ()):  # none for a quantized weight
+            if shard is None:
+                part = floats(_read(files, name, tuple(filled.shape)), filled.dtype)
+            else:
+                slices = shard.slices(name, filled.dim())
+                part = floats(_read(files, name, shapes[name], slices), filled.dtype)
+                filled = filled.zero_()[tuple(slice(length) for length in part.shape)]
+            filled.copy_(part)  # all of `filled`, unless shares were rounded up
+
+
+def _source(name: str, files: Reader) -> str:
+    """Return the name of the tensor that fills a weight: of a tied pair, files may hold only one."""
+    return TIED_TO[name] if name in TIED_TO and name not in files.headers else name
+
+
+def _read(
+    files: Reader, name: str, shape: tuple[int, ...], part: tuple[slice, ...] | None = None
+) -> Tensor | Quantized:
+    """Return a tensor, or a part of it, and check its shape. Some formats' headers do not tell the shape."""
+    if part is not None and files.headers[name].shape is not None:
+        return files.read(name, part)
+    weight = files.read(name)
+    found = tuple((weight.integers if isinstance(weight, Quantized) else weight).shape)
+    if found != shape:
+        raise ValueError(f"tensor {name!r} has shape {found}, the config asks for {shape}")
+    return weight if part is None else floats(weight, torch.float32)[part]
+
+
+def _find_quantized(model: Decoder, files: Reader, changed: set[str]) -> dict[str, list[str]]:
+    """Return the layers with quantized weights in the files, and the names of these weights there.
+
+    These layers lose their weight parameters, so that no memory is allocated for them. Layers that an adapter
+    changes are left out: their weights are dequantized.
+    """
+    quantized = {}
+    for path, layer in model.named_modules():
+        if isinstance(layer, nn.Linear | nn.Embedding):
+            own_names = saved_names(f"{path}.weight")
+            names = [_source(name, files) for name in own_names]
+            if all(map(files.is_quantized, names)) and not changed & {*own_names}:
+                quantized[path] = names
+    for path in quantized:
+        model.get_submodule(path).register_parameter("weight", None)
+    return quantized
+
+
+def _fill_quantized(
+    model: Decoder,
+    quantized: dict[str, list[str]],
+    files: Reader,
+    shapes: dict[str, tuple[int, ...]],
+    pack: Pack,
+    dtype: torch.dtype,
+) -> None:
+    """Replace these layers by what `pack` returns, or dequantize their weights. Tied layers share one."""
+    made: dict[tuple[str, ...], nn.Module | nn.Parameter] = {}
+    for path, names in quantized.items():
+        layer: Any = model.get_submodule(path)
+        new = made.get(tuple(names))
+        if new is None:
+            parts = [_read(files, name, shapes[name]) for name in names]
+            integers = [part for part in parts if isinstance(part, Quantized)]
+            if len(integers) == len(parts):
+                new = pack(Quantized.cat(integers), getattr(layer, "bias", None), dtype)
+            if new is None:
+                weight = torch.cat([floats(part, dtype) for part in parts]).to(model.norm.weight.device)
+                new = nn.Parameter(weight, requires_grad=False)
+            made[tuple(names)] = new
+        if isinstance(new, nn.Parameter):
+            layer.weight = new
+        else:
+            model.set_submodule(path, PackedEmbedding.of(new) if isinstance(layer, nn.Embedding) else new)
+
+
+def digest_weights(model: torch.nn.Module) -> bytes:
+    """Return a hash of all weights with their names, dtypes and shapes."""
+    digest = xxh3_128()
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.digest()
