@@ -82,6 +82,7 @@ class LLMEngine:
             generation_config=config.generation_config,
             runner=config.runner,
             pooler_config=config.pooler_config,
+            load_format=config.load_format,
         )
         self.pooler: Any = None  # of a model that pools
         if self.checkpoint.pooling is not None:

@@ -120,7 +120,7 @@ def names(tmp_path_factory):
     quantized = small_config("qwen3").to_dict() | {"quantization_config": {"quant_method": "awq"}}
     (path / "awq" / "config.json").write_text(json.dumps(quantized))
     writer = gguf.GGUFWriter(path / "gguf.gguf", "llama")
-    writer.add_block_count(0)
+    writer.add_block_count(1)
     writer.add_token_list(["a"])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from huggingface_hub import constants, snapshot_download
+from huggingface_hub import constants
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
 from nanoengine.models.decoder import DecoderConfig, architecture_of, rope_settings
+from nanoengine.models.download import fetch_file, fetch_model, fetch_tokenizer
 from nanoengine.models.files import Files, Reader, as_value_error, read_json
 from nanoengine.models.hf_config import (
     UnsupportedModelError,
@@ -215,18 +216,20 @@ def open_checkpoint(
     generation_config: str = "auto",
     runner: str = "auto",
     pooler_config: dict[str, Any] | None = None,
+    load_format: str = "auto",
 ) -> Checkpoint:
     """Find a checkpoint and read everything but its weights.
 
     `model_impl` "nanoengine" is `decoder.py`, "transformers" is `hf.py`, "auto" the first that can.
     `hf_overrides` are fields of config.json; with `generation_config` "vllm" no sampling parameter is taken
-    from the checkpoint. `runner` and `pooler_config` are EngineConfig's.
+    from the checkpoint. `runner`, `pooler_config` and `load_format` are EngineConfig's: with "dummy" no
+    weights are downloaded.
 
     Raises:
         ValueError: not a checkpoint, or one that cannot be served; with the reason.
         OSError: a hub id that cannot be found or reached.
     """
-    path = _resolve(model, revision, gguf_file)
+    path = _resolve(model, revision, gguf_file, with_weights=load_format != "dummy")
     gguf = open_gguf(path) if _is_gguf(path) else None
     if gguf is None:
         hf_config = _read_config(path, trust_remote_code)
@@ -268,7 +271,7 @@ def open_checkpoint(
         with naming(hf_config):
             check_config(hf_config)
     if tokenizer is not None:
-        loaded = _load_tokenizer(_resolve(tokenizer, None), trust_remote_code)
+        loaded = _load_tokenizer(_resolve(tokenizer, None, for_tokenizer=True), trust_remote_code)
     else:
         loaded = _load_tokenizer(path, trust_remote_code) if gguf is None else _load_gguf_tokenizer(gguf)
     if tokenizer is not None and loaded is None:
@@ -428,7 +431,14 @@ def naming(hf_config: Any) -> Iterator[None]:
         raise UnsupportedModelError(f"{architecture_of(hf_config)} cannot be served: {error}") from error
 
 
-def _resolve(model: str, revision: str | None, gguf_file: str | None = None) -> Path:
+def _resolve(
+    model: str,
+    revision: str | None,
+    gguf_file: str | None = None,
+    *,
+    with_weights: bool = True,
+    for_tokenizer: bool = False,
+) -> Path:
     """The directory of a local model, or of a hub model after downloading what is needed, or a GGUF file."""
     if not model:
         raise ValueError("model must be a directory or a hub id, got ''")
@@ -446,15 +456,16 @@ def _resolve(model: str, revision: str | None, gguf_file: str | None = None) -> 
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
         hint = f"; did you mean {OWNERS[model]}/{model}?" if model in OWNERS else ""
         raise ValueError(f"{model!r} is neither a directory here nor a hub id of the form owner/name{hint}")
-    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-    wanted = patterns if gguf_file is None else [gguf_file]
     try:
-        path = Path(snapshot_download(model, revision=revision, allow_patterns=wanted))
+        if gguf_file is not None:
+            return fetch_file(model, revision, gguf_file)
+        if for_tokenizer:
+            return fetch_tokenizer(model, revision)
+        return fetch_model(model, revision, with_weights)
     except OSError as error:
         where = f"was looked for here, in {constants.HF_HUB_CACHE} and at {constants.ENDPOINT}"
         at = "" if revision is None else f" at revision {revision!r}"
         raise OSError(f"{model!r}{at} {where}: {error}") from error
-    return path if gguf_file is None else path / gguf_file
 
 
 def resolve_dtype(dtype: str | torch.dtype, hf_config: Any) -> torch.dtype:

@@ -1,0 +1,53 @@
+"""Downloads from the hub of the files that nanoengine reads, and no others."""
+
+import glob
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+
+from nanoengine.models.files import read_json
+
+INDEX = "model.safetensors.index.json"
+TEMPLATES = ["*.jinja", "additional_chat_templates/*.jinja"]
+CONFIGS = ["*.json", "*.model", "*.txt", *TEMPLATES]
+TOKENIZERS = [
+    *("tokenizer*", "*.model", "vocab*", "merges.txt", "chat_template*", "config.json"),
+    *("added_tokens.json", "special_tokens_map.json", *TEMPLATES),
+]
+# A pattern's * matches slashes too. These are all folders except additional_chat_templates and the modules of
+# sentence-transformers, such as 1_Pooling.
+OTHER_FOLDERS = ["[!0-9a]*/*", "[0-9][!_]*/*", "a[!d]*/*"]
+
+
+def fetch_file(model: str, revision: str | None, name: str) -> Path:
+    """Download one file of a hub model. Return its path."""
+    return Path(snapshot_download(model, revision=revision, allow_patterns=[glob.escape(name)])) / name
+
+
+def fetch_tokenizer(model: str, revision: str | None) -> Path:
+    """Download a hub model's tokenizer. Return the model's directory."""
+    return _fetch(model, revision, TOKENIZERS, OTHER_FOLDERS)
+
+
+def fetch_model(model: str, revision: str | None, with_weights: bool) -> Path:
+    """Download a hub model's configs, tokenizer and, if they are wanted, weights. Return its directory.
+
+    The weights are the files that the index names. Without an index they are model*.safetensors, or else
+    any safetensors beside config.json.
+    """
+    path = _fetch(model, revision, CONFIGS, OTHER_FOLDERS)
+    if not with_weights or not (path / "config.json").is_file():
+        return path
+    weights = ["model*.safetensors"]
+    if (path / INDEX).is_file():
+        shards = read_json(path / INDEX).get("weight_map")
+        names = {*shards.values()} if isinstance(shards, dict) else set()
+        weights = [glob.escape(name) for name in names]
+    _fetch(model, path.name, weights, ["*/*"])  # a snapshot's name is its commit
+    if not any(path.glob("*.safetensors")):
+        _fetch(model, path.name, ["*.safetensors"], ["*/*"])
+    return path
+
+
+def _fetch(model: str, revision: str | None, patterns: list[str], ignored: list[str]) -> Path:
+    return Path(snapshot_download(model, revision=revision, allow_patterns=patterns, ignore_patterns=ignored))

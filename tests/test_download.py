@@ -1,0 +1,192 @@
+"""Downloads, from a stand-in for the hub: which files of a model are fetched."""
+
+import hashlib
+import json
+import re
+import shutil
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+
+import pytest
+from huggingface_hub import constants
+from nanoengine.models.weights import open_checkpoint
+from safetensors.torch import load_file, save_file
+
+from nanoengine import LLM, SamplingParams
+from tests.helpers import DEMO
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+MODEL = "owner/name"
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Serves one model from a directory, by the calls of huggingface_hub. What it does not know is a 404."""
+
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_):
+        pass
+
+    def do_HEAD(self):
+        self.do_GET()
+
+    def do_GET(self):
+        place = self.path.partition("?")[0]
+        files = {
+            str(file.relative_to(self.server.root)): file.read_bytes()
+            for file in self.server.root.rglob("*")
+            if file.is_file()
+        }
+        if match := re.fullmatch(rf"/{MODEL}/resolve/(main|{COMMIT})/(.+)", place):
+            name = match[2]
+            if name in files:
+                if self.command == "GET":
+                    self.server.fetched.add(name)
+                return self.reply(files[name], ETag=f'"{hashlib.sha1(files[name]).hexdigest()}"')
+        elif re.fullmatch(rf"/api/models/{MODEL}(/revision/(main|{COMMIT}))?", place):
+            siblings = [{"rfilename": name} for name in files]
+            return self.reply({"id": MODEL, "sha": COMMIT, "siblings": siblings})
+        elif re.fullmatch(rf"/api/models/{MODEL}/tree/{COMMIT}", place):
+            entries = [
+                {
+                    "type": "file",
+                    "path": name,
+                    "size": len(content),
+                    "oid": hashlib.sha1(content).hexdigest(),
+                }
+                for name, content in files.items()
+            ]
+            return self.reply(entries)
+        self.server.unknown.append(self.path)
+        return self.reply({"error": "not found"}, status=404)
+
+    def reply(self, content, status=200, **headers):
+        data = content if isinstance(content, bytes) else json.dumps(content).encode()
+        self.send_response(status)
+        for name, value in ({"Content-Length": len(data), "X-Repo-Commit": COMMIT} | headers).items():
+            self.send_header(name, str(value))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(data)
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A hub whose model is the bundled one, beside files that nobody should fetch."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server.root, server.fetched, server.unknown = tmp_path / "served", set(), []
+    shutil.copytree(DEMO, server.root, ignore=shutil.ignore_patterns("*.py", "__pycache__", "accuracy.json"))
+    for name in (
+        "original/model.safetensors",
+        "original/params.json",
+        "onnx/model.onnx",
+        "pytorch_model.bin",
+    ):
+        (server.root / name).parent.mkdir(exist_ok=True)
+        (server.root / name).write_bytes(b"large")
+    (server.root / "consolidated.safetensors").write_bytes(b"large")
+    Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    template = constants.HUGGINGFACE_CO_URL_TEMPLATE
+    monkeypatch.setattr(
+        constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + template[template.index("/{repo_id}") :]
+    )
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+TOKENIZER = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json"}
+CONFIGS = {*TOKENIZER, "generation_config.json"}
+
+
+def split_in_shards(root):
+    """Give the weights two files and an index."""
+    tensors = load_file(root / "model.safetensors")
+    (root / "model.safetensors").unlink()
+    weight_map = {}
+    for i, names in enumerate((sorted(tensors)[::2], sorted(tensors)[1::2])):
+        shard = f"weights-{i}.safetensors"
+        save_file({name: tensors[name] for name in names}, root / shard)
+        weight_map |= dict.fromkeys(names, shard)
+    (root / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (root / "model-of-another-format.safetensors").write_bytes(b"large")
+
+
+def test_a_model_s_configs_and_weights_are_fetched_and_nothing_beside_them(hub):
+    with LLM(MODEL, num_kv_blocks=8) as llm:
+        (output,) = llm.generate(["Hello"], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 2
+    assert hub.fetched == {*CONFIGS, "model.safetensors"}
+    assert not [path for path in hub.unknown if MODEL in path]
+    hub.fetched.clear()
+    open_checkpoint(MODEL, revision=COMMIT)
+    assert not hub.fetched, "they are in the cache"
+
+
+def test_of_several_weights_those_are_fetched_that_the_index_names(hub):
+    split_in_shards(hub.root)
+    files = open_checkpoint(MODEL).open_files()
+    assert hub.fetched == {
+        *(*CONFIGS, "model.safetensors.index.json", "weights-0.safetensors", "weights-1.safetensors")
+    }
+    assert files.headers.keys() == open_checkpoint(str(DEMO)).open_files().headers.keys()
+
+
+def test_weights_of_another_name_are_fetched_where_there_are_no_others(hub):
+    (hub.root / "consolidated.safetensors").unlink()
+    (hub.root / "model.safetensors").rename(hub.root / "gptq_model-4bit.safetensors")
+    open_checkpoint(MODEL).open_files()
+    assert hub.fetched == {*CONFIGS, "gptq_model-4bit.safetensors"}
+
+
+def test_random_weights_need_no_download_of_weights(hub):
+    with LLM(MODEL, load_format="dummy", num_kv_blocks=8):
+        assert hub.fetched == CONFIGS
+
+
+def test_of_another_model_s_tokenizer_the_tokenizer_alone_is_fetched(hub):
+    split_in_shards(hub.root)
+    (hub.root / "additional_chat_templates").mkdir()
+    (hub.root / "additional_chat_templates" / "rag.jinja").write_text("rag")
+    opened = open_checkpoint(str(DEMO), tokenizer=MODEL)
+    assert opened.tokenizer("Hello").input_ids == open_checkpoint(str(DEMO)).tokenizer("Hello").input_ids
+    assert hub.fetched == {*TOKENIZER, "additional_chat_templates/rag.jinja"}
+
+
+def test_a_pooling_model_s_modules_are_fetched(hub):
+    (hub.root / "1_Pooling").mkdir()
+    (hub.root / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_mean_tokens": True}))
+    modules = [
+        {"path": "", "type": "sentence_transformers.models.Transformer"},
+        {"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+    ]
+    (hub.root / "modules.json").write_text(json.dumps(modules))
+    assert open_checkpoint(MODEL, runner="pooling").pooling.kind == "MEAN"
+    assert hub.fetched == {*CONFIGS, "modules.json", "1_Pooling/config.json", "model.safetensors"}
+
+
+def test_one_gguf_file_is_fetched_alone(hub):
+    (hub.root / "model-Q4_0.gguf").write_bytes(b"GGUF")
+    (hub.root / "model-Q8_0.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ValueError, match=r"model-Q8_0.gguf is damaged or not a GGUF file"):
+        open_checkpoint(MODEL, gguf_file="model-Q8_0.gguf")
+    assert hub.fetched == {"model-Q8_0.gguf"}
+
+
+def test_what_was_fetched_is_found_without_the_hub(hub, monkeypatch):
+    open_checkpoint(MODEL)
+    hub.fetched.clear()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert open_checkpoint(MODEL).open_files().headers
+    with pytest.raises(OSError, match=r"'owner/other' was looked for here, in .*cache and at http://127"):
+        open_checkpoint("owner/other")
+
+
+def test_a_model_that_the_hub_does_not_have_is_an_oserror(hub):
+    with pytest.raises(OSError, match=r"'owner/other' was looked for here"):
+        open_checkpoint("owner/other")
+    assert hub.unknown
