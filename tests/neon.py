@@ -100,7 +100,7 @@ def extent(tensor: Tensor) -> int:
 
 def pytest_configure() -> None:
     """Before any test is imported."""
-    kernels.Kernels = device.Kernels = EmulatedKernels  # type: ignore[misc]
+    kernels.Kernels = device.Kernels = EmulatedKernels  # type: ignore[misc, attr-defined]
     # A call of a whole layer hands addresses over. It calls these same functions.
     packed.CompiledLayer.can_hold = staticmethod(lambda layer: False)  # type: ignore[method-assign]
 

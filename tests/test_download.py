@@ -9,10 +9,10 @@ from threading import Thread
 
 import pytest
 from huggingface_hub import constants
-from nanoengine.models.weights import open_checkpoint
 from safetensors.torch import load_file, save_file
 
 from nanoengine import LLM, SamplingParams
+from nanoengine.models.checkpoint import open_checkpoint
 from tests.helpers import DEMO
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
