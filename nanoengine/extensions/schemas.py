@@ -284,7 +284,7 @@ def _with_quotable_patterns(schema: dict[str, Any]) -> dict[str, Any]:
         result["pattern"] = quotable(pattern)
     if isinstance(named := schema.get("patternProperties"), dict):
         result["patternProperties"] = {quotable(pattern): one for pattern, one in named.items()}
-        changed = [pattern for pattern in named if r"&&[^\x00]" in quotable(pattern)]
+        changed = [pattern for pattern in named if WITHOUT_NUL in quotable(pattern)]
         if changed and schema.get("additionalProperties") is not False:
             raise ValueError(
                 f"patternProperties {changed[0]!r} excludes a quote or a backslash: this is enforced only "
@@ -306,6 +306,7 @@ def _with_quotable_patterns(schema: dict[str, Any]) -> dict[str, Any]:
 
 CLASS = re.compile(r"\\.|(\[\^?\]?(?:\\.|[^\]\\])*\])", re.DOTALL)
 OPERATOR = re.compile(r"\\.|\[|&&|--|~~", re.DOTALL)  # in a class: Rust's, and plain characters in ECMAScript
+WITHOUT_NUL = r"&&[^\x00]"  # behind a class, in brackets around both
 MAY_BE_NUL = re.compile(r"\\(?:x\{?0|u\{?0|0|c@|[pP])|\x00")
 
 
@@ -320,14 +321,12 @@ def quotable(pattern: str) -> str:
     Raises:
         ValueError: U+0000 is named elsewhere, where it may be merged with the class.
     """
-    is_changed = False
 
     def escape(found: re.Match[str]) -> str:
         text = found[0]
         return text if text[0] == "\\" else text[:-1] + "\\" + text[-1]
 
     def rewrite(found: re.Match[str]) -> str:
-        nonlocal is_changed
         if found[1] is None:
             return found[0]
         written = "[" + OPERATOR.sub(escape, found[1][1:])
@@ -337,11 +336,12 @@ def quotable(pattern: str) -> str:
             allowed = [True, False, False]
         if not allowed[0] or all(allowed):
             return written
-        is_changed = True
-        return rf"[{written}&&[^\x00]]"
+        return f"[{written}{WITHOUT_NUL}]"
 
     result = CLASS.sub(rewrite, pattern)
-    if is_changed and MAY_BE_NUL.search(CLASS.sub(lambda found: "" if found[1] else found[0], pattern)):
+    if WITHOUT_NUL in result and MAY_BE_NUL.search(
+        CLASS.sub(lambda found: "" if found[1] else found[0], pattern)
+    ):
         raise ValueError(
             f"pattern {pattern!r} has a class without a quote or a backslash beside U+0000 or \\p: the two "
             "cannot be enforced together"
