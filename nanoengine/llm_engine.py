@@ -255,9 +255,11 @@ class LLMEngine:
     @cached_property
     def _grammars(self) -> Any:
         """Imported, and made of the tokenizer, when a request first asks for structured outputs."""
-        from nanoengine.extensions.structured import Grammars
+        from nanoengine.extensions.structured import Grammars, sit_out_slow_masks
 
-        return Grammars(self.checkpoint.tokenizer, self.checkpoint.vocab_size)
+        grammars = Grammars(self.checkpoint.tokenizer, self.checkpoint.vocab_size)
+        sit_out_slow_masks(self.scheduler, grammars)
+        return grammars
 
     def add_request(
         self,

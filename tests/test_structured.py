@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import threading
 import time
 from typing import Any
 
@@ -233,6 +234,66 @@ def test_scheduling_and_guesses_change_no_token(changes, expected):
             assert metrics["spec_decode_num_accepted_tokens"] > 20
         prefix = answers(llm, [asking("json", 3, temperature=2.0)])
         assert prefix == expected[:1]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_num_seqs": 256},
+        {"num_kv_blocks": 12, "block_size": 8, "max_num_batched_tokens": 24},
+        {"async_scheduling": True},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 1}},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_masks_computed_beside_the_steps_change_no_token(changes, expected, monkeypatch):
+    monkeypatch.setattr(structured.forms, "SLOW_SECONDS", -1.0)  # all are slow from their second mask on
+    with LLM(DEMO, **{"max_model_len": 96, "num_kv_blocks": 400} | changes) as llm:
+        assert answers(llm, [asking(form, 3, temperature=2.0) for form in FORMS]) == expected
+        grammars = llm.llm_engine._grammars
+        assert grammars.has_slow
+        assert all(form.is_slow for form in grammars._compiled.values())
+        assert (llm.metrics()["num_preemptions"] > 0) == ("block_size" in changes)
+        assert llm.metrics()["num_free_blocks"] == llm.metrics()["num_blocks"]
+
+
+@pytest.mark.parametrize("num_blocks", [400, 8])
+def test_a_sequence_whose_mask_is_late_sits_out_and_delays_no_other(num_blocks, llm, monkeypatch):
+    params = asking("regex", 3, temperature=2.0)
+    (expected_one,) = answers(llm, [params])
+    mask_after, begun, may_end = Constraint._mask_after, threading.Event(), threading.Event()
+
+    def slowly(self, output_ids):
+        begun.set()
+        assert may_end.wait(60)
+        return mask_after(self, output_ids)
+
+    monkeypatch.setattr(Constraint, "_mask_after", slowly)
+    monkeypatch.setattr(structured.forms, "SLOW_SECONDS", -1.0)
+    with LLM(DEMO, num_kv_blocks=num_blocks, block_size=8, max_model_len=64) as llm:
+        for name, one in (("late", params), ("free", SamplingParams(max_tokens=30, ignore_eos=True))):
+            llm.add_request(name, "Hello", one)
+        found = {}
+        while "free" not in found:
+            found |= {out.request_id: out for out in llm.step() if out.finished}
+        assert begun.is_set()
+        assert "late" not in found
+        llm.add_request("later", "Hello", asking("regex", 4, max_tokens=1))
+        while "later" not in found:  # its first mask is known
+            found |= {out.request_id: out for out in llm.step() if out.finished}
+        may_end.set()
+        while "late" not in found:
+            found |= {out.request_id: out for out in llm.step() if out.finished}
+        late = found["late"].outputs[0]
+        assert (late.text, late.token_ids, late.finish_reason) == expected_one
+        assert llm.metrics()["num_steps"] < 40 + 2 * len(late.token_ids), "no empty steps while it waits"
+
+
+def test_a_form_is_known_to_be_slow_when_it_was_tried_out(llm, monkeypatch):
+    compiler, form = llm.llm_engine._grammars.compiler, StructuredOutputsParams(regex="a+")
+    assert not compiler.compile(form).is_slow
+    monkeypatch.setattr(structured.forms, "SLOW_SECONDS", -1.0)
+    assert compiler.compile(form).is_slow
 
 
 def test_what_a_grammar_leaves_no_choice_about_is_drafted():

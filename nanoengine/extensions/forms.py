@@ -21,6 +21,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import traceback
 import weakref
 from dataclasses import dataclass, fields, replace
@@ -41,6 +42,7 @@ MAX_STEP_ITEMS = 12_000  # of the parser's, for one mask
 MAX_LEXER_STATES = 100_000  # a string of bounded length takes 1.5 for each character
 MAX_SECONDS = 3  # of a processor, to try a form out
 MAX_BYTES = 256 << 20  # that this may take, beside the tokenizer
+SLOW_SECONDS = 0.01  # of a processor, for one mask: what takes longer is computed ahead, see structured.py
 NUM_TRIED = 64  # tokens of an answer, to see whether a grammar can be followed
 # Between JSON's tokens, unless a request says otherwise: a space, or a line end and an indentation. With any
 # amount, as vLLM has it, many a model never stops indenting.
@@ -53,6 +55,7 @@ class Tried:
 
     grammar: str  # in llguidance's form
     takes_back: bool  # whether tokens can be taken back, so that there can be drafts
+    is_slow: bool  # whether a mask took more than SLOW_SECONDS
 
 
 class Compiler:
@@ -100,27 +103,30 @@ class Compiler:
         matcher = self.matcher(grammar)
         # A schema that says "x-guidance": {"lenient": true} would be followed in part, with a warning.
         ignored = matcher.get_grammar_warnings()
-        error, takes_back = (ignored[0], False) if ignored else self._try_out(matcher)
+        error, takes_back, is_slow = (ignored[0], False, False) if ignored else self._try_out(matcher)
         if error:
             words = error.removesuffix("\n<non-verbose/>")
             raise ValueError(words.replace("NoExtensionBias", "no text has it"))
-        return Tried(grammar, takes_back)
+        return Tried(grammar, takes_back, is_slow)
 
-    def _try_out(self, matcher: Any) -> tuple[str, bool]:
+    def _try_out(self, matcher: Any) -> tuple[str, bool, bool]:
         """Follow an answer's beginning.
 
         Returns:
-            Why that cannot be done, "" where it can; whether tokens can be taken back.
+            Why that cannot be done, or ""; whether tokens can be taken back; whether masks are slow.
         """
-        trial = matcher.deep_copy()
+        trial, slowest = matcher.deep_copy(), 0.0
         for _ in range(NUM_TRIED if not matcher.is_error() else 0):
+            start = time.thread_time()
             allowed = np.unpackbits(np.frombuffer(trial.compute_bitmask(), np.uint8), bitorder="little")
+            slowest = max(slowest, time.thread_time() - start)
             allowed[self.end_id] = 0
             if trial.is_error() or not allowed.any():
                 break
             trial.consume_token(int(allowed.argmax()))
         error = matcher.get_error() or trial.get_error()
-        return error, not error and bool(trial.rollback(1)) and not trial.is_error()
+        takes_back = not error and bool(trial.rollback(1)) and not trial.is_error()
+        return error, takes_back, slowest > SLOW_SECONDS
 
     def _grammar_of(self, asked: StructuredOutputsParams) -> str:
         """Return a form as llguidance's grammar."""
@@ -245,7 +251,7 @@ class Trials:
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "nanoengine.extensions.forms"],
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": paths},
                 start_new_session=True,  # a Ctrl-C is for the engine
