@@ -333,7 +333,8 @@ class AnswerParser:
             return [Tag(pattern, literals is None or can_extend, region)] if pattern is not None else []
 
         names = sorted(spec.fields)
-        self.tags = {None: [], **{name: tags(name, "close", spec.implicit) for name in names}}
+        self.tags: dict[str | None, list[Tag]] = {None: []}
+        self.tags |= {name: tags(name, "close", spec.implicit) for name in names}
         self.tags[spec.implicit][:0] = [tag for name in names for tag in tags(name, "open", name)]
         self.call: list[str] = []  # the tag and then the text of a call, as far as they are known
         self.captures: dict[str, str] = {}  # what its tag says
@@ -400,8 +401,9 @@ class AnswerParser:
                 end = min(end, match.start())
             else:
                 certain.append((match, tag))
-        match, tag = min(certain, key=lambda one: (one[0].start(), -one[0].end()), default=(None, None))
-        return (None, None, end) if match is None or match.start() >= end else (match, tag, match.start())
+        first: Any = min(certain, key=lambda one: (one[0].start(), -one[0].end()), default=None)
+        is_certain = first is not None and first[0].start() < end
+        return (*first, first[0].start()) if is_certain else (None, None, end)
 
     def _take(self, text: str) -> Iterator[Part]:
         """Add text to the region that is open."""

@@ -35,10 +35,10 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
 
+import nanoengine.extensions.forms as forms
 from nanoengine import engine
 from nanoengine.backends.device import upload
 from nanoengine.engine import ScheduledBatch, Scheduler
-from nanoengine.extensions.forms import Compiler, Trials
 from nanoengine.requests import CheckedRequest
 from nanoengine.sampling import SamplingRow
 from nanoengine.sampling_params import StructuredOutputsParams
@@ -90,7 +90,7 @@ class Grammars:
             "end_id": self.end_id,
             "special_tokens": [token.content for token in tokenizer.added_tokens_decoder.values()],
         }
-        self.compiler, self.trials = Compiler(**settings), Trials(**settings)
+        self.compiler, self.trials = forms.Compiler(**settings), forms.Trials(**settings)
         num_threads = torch.get_num_threads()
         self.threads = mask_threads(max(1, num_threads - 1), niceness=0)
         self.slow_threads = mask_threads(max(1, num_threads // 2), niceness=10)

@@ -71,12 +71,12 @@ class Strings(NamedTuple):
 
     data: mmap
     start: int
-    count: int
+    length: int
 
     def read(self) -> list[str]:
         """Decode all of them."""
         data, place, result = self.data, self.start, []
-        for _ in range(self.count):
+        for _ in range(self.length):
             first = place + LENGTH.size
             place = first + LENGTH.unpack_from(data, place)[0]
             result.append(data[first:place].decode())
@@ -207,12 +207,12 @@ class GGUFFile:
         num_files = self.fields.get("split.count")
         if isinstance(num_files, int) and num_files > 1:
             raise ValueError(f"{path} is one of several files; join them by llama-gguf-split --merge")
-        self.architecture = self.fields.get("general.architecture")
+        self.architecture: Any = self.fields.get("general.architecture")
         if not isinstance(self.architecture, str):
             raise ValueError(f"{path} has no general.architecture")
         self.is_known = self.architecture in FAMILIES and not self._number("expert_count", 0)
         tokens = self.fields.get("tokenizer.ggml.tokens")
-        self.num_tokens = tokens.count if isinstance(tokens, Strings) else 0
+        self.num_tokens = tokens.length if isinstance(tokens, Strings) else 0
         self.headers: dict[str, TensorHeader] = {}
         for own_name, tensor in self._tensors.items():
             if own_name != DIVISORS:
@@ -547,7 +547,8 @@ def read_gguf_config(file: GGUFFile) -> Any:
             check_fit(Decoder(DecoderConfig.from_hf(config)), file.headers, path)
         else:
             with as_value_error(path):
-                model = AutoModelForCausalLM.from_config(config)
+                auto: Any = AutoModelForCausalLM
+                model = auto.from_config(config)
             # Twice as many, because a tied head may be counted twice here.
             if sum(parameter.numel() for parameter in model.parameters()) > 2 * file.num_weights:
                 raise ValueError(f"{path} asks for more weights than the {file.num_weights} that it holds")

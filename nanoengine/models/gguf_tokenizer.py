@@ -203,7 +203,8 @@ def load_byte_level(file: GGUFFile) -> Any:
             special_tokens=[(token, vocab[token]) for token in dict.fromkeys(added["bos"] + added["eos"])],
         )
     template = fields.get("tokenizer.chat_template")
-    return PreTrainedTokenizerFast(
+    tokenizer_class: Any = PreTrainedTokenizerFast  # which has no types
+    return tokenizer_class(
         tokenizer_object=backend,
         chat_template=template if isinstance(template, str) else None,
         clean_up_tokenization_spaces=False,
