@@ -236,7 +236,7 @@ SERVER: Unserved = {
     "headless": ((False,), "there is one process"),
     "lora_modules": (([], {}), "give lora=..., which is merged into the weights"),
     "max_log_len": (ANY, "no text is logged"),
-    "middleware": (([],), "put a proxy in front, or use nanoengine.apps.server.make_app"),
+    "middleware": (([],), "put a proxy in front, or use nanoengine.apps.service.make_app"),
     "response_role": (("assistant",), "the answer's role is assistant"),
     "return_tokens_as_token_ids": ((False,), "put it into the request"),
     "root_path": (("",), "have the proxy cut it off"),

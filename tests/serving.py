@@ -12,7 +12,8 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
-from nanoengine.apps.server import Server, Service
+from nanoengine.apps.server import Server
+from nanoengine.apps.service import Service
 from tests.helpers import DEMO
 
 PATIENCE = 300.0  # seconds until a test gives up; a machine may be that busy

@@ -36,10 +36,12 @@ LLM("demo", **SETTINGS).generate("Hello", params, use_tqdm=False)
 USES = {
     "apps.ask": 'main(["run"])',
     "apps.bench": 'main(["bench"])',
+    "apps.gate": SERVE,
     "apps.openai_api": SERVE,
     "apps.pooling_api": SERVE,
     "apps.roofline": 'main(["bench"])',
     "apps.server": SERVE,
+    "apps.service": SERVE,
     "apps.tools": SERVE,
     "apps.viewer": 'main(["run", "--trace", f"{tmp}/run.html"])',
     "apps.workloads": 'main(["bench"])',

@@ -27,7 +27,8 @@ import nanoengine
 from nanoengine import LLM, AsyncLLM, EngineConfig, SamplingParams, compat, requests
 from nanoengine.__main__ import main
 from nanoengine.apps.openai_api import to_json
-from nanoengine.apps.server import Service, make_parser
+from nanoengine.apps.server import make_parser
+from nanoengine.apps.service import Service
 from tests.helpers import DEMO
 from tests.serving import (
     COMMON,
@@ -719,7 +720,7 @@ def test_a_reader_that_stopped_reading_gives_its_place_up(monkeypatch, caplog):
         with held_steps(service.engine) as steps:
             client.sendall(f"{head}Content-Length: {len(asked)}\r\n\r\n{asked}".encode())
             wait_until(lambda: steps.is_held)
-            monkeypatch.setattr("nanoengine.apps.server.CLIENT_SECONDS", 0.5)
+            monkeypatch.setattr("nanoengine.apps.gate.CLIENT_SECONDS", 0.5)
         wait_until(lambda: service.num_samples == 0 and caplog.records)
         assert json.loads(caplog.records[-1].message)["disconnected"]  # though its connection is open
         wait_until(lambda: is_empty(service))
@@ -838,7 +839,7 @@ def test_headers_of_usual_length_are_taken(guarded):
 )
 def test_a_connection_whose_headers_are_never_complete_is_closed(whole, part, monkeypatch):
     def lose_patience():
-        monkeypatch.setattr("nanoengine.apps.server.CLIENT_SECONDS", 0.2)
+        monkeypatch.setattr("nanoengine.apps.gate.CLIENT_SECONDS", 0.2)
 
     if not whole:
         lose_patience()

@@ -52,7 +52,7 @@ def said(use: str, names: dict[str, Any], stderr: io.StringIO) -> str:
     def post(path: str) -> str:
         from fastapi.testclient import TestClient
 
-        from nanoengine.apps.server import Service, make_app
+        from nanoengine.apps.service import Service, make_app
 
         with contextlib.closing(AsyncLLM("demo", **SETTINGS)) as engine:
             answer = TestClient(make_app(Service(engine))).post(path, json={"input": "Hello"})

@@ -1,6 +1,6 @@
 """What a server answers with a model that pools: OpenAI's /v1/embeddings, vLLM's score, rerank and classify.
 
-`server.Service` has the engine, counts who waits, and gives each request its ticket.
+`service.Service` has the engine, counts who waits, and gives each request its ticket.
 """
 
 import asyncio
@@ -153,7 +153,7 @@ class RerankRequest(PoolingRequest):
 
 
 class PoolingAPI:
-    """The endpoints, over a `server.Service`."""
+    """The endpoints, over a `service.Service`."""
 
     def __init__(self, service: Any) -> None:
         self.service = service

@@ -15,8 +15,9 @@ from fastapi import Request
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict
 
+from nanoengine.apps.gate import Ticket
 from nanoengine.apps.openai_api import JSON, SAMPLED, APIError, ChatRequest, refusing
-from nanoengine.apps.server import EventStream, Service, Ticket, event
+from nanoengine.apps.service import EventStream, Service, event
 from nanoengine.compat import ANY, Unserved, without_unserved
 
 CHAT = "use /v1/chat/completions"

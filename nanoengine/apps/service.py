@@ -1,0 +1,482 @@
+"""The endpoints of the server, over `AsyncLLM`, as an ASGI app."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, Response, StreamingResponse
+from fastapi.routing import APIRoute
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.registry import Collector
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import Receive, Scope, Send
+
+from nanoengine import __version__
+from nanoengine.apps.gate import Gate, Ticket
+from nanoengine.apps.openai_api import (
+    JSON,
+    APIError,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    pieces_of,
+    refusing,
+    to_json,
+    token_ids_of,
+    unavailable,
+)
+from nanoengine.apps.pooling_api import PoolingAPI
+from nanoengine.apps.tools import choose_formats
+from nanoengine.async_llm import AsyncLLM
+from nanoengine.metrics import Counter, Gauge, Histogram, Metric
+from nanoengine.optional import MissingFileError, load
+from nanoengine.outputs import RequestOutput
+from nanoengine.requests import CheckedRequest
+from nanoengine.sampling_params import SamplingParams, check_integer
+
+LONG_BODY_BYTES = 2**16  # of a request, beyond which reading its text takes more than some milliseconds
+T = TypeVar("T")
+PAGE = Path(__file__).with_name("chat.html")
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events; the generator that makes them is closed however this ends."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes]) -> None:
+        super().__init__(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self.events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send them; `Gate` cancels this when the client goes away."""
+        async with aclosing(self.events):
+            await self.stream_response(send)
+
+
+def event(content: Any) -> bytes:
+    """One of them."""
+    return b"data: " + to_json(content) + b"\n\n"
+
+
+async def merged(
+    streams: Sequence[AsyncGenerator[RequestOutput]],
+) -> AsyncGenerator[tuple[int, RequestOutput]]:
+    """Outputs of several requests as they come, with the request's number; closing it aborts the requests."""
+    waiting = {asyncio.ensure_future(anext(stream)): index for index, stream in enumerate(streams)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                output, index = task.result(), waiting.pop(task)
+                if not output.finished:
+                    waiting[asyncio.ensure_future(anext(streams[index]))] = index
+                yield index, output
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        for stream in streams:
+            await stream.aclose()
+
+
+class Service:
+    """The endpoints, over an engine.
+
+    Args:
+        engine: what answers; closed by whoever made it.
+        name: the model's, as clients are to call it; None: the engine's own.
+        api_key: what clients must send; None: nothing.
+        max_waiting: samples that may wait beyond the `max_num_seqs` that run.
+        max_body_bytes: of a request.
+        tool_call_parser, reasoning_parser: how the model writes calls of tools and its thoughts: names of
+            `tools.TOOL_FORMATS` and `REASONING_FORMATS`, "none", or "auto", by the chat template.
+        chat_template: a file, or the template itself, in place of the tokenizer's.
+        dev_mode: serve the routes of contrib/learner.py too.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncLLM,
+        *,
+        name: str | None = None,
+        api_key: str | None = None,
+        max_waiting: int = 1024,
+        max_body_bytes: int = 4 * 2**20,
+        tool_call_parser: str = "auto",
+        reasoning_parser: str = "auto",
+        chat_template: str | None = None,
+        dev_mode: bool = False,
+    ) -> None:
+        if api_key == "":
+            raise ValueError("api_key must not be empty")  # an unset variable must not open the server
+        self.engine, self.api_key, self.max_body_bytes = engine, api_key, max_body_bytes
+        self.learner = load("contrib.learner", "--dev-mode").Learner(engine) if dev_mode else None
+        self.checkpoint, config = engine.llm_engine.checkpoint, engine.llm_engine.config
+        self.name = str(config.model) if name is None else name
+        self.defaults = self.checkpoint.default_sampling_params()
+        if chat_template is not None:
+            path = Path(chat_template)
+            if "{" not in chat_template and not path.is_file():
+                raise ValueError(f"chat_template must be a file or a template, got {chat_template!r}")
+            self.need_tokenizer().chat_template = chat_template if "{" in chat_template else path.read_text()
+        self.formats = choose_formats(self.checkpoint.tokenizer, tool_call_parser, reasoning_parser)
+        check_integer("max_body_bytes", max_body_bytes, 1)
+        self.max_samples = config.max_num_seqs + check_integer("max_waiting", max_waiting, 0)
+        self.num_samples = 0  # of requests that are being served
+        self.created = int(time.time())
+        self.is_draining = False
+        # A short request never waits for long ones, nor a plain one for forms that take long to compile.
+        self.checks, self.long_checks, self.form_checks = map(ThreadPoolExecutor, (4, 1, 2))
+
+    # -- answers of the model
+
+    async def completions(self, body: CompletionRequest, request: Request) -> Response:
+        """POST /v1/completions."""
+        return await self.answer(body, request)
+
+    async def chat(self, body: ChatRequest, request: Request) -> Response:
+        """POST /v1/chat/completions."""
+        return await self.answer(body, request)
+
+    async def answer(self, body: CompletionRequest | ChatRequest, request: Request) -> Response:
+        """Of either API, as the engine makes it."""
+        ticket = request.state.ticket
+        choices = await self.start(body, request)
+        head: dict[str, Any] = {
+            "id": f"{body.prefix}-{body.request_id or ticket.id}",
+            "object": body.kinds[bool(body.stream)],
+            "created": int(time.time()),
+            "model": self.name,
+        }
+        if body.stream:
+            return EventStream(self.events(body, head, choices, ticket))
+        async with aclosing(choices):
+            answer = [choice async for choice in choices]
+        answer.sort(key=lambda choice: int(choice["index"]))
+        if body.is_chat and body.return_token_ids:  # vLLM has it here, too
+            head["prompt_token_ids"] = answer[0]["prompt_token_ids"]
+        return JSON({**head, "choices": answer, "usage": ticket.usage()})
+
+    async def start(
+        self, body: CompletionRequest | ChatRequest, request: Request
+    ) -> AsyncGenerator[dict[str, Any]]:
+        """Check everything before the answer begins, so that a refusal has its status; gives the choices."""
+        ticket = request.state.ticket
+        self.check_model(body.model)
+        params = body.params(self.defaults, self.checkpoint.generation_config.get("max_new_tokens"))
+        self.take_places(body, params.n, ticket)
+        has_form = params.structured_outputs is not None or (body.is_chat and bool(body.tools))
+        pool = self.form_checks if has_form else self.checks
+        checked = await self.in_thread(request, self.check, body, params, pool=pool)
+        ticket.prompt_tokens = sum(len(one.token_ids) for one in checked)
+        return self.choices(body, checked, ticket)
+
+    async def in_thread(
+        self,
+        request: Request,
+        function: Callable[..., T],
+        *arguments: Any,
+        pool: ThreadPoolExecutor | None = None,
+    ) -> T:
+        """The function's result, where the text of a request may take it seconds; long ones one at a time.
+
+        What waits for its turn leaves with its client.
+        """
+        is_long = len(await request.body()) > LONG_BODY_BYTES
+        pool = self.long_checks if is_long else pool or self.checks
+        return await asyncio.get_running_loop().run_in_executor(pool, function, *arguments)
+
+    def check_model(self, name: str | None) -> None:
+        """Raise APIError where a request is for another model."""
+        if name not in (None, self.name):
+            message = f"the model {name!r} does not exist; this server has {self.name!r}"
+            raise APIError(404, message, param="model", code="model_not_found")
+
+    def take_places(self, body: CompletionRequest | ChatRequest, n: int, ticket: Ticket) -> None:
+        """Count the request's samples, until `Gate` has seen its end; APIError where they are too many."""
+        with refusing(body):
+            num_samples = body.num_prompts * n
+            if not 0 < num_samples <= self.max_samples:
+                raise ValueError(
+                    f"prompt and n must ask for 1 to {self.max_samples} samples, got {num_samples}"
+                )
+        if self.num_samples + num_samples > self.max_samples:
+            raise unavailable(f"{self.num_samples} samples run or wait, and at most {self.max_samples} may")
+        self.num_samples += num_samples
+        ticket.samples = num_samples
+
+    def check(self, body: CompletionRequest | ChatRequest, params: SamplingParams) -> list[CheckedRequest]:
+        """The prompts as the engine takes them; in a thread, since a long text takes its time.
+
+        `LLMEngine.check` only reads what never changes, so the engine's thread need not be asked.
+        """
+        engine = self.engine.llm_engine
+        with refusing(body, body.source):
+            encode = partial(engine.checker.encode, is_cut=params.truncate_prompt_tokens is not None)
+            prompts = body.prompts(self.checkpoint.tokenizer, encode)
+            params = body.fit(params, prompts, self.formats)
+            try:
+                return [engine.check(one, params, body.priority or 0) for one in prompts]
+            except RuntimeError as error:  # it sleeps, or is closed
+                raise unavailable(str(error)) from None
+
+    async def choices(
+        self, body: CompletionRequest | ChatRequest, checked: list[CheckedRequest], ticket: Ticket
+    ) -> AsyncGenerator[dict[str, Any]]:
+        """What comes of the prompts, counted, as choices of the API; closing it aborts what runs.
+
+        Raises:
+            APIError: the engine failed or is closed.
+        """
+        sent: dict[int, int] = {}
+        streams = [
+            self.engine.generate(one, one.params, f"{ticket.id}-{index}") for index, one in enumerate(checked)
+        ]
+        num_cached = [0] * len(checked)
+        async with aclosing(merged(streams)) as outputs:
+            async for number, output in outputs:
+                if ticket.first_output_seconds is None:
+                    ticket.first_output_seconds = time.monotonic() - ticket.started
+                num_cached[number] = output.num_cached_tokens
+                ticket.cached_tokens = sum(num_cached)
+                for completion in output.outputs:
+                    if completion.finish_reason == "abort":
+                        raise unavailable("the server is shutting down")
+                    if completion.finish_reason == "error":
+                        raise body.failure(checked[number].params, completion.stop_reason)
+                    if body.is_echo_alone:
+                        completion = replace(completion, text="", token_ids=[], finish_reason="length")
+                    ticket.completion_tokens += len(completion.token_ids)
+                    index = number * checked[0].params.n + completion.index
+                    yield body.choice(index, completion, output, sent, self.checkpoint.tokenizer)
+
+    async def events(
+        self,
+        body: CompletionRequest | ChatRequest,
+        head: dict[str, Any],
+        choices: AsyncGenerator[dict[str, Any]],
+        ticket: Ticket,
+    ) -> AsyncGenerator[bytes]:
+        """The answer as a stream."""
+        options = body.stream_options
+        with_usage = options is not None and options.include_usage
+        is_continuous = with_usage and options is not None and options.continuous_usage_stats
+        try:
+            async with aclosing(choices):
+                async for choice in choices:
+                    so_far = {"usage": ticket.usage() if is_continuous else None} if with_usage else {}
+                    for piece in pieces_of(choice):
+                        yield event({**head, "choices": [piece], **so_far})
+            if with_usage:
+                yield event({**head, "choices": [], "usage": ticket.usage()})
+        except APIError as error:
+            ticket.error = error.code
+            yield event(error.content)
+        yield b"data: [DONE]\n\n"
+
+    # -- the rest
+
+    async def models(self) -> Response:
+        """GET /v1/models."""
+        return JSON({"object": "list", "data": [self.card()]})
+
+    async def model(self, name: str) -> Response:
+        """GET /v1/models/{name}."""
+        self.check_model(name)
+        return JSON(self.card())
+
+    def card(self) -> dict[str, Any]:
+        """The model, in OpenAI's shape, with vLLM's max_model_len."""
+        whose = {"id": self.name, "object": "model", "created": self.created, "owned_by": "nanoengine"}
+        return {**whose, "max_model_len": self.engine.llm_engine.max_model_len}
+
+    async def tokenize(self, body: TokenizeRequest, request: Request) -> Response:
+        """POST /tokenize."""
+        self.check_model(body.model)
+        tokenizer = self.need_tokenizer()
+
+        read_any = partial(self.engine.llm_engine.checker.encode, is_cut=True)
+
+        def encode() -> list[int]:
+            with refusing(body):
+                if (body.prompt is None) == (body.messages is None):
+                    raise ValueError("prompt or messages must be given, and not both")
+                if body.messages is not None:
+                    return list(body.render(tokenizer)["prompt_token_ids"])
+                return token_ids_of(read_any, "prompt", body.prompt or "", body.add_special_tokens)
+
+        tokens = await self.in_thread(request, encode)
+        answer = {
+            "count": len(tokens),
+            "max_model_len": self.engine.llm_engine.max_model_len,
+            "tokens": tokens,
+        }
+        if body.return_token_strs:
+            answer["token_strs"] = tokenizer.convert_ids_to_tokens(tokens)
+        return JSON(answer)
+
+    async def detokenize(self, body: DetokenizeRequest) -> Response:
+        """POST /detokenize."""
+        self.check_model(body.model)
+        tokenizer = self.need_tokenizer()
+        with refusing(body):
+            if not isinstance(body.tokens, list):
+                raise ValueError("tokens must be a list of token ids")
+            for token_id in body.tokens:
+                if type(token_id) is not int or not 0 <= token_id < len(tokenizer):
+                    raise ValueError(f"tokens must be ids in [0, {len(tokenizer)}), got {token_id!r}")
+        return JSON({"prompt": await asyncio.to_thread(tokenizer.decode, body.tokens)})
+
+    def need_tokenizer(self) -> Any:
+        """The tokenizer, or APIError where there is none."""
+        if self.checkpoint.tokenizer is None:
+            raise APIError(400, "the checkpoint has no tokenizer")
+        return self.checkpoint.tokenizer
+
+    async def health(self) -> Response:
+        """GET /health: 200, or 503 where no request is served any more."""
+        return Response(status_code=200 if self.is_serving else 503)
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether requests are taken."""
+        return self.engine.is_running and not self.is_draining
+
+    async def version(self) -> Response:
+        """GET /version."""
+        return JSON({"version": __version__})
+
+    async def server_info(self) -> Response:
+        """GET /server_info: what the engine said of itself when it started."""
+        info: dict[str, Any] = {
+            "version": __version__,
+            "model": self.name,
+            "engine": self.engine.llm_engine.describe(),
+        }
+        if self.learner is not None:  # trl looks for it
+            info["vllm_config"] = {"weight_transfer_config": {"backend": "gloo"}}
+        return JSON(info)
+
+    async def metrics(self) -> Response:
+        """GET /metrics, for Prometheus: `LLMEngine.get_metrics`."""
+        try:
+            found = await self.engine.get_metrics()
+        except RuntimeError as error:  # closed
+            raise unavailable(str(error)) from None
+        registry = CollectorRegistry()
+        registry.register(Snapshot(found, self.name))
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def page(self) -> Response:
+        """GET /: a page to chat with the model, in one file that asks for nothing elsewhere."""
+        policy = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+        policy += (
+            "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        )
+        return HTMLResponse(PAGE.read_text(), headers={"Content-Security-Policy": policy})
+
+
+class Snapshot(Collector):
+    """The engine's metrics, as prometheus_client takes them, of the model under the name it is served by."""
+
+    def __init__(self, metrics: list[Metric], name: str) -> None:
+        self.metrics = [replace(one, labels={**one.labels, "model_name": name}) for one in metrics]
+
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily]:
+        """One family per name."""
+        families: dict[str, Any] = {}
+        kinds = {Counter: CounterMetricFamily, Gauge: GaugeMetricFamily, Histogram: HistogramMetricFamily}
+        for metric in self.metrics:
+            family = families.get(metric.name)
+            if family is None:
+                family = kinds[type(metric)](metric.name, metric.name, labels=list(metric.labels))
+                families[metric.name] = family
+            labels = list(metric.labels.values())
+            if isinstance(metric, Histogram):
+                family.add_metric(labels, list(metric.buckets.items()), metric.sum)
+            elif isinstance(metric, Counter | Gauge):
+                family.add_metric(labels, metric.value)
+        yield from families.values()
+
+
+# ---- The app --------------------------------------------------------------------------------------
+
+
+def make_app(service: Service, allowed_origins: Sequence[str] = ()) -> FastAPI:
+    """The service as an ASGI app; pages of `allowed_origins` may call it from a browser, "*" is any."""
+    app = FastAPI(title="nanoengine", openapi_url=None)  # its pages of documentation load from elsewhere
+    app.state.service = service
+    app.add_middleware(Gate, service=service)
+    if allowed_origins:  # around the gate: a browser's preflight has no key
+        app.add_middleware(
+            CORSMiddleware, allow_origins=allowed_origins, allow_methods=["*"], allow_headers=["*"]
+        )
+    routes: list[tuple[str, str, Callable[..., Any]]] = []
+    missing: dict[str, str] = {}  # paths of contrib/ whose file is not installed -> what to say
+    if service.learner is not None:
+        routes += service.learner.routes()
+    try:
+        routes += load("contrib.responses", "/v1/responses").ResponsesAPI(service).routes()
+    except MissingFileError as error:
+        missing["/v1/responses"] = str(error)
+    for method, path, endpoint in (
+        *routes,
+        ("POST", "/v1/completions", service.completions),
+        ("POST", "/v1/chat/completions", service.chat),
+        ("GET", "/v1/models", service.models),
+        ("GET", "/v1/models/{name:path}", service.model),
+        ("POST", "/tokenize", service.tokenize),
+        ("POST", "/detokenize", service.detokenize),
+        ("GET", "/health", service.health),
+        ("GET", "/ping", service.health),
+        ("POST", "/ping", service.health),
+        ("GET", "/version", service.version),
+        ("GET", "/server_info", service.server_info),
+        ("GET", "/metrics", service.metrics),
+        *PoolingAPI(service).routes(),
+        ("GET", "/", service.page),
+    ):
+        app.add_api_route(path, endpoint, methods=[method])
+    paths = sorted({route.path for route in app.routes if isinstance(route, APIRoute)})
+
+    async def refuse(request: Request, error: Exception) -> Response:
+        if isinstance(error, RequestValidationError):
+            error = misshapen(error)
+        elif isinstance(error, HTTPException):
+            headers = {"allow": error.headers["Allow"]} if error.headers and "Allow" in error.headers else {}
+            is_unknown = error.status_code == 404
+            path = request.url.path
+            message = missing.get(path, f"{path} is not served; served are {', '.join(paths)}")
+            error = APIError(error.status_code, message if is_unknown else str(error.detail), **headers)
+        elif not isinstance(error, APIError):
+            error = APIError(500, "the server failed")  # whoever runs it finds the reason in its log
+        request.state.ticket.error = error.code
+        return error.response()
+
+    for kind in (APIError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, refuse)
+    return app
+
+
+def misshapen(error: RequestValidationError) -> APIError:
+    """A body that is no JSON, or whose fields have wrong types."""
+    first = error.errors()[0]
+    where = [str(part) for part in first["loc"][1:]]
+    if first["type"] == "json_invalid":
+        return APIError(400, f"the body is not JSON: {first['ctx']['error']} at character {where[0]}")
+    if not where:
+        return APIError(400, "the body must be a JSON object, sent as Content-Type: application/json")
+    return APIError(400, f"{'.'.join(where)}: {first['msg']}", param=where[0])
