@@ -8,14 +8,14 @@ from typing import Any, Self, TypeVar
 
 import torch
 
-from nanoengine.compat import EVERY, RENAMED, accepts, off
+from nanoengine.compat import ENGINE_IGNORES, INSTEAD, RENAMED, accepts
 from nanoengine.flags import add_flags
 from nanoengine.sampling_params import check_bool, check_integer, check_number
 
 P = TypeVar("P")
 
 
-@accepts({})
+@accepts()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
     """How to guess tokens ahead; vLLM's names and defaults."""
@@ -56,7 +56,11 @@ WRITTEN = (
 )  # what they may be already
 
 
-@accepts(EVERY, RENAMED)
+# Settings whose default in vLLM is None, which stands for the default here
+OPTIONAL = "enable_prefix_caching", "enforce_eager", "generation_config", "max_num_seqs", "runner", "seed"
+
+
+@accepts(ENGINE_IGNORES, RENAMED, OPTIONAL)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Settings of an engine; vLLM's EngineArgs. Nothing changes after construction.
@@ -208,10 +212,13 @@ class EngineConfig:
 
     @classmethod
     def add_cli_args(cls, parser: P) -> P:
-        """Give an argument parser, or a group of one, a flag for each setting: vLLM's too, at what is off."""
+        """Add a flag for each setting to an argument parser, or to a group of one.
+
+        Settings in `compat.INSTEAD` get their defaults, because vLLM's scripts read them.
+        """
         target: Any = parser
-        add_flags(target, cls, EVERY)
-        target.set_defaults(**{name: off(name) for name in EVERY})
+        add_flags(target, cls)
+        target.set_defaults(**{name: row[1] if row[1:] else None for name, row in INSTEAD.items()})
         target.set_defaults(
             **{item.name: item.default for item in fields(cls) if item.default is not MISSING}
         )
@@ -219,8 +226,8 @@ class EngineConfig:
 
     @classmethod
     def from_cli_args(cls, args: Namespace) -> Self:
-        """Of what such a parser made; whatever else it holds is left out."""
-        names = {*EVERY, *(item.name for item in fields(cls))}
+        """Make a config from what such a parser returns; other attributes are left out."""
+        names = {*INSTEAD, *(item.name for item in fields(cls))}
         return cls(**{name: value for name, value in vars(args).items() if name in names})
 
     @property

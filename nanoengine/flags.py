@@ -1,23 +1,62 @@
-"""Settings as flags of a command: a class's own, and those of vLLM's that stand in compat.py."""
+"""Settings as flags of a command, and the rule of compat.py for flags that nanoengine does not serve."""
 
 import argparse
 import json
 import sys
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import MISSING, fields
 from typing import Any, get_args, get_type_hints
 
-from nanoengine.compat import ANY, FURTHER, RENAMED, Unserved
+from nanoengine.compat import ENGINE_IGNORES, RENAMED, SERVER_IGNORES, without_unserved
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
-    """One whose flags may be spelt with underscores, as vLLM's."""
+    """A parser that takes flags with underscores, and vLLM's other flags by the rule of compat.py."""
+
+    def parse_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
+        """Parse like argparse. Flags that are unknown and ask for nothing have no effect."""
+        given = [with_dashes(argument) for argument in (sys.argv[1:] if args is None else args)]
+        if self._subparsers is None:  # else they know the flags
+            given, unserved = self._split(given)
+            served = {flag[2:].replace("-", "_") for flag in self._option_string_actions}
+            try:
+                ignored = ENGINE_IGNORES + SERVER_IGNORES
+                without_unserved(self.prog, unserved, served, ignored)
+            except (TypeError, ValueError) as error:
+                self.exit(2, f"{self.prog}: error: {error}\n")
+        return super().parse_args(given, namespace)
 
     def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
-        """As argparse's."""
+        """Parse like argparse."""
         given = sys.argv[1:] if args is None else args
         return super().parse_known_args(list(map(with_dashes, given)), namespace)
+
+    def _split(self, given: list[str]) -> tuple[list[str], dict[str, Any]]:
+        """Take the unknown flags out of a command line, and return them as settings.
+
+        A flag without a value is True, with "no-" before its name False. What follows an enable_, disable_ or
+        use_ flag is not its value.
+        """
+        known, left, unserved = self._option_string_actions, list[str](), dict[str, Any]()
+        rest = iter(given)
+        pending = next(rest, None)
+        while (argument := pending) is not None:
+            pending = next(rest, None)
+            flag, equals, text = argument.partition("=")
+            abbreviates = self.allow_abbrev and any(one.startswith(flag) for one in known)
+            if argument == "--":
+                left += [one for one in (argument, pending, *rest) if one is not None]
+                break
+            if not flag.startswith("--") or flag in known or abbreviates:
+                left.append(argument)
+                continue
+            is_negated = flag.startswith("--no-")
+            name = flag.removeprefix("--no-").removeprefix("--").replace("-", "_")
+            is_switch = is_negated or name.startswith(("disable_", "enable_", "use_"))
+            if not equals and not is_switch and pending is not None and not pending.startswith("--"):
+                text, equals, pending = pending, "=", next(rest, None)
+            unserved[name] = value_of(text) if equals else not is_negated
+        return left, unserved
 
 
 def with_dashes(argument: str) -> str:
@@ -38,13 +77,8 @@ def value_of(text: str) -> Any:
         return text
 
 
-def add_flags(
-    parser: argparse._ActionsContainer, config: type[Any], unserved: Unserved, prefix: str = ""
-) -> None:
-    """A flag for each field of a dataclass, and a hidden one for each unserved name that no flag has yet.
-
-    What is not given is not in the namespace; unserved ones are there with a prefix.
-    """
+def add_flags(parser: argparse._ActionsContainer, config: type[Any]) -> None:
+    """Add a flag for each field of a dataclass; flags that are not given are not in the namespace."""
     hints = get_type_hints(config)
     for item in fields(config):
         kinds = get_args(hints[item.name]) or (hints[item.name],)
@@ -60,15 +94,3 @@ def add_flags(
         names = [item.name, *(old for old, new in RENAMED.items() if new == item.name)]
         flags = ["--" + name.replace("_", "-") for name in names]
         parser.add_argument(*flags, dest=item.name, default=argparse.SUPPRESS, **settings)
-    for name, (accepted, _) in unserved.items():
-        is_switch = name.startswith(("disable_", "enable_", "use_"))
-        if accepted is not ANY and name not in FURTHER:
-            is_switch = any(isinstance(value, bool) for value in accepted)
-        settings = {"action": argparse.BooleanOptionalAction}
-        if not is_switch:
-            settings = {"type": value_of, "nargs": "?", "const": True}
-        flag, dest = "--" + name.replace("_", "-"), prefix + name
-        with suppress(argparse.ArgumentError):  # a flag that is there
-            parser.add_argument(
-                flag, dest=dest, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **settings
-            )

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from tqdm import tqdm
 
-from nanoengine.compat import CALL, without_unserved
+from nanoengine.compat import refuse_unserved
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Scheduler
 from nanoengine.llm_engine import LLMEngine
@@ -61,13 +61,13 @@ class LLM:
             sampling_params: one for all or one per prompt; None is `get_default_sampling_params()`.
             use_tqdm: show progress.
             priority: one per prompt, with `scheduling_policy="priority"`; lower runs first.
-            unserved: vLLM's other arguments, as long as they ask for nothing: `compat.CALL`.
+            unserved: vLLM's other arguments, accepted if they ask for nothing: `compat.py` has the rule.
 
         Raises:
             ValueError, TypeError: a prompt or parameter cannot be served; then none was queued. After
                 any other exception this call's requests are aborted and the engine stays usable.
         """
-        without_unserved("generate", unserved, (), CALL)
+        refuse_unserved(self.generate, unserved)
         kind = RequestOutputKind.FINAL_ONLY
         return self._run(self._check_all(prompts, sampling_params, priority, kind), use_tqdm)
 
@@ -96,6 +96,7 @@ class LLM:
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        priority: Sequence[int] | None = None,
         **unserved: Any,
     ) -> list[RequestOutput]:
         """Answer a conversation (a list of `{"role": ..., "content": ...}`), or several at once.
@@ -105,6 +106,7 @@ class LLM:
         Raises:
             ValueError: the tokenizer has no chat template, or a content is not text; and as `generate`.
         """
+        refuse_unserved(self.chat, unserved)
         settings: dict[str, Any] = {
             "chat_template": chat_template,
             "add_generation_prompt": add_generation_prompt,
@@ -113,7 +115,7 @@ class LLM:
             **(chat_template_kwargs or {}),
         }
         prompts = self.render_chat(messages, **settings)
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, **unserved)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority)
 
     def render_chat(self, messages: Sequence[Any], **template_settings: Any) -> list[dict[str, Any]]:
         """Conversations as prompts for `generate`, `stream` or `add_request`, by the chat template."""
@@ -144,7 +146,7 @@ class LLM:
         Raises:
             ValueError, TypeError: the model does not do this, or a prompt or parameter cannot be served.
         """
-        without_unserved("encode", unserved, (), CALL)
+        refuse_unserved(self.encode, unserved)
         return self._pool("encode", prompts, pooling_params, use_tqdm, pooling_task)
 
     def embed(
@@ -156,7 +158,7 @@ class LLM:
         **unserved: Any,
     ) -> list[Any]:
         """Embed prompts; as `encode`, with `EmbeddingRequestOutput`s: `outputs.embedding` is a list."""
-        without_unserved("embed", unserved, (), CALL)
+        refuse_unserved(self.embed, unserved)
         return self._pool("embed", prompts, pooling_params, use_tqdm, "embed")
 
     def classify(
@@ -168,7 +170,7 @@ class LLM:
         **unserved: Any,
     ) -> list[Any]:
         """Classify prompts; as `encode`, with `ClassificationRequestOutput`s: `outputs.probs` is a list."""
-        without_unserved("classify", unserved, (), CALL)
+        refuse_unserved(self.classify, unserved)
         return self._pool("classify", prompts, pooling_params, use_tqdm, "classify")
 
     def score(
@@ -189,7 +191,7 @@ class LLM:
         Returns:
             A `ScoringRequestOutput` per pair, whose `outputs.score` is a float.
         """
-        without_unserved("score", unserved, (), CALL)
+        refuse_unserved(self.score, unserved)
         checker = self.llm_engine.checker
         scores = self._pooler("score").plan_scores(data_1, data_2, checker, chat_template)
         outputs = self._pool("score", scores.prompts, pooling_params, use_tqdm, None)

@@ -20,7 +20,7 @@ from typing import Any, Self
 import torch
 
 from nanoengine.backends.kv_cache import KVGroup
-from nanoengine.compat import CALL, without_unserved
+from nanoengine.compat import refuse_unserved
 from nanoengine.config import ROUNDED, EngineConfig
 from nanoengine.detokenizer import Vocabulary
 from nanoengine.engine import BlockManager, Collected, EngineCore, ModelRunner, Scheduler, Sequence
@@ -276,7 +276,7 @@ class LLMEngine:
             ValueError, TypeError: the id is in use, or the request cannot be served.
             RuntimeError: the engine is closed, or another thread's requests are unfinished.
         """
-        without_unserved("add_request", unserved, (), CALL)
+        refuse_unserved(self.add_request, unserved)
         if not isinstance(request_id, str):
             raise TypeError(f"request_id must be a string, got {request_id!r}")
         if request_id in self._requests or request_id in self._outputs:

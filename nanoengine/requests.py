@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
-from nanoengine.compat import PROMPT, without_unserved
+from nanoengine.compat import without_unserved
 from nanoengine.config import EngineConfig
 from nanoengine.detokenizer import Vocabulary
 from nanoengine.models.checkpoint import Checkpoint
@@ -200,13 +200,10 @@ def read_prompt(
         fields = {"prompt": prompt}
     elif not isinstance(prompt, dict):
         fields = {"prompt_token_ids": prompt}
-    elif of_vllm := prompt.keys() & PROMPT.keys():
-        without_unserved("a prompt", {name: prompt[name] for name in of_vllm}, (), PROMPT)
-        fields = {name: value for name, value in prompt.items() if name not in of_vllm}
-    if not fields or not fields.keys() <= {"prompt", "prompt_token_ids"}:
-        raise ValueError(
-            f'a prompt dict must hold "prompt" or "prompt_token_ids" and nothing else, got {list(fields)}'
-        )
+    else:
+        fields = without_unserved("a prompt dict", prompt, ("prompt", "prompt_token_ids"))
+    if not fields:
+        raise ValueError(f'a prompt dict must hold "prompt" or "prompt_token_ids", got {list(prompt)}')
     text, token_ids = fields.get("prompt"), fields.get("prompt_token_ids")
     if text is not None and not isinstance(text, str):
         raise TypeError(f"prompt must be a string, got {text!r}")

@@ -9,7 +9,7 @@ from enum import Enum
 from numbers import Integral, Real
 from typing import Any
 
-from nanoengine.compat import SAMPLING, accepts
+from nanoengine.compat import SAMPLING_IGNORES, accepts
 
 
 def check_integer(name: str, value: Any, low: int, high: int = 2**31 - 1) -> int:
@@ -132,7 +132,7 @@ class StructuredOutputsParams:
 GuidedDecodingParams = StructuredOutputsParams  # vLLM's older name
 
 
-@accepts(SAMPLING, {"guided_decoding": "structured_outputs"})
+@accepts(SAMPLING_IGNORES, {"guided_decoding": "structured_outputs"})
 @dataclass(slots=True, kw_only=True)
 class SamplingParams:
     """How to sample, when to stop and what to report; names and defaults are vLLM's.

@@ -1,7 +1,7 @@
 """OpenAI's two APIs in the engine's terms: what a request asks for, and what the engine made of it.
 
-Sampling parameters are named and checked by `SamplingParams` alone, so a new one is served here at once. What
-is not served stands in `UNSERVED` and `compat.SAMPLING`, and is refused by name.
+Sampling parameters are named and checked by `SamplingParams` alone, so a new one is served here at once.
+Other fields go by the rule in compat.py.
 
 Source: the OpenAI API reference; vllm/entrypoints/openai for the names of what goes beyond it.
 """
@@ -9,7 +9,7 @@ Source: the OpenAI API reference; vllm/entrypoints/openai for the names of what 
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
 from itertools import accumulate
@@ -19,7 +19,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
 from nanoengine.apps.tools import MANY, Answer, AnswerParser, Formats, ToolChoice, listed
-from nanoengine.compat import ANY, SAMPLING, Unserved, without_unserved
+from nanoengine.compat import MAX_UNSERVED, REQUEST_IGNORES, SAMPLING_IGNORES, without_unserved
 from nanoengine.outputs import CompletionOutput, Logprob, RequestOutput
 from nanoengine.requests import check_unicode, render_chats, split_prompts
 from nanoengine.sampling_params import RequestOutputKind, SamplingParams
@@ -29,37 +29,6 @@ MAX_STRINGS = 64  # of `stop` and of `bad_words`: each is looked for at every to
 SAMPLED = {item.name for item in fields(SamplingParams) if item.init}
 SAMPLED -= {"detokenize", "extra_args", "logits_processors", "output_kind"}
 GUIDED = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar", "whitespace_pattern")}
-UNSERVED: Unserved = {
-    **SAMPLING,
-    "audio": ((), "only text is served"),
-    "cache_salt": ((), "start the server with --no-enable-prefix-caching"),
-    "chat_template": ((), "start the server with --chat-template"),
-    "documents": (([],), "put them into a message"),
-    "echo": ((False,), "use /v1/completions"),
-    "function_call": (("none", "auto"), "use tool_choice"),
-    "functions": (([],), "use tools"),
-    "guided_decoding_backend": (("auto", "guidance"), "structured outputs are made by llguidance"),
-    "include_reasoning": ((True,), "read content alone"),
-    "kv_transfer_params": (({},), "start the server with --kv-store"),
-    "media_io_kwargs": (({},), "only text is served"),
-    "metadata": (ANY, "nothing is stored"),
-    "mm_processor_kwargs": (({},), "only text is served"),
-    "modalities": ((["text"],), "only text is served"),
-    "prediction": ((), "a step draws one token of each sequence"),
-    "prompt_cache_key": (ANY, "every request shares the prefix cache"),
-    "prompt_cache_retention": (ANY, "every request shares the prefix cache"),
-    "reasoning_effort": (("none",), "use chat_template_kwargs, where the model's template has a switch"),
-    "return_prompt_text": ((False,), "use echo, or /detokenize"),
-    "return_token_offsets": ((False,), "use logprobs: text_offset"),
-    "safety_identifier": (ANY, "nothing is kept of who asks"),
-    "service_tier": (("auto", "default"), "use priority"),
-    "session_id": (ANY, "nothing is kept of who asks"),
-    "store": ((False,), "nothing is stored"),
-    "suffix": (("",), "put it into the prompt, as the model was trained to fill in"),
-    "user": (ANY, "nothing is kept of who asks"),
-    "verbosity": (("medium",), "say it in a message"),
-    "web_search_options": ((), "only the model is asked"),
-}
 
 # ---- JSON, and errors in OpenAI's shape ----------------------------------------------------------
 
@@ -121,6 +90,22 @@ def refusing(body: BaseModel, param: str | None = None) -> Iterator[None]:
         if first == "structured_outputs" and isinstance(body, GenerationRequest):
             first = body._form_field
         raise APIError(400, str(error), param=first if known else param) from None
+
+
+def sampling_fields(body: BaseModel, sampled: Set[str] = frozenset()) -> dict[str, Any]:
+    """Return a request's fields that are in `sampled`; null is as good as left out.
+
+    Raises:
+        APIError: another field is not served; compat.py has the rule.
+    """
+    extra, found = body.model_extra or {}, dict[str, Any]()
+    served, ignored = sampled | type(body).model_fields.keys(), (*SAMPLING_IGNORES, *REQUEST_IGNORES)
+    if len(extra) > MAX_UNSERVED:
+        raise APIError(400, f"the request has more than {MAX_UNSERVED} fields")
+    for name, value in extra.items():
+        with refusing(body, name):
+            found |= without_unserved("the request", {name: value}, served, ignored)
+    return {name: value for name, value in found.items() if value is not None}
 
 
 # ---- What is asked for, and the answer in the same API's shape -----------------------------------
@@ -220,13 +205,12 @@ class GenerationRequest(BaseModel):
         """
         given: dict[str, Any] = {}
         form: dict[str, Any] = {}
-        for name, value in (self.model_extra or {}).items():
-            if value is not None and name in GUIDED:
+        for name, value in sampling_fields(self, SAMPLED | GUIDED.keys()).items():
+            if name in GUIDED:
                 form[GUIDED[name]] = value
                 self._form_field = name
-            elif value is not None:
-                with refusing(self, name):
-                    given |= without_unserved("the request", {name: value}, SAMPLED, UNSERVED)
+            else:
+                given[name] = value
         with refusing(self):
             bias = self.logit_bias
             if isinstance(bias, dict):  # JSON's keys are strings

@@ -14,23 +14,16 @@ from fastapi import Request
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict
 
-from nanoengine.apps.openai_api import JSON, APIError, refusing, token_ids_of, unavailable
-from nanoengine.compat import ANY, Unserved, without_unserved
+from nanoengine.apps.openai_api import (
+    JSON,
+    APIError,
+    refusing,
+    sampling_fields,
+    token_ids_of,
+    unavailable,
+)
 from nanoengine.extensions.pooling import PoolingParams, PoolingRequestOutput
 from nanoengine.requests import split_prompts
-
-UNSERVED: Unserved = {
-    "chat_template": ((), "write the template's text into the prompts"),
-    "chat_template_kwargs": (({},), "write the template's text into the prompts"),
-    "embed_dtype": (("float32",), "embeddings are float32"),
-    "endianness": (("native", "little"), "embeddings are little-endian"),
-    "instruction": ((), "write it into the query"),
-    "max_tokens_per_doc": ((0,), "use truncate_prompt_tokens"),
-    "max_tokens_per_query": ((0,), "use truncate_prompt_tokens"),
-    "messages": ((), "put the text into input"),
-    "return_documents": (ANY, "documents are always returned"),
-    "user": (ANY, "nothing is kept of who asks"),
-}
 
 # ---- What is asked for ---------------------------------------------------------------------------
 
@@ -54,10 +47,10 @@ class PoolingRequest(BaseModel):
         """In the engine's terms.
 
         Raises:
-            ValueError, TypeError: a parameter is out of its range, or not served.
+            APIError: a field is not served.
+            ValueError, TypeError: a parameter is out of its range.
         """
-        given = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
-        without_unserved("the request", given, type(self).model_fields, UNSERVED)
+        sampling_fields(self)
         cut = self.truncate_prompt_tokens
         return PoolingParams(use_activation=self.use_activation, truncate_prompt_tokens=cut, **own)
 

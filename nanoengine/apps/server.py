@@ -29,15 +29,12 @@ from nanoengine.apps.gate import Connection
 from nanoengine.apps.service import Service, make_app
 from nanoengine.apps.tools import REASONING_FORMATS, TOOL_FORMATS
 from nanoengine.async_llm import AsyncLLM
-from nanoengine.compat import EVERY, SERVER, without_unserved
 from nanoengine.config import EngineConfig
 from nanoengine.flags import FlexibleArgumentParser, add_flags, value_of
 from nanoengine.optional import MissingFileError
 from nanoengine.sampling_params import check_strings
 
 CLOSE_SECONDS = 5  # for clients to read their last answer when the server ends
-UNSERVED_FLAGS = {**EVERY, **SERVER}
-UNSERVED = "unserved "  # what goes before their names where flags are read
 
 
 class Server(uvicorn.Server):
@@ -117,7 +114,7 @@ def make_parser() -> FlexibleArgumentParser:
         "--drain-seconds", type=float, default=30, help="for running requests to end in; default %(default)s"
     )
     engine = parser.add_argument_group("engine", "EngineConfig's fields; config.py explains each")
-    add_flags(engine, EngineConfig, UNSERVED_FLAGS, UNSERVED)
+    add_flags(engine, EngineConfig)
     return parser
 
 
@@ -146,9 +143,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if ("model" in settings) == (given["model_tag"] is not None):
         parser.error("a model is needed, once: nanoengine serve MODEL")
     settings.setdefault("model", given["model_tag"])
-    unserved = {name.removeprefix(UNSERVED): given[name] for name in given if name.startswith(UNSERVED)}
     try:
-        without_unserved(parser.prog, unserved, (), UNSERVED_FLAGS)
         engine = AsyncLLM(max_concurrent_requests=2**31 - 1, **settings)  # the service bounds them
         service = Service(
             engine,

@@ -1,7 +1,7 @@
 """OpenAI's Responses API in its simplest form: text in, text out, whole or in pieces.
 
-A request becomes one of the chat API, and what that answers becomes a response. What is not served stands in
-`UNSERVED`, and is refused by name. Thoughts are left out.
+A request becomes one of the chat API, and what that answers becomes a response. Unserved fields go by the
+rule in compat.py. Thoughts are left out.
 
 Source: the OpenAI API reference.
 """
@@ -16,37 +16,10 @@ from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict
 
 from nanoengine.apps.gate import Ticket
-from nanoengine.apps.openai_api import JSON, SAMPLED, APIError, ChatRequest, refusing
+from nanoengine.apps.openai_api import JSON, SAMPLED, APIError, ChatRequest, refusing, sampling_fields
 from nanoengine.apps.service import EventStream, Service, event
-from nanoengine.compat import ANY, Unserved, without_unserved
+from nanoengine.compat import without_unserved
 
-CHAT = "use /v1/chat/completions"
-UNSERVED: Unserved = {
-    "background": ((False,), "wait for the answer, or stream it"),
-    "context_management": (([],), "send as input what is to be read"),
-    "conversation": ((), "send the conversation as input"),
-    "include": (([],), "the answer is text alone"),
-    "max_tool_calls": ((), "clients run the tools"),
-    "metadata": (ANY, "nothing is stored"),
-    "moderation": ((), "only the model is asked"),
-    "parallel_tool_calls": (ANY, "there are no tools here"),
-    "previous_response_id": ((), "send the conversation as input"),
-    "prompt": ((), "send its text as input"),
-    "prompt_cache_key": (ANY, "every request shares the prefix cache"),
-    "prompt_cache_options": (({},), "every request shares the prefix cache"),
-    "prompt_cache_retention": (ANY, "every request shares the prefix cache"),
-    "reasoning": (({},), f"{CHAT} with chat_template_kwargs, where the template has a switch"),
-    "safety_identifier": (ANY, "nothing is kept of who asks"),
-    "service_tier": (("auto", "default"), f"{CHAT} with priority"),
-    "store": ((False,), "nothing is stored"),
-    "stream_options": (({}, {"include_obfuscation": False}), "usage is always reported at the end"),
-    "tool_choice": (("auto", "none"), f"{CHAT} with tools"),
-    "tools": (([],), f"{CHAT} with tools"),
-    "top_logprobs": ((0,), f"{CHAT} with logprobs"),
-    "truncation": (("disabled",), "shorten the input"),
-    "user": (ANY, "nothing is kept of who asks"),
-}
-TEXT: Unserved = {"verbosity": (("medium",), "say it in a message")}
 SERVED = SAMPLED - {"logprobs", "max_tokens", "n", "prompt_logprobs"}
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 
@@ -76,16 +49,12 @@ class ResponsesRequest(BaseModel):
         Raises:
             APIError: a field is not served, or the input is no text.
         """
-        sampling: dict[str, Any] = {}
-        for name, value in (self.model_extra or {}).items():
-            if value is not None:
-                with refusing(self, name):
-                    sampling |= without_unserved("the request", {name: value}, SERVED, UNSERVED)
+        sampling = sampling_fields(self, SERVED)
         if self.max_output_tokens is not None and self.max_output_tokens < 1:
             message = f"max_output_tokens must be at least 1, got {self.max_output_tokens}"
             raise APIError(400, message, param="max_output_tokens")
         with refusing(self, "text"):
-            form = without_unserved("text", self.text or {}, ("format",), TEXT).get("format")
+            form = without_unserved("text", self.text or {}, ("format",)).get("format")
             if not isinstance(form, dict | None):
                 raise TypeError(f"text.format must be an object, got {form!r:.80}")
         if form is not None and form.get("type") == "json_schema":

@@ -40,7 +40,7 @@ TASKS = {"embed": "embeds", "classify": "classifies"}
 # ---- What is asked for, and what a user gets -----------------------------------------------------
 
 
-@accepts({})
+@accepts()
 @dataclass(slots=True, kw_only=True)
 class PoolingParams:
     """What a request wants of a model that pools.

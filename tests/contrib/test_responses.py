@@ -171,7 +171,7 @@ def test_what_asks_for_nothing_is_taken(client):
         ({"text": {"verbosity": "low"}}, "text", "say it in a message"),
         ({"text": {"format": {"type": "yaml"}}}, "response_format", "must be of type text, json_object"),
         ({"text": {"format": 5}}, "text", "text.format must be an object, got 5"),
-        ({"store": True}, "store", "nothing is stored"),
+        ({"store": True}, "store", "store=True is not served"),
         ({"n": 2}, "n", "has no argument 'n'"),
         ({"top_k": "5"}, "top_k", "top_k must be an integer"),
         ({"top_kk": 5}, "top_kk", "has no argument 'top_kk'; did you mean 'top_k'"),

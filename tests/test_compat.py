@@ -1,0 +1,172 @@
+"""The rule for names that nanoengine does not serve: none with a meaningful value passes silently."""
+
+import re
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from nanoengine.apps.responses import SERVED, ResponsesRequest
+
+from nanoengine import EngineArgs, SamplingParams
+from nanoengine.apps.openai_api import SAMPLED, APIError, ChatRequest, CompletionRequest, sampling_fields
+from nanoengine.apps.pooling_api import EmbeddingRequest
+from nanoengine.apps.server import make_parser
+from nanoengine.compat import (
+    ENGINE_IGNORES,
+    INSTEAD,
+    MAX_UNSERVED,
+    REQUEST_IGNORES,
+    SAMPLING_IGNORES,
+    SERVER_IGNORES,
+    refuse_unserved,
+)
+from nanoengine.extensions.pooling import PoolingParams
+from nanoengine.llm import LLM
+from nanoengine.requests import read_prompt
+from tests import vllm_names
+
+NOTHING = None, False, 0, "", [], {}
+ASKING = True, 7, "unheard-of", ["x"], {"x": 1}
+IGNORED = {*ENGINE_IGNORES, *SAMPLING_IGNORES, *SERVER_IGNORES, *REQUEST_IGNORES}
+# vLLM's names that are close to another one that is served here: the price of finding typos
+TAKEN_FOR_TYPOS = (
+    "long_prefill_token_threshold_adaptive",
+    "max_num_scheduled_tokens",
+    "reasoning_parser_plugin",
+)
+
+
+def serve(**flags):
+    (given,) = flags.items()
+    flag = f"--{given[0].replace('_', '-')}"
+    value = given[1]
+    if value is False:
+        flag = f"--no-{flag[2:]}"
+    make_parser().parse_args(["demo", flag if isinstance(value, bool) else f"{flag}={text_of(value)}"])
+
+
+def text_of(value):
+    return value if isinstance(value, str) else "null" if value is None else str(value).replace("'", '"')
+
+
+def body(cls, sampled=SAMPLED, **own):
+    return lambda **given: sampling_fields(cls(**own, **given), sampled)
+
+
+USES = {
+    "ENGINE": lambda **given: EngineArgs(model="m", **given),
+    "SAMPLING": SamplingParams,
+    "CALL": lambda **given: refuse_unserved(LLM.chat, given),
+    "PROMPT": lambda **given: read_prompt({"prompt_token_ids": [1], **given}, None, 9),
+    "SERVER": serve,
+    "CHAT": body(ChatRequest, messages=[]),
+    "RESPONSES": body(ResponsesRequest, SERVED, input="a"),
+    "POOLING": body(EmbeddingRequest, input="a"),
+}
+REFUSALS = TypeError, ValueError, APIError, SystemExit
+
+
+@pytest.mark.parametrize("of", USES)
+def test_no_name_of_vllm_passes_silently_when_it_asks_for_something(of):
+    for name in getattr(vllm_names, of).split():
+        accepted = []
+        for value in ASKING:
+            with suppress(*REFUSALS):
+                USES[of](**{name: value})
+                accepted.append(value)
+        others = [value for value in accepted if value not in INSTEAD.get(name, ())[1:]]
+        assert not others or name in IGNORED, f"{name} accepts {others}"
+
+
+@pytest.mark.parametrize("of", USES)
+def test_a_name_of_vllm_that_asks_for_nothing_is_accepted(of):
+    for name in getattr(vllm_names, of).split():
+        if name in TAKEN_FOR_TYPOS:
+            continue
+        row = INSTEAD.get(name, ())
+        for value in row[1:] or NOTHING:
+            USES[of](**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("of", "setting"),
+    [
+        ("ENGINE", {"enable_chunked_prefill": False}),
+        ("ENGINE", {"compilation_config": 0}),
+        ("ENGINE", {"optimization_level": 0}),
+        ("ENGINE", {"limit_mm_per_prompt": {"image": 0, "video": 1}}),
+        ("ENGINE", {"pipeline_parallel_size": True}),
+        ("SAMPLING", {"thinking_token_budget": 0}),
+        ("CHAT", {"include_reasoning": False}),
+        ("RESPONSES", {"truncation": "auto"}),
+    ],
+)
+def test_a_value_that_only_looks_like_nothing_is_refused(of, setting):
+    with pytest.raises(REFUSALS, match="is not served: "):
+        USES[of](**setting)
+
+
+@pytest.mark.parametrize("value", NOTHING + ASKING)
+@pytest.mark.parametrize(
+    ("of", "typo", "served"),
+    [
+        ("ENGINE", "enable_prefx_caching", "enable_prefix_caching"),
+        ("ENGINE", "num_gpu_block_override", "num_gpu_blocks_override"),
+        ("SAMPLING", "temprature", "temperature"),
+        ("CALL", "add_generation_promt", "add_generation_prompt"),
+        ("PROMPT", "promt", "prompt"),
+        ("CHAT", "mesages", "messages"),
+        ("CHAT", "guided_jsn", "guided_json"),
+        ("POOLING", "dimension", "dimensions"),
+    ],
+)
+def test_a_typo_is_an_error_at_any_value(of, typo, served, value):
+    use = (
+        USES[of] if typo != "guided_jsn" else CompletionRequest(prompt="a", guided_jsn=value).sampling_params
+    )
+    settings = {typo: value} if typo != "guided_jsn" else {"defaults": SamplingParams()}
+    with pytest.raises((TypeError, APIError), match=f"did you mean '{served}'"):
+        use(**settings)
+
+
+@pytest.mark.parametrize("flag", ["--enable-prefx-caching", "--no-enable_prefx_caching", "--max-num-seq=0"])
+def test_a_mistyped_flag_ends_the_command_in_one_line(flag, capsys):
+    with pytest.raises(SystemExit) as caught:
+        make_parser().parse_args(["demo", flag])
+    assert caught.value.code == 2
+    said = capsys.readouterr().err
+    assert re.fullmatch(r"nanoengine serve: error: .* did you mean '\w+'\?\n", said)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["--disable-log-requests", "--kv-cache-dtype auto", "--no-enable-lora", "--uds= --swap_space 4"],
+)
+def test_unserved_flags_may_stand_before_and_behind_the_model(flags):
+    for line in (f"demo {flags} --seed 5", f"{flags} --seed 5 demo"):
+        args = make_parser().parse_args(line.split())
+        assert (args.model_tag, args.seed) == ("demo", 5)
+
+
+def test_a_class_with_few_fields_has_the_rule_too():
+    assert PoolingParams(unheard_of=None) == PoolingParams()
+    for setting in ({"unheard_of": 1}, {"dimension": None}):
+        with pytest.raises(TypeError, match="has no argument"):
+            PoolingParams(**setting)
+
+
+def test_the_work_for_a_request_with_many_names_is_bounded():
+    for given in ({f"x{i}": 0 for i in range(MAX_UNSERVED + 1)}, {"x" * 10**6: 0} | {"y": 1}):
+        with pytest.raises(APIError):
+            body(ChatRequest, messages=[])(**given)
+    with pytest.raises(TypeError, match="more than 300"):
+        SamplingParams(**{f"x{i}": None for i in range(MAX_UNSERVED + 1)})
+
+
+def test_the_rule_has_at_most_forty_rows_and_the_guide_lists_them():
+    assert len(INSTEAD) + len(IGNORED) <= 40
+    text = (Path(__file__).parent.parent / "docs" / "guide" / "vllm.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", text, re.MULTILINE))
+    assert rows == {name: row[0] for name, row in INSTEAD.items()}
+    sentence = re.search(r"accepted at any value: (.*?)\.\n", text, re.DOTALL)[1]
+    assert set(re.findall(r"`(\w+)`", sentence)) == IGNORED
