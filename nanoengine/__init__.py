@@ -3,78 +3,58 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+# isort: off
 if TYPE_CHECKING:
-    from nanoengine.async_llm import AsyncLLM, AsyncLLMEngine
-    from nanoengine.config import AsyncEngineArgs, EngineArgs, EngineConfig
+    from nanoengine.async_llm import (
+        AsyncLLM as AsyncLLM,
+        AsyncLLMEngine as AsyncLLMEngine,
+    )
+    from nanoengine.config import (
+        AsyncEngineArgs as AsyncEngineArgs,
+        EngineArgs as EngineArgs,
+        EngineConfig as EngineConfig,
+    )
     from nanoengine.extensions.pooling import (
-        ClassificationRequestOutput,
-        EmbeddingRequestOutput,
-        PoolingParams,
-        PoolingRequestOutput,
-        ScoringRequestOutput,
+        ClassificationRequestOutput as ClassificationRequestOutput,
+        EmbeddingRequestOutput as EmbeddingRequestOutput,
+        PoolingParams as PoolingParams,
+        PoolingRequestOutput as PoolingRequestOutput,
+        ScoringRequestOutput as ScoringRequestOutput,
     )
-    from nanoengine.llm import LLM
-    from nanoengine.llm_engine import LLMEngine
-    from nanoengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-    from nanoengine.requests import TextPrompt, TokensPrompt
+    from nanoengine.llm import LLM as LLM
+    from nanoengine.llm_engine import LLMEngine as LLMEngine
+    from nanoengine.outputs import (
+        CompletionOutput as CompletionOutput,
+        Logprob as Logprob,
+        RequestMetrics as RequestMetrics,
+        RequestOutput as RequestOutput,
+    )
+    from nanoengine.requests import (
+        TextPrompt as TextPrompt,
+        TokensPrompt as TokensPrompt,
+    )
     from nanoengine.sampling_params import (
-        GuidedDecodingParams,
-        RequestOutputKind,
-        SamplingParams,
-        StructuredOutputsParams,
+        GuidedDecodingParams as GuidedDecodingParams,
+        RequestOutputKind as RequestOutputKind,
+        SamplingParams as SamplingParams,
+        StructuredOutputsParams as StructuredOutputsParams,
     )
+# isort: on
 
-__all__ = [
-    "LLM",
-    "AsyncEngineArgs",
-    "AsyncLLM",
-    "AsyncLLMEngine",
-    "ClassificationRequestOutput",
-    "CompletionOutput",
-    "EmbeddingRequestOutput",
-    "EngineArgs",
-    "EngineConfig",
-    "GuidedDecodingParams",
-    "LLMEngine",
-    "Logprob",
-    "PoolingParams",
-    "PoolingRequestOutput",
-    "RequestMetrics",
-    "RequestOutput",
-    "RequestOutputKind",
-    "SamplingParams",
-    "ScoringRequestOutput",
-    "StructuredOutputsParams",
-    "TextPrompt",
-    "TokensPrompt",
-    "__version__",
-]
 __version__ = "0.1.0"
-
-_MODULE_OF = {
-    "LLM": "llm",
-    "AsyncEngineArgs": "config",
-    "AsyncLLM": "async_llm",
-    "AsyncLLMEngine": "async_llm",
-    "ClassificationRequestOutput": "extensions.pooling",
-    "CompletionOutput": "outputs",
-    "EmbeddingRequestOutput": "extensions.pooling",
-    "EngineArgs": "config",
-    "EngineConfig": "config",
-    "GuidedDecodingParams": "sampling_params",
-    "LLMEngine": "llm_engine",
-    "Logprob": "outputs",
-    "PoolingParams": "extensions.pooling",
-    "PoolingRequestOutput": "extensions.pooling",
-    "RequestMetrics": "outputs",
-    "RequestOutput": "outputs",
-    "RequestOutputKind": "sampling_params",
-    "SamplingParams": "sampling_params",
-    "ScoringRequestOutput": "extensions.pooling",
-    "StructuredOutputsParams": "sampling_params",
-    "TextPrompt": "requests",
-    "TokensPrompt": "requests",
+_NAMES = {
+    "async_llm": "AsyncLLM AsyncLLMEngine",
+    "config": "AsyncEngineArgs EngineArgs EngineConfig",
+    "extensions.pooling": "ClassificationRequestOutput EmbeddingRequestOutput PoolingParams "
+    "PoolingRequestOutput ScoringRequestOutput",
+    "llm": "LLM",
+    "llm_engine": "LLMEngine",
+    "outputs": "CompletionOutput Logprob RequestMetrics RequestOutput",
+    "requests": "TextPrompt TokensPrompt",
+    "sampling_params": "GuidedDecodingParams RequestOutputKind SamplingParams StructuredOutputsParams",
 }
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
+__all__ = ["__version__", *_MODULE_OF]
 
 
 def __getattr__(name: str) -> Any:

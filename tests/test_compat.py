@@ -25,7 +25,7 @@ from nanoengine.llm import LLM
 from nanoengine.requests import read_prompt
 from tests import vllm_names
 
-NOTHING = None, False, 0, "", [], {}
+NOTHING: tuple[object, ...] = None, False, 0, "", [], {}
 ASKING = True, 7, "unheard-of", ["x"], {"x": 1}
 IGNORED = {*ENGINE_IGNORES, *SAMPLING_IGNORES, *SERVER_IGNORES, *REQUEST_IGNORES}
 # vLLM's names that are close to another one that is served here: the price of finding typos

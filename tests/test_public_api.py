@@ -74,6 +74,23 @@ def test_no_optional_file_is_imported_before_it_is_asked_for():
     assert "transformers.activations" not in printed, "so does what any model's own config imports"
 
 
+def test_the_scheduler_is_imported_without_transformers_a_model_or_a_backend():
+    code = "import sys; from nanoengine.engine import BlockManager; print(*sys.modules)"
+    printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    unwanted = ("transformers", "nanoengine.models", "nanoengine.llm", "nanoengine.requests")
+    unwanted += tuple(f"nanoengine.backends.{name}" for name in ("cpu", "cuda", "flash", "triton"))
+    assert "nanoengine.engine" in printed.split()
+    assert not [name for name in printed.split() if name.startswith(unwanted)]
+
+
+def test_type_checkers_see_the_public_names():
+    (block,) = (
+        node for node in ast.parse((PACKAGE / "__init__.py").read_text()).body if isinstance(node, ast.If)
+    )
+    seen = {alias.name for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert seen | {"__version__"} == set(nanoengine.__all__)
+
+
 def test_a_model_is_loaded_without_pytorch_s_compiler():
     code = "import sys; from nanoengine import LLM; llm = LLM('demo', max_num_seqs=1); "
     code += "assert llm.generate('Hello', use_tqdm=False); assert 'torch._dynamo' not in sys.modules"
