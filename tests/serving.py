@@ -17,7 +17,7 @@ from nanoengine.apps.service import Service
 from tests.helpers import DEMO
 
 PATIENCE = 300.0  # seconds until a test gives up; a machine may be that busy
-# No connection is used again: the server closes one that is idle, perhaps just then.
+# Each request opens a connection, since the server may close an idle one just as it is used again.
 http = httpx.Client(timeout=PATIENCE, limits=httpx.Limits(max_keepalive_connections=0))
 COMMON = ("--model", str(DEMO), "--port", "0", "--num-kv-blocks", "100")
 
