@@ -57,7 +57,7 @@ def is_empty(service) -> bool:
     return metrics["num_free_blocks"] == metrics["num_blocks"] and not metrics["num_waiting"]
 
 
-def num_running(service) -> int:
+def num_running(service):
     return service.engine.llm_engine.metrics()["num_running"]
 
 
@@ -87,7 +87,7 @@ class Steps:
             wait_until(lambda: self.is_held)
 
     @property
-    def is_held(self) -> bool:
+    def is_held(self):
         """Whether a step waits."""
         return self.num_begun > self.num_permitted
 
