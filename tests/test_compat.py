@@ -5,7 +5,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from nanoengine.apps.responses import SERVED, ResponsesRequest
 
 from nanoengine import EngineArgs, SamplingParams
 from nanoengine.apps.openai_api import SAMPLED, APIError, ChatRequest, CompletionRequest, sampling_fields
@@ -22,6 +21,7 @@ from nanoengine.compat import (
 )
 from nanoengine.extensions.pooling import PoolingParams
 from nanoengine.llm import LLM
+from nanoengine.optional import load
 from nanoengine.requests import read_prompt
 from tests import vllm_names
 
@@ -34,6 +34,8 @@ TAKEN_FOR_TYPOS = (
     "max_num_scheduled_tokens",
     "reasoning_parser_plugin",
 )
+
+RESPONSES = load("contrib.responses", "the Responses API")
 
 
 def serve(**flags):
@@ -60,7 +62,7 @@ USES = {
     "PROMPT": lambda **given: read_prompt({"prompt_token_ids": [1], **given}, None, 9),
     "SERVER": serve,
     "CHAT": body(ChatRequest, messages=[]),
-    "RESPONSES": body(ResponsesRequest, SERVED, input="a"),
+    "RESPONSES": body(RESPONSES.ResponsesRequest, RESPONSES.SERVED, input="a"),
     "POOLING": body(EmbeddingRequest, input="a"),
 }
 REFUSALS = TypeError, ValueError, APIError, SystemExit

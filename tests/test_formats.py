@@ -5,6 +5,7 @@ The oracle is transformers with the weights that the integers stand for.
 
 import json
 import re
+from copy import deepcopy
 
 import gguf
 import numpy as np
@@ -857,6 +858,24 @@ def test_an_adapter_of_the_embedding_or_the_head_leaves_the_other_as_peft_does(n
     model.config.architectures = [type(model).__name__]
     model.save_pretrained(tmp_path / "base")
     tuned = adapter_of(model, tmp_path / "adapter", {"r": 4, **OF_ENDS[name]}, is_merged=False)
+    check_equal(tuned, tmp_path / "base", lora=tmp_path / "adapter", model_impl=impl)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("impl", ["nanoengine", "transformers"])
+@pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
+def test_a_base_weight_that_an_adapter_brings_along_is_that_of_both_tied_names(target, impl, tmp_path):
+    """As of a base that was trained further: PEFT copies it into the weight, which is one at that time."""
+    model = hf_model("qwen2 tied")
+    model.config.architectures = [type(model).__name__]
+    model.save_pretrained(tmp_path / "base")
+    adapter_of(deepcopy(model), tmp_path / "adapter", {"r": 4, "target_modules": [target]})
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    (name,) = (name for name in tensors if "base_layer" in name)
+    tensors[name] += torch.randn_like(tensors[name]) * 0.1
+    save_file(tensors, file)
+    tuned = peft.PeftModel.from_pretrained(model, tmp_path / "adapter").eval()
     check_equal(tuned, tmp_path / "base", lora=tmp_path / "adapter", model_impl=impl)
 
 

@@ -178,7 +178,7 @@ class Service:
         self.check_model(body.model)
         params = body.params(self.defaults, self.checkpoint.generation_config.get("max_new_tokens"))
         self.take_places(body, params.n, ticket)
-        has_form = params.structured_outputs is not None or (body.is_chat and bool(body.tools))
+        has_form = params.structured_outputs is not None or bool(getattr(body, "tools", None))
         pool = self.form_checks if has_form else self.checks
         checked = await self.in_thread(request, self.check, body, params, pool=pool)
         ticket.prompt_tokens = sum(len(one.token_ids) for one in checked)

@@ -84,7 +84,7 @@ class Grammars:
         backend.add_special_tokens([END])
         self.end_id = cast(int, backend.token_to_id(END))
         num_tokens = max(vocab_size, self.end_id + 1)
-        settings = {
+        settings: dict[str, Any] = {
             "tokenizer": backend.to_str(),
             "num_tokens": num_tokens,
             "end_id": self.end_id,

@@ -188,7 +188,7 @@ class Adapter:
             weight = weight + scaling * (b @ a).to(weight.device)
             if magnitude is None:
                 return weight
-            lengths = magnitude.to(weight.device).float() / torch.linalg.norm(weight, dim=dim)
+            lengths: Tensor = magnitude.to(weight.device).float() / torch.linalg.norm(weight, dim=dim)
             return weight * lengths.unsqueeze(dim)
 
         return change
