@@ -114,6 +114,8 @@ class AsyncLLM:
         if not isinstance(prompt, CheckedRequest):
             if self._closed:
                 raise RuntimeError("the engine is closed")
+            if sampling_params is None:
+                sampling_params = self.llm_engine.checkpoint.default_sampling_params()
             # The caller may change it while this waits. Its logits processors stay the caller's own objects.
             processors = getattr(sampling_params, "logits_processors", None)
             params = deepcopy(sampling_params, {id(processors): copy(processors)})

@@ -219,13 +219,12 @@ class LLMEngine:
     def check(self, prompt: Prompt, params: Any, priority: int = 0) -> CheckedRequest:
         """Validate a request completely, without changing anything.
 
-        Its params are SamplingParams, of a model that pools PoolingParams; None: the checkpoint's.
+        Its params are SamplingParams, of a model that pools PoolingParams.
 
         Raises:
             ValueError, TypeError: it cannot be served.
         """
         self._check_ready()
-        params = self.checkpoint.default_sampling_params() if params is None else params
         if self.pooler is not None:
             params = self.pooler.sampling_params(params)
         checked = self.checker.check(prompt, params, priority)
@@ -282,6 +281,7 @@ class LLMEngine:
         if request_id in self._requests or request_id in self._outputs:
             raise ValueError(f"request_id {request_id!r} is in use")
         if not isinstance(prompt, CheckedRequest):
+            params = self.checkpoint.default_sampling_params() if params is None else params
             prompt = self.check(prompt, params, priority)
         self.submit(request_id, prompt)
 
