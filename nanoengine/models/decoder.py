@@ -1,6 +1,6 @@
 """The decoder: Llama, Mistral, Qwen2 and Qwen3 in one readable module.
 
-A flat batch goes in, hidden states come out; no padding, no batch dimension, no scheduling.
+A flat batch goes in, and hidden states come out. There is no padding, no batch dimension and no scheduling.
 Shape letters: T tokens in the batch, E hidden size, H query heads, K key/value heads, D head_dim.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from nanoengine.backends.attention import PagedAttention
 from nanoengine.backends.kv_cache import KVCache, KVSpec
 
-# ---- Configuration: one dataclass for the families served ----------------------------------------
+# ---- Configuration: one dataclass for all supported families -------------------------------------
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -24,7 +24,7 @@ SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
-    """What distinguishes one checkpoint of the supported families from another."""
+    """Holds the settings in which checkpoints of the supported families differ."""
 
     vocab_size: int
     hidden_size: int
@@ -34,8 +34,8 @@ class DecoderConfig:
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
-    rope: dict[str, Any]  # rope_type, rope_theta, and what the type needs besides
-    windows: tuple[int | None, ...]  # sliding window per layer, None is full attention
+    rope: dict[str, Any]  # rope_type, rope_theta, and the fields this rope_type needs
+    windows: tuple[int | None, ...]  # sliding window per layer, in tokens; None: full attention
     tie_word_embeddings: bool
     qkv_bias: bool
     o_bias: bool
@@ -84,14 +84,15 @@ class DecoderConfig:
 
 
 def architecture_of(config: Any) -> str:
-    """The architecture a transformers config names, or that its class stands for."""
+    """Return the architecture that a transformers config names, or else the one its class implies."""
     by_class = type(config).__name__.removesuffix("Config") + "ForCausalLM"
     return (getattr(config, "architectures", None) or [by_class])[0]  # type: ignore[no-any-return]
 
 
 def rope_settings(config: Any) -> list[dict[str, Any]]:
-    """The rope settings of a config: none, one, or one for each type of layer; each with its rope_type."""
-    # `rope_parameters` since transformers 5, `rope_scaling` before; `type` in old checkpoints.
+    """Return a config's rope settings, each with its rope_type: none, one, or one per layer type."""
+    # transformers 5 calls the field `rope_parameters`, older versions `rope_scaling`. Old checkpoints call
+    # the rope_type `type`.
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
     if not isinstance(rope, dict):
         return []
@@ -100,10 +101,10 @@ def rope_settings(config: Any) -> list[dict[str, Any]]:
 
 
 def _rope_parameters(config: Any) -> dict[str, Any]:
-    """The one rope setting of a supported family, with what its type needs filled in."""
+    """Return the rope setting of a supported family, with the defaults of its rope_type filled in."""
     rope = (rope_settings(config) or [{"rope_type": "default"}])[0]
     rope.setdefault("rope_theta", getattr(config, "rope_theta", 10000.0))
-    if rope["rope_type"] not in SUPPORTED_ROPE_TYPES and "divisors" not in rope:  # these are of a GGUF file
+    if rope["rope_type"] not in SUPPORTED_ROPE_TYPES and "divisors" not in rope:  # divisors: set by gguf.py
         raise ValueError(
             f"rope type {rope['rope_type']!r} is not supported; supported: {', '.join(SUPPORTED_ROPE_TYPES)}"
         )
@@ -120,7 +121,7 @@ def _rope_parameters(config: Any) -> dict[str, Any]:
 
 
 def rope_frequencies(rope: dict[str, Any], head_dim: int) -> tuple[Tensor, float]:
-    """Inverse frequencies, (D / 2,) float32, and the factor that scales cos and sin.
+    """Return the inverse frequencies, (D / 2,) float32, and the factor that scales cos and sin.
 
     Sources: RoFormer, https://arxiv.org/abs/2104.09864; position interpolation,
     https://arxiv.org/abs/2306.15595; YaRN, https://arxiv.org/abs/2309.00071; Llama 3.1's code.
@@ -137,14 +138,14 @@ def rope_frequencies(rope: dict[str, Any], head_dim: int) -> tuple[Tensor, float
         case "llama3":
             low, high = rope["low_freq_factor"], rope["high_freq_factor"]
             turns = original * inv_freq / (2 * math.pi)  # rotations over the original context
-            # Slow dimensions are interpolated, fast ones kept, those between are blended.
+            # Interpolate slow dimensions, keep fast ones, and blend those in between.
             keep = ((turns - low) / (high - low)).clamp(0, 1)
             return keep * inv_freq + (1 - keep) * inv_freq / rope["factor"], 1.0
         case "yarn":
             factor: float = rope["factor"]
 
             def dimension(num_turns: float) -> float:
-                """The (fractional) dimension that makes `num_turns` over the original context."""
+                """Return the (fractional) dimension that rotates num_turns times in the original context."""
                 return head_dim * math.log(original / (num_turns * 2 * math.pi)) / (2 * math.log(theta))
 
             low = dimension(rope.get("beta_fast") or 32)
@@ -169,7 +170,7 @@ def rope_frequencies(rope: dict[str, Any], head_dim: int) -> tuple[Tensor, float
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each head of x (T, heads, D) by its token's angles, cos and sin (T, 1, D)."""
+    """Rotate each head of x (T, heads, D) by the angles of its token. cos and sin are (T, 1, D)."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
@@ -178,20 +179,20 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The last dimension of x as x / rms(x) * weight, computed in float32; same shape and dtype."""
+    """Return x / rms(x) * weight over the last dimension, with x's shape and dtype. Computes in float32."""
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight * wide.to(x.dtype)
 
 
 class PlainKernels:
-    """The element-wise parts between two products, in PyTorch; a device may have the same in fewer passes."""
+    """The element-wise operations in plain PyTorch. A device may replace them by faster, fused kernels."""
 
     @staticmethod
     def rms_norm(
         x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The norm of x + residual, (T, E), and that sum; without a residual the sum is x."""
+        """Return the norm of x + residual, (T, E), and the sum itself. Without a residual the sum is x."""
         total = x if residual is None else x + residual
         return rms_norm(total, weight, eps), total
 
@@ -205,14 +206,17 @@ class PlainKernels:
         cos: Tensor,
         sin: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Heads of q, k (T, .., D) normalised, where there are weights, and rotated by cos, sin (T, 1, D)."""
+        """Normalize the heads of q and k (T, .., D) if weights are given, and rotate them.
+
+        cos and sin are (T, 1, D).
+        """
         if q_weight is not None and k_weight is not None:
             q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
         return rotate(q, cos, sin), rotate(k, cos, sin)
 
     @staticmethod
     def silu_and_mul(gate_up: Tensor) -> Tensor:
-        """silu(gate) * up for gate_up (T, 2 I)."""
+        """Return silu(gate) * up, (T, I), for gate_up (T, 2 I)."""
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
@@ -221,7 +225,7 @@ class PlainKernels:
 
 
 class RMSNorm(nn.Module):
-    """`rms_norm` with its weight; never in place: x is also the residual."""
+    """Applies `rms_norm` with a learned weight. It never writes in place, because x is also the residual."""
 
     kernels: Any = PlainKernels
 
@@ -231,16 +235,16 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension; same shape and dtype."""
+        """Normalize the last dimension of x. The result has the shape and dtype of x."""
         return rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The norm of x + residual, (T, E), and that sum, which is the next residual."""
+        """Return the norm of x + residual, (T, E), and the sum, which is the next residual."""
         return self.kernels.rms_norm(x, self.weight, self.eps, residual)  # type: ignore[no-any-return]
 
 
 class Attention(nn.Module):
-    """Self-attention of one layer with one fused projection for queries, keys and values."""
+    """Computes one layer's self-attention, with one fused projection for queries, keys and values."""
 
     kernels: Any = PlainKernels
 
@@ -257,7 +261,7 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache, attention: PagedAttention
     ) -> Tensor:
-        """(T, E) -> (T, E)."""
+        """Attend for a step's tokens: (T, E) -> (T, E)."""
         q, k, v = (
             part.view(len(x), -1, self.head_dim) for part in self.qkv_proj(x).split(self.sizes, dim=-1)
         )
@@ -270,7 +274,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), gate and up in one projection."""
+    """Computes down(silu(gate(x)) * up(x)), with gate and up fused into one projection."""
 
     kernels: Any = PlainKernels
 
@@ -280,12 +284,12 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(T, E) -> (T, E)."""
+        """Apply the MLP: (T, E) -> (T, E)."""
         return self.down_proj(self.kernels.silu_and_mul(self.gate_up_proj(x)))  # type: ignore[no-any-return]
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each behind a norm and around a residual."""
+    """Applies attention and the MLP, each after a norm and with a residual connection."""
 
     def __init__(self, config: DecoderConfig, window: int | None) -> None:
         super().__init__()
@@ -303,9 +307,10 @@ class DecoderLayer(nn.Module):
         cache: KVCache,
         attention: PagedAttention,
     ) -> tuple[Tensor, Tensor]:
-        """(T, E) each: what the layer before added and the sum so far, to the same of this layer.
+        """Return this layer's output and the residual, (T, E) each, not yet added.
 
-        The addition waits for the norm that follows it, with which it is one pass over memory.
+        x is the previous layer's output, and residual the sum of everything before it. The addition is left
+        to the next norm, because both together take one pass over memory.
         """
         x, residual = self.input_layernorm.add(x, residual)
         x = self.self_attn(x, cos, sin, cache, attention)
@@ -314,17 +319,18 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The whole model; parameter names are Hugging Face's, less the `model.` prefix and the fusions."""
+    """The whole model. Parameters have Hugging Face's names, except for `model.` and the fused layers."""
 
-    code = "nanoengine's"  # for the user: whose code computes it
-    replaceable = True  # a device may replace its element-wise parts by faster ones
-    capturable = True  # nothing in a forward pass waits for the device, so that a CUDA graph can hold it
+    code = "nanoengine's"  # shown to the user: whose code runs the model
+    replaceable = True  # a device may replace the element-wise operations by faster ones
+    capturable = True  # a forward pass never waits for the device, so a CUDA graph can capture it
     kernels: Any = PlainKernels
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
-        # Left as it is: random numbers on a meta device would import PyTorch's compiler, a second's work.
+        # nn.Embedding would initialize its weight at random. On a meta device that imports PyTorch's
+        # compiler, which takes a second.
         numbers = torch.empty(config.vocab_size, config.hidden_size)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, _weight=numbers)
         self.layers = nn.ModuleList(DecoderLayer(config, window) for window in config.windows)
@@ -332,29 +338,29 @@ class Decoder(nn.Module):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
-        # A plain attribute, not a buffer: it stays float32 when the model's dtype is changed.
+        # A plain attribute instead of a buffer, so that it stays float32 when the model's dtype changes.
         self.rope_table: tuple[Tensor, Tensor] | None = None
 
     @property
     def kv_specs(self) -> list[KVSpec]:
-        """What each layer stores per token."""
+        """The K and V that each layer stores per token."""
         shape = self.config.num_kv_heads, self.config.head_dim, self.config.head_dim
         return [KVSpec(*shape, self.norm.weight.dtype, window) for window in self.config.windows]
 
     @property
     def attention_settings(self) -> frozenset[str]:
-        """What its layers ask of attention besides a scale."""
+        """The settings, other than a scale, that the layers pass to attention."""
         return frozenset(("window",) if any(w is not None for w in self.config.windows) else ())
 
     def use_kernels(self, kernels: Any) -> None:
-        """Compute the element-wise parts by these, which do what `PlainKernels` do, up to rounding."""
+        """Use these kernels for the element-wise operations. They match `PlainKernels` up to rounding."""
         self.kernels = kernels
         for module in self.modules():
             if isinstance(module, RMSNorm | Attention | MLP):
                 module.kernels = kernels
 
     def build_rope_table(self, num_positions: int) -> None:
-        """Compute cos and sin for positions [0, num_positions): (positions, 1, D) float32 each."""
+        """Compute cos and sin for positions [0, num_positions), each (num_positions, 1, D) float32."""
         inv_freq, factor = rope_frequencies(self.config.rope, self.config.head_dim)
         angles = torch.outer(torch.arange(num_positions).float(), inv_freq).repeat(1, 2).unsqueeze(1)
         device = self.norm.weight.device
@@ -363,7 +369,10 @@ class Decoder(nn.Module):
     def forward(
         self, input_ids: Tensor, positions: Tensor, caches: Sequence[KVCache], attention: PagedAttention
     ) -> Tensor:
-        """Token ids and positions, (T,) int64 each, to hidden states, (T, E); fills the caches."""
+        """Return the hidden states, (T, E), and write K and V to the caches.
+
+        input_ids and positions are (T,) int64.
+        """
         assert self.rope_table is not None, "call build_rope_table first"
         x = self.embed_tokens(input_ids)
         cos, sin = (table[positions].to(x.dtype) for table in self.rope_table)
@@ -373,5 +382,5 @@ class Decoder(nn.Module):
         return self.norm.add(x, residual)[0]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """(R, E) -> (R, vocab_size)."""
+        """Return the logits of R tokens: (R, E) -> (R, vocab_size)."""
         return self.lm_head(hidden)  # type: ignore[no-any-return]
