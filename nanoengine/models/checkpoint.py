@@ -1,4 +1,4 @@
-"""Finds a checkpoint, and reads everything but its weights: config, tokenizer, generation config."""
+"""Finds a checkpoint, and reads everything except its weights: config, tokenizer, generation config."""
 
 import logging
 import re
@@ -28,44 +28,45 @@ from nanoengine.models.names import EMBEDDING, HEAD
 from nanoengine.optional import load
 from nanoengine.sampling_params import SamplingParams
 
-if TYPE_CHECKING:  # else imported if a checkpoint needs it
+if TYPE_CHECKING:  # at run time each is imported only for a checkpoint that needs it
     from nanoengine.models.gguf import GGUFFile
     from nanoengine.models.pooling import Pooling
 
-DEMO = Path(__file__).parent.parent / "demo"  # the bundled model, which `demo` names
-# Hub ids from before they had an owner.
+DEMO = Path(__file__).parent.parent / "demo"  # the bundled model, named "demo"
+# Old hub ids without an owner -> the owner.
 OWNERS = {name: "openai-community" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "openai-gpt")}
 OWNERS["distilgpt2"] = "distilbert"
 GENERATION_CONFIG = "generation_config.json"
 GGUF = "a GGUF file"
-DEQUANTIZED = ("mxfp4",)  # schemes that transformers dequantises when it loads them
+DEQUANTIZED = ("mxfp4",)  # schemes that transformers dequantizes while loading
 TOKENIZER_FILES = "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json"
 SERVED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-POSITIONS = "max_position_embeddings", "max_seq_len", "seq_length"  # what configs call their number
-MOST_TOKENS = 1 << 20  # of a model that knows no positions, where max_model_len does not say
+POSITIONS = "max_position_embeddings", "max_seq_len", "seq_length"  # as configs call their number
+MOST_TOKENS = 1 << 20  # default max_model_len of a model without positions
 MAX_POSITIONS = 2**31 - 1  # the attention kernels' lengths are int32
-ROPE = "rope_scaling", "rope_theta"  # what files may say of it
-CLASSIFIER_HEAD = "score.weight"  # in the place of the head
-MATRYOSHKA = "is_matryoshka", "matryoshka_dimensions"  # what files may say of embeddings
-# Tensors of heads that guess tokens further ahead (MTP), by their own names or in layers after the model's.
+ROPE = "rope_scaling", "rope_theta"  # rope fields that a config may have
+CLASSIFIER_HEAD = "score.weight"  # takes the place of lm_head
+MATRYOSHKA = "is_matryoshka", "matryoshka_dimensions"  # fields of an embedding model's config
+# Tensors that only draft tokens (MTP). They have names of their own, or are in layers after the model's last.
 GUESSING = re.compile(r"(model\.)?(mtp\w*|layers\.(?P<layer>\d+))\.")
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model's files on this machine, and what its config says."""
+    """Describes a model's files on this machine, and what its config says."""
 
     path: Path
     hf_config: Any
-    # For `decoder.py`; None: it cannot. Whose code serves in the end is the loaded model's `code`.
+    # The config for decoder.py; None: decoder.py does not support the model. The loaded model's `code` says
+    # whose code was chosen in the end.
     decoder_config: DecoderConfig | None
-    tokenizer: Any  # a transformers tokenizer, None where there is none
+    tokenizer: Any  # a transformers tokenizer; None: the checkpoint has none
     eos_token_ids: tuple[int, ...]  # every id that ends a sequence
     generation_config: dict[str, Any]
-    is_part: bool = False  # the language model of one that takes images too, which are left out
-    # What its config says of weights in few bits that `formats.py` reads; None: there are none.
+    is_part: bool = False  # only the language model of a multimodal model is loaded
+    # The config's quantization settings, if formats.py reads the weights; None: it does not.
     quantization: dict[str, Any] | None = None
-    pooling: "Pooling | None" = None  # of what its prompts become instead of text; None: it generates
+    pooling: "Pooling | None" = None  # how to pool prompts into embeddings or classes; None: generates text
 
     def open_files(self) -> Reader:
         """Return a reader of the tensors, without those of layers that only draft tokens.
@@ -91,9 +92,9 @@ class Checkpoint:
         return files
 
     def _without_head(self, files: Files) -> None:
-        """Leave out the vocabulary's head: a model that pools has none, or a classifier's in its place.
+        """Drop lm_head: a pooling model has no head, or a classifier's head instead.
 
-        A body that was saved alone gets the names of one with a head.
+        If the body was saved without a head, its tensors get the `model.` prefix of a model with a head.
         """
         headers, body = files.headers, EMBEDDING.removeprefix("model.")
         if body in headers and files.written is None:
@@ -106,7 +107,7 @@ class Checkpoint:
             headers[HEAD] = headers.pop(CLASSIFIER_HEAD)
 
     def is_guessing(self, name: str) -> bool:
-        """Whether a tensor is of a layer beyond the model's, which transformers leaves out too."""
+        """Return whether a tensor only serves to draft tokens. transformers ignores these tensors too."""
         found = GUESSING.match(name)
         return found is not None and (
             found["layer"] is None or int(found["layer"]) >= self.hf_config.num_hidden_layers
@@ -114,7 +115,7 @@ class Checkpoint:
 
     @property
     def written_as(self) -> str | None:
-        """In which format its weights are in few bits, for the user; None: in none."""
+        """The format of the quantized weights, to show to the user; None: the weights are not quantized."""
         if _is_gguf(self.path):
             return "gguf"
         stated = self.quantization or getattr(self.hf_config, "quantization_config", None)
@@ -122,17 +123,17 @@ class Checkpoint:
 
     @property
     def architecture(self) -> str:
-        """The class name the checkpoint was saved by."""
+        """The name of the class that the checkpoint was saved from."""
         return architecture_of(self.hf_config)
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the logits."""
+        """The number of tokens in the vocabulary, which is the number of logits per token."""
         return int(self.hf_config.vocab_size)
 
     @property
     def max_model_len(self) -> int | None:
-        """How many positions the model was made for, its rope scaling counted in; None: it does not say."""
+        """The number of positions the model supports, including rope scaling; None: the config has none."""
         config = self.hf_config
         stated = {name: getattr(config, name, None) for name in POSITIONS}
         field = next((name for name, value in stated.items() if value is not None), None)
@@ -151,11 +152,12 @@ class Checkpoint:
                 positions = max(positions, int(original * factor))
                 self._check_number("rope's factor, times the original_max_position_embeddings,", positions)
             elif rope["rope_type"] in ("dynamic", "longrope"):
-                # Beyond, the frequencies depend on the length of what is computed together: every key in
+                # Past the original length the frequencies depend on the sequence's length, so every key in
                 # the cache would have to be computed again.
                 positions = min(positions, original)
         if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
-            # Within its first chunk such a layer sees everything; the next begins anew, as no backend does.
+            # Inside the first chunk such a layer attends to everything. Later chunks do not see earlier ones,
+            # and no backend supports that.
             self._check_number("attention_chunk_size", config.attention_chunk_size)
             positions = min(positions, config.attention_chunk_size)
         return int(positions)
@@ -166,10 +168,10 @@ class Checkpoint:
             raise ValueError(f"{where}: {field} must be above 0 and at most {MAX_POSITIONS}, got {value!r}")
 
     def default_sampling_params(self) -> SamplingParams:
-        """What generation_config.json recommends; vLLM's defaults where it says nothing.
+        """Return the sampling parameters of generation_config.json, and vLLM's defaults for all others.
 
         Raises:
-            ValueError: it recommends what cannot be.
+            ValueError: a recommended value is invalid.
         """
         names = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
         names["max_new_tokens"] = "max_tokens"
@@ -181,16 +183,16 @@ class Checkpoint:
             raise ValueError(f"{self.path / GENERATION_CONFIG} cannot be used: {error}") from error
 
     def choose_length(self, max_model_len: int | None) -> int:
-        """The most tokens of a prompt and its output: those asked for, or as many as there are positions.
+        """Return the limit on prompt plus output, in tokens: max_model_len, or else the number of positions.
 
         Raises:
-            ValueError: there are fewer, or the config does not say.
+            ValueError: max_model_len exceeds the positions, or neither is known.
         """
         positions = self.max_model_len or max_model_len
         if positions is None and set(getattr(self.hf_config, "layer_types", None) or ()) == {
             "linear_attention"
         }:
-            return MOST_TOKENS  # states alone know no positions
+            return MOST_TOKENS  # a recurrent state has no positions
         if positions is None:
             raise ValueError(
                 "max_model_len must be given: the checkpoint's config does not say how long it may be"
@@ -218,16 +220,16 @@ def open_checkpoint(
     pooler_config: dict[str, Any] | None = None,
     load_format: str = "auto",
 ) -> Checkpoint:
-    """Find a checkpoint and read everything but its weights.
+    """Find a checkpoint and read everything except its weights.
 
-    `model_impl` "nanoengine" is `decoder.py`, "transformers" is `hf.py`, "auto" the first that can.
-    `hf_overrides` are fields of config.json; with `generation_config` "vllm" no sampling parameter is taken
-    from the checkpoint. `runner`, `pooler_config` and `load_format` are EngineConfig's: with "dummy" no
-    weights are downloaded.
+    `model_impl` chooses the code: "nanoengine" is decoder.py, "transformers" is hf.py, and "auto" prefers
+    decoder.py if it supports the model. `hf_overrides` replaces fields of config.json. If `generation_config`
+    is "vllm", no sampling parameter is read from the checkpoint. `runner`, `pooler_config` and `load_format`
+    are EngineConfig's. With load_format "dummy" no weights are downloaded.
 
     Raises:
-        ValueError: not a checkpoint, or one that cannot be served; with the reason.
-        OSError: a hub id that cannot be found or reached.
+        ValueError: `model` is not a checkpoint, or the checkpoint is not supported. The message says why.
+        OSError: a hub id cannot be found, or the hub cannot be reached.
     """
     path = _resolve(model, revision, gguf_file, with_weights=load_format != "dummy")
     gguf = open_gguf(path) if _is_gguf(path) else None
@@ -237,7 +239,7 @@ def open_checkpoint(
         hf_config = load("models.gguf", GGUF).read_gguf_config(gguf)
     if hf_overrides:
         fields = hf_config.to_dict() if gguf is not None else read_json(path / "config.json")
-        fields = _overridden(fields, deepcopy(hf_overrides), hf_config)  # transformers fills in what it gets
+        fields = _overridden(fields, deepcopy(hf_overrides), hf_config)  # transformers edits its argument
         with as_value_error(path):
             hf_config = type(hf_config).from_dict({**fields, "name_or_path": str(path)})
     name_causal_lm(hf_config)
@@ -255,7 +257,7 @@ def open_checkpoint(
         if is_quantized and part is not None:
             raise UnsupportedModelError("its weights are quantised, and it takes more than text")
         if quantization is not None:
-            for config in (whole_config, hf_config):  # or transformers would read them by their packages
+            for config in (whole_config, hf_config):  # else transformers would use the format's own package
                 config.__dict__.pop("quantization_config", None)
     decoder_config = None
     if model_impl != "transformers" and not is_quantized:
@@ -296,7 +298,7 @@ def open_checkpoint(
         *(path, hf_config, decoder_config, loaded, tuple(known), generation, part is not None),
         *(quantization, pooling),
     )
-    checkpoint.default_sampling_params()  # for its errors
+    checkpoint.default_sampling_params()  # raise its errors now
     return checkpoint
 
 
@@ -314,7 +316,7 @@ def _load_gguf_tokenizer(file: "GGUFFile") -> Any:
 
 
 def _is_pooling(path: Path, hf_config: Any) -> bool:
-    """Whether a checkpoint's files say that it makes embeddings or classes of its prompts."""
+    """Return whether a checkpoint's files say that the model embeds or classifies its prompts."""
     is_classifier = architecture_of(hf_config).endswith("ForSequenceClassification")
     return is_classifier or (path / "modules.json").is_file()
 
@@ -336,12 +338,12 @@ def _read_config(path: Path, trust_remote_code: bool) -> Any:
 
 
 def _overridden(fields: dict[str, Any], overrides: dict[str, Any], config: Any) -> dict[str, Any]:
-    """A config.json's fields with others in their place; of a field that is an object, those that are given.
+    """Return the fields of a config.json with overrides applied. Overrides of an object are merged into it.
 
-    `config` is what transformers makes of the file: it knows the fields that the file leaves out.
+    `config` is transformers' config of the same file. It also has the fields that the file leaves out.
 
     Raises:
-        ValueError: there is no such field.
+        ValueError: the config has no such field.
     """
     fields, overrides = _with_plain_rope(fields), _with_plain_rope(overrides)
     for name, value in overrides.items():
@@ -356,9 +358,9 @@ def _overridden(fields: dict[str, Any], overrides: dict[str, Any], config: Any) 
 
 
 def _with_plain_rope(fields: dict[str, Any]) -> dict[str, Any]:
-    """Rope's settings as files had them before transformers 5, which every version reads."""
+    """Return the fields with rope settings written as before transformers 5, which every version reads."""
     rope = fields.get("rope_parameters")
-    if not isinstance(rope, dict) or any(isinstance(one, dict) for one in rope.values()):  # by type of layer
+    if not isinstance(rope, dict) or any(isinstance(one, dict) for one in rope.values()):  # per layer type
         return dict(fields)
     plain = {name: value for name, value in fields.items() if name != "rope_parameters"}
     scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
@@ -367,7 +369,7 @@ def _with_plain_rope(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _load_tokenizer(path: Path, trust_remote_code: bool) -> Any:
-    """The tokenizer of a directory or a GGUF file. None: there is none."""
+    """Return the tokenizer of a directory or a GGUF file, or None if there is none."""
     if _is_gguf(path):
         return _load_gguf_tokenizer(open_gguf(path))
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
@@ -388,13 +390,15 @@ def _load_tokenizer(path: Path, trust_remote_code: bool) -> Any:
 
 
 def _choose_reader(path: Path, hf_config: Any, model_impl: str) -> tuple[dict[str, Any] | None, bool]:
-    """Return how to read quantized weights: for formats.py, and whether transformers dequantizes them.
+    """Return the quantization settings for formats.py, and whether transformers dequantizes the weights.
+
+    The settings are None if formats.py does not read the weights.
 
     Raises:
-        UnsupportedModelError: by a scheme that is not served, or whose library is missing.
+        UnsupportedModelError: the quantization scheme is not supported.
     """
     stated = getattr(hf_config, "quantization_config", None)
-    for name in ("quantize_config.json", "hf_quant_config.json"):  # GPTQ's and ModelOpt's own
+    for name in ("quantize_config.json", "hf_quant_config.json"):  # written by GPTQ and ModelOpt
         if not stated and (path / name).is_file():
             content = read_json(path / name)
             stated = content.get("quantization") or {"quant_method": "gptq", **content}
@@ -424,7 +428,7 @@ def _choose_reader(path: Path, hf_config: Any, model_impl: str) -> tuple[dict[st
 
 @contextmanager
 def naming(hf_config: Any) -> Iterator[None]:
-    """Name the architecture in a refusal."""
+    """Add the architecture's name to an UnsupportedModelError raised inside."""
     try:
         yield
     except UnsupportedModelError as error:
@@ -439,7 +443,7 @@ def _resolve(
     with_weights: bool = True,
     for_tokenizer: bool = False,
 ) -> Path:
-    """The directory of a local model, or of a hub model after downloading what is needed, or a GGUF file."""
+    """Return the path of a model directory or GGUF file. A hub model is downloaded first."""
     if not model:
         raise ValueError("model must be a directory or a hub id, got ''")
     if model == "demo":
@@ -469,9 +473,9 @@ def _resolve(
 
 
 def resolve_dtype(dtype: str | torch.dtype, hf_config: Any) -> torch.dtype:
-    """A torch dtype from "auto" (the checkpoint's own), "bfloat16", "float16" or "float32"."""
+    """Return the torch dtype for "auto" (the checkpoint's own), "bfloat16", "float16" or "float32"."""
     if dtype == "auto":
-        # `dtype` in transformers 5, `torch_dtype` before.
+        # transformers 5 calls it `dtype`, older versions `torch_dtype`.
         dtype = getattr(hf_config, "dtype", None) or getattr(hf_config, "torch_dtype", None) or "float32"
     names = {"half": "float16", "float": "float32"}
     resolved = getattr(torch, names.get(dtype, dtype), None) if isinstance(dtype, str) else dtype

@@ -1,6 +1,6 @@
 """Builds a model and fills its parameters from a checkpoint.
 
-This is the path of a decoder of decoder.py. hf.py loads all other models with transformers' code.
+This file loads the models of decoder.py. hf.py loads all other models with transformers' code.
 """
 
 import itertools
@@ -25,7 +25,7 @@ from nanoengine.models.names import (
 )
 from nanoengine.optional import load
 
-if TYPE_CHECKING:  # else imported if such a model is loaded
+if TYPE_CHECKING:  # at run time each is imported only for a model that needs it
     from nanoengine.models.hf import HFModel
     from nanoengine.models.lora import Adapter
     from nanoengine.models.pooling import Pooling
@@ -43,14 +43,14 @@ def load_model(
     shard: "Shard | None" = None,
     pack: Pack = lambda *_: None,
 ) -> "Decoder | HFModel":
-    """Build the model and fill every parameter, from the checkpoint or (load_format "dummy") at random.
+    """Build the model and fill every parameter from the checkpoint, or at random (load_format "dummy").
 
-    A shard is the part of a decoder that one rank holds: only that part is read. `pack` turns quantized
-    weights into layers.
+    A shard is the part of a decoder that one rank holds. Only that part is read. `pack` turns quantized
+    weights into layers. It returns None if the device has no such layer.
 
     Raises:
         ValueError: a tensor is missing, unexpected or of the wrong shape, a file is damaged, or the
-            model turns out to be one that cannot be served.
+            model is not supported.
     """
     if checkpoint.decoder_config is None:
         return _load_hf(checkpoint, config, dtype, device, max_model_len, pack)
@@ -60,7 +60,7 @@ def load_model(
     except MisfitError as misfit:
         if config.model_impl not in ("auto", "vllm") or shard is not None:
             raise
-        try:  # transformers knows more ways to name the same tensors
+        try:  # transformers accepts more names for the same tensors
             return _load_hf(checkpoint, config, dtype, device, max_model_len, pack)
         except ValueError:
             raise misfit from None
@@ -94,7 +94,7 @@ def _load_decoder(
         adapter = load("models.lora", "lora").Adapter(Path(config.lora))
     shapes = {} if files is None else check_fit(whole, files.headers, checkpoint.path)
     is_tied = model.config.tie_word_embeddings
-    # If the files hold both a head and an embedding, the two may differ.
+    # Files that hold both a head and an embedding may hold different ones: then neither stands for the other.
     tied = TIED_TO if is_tied and (files is None or not TIED_TO.keys() <= files.headers.keys()) else {}
     changed = set() if adapter is None else adapter.names(tied)
     quantized = _find_quantized(model, files, changed) if files is not None and shard is None else {}
@@ -117,7 +117,7 @@ def _load_decoder(
 
 
 def _pooling_head(pooling: "Pooling", config: DecoderConfig) -> nn.Module:
-    """Return the head of a pooling model: a classifier's, or the identity for embeddings."""
+    """Return the head of a pooling model: a linear layer for a classifier, the identity for embeddings."""
     if not pooling.labels:
         return nn.Identity()
     return nn.Linear(config.hidden_size, len(pooling.labels), bias=False)
@@ -133,30 +133,30 @@ def _fill_at_random(model: Decoder, seed: int) -> None:
 
 
 def _fill(model: Decoder, files: Reader, shard: "Shard | None", shapes: dict[str, tuple[int, ...]]) -> None:
-    """Copy each tensor, or the shard's part of it, from the memory-mapped files, one tensor at a time."""
+    """Copy each tensor, or the shard's part of it, from the mapped files, one tensor at a time."""
     wanted: dict[str, list[Tensor]] = {}
     for name, parameter in destinations(model).items():
         wanted.setdefault(_source(name, files), []).append(parameter)
     for name in files.headers:
-        for filled in wanted.get(name, ()):  # none for a quantized weight
+        for filled in wanted.get(name, ()):  # empty for a quantized weight
             if shard is None:
                 part = floats(_read(files, name, tuple(filled.shape)), filled.dtype)
             else:
                 slices = shard.slices(name, filled.dim())
                 part = floats(_read(files, name, shapes[name], slices), filled.dtype)
                 filled = filled.zero_()[tuple(slice(length) for length in part.shape)]
-            filled.copy_(part)  # all of `filled`, unless shares were rounded up
+            filled.copy_(part)  # a share that was rounded up ends in zeros
 
 
 def _source(name: str, files: Reader) -> str:
-    """Return the name of the tensor that fills a weight: of a tied pair, files may hold only one."""
+    """Return the name of the tensor that fills a weight. Files may hold only one of two tied weights."""
     return TIED_TO[name] if name in TIED_TO and name not in files.headers else name
 
 
 def _read(
     files: Reader, name: str, shape: tuple[int, ...], part: tuple[slice, ...] | None = None
 ) -> Tensor | Quantized:
-    """Return a tensor, or a part of it, and check its shape. Some formats' headers do not tell the shape."""
+    """Return a tensor, or a part of it, and check its shape: some formats' headers do not state it."""
     if part is not None and files.headers[name].shape is not None:
         return files.read(name, part)
     weight = files.read(name)

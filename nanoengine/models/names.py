@@ -1,4 +1,4 @@
-"""Names a decoder's tensors as Hugging Face does, and checks that a checkpoint's files hold exactly these."""
+"""Maps a decoder's tensors to Hugging Face's names, and checks that files hold exactly these tensors."""
 
 from collections.abc import Container, Iterable
 from pathlib import Path
@@ -9,7 +9,7 @@ from torch import Tensor
 from nanoengine.models.decoder import Decoder
 from nanoengine.models.files import TensorHeader
 
-FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")  # by safetensors' names
+FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")  # safetensors' names
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 TIED_TO = {EMBEDDING: HEAD, HEAD: EMBEDDING}
 # Fused layers -> Hugging Face's layers whose outputs they concatenate.
@@ -17,7 +17,7 @@ FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj
 
 
 class MisfitError(ValueError):
-    """The files do not hold exactly the tensors of the model."""
+    """Raised if the files do not hold exactly the tensors of the model."""
 
 
 def check_fit(model: Decoder, headers: dict[str, TensorHeader], path: Path) -> dict[str, tuple[int, ...]]:
@@ -25,7 +25,7 @@ def check_fit(model: Decoder, headers: dict[str, TensorHeader], path: Path) -> d
 
     Raises:
         MisfitError: a tensor is missing or unexpected.
-        ValueError: a tensor has another shape than the config asks for, or is no float.
+        ValueError: a tensor's shape differs from the config's, or its dtype is not a float.
     """
     shapes = {name: tuple(part.shape) for name, part in destinations(model).items()}
     if model.config.tie_word_embeddings and HEAD in headers:
@@ -41,7 +41,7 @@ def check_fit(model: Decoder, headers: dict[str, TensorHeader], path: Path) -> d
 
 
 def check_dtypes(headers: dict[str, TensorHeader], parameters: Container[str]) -> None:
-    """Raise ValueError if a parameter would be filled with anything but floats of 16 bits and more."""
+    """Raise ValueError if a parameter would be filled with anything but floats of at least 16 bits."""
     for name, header in headers.items():
         if header.dtype not in FLOAT_DTYPES and (name in parameters or name.endswith(".weight")):
             raise ValueError(
@@ -59,7 +59,7 @@ def refuse_misfit(path: Path, *, missing: Iterable[str] = (), unexpected: Iterab
 
 
 def saved_names(name: str) -> list[str]:
-    """Return Hugging Face's name of a parameter, or several if the parameter stacks their rows."""
+    """Return Hugging Face's name for a parameter, or several if it stacks several tensors."""
     full_name = name if name.startswith("lm_head") else f"model.{name}"
     for fused, parts in FUSED.items():
         if f".{fused}." in name:
@@ -68,7 +68,7 @@ def saved_names(name: str) -> list[str]:
 
 
 def destinations(model: Decoder) -> dict[str, Tensor]:
-    """Return, by Hugging Face's name, the parameter (or the rows of one) that each tensor fills."""
+    """Return the parameter, or the rows of one, that each tensor fills. The keys are Hugging Face's names."""
     config = model.config
     heads = config.num_heads, config.num_kv_heads, config.num_kv_heads
     rows = {"qkv_proj": [n * config.head_dim for n in heads], "gate_up_proj": [config.intermediate_size] * 2}
