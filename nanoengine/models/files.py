@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint's safetensors files."""
+"""Reads the tensors of a checkpoint's safetensors files by name."""
 
 import json
 import re
@@ -13,25 +13,25 @@ from torch import Tensor
 
 from nanoengine.backends.quantized import Quantized, floats
 
-if TYPE_CHECKING:  # a format is given
+if TYPE_CHECKING:  # formats.py is imported only for a quantized checkpoint
     from nanoengine.models.formats import Format
 
-# What a model that takes images too calls its language model's tensors -> that model's own names.
+# Names of the language model's tensors in a multimodal checkpoint -> names in the language model alone.
 PART_NAMES = {
     r"^model\.(language_model|text_model)\.": "model.",
     r"^language_model\.model\.": "model.",
-    r"^model\.(?=(embed_tokens|layers|norm)\.)": "model.",  # Qwen2-VL's published ones
+    r"^model\.(?=(embed_tokens|layers|norm)\.)": "model.",  # the published Qwen2-VL
     r"^(language_model\.)?lm_head\.": "lm_head.",
 }
 
 
 class TensorHeader(NamedTuple):
-    """A tensor as the header of its file describes it."""
+    """Describes a tensor, as the header of its file does."""
 
     file: Path
     name: str  # in the file
     dtype: str  # safetensors' name: F32, BF16, I64, ...
-    shape: tuple[int, ...] | None  # None: only its contents tell
+    shape: tuple[int, ...] | None  # None: known only once the tensor is read
 
 
 class Reader(Protocol):
@@ -47,15 +47,16 @@ class Reader(Protocol):
 
 
 class Files:
-    """A checkpoint's tensors, by name; those of a weight in few bits are one.
+    """Reads a checkpoint's tensors by name. A quantized weight made of several tensors appears as one.
 
     Args:
-        path: the directory.
-        written: how weights in few bits are; None: there are none.
-        is_part: whether only the language model's are wanted, by that model's own names.
+        path: the checkpoint's directory.
+        written: the format of the quantized weights; None: the weights are not quantized.
+        is_part: read only the language model's tensors of a multimodal checkpoint, by that model's own names.
 
     Raises:
-        ValueError: a file is missing or damaged, a tensor is in two of them, or a weight's parts do not fit.
+        ValueError: a file is missing or damaged, two files hold the same tensor, or a part of a quantized
+            weight is missing or has the wrong dtype.
     """
 
     def __init__(self, path: Path, written: "Format | None" = None, is_part: bool = False) -> None:
@@ -63,20 +64,20 @@ class Files:
         self.headers = _read_headers(path, is_part)
         self._parts: dict[
             str, dict[str, TensorHeader]
-        ] = {}  # of weights in few bits, by the ends of their names
+        ] = {}  # weight -> its parts, by the ends of their names
         self._opened: tuple[Path, Any] | None = None
         if written is not None:
             self._fold(written)
 
     def is_quantized(self, name: str) -> bool:
-        """Whether it is a weight in few bits."""
+        """Return whether a weight is quantized."""
         return name in self._parts
 
     def read(self, name: str, part: tuple[slice, ...] | None = None) -> Tensor | Quantized:
-        """A tensor, or a part of it; of a weight in few bits then as floats.
+        """Return a tensor, or a part of it. A part of a quantized weight is dequantized.
 
         Raises:
-            ValueError: a weight's parts do not fit each other.
+            ValueError: the parts of a quantized weight do not fit each other.
         """
         if name not in self._parts:
             return self._get(self.headers[name], part)
@@ -92,7 +93,7 @@ class Files:
         return floats(weight, torch.float32)[part]
 
     def _get(self, header: TensorHeader, part: tuple[slice, ...] | None = None) -> Tensor:
-        """Out of a file that is mapped into memory until another one is: a tensor is held once."""
+        """Read a tensor from its file. The file stays memory-mapped until another file is read."""
         if self._opened is None or self._opened[0] != header.file:
             with _as_damaged(header.file):
                 self._opened = header.file, safe_open(header.file, framework="pt")
@@ -103,7 +104,7 @@ class Files:
         return result
 
     def _fold(self, written: "Format") -> None:
-        """Put in one tensor for those that a weight in few bits is made of."""
+        """Replace the headers of a quantized weight's parts by one header for the weight."""
         first, headers = written.parts[0], self.headers
         for name in [name for name in headers if name.endswith(f".{first.end}")]:
             if headers[name].dtype in first.dtypes:
@@ -153,7 +154,7 @@ def _read_headers(path: Path, is_part: bool) -> dict[str, TensorHeader]:
                     name = re.sub(pattern, PART_NAMES[pattern], name)
                 if name in headers:
                     raise ValueError(f"{path} holds tensor {name!r} twice")
-                if name.endswith("rotary_emb.inv_freq"):  # a buffer old Llamas saved
+                if name.endswith("rotary_emb.inv_freq"):  # a buffer in old Llama checkpoints
                     continue
                 part = tensors.get_slice(saved_name)
                 headers[name] = TensorHeader(file, saved_name, part.get_dtype(), tuple(part.get_shape()))
@@ -161,7 +162,7 @@ def _read_headers(path: Path, is_part: bool) -> dict[str, TensorHeader]:
 
 
 def _tensor_files(path: Path) -> list[Path]:
-    """The safetensors files of a checkpoint; where there is an index, it decides which belong to it."""
+    """Return the checkpoint's safetensors files: those that the index names, or all if there is no index."""
     index = path / "model.safetensors.index.json"
     if index.is_file():
         weight_map = read_json(index).get("weight_map")
@@ -184,10 +185,10 @@ def _tensor_files(path: Path) -> list[Path]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
+    """Return the JSON object in a file.
 
     Raises:
-        ValueError: it holds none.
+        ValueError: the file does not hold a JSON object.
     """
     try:
         content = json.loads(path.read_bytes())

@@ -1,15 +1,13 @@
-"""Any other decoder-only model of transformers: its own code, our paged attention.
+"""Runs all other decoder-only models: transformers' model code with nanoengine's paged attention.
 
-transformers lets a library register an attention function (`AttentionInterface`) and hands every
-attention layer's queries, keys and values to it. So a model's own class computes the flat batch, as one
-row of T tokens with explicit positions, without a cache object and without a mask, and attention goes
-to the same paged cache as in `decoder.py`. Where a model has attention in its own code, `eager.py` has
-another in its place.
+transformers lets a library register an attention function (`AttentionInterface`), and passes every attention
+layer's queries, keys and values to it. So the model's own class can compute the flat batch as one row of T
+tokens with explicit positions, without a cache object and without a mask. The registered function attends to
+the same paged KV cache as decoder.py. If a model computes attention in its own code, eager.py replaces that
+code. If some of its layers keep a recurrent state, states.py supplies and stores the states of these layers.
 
-Where a model also hands states from token to token, `states.py` does the same for the layers that do.
-
-What a model may not do is let tokens see each other anywhere else, or count positions by itself: `_probe`
-runs a few tokens through the loaded model and refuses it if it does.
+Tokens must not influence each other anywhere else, and the model must not count positions itself. `_probe`
+runs a few tokens through the loaded model, and rejects the model if it does either.
 """
 
 import copy
@@ -45,10 +43,11 @@ from nanoengine.models.names import check_dtypes, refuse_misfit
 from nanoengine.models.states import States
 from nanoengine.optional import load
 
-# Between two trial passes, of a token's queries, keys or hidden state, by norm. Passes of one shape differ by
-# the order of sums at most, below 1e-6 in float32; a wrong position changes more than half.
+# The allowed difference between two trial passes, relative to the norm of a token's queries, keys or hidden
+# state. Passes of one shape differ at most in the order of sums, by less than 1e-6 in float32. A wrong
+# position changes more than half of the norm.
 PROBE_TOLERANCE = 0.02
-# What models pass on to attention that changes nothing here.
+# Arguments that models pass to attention and that can be ignored here.
 _HARMLESS = frozenset(("dropout", "position_ids", "position_embeddings", "cache_position", "use_cache"))
 
 # Called by a layer with q (T, H, D), k (T, K, D), v (T, K, D') and PagedAttention's settings.
@@ -69,10 +68,13 @@ def _attention_forward(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in each attention layer: q (1, H, T, D), k and v (1, K, T, D)."""
+    """Attend with the paged KV cache. transformers calls this function in each attention layer.
+
+    query is (1, H, T, D), key and value are (1, K, T, D).
+    """
     if attention_mask is not None:
         raise UnsupportedModelError("it builds an attention mask of its own")
-    # Some ask SDPA for no causal mask where there is a single token.
+    # Some models pass is_causal=False for a single token, which needs no mask.
     if (is_causal is False and query.shape[2] > 1) or getattr(module, "is_causal", True) is False:
         raise UnsupportedModelError("its attention is not causal")
     unknown = sorted(
@@ -91,7 +93,7 @@ AttentionInterface.register(ATTENTION_NAME, _attention_forward)
 
 
 class _Relay:
-    """What a model's layers call to attend: leads to the attention of the pass in progress."""
+    """Forwards attention calls of the model's layers to the attention function of the current pass."""
 
     attention: Attend | None = None
 
@@ -101,7 +103,10 @@ class _Relay:
 
 
 class _Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the first operation a GPU is waited for in: it asks for a number, or leaves the device."""
+    """Records the first operation that makes the host wait for a GPU.
+
+    Such an operation needs a value from the device, or moves a tensor to or from it.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -109,7 +114,7 @@ class _Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         asks = torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
-        if func is torch.ops.aten.index.Tensor:  # by numbers, or by a mask, whose sum is the shape
+        if func is torch.ops.aten.index.Tensor:  # a mask's sum is the result's length
             asks = any(x is not None and x.dtype == torch.bool for x in args[1])
         out = func(*args, **(kwargs or {}))
         leaves = {x.device for x in (out, *args) if isinstance(x, Tensor)}
@@ -119,42 +124,42 @@ class _Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Llama4Cache:
-    """Stands in for a cache, which Llama 4's body asks for positions: here each token's own."""
+    """Stands in for a transformers cache, from which Llama 4 computes the positions of the tokens."""
 
     def __init__(self, positions: Tensor) -> None:
         self._positions = positions
 
     def get_seq_length(self, layer_idx: int = 0) -> Tensor:
-        """What added to a token's place in the batch is its position, (T,)."""
+        """Return, for each token, its position minus its index in the batch, (T,). Llama 4 adds the index."""
         return self._positions - torch.arange(len(self._positions), device=self._positions.device)
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """The new ones alone: attention has the others."""
+        """Return only the new keys and values. Paged attention reads the others from its cache."""
         return keys, values
 
 
 class _BodyOutput(tuple[Tensor]):
-    """A body's output as heads read it, by index or by name; all but the hidden states is None."""
+    """A body's output, which heads read by index or by name. Every field but the hidden states is None."""
 
     def __getattr__(self, name: str) -> Tensor | None:
         return self[0] if name == "last_hidden_state" else None
 
 
 class _GivenHidden(nn.Module):
-    """Stands in for the body of a causal LM whose head alone is wanted: returns what it is given."""
+    """Stands in for the body of a causal LM to compute only its head. It returns its input."""
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> _BodyOutput:
-        """(1, R, E) as it came."""
+        """Return the hidden states, (1, R, E), unchanged."""
         return _BodyOutput((inputs_embeds,))
 
     @property
     def decoder(self) -> "_GivenHidden":
-        """OPT's head calls `model.decoder`."""
+        """The module itself: OPT's head calls `model.decoder`."""
         return self
 
 
 class HFModel(nn.Module):
-    """A transformers causal LM with the interface of `decoder.Decoder`."""
+    """Wraps a transformers causal LM in the interface of `decoder.Decoder`."""
 
     code = "transformers'"
     replaceable = False
@@ -166,15 +171,15 @@ class HFModel(nn.Module):
         if body is None:
             raise UnsupportedModelError("its body and its head cannot be told apart")
         self.body = causal_lm._modules[body]
-        # The whole model's forward on a stand-in body is its head with all that belongs to it: scaling,
-        # soft-capping, biases. Shares every weight.
+        # The head is the whole model with a stand-in body, so that scaling, soft-capping and biases around
+        # the head are computed too. It shares every weight with the model.
         self.head = copy.copy(causal_lm)
         self.head._modules = {**causal_lm._modules, body: _GivenHidden()}
-        if hasattr(self.body, "lm_head_multiplier"):  # which Falcon-H1's head asks the body for
+        if hasattr(self.body, "lm_head_multiplier"):  # Falcon-H1's head reads it from the body
             self.head._modules[body].lm_head_multiplier = self.body.lm_head_multiplier
         if attention_implementation(causal_lm.config) == "eager":
             replace_attention(causal_lm)
-            causal_lm.config._attn_implementation = ATTENTION_NAME  # for which no masks are made
+            causal_lm.config._attn_implementation = ATTENTION_NAME  # so that transformers makes no masks
         if any(hasattr(module, "create_position_ids_from_input_ids") for module in causal_lm.modules()):
             pad_id = causal_lm.config.pad_token_id
             logging.getLogger(__name__).warning(
@@ -183,24 +188,28 @@ class HFModel(nn.Module):
                 type(causal_lm).__name__,
                 "" if pad_id is None else f" = {pad_id + 1}",
             )
-        # PyTorch's products of all experts at once ask for rows of 16 bytes or a multiple.
+        # PyTorch's grouped matrix products of experts need rows of a multiple of 16 bytes.
         weights = (x for x in causal_lm.parameters() if x.dim() == 3)
         if any(x.shape[-1] * x.element_size() % 16 for x in weights):
-            getattr(causal_lm, "set_experts_implementation", str)("eager")  # from transformers 5 on
-        # Not every body passes keyword arguments on to its attention modules: they get theirs directly.
+            getattr(causal_lm, "set_experts_implementation", str)("eager")  # since transformers 5
+        # The relay is an attribute of every module, because not every body passes keyword arguments on to its
+        # attention modules.
         self._relay = _Relay()
         for module in causal_lm.modules():
             module.paged_attend = self._relay
-            module._load_state_dict_pre_hooks.clear()  # Mamba2's holds the model in a circle
+            module._load_state_dict_pre_hooks.clear()  # Mamba2's hook is a reference cycle
         self.states = States(causal_lm)
-        self.kv_specs: list[KVSpec] = []  # what attention stores per token, in the order of calls
-        self.attention_settings: frozenset[str] = frozenset()  # what they ask for besides a scale
+        self.kv_specs: list[KVSpec] = []  # what attention stores per token, in call order
+        self.attention_settings: frozenset[str] = frozenset()  # used by the layers, other than a scale
         self._probe(max_model_len)
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, caches: Sequence[KVCache], attention: PagedAttention
     ) -> Tensor:
-        """Token ids and positions, (T,) int64 each, to hidden states, (T, E); fills the caches."""
+        """Return the hidden states, (T, E), and write K and V to the caches.
+
+        input_ids and positions are (T,) int64.
+        """
         in_order = iter(caches)
 
         def attend(layer: Any, q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
@@ -209,12 +218,12 @@ class HFModel(nn.Module):
         return self._run(input_ids, positions, attend)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """(R, E) -> (R, vocab_size)."""
+        """Return the logits of R tokens: (R, E) -> (R, vocab_size)."""
         logits: Tensor = self.head(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits
         return logits[0]
 
     def use_linear_layers(self) -> None:
-        """Have products with weights computed by linear layers, which a device can pack."""
+        """Replace modules that multiply by a weight with linear layers, which a device can pack."""
         use_linear_layers(self.causal_lm)
 
     def _run(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
@@ -223,28 +232,27 @@ class HFModel(nn.Module):
             "position_ids": positions.unsqueeze(0),
             "use_cache": False,
         }
-        if self.causal_lm.config.model_type == "llama4_text":  # its masks are made where there are none
+        if self.causal_lm.config.model_type == "llama4_text":  # it makes its masks if none are given
             masks = {"full_attention": None, "chunked_attention": None}
             inputs |= {"past_key_values": _Llama4Cache(positions), "attention_mask": masks}
         self._relay.attention = attend
         try:
             hidden: Tensor = self.body(**inputs)[0]
         finally:
-            self._relay.attention = None  # it refers to the caches
+            self._relay.attention = None  # do not keep the caches alive
         return hidden[0]
 
-    @torch.no_grad()  # inference_mode would hide from `_Waits` what an operation is made of
+    @torch.no_grad()  # inference_mode would hide the parts of composite operations from `_Waits`
     def _probe(self, max_model_len: int | None) -> None:
-        """Learn the layers and what they store; refuse a model that this way would compute wrongly.
+        """Find out what each layer stores, and reject a model that would be computed wrongly.
 
-        Attention is replaced by a function of each token alone. Then tokens may not influence one
-        another at all: if they do, the model mixes them outside attention and the layers whose states we
-        know, where a flat batch of several sequences would be mixed too.
-        Nor may it matter where in the batch a token stands: if it does, the model counts positions
-        itself. All passes have the same shape, so that rounding is the same too.
+        The trial passes replace attention by a function of each token alone. Layers with states treat each
+        token as a sequence of its own. If tokens still influence each other, the model mixes them elsewhere
+        and would mix the sequences of a flat batch. If a token's index in the batch matters, the model counts
+        positions itself. All passes have the same shape, so that they round alike.
         """
         config = self.causal_lm.config
-        seen: list[Tensor] = []  # by a pass: queries and keys of each layer, hidden states; (T, ..) each
+        seen: list[Tensor] = []  # of one pass: queries and keys of each layer, (T, ..)
 
         def record(layer: Any, q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
             self.kv_specs.append(KVSpec(k.shape[1], k.shape[2], v.shape[2], k.dtype, settings.get("window")))
@@ -264,8 +272,8 @@ class HFModel(nn.Module):
 
         device = self.causal_lm.get_input_embeddings().weight.device
         ids = torch.arange(1, 9, device=device)
-        positions = ids + 7  # beyond the number of tokens, as in most steps
-        other_ids = torch.cat((ids[1:-1], ids[:1], ids[-1:]))  # all but the last token are others
+        positions = ids + 7  # larger than the number of tokens, as in most steps
+        other_ids = torch.cat((ids[1:-1], ids[:1], ids[-1:]))  # every token but the last one differs
         try:
             first = trial(ids, positions, record)
             with _Waits() as waits:
@@ -288,9 +296,9 @@ class HFModel(nn.Module):
             layer_types = [kind for kind in layer_types if kind in ATTENTION_TYPES]
             if len(layer_types) != len(windows):
                 layer_types = [by_default] * len(windows)
-        if config.model_type in METHODS:  # which ask for what their configs say in words of their own
+        if config.model_type in METHODS:  # eager.py takes their windows from fields of other names
             layer_types = ["full" if window is None else "sliding" for window in windows]
-        # A window that covers all positions is none: models may leave it out.
+        # Models may leave out a window that covers all positions.
         is_whole = configured and max_model_len is not None and configured >= max_model_len
         for layer_type, window in zip(layer_types, windows, strict=True):
             if layer_type.startswith("sliding") != (window is not None) and not (window is None and is_whole):
@@ -299,11 +307,11 @@ class HFModel(nn.Module):
             raise UnsupportedModelError("it mixes tokens outside attention")
         if _differ(first, [x.flip(0) for x in backwards]):
             raise UnsupportedModelError("it takes positions from a token's place in the batch")
-        self.capturable = waits.first is None  # a CUDA graph cannot hold what waits for the device
+        self.capturable = waits.first is None  # a CUDA graph cannot capture a wait
 
 
 def _differ(these: list[Tensor], those: list[Tensor]) -> bool:
-    """Whether two trial passes computed something else than the same, up to rounding, for any token."""
+    """Return whether two trial passes differ by more than rounding for any token."""
     return any(
         bool(((x - y).float().norm(dim=-1) > PROBE_TOLERANCE * x.float().norm(dim=-1)).any())
         for x, y in zip(these, those, strict=True)
@@ -318,10 +326,10 @@ def load_hf(
     max_model_len: int,
     pack: Pack,
 ) -> HFModel:
-    """Load any other model by transformers' code.
+    """Load a model with transformers' code.
 
     Raises:
-        ValueError: the files do not fit the config, or the model cannot be served.
+        ValueError: the files do not fit the config, or the model is not supported.
     """
     with naming(checkpoint.hf_config):
         check_config(checkpoint.hf_config)
@@ -340,10 +348,10 @@ def _load_transformers(
     device: torch.device,
     pack: Pack = lambda *_: None,
 ) -> Any:
-    """A transformers causal LM with every parameter filled, from safetensors or (dummy) at random.
+    """Return a transformers causal LM with its parameters read from files, or random (load_format "dummy").
 
-    It is filled on the device, a tensor at a time, so that the host never holds the model. Only transformers
-    without accelerate fills it on the host.
+    The model is filled on the device, one tensor at a time, so that the host never holds all of it. Without
+    accelerate, transformers fills it on the host first.
     """
     path = checkpoint.path
     pooling = checkpoint.pooling
@@ -362,9 +370,9 @@ def _load_transformers(
         with as_value_error(path), torch.random.fork_rng(devices), device:
             torch.manual_seed(config.seed)
             return auto.from_config(checkpoint.hf_config, **settings)
-    if device.type != "cpu" and find_spec("accelerate") is not None:  # which transformers asks for
+    if device.type != "cpu" and find_spec("accelerate") is not None:  # transformers requires it
         settings["device_map"] = {"": device}
-    files = checkpoint.open_files()  # also for its errors: those of transformers are less clear
+    files = checkpoint.open_files()  # its errors are clearer than transformers'
     source: str | None
     headers, source = files.headers, str(path)
     if has_labels and checkpoint.written_as is not None:
@@ -374,7 +382,7 @@ def _load_transformers(
     if getattr(files, "is_known", True) is False:  # a GGUF file of a family that transformers reads
         source, settings["gguf_file"] = str(path.parent), path.name
     elif path.suffix == ".gguf" or checkpoint.quantization is not None:
-        auto, source = MODEL_FOR_CAUSAL_LM_MAPPING[type(checkpoint.hf_config)], None  # its names are its own
+        auto, source = MODEL_FOR_CAUSAL_LM_MAPPING[type(checkpoint.hf_config)], None  # headers use its names
         settings["state_dict"] = {name: floats(files.read(name), dtype) for name in headers}
         settings.pop("key_mapping", None)
     with as_value_error(path), _without_report():
@@ -392,7 +400,7 @@ def _load_transformers(
     for name, parameter in parameters.items():
         if parameter.dtype not in SERVED_DTYPES:
             raise ValueError(f"{path}: {name!r} is still {parameter.dtype} after loading")
-    for entry in report["mismatched_keys"]:  # a name, from transformers 5 on with both shapes
+    for entry in report["mismatched_keys"]:  # a name; since transformers 5 with both shapes
         raise ValueError(f"{path} holds a tensor of another shape than the config asks for: {entry}")
     unexpected = [
         name
@@ -430,7 +438,7 @@ def _load_transformers(
 
 @contextmanager
 def _without_report() -> Iterator[None]:
-    """No word from transformers on tensors that do not fit: all of it is raised, or left out knowingly."""
+    """Silence transformers' report on tensors that do not fit: the caller raises errors for them."""
     logger = logging.getLogger("transformers.modeling_utils")
     logger.disabled = True
     try:
