@@ -1,12 +1,12 @@
 """Paged attention: write a batch's keys and values into cache blocks, then attend over the blocks.
 
-Here is the backend to read, in plain PyTorch, which runs on any device. Those that are fast compute the same:
-`cpu.attention.CompiledAttention` with kernels of our own, `flash.FlashAttention` and `flash.VarlenAttention`
-with flash-attn's kernels on CUDA, from the flash-attn package or from PyTorch itself, and
-`triton.TritonAttention` with Triton kernels of our own.
+`TorchAttention` is the backend to read: plain PyTorch, on any device. The fast backends compute the same:
+`cpu.attention.CompiledAttention` with C++ kernels from this repository, `flash.FlashAttention` and
+`flash.VarlenAttention` with flash-attn's kernels on CUDA (from the flash-attn package, or as included in
+PyTorch), and `triton.TritonAttention` with Triton kernels from this repository.
 
-Shape letters: T tokens in the batch, S sequences, H query heads, K key/value heads, D head_dim (D' of
-the values, where it differs), L cached tokens of a sequence (padded to whole blocks), B block_size.
+Shape letters: T tokens in the batch, S sequences, H query heads, K key/value heads, D head_dim (D' for the
+values, if different), L cached tokens of a sequence (padded to whole blocks), B block_size.
 """
 
 from abc import ABC, abstractmethod
@@ -21,14 +21,14 @@ from torch import Tensor
 from nanoengine.backends.inputs import AttentionMetadata
 from nanoengine.backends.kv_cache import KVCache, KVSpec
 
-# Sequences decoded in one padded call. Sorted by length, so that little of a group is padding.
+# How many sequences one padded call decodes. They are sorted by length first, to keep the padding small.
 DECODE_GROUP_SIZE = 16
-# Scores held at a time where SDPA cannot be used and they exist as a whole.
+# How many attention scores exist at a time when SDPA cannot be used and the scores are materialized.
 SCORES_PER_SLICE = 1 << 24
 
 
 class Settings(NamedTuple):
-    """How a layer attends."""
+    """Holds how a layer attends: the keyword arguments of `PagedAttention.__call__`."""
 
     scale: float
     window: int | None
@@ -37,20 +37,20 @@ class Settings(NamedTuple):
     alibi_slopes: Tensor | None = None
 
     def for_heads(self, *shape: int) -> "Settings":
-        """With what there is of each head in that shape."""
+        """Return a copy with the per-head tensors viewed in the given shape."""
         sinks, slopes = (None if x is None else x.view(shape) for x in (self.sinks, self.alibi_slopes))
         return self._replace(sinks=sinks, alibi_slopes=slopes)
 
 
 class _Mask(NamedTuple):
-    """Of queries and keys, broadcast to scores: how many positions apart they are, and who sees whom."""
+    """Relates query and key positions. Both tensors broadcast to the scores."""
 
-    distance: Tensor
-    visible: Tensor
+    distance: Tensor  # query position - key position
+    visible: Tensor  # bool: the query attends to the key
 
     @classmethod
     def of(cls, distance: Tensor, window: int | None) -> "_Mask":
-        """What is not in the future, and inside the window, is visible.
+        """Return the causal mask for these distances: keys in the past and inside the window are visible.
 
         >>> _Mask.of(torch.tensor([2, 1, 0, -1]), window=2).visible.tolist()
         [False, True, True, False]
@@ -61,17 +61,17 @@ class _Mask(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _DecodeGroup:
-    """Sequences with one new token each, attended in a single padded call."""
+    """Groups sequences with one new token each, which attend in a single padded call."""
 
     rows: Tensor  # (S',) int64  their rows in the flat batch
     block_tables: Tensor  # (S', blocks) int32
     seq_lens: Tensor  # (S',) int32
-    padding: tuple[Tensor, ...]  # row and position of every slot behind its end or in the null block
+    padding: tuple[Tensor, ...]  # row and position of each slot past a sequence's end or in the null block
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QueryChunk:
-    """A sequence with several new tokens: rows [start, end), the last at position seq_len - 1."""
+    """Describes a sequence with several new tokens: rows [start, end), the last at position seq_len - 1."""
 
     start: int
     end: int
@@ -81,18 +81,18 @@ class QueryChunk:
 
 
 class PagedAttention(ABC):
-    """One step's causal attention over the paged cache.
+    """Computes causal attention over the paged cache for one step.
 
-    Built once per step from the metadata and called once per layer, so that what does not depend on
-    the layer (grouping, block gathers' indices, masks) is prepared once.
+    It is built once per step from the metadata and called once per layer. Everything that does not depend on
+    the layer (grouping, gather indices, masks) is prepared once.
     Source: PagedAttention, https://arxiv.org/abs/2309.06180
     """
 
-    name: ClassVar[str]  # as attn_backend has it
-    # Those that it can compute.
+    name: ClassVar[str]  # the value of attn_backend that selects it
+    # The optional settings that it can compute.
     settings: ClassVar[frozenset[str]] = frozenset(("window", "softcap", "sinks", "alibi_slopes"))
     block_multiple: ClassVar[int] = 1  # block_size has to be a multiple of this
-    capturable: ClassVar[bool] = False  # whether a CUDA graph can hold it: it asks the device for nothing
+    capturable: ClassVar[bool] = False  # whether a CUDA graph can hold it: it never waits for the device
 
     def __init__(self, metadata: AttentionMetadata[Tensor], block_size: int) -> None:
         self.metadata = metadata
@@ -100,17 +100,17 @@ class PagedAttention(ABC):
 
     @classmethod
     def obstacle(cls, specs: Sequence[KVSpec], settings: frozenset[str]) -> str | None:
-        """Why it cannot compute layers that store `specs` and ask for `settings`; None: it can."""
+        """Return why the backend cannot compute layers with these specs and settings, or None if it can."""
         return None
 
     @classmethod
     def try_out(
         cls, specs: Sequence[KVSpec], settings: frozenset[str], block_size: int, device: torch.device
     ) -> str | None:
-        """Why it cannot compute such layers on that device after all, found by attending; None: it can.
+        """Run the backend on that device. Return why it cannot compute such layers there, or None if it can.
 
-        To values that are all one, so that the results are. Prompts, chunks beside decodes, and decodes by
-        themselves: a backend may have kernels of its own for each.
+        All values are one, so all results must be one. Prompts, chunks mixed with decodes, and decodes alone
+        are tried, because a backend may use a different kernel for each.
         """
         for spec in dict.fromkeys(specs):
             for query_lens, seq_lens in (((2, 1), (2, 1)), ((1, 2), (3, 3)), ((1, 1), (2, 1))):
@@ -133,7 +133,7 @@ class PagedAttention(ABC):
         query_lens: tuple[int, int],
         seq_lens: tuple[int, int],
     ) -> Tensor:
-        """Of two sequences, each in a block, with room for more keys than a kernel leaves undivided."""
+        """Attend for two sequences of one block each. The block tables are wide enough for split keys."""
         width, num_heads = -(-4096 // block_size), spec.num_kv_heads
         tables = torch.zeros(2, width, dtype=torch.int32)
         tables[:, 0] = torch.tensor([1, 2])
@@ -179,17 +179,17 @@ class PagedAttention(ABC):
         sinks: Tensor | None = None,
         alibi_slopes: Tensor | None = None,
     ) -> Tensor:
-        """Write k and v into their slots, then attend from each token to its sequence's past.
+        """Write k and v into their slots, then attend from each token to its sequence's tokens so far.
 
         The whole batch is written before anything is read, so a sequence may attend to blocks that
-        another sequence fills in this very step.
+        another sequence fills in the same step.
 
         Shapes:
             q (T, H, D); k (T, K, D); v (T, K, D'), H a multiple of K.
-            window: how many positions back, itself included, a token sees; None is all.
-            softcap: scores are bounded to (-softcap, softcap) by a tanh; None is no bound (Gemma 2).
-            sinks: (H,), a score per head that takes its share of the softmax and has no value (gpt-oss).
-            alibi_slopes: (H,) float32, what a score loses per position between query and key (Bloom).
+            window: how many positions a token sees, including its own; None: all.
+            softcap: a tanh bounds the scores to (-softcap, softcap); None: no bound (Gemma 2).
+            sinks: (H,), one extra score per head that joins the softmax but has no value (gpt-oss).
+            alibi_slopes: (H,) float32, subtracted from a score per position of distance (Bloom).
 
         Returns:
             (T, H, D'), dtype of q.
@@ -199,17 +199,17 @@ class PagedAttention(ABC):
         return self._attend(q.contiguous(), k, v, cache, settings)
 
     def _write(self, k: Tensor, v: Tensor, cache: KVCache) -> None:
-        # Copies land in the null block where slot_mapping says to discard; nothing ever reads it.
+        # K and V to be discarded have slots in the null block, which nothing reads.
         cache.k.view(-1, *k.shape[1:]).index_copy_(0, self.metadata.slot_mapping, k)
         cache.v.view(-1, *v.shape[1:]).index_copy_(0, self.metadata.slot_mapping, v)
 
     @abstractmethod
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, settings: Settings) -> Tensor:
-        """Attention over the cache, which holds k and v already."""
+        """Attend over the cache, which already contains k and v."""
 
 
 class GroupedAttention:
-    """A `PagedAttention` per KV cache group, for a model that calls it as if there were one."""
+    """Holds a `PagedAttention` per KV cache group. The model calls it like a single one."""
 
     def __init__(self, groups: Sequence[PagedAttention]) -> None:
         self.groups = groups
@@ -221,7 +221,7 @@ class GroupedAttention:
         metadata: AttentionMetadata[Tensor],
         block_size: int,
     ) -> "GroupedAttention":
-        """One step's, of which each group has block_tables[group] and slot_mapping[group]."""
+        """Build each group's attention from block_tables[group] and slot_mapping[group]."""
         pairs = zip(metadata.block_tables, metadata.slot_mapping, strict=True)
         return cls(
             [
@@ -231,16 +231,16 @@ class GroupedAttention:
         )
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, **settings: Any) -> Tensor:
-        """By the attention that knows the block tables of the cache's group."""
+        """Attend with the attention of the cache's group, which knows that group's block tables."""
         return self.groups[cache.group](q, k, v, cache, **settings)
 
 
-# Makes one step's attention from its metadata and block_size.
+# Makes the attention of one step from its metadata and block_size.
 BuildAttention = Callable[[AttentionMetadata[Tensor], int], PagedAttention | GroupedAttention]
 
 
 class TorchAttention(PagedAttention):
-    """In plain PyTorch, on any device."""
+    """Attends in plain PyTorch, on any device."""
 
     name = "torch"
 
@@ -260,7 +260,7 @@ class TorchAttention(PagedAttention):
             self._chunks.append(QueryChunk(start, start + length, seq_len, first, table))
 
     def _prepare_decodes(self, rows: Tensor, tables: Tensor, seq_lens: Tensor) -> None:
-        """Group the sequences that have one new token: their rows, block tables and lengths."""
+        """Group the sequences that have one new token, given their rows, block tables and lengths."""
         self._groups: list[_DecodeGroup] = []
         order = seq_lens.argsort()
         for group in torch.split(order, DECODE_GROUP_SIZE) if len(order) else ():
@@ -286,7 +286,7 @@ class TorchAttention(PagedAttention):
     def _decode(self, group: _DecodeGroup, q: Tensor, cache: KVCache, settings: Settings) -> Tensor:
         num_seqs, num_heads, head_dim = q.shape
         k, v = (x[group.block_tables].flatten(1, 2) for x in (cache.k, cache.v))  # (S', L, K, D)
-        # A mask alone would not do: there may be NaN that another sequence left.
+        # A mask is not enough: the padding may contain NaN from another sequence, and 0 * NaN is NaN.
         k[group.padding], v[group.padding] = 0, 0
         k, v = k.transpose(1, 2), v.transpose(1, 2)
         num_kv_heads = k.shape[1]
@@ -294,7 +294,7 @@ class TorchAttention(PagedAttention):
         if key not in self._masks:
             distance = group.seq_lens.unsqueeze(1) - 1 - torch.arange(k.shape[2], device=q.device)
             self._masks[key] = _Mask.of(distance[:, None, None], settings.window)  # (S', 1, 1, L)
-        # The query heads that share a KV head take the place of query positions.
+        # The query heads that share a KV head are folded into the dimension of query positions.
         folded = q.reshape(num_seqs, num_kv_heads, -1, head_dim)
         settings = settings.for_heads(1, num_kv_heads, -1, 1)
         out = _scaled_dot_product(folded, k, v, self._masks[key], settings)
@@ -315,7 +315,7 @@ class TorchAttention(PagedAttention):
                 distance = positions[-length:].unsqueeze(1) - positions
                 self._masks[key] = _Mask.of(distance, settings.window)  # (length, L)
             mask = self._masks[key]
-        # KV heads are the batch; the query heads that share one are SDPA's heads, K and V expanded.
+        # KV heads are SDPA's batch, and the query heads that share one are its heads, with K and V expanded.
         attended = _scaled_dot_product(
             q.reshape(length, num_kv_heads, group_size, head_dim).permute(1, 2, 0, 3),
             k.unsqueeze(1).expand(-1, group_size, -1, -1),
@@ -327,12 +327,15 @@ class TorchAttention(PagedAttention):
 
 
 def whole_rows(x: Tensor) -> Tensor:
-    """Keys or values (T, K, D) with each token's numbers in one piece; tokens themselves may lie apart."""
+    """Return keys or values (T, K, D) with each token's elements contiguous; tokens may be strided."""
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 
 
 def _scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, mask: _Mask | None, settings: Settings) -> Tensor:
-    """Attention of (.., .., queries, D) over (.., .., L, D); no mask is causal; settings fit the scores."""
+    """Attend from (.., .., queries, D) to (.., .., L, D). Without a mask the attention is causal.
+
+    The tensors of `settings` broadcast to the scores.
+    """
     sinks, slopes = settings.sinks, settings.alibi_slopes
     if settings.softcap is None and sinks is None and slopes is None:
         visible = None if mask is None else mask.visible
@@ -340,7 +343,7 @@ def _scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, mask: _Mask | None, set
             q, k, v, attn_mask=visible, is_causal=mask is None, scale=settings.scale
         )
     assert mask is not None
-    # What SDPA cannot do is done a slice of the queries at a time, so that the scores stay small.
+    # SDPA supports none of these settings. Process a slice of the queries at a time to keep the scores small.
     slice_length = max(1, SCORES_PER_SLICE // (q.shape[0] * q.shape[1] * k.shape[2]))
     outs = []
     for start in range(0, q.shape[2], slice_length):
@@ -359,5 +362,5 @@ def _scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, mask: _Mask | None, set
 
 
 def _of_rows(x: Tensor, rows: slice) -> Tensor:
-    """Some rows of (.., queries, ..), which may be one for all queries."""
+    """Return some rows of (.., queries, ..), which may have size 1 for all queries."""
     return x if x.shape[-2] == 1 else x[..., rows, :]

@@ -1,6 +1,7 @@
-"""What an engine asks of the processor it runs on: here the answers in plain PyTorch, for a CPU.
+"""`Device`: everything the engine needs from the processor it runs on, here in plain PyTorch for a CPU.
 
-`cpu.device.CPU` and `cuda.CUDA` answer what is faster there, so that nobody else has to ask which one it is.
+The subclasses `cpu.device.CPU` and `cuda.CUDA` override what can be faster there, so that no other module
+has to distinguish processors.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,67 +24,67 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Attention(NamedTuple):
-    """The backend to attend with."""
+    """Names the attention backend that the device chose."""
 
     backend: type[PagedAttention]
     build: BuildAttention
-    notes: list[str]  # for the user: which faster ones were passed over, and why
+    notes: list[str]  # for the user: which faster backends cannot be used, and why
 
 
 Compute = Callable[[ModelInputs[Tensor]], Tensor]  # a batch's hidden states, (T, E)
 
 
 class Forward:
-    """Runs a batch through the model as it comes; `cuda.DecodeGraphs` replays some from a capture."""
+    """Runs each batch through the model eagerly. The subclass `cuda.DecodeGraphs` replays CUDA graphs."""
 
     def __init__(self, remark: str = "") -> None:
         self._remark = remark
 
     def pad(self, inputs: ModelInputs[np.ndarray]) -> ModelInputs[np.ndarray]:
-        """A batch, filled up to a shape that was captured, where there is one."""
+        """Return the batch, padded to a captured shape if there is one for it."""
         return inputs
 
     def __call__(self, compute: Compute, inputs: ModelInputs[Tensor]) -> Tensor:
-        """Hidden states, (T, E), of what `pad` returned, on the device by now.
+        """Return the hidden states, (T, E), of a batch that `pad` returned and that is now on the device.
 
-        `compute` is the runner's own method, and is not kept: a runner that refers to itself would hold its
-        memory until the garbage collector comes.
+        `compute` is a method of the runner, and must not be stored: the reference cycle would keep the
+        runner's memory allocated until the garbage collector runs.
         """
         return compute(inputs)
 
     def describe(self) -> str:
-        """For the user, behind the attention's name."""
+        """Return a remark for the user, to be shown after the name of the attention backend."""
         return self._remark
 
 
 class Decodes(NamedTuple):
-    """What steps that only decode are captured from."""
+    """Holds what is needed to capture steps that only decode."""
 
     inputs: ModelInputs[np.ndarray]  # one sequence's decode, in the null block
     compute: Compute
-    largest: int  # the most sequences of a step
-    table_width: int  # blocks of the longest sequence
+    largest: int  # the largest number of sequences in a step
+    table_width: int  # number of blocks of the longest sequence
     block_size: int  # tokens
-    obstacles: list[str]  # why no capture can hold them, for the user
+    obstacles: list[str]  # for the user: why decode steps cannot be captured
 
 
 class Trial(NamedTuple):
-    """The work of the largest steps, to be tried out for the memory it takes."""
+    """Holds the largest steps as functions, which are run once to measure the memory they need."""
 
-    what: str  # for the user
-    caches: Callable[[], AbstractContextManager[int]]  # a cache just large enough, for a while; its bytes
+    what: str  # describes the largest batch to the user
+    caches: Callable[[], AbstractContextManager[int]]  # a temporary, just large enough KV cache; its bytes
     compute: Callable[[], object]
-    capture: Callable[[], object]  # as it will be done at the end; gives what holds the memory
+    capture: Callable[[], object]  # the same capture as at the end of startup; returns the memory's owner
 
 
 def host_memory(shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, NDArray[Any]]:
-    """Memory of the host that a GPU reads and writes by itself, without a wait; for PyTorch and for numpy."""
+    """Allocate pinned host memory, which a GPU reads and writes asynchronously, for PyTorch and numpy."""
     memory = torch.empty(*shape, dtype=dtype, pin_memory=True)
     return memory, memory.numpy()
 
 
 def upload(values: NDArray[Any], device: torch.device) -> Tensor:
-    """An array on the device. Towards a GPU it is queued, where `torch.tensor` would wait for all before."""
+    """Copy an array to the device. A copy to a GPU is queued; `torch.tensor` would wait for earlier work."""
     tensor = torch.from_numpy(values)
     if device.type != "cuda":
         return tensor
@@ -93,28 +94,28 @@ def upload(values: NDArray[Any], device: torch.device) -> Tensor:
 
 
 class Download:
-    """A tensor on its way to the host; `read` waits for it, and for nothing queued after it."""
+    """Carries a tensor to the host. `read` waits for this tensor, but not for work queued after it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
 
     def read(self) -> Tensor:
-        """The tensor on the host."""
+        """Return the tensor on the host."""
         return self._tensor
 
 
 class Device:
-    """A processor. Plain PyTorch computes everything; subclasses know faster ways."""
+    """Describes a processor. Here plain PyTorch computes everything; the subclasses are faster."""
 
-    # Of attention, the fastest first.
+    # Attention backends, the fastest first.
     backends: ClassVar[tuple[type[PagedAttention], ...]] = (TorchAttention,)
-    quantizations: ClassVar[tuple[str, ...]] = ()  # what it rounds weights to, of `ROUNDED`
-    # Defaults of what a user may set. A larger step is no faster on a CPU, whose caches it overflows.
+    quantizations: ClassVar[tuple[str, ...]] = ()  # the formats in `ROUNDED` that it can quantize weights to
+    # Defaults for settings of the user. A larger step is not faster on a CPU: it overflows the CPU's caches.
     block_size: ClassVar[int] = 32
     max_num_batched_tokens: ClassVar[int] = 1024
     async_scheduling: ClassVar[bool] = False
-    more_memory: ClassVar[str] = "free some memory"  # advice
-    # A kernel for `sampling.draw_rows`, where there is one.
+    more_memory: ClassVar[str] = "free some memory"  # advice to the user
+    # A kernel that replaces `sampling.draw_rows`; None: there is none.
     draw: Callable[[Tensor, SamplingMetadata], tuple[Tensor, Tensor]] | None = None
 
     def __init__(self, device: torch.device, config: EngineConfig) -> None:
@@ -138,43 +139,46 @@ class Device:
         return torch.float32
 
     def pack(self, weight: Quantized, bias: Tensor | None, dtype: torch.dtype) -> nn.Module | None:
-        """A linear layer that computes with integers as they are; None: they have to be of the dtype."""
+        """Return a linear layer that computes with a quantized weight, or None to have it dequantized."""
         return None
 
     def prepare(self, model: Any) -> None:
-        """Give a loaded model the kernels and the layout of weights that are fastest here."""
+        """Give a loaded model the kernels and the weight layout that are fastest on this device."""
 
     def fuse(self, function: Function) -> Function:
-        """A function of tensors, element-wise for the most part, in as few passes over memory as can be."""
+        """Return a mostly element-wise tensor function, compiled to fewer passes over memory if it can."""
         return function
 
     def running(self) -> AbstractContextManager[object]:
-        """A `with` block around each part of a step that computes."""
+        """Return a context manager for the parts of a step that compute."""
         return nullcontext()
 
     def rest(self) -> None:
-        """There is nothing to compute until a next step, which may run in another thread."""
+        """Note that nothing is computed until the next step, which may run in another thread."""
 
     def send(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
-        """A step's arrays on the device, until the next call."""
+        """Copy a step's arrays to the device. The tensors are valid until the next call."""
         return [torch.from_numpy(array) for array in arrays]
 
     def reserve(self, max_num_tokens: int, max_num_seqs: int, num_groups: int, table_width: int) -> None:
-        """Make room for what `send` will get of the largest step; a block table has table_width entries."""
+        """Make room for the arrays of the largest step that `send` will get.
+
+        A block table has at most table_width entries.
+        """
 
     def download(self, tensor: Tensor) -> Download:
-        """Begin to copy a tensor to the host."""
+        """Start copying a tensor to the host."""
         return Download(tensor)
 
     def capture(self, decodes: Decodes) -> Forward:
-        """What runs the steps: decodes by graphs, where there can be any."""
+        """Return what runs the steps. Decode steps are replayed from CUDA graphs if they can be captured."""
         return Forward()
 
     def choose_attention(self, specs: Sequence[KVSpec], settings: frozenset[str]) -> Attention:
-        """The fastest backend that can compute layers that store `specs` and ask for `settings`.
+        """Return the fastest backend that can compute layers with these specs and settings.
 
         Raises:
-            ValueError: the one that attn_backend asks for cannot.
+            ValueError: the backend chosen by attn_backend cannot.
         """
         asked, notes = self.config.attn_backend, list[str]()
         for backend in self.backends:
@@ -191,26 +195,26 @@ class Device:
     def obstacle(
         self, backend: type[PagedAttention], specs: Sequence[KVSpec], settings: frozenset[str]
     ) -> str | None:
-        """Why a backend cannot be used; None: it can."""
+        """Return why a backend cannot be used, or None if it can."""
         if (self.config.block_size or self.block_size) % backend.block_multiple:
             return f"block_size must be a multiple of {backend.block_multiple}, got {self.config.block_size}"
         return backend.obstacle(specs, settings)
 
     def cache_bytes(self, trial: Trial) -> int:
-        """What the cache may take: as much as the config says, or as memory has room for."""
+        """Return the size of the KV cache: kv_cache_bytes if set, otherwise the memory that is free."""
         given = self.config.kv_cache_bytes
         return self.free_bytes(trial) if given is None else given
 
     def count_blocks(self, block_bytes: int, most: int, cache_bytes: int) -> int:
-        """How many blocks the KV cache gets: as many as the config says, or as that many bytes hold.
+        """Return the number of KV cache blocks: num_kv_blocks if set, otherwise as many as fit.
 
         Args:
-            block_bytes: of a block.
-            most: what every sequence at its longest can hold; more would only be a larger prefix cache.
-            cache_bytes: of all.
+            block_bytes: size of one block.
+            most: enough blocks for every sequence at its longest. More would only enlarge the prefix cache.
+            cache_bytes: size of the whole cache.
 
         Raises:
-            ValueError: there is no room for two, one of which is the null block.
+            ValueError: two blocks do not fit. One of them is the null block.
         """
         config = self.config
         if config.num_kv_blocks is not None:
@@ -223,11 +227,11 @@ class Device:
         return num_blocks
 
     def free_bytes(self, trial: Trial) -> int:
-        """Return how much memory the KV cache may take beside the weights and the largest steps' work.
+        """Return how much memory the KV cache may use, in addition to the weights and the largest steps.
 
-        On a CPU, as in vLLM, at most 4 GiB; the ranks of one model share them.
+        On a CPU it is half of the available memory, but at most 4 GiB as in vLLM. A model's ranks share it.
         """
         return min(psutil.virtual_memory().available // 2, 4 << 30) // self.config.tensor_parallel_size
 
     def release(self) -> None:
-        """Give memory back to the system, once the tensors are gone."""
+        """Return memory to the system. Called after the tensors are deleted."""

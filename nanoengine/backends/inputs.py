@@ -1,4 +1,4 @@
-"""What a step is to a device: plain arrays, or the tensors they have become. Nothing above is named here.
+"""The inputs of a step, as arrays on the host or tensors on the device. This module imports no engine code.
 
 Shape letters: T tokens in the batch, S sequences, R rows to sample, B block_size.
 """
@@ -14,70 +14,71 @@ Array = TypeVar("Array", np.ndarray, Tensor)
 
 
 class AttentionMetadata(NamedTuple, Generic[Array]):
-    """Where a flat batch's tokens belong: everything an attention backend needs besides q, k, v.
+    """Describes a flat batch: everything an attention backend needs besides q, k and v.
 
-    Where layers differ in what they see (`kv_cache.group_layers`), block_tables and slot_mapping have a first
-    dimension more, one group of layers after the other; a backend gets one group's.
+    With several groups of layers (`kv_cache.group_layers`), block_tables and slot_mapping have an extra first
+    dimension, the group. A backend then gets the metadata of one group.
     """
 
     cu_seqlens_q: Array  # (S + 1,) int32  tokens of sequence i: [cu[i], cu[i + 1])
-    cu_seqlens_k: Array  # (S + 1,) int32  the same over all they attend to: running sums of seq_lens
+    cu_seqlens_k: Array  # (S + 1,) int32  the same for the keys they attend to: running sums of seq_lens
     seq_lens: Array  # (S,) int32  tokens of sequence i in the cache after this step's are written
-    block_tables: Array  # (S, most blocks) int32  block ids; 0, the null block, is padding or out of sight
+    block_tables: Array  # (S, longest table) int32  block ids; null block: padding, or before the window
     slot_mapping: Array  # (T,) int64  cache slot that receives each token's K and V; < B: discard
-    max_query_len: int  # known without asking the device, as is what follows
+    max_query_len: int  # this and the fields below are known on the host
     max_seq_len: int
     has_cached_tokens: bool  # False: all K and V that the sequences attend to are in this batch
-    num_leading_decodes: int = 0  # the first sequences of the batch that have one new token each
-    # (N,) int64, on the host: rows whose hidden states anyone looks at, ascending; None: all.
+    num_leading_decodes: int = 0  # how many sequences at the start of the batch have one new token
+    # (N,) int64, on the host: the rows whose hidden states are used, ascending; None: all.
     needed_rows: np.ndarray | None = None
 
 
-# Of states: what a sequence begins with, which is never written, and what nobody reads.
+# Reserved slots for recurrent states: the zero state that each sequence starts from, never written, and a
+# slot for discarded states, never read.
 ZERO_SLOT, BIN_SLOT = 0, 1
 NUM_RESERVED_SLOTS = 2
 
 
 class StatePart(NamedTuple):
-    """Rows [first, end) of a batch, of one sequence, through layers that hand a state from token to token."""
+    """Names rows [first, end) of a batch, which belong to one sequence, for layers with recurrent state."""
 
     first: int
     end: int
-    source: int  # slot of the state before them
-    target: int  # slot for the state after them
-    is_prompt: bool  # or an answer's
+    source: int  # slot of the state before these rows
+    target: int  # slot for the state after these rows
+    is_prompt: bool  # False: output tokens
 
 
 class StateLayout(NamedTuple, Generic[Array]):
-    """Which state each part of a flat batch begins with, and where it leaves its own: models/states.py.
+    """Tells which slot each part of a flat batch reads its recurrent state from, and which it writes.
 
-    N sequences compute one token of their answer each; all else is `parts`, in order.
+    N sequences compute one output token each. Everything else is in `parts`, in order. See models/states.py.
     """
 
     decode_rows: Array  # (N,) int64
     decode_sources: Array  # (N,) int64
     decode_targets: Array  # (N,) int64
-    parts: list[StatePart]  # known without asking the device
+    parts: list[StatePart]  # on the host
 
 
 class ModelInputs(NamedTuple, Generic[Array]):
-    """A batch as integers, flat: no padding, no batch dimension."""
+    """Holds a batch as flat integers: no padding, no batch dimension."""
 
     input_ids: Array  # (T,) int64; 0 where the token is pending
     positions: Array  # (T,) int64  index of each token in its sequence
     metadata: AttentionMetadata[Array]
     sample_rows: Array  # (R,) int64  rows whose logits are needed
     pending_rows: Array  # (P,) int64  rows whose token is pending
-    pending_samples: Array  # (P,) int64  which sample of the step in flight it will be
-    states: StateLayout[Array] | None = None  # None: no layer has any
+    pending_samples: Array  # (P,) int64  index of that token among the samples of the step in flight
+    states: StateLayout[Array] | None = None  # None: no layer has recurrent state
 
 
 def send_inputs(
     inputs: ModelInputs[np.ndarray], send: Callable[[list[np.ndarray]], list[Tensor]]
 ) -> ModelInputs[Tensor]:
-    """The batch on a device, by its `send`, in memory that the next call overwrites."""
+    """Copy a batch to a device with its `send`. The next call overwrites the memory."""
     meta = inputs.metadata
-    # What a graph reads goes first: its place must not depend on how many rows are sampled.
+    # A CUDA graph reads the first arrays: their addresses must not depend on the number of sampled rows.
     of_tokens = [inputs.input_ids, inputs.positions]
     of_attention = [meta.cu_seqlens_q, meta.cu_seqlens_k, meta.seq_lens, meta.block_tables, meta.slot_mapping]
     of_sampling = [inputs.sample_rows, inputs.pending_rows, inputs.pending_samples]
@@ -105,9 +106,10 @@ def send_inputs(
 
 
 class SamplingMetadata(NamedTuple):
-    """How each row's token is drawn."""
+    """Holds how each row's token is sampled."""
 
-    temperature: NDArray[np.float32]  # (R,)  0: the likeliest
+    temperature: NDArray[np.float32]  # (R,)  0: greedy
+
     top_k: NDArray[np.int64]  # (R,)  0: all
     top_p: NDArray[np.float32]  # (R,)  infinity: all
     min_p: NDArray[np.float32]  # (R,)  0: all

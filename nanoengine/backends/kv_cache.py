@@ -1,6 +1,6 @@
-"""The memory that keys and values are cached in: what each layer stores, which layers share, how it is made.
+"""The KV cache's memory: what each layer stores, which layers share blocks, and how it is allocated.
 
-Shape letters: B block_size, K key/value heads, D head_dim (D' of the values, where it differs).
+Shape letters: B block_size, K key/value heads, D head_dim (D' for the values, if different).
 """
 
 import math
@@ -15,33 +15,33 @@ from nanoengine.backends.memory import resident_zeros
 
 
 class KVSpec(NamedTuple):
-    """What one layer stores per token, and which of it a token sees."""
+    """Describes what one layer stores per token, and how far back a token attends."""
 
     num_kv_heads: int
     k_head_dim: int
     v_head_dim: int
     dtype: torch.dtype
-    window: int | None = None  # how many positions back, itself included; None: all
+    window: int | None = None  # how many positions a token sees, including its own; None: all
 
     @property
     def bytes_per_token(self) -> int:
-        """Of K and V together."""
+        """The size of one token's K and V together."""
         return self.num_kv_heads * (self.k_head_dim + self.v_head_dim) * self.dtype.itemsize
 
 
 class KVGroup(NamedTuple):
-    """Layers with one block table per sequence, since they see the same of it."""
+    """Names layers that share one block table per sequence, because a token sees equally far in each."""
 
     layers: list[int]
-    window: int | None  # the widest of its layers', which decides when a block can be given back; None: never
+    window: int | None  # the widest window of its layers: blocks before it can be freed. None: no window
 
 
 def group_layers(specs: Sequence[KVSpec], max_model_len: int) -> list[KVGroup]:
-    """Divide layers by their windows into groups of one size: full attention first, the smallest window last.
+    """Divide layers by window into groups of equal size: full attention first, the smallest window last.
 
-    The i-th layer of every group stores its K and V in the same memory, so that a block serves any group.
-    That takes layers of one shape; others stay in one group, and keep what the widest window sees.
-    The size is the one that leaves least of a block unused.
+    The i-th layers of all groups store K and V in the same memory, so any group can use any block. This
+    requires that all layers have the same shape. Otherwise there is one group, with the widest window.
+    The group size is the one that wastes the least memory.
 
     Source: vLLM's hybrid KV cache manager, https://docs.vllm.ai/en/latest/design/hybrid_kv_cache_manager
 
@@ -51,7 +51,7 @@ def group_layers(specs: Sequence[KVSpec], max_model_len: int) -> list[KVGroup]:
     [KVGroup(layers=[2, 5], window=None),
      KVGroup(layers=[0, 1], window=16), KVGroup(layers=[3, 4], window=16)]
     """
-    if not specs:  # blocks are counted, and take no memory: as if of layers that see one token
+    if not specs:  # blocks are still counted but take no memory, like those of layers that see one token
         return [KVGroup([], 1)]
     kinds: dict[float, list[int]] = {}  # window -> layers
     for layer, spec in enumerate(specs):
@@ -73,15 +73,15 @@ def group_layers(specs: Sequence[KVSpec], max_model_len: int) -> list[KVGroup]:
 
 @dataclass(slots=True)
 class KVCache:
-    """One layer's cache, `(num_blocks, B, K, D)` and `(num_blocks, B, K, D')`; block 0 is the null block."""
+    """Holds one layer's cache. Block 0 is the null block."""
 
-    k: Tensor
-    v: Tensor
-    group: int = 0  # which of the block tables says where its sequences' tokens are
+    k: Tensor  # (num_blocks, B, K, D)
+    v: Tensor  # (num_blocks, B, K, D')
+    group: int = 0  # index of the block tables to use for this layer
 
     @classmethod
     def zeros(cls, spec: KVSpec, num_blocks: int, block_size: int, device: torch.device) -> "KVCache":
-        """A cache without content."""
+        """Allocate a cache filled with zeros."""
         sizes = num_blocks, block_size, spec.num_kv_heads
         shapes = [(*sizes, head_dim) for head_dim in (spec.k_head_dim, spec.v_head_dim)]
         k, v = (resident_zeros(shape, spec.dtype, device) for shape in shapes)
@@ -89,22 +89,24 @@ class KVCache:
 
 
 def block_bytes(specs: Sequence[KVSpec], groups: Sequence[KVGroup], block_size: int) -> int:
-    """Bytes of a block in all layers that share it."""
+    """Return the bytes of one block: K and V in all layers of the largest group."""
     return block_size * max(sum(specs[layer].bytes_per_token for layer in group.layers) for group in groups)
 
 
 def new_caches(
     specs: Sequence[KVSpec], groups: Sequence[KVGroup], num_blocks: int, block_size: int, device: torch.device
 ) -> list[KVCache]:
-    """A cache per layer, with the null block on top; the i-th layers of all groups share one memory.
+    """Allocate one cache per layer, of num_blocks blocks and the null block.
+
+    The i-th layers of all groups share the same memory.
 
     Raises:
-        ValueError: there is no memory for them.
+        ValueError: there is not enough memory.
     """
     try:
         largest = max(groups, key=lambda group: len(group.layers))
         memory = [KVCache.zeros(specs[layer], num_blocks + 1, block_size, device) for layer in largest.layers]
-    except RuntimeError as error:  # torch.OutOfMemoryError on a GPU is one
+    except RuntimeError as error:  # including torch.OutOfMemoryError, on a GPU
         raise ValueError(
             f"no memory for a KV cache of {num_blocks} blocks of {block_size} tokens; "
             "lower num_kv_blocks or kv_cache_bytes"
