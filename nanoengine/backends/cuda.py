@@ -1,6 +1,6 @@
-"""What PyTorch leaves to its user on a GPU: transfers that the host does not wait for, fused kernels, graphs.
+"""The GPU device: transfers that the host does not wait for, fused kernels, and CUDA graphs.
 
-Top to bottom: transfers, fusion, decode graphs, and `CUDA`, which uses all.
+Top to bottom: transfers, fusion, decode graphs, and `CUDA`, which uses all of them.
 """
 
 import bisect
@@ -38,12 +38,12 @@ from nanoengine.config import EngineConfig
 
 
 def new_event() -> Any:
-    """What tells whether the GPU has come so far."""
+    """Return a CUDA event, which can be waited for once the GPU has reached it."""
     return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
 class PinnedDownload(Download):
-    """Copied to memory that the GPU writes by itself; an event tells when."""
+    """Copies a tensor to pinned host memory asynchronously. An event marks the end of the copy."""
 
     def __init__(self, tensor: Tensor) -> None:
         memory, self._array = host_memory(tensor.shape, tensor.dtype)
@@ -53,7 +53,7 @@ class PinnedDownload(Download):
         self._arrived.record()
 
     def read(self) -> Tensor:
-        """As in the base class."""
+        """See the base class."""
         self._arrived.synchronize()
         return torch.from_numpy(self._array)
 
@@ -64,8 +64,8 @@ TORCH_DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64
 class Staging:
     """Carries a step's arrays to the device in one copy that the host does not wait for.
 
-    They are laid side by side in memory the GPU can read by itself, and arrive in memory of their own:
-    arrays of the same shapes arrive at the same addresses, where a captured graph looks for them.
+    The arrays are laid out side by side in pinned memory, and copied to device memory with the same layout.
+    Arrays of the same shapes arrive at the same addresses, where a captured graph reads them.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
@@ -76,7 +76,7 @@ class Staging:
             self._host = torch.empty_like(self._device)
             self._array = self._host.numpy()
         self._copied = new_event() if device.type == "cuda" else None
-        # Of the arrays before, and places for such: decodes follow decodes.
+        # The shapes of the previous arrays, and their layout. It is reused: decode steps follow decode steps.
         self._shapes: list[tuple[np.dtype, tuple[int, ...]]] = []
         self._places: list[np.ndarray] = []
         self._tensors: list[Tensor] = []
@@ -84,13 +84,13 @@ class Staging:
 
     @staticmethod
     def num_bytes(arrays: Iterable[np.ndarray]) -> int:
-        """What the arrays take; each begins at a multiple of 8."""
+        """Return the bytes that the arrays need. Each array begins at a multiple of 8."""
         return sum(-(-array.nbytes // 8) * 8 for array in arrays)
 
     def send(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
-        """The arrays on the device, until the next call."""
+        """Copy the arrays to the device. The tensors are valid until the next call."""
         if self._copied is not None:
-            self._copied.synchronize()  # the copy before this one, long done
+            self._copied.synchronize()  # the previous copy, finished long ago
         shapes = [(array.dtype, array.shape) for array in arrays]
         if shapes != self._shapes:
             self._places, self._tensors, self._end = self._lay_out(arrays)
@@ -103,7 +103,7 @@ class Staging:
         return self._tensors
 
     def _lay_out(self, arrays: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list[Tensor], int]:
-        """Where such arrays lie on the host and on the device, and the end of the last."""
+        """Return views of such arrays on host and device, and the byte where the last one ends."""
         places, tensors, start = [], [], 0
         for array in arrays:
             end = start + array.nbytes
@@ -120,9 +120,10 @@ IS_ISOLATED = "isolate_recompiles" in inspect.signature(torch.compile).parameter
 
 
 def fuse(function: Function) -> Function:
-    """A function compiled at its first call, which on a GPU is in the trial pass or before a capture.
+    """Return a function that is compiled at its first call: in the trial pass, or before a capture.
 
-    PyTorch gives up on a function silently once it was compiled eight times: other engines' do not count.
+    PyTorch silently stops compiling a function after eight compilations. Those of other engines in the
+    process must not count.
     """
     isolated: Any = {"isolate_recompiles": True} if IS_ISOLATED else {}
     if not IS_ISOLATED:
@@ -131,21 +132,24 @@ def fuse(function: Function) -> Function:
 
 
 def fusion_obstacle(device: torch.device) -> str | None:
-    """Why nothing can be compiled for a GPU: no Triton, no C compiler, too old a GPU. None: it can."""
+    """Return why nothing can be compiled for this GPU, or None if it can.
+
+    Possible reasons are a missing Triton or C compiler, and a GPU that is too old.
+    """
     try:
         fuse(torch.square)(torch.zeros(1, device=device))
-    except Exception as error:  # whatever went wrong, plain PyTorch does the same
+    except Exception as error:  # any failure will do: plain PyTorch computes the same
         return first_line(error)
     return None
 
 
 def first_line(error: Exception) -> str:
-    """An error in a line, for the user; PyTorch's go on with advice and traces."""
+    """Return the first line of an error, for the user. PyTorch's errors continue with advice and traces."""
     return f"{type(error).__name__}: {error}".strip().splitlines()[0]
 
 
 class FusedKernels:
-    """The element-wise parts of a decoder, each one kernel instead of several."""
+    """Fuses each element-wise part of a decoder into one kernel."""
 
     def __init__(self, plain: Any) -> None:
         self.rms_norm = fuse(plain.rms_norm)
@@ -158,7 +162,7 @@ class FusedKernels:
 
 @contextmanager
 def waits_raise() -> Iterator[None]:
-    """Until its end, what waits for a GPU raises RuntimeError, in whatever thread."""
+    """Make every operation that waits for a GPU raise RuntimeError, in all threads, inside the block."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(action="ignore"):  # "a prototype feature"
         torch.cuda.set_sync_debug_mode("error")
@@ -169,9 +173,9 @@ def waits_raise() -> Iterator[None]:
 
 
 class GraphRecorder:
-    """Captures what a function launches on the GPU, to be launched again as a whole.
+    """Captures what a function launches on the GPU, so that one launch can replay all of it.
 
-    Graphs of one recorder share their memory: only one runs at a time.
+    The graphs of one recorder share memory, so only one of them may run at a time.
     Source: https://pytorch.org/blog/accelerating-pytorch-with-cuda-graphs/
     """
 
@@ -180,38 +184,38 @@ class GraphRecorder:
         self._pool: Any = None
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Run as it is, then captured; returns what replays the capture.
+        """Run a function eagerly, then capture it. Return a function that replays the capture.
 
         Raises:
-            RuntimeError: it cannot be captured.
+            RuntimeError: the function cannot be captured.
         """
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):  # what is set up at a first call must not be captured
+        with torch.cuda.stream(self._stream):  # one-time setup must not be captured
             run()
             if self._pool is None:
-                with waits_raise():  # now, since PyTorch may not get over a capture that fails
+                with waits_raise():  # find waits now: PyTorch may not recover from a failed capture
                     run()
         current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        # What other threads do meanwhile, another engine's for one, is none of this capture's business.
+        # Other threads, such as another engine's, may use the GPU during the capture.
         capture = torch.cuda.graph(
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
         )
-        with torch.cuda.stream(current), capture:  # should it fail, it leaves its own stream in place
+        with torch.cuda.stream(current), capture:  # a failed capture leaves its own stream current
             run()
         self._pool = graph.pool()
         return graph.replay
 
 
-# Up to so many sequences a step has too few heads to fill a GPU, and kernels divide the keys of each among
-# its processors. How many they divide into is fixed at a capture, by the width of the block tables.
+# A step of up to MOST_DIVIDED sequences has too few heads to fill a GPU, so kernels split the keys of each
+# sequence among the GPU's processors. The width of the block tables at capture fixes the number of splits.
 MOST_DIVIDED = 32
-LEAST_WIDTH, WIDER = 2048, 4  # tokens; and how many times as wide the next tables are
+LEAST_WIDTH, WIDER = 2048, 4  # the smallest width in tokens, and the ratio of consecutive widths
 
 
 def graph_widths(size: int, widest: int, block_size: int) -> list[int]:
-    """The widths of block tables, in blocks, that decodes of so many sequences are captured with.
+    """Return the block table widths, in blocks, with which decode steps of `size` sequences are captured.
 
     >>> graph_widths(8, 160, 256), graph_widths(256, 160, 256)
     ([8, 32, 128, 160], [160])
@@ -224,7 +228,7 @@ def graph_widths(size: int, widest: int, block_size: int) -> list[int]:
 
 
 def graph_sizes(largest: int) -> list[int]:
-    """The numbers of sequences whose decode steps are captured: close together where steps are short.
+    """Return the batch sizes whose decode steps are captured. They are closer together for short steps.
 
     >>> graph_sizes(50)
     [1, 2, 4, 8, 16, 24, 32, 40, 48, 50]
@@ -236,11 +240,11 @@ def graph_sizes(largest: int) -> list[int]:
 def pad_decodes(
     inputs: ModelInputs[np.ndarray], num_seqs: int, table_width: int, block_size: int
 ) -> ModelInputs[np.ndarray]:
-    """A batch of decodes in the shapes of a graph: num_seqs sequences, block tables of table_width.
+    """Pad a batch of decodes to the shapes of a graph: num_seqs sequences, block tables of table_width.
 
-    Each missing sequence is a token at position 0 of the null block, and no row of it is sampled. The
-    lengths are those the graph was captured for, since its kernels were chosen at capture: as many tokens
-    as a block table holds, read out of their blocks.
+    Each padding sequence is a token at position 0 of the null block, and none of its rows is sampled. The
+    maximum lengths are those of the capture, because the kernels were chosen then: max_seq_len is the number
+    of tokens that a block table holds, and the keys are read from cache blocks.
     """
     metadata = inputs.metadata
     missing = num_seqs - len(metadata.seq_lens)
@@ -268,13 +272,12 @@ def pad_decodes(
 
 
 class DecodeGraphs(Forward):
-    """Decode steps captured for a ladder of batch sizes, each replayed by a single launch.
+    """Captures decode steps for a ladder of batch sizes, and replays each with a single launch.
 
-    A batch of decodes has one shape per number of sequences once its block tables have a fixed width. So
-    `pad` fills a batch up to the next size of the ladder, and to the next width that was captured, and `send`
-    lays arrays of the same shapes at the same addresses: that is where each graph finds its inputs, without
-    being told. All graphs leave their hidden states in the same memory. Prompts, mixed and larger batches run
-    as they come.
+    With block tables of a fixed width, the number of sequences determines the shapes of a batch of decodes.
+    So `pad` pads a batch to the next size of the ladder and to the next captured width. `send` puts arrays of
+    the same shapes at the same addresses, where the graph reads its inputs. All graphs write their hidden
+    states to the same memory. Prompts, mixed batches and larger batches run eagerly.
     """
 
     def __init__(
@@ -287,7 +290,7 @@ class DecodeGraphs(Forward):
         self.widths = {size: graph_widths(size, decodes.table_width, self.block_size) for size in self.sizes}
         self.hidden: Tensor | None = None  # (largest size, E)
         self.replays: dict[tuple[int, int], Callable[[], None]] = {}  # by size and width
-        # The smaller ones then fit into the memory of the largest.
+        # Capture the largest first: the smaller ones then fit into its memory.
         for size, width in [(n, width) for n in reversed(self.sizes) for width in reversed(self.widths[n])]:
             padded = pad_decodes(decodes.inputs, size, width, self.block_size)
             inputs = send_inputs(padded, send)
@@ -302,7 +305,10 @@ class DecodeGraphs(Forward):
         self.seconds = time.perf_counter() - start
 
     def shape_for(self, inputs: ModelInputs[Any]) -> tuple[int, int] | None:
-        """Size and width of the smallest graph that holds the batch; None: not all decodes, or too large."""
+        """Return size and width of the smallest graph that holds the batch.
+
+        Returns None if the batch is too large, or does not consist of decodes only.
+        """
         *_, num_seqs, width = inputs.metadata.block_tables.shape
         if len(inputs.input_ids) != num_seqs or num_seqs > self.sizes[-1]:
             return None
@@ -310,12 +316,12 @@ class DecodeGraphs(Forward):
         return size, self.widths[size][bisect.bisect_left(self.widths[size], width)]
 
     def pad(self, inputs: ModelInputs[np.ndarray]) -> ModelInputs[np.ndarray]:
-        """As in the base class."""
+        """See the base class."""
         shape = self.shape_for(inputs)
         return inputs if shape is None else pad_decodes(inputs, *shape, self.block_size)
 
     def __call__(self, compute: Compute, inputs: ModelInputs[Tensor]) -> Tensor:
-        """As in the base class; of a graph, valid until the next call."""
+        """See the base class. The hidden states of a graph are valid until the next call."""
         shape = self.shape_for(inputs)
         if shape is None:
             return super().__call__(compute, inputs)
@@ -324,7 +330,7 @@ class DecodeGraphs(Forward):
         return self.hidden[: shape[0]]
 
     def describe(self) -> str:
-        """As in the base class."""
+        """See the base class."""
         return f", {len(self.replays)} graphs ({self.seconds:.1f} s)"
 
 
@@ -332,13 +338,13 @@ class DecodeGraphs(Forward):
 
 
 class CUDA(Device):
-    """A GPU."""
+    """Describes a GPU: pinned transfers, fused kernels, decode graphs, and the fastest attention kernels."""
 
     block_size = 256
     max_num_batched_tokens = 8192
     async_scheduling = True
     more_memory = "raise gpu_memory_utilization or lower max_num_batched_tokens"
-    living: ClassVar["weakref.WeakSet[CUDA]"] = weakref.WeakSet()  # those of engines that are not closed
+    living: ClassVar["weakref.WeakSet[CUDA]"] = weakref.WeakSet()  # devices whose engine is not closed
 
     def __init__(self, device: torch.device, config: EngineConfig) -> None:
         super().__init__(device, config)
@@ -348,44 +354,47 @@ class CUDA(Device):
 
     @functools.cached_property
     def capability(self) -> tuple[int, int]:
-        """The GPU's generation: (8, 0) is Ampere, (9, 0) Hopper."""
+        """The GPU's compute capability: (8, 0) is Ampere, (9, 0) Hopper."""
         return torch.cuda.get_device_capability(self.device)
 
     @functools.cached_property
     def capture_stream(self) -> Any:
-        """One for all captures of an engine, and for no other's.
+        """The stream for all captures of this engine, and of no other engine.
 
-        cuBLAS keeps memory for every stream it has run on, 32 MiB on a Hopper. A graph that ends frees its
-        stream's, other graphs' too: https://github.com/pytorch/pytorch/issues/193402
+        cuBLAS keeps memory for every stream it has run on: 32 MiB on a Hopper. A graph that is deleted frees
+        its stream's memory, even if other graphs use it: https://github.com/pytorch/pytorch/issues/193402
         """
         return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
     @property
     def backends(self) -> tuple[type[PagedAttention], ...]:  # type: ignore[override]
-        """As in the base class."""
+        """See the base class."""
         from nanoengine.backends.flash import FlashAttention, VarlenAttention  # loads Triton
         from nanoengine.backends.triton import TritonAttention
 
         return FlashAttention, VarlenAttention, TritonAttention, TorchAttention
 
     def choose_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Before Ampere, bfloat16 has no attention kernel: all scores would exist at once."""
+        """Return float16 instead of bfloat16 on GPUs before Ampere, unless the user chose the dtype.
+
+        Those GPUs have no attention kernel for bfloat16: all scores would be materialized.
+        """
         if dtype != torch.bfloat16 or self.config.dtype != "auto" or self.capability >= (8, 0):
             return dtype
         self.notes.append("float16 instead of bfloat16, which this GPU does not compute in")
         return torch.float16
 
     def prepare(self, model: Any) -> None:
-        """As in the base class."""
+        """See the base class."""
         if model.replaceable and self.no_fusion is None:
             model.use_kernels(FusedKernels(model.kernels))
 
     def fuse(self, function: Function) -> Function:
-        """As in the base class."""
+        """See the base class."""
         return function if self.no_fusion else fuse(function)
 
     def choose_attention(self, specs: Sequence[KVSpec], settings: frozenset[str]) -> Attention:
-        """As in the base class."""
+        """See the base class."""
         from nanoengine.backends.flash import FlashKernels  # loads Triton
 
         attention = super().choose_attention(specs, settings)
@@ -399,7 +408,7 @@ class CUDA(Device):
     def obstacle(
         self, backend: type[PagedAttention], specs: Sequence[KVSpec], settings: frozenset[str]
     ) -> str | None:
-        """As in the base class."""
+        """See the base class."""
         from nanoengine.backends.flash import FlashKernels
 
         if issubclass(backend, FlashKernels) and self.capability < (8, 0):
@@ -413,27 +422,27 @@ class CUDA(Device):
         return reason
 
     def running(self) -> AbstractContextManager[object]:
-        """Triton and graph capture use the thread's current GPU, whichever the tensors are on."""
+        """Make this the thread's current GPU: Triton and graph capture ignore where the tensors are."""
         return torch.cuda.device(self.device)
 
     def reserve(self, max_num_tokens: int, max_num_seqs: int, num_groups: int, table_width: int) -> None:
-        """As in the base class."""
+        """See the base class."""
         per_token = [np.empty(max_num_tokens, np.int64)] * (2 + num_groups)
         per_seq = [np.empty(max_num_seqs, np.int64)] * 6 + [np.empty(max_num_seqs + 1, np.int32)] * 3
         tables = np.empty((num_groups, max_num_seqs, table_width), np.int32)
         self.staging = Staging(Staging.num_bytes([*per_token, *per_seq, tables]), self.device)
 
     def send(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
-        """As in the base class."""
+        """See the base class."""
         assert self.staging is not None
         return self.staging.send(arrays)
 
     def download(self, tensor: Tensor) -> Download:
-        """As in the base class."""
+        """See the base class."""
         return PinnedDownload(tensor)
 
     def capture(self, decodes: Decodes) -> Forward:
-        """As in the base class."""
+        """See the base class."""
         if self.config.enforce_eager:
             return Forward()
         if decodes.obstacles:
@@ -442,21 +451,21 @@ class CUDA(Device):
             return DecodeGraphs(decodes, GraphRecorder(self.capture_stream), self.send)
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as error:  # something in it waits for the GPU, which a graph cannot hold
+        except RuntimeError as error:  # some operation waits for the GPU, which cannot be captured
             reason = first_line(error)
             try:
                 torch.cuda.empty_cache()
             except RuntimeError:
-                # Before 2.13 PyTorch believes for ever that a capture that failed is underway.
+                # Before 2.13, PyTorch treats a failed capture as still running forever.
                 # https://github.com/pytorch/pytorch/pull/180395
                 raise ValueError(f"decodes cannot be captured ({reason}); set enforce_eager=True") from error
             decodes.compute(
                 send_inputs(decodes.inputs, self.send)
-            )  # what raises here too is no graph's fault
+            )  # an error that also occurs without a graph is raised
             return Forward(f", no graphs ({reason})")
 
     def free_bytes(self, trial: Trial) -> int:
-        """What gpu_memory_utilization leaves after the weights, the largest steps' work and the graphs."""
+        """Return what gpu_memory_utilization leaves after the weights, the largest steps and the graphs."""
         try:
             with trial.caches() as cache_bytes:
                 torch.cuda.reset_peak_memory_stats(self.device)
@@ -479,10 +488,10 @@ class CUDA(Device):
         return usable_bytes - peak_bytes - (before - after) - others_bytes
 
     def release(self) -> None:
-        """As in the base class."""
+        """See the base class."""
         self.staging = None
         gc.collect()
         self.living.discard(self)
-        if not self.living:  # before that PyTorch, cuBLAS keeps what it has; others' graphs may be using it
+        if not self.living:  # otherwise the graphs of other engines may use cuBLAS's memory
             torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
