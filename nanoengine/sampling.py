@@ -1,4 +1,4 @@
-"""Logits to tokens: edits and bans, temperature, filters, one draw per row.
+"""Turns logits into tokens: edits and bans, temperature, filters, then one draw per row.
 
 Shape letters: R rows (sequences that get a token this step), V vocabulary.
 """
@@ -22,55 +22,56 @@ from nanoengine.sampling_params import SamplingParams
 
 @dataclass(slots=True)
 class SamplingRow:
-    """One sequence, as the sampler sees it; from step to step only position and token_ids change."""
+    """Describes one sequence to the sampler. Between steps only position and token_ids change."""
 
     params: SamplingParams
-    seed: int  # 64 bits; with the position it fixes the row's random number
-    position: int  # of the token to draw
-    token_ids: Sequence[int]  # those before it and maybe more; all before it, where params edit logits
+    seed: int  # 64 bits; seed and position together determine the row's random number
+    position: int  # position of the token to draw
+    # Tokens of the sequence, possibly beyond position. All before position, if anything edits logits.
+    token_ids: Sequence[int]
     num_prompt_tokens: int
     stop_ids: frozenset[int] = frozenset()  # banned until min_tokens
     bad_words: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
-    processors: tuple["RowProcessor", ...] = ()  # what else edits its logits
+    processors: tuple["RowProcessor", ...] = ()  # edit the row's logits, in addition to params
 
     @property
     def output_ids(self) -> Sequence[int]:
-        """The output before the token to draw."""
+        """The output tokens before the token to draw."""
         return self.token_ids[self.num_prompt_tokens : self.position]
 
 
 class RowProcessor(Protocol):
-    """Edits a sequence's logits, after what `SamplingParams` says by numbers; each sequence has its own."""
+    """Edits one sequence's logits, after the penalties, biases and bans of `SamplingParams`."""
 
-    is_mask: ClassVar[bool]  # whether all it does is to forbid tokens; masks come last
+    is_mask: ClassVar[bool]  # whether it only forbids tokens; masks are applied last
     failure: str | None  # why it could not be applied; written by the sampler
 
     @staticmethod
     def apply(logits: Tensor, items: Sequence[tuple[int, Any, SamplingRow]]) -> None:
-        """Edit logits, (R, V), in place; in float32, but that masks may get the model's dtype.
+        """Edit logits, (R, V), in place. They are float32; a mask may get the model's dtype instead.
 
         Args:
-            logits: of all rows of the step.
-            items: of those that have a processor of this class: the row's number, the processor, the row. A
-                sequence with guesses has several, one after the other, each with a token more.
+            logits: the logits of all rows of the step.
+            items: (row index, processor, row) for each row that has a processor of this class. A sequence
+                with draft tokens has several consecutive rows, each one token longer than the last.
         """
 
 
 def why_undrawn(processors: Sequence[RowProcessor]) -> str:
-    """Say why a sequence with these processors got no token."""
+    """Return an error message for a sequence with these processors that received no token."""
     reason = next((one.failure for one in processors if one.failure is not None), None)
     return f"no token could be drawn: {reason or 'logits are not numbers, or none is allowed'}"
 
 
 class RowSettings:
-    """What the parameters of a step's rows say, looked up once for as long as the sequences are the same."""
+    """Holds the sampling parameters of a step's rows as arrays, to be reused while the rows stay the same."""
 
     def __init__(self, rows: Sequence[SamplingRow]) -> None:
         params = [row.params for row in rows]
         self.seeds = np.array([row.seed for row in rows], dtype=np.uint64)
         self.temperature = np.array([p.temperature for p in params], dtype=np.float32)
         self.top_k = np.array([max(p.top_k, 0) for p in params], dtype=np.int64)
-        # 1 keeps everything, even where rounding lets the sum before a token reach it.
+        # top_p = 1 keeps every token, even if rounding lets the cumulative sum reach 1 early.
         self.top_p = np.array([p.top_p if p.top_p < 1 else math.inf for p in params], dtype=np.float32)
         self.min_p = np.array([p.min_p for p in params], dtype=np.float32)
         self.num_logprobs = [p.logprobs for p in params]
@@ -78,13 +79,13 @@ class RowSettings:
         self.processors = {type(processor) for row in rows for processor in row.processors}
 
     def metadata(self, positions: Sequence[int]) -> SamplingMetadata:
-        """The same as arrays, and the numbers that the rows' seeds and positions fix."""
+        """Return the settings together with a random number for each row's seed and position."""
         u = uniform(self.seeds, np.array(positions, dtype=np.uint64))
         return SamplingMetadata(self.temperature, self.top_k, self.top_p, self.min_p, u)
 
 
 class CachedRows:
-    """Caches the rows of a step and their settings as long as the same sequences are sampled."""
+    """Caches a step's rows and settings for as long as consecutive steps sample the same sequences."""
 
     def __init__(self) -> None:
         self._seqs: list[Any] = []
@@ -93,7 +94,7 @@ class CachedRows:
 
     def of(self, batch: Any) -> tuple[list[SamplingRow], RowSettings]:
         """Return the rows and settings of a batch. They are valid until the next call."""
-        if self._seqs != batch.sampled_seqs:  # sequences are equal where they are the same
+        if self._seqs != batch.sampled_seqs:  # sequences compare by identity
             self._seqs = batch.sampled_seqs
             self._rows = [
                 SamplingRow(
@@ -109,18 +110,18 @@ class CachedRows:
 
 
 Scale = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-Rank = Callable[[Tensor], Tensor]  # `sort_keys`, or the same in fewer passes
+Rank = Callable[[Tensor], Tensor]  # `sort_keys`, or a fused version of it
 Draw = Callable[[Tensor, SamplingMetadata], tuple[Tensor, Tensor]]
 
-CACHED_LOGITS = 1 << 20  # how many float32 logits a CPU's caches hold
-MOST_LIKELIEST = 1024  # top_k up to which a selection takes less than a sort
-FILTERED_ROWS = 64  # at a time on a GPU, and for log-probabilities: filters take much memory
+CACHED_LOGITS = 1 << 20  # number of float32 logits that fit in a CPU's caches
+MOST_LIKELIEST = 1024  # largest top_k for which a selection is cheaper than a sort
+FILTERED_ROWS = 64  # rows filtered at a time on a GPU and for log-probabilities, to limit memory
 
 
 def scale_logits(logits: Tensor, divisors: Tensor) -> tuple[Tensor, Tensor]:
-    """Subtract each row's largest logit, then divide by the row's divisor: both (R, V), in float32.
+    """Subtract each row's largest logit, then divide by the row's temperature, in float32.
 
-    The largest goes first, so that no temperature, however small, can overflow.
+    Subtracting first keeps the division from overflowing, however small the temperature is.
 
     Args:
         logits: (R, V), any floating dtype.
@@ -131,31 +132,33 @@ def scale_logits(logits: Tensor, divisors: Tensor) -> tuple[Tensor, Tensor]:
     """
     logits = logits.float()
     largest = logits.amax(-1, keepdim=True)
-    return (logits - largest).div_(divisors), largest  # in place: fresh memory costs more than the arithmetic
+    return (logits - largest).div_(divisors), largest  # in place: allocating costs more than the arithmetic
 
 
 def sort_keys(logits: Tensor) -> Tensor:
-    """Integers that all differ and sort as a row's logits, the first of equal ones highest: (R, V) int64.
+    """Return distinct integers that sort like a row's logits, (R, V) int64. Equal logits rank by index.
 
-    The bits of the float32, turned so that they sort as it does, then those of the index, the lowest highest.
+    The upper 32 bits are those of the float32, mapped so that they sort as integers. The lower 32 bits
+    contain the index, inverted so that a lower index gives a larger key.
     """
-    bits = (logits + 0.0).view(torch.int32)  # there is no -0.0, which would sort below 0.0
+    bits = (logits + 0.0).view(torch.int32)  # + 0.0 turns -0.0 into 0.0: its bits would sort below
     keys = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
-    keys.bitwise_left_shift_(32)  # in place: nothing that a step makes is larger
+    keys.bitwise_left_shift_(32)  # in place: this is the largest tensor of a step
     return keys.add_(0x7FFFFFFF - torch.arange(logits.shape[1], device=logits.device))
 
 
 def draw_rows(
     logits: Tensor, metadata: SamplingMetadata, scale: Scale = scale_logits, rank: Rank = sort_keys
 ) -> tuple[Tensor, Tensor]:
-    """A token per row, (R,) int64, and each row's largest logit, which is NaN where one is; in PyTorch.
+    """Draw a token per row in PyTorch. Returns the tokens, (R,) int64, and each row's largest logit, (R,).
 
-    By temperature; min_p, top_k, top_p; one draw. On a GPU nothing waits.
+    The largest logit is NaN if any logit of the row is NaN. The order is temperature, then min_p, top_k and
+    top_p, then one draw. The host does not wait for a GPU.
     """
     if not metadata.temperature.any():
         tokens = logits.argmax(-1)
         return tokens, logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
-    # On a CPU a few rows at a time, which stay in its caches from one operation to the next.
+    # On a CPU, process a few rows at a time, so that they stay in cache from one operation to the next.
     size = max(1, CACHED_LOGITS // logits.shape[1])
     if logits.is_cuda:
         filters = (metadata.top_k > 0) | (metadata.top_p < 1) | (metadata.min_p > 0)
@@ -168,7 +171,7 @@ def draw_rows(
 def _split(
     logits: Tensor, metadata: SamplingMetadata, size: int
 ) -> Iterator[tuple[Tensor, SamplingMetadata]]:
-    """So many rows at a time, the logits' a view."""
+    """Yield size rows at a time, with the logits as a view."""
     for i, part in enumerate(torch.split(logits, size)):
         yield part, SamplingMetadata._make(x[i * size :][:size] for x in metadata)
 
@@ -179,18 +182,19 @@ def draw_tokens(
     draw: Draw = draw_rows,
     settings: RowSettings | None = None,
 ) -> Tensor:
-    """Draw a token per row; on a GPU without waiting for it. No row's token depends on the other rows.
+    """Draw a token per row, without waiting for a GPU. A row's token does not depend on the other rows.
 
-    The order is vLLM's: biases, penalties and bans, processors; temperature; min_p, top_k, top_p; one draw.
+    The order is vLLM's: biases, penalties, bans and processors, then temperature, then min_p, top_k and
+    top_p, then one draw.
 
     Args:
         logits: (R, V), any floating dtype, not modified.
         rows: the R sequences.
         draw: `draw_rows`, or a kernel that does the same.
-        settings: of the rows, where they are known already.
+        settings: the rows' settings, if already known.
 
     Returns:
-        (R,) int64; -1 where a logit is NaN.
+        (R,) int64. -1 marks a row whose largest logit is not finite: one is NaN, or no token is allowed.
     """
     settings = RowSettings(rows) if settings is None else settings
     processors = settings.processors
@@ -202,12 +206,12 @@ def draw_tokens(
             found = ((i, one, row) for i, row in enumerate(rows) for one in row.processors)
             kind.apply(logits, [item for item in found if type(item[1]) is kind])
     tokens, largest = draw(logits, settings.metadata([row.position for row in rows]))
-    # The maximum of a row with a NaN is NaN, so one number a row tells whether it can be sampled.
+    # The maximum of a row that contains a NaN is NaN, so one number per row shows if it can be sampled.
     return tokens.masked_fill(~largest.isfinite(), -1)
 
 
 def read_tokens(tokens: Tensor) -> list[int | None]:
-    """What `draw_tokens` drew; None where it could not."""
+    """Return the tokens that `draw_tokens` drew as integers, and None for rows that could not be sampled."""
     return [None if token_id < 0 else token_id for token_id in tokens.tolist()]
 
 
@@ -224,12 +228,13 @@ def _draw_part(logits: Tensor, metadata: SamplingMetadata, scale: Scale, rank: R
 
 
 def process_logits(logits: Tensor, metadata: SamplingMetadata, tokens: Tensor) -> Tensor:
-    """What tokens were drawn by: logits over the temperature (greedy: 1), minus infinity where filters cut.
+    """Return the logits that tokens are drawn from: divided by temperature (greedy: 1), and filtered to -inf.
 
     Args:
-        logits: (R, V), edited.
-        metadata: of the rows.
-        tokens: (R,) int64, drawn from them. None is cut: a kernel may have summed in another order.
+        logits: (R, V), after edits.
+        metadata: the rows' sampling metadata.
+        tokens: (R,) int64, the drawn tokens. They are never filtered out here, although a kernel that sums
+            in another order may place the limit differently.
 
     Returns:
         (R, V) float32.
@@ -252,17 +257,17 @@ def sample_rows(
     *,
     reports_processed: bool = False,
 ) -> tuple[Tensor, list[LogprobTable]]:
-    """As `draw_tokens`, and the log-probabilities that rows ask for, queued for the host.
+    """Draw tokens like `draw_tokens`, and queue the requested log-probabilities for the host.
 
-    These are the model's own or, processed, those by which tokens are drawn. A row whose parameters make
-    either raise gets -1, and the other rows what they would have got.
+    The log-probabilities come from the model's own logits or, if reports_processed, from those that tokens
+    are drawn from. If a row's parameters make the call raise, that row gets -1 and the others are unaffected.
     """
 
     def sample(at: slice) -> tuple[Tensor, list[LogprobTable]]:
         try:
             return draw_at(at)
         except Exception as error:
-            if at.stop - at.start == 1:  # the row is to blame: its request is told why
+            if at.stop - at.start == 1:  # this row caused it: record why, for its request
                 for processor in rows[at.start].processors:
                     processor.failure = f"{type(error).__name__}: {error}"
             raise
@@ -287,7 +292,7 @@ def sample_rows(
     except Exception:
         if not all(row.processors for row in rows):
             raise
-        parts = [failed] * len(rows)  # each by its own processors, as far as can be known
+        parts = [failed] * len(rows)  # every row failed and has processors: blame those
         logging.getLogger(__name__).exception("sampling failed for %d requests", len(rows))
     tokens, tables = zip(*parts, strict=True)
     return torch.cat(tokens), [table for part in tables for table in part]
@@ -298,10 +303,12 @@ T = TypeVar("T")
 
 
 def _isolate(function: Callable[[slice], T], num_rows: int, failed: T) -> list[T]:
-    """A function's result for all rows; where that raises, one for each row, `failed` where it raises again.
+    """Call a function for all rows at once or, if that raises, once per row, to isolate the failing rows.
+
+    Returns one result for all rows, or one per row, with `failed` for each row that raises again.
 
     Raises:
-        Exception: what the function raised, where it does so for each of several rows: no row is at fault.
+        Exception: the function raised for each of several rows, so no single row is at fault.
     """
     try:
         return [function(slice(0, num_rows))]
@@ -320,10 +327,10 @@ def _isolate(function: Callable[[slice], T], num_rows: int, failed: T) -> list[T
 
 
 def uniform(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """One number in [0, 1) per (seed, position): the splitmix64 generator, indexed.
+    """Return one number in [0, 1) per (seed, position): the splitmix64 generator, indexed.
 
-    Keyed by position rather than drawn from a stream, so that it survives preemption and does not
-    depend on the batch. Shapes: (R,) uint64 each -> (R,) float64.
+    The numbers are keyed by position and not drawn from a stream, so that they survive preemption and do
+    not depend on the batch. Shapes: (R,) uint64 each -> (R,) float64.
     Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (2014).
     """
     z = seeds + (positions + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
@@ -334,10 +341,10 @@ def uniform(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray
 
 
 def _edit_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
-    """Apply biases, penalties and bans in place, touching only the entries they name.
+    """Apply biases, penalties and bans in place. Only the affected entries are touched.
 
-    What the rows ask for is collected as (row, token id, value) entries, and each kind of edit is
-    then one operation over the entries of all rows.
+    The edits are collected as (row, token id, value) entries, so that each kind of edit is one operation
+    over the entries of all rows.
     """
     biases, repetitions, penalties, allowed, bans = (_Entries() for _ in range(5))
     for i, row in enumerate(rows):
@@ -377,11 +384,11 @@ def _edit_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
         logits[at] = kept
     if bans:
         at, value = bans.tensors(logits)
-        logits[at] = value  # a number would be copied to the device, and waited for
+        logits[at] = value  # a Python number would be copied synchronously
 
 
 class _Entries:
-    """Entries of a logits matrix, with a value each; values are used only where no entry comes twice."""
+    """Collects entries of a logits matrix, each with a value. Entries must be distinct if values are used."""
 
     def __init__(self) -> None:
         self.rows: list[NDArray[np.int64]] = []
@@ -392,23 +399,23 @@ class _Entries:
         return bool(self.rows)
 
     def add(self, row: int, token_ids: Any, values: Any = 0.0) -> None:
-        """Add token ids of a row, with one value for all or one each."""
+        """Add token ids of a row, with one value for all of them or one value each."""
         ids = np.asarray(token_ids, dtype=np.int64)
         self.rows.append(np.full(len(ids), row))
         self.token_ids.append(ids)
         self.values.append(np.broadcast_to(np.asarray(values, dtype=np.float64), ids.shape))
 
     def tensors(self, like: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        """The entries as an index of a matrix, and their values in `like`'s dtype, on its device."""
+        """Return the entries as a matrix index, and their values, on `like`'s device and in its dtype."""
         rows = upload(np.concatenate(self.rows), like.device)
         token_ids = upload(np.concatenate(self.token_ids), like.device)
         return (rows, token_ids), upload(np.concatenate(self.values), like.device).to(like.dtype)
 
 
 def _filter(scaled: Tensor, metadata: SamplingMetadata, rank: Rank = sort_keys) -> None:
-    """Set to -inf, in place, what min_p, top_k and top_p cut off; the likeliest token always stays.
+    """Set the tokens that min_p, top_k and top_p cut off to -inf, in place. The most probable one stays.
 
-    Each row's largest is 0. Of equal ones the first come first, as in a stable sort, so that the other
+    Each row's largest value must be 0. Equal logits rank by index, as in a stable sort, so that the other
     rows of the batch cannot change which of them stay.
     """
     temperature, top_k, top_p, min_p, _ = metadata
@@ -430,7 +437,7 @@ def _filter(scaled: Tensor, metadata: SamplingMetadata, rank: Rank = sort_keys) 
         at = upload(rows, scaled.device)
         logits = scaled[at]
         num = int(top_k[rows].max())
-        if 0 < num <= MOST_LIKELIEST:  # these need no sort of the vocabulary
+        if 0 < num <= MOST_LIKELIEST:  # no need to sort the whole vocabulary
             order = _likeliest(logits, num, rank)
             values = logits.gather(1, order)
         else:
@@ -438,32 +445,33 @@ def _filter(scaled: Tensor, metadata: SamplingMetadata, rank: Rank = sort_keys) 
         if rows is with_k:
             ranks = torch.arange(values.shape[1], device=values.device)
             values.masked_fill_(ranks >= of(top_k, rows), -math.inf)
-        del logits  # in place and not kept: what lives here is the most that a step takes
+        del logits  # edited in place and freed early: memory use peaks here
         probs = values.softmax(-1)
         beyond = probs.cumsum(-1).sub_(probs) >= of(top_p, rows)
         del probs
-        beyond[:, :1].fill_(False)  # the likeliest stays, even where top_p is 0 in float32
+        beyond[:, :1].fill_(False)  # the most probable stays, even if top_p is 0 in float32
         values.masked_fill_(beyond, -math.inf)
         scaled[at] = scaled.new_full((len(rows), scaled.shape[1]), -math.inf).scatter_(1, order, values)
 
 
 def _likeliest(logits: Tensor, num: int, rank: Rank) -> Tensor:
-    """Of each row of (R, V) float32, the first num (or V) of a stable descending sort, (R, num) int64.
+    """Return the indices of each row's num largest logits, in stable descending order: (R, num) int64.
 
-    `topk` may choose and order equal values as it likes. So it chooses among integers that all differ.
+    The input is (R, V) float32. `topk` may choose among equal values arbitrarily, so it gets distinct
+    integer keys instead.
     """
     top = rank(logits).topk(min(num, logits.shape[1])).values
     return 0x7FFFFFFF - (top & 0xFFFFFFFF)
 
 
 def _pick(weights: Tensor, u: Tensor) -> Tensor:
-    """Inverse-CDF sampling in two levels: first a chunk of the vocabulary, then a token within it.
+    """Sample by inverse CDF in two levels: first a chunk of the vocabulary, then a token within it.
 
-    A cumulative sum over the whole vocabulary would cost five times as much, `torch.multinomial`
+    A cumulative sum over the whole vocabulary would cost five times as much, and `torch.multinomial`
     thirty times. A token of weight 0 is never drawn. `weights` (R, V) float32, `u` (R,) float64.
     """
     num_rows, vocab_size = weights.shape
-    # Vocabularies are mostly multiples of 64 or more; others are padded, which takes a copy.
+    # Most vocabulary sizes are multiples of 64 or more. Others are padded, which takes a copy.
     divisor = math.gcd(vocab_size, 512)
     chunk_size = divisor if divisor >= 64 else max(1, math.isqrt(vocab_size))
     if missing := -vocab_size % chunk_size:
@@ -472,8 +480,8 @@ def _pick(weights: Tensor, u: Tensor) -> Tensor:
     each_row = torch.arange(num_rows, device=weights.device)
 
     def pick(sums: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """The first index whose running sum exceeds `target`, and what is left of `target`."""
-        # Rounding may bring the target up to the total; the clamp keeps it inside the last weight.
+        """Return the first index whose running sum exceeds `target`, and the rest of `target`."""
+        # Rounding may bring the target up to the total. The clamp keeps it inside the last weight.
         below_total = torch.nextafter(sums[:, -1], torch.zeros_like(sums[:, -1]))
         target = torch.minimum(target, below_total)
         index = (sums <= target.unsqueeze(1)).sum(-1)
