@@ -1,9 +1,9 @@
-"""Requests in, outputs out: `LLMEngine`, the one place that knows all parts and puts an engine together.
+"""`LLMEngine` takes requests and returns outputs. It is the one place that knows all parts of an engine.
 
-What steps is an `EngineCore` (engine.py). Of which of its classes, or of their subclasses in extensions/, it
-consists is chosen here. Three helpers are used throughout: `uninterrupted` has a Ctrl-C wait for the end of a
-block, so that no state is left half changed; `Owner` lets one thread at a time in; `Inbox` holds outputs that
-were not handed over yet.
+`LLMEngine` chooses the block manager, the scheduler, the runner and the core, from engine.py or from
+extensions/, and runs the `EngineCore` step by step. Three helpers are used throughout. `uninterrupted` delays
+a Ctrl-C to the end of a block, so that no state is left half changed. `Owner` lets only one thread use the
+engine at a time. `Inbox` holds outputs that were not returned yet.
 """
 
 import itertools
@@ -37,7 +37,7 @@ from nanoengine.steps import Owner, uninterrupted
 
 
 def choose_runner(groups: list[KVGroup], has_states: bool = False) -> Callable[..., ModelRunner]:
-    """The runner's class, for layers in these groups, some of which may hand on states."""
+    """Return the runner's class for layers in these groups, some of which may have recurrent states."""
     if has_states:
         from nanoengine.extensions.states import StatefulRunner
 
@@ -51,7 +51,7 @@ def choose_runner(groups: list[KVGroup], has_states: bool = False) -> Callable[.
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """What is known of an engine's model, under vLLM's names."""
+    """Describes an engine's model, under vLLM's names."""
 
     model: str
     max_model_len: int
@@ -61,12 +61,13 @@ class ModelConfig:
 
 
 class LLMEngine:
-    """Requests in, outputs out, one step at a time. Names are vLLM's.
+    """Queues requests and returns their outputs, one step at a time. Names are vLLM's.
 
-    For one thread at a time: `AsyncLLM` is for several. `LLM` generates, chats and streams with it.
+    Only one thread may use it at a time: use `AsyncLLM` for several. `LLM` generates, chats and streams
+    with an `LLMEngine`.
 
     Raises:
-        ValueError: a setting or checkpoint that cannot be served; nothing is kept.
+        ValueError: a setting or checkpoint cannot be served. No memory stays allocated.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -84,7 +85,7 @@ class LLMEngine:
             pooler_config=config.pooler_config,
             load_format=config.load_format,
         )
-        self.pooler: Any = None  # of a model that pools
+        self.pooler: Any = None  # None: the model generates
         if self.checkpoint.pooling is not None:
             from nanoengine.extensions.pooling import Pooler
 
@@ -108,19 +109,19 @@ class LLMEngine:
             block_size=self.runner.block_size,
             max_computable_tokens=self.scheduler.block_manager.max_computable_tokens,
         )
-        self._requests: dict[Any, Request] = {}  # the unfinished ones, by request_id
-        self._request_of: dict[int, Request] = {}  # the same, by the seq_id of each of their sequences
-        self._outputs = Inbox()  # not handed over yet
+        self._requests: dict[Any, Request] = {}  # the unfinished requests, by request_id
+        self._request_of: dict[int, Request] = {}  # the same requests, by the seq_id of each sequence
+        self._outputs = Inbox()  # not returned yet
         self._vocabulary = Vocabulary(self.checkpoint.tokenizer)
         self._seq_ids = itertools.count()
         self.num_prompt_tokens = self.num_generation_tokens = 0
-        self._stats = RequestStats(self.max_model_len)  # of those that ended
-        self._processors: Any = None  # of the engine; a request may have more
+        self._stats = RequestStats(self.max_model_len)  # of finished requests
+        self._processors: Any = None  # the engine's logits processors; a request may add its own
         if config.logits_processors:
             from nanoengine.extensions.processors import EngineProcessors
 
             self._processors = EngineProcessors(config.logits_processors, config, self.runner.device.device)
-        self.reloader: Any = None  # of contrib/reload.py, once weights were replaced or the engine slept
+        self.reloader: Any = None  # set by contrib/reload.py when weights are replaced or the engine sleeps
         self._is_closed, self._owner = False, Owner()
         self._tracer = None
         if config.trace is not None:
@@ -139,7 +140,7 @@ class LLMEngine:
         print(self.describe(), file=sys.stderr)
 
     def _assemble(self) -> EngineCore:
-        """Block manager, scheduler and core: each the plain one, or what extends it for the config's sake."""
+        """Make the block manager, scheduler and core: plain classes, or the extensions that are needed."""
         config, started = self.config, self.started
         runner = started.runner
         if started.num_state_slots:
@@ -192,7 +193,7 @@ class LLMEngine:
             blocks,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=started.max_num_batched_tokens,
-            max_model_len=self.max_model_len + (self.pooler is not None),  # no room for what is drawn
+            max_model_len=self.max_model_len + (self.pooler is not None),  # pooling has no output
             long_prefill_token_threshold=config.long_prefill_token_threshold,
         )
         is_async = is_async if config.async_scheduling is None else config.async_scheduling
@@ -202,12 +203,12 @@ class LLMEngine:
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> Self:
-        """The same under vLLM's name."""
+        """Make an engine from a config, under vLLM's name."""
         return cls(engine_args)
 
     @property
     def model_config(self) -> ModelConfig:
-        """For scripts that ask for the model's length, or its config.json."""
+        """The model's settings, for scripts that read its length or its config.json."""
         return ModelConfig(
             str(self.config.model),
             self.max_model_len,
@@ -219,10 +220,10 @@ class LLMEngine:
     def check(self, prompt: Prompt, params: Any, priority: int = 0) -> CheckedRequest:
         """Validate a request completely, without changing anything.
 
-        Its params are SamplingParams, of a model that pools PoolingParams.
+        The params are SamplingParams, or PoolingParams for a model that pools.
 
         Raises:
-            ValueError, TypeError: it cannot be served.
+            ValueError, TypeError: the request cannot be served.
         """
         self._check_ready()
         if self.pooler is not None:
@@ -237,7 +238,7 @@ class LLMEngine:
             self.reloader.check_ready()
 
     def _processors_of(self, checked: CheckedRequest) -> Iterator[Callable[[], Any]]:
-        """What makes the processors of a sample's logits: the request's, the engine's, that of its form."""
+        """Yield factories of a sample's logits processors: the request's, the engine's, the grammar's."""
         params = checked.params
         if params.logits_processors:
             from nanoengine.extensions.processors import FunctionProcessor
@@ -253,7 +254,7 @@ class LLMEngine:
 
     @cached_property
     def _grammars(self) -> Any:
-        """Imported, and made of the tokenizer, when a request first asks for structured outputs."""
+        """The compiler of structured outputs, created when the first request needs it."""
         from nanoengine.extensions.structured import Grammars, sit_out_slow_masks
 
         grammars = Grammars(self.checkpoint.tokenizer, self.checkpoint.vocab_size)
@@ -269,11 +270,13 @@ class LLMEngine:
         priority: int = 0,
         **unserved: Any,
     ) -> None:
-        """Queue a request, or what `check` returned; `step` computes it. It keeps a copy of its parameters.
+        """Queue a request, given as a prompt or as the result of `check`. `step` computes it.
+
+        The request keeps a copy of its parameters.
 
         Raises:
             ValueError, TypeError: the id is in use, or the request cannot be served.
-            RuntimeError: the engine is closed, or another thread's requests are unfinished.
+            RuntimeError: the engine is closed, or another thread has unfinished requests.
         """
         refuse_unserved(self.add_request, unserved)
         if not isinstance(request_id, str):
@@ -287,9 +290,9 @@ class LLMEngine:
 
     @uninterrupted()
     def submit(self, request_id: Any, checked: CheckedRequest) -> None:
-        """Make a checked request's sequences and queue them."""
+        """Make the sequences of a checked request and queue them."""
         self._owner.claim()
-        self._check_ready()  # weights may sleep since the check
+        self._check_ready()  # the engine may have been put to sleep since the check
         params = checked.params
         seqs = [
             Sequence(
@@ -313,17 +316,17 @@ class LLMEngine:
             self.scheduler.add(seq)
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; returns an output of each request that got a token or finished.
+        """Run one step, and return an output for each request that received a token or finished.
 
-        With async scheduling the tokens are those of the step before, so that the first call returns none.
+        With async scheduling the tokens are those of the previous step, so the first call returns none.
 
         Raises:
-            Exception: whatever the forward pass raised. Every request keeps the tokens it had, is still
-                queued, and will be computed anew; call again, or abort some. What fails twice without a
-                token in between ends with "error".
+            Exception: the forward pass raised this exception. Every request keeps its tokens, stays queued,
+                and is recomputed: call `step` again, or abort some requests. A sequence that was running in
+                two failed steps without a new token in between finishes with "error".
         """
         self._owner.claim()
-        with uninterrupted():  # a Ctrl-C strikes at the end of this block, and the outputs are kept
+        with uninterrupted():  # a Ctrl-C takes effect at the end of this block: no output is lost
             try:
                 for collected in self.core.step():
                     self._take(collected)
@@ -340,11 +343,11 @@ class LLMEngine:
 
     @uninterrupted()
     def abort_request(self, request_ids: Any) -> list[RequestOutput]:
-        """Drop requests (an id or several) and free their blocks; unknown ids are ignored.
+        """Abort requests, given one id or several, and free their blocks. Unknown ids are ignored.
 
         Returns:
-            What the requests had so far, and was not handed over; finish_reason is "abort" for the
-            samples that still ran.
+            The requests' last outputs, with all that was not returned yet. finish_reason is "abort" for
+            samples that were unfinished.
         """
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         requests = [self._requests[i] for i in dict.fromkeys(ids) if i in self._requests]
@@ -362,14 +365,14 @@ class LLMEngine:
         return outputs
 
     def has_unfinished_requests(self) -> bool:
-        """Whether `step` has something to compute or to hand over."""
+        """Return whether `step` has something to compute or to return."""
         return bool(self._requests or self._outputs)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; refused (False) while requests run."""
+        """Forget all cached prefixes. Returns False and does nothing while requests are running."""
         return self.scheduler.block_manager.reset_prefix_cache()
 
-    # For learners: methods in contrib/reload.py.
+    # For trainers (reinforcement learning). The methods are in contrib/reload.py.
     update_weights = ContribMethod("reload")
     sleep = ContribMethod("reload")
     wake_up = ContribMethod("reload")
@@ -378,15 +381,16 @@ class LLMEngine:
 
     @cached_property
     def model_executor(self) -> Any:
-        """VLLM's executor, with as much of it as learners reach into."""
+        """A stand-in for vLLM's executor, with the attributes that trainers use."""
         return load("contrib.reload", "model_executor").Worker(self)
 
     def metrics(self) -> dict[str, int | float]:
-        """Counters since the start, and the state of the queues and the cache now.
+        """Return counters since the start, and the current state of the queues and the cache.
 
-        `seconds_*` add up the phases of the steps: schedule, inputs (arrays, and their copies to the
-        device), forward (up to the logits), sample, update (the scheduler's, and tokens to text). On
-        CUDA, forward only queues its kernels; sampling waits for them, and its seconds hold theirs.
+        `seconds_*` are the total times of the phases of a step: schedule, inputs (building arrays and copying
+        them to the device), forward (up to the logits), sample, and update (the scheduler's update, and
+        detokenization). On CUDA, forward only queues kernels. Sampling waits for them, so that the time they
+        take counts as sampling.
         """
         scheduler, blocks = self.scheduler, self.scheduler.block_manager
         drafted, accepted = self._drafts()
@@ -400,7 +404,7 @@ class LLMEngine:
             "num_preemptions": scheduler.num_preemptions,
             "prefix_cache_queries": blocks.num_query_tokens,
             "prefix_cache_hits": blocks.num_query_hits,
-            "external_prefix_cache_queries": getattr(blocks, "num_external_query_tokens", 0),  # of a KV store
+            "external_prefix_cache_queries": getattr(blocks, "num_external_query_tokens", 0),  # KV store
             "external_prefix_cache_hits": getattr(blocks, "num_external_hit_tokens", 0),
             "prompt_tokens": self.num_prompt_tokens,
             "generation_tokens": self.num_generation_tokens,
@@ -408,19 +412,19 @@ class LLMEngine:
             "spec_decode_num_drafts": num_drafts,
             "spec_decode_num_draft_tokens": drafted.total(),
             "spec_decode_num_accepted_tokens": num_accepted,
-            # Tokens of a decode that had a draft, as vLLM counts: those accepted, and the one drawn anyway.
+            # As vLLM counts: tokens per decode that had drafts, the accepted ones and the one sampled anyway.
             "spec_decode_mean_acceptance_length": 1 + num_accepted / num_drafts if num_drafts else 0.0,
             **{f"seconds_{phase}": seconds for phase, seconds in self.runner.stopwatch.seconds.items()},
         }
 
     def get_metrics(self) -> list[Metric]:
-        """The same, and histograms of the requests that ended, as vLLM's metrics reader gives them."""
+        """Return these metrics, and histograms of finished requests, in the form of vLLM's metrics reader."""
         _, accepted = self._drafts()
         places = [accepted[place] for place in range(self.config.num_speculative_tokens)]
         return list_metrics(str(self.config.model), self.metrics(), self._stats, places)
 
     def describe(self) -> str:
-        """For the user: whose code, which attention and why not a faster one, where, and how much cache."""
+        """Describe the engine to the user: model code, attention and why not a faster one, device, cache."""
         config, started, runner = self.config, self.started, self.runner
         attention = runner.attention
         notes = f" ({'; '.join(attention.notes)})" if attention.notes else ""
@@ -449,7 +453,7 @@ class LLMEngine:
         )
 
     def close(self) -> None:
-        """Abort what runs and release the memory; the object is of no use afterwards."""
+        """Abort all requests and release the memory. The engine cannot be used afterwards."""
         self._owner.claim()
         self._is_closed = True
         self.abort_request(list(self._requests))
@@ -464,18 +468,18 @@ class LLMEngine:
     # -- helpers
 
     def _rest(self) -> None:
-        """Nothing is unfinished: what comes next may come from another thread."""
+        """Let any thread make the next request. Called when no request is unfinished."""
         self.runner.device.rest()
         self._owner.release()
 
     def _take(self, collected: Collected) -> None:
-        """Note what a step brought to requests, and make the outputs that are due."""
+        """Record a step's results in their requests, and make the outputs that are due."""
         stopwatch = self.runner.stopwatch
         stopwatch.start()
         now = time.monotonic()
         of_samples, of_prompts = collected.logprobs
         for seq_id, report in of_prompts.items():
-            if seq_id in self._request_of:  # not aborted meanwhile
+            if seq_id in self._request_of:  # else it was aborted meanwhile
                 self._request_of[seq_id].take_prompt_report(report)
         requests: dict[Any, Request] = {}
         for seq in collected.advanced:
@@ -486,7 +490,7 @@ class LLMEngine:
         stopwatch.lap("update")
 
     def _hand_over(self, requests: Iterable[Request]) -> None:
-        """Make the outputs that are due of requests with news, and forget those that are finished."""
+        """Make outputs for requests that changed, if they are streamed or finished. Forget finished ones."""
         for request in requests:
             is_finished = request.finished
             if is_finished or request.is_streamed:
@@ -505,7 +509,7 @@ class LLMEngine:
             del self._request_of[seq_id]
 
     def _drafts(self) -> tuple[Multiset[int], Multiset[int]]:
-        """How many drafts were computed and accepted, by their place in a guess."""
+        """Return how many draft tokens were computed and how many accepted, by their position in a draft."""
         scheduler: Any = self.scheduler
         if self.config.speculative_config is None:
             return Multiset(), Multiset()
@@ -513,7 +517,7 @@ class LLMEngine:
 
 
 def describe_windows(started: Started, max_model_len: int) -> str:
-    """For the user: what becomes of blocks that a sliding window has left behind."""
+    """Describe to the user which layers have a sliding window, and whether blocks outside it are freed."""
     windows = [group.window for group in started.kv_groups]
     if not started.kv_specs:
         return ""
