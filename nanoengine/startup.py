@@ -1,4 +1,4 @@
-"""Once, before the first step: a device, the weights on it, and how large the cache and the steps are."""
+"""Startup: chooses a device, loads the weights onto it, and sizes the KV cache and the steps."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -19,24 +19,24 @@ from nanoengine.sampling import draw_rows, sample_rows, scale_logits, sort_keys
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.steps import Stopwatch, uninterrupted
 
-if TYPE_CHECKING:  # else imported by parallel.py
+if TYPE_CHECKING:  # at run time only parallel.py imports it
     from nanoengine.models.shard import Shard
 
-MOST_FREE_BLOCKS = 1 << 16  # where blocks take no memory: they name prefixes, for the prefix cache
+MOST_FREE_BLOCKS = 1 << 16  # for models without a KV cache: blocks only identify prefixes
 
 
 class Started(NamedTuple):
-    """A runner that is ready to step, and what was chosen for it."""
+    """Holds a runner that is ready to step, and the sizes that were chosen for it."""
 
     runner: ModelRunner
-    num_blocks: int  # usable ones of its cache
-    max_num_batched_tokens: int  # of a step
+    num_blocks: int  # usable blocks: the null block is not counted
+    max_num_batched_tokens: int  # token budget of a step
     dtype: torch.dtype
     kv_specs: list[KVSpec]  # what each layer stores
     kv_groups: list[KVGroup]  # layers that share block tables
-    weights_digest: bytes  # for a KV store
-    num_state_slots: int  # of a model whose layers hand on states, beside the reserved ones; else 0
-    state_bytes: int  # of a sequence
+    weights_digest: bytes  # identifies the weights to a KV store
+    num_state_slots: int  # slots for recurrent states, without the reserved ones; 0: the model has none
+    state_bytes: int  # bytes of one sequence's recurrent state
 
 
 def start_runner(
@@ -48,18 +48,18 @@ def start_runner(
     shard: "Shard | None" = None,
     wrap: Callable[[Device], Device] = lambda device: device,
 ) -> Started:
-    """Load a model on a device, and make a cache and, where there can be any, CUDA graphs for it.
+    """Load a model on a device, allocate its KV cache and, if possible, capture CUDA graphs.
 
     Args:
-        config: the engine's.
-        checkpoint: what to load.
-        max_model_len: tokens of a prompt and its output.
-        choose_runner: gives the runner's class for layers in these groups, and whether some have states.
-        shard: which part of the model, where several processes share one.
-        wrap: puts where these meet around the device.
+        config: the engine's settings.
+        checkpoint: the checkpoint to load.
+        max_model_len: limit on the tokens of a prompt and its output together.
+        choose_runner: returns the runner's class, from the groups of layers and whether any have states.
+        shard: the part of the model to load, if several processes share one model.
+        wrap: adds the communication between these processes to the device.
 
     Raises:
-        ValueError: a checkpoint or setting that cannot be served, or too little memory.
+        ValueError: the checkpoint or a setting cannot be served, or there is too little memory.
     """
     if config.quantization is not None and checkpoint.written_as != (
         None if config.quantization in ROUNDED else config.quantization
@@ -77,7 +77,7 @@ def start_runner(
         shard=shard,
         pack=device.pack,
     )
-    digest = digest_weights(model) if config.kv_store is not None else b""  # before the device packs them
+    digest = digest_weights(model) if config.kv_store is not None else b""  # before `prepare` packs them
     specs = model.kv_specs
     groups = group_layers(specs, max_model_len)
     states = getattr(model, "states", None) or None
@@ -90,7 +90,7 @@ def start_runner(
     max_num_tokens = config.max_num_batched_tokens or device.max_num_batched_tokens
     max_num_chunks = config.max_num_seqs * (1 + config.num_speculative_tokens)
     table_width = -(-max_model_len // block_size)  # blocks of the longest sequence
-    with uninterrupted(), device.running():  # a backend may try itself out, on its own GPU
+    with uninterrupted(), device.running():  # a backend may run a trial on the GPU
         attention = device.choose_attention(specs, model.attention_settings)
         device.reserve(max_num_tokens, max_num_chunks, len(groups), table_width)
         runner = choose_runner(groups, states is not None)(model, device, attention, sample, block_size)
@@ -116,7 +116,7 @@ def start_runner(
                 )
             )
 
-        longest = min(max_model_len - 1, max_num_tokens)  # an output token has to fit too
+        longest = min(max_model_len - 1, max_num_tokens)  # leaves room for an output token
         prompts = [longest] * (max_num_tokens // longest) + [max_num_tokens % longest]
         prompts = [length for length in prompts if length][: config.max_num_seqs]
         decodes = [1] * min(max_num_chunks, max_num_tokens)
@@ -137,18 +137,18 @@ def start_runner(
             num_blocks = config.num_kv_blocks or MOST_FREE_BLOCKS
         runner.caches = make_caches(num_blocks, num_slots)
         runner.forward = capture()
-    runner.stopwatch = Stopwatch()  # what was tried out was no step
+    runner.stopwatch = Stopwatch()  # trial runs do not count as steps
     sizes = num_slots, state_bytes
     return Started(runner, num_blocks, max_num_tokens, dtype, specs, groups, digest, *sizes)
 
 
 def open_device(config: EngineConfig) -> Device:
-    """Return the processor that the config asks for. Only the module of that processor is imported."""
+    """Return the device that the config asks for. Only the module of that device is imported."""
     device = config.resolve_device()
     if device.type == "cuda":
         from nanoengine.backends.cuda import CUDA
 
-        if device.index is None:  # steps may run in another thread, whose current GPU is not this one
+        if device.index is None:  # steps may run in a thread with another current GPU
             device = torch.device("cuda", torch.cuda.current_device())
         return CUDA(device, config)
     try:
@@ -162,10 +162,12 @@ def open_device(config: EngineConfig) -> Device:
 
 
 def count_slots(state_bytes: int, most: int, cache_bytes: int) -> int:
-    """How many sequences' states that many bytes hold; as many as can run, and as many in the prefix cache.
+    """Return how many sequences' recurrent states fit in cache_bytes, up to `most`.
+
+    `most` allows for all sequences that can run at once, and as many states again in the prefix cache.
 
     Raises:
-        ValueError: not one.
+        ValueError: not a single one fits.
     """
     num_slots = min(cache_bytes // state_bytes - NUM_RESERVED_SLOTS, most)
     if num_slots < 1:
@@ -183,18 +185,18 @@ def plan_trial(
     make_caches: Callable[[int], list[KVCache]],
     capture: Callable[[], Forward],
 ) -> Trial:
-    """How to try out what takes most memory: the longest prompts that fill a step, and most rows to sample.
+    """Return a trial of the steps that need the most memory: the longest prompts, and the most decodes.
 
     Args:
         runner: has no caches yet.
-        prompts: the lengths of the longest.
-        decodes: as many ones as there can be.
-        make_caches: of so many blocks.
-        capture: makes the graphs that will run the steps.
+        prompts: chunk lengths of a step that is filled with the longest prompts.
+        decodes: chunk lengths of a step with as many decodes as possible, all 1.
+        make_caches: makes caches with the given number of blocks.
+        capture: captures the graphs that will run the steps.
     """
-    block_ids = list(range(1, -(-prompts[0] // runner.block_size) + 1))  # all sequences have the same ones
+    block_ids = list(range(1, -(-prompts[0] // runner.block_size) + 1))  # shared by all sequences
     most_work = SamplingParams(top_p=0.5, min_p=0.1, repetition_penalty=1.1, logprobs=1)
-    # What is fused is compiled once for many rows and once more for one: now, not at the first request.
+    # Fused functions are compiled once for many rows and once for one row: now, not at the first request.
     batches = [
         _batch(lengths, params, block_ids)
         for prompt_lengths, decode_lengths in ((prompts, decodes), (prompts[:1], decodes[:1]))
@@ -220,7 +222,7 @@ def plan_trial(
 def _batch(
     lengths: list[int], params: SamplingParams, block_table: list[int], samples: bool = True
 ) -> ScheduledBatch:
-    """Chunks of these lengths, from the beginning of sequences that all are in the same blocks."""
+    """Return a batch of chunks of these lengths. Each starts at position 0, and all share the same blocks."""
     seq = Sequence(0, [0] * max(lengths), params)
     seq.block_table = block_table
     chunks = [Chunk(seq, 0, length, samples, seq.token_ids) for length in lengths]
