@@ -1,4 +1,4 @@
-"""What a request asks for: `SamplingParams`, and the checks that user input passes."""
+"""Defines `SamplingParams`, the parameters of a request, and the checks for values that users pass."""
 
 import inspect
 import math
@@ -13,7 +13,7 @@ from nanoengine.compat import SAMPLING_IGNORES, accepts
 
 
 def check_integer(name: str, value: Any, low: int, high: int = 2**31 - 1) -> int:
-    """The value as an int; TypeError or ValueError unless it is an integer in [low, high]."""
+    """Return the value as an int. Raises TypeError or ValueError unless it is an integer in [low, high]."""
     limits = f"an integer in [{low}, {high}]"
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be {limits}, got {value!r}")
@@ -23,13 +23,16 @@ def check_integer(name: str, value: Any, low: int, high: int = 2**31 - 1) -> int
 
 
 def check_number(name: str, value: Any, low: float, high: float, open_low: bool = False) -> float:
-    """The value as a float; TypeError or ValueError unless it is in [low, high], or (low, high]."""
+    """Return the value as a float. Raises TypeError or ValueError unless it is in [low, high].
+
+    With open_low, low itself is not allowed either.
+    """
     limits = f"a number in {'(' if open_low else '['}{low}, {high}]"
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be {limits}, got {value!r}")
     try:
         number = float(value)
-    except OverflowError:  # an integer beyond all floats
+    except OverflowError:  # an integer too large for a float
         number = math.inf
     if not low <= number <= high or (open_low and number == low):  # false for NaN
         raise ValueError(f"{name} must be {limits}, got {value!r}")
@@ -43,7 +46,7 @@ def check_bool(name: str, value: Any) -> None:
 
 
 def check_strings(name: str, value: Any) -> list[str]:
-    """The value as a list; TypeError or ValueError unless it is a list of strings, none empty."""
+    """Return the value as a list. Raises TypeError or ValueError unless it holds non-empty strings."""
     if not isinstance(value, list | tuple | set | frozenset):
         raise TypeError(f"{name} must be a list of strings, got {value!r}")
     for item in value:
@@ -55,16 +58,16 @@ def check_strings(name: str, value: Any) -> list[str]:
 
 
 def check_token_ids(name: str, value: Any) -> list[int]:
-    """The value as a list; TypeError or ValueError unless it is a list of token ids."""
+    """Return the value as a list. Raises TypeError or ValueError unless it holds token ids."""
     if not isinstance(value, list | tuple | set | frozenset):
         raise TypeError(f"{name} must be a list of token ids, got {value!r}")
     return [check_integer(name, item, 0) for item in value]
 
 
 def num_parameters(processor: Any) -> int:
-    """How many arguments a logits processor takes; TypeError unless 2 or 3."""
+    """Return how many arguments a logits processor takes. Raises TypeError unless it takes 2 or 3."""
     for num in (2, 3):
-        with suppress(TypeError, ValueError):  # ValueError: a built-in that does not say
+        with suppress(TypeError, ValueError):  # ValueError: a built-in without a signature
             inspect.signature(processor).bind(*[None] * num)
             return num
     raise TypeError(
@@ -73,12 +76,12 @@ def num_parameters(processor: Any) -> int:
     )
 
 
-LARGEST = 1e30  # far from where float32 overflows
-MAX_SAMPLES = 1024  # per prompt: each is a sequence with tokens of its own, made before any is computed
+LARGEST = 1e30  # far below the overflow of float32
+MAX_SAMPLES = 1024  # per prompt: every sample is a sequence with its own token list, made up front
 
 
 class RequestOutputKind(Enum):
-    """What each output of a running request holds: all so far, what is new, or only the end result."""
+    """Selects what a request's outputs hold: everything so far, only what is new, or the final result."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -87,25 +90,25 @@ class RequestOutputKind(Enum):
 
 @dataclass(slots=True, kw_only=True)
 class StructuredOutputsParams:
-    """What form an answer has: one of the first six fields. Names are vLLM's; served by llguidance.
+    """Constrains the output to one of the first six fields. Names are vLLM's. Enforced by llguidance.
 
     Raises:
-        TypeError, ValueError: none of the forms is given, or several, or a field is of the wrong type.
+        TypeError, ValueError: none or several of the six fields are given, or a field has the wrong type.
     """
 
     json: str | dict[str, Any] | None = None  # a JSON schema
-    regex: str | None = None  # which the whole answer matches
-    choice: list[str] | None = None  # one of these
-    grammar: str | None = None  # in llguidance's form of Lark (`start: ...`), or GBNF (`root ::= ...`)
+    regex: str | None = None  # a regular expression that the whole output must match
+    choice: list[str] | None = None  # the output is one of these strings
+    grammar: str | None = None  # in llguidance's variant of Lark (`start: ...`), or GBNF (`root ::= ...`)
     json_object: bool | None = None  # any JSON object
-    structural_tag: str | dict[str, Any] | None = None  # text, in which parts between tags have a schema
-    disable_any_whitespace: bool = False  # JSON in one line, without spaces
-    disable_additional_properties: bool = False  # where a schema's object does not say
-    whitespace_pattern: str | None = None  # a regular expression: what may stand between JSON's tokens
-    preamble: str | None = None  # in llguidance's Lark: what comes before the answer, as a model's thoughts
+    structural_tag: str | dict[str, Any] | None = None  # free text; parts between tags follow a schema
+    disable_any_whitespace: bool = False  # JSON on one line, without spaces
+    disable_additional_properties: bool = False  # the default for objects whose schema does not set it
+    whitespace_pattern: str | None = None  # a regular expression for the whitespace between JSON tokens
+    preamble: str | None = None  # grammar, in llguidance's Lark, of text before the output, such as reasoning
 
     def __post_init__(self) -> None:
-        """Check types, and that one form is given."""
+        """Check types, and that exactly one of the six fields is given."""
         kinds: dict[str, tuple[type, ...]] = {
             "json": (str, dict),
             "regex": (str,),
@@ -135,52 +138,52 @@ GuidedDecodingParams = StructuredOutputsParams  # vLLM's older name
 @accepts(SAMPLING_IGNORES, {"guided_decoding": "structured_outputs"})
 @dataclass(slots=True, kw_only=True)
 class SamplingParams:
-    """How to sample, when to stop and what to report; names and defaults are vLLM's.
+    """Says how to sample, when to stop and what to report. Names and defaults are vLLM's.
 
-    Checked when made, and again when a request is made of it: the request keeps a copy, so that fields may
-    be changed in between, and afterwards for the next one.
+    The fields are checked at construction, and again when a request is made. The request keeps a copy, so
+    you may change fields before and after that.
 
     Raises:
-        TypeError, ValueError: a field is of the wrong type or out of its range.
+        TypeError, ValueError: a field has the wrong type or is out of range.
     """
 
     n: int = 1  # samples per prompt; they share the prompt's full blocks
     temperature: float = 1.0  # 0 is greedy
-    top_p: float = 1.0  # keep the likeliest tokens up to and including the one that crosses top_p
-    top_k: int = 0  # keep the k likeliest tokens; 0 or -1 is all
-    min_p: float = 0.0  # keep tokens at least min_p times as likely as the likeliest
+    top_p: float = 1.0  # keep the most probable tokens up to and including the one that crosses top_p
+    top_k: int = 0  # keep the k most probable tokens; 0 or -1: all
+    min_p: float = 0.0  # keep tokens at least min_p times as probable as the most probable one
     seed: int | None = None  # None or -1: derived from the engine's seed
     presence_penalty: float = 0.0  # subtracted once from every token in the output
     frequency_penalty: float = 0.0  # subtracted per occurrence in the output
-    repetition_penalty: float = 1.0  # divides (or multiplies) logits of tokens in prompt and output
+    repetition_penalty: float = 1.0  # divides positive and multiplies negative logits of tokens already seen
     logit_bias: dict[int, float] | None = None  # added to the logits of these token ids
-    allowed_token_ids: list[int] | None = None  # nothing else may be sampled
-    bad_words: list[str] | None = None  # token sequences that are never completed, spelled as words
-    max_tokens: int | None = 16  # None: up to max_model_len
-    min_tokens: int = 0  # no end-of-sequence or stop token or string before this many
+    allowed_token_ids: list[int] | None = None  # no other token may be sampled
+    bad_words: list[str] | None = None  # words that never appear in full in the output
+    max_tokens: int | None = 16  # limit on the output; None: up to max_model_len
+    min_tokens: int = 0  # no end of sequence, stop token or stop string before this many output tokens
     ignore_eos: bool = False
     stop: str | list[str] | None = None  # ends the output before the first of these strings
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool = False
-    logprobs: int | None = None  # report this many likeliest tokens and the sampled one; -1: all
-    truncate_prompt_tokens: int | None = None  # its last so many are the prompt; -1: as many as fit
-    prompt_logprobs: int | None = None  # the same for the prompt's tokens; no prefix hit is used then
+    logprobs: int | None = None  # report the sampled token and this many most probable ones; -1: all
+    truncate_prompt_tokens: int | None = None  # keep this many of the prompt's last tokens; -1: what fits
+    prompt_logprobs: int | None = None  # like logprobs, for the prompt's tokens; disables prefix cache hits
     detokenize: bool = True  # False: token ids only, text stays empty
     skip_special_tokens: bool = True
-    structured_outputs: StructuredOutputsParams | None = None  # what form the output has; a dict will do
-    # Each is called before each token, with the output's token ids and the logits, (V,) float32, or with the
-    # prompt's token ids before these, and returns the logits to draw from.
+    structured_outputs: StructuredOutputsParams | None = None  # or a dict of its fields
+    # Each is called before each token, with (output token ids, logits) or (prompt token ids, output token
+    # ids, logits), and returns the logits to sample from. Logits are (V,) float32.
     logits_processors: list[Callable[..., Any]] | None = None
-    extra_args: dict[str, Any] | None = None  # for the engine's own logits processors to read
-    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE  # of what `LLM.step` returns
+    extra_args: dict[str, Any] | None = None  # for the engine's logits processors to read
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE  # what `LLM.step` returns
 
-    # Derived when made, since they are asked for at every step: of a request's copy, which nobody changes.
-    stop_strings: tuple[str, ...] = field(init=False, repr=False, compare=False)  # `stop` in one form
+    # Derived at construction, because every step reads them. A request's copy never changes.
+    stop_strings: tuple[str, ...] = field(init=False, repr=False, compare=False)  # `stop` as a tuple
     edits_logits: bool = field(init=False, repr=False, compare=False)  # before temperature and filters
-    filters: bool = field(init=False, repr=False, compare=False)  # top_k, top_p or min_p cut something
+    filters: bool = field(init=False, repr=False, compare=False)  # top_k, top_p or min_p has an effect
 
     def __post_init__(self) -> None:
-        """Validate every field; nothing is clipped or ignored."""
+        """Validate every field. No value is clipped or ignored."""
         checked: dict[str, Any] = {
             "n": check_integer("n", self.n, 1, MAX_SAMPLES),
             "temperature": check_number("temperature", self.temperature, 0.0, LARGEST),
@@ -259,19 +262,19 @@ class SamplingParams:
         )
         checked["edits_logits"] = edits
         checked["filters"] = self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
-        for name, value in checked.items():  # the same values in plain types, and the derived ones
+        for name, value in checked.items():  # the values in plain types, and the derived fields
             setattr(self, name, value)
 
     def clone(self) -> "SamplingParams":
-        """A copy that shares nothing with this one, checked anew.
+        """Return a copy, with all fields checked again.
 
         Raises:
-            TypeError, ValueError: a field that was changed is of the wrong type or out of its range.
+            TypeError, ValueError: a changed field has the wrong type or is out of range.
         """
         return replace(self)
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raise ValueError where a token id or a count does not fit the vocabulary."""
+        """Raise ValueError if a token id or a number of logprobs does not fit the vocabulary."""
         for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
             for token_id in getattr(self, name) or ():
                 if not 0 <= token_id < vocab_size:
