@@ -1,4 +1,4 @@
-"""Every setting of an engine, validated once."""
+"""Defines `EngineConfig`, all settings of an engine, validated once."""
 
 from argparse import Namespace
 from collections.abc import Callable
@@ -18,12 +18,12 @@ P = TypeVar("P")
 @accepts()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """How to guess tokens ahead; vLLM's names and defaults."""
+    """Settings of speculative decoding. Names and defaults are vLLM's."""
 
-    method: str  # "ngram": what followed the last tokens where they were seen before (prompt lookup)
-    num_speculative_tokens: int  # most drafts of a sequence in a step
-    prompt_lookup_min: int | None = None  # tokens that have to agree; None: prompt_lookup_max, or 5
-    prompt_lookup_max: int | None = None  # the most that are looked up; None: prompt_lookup_min, or 5
+    method: str  # "ngram": draft what followed the last tokens at an earlier occurrence (prompt lookup)
+    num_speculative_tokens: int  # limit on draft tokens per sequence and step
+    prompt_lookup_min: int | None = None  # shortest n-gram to look up; None: prompt_lookup_max, or 5
+    prompt_lookup_max: int | None = None  # longest n-gram to look up; None: prompt_lookup_min, or 5
 
     def __post_init__(self) -> None:
         """Check ranges."""
@@ -39,12 +39,12 @@ class SpeculativeConfig:
 
     @property
     def lookup_lengths(self) -> tuple[int, int]:
-        """The shortest and the longest run of tokens to look up."""
+        """The lengths of the shortest and the longest n-gram to look up."""
         low, high = self.prompt_lookup_min, self.prompt_lookup_max
         return low or high or 5, high or low or 5
 
 
-ROUNDED = "int8", "int4"  # what weights are rounded to
+ROUNDED = "int8", "int4"  # formats that weights are quantized to at load time
 WRITTEN = (
     "gptq",
     "awq",
@@ -53,71 +53,72 @@ WRITTEN = (
     "gguf",
     "fp8",
     "mxfp4",
-)  # what they may be already
+)  # formats of checkpoints that are quantized already
 
 
-# Settings whose default in vLLM is None, which stands for the default here
+# Settings for which None, the default in vLLM, stands for the default here
 OPTIONAL = "enable_prefix_caching", "enforce_eager", "generation_config", "max_num_seqs", "runner", "seed"
 
 
 @accepts(ENGINE_IGNORES, RENAMED, OPTIONAL)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Settings of an engine; vLLM's EngineArgs. Nothing changes after construction.
+    """Settings of an engine. It is vLLM's EngineArgs, and immutable.
 
     Raises:
-        ValueError, TypeError: a setting is out of its range or not served; the message names it.
+        ValueError, TypeError: a setting is out of range or not supported. The message names it.
     """
 
     model: str | Path  # hub id or directory
-    tokenizer: str | Path | None = None  # hub id or directory, where it is not the model's own
-    revision: str | None = None  # of a hub model
-    gguf_file: str | None = None  # of these in the directory or on the hub, llama.cpp's format
-    dtype: str | torch.dtype = "auto"  # "auto" is the checkpoint's own
-    device: str = "auto"  # "auto" is CUDA where there is one, else the CPU
-    seed: int = 0  # for requests without a seed of their own
-    max_model_len: int | None = None  # prompt and output together; None: what the model was made for
+    tokenizer: str | Path | None = None  # hub id or directory; None: the model's own
+    revision: str | None = None  # branch, tag or commit of a hub model
+    gguf_file: str | None = None  # which GGUF file to load from the directory or the hub
+    dtype: str | torch.dtype = "auto"  # "auto": the checkpoint's own
+    device: str = "auto"  # "auto": CUDA if available, else the CPU
+    seed: int = 0  # for requests without their own seed
+    max_model_len: int | None = None  # prompt plus output, in tokens; None: the model's maximum
     block_size: int | None = None  # tokens; None: 32 on a CPU, 256 on a GPU
-    num_kv_blocks: int | None = None  # usable blocks (the null block comes on top)
-    kv_cache_bytes: int | None = None  # instead of num_kv_blocks; neither: from the memory that is free
-    # Of a model whose layers hand on states: how many are held, of sequences that run and in the prefix cache
+    num_kv_blocks: int | None = None  # usable blocks; the null block is added to these
+    kv_cache_bytes: int | None = None  # instead of num_kv_blocks; neither: sized by the free memory
+    # For models with recurrent states: how many states to hold, for running sequences and the prefix cache
     num_state_slots: int | None = None
     gpu_memory_utilization: float = 0.9  # share of a GPU's memory for weights, activations and cache
-    max_num_seqs: int = 256  # sequences that hold blocks at a time
+    max_num_seqs: int = 256  # limit on running sequences
     max_num_batched_tokens: int | None = None  # token budget of a step; None: 1024 on a CPU, 8192 on a GPU
-    max_logprobs: int = 20  # most log-probabilities that a request may ask for of a token; -1: all
-    # "raw_logprobs": the model's; "processed_logprobs": those that tokens are drawn by
+    max_logprobs: int = 20  # limit on the logprobs a request may ask for per token; -1: no limit
+    # "raw_logprobs": of the model's logits; "processed_logprobs": of the logits that tokens are drawn from
     logprobs_mode: str = "raw_logprobs"
-    long_prefill_token_threshold: int = 0  # most tokens of one sequence in a step; 0 is no limit
+    long_prefill_token_threshold: int = 0  # limit on the tokens of one sequence per step; 0: no limit
     enable_prefix_caching: bool = True
     scheduling_policy: str = "fcfs"  # or "priority": a lower number runs first
-    pin_threads: bool = True  # on a CPU: a core for each of PyTorch's threads, while a step runs
-    attn_backend: str = "auto"  # "flash", "varlen", "triton", "compiled" or "torch"; auto: the first that can
+    pin_threads: bool = True  # on a CPU: pin each PyTorch thread to a core while a step runs
+    # "flash", "varlen", "triton", "compiled" or "torch"; "auto": the fastest that supports the model
+    attn_backend: str = "auto"
     enforce_eager: bool = False  # plain PyTorch: no compiled kernels, no CUDA graphs
-    async_scheduling: bool | None = None  # prepare a step while the one before runs; None: on a GPU
-    speculative_config: dict[str, Any] | None = None  # guess tokens ahead: as `SpeculativeConfig`
-    # "int8", "int4": linear layers' weights as integers, on a CPU; or what the checkpoint is written in
+    async_scheduling: bool | None = None  # schedule a step while the previous one runs; None: on a GPU
+    speculative_config: dict[str, Any] | None = None  # the fields of `SpeculativeConfig`
+    # "int8", "int4": quantize the weights of linear layers, on a CPU. Or the checkpoint's own format
     quantization: str | None = None
     lora: str | Path | None = (
-        None  # a directory with a PEFT adapter, merged into the weights when they are loaded
+        None  # a directory with a PEFT adapter, which is merged into the weights at load time
     )
-    tensor_parallel_size: int = 1  # processes that share every layer's weights: extensions/parallel.py
-    load_format: str = "auto"  # or "safetensors", the same; "dummy": random weights from config.json alone
+    tensor_parallel_size: int = 1  # processes that split every layer's weights: extensions/parallel.py
+    load_format: str = "auto"  # "safetensors" means the same; "dummy": random weights, from config.json alone
     model_impl: str = (
-        "auto"  # "nanoengine": models/decoder.py; "transformers": its own code; auto: the first that can
+        "auto"  # "nanoengine": models/decoder.py; "transformers": its own code; auto: the first that works
     )
     trust_remote_code: bool = False
-    # "generate" text; or "pooling": embed, classify, score; auto: by the checkpoint (models/pooling.py)
+    # "generate" text, or "pooling": embed, classify, score. "auto" decides by the checkpoint
     runner: str = "auto"
     pooler_config: dict[str, Any] | None = None  # "pooling_type": LAST, MEAN or CLS; "use_activation"
-    hf_overrides: dict[str, Any] | None = None  # fields of config.json, in place of the checkpoint's own
-    generation_config: str = "auto"  # the checkpoint's sampling parameters; "vllm": vLLM's defaults instead
-    # Functions as in SamplingParams, for every request, and vLLM V1's classes: extensions/processors.py
+    hf_overrides: dict[str, Any] | None = None  # fields that override the checkpoint's config.json
+    generation_config: str = "auto"  # default to the checkpoint's sampling parameters; "vllm": to vLLM's
+    # For every request: functions as in SamplingParams, or classes as in vLLM V1 (extensions/processors.py)
     logits_processors: list[Any] | None = None
-    # A file for JSON lines, or what takes the events: extensions/trace.py
+    # A file for JSON lines, or a function that is called with each event: extensions/trace.py
     trace: str | Path | Callable[[Any], Any] | None = None
-    # Where K and V are kept beyond the process: a directory, "redis://host:port/db", or an object with the
-    # methods of `Store` in contrib/stores.py
+    # Where to keep K and V beyond the life of the process: a directory, "redis://host:port/db", or an object
+    # with the methods of `Store` in contrib/stores.py
     kv_store: Any = None
 
     def __post_init__(self) -> None:
@@ -179,7 +180,7 @@ class EngineConfig:
                 "vllm",
                 "nanoengine",
                 "transformers",
-            ),  # the second is vLLM's word for the first
+            ),  # "vllm", one of vLLM's values, means "auto" here
             "attn_backend": ("auto", "flash", "varlen", "triton", "compiled", "torch"),
         }
         for name, allowed in choices.items():
@@ -212,7 +213,7 @@ class EngineConfig:
 
     @classmethod
     def add_cli_args(cls, parser: P) -> P:
-        """Add a flag for each setting to an argument parser, or to a group of one.
+        """Add a flag for each setting to an argument parser, or to an argument group.
 
         Settings in `compat.INSTEAD` get their defaults, because vLLM's scripts read them.
         """
@@ -226,13 +227,13 @@ class EngineConfig:
 
     @classmethod
     def from_cli_args(cls, args: Namespace) -> Self:
-        """Make a config from what such a parser returns; other attributes are left out."""
+        """Make a config from the parsed arguments. Attributes that are not settings are ignored."""
         names = {*INSTEAD, *(item.name for item in fields(cls))}
         return cls(**{name: value for name, value in vars(args).items() if name in names})
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
-        """`speculative_config`, checked."""
+        """The settings of `speculative_config`, validated. None: no speculative decoding."""
         given = self.speculative_config
         if given is not None and not isinstance(given, dict):
             raise TypeError(f"speculative_config must be a dict, got {given!r}")
@@ -240,11 +241,15 @@ class EngineConfig:
 
     @property
     def num_speculative_tokens(self) -> int:
-        """Most drafts of a sequence in a step."""
+        """The limit on draft tokens per sequence and step. 0: no speculative decoding."""
         return self.speculation.num_speculative_tokens if self.speculation is not None else 0
 
     def resolve_device(self) -> torch.device:
-        """The device to run on."""
+        """Return the PyTorch device to run on.
+
+        Raises:
+            ValueError: it is neither a CPU nor a CUDA device, or CUDA is not available.
+        """
         if self.device == "auto":
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
         try:
