@@ -1,4 +1,4 @@
-"""`LLM`: what most users hold. It generates, chats and streams over an `LLMEngine`."""
+"""Defines `LLM`, the class that most users need. It generates, chats and streams with an `LLMEngine`."""
 
 import itertools
 import time
@@ -24,23 +24,23 @@ from nanoengine.steps import uninterrupted
 
 
 class LLM:
-    """A model, ready to answer. Arguments are `EngineConfig`'s; names are vLLM's where it has them.
+    """Runs a model offline. Its arguments are the settings of `EngineConfig`. Names are vLLM's.
 
-    Not for several threads at once: `AsyncLLM` is.
+    Only one thread may use it at a time: use `AsyncLLM` for several.
 
     >>> with LLM("Qwen/Qwen3-0.6B") as llm:  # doctest: +SKIP
     ...     print(llm.generate("Hello", SamplingParams(max_tokens=8))[0].outputs[0].text)
 
     Raises:
-        TypeError: an argument that does not exist.
-        ValueError: a setting or checkpoint that cannot be served; nothing is kept.
+        TypeError: an argument does not exist.
+        ValueError: a setting or checkpoint cannot be served. No memory stays allocated.
     """
 
     def __init__(self, model: str | Path, **settings: Any) -> None:
         self.llm_engine = LLMEngine(EngineConfig(model=model, **settings))
-        self._numbers = itertools.count()  # request ids of its own calls; a user's are strings
-        self._inboxes: dict[Any, Inbox] = {}  # by request_id: that of the call that made the request
-        self._inbox = Inbox()  # for `step`: what came of requests that the user added
+        self._numbers = itertools.count()  # request ids of its own calls; users' ids are strings
+        self._inboxes: dict[Any, Inbox] = {}  # request_id -> the inbox of the call that made the request
+        self._inbox = Inbox()  # outputs for `step`, of requests from `add_request`
 
     # -- for most users
 
@@ -53,19 +53,19 @@ class LLM:
         priority: Sequence[int] | None = None,
         **unserved: Any,
     ) -> list[RequestOutput]:
-        """Complete prompts; outputs come in their order.
+        """Complete prompts. Returns the outputs in the order of the prompts.
 
         Args:
             prompts: a string, a list of token ids, `{"prompt": ...}` or `{"prompt_token_ids": ...}`,
                 or a list of these.
-            sampling_params: one for all or one per prompt; None is `get_default_sampling_params()`.
+            sampling_params: one for all prompts, or one per prompt. None: `get_default_sampling_params()`.
             use_tqdm: show progress.
-            priority: one per prompt, with `scheduling_policy="priority"`; lower runs first.
-            unserved: vLLM's other arguments, accepted if they ask for nothing: `compat.py` has the rule.
+            priority: one per prompt, with `scheduling_policy="priority"`. A lower number runs first.
+            unserved: vLLM's other arguments, accepted if they are a no-op. compat.py documents the rule.
 
         Raises:
-            ValueError, TypeError: a prompt or parameter cannot be served; then none was queued. After
-                any other exception this call's requests are aborted and the engine stays usable.
+            ValueError, TypeError: a prompt or parameter cannot be served. No request was queued. After
+                any other exception, this call's requests are aborted and the engine stays usable.
         """
         refuse_unserved(self.generate, unserved)
         kind = RequestOutputKind.FINAL_ONLY
@@ -78,10 +78,11 @@ class LLM:
         *,
         priority: Sequence[int] | None = None,
     ) -> Iterator[RequestOutput]:
-        """Complete prompts and yield each one's new text and tokens as they come, finished ones marked.
+        """Complete prompts, and yield new text and tokens of each prompt as they arrive.
 
-        Takes what `generate` takes and raises what it raises, at the call. `request_id` is the
-        prompt's index. Leaving the loop early, or closing the iterator, aborts what is left.
+        The arguments and exceptions are those of `generate`. Invalid ones raise at the call, not in the loop.
+        An output's `request_id` is the prompt's index, and the last output of a prompt has `finished` set.
+        Leaving the loop early, or closing the iterator, aborts the remaining requests.
         """
         return self._stream(self._check_all(prompts, sampling_params, priority, RequestOutputKind.DELTA))
 
@@ -101,10 +102,10 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer a conversation (a list of `{"role": ..., "content": ...}`), or several at once.
 
-        A content is a string, or a list of text parts. The template is shown `tools`.
+        A content is a string, or a list of text parts. `tools` are passed to the chat template.
 
         Raises:
-            ValueError: the tokenizer has no chat template, or a content is not text; and as `generate`.
+            ValueError: the tokenizer has no chat template, or a content is not text. `generate` lists others.
         """
         refuse_unserved(self.chat, unserved)
         settings: dict[str, Any] = {
@@ -118,7 +119,7 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority)
 
     def render_chat(self, messages: Sequence[Any], **template_settings: Any) -> list[dict[str, Any]]:
-        """Conversations as prompts for `generate`, `stream` or `add_request`, by the chat template."""
+        """Render conversations with the chat template. Returns prompts for `generate` and the like."""
         settings = {"add_generation_prompt": True, **template_settings}
         return render_chats(messages, self.get_tokenizer(), self.llm_engine.checker.encode, **settings)
 
@@ -131,20 +132,20 @@ class LLM:
         pooling_task: str | None = None,
         **unserved: Any,
     ) -> list[Any]:
-        """What a model that pools makes of prompts, as tensors: embeddings, or a classifier's probabilities.
+        """Run a pooling model on prompts. Returns embeddings, or a classifier's probabilities, as tensors.
 
         Args:
-            prompts: as `generate` takes them.
-            pooling_params: `PoolingParams`, one for all or one per prompt; None: as the checkpoint says.
+            prompts: the same forms as for `generate`.
+            pooling_params: `PoolingParams`, one for all or one per prompt. None: the checkpoint's settings.
             use_tqdm: show progress.
-            pooling_task: "embed" or "classify"; None: whichever the model does.
-            unserved: as for `generate`.
+            pooling_task: "embed" or "classify". None: the one that the model supports.
+            unserved: vLLM's other arguments, as for `generate`.
 
         Returns:
-            A `PoolingRequestOutput` per prompt, whose `outputs.data` is float32.
+            One `PoolingRequestOutput` per prompt. `outputs.data` is a float32 tensor.
 
         Raises:
-            ValueError, TypeError: the model does not do this, or a prompt or parameter cannot be served.
+            ValueError, TypeError: the model does not support the task, or a prompt or parameter is invalid.
         """
         refuse_unserved(self.encode, unserved)
         return self._pool("encode", prompts, pooling_params, use_tqdm, pooling_task)
@@ -157,7 +158,7 @@ class LLM:
         pooling_params: Any = None,
         **unserved: Any,
     ) -> list[Any]:
-        """Embed prompts; as `encode`, with `EmbeddingRequestOutput`s: `outputs.embedding` is a list."""
+        """Embed prompts like `encode`. Returns `EmbeddingRequestOutput`s with lists `outputs.embedding`."""
         refuse_unserved(self.embed, unserved)
         return self._pool("embed", prompts, pooling_params, use_tqdm, "embed")
 
@@ -169,7 +170,7 @@ class LLM:
         pooling_params: Any = None,
         **unserved: Any,
     ) -> list[Any]:
-        """Classify prompts; as `encode`, with `ClassificationRequestOutput`s: `outputs.probs` is a list."""
+        """Classify prompts like `encode`. Returns `ClassificationRequestOutput`s with lists `outputs.probs`."""
         refuse_unserved(self.classify, unserved)
         return self._pool("classify", prompts, pooling_params, use_tqdm, "classify")
 
@@ -183,13 +184,14 @@ class LLM:
         chat_template: str | None = None,
         **unserved: Any,
     ) -> list[Any]:
-        """Score pairs of texts: one text with each of several, or each with its own.
+        """Score pairs of texts: one text with each of several, or two lists pairwise.
 
-        A classifier with one label reads both texts of a pair, as the tokenizer joins them, or by
-        `chat_template` as messages of a "query" and a "document"; of an embedding model it is the cosine.
+        A classifier with one label reads both texts of a pair, joined by the tokenizer, or rendered by
+        `chat_template` as messages of a "query" and a "document". For an embedding model the score is the
+        cosine similarity.
 
         Returns:
-            A `ScoringRequestOutput` per pair, whose `outputs.score` is a float.
+            One `ScoringRequestOutput` per pair. `outputs.score` is a float.
         """
         refuse_unserved(self.score, unserved)
         checker = self.llm_engine.checker
@@ -198,46 +200,46 @@ class LLM:
         return list(scores.read(outputs))
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the checkpoint's generation_config recommends; vLLM's defaults where it says nothing."""
+        """Return the sampling parameters of the checkpoint's generation_config, else vLLM's defaults."""
         return self.llm_engine.checkpoint.default_sampling_params()
 
     def get_tokenizer(self) -> Any:
-        """The transformers tokenizer; None where the checkpoint has none."""
+        """Return the transformers tokenizer, or None if the checkpoint has none."""
         return self.llm_engine.checkpoint.tokenizer
 
-    # -- for those who drive the engine step by step
+    # -- for users who drive the engine step by step
 
     def add_request(
         self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, **settings: Any
     ) -> None:
-        """As `LLMEngine.add_request`."""
-        if isinstance(request_id, str) and request_id in self._inbox:  # finished, but not handed over
+        """Queue a request like `LLMEngine.add_request`."""
+        if isinstance(request_id, str) and request_id in self._inbox:  # finished, but not returned yet
             raise ValueError(f"request_id {request_id!r} is in use")
         self.llm_engine.add_request(request_id, prompt, params, **settings)
 
     def step(self) -> list[RequestOutput]:
-        """As `LLMEngine.step`, of the requests that were added: one output of each that has news.
+        """Run one step like `LLMEngine.step`, and return outputs of requests from `add_request`.
 
-        Streams that are open advance too.
+        Open streams advance too.
         """
         self._step()
         return self._inbox.take(self._inbox)
 
     def abort_request(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
-        """As `LLMEngine.abort_request`."""
+        """Abort requests like `LLMEngine.abort_request`."""
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         self._deliver(self.llm_engine.abort_request(ids))
         return self._inbox.take(ids)
 
     def has_unfinished_requests(self) -> bool:
-        """Whether `step` has something to compute or to hand over."""
+        """Return whether `step` has something to compute or to return."""
         return bool(self._inbox) or self.llm_engine.has_unfinished_requests()
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; refused (False) while requests run."""
+        """Forget all cached prefixes. Returns False and does nothing while requests are running."""
         return self.llm_engine.reset_prefix_cache()
 
-    # For learners: methods in contrib/reload.py.
+    # For trainers (reinforcement learning). The methods are in contrib/reload.py.
     update_weights = ContribMethod("reload")
     sleep = ContribMethod("reload")
     wake_up = ContribMethod("reload")
@@ -245,20 +247,20 @@ class LLM:
     collective_rpc = ContribMethod("reload")
 
     def metrics(self) -> dict[str, int | float]:
-        """As `LLMEngine.metrics`."""
+        """Return the values of `LLMEngine.metrics`."""
         return self.llm_engine.metrics()
 
     def get_metrics(self) -> list[Metric]:
-        """As `LLMEngine.get_metrics`."""
+        """Return the metrics of `LLMEngine.get_metrics`."""
         return self.llm_engine.get_metrics()
 
     @property
     def scheduler(self) -> Scheduler:
-        """The engine's, to look at."""
+        """The engine's scheduler. Read it only: the engine owns its state."""
         return self.llm_engine.scheduler
 
     def close(self) -> None:
-        """Abort what runs and release the memory; the object is of no use afterwards."""
+        """Abort all requests and release the memory. The object cannot be used afterwards."""
         self._deliver(self.llm_engine.abort_request(list(self._inboxes)))  # streams end with "abort"
         self._inbox.clear()
         self.llm_engine.close()
@@ -273,12 +275,12 @@ class LLM:
     ) -> None:
         self.close()
 
-    # -- how its own calls and the user's requests share the engine
+    # -- how the calls above and the user's own requests share the engine
 
     def _check_all(
         self, prompts: Any, sampling_params: Any, priority: Any, kind: RequestOutputKind
     ) -> list[CheckedRequest]:
-        """Validate a whole call before anything of it is queued."""
+        """Validate all requests of a call before any of them is queued."""
         prompt_list = split_prompts(prompts)
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         params_list = [params] * len(prompt_list) if isinstance(params, SamplingParams) else params
@@ -291,7 +293,7 @@ class LLM:
         requests = zip(prompt_list, params_list, priorities, strict=True)
         checked = [self.llm_engine.check(*request) for request in requests]
         for one in checked:
-            one.params.output_kind = kind  # of the request's own copy
+            one.params.output_kind = kind  # params is the request's own copy
         return checked
 
     def _pooler(self, call: str) -> Any:
@@ -300,7 +302,7 @@ class LLM:
         return self.llm_engine.pooler
 
     def _pool(self, call: str, prompts: Any, params: Any, use_tqdm: bool, task: str | None) -> list[Any]:
-        """Check a call of a model that pools, and run it."""
+        """Validate a call to a pooling model, and run it."""
         pooler = self._pooler(call)
         prompt_list = split_prompts(prompts)
         params_list = pooler.params_of(params, len(prompt_list), task)
@@ -312,15 +314,15 @@ class LLM:
         return [pooler.output(*pair, call) for pair in zip(outputs, params_list, strict=True)]
 
     def _run(self, checked: list[CheckedRequest], use_tqdm: bool) -> list[RequestOutput]:
-        """Run a call's requests to their ends."""
-        # A Ctrl-C between steps strikes here too, but never while requests are queued or aborted.
+        """Run a call's requests until they finish, and return their outputs in order."""
+        # A Ctrl-C also takes effect between steps, but never while requests are queued or aborted.
         with uninterrupted() as let_strike, self._submitted(checked) as (ids, inbox):
             self._run_until_finished(ids, inbox, use_tqdm, let_strike)
             return [replace(inbox[request_id], request_id=str(request_id)) for request_id in ids]
 
     @contextmanager
     def _submitted(self, checked: list[CheckedRequest]) -> Iterator[tuple[list[int], Inbox]]:
-        """Queue requests; gives their ids and inbox. What is unfinished when the block ends is aborted."""
+        """Queue requests, and yield their ids and inbox. At the block's end, abort the unfinished ones."""
         ids, inbox = list(itertools.islice(self._numbers, len(checked))), Inbox()
         try:
             for request_id, one in zip(ids, checked, strict=True):
@@ -342,7 +344,7 @@ class LLM:
             self._inboxes.get(output.request_id, self._inbox).put(output)
 
     def _advance(self) -> None:
-        """A step on behalf of requests that are unfinished."""
+        """Run a step for a call that has unfinished requests."""
         if not self.llm_engine.has_unfinished_requests():
             raise RuntimeError("requests were aborted, or stepped by another thread: use AsyncLLM there")
         self._step()
@@ -350,7 +352,7 @@ class LLM:
     def _run_until_finished(
         self, ids: list[int], inbox: Inbox, use_tqdm: bool, let_strike: Callable[[], None]
     ) -> None:
-        """Step until each of the requests has its output; others in the engine advance with them."""
+        """Step until each of the requests has its output. Other requests in the engine advance too."""
         start, num_shown, num_prompt_tokens, num_output_tokens = time.monotonic(), 0, 0, 0
         with tqdm(total=len(ids), desc="Processed prompts", disable=not use_tqdm) as bar:
             while len(inbox) < len(ids):
