@@ -1,4 +1,4 @@
-"""The engine behind asyncio: many coroutines, one thread that steps."""
+"""Defines `AsyncLLM`, the engine for asyncio: many coroutines share one thread that runs the steps."""
 
 import asyncio
 import atexit
@@ -28,15 +28,15 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class _Mailbox:
-    """What one consumer has not taken yet: never more than one output, since later ones are merged in."""
+    """Holds the output that one consumer has not taken yet. Later outputs are merged into it."""
 
     loop: asyncio.AbstractEventLoop
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
     output: RequestOutput | None = None
 
     def put(self, output: RequestOutput) -> None:
-        """Deliver from the engine's thread."""
-        with suppress(RuntimeError):  # its event loop is closed: nobody is left to take it
+        """Deliver an output. The engine's thread calls this."""
+        with suppress(RuntimeError):  # the consumer's event loop is closed: drop the output
             self.loop.call_soon_threadsafe(self._put, output)
 
     def _put(self, output: RequestOutput) -> None:
@@ -44,7 +44,7 @@ class _Mailbox:
         self.arrived.set()
 
     async def take(self) -> RequestOutput:
-        """Wait for an output."""
+        """Wait for an output, and return it."""
         await self.arrived.wait()
         self.arrived.clear()
         output, self.output = self.output, None
@@ -53,12 +53,12 @@ class _Mailbox:
 
 
 class AsyncLLM:
-    """`LLM` for asyncio: requests of many coroutines run in one batch, stepped by a thread of its own.
+    """Serves many coroutines from one engine: their requests share batches, and a thread runs the steps.
 
     The coroutines may belong to several event loops, one after another or in several threads.
 
-    A slow consumer costs no memory beyond its own output: what it has not taken is merged into one
-    output. At most `max_concurrent_requests` are in the engine; further ones wait in `generate`.
+    A slow consumer needs no memory beyond its own output: outputs that it has not taken are merged into
+    one. At most `max_concurrent_requests` are in the engine. Further ones wait in `generate`.
 
     >>> async def main():  # doctest: +SKIP
     ...     async with AsyncLLM("Qwen/Qwen3-0.6B") as engine:
@@ -66,26 +66,26 @@ class AsyncLLM:
     ...             print(out.outputs[0].text)
 
     Args:
-        model: as `LLM`.
-        max_concurrent_requests: how many `generate` calls are served at a time.
-        settings: as `LLM`.
+        model: a hub id or directory, as for `LLM`.
+        max_concurrent_requests: limit on the `generate` calls that run at a time.
+        settings: the settings of `EngineConfig`, as for `LLM`.
     """
 
     def __init__(self, model: str, *, max_concurrent_requests: int = 1024, **settings: Any) -> None:
         self._max_concurrent_requests = check_integer("max_concurrent_requests", max_concurrent_requests, 1)
-        self.llm_engine = LLMEngine(EngineConfig(model=model, **settings))  # from here on the thread's alone
+        self.llm_engine = LLMEngine(EngineConfig(model=model, **settings))  # only the thread steps it
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._checks = ThreadPoolExecutor(1, "nanoengine-checks")  # one thread: requests keep their order
         self._closed, self._lock = False, threading.Lock()
-        self._mailboxes: dict[str, _Mailbox] = {}  # likewise the thread's
-        self._waiting: deque[Callable[[], None]] = deque()  # likewise: requests beyond those that may run
+        self._mailboxes: dict[str, _Mailbox] = {}  # request_id -> mailbox; used by the thread alone
+        self._waiting: deque[Callable[[], None]] = deque()  # requests beyond the limit; likewise
         self._thread = threading.Thread(target=self._run, name="nanoengine", daemon=True)
         self._thread.start()
-        atexit.register(self.close)  # a thread that computes while the interpreter is taken down crashes it
+        atexit.register(self.close)  # a thread that computes during interpreter shutdown would crash
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> Self:
-        """The same under vLLM's name."""
+        """Make an engine from a config, under vLLM's name."""
         return cls(**{item.name: getattr(engine_args, item.name) for item in fields(engine_args)})
 
     async def generate(
@@ -97,16 +97,16 @@ class AsyncLLM:
         priority: int = 0,
         **unserved: Any,
     ) -> AsyncGenerator[RequestOutput]:
-        """Yield the request's outputs, of the kind `sampling_params.output_kind` asks for.
+        """Yield a request's outputs, of the kind that `sampling_params.output_kind` selects.
 
-        The prompt is tokenized and checked in a thread of its own. What `LLMEngine.check` returned is taken
-        as it is.
+        A separate thread tokenizes and checks the prompt. The result of `LLMEngine.check` is accepted too,
+        and is not checked again.
 
-        Leaving the loop, or cancelling the task, aborts the request and frees its blocks. A step that fails
-        is computed anew; where it fails again, those it was computing end with finish_reason "error".
+        Leaving the loop, or cancelling the task, aborts the request and frees its blocks. After a failed
+        step, its requests are recomputed. If that fails too, they finish with finish_reason "error".
 
         Raises:
-            ValueError, TypeError: as `LLMEngine.add_request`.
+            ValueError, TypeError: the id is in use, or the request cannot be served.
             RuntimeError: the engine is closed.
         """
         mailbox = _Mailbox(loop := asyncio.get_running_loop())
@@ -116,11 +116,12 @@ class AsyncLLM:
                 raise RuntimeError("the engine is closed")
             if sampling_params is None:
                 sampling_params = self.llm_engine.checkpoint.default_sampling_params()
-            # The caller may change it while this waits. Its logits processors stay the caller's own objects.
+            # A copy, because the caller may change the params during the wait below. The logits processors
+            # in it stay the caller's own objects.
             processors = getattr(sampling_params, "logits_processors", None)
             params = deepcopy(sampling_params, {id(processors): copy(processors)})
-            # Neither the event loop nor a step waits for a long text. Requests keep their order, but no
-            # other one waits for a grammar.
+            # Tokenizing a long text blocks neither the event loop nor a step. Requests keep their order,
+            # except that none waits for another one's grammar to compile.
             has_grammar = getattr(params, "structured_outputs", None) is not None
             pool = None if has_grammar else self._checks
             checked = await loop.run_in_executor(pool, self.llm_engine.check, prompt, params, priority)
@@ -138,15 +139,15 @@ class AsyncLLM:
                 yield output
         finally:
             if not finished:
-                with suppress(RuntimeError):  # closed: aborted already
+                with suppress(RuntimeError):  # the engine is closed, so the request is aborted already
                     self._send(lambda: self._abort(request_id, mailbox))
 
     async def encode(
         self, prompt: Prompt | CheckedRequest, pooling_params: Any, request_id: str, **settings: Any
     ) -> AsyncGenerator[Any]:
-        """Yield what a model that pools makes of a prompt: one `PoolingRequestOutput`, as of `LLM.encode`.
+        """Yield one `PoolingRequestOutput`, the result of a pooling model for a prompt.
 
-        Leaving and errors are as in `generate`.
+        Cancellation and errors work as in `generate`.
         """
         pooler = self.llm_engine.pooler
         if pooler is None:
@@ -156,15 +157,15 @@ class AsyncLLM:
                 yield pooler.output(output, pooling_params)
 
     async def abort(self, request_id: str) -> None:
-        """End a request; its consumer gets a last output with finish_reason "abort"."""
+        """Abort a request. Its consumer gets a last output with finish_reason "abort"."""
         await self._call(lambda: self._abort(request_id, self._mailboxes.get(request_id)))
 
     async def get_metrics(self) -> list[Metric]:
-        """As `LLMEngine.get_metrics`, between two steps."""
+        """Return the metrics of `LLMEngine.get_metrics`, read between two steps."""
         return await self._call(self.llm_engine.get_metrics)
 
     async def reset_prefix_cache(self) -> bool:
-        """As `LLM.reset_prefix_cache`."""
+        """Forget all cached prefixes. Returns False and does nothing while requests are running."""
         return await self._call(self.llm_engine.reset_prefix_cache)
 
     # Coroutines, in contrib/reload.py: they run in the engine's thread, between two steps.
@@ -176,11 +177,11 @@ class AsyncLLM:
 
     @property
     def is_running(self) -> bool:
-        """Whether requests are served: not closed, and its thread alive."""
+        """Whether requests are served: the engine is not closed, and its thread is alive."""
         return not self._closed and self._thread.is_alive()
 
     def close(self) -> None:
-        """End every request with "abort", stop the thread and release the memory. May be called twice."""
+        """Abort every request, stop the thread and release the memory. A second call is a no-op."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -200,9 +201,9 @@ class AsyncLLM:
         await asyncio.to_thread(self.close)
 
     async def _call(self, command: Callable[[], T], takes_place: bool = False) -> T:
-        """What a command gives in the engine's thread; its exception is raised here.
+        """Run a command in the engine's thread. Returns its result, or raises its exception.
 
-        One that takes a place among the concurrent requests waits for it.
+        With takes_place, the command waits until fewer than max_concurrent_requests are running.
         """
         loop = asyncio.get_running_loop()
         done: asyncio.Future[T] = loop.create_future()
@@ -212,14 +213,14 @@ class AsyncLLM:
                 set_outcome(outcome)
 
         def run() -> None:
-            if done.cancelled():  # while it waited: nobody would take what it brings
+            if done.cancelled():  # cancelled while it waited in the queue
                 return
             outcome: tuple[Callable[[Any], None], Any]
             try:
                 outcome = done.set_result, command()
             except (
                 BaseException
-            ) as caught:  # a tokenizer's panic is no Exception, and must not end the thread
+            ) as caught:  # a tokenizer's panic is not an Exception, and must not end the thread
                 outcome = done.set_exception, caught
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(settle, *outcome)
@@ -228,7 +229,7 @@ class AsyncLLM:
         return await done
 
     def _send(self, command: Callable[[], None]) -> None:
-        # Under the lock nothing can be queued behind the end mark, where nobody would run it.
+        # The lock ensures that no command is queued after the end mark, where it would never run.
         with self._lock:
             if self._closed:
                 raise RuntimeError("the engine is closed")
@@ -240,7 +241,7 @@ class AsyncLLM:
         try:
             while self._run_commands():
                 self._step()
-        finally:  # at the end mark; or by a bug, which must leave nobody waiting for this thread
+        finally:  # after the end mark, or after a bug: no coroutine may wait for this thread forever
             with self._lock:
                 self._closed = True
             for request_id in list(self._mailboxes):
@@ -250,12 +251,12 @@ class AsyncLLM:
                 if (command := self._commands.get()) is not None:
                     command()
             for run in self._waiting:
-                run()  # is told that the engine is closed
+                run()  # raises in its caller: the engine is closed
 
     def _run_commands(self) -> bool:
-        """Run what was sent, and wait for it where there is nothing to compute; False after the end mark."""
+        """Run the queued commands, and wait for one if the engine is idle. Returns False at the end mark."""
         is_idle = not (self._waiting or self.llm_engine.has_unfinished_requests())
-        # Only what is there now, so that no flood of commands keeps the engine from stepping.
+        # Run only those queued now, so that a flood of commands cannot keep the engine from stepping.
         for _ in range(max(is_idle, self._commands.qsize())):
             command = self._commands.get()
             if command is None:
@@ -269,8 +270,8 @@ class AsyncLLM:
         try:
             outputs = self.llm_engine.step()
         except EngineDeadError:
-            raise  # as a bug does, it ends the requests and the thread
-        except BaseException:  # as in `run`
+            raise  # ends all requests and the thread
+        except BaseException:  # including panics, as in `_call`
             logging.getLogger(__name__).exception("a step failed and is computed anew")
             return
         for output in outputs:
@@ -279,7 +280,7 @@ class AsyncLLM:
                 del self._mailboxes[output.request_id]
 
     def _abort(self, request_id: str, mailbox: _Mailbox | None) -> None:
-        # Another request may have taken the id since: the mailbox tells.
+        # Another request may use the id by now: compare the mailboxes.
         if mailbox is None or self._mailboxes.get(request_id) is not mailbox:
             return
         del self._mailboxes[request_id]

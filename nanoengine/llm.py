@@ -158,7 +158,7 @@ class LLM:
         pooling_params: Any = None,
         **unserved: Any,
     ) -> list[Any]:
-        """Embed prompts like `encode`. Returns `EmbeddingRequestOutput`s with lists `outputs.embedding`."""
+        """Embed prompts like `encode`. Returns `EmbeddingRequestOutput`s: `outputs.embedding`, lists."""
         refuse_unserved(self.embed, unserved)
         return self._pool("embed", prompts, pooling_params, use_tqdm, "embed")
 
@@ -170,7 +170,7 @@ class LLM:
         pooling_params: Any = None,
         **unserved: Any,
     ) -> list[Any]:
-        """Classify prompts like `encode`. Returns `ClassificationRequestOutput`s with lists `outputs.probs`."""
+        """Classify prompts like `encode`. Returns `ClassificationRequestOutput`s: `outputs.probs`, lists."""
         refuse_unserved(self.classify, unserved)
         return self._pool("classify", prompts, pooling_params, use_tqdm, "classify")
 
