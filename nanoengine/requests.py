@@ -1,4 +1,4 @@
-"""A request's life: a prompt in any form, checked; its samples; outputs as they are handed over."""
+"""Checks requests, renders chats to prompts, and turns the tokens of sequences into outputs."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,21 +20,21 @@ from nanoengine.sampling_params import RequestOutputKind, SamplingParams
 
 
 class TextPrompt(TypedDict):
-    """A prompt as text, under vLLM's name."""
+    """Gives a prompt as text. The name is vLLM's."""
 
     prompt: str
 
 
 class TokensPrompt(TypedDict):
-    """A prompt as token ids, and its text where that is to be shown, under vLLM's name."""
+    """Gives a prompt as token ids, with an optional text to show in outputs. The name is vLLM's."""
 
     prompt_token_ids: list[int]
     prompt: NotRequired[str]
 
 
-MAX_RENDERED = 2**26  # characters that a chat template may write
-LONG_TEXT, PIECE = 2**16, 2**14  # characters of a text that is not tokenized at once, and of its pieces
-USUAL_CHARS = 8  # a token seldom stands for more characters
+MAX_RENDERED = 2**26  # limit on the characters that a chat template may write
+LONG_TEXT, PIECE = 2**16, 2**14  # a longer text is first tokenized in pieces; both in characters
+USUAL_CHARS = 8  # few tokens have more characters than this
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | dict[str, Any]
 
@@ -42,26 +42,26 @@ Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | dict[str, Any]
 
 
 class CheckedRequest(NamedTuple):
-    """A request that passed every check and can be queued."""
+    """Holds a request that passed every check and can be queued."""
 
-    text: str | None  # of the prompt; None where it was given as token ids
+    text: str | None  # the prompt's text; None if it was given as token ids
     token_ids: list[int]
     params: SamplingParams
     priority: int
     stop_ids: frozenset[int]  # end-of-sequence and stop tokens: sampling one ends a sequence
     bad_words: tuple[tuple[int, ...], ...]  # params.bad_words as token ids
-    processors: tuple[Callable[[], Any], ...] = ()  # make what else edits a sample's logits: `RowProcessor`s
+    processors: tuple[Callable[[], Any], ...] = ()  # make a sample's `RowProcessor`s
 
 
 class RequestChecker:
-    """Validates requests completely before anything of them is queued.
+    """Validates requests completely, before any part of them is queued.
 
     Args:
-        checkpoint: its tokenizer and vocabulary decide what a prompt may hold.
-        config: says whether priorities are served.
-        max_model_len: tokens of a prompt and its output.
-        num_blocks, block_size: of the KV cache.
-        max_computable_tokens: what the KV cache holds of a sequence that is alone.
+        checkpoint: its tokenizer and vocabulary determine which prompts are valid.
+        config: determines whether priorities are allowed, and the limit on logprobs.
+        max_model_len: limit on the tokens of a prompt and its output together.
+        num_blocks, block_size: the size of the KV cache, for error messages.
+        max_computable_tokens: the length of the longest sequence that fits in the KV cache alone.
     """
 
     def __init__(
@@ -77,25 +77,25 @@ class RequestChecker:
         self.checkpoint, self.config = checkpoint, config
         self.max_model_len, self.num_blocks, self.block_size = max_model_len, num_blocks, block_size
         self.max_computable_tokens = max_computable_tokens
-        # Tokens of a prompt: an output token has to fit too, but where none is wanted.
+        # A prompt must leave room for one output token, unless the model pools.
         self.max_prompt_len = max_model_len - (checkpoint.pooling is None)
 
     def encode(
         self, text: str, add_special_tokens: bool = True, *, is_cut: bool = False, pair: str | None = None
     ) -> list[int]:
-        """Return a prompt's text as token ids.
+        """Tokenize a prompt's text.
 
-        A text with more characters than usually fit is tokenized in pieces first, and refused when these are
-        far more tokens than fit. So megabytes are refused by their first part.
+        A text that is probably too long is first tokenized in pieces, and rejected as soon as they have far
+        more tokens than fit. A text of many megabytes is thus rejected early.
 
         Args:
-            text: of the prompt.
-            add_special_tokens: add those that the tokenizer adds.
-            is_cut: the prompt is cut afterwards, so any length fits.
+            text: the prompt's text.
+            add_special_tokens: let the tokenizer add its special tokens.
+            is_cut: the prompt is truncated afterwards, so any length is accepted.
             pair: a second text, which the tokenizer joins to the first.
 
         Raises:
-            ValueError: it is far too long, or the tokenizer fails on it.
+            ValueError: the text is far too long, or the tokenizer fails on it.
         """
         tokenizer, texts = self.checkpoint.tokenizer, (text, pair or "")
         num_chars, num_tokens = sum(map(len, texts)), 0
@@ -104,7 +104,7 @@ class RequestChecker:
             for one in texts if is_long and not is_cut else ():
                 for i in range(0, len(one), PIECE):
                     num_tokens += len(tokenizer(one[i : i + PIECE], add_special_tokens=False).input_ids)
-                    if num_tokens > 2 * self.max_prompt_len:  # cuts make a few tokens more, not twice as many
+                    if num_tokens > 2 * self.max_prompt_len:  # cutting adds only a few tokens
                         raise ValueError(
                             f"prompt has {num_chars} characters, which are more tokens than max_model_len="
                             f"{self.max_model_len} leaves for it; shorten it or raise max_model_len"
@@ -115,10 +115,10 @@ class RequestChecker:
         return token_ids
 
     def check(self, prompt: Any, params: Any, priority: Any) -> CheckedRequest:
-        """The request in the engine's terms, with a copy of the parameters of its own.
+        """Validate a request, and return it with token ids and its own copy of the parameters.
 
         Raises:
-            ValueError, TypeError: it cannot be served; the message names the field.
+            ValueError, TypeError: the request cannot be served. The message names the field.
         """
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params must be SamplingParams, got {params!r}")
@@ -164,7 +164,7 @@ class RequestChecker:
         return CheckedRequest(text, token_ids, params, priority, stop_ids, bad_words)
 
     def _check_length(self, num_prompt_tokens: int) -> None:
-        """Raise ValueError where a prompt of that length could never get an answer."""
+        """Raise ValueError if a prompt of this length can never be computed."""
         if num_prompt_tokens == 0:
             raise ValueError("prompt is empty; at least one token is needed")
         if num_prompt_tokens > self.max_prompt_len:
@@ -183,7 +183,7 @@ class RequestChecker:
 
 
 def split_prompts(prompts: Any) -> list[Any]:
-    """One or several prompts as a list; a list of integers is one prompt, an empty one is none."""
+    """Return one or several prompts as a list. A list of integers is one prompt, an empty list is none."""
     if isinstance(prompts, (str, dict)):
         return [prompts]
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
@@ -194,7 +194,7 @@ def split_prompts(prompts: Any) -> list[Any]:
 def read_prompt(
     prompt: Any, encode: Callable[[str], list[int]] | None, vocab_size: int
 ) -> tuple[str | None, list[int]]:
-    """A prompt's text, where it is known, and its token ids, each in the vocabulary."""
+    """Return a prompt's text, or None if unknown, and its token ids, all checked to be in the vocabulary."""
     fields = prompt
     if isinstance(prompt, str):
         fields = {"prompt": prompt}
@@ -217,10 +217,10 @@ def read_prompt(
 
 
 def check_token_ids(token_ids: Sequence[Any], vocab_size: int) -> list[int]:
-    """Return a copy of a prompt's token ids as integers of Python; without a Python loop over them.
+    """Return a copy of a prompt's token ids as Python integers, without a Python loop over valid ones.
 
     Raises:
-        TypeError, ValueError: one of them is no integer, or not in the vocabulary.
+        TypeError, ValueError: a token id is not an integer, or not in the vocabulary.
     """
     token_ids = list(token_ids)
     kinds = set(map(type, token_ids))
@@ -234,7 +234,7 @@ def check_token_ids(token_ids: Sequence[Any], vocab_size: int) -> list[int]:
 
 
 def check_unicode(name: str, text: str) -> str:
-    """The text; ValueError where it holds half a surrogate pair, which no tokenizer takes."""
+    """Return the text. Raises ValueError if it contains a lone surrogate, which tokenizers do not accept."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -244,7 +244,7 @@ def check_unicode(name: str, text: str) -> str:
 
 @contextmanager
 def panics_as_errors(name: str) -> Iterator[None]:
-    """Have a tokenizer that panics raise ValueError; Rust's panic is no Exception, nor can it be imported."""
+    """Turn a tokenizer's panic into ValueError. Rust's panic is a BaseException that cannot be imported."""
     try:
         yield
     except BaseException as error:
@@ -254,10 +254,10 @@ def panics_as_errors(name: str) -> Iterator[None]:
 
 
 def bad_word_ids(bad_words: Sequence[str], tokenizer: Any, vocab_size: int) -> tuple[tuple[int, ...], ...]:
-    """The token sequences that spell the words, at the start of a text and after a space, as in vLLM.
+    """Return token sequences that spell the words, at the start of a text and after a space, as in vLLM.
 
     Raises:
-        ValueError: the tokenizer makes nothing of a word, or a token that the model does not have.
+        ValueError: a word has no tokens, or a token that is not in the model's vocabulary.
     """
     results = []
     for word in bad_words:
@@ -271,7 +271,7 @@ def bad_word_ids(bad_words: Sequence[str], tokenizer: Any, vocab_size: int) -> t
                 f"got {word!r}, which is {list(bare)}, after a space {list(spaced)}"
             )
         results.append(bare)
-        # Where the space is a token of its own, the bare spelling is found behind it anyway.
+        # If the space is its own token, the bare spelling after it matches anyway.
         if len(spaced) == len(bare) and spaced[0] != bare[0]:
             results.append(spaced)
     return tuple(results)
@@ -284,14 +284,15 @@ def render_chats(
     /,
     **template_settings: Any,
 ) -> list[dict[str, Any]]:
-    """One conversation or a list of them, each a list of messages, through the chat template.
+    """Render one conversation, or a list of them, with the chat template.
 
-    A message's content is a string or a list of text parts. Where the template wants strings, parts are
-    joined by line ends, as in vLLM. `encode` is `RequestChecker.encode`; without it any length is taken.
+    A conversation is a list of messages. A message's content is a string or a list of text parts. If the
+    template expects strings, the parts are joined with newlines, as in vLLM. `encode` is
+    `RequestChecker.encode`. Without it, any length is accepted.
 
     Raises:
         ValueError: the tokenizer has no template, a conversation is not a list of messages, or a content
-            holds more than text.
+            contains anything but text.
     """
     if tokenizer is None or not (tokenizer.chat_template or template_settings.get("chat_template")):
         raise ValueError(
@@ -307,7 +308,7 @@ def render_chats(
                 raise ValueError(
                     f'each of messages must be a dict with "role" and "content", got {message!r}'
                 )
-        # None is no text, as in vLLM; beside calls of tools it is for the template to look at.
+        # A content of None becomes "", as in vLLM. Next to tool calls it stays None for the template.
         conversation = [
             message | {"content": ""} if is_empty(message) else message for message in conversation
         ]
@@ -323,15 +324,15 @@ def render_chats(
 
 
 def is_empty(message: dict[str, Any]) -> bool:
-    """Whether a message says and asks for nothing: its content is None."""
+    """Return whether a message has the content None, and no tool calls."""
     return message.get("content", "") is None and not message.get("tool_calls")
 
 
 def apply_template(tokenizer: Any, conversation: Sequence[Any], **settings: Any) -> str:
-    """The conversation as the chat template writes it.
+    """Return the conversation as text, rendered by the chat template.
 
     Raises:
-        ValueError: the template, which is a program, raises, or writes too much.
+        ValueError: the template, which is a program, raises an exception or writes too much.
     """
     try:
         text: str = tokenizer.apply_chat_template(conversation, tokenize=False, **settings)
@@ -343,7 +344,7 @@ def apply_template(tokenizer: Any, conversation: Sequence[Any], **settings: Any)
 
 
 def with_text_only(message: dict[str, Any], join: bool) -> dict[str, Any]:
-    """The message with a content of text parts, or of one string that joins them; ValueError for others."""
+    """Return the message with its text parts, joined on request. Raises ValueError for other parts."""
     if not isinstance(message.get("content"), list):
         return message
     parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in message["content"]]
@@ -357,17 +358,17 @@ def with_text_only(message: dict[str, Any], join: bool) -> dict[str, Any]:
 
 
 def reads_parts(tokenizer: Any, chat_template: str | None) -> bool:
-    """Whether a template writes the text of a content's parts; one for strings fails, or writes a list."""
+    """Return whether a template renders content parts. One that expects strings fails or prints the list."""
     probe = [{"role": "user", "content": [{"type": "text", "text": "probe-of-parts"}]}]
     try:
         text = apply_template(tokenizer, probe, chat_template=chat_template)
-    except ValueError:  # whatever Jinja and the template make of a list where a string belongs
+    except ValueError:  # the template cannot handle a list where it expects a string
         return False
     return "probe-of-parts" in text and "'type'" not in text
 
 
 def random_seed(params: SamplingParams, index: int, engine_seed: int, seq_id: int) -> int:
-    """The 64 bits that seed a request's sample: from its own seed, or the engine's where it has none."""
+    """Return the 64-bit seed of a sample, derived from the request's seed or, without one, the engine's."""
     unseeded = params.seed is None or params.seed == -1
     source = f"{engine_seed} {seq_id}" if unseeded else f"{params.seed} sample {index}"
     return xxh3_64_intdigest(source.encode())
@@ -377,7 +378,7 @@ def random_seed(params: SamplingParams, index: int, engine_seed: int, seq_id: in
 
 
 class Sample:
-    """One of a request's samples: a sequence of the engine, and what its user has seen of it."""
+    """Tracks one sample of a request: its sequence, and how much of it was already returned."""
 
     __slots__ = (
         "cumulative_logprob",
@@ -393,23 +394,23 @@ class Sample:
 
     def __init__(self, index: int, seq: Any) -> None:
         self.index = index
-        self.seq = seq  # the engine's Sequence, only read here
-        self.logprobs: list[dict[int, Logprob]] = []  # one entry per output token, where asked for
+        self.seq = seq  # the engine's Sequence, read-only here
+        self.logprobs: list[dict[int, Logprob]] = []  # one entry per output token, if requested
         self.cumulative_logprob = 0.0
         self.num_taken = 0  # output tokens that `Request.take_tokens` has seen
         self.last_token_time: float | None = None  # seconds of time.monotonic()
-        self.latencies: list[float] = []  # seconds between a step that brought tokens and the one before
-        self.num_shown = 0  # output tokens handed over
+        self.latencies: list[float] = []  # seconds between consecutive steps that brought tokens
+        self.num_shown = 0  # output tokens already returned
         self.finish_shown = False
 
     @property
     def has_news(self) -> bool:
-        """Whether a token or the end came since its last output."""
+        """Whether the sample received a token or finished since its last output."""
         seq = self.seq
         return seq.num_output_tokens > self.num_shown or (seq.is_finished and not self.finish_shown)
 
     def output(self, delta: bool, with_logprobs: bool) -> CompletionOutput:
-        """All so far, or what is new since the last call."""
+        """Return the output so far or, with delta, what is new since the last call."""
         seq, text = self.seq, ""
         is_finished = seq.finish_reason is not None
         if (detokenizer := seq.detokenizer) is not None:
@@ -418,7 +419,7 @@ class Sample:
             text = detokenizer.new_text() if delta else detokenizer.text
         first, self.num_shown = self.num_shown if delta else 0, seq.num_output_tokens
         self.finish_shown = is_finished
-        # By position, as in `Request.output`: names take twice the time, of every streamed token.
+        # Positional, as in `Request.output`: keywords take twice as long, for every streamed token.
         return CompletionOutput(
             self.index,
             text,
@@ -431,7 +432,7 @@ class Sample:
 
 
 class Request:
-    """A user's request, its samples, and when things happened to it."""
+    """Tracks a request: its samples, its log-probabilities and its timestamps."""
 
     __slots__ = (
         "_unfinished",
@@ -448,21 +449,22 @@ class Request:
     def __init__(
         self, request_id: Any, source: CheckedRequest, seqs: Sequence[Any], vocabulary: Vocabulary
     ) -> None:
-        self.request_id = request_id  # a user's are strings; `LLM` gives its own calls integers
+        self.request_id = request_id  # a string from a user, an integer from a call of `LLM`
         self.source = source
         self.vocabulary = vocabulary
         self.samples = {seq.seq_id: Sample(index, seq) for index, seq in enumerate(seqs)}
-        self._unfinished = list(seqs)  # and some that are finished, but never the last of the list
-        # One entry per prompt token, chunk by chunk; nothing predicts the first.
+        # Finished sequences are popped from the end only, so some may remain: see `finished`.
+        self._unfinished = list(seqs)
+        # One entry per prompt token, added chunk by chunk. The first token has no prediction.
         self.prompt_logprobs: list[dict[int, Logprob] | None] = [None]
         self.pooled: Tensor | None = None
-        # Outputs share it: where something happens there is a new one.
+        # Outputs share this object, so it is replaced and never changed.
         self.metrics = RequestMetrics(arrival_time=time.monotonic())
         self.is_streamed = source.params.output_kind is not RequestOutputKind.FINAL_ONLY
 
     @property
     def finished(self) -> bool:
-        """Whether all its samples are finished."""
+        """Whether all samples are finished."""
         unfinished = self._unfinished
         while unfinished and unfinished[-1].finish_reason is not None:
             unfinished.pop()
@@ -470,19 +472,19 @@ class Request:
 
     @property
     def has_news(self) -> bool:
-        """Whether a sample got a token or ended since the last output."""
+        """Whether a sample received a token or finished since the last output."""
         return any(sample.has_news for sample in self.samples.values())
 
     def take_tokens(self, seq: Any, logprobs: Sequence[dict[int, Logprob]], now: float) -> int:
-        """Note what a step brought to one of the request's sequences: tokens, or the end by an error.
+        """Record what a step brought to one of the request's sequences: tokens, or a failure.
 
         Args:
-            seq: the sequence, which has appended them.
-            logprobs: their entries, and maybe more that are of no use; empty where not asked for.
+            seq: the sequence. It already contains the new tokens.
+            logprobs: one entry per new token, possibly followed by unused ones. Empty if not requested.
             now: seconds of time.monotonic().
 
         Returns:
-            How many tokens there were.
+            The number of new tokens.
         """
         if self.metrics.first_token_time is None:
             self.metrics = replace(self.metrics, first_token_time=now)
@@ -502,9 +504,9 @@ class Request:
         return sample.num_taken - first
 
     def take_prompt_report(self, report: Any) -> None:
-        """Add log-probabilities of prompt tokens, from a position on; or what a prompt was pooled to.
+        """Add log-probabilities of prompt tokens, or the result of pooling the prompt.
 
-        After a preemption the prompt is computed again: the entries that are known already are skipped.
+        After a preemption the prompt is computed again. Entries that are already known are skipped.
         """
         if isinstance(report, Tensor):
             self.pooled = report
@@ -515,7 +517,7 @@ class Request:
         self.prompt_logprobs += entries[num_known:]
 
     def output(self) -> RequestOutput:
-        """The request as it is now; for DELTA only the samples and tokens that are new."""
+        """Return the request's current output. For DELTA, it holds only samples and tokens that are new."""
         source = self.source
         params = source.params
         delta, with_logprobs = params.output_kind is RequestOutputKind.DELTA, params.logprobs is not None
