@@ -1,4 +1,4 @@
-"""From tokens to text, as they arrive."""
+"""Turns tokens into text, as they arrive."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -9,14 +9,15 @@ from tokenizers.decoders import ByteLevel, DecodeStream
 from nanoengine.outputs import Logprob
 from nanoengine.sampling_params import SamplingParams
 
-MAX_PENDING = 32  # tokens without text that a detokenizer waits for
+MAX_PENDING = 32  # limit on consecutive tokens that complete no text
 
 
 class TokenTexts(dict[int, str]):
-    """By token id, the text of a token that has the same one wherever it stands; empty for all others.
+    """Maps a token id to the token's text if that text is the same in any context, else to "".
 
-    A byte-level tokenizer's text is its tokens' bytes one after the other. So a token of whole characters is
-    such a one, if those before it end no less whole. Other tokenizers have none: they may drop a space.
+    The text of a byte-level tokenizer is the concatenation of its tokens' bytes. A token of whole characters
+    therefore has a fixed text, provided that the tokens before it end with a whole character. Tokens of other
+    tokenizers have no fixed text: their decoders may drop a space.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
@@ -25,7 +26,7 @@ class TokenTexts(dict[int, str]):
         self.is_byte_level = isinstance(tokenizer.decoder, ByteLevel)
 
     def __missing__(self, token_id: int) -> str:
-        """Decode a token the first time."""
+        """Decode a token at its first use."""
         text = ""
         if self.is_byte_level:
             text = self.tokenizer.decode([token_id], skip_special_tokens=self.skip_special_tokens)
@@ -34,17 +35,17 @@ class TokenTexts(dict[int, str]):
 
 
 class Detokenizer:
-    """Turns one sample's tokens into text as they arrive; a token's cost does not grow with the text.
+    """Turns one sample's tokens into text as they arrive. The cost per token does not grow with the text.
 
-    Never emits half a UTF-8 character: its bytes wait until it is complete, but not in more than
-    `MAX_PENDING` tokens. While the sample runs, what may be the beginning of a stop string is held back,
-    so that nothing shown is ever taken back.
+    It never emits part of a UTF-8 character: bytes wait until the character is complete, for at most
+    `MAX_PENDING` tokens. While the sample runs, text that may begin a stop string is held back, so that no
+    emitted text has to be withdrawn.
 
     Args:
-        tokenizer: what decodes.
-        prompt_token_ids: its end is shown to the decoder, so that the output's leading space is kept.
-        params: stop strings, when they count, and what to do with special tokens.
-        texts: the tokenizer's, shared with other samples.
+        tokenizer: decodes the tokens.
+        prompt_token_ids: the decoder sees the prompt's end, so that the output's leading space is kept.
+        params: stop strings, min_tokens, and how to treat special tokens.
+        texts: the tokenizer's fixed texts, shared between samples.
     """
 
     def __init__(
@@ -57,27 +58,27 @@ class Detokenizer:
         self.tokenizer = tokenizer
         self.texts = TokenTexts(tokenizer, params.skip_special_tokens) if texts is None else texts
         self.params = params
-        # All but the last character of a stop string may stand at the end without ending the text.
+        # The text may end with all but the last character of a stop string.
         self.num_held_back = max(map(len, params.stop_strings), default=1) - 1
         self.num_tokens = 0
         self.pieces: list[str] = []  # text that can no longer change
-        self.num_taken = 0  # pieces handed out by new_text()
-        self.held_back = ""  # the text's end while the sample runs
+        self.num_taken = 0  # number of pieces that new_text() has returned
+        self.held_back = ""  # the end of the text, which may begin a stop string
         self.prompt_end = self._whole_characters(prompt_token_ids)
         self.stream = self._new_stream()
-        # The last tokens, which brought no text yet: they end inside a character.
+        # The last tokens, if they have produced no text yet because they end inside a character.
         self.pending: list[int] = []
 
     def append(self, token_id: int, is_stop_id: bool = False) -> str | None:
-        """Add a token's text; returns the stop string it completed, the text being cut there.
+        """Add a token's text. Returns the stop string that it completes, if any, and cuts the text there.
 
-        A stop string counts from the first token after min_tokens. The text of the token that ends a
-        sequence (is_stop_id) is no part of its output, unless include_stop_str_in_output asks for it.
+        Stop strings are ignored until min_tokens tokens have passed. The text of the stop token that ends a
+        sequence (is_stop_id) is not part of the output, unless include_stop_str_in_output is set.
         """
         self.num_tokens += 1
         if is_stop_id and not self.params.include_stop_str_in_output:
             return None
-        # Text of its own, where no character is incomplete; else what the stream makes of it.
+        # Use the token's fixed text if there is one and no character is incomplete, else decode.
         new = (not self.pending and self.texts[token_id]) or self._decode(token_id)
         if not new:
             return None
@@ -87,10 +88,10 @@ class Detokenizer:
         return self._take(new)
 
     def _take(self, new: str) -> str | None:
-        """Add text, what may begin a stop string held back; returns the stop string it completed."""
+        """Add text, and hold back its end if there are stop strings. Returns the stop string it completes."""
         old = len(self.held_back)
         text = self.held_back + new
-        # A match ends in the new text: one that lay before it was found, or not allowed, then.
+        # A match must end in the new text: an earlier one was already found, or was ignored.
         found = [
             (at, stop)
             for stop in self.params.stop_strings
@@ -107,7 +108,7 @@ class Detokenizer:
         return None
 
     def finish(self) -> None:
-        """No more tokens will come: what was held back is text, and the last token's whole characters."""
+        """End the output: emit the text held back, and the whole characters of the pending tokens."""
         if self.pending:
             end = self.tokenizer.decode(self.pending, skip_special_tokens=self.params.skip_special_tokens)
             self._take(end.rstrip("\ufffd"))
@@ -115,22 +116,22 @@ class Detokenizer:
         self.held_back, self.pending = "", []
 
     def new_text(self) -> str:
-        """The text that came since the last call."""
+        """Return the text added since the last call."""
         first, self.num_taken = self.num_taken, len(self.pieces)
         return "".join(self.pieces[first:])
 
     @property
     def text(self) -> str:
-        """All the text so far."""
+        """The whole text so far."""
         return "".join(self.pieces)
 
     def _decode(self, token_id: int) -> str | None:
-        """The text that the token completes; None while a character is incomplete."""
+        """Return the text that a token completes, or None if the token ends inside a character."""
         try:
             text: str | None = self.stream.step(self.tokenizer, token_id)
         except Exception as error:
-            # Byte-fallback tokenizers may turn a whole character back into an invalid one when the
-            # bytes behind it are invalid, which the stream refuses. Begin afresh, as vLLM does.
+            # A byte-fallback tokenizer may turn a whole character into an invalid one if invalid bytes
+            # follow. The stream raises an error then. Start a new stream, as vLLM does.
             if "Invalid prefix" not in str(error):
                 raise
             self.stream, self.pending = self._new_stream(), []
@@ -142,9 +143,10 @@ class Detokenizer:
         return self._decode_pending() if len(self.pending) > MAX_PENDING else None
 
     def _decode_pending(self) -> str:
-        """The text of a run of invalid bytes (or of tokens without text), less what may be a beginning.
+        """Return the text of a long run of invalid bytes or of tokens without text, and start a new stream.
 
-        The stream decodes the whole run for each token of it, so that a long one would take quadratic time.
+        The last few tokens stay pending if they may begin a character. The stream decodes the whole run again
+        for each of its tokens, so a run without a limit would take quadratic time.
         """
 
         def decode(token_ids: list[int]) -> str:
@@ -152,7 +154,7 @@ class Detokenizer:
 
         pending, self.pending, self.stream = self.pending, [], self._new_stream()
         whole = decode(pending)
-        for num_kept in (4, 5, 6, 7):  # a character has at most 4 bytes; the cut must not be inside one
+        for num_kept in (4, 5, 6, 7):  # a character has up to 4 bytes; do not cut inside one
             done, kept = decode(pending[:-num_kept]), pending[-num_kept:]
             if done + decode(kept) == whole:
                 break
@@ -162,7 +164,7 @@ class Detokenizer:
         return DecodeStream(ids=self.prompt_end, skip_special_tokens=self.params.skip_special_tokens)
 
     def _whole_characters(self, token_ids: list[int]) -> list[int]:
-        """A short end of the prompt that does not begin or end inside a character."""
+        """Return a short suffix of the prompt that does not begin or end inside a character."""
         for length in range(4, 24):
             suffix = token_ids[-length:]
             if "\ufffd" not in self.tokenizer.decode(suffix, skip_special_tokens=False):
@@ -171,19 +173,19 @@ class Detokenizer:
 
 
 class Vocabulary:
-    """The texts of an engine's tokens; it decodes each token once.
+    """Caches the texts of an engine's tokens, so that each token is decoded only once.
 
     Args:
-        tokenizer: of transformers; None: tokens have no text.
+        tokenizer: a transformers tokenizer. None: tokens have no text.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self.names: dict[int, str] = {}  # by token id, what log-probabilities call the token
-        self.texts: dict[bool, TokenTexts] = {}  # by whether special tokens are skipped
+        self.names: dict[int, str] = {}  # token id -> the text reported with log-probabilities
+        self.texts: dict[bool, TokenTexts] = {}  # skip_special_tokens -> texts
 
     def name(self, entries: Iterable[dict[int, Logprob]]) -> None:
-        """Write the text of each token into its log-probability."""
+        """Fill in the text of each token in log-probability entries."""
         if self.tokenizer is None:
             return
         for entry in entries:
@@ -193,7 +195,7 @@ class Vocabulary:
                 logprob.decoded_token = self.names[token_id]
 
     def detokenizer(self, prompt_token_ids: list[int], params: SamplingParams) -> Detokenizer | None:
-        """Return what makes text of a sample's tokens; None if there is or shall be no text."""
+        """Return a detokenizer for a sample, or None without a tokenizer or with detokenize=False."""
         if self.tokenizer is None or not params.detokenize:
             return None
         backend, skips = self.tokenizer.backend_tokenizer, params.skip_special_tokens

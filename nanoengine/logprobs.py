@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens that were drawn or given: tabulated on the device, read on the host.
+"""Computes log-probabilities of sampled and prompt tokens: tabulated on the device, read on the host.
 
 Shape letters: R rows (tokens), V vocabulary.
 """
@@ -15,13 +15,13 @@ from nanoengine.outputs import Logprob
 
 
 class LogprobTable(NamedTuple):
-    """Log-probabilities of some rows, on their way to the host."""
+    """Holds the log-probabilities of some rows, while they are copied to the host."""
 
-    rows: Sequence[int]  # which ones
+    rows: Sequence[int]  # indices of these rows
     download: Download
 
     def read(self, token_ids: Sequence[int | None]) -> dict[int, dict[int, Logprob]]:
-        """Row -> its entries, of the rows that have a token; token_ids are those of all rows."""
+        """Return row -> entries, for the rows that have a token. token_ids has one entry for every row."""
         table = self.download.read().numpy()
         floats, integers = table.view(np.float32), table.tolist()
         num_top = (table.shape[1] - 2) // 2
@@ -40,11 +40,11 @@ Transfer = Callable[[Tensor], Download]
 
 
 def tabulate_logprobs(logits: Tensor, token_ids: Tensor, num_logprobs: int) -> Tensor:
-    """The log-probability of each row's token, its rank, and the likeliest num_logprobs (-1: all) tokens.
+    """Tabulate each row's token: its log-probability and rank, and the num_logprobs (-1: all) best tokens.
 
-    Shapes: logits (R, V), token_ids (R,) int64. One table, so that it is one transfer: (R, 2 + 2 k) int32,
-    a row being the log-probability, the rank, k log-probabilities and their k token ids. Floats keep
-    their bits.
+    Shapes: logits (R, V), token_ids (R,) int64. The result is a single table, so that one transfer is enough:
+    (R, 2 + 2 k) int32. Each row holds the log-probability, the rank, the k highest log-probabilities and
+    their k token ids. Floats are stored as their bits.
     """
     logprobs = logits.float().log_softmax(-1)
     chosen = logprobs.gather(1, token_ids.unsqueeze(1))
@@ -57,9 +57,10 @@ def tabulate_logprobs(logits: Tensor, token_ids: Tensor, num_logprobs: int) -> T
 def report_samples(
     logits: Tensor, asked: Sequence[int | None], tokens: Tensor, transfer: Transfer, first: int = 0
 ) -> list[LogprobTable]:
-    """Queue what rows (counted from `first`) ask for of the tokens drawn for them, from the raw logits.
+    """Queue the requested log-probabilities of sampled tokens. `first` is the index of the first row.
 
-    Shapes: logits (R, V), tokens (R,) int64. `asked` has each row's number of log-probabilities, or None.
+    Shapes: logits (R, V), tokens (R,) int64. `asked` has the number of log-probabilities that each row
+    requests, or None.
     """
     by_number: dict[int, list[int]] = {}
     for i, num_logprobs in enumerate(asked):
@@ -68,14 +69,14 @@ def report_samples(
     tables = []
     for num_logprobs, rows in by_number.items():
         at = upload(np.array(rows), logits.device)
-        # Where none could be drawn there is a -1, and the row of the table is not read.
+        # -1 marks a row that could not be sampled. Its row in the table is never read.
         table = tabulate_logprobs(logits[at], tokens[at].clamp(min=0), num_logprobs)
         tables.append(LogprobTable([first + i for i in rows], transfer(table)))
     return tables
 
 
 class PromptReport(NamedTuple):
-    """Log-probabilities of a prompt's tokens, on their way to the host."""
+    """Holds the log-probabilities of some of a prompt's tokens, while they are copied to the host."""
 
     seq_id: int
     first: int  # position of the first of the tokens
@@ -83,7 +84,7 @@ class PromptReport(NamedTuple):
     tables: list[LogprobTable]
 
     def read(self) -> tuple[int, "Entries"]:
-        """The first one's position, and the entries from there on."""
+        """Return the position of the first token, and the entries from there on."""
         return self.first, list(read_tables(self.tables, self.token_ids).values())
 
 
@@ -96,13 +97,13 @@ def report_prompts(
     compute_logits: Callable[[Tensor], Tensor],
     transfer: Transfer,
 ) -> list[PromptReport]:
-    """Queue what a step's chunks predict of the prompt tokens after them, for the sequences that ask for it.
+    """Queue log-probabilities of the prompt tokens that a step predicts, for sequences that request them.
 
     Args:
-        chunks: the engine's.
-        hidden: (T, E), the chunks' rows one after the other.
-        compute_logits: (R, E) to (R, V).
-        transfer: begins to copy a tensor to the host.
+        chunks: the chunks of the step.
+        hidden: (T, E), the hidden states of all chunks, concatenated.
+        compute_logits: maps hidden states, (R, E), to logits, (R, V).
+        transfer: starts copying a tensor to the host.
     """
     reports, row = [], 0
     for chunk in chunks:
@@ -121,24 +122,24 @@ def report_prompts(
     return reports
 
 
-Entries = list[dict[int, Logprob]]  # of tokens in their order: the token itself, and the likeliest
+Entries = list[dict[int, Logprob]]  # one per token, in order: the token itself, and the most probable ones
 
 
 class Logprobs(NamedTuple):
-    """What a step's sequences asked for, by seq_id."""
+    """Holds the log-probabilities that a step's sequences requested, by seq_id."""
 
-    of_samples: dict[int, Entries]  # of each draw
-    of_prompts: dict[int, Any]  # as `PromptReport.read` gives it; of a model that pools, a vector
+    of_samples: dict[int, Entries]  # one entry per sampled token
+    of_prompts: dict[int, Any]  # results of `PromptReport.read`; a vector for a model that pools
 
 
 class Reports(NamedTuple):
-    """All log-probabilities of a step, on their way to the host."""
+    """Holds all log-probabilities of a step, while they are copied to the host."""
 
     of_samples: list[LogprobTable]
     of_prompts: list[Any]  # each a `PromptReport`, or what an extension reports instead
 
     def read(self, sampled_seqs: Sequence[Any], token_ids: Sequence[int | None]) -> Logprobs:
-        """Wait for them; sampled_seqs are the engine's sequences that token_ids were drawn for."""
+        """Wait for the copies and return the entries. token_ids has one token per entry of sampled_seqs."""
         of_samples: dict[int, Entries] = {}
         for row, entry in read_tables(self.of_samples, token_ids).items():
             of_samples.setdefault(sampled_seqs[row].seq_id, []).append(entry)
@@ -148,5 +149,5 @@ class Reports(NamedTuple):
 def read_tables(
     tables: Sequence[LogprobTable], token_ids: Sequence[int | None]
 ) -> dict[int, dict[int, Logprob]]:
-    """Row -> the entries that were queued for it; token_ids are those of all rows."""
+    """Return row -> entries, from all tables. token_ids has one entry for every row."""
     return {row: entry for table in tables for row, entry in table.read(token_ids).items()}

@@ -1,4 +1,4 @@
-"""What a user gets back. Names are vLLM's."""
+"""Defines the outputs that users get. Names are vLLM's."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass(slots=True)
 class Logprob:
-    """The log-probability of one token, its rank (1 is the likeliest) and its text."""
+    """Holds the log-probability of one token, its rank (1: the most probable) and its text."""
 
     logprob: float
     rank: int | None = None
@@ -16,10 +16,10 @@ class Logprob:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One sample of a request.
+    """Holds the output of one sample of a request.
 
-    The token that ended it (end of sequence, or a stop token) is part of `token_ids`, its text is
-    not part of `text`.
+    The token that ended the sample (end of sequence, or a stop token) is part of `token_ids`. Its text is not
+    part of `text`, unless include_stop_str_in_output is set.
     """
 
     index: int
@@ -27,48 +27,49 @@ class CompletionOutput:
     token_ids: list[int]
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] | None = None  # one entry per token of token_ids
-    finish_reason: str | None = None  # "stop", "length", "abort" or "error"; None while it runs
-    # The stop string or stop token id; None for end of sequence. For "error", what failed
+    finish_reason: str | None = None  # "stop", "length", "abort" or "error"; None: not finished
+    # The stop string or stop token id; None for end of sequence. For "error", the cause
     stop_reason: int | str | None = None
 
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """When things happened to a request, in seconds of `time.monotonic()`, and what it went through."""
+    """Holds a request's timestamps, in seconds of `time.monotonic()`, and its cache hits and preemptions."""
 
     arrival_time: float
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
-    num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache when first admitted
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at the first admission
     num_preemptions: int = 0
 
     @property
     def queue_time(self) -> float | None:
-        """Seconds from arrival until it was first scheduled."""
+        """Seconds from the request's arrival until it was first scheduled."""
         return None if self.first_scheduled_time is None else self.first_scheduled_time - self.arrival_time
 
 
 @dataclass(slots=True)
 class RequestOutput:
-    """Everything known of a request at one moment; `outputs` holds its `n` samples.
+    """Holds the state of a request at one moment. `outputs` has its `n` samples, or those that are new.
 
-    Outputs of one request share the prompt's list, and metrics until something happens: not to be changed.
+    The outputs of one request share the list of prompt tokens, and the metrics until those change. Do not
+    modify either.
     """
 
     request_id: str
-    prompt: str | None  # None where the prompt was given as token ids
+    prompt: str | None  # None if the prompt was given as token ids
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
-    num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache when first admitted
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at the first admission
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # the first token has none
     metrics: RequestMetrics | None = None
-    is_delta: bool = False  # text, tokens and logprobs are only what came since the output before
-    pooled: Any = None  # of a model that pools, a tensor: extensions/pooling.py makes a user's output of it
+    is_delta: bool = False  # text, tokens and logprobs are only those since the previous output
+    pooled: Any = None  # a pooling model's result, a tensor: extensions/pooling.py turns it into an output
 
     def merged_with(self, later: "RequestOutput") -> "RequestOutput":
-        """This output and the one after it as one: nothing is lost if only the result is looked at."""
+        """Return one output that holds everything in this output and in the next one."""
         if not later.is_delta:
             return later
         merged = {completion.index: completion for completion in self.outputs}
@@ -83,13 +84,13 @@ class RequestOutput:
 
 
 class Inbox(dict[Any, RequestOutput]):
-    """By request_id, what came and was not taken yet: one output each, later ones merged in."""
+    """Maps a request_id to its output that was not taken yet. Later outputs are merged into it."""
 
     def put(self, output: RequestOutput) -> None:
-        """Add an output."""
+        """Add an output, or merge it into the one that is already there."""
         before = self.get(output.request_id)
         self[output.request_id] = output if before is None else before.merged_with(output)
 
     def take(self, request_ids: Iterable[Any]) -> list[RequestOutput]:
-        """Take out what there is of these requests."""
+        """Remove and return the outputs of these requests, where there are any."""
         return [self.pop(request_id) for request_id in list(request_ids) if request_id in self]

@@ -1,4 +1,4 @@
-"""What surrounds the engine's steps: Ctrl-C that waits for their end, the thread they are for, their time."""
+"""Helpers around the engine's steps: delaying Ctrl-C, ownership by one thread, and timing."""
 
 import os
 import signal
@@ -13,11 +13,11 @@ from types import FrameType
 def uninterrupted() -> Iterator[Callable[[], None]]:
     """Delay Ctrl-C until the block (or the decorated call) ends, so that no state is left half changed.
 
-    Gives a function to call wherever in the block it may strike: what the block cleans up, it then does.
+    Yields a function that raises a delayed Ctrl-C. The block may call it wherever it can clean up.
     """
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield lambda: None  # Python interrupts its main thread only
+        yield lambda: None  # Python interrupts only its main thread
         return
     pending: list[tuple[int, FrameType | None]] = []
 
@@ -37,9 +37,9 @@ def uninterrupted() -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def unwound_by_sigterm() -> Iterator[None]:
-    """Have SIGTERM, where it would end the process at once, leave the block as an exception first.
+    """Make SIGTERM leave the block as an exception, if the signal would end the process at once.
 
-    So what the block began is cleaned up; then the process ends by the signal after all.
+    The block can thus clean up. Afterwards the process ends by the signal.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
@@ -61,26 +61,26 @@ def unwound_by_sigterm() -> Iterator[None]:
 
 
 class EngineDeadError(RuntimeError):
-    """No step will succeed any more: the engine can only be closed. The name is vLLM's."""
+    """Says that no step can succeed anymore, so the engine can only be closed. The name is vLLM's."""
 
 
 class Owner:
-    """The thread that an engine works for: from its first request until nothing of its is unfinished.
+    """Reserves an engine for one thread, from its first request until all of its requests are finished.
 
-    Two threads that step one engine would take each other's outputs. One after the other may use it. A fork
-    has none of the threads that compute.
+    Two threads that step one engine would take each other's outputs. Different threads may use the engine one
+    after the other. A forked process cannot use it, because the threads that compute do not exist there.
     """
 
     def __init__(self) -> None:
         self._process = os.getpid()
-        self._lock = threading.RLock()  # reentrant: a signal's handler may come here too
+        self._lock = threading.RLock()  # reentrant: a signal handler may call `claim` too
         self._thread: threading.Thread | None = None
 
     def claim(self) -> None:
-        """Make the engine the calling thread's.
+        """Reserve the engine for the calling thread.
 
         Raises:
-            RuntimeError: another thread's requests are unfinished, or this is a fork.
+            RuntimeError: another thread has unfinished requests, or this is a forked process.
         """
         if os.getpid() != self._process:
             raise RuntimeError(
@@ -98,23 +98,23 @@ class Owner:
             )
 
     def release(self) -> None:
-        """Nothing is unfinished: any thread may claim the engine."""
+        """Let any thread claim the engine. Called when no request is unfinished."""
         self._thread = None
 
 
 class Stopwatch:
-    """Adds up the seconds each phase of the steps took."""
+    """Adds up the seconds that each phase of the steps takes."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(("schedule", "inputs", "forward", "sample", "update"), 0.0)
         self.start()
 
     def start(self) -> None:
-        """A phase begins here."""
+        """Begin a phase."""
         self._started = time.perf_counter()
 
     def lap(self, phase: str) -> None:
-        """It ends here, and the next one begins."""
+        """End the current phase, add its time to `phase`, and begin the next one."""
         now = time.perf_counter()
         self.seconds[phase] += now - self._started
         self._started = now
