@@ -25,7 +25,7 @@ CHAPTERS = {
     "4": "Prefix caching: block_keys, find_prefix, register_full_blocks, allocate",
     "5": "Eviction: hold, take_free_block, free",
     "6": "Continuous batching: schedule, update",
-    "7": "Chunked prompts: next_chunk",
+    "7": "Chunked prefill: next_chunk",
     "8": "Preemption: make_room, preempt_last",
     "13": "Speculative decoding: guess, lookup, accept",
     "all": "The whole engine, on the bundled model",
