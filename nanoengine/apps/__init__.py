@@ -1,1 +1,1 @@
-"""What uses the engine: the server, datasets, the scheduler lab, the page of a run."""
+"""Programs on top of the engine: the server, the chat, the benchmark and the page that shows a run."""

@@ -1,14 +1,14 @@
 """An OpenAI-compatible server over `AsyncLLM`: `nanoengine serve MODEL`, with the extra `serve`.
 
-What a request passes, on its way in and back:
+A request passes through these, on its way in and back:
 
-    Connection, Gate            limits on headers, time and size; the key; a log line; lost clients
-    CompletionRequest           what was asked for, in the engine's terms (for a chat: ChatRequest)
-    Service.answer              checks all of it, takes places in the queue, asks `AsyncLLM`
-    CompletionRequest.choice    what the engine made of it, in the API's own shape: whole, or piece by piece
+    Connection, Gate            limit headers, time and size, check the key, log a line, notice lost clients
+    CompletionRequest           holds the request in the engine's terms (ChatRequest for a chat)
+    Service.answer              checks the whole request, takes places in the queue, calls `AsyncLLM`
+    CompletionRequest.choice    writes the engine's output in the API's own shape, whole or piece by piece
 
-These are in `gate.py`, `openai_api.py`, `service.py`, and `openai_api.py` again. This file is the process
-around them: the command's flags, and an end in good order.
+They are in `gate.py`, `openai_api.py`, `service.py`, and `openai_api.py` again. This file is the process
+around them: the command's flags and the graceful shutdown.
 """
 
 import asyncio
@@ -34,13 +34,14 @@ from nanoengine.flags import FlexibleArgumentParser, add_flags, value_of
 from nanoengine.optional import MissingFileError
 from nanoengine.sampling_params import check_strings
 
-CLOSE_SECONDS = 5  # for clients to read their last answer when the server ends
+CLOSE_SECONDS = 5  # how long clients have to read their last answer when the server shuts down
 
 
 class Server(uvicorn.Server):
-    """Ends in good order: on a signal it takes no more requests, and waits for those it has.
+    """Shuts down gracefully: on a signal, accepts no more requests and waits for the running ones.
 
-    What is left after `drain_seconds` is aborted. A second signal does not wait. `settings` are uvicorn's.
+    Requests that still run after `drain_seconds` are aborted. A second signal ends the wait at once.
+    `settings` are uvicorn's.
     """
 
     def __init__(
@@ -52,24 +53,24 @@ class Server(uvicorn.Server):
         self.deadline = 0.0
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """On SIGINT and SIGTERM."""
+        """Start draining on the first SIGINT or SIGTERM, and exit on the second."""
         self.should_exit = self.service.is_draining
         self.deadline = time.monotonic() + self.drain_seconds
         self.service.is_draining = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Ten times a second; True ends the server."""
+        """Decide whether to stop. Uvicorn calls this ten times a second, and stops if it returns True."""
         late = self.service.num_samples == 0 or time.monotonic() > self.deadline
         return await super().on_tick(counter) or (self.service.is_draining and late)
 
     async def shutdown(self, sockets: Any = None) -> None:
-        """End what is left with an error that says so."""
+        """Close the engine, which ends the remaining requests with an error, and then the server."""
         await asyncio.to_thread(self.service.engine.close)
         await super().shutdown(sockets)
 
 
 def make_parser() -> FlexibleArgumentParser:
-    """The command's flags: the server's own, and one for each of EngineConfig's fields."""
+    """Return a parser for the command's flags: the server's own, and one for each EngineConfig field."""
     parser = FlexibleArgumentParser(
         "nanoengine serve", "%(prog)s MODEL [--FLAG VALUE ...]", "Serve a model.", allow_abbrev=False
     )
@@ -119,14 +120,14 @@ def make_parser() -> FlexibleArgumentParser:
 
 
 def parse_port(text: str) -> int:
-    """Return a port's number; a socket would take only the lowest 16 bits of a larger one."""
+    """Return a port number, checked because a socket silently keeps only the lowest 16 bits."""
     if not text.isdecimal() or int(text) >= 2**16:
         raise ArgumentTypeError(f"must be an integer in [0, 65535], got {text!r}")
     return int(text)
 
 
 def parse_origins(text: str) -> list[str]:
-    """A JSON list of strings, or one string.
+    """Return the origins in a JSON list of strings, or in a single string.
 
     >>> parse_origins('["https://a.example", "https://b.example"]'), parse_origins("*")
     (['https://a.example', 'https://b.example'], ['*'])
@@ -136,7 +137,7 @@ def parse_origins(text: str) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Serve until a signal comes. The log of requests goes to stdout, everything else to stderr."""
+    """Serve until a signal arrives. The request log goes to stdout, everything else to stderr."""
     parser = make_parser()
     given = vars(parser.parse_args(argv))
     settings = {item.name: given[item.name] for item in fields(EngineConfig) if item.name in given}
@@ -144,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error("a model is needed, once: nanoengine serve MODEL")
     settings.setdefault("model", given["model_tag"])
     try:
-        engine = AsyncLLM(max_concurrent_requests=2**31 - 1, **settings)  # the service bounds them
+        engine = AsyncLLM(max_concurrent_requests=2**31 - 1, **settings)  # the service limits them instead
         service = Service(
             engine,
             name=given["served_model_name"],
@@ -170,8 +171,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         port=given["port"],
         timeout_graceful_shutdown=CLOSE_SECONDS,
     )
-    # What is there now stays. The garbage collector would walk over it every few thousand steps, for 0.1 s
-    # in which no request gets a token.
+    # All objects that exist now stay until the end. Without freeze, the garbage collector would visit them
+    # every few thousand steps, and no request would get a token for 0.1 s.
     gc.collect()
     gc.freeze()
     try:
