@@ -1,4 +1,4 @@
-"""What every request passes before the service sees it: limits on headers, key, size and time; a log line."""
+"""Guards the service: limits every request's headers, size and time, checks the key, writes a log line."""
 
 import asyncio
 import hmac
@@ -15,30 +15,30 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from nanoengine.apps.openai_api import APIError, to_json, unavailable
 
-CLIENT_SECONDS = 60  # for a client to send its request, and to read on where it has stopped reading
+CLIENT_SECONDS = 60  # how long a client may take to send its request, or to read one message
 
 
 @dataclass
 class Ticket:
-    """What is known of one HTTP request: the fields of its log line, and how far it got."""
+    """Records one HTTP request: the fields of its log line, and how far the request got."""
 
     id: str
     method: str
     path: str
-    status: int | None = None  # None: the client went away before there was one
-    error: str | None = None  # the code of the error it was answered with
-    disconnected: bool = False  # the client went away before the end
-    samples: int = 0  # places taken in the queue
+    status: int | None = None  # None: the client disconnected before a status was sent
+    error: str | None = None  # the code of the error in the answer
+    disconnected: bool = False  # the client disconnected before the end of the answer
+    samples: int = 0  # counted in `Service.num_samples` until the request ends
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
     first_output_seconds: float | None = None
     seconds: float = 0.0
     started: float = field(default_factory=time.monotonic)
-    is_complete: bool = False  # all of the answer is sent
+    is_complete: bool = False  # the whole answer is sent
 
     def line(self) -> dict[str, Any]:
-        """For the log."""
+        """Return the fields of the log line."""
         known = asdict(self)
         known["seconds"] = time.monotonic() - known.pop("started")
         del known["is_complete"]
@@ -46,7 +46,7 @@ class Ticket:
         return {"time": round(time.time(), 3), **known, **numbers}
 
     def usage(self) -> dict[str, Any]:
-        """In OpenAI's shape."""
+        """Return the token counts in OpenAI's shape."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
@@ -56,7 +56,10 @@ class Ticket:
 
 
 class Gate:
-    """ASGI middleware: key, size, draining, a log line, and the end of work for a client that is gone."""
+    """ASGI middleware that admits and logs requests, and stops the work for clients that disconnect.
+
+    It refuses a wrong key, a body that is too large or too slow, and new requests while the server drains.
+    """
 
     def __init__(self, app: ASGIApp, service: Any) -> None:
         self.app, self.service = app, service
@@ -89,7 +92,7 @@ class Gate:
                 await error.response()(scope, receive, noting)
             else:
                 await self.run(scope, body, receive, noting, ticket)
-        except (ConnectionError, TimeoutError):  # it went away while it sent its request, or does not read
+        except (ConnectionError, TimeoutError):  # the client left during its request, or stopped reading
             ticket.disconnected = True
         except Exception:
             ticket.status = 500
@@ -99,12 +102,12 @@ class Gate:
             self.log.info(to_json(ticket.line()).decode())
 
     def refusal(self, scope: Scope) -> APIError | None:
-        """Why a request is not even read."""
+        """Return the error for a request that is refused before its body is read, else None."""
         if scope["path"] in ("/", "/health", "/ping"):
             return None
         key = self.service.api_key
         given = [value for name, value in scope["headers"] if name == b"authorization"]
-        # Of two, a proxy before us may have read the other one.
+        # Two headers are refused: a proxy in front of the server may have checked the other one.
         if key is not None and not (
             len(given) == 1 and hmac.compare_digest(given[0], b"Bearer " + key.encode())
         ):
@@ -115,11 +118,11 @@ class Gate:
         return None
 
     async def read(self, receive: Receive, limit: int) -> bytes:
-        """The body.
+        """Return the request's body.
 
         Raises:
-            APIError: it has more bytes, or takes too long.
-            ConnectionError: the client went away.
+            APIError: the body has more than `limit` bytes, or takes too long.
+            ConnectionError: the client disconnected.
         """
         body, num_bytes = bytearray(), 0
         try:
@@ -129,7 +132,8 @@ class Gate:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise ConnectionError
-                    # What is too much is read and dropped: who still writes does not read the answer.
+                    # Bytes beyond the limit are read and dropped: a client that is still writing would not
+                    # read the refusal.
                     num_bytes += len(message.get("body", b""))
                     if num_bytes <= limit:
                         body += message.get("body", b"")
@@ -141,7 +145,7 @@ class Gate:
         return bytes(body)
 
     async def run(self, scope: Scope, body: bytes, receive: Receive, send: Send, ticket: Ticket) -> None:
-        """Let the app answer, until it has or the client is gone."""
+        """Run the app until it has answered or the client disconnects."""
 
         async def disconnect() -> None:
             while (await receive())["type"] != "http.disconnect":
@@ -170,32 +174,32 @@ class Gate:
 
 
 class Connection(H11Protocol):
-    """A client's connection, with limits on what comes before a request's body.
+    """A client's connection, with a time limit on receiving a request's headers.
 
-    h11 takes 64 KiB of headers, and of a chunked body's trailer, which it keeps apart. uvicorn bounds the
-    time between requests; the time until headers are complete is bounded here.
+    h11 limits the headers to 64 KiB, and separately the trailer of a chunked body. Uvicorn limits the time
+    between requests. This class limits the time until the headers are complete.
     """
 
     late: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client is there, and may be silent."""
+        """Start the timer: a client may connect and stay silent."""
         super().connection_made(transport)
         self.watch()
 
     def data_received(self, data: bytes) -> None:
-        """More of a request, or of several."""
+        """Parse more bytes, and start or stop the timer."""
         super().data_received(data)
         self.watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The end, by whomever."""
+        """Stop the timer, whichever side closed the connection."""
         super().connection_lost(exc)
         if self.late is not None:
             self.late.cancel()
 
     def watch(self) -> None:
-        """Close the connection if it waits for headers, and still does in CLIENT_SECONDS."""
+        """Start the timer while headers are incomplete. The connection is closed after CLIENT_SECONDS."""
         waits = self.conn.their_state is h11.IDLE
         if waits and self.late is None:
             self.late = self.loop.call_later(CLIENT_SECONDS, self.timeout_keep_alive_handler)
@@ -204,7 +208,7 @@ class Connection(H11Protocol):
             self.late = None
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP, or has too many headers."""
+        """Refuse a request that is not HTTP with 400, and one whose headers are too large with 431."""
         error = sys.exception()
         if not isinstance(error, h11.RemoteProtocolError) or error.error_status_hint != 431:
             return super().send_400_response(msg)

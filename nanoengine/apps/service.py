@@ -1,4 +1,4 @@
-"""The endpoints of the server, over `AsyncLLM`, as an ASGI app."""
+"""The server's endpoints over `AsyncLLM`, as an ASGI app."""
 
 import asyncio
 import time
@@ -46,13 +46,13 @@ from nanoengine.outputs import RequestOutput
 from nanoengine.requests import CheckedRequest
 from nanoengine.sampling_params import SamplingParams, check_integer
 
-LONG_BODY_BYTES = 2**16  # of a request, beyond which reading its text takes more than some milliseconds
+LONG_BODY_BYTES = 2**16  # checking and tokenizing a longer body takes more than a few milliseconds
 T = TypeVar("T")
 PAGE = Path(__file__).with_name("chat.html")
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events; the generator that makes them is closed however this ends."""
+    """Sends server-sent events, and closes the generator that makes them however the response ends."""
 
     media_type = "text/event-stream"
 
@@ -61,20 +61,23 @@ class EventStream(StreamingResponse):
         self.events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send them; `Gate` cancels this when the client goes away."""
+        """Send the events. `Gate` cancels this call when the client disconnects."""
         async with aclosing(self.events):
             await self.stream_response(send)
 
 
 def event(content: Any) -> bytes:
-    """One of them."""
+    """Return one server-sent event with JSON content."""
     return b"data: " + to_json(content) + b"\n\n"
 
 
 async def merged(
     streams: Sequence[AsyncGenerator[RequestOutput]],
 ) -> AsyncGenerator[tuple[int, RequestOutput]]:
-    """Outputs of several requests as they come, with the request's number; closing it aborts the requests."""
+    """Yield the outputs of several requests as they arrive, each with its request's index.
+
+    Closing the generator aborts the requests.
+    """
     waiting = {asyncio.ensure_future(anext(stream)): index for index, stream in enumerate(streams)}
     try:
         while waiting:
@@ -93,18 +96,18 @@ async def merged(
 
 
 class Service:
-    """The endpoints, over an engine.
+    """Serves the endpoints with one engine.
 
     Args:
-        engine: what answers; closed by whoever made it.
-        name: the model's, as clients are to call it; None: the engine's own.
-        api_key: what clients must send; None: nothing.
-        max_waiting: samples that may wait beyond the `max_num_seqs` that run.
-        max_body_bytes: of a request.
-        tool_call_parser, reasoning_parser: how the model writes calls of tools and its thoughts: names of
-            `tools.TOOL_FORMATS` and `REASONING_FORMATS`, "none", or "auto", by the chat template.
-        chat_template: a file, or the template itself, in place of the tokenizer's.
-        dev_mode: serve the routes of contrib/learner.py too.
+        engine: computes the answers. The caller closes it.
+        name: the model name that clients use. None: the engine's model name.
+        api_key: the key that clients must send. None: no key is needed.
+        max_waiting: how many samples may wait in addition to the `max_num_seqs` that run.
+        max_body_bytes: limit on the body of a request.
+        tool_call_parser, reasoning_parser: how the model writes tool calls and reasoning: a name from
+            `tools.TOOL_FORMATS` or `REASONING_FORMATS`, "none", or "auto" (by the chat template).
+        chat_template: a file, or the template itself, that replaces the tokenizer's.
+        dev_mode: also serve the routes of contrib/learner.py.
     """
 
     def __init__(
@@ -135,10 +138,11 @@ class Service:
         self.formats = choose_formats(self.checkpoint.tokenizer, tool_call_parser, reasoning_parser)
         check_integer("max_body_bytes", max_body_bytes, 1)
         self.max_samples = config.max_num_seqs + check_integer("max_waiting", max_waiting, 0)
-        self.num_samples = 0  # of requests that are being served
+        self.num_samples = 0  # running or waiting, over all requests
         self.created = int(time.time())
         self.is_draining = False
-        # A short request never waits for long ones, nor a plain one for forms that take long to compile.
+        # Short requests do not wait for long ones, and requests without structured outputs do not wait for
+        # grammars to compile.
         self.checks, self.long_checks, self.form_checks = map(ThreadPoolExecutor, (4, 1, 2))
 
     # -- answers of the model
@@ -152,7 +156,7 @@ class Service:
         return await self.answer(body, request)
 
     async def answer(self, body: CompletionRequest | ChatRequest, request: Request) -> Response:
-        """Of either API, as the engine makes it."""
+        """Answer a request of either API, whole or as a stream."""
         ticket = request.state.ticket
         choices = await self.start(body, request)
         head: dict[str, Any] = {
@@ -166,14 +170,17 @@ class Service:
         async with aclosing(choices):
             answer = [choice async for choice in choices]
         answer.sort(key=lambda choice: int(choice["index"]))
-        if body.is_chat and body.return_token_ids:  # vLLM has it here, too
+        if body.is_chat and body.return_token_ids:  # vLLM puts the prompt's ids here too
             head["prompt_token_ids"] = answer[0]["prompt_token_ids"]
         return JSON({**head, "choices": answer, "usage": ticket.usage()})
 
     async def start(
         self, body: CompletionRequest | ChatRequest, request: Request
     ) -> AsyncGenerator[dict[str, Any]]:
-        """Check everything before the answer begins, so that a refusal has its status; gives the choices."""
+        """Check the whole request, and return the generator of its choices.
+
+        All checks run before the answer begins, so that a refusal can still set the HTTP status.
+        """
         ticket = request.state.ticket
         self.check_model(body.model)
         params = body.params(self.defaults, self.checkpoint.generation_config.get("max_new_tokens"))
@@ -191,22 +198,26 @@ class Service:
         *arguments: Any,
         pool: ThreadPoolExecutor | None = None,
     ) -> T:
-        """The function's result, where the text of a request may take it seconds; long ones one at a time.
+        """Run a function that may take seconds on a long text, in a thread. Long requests run one at a time.
 
-        What waits for its turn leaves with its client.
+        A call that waits for its turn is cancelled when its client disconnects.
         """
         is_long = len(await request.body()) > LONG_BODY_BYTES
         pool = self.long_checks if is_long else pool or self.checks
         return await asyncio.get_running_loop().run_in_executor(pool, function, *arguments)
 
     def check_model(self, name: str | None) -> None:
-        """Raise APIError where a request is for another model."""
+        """Raise APIError if a request names a model that is not served."""
         if name not in (None, self.name):
             message = f"the model {name!r} does not exist; this server has {self.name!r}"
             raise APIError(404, message, param="model", code="model_not_found")
 
     def take_places(self, body: CompletionRequest | ChatRequest, n: int, ticket: Ticket) -> None:
-        """Count the request's samples, until `Gate` has seen its end; APIError where they are too many."""
+        """Count the request's samples as running or waiting. `Gate` subtracts them when the request ends.
+
+        Raises:
+            APIError: the request, or all requests together, would have too many samples.
+        """
         with refusing(body):
             num_samples = body.num_prompts * n
             if not 0 < num_samples <= self.max_samples:
@@ -219,9 +230,9 @@ class Service:
         ticket.samples = num_samples
 
     def check(self, body: CompletionRequest | ChatRequest, params: SamplingParams) -> list[CheckedRequest]:
-        """The prompts as the engine takes them; in a thread, since a long text takes its time.
+        """Return the prompts as checked requests for the engine. Runs in a thread: a long text is slow.
 
-        `LLMEngine.check` only reads what never changes, so the engine's thread need not be asked.
+        `LLMEngine.check` reads only immutable state, so it is safe outside the engine's thread.
         """
         engine = self.engine.llm_engine
         with refusing(body, body.source):
@@ -230,13 +241,15 @@ class Service:
             params = body.fit(params, prompts, self.formats)
             try:
                 return [engine.check(one, params, body.priority or 0) for one in prompts]
-            except RuntimeError as error:  # it sleeps, or is closed
+            except RuntimeError as error:  # the engine sleeps or is closed
                 raise unavailable(str(error)) from None
 
     async def choices(
         self, body: CompletionRequest | ChatRequest, checked: list[CheckedRequest], ticket: Ticket
     ) -> AsyncGenerator[dict[str, Any]]:
-        """What comes of the prompts, counted, as choices of the API; closing it aborts what runs.
+        """Yield the engine's outputs as choices of the API, and count their tokens on the ticket.
+
+        Closing the generator aborts the requests that still run.
 
         Raises:
             APIError: the engine failed or is closed.
@@ -270,7 +283,7 @@ class Service:
         choices: AsyncGenerator[dict[str, Any]],
         ticket: Ticket,
     ) -> AsyncGenerator[bytes]:
-        """The answer as a stream."""
+        """Yield the answer as server-sent events."""
         options = body.stream_options
         with_usage = options is not None and options.include_usage
         is_continuous = with_usage and options is not None and options.continuous_usage_stats
@@ -299,7 +312,7 @@ class Service:
         return JSON(self.card())
 
     def card(self) -> dict[str, Any]:
-        """The model, in OpenAI's shape, with vLLM's max_model_len."""
+        """Describe the model in OpenAI's shape, plus vLLM's max_model_len."""
         whose = {"id": self.name, "object": "model", "created": self.created, "owned_by": "nanoengine"}
         return {**whose, "max_model_len": self.engine.llm_engine.max_model_len}
 
@@ -341,18 +354,18 @@ class Service:
         return JSON({"prompt": await asyncio.to_thread(tokenizer.decode, body.tokens)})
 
     def need_tokenizer(self) -> Any:
-        """The tokenizer, or APIError where there is none."""
+        """Return the tokenizer. Raises APIError if the checkpoint has none."""
         if self.checkpoint.tokenizer is None:
             raise APIError(400, "the checkpoint has no tokenizer")
         return self.checkpoint.tokenizer
 
     async def health(self) -> Response:
-        """GET /health: 200, or 503 where no request is served any more."""
+        """GET /health: 200, or 503 once the server accepts no more requests."""
         return Response(status_code=200 if self.is_serving else 503)
 
     @property
     def is_serving(self) -> bool:
-        """Whether requests are taken."""
+        """Whether new requests are accepted."""
         return self.engine.is_running and not self.is_draining
 
     async def version(self) -> Response:
@@ -360,13 +373,13 @@ class Service:
         return JSON({"version": __version__})
 
     async def server_info(self) -> Response:
-        """GET /server_info: what the engine said of itself when it started."""
+        """GET /server_info: the engine's description of itself, which it also prints at startup."""
         info: dict[str, Any] = {
             "version": __version__,
             "model": self.name,
             "engine": self.engine.llm_engine.describe(),
         }
-        if self.learner is not None:  # trl looks for it
+        if self.learner is not None:  # trl reads this field
             info["vllm_config"] = {"weight_transfer_config": {"backend": "gloo"}}
         return JSON(info)
 
@@ -374,14 +387,14 @@ class Service:
         """GET /metrics, for Prometheus: `LLMEngine.get_metrics`."""
         try:
             found = await self.engine.get_metrics()
-        except RuntimeError as error:  # closed
+        except RuntimeError as error:  # the engine is closed
             raise unavailable(str(error)) from None
         registry = CollectorRegistry()
         registry.register(Snapshot(found, self.name))
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     async def page(self) -> Response:
-        """GET /: a page to chat with the model, in one file that asks for nothing elsewhere."""
+        """GET /: a page to chat with the model, in one file that loads nothing from elsewhere."""
         policy = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
         policy += (
             "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -390,13 +403,13 @@ class Service:
 
 
 class Snapshot(Collector):
-    """The engine's metrics, as prometheus_client takes them, of the model under the name it is served by."""
+    """Hands the engine's metrics to prometheus_client, labelled with the served model name."""
 
     def __init__(self, metrics: list[Metric], name: str) -> None:
         self.metrics = [replace(one, labels={**one.labels, "model_name": name}) for one in metrics]
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily]:
-        """One family per name."""
+        """Yield one metric family per name."""
         families: dict[str, Any] = {}
         kinds = {Counter: CounterMetricFamily, Gauge: GaugeMetricFamily, Histogram: HistogramMetricFamily}
         for metric in self.metrics:
@@ -416,16 +429,19 @@ class Snapshot(Collector):
 
 
 def make_app(service: Service, allowed_origins: Sequence[str] = ()) -> FastAPI:
-    """The service as an ASGI app; pages of `allowed_origins` may call it from a browser, "*" is any."""
-    app = FastAPI(title="nanoengine", openapi_url=None)  # its pages of documentation load from elsewhere
+    """Return the service as an ASGI app.
+
+    Web pages from `allowed_origins` may call it from a browser. "*" allows any page.
+    """
+    app = FastAPI(title="nanoengine", openapi_url=None)  # FastAPI's docs pages load scripts from elsewhere
     app.state.service = service
     app.add_middleware(Gate, service=service)
-    if allowed_origins:  # around the gate: a browser's preflight has no key
+    if allowed_origins:  # outside the gate, because a browser's preflight request has no key
         app.add_middleware(
             CORSMiddleware, allow_origins=allowed_origins, allow_methods=["*"], allow_headers=["*"]
         )
     routes: list[tuple[str, str, Callable[..., Any]]] = []
-    missing: dict[str, str] = {}  # paths of contrib/ whose file is not installed -> what to say
+    missing: dict[str, str] = {}  # path whose file in contrib/ is not installed -> error message
     if service.learner is not None:
         routes += service.learner.routes()
     try:
@@ -462,7 +478,7 @@ def make_app(service: Service, allowed_origins: Sequence[str] = ()) -> FastAPI:
             message = missing.get(path, f"{path} is not served; served are {', '.join(paths)}")
             error = APIError(error.status_code, message if is_unknown else str(error.detail), **headers)
         elif not isinstance(error, APIError):
-            error = APIError(500, "the server failed")  # whoever runs it finds the reason in its log
+            error = APIError(500, "the server failed")  # the reason is in the server's log only
         request.state.ticket.error = error.code
         return error.response()
 
@@ -472,7 +488,7 @@ def make_app(service: Service, allowed_origins: Sequence[str] = ()) -> FastAPI:
 
 
 def misshapen(error: RequestValidationError) -> APIError:
-    """A body that is no JSON, or whose fields have wrong types."""
+    """Return the APIError for a body that is not JSON, or that has fields of the wrong type."""
     first = error.errors()[0]
     where = [str(part) for part in first["loc"][1:]]
     if first["type"] == "json_invalid":
