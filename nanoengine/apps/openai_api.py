@@ -1,9 +1,9 @@
-"""OpenAI's two APIs in the engine's terms: what a request asks for, and what the engine made of it.
+"""Translates OpenAI's completions and chat APIs: requests into engine terms, outputs into API responses.
 
-Sampling parameters are named and checked by `SamplingParams` alone, so a new one is served here at once.
-Other fields go by the rule in compat.py.
+`SamplingParams` alone names and checks sampling parameters, so the server accepts a new one at once. The rule
+in compat.py decides about other fields.
 
-Source: the OpenAI API reference; vllm/entrypoints/openai for the names of what goes beyond it.
+Source: the OpenAI API reference; vllm/entrypoints/openai for the names of fields beyond OpenAI's.
 """
 
 import inspect
@@ -24,8 +24,8 @@ from nanoengine.outputs import CompletionOutput, Logprob, RequestOutput
 from nanoengine.requests import check_unicode, render_chats, split_prompts
 from nanoengine.sampling_params import RequestOutputKind, SamplingParams
 
-MAX_STRINGS = 64  # of `stop` and of `bad_words`: each is looked for at every token
-# What a request may hold of SamplingParams; the rest of its fields are set by the API's own ones.
+MAX_STRINGS = 64  # limit for `stop` and for `bad_words`: each string is searched for at every token
+# The SamplingParams fields that a request may set. Fields of the API determine the others.
 SAMPLED = {item.name for item in fields(SamplingParams) if item.init}
 SAMPLED -= {"detokenize", "extra_args", "logits_processors", "output_kind"}
 GUIDED = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar", "whitespace_pattern")}
@@ -34,21 +34,21 @@ GUIDED = {f"guided_{name}": name for name in ("json", "regex", "choice", "gramma
 
 
 def to_json(content: Any) -> bytes:
-    """As UTF-8. Half a surrogate pair, which has none, becomes the escape that JSON has for it."""
+    """Encode as JSON in UTF-8. A lone surrogate, which UTF-8 cannot encode, becomes a JSON escape."""
     text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.encode(errors="backslashreplace")
 
 
 class JSON(JSONResponse):
-    """A response by `to_json`."""
+    """A JSON response encoded by `to_json`."""
 
     def render(self, content: Any) -> bytes:
-        """The body."""
+        """Return the body."""
         return to_json(content)
 
 
 class APIError(Exception):
-    """An answer that is an error, with its HTTP status; `param` is the field at fault."""
+    """An error to answer with, and its HTTP status. `param` names the field at fault."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None, **headers: str
@@ -60,26 +60,26 @@ class APIError(Exception):
 
     @property
     def content(self) -> dict[str, Any]:
-        """In OpenAI's shape; what a message quotes of the request is cut."""
+        """The error in OpenAI's shape. A message that quotes a long request is cut."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         message = str(self)[:1000]
         return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
-        """For a client whose answer has not begun."""
+        """Return the error as a response, for a client whose answer has not begun."""
         return JSON(self.content, self.status, self.headers)
 
 
 def unavailable(message: str) -> APIError:
-    """The same request may be served later, or by another server."""
+    """Return a 503: the same request may succeed later, or on another server."""
     return APIError(503, message, code="unavailable", retry_after="1")
 
 
 @contextmanager
 def refusing(body: BaseModel, param: str | None = None) -> Iterator[None]:
-    """Turn what the engine says of a bad request into an APIError.
+    """Turn the engine's errors about a bad request into an APIError.
 
-    Its messages begin with the field's name; `param` is for those that begin otherwise.
+    The engine's messages begin with the name of the field at fault. `param` is used for those that do not.
     """
     try:
         yield
@@ -93,10 +93,10 @@ def refusing(body: BaseModel, param: str | None = None) -> Iterator[None]:
 
 
 def sampling_fields(body: BaseModel, sampled: Set[str] = frozenset()) -> dict[str, Any]:
-    """Return a request's fields that are in `sampled`; null is as good as left out.
+    """Return a request's fields that are in `sampled`. A null field counts as absent.
 
     Raises:
-        APIError: another field is not served; compat.py has the rule.
+        APIError: another field is not supported, by the rule in compat.py.
     """
     extra, found = body.model_extra or {}, dict[str, Any]()
     served, ignored = sampled | type(body).model_fields.keys(), (*SAMPLING_IGNORES, *REQUEST_IGNORES)
@@ -108,11 +108,11 @@ def sampling_fields(body: BaseModel, sampled: Set[str] = frozenset()) -> dict[st
     return {name: value for name, value in found.items() if value is not None}
 
 
-# ---- What is asked for, and the answer in the same API's shape -----------------------------------
+# ---- Requests, and answers in the same API's shape -----------------------------------------------
 
 
 class Conversation(BaseModel):
-    """Messages, and how the chat template writes them."""
+    """Holds messages, and settings for the chat template that renders them."""
 
     messages: Any = None
     add_generation_prompt: bool | None = None
@@ -124,13 +124,14 @@ class Conversation(BaseModel):
     def render(
         self, tokenizer: Any, encode: Callable[[str, bool], list[int]] | None = None
     ) -> dict[str, Any]:
-        """As a prompt for the engine; `encode` as in `render_chats`.
+        """Return the messages as a prompt for the engine. `render_chats` documents `encode`.
 
         Raises:
-            ValueError: the template refuses them; or a setting that is not for the template.
+            ValueError: the template refuses the messages, or a setting is not a template variable.
         """
         settings = dict(self.chat_template_kwargs or {})
-        # Anything else than the template's own variables, a template from outside above all.
+        # Only variables of the template may be set, not the method's own arguments. In particular, a client
+        # must not replace the template.
         if reserved := settings.keys() & inspect.signature(tokenizer.apply_chat_template).parameters:
             raise ValueError(f"chat_template_kwargs must not hold {sorted(reserved)}")
         if not isinstance(self.messages, list) or not all(isinstance(one, dict) for one in self.messages):
@@ -147,10 +148,10 @@ class Conversation(BaseModel):
 
 
 def with_arguments_read(message: dict[str, Any]) -> dict[str, Any]:
-    """An assistant's message as chat templates take it: arguments as objects, a content that is text.
+    """Return a message as chat templates expect it: tool arguments as objects, and content as text.
 
     Raises:
-        ValueError: its tool_calls are not what they should be.
+        ValueError: the message's tool_calls are malformed.
     """
     calls = message.get("tool_calls")
     if not calls:
@@ -171,16 +172,16 @@ def with_arguments_read(message: dict[str, Any]) -> dict[str, Any]:
 
 
 class StreamOptions(BaseModel):
-    """What a stream holds besides the answer."""
+    """Chooses what a stream holds in addition to the answer."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None  # in every piece, as it is so far
-    include_obfuscation: bool | None = None  # there is none
+    continuous_usage_stats: bool | None = None  # the usage so far, in every piece
+    include_obfuscation: bool | None = None  # accepted without effect: nothing is obfuscated
 
 
 class GenerationRequest(BaseModel):
-    """What both APIs take; null is as good as left out. Fields of SamplingParams are `model_extra`."""
+    """Holds the fields that both APIs have. Null counts as absent; sampling fields are in `model_extra`."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     model: str | None = None
@@ -189,19 +190,19 @@ class GenerationRequest(BaseModel):
     logit_bias: Any = None
     response_format: dict[str, Any] | None = None
     vllm_xargs: dict[str, Any] | None = None
-    prompt_logprobs: int | None = None  # this and what follows are vLLM's
+    prompt_logprobs: int | None = None  # this field and the following ones are vLLM's
     priority: int | None = None
     return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None  # in log-probabilities: "token_id:17" for a token's text
+    return_tokens_as_token_ids: bool | None = None  # logprobs show "token_id:17" in place of a token's text
     add_special_tokens: bool | None = None
-    request_id: str | None = Field(None, max_length=200)  # in the answer's id, and so in each of its pieces
-    _form_field: str = PrivateAttr("structured_outputs")  # the one that asks for a form
+    request_id: str | None = Field(None, max_length=200)  # part of the answer's id, in each piece of a stream
+    _form_field: str = PrivateAttr("structured_outputs")  # the field that requests structured outputs
 
     def sampling_params(self, defaults: SamplingParams, **own: Any) -> SamplingParams:
-        """In the engine's terms; `own` are those that each API writes in its own way.
+        """Return the request's SamplingParams. `own` holds those that each API spells in its own way.
 
         Raises:
-            APIError: a parameter is out of its range, or not served.
+            APIError: a parameter is out of range, or not supported.
         """
         given: dict[str, Any] = {}
         form: dict[str, Any] = {}
@@ -214,7 +215,7 @@ class GenerationRequest(BaseModel):
         with refusing(self):
             bias = self.logit_bias
             if isinstance(bias, dict):  # JSON's keys are strings
-                for key in bias:  # one spelling for each token, so that none is asked for twice
+                for key in bias:  # one spelling for each token id, so that no token gets two biases
                     if not re.fullmatch("0|[1-9][0-9]{0,9}", key):
                         raise ValueError(f"logit_bias must have token ids as keys, got {key!r:.99}")
                 bias = {int(key): value for key, value in bias.items()}
@@ -227,7 +228,7 @@ class GenerationRequest(BaseModel):
                 raise ValueError("structured_outputs must not be given beside response_format or guided_...")
             if form:
                 given["structured_outputs"] = form
-            for name in ("logprobs", "prompt_logprobs"):  # how many at most, the engine says
+            for name in ("logprobs", "prompt_logprobs"):  # the engine checks the upper limit
                 if (given.get(name) or 0) < 0:
                     raise ValueError(f"{name} must be at least 0, got {given[name]}")
             for name in ("stop", "bad_words"):
@@ -241,7 +242,7 @@ class GenerationRequest(BaseModel):
             return replace(defaults, output_kind=kind, **given)
 
     def form(self) -> dict[str, Any]:
-        """What `response_format` asks for, as fields of StructuredOutputsParams."""
+        """Return `response_format` as fields of StructuredOutputsParams."""
         asked = self.response_format or {}
         kind = asked.get("type", "text")
         if kind == "text":
@@ -260,20 +261,20 @@ class GenerationRequest(BaseModel):
         return {"json": schema}
 
     def failure(self, params: SamplingParams, reason: Any) -> APIError:
-        """What to answer where a sample ended with "error"."""
+        """Return the error to answer with when a sample finished with "error"."""
         form, bans = params.structured_outputs, ("allowed_token_ids", "bad_words", "stop_token_ids")
         named = [name for name in bans if form is not None and getattr(params, name)]
-        if named:  # nothing else is likely, where the model's logits are numbers
+        if named:  # a ban left no valid token: the likely cause, unless the logits are NaN
             said = f"{self._form_field}: the answer cannot go on with {' and '.join(named)}: {reason}"
             return APIError(400, said, param=self._form_field)
         return APIError(500, f"the model could not compute this request: {reason}")
 
     def token_name(self, token_id: int, text: str | None) -> str:
-        """What a token is called where log-probabilities are reported."""
+        """Return the name of a token in reported log-probabilities."""
         return f"token_id:{token_id}" if self.return_tokens_as_token_ids else text or ""
 
     def common(self, completion: CompletionOutput, output: RequestOutput, is_first: bool) -> dict[str, Any]:
-        """What a choice holds in both APIs; of the prompt, only its first piece."""
+        """Return the fields of a choice that both APIs have. The prompt's ids are in the first piece only."""
         choice: dict[str, Any] = {
             "finish_reason": completion.finish_reason,
             "stop_reason": completion.stop_reason,
@@ -290,12 +291,12 @@ class GenerationRequest(BaseModel):
 
 
 def clamped(logprob: Logprob) -> Logprob:
-    """With a number that JSON has: minus infinity is -9999, as in vLLM."""
+    """Return the log-probability as a number that JSON has: minus infinity becomes -9999, as in vLLM."""
     return replace(logprob, logprob=max(logprob.logprob, -9999.0))
 
 
 def best_first(entry: dict[int, Logprob]) -> list[tuple[int, Logprob]]:
-    """The tokens reported for one position, the likeliest first."""
+    """Return the tokens reported for one position, the most probable first."""
     ranked = sorted(entry.items(), key=lambda pair: pair[1].rank or 0)
     return [(token_id, clamped(one)) for token_id, one in ranked]
 
@@ -303,24 +304,24 @@ def best_first(entry: dict[int, Logprob]) -> list[tuple[int, Logprob]]:
 def token_ids_of(
     encode: Callable[[str, bool], list[int]], field: str, text: str, add_special_tokens: bool
 ) -> list[int]:
-    """The text's, with the special tokens that the tokenizer adds or without."""
+    """Return the text's token ids, with or without the special tokens that the tokenizer adds."""
     return encode(check_unicode(field, text), add_special_tokens)
 
 
 class CompletionRequest(GenerationRequest):
-    """Text goes on: /v1/completions."""
+    """A request to continue a text: /v1/completions."""
 
     is_chat: ClassVar[bool] = False
     prefix: ClassVar[str] = "cmpl"
     source: ClassVar[str] = "prompt"
     kinds: ClassVar[tuple[str, str]] = ("text_completion", "text_completion")  # whole, piece of a stream
-    prompt: Any  # a string, a list of strings, token ids, a list of lists of token ids
+    prompt: Any  # a string, a list of strings, token ids, or a list of lists of token ids
     max_tokens: int | None = None
     logprobs: int | None = None
     echo: bool | None = None
 
     def params(self, defaults: SamplingParams, recommended: int | None) -> SamplingParams:
-        """In the engine's terms."""
+        """Return the request's SamplingParams."""
         own: dict[str, Any] = {"logprobs": self.logprobs}
         if self.max_tokens is not None:
             own["max_tokens"] = 1 if self.is_echo_alone else self.max_tokens
@@ -330,22 +331,22 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def is_echo_alone(self) -> bool:
-        """Whether only the prompt is asked about: then a token is drawn all the same, and left out."""
+        """Whether the request wants only its prompt back. One token is sampled all the same, and left out."""
         return bool(self.echo) and self.max_tokens == 0
 
     @property
     def num_prompts(self) -> int:
-        """How many there are, known before any is looked at.
+        """The number of prompts, counted without reading any of them.
 
         Raises:
-            TypeError: neither text nor a list.
+            TypeError: the prompt is neither text nor a list.
         """
         if not isinstance(self.prompt, str | list):
             raise TypeError(f"prompt must be text, token ids, or a list of these, got {self.prompt!r}")
         return len(split_prompts(self.prompt))
 
     def prompts(self, tokenizer: Any, encode: Callable[[str, bool], list[int]]) -> list[Any]:
-        """As the engine takes them."""
+        """Return the prompts in a form that the engine accepts."""
         prompts = split_prompts(self.prompt)
         if self.add_special_tokens is not False or tokenizer is None:
             return prompts
@@ -357,7 +358,7 @@ class CompletionRequest(GenerationRequest):
         ]
 
     def fit(self, params: SamplingParams, prompts: list[Any], formats: Formats) -> SamplingParams:
-        """As `ChatRequest.fit`: the parameters as they are."""
+        """Return the parameters unchanged. `ChatRequest.fit` adapts them to tools and reasoning."""
         return params
 
     def choice(
@@ -368,7 +369,7 @@ class CompletionRequest(GenerationRequest):
         sent: dict[int, int],
         tokenizer: Any,
     ) -> dict[str, Any]:
-        """A sample, or its next piece. `sent`: how long the text of each sample was so far, by its index."""
+        """Return a sample, or its next piece. `sent` maps a sample's index to the length of its sent text."""
         text, is_first, offset = completion.text, index not in sent, sent.get(index, 0)
         tokens = list(zip(completion.token_ids, completion.logprobs or [], strict=False))
         before: list[tuple[int, dict[int, Logprob] | None]] = []
@@ -392,7 +393,7 @@ class CompletionRequest(GenerationRequest):
                 "token_logprobs": [
                     entry and clamped(entry[token_id]).logprob for token_id, entry in reported
                 ],
-                # Where two tokens have one text, the likelier is kept.
+                # If two tokens have the same text, the more probable one is kept.
                 "top_logprobs": [
                     None
                     if entry is None
@@ -413,7 +414,10 @@ class CompletionRequest(GenerationRequest):
 
 
 def pieces_of(choice: dict[str, Any]) -> list[dict[str, Any]]:
-    """A choice as pieces of a stream: OpenAI's clients want the end behind the last call, not with it."""
+    """Split a choice into pieces of a stream.
+
+    OpenAI's clients expect the finish reason in a piece of its own, after the last tool call.
+    """
     if choice["finish_reason"] is None or "tool_calls" not in choice.get("delta", {}):
         return [choice]
     end = {"index": choice["index"], "delta": {}, "logprobs": None}
@@ -422,7 +426,7 @@ def pieces_of(choice: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 class ChatRequest(Conversation, GenerationRequest):
-    """A conversation goes on: /v1/chat/completions."""
+    """A request to continue a conversation: /v1/chat/completions."""
 
     is_chat: ClassVar[bool] = True
     prefix: ClassVar[str] = "chatcmpl"
@@ -435,11 +439,11 @@ class ChatRequest(Conversation, GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     parallel_tool_calls: bool | None = None
-    _new_answer: Callable[[], Answer] | None = PrivateAttr(None)  # None: all of it is content
-    _answers: dict[int, Answer] = PrivateAttr(default_factory=dict)  # by the sample's index
+    _new_answer: Callable[[], Answer] | None = PrivateAttr(None)  # None: the whole text is content
+    _answers: dict[int, Answer] = PrivateAttr(default_factory=dict)  # sample's index -> its answer
 
     def params(self, defaults: SamplingParams, recommended: int | None) -> SamplingParams:
-        """In the engine's terms."""
+        """Return the request's SamplingParams. `recommended` is the checkpoint's own `max_new_tokens`."""
         limits = (self.max_completion_tokens, self.max_tokens, recommended)
         max_tokens = next((limit for limit in limits if limit is not None), None)
         if self.top_logprobs and not self.logprobs:
@@ -448,17 +452,17 @@ class ChatRequest(Conversation, GenerationRequest):
         return self.sampling_params(defaults, max_tokens=max_tokens, logprobs=num_logprobs)
 
     def prompts(self, tokenizer: Any, encode: Callable[[str, bool], list[int]]) -> list[Any]:
-        """As the engine takes it."""
+        """Return the rendered conversation, as a list of one prompt for the engine."""
         prompt = self.render(tokenizer, encode)
         if self.add_special_tokens:
             prompt["prompt_token_ids"] = token_ids_of(encode, "messages", prompt["prompt"], True)
         return [prompt]
 
     def fit(self, params: SamplingParams, prompts: list[Any], formats: Formats) -> SamplingParams:
-        """The parameters for how the model writes calls and thoughts, and for those that are required.
+        """Adapt the parameters to the model's format of tool calls and reasoning, and to required calls.
 
         Raises:
-            ValueError, TypeError: tools or tool_choice are not what they should be.
+            ValueError, TypeError: tools or tool_choice are malformed.
         """
         choice = ToolChoice.read(self.tools, self.tool_choice)
         prompt, is_one = prompts[0]["prompt"], self.parallel_tool_calls is False
@@ -479,7 +483,7 @@ class ChatRequest(Conversation, GenerationRequest):
         return replace(params, structured_outputs=form)
 
     def _message(self, index: int, completion: CompletionOutput) -> dict[str, Any]:
-        """What a sample's message says, or its next piece."""
+        """Return the text fields and tool calls of a sample's message, or of its next piece."""
         if self._new_answer is None:
             return {"content": completion.text}
         if index not in self._answers:
@@ -494,7 +498,7 @@ class ChatRequest(Conversation, GenerationRequest):
         sent: dict[int, int],
         tokenizer: Any,
     ) -> dict[str, Any]:
-        """As `CompletionRequest.choice`."""
+        """Return a sample, or its next piece. `CompletionRequest.choice` documents `sent`."""
         logprobs = None
         if self.logprobs:
             entries = zip(completion.token_ids, completion.logprobs or [], strict=False)
@@ -515,14 +519,14 @@ class ChatRequest(Conversation, GenerationRequest):
 
     def _token(self, token_id: int, logprob: Logprob) -> dict[str, Any]:
         text = logprob.decoded_token or ""
-        # A part of a character is shown as U+FFFD, whose bytes it does not have.
+        # A token that is part of a character shows as U+FFFD, and the bytes of U+FFFD are not the token's.
         in_bytes = None if "\ufffd" in text else list(text.encode())
         name = self.token_name(token_id, text)
         return {"token": name, "logprob": logprob.logprob, "bytes": in_bytes}
 
 
 class TokenizeRequest(Conversation):
-    """Text or a conversation as token ids: vLLM's /tokenize."""
+    """A request to turn text or a conversation into token ids: vLLM's /tokenize."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     model: str | None = None
@@ -532,7 +536,7 @@ class TokenizeRequest(Conversation):
 
 
 class DetokenizeRequest(BaseModel):
-    """Token ids as text: vLLM's /detokenize."""
+    """A request to turn token ids into text: vLLM's /detokenize."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     model: str | None = None
