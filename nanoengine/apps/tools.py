@@ -1,8 +1,8 @@
-"""Tool calls and reasoning: what a model writes between tags of its own, as fields of OpenAI's messages.
+"""Tool calls and reasoning: turns text between a model's own tags into fields of OpenAI's messages.
 
-Which tags, its tokenizer says (`response_template`, of transformers 5.13 and later), or else the table below,
-by what stands in its chat template. `AnswerParser` takes the text apart as it arrives; what does not parse
-stays text. Where a call is required, a grammar sees to it (extensions/structured.py).
+The tags come from the tokenizer (`response_template`, transformers 5.13 and later), or else from the tables
+below, by a mark in the chat template. `AnswerParser` splits the text as it arrives, and text that does not
+parse stays text. A grammar enforces required calls (extensions/structured.py).
 
 Sources: the chat templates of the models that each row names; transformers/utils/chat_parsing.
 """
@@ -25,25 +25,25 @@ from nanoengine.sampling_params import StructuredOutputsParams
 
 # ---- How models write ----------------------------------------------------------------------------
 
-# Repetitions in patterns have bounds, so that no text takes quadratic time to be looked through.
+# Repetitions in patterns are bounded, so that no text takes quadratic time to search.
 CALL = {"content": "json", "repeats": True}
 NAMED = {"transform": {"name": "{name}", "arguments": "{content}"}}
 
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a model writes a call of a tool."""
+    """Describes how a model writes a tool call."""
 
-    field: dict[str, Any]  # of a response template
-    mark: str  # what a chat template of this kind holds
-    # Around the JSON of a call, where a call is no more than that, and what its arguments are called there.
+    field: dict[str, Any]  # the field of a response template
+    mark: str  # text that identifies a chat template of this format
+    # If a call is plain JSON: the text around the JSON, and the key that holds the arguments.
     begin: str | None = None
     end: str = ""
     arguments: str = "arguments"
 
 
 TOOL_FORMATS = {
-    # The first whose mark a chat template holds is taken, so that the more special ones come first.
+    # The first format with its mark in the chat template is chosen, so the more specific ones come first.
     "qwen3_coder": ToolFormat(
         CALL
         | NAMED
@@ -51,7 +51,8 @@ TOOL_FORMATS = {
             "open_pattern": r"\s{0,9}<tool_call>\s{0,9}<function=(?P<name>[^>\n]{1,99})>",
             "close_pattern": r"</function>\s{0,9}</tool_call>\s{0,9}",
             "content": "xml-inline",
-            # An argument without an end has no key, which makes all of the call text, and is searched once.
+            # An unclosed argument matches without a key, which turns the whole call into text. The pattern
+            # then searches the rest only once.
             "content_args": {
                 "tag_pattern": r"<parameter=(?:(?P<key>[^>\n]{1,99})>\n?(?P<value>.*?)\n?</parameter>|.*)"
             },
@@ -64,7 +65,7 @@ TOOL_FORMATS = {
         "<tool_call>\n",
         "\n</tool_call>",
     ),
-    "mistral": ToolFormat(  # name[ARGS]{...}, and before that a list of calls
+    "mistral": ToolFormat(  # name[ARGS]{...}, or a list of calls from earlier models
         CALL
         | NAMED
         | {
@@ -105,16 +106,16 @@ TOOL_FORMATS = {
         },
         "<start_function_call>",
     ),
-    "llama3_json": ToolFormat(  # an answer that is a call is nothing else
+    "llama3_json": ToolFormat(  # a call is the whole answer
         CALL | {"open_pattern": r"\A\s{0,9}<\|python_tag\|>\s{0,9}|\A\s{0,9}(?=\{)"},
         "<|python_tag|>",
         "",
         arguments="parameters",
     ),
 }
-# JSON as chat templates write it, who do it by Python's json.dumps.
+# JSON as chat templates write it, with Python's json.dumps.
 AS_TRAINED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-NO_TAG = "llama3_json"  # how a required call is written where a format is not JSON alone
+NO_TAG = "llama3_json"  # the format of required calls if the model's own format is not plain JSON
 
 REASONING_FORMATS = {
     "harmony": (
@@ -127,10 +128,10 @@ REASONING_FORMATS = {
         "<think>",
     ),
 }
-# Names that vLLM has for formats of the same tags.
+# vLLM's other names for formats with the same tags.
 SAME = {"qwen3": "deepseek_r1", "openai": "harmony", "openai_gptoss": "harmony", "qwen3_xml": "qwen3_coder"}
 CONTENT = {"content": "text", "content_args": {"strip": False}}
-FINAL = {  # what harmony has for content
+FINAL = {  # the tags that harmony writes around content
     "open_pattern": r"<\|channel\|>(?:final|commentary)<\|message\|>",
     "close_pattern": r"<\|end\|>|<\|return\|>",
     "repeats": True,
@@ -139,22 +140,22 @@ FINAL = {  # what harmony has for content
 
 
 class Formats(NamedTuple):
-    """How one model writes, chosen at the start."""
+    """Describes how one model writes tool calls and reasoning. Chosen at startup."""
 
-    tools: str | None  # a name of TOOL_FORMATS; None: not known
+    tools: str | None  # a name of TOOL_FORMATS; None: unknown
     reasoning: str | None  # a name of REASONING_FORMATS
-    template: dict[str, Any] | None  # the tokenizer's own, which then goes before both
+    template: dict[str, Any] | None  # the tokenizer's own response template, which overrides both
     special_tokens: dict[str, int]
 
     def describe(self) -> str:
-        """For the user."""
+        """Return the line that tells the user which formats are used."""
         if self.template is not None:
             return "tool calls and reasoning as the tokenizer's response_template says"
         return f"tool calls: {self.tools or 'left as text'}, reasoning: {self.reasoning or 'left as text'}"
 
     @property
     def keeps_special_tokens(self) -> bool:
-        """Whether its tags are special tokens, which the text must hold then."""
+        """Whether the tags are special tokens, so that the output text must keep special tokens."""
         if self.template is not None:
             return True
         fields = (TOOL_FORMATS[self.tools].field if self.tools else {}, self.reasoning_field)
@@ -163,32 +164,32 @@ class Formats(NamedTuple):
 
     @property
     def reasoning_field(self) -> dict[str, Any]:
-        """Of a response template."""
+        """The response template's field for reasoning, empty if the format is unknown."""
         return REASONING_FORMATS[self.reasoning][0] if self.reasoning else {}
 
     def preamble(self, prompt: str) -> str | None:
-        """What a model may write before an answer with a form, as a grammar; None: nothing."""
+        """Return the grammar of the text allowed before structured output; None: no text is allowed."""
         if self.reasoning != "deepseek_r1":
             return None
         begin, end = self.literal("<think>"), self.literal("</think>")
-        # Text ends by itself before a special token, before other text only if told to take little.
+        # Text always ends before a special token. Before an ordinary tag it ends only if matched lazily.
         is_special = "</think>" in self.special_tokens
         start = "thought SPACE" if is_thinking(prompt) else f"({begin} thought SPACE)?"
         thought = f"thought{'' if is_special else '[lazy]'}: TEXT {end}"
         return f"start: {start}\n{thought}\nTEXT: /(.|\\n)*/\nSPACE: /\\s*/"
 
     def literal(self, text: str) -> str:
-        """In llguidance's Lark: a special token by its id, other text in quotes."""
+        """Write text in llguidance's Lark: a special token by its id, other text in quotes."""
         return f"<[{self.special_tokens[text]}]>" if text in self.special_tokens else json.dumps(text)
 
     def required_calls(self, tools: list[dict[str, Any]], many: bool) -> str:
-        """A grammar in Lark of one call of these tools, or of one after the other."""
+        """Return a grammar in Lark for one call of these tools, or for one or more if `many` is set."""
         kind = TOOL_FORMATS[self.forced_tools]
         rules = []
         for i, tool in enumerate(tools):
             function = tool["function"]
-            # A function takes no arguments but those it names, though a schema that does not say allows them.
-            # The schema stands by itself, as its references want it.
+            # A function accepts only the arguments it names, although a schema that does not say so allows
+            # more. The schema is a grammar of its own, so that its references resolve.
             parameters = {"type": "object", "properties": {}, **closed(function.get("parameters") or {})}
             head = json.dumps({"name": function["name"], kind.arguments: 0}).removesuffix("0}")
             rules.append(f"call_{i}: {json.dumps(head)} arguments_{i} {json.dumps('}')}")
@@ -200,13 +201,13 @@ class Formats(NamedTuple):
 
     @property
     def forced_tools(self) -> str:
-        """The format in which required calls are written."""
+        """The name of the format in which required calls are written."""
         name = NO_TAG if self.tools is None or self.template is not None else self.tools
         return name if TOOL_FORMATS[name].begin is not None else NO_TAG
 
 
 def parts(text: str) -> list[str]:
-    """The tags in a text, and what is between them.
+    """Split a text into its tags and the text between them.
 
     >>> parts("<a>b</a>")
     ['<a>', 'b', '</a>']
@@ -215,15 +216,15 @@ def parts(text: str) -> list[str]:
 
 
 def is_thinking(prompt: str) -> bool:
-    """Whether the prompt's end has the model begin with its thoughts."""
+    """Return whether the prompt ends with an open <think> tag, so that the answer begins with reasoning."""
     return prompt.rstrip().endswith("<think>")
 
 
 def choose_formats(tokenizer: Any, tools: str = "auto", reasoning: str = "auto") -> Formats:
-    """How a model writes, by its tokenizer, or by names.
+    """Choose a model's formats by name, or by its tokenizer.
 
     Raises:
-        ValueError: there is no format of that name, or the tokenizer's own is none.
+        ValueError: there is no format of that name, or the tokenizer's response template is malformed.
     """
     template = getattr(tokenizer, "chat_template", None) or ""
     text = template if isinstance(template, str) else json.dumps(template)
@@ -251,26 +252,27 @@ def choose_formats(tokenizer: Any, tools: str = "auto", reasoning: str = "auto")
     )
 
 
-# ---- Taking an answer apart ----------------------------------------------------------------------
+# ---- Parsing an answer ---------------------------------------------------------------------------
 
 
 class Part(NamedTuple):
-    """A piece of an answer."""
+    """Holds a parsed piece of an answer."""
 
     kind: str  # "content", "reasoning" or "tool_calls"
-    value: Any  # text; of a call its name and arguments
+    value: Any  # the text; for a call, its name and arguments
 
 
 def fields_of(formats: Formats, has_tools: bool, forced: bool, has_form: bool) -> dict[str, Any]:
-    """Of a response template for an answer; see `AnswerParser`."""
+    """Return the response template's fields for an answer. `AnswerParser` documents the arguments."""
     if has_form:
         if formats.reasoning != "deepseek_r1":
             return {"content": CONTENT}
-        thoughts = formats.reasoning_field | {"open_pattern": r"\A\s{0,9}<think>\s{0,9}"}  # at once
+        # Only the start of the answer may open reasoning.
+        thoughts = formats.reasoning_field | {"open_pattern": r"\A\s{0,9}<think>\s{0,9}"}
         return {"reasoning": CONTENT | thoughts, "content": CONTENT}
     fields = {"reasoning": CONTENT | formats.reasoning_field} if formats.reasoning else {}
     if forced and formats.forced_tools == NO_TAG:
-        # Nothing but calls can come, so that they need not stand at the beginning.
+        # The grammar allows only calls, so a call need not be at the start of the answer.
         fields["tool_calls"] = TOOL_FORMATS[NO_TAG].field | {"open_pattern": r"\s{0,9}(?=\{)"}
     elif forced:
         fields["tool_calls"] = TOOL_FORMATS[formats.forced_tools].field
@@ -280,26 +282,26 @@ def fields_of(formats: Formats, has_tools: bool, forced: bool, has_form: bool) -
     return {**fields, "content": CONTENT | (FINAL if is_harmony else {})}
 
 
-LOOK_BACK = 64  # characters before the position that a pattern may look at
+LOOK_BACK = 64  # how many characters before the position a pattern may look at
 
 
 class Tag(NamedTuple):
-    """What begins or ends a region of an answer."""
+    """Describes a tag that begins or ends a region of an answer."""
 
     pattern: Any
-    may_grow: bool  # whether more text could make a match of it longer
-    region: str | None  # the one that follows it
+    may_grow: bool  # whether more text could make a match longer
+    region: str | None  # the region after the tag
 
 
 class AnswerParser:
-    """Takes one sample's text apart as it arrives.
+    """Splits one sample's text into content, reasoning and tool calls as the text arrives.
 
     Args:
         formats: how the model writes.
-        prompt: its text, whose end may have begun the answer.
-        tools: those that the model was shown; none: what looks like a call stays text.
-        forced: whether a grammar had it call them.
-        has_form: whether a grammar gave the answer a form: then it is content as it is, behind the thoughts.
+        prompt: the prompt's text. Its end may already open a region of the answer.
+        tools: the tools shown to the model. If there are none, text that looks like a call stays text.
+        forced: whether a grammar forces the model to call the tools.
+        has_form: whether the answer is structured output: all text after the reasoning is then content.
     """
 
     def __init__(
@@ -321,9 +323,9 @@ class AnswerParser:
         spec = load_response_template(own)
         if not tools:
             spec.fields.pop("tool_calls", None)
-        # Calls are read here and not by transformers, so that one that cannot be read is text still.
+        # Calls are read here and not by transformers, so that a call that cannot be read stays text.
         self.call_field = spec.fields.get("tool_calls")
-        self.region = spec.implicit  # a field's name; None: text is dropped
+        self.region = spec.implicit  # the open field's name; None: text is dropped
 
         def tags(name: str, kind: str, region: str | None) -> list[Tag]:
             pattern, literals, can_extend = (
@@ -336,37 +338,37 @@ class AnswerParser:
         self.tags: dict[str | None, list[Tag]] = {None: []}
         self.tags |= {name: tags(name, "close", spec.implicit) for name in names}
         self.tags[spec.implicit][:0] = [tag for name in names for tag in tags(name, "open", name)]
-        self.call: list[str] = []  # the tag and then the text of a call, as far as they are known
-        self.captures: dict[str, str] = {}  # what its tag says
+        self.call: list[str] = []  # the tag and then the text of the open call, as far as they have arrived
+        self.captures: dict[str, str] = {}  # the named groups of that tag
         self.buffer, self.position = spec.truncate_past_last_anchor(prefix) if prefix else "", 0
-        list(self._parts_of(is_end=False))  # the prompt's end may open a region; its text is no answer
-        self.texts: list[str] = []  # all of the answer
+        list(self._parts_of(is_end=False))  # opens the prompt's last region; drops parts: they are no answer
+        self.texts: list[str] = []  # the whole answer
         self.has_parts = False
 
     def feed(self, text: str) -> list[Part]:
-        """Return the parts that more text completes."""
+        """Add text to the answer, and return the parts that this completes."""
         self.texts.append(text)
         done = max(0, self.position - LOOK_BACK)
         self.buffer, self.position = self.buffer[done:] + text, self.position - done
         return list(self._parts_of(is_end=False))
 
     def finish(self) -> list[Part]:
-        """Return what was held back because it could have been a tag."""
+        """Return the text that was held back because it could have been part of a tag."""
         found = list(self._parts_of(is_end=True))
-        if not found and not self.has_parts and any(self.texts):  # a tag had to be there, and was not
+        if not found and not self.has_parts and any(self.texts):  # a required tag never came: keep the text
             return [Part("content", "".join(self.texts))]
         return found
 
     def _parts_of(self, is_end: bool) -> Iterator[Part]:
-        """Go from tag to tag, as transformers' `ResponseParser` does, but look at each character once.
+        """Go from tag to tag like transformers' `ResponseParser`, but look at each character only once.
 
-        That one copies the whole text for each piece, and looks through the rest of it for each tag.
+        `ResponseParser` copies the whole text for each piece, and searches the rest of it for each tag.
         """
-        matches: dict[Any, Any] = {}  # by pattern, the first one from some position on
+        matches: dict[Any, Any] = {}  # pattern -> its next match, searched from an earlier position
         num_empty = 0
         while True:
             match, tag, end = self._next_tag(matches, is_end)
-            if num_empty > 2:  # a template whose regions open and close without any text
+            if num_empty > 2:  # the template's regions open and close without any text: stop
                 match, end = None, len(self.buffer)
             yield from self._take(self.buffer[self.position : end])
             if match is None:
@@ -383,9 +385,9 @@ class AnswerParser:
             yield from self._end_call("")
 
     def _next_tag(self, matches: dict[Any, Any], is_end: bool) -> tuple[Any, Any, int]:
-        """Return the next tag, if it is certain, as its match and itself, and where the text before it ends.
+        """Return the next certain tag as (match, tag), and where the text before it ends.
 
-        While more text may come, what may be a tag, or a longer one, is held back.
+        While more text may arrive, text that may become a tag, or a longer tag, is held back.
         """
         size = end = len(self.buffer)
         certain = []
@@ -406,7 +408,7 @@ class AnswerParser:
         return (*first, first[0].start()) if is_certain else (None, None, end)
 
     def _take(self, text: str) -> Iterator[Part]:
-        """Add text to the region that is open."""
+        """Add text to the open region."""
         if self.region == "tool_calls":
             self.call.append(text)
         elif text and self.region is not None:
@@ -415,21 +417,21 @@ class AnswerParser:
             yield Part("reasoning" if is_thought else "content", text)
 
     def _end_call(self, end: str) -> list[Part]:
-        """Return the calls in a region that ends; its text, with its tags, if they cannot be read."""
+        """Return the calls in a region that ends, or its text with its tags if they cannot be read."""
         call, self.call = self.call, []
         if not call:
             return []
         self.has_parts = True
         try:
             read = read_content("".join(call[1:]), self.call_field, self.captures)
-            if isinstance(read, dict) and read.get("name") == "":  # a list of calls with names of their own
+            if isinstance(read, dict) and read.get("name") == "":  # a list of calls, each with its own name
                 read = read["arguments"]
             return [Part("tool_calls", self._call_of(one)) for one in listed(read)]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return [Part("content", "".join([*call, end]))]
 
     def _call_of(self, read: Any) -> dict[str, str]:
-        """Name and arguments, these as JSON; ValueError where it is no call."""
+        """Return a call's name, and its arguments as JSON. Raises ValueError if it is not a call."""
         call = read.get("function", read) if isinstance(read, dict) else None
         if isinstance(call, str):  # {"type": "function", "function": "name", "parameters": ...}
             call = read | {"name": call}
@@ -446,12 +448,12 @@ class AnswerParser:
 
 
 def listed(value: Any) -> list[Any]:
-    """One or several."""
+    """Return the value itself if it is a list, else a list of the value."""
     return value if isinstance(value, list) else [value]
 
 
 def read_content(text: str, field: Any, captures: dict[str, str]) -> Any:
-    """Read a region's text as its field says; like transformers' `process_field`, in linear time."""
+    """Parse a region's text by its field, like transformers' `process_field`, but in linear time."""
     args = field.content_args
     if field.content == "json" and (args.get("string_delims") or args.get("unquoted_keys")):
         text = as_json(text, dict(args.get("string_delims", [])), args.get("unquoted_keys", False))
@@ -460,7 +462,7 @@ def read_content(text: str, field: Any, captures: dict[str, str]) -> Any:
 
 
 def as_json(text: str, quotes: dict[str, str], bare_keys: bool) -> str:
-    """Rewrite JSON whose strings have other quotes, and whose keys may have none, as JSON.
+    """Rewrite JSON with other quotes, and possibly unquoted keys, as standard JSON.
 
     >>> as_json("{a:<q>x</q>}", {"<q>": "</q>"}, True)
     '{"a":"x"}'
@@ -482,36 +484,36 @@ def as_json(text: str, quotes: dict[str, str], bare_keys: bool) -> str:
 
 
 def cast_to(schema: Any, value: Any) -> Any:
-    """A value written as text, where a schema wants no text."""
+    """Convert a value written as text to the type in its schema. Returns it unchanged if that fails."""
     kinds = listed(schema.get("type", "string")) if isinstance(schema, dict) else ["string"]
     if not isinstance(value, str) or "string" in kinds:
         return value
     for read in (json.loads, ast.literal_eval):
         with suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             found = read(value.strip())
-            json.dumps(found, allow_nan=False)  # Python has values that JSON has not, such as sets
+            json.dumps(found, allow_nan=False)  # rejects Python values that JSON cannot hold, such as sets
             return found
     return value
 
 
-# ---- What a chat asks for ------------------------------------------------------------------------
+# ---- The tools of a chat -------------------------------------------------------------------------
 
-MANY = 1 << 30  # calls in an answer
+MANY = 1 << 30  # no limit on the calls in an answer
 
 
 class ToolChoice(NamedTuple):
-    """Which tools a chat shows the model, and whether it has to call one."""
+    """Records which tools a chat shows the model, and whether the model has to call one."""
 
     tools: list[dict[str, Any]]
     shown: bool
-    most_required: int  # calls: 0 that it may do without, 1, or MANY
+    most_required: int  # limit on required calls: 0 (none is required), 1, or MANY
 
     @classmethod
     def read(cls, tools: Any, choice: Any) -> "ToolChoice":
-        """From OpenAI's `tools` and `tool_choice`.
+        """Read OpenAI's `tools` and `tool_choice`.
 
         Raises:
-            ValueError, TypeError: they are not what they should be; the message names the field.
+            ValueError, TypeError: one of them is malformed. The message names the field.
         """
         tools = [] if tools is None else tools
         if not isinstance(tools, list):
@@ -543,7 +545,7 @@ class ToolChoice(NamedTuple):
     def constrain(
         self, asked: StructuredOutputsParams | None, formats: Formats, prompt: str, parallel: bool
     ) -> StructuredOutputsParams | None:
-        """What form an answer to this prompt has; thoughts may come before it."""
+        """Return the structured outputs for an answer to this prompt, with a preamble for reasoning."""
         if self.most_required:
             if asked is not None:
                 raise ValueError("tool_choice requires a call, which is no answer of another form")
@@ -555,18 +557,18 @@ class ToolChoice(NamedTuple):
 
 
 class Answer:
-    """A sample's answer as OpenAI's message, or its pieces.
+    """Writes a sample's answer as OpenAI's message, whole or in pieces.
 
     Args:
-        parser: of its text.
-        max_calls: those beyond are left out.
+        parser: parses the sample's text.
+        max_calls: limit on tool calls. Further ones are left out.
     """
 
     def __init__(self, parser: AnswerParser, max_calls: int) -> None:
         self.parser, self.max_calls, self.num_calls = parser, max_calls, 0
 
     def take(self, completion: CompletionOutput, is_stream: bool) -> dict[str, Any]:
-        """What the message has to say of this output."""
+        """Return the message, or the piece of it that this output adds."""
         found = self.parser.feed(completion.text)
         if completion.finish_reason is not None:
             found += self.parser.finish()
@@ -588,7 +590,7 @@ class Answer:
 
 
 def is_schema_of_arguments(schema: Any) -> bool:
-    """Whether it is one of an object, as far as can be seen at once."""
+    """Return whether a JSON schema describes an object. Checks the top level only."""
     if not isinstance(schema, dict) or schema.get("type", "object") != "object":
         return False
     return isinstance(schema.get("properties", {}), dict)
