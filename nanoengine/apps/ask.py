@@ -36,8 +36,9 @@ QUESTIONS = [
     "List the primes below 100.",
     f"Remember this passage: {PASSAGE} Here is some noise: {NOISE} Repeat the passage.",
 ]
-# What a trace is made of: a cache so small that sequences are preempted, questions that come one by one, some
-# of them twice, and two that begin with the same passage. Each with the step before which it is asked.
+# The run that `--trace` shows by default: the cache is so small that sequences are preempted, and questions
+# arrive one by one. Some are asked twice, and two begin with the same passage, so that they hit the prefix
+# cache. TRACED_STEPS holds the step before which each question arrives.
 TRACED = {"num_kv_blocks": 44, "block_size": 4, "max_num_batched_tokens": 32}
 _SUM, _COUNT, _SPELL = "What is 27 + 58?", "Count from 8 to 16.", "Spell the word paging backwards."
 _PASSAGES = [
@@ -50,7 +51,7 @@ TRACED_STEPS = [1, 5, 9, 15, 18, 22, 24, 34]
 
 
 def run(arguments: list[str] | None = None) -> None:
-    """`nanoengine run`: ask the questions, print the answers; show the run, where that is asked for."""
+    """Run `nanoengine run`: answer the questions, print the answers, and save a trace if requested."""
     parser = argparse.ArgumentParser(
         "nanoengine run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -65,7 +66,7 @@ def run(arguments: list[str] | None = None) -> None:
         settings: dict[str, Any] = {}
         save: Any = load("apps.viewer", "--trace").save if args.trace else None
         if args.trace:
-            save(events, args.trace)  # a file that cannot be written is refused before the run, not after it
+            save(events, args.trace)  # fails before the run, not after it, if the file cannot be written
             settings["trace"] = events.append
         questions, steps = args.prompt or QUESTIONS, None
         if args.trace and not args.prompt and args.model == "demo":
@@ -79,7 +80,7 @@ def run(arguments: list[str] | None = None) -> None:
 
 
 def chat(arguments: list[str] | None = None) -> None:
-    """`nanoengine chat`: hold a conversation."""
+    """Run `nanoengine chat`: hold a conversation."""
     parser = argparse.ArgumentParser(
         "nanoengine chat",
         description="Hold a conversation. Ctrl-C stops an answer; an empty line ends the program.",
@@ -96,18 +97,18 @@ def chat(arguments: list[str] | None = None) -> None:
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
-    """What both commands let one choose of SamplingParams."""
+    """Add the flags for SamplingParams that both commands have."""
     parser.add_argument("--temperature", type=float, default=0.0, help="default %(default)s: greedy")
     parser.add_argument("--max-tokens", type=int, default=256, help="of an answer; default %(default)s")
 
 
 @contextmanager
 def in_a_terminal(parser: argparse.ArgumentParser) -> Iterator[None]:
-    """End as a command does: with an error in one line, at Ctrl-C, or where nobody reads on."""
+    """Exit as a command should: with a one-line error, on Ctrl-C, or when the output's reader stops."""
     if hasattr(signal, "SIGPIPE"):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # whoever reads the output may stop, as `head` does
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader such as `head` may stop reading early
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are no text are refused as a message
+        sys.stdin.reconfigure(errors="surrogateescape")  # the engine then refuses bytes that are not text
     try:
         yield
     except (MissingFileError, ValueError, OSError) as error:  # an option, the model or its files
@@ -117,7 +118,7 @@ def in_a_terminal(parser: argparse.ArgumentParser) -> Iterator[None]:
 
 
 def ask(llm: LLM, questions: list[str], params: SamplingParams, steps: list[int] | None = None) -> None:
-    """Answer questions, all at once, or each from a step of its own on, counted from 1."""
+    """Answer questions and print the answers. `steps` says when each arrives, from 1; None: all at once."""
     start = time.perf_counter()
     prompts: list[Any] = list(questions)
     if getattr(llm.get_tokenizer(), "chat_template", None):
@@ -137,7 +138,7 @@ def ask(llm: LLM, questions: list[str], params: SamplingParams, steps: list[int]
 def step_through(
     llm: LLM, prompts: list[Any], params: SamplingParams, steps: list[int]
 ) -> list[RequestOutput]:
-    """Drive the engine by hand, and add each prompt before its step."""
+    """Step the engine by hand, and add each prompt before its step. Returns the outputs in order."""
     outputs: dict[str, RequestOutput] = {}
     for step in range(1, 1 + max(steps)):
         for i, prompt in enumerate(prompts):
@@ -150,7 +151,7 @@ def step_through(
 
 
 def converse(llm: LLM, params: SamplingParams) -> None:
-    """Hold a conversation in the terminal, the answers streaming."""
+    """Hold a conversation in the terminal, and print the answers as they stream."""
     messages: list[dict[str, str]] = []
     while True:
         try:
@@ -169,7 +170,7 @@ def converse(llm: LLM, params: SamplingParams) -> None:
                     print(completion.text, end="", flush=True)
         except KeyboardInterrupt:
             print(" [stopped]", end="")
-        except ValueError as error:  # the conversation outgrew the model, or is no text
+        except ValueError as error:  # the conversation is longer than the model's limit, or is not text
             print(f"{error}; starting over", end="")
             messages.clear()
             continue

@@ -28,7 +28,7 @@ CORES = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_coun
 
 
 def percentiles(values: list[float]) -> list[float]:
-    """The 50th, 90th and 99th percentile, interpolated between neighbours.
+    """Return the 50th, 90th and 99th percentile, interpolated between neighbours.
 
     >>> percentiles([40.0, 10.0, 30.0, 20.0])[0]
     25.0
@@ -38,7 +38,7 @@ def percentiles(values: list[float]) -> list[float]:
 
 
 def serve(llm: LLM, prompts: list[list[int]], output_lens: list[int]) -> tuple[float, list[list[float]]]:
-    """Serve all prompts at once; returns the seconds it took, and when each request's tokens came."""
+    """Serve all prompts at once. Returns the total seconds, and the time of each token of each request."""
     start = time.perf_counter()
     for i, (prompt, num_tokens) in enumerate(zip(prompts, output_lens, strict=True)):
         params = SamplingParams(
@@ -46,7 +46,7 @@ def serve(llm: LLM, prompts: list[list[int]], output_lens: list[int]) -> tuple[f
             max_tokens=num_tokens,
             ignore_eos=True,  # so that every run makes the same number of tokens
             detokenize=False,
-            output_kind=RequestOutputKind.DELTA,  # an output holds what its step added
+            output_kind=RequestOutputKind.DELTA,  # an output holds only the tokens that its step added
         )
         llm.add_request(str(i), prompt, params)
     stamps: list[list[float]] = [[] for _ in prompts]
@@ -59,9 +59,9 @@ def serve(llm: LLM, prompts: list[list[int]], output_lens: list[int]) -> tuple[f
 
 
 def measure(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
-    """Warm up, serve the workload several times with new prompts each, and hold it against the roofline.
+    """Warm up, serve the workload several times with new prompts, and compare with the roofline.
 
-    Latencies are the 50th, 90th and 99th percentile, in seconds; all requests arrive at once.
+    All requests arrive at once. Latencies are the 50th, 90th and 99th percentile, in seconds.
     """
     workload, device = WORKLOADS[args.workload], llm.llm_engine.runner.device.device
     dtype = llm.llm_engine.started.dtype
@@ -79,7 +79,7 @@ def measure(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
 
     limits = measure_limits(str(dtype).removeprefix("torch."), device.type)
     config = llm.llm_engine.checkpoint.decoder_config
-    ideal = None  # of models that run on transformers' code the roofline knows nothing
+    ideal = None  # the roofline does not cover models that run on transformers' code
     if config is not None:
         ideal = roofline_seconds(
             config,

@@ -1,6 +1,6 @@
-"""What a server answers with a model that pools: OpenAI's /v1/embeddings, vLLM's score, rerank and classify.
+"""Endpoints for pooling models: OpenAI's /v1/embeddings, and vLLM's score, rerank and classify.
 
-`service.Service` has the engine, counts who waits, and gives each request its ticket.
+`service.Service` holds the engine and limits the number of waiting requests. `gate.Gate` makes the tickets.
 """
 
 import asyncio
@@ -25,11 +25,11 @@ from nanoengine.apps.openai_api import (
 from nanoengine.extensions.pooling import PoolingParams, PoolingRequestOutput
 from nanoengine.requests import split_prompts
 
-# ---- What is asked for ---------------------------------------------------------------------------
+# ---- Requests ------------------------------------------------------------------------------------
 
 
 class PoolingRequest(BaseModel):
-    """What all of them take."""
+    """Holds the fields that all pooling requests have."""
 
     prefix: ClassVar[str]
     model_config = ConfigDict(extra="allow", strict=True)
@@ -40,15 +40,15 @@ class PoolingRequest(BaseModel):
 
     @property
     def num_prompts(self) -> int:
-        """At least as many as the engine gets, known before any is looked at."""
+        """At least the number of prompts for the engine, counted without reading any of them."""
         raise NotImplementedError
 
     def params(self, **own: Any) -> PoolingParams:
-        """In the engine's terms.
+        """Return the request's PoolingParams.
 
         Raises:
-            APIError: a field is not served.
-            ValueError, TypeError: a parameter is out of its range.
+            APIError: a field is not supported.
+            ValueError, TypeError: a parameter is out of range.
         """
         sampling_fields(self)
         cut = self.truncate_prompt_tokens
@@ -56,14 +56,14 @@ class PoolingRequest(BaseModel):
 
 
 class InputRequest(PoolingRequest):
-    """A text, a list of texts, token ids, or a list of lists of these."""
+    """A request with an input: a text, a list of texts, token ids, or a list of lists of token ids."""
 
     input: Any
     add_special_tokens: bool = True
 
     @property
     def num_prompts(self) -> int:
-        """As in the base class."""
+        """The number of inputs."""
         if not isinstance(self.input, str | list):
             raise TypeError(f"input must be text, token ids, or a list of these, got {self.input!r:.99}")
         if not self.input:
@@ -71,7 +71,7 @@ class InputRequest(PoolingRequest):
         return len(split_prompts(self.input))
 
     def prompts(self, encode: Callable[[str, bool], list[int]]) -> list[Any]:
-        """As the engine takes them."""
+        """Return the inputs in a form that the engine accepts."""
         return [
             token_ids_of(encode, "input", one, False)
             if isinstance(one, str) and not self.add_special_tokens
@@ -81,7 +81,7 @@ class InputRequest(PoolingRequest):
 
 
 class EmbeddingRequest(InputRequest):
-    """/v1/embeddings."""
+    """A request to /v1/embeddings."""
 
     prefix = "embd"
     encoding_format: Literal["float", "base64"] = "float"
@@ -89,13 +89,13 @@ class EmbeddingRequest(InputRequest):
 
 
 class ClassifyRequest(InputRequest):
-    """/classify."""
+    """A request to /classify."""
 
     prefix = "classify"
 
 
 class ScoreRequest(PoolingRequest):
-    """/v1/score: pairs of texts, under any of the names that vLLM has for them."""
+    """A request to /v1/score: pairs of texts, under any of the names that vLLM has for them."""
 
     prefix = "score"
     data_1: Any = None
@@ -108,7 +108,7 @@ class ScoreRequest(PoolingRequest):
 
     @property
     def texts(self) -> tuple[Any, Any]:
-        """The first texts and the second ones; TypeError where one is missing."""
+        """The first and the second texts of the pairs. Raises TypeError if either is missing."""
         found = []
         for names in (("data_1", "text_1", "queries"), ("data_2", "text_2", "documents", "items")):
             given = [getattr(self, name) for name in names if getattr(self, name) is not None]
@@ -119,17 +119,17 @@ class ScoreRequest(PoolingRequest):
 
     @property
     def num_prompts(self) -> int:
-        """As in the base class."""
+        """The number of texts on both sides, which is at least the number of pairs."""
         return sum(len(data) if isinstance(data, list) else 1 for data in self.texts)
 
 
 class RerankRequest(PoolingRequest):
-    """/v1/rerank: documents in the order of their score with a query."""
+    """A request to /v1/rerank, which orders documents by their score with a query."""
 
     prefix = "rerank"
     query: str
     documents: str | list[str]
-    top_n: int = 0  # of the best; 0: all
+    top_n: int = 0  # how many of the best to return; 0: all
 
     @property
     def texts(self) -> tuple[Any, Any]:
@@ -138,7 +138,7 @@ class RerankRequest(PoolingRequest):
 
     @property
     def num_prompts(self) -> int:
-        """As in the base class."""
+        """The number of texts: the query and the documents."""
         return 1 + (len(self.documents) if isinstance(self.documents, list) else 1)
 
 
@@ -146,13 +146,13 @@ class RerankRequest(PoolingRequest):
 
 
 class PoolingAPI:
-    """The endpoints, over a `service.Service`."""
+    """Serves the pooling endpoints with the engine of a `service.Service`."""
 
     def __init__(self, service: Any) -> None:
         self.service = service
 
     def routes(self) -> Iterator[tuple[str, str, Any]]:
-        """Methods, paths and what answers them."""
+        """Yield each route as method, path and endpoint."""
         yield "POST", "/v1/embeddings", self.embeddings
         yield "POST", "/classify", self.classify
         for path in ("/score", "/v1/score"):
@@ -206,10 +206,10 @@ class PoolingAPI:
         ]
         return self.answer(body, request, results=results)
 
-    # -- what they have in common
+    # -- shared by the endpoints
 
     async def scores(self, body: ScoreRequest | RerankRequest, request: Request) -> list[float]:
-        """Of pairs of texts."""
+        """Return the score of each pair of texts."""
         with refusing(body):
             params = body.params()
         planned: list[Any] = []
@@ -223,16 +223,16 @@ class PoolingAPI:
         return [one.outputs.score for one in planned[0].read(outputs)]
 
     def read_input(self, body: InputRequest) -> list[Any]:
-        """The prompts of a body that has an input."""
+        """Return the prompts of a request with an input."""
         return body.prompts(self.service.engine.llm_engine.checker.encode)
 
     async def pool(
         self, body: Any, request: Request, params: PoolingParams, read: Callable[[Any], list[Any]]
     ) -> list[PoolingRequestOutput]:
-        """What the engine makes of the prompts that `read` finds; in a thread, since that may take its time.
+        """Compute the prompts that `read` returns. `read` runs in a thread: tokenizing may be slow.
 
         Raises:
-            APIError: it cannot be served.
+            APIError: the request cannot be served.
         """
         service, ticket = self.service, request.state.ticket
         service.check_model(body.model)
@@ -268,14 +268,14 @@ class PoolingAPI:
         return list(outputs)
 
     def answer(self, body: PoolingRequest, request: Request, **content: Any) -> Response:
-        """Around what was computed."""
+        """Wrap the computed content in a response with id, model name and usage."""
         ticket = request.state.ticket
         head = {"id": f"{body.prefix}-{ticket.id}", "object": "list", "created": int(time.time())}
         return JSON({**head, "model": self.service.name, **content, "usage": ticket.usage()})
 
 
 def encoded(array: np.ndarray, encoding_format: str) -> list[float] | str:
-    """An embedding as numbers, or as the base64 of little-endian float32.
+    """Return an embedding as numbers, or as the base64 of little-endian float32.
 
     >>> encoded(np.array([1.0, -2.0], dtype=np.float32), "base64")
     'AACAPwAAAMA='
