@@ -51,7 +51,7 @@ TRACED_STEPS = [1, 5, 9, 15, 18, 22, 24, 34]
 
 
 def run(arguments: list[str] | None = None) -> None:
-    """Run `nanoengine run`: answer the questions, print the answers, and save a trace if requested."""
+    """Run the command `nanoengine run`: answer the questions, and save a trace if requested."""
     parser = argparse.ArgumentParser(
         "nanoengine run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -80,7 +80,7 @@ def run(arguments: list[str] | None = None) -> None:
 
 
 def chat(arguments: list[str] | None = None) -> None:
-    """Run `nanoengine chat`: hold a conversation."""
+    """Run the command `nanoengine chat`: hold a conversation."""
     parser = argparse.ArgumentParser(
         "nanoengine chat",
         description="Hold a conversation. Ctrl-C stops an answer; an empty line ends the program.",

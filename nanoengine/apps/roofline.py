@@ -1,4 +1,4 @@
-"""How fast an ideal engine would be on this machine, from its memory bandwidth and its rate of products."""
+"""Predicts an ideal engine's speed on this machine from memory bandwidth and matrix FLOPs per second."""
 
 import time
 from collections.abc import Callable
@@ -20,28 +20,28 @@ def roofline_seconds(
     itemsize: int = 2,
     weight_bits: tuple[float, float] | None = None,
 ) -> float:
-    """Seconds that an ideal engine would take for a workload, on a machine with these two limits.
+    """Return the seconds an ideal engine would take for a workload on a machine with these two limits.
 
-    It computes all prompts in one pass, then one token of every unfinished request a pass. A pass
-    takes as long as its memory traffic or its arithmetic, whichever is longer:
+    The ideal engine computes all prompts in one pass, then one token per unfinished request in each pass. A
+    pass takes as long as its memory traffic or its arithmetic, whichever is longer:
 
-        bytes   every weight once, and K and V of every token attended to, per sequence (in the first
-                pass they were only just computed)
-        FLOPs   2 per weight and token, the vocabulary's only for tokens that are due one; and
+        bytes   every weight once, and for each sequence the K and V of every token attended to (none in
+                the first pass, which has just computed them)
+        FLOPs   2 per weight and token, for the vocabulary's weights only at tokens that sample; and
                 4 * heads * head_dim per layer for each pair of a token and a token it attends to
 
-    A shared prefix is computed once. Norms, activations, sampling and the host cost nothing, attention
-    is full. A model that fits in the CPU's caches can be faster than memory, hence than this.
+    A shared prefix is computed once. Norms, activations, sampling and the host cost nothing, and attention
+    is full. A model that fits in the CPU's caches can be faster than memory, and thus faster than this.
 
     Args:
         config: a `DecoderConfig`.
-        prompt_lens: each request's tokens after the shared ones.
-        output_lens: each request's tokens to generate.
-        shared: tokens that all prompts begin with.
-        bandwidth: bytes a second.
-        flops: a second.
-        itemsize: bytes of a number.
-        weight_bits: of a layer's weight and of the head's, where they are not such numbers.
+        prompt_lens: number of prompt tokens of each request, after the shared ones.
+        output_lens: number of tokens to generate for each request.
+        shared: number of tokens in the prefix that all prompts share.
+        bandwidth: bytes per second.
+        flops: FLOPs per second.
+        itemsize: bytes per number.
+        weight_bits: bits per weight in the layers and in the head, if weights are quantized.
     """
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     attention_weights = config.hidden_size * (2 * q_size + 2 * kv_size)
@@ -66,22 +66,22 @@ def roofline_seconds(
 
 
 def measure_limits(dtype_name: str, device_name: str) -> dict[str, Any]:
-    """The machine's memory bandwidth and matrix rate, in what an engine's layers consist of.
+    """Measure the machine's memory bandwidth and matrix rate with linear layers, as an engine uses them.
 
-    A stack of weights larger than the caches is applied to 1, 8, ... rows by the fastest way there is, in
-    the workload's precision and in float32: where a processor emulates the one, the other is the faster,
-    and no less accurate. One row reads every weight for two FLOPs each: that is bandwidth. The best
-    rate of all is taken for the matrix rate.
+    A stack of weights larger than the caches is applied to 1, 8, ... rows with the fastest kernel available,
+    in the workload's precision and in float32. If a processor emulates the workload's precision, float32 is
+    faster, and no less accurate. With one row, every weight is read for two FLOPs: its time gives the
+    bandwidth. The best rate over all numbers of rows is the matrix rate.
 
     Returns:
-        "bandwidth" in bytes a second, and "flops" a second, by the number of rows.
+        "bandwidth" in bytes per second, and "flops" per second for each number of rows.
     """
     device = torch.device(device_name)
-    # Rows -> how many of the layers. On a CPU many rows take long, and two show what they show.
+    # Rows -> number of layers used. On a CPU many rows are slow, and two layers are enough for a rate.
     if device.type == "cpu":
         size, num_layers, num_rounds = 4096, 8, 1
         layers_used = {1: num_layers, 8: num_layers, 16: num_layers, 32: num_layers, 64: 2, 256: 2}
-    else:  # whose work must take longer than its launch, and than the wait for its end
+    else:  # a GPU's work must take longer than launching it and waiting for its end
         size, num_layers, num_rounds = 8192, 4, 10
         layers_used = dict.fromkeys((1, 64, 256, 1024, 4096), num_layers)
 
@@ -122,7 +122,7 @@ def measure_limits(dtype_name: str, device_name: str) -> dict[str, Any]:
             for rows, least in best.items():
                 rate = 2 * rows * layers_used[rows] * size * size / least
                 flops[str(rows)] = max(flops[str(rows)], rate)
-            del layers  # before there are others: beside an engine there is little memory
+            del layers  # before the next stack is made: an engine in this process leaves little memory
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return {"bandwidth": bandwidth, "flops": flops}

@@ -1,4 +1,4 @@
-"""What an engine did, shown: a trace as a page to step through, or as a timeline.
+"""Shows what an engine did: turns a trace into a page to step through, or into a timeline.
 
     nanoengine trace run.jsonl -o run.html    # in any browser
     nanoengine trace run.jsonl -o run.json    # Chrome trace events, for ui.perfetto.dev
@@ -16,14 +16,14 @@ from typing import Any
 
 from nanoengine.extensions.trace import VERSION, Event
 
-LESSON = "03-paging.md"  # beside a page, it tells that all of them are
+LESSON = "03-paging.md"  # if this lesson is in the page's directory, all lessons are
 
 
 def load(path: str | Path) -> list[Event]:
-    """The events of a file of JSON lines; a last line that was cut off is left out.
+    """Read the events of a trace in JSON lines, without a last line that was cut off.
 
     Raises:
-        ValueError: it is no trace, or one of another version.
+        ValueError: the file is not a trace, or has another version.
     """
     lines = Path(path).read_bytes().splitlines()  # JSON reads UTF-8, line by line
     events: list[Event] = []
@@ -42,10 +42,10 @@ def load(path: str | Path) -> list[Event]:
 
 
 def save(events: Iterable[Event], path: str | Path) -> None:
-    """Write a trace as what the name's ending says: .jsonl, .html (a page), .json (Chrome trace events).
+    """Write a trace in the format of the name's ending: .jsonl, .html (a page), .json (Chrome trace events).
 
     Raises:
-        ValueError: another ending.
+        ValueError: the ending is another one.
     """
     path = Path(path)
     if path.suffix == ".html":
@@ -60,21 +60,21 @@ def save(events: Iterable[Event], path: str | Path) -> None:
 
 
 def page(events: Iterable[Event], lessons: str = "") -> str:
-    """A trace as one HTML page that needs nothing else, not even a network.
+    """Return a trace as one self-contained HTML page, which works offline.
 
     Args:
         events: the trace.
-        lessons: how the names of the lessons beside the page end, to which it links; "": there are none.
+        lessons: the file ending of the lessons in the page's directory, to which it links; "": no links.
     """
     template = files("nanoengine.apps").joinpath("viewer.html").read_text(encoding="utf-8")
-    # JSON has "<" in strings only, where the escape means the same: no text of a prompt can end the element.
+    # In JSON, "<" occurs only in strings, where the escape means the same. No prompt can close the element.
     data = ",\n".join(json.dumps(event, separators=(",", ":")).replace("<", "\\u003c") for event in events)
     before, after = template.replace("/* lessons */", lessons).split("/* the trace */")
     return f"{before}[{data}]{after}"
 
 
 def chrome_events(events: Iterable[Event]) -> Iterator[dict[str, Any]]:
-    """Chrome trace events: a track of the phases, one per sequence, and counters.
+    """Yield Chrome trace events: a track of the engine's phases, a track per sequence, and counters.
 
     Source: the Trace Event Format,
     https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
@@ -88,7 +88,7 @@ def chrome_events(events: Iterable[Event]) -> Iterator[dict[str, Any]]:
         if event["event"] == "start":
             num_blocks = event["num_blocks"]
             continue
-        end = event["time_s"] * 1e6  # microseconds, as all times of the format
+        end = event["time_s"] * 1e6  # microseconds, like all times in this format
         begin = now = end - sum(event["seconds"].values()) * 1e6
         for phase, seconds in event["seconds"].items():
             args = {"step": event["step"]}

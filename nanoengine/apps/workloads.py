@@ -1,4 +1,4 @@
-"""What is served: published models' shapes with random weights, and how many requests of which lengths."""
+"""Defines what a benchmark serves: published models' shapes with random weights, and request lengths."""
 
 import itertools
 import random
@@ -18,7 +18,7 @@ def shape(
     head_dim: int,
     **more: Any,
 ) -> dict[str, Any]:
-    """A config.json."""
+    """Return the content of a config.json."""
     return {
         "architectures": [f"{family}ForCausalLM"],
         "model_type": family.lower(),
@@ -107,7 +107,7 @@ SHAPES = {
     "llama-3.2-1b": shape("Llama", 128256, 2048, 8192, 16, 32, 8, 64, **_LLAMA3),
     "gemma-3-1b": shape("Gemma3", 262144, 1152, 6912, 26, 4, 1, 256, **_GEMMA3),
     "phi-3-0.9b": shape("Phi3", 32064, 3072, 8192, 6, 32, 32, 96, **_PHI3),  # mini, 6 of its 32 layers
-    "mixtral-0.8b": shape("Mixtral", 32000, 1024, 3584, 8, 8, 2, 128, **_MIXTRAL),  # 8x7B, a quarter each way
+    "mixtral-0.8b": shape("Mixtral", 32000, 1024, 3584, 8, 8, 2, 128, **_MIXTRAL),  # 8x7B, width and depth/4
     "qwen3.5-0.8b": shape("Qwen3_5", 248320, 1024, 3584, 24, 8, 2, 256, **_QWEN3_5),
     "granite-4-h-350m": shape("GraniteMoeHybrid", 100352, 768, 2048, 32, 12, 4, 64, **_GRANITE4),
     "tiny": shape("Qwen3", 4096, 256, 768, 4, 8, 4, 64, **_QWEN3),
@@ -116,23 +116,23 @@ SHAPES = {
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests to serve: how many and how long. Lengths are drawn from closed ranges, always alike."""
+    """Describes the requests to serve. Lengths are drawn from closed ranges, the same in every run."""
 
     name: str
     num_requests: int
-    prompt: tuple[int, int]  # tokens of its own
+    prompt: tuple[int, int]  # tokens after the shared ones
     output: tuple[int, int]
-    shared: int = 0  # tokens that all prompts begin with
-    shape: str = "qwen3-0.6b"  # the model, where --model names no other
+    shared: int = 0  # length of the prefix that all prompts share
+    shape: str = "qwen3-0.6b"  # the model, unless --model names another
 
     def lengths(self) -> tuple[list[int], list[int]]:
-        """Tokens of each request's own prompt, and of each output."""
+        """Return the length of each request's prompt after the shared prefix, and of each output."""
         rng = random.Random(0)
         prompt_lens = [rng.randint(*self.prompt) for _ in range(self.num_requests)]
         return prompt_lens, [rng.randint(*self.output) for _ in range(self.num_requests)]
 
     def prompts(self, run: str, vocab_size: int) -> list[list[int]]:
-        """Random token ids; no two runs share them, so that no prefix cache carries over."""
+        """Return prompts of random token ids, different in each run so that no run hits another's cache."""
         rng = random.Random(run)
 
         def draw(num_tokens: int) -> list[int]:
@@ -157,7 +157,7 @@ SWEEP = (1, 2, 4, 8, 16, 32, 64)  # batch sizes of --plot
 
 
 def parse_custom(text: str) -> Workload:
-    """REQUESTS:PROMPT:OUTPUT[:SHARED], where PROMPT and OUTPUT are LENGTH or LOW-HIGH.
+    """Parse REQUESTS:PROMPT:OUTPUT[:SHARED], where PROMPT and OUTPUT are LENGTH or LOW-HIGH.
 
     >>> parse_custom("8:32-256:16").output
     (16, 16)
@@ -173,6 +173,6 @@ def parse_custom(text: str) -> Workload:
 
 
 def poisson_arrivals(rate: float, num_requests: int, seed: int = 0) -> list[float]:
-    """Seconds at which requests arrive, `rate` a second on average, independent of each other."""
+    """Return the seconds at which independent requests arrive, `rate` per second on average."""
     rng = random.Random(seed)
     return list(itertools.accumulate(rng.expovariate(rate) for _ in range(num_requests)))
