@@ -1,4 +1,4 @@
-"""The bundled model: what the README promises of it, and transformers' tokens exactly."""
+"""The bundled model answers correctly, with the same tokens as transformers."""
 
 import json
 import random
@@ -74,15 +74,12 @@ def test_its_greedy_tokens_equal_transformers():
             assert output.outputs[0].text == tokenizer.decode(expected, skip_special_tokens=True)
 
 
-def test_example_prints_the_right_answers_with_no_arguments_and_what_readme_shows():
+def test_example_prints_the_right_answers_with_no_arguments():
     run = subprocess.run(
         [sys.executable, ROOT / "example.py"], capture_output=True, text=True, cwd=ROOT, check=True
     )
     for answer in ("27 + 58 = 85", "8 9 10 11", "noitnetta", train.PRIMES, "under a tower.", "tokens/s"):
         assert answer in run.stdout
-    shown = (ROOT / "README.md").read_text().split("`make run` ends like this")[1].split("```")[1]
-    for question_and_answer in shown.strip().split("\n\n"):
-        assert " ".join(question_and_answer.split()) in " ".join(run.stdout.split())
 
 
 def test_a_chat_streams_answers_remembers_turns_and_survives_ctrl_c(monkeypatch, capsys):

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 import xml.etree.ElementTree as ElementTree
 from dataclasses import fields
 from pathlib import Path
@@ -204,13 +205,20 @@ def test_each_picture_is_shown_says_what_it_is_and_is_drawn_for_light_and_dark()
 
 
 @pytest.mark.parametrize("readme", READMES, ids=lambda readme: readme.name)
-def test_readme_is_one_page_and_its_first_screen_has_what_it_is_two_commands_and_a_picture(readme):
+def test_readme_is_one_page_and_its_first_screen_has_two_commands_a_real_model_and_a_picture(readme):
     lines = readme.read_text().splitlines()
-    assert len(lines) <= 250
-    first_screen = "\n".join(lines[:16])
-    for what in ("make run", "make test", "![", "transformers", "vLLM"):
+    assert len(lines) <= 110
+    assert max(map(len, lines)) <= 120
+    first_screen = "\n".join(lines[:32])
+    for what in ("vLLM", "transformers", "make run", "make test", "--model HuggingFaceTB/", "\nA: ", "!["):
         assert what in first_screen
     assert not re.search(r"`[0-9a-f]{7}`", "\n".join(lines)), "a commit is no version"
+
+
+def test_readme_shows_a_step_as_engine_py_does():
+    step = re.findall(r"^```\n(batch +=.*?)^```$", READMES[0].read_text(), re.MULTILINE | re.DOTALL)
+    assert len(step) == 1
+    assert textwrap.indent(step[0], "    ") in (PACKAGE / "engine.py").read_text()
 
 
 def test_the_chinese_readme_has_the_code_the_links_and_the_numbers_of_the_other():
