@@ -1,17 +1,17 @@
-"""Beam search on top of `LLM.generate`: what an engine need not have, its users can write.
+"""Beam search on top of `LLM.generate`: an engine does not need it built in, because users can write it.
 
-At each step the likeliest continuations of all beams compete for `num_beams` places. A beam that ends leaves
-its place, and competes by log-probability per token with the others that ended. The prefix cache has a beam's
-full blocks, so that a step computes no more than the rest.
+At each step the most probable continuations of all beams compete for `num_beams` places. A beam that ends
+gives up its place, and competes with the other ended beams by log-probability per token. The prefix cache
+holds each beam's full blocks, so a step computes only the tokens after them.
 
-The rules are those of `generate(num_beams=...)` in transformers, whose tokens it finds.
+The rules are those of `generate(num_beams=...)` in transformers, and the tokens found are the same.
 """
 
 from nanoengine import LLM, SamplingParams
 
 
 def beam_search(llm: LLM, prompt: list[int], num_beams: int, max_tokens: int) -> list[list[int]]:
-    """The best outputs that were found, as token ids, the best first."""
+    """Return the best outputs found, as token ids, the best first."""
     ends = llm.llm_engine.checkpoint.eos_token_ids
     params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=2 * num_beams, ignore_eos=True)
     beams: list[tuple[float, list[int]]] = [(0.0, [])]  # sum of log-probabilities, tokens
@@ -31,5 +31,5 @@ def beam_search(llm: LLM, prompt: list[int], num_beams: int, max_tokens: int) ->
         ended = sorted(ended, reverse=True)[:num_beams]
         beams = [beam for beam in best if beam[1][-1] not in ends][:num_beams]
         if len(ended) == num_beams and ended[-1][0] >= beams[0][0] / length:
-            break  # no beam is ahead of the worst that ended
+            break  # no running beam is better than the worst ended one
     return [tokens for _, tokens in ended]

@@ -20,7 +20,7 @@ STYLE = """
 
 
 class Picture:
-    """A drawing in the style of all chapters; each call adds to it. Lengths are pixels, 850 wide."""
+    """Draws an SVG, 850 pixels wide, in the style of all chapters. Each call adds to it."""
 
     def __init__(self, title: str, height: int) -> None:
         self.parts = [
@@ -32,11 +32,11 @@ class Picture:
         ]
 
     def text(self, x: float, y: float, words: str, kind: str = "") -> None:
-        """Words from x on, or around it if kind says so."""
+        """Add text that starts at x, or that `kind` centres at x or ends there."""
         self.parts.append(f'  <text x="{x:g}" y="{y:g}" class="{kind}">{escape(words)}</text>')
 
     def box(self, x: float, y: float, width: float, words: str, kind: str, height: float = 26) -> None:
-        """A box with words in its middle."""
+        """Add a box with words in its middle."""
         self.parts.append(
             f'  <rect class="{kind}" x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="3"/>'
         )
@@ -44,16 +44,16 @@ class Picture:
             self.text(x + width / 2, y + height / 2 + 5, words, "mid")
 
     def boxes(self, x: float, y: float, width: float, words: list[str], kinds: str) -> None:
-        """A row of boxes; of kinds each letter is a kind, "-" none."""
+        """Add a row of boxes. Each letter of `kinds` is one box's kind, and "-" is an empty box."""
         for i, (word, kind) in enumerate(zip(words, kinds, strict=True)):
             self.box(x + i * (width + 4), y, width, word, "none" if kind == "-" else kind)
 
     def path(self, data: str) -> None:
-        """A line."""
+        """Add a line."""
         self.parts.append(f'  <path class="line" d="{data}"/>')
 
     def arrow(self, x: float, y: float, to_x: float, to_y: float) -> None:
-        """A straight line with a head."""
+        """Add a straight arrow."""
         angle = math.atan2(to_y - y, to_x - x)
         head = [
             (to_x - 8 * math.cos(angle + turn), to_y - 8 * math.sin(angle + turn)) for turn in (0.5, -0.5)
@@ -65,12 +65,12 @@ class Picture:
         )
 
     def svg(self) -> str:
-        """The file's text."""
+        """Return the file's text."""
         return "\n".join([*self.parts, "</svg>", ""])
 
 
 def shared_blocks() -> Picture:
-    """Chapter 4: two tables point to the same blocks."""
+    """Draw chapter 4: two tables point to the same blocks."""
     p = Picture("Two sequences share the blocks of their common beginning", 226)
     p.text(20, 44, "A's block table", "bold")
     p.boxes(150, 26, 60, ["1", "2", "3"], "aaa")
@@ -92,7 +92,7 @@ def shared_blocks() -> Picture:
 
 
 def free_lists() -> Picture:
-    """Chapter 5: two lists of free blocks."""
+    """Draw chapter 5: two lists of free blocks."""
     p = Picture("Free blocks: empty ones are taken first, then the least recently used", 190)
     p.text(20, 32, "free blocks, in the order in which they are taken", "bold")
     p.boxes(20, 50, 76, ["4", "5", "6"], "---")
@@ -108,7 +108,7 @@ def free_lists() -> Picture:
 
 
 def preemption() -> Picture:
-    """Chapter 8: blocks in use over the steps."""
+    """Draw chapter 8: the blocks in use at each step."""
     p = Picture("B is preempted in step 3 and comes back in step 6", 250)
     held = [  # blocks 1 to 5, a step a column, as the chapter prints them
         "aabb-", "aabb-", "aaffa", "aaffa", "aaffa", "ffbbb",
@@ -127,7 +127,7 @@ def preemption() -> Picture:
 
 
 def windows() -> Picture:
-    """Chapter 12: the tables of two groups."""
+    """Draw chapter 12: the block tables of two groups."""
     p = Picture("The group with a window gives back what is out of sight; both take from one pool", 200)
     p.text(20, 44, "full attention", "bold")
     p.boxes(180, 26, 76, ["1", "2", "3", "4", "5", "6", "13"], "aaaaaaa")
@@ -144,7 +144,7 @@ def windows() -> Picture:
 
 
 def guesses() -> Picture:
-    """Chapter 13: five rows, three tokens."""
+    """Draw chapter 13: five rows and three accepted tokens."""
     p = Picture(
         "Five rows in one step: two guesses come true, a third does not, and three tokens are taken", 190
     )
@@ -161,7 +161,7 @@ def guesses() -> Picture:
 
 
 def sampling() -> Picture:
-    """Chapter 11: a distribution before and after each edit, computed."""
+    """Draw chapter 11: a distribution before and after each edit, computed here."""
     logits = [2.0, 1.5, 1.0, 0.0, -1.0, -2.0]
 
     def softmax(values: list[float]) -> list[float]:
@@ -189,7 +189,7 @@ def sampling() -> Picture:
 
 
 def roofline() -> Picture:
-    """Chapter 15: the milliseconds of a step against its rows, from the chapter's two limits."""
+    """Draw chapter 15: the milliseconds of a step against its rows, from the chapter's two limits."""
     p = Picture("An 8B model on an H100: a step's time is flat up to about 300 rows, then rises", 300)
     memory, row = 4.776, 2 * 8e9 / 989e12 * 1000
     left, bottom, wide, high = 80, 250, 700, 200
@@ -213,7 +213,7 @@ def roofline() -> Picture:
 
 
 def policies() -> Picture:
-    """Chapter 16: three requests in two orders."""
+    """Draw chapter 16: three requests in two orders."""
     p = Picture("Three prompts in two orders: the short ones wait less, the long one waits more", 190)
     orders = ("first come", [("long", 400, "a"), ("short", 80, "b"), ("short", 80, "c")])
     shortest = ("shortest", [("short", 80, "b"), ("short", 80, "c"), ("long", 400, "a")])
@@ -229,7 +229,7 @@ def policies() -> Picture:
 
 
 def ranks() -> Picture:
-    """Chapter 17: where ranks meet in a layer."""
+    """Draw chapter 17: where ranks meet in a layer."""
     p = Picture(
         "A layer on two ranks: two pairs of matrices, each cut by columns, then by rows, then summed", 250
     )
@@ -255,7 +255,7 @@ def ranks() -> Picture:
 
 
 def travel() -> Picture:
-    """Chapter 18: from one engine to another."""
+    """Draw chapter 18: blocks that travel from one engine to another."""
     p = Picture("Full blocks go from the prefill engine to a store, and from there to the decode engine", 230)
     p.text(20, 30, "prefill", "bold")
     p.text(340, 30, "store: key to block", "bold")
@@ -273,7 +273,7 @@ def travel() -> Picture:
 
 
 def programs() -> Picture:
-    """Chapter 19: the grid."""
+    """Draw chapter 19: the grid of programs."""
     p = Picture("A grid of 3 sequences by 4 heads; a program walks over its sequence's blocks", 230)
     p.text(20, 30, "programs", "bold")
     p.text(400, 30, "blocks each walks over, by the block table", "bold")

@@ -1,4 +1,4 @@
-"""What mkdocs needs besides the pages (mkdocs.yml): the order of pages, and links that lead out of docs/."""
+"""Hooks for mkdocs (mkdocs.yml): they order the pages, and rewrite links that lead out of docs/."""
 
 import os
 import posixpath
@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).parent
-REPOSITORY = os.environ.get("GITHUB_REPOSITORY")  # owner/name, in GitHub's workflow
+REPOSITORY = os.environ.get("GITHUB_REPOSITORY")  # owner/name, set in a GitHub workflow
 
 
 def on_config(config: Any) -> Any:
-    """List the pages: new ones get their place by their names."""
+    """Build the navigation. A new page is placed by its file name."""
     lessons = sorted(path.name for path in DOCS.glob("[0-9]*.md"))
     guide = sorted(f"guide/{path.name}" for path in (DOCS / "guide").glob("*.md"))
     others = sorted({path.name for path in DOCS.glob("*.md")} - {"README.md", "one-evening.md", *lessons})
@@ -26,7 +26,7 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Point links out of docs/ at the repository, where it is known; else only their texts stay."""
+    """Point links that lead out of docs/ at the repository. If it is unknown, keep only the links' texts."""
     folder = posixpath.dirname(page.file.src_uri)
 
     def replace(link: re.Match[str]) -> str:
@@ -41,7 +41,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_post_build(config: Any) -> None:
-    """The page of a run links to the lessons' files: here these are pages."""
+    """Make the page of a run link to the lessons' HTML pages instead of their Markdown files."""
     page = Path(config["site_dir"]) / "run.html"
     page.write_text(
         page.read_text(encoding="utf-8").replace('lessons = ".md"', 'lessons = ".html"'), encoding="utf-8"

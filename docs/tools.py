@@ -1,7 +1,7 @@
-"""What the chapters from 4 on look through: the real BlockManager and Scheduler, with letters for tokens.
+"""Tools for the chapters from 4 on: they drive the real BlockManager and Scheduler, with letters as tokens.
 
-Sequences are named A, B, C, ... in the order of arrival. There is no model: whenever A is due a token, it
-gets an "A", unless the chapter says which letter follows.
+Sequences are named A, B, C, ... in order of arrival. There is no model: whenever A samples a token, the token
+is "A", unless the chapter says which letter follows.
 """
 
 from array import array
@@ -15,29 +15,29 @@ from nanoengine.sampling_params import SamplingParams
 
 
 def sequence(name: str, prompt: str, max_tokens: int = 16) -> Sequence:
-    """A sequence whose tokens are the letters of its prompt."""
+    """Return a sequence that has the letters of its prompt as tokens."""
     return Sequence(ord(name) - ord("A"), [ord(c) for c in prompt], SamplingParams(max_tokens=max_tokens))
 
 
 def name(seq: Sequence) -> str:
-    """The letter it was named by."""
+    """Return the letter that names the sequence."""
     return chr(ord("A") + seq.seq_id)
 
 
 def text(seq: Sequence, start: int = 0, end: int | None = None) -> str:
-    """Its tokens [start, end) as letters."""
+    """Return the sequence's tokens [start, end) as letters."""
     return "".join(map(chr, seq.token_ids[start:end]))
 
 
 def tables(scheduler: Scheduler, seq: Sequence) -> str:
-    """Its block table; where there are windows (chapter 12) one for each group of layers."""
+    """Return the sequence's block table. With windows (chapter 12) there is one per group of layers."""
     blocks = scheduler.block_manager
     by_group = blocks.tables_of(seq) if isinstance(blocks, WindowedBlockManager) else [seq.block_table]
     return " and ".join(map(str, by_group))
 
 
 def states(scheduler: Scheduler, seq: Sequence) -> str:
-    """Where its layers with states (chapter 14) take one and leave one, in this step."""
+    """Return which recurrent states (chapter 14) this step reads and writes for the sequence."""
     if not isinstance(scheduler, StatefulScheduler):
         return ""
     spans = scheduler.spans[seq]
@@ -45,9 +45,9 @@ def states(scheduler: Scheduler, seq: Sequence) -> str:
 
 
 def step(scheduler: Scheduler, draw: Callable[[Sequence, str], str] = lambda seq, before: name(seq)) -> None:
-    """Run one step, and print each chunk of it, then who was preempted, who took guesses, ended or waits.
+    """Run one step, and print each of its chunks, then which sequences were preempted, finished or wait.
 
-    `draw` is the model: it returns the letter behind a sequence's text, to which guesses are added.
+    `draw` is the model: it returns the letter that follows a sequence's text, including draft tokens.
     """
     running = list(scheduler.running)
     batch = scheduler.schedule()
@@ -78,7 +78,7 @@ def step(scheduler: Scheduler, draw: Callable[[Sequence, str], str] = lambda seq
 
 
 def show(manager: BlockManager) -> None:
-    """Print every block, and the order in which free ones will be taken."""
+    """Print every block, and the order in which free blocks will be allocated."""
     for block in manager.blocks[1:]:
         users = f"in use by {block.ref_count}" if block.ref_count else "free"
         print(f"{block.block_id} {content(block)} {users}")
@@ -87,5 +87,5 @@ def show(manager: BlockManager) -> None:
 
 
 def content(block: Block) -> str:
-    """What the prefix cache can find in it, as letters; dots where it can find nothing."""
+    """Return the block's registered content as letters, or dots if the prefix cache cannot find it."""
     return "...." if block.key is None else "".join(map(chr, array("i", block.key.content)))
