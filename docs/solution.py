@@ -1,7 +1,7 @@
-"""Lessons 3 to 8 and 13 as one small engine, in plain PyTorch: what you build with docs/check.py, built.
+"""Lessons 3 to 8 and 13 as one small engine in plain PyTorch: the solution to what docs/check.py checks.
 
-A function whose docstring begins with "Lesson" is left to you; `python -m docs.check --stub` prints this file
-without their bodies. From the repository's root: python -m docs.solution "What is 27 + 58?".
+You write the functions with a docstring that begins with "Lesson". `python -m docs.check --stub` prints this
+file without their bodies. From the repository's root: python -m docs.solution "What is 27 + 58?".
 """
 
 import sys
@@ -14,46 +14,46 @@ from docs.mini import STOP, TOKENIZER, ask, attention, model
 
 
 class Sequence:
-    """The tokens of one request, and where their K and V are."""
+    """Holds the tokens of one request, and the blocks that store their K and V."""
 
     def __init__(self, prompt: list[int], max_tokens: int = 60) -> None:
         self.token_ids, self.num_prompt_tokens, self.max_tokens = list(prompt), len(prompt), max_tokens
         self.block_table: list[int] = []
-        self.num_computed_tokens = 0  # their K and V are in the cache when the scheduled step has run
-        self.num_hit_tokens = 0  # others may read their slots: never written again
+        self.num_computed_tokens = 0  # their K and V are in the cache once the scheduled step has run
+        self.num_hit_tokens = 0  # other sequences may read their slots: never write to them again
         self.is_finished = False
 
 
 class BlockManager:
-    """Hands out blocks, shares those with the same prefix, and evicts the least recently used."""
+    """Allocates blocks, shares blocks with the same prefix, and evicts the least recently used."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
-        self.ref_counts = [0] * num_blocks  # how many block tables name each block
+        self.ref_counts = [0] * num_blocks  # how many block tables contain each block
         self.empty_blocks = list(
             reversed(range(num_blocks))
-        )  # free, nothing to find; the last is taken first
+        )  # free, without registered content; the last is taken first
         self.evictable_blocks: dict[int, None] = {}  # free and registered; a dict keeps the order of freeing
-        self.block_of: dict[int, int] = {}  # key -> the registered block with it
-        self.key_of: dict[int, int] = {}  # and back
+        self.block_of: dict[int, int] = {}  # key -> the block registered under it
+        self.key_of: dict[int, int] = {}  # registered block -> its key
 
     @property
     def num_free_blocks(self) -> int:
-        """How many blocks could be taken."""
+        """The number of blocks that no sequence holds."""
         return len(self.empty_blocks) + len(self.evictable_blocks)
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Lesson 3: how many blocks that many tokens need."""
+        """Lesson 3: return the number of blocks that num_tokens tokens need."""
         return -(-num_tokens // self.block_size)
 
     def slot(self, seq: Sequence, position: int) -> int:
-        """Lesson 3: the place in the cache of the token at that position."""
+        """Lesson 3: return the cache slot of the token at that position."""
         return seq.block_table[position // self.block_size] * self.block_size + position % self.block_size
 
     def may_append(self, seq: Sequence, num_tokens: int) -> bool:
-        """Lesson 3: grow the block table with `take_free_block` until num_tokens have room.
+        """Lesson 3: grow the block table with `take_free_block` until it has room for num_tokens tokens.
 
-        False, and no block taken, where the free blocks are too few.
+        Returns False and takes no block if there are too few free blocks.
         """
         num_new = self.num_blocks_for(num_tokens) - len(seq.block_table)
         if num_new > self.num_free_blocks:
@@ -62,14 +62,14 @@ class BlockManager:
         return True
 
     def block_keys(self, token_ids: list[int]) -> list[int]:
-        """Lesson 4: a key for each full block; it stands for all tokens up to the block's end."""
+        """Lesson 4: return a key for each full block. It identifies all tokens up to the block's end."""
         keys: list[int] = []
         for end in range(self.block_size, len(token_ids) + 1, self.block_size):
             keys.append(hash((keys[-1] if keys else None, *token_ids[end - self.block_size : end])))
         return keys
 
     def find_prefix(self, seq: Sequence) -> list[int]:
-        """Lesson 4: the registered blocks that hold the sequence's beginning, up to the first miss."""
+        """Lesson 4: return the registered blocks that hold the sequence's start, up to the first miss."""
         hits = []
         for key in self.block_keys(seq.token_ids):
             if key not in self.block_of:
@@ -78,17 +78,17 @@ class BlockManager:
         return hits
 
     def register_full_blocks(self, seq: Sequence) -> None:
-        """Lesson 4: note in block_of and key_of the blocks that computed tokens fill; once per key."""
+        """Lesson 4: record blocks full of computed tokens in block_of and key_of, one block per key."""
         keys = self.block_keys(seq.token_ids[: seq.num_computed_tokens])
         for block, key in zip(seq.block_table, keys, strict=False):
             if key not in self.block_of:
                 self.block_of[key], self.key_of[block] = block, key
 
     def allocate(self, seq: Sequence) -> bool:
-        """Lesson 4: admit a sequence: `hold` its hits, take blocks for the rest of its tokens.
+        """Lesson 4: admit a sequence: `hold` its hits, and take blocks for the rest of its tokens.
 
-        False, and nothing changed, where the free blocks are too few; a hit on a free block uses it up.
-        Sets num_hit_tokens and num_computed_tokens; at least one token is left to compute.
+        Returns False and changes nothing if there are too few free blocks. A hit on a free block uses up that
+        block. Sets num_hit_tokens and num_computed_tokens, and leaves at least one token to compute.
         """
         hits = self.find_prefix(seq)
         num_new = self.num_blocks_for(len(seq.token_ids)) - len(hits)
@@ -104,14 +104,14 @@ class BlockManager:
         return True
 
     def hold(self, block: int) -> None:
-        """Lesson 5: one more block table names this block; if it was free, it is not any more."""
+        """Lesson 5: count one more block table that contains this block. If it was free, it no longer is."""
         self.evictable_blocks.pop(block, None)
         self.ref_counts[block] += 1
 
     def take_free_block(self) -> int:
-        """Lesson 5: a free block, for one block table: an empty one, or else the least recently used.
+        """Lesson 5: take a free block for one block table: an empty one, else the least recently used.
 
-        What could be found in it is forgotten.
+        The block's registered content is forgotten.
         """
         if self.empty_blocks:
             block = self.empty_blocks.pop()
@@ -123,7 +123,7 @@ class BlockManager:
         return block
 
     def free(self, seq: Sequence) -> None:
-        """Lesson 5: let go of a sequence's blocks, the last one first; then nothing of it is computed."""
+        """Lesson 5: release a sequence's blocks, the last one first. None of its tokens stays computed."""
         for block in reversed(seq.block_table):
             self.ref_counts[block] -= 1
             if self.ref_counts[block] == 0 and block in self.key_of:
@@ -134,17 +134,17 @@ class BlockManager:
 
 
 class Chunk(NamedTuple):
-    """What a step computes of a sequence: its tokens [start, end), and guesses behind them."""
+    """Says what a step computes for a sequence: its tokens [start, end), then guesses (draft tokens)."""
 
     seq: Sequence
     start: int
     end: int
-    samples: bool  # whether a token is drawn behind `end`, and one behind each guess
+    samples: bool  # whether the step samples a token after `end`, and one after each guess
     guesses: list[int]
 
 
 class Scheduler:
-    """Chooses what each step computes; sequences in `running` and `waiting` stand in order of arrival."""
+    """Chooses what each step computes. `running` and `waiting` are in order of arrival."""
 
     def __init__(
         self,
@@ -160,19 +160,19 @@ class Scheduler:
         self.num_preemptions = 0
 
     def add(self, seq: Sequence) -> None:
-        """Put a sequence at the end of the queue. ValueError: not even alone would it have room."""
-        # The last token is drawn and never computed.
+        """Append a sequence to the queue. Raises ValueError if it would not fit even when it runs alone."""
+        # The last token is sampled and never computed.
         num_tokens = seq.num_prompt_tokens + seq.max_tokens - 1
         if self.block_manager.num_blocks_for(num_tokens) > self.block_manager.num_blocks:
             raise ValueError(f"{num_tokens} tokens do not fit into {self.block_manager.num_blocks} blocks")
         self.waiting.append(seq)
 
     def schedule(self) -> list[Chunk]:
-        """Lesson 6: a chunk of each running sequence, then of those that are admitted from the queue.
+        """Lesson 6: schedule a chunk of each running sequence, then of sequences admitted from the queue.
 
-        `make_room` before a running one's chunk; it may give way. `allocate` admits, in order of arrival, up
-        to max_num_seqs, and nobody in a step that preempts. No chunk without budget. Each chunk comes from
-        `next_chunk`, its tokens count as computed from here on, and its full blocks are registered.
+        Call `make_room` before the chunk of a running sequence, which may itself be preempted. `allocate`
+        admits in order of arrival, up to max_num_seqs, and not in a step that preempts. Stop when the budget
+        is used up. `_schedule_chunk` makes a chunk, counts it as computed, and registers its full blocks.
         """
         chunks: list[Chunk] = []
         budget, num_preemptions = self.max_num_batched_tokens, self.num_preemptions
@@ -200,14 +200,14 @@ class Scheduler:
         return chunk.end - chunk.start + len(chunk.guesses)
 
     def next_chunk(self, seq: Sequence, budget: int) -> Chunk:
-        """Lesson 7: as much as the budget allows of what the sequence is behind, without guesses."""
+        """Lesson 7: return a chunk of as many uncomputed tokens as the budget allows, without guesses."""
         end = min(len(seq.token_ids), seq.num_computed_tokens + budget)
         return Chunk(seq, seq.num_computed_tokens, end, end == len(seq.token_ids), [])
 
     def make_room(self, seq: Sequence) -> bool:
-        """Lesson 8: have `may_append` give it room for all its tokens; `preempt_last` until it can.
+        """Lesson 8: give the sequence room for all its tokens: `preempt_last` until `may_append` succeeds.
 
-        False: it was the last, and gave way itself.
+        Returns False if the sequence was the last one and was preempted itself.
         """
         while not self.block_manager.may_append(seq, len(seq.token_ids)):
             if self.preempt_last() is seq:
@@ -215,7 +215,7 @@ class Scheduler:
         return True
 
     def preempt_last(self) -> Sequence:
-        """Lesson 8: the latest running sequence loses its blocks, and goes to the head of the queue."""
+        """Lesson 8: free the blocks of the latest running sequence, and put it at the head of the queue."""
         seq = self.running.pop()
         self.block_manager.free(seq)
         self.waiting.insert(0, seq)
@@ -223,9 +223,9 @@ class Scheduler:
         return seq
 
     def update(self, chunks: list[Chunk], drawn: list[list[int]]) -> None:
-        """Lesson 6: append what was drawn, one list for each chunk; end sequences and free their blocks.
+        """Lesson 6: append the sampled tokens, one list per chunk; finish sequences and free their blocks.
 
-        Of each list as much counts as `accept` says. STOP ends a sequence, and so does its max_tokens.
+        `accept` says how many tokens of each list count. A sequence finishes at STOP or at its max_tokens.
         """
         for chunk, tokens in zip(chunks, drawn, strict=True):
             seq = chunk.seq
@@ -239,10 +239,10 @@ class Scheduler:
                     break
 
     def guess(self, chunk: Chunk, budget: int) -> list[int]:
-        """Lesson 13: up to num_guesses from `lookup`, if the chunk samples, and there is room for them.
+        """Lesson 13: return up to num_guesses guesses from `lookup`, if the chunk samples and they fit.
 
-        No more than the budget allows, than max_tokens leaves besides the token drawn anyway, and nothing
-        that would take a block from somebody: `may_append` says whether there are free ones.
+        Return no more than the budget allows, and no more than max_tokens leaves after the token that is
+        sampled anyway. Guesses use free blocks only: `may_append` says whether there are enough.
         """
         seq = chunk.seq
         num_left = seq.num_prompt_tokens + seq.max_tokens - len(seq.token_ids) - 1
@@ -254,7 +254,7 @@ class Scheduler:
 
 
 def lookup(token_ids: list[int], num_guesses: int) -> list[int]:
-    """Lesson 13: what followed when the last two tokens stood in the text before, the latest time."""
+    """Lesson 13: return the tokens that followed the latest earlier occurrence of the last two tokens."""
     for end in range(len(token_ids) - 1, 1, -1):
         if token_ids[end - 2 : end] == token_ids[-2:]:
             return token_ids[end : end + num_guesses]
@@ -262,7 +262,10 @@ def lookup(token_ids: list[int], num_guesses: int) -> list[int]:
 
 
 def accept(guesses: list[int], drawn: list[int]) -> list[int]:
-    """Lesson 13: the draws that count: up to the first that differs from its guess, that one too."""
+    """Lesson 13: return the sampled tokens that count: up to and including the first that is not its guess.
+
+    If all guesses are right, all sampled tokens count.
+    """
     num_true = 0
     while num_true < len(guesses) and guesses[num_true] == drawn[num_true]:
         num_true += 1
@@ -270,7 +273,7 @@ def accept(guesses: list[int], drawn: list[int]) -> list[int]:
 
 
 class Engine:
-    """Scheduler, cache and model, step after step."""
+    """Runs the scheduler and the model step by step, and holds the KV cache."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler, self.num_steps = scheduler, 0
@@ -278,7 +281,7 @@ class Engine:
         self.k, self.v = torch.zeros(2, 4, blocks.num_blocks * blocks.block_size, 2, 64)
 
     def step(self) -> None:
-        """One forward pass."""
+        """Schedule and run one forward pass, and update the sequences."""
         chunks = self.scheduler.schedule()
         tokens = [chunk.seq.token_ids[chunk.start : chunk.end] + chunk.guesses for chunk in chunks]
         positions = [range(c.start, c.start + len(t)) for c, t in zip(chunks, tokens, strict=True)]
@@ -288,10 +291,10 @@ class Engine:
         ]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            # All write before anybody reads: a sequence may hit blocks that are filled in this step.
+            # Write all K and V before any sequence attends: one may hit blocks that this step fills.
             rows = [torch.split(x, [len(where) for where in positions]) for x in (q, k, v)]
             for chunk, where, at, new_k, new_v in zip(chunks, positions, slots, *rows[1:], strict=True):
-                first = max(where.start, chunk.seq.num_hit_tokens)  # what was hit is not written again
+                first = max(where.start, chunk.seq.num_hit_tokens)  # hits are not written again
                 self.k[layer, at[first:]] = new_k[first - where.start :]
                 self.v[layer, at[first:]] = new_v[first - where.start :]
             outs = [
@@ -311,7 +314,7 @@ class Engine:
         self.num_steps += 1
 
     def generate(self, prompts: list[list[int]], max_tokens: int = 60) -> list[list[int]]:
-        """The greedy answer to each prompt."""
+        """Return the greedy answer to each prompt, as token ids."""
         seqs = [Sequence(prompt, max_tokens) for prompt in prompts]
         for seq in seqs:
             self.scheduler.add(seq)
