@@ -1,11 +1,11 @@
 """Checks the engine that you build along with the lessons, a chapter at a time.
 
-    python -m docs.check --stub > my_mini.py    what is given, and what you fill in
-    python -m docs.check 5 my_mini.py           is lesson 5's part right?
-    python -m docs.check all my_mini.py         does the whole engine say what transformers says?
+    python -m docs.check --stub > my_mini.py    write the file that you fill in
+    python -m docs.check 5 my_mini.py           check your functions of lesson 5
+    python -m docs.check all my_mini.py         check that the engine answers like transformers
 
-A chapter's test runs your functions of that chapter, and the solution's of all others. So the chapters can be
-built in any order, and a mistake in one fails in no other.
+The check of a chapter runs your functions from that chapter, and the solution's from all others. So you can
+do the chapters in any order, and a mistake in one does not fail another.
 """
 
 import argparse
@@ -38,7 +38,7 @@ CHECKS: dict[str, list[tuple[str, Check]]] = {chapter: [] for chapter in CHAPTER
 
 @cache
 def functions_of(source: str) -> list[tuple[str, str, ast.FunctionDef]]:
-    """(chapter, class or "", function) of each function that a lesson leaves to the student."""
+    """Return (chapter, class or "", function) for each function that a lesson leaves to the student."""
     found = []
     for node in ast.parse(source).body:
         owner = node.name if isinstance(node, ast.ClassDef) else ""
@@ -51,12 +51,12 @@ def functions_of(source: str) -> list[tuple[str, str, ast.FunctionDef]]:
 
 @cache
 def compiled(source: str, name: str) -> CodeType:
-    """Source as code."""
+    """Compile source, once for each text."""
     return compile(source, name, "exec")
 
 
 def stub() -> str:
-    """The solution without what is left to the student."""
+    """Return the solution without the bodies of the functions that are left to the student."""
     lines = SOLUTION.read_text().splitlines()
     for _, _, function in reversed(functions_of(SOLUTION.read_text())):
         docstring, last = function.body[0], function.body[-1]
@@ -66,16 +66,17 @@ def stub() -> str:
 
 
 def load(source: str, name: str) -> Any:
-    """A module made of source."""
+    """Return a new module that runs source."""
     module = ModuleType(name)
     exec(compiled(source, name), module.__dict__)
     return module
 
 
 def combine(source: str, chapter: str) -> Any:
-    """The solution, with the student's functions of one chapter and whatever the student added to classes.
+    """Return the solution with the student's functions for one chapter, and any additions to its classes.
 
-    AttributeError: a function of the chapter is missing.
+    Raises:
+        AttributeError: a function of the chapter is missing.
     """
     mine, solution = load(source, "my_mini"), load(SOLUTION.read_text(), "solution")
     if chapter == "all":
@@ -84,7 +85,7 @@ def combine(source: str, chapter: str) -> Any:
         if where == chapter:
             ours, theirs = (getattr(module, owner) if owner else module for module in (mine, solution))
             setattr(theirs, function.name, getattr(ours, function.name))
-        elif not owner:  # what the student's functions call
+        elif not owner:  # the student's functions call the solution's module-level functions
             setattr(mine, function.name, getattr(solution, function.name))
     for name in "BlockManager", "Scheduler":
         for extra in vars(getattr(mine, name)).keys() - vars(getattr(solution, name)).keys():
@@ -93,7 +94,7 @@ def combine(source: str, chapter: str) -> Any:
 
 
 def failures(source: str, chapter: str) -> list[str]:
-    """What is not right in a student's source, in sentences."""
+    """Return a message for each check of the chapter that the student's source fails."""
     found = []
     for sentence, check in CHECKS[chapter]:
         try:
@@ -108,7 +109,7 @@ def failures(source: str, chapter: str) -> list[str]:
 
 
 def says(chapter: str) -> Callable[[Check], Check]:
-    """Make a function a check of a chapter; its docstring is the sentence."""
+    """Return a decorator that makes a function a check of a chapter. Its docstring is the message."""
 
     def note(check: Check) -> Check:
         CHECKS[chapter].append((check.__doc__ or "", check))
@@ -118,20 +119,20 @@ def says(chapter: str) -> Callable[[Check], Check]:
 
 
 def expect(what: str, got: object, expected: object) -> None:
-    """AssertionError in words."""
+    """Raise an AssertionError that says what is wrong, unless the two values are equal."""
     assert got == expected, f"{what}: {got}, and should be {expected}."
 
 
-# ---- what is right, chapter by chapter -----------------------------------------------------------
+# ---- the checks, chapter by chapter --------------------------------------------------------------
 
 
 def letters(text: str) -> list[int]:
-    """Tokens to test with."""
+    """Return the letters as tokens to test with."""
     return [ord(letter) for letter in text]
 
 
 def admit(mini: Any, blocks: Any, text: str) -> Any:
-    """A sequence that was given blocks and computed."""
+    """Return a sequence that was admitted and computed."""
     seq = mini.Sequence(letters(text))
     assert blocks.allocate(seq), f"{text!r} was refused, and {blocks.num_free_blocks} blocks are free."
     seq.num_computed_tokens = len(text)
@@ -140,7 +141,7 @@ def admit(mini: Any, blocks: Any, text: str) -> Any:
 
 
 def run(scheduler: Any, draw: Callable[[Any], int] = lambda seq: ord("x")) -> list[tuple[str, int, int]]:
-    """One step without a model; (first letter, start, end) of each chunk."""
+    """Run one step without a model, and return (first letter, start, end) of each chunk."""
     chunks = scheduler.schedule()
     scheduler.update(chunks, [[draw(chunk.seq)] if chunk.samples else [] for chunk in chunks])
     return [(chr(chunk.seq.token_ids[0]), chunk.start, chunk.end) for chunk in chunks]
@@ -164,7 +165,7 @@ def finds_slots(mini: Any) -> None:
 
 @says("3")
 def grows_in_time(mini: Any) -> None:
-    """Four tokens take one block of 4; the second is there before the fifth is computed, and no earlier."""
+    """Four tokens take one block of 4. The second block is added for the fifth token, and no earlier."""
     blocks, seq = mini.BlockManager(2, 4), mini.Sequence([])
     for num_tokens, num_blocks in (4, 1), (5, 2), (8, 2):
         expect("The answer of may_append", blocks.may_append(seq, num_tokens), True)
@@ -173,7 +174,7 @@ def grows_in_time(mini: Any) -> None:
 
 @says("3")
 def grows_wholly_or_not(mini: Any) -> None:
-    """Where two blocks are needed and one is free, may_append says False and takes none."""
+    """If two blocks are needed and one is free, may_append returns False and takes none."""
     blocks, seq = mini.BlockManager(1, 4), mini.Sequence([])
     expect("The answer of may_append", blocks.may_append(seq, 8), False)
     expect("Free blocks afterwards", blocks.num_free_blocks, 1)
@@ -181,7 +182,7 @@ def grows_wholly_or_not(mini: Any) -> None:
 
 @says("4")
 def shares_beginnings(mini: Any) -> None:
-    """A prompt that begins with the same 8 letters shares their two blocks, and begins at position 8."""
+    """A prompt that begins with the same 8 letters shares their two blocks, and starts at position 8."""
     blocks = mini.BlockManager(8, 4)
     a, b = admit(mini, blocks, "abcdefghij"), mini.Sequence(letters("abcdefghxy"))
     blocks.allocate(b)
@@ -192,7 +193,7 @@ def shares_beginnings(mini: Any) -> None:
 
 @says("4")
 def chains_keys(mini: Any) -> None:
-    """The same four letters behind other letters are no hit: a key depends on the key before."""
+    """The same four letters after other letters are not a hit: a key depends on the key before it."""
     blocks = mini.BlockManager(8, 4)
     admit(mini, blocks, "abcdefgh")
     expect("Hits of 'efgh'", blocks.find_prefix(mini.Sequence(letters("efgh"))), [])
@@ -201,7 +202,7 @@ def chains_keys(mini: Any) -> None:
 
 @says("4")
 def registers_full_blocks_only(mini: Any) -> None:
-    """Only blocks that computed tokens fill can be found: of 6 computed ones of 8, the first four."""
+    """Only blocks full of computed tokens can be found: if 6 of 8 tokens are computed, the first block."""
     blocks, seq = mini.BlockManager(8, 4), mini.Sequence(letters("abcdefgh"))
     blocks.allocate(seq)
     seq.num_computed_tokens = 6
@@ -211,7 +212,7 @@ def registers_full_blocks_only(mini: Any) -> None:
 
 @says("4")
 def computes_one_token(mini: Any) -> None:
-    """Where all of a prompt is a hit, its last token is computed still: a token is drawn from its logits."""
+    """If a whole prompt is a hit, its last token is computed again: its logits choose the next token."""
     blocks = mini.BlockManager(8, 4)
     admit(mini, blocks, "abcdefgh")
     seq = mini.Sequence(letters("abcdefgh"))
@@ -221,7 +222,7 @@ def computes_one_token(mini: Any) -> None:
 
 @says("4")
 def refuses_wholly(mini: Any) -> None:
-    """A hit on a free block uses that block up; who does not fit is refused, and nothing has changed."""
+    """A hit on a free block uses up that block. If a sequence does not fit, it is refused without changes."""
     blocks = mini.BlockManager(3, 4)
     blocks.free(admit(mini, blocks, "abcdefgh"))
     seq = mini.Sequence(letters("abcdefghijklm"))
@@ -231,7 +232,7 @@ def refuses_wholly(mini: Any) -> None:
 
 @says("5")
 def counts_users(mini: Any) -> None:
-    """A block that two sequences use is not free when one of them ends."""
+    """A block that two sequences use is not free while either of them runs."""
     blocks = mini.BlockManager(8, 4)
     a, b = admit(mini, blocks, "abcdefgh"), admit(mini, blocks, "abcdefgh")
     blocks.free(a)
@@ -251,7 +252,7 @@ def evicts_tails(mini: Any) -> None:
 
 @says("5")
 def forgets_what_it_evicts(mini: Any) -> None:
-    """What was in a block is not found any more when the block is taken for something else."""
+    """The old content of a block is no longer found once the block is taken for another sequence."""
     blocks = mini.BlockManager(1, 4)
     blocks.free(admit(mini, blocks, "abcd"))
     admit(mini, blocks, "0123")
@@ -260,7 +261,7 @@ def forgets_what_it_evicts(mini: Any) -> None:
 
 @says("5")
 def takes_empty_ones_first(mini: Any) -> None:
-    """While a block is free in which nothing can be found, nothing is evicted."""
+    """While a free block without registered content is left, nothing is evicted."""
     blocks = mini.BlockManager(3, 4)
     blocks.free(admit(mini, blocks, "abcdefghi"))
     admit(mini, blocks, "0123")
@@ -269,7 +270,7 @@ def takes_empty_ones_first(mini: Any) -> None:
 
 @says("5")
 def revives(mini: Any) -> None:
-    """A hit on a free block takes it out of the free ones, so that nobody else gets it."""
+    """A hit on a free block removes it from the free blocks, so that no other sequence gets it."""
     blocks = mini.BlockManager(2, 4)
     blocks.free(admit(mini, blocks, "abcd"))
     admit(mini, blocks, "abcd")
@@ -278,7 +279,7 @@ def revives(mini: Any) -> None:
 
 @says("6")
 def admits_at_once(mini: Any) -> None:
-    """Of three requests and two places the third comes in in the step after the first has ended."""
+    """With three requests and two places, the third is admitted in the step after the first finishes."""
     scheduler = mini.Scheduler(mini.BlockManager(9, 4), max_num_seqs=2)
     for text, max_tokens in ("a", 2), ("b", 4), ("c", 2):
         scheduler.add(mini.Sequence(letters(text), max_tokens))
@@ -292,7 +293,7 @@ def admits_at_once(mini: Any) -> None:
 
 @says("6")
 def stops(mini: Any) -> None:
-    """The stop token ends a sequence, and its blocks are free."""
+    """The stop token finishes a sequence, and its blocks are freed."""
     scheduler = mini.Scheduler(mini.BlockManager(9, 4))
     seq = mini.Sequence(letters("abc"), 9)
     scheduler.add(seq)
@@ -304,7 +305,7 @@ def stops(mini: Any) -> None:
 
 @says("6")
 def keeps_the_queue_s_order(mini: Any) -> None:
-    """If the first of the queue does not fit, a small one behind it waits too."""
+    """If the first sequence in the queue does not fit, a small one after it waits too."""
     scheduler = mini.Scheduler(mini.BlockManager(4, 4))
     for text in "aaaaaaaaaaaa", "bbbbbbbb", "c":
         scheduler.add(mini.Sequence(letters(text), 2))
@@ -313,7 +314,7 @@ def keeps_the_queue_s_order(mini: Any) -> None:
 
 @says("6")
 def keeps_the_budget(mini: Any) -> None:
-    """A step computes no more tokens than its budget, and running sequences go first."""
+    """A step computes no more tokens than its budget, and schedules running sequences first."""
     scheduler = mini.Scheduler(mini.BlockManager(9, 4), max_num_batched_tokens=4)
     for text in "aaa", "bbbbb":
         scheduler.add(mini.Sequence(letters(text), 9))
@@ -323,7 +324,7 @@ def keeps_the_budget(mini: Any) -> None:
 
 @says("7")
 def cuts_prompts(mini: Any) -> None:
-    """With a budget of 6, a prompt of 11 is computed as [0, 6) and [6, 11)."""
+    """With a budget of 6, a prompt of 11 tokens is computed as [0, 6) and [6, 11)."""
     scheduler = mini.Scheduler(mini.BlockManager(9, 4), max_num_batched_tokens=6)
     scheduler.add(mini.Sequence(letters("abcdefghijk"), 9))
     expect("Chunks", [run(scheduler), run(scheduler)], [[("a", 0, 6)], [("a", 6, 11)]])
@@ -331,7 +332,7 @@ def cuts_prompts(mini: Any) -> None:
 
 @says("7")
 def draws_at_the_end_only(mini: Any) -> None:
-    """A chunk from a prompt's middle draws nothing; the last one does."""
+    """A chunk in the middle of a prompt samples nothing. The last chunk samples a token."""
     scheduler, seq = mini.Scheduler(mini.BlockManager(9, 4)), mini.Sequence(letters("abcdefgh"))
     expect("Draws, 6 of 8 tokens", scheduler.next_chunk(seq, 6).samples, False)
     expect("Draws, 8 of 8 tokens", scheduler.next_chunk(seq, 8).samples, True)
@@ -339,7 +340,7 @@ def draws_at_the_end_only(mini: Any) -> None:
 
 @says("7")
 def starts_behind_hits(mini: Any) -> None:
-    """A chunk begins at the first token that is not computed: with 5 of 8 computed it is [5, 8)."""
+    """A chunk begins at the first uncomputed token: with 5 of 8 tokens computed it is [5, 8)."""
     scheduler, seq = mini.Scheduler(mini.BlockManager(9, 4)), mini.Sequence(letters("abcdefgh"))
     seq.num_computed_tokens = 5
     chunk = scheduler.next_chunk(seq, 6)
@@ -347,7 +348,7 @@ def starts_behind_hits(mini: Any) -> None:
 
 
 def scarce(mini: Any, *texts: str) -> Any:
-    """A scheduler whose five blocks are too few for two answers, at the step before one must give way."""
+    """Return a scheduler with too few blocks for two answers, one step before a sequence is preempted."""
     scheduler = mini.Scheduler(mini.BlockManager(5, 4))
     for text in texts:
         scheduler.add(mini.Sequence(letters(text), 5))
@@ -358,7 +359,7 @@ def scarce(mini: Any, *texts: str) -> Any:
 
 @says("8")
 def preempts_the_last(mini: Any) -> None:
-    """Where one block is left and two are wanted, the sequence that came last gives way."""
+    """If one block is free and two are needed, the sequence that arrived last is preempted."""
     scheduler = scarce(mini, "abcdefg", "hijklmn")
     expect("Step 3", run(scheduler), [("a", 8, 9)])
     expect("Preemptions", scheduler.num_preemptions, 1)
@@ -366,7 +367,7 @@ def preempts_the_last(mini: Any) -> None:
 
 @says("8")
 def keeps_tokens(mini: Any) -> None:
-    """Who was preempted keeps its tokens, has no blocks, and nothing of it is computed."""
+    """A preempted sequence keeps its tokens, holds no blocks, and has no computed tokens."""
     scheduler = scarce(mini, "abcdefg", "hijklmn")
     run(scheduler)
     seq = scheduler.waiting[0]
@@ -377,7 +378,7 @@ def keeps_tokens(mini: Any) -> None:
 
 @says("8")
 def waits_in_front(mini: Any) -> None:
-    """Who was preempted stands before those that never ran."""
+    """A preempted sequence waits in front of sequences that never ran."""
     scheduler = scarce(mini, "abcdefg", "hijklmn")
     scheduler.add(mini.Sequence(letters("z"), 2))
     run(scheduler)
@@ -386,7 +387,7 @@ def waits_in_front(mini: Any) -> None:
 
 @says("8")
 def all_end(mini: Any) -> None:
-    """Preempted sequences run again and end, as long as they would have been."""
+    """Preempted sequences run again and finish, with as many tokens as without a preemption."""
     scheduler = scarce(mini, "abcdefg", "hijklmn", "opqrstu")
     seqs = scheduler.running + scheduler.waiting
     for _ in range(40):
@@ -397,7 +398,7 @@ def all_end(mini: Any) -> None:
 
 @says("13")
 def accepts_up_to_the_first_miss(mini: Any) -> None:
-    """Guesses e f x, draws e f g z: e, f and g count. The draw at the first miss counts, none behind it."""
+    """With guesses e f x and samples e f g z, e f g count: none after the first wrong guess."""
     expect("Taken", mini.accept(letters("efx"), letters("efgz")), letters("efg"))
     expect("Taken, all guesses right", mini.accept(letters("ef"), letters("efg")), letters("efg"))
     expect("Taken, first guess wrong, second right", mini.accept(letters("xf"), letters("efg")), letters("e"))
@@ -405,14 +406,14 @@ def accepts_up_to_the_first_miss(mini: Any) -> None:
 
 @says("13")
 def looks_up_the_latest(mini: Any) -> None:
-    """Behind "abcabdab" comes what followed the latest "ab" before: "da"."""
+    """After "abcabdab" the guess is what followed the latest earlier "ab": "da"."""
     expect("Guesses", mini.lookup(letters("abcabdab"), 2), letters("da"))
     expect("Guesses where nothing repeats", mini.lookup(letters("abcd"), 2), [])
 
 
 @says("13")
 def guesses_behind_known_tokens_only(mini: Any) -> None:
-    """Nothing is guessed in the middle of a prompt, nor beyond budget, max_tokens or free blocks."""
+    """There are no guesses in the middle of a prompt, nor beyond budget, max_tokens or free blocks."""
     for num_blocks, max_tokens, budget, samples, expected in [
         (4, 9, 8, True, 3),
         (4, 9, 8, False, 0),
@@ -431,7 +432,7 @@ def guesses_behind_known_tokens_only(mini: Any) -> None:
 
 @says("all")
 def says_what_transformers_says(mini: Any) -> None:
-    """Four questions at once, in scarce blocks, in chunks and with guesses: the answers are transformers'."""
+    """Four questions at once, with scarce blocks, chunks and guesses, get the answers of transformers."""
     from transformers import AutoModelForCausalLM
 
     reference: Any = AutoModelForCausalLM.from_pretrained("nanoengine/demo")
@@ -452,7 +453,7 @@ def says_what_transformers_says(mini: Any) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command; how many checks failed."""
+    """Run the command, and return how many checks failed."""
     parser = argparse.ArgumentParser(
         prog="python -m docs.check",
         description=__doc__,
