@@ -1,1 +1,1 @@
-"""Engines side by side: `python -m benchmarks`. Nothing is downloaded."""
+"""Benchmarks that compare engines: `python -m benchmarks`. Nothing is downloaded."""

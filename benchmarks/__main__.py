@@ -5,18 +5,18 @@ python -m benchmarks --workload decode,prefix --engine nanoengine,transformers,t
 python -m benchmarks --engine nanoengine,vllm --python vllm=/path/to/its/venv/bin/python
 python -m benchmarks --engine nanoengine,llama.cpp --python llama.cpp=/path/to/its/venv/bin/python
 python -m benchmarks --engine nanoengine,nano-vllm --python nano-vllm=/path/to/its/venv/bin/python
-python -m benchmarks --engine nanoengine-int4,llama.cpp-q4_0 --custom 1:32:128  # weights in 4 bits
+python -m benchmarks --engine nanoengine-int4,llama.cpp-q4_0 --custom 1:32:128  # 4-bit weights
 python -m benchmarks --custom 64:32-256:16-64:512  # 64 requests, prompts of 32 to 256 tokens after 512 shared
-python -m benchmarks --rate 1,2,4                  # latency when requests come at random, so many a second
+python -m benchmarks --rate 1,2,4                  # latency with Poisson arrivals at these rates per second
 python -m benchmarks --plot bench.png              # throughput against batch size, and where the time goes
 python -m benchmarks --ablate                      # nanoengine without each of its tricks; --plot draws it
-python -m benchmarks --what scheduler              # the host side alone: scheduler, and whole steps
+python -m benchmarks --what scheduler              # only the host side: the scheduler, and whole steps
 
-Each engine lives in a process of its own and they take turns: the first run of each, the second of
-each, ... Those whose turn it is not are stopped. On a GPU, of which each takes nearly all memory, the second
-engine starts when the first has done all its runs. All get the same prompts, output lengths, dtype and
-number of threads; a warm-up with other tokens goes before. The models are published shapes with random
-weights, unless --model names a checkpoint. So one figure compares with another of the same run.
+Each engine has a process of its own, and the engines take turns: the first run of each, the second run of
+each, and so on. The others are stopped meanwhile. On a GPU each engine takes nearly all memory, so the second
+engine starts after all runs of the first. All engines get the same prompts, output lengths, dtype and number
+of threads, after a warm-up with other tokens. The models are published shapes with random weights, unless
+--model names a checkpoint. Compare figures of the same run only.
 """
 
 import argparse
@@ -40,13 +40,13 @@ from nanoengine.apps.workloads import SHAPES, WORKLOADS, parse_custom
 
 
 def command_line() -> str:
-    """How this was called, less the paths that are this machine's own."""
+    """Return the command line, without this machine's own paths."""
     command = shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]])
     return re.sub(r"=/\S*/(?=\S+/bin/)", "=", command)
 
 
 def parse_rates(text: str) -> list[float]:
-    """Positive numbers, separated by commas."""
+    """Parse positive numbers, separated by commas."""
     rates = [float(rate) for rate in text.split(",")]
     if min(rates) <= 0:
         raise ValueError(text)
@@ -54,7 +54,7 @@ def parse_rates(text: str) -> list[float]:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Options, checked before anything is started."""
+    """Parse the options, and check them before anything starts."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -129,11 +129,11 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measure, print, draw."""
+    """Run the benchmark, print the results and draw the plots."""
     args = parse_arguments()
     report: dict[str, Any]
     started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    # Imported late: a wrong option is refused at once, and huggingface_hub reads HF_HUB_OFFLINE.
+    # Imported late, so that a wrong option is refused at once, and huggingface_hub reads HF_HUB_OFFLINE.
     if args.what == "scheduler":
         from benchmarks.host import bench_scheduler
 
@@ -144,7 +144,7 @@ def main() -> None:
 
         try:
             report = bench_engines(args)
-        except (ValueError, OSError) as error:  # the model: what an engine raises is reported beside it
+        except (ValueError, OSError) as error:  # a bad model; errors of an engine are in its row instead
             sys.exit(f"python -m benchmarks: {' '.join(str(error).split())}")
         print_tables(report)
         if args.ablate:

@@ -1,4 +1,4 @@
-"""Where something was measured: the processor, what it multiplies with, and what it stands in for."""
+"""Describes the machine of a measurement: its processor, instruction set, and the one it emulates."""
 
 import os
 import platform
@@ -8,7 +8,7 @@ from typing import Any
 
 OLDER = "less than AVX2"
 _AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
-# What products are made of, the best last, and the flags in /proc/cpuinfo that it takes.
+# Instruction sets for matrix products, the best last, and the flags in /proc/cpuinfo that each needs.
 LEVELS = {
     OLDER: {"sse2"},
     "AVX2": {"avx2", "fma"},
@@ -17,9 +17,9 @@ LEVELS = {
     "NEON": {"asimd"},
     "NEON bfloat16": {"asimd", "bf16"},
 }
-# Besides: products of 8-bit integers, and of matrix tiles.
+# In addition: products of 8-bit integers, and of matrix tiles.
 EXTRAS = {"VNNI": ({"avx512_vnni"}, {"avx_vnni"}), "AMX": ({"amx_bf16"},)}
-# Variables that keep a library from a processor's newer instructions, and how far each setting lets it go.
+# Variables that keep a library from using newer instructions, and the best instruction set each value allows.
 STAND_INS = {
     "ATEN_CPU_CAPABILITY": {"default": OLDER, "avx2": "AVX2"},
     "MKL_ENABLE_INSTRUCTIONS": {"SSE4_2": OLDER, "AVX": OLDER, "AVX2": "AVX2", "AVX512": "AVX-512"},
@@ -36,7 +36,7 @@ STAND_INS = {
 
 
 def instruction_set(flags: set[str], environment: Mapping[str, str] = os.environ) -> str:
-    """What a processor with these flags multiplies with, and the older one that it is made to stand in for.
+    """Return the instruction set that these flags allow, and the older one that it stands in for, if any.
 
     >>> instruction_set({"sse2", "avx2", "fma", "avx_vnni"}, {})
     'AVX2 + VNNI'
@@ -56,7 +56,7 @@ def instruction_set(flags: set[str], environment: Mapping[str, str] = os.environ
 
 
 def machine(threads: int, device: str) -> dict[str, Any]:
-    """Where this runs."""
+    """Describe this machine."""
     import psutil
     import torch
 
@@ -64,7 +64,7 @@ def machine(threads: int, device: str) -> dict[str, Any]:
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
     told = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     flags = set(f"{told.get('flags', '')} {told.get('Features', '')}".split())
-    if platform.machine() == "arm64":  # macOS, which has no such file
+    if platform.machine() == "arm64":  # macOS has no /proc/cpuinfo
         flags.add("asimd")
     return {
         "cpu": told.get("model name") or platform.processor(),

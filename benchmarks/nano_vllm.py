@@ -1,7 +1,7 @@
-"""nano-vllm as one more engine: a checkpoint as it needs one, and its `generate`.
+"""nano-vllm as an engine: writes a checkpoint that it can load, and calls its `generate`.
 
-Our own Python writes the checkpoint; the engine's needs nano-vllm alone, so that nothing but the standard
-library is imported up here. Source: https://github.com/GeeeekExplorer/nano-vllm
+nanoengine's Python writes the checkpoint. The engine's own Python needs only nano-vllm, so import only the
+standard library at the top of this file. Source: https://github.com/GeeeekExplorer/nano-vllm
 """
 
 import json
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 def prepare(checkpoint: "Checkpoint", settings: dict[str, Any], directory: str) -> dict[str, Any]:
-    """The settings that `load` takes: the model has weights and a tokenizer, where it was a config alone.
+    """Return the settings for `load`. A model that is only a config gets random weights and a tokenizer.
 
     Raises:
-        ValueError: nano-vllm would compute something else than the checkpoint says. It takes any for a Qwen3
-            with the rope and the precision that its config begins with, without a word.
+        ValueError: nano-vllm would compute another model than the checkpoint describes. It silently treats
+            every checkpoint as a Qwen3 with default rope and the dtype in the config.
     """
     config, own = checkpoint.decoder_config, checkpoint.hf_config.dtype
     if config is None or checkpoint.architecture != "Qwen3ForCausalLM":
@@ -38,14 +38,14 @@ def prepare(checkpoint: "Checkpoint", settings: dict[str, Any], directory: str) 
 
 
 def write_at_random(checkpoint: "Checkpoint", settings: dict[str, Any], path: Path) -> None:
-    """Fill a directory with a model of a checkpoint's config, and with a tokenizer of one word."""
+    """Write a model with the checkpoint's config and random weights, and a tokenizer of one word."""
     import tokenizers
     from safetensors.torch import save_file
 
     model, _ = transformers_model(settings | {"device": "cpu"})
-    weights = {name: parameter.contiguous() for name, parameter in model.named_parameters()}  # tied ones once
+    weights = {name: parameter.contiguous() for name, parameter in model.named_parameters()}  # no tied copies
     save_file(weights, path / "model.safetensors")
-    # As it is: transformers would write it in words that its older versions do not know.
+    # Copied unchanged: transformers would write field names that its older versions do not know.
     (path / "config.json").write_bytes((checkpoint.path / "config.json").read_bytes())
     word = "<eos>"
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: 0}, unk_token=word))
@@ -55,7 +55,7 @@ def write_at_random(checkpoint: "Checkpoint", settings: dict[str, Any], path: Pa
 
 
 def load(settings: dict[str, Any]) -> Run:
-    """nano-vllm, as `prepare` has it set. What it does not know among its settings it leaves out silently."""
+    """Load nano-vllm with the settings from `prepare`. It silently ignores settings that it does not know."""
     from nanovllm import LLM, SamplingParams
 
     llm = LLM(

@@ -1,6 +1,6 @@
-"""What every engine's run has in common: its limits, its model where it is transformers' own, its figures.
+"""Shared by all engines' runs: limits, latency figures, and the model of transformers' engines.
 
-Nothing but the standard library up here: each engine has a Python of its own.
+Import only the standard library at the top of this file: each engine has a Python of its own.
 """
 
 import itertools
@@ -10,19 +10,19 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-# Serve prompts, with these output lengths, from these arrival times on; what was measured, as JSON.
+# Serves prompts with these output lengths at these arrival times, and returns the measurements as JSON.
 Run = Callable[[list[list[int]], list[int], list[float]], dict[str, Any]]
 
 MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, TEMPERATURE = 256, 8192, 0.6
-KV_CACHE_BYTES = 4 << 30  # on a CPU; nanoengine's own choice, too
+KV_CACHE_BYTES = 4 << 30  # on a CPU, where it is also nanoengine's default
 CORES = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else list(range(os.cpu_count() or 1))
 
 
 def latencies(arrivals: list[float], stamps: list[list[float]]) -> dict[str, list[float]]:
-    """From each request's arrival and its tokens' times, in seconds.
+    """Compute latencies in seconds from each request's arrival time and the times of its tokens.
 
-    ttft: time to the first token, queueing included, per request; tpot: time per output token after
-    the first, per request; itl: time between one token and the next, per token.
+    ttft: time to the first token, queueing included, one per request. tpot: time per output token after the
+    first, one per request. itl: time between one token and the next, one per token.
     """
     gaps = [[b - a for a, b in itertools.pairwise(times)] for times in stamps]
     return {
@@ -33,11 +33,11 @@ def latencies(arrivals: list[float], stamps: list[list[float]]) -> dict[str, lis
 
 
 def transformers_model(settings: dict[str, Any]) -> tuple[Any, Any]:
-    """A model and the generation settings both of its engines use: sampling, and no end of sequence."""
+    """Return a model and the generation settings of both transformers engines: sampling, no stop token."""
     import torch
     import transformers
 
-    library: Any = transformers  # partly without types
+    library: Any = transformers  # only partly typed
 
     dtype = getattr(torch, settings["dtype"])
     if settings["load_format"] == "dummy":
