@@ -1,8 +1,8 @@
-"""What each trick of nanoengine is worth: the same requests with and without it, in turns.
+"""Measures the gain from each of nanoengine's tricks: the same requests with and without it, in turns.
 
-A trick is switched off by a setting of the engine where there is one, else by a line in its process, which
-knows the engine's inside. A trick may carry others: without compiled kernels no weight is packed for them,
-and no layer is one call. Nothing but the standard library up here: `engines.py` imports this.
+A setting of the engine switches a trick off if there is one. Otherwise a function here patches the engine in
+its process. Some tricks depend on others: without compiled kernels, no weights are packed for them, and no
+layer is a single call. Import only the standard library at the top: `engines.py` imports this file.
 """
 
 import mmap
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-WITHOUT = "nanoengine without "  # what an engine is called, before the trick
+WITHOUT = "nanoengine without "  # prefix of an engine's name, before the trick's name
 
 
 def _plain_weights() -> None:
@@ -21,7 +21,7 @@ def _plain_weights() -> None:
 
 
 def _small_pages() -> None:
-    del mmap.MADV_HUGEPAGE  # where there is no such word, no large pages are asked for
+    del mmap.MADV_HUGEPAGE  # without this constant, the engine does not request large pages
 
 
 def _calls_per_layer() -> None:
@@ -43,16 +43,16 @@ def _no_fusion() -> None:
 
 
 class Trick(NamedTuple):
-    """How to do without something."""
+    """Says how to switch off one trick."""
 
-    devices: tuple[str, ...]  # where it is
-    settings: Mapping[str, Any] = MappingProxyType({})  # the engine's
-    switch_off: Callable[[], None] = lambda: None  # before the engine is made
+    devices: tuple[str, ...]  # the devices that have the trick
+    settings: Mapping[str, Any] = MappingProxyType({})  # engine settings that switch it off
+    switch_off: Callable[[], None] = lambda: None  # called before the engine is made
 
 
 TRICKS = {
     "prefix caching": Trick(("cpu", "cuda"), {"enable_prefix_caching": False}),
-    "chunks": Trick(("cpu", "cuda"), {"max_num_batched_tokens": 1 << 14}),  # whole prompts, all in a step
+    "chunks": Trick(("cpu", "cuda"), {"max_num_batched_tokens": 1 << 14}),  # whole prompts in one step
     "compiled kernels": Trick(("cpu",), {"enforce_eager": True}),
     "packed weights": Trick(("cpu",), switch_off=_plain_weights),
     "one call per layer": Trick(("cpu",), switch_off=_calls_per_layer),
@@ -65,7 +65,7 @@ TRICKS = {
 
 
 def settings_of(engine: str) -> dict[str, Any]:
-    """Switch a trick off in this process, where an engine's name says so; the settings it takes."""
+    """Switch off the trick that an engine's name says, in this process. Returns the engine's settings."""
     trick = TRICKS.get(engine.removeprefix(WITHOUT))
     if trick is None:
         return {}
@@ -74,7 +74,7 @@ def settings_of(engine: str) -> dict[str, Any]:
 
 
 def compare(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row per trick and workload, of the engine's row and that of the one without it, which follows."""
+    """Return a row per trick and workload, which compares the engine's row with the next one, without it."""
     rows = []
     for result in report["models"]:
         of_engine: dict[str, Any] = {}
@@ -99,7 +99,7 @@ def compare(report: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    """For a page: what each trick is worth, the ratio of each pair of runs."""
+    """Print a Markdown table of the gain from each trick, by the ratio of each pair of runs."""
     print("\n| without | workload | output tokens/s with, without | gain (min to max of the pairs) |")
     print("|---|---|---|---|")
     for row in rows:
@@ -112,7 +112,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
 
 
 def draw(rows: list[dict[str, Any]], title: str, path: str) -> None:
-    """A bar for each trick and workload: how many times as fast with it, and the spread of the pairs."""
+    """Draw a bar per trick and workload: the speedup from the trick, and the spread of the pairs."""
     import matplotlib
 
     matplotlib.use("agg")

@@ -1,4 +1,4 @@
-"""One model, served by several engines in turns: measured, summarised, held against the roofline."""
+"""Measures several engines that serve one model in turns, and compares them with the roofline."""
 
 import argparse
 import itertools
@@ -21,15 +21,15 @@ from nanoengine.apps.roofline import roofline_seconds
 from nanoengine.apps.workloads import SHAPES, SWEEP, Workload, poisson_arrivals
 
 LATENCIES = ("ttft", "tpot", "itl")
-# What makes of a checkpoint the one that an engine reads, and of the settings those it takes.
+# Engine -> the function that converts the checkpoint and the settings for it.
 PREPARE = {"llama.cpp": llama_cpp.prepare, "nano-vllm": nano_vllm.prepare}
-# Bits of a weight in layers and in the head, scales counted in; others are of the dtype.
+# Bits per weight in the layers and in the head, including scales. Other engines' weights have the dtype.
 BITS = {"int8": (8.125, 8.125), "int4": (4.5, 8.125), "q8_0": (8.5, 8.5), "q4_0": (4.5, 8.5)}
 COUNTERS = ("steps", "batch_mean", "batch_max", "prefix_hit_rate", "preemptions", "peak_kv_usage")
 
 
 def summarize(replies: list[dict[str, Any]], prompt_tokens: int, output_tokens: int) -> dict[str, Any]:
-    """One engine's runs of one workload as figures; what it does not report is None."""
+    """Summarize one engine's runs of one workload. Figures that the engine does not report are None."""
     for reply in replies:
         if "error" not in reply and reply["output_tokens"] != output_tokens:
             reply["error"] = f"{reply['output_tokens']} output tokens of {output_tokens} asked for"
@@ -64,18 +64,18 @@ def summarize(replies: list[dict[str, Any]], prompt_tokens: int, output_tokens: 
 
 @dataclass(slots=True)
 class Bench:
-    """One model, served by several engines that take turns."""
+    """Serves one model with several engines that take turns."""
 
     vocab_size: int
-    config: Any  # DecoderConfig; of other models, None, the roofline knows nothing
-    itemsize: int  # bytes of a weight
+    config: Any  # DecoderConfig; None: a model that the roofline does not cover
+    itemsize: int  # bytes per weight
     limits: Worker
-    engines: list[Worker] = field(default_factory=list)  # those that run
-    bandwidth: float = 0.0  # bytes a second, the best seen so far
-    flops: dict[str, float] = field(default_factory=dict)  # rows -> a second, likewise
+    engines: list[Worker] = field(default_factory=list)  # the engines that run now
+    bandwidth: float = 0.0  # bytes per second, the best so far
+    flops: dict[str, float] = field(default_factory=dict)  # rows -> FLOPs per second, the best so far
 
     def warm_up(self, workload: Workload) -> None:
-        """Up to 4096 prompt tokens of other prompts, 8 output tokens each."""
+        """Serve up to 4096 tokens of other prompts, with 8 output tokens each."""
         prompts = workload.prompts(f"{workload.name}, warm-up", self.vocab_size)
         totals = itertools.accumulate(map(len, prompts))
         prompts = prompts[: max(1, sum(total <= 4096 for total in totals))]
@@ -86,7 +86,7 @@ class Bench:
     def measure(
         self, workload: Workload, repeats: int, rate: float | None = None
     ) -> Iterator[dict[str, Any]]:
-        """A row per engine: all at once, or (with a rate) as requests arrive."""
+        """Serve a workload and yield a row per engine. Requests arrive at once, or at random with a rate."""
         name = workload.name if rate is None else f"{workload.name}, {rate:g} requests a second"
         prompt_lens, output_lens = workload.lengths()
         arrivals = [0.0] * len(prompt_lens) if rate is None else poisson_arrivals(rate, len(prompt_lens))
@@ -113,7 +113,7 @@ class Bench:
             yield row
 
     def roofline(self, workload: Workload, engine: str = "") -> float | None:
-        """Output tokens a second of an ideal engine on this machine, with weights in an engine's bits."""
+        """Return an ideal engine's output tokens per second here, with as many weight bits as `engine`."""
         if self.config is None:
             return None
         prompt_lens, output_lens = workload.lengths()
@@ -130,7 +130,7 @@ class Bench:
         return round(sum(output_lens) / seconds, 2)
 
     def _measure_limits(self) -> None:
-        """What else the machine does only ever lowers them, so the best counts."""
+        """Measure the machine's limits, and keep the best: other load on the machine only lowers them."""
         reply = self.limits.ask([[], [], []])
         if "error" in reply:
             raise RuntimeError(f"the machine's limits cannot be measured: {reply['error']}")
@@ -139,7 +139,7 @@ class Bench:
 
 
 def bench_model(model: str, workloads: list[Workload], args: argparse.Namespace) -> dict[str, Any]:
-    """Start the engines on one model and let them serve the workloads, the rates and the sweep."""
+    """Start the engines on one model, and let them serve the workloads, the rates and the sweep."""
     import torch
 
     from nanoengine.models.checkpoint import open_checkpoint
@@ -177,9 +177,9 @@ def bench_model(model: str, workloads: list[Workload], args: argparse.Namespace)
         engines: dict[str, Any] = {}
         rows: list[dict[str, Any]] = []
         sweep: dict[str, list[Any]] = {engine: [] for engine in args.engine}
-        # Of a GPU's memory each takes nearly all, so that only one can be there at a time.
+        # Each engine takes nearly all of a GPU's memory, so only one can run at a time.
         turns = [[engine] for engine in args.engine] if args.device == "cuda" else [args.engine]
-        if args.ablate:  # each trick's engine beside the whole one, since the machine's rate changes
+        if args.ablate:  # pairs of engines with and without a trick, since the machine's speed changes
             turns = [["nanoengine", WITHOUT + trick] for trick in args.ablate]
         for turn in turns:
             with ExitStack() as until:
@@ -211,7 +211,7 @@ def bench_model(model: str, workloads: list[Workload], args: argparse.Namespace)
 
 
 def bench_engines(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure every workload that was asked for."""
+    """Measure every requested workload, and return the report."""
     groups: dict[str, list[Workload]] = {}
     for workload in args.workload:
         groups.setdefault(args.model or workload.shape, []).append(workload)

@@ -1,6 +1,7 @@
-"""The engines, each in a process of its own and in its own Python: nothing but the standard library up here.
+"""Loads and runs the engines, each in a process with a Python of its own.
 
-`python -m benchmarks.engines NAME` answers JSON lines with JSON lines: first the settings, then a run each.
+`python -m benchmarks.engines NAME` reads JSON lines and answers each with one: the first line holds the
+settings, each further line a run. Import only the standard library at the top of this file.
 """
 
 import importlib.util
@@ -25,7 +26,7 @@ from benchmarks.runs import (
     transformers_model,
 )
 
-STATIC_BATCH = 64  # requests of one `generate` call
+STATIC_BATCH = 64  # number of requests in one `generate` call
 
 
 def drive(
@@ -35,7 +36,7 @@ def drive(
     arrivals: list[float],
     after_step: Callable[[list[Any]], None] = lambda outputs: None,
 ) -> dict[str, Any]:
-    """Serve requests by `add_request` and `step`, which nanoengine and vLLM share."""
+    """Serve requests with `add_request` and `step`, which nanoengine and vLLM both have."""
     stamps: list[list[float]] = [[] for _ in prompts]
     num_added, start = 0, time.perf_counter()
     while num_added < len(prompts) or engine.has_unfinished_requests():
@@ -56,7 +57,7 @@ def drive(
 
 
 def load_stepped(settings: dict[str, Any]) -> Run:
-    """nanoengine, or whatever vLLM its environment holds: where they agree, one code drives both."""
+    """Load nanoengine, or the vLLM in its environment. The same code drives both."""
     is_vllm = settings["engine"] == "vllm"
     if is_vllm:
         from vllm import LLM, SamplingParams
@@ -81,7 +82,7 @@ def load_stepped(settings: dict[str, Any]) -> Run:
 
     def run(prompts: list[list[int]], output_lens: list[int], arrivals: list[float]) -> dict[str, Any]:
         common = {"temperature": TEMPERATURE, "ignore_eos": True, "detokenize": False}
-        kind = RequestOutputKind.DELTA  # an output is what the step added
+        kind = RequestOutputKind.DELTA  # an output holds only what the step added
         params = [SamplingParams(max_tokens=n, output_kind=kind, **common) for n in output_lens]
         if is_vllm:
             return drive(llm.llm_engine, prompts, params, arrivals)
@@ -115,7 +116,7 @@ def load_stepped(settings: dict[str, Any]) -> Run:
 
 
 def load_transformers(settings: dict[str, Any]) -> Run:
-    """`generate`: static batches, left padding. A batch runs as long as the longest of its outputs."""
+    """Load transformers' `generate`: static batches with left padding, each as long as its longest output."""
     import torch
 
     model, _ = transformers_model(settings)
@@ -124,7 +125,7 @@ def load_transformers(settings: dict[str, Any]) -> Run:
         if any(arrivals):
             raise ValueError("static batches take no arrivals")
         start, steps, output_tokens = time.perf_counter(), 0, 0
-        # Sorted, so that a batch's outputs are about as long as each other.
+        # Sorted, so that the outputs of a batch have similar lengths.
         order = sorted(range(len(prompts)), key=lambda i: output_lens[i])
         for first in range(0, len(order), STATIC_BATCH):
             batch = order[first : first + STATIC_BATCH]
@@ -147,7 +148,7 @@ def load_transformers(settings: dict[str, Any]) -> Run:
 
 
 def load_transformers_cb(settings: dict[str, Any]) -> Run:
-    """Continuous batching, as `generate_batch` does it, with an output length for each request."""
+    """Load transformers' continuous batching, as in `generate_batch`, with an output length per request."""
     import torch
     from transformers import ContinuousBatchingConfig
 
@@ -157,7 +158,7 @@ def load_transformers_cb(settings: dict[str, Any]) -> Run:
     )
     if (
         settings["device"] == "cpu"
-    ):  # as much cache as the other engines take; alone, it would take all memory
+    ):  # as much cache as the other engines have; by default it would take all memory
         config, itemsize = model.config, getattr(torch, settings["dtype"]).itemsize
         token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * itemsize
         num_tokens = min(KV_CACHE_BYTES // token_bytes, MAX_NUM_SEQS * settings["max_model_len"])
@@ -187,7 +188,7 @@ def load_transformers_cb(settings: dict[str, Any]) -> Run:
             generation_config, continuous_batching_config=cb_config, warmup=settings["device"] == "cuda"
         )
         with manager_context as manager:
-            serve(manager, [[0]], [1], [0.0])  # it allocates its cache when the first request comes
+            serve(manager, [[0]], [1], [0.0])  # the cache is allocated at the first request
             start = time.perf_counter()
             outputs = serve(manager, prompts, output_lens, arrivals)
             seconds = time.perf_counter() - start
@@ -199,27 +200,27 @@ def load_transformers_cb(settings: dict[str, Any]) -> Run:
 
 
 def load_llama_cpp(settings: dict[str, Any]) -> Run:
-    """llama.cpp, many sequences in a batch; the model is a file of its own format."""
+    """Load llama.cpp with continuous batching. The model is a GGUF file."""
     from benchmarks.llama_cpp import load
 
     return load(settings)
 
 
 def load_nano_vllm(settings: dict[str, Any]) -> Run:
-    """nano-vllm, all at once; the model is a directory with weights and a tokenizer."""
+    """Load nano-vllm, which serves all requests at once. The model has weights and a tokenizer."""
     from benchmarks.nano_vllm import load
 
     return load(settings)
 
 
 def load_limits(settings: dict[str, Any]) -> Run:
-    """No engine: the machine's memory bandwidth and rate of matrix products."""
+    """Return a run that measures the machine's memory bandwidth and matrix rate instead of an engine."""
     from nanoengine.apps.roofline import measure_limits
 
     return lambda prompts, output_lens, arrivals: measure_limits(settings["dtype"], settings["device"])
 
 
-# name -> the package it needs, and how it starts
+# name -> the package that the engine needs, and the function that loads it
 LOADERS: dict[str, tuple[str, Callable[[dict[str, Any]], Run]]] = {
     "nanoengine": ("nanoengine", load_stepped),
     "nanoengine-int8": ("nanoengine", load_stepped),
@@ -234,13 +235,13 @@ LOADERS: dict[str, tuple[str, Callable[[dict[str, Any]], Run]]] = {
     "limits": ("torch", load_limits),
 }
 ENGINES = [name for name in LOADERS if name != "limits"]
-LOADERS |= {WITHOUT + trick: ("nanoengine", load_stepped) for trick in TRICKS}  # those of --ablate
+LOADERS |= {WITHOUT + trick: ("nanoengine", load_stepped) for trick in TRICKS}  # for --ablate
 
 
 def worker_main(engine: str) -> None:
-    """Answer JSON lines with JSON lines: first the settings, then a run each."""
+    """Answer each JSON line with one: load the engine with the first line's settings, then run the others."""
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # engines print; that goes to the log
+    os.dup2(2, 1)  # what engines print goes to the log
     package, load = LOADERS[engine]
     run: Run | None = None
     for line in sys.stdin:

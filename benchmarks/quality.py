@@ -1,13 +1,13 @@
-"""What fewer bits cost: log-probabilities of the same texts, and bytes of weights, in each precision.
+"""Measure what quantized weights cost: log-probabilities of the same texts, and bytes, in each precision.
 
 python -m benchmarks.quality                                   # the bundled model
 python -m benchmarks.quality --model Qwen/Qwen3-0.6B --text book.txt
 
-Texts are English, of Python's own documentation (`pydoc_data.topics`) unless `--text` names a file, and for
-the bundled model the right answers to 400 questions that it was not trained on. It knows few words of
-English: of its texts the answers say what rounding does to a model that knows what it says, and English what
-it does to one that does not. Weights in few bits are computed with in float32, so that what changes is their
-rounding. The last line printed is one JSON object.
+The text is English, from Python's own documentation (`pydoc_data.topics`) unless `--text` names a file. For
+the bundled model, a second text holds the right answers to 400 questions that it was not trained on. It knows
+few English words, so its answers show the effect of rounding on text that a model predicts well, and English
+shows the effect on text that it predicts badly. Quantized weights are computed with in float32, so that only
+their rounding differs. The last line printed is one JSON object.
 """
 
 import argparse
@@ -23,18 +23,18 @@ from examples import train_demo as train
 from nanoengine import LLM, SamplingParams
 from nanoengine.models.checkpoint import DEMO
 
-PIECE = 256  # tokens of a text that are seen at once
+PIECE = 256  # number of tokens in each piece of a text
 PRECISIONS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
     "int8": {"dtype": "float32", "quantization": "int8"},
     "int4": {"dtype": "float32", "quantization": "int4"},
 }
-Text = tuple[list[int], int]  # token ids, and how many of them are not looked at
+Text = tuple[list[int], int]  # token ids, and how many of the first ones are not scored
 
 
 def questions(count: int) -> list[tuple[str, str]]:
-    """Of the bundled model, with their answers."""
+    """Return questions for the bundled model, with their answers."""
     rng = random.Random(12345)
     asks: list[train.Task] = [train.ask_sum, train.ask_count, train.ask_backwards]
     asks.append(lambda rng: train.ask_passage(rng, 20))
@@ -42,7 +42,7 @@ def questions(count: int) -> list[tuple[str, str]]:
 
 
 def answered(tokenizer: Any, asked: list[tuple[str, str]]) -> list[Text]:
-    """Conversations, of which the answers are looked at."""
+    """Return conversations of which only the answers are scored."""
     texts = []
     for question, answer in asked:
         chat = [{"role": "user", "content": question}]
@@ -53,7 +53,7 @@ def answered(tokenizer: Any, asked: list[tuple[str, str]]) -> list[Text]:
 
 
 def english(tokenizer: Any, path: str | None, num_tokens: int) -> list[Text]:
-    """The beginning of a text, in pieces."""
+    """Return the beginning of an English text, in pieces."""
     topics = pydoc_data.topics.topics
     text = Path(path).read_text() if path else "\n".join(topics[name] for name in sorted(topics))
     ids = tokenizer(text[: 10 * num_tokens], add_special_tokens=False).input_ids[:num_tokens]
@@ -61,7 +61,7 @@ def english(tokenizer: Any, path: str | None, num_tokens: int) -> list[Text]:
 
 
 def log_probabilities(llm: LLM, texts: list[Text]) -> list[tuple[float, bool]]:
-    """Of each token looked at, and whether it is the likeliest."""
+    """Return the log-probability of each scored token, and whether it is the most probable token."""
     params = SamplingParams(max_tokens=1, prompt_logprobs=1, detokenize=False)
     outputs = llm.generate([{"prompt_token_ids": ids} for ids, _ in texts], params, use_tqdm=False)
     found = []
@@ -74,21 +74,21 @@ def log_probabilities(llm: LLM, texts: list[Text]) -> list[tuple[float, bool]]:
 
 
 def num_right(llm: LLM, asked: list[tuple[str, str]]) -> int:
-    """How many questions are answered to the letter."""
+    """Return how many questions get exactly the right answer."""
     chats: Any = [[{"role": "user", "content": question}] for question, _ in asked]
     outputs = llm.chat(chats, SamplingParams(temperature=0, max_tokens=200), use_tqdm=False)
     return sum(out.outputs[0].text == answer for out, (_, answer) in zip(outputs, asked, strict=True))
 
 
 def weight_bytes(llm: LLM) -> int:
-    """What the model's weights take, each once."""
+    """Return the bytes of the model's weights, counting shared ones once."""
     model = llm.llm_engine.runner.model
     held = {x.data_ptr(): x.nbytes for x in (*model.parameters(), *model.buffers()) if not x.is_mkldnn}
     return sum(held.values())
 
 
 def main() -> None:
-    """Print a row per text and precision, and a JSON line."""
+    """Measure each precision, and print a row per text and precision and a JSON line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
