@@ -1,20 +1,20 @@
-"""Keys and values beyond the process: full blocks in a store, for whoever needs the same prefix next.
+"""The KV store: keeps full blocks outside the process, for later requests with the same prefix.
 
     LLM(..., kv_store="/dev/shm/kv")               # a directory: local, or shared by several hosts
-    LLM(..., kv_store=DirectoryStore("/mnt/kv", max_bytes=100 << 30))  # of stores.py
+    LLM(..., kv_store=DirectoryStore("/mnt/kv", max_bytes=100 << 30))  # from stores.py
     LLM(..., kv_store="redis://localhost:6379/0")  # pip install 'nanoengine[redis]'
 
-So an engine that was restarted, or another one, starts where a prefix was left. An entry is one block: the K
-and V of `block_size` tokens in every layer. Its key is a SHA-256, chained over the blocks before it and begun
-with the fingerprint of all that K and V depend on. It is not trusted: the entry holds the fingerprint, the
-tokens of its whole prefix and a checksum, and whatever does not fit is a miss.
+After a restart, or in another process, an engine reuses a prefix that was computed before. An entry is one
+block: the K and V of `block_size` tokens in every layer. Its key is a SHA-256, chained over all blocks before
+it and seeded with the fingerprint of everything that K and V depend on. The key alone is not trusted: the
+entry contains the fingerprint, the tokens of its whole prefix and a checksum. A mismatch is a miss.
 
-    admission     after the prefix cache's own hits, what the store has of the blocks that follow is read into
-                  the blocks that the sequence just got: `StoringBlockManager.allocate`
-    launch        the blocks that the step fills are copied out, queued behind its kernels
-    collect       the step has succeeded: a thread writes what the store does not have yet: `StoringCore`
+    admission     the sequence's blocks after its prefix cache hits are read from the store, as far as the
+                  store has them: `StoringBlockManager.allocate`
+    launch        the blocks that the step fills are copied out, queued after its kernels: `StoringCore`
+    collect       the step has succeeded: a thread writes the blocks that the store does not have yet
 
-A store that fails costs time at most, never a request: what it has is not found, what it should get is lost.
+A store that fails costs time at most, and no request fails: its entries are not found, and writes are lost.
 Source of the idea: vLLM's KVConnector, https://docs.vllm.ai/en/latest/features/disagg_prefill
 """
 
@@ -44,19 +44,19 @@ from nanoengine.engine import Collected, EngineCore, Launch, ModelRunner, Schedu
 from nanoengine.extensions.windows import WindowedBlockManager
 
 FORMAT_VERSION = 1
-MAX_QUEUED_BYTES = 1 << 30  # of blocks that wait to be written; beyond, saving waits for a later step
-RETRY_SECONDS = 30.0  # a store that failed is left alone for so long
+MAX_QUEUED_BYTES = 1 << 30  # of blocks that wait to be written; above this, saving waits for a later step
+RETRY_SECONDS = 30.0  # how long a store is not called after a failure
 
 # ---- entries -------------------------------------------------------------------------------------
 
 
 def fingerprint_of(weights: Any, hf_config: Any, layout: Any) -> bytes:
-    """A hash of all that K and V depend on besides the tokens. Which kernels compute them does not count.
+    """Return a hash of everything that K and V depend on, except the tokens and the kernels.
 
     Args:
-        weights: stands for them, their dtype, and how they are quantised.
-        hf_config: of the model.
-        layout: how K and V lie in a block.
+        weights: identifies the weights, their dtype, and their quantization.
+        hf_config: the model's config.
+        layout: the layout of K and V in a block.
     """
     config = {
         k: v for k, v in hf_config.to_dict().items() if k not in ("_name_or_path", "transformers_version")
@@ -66,7 +66,7 @@ def fingerprint_of(weights: Any, hf_config: Any, layout: Any) -> bytes:
 
 
 def chain_keys(fingerprint: bytes, contents: Iterable[bytes]) -> list[str]:
-    """The key of each block, given their tokens: it stands for these and for all before them."""
+    """Return a key for each block, given the blocks' tokens. A key identifies all tokens up to its block."""
     keys, key = [], fingerprint
     for content in contents:
         key = hashlib.sha256(key + content).digest()
@@ -75,12 +75,12 @@ def chain_keys(fingerprint: bytes, contents: Iterable[bytes]) -> list[str]:
 
 
 def encode(fingerprint: bytes, token_ids: np.ndarray, groups: abc.Sequence[np.ndarray]) -> bytes:
-    """An entry, in safetensors' format.
+    """Return an entry, in safetensors format.
 
     Args:
         fingerprint: 32 bytes.
-        token_ids: (n,) int32, from the beginning of the sequence to the end of the block.
-        groups: by KV cache group, (bytes,) uint8: K and V of its first layer, of its second...
+        token_ids: (n,) int32, from the start of the sequence to the end of the block.
+        groups: by KV cache group, (bytes,) uint8: K and V of the first layer, of the second...
     """
     tensors = {f"group.{i}": group for i, group in enumerate(groups)}
     tensors |= {"fingerprint": np.frombuffer(fingerprint, np.uint8), "token_ids": token_ids}
@@ -90,10 +90,10 @@ def encode(fingerprint: bytes, token_ids: np.ndarray, groups: abc.Sequence[np.nd
 def decode(
     data: bytes, fingerprint: bytes, token_ids: np.ndarray, sizes: abc.Sequence[int]
 ) -> list[np.ndarray] | None:
-    """The groups of an entry, as `encode` got them; None where it is for other tokens or another model.
+    """Return the groups that were passed to `encode`, or None for an entry of other tokens or another model.
 
     Raises:
-        ValueError: it is damaged.
+        ValueError: the entry is damaged.
     """
     try:
         tensors = load_tensors(data)
@@ -112,7 +112,7 @@ def decode(
 
 
 def _checksum(tensors: dict[str, np.ndarray]) -> np.ndarray:
-    """Of all, (16,) uint8: against bits that change by themselves, not against people."""
+    """Return a checksum of all tensors, (16,) uint8. It guards against corruption, not against tampering."""
     digest = xxh3_128()
     for name in sorted(tensors):
         digest.update(name.encode())
@@ -121,7 +121,7 @@ def _checksum(tensors: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def _bytes_of(tensor: Tensor) -> np.ndarray:
-    """A tensor of the host in one piece, as (bytes,) uint8 in the same memory."""
+    """Return a contiguous host tensor as (bytes,) uint8, without a copy."""
     return tensor.flatten().view(torch.uint8).numpy()
 
 
@@ -129,7 +129,7 @@ def _bytes_of(tensor: Tensor) -> np.ndarray:
 
 
 class RetryGate:
-    """Asks a store, which may fail: says so the first time, and leaves it alone for a while each time."""
+    """Calls a store that may fail. After a failure it pauses the calls; it logs only the first failure."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -137,7 +137,7 @@ class RetryGate:
         self._has_failed = False
 
     def ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """What the function returns; None where it raises, or is not asked."""
+        """Call the function and return its result, or None if it raises or calls are paused."""
         if time.monotonic() < self._resume_at:
             return None
         try:
@@ -154,32 +154,32 @@ class RetryGate:
 
 
 class Filled(NamedTuple):
-    """Blocks [first, len(contents)) of a sequence, which a step fills; they are `Snapshot`'s next rows."""
+    """Lists blocks [first, len(contents)) of a sequence that a step fills: the next rows of `Snapshot`."""
 
     seq: Sequence
     contents: list[bytes]  # the tokens of each of its blocks, int32
     first: int
-    tables: list[list[int]]  # by group, the blocks
+    tables: list[list[int]]  # by group: the block ids
 
 
 class Snapshot(NamedTuple):
-    """What a step writes to the blocks it fills, on its way to the host."""
+    """Holds the K and V of the blocks that a step fills, while they are copied to the host."""
 
     filled: list[Filled]
     groups: list[list[Download]]  # by group: K and V of its first layer, of its second..., (rows, B, K, D)
-    is_finite: Download  # (rows,) bool: NaN would spread to whoever loads it
+    is_finite: Download  # (rows,) bool: a NaN would spread to every engine that loads it
     num_bytes: int
 
 
 class KVConnector:
-    """Carries blocks from a store to the caches, and from the caches to the store.
+    """Copies blocks from a store to the KV cache, and from the KV cache to the store.
 
     Args:
-        store: one connector's or many's.
-        runner: has the caches.
+        store: may be shared by several connectors.
+        runner: owns the KV cache.
         specs: what each layer stores.
-        groups: the layers that share block tables.
-        fingerprint: of all that K and V depend on, 32 bytes.
+        groups: the layers that share a block table.
+        fingerprint: from `fingerprint_of`, 32 bytes.
     """
 
     def __init__(
@@ -193,44 +193,44 @@ class KVConnector:
         self.store, self.runner = store, runner
         self.fingerprint = fingerprint
         self.layers = [group.layers for group in groups]
-        self.sizes = [  # bytes of a block, by group
+        self.sizes = [  # bytes per block, by group
             sum(specs[layer].bytes_per_token for layer in layers) * runner.block_size
             for layers in self.layers
         ]
-        if isinstance(store, DirectoryStore):  # K and V, the tokens, and what safetensors writes around them
+        if isinstance(store, DirectoryStore):  # K and V, the tokens, and safetensors' header
             store.max_entry_bytes = sum(self.sizes) + (1 << 24)
         self._reading, self._writing = RetryGate("read"), RetryGate("written")
-        self._copying = RetryGate("copied to")  # where memory for that is short
+        self._copying = RetryGate("copied to")  # fails when memory is short
         self._lock = threading.Lock()
         self._num_queued_bytes = 0
-        # Finishes what is queued before the process ends.
+        # Python waits for its queue before the process ends.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="kv-store")
 
     # -- from the store, at admission
 
     def find(self, keys: list[str]) -> list[bool]:
-        """Which of these blocks the store has; [] where it does not answer."""
+        """Return whether the store has each of these blocks, or [] if it does not answer."""
         return self._reading.ask(self.store.touch, keys) or []
 
     def touch(self, contents: abc.Sequence[bytes]) -> None:
-        """Tell the store, some time soon, that these blocks were used."""
+        """Mark these blocks as used in the store, on the writer's thread."""
         self._submit(self._touch, contents)
 
     @torch.inference_mode()
     def read(
         self, keys: list[str], token_ids: np.ndarray, tables: abc.Sequence[list[int]], start: int, end: int
     ) -> int | None:
-        """Read blocks [start, end) of a sequence into those of its block tables, by group.
+        """Read blocks [start, end) of a sequence into the blocks of its block tables.
 
         Args:
-            keys: of all its blocks.
-            token_ids: (n,) int32, those of its blocks up to `end`.
-            tables: its block tables.
-            start: the first block to read.
-            end: the one behind the last.
+            keys: the keys of all blocks of the sequence.
+            token_ids: (n,) int32, the tokens of the blocks before `end`.
+            tables: the sequence's block tables, by group.
+            start: index of the first block to read.
+            end: one after the index of the last.
 
         Returns:
-            The first that cannot be had, if any.
+            The index of the first block that could not be read, or None if all were.
         """
         size = self.runner.block_size
         entries = iter(self._reading.ask(self.store.get, keys[start:end]) or ())
@@ -254,7 +254,7 @@ class KVConnector:
         return None
 
     def _write_block(self, layers: abc.Sequence[int], block_id: int, data: Tensor) -> None:
-        """Copy (bytes,) uint8 into a block of the layers' caches."""
+        """Copy data, (bytes,) uint8, into one block of the layers' caches."""
         offset = 0
         for layer in layers:
             cache = self.runner.caches[layer]
@@ -263,16 +263,16 @@ class KVConnector:
                 block.copy_(part.view(block.dtype).view(block.shape))
                 offset += block.nbytes
 
-    # -- to the store: copied after a launch, saved after its update
+    # -- to the store: copied out after a launch, saved after the step has succeeded
 
     @property
     def room(self) -> int:
-        """How many blocks the queue has room for."""
+        """The number of blocks that the queue has room for."""
         return (MAX_QUEUED_BYTES - self._num_queued_bytes) // sum(self.sizes)
 
     @torch.inference_mode()
     def snapshot(self, filled: list[Filled]) -> Snapshot | None:
-        """Copy these blocks out, queued behind what computes them; None: there are none, or no memory."""
+        """Copy these blocks out, queued after the kernels that fill them. None: no blocks, or no memory."""
         if not filled:
             return None
         snapshot: Snapshot | None = self._copying.ask(self._copy_out, filled)
@@ -295,7 +295,7 @@ class KVConnector:
             return Snapshot(filled, groups, device.download(is_finite), sum(self.sizes) * len(is_finite))
 
     def save(self, snapshot: Snapshot | None) -> None:
-        """Queue what was copied out of a step that succeeded, but for requests that ended in an error."""
+        """Queue the blocks of a successful step for writing, except those of requests that failed."""
         if snapshot is None:
             return
         with self._lock:
@@ -304,11 +304,11 @@ class KVConnector:
         self._submit(self._write, snapshot, is_sound)
 
     def close(self) -> None:
-        """Finish what is queued."""
+        """Wait until all queued blocks are written."""
         self._writer.shutdown()
 
     def _submit(self, function: Callable[..., None], *arguments: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the process ends: nothing new is written any more
+        with contextlib.suppress(RuntimeError):  # the process is ending: nothing more is written
             self._writer.submit(function, *arguments)
 
     # -- on the writer's thread
@@ -330,7 +330,7 @@ class KVConnector:
                 self._num_queued_bytes -= snapshot.num_bytes
 
     def _write_blocks(self, snapshot: Snapshot, filled: Filled, row: int) -> None:
-        """Give the store what it does not have of a sequence's blocks, the first of which is in that row."""
+        """Write the blocks of a sequence that the store does not have. `row` is the first one's row."""
         keys = chain_keys(self.fingerprint, filled.contents)
         is_there = self._writing.ask(self.store.touch, keys)
         if is_there is None or all(is_there):
@@ -346,7 +346,7 @@ class KVConnector:
                 prefix = token_ids[: (i + 1) * self.runner.block_size]
                 if not self._writing.ask(self._put, keys[i], encode(self.fingerprint, prefix, parts)):
                     break
-        self._writing.ask(self.store.touch, keys)  # the beginning last
+        self._writing.ask(self.store.touch, keys)  # mark the start of the prefix as used last
 
     def _put(self, key: str, data: bytes) -> bool:
         self.store.put(key, data)
@@ -357,25 +357,25 @@ class KVConnector:
 
 
 class StoringBlockManager(WindowedBlockManager):
-    """A block manager that fills blocks behind a sequence's hits from a store, as it admits it.
+    """A block manager that, at admission, fills the blocks after a sequence's hits from a store.
 
-    What the prefix cache finds by itself is not offered to the store again: what it missed when it failed, or
-    has evicted since, it gets when that is computed anew.
+    Prefix cache hits are not written to the store again. If the store failed to save them, or has evicted
+    them since, it gets them when they are next recomputed.
 
     Args:
         num_blocks, block_size, settings: as in the base class.
-        connector: to the store.
+        connector: connects to the store.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, connector: KVConnector, **settings: Any) -> None:
         super().__init__(num_blocks, block_size, **settings)
         self.connector = connector
-        self.num_saved_blocks: dict[Sequence, int] = {}  # the first ones: the store need not be given these
-        self.num_external_query_tokens = 0  # over first admissions: what the prefix cache does not have
-        self.num_external_hit_tokens = 0  # and what of it the store had
+        self.num_saved_blocks: dict[Sequence, int] = {}  # from the start: these need not be written
+        self.num_external_query_tokens = 0  # over first admissions: not in the prefix cache
+        self.num_external_hit_tokens = 0  # and of those, how many the store had
 
     def allocate(self, seq: Sequence) -> bool:
-        """As in the base class; what is loaded counts as computed."""
+        """Allocate as in the base class, then load from the store. Loaded tokens count as computed."""
         if not super().allocate(seq):
             return False
         self.num_saved_blocks[seq] = seq.num_registered_blocks
@@ -384,30 +384,30 @@ class StoringBlockManager(WindowedBlockManager):
         return True
 
     def forget(self, seq: Sequence) -> None:
-        """As in the base class."""
+        """Also reset the number of saved blocks."""
         super().forget(seq)
         self.num_saved_blocks.pop(seq, None)
 
     def take_filled(self, batch: ScheduledBatch, room: int) -> list[Filled]:
-        """The blocks that a step fills, and the store should get: at most so many."""
+        """Return at most `room` blocks that a step fills and that are not yet saved."""
         filled = []
         for seq in dict.fromkeys(chunk.seq for chunk in batch.chunks):
             first = self.num_saved_blocks[seq]
             last = min(seq.num_registered_blocks, first + room)
             tables = [table[first:last] for table in self.tables_of(seq)]
-            if first < last and all(map(all, tables)):  # else, the queue being full, a window left one behind
+            if first < last and all(map(all, tables)):  # false if, with a full queue, a window has freed one
                 room -= last - first
                 self.num_saved_blocks[seq] = last
                 filled.append(Filled(seq, [key.content for key in seq.block_keys[:last]], first, tables))
         return filled
 
     def _load(self, seq: Sequence) -> None:
-        """Fill the blocks behind a sequence's hits, as far as the store has them."""
+        """Load the blocks after a sequence's hits, as far as the store has them."""
         num_hits, is_first = seq.num_registered_blocks, seq.first_scheduled_time is None
         num_computed = seq.num_computed_tokens
         self.num_external_query_tokens += seq.num_tokens - num_computed if is_first else 0
         contents = [key.content for key in seq.block_keys]
-        if len(contents) == num_hits:  # nothing to look for: tell the store what is in use
+        if len(contents) == num_hits:  # nothing to look up: mark the hits as used
             if contents:
                 self.connector.touch(contents)
             return
@@ -416,7 +416,7 @@ class StoringBlockManager(WindowedBlockManager):
         while (span := self._find_span(seq, num_hits, is_there)) is not None:
             start, end = span
             seq.num_computed_tokens = min(end * self.block_size, seq.num_tokens - 1)
-            # A group with a window gives up what is out of sight from there, and takes what it sees.
+            # A group with a window frees the blocks that are out of sight from there, and takes new ones.
             has_room = self.may_append(seq, seq.num_tokens)
             token_ids = np.array(seq.token_ids[: end * self.block_size], np.int32)
             tables = self.tables_of(seq)
@@ -430,7 +430,7 @@ class StoringBlockManager(WindowedBlockManager):
                     self.num_external_hit_tokens += seq.num_computed_tokens - num_computed
                 return
             self.free(seq)
-            allocated = super().allocate(seq)  # as it was
+            allocated = super().allocate(seq)  # back to the prefix cache's hits alone
             assert allocated
             self.num_saved_blocks[seq] = num_hits
             if missing is None:
@@ -440,9 +440,10 @@ class StoringBlockManager(WindowedBlockManager):
     def _find_span(
         self, seq: Sequence, num_hits: int, is_there: abc.Sequence[bool]
     ) -> tuple[int, int] | None:
-        """Which blocks to load, [start, end): the longest prefix of which all that groups see is there.
+        """Return the blocks to load, [start, end), for the longest prefix that can be used.
 
-        As in `find_groups`; what comes before num_hits the sequence holds.
+        A prefix can be used if every block that its groups still see is in the store, or before num_hits: the
+        sequence holds those blocks already. `find_groups` has the same rule.
         """
         end = len(is_there)
         while end > num_hits:
@@ -451,12 +452,12 @@ class StoringBlockManager(WindowedBlockManager):
             missing = next((i for i in range(start, end) if not is_there[i]), None)
             if missing is None:
                 return start, end
-            end = missing  # whatever ends behind it sees it
+            end = missing  # every longer prefix sees the missing block
         return None
 
 
 class StoringCore(EngineCore):
-    """Steps whose full blocks are copied out when they are launched, and saved once they have succeeded."""
+    """An engine core that copies the blocks a step fills at launch, and saves them once it has succeeded."""
 
     def __init__(self, scheduler: Scheduler, runner: ModelRunner, max_in_flight: int = 0) -> None:
         super().__init__(scheduler, runner, max_in_flight)
@@ -465,24 +466,24 @@ class StoringCore(EngineCore):
         self.snapshots: deque[Snapshot | None] = deque()  # of the steps in flight
 
     def launch(self, batch: ScheduledBatch, before: Launch | None) -> None:
-        """As in the base class."""
+        """Launch the step, then copy out the blocks that it fills."""
         super().launch(batch, before)  # and now, since later steps may write to these blocks:
         filled = self.blocks.take_filled(batch, self.connector.room)
         self.snapshots.append(self.connector.snapshot(filled))
 
     def collect(self) -> Collected:
-        """As in the base class."""
+        """Collect the step, then save its blocks."""
         collected = super().collect()
         self.connector.save(self.snapshots.popleft())
         return collected
 
     def recover(self) -> None:
-        """As in the base class."""
+        """Drop the copies of the failed steps, then recover as in the base class."""
         self.snapshots.clear()
         super().recover()
 
     def close(self) -> None:
-        """As in the base class."""
+        """Write what is queued, then close as in the base class."""
         self.connector.close()
         super().close()
 
@@ -496,15 +497,15 @@ def connect(
     weights: Any,
     hf_config: Any,
 ) -> KVConnector:
-    """A connector between a runner's caches and the store that `EngineConfig.kv_store` means.
+    """Open the store that `EngineConfig.kv_store` specifies, and connect it to a runner's KV cache.
 
     Args:
         kv_store: the setting.
-        runner: has the caches.
+        runner: owns the KV cache.
         specs: what each layer stores.
-        groups: the layers that share block tables.
-        weights: as `fingerprint_of` takes them.
-        hf_config: likewise.
+        groups: the layers that share a block table.
+        weights: as in `fingerprint_of`.
+        hf_config: the model's config.
 
     Raises:
         ValueError, ImportError: the store cannot be opened.

@@ -1,11 +1,11 @@
-"""Server routes for a learner, under vLLM's paths: sleep, and weights over gloo. Only with --dev-mode.
+"""Server routes for an RL learner, under vLLM's paths: sleep, and weights over gloo. Only with --dev-mode.
 
-Weights come in four calls, of which the third may come more than once:
+A learner sends weights in four calls. The third may be repeated:
 
-    /init_weight_transfer_engine    meet the learner, which is rank 0 of a group of two
+    /init_weight_transfer_engine    connect to the learner, which is rank 0 of a group of two
     /start_weight_update
-    /update_weights                 what it announces here, it broadcasts meanwhile: `WeightGroup`
-    /finish_weight_update           put all of it in the place of what was there, or nothing
+    /update_weights                 announces tensors, which the learner broadcasts meanwhile: `WeightGroup`
+    /finish_weight_update           replace the engine's weights by all of the tensors, or by none
 """
 
 import asyncio
@@ -27,7 +27,7 @@ DTYPES = {str(dtype)[6:]: dtype for dtype in (torch.float64, torch.float32, torc
 
 
 class Meeting(BaseModel):
-    """Where the learner waits."""
+    """Says where the learner listens."""
 
     master_address: str
     master_port: int = Field(ge=1, le=65535)
@@ -36,13 +36,13 @@ class Meeting(BaseModel):
 
 
 class InitRequest(BaseModel):
-    """To meet it."""
+    """Asks the engine to connect to the learner."""
 
     init_info: Meeting
 
 
 class Announcement(BaseModel):
-    """What tensors come."""
+    """Lists the tensors that the learner is about to send."""
 
     names: list[str]
     dtype_names: list[str]
@@ -50,14 +50,14 @@ class Announcement(BaseModel):
 
 
 class UpdateRequest(BaseModel):
-    """To receive them."""
+    """Asks the engine to receive the announced tensors."""
 
     update_info: Announcement
 
 
 @contextmanager
 def answering() -> Iterator[None]:
-    """Turn what the engine says into an answer: what is wrong is a 400, what may be right later a 503."""
+    """Turn the engine's errors into responses: 400 for invalid requests, 503 if a retry may succeed."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -67,16 +67,16 @@ def answering() -> Iterator[None]:
 
 
 class Learner:
-    """The paths, over an engine."""
+    """Provides the routes for one engine."""
 
     def __init__(self, engine: AsyncLLM) -> None:
         self.engine = engine
         self.group: WeightGroup | None = None
-        self.received: dict[str, Tensor] | None = None  # since the update was started
+        self.received: dict[str, Tensor] | None = None  # by name, since the update was started
         self._one_at_a_time = asyncio.Lock()
 
     def routes(self) -> list[tuple[str, str, Callable[..., Any]]]:
-        """Method, path, endpoint."""
+        """Return methods, paths and endpoints."""
         return [
             ("POST", "/sleep", self.sleep),
             ("POST", "/wake_up", self.wake_up),
@@ -90,33 +90,33 @@ class Learner:
         ]
 
     async def sleep(self, level: int = 1) -> Response:
-        """POST /sleep."""
+        """Handle POST /sleep."""
         with answering():
             await self.engine.sleep(level)
         return Response()
 
     async def wake_up(self, tags: Annotated[list[str] | None, Query()] = None) -> Response:
-        """POST /wake_up."""
+        """Handle POST /wake_up."""
         with answering():
             await self.engine.wake_up(tags)
         return Response()
 
     async def is_sleeping(self) -> Response:
-        """GET /is_sleeping."""
+        """Handle GET /is_sleeping."""
         with answering():
             return JSON({"is_sleeping": await self.engine.is_sleeping()})
 
     async def reset_prefix_cache(self) -> Response:
-        """POST /reset_prefix_cache; false while requests run."""
+        """Handle POST /reset_prefix_cache. Success is false while requests run."""
         with answering():
             return JSON({"success": await self.engine.reset_prefix_cache()})
 
     async def world_size(self) -> Response:
-        """GET /get_world_size: how many processes receive weights."""
+        """Handle GET /get_world_size: the number of processes that receive weights."""
         return JSON({"world_size": 1})
 
     async def meet(self, body: InitRequest) -> Response:
-        """POST /init_weight_transfer_engine."""
+        """Handle POST /init_weight_transfer_engine: connect to the learner."""
         async with self._one_at_a_time:
             where = body.init_info.master_address, body.init_info.master_port
             with answering():
@@ -124,13 +124,13 @@ class Learner:
         return JSON({"message": "Weight transfer initialized"})
 
     async def start(self) -> Response:
-        """POST /start_weight_update; forgets what came of one that was not finished."""
+        """Handle POST /start_weight_update. Discards the tensors of an unfinished update."""
         async with self._one_at_a_time:
             self.received = {}
         return JSON({"message": "Weight update started"})
 
     async def receive(self, body: UpdateRequest) -> Response:
-        """POST /update_weights. A refusal closes the group, so that the learner does not wait for it."""
+        """Handle POST /update_weights. An error closes the group, so that the learner does not wait."""
         async with self._one_at_a_time:
             group, received = self.group, self.received
             self.group = self.received = None
@@ -143,13 +143,13 @@ class Learner:
                     received |= await asyncio.to_thread(group.receive, announced)
                 except BaseException:
                     if group is not None:
-                        group.close()  # of itself it ends with the error, which Python may keep for long
+                        group.close()  # else it stays open as long as Python keeps the error
                     raise
             self.group, self.received = group, received
         return JSON({"message": "Weights updated"})
 
     async def finish(self) -> Response:
-        """POST /finish_weight_update; to be called again where requests were running."""
+        """Handle POST /finish_weight_update. It can be retried after a 503 (running requests)."""
         async with self._one_at_a_time:
             received, self.received = self.received, None
             with answering():
@@ -166,7 +166,7 @@ class Learner:
 def check(
     announced: Announcement, shapes: dict[str, tuple[int, ...]]
 ) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-    """Names, dtypes and shapes of tensors of the model; ValueError for any other, before memory is taken."""
+    """Return names, dtypes and shapes, or raise ValueError before memory is allocated for unknown tensors."""
     names, dtypes, given = announced.names, announced.dtype_names, announced.shapes
     if not len(names) == len(dtypes) == len(given):
         raise ValueError("names, dtype_names and shapes must be of one length")

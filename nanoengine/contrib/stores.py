@@ -1,4 +1,4 @@
-"""Stores of keys and values for kvstore.py: a directory, local or shared by hosts, or a Redis server."""
+"""The stores that kvstore.py uses: a directory, local or shared by several hosts, or a Redis server."""
 
 import contextlib
 import itertools
@@ -16,43 +16,43 @@ from nanoengine.sampling_params import check_integer
 
 
 class Store(Protocol):
-    """Where entries are kept. Any method may raise; it is then not asked for `kvstore.RETRY_SECONDS`.
+    """Stores entries by key. If a method raises, it is not called for `kvstore.RETRY_SECONDS`.
 
-    Keys come in the order of a prefix: one of them is of use only with those before it. Two threads call: the
-    engine's, which waits for the answer, and one that writes.
+    Keys are passed in prefix order: an entry is useful only together with those before it. Two threads call
+    these methods: the engine's, which waits for the answer, and one that writes.
     """
 
     def get(self, keys: abc.Sequence[str]) -> Iterable[bytes]:
-        """The entries of the keys, in their order, up to the first that is missing."""
+        """Return the entries of the keys, in order, up to the first one that is missing."""
 
     def put(self, key: str, data: bytes) -> None:
-        """Keep an entry; either all of it is found under its key, or nothing."""
+        """Store an entry atomically: readers find all of it under its key, or nothing."""
 
     def touch(self, keys: abc.Sequence[str]) -> list[bool]:
-        """Whether there is an entry, for each of the keys; those that there are were used just now."""
+        """Mark entries as just used. Return for each key whether its entry exists."""
 
     def delete(self, key: str) -> None:
-        """Forget an entry: it is damaged."""
+        """Remove an entry that is damaged."""
 
 
 class DirectoryStore:
-    """A file per entry, `ab/abcd....safetensors`, for any number of processes and hosts at once.
+    """Stores each entry in a file, `ab/abcd....safetensors`. Any number of processes and hosts may share it.
 
-    A file appears whole, by a rename, and its time of modification is that of its last use. Whoever has
-    written a twentieth of max_bytes looks whether the directory holds more than max_bytes, and if so removes
-    the least recently used files, down to nine tenths; so it may grow a little larger meanwhile. Files can be
-    removed at any time, by anybody.
+    A file is created atomically, by a rename. Its modification time is the time of its last use. A process
+    that has written a twentieth of max_bytes checks whether the directory holds more than max_bytes. If so,
+    it removes the least recently used files, down to nine tenths. Until then the directory may be a little
+    larger. Files can be removed at any time, by any process.
 
     Args:
-        path: made where it does not exist, for its owner only.
-        max_bytes: of all files together; None: a tenth of the file system.
+        path: created if it does not exist, with access for its owner only.
+        max_bytes: the limit for all files together; None: a tenth of the file system.
 
     Raises:
-        OSError: the directory cannot be made.
-        TypeError, ValueError: max_bytes is no number of bytes.
+        OSError: the directory cannot be created.
+        TypeError, ValueError: max_bytes is not a number of bytes.
     """
 
-    max_entry_bytes = 1 << 30  # what is larger is no entry; an engine says how large its own are
+    max_entry_bytes = 1 << 30  # larger files are ignored; an engine sets the size of its own entries
 
     def __init__(self, path: str | Path, max_bytes: int | None = None) -> None:
         if max_bytes is not None:
@@ -60,13 +60,13 @@ class DirectoryStore:
         self.path = Path(path).expanduser()
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.max_bytes = shutil.disk_usage(self.path).total // 10 if max_bytes is None else max_bytes
-        self._unseen_bytes = self.max_bytes  # written since the last look; at first, by others
+        self._unseen_bytes = self.max_bytes  # written since the last check; so the first write checks
 
     def __str__(self) -> str:
         return str(self.path)
 
     def get(self, keys: abc.Sequence[str]) -> Iterable[bytes]:
-        """As in `Store`."""
+        """See `Store`."""
         for key in keys:
             data = self._read(self._file(key))
             if data is None:
@@ -74,7 +74,7 @@ class DirectoryStore:
             yield data
 
     def put(self, key: str, data: bytes) -> None:
-        """As in `Store`."""
+        """See `Store`."""
         file = self._file(key)
         file.parent.mkdir(mode=0o700, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=file.parent, suffix=".tmp")
@@ -91,21 +91,21 @@ class DirectoryStore:
             self._evict()
 
     def touch(self, keys: abc.Sequence[str]) -> list[bool]:
-        """As in `Store`. The beginning of a prefix was used last, so that its end is evicted first."""
+        """See `Store`. The start of a prefix is marked as used last, so that its end is evicted first."""
         now = time.time_ns()
         return [self._touch(self._file(key), now - 1000 * i) for i, key in enumerate(keys)]
 
     def delete(self, key: str) -> None:
-        """As in `Store`."""
+        """See `Store`."""
         self._file(key).unlink(missing_ok=True)
 
     def _file(self, key: str) -> Path:
         return self.path / key[:2] / f"{key}.safetensors"
 
     def _read(self, file: Path) -> bytes | None:
-        """A file's content; None where there is none, or something that no engine put there.
+        """Return a file's content, or None if it does not exist or cannot be an engine's file.
 
-        A pipe would be waited for without end, and a file with holes may claim to be of any size.
+        Reading a pipe could block forever, and a sparse file may claim any size.
         """
         try:
             handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -126,15 +126,15 @@ class DirectoryStore:
             os.utime(file, ns=(time_ns, time_ns))
         except FileNotFoundError:
             return False
-        except OSError:  # another user's, or read-only
+        except OSError:  # the file belongs to another user, or is read-only
             return file.exists()
         return True
 
     def _evict(self) -> None:
-        """Remove the least recently used files where there are too many, and what killed writers left."""
+        """Remove the least recently used files above the limit, and temporary files of killed writers."""
         files, total, now = [], 0, time.time()
         for entry in itertools.chain.from_iterable(map(_scan, _scan(self.path))):
-            with contextlib.suppress(OSError):  # gone meanwhile
+            with contextlib.suppress(OSError):  # removed in the meantime
                 status = os.stat(entry)
                 if entry.endswith(".tmp") and now - status.st_mtime > 3600:
                     os.unlink(entry)
@@ -152,7 +152,7 @@ class DirectoryStore:
 
 
 def _scan(path: str | Path) -> list[str]:
-    """What is in a directory; nothing, where it is none."""
+    """Return the paths in a directory, or [] if it is not a directory."""
     try:
         return [entry.path for entry in os.scandir(path)]
     except (NotADirectoryError, FileNotFoundError):
@@ -160,17 +160,17 @@ def _scan(path: str | Path) -> list[str]:
 
 
 class RedisStore:
-    """Entries in a Redis server, which evicts by itself: set its maxmemory, and maxmemory-policy allkeys-lru.
+    """Stores entries in a Redis server, which evicts: set maxmemory, and maxmemory-policy allkeys-lru.
 
     Args:
-        url: redis://host:port/db; further settings of redis-py may follow, as in ?socket_timeout=5.
+        url: redis://host:port/db; settings of redis-py may follow, such as ?socket_timeout=5.
 
     Raises:
-        ImportError: there is no redis-py.
-        ValueError: the address is none.
+        ImportError: redis-py is not installed.
+        ValueError: the URL is invalid.
     """
 
-    KEYS_PER_CALL = 8  # entries fetched at a time: not too many beyond the last that is of use
+    KEYS_PER_CALL = 8  # entries fetched per call: limits how many are fetched in vain
 
     def __init__(self, url: str) -> None:
         try:
@@ -182,18 +182,18 @@ class RedisStore:
                 "a KV store in Redis needs redis-py: pip install 'nanoengine[redis]'"
             ) from error
         self.url = url
-        # An engine's step may wait for it: an answer that does not come soon is none.
+        # An engine's step may wait for the answer, so a late answer counts as a failure.
         self._redis: Any = Redis.from_url(
             url, socket_connect_timeout=0.5, socket_timeout=1.0, retry=Retry(NoBackoff(), 0)
         )
 
     def __str__(self) -> str:
-        found = self._redis.connection_pool.connection_kwargs  # not the address, which may hold a password
+        found = self._redis.connection_pool.connection_kwargs  # not the URL, which may contain a password
         where = found.get("path") or f"{found.get('host', 'localhost')}:{found.get('port', 6379)}"
         return f"{where}/{found.get('db', 0)}"
 
     def get(self, keys: abc.Sequence[str]) -> Iterable[bytes]:
-        """As in `Store`."""
+        """See `Store`."""
         for i in range(0, len(keys), self.KEYS_PER_CALL):
             for data in self._redis.mget([self._name(key) for key in keys[i : i + self.KEYS_PER_CALL]]):
                 if data is None:
@@ -201,18 +201,18 @@ class RedisStore:
                 yield data
 
     def put(self, key: str, data: bytes) -> None:
-        """As in `Store`."""
+        """See `Store`."""
         self._redis.set(self._name(key), data)
 
     def touch(self, keys: abc.Sequence[str]) -> list[bool]:
-        """As in `Store`."""
+        """See `Store`."""
         calls = self._redis.pipeline(transaction=False)
         for key in reversed(keys):
             calls.touch(self._name(key))
         return [bool(count) for count in reversed(calls.execute())]
 
     def delete(self, key: str) -> None:
-        """As in `Store`."""
+        """See `Store`."""
         self._redis.delete(self._name(key))
 
     @staticmethod
@@ -221,10 +221,10 @@ class RedisStore:
 
 
 def open_store(kv_store: Any) -> Store:
-    """The store that `EngineConfig.kv_store` means.
+    """Open the store that `EngineConfig.kv_store` specifies.
 
     Raises:
-        ValueError: the directory cannot be made, or the address is none.
+        ValueError: the directory cannot be created, or the URL is invalid.
     """
     if isinstance(kv_store, str) and "://" in kv_store:
         return RedisStore(kv_store)

@@ -1,7 +1,8 @@
-"""Weights from a learner in another process: rank 0 of a group over gloo, which broadcasts them one by one.
+"""Receive weights from a learner in another process, which broadcasts them one by one over gloo.
 
-Which tensors come, and in which order, the two have to know from elsewhere: `learner.py`. The functions
-below are a learner's, by the names under which trl asks vLLM for them, whose group is NCCL's.
+The learner is rank 0 of a group of two. Both sides must agree in advance on the tensors and their order:
+`learner.py`. The functions at the end run in the learner's process. They have the names that trl imports from
+vLLM, whose group uses NCCL.
 """
 
 from collections.abc import Callable, Iterable
@@ -13,21 +14,21 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-dist: Any = torch.distributed  # whose groups' own methods have no types
+dist: Any = torch.distributed  # the methods of its process groups have no type annotations
 
 LEARNER, ENGINE = range(2)  # ranks
-PATIENCE = timedelta(seconds=60)  # for the other to come, and for a tensor
+PATIENCE = timedelta(seconds=60)  # for the other side to connect, and for each tensor
 
 
 class WeightGroup:
-    """A learner and an engine, each of which makes one, at the same time.
+    """Connects a learner and an engine. Each creates one, at the same time.
 
     Args:
-        address, port: of the learner, where the two meet.
+        address, port: where the learner listens.
         rank: LEARNER or ENGINE.
 
     Raises:
-        RuntimeError: the other does not come.
+        RuntimeError: the other side does not connect.
     """
 
     def __init__(self, address: str, port: int, rank: int) -> None:
@@ -42,15 +43,15 @@ class WeightGroup:
         self._group = gloo(dist.PrefixStore("weights", store), rank, 2, options)
 
     def send(self, tensor: Tensor) -> None:
-        """As the learner; RuntimeError where the engine is gone, or refused what was announced."""
+        """Send a tensor, as the learner. RuntimeError: the engine is gone, or refused the announcement."""
         self._broadcast(tensor.detach().cpu().contiguous())
 
     def receive(self, announced: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> dict[str, Tensor]:
-        """As the engine: tensors by their names; RuntimeError where the learner is gone."""
+        """Receive the announced tensors, as the engine, by name. RuntimeError: the learner is gone."""
         return {name: self._broadcast(torch.empty(shape, dtype=dtype)) for name, dtype, shape in announced}
 
     def close(self) -> None:
-        """Let the other know that nothing comes any more."""
+        """Close the connection, so that the other side does not wait."""
         self._group = None
 
     def _broadcast(self, tensor: Tensor) -> Tensor:
@@ -61,14 +62,14 @@ class WeightGroup:
 
 
 def get_ip() -> str:
-    """Where this process waits for the engine: on this machine."""
+    """Return the address where the learner listens: this machine."""
     return "127.0.0.1"
 
 
 def trainer_init(init_info: dict[str, Any]) -> WeightGroup:
-    """A learner's end of the group."""
+    """Create the learner's end of the group."""
     group: Any = WeightGroup(init_info["master_address"], init_info["master_port"], LEARNER)
-    group.group = SimpleNamespace()  # trl takes vLLM's socket out of it in the end
+    group.group = SimpleNamespace()  # trl deletes vLLM's socket from it at the end
     return group  # type: ignore[no-any-return]
 
 
@@ -78,6 +79,6 @@ def packed_nccl_broadcast_producer(
     src: int,
     post_iter_func: Callable[[tuple[str, Tensor]], Tensor],
 ) -> None:
-    """Send what was announced."""
+    """Send the announced tensors."""
     for item in iterator:
         group.send(post_iter_func(item))
