@@ -1,11 +1,21 @@
-"""Layers that hand a state from token to token: convolutions, state-space models, linear attention.
+"""Runs layers that pass a state from token to token: convolutions, state-space models, linear attention.
 
-Such a layer, here a mixer, asks transformers' cache for its states and gives it the new ones, all mixers by
-the same few methods. `States` has a stand-in answer them, from memory that has a slot per sequence
-(extensions/states.py hands these out), and calls a mixer several times for a flat batch: once for all
-sequences that compute one token, as (N, 1, E), and once for each longer part of one, as (1, T, E).
+Such a layer is called a mixer here. transformers' mixers read their states from transformers' cache and store
+the new ones there, all through the same few methods. `States` gives them a stand-in for that cache. It keeps
+the states in memory with numbered slots, which extensions/states.py assigns to sequences.
 
-Shape letters: T tokens of a step, N sequences that compute one token, E hidden size.
+A mixer takes sequences of one length, so `States.mix` calls it several times for a flat batch: once for all
+sequences that decode one token, as (N, 1, E), then once for each longer span of a sequence, as (1, T, E).
+With blocks of 4, let B and C decode in slots 2 and 3 while A, which holds slot 4, computes a prompt of 10:
+
+    B and C, one token each   (2, 1, E)   slots 2, 3 -> 2, 3
+    A, tokens [0, 8)          (1, 8, E)   slot 0 (zeros) -> 5, kept for the prefix cache
+    A, tokens [8, 10)         (1, 2, E)   slot 5 -> 4
+
+Spans end where a state is kept, and also at the end of the prompt. After a preemption, prompt and output are
+recomputed together, but some Mamba2 models limit the time steps of a prompt and not those of an output.
+
+Shape letters: T tokens of a step or span, N sequences of one call, E hidden size.
 """
 
 import inspect
@@ -23,48 +33,48 @@ from transformers.activations import ACT2FN
 from nanoengine.backends.inputs import ZERO_SLOT, StateLayout
 from nanoengine.backends.memory import resident_zeros
 
-Limit = tuple[float, float]  # of Mamba2's time steps
+Limit = tuple[float, float]  # minimum and maximum of Mamba2's time steps
 NO_LIMIT: Limit = (0.0, math.inf)
-Key = tuple[str, int]  # "conv" or "recurrent", and the number that a mixer gives it
-Memory = dict[Key, Any]  # a mixer's states, a tensor (slots, ...) each; of one call also `InPlace`
+Key = tuple[str, int]  # "conv" or "recurrent", and the mixer's index for the state
+Memory = dict[Key, Any]  # a mixer's states, each a tensor (slots, ...); in a call also tensors or `InPlace`
 
 
 class StateSpec(NamedTuple):
-    """A state that one mixer keeps for a sequence."""
+    """Describes one state that a mixer keeps per sequence."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    has_kernel: bool  # whether one makes its steps where it lies, on a processor that has kernels
+    has_kernel: bool  # a CPU kernel can compute decode steps on it in place
 
     @property
     def num_bytes(self) -> int:
-        """Of one sequence."""
+        """The size of one sequence's state."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 class _Call:
-    """What a mixer takes for transformers' cache: the states of the sequences of one call, one per row.
+    """Stands in for transformers' cache in one call of a mixer. It holds one row of state per sequence.
 
-    Those of sequences without a past are absent, which transformers' code takes for zeros.
+    If the sequences start here, the states are absent: transformers' code then starts from zeros.
     """
 
     def __init__(self, past: Memory) -> None:
         self.states = past
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """The last inputs of a convolution, (N, ..., its width); a mixer may write into it."""
+        """Return the last inputs of a convolution, (N, ..., width). A mixer may write to them."""
         return self.states.get(("conv", state_idx))
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """Any other state, (N, ...); a mixer may write into it."""
+        """Return a recurrent state, (N, ...). A mixer may write to it."""
         return self.states.get(("recurrent", state_idx))
 
     def has_previous_state(self, *_: Any, **__: Any) -> bool:
-        """Whether the sequences have a past."""
+        """Return whether the sequences have states from earlier tokens."""
         return bool(self.states)
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """Whether more than a convolution's width is kept of its inputs."""
+        """Return whether the cache keeps more inputs than a convolution's width. This cache does not."""
         return False
 
     def update_conv_state(
@@ -75,7 +85,7 @@ class _Call:
         conv_kernel_size: int | None = None,
         **_: Any,
     ) -> Tensor:
-        """Keep the end of the inputs, new ones being (N, ..., T); returns those before and the new ones."""
+        """Store the last inputs, given new ones (N, ..., T). Returns the previous inputs and the new ones."""
         key = "conv", state_idx
         before = self.states.get(key)
         width = conv_kernel_size or (conv_states if before is None else before).shape[-1]
@@ -89,74 +99,74 @@ class _Call:
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any
     ) -> Tensor:
-        """Keep a new state."""
+        """Store a new recurrent state, and return it."""
         self.states["recurrent", state_idx] = recurrent_states
         return recurrent_states
 
     def get_linear_cache(self, layer_idx: int) -> Tensor | None:
-        """The same under MiniMax's names."""
+        """Return the recurrent state. MiniMax calls it by this name."""
         return self.get_recurrent_state(layer_idx)
 
     def set_linear_cache(self, layer_idx: int, states: Tensor) -> None:
-        """As update_recurrent_state."""
+        """Store the recurrent state. MiniMax calls it by this name."""
         self.update_recurrent_state(states, layer_idx)
 
 
 class InPlace:
-    """States of several sequences where they lie, for a kernel that reads and writes them there."""
+    """Refers to the states of several sequences in memory, for a kernel that updates them in place."""
 
     def __init__(self, memory: Tensor, sources: Tensor, targets: Tensor) -> None:
         self.memory, self.slots = memory, (sources, targets)
 
     def to(self, dtype: torch.dtype) -> "InPlace":
-        """As a tensor's; a kernel takes the dtype they have."""
+        """Return self: transformers' code converts states, but a kernel takes the dtype in memory."""
         return self
 
     def read(self) -> Tensor:
-        """A copy, (N, ..)."""
+        """Return a copy of the states, (N, ...)."""
         return self.memory.index_select(0, self.slots[0])
 
 
 class States:
-    """The mixers of a model, and their memory.
+    """Owns the states of a model's mixers, and runs the mixers.
 
     Args:
-        model: of transformers. Its mixers are given another `forward`, which computes as theirs does.
+        model: a transformers model. The `forward` of its mixers is replaced by one that calls `mix`.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.specs: list[dict[Key, StateSpec]] = []  # by mixer, in the order of calls; filled by a probe
-        self.memory: list[Memory] = []  # the same
-        self.kernels: Any = None  # a CPU's
-        # No mixer may be referred to, here or by what stands in for functions: a circle holds the weights
-        # until the garbage collector comes.
+        self.specs: list[dict[Key, StateSpec]] = []  # one per mixer, in call order; set by `probe`
+        self.memory: list[Memory] = []  # likewise
+        self.kernels: Any = None  # the CPU backend's; None: compute with transformers' code
+        # Neither self nor the stand-in functions may refer to a mixer: a reference cycle would keep the
+        # weights in memory until the garbage collector runs.
         mixers = [module for module in model.modules() if is_mixer(type(module))]
         for mixer in mixers:
             _take_over(mixer, self)
         self._num_mixers = len(mixers)
         self._step: StateLayout[Tensor] | None = None
         self._probed: list[dict[Key, StateSpec]] | None = None
-        self._memories: Iterator[tuple[Memory, dict[Key, StateSpec]]] = iter(())  # of the mixers to come
-        # Of the call in progress, for what stands in for functions of transformers:
-        self.initial: Iterator[Tensor] = iter(())  # the recurrent state, or each head's; none: zeros
+        self._memories: Iterator[tuple[Memory, dict[Key, StateSpec]]] = iter(())  # of the remaining mixers
+        # State of the current call, for the stand-in functions:
+        self.initial: Iterator[Tensor] = iter(())  # the recurrent state, or one per head; empty: zeros
         self.is_prompt = False
 
     def __bool__(self) -> bool:
-        """Whether there are any mixers."""
+        """Return whether the model has any mixers."""
         return self._num_mixers > 0
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of all states of a sequence."""
+        """The size of all states of one sequence."""
         return sum(spec.num_bytes for specs in self.specs for spec in specs.values())
 
     def allocate(self, num_slots: int, device: torch.device) -> None:
-        """Make memory of so many slots, the reserved ones among them.
+        """Allocate memory for num_slots slots, including the reserved ones.
 
         Raises:
-            ValueError: there is not so much.
+            ValueError: there is not enough memory.
         """
-        self.memory = []  # what there was is given back first
+        self.memory = []  # free the old memory first
         try:
             self.memory = [
                 {
@@ -172,7 +182,7 @@ class States:
 
     @contextmanager
     def step(self, layout: StateLayout[Tensor]) -> Iterator[None]:
-        """A `with` block in which the mixers compute that step."""
+        """Run the model inside this context to have the mixers read and write the states of one step."""
         self._step, self._memories = layout, zip(self.memory, self.specs, strict=True)
         try:
             yield
@@ -181,7 +191,7 @@ class States:
 
     @contextmanager
     def probe(self) -> Iterator[None]:
-        """A `with` block in which each token is a sequence of its own; what states there are is noted."""
+        """Run the model inside this context to record `specs`. Each token is a sequence of its own."""
         self._probed = []
         try:
             yield
@@ -190,25 +200,25 @@ class States:
             self._probed = None
 
     def mix(self, mixer: Any, forward: Callable[..., Any], arguments: dict[str, Any], cache: str) -> Any:
-        """What a mixer gives for a flat batch: its own forward pass, call by call.
+        """Return a mixer's result for a flat batch, from several calls of its own forward pass.
 
         Args:
-            mixer: one of the model's.
-            forward: its class's own, of transformers.
-            arguments: for it, by name.
-            cache: the name of the one that takes transformers' cache.
+            mixer: one of the model's mixers.
+            forward: the forward pass of its class, or its replacement in FORWARDS.
+            arguments: of `forward`, by name.
+            cache: the name of the argument that takes transformers' cache.
         """
         num_tokens = next(x.shape[1] for x in arguments.values() if isinstance(x, Tensor))
 
         def compute(select: Callable[[Tensor], Tensor], past: Memory, is_prompt: bool) -> tuple[Any, Memory]:
-            """The mixer's result and new states for some tokens: those that `select` gives of (1, T, ..)."""
+            """Return the mixer's result and new states for the tokens that `select` takes of (1, T, ...)."""
             call = _Call(past)
             state = past.get(("recurrent", 0))
             heads = () if not isinstance(state, Tensor) else state.unbind(1) if state.dim() == 4 else (state,)
             self.initial = iter(heads)
             self.is_prompt = is_prompt
             out = forward(mixer, **{**_map(arguments, num_tokens, select), cache: call})
-            if isinstance(out, tuple):  # MiniMax's also returns its new state, which has no row per token
+            if isinstance(out, tuple):  # MiniMax also returns its state, which has no row per token
                 kept = {id(state) for state in call.states.values()}
                 out = tuple(None if id(x) in kept else x for x in out)
             return out, call.states
@@ -237,7 +247,7 @@ class States:
                 if not isinstance(x, InPlace):
                     memory[key].index_copy_(0, layout.decode_targets, x.to(memory[key].dtype))
         for first, end, source, target, is_prompt in layout.parts:
-            # A copy of what must stay as it is: a mixer writes into the state it is given.
+            # A mixer may write to the state it gets, and the source must not change: pass a copy.
             past = {key: x[source : source + 1].clone() for key, x in memory.items() if source != ZERO_SLOT}
             out, states = compute(partial(_rows, first, end), past, is_prompt)
             outs.append(out)
@@ -248,7 +258,7 @@ class States:
 
 
 def _spec_of(mixer: Any, key: Key, state: Tensor) -> StateSpec:
-    """What a mixer's state is like, (N, ..)."""
+    """Return the spec of a mixer's state, given the states of N sequences, (N, ...)."""
     kind, number = key
     if kind == "conv":
         like = [(*x.weight[:, 0].shape, x.weight.dtype) for x in mixer.children() if isinstance(x, nn.Conv1d)]
@@ -262,7 +272,7 @@ def _spec_of(mixer: Any, key: Key, state: Tensor) -> StateSpec:
 
 
 def is_mixer(kind: type) -> bool:
-    """Whether modules of that class keep states in transformers' cache: whether their code says so."""
+    """Return whether modules of a class store states in transformers' cache, judging by their code."""
     forward = inspect.unwrap(kind.forward)  # type: ignore[attr-defined]
     names = getattr(getattr(forward, "__code__", None), "co_names", ())
     if kind.__name__ in FORWARDS:
@@ -271,7 +281,7 @@ def is_mixer(kind: type) -> bool:
 
 
 def _take_over(mixer: nn.Module, states: States) -> None:
-    """Give a mixer a forward pass that computes a flat batch by its own."""
+    """Replace a mixer's forward pass by one that computes a flat batch through `States.mix`."""
     kind = type(mixer)
     forward: Any = FORWARDS.get(kind.__name__) or inspect.unwrap(kind.forward)
     stand_ins = {
@@ -283,7 +293,7 @@ def _take_over(mixer: nn.Module, states: States) -> None:
         known = {**forward.__globals__, **stand_ins}
         code, given = forward.__code__, (forward.__name__, forward.__defaults__, forward.__closure__)
         forward = FunctionType(code, known, *given)
-    if isinstance(getattr(mixer, "dt_proj", None), nn.Linear):  # whose weight they read by themselves
+    if isinstance(getattr(mixer, "dt_proj", None), nn.Linear):  # the mixer reads its weight: never pack it
         mixer.dt_proj.__class__ = type("Linear", (nn.Linear,), {})
     names = [*inspect.signature(forward).parameters][1:]
     cache = "cache_params" if "cache_params" in names else "past_key_values"
@@ -294,11 +304,11 @@ def _take_over(mixer: nn.Module, states: States) -> None:
     mixer.__class__ = type(kind.__name__, (kind,), {"forward": mix, "stand_ins": frozenset(stand_ins)})
 
 
-# ---- What a mixer's code gets in place of transformers' own functions ----------------------------
+# ---- Stand-ins for transformers' functions in the code of mixers ---------------------------------
 
 
 def _lay_out(state: Any, *shape: int) -> tuple[Tensor, tuple[Tensor, Tensor], Any]:
-    """Of a call's states: their memory, the slots to read and to write, and what is the new state then."""
+    """Return where a kernel finds a call's states: the memory, the slots to read and write, the new state."""
     if isinstance(state, InPlace):
         return state.memory, state.slots, state
     memory = torch.zeros(shape) if state is None else state.float().contiguous()
@@ -307,7 +317,7 @@ def _lay_out(state: Any, *shape: int) -> tuple[Tensor, tuple[Tensor, Tensor], An
 
 
 def _scan_of_mamba(states: States, function: Any, limit: Limit) -> Callable[..., Any]:
-    """Mamba's scan of a prompt, which begins at zero in transformers, from the state before it."""
+    """Make a Mamba scan that starts from the given state. transformers' scan always starts from zero."""
 
     def scan(
         x: Tensor,
@@ -321,7 +331,7 @@ def _scan_of_mamba(states: States, function: Any, limit: Limit) -> Callable[...,
         delta_bias: Tensor | None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
-        """Takes x, dt and z (N, I, T), A (I, S), B and C (N, S, T), D and delta_bias (I,)."""
+        """Scan x, dt and z (N, I, T), with A (I, S), B and C (N, S, T), D and delta_bias (I,)."""
         state = next(states.initial, None)
         if states.kernels is None and state is None:
             result: tuple[Tensor, Tensor] = function(
@@ -350,12 +360,12 @@ def _scan_of_mamba(states: States, function: Any, limit: Limit) -> Callable[...,
 
 
 def _step_of_mamba(states: States, function: Any, limit: Limit) -> Callable[..., Any]:
-    """Mamba's step of one token, by a kernel."""
+    """Make a Mamba step for one token that uses a kernel if the state is `InPlace`."""
 
     def step(
         state: Any, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, **kwargs: Any
     ) -> Any:
-        """Takes x and dt (N, I), A (I, S), B and C (N, S), D (I,)."""
+        """Compute one token from x and dt (N, I), with A (I, S), B and C (N, S), D (I,)."""
         if not isinstance(state, InPlace):
             return function(state, x, dt, A, B, C, D, **kwargs)
         if kwargs["dt_bias"] is not None:
@@ -368,19 +378,19 @@ def _step_of_mamba(states: States, function: Any, limit: Limit) -> Callable[...,
 
 
 def _mamba(kernels: Any, A: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, *state: Any) -> Tensor:
-    """By the kernel, x (N, T, I), dt (N, T, I), B and C (N, T, S)."""
+    """Call Mamba's kernel: x and dt (N, T, I), B and C (N, T, S)."""
     x, dt, b, c = (y.contiguous() for y in (x, dt.float(), B.to(x.dtype), C.to(x.dtype)))
     out: Tensor = kernels.mamba(x, dt, A.contiguous(), b, c, *state)
     return out
 
 
 def _delta_rule(states: States, function: Any, limit: Limit) -> Callable[..., Any]:
-    """The gated delta rule, of a prompt or of one token, by a kernel."""
+    """Make a gated delta rule, for a span or for one token, that uses a kernel if there is one."""
 
     def attend(
         query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, initial_state: Any, **kwargs: Any
     ) -> Any:
-        """Takes q and k (N, T, K, D), v (N, T, H, V), g (N, T, H) or (N, T, H, D), beta (N, T, H)."""
+        """Attend with q and k (N, T, K, D), v (N, T, H, V), g (N, T, H) or (N, T, H, D), beta (N, T, H)."""
         if states.kernels is None or not kwargs["use_qk_l2norm_in_kernel"]:
             if isinstance(initial_state, InPlace):
                 initial_state = initial_state.read()
@@ -394,12 +404,12 @@ def _delta_rule(states: States, function: Any, limit: Limit) -> Callable[..., An
 
 
 def _step_of_convolution(states: States, function: Any, limit: Limit) -> Callable[..., Any]:
-    """A convolution's step of one token, by a kernel."""
+    """Make a convolution step for one token that uses a kernel if the state is `InPlace`."""
 
     def step(
         x: Tensor, conv_state: Any, weight: Tensor, bias: Tensor | None = None, activation: str | None = None
     ) -> Any:
-        """Takes x (N, C, 1), weight (C, W), bias (C,)."""
+        """Convolve x (N, C, 1), with weight (C, W) and bias (C,)."""
         if not isinstance(conv_state, InPlace):
             return function(x, conv_state, weight, bias, activation)
         is_silu = activation in ("silu", "swish")
@@ -411,7 +421,7 @@ def _step_of_convolution(states: States, function: Any, limit: Limit) -> Callabl
 
 
 def _step_of_mamba2(states: States, function: Any, limit: Limit) -> Callable[..., Any]:
-    """Mamba2's step of one token. Some models limit a prompt's time steps, though in this step they don't."""
+    """Make a Mamba2 step for one token, which limits the time step of a prompt token as a scan does."""
 
     def step(
         state: Any,
@@ -425,7 +435,10 @@ def _step_of_mamba2(states: States, function: Any, limit: Limit) -> Callable[...
         dt_bias: Tensor,
         **kwargs: Any,
     ) -> Any:
-        """Takes x (N, H, P), B and C (N, G, S); dt (N, H, P), A (H, P, S), D, dt_bias (H, P) are a head's."""
+        """Compute one token from x (N, H, P), with B and C (N, G, S).
+
+        dt (N, H, P), A (H, P, S), D and dt_bias (H, P) hold one value per head, repeated.
+        """
         low, high = limit if states.is_prompt else NO_LIMIT
         if states.kernels is None:
             dt = nn.functional.softplus(dt + dt_bias.to(dt.dtype)).clamp(low, high)
@@ -443,10 +456,10 @@ def _step_of_mamba2(states: States, function: Any, limit: Limit) -> Callable[...
 
 
 def _scan_of_mamba2(states: States, function: Any, limit: Limit) -> Callable[..., Any]:
-    """Mamba2's scan of a prompt, by a kernel. An answer computed anew is computed without a limit."""
+    """Make a Mamba2 scan that limits no time steps of a recomputed output, because decoding did not."""
 
     def scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **kwargs: Any) -> Any:
-        """Takes x (N, T, H, P), dt (N, T, H), A (H,), B and C (N, T, G, S)."""
+        """Scan x (N, T, H, P) and dt (N, T, H), with A (H,), B and C (N, T, G, S)."""
         if not states.is_prompt:
             kwargs["dt_limit"] = NO_LIMIT
         if states.kernels is None:
@@ -461,7 +474,7 @@ def _scan_of_mamba2(states: States, function: Any, limit: Limit) -> Callable[...
 def _mamba2(
     kernels: Any, A: Tensor, D: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, *state: Any
 ) -> Tensor:
-    """By the kernel, x (N, T, H, P), dt (N, T, H), B and C (N, T, G, S), A and D (H,)."""
+    """Call Mamba2's kernel: x (N, T, H, P), dt (N, T, H), B and C (N, T, G, S), A and D (H,)."""
     x, dt, b, c = (y.contiguous() for y in (x, dt, B.to(x.dtype), C.to(x.dtype)))
     a, d = A.float().contiguous(), D.float().contiguous()
     out: Tensor = kernels.mamba2(x, dt, a, b, c, d, *state)
@@ -471,7 +484,7 @@ def _mamba2(
 def _griffin_block(
     self: Any, input_states: Tensor, position_ids: Tensor, *, cache_params: _Call, **_: Any
 ) -> Any:
-    """RecurrentGemma's, which keeps its states in the modules."""
+    """RecurrentGemma's forward pass, with its states in the cache instead of in the modules."""
     num_tokens = input_states.shape[1]
     x = self.linear_x(input_states).transpose(1, 2)
     x = cache_params.update_conv_state(x, 0, conv_kernel_size=self.conv1d_width - 1)
@@ -483,9 +496,9 @@ def _griffin_block(
     return self.linear_out(x * self.act_fn(self.linear_y(input_states))), None
 
 
-# Of mixers whose own does not ask the cache.
+# Forward passes of mixers whose own code does not use the cache.
 FORWARDS: dict[str, Callable[..., Any]] = {"RecurrentGemmaRecurrentBlock": _griffin_block}
-# Of transformers' functions, by name: made of the model's states, of the function, and of a mixer's limits.
+# transformers' function -> what makes its stand-in, given the model's states, the function, a mixer's limits.
 STAND_INS: dict[str, Callable[[States, Any, Limit], Callable[..., Any]]] = {
     "causal_conv1d_update": _step_of_convolution,
     "torch_chunk_gated_delta_rule": _delta_rule,
@@ -497,7 +510,7 @@ STAND_INS: dict[str, Callable[[States, Any, Limit], Callable[..., Any]]] = {
     "mamba2_chunk_scan": _scan_of_mamba2,
     "mamba2_selective_state_update": _step_of_mamba2,
 }
-# Those that make a step where the state lies, and its dimensions with the first, of sequences.
+# The stand-ins that compute a step in place, and the number of dimensions of their state, (N, ...).
 STEPS = {
     "torch_recurrent_gated_delta_rule": 4,
     "recurrent_kimi_delta_attention": 4,
@@ -507,12 +520,12 @@ STEPS = {
 
 
 def _rows(first: int, end: int, x: Tensor) -> Tensor:
-    """Of (1, T, ..)."""
+    """Return rows [first, end) of x (1, T, ...)."""
     return x[:, first:end]
 
 
 def _map(value: Any, num_tokens: int, select: Callable[[Tensor], Tensor]) -> Any:
-    """An argument with `select` of every tensor in it that is (1, T, ..)."""
+    """Return an argument with `select` applied to every tensor in it that is (1, T, ...)."""
     if isinstance(value, Tensor):
         return select(value) if value.shape[:2] == (1, num_tokens) else value
     if isinstance(value, tuple):
@@ -523,9 +536,9 @@ def _map(value: Any, num_tokens: int, select: Callable[[Tensor], Tensor]) -> Any
 
 
 def _merge(outs: list[Any], places: list[Any], num_tokens: int) -> Any:
-    """Put results (N, 1, ..) and (1, T, ..), or tuples of them, in their places of one that is (1, T, ..).
+    """Merge results (N, 1, ...) and (1, T, ...), or tuples of them, into one result (1, num_tokens, ...).
 
-    Other values in a tuple become None: no layer reads them.
+    Other values in a tuple become None, because no layer reads them.
     """
     if isinstance(outs[0], tuple):
         return tuple(_merge(list(of_one), places, num_tokens) for of_one in zip(*outs, strict=True))
