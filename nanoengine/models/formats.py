@@ -1,11 +1,11 @@
-"""Checkpoints in few bits: GPTQ's, AWQ's, compressed-tensors', bitsandbytes' and fp8, without their packages.
+"""Reads quantized checkpoints without their packages: GPTQ, AWQ, compressed-tensors, bitsandbytes and fp8.
 
-Each writes a linear layer's weight as several tensors. They are read as a `Quantized` where they are integers
-in groups of inputs, which a device may keep as they are, and as floats where they are anything else.
+Each format stores a linear layer's weight as several tensors. If they are integers in groups of inputs, they
+are read as a `Quantized`, which a device may compute with directly. All others are dequantized to floats.
 
 Sources: AutoGPTQ's and AutoAWQ's packing of `qweight`; compressed_tensors/compressors;
 bitsandbytes/functional.py; transformers/integrations/finegrained_fp8.py. Shape letters: N outputs, I inputs,
-G groups of them.
+G groups of inputs.
 """
 
 import json
@@ -18,44 +18,44 @@ from torch import Tensor
 
 from nanoengine.backends.quantized import Quantized
 
-Tensors = Mapping[str, Tensor]  # of one weight, by the ends of their names
+Tensors = Mapping[str, Tensor]  # the parts of one weight, by the ends of their names
 Block = tuple[int | None, int | None]  # outputs and inputs that share a scale; None: all of them
 FLOATS = ("F16", "BF16", "F32")
-AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where a word of 32 bits has each of eight neighbours
+AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # the place of each of eight consecutive outputs in a word of 32 bits
 
 
 class Part(NamedTuple):
-    """One of the tensors that a weight is written as."""
+    """Describes one of the tensors that a quantized weight is stored as."""
 
-    end: str  # of its name
-    dtypes: tuple[str, ...]  # by safetensors' names
+    end: str  # the end of its name
+    dtypes: tuple[str, ...]  # safetensors' names
     is_optional: bool = False
 
 
 class Format(NamedTuple):
-    """How a checkpoint's weights are written."""
+    """Describes how a checkpoint stores quantized weights."""
 
-    name: str  # for the user
-    parts: tuple[Part, ...]  # the first tells a weight of this kind from a plain one
-    # Its shape (N, I), by that of its first part; None: only its contents tell.
+    name: str  # shown to the user
+    parts: tuple[Part, ...]  # a weight that has the first part is quantized
+    # Returns a weight's shape (N, I), given its first part's shape; None: the shape is in another part.
     shape: Callable[[tuple[int, ...]], tuple[int, ...] | None]
-    # The weight, from its tensors. Raises an error of any kind where these do not fit each other.
+    # Returns a weight, given its parts. May raise any error if the parts do not fit each other.
     read: Callable[[Tensors], Quantized | Tensor]
-    unused: tuple[str, ...] = ()  # tensors' ends that mean nothing here: scales of activations
+    unused: tuple[str, ...] = ()  # ends of tensors that are ignored: scales of activations
 
 
 def choose_format(stated: dict[str, Any]) -> Format | None:
-    """How the weights are written that a config says this of, its `quantization_config`; None: not so.
+    """Return the format for a config's `quantization_config`, or None if this file does not read the format.
 
     Raises:
-        ValueError: by one of these, in a way that is not served; with the reason.
+        ValueError: the format is read here, but not with these settings. The message says why.
     """
     maker = FORMATS.get(str(stated.get("quant_method")))
     return maker(stated) if maker is not None else None
 
 
 def _asked(stated: dict[str, Any], field: str, default: Any, served: tuple[Any, ...]) -> Any:
-    """A field's value; ValueError where it is none of those served."""
+    """Return a field's value. Raises ValueError if the value is not one of those supported."""
     value = stated.get(field, default)
     if isinstance(value, (list, dict)) or value not in served:
         raise ValueError(f"its {field} is {value!r}; served are {', '.join(map(str, served))}")
@@ -63,7 +63,7 @@ def _asked(stated: dict[str, Any], field: str, default: Any, served: tuple[Any, 
 
 
 def _group_size(stated: dict[str, Any]) -> set[Block]:
-    """Return the block of a group of inputs; an empty set if the config does not state its size."""
+    """Return the block that shares a scale, or an empty set if the config does not state its group_size."""
     size = stated.get("group_size")
     if size is not None and (type(size) is not int or not (size == -1 or size > 0)):
         raise ValueError(f"its group_size is {size!r}; served are -1 and numbers above 0")
@@ -74,16 +74,16 @@ def _group_size(stated: dict[str, Any]) -> set[Block]:
 
 
 def _places(shape: torch.Size, scales: torch.Size, blocks: set[Block]) -> tuple[Tensor, Tensor]:
-    """Return each output's row of scales and each input's column of them, (N,) and (I,).
+    """Return the row of the scales for each output, (N,), and the column for each input, (I,).
 
     Args:
-        shape: the weight's, (N, I).
+        shape: the weight's shape, (N, I).
         scales: the scales' shape.
-        blocks: those that the config states; the last of a row or column may be smaller. Without any, all are
-            of one size.
+        blocks: the blocks that the config states. The last block of a row or column may be smaller. If this
+            is empty, all blocks have the same size.
 
     Raises:
-        ValueError: the scales are not those of one of the blocks.
+        ValueError: the scales' shape does not fit exactly one of the blocks.
     """
     fitting = set()
     if len(shape) == len(scales) == 2 and min(*shape, *scales) > 0:
@@ -112,9 +112,10 @@ def _integers(
     blocks: set[Block],
     groups: Tensor | None = None,
 ) -> Quantized | Tensor:
-    """Return a weight from integers (N, I), zeros and scales; as floats where its groups are not all alike.
+    """Return a weight from integers (N, I), zeros and scales.
 
-    `groups` names the group of each input, (I,), where these do not lie one after the other.
+    `groups`, (I,), is the group of each input, if the checkpoint states it. The weight is dequantized unless
+    its groups are consecutive inputs, all of one size.
     """
     scales = scales.float().reshape(1, 1) if scales.numel() == 1 else scales.float()
     if zeros is not None:
@@ -148,7 +149,7 @@ def _floats(weight: Tensor, scales: Tensor, blocks: set[Block]) -> Tensor:
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
-    """Numbers from 0 on, the lowest bits first: words (R, C) int32 to (R, C * 32 / bits) int32.
+    """Unpack unsigned integers, the lowest bits first: words (R, C) int32 to (R, C * 32 / bits) int32.
 
     >>> unpack(torch.tensor([[0x76543210]], dtype=torch.int32), 4)
     tensor([[0, 1, 2, 3, 4, 5, 6, 7]], dtype=torch.int32)
@@ -165,7 +166,7 @@ def _gptq(stated: dict[str, Any]) -> Format:
     blocks, middle = _group_size(stated), 1 << (bits - 1)
 
     def read(tensors: Tensors) -> Quantized | Tensor:
-        # The first version wrote zeros less one.
+        # The first version stores zeros minus one.
         zeros = (unpack(tensors["qzeros"], bits) + is_first_version) & ((1 << bits) - 1)
         numbers, scales = unpack(tensors["qweight"].T.contiguous(), bits), tensors["scales"].T
         return _integers(numbers - middle, zeros.T - middle, scales, bits, blocks, tensors.get("g_idx"))
@@ -195,7 +196,7 @@ def _awq(stated: dict[str, Any]) -> Format:
 
 
 def _block_of(weights: dict[str, Any]) -> Block | None:
-    """Return the weights that share a scale by their settings in a config; None: these do not say."""
+    """Return the block that shares a scale, or None if the weights' settings do not state one."""
     strategy, size, block = (weights.get(name) for name in ("strategy", "group_size", "block_structure"))
     if strategy is None and size is not None:
         strategy = "channel" if size == -1 else "group"
@@ -243,7 +244,7 @@ def _compressed(stated: dict[str, Any]) -> Format:
         if len(numbers) != num_outputs or not 0 <= numbers.shape[1] - num_inputs < 32 // bits:
             raise ValueError(f"weight_shape is {num_outputs, num_inputs}, of integers {tuple(numbers.shape)}")
         middle = 1 << (bits - 1)
-        if zeros is not None and zeros.dtype == torch.int32:  # else a whole tensor's, as it is
+        if zeros is not None and zeros.dtype == torch.int32:  # else int8, not packed
             zeros = unpack(zeros.T.contiguous(), bits).T[:num_outputs] - middle
         groups = tensors.get("weight_g_idx")
         if groups is not None and (groups == -1).all():
@@ -331,7 +332,7 @@ def _bitsandbytes(stated: dict[str, Any]) -> Format:
 
 
 def _spread(scales: Tensor, block: Any, count: int) -> Tensor:
-    """Return the scale of each of `count` numbers, of which a block shares one."""
+    """Return the scale of each of `count` numbers. Each block of consecutive numbers shares a scale."""
     if type(block) is not int or block < 1 or len(scales) != -(-count // block):
         raise ValueError(f"{len(scales)} scales do not fit {count} numbers in blocks of {block!r}")
     return scales[torch.arange(count) // block]
