@@ -1,7 +1,9 @@
-"""GGUF files, llama.cpp's: a model's config, its weights and its tokenizer in one.
+"""Reads GGUF files, llama.cpp's format: one file holds a model's config, weights and tokenizer.
 
-Of the families of `decoder.py` config and weights are read here, and integers stay integers; of others all is
-transformers' to read. Sources: ggml's docs/gguf.md; gguf-py/gguf/quants.py and constants.py for the layouts.
+For the families of decoder.py, this file reads config and weights, and the types in READERS stay quantized.
+transformers reads all other families. gguf_tokenizer.py reads the tokenizer.
+
+Sources: ggml's docs/gguf.md; gguf-py/gguf/quants.py and constants.py for the layouts.
 """
 
 import math
@@ -24,10 +26,10 @@ from nanoengine.models.files import TensorHeader, as_value_error
 from nanoengine.models.hf_config import UnsupportedModelError, check_fields
 from nanoengine.models.names import check_fit
 
-# Configs by name: any one of them takes transformers a second of imports.
+# The config classes by name, because importing any of them takes a second.
 FAMILIES = {"llama": "LlamaConfig", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config"}
 TENSORS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-OF_LAYERS = {  # behind "blk.0." and "model.layers.0."
+OF_LAYERS = {  # after the prefixes "blk.0." and "model.layers.0."
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -40,29 +42,29 @@ OF_LAYERS = {  # behind "blk.0." and "model.layers.0."
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-DIVISORS = "rope_freqs.weight"  # of rotary frequencies, a tensor
+DIVISORS = "rope_freqs.weight"  # a tensor of divisors of the rotary frequencies
 LAYER = re.compile(r"(?:\w+\.)?blk\.([0-9]{1,9})\.")
 INTEGERS = "I8", "I16", "I32", "I64"
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-# Metadata types by number, as `struct` and NumPy call them; 8 is a string and 9 an array.
+# Number of a metadata type -> its name in `struct` and NumPy. 8 is a string and 9 an array.
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
-# Limits far above any real file, so that no header takes long to read.
-MAX_ENTRIES = 1 << 13  # metadata fields, and tensors
+# Limits far above any real file, so that a malicious header is quickly rejected.
+MAX_ENTRIES = 1 << 13  # of metadata fields, and of tensors
 MAX_STRINGS = 1 << 22  # in all arrays together
 MAX_DIMENSIONS = 4  # ggml's own limit
-MAX_SIZE = 1 << 24  # of a layer, and of the context
+MAX_SIZE = 1 << 24  # of any dimension of a layer, and of the context
 LENGTH = struct.Struct("<Q")
 
 
 class TensorEntry(NamedTuple):
-    """A tensor as the header lists it. Its bytes are known to be in the file."""
+    """Describes a tensor, as the header does. Its bytes were checked to be inside the file."""
 
     kind: Any  # a gguf.GGMLQuantizationType
     shape: tuple[int, ...]  # in PyTorch's order
-    start: int  # in the file
+    start: int  # offset in the file, in bytes
     num_bytes: int
 
 
@@ -74,7 +76,7 @@ class Strings(NamedTuple):
     length: int
 
     def read(self) -> list[str]:
-        """Decode all of them."""
+        """Decode and return all strings."""
         data, place, result = self.data, self.start, []
         for _ in range(self.length):
             first = place + LENGTH.size
@@ -84,12 +86,12 @@ class Strings(NamedTuple):
 
 
 class Header:
-    """The metadata and the list of tensors at the start of a GGUF file.
+    """Reads the metadata and the list of tensors at the start of a GGUF file.
 
-    Checks every count, length and offset against the size of the file before using it.
+    It checks every count, length and offset against the size of the file before using it.
 
     Raises:
-        ValueError: the file is not sound.
+        ValueError: the file is malformed.
     """
 
     def __init__(self, data: mmap) -> None:
@@ -112,12 +114,12 @@ class Header:
         self.tensors = self._tensors(num_tensors)
 
     def _take(self, layout: str) -> tuple[Any, ...]:
-        """Unpack the next values and move past them."""
+        """Unpack and return the next values, and move past them."""
         start = self._skip(struct.calcsize(f"<{layout}"))
         return struct.unpack_from(f"<{layout}", self.data, start)
 
     def _skip(self, num_bytes: int) -> int:
-        """Move forward. Return the place before."""
+        """Move forward by num_bytes, and return the offset before."""
         start = self._place
         if num_bytes > len(self.data) - start:
             raise ValueError(f"it ends at byte {len(self.data)}, inside {num_bytes} bytes from byte {start}")
@@ -186,7 +188,7 @@ class Header:
 
 
 class GGUFFile:
-    """A model in a GGUF file. Opening it reads the header alone.
+    """Reads the config and weights of a model in a GGUF file. Opening the file reads only its header.
 
     Raises:
         ValueError: the file is damaged or one of several, or the package gguf is not installed.
@@ -224,7 +226,7 @@ class GGUFFile:
         self._check_sizes()
 
     def _check_sizes(self) -> None:
-        """Compare block_count and the number of tokens with the tensors: layers are not dropped silently."""
+        """Check block_count and the number of tokens against the tensors, so that no layer gets lost."""
         stated = self._between(1, MAX_SIZE, "block_count")
         optional = 0 if self.is_known else self._between(0, 8, "nextn_predict_layers", 0)
         layers = {int(match[1]) for name in self._tensors if (match := LAYER.match(name))}
@@ -247,7 +249,7 @@ class GGUFFile:
         return value
 
     def _between(self, low: float, high: float, name: str, default: float | None = None) -> Any:
-        """A number in that range. If `low` is an integer, so is the number."""
+        """Return a field that must be a number in [low, high], and an integer if `low` is one."""
         value = self._number(name, default)
         if not low <= value <= high or (isinstance(low, int) and not isinstance(value, int)):
             kind = "an integer" if isinstance(low, int) else "a number"
@@ -256,14 +258,14 @@ class GGUFFile:
         return value
 
     def strings(self, name: str) -> list[str]:
-        """A field that is an array of strings."""
+        """Return a field that must be an array of strings."""
         value = self.fields.get(name)
         if not isinstance(value, Strings):
             raise ValueError(f"{name} must be an array of strings, got {value!r:.99}")
         return value.read()
 
     def token_id(self, name: str) -> int | None:
-        """The id of a special token, such as "eos". None: the file does not give one."""
+        """Return the id of a special token, such as "eos", or None if the file has none."""
         value = self.fields.get(f"tokenizer.ggml.{name}_token_id")
         if type(value) is not int and value is not None:
             raise ValueError(
@@ -272,10 +274,10 @@ class GGUFFile:
         return value
 
     def config(self) -> Any:
-        """The transformers config of a known family.
+        """Return the transformers config of a family of decoder.py.
 
         Raises:
-            ValueError: a field is missing or not sound.
+            ValueError: a field is missing or invalid.
             UnsupportedModelError: the file needs something that nanoengine does not support.
         """
         between, number = self._between, self._number
@@ -342,10 +344,10 @@ class GGUFFile:
         return rope
 
     def check_others(self) -> None:
-        """Refuse of other families what transformers would leave out without a word.
+        """Reject a file of another family if transformers would silently ignore its rope scaling.
 
         Raises:
-            UnsupportedModelError: with the reason.
+            UnsupportedModelError: the rope is scaled. The message says how.
         """
         if self.fields.get(f"{self.architecture}.rope.scaling.type", "none") != "none":
             raise UnsupportedModelError(
@@ -360,14 +362,14 @@ class GGUFFile:
         return sum(math.prod(tensor.shape) for tensor in self._tensors.values())
 
     def is_quantized(self, name: str) -> bool:
-        """Whether it is a weight in few bits."""
+        """Return whether a weight is quantized."""
         return name in self.headers and self._type_of(name) in READERS
 
     def _type_of(self, name: str) -> str:
         return str(self._tensors[self.headers[name].name].kind.name)
 
     def read(self, name: str, part: tuple[slice, ...] | None = None) -> Tensor | Quantized:
-        """As `Files.read`."""
+        """Return a tensor, or a part of it. A part of a quantized weight is dequantized."""
         header, kind = self.headers[name], self._type_of(name)
         assert header.shape is not None
         weight: Tensor | Quantized
@@ -381,12 +383,12 @@ class GGUFFile:
         return weight if part is None else floats(weight, torch.float32)[part]
 
     def _bytes(self, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """A copy of a tensor's bytes."""
+        """Return a copy of a tensor's bytes."""
         _, _, start, num_bytes = self._tensors[name]
         return np.frombuffer(self._data, np.uint8, num_bytes, start).copy()
 
     def _floats(self, name: str) -> Tensor:
-        """A tensor as floats, in the file's dtype if it has one."""
+        """Return a tensor as floats: unchanged if the file stores floats, else dequantized to float32."""
         kind, shape, *_ = self._tensors[name]
         data = self._bytes(name)
         if kind.name in FLOATS:
@@ -400,7 +402,10 @@ class GGUFFile:
         return torch.from_numpy(floats)
 
     def _in_halves(self, weight: Tensor | Quantized, kind: str) -> Tensor | Quantized:
-        """Rows in transformers' order, which turns i and i + D / 2 where llama.cpp turns 2 i and 2 i + 1."""
+        """Return the rows of Q's or K's weight in transformers' order.
+
+        Rope rotates dimensions i and i + D / 2 together in transformers, but 2 i and 2 i + 1 in llama.cpp.
+        """
         num_rows = len(weight.integers if isinstance(weight, Quantized) else weight)
         heads = self._number(f"attention.head_count{kind}", self._number("attention.head_count"))
         rows = torch.arange(num_rows).view(int(heads), -1, 2).transpose(1, 2).flatten()
@@ -411,7 +416,7 @@ class GGUFFile:
 
 
 def saved_name(name: str) -> str:
-    """What Hugging Face calls a tensor.
+    """Return Hugging Face's name for a tensor.
 
     >>> saved_name("blk.3.ffn_down.weight")
     'model.layers.3.mlp.down_proj.weight'
@@ -426,35 +431,38 @@ def saved_name(name: str) -> str:
 
 
 class Layout(NamedTuple):
-    """How a type writes a row's weights: block after block."""
+    """Describes how a quantization type stores weights. A row is a sequence of blocks."""
 
     num_bytes: int  # of a block
     read: Callable[[Tensor], Quantized]  # blocks (N, blocks, bytes) uint8
 
 
 def _half(two_bytes: Tensor) -> Tensor:
-    """(.., 2) uint8 to (.., 1) float32."""
+    """Read float16 numbers: (..., 2) uint8 to (..., 1) float32."""
     return two_bytes.contiguous().view(torch.float16).float()
 
 
 def _nibbles(octets: Tensor) -> Tensor:
-    """(.., n) uint8 to (.., 2 n): the low halves, then the high ones."""
+    """Split bytes into 4-bit numbers, all low halves first: (..., n) uint8 to (..., 2 n)."""
     return torch.cat((octets & 15, octets >> 4), -1)
 
 
 def _bits_of(octets: Tensor) -> Tensor:
-    """(.., n) uint8 to (.., 8 n) of 0 and 1, the lowest first."""
+    """Split bytes into bits, the lowest bit first: (..., n) uint8 to (..., 8 n)."""
     return (octets.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8) & 1).flatten(-2)
 
 
 def _symmetric(numbers: Tensor, scales: Tensor, bits: int) -> Quantized:
-    """Integers (N, blocks, ..) times scales, (N, blocks, groups in a block)."""
+    """Return integers (N, blocks, ...) times scales (N, blocks, groups per block) as a quantized weight."""
     return Quantized(numbers.to(torch.int8).flatten(1), scales.flatten(1).contiguous(), None, bits)
 
 
 def _affine(numbers: Tensor, scales: Tensor, lows: Tensor, middle: int) -> Quantized:
-    """Numbers from 0 to 2 middle - 1, (N, groups, inputs) uint8, times scales, plus lows: (N, groups)."""
-    # Without a scale a group is what it is at least: one integer times that.
+    """Return numbers * scales + lows as a quantized weight, whose integers are numbers - middle.
+
+    numbers (N, groups, inputs) uint8 lie in [0, 2 middle). scales and lows are (N, groups).
+    """
+    # A group with scale 0 is constant. It is stored as integers 0 with zero point -1, times its low.
     integers = torch.where((scales == 0).unsqueeze(2), 0, numbers.to(torch.int8) - middle).to(torch.int8)
     zeros = torch.where(scales == 0, -1.0, -lows / scales - middle)
     bits = 4 if middle == 8 else 8
@@ -483,7 +491,10 @@ def _q8_0(b: Tensor) -> Quantized:
 
 
 def _of_eight(b: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and lows of eight groups, 6 bits each, times the block's own two: (N, groups)."""
+    """Return the scales and lows of a block's eight groups, (N, groups).
+
+    Each is a 6-bit number times the block's float16 scale or low.
+    """
     first, second, rest = b[..., 4:8], b[..., 8:12], b[..., 12:16]
     scales = torch.cat((first & 63, (rest & 15) | (first >> 2 & 48)), -1)
     lows = torch.cat((second & 63, (rest >> 4) | (second >> 2 & 48)), -1)
@@ -491,7 +502,10 @@ def _of_eight(b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _in_fours(octets: Tensor) -> Tensor:
-    """Four times 32 octets, whose halves are two groups: (N, blocks, 128) to (N, groups, 32)."""
+    """Split blocks into groups of 4-bit numbers: (N, blocks, 128) uint8 to (N, groups, 32).
+
+    Of each 32 bytes, the low halves are one group and the high halves the next.
+    """
     return _nibbles(octets.reshape(*octets.shape[:2], 4, 32)).view(len(octets), -1, 32)
 
 
@@ -527,7 +541,7 @@ READERS = {
 
 
 def read_gguf_config(file: GGUFFile) -> Any:
-    """Return the config of a GGUF file, after checking its sizes against the file's tensors."""
+    """Return the config of a GGUF file. Checks its sizes against the file's tensors."""
     path = file.path
     try:
         if file.is_known:
@@ -549,7 +563,7 @@ def read_gguf_config(file: GGUFFile) -> Any:
             with as_value_error(path):
                 auto: Any = AutoModelForCausalLM
                 model = auto.from_config(config)
-            # Twice as many, because a tied head may be counted twice here.
+            # Allow twice as many, because a tied head may be counted twice here.
             if sum(parameter.numel() for parameter in model.parameters()) > 2 * file.num_weights:
                 raise ValueError(f"{path} asks for more weights than the {file.num_weights} that it holds")
     return config

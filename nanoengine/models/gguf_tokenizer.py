@@ -1,7 +1,7 @@
-r"""Byte-level BPE tokenizers from GGUF files.
+r"""Builds byte-level BPE tokenizers from GGUF files.
 
-A file names its pre-tokenizer, and llama.cpp knows the regular expressions for each name. llama.cpp
-approximates some expressions and quotes the original ones of tokenizer.json: the table has the quoted ones.
+A file names its pre-tokenizer, and llama.cpp has the regular expressions for each name. It approximates some
+of them, and quotes the originals of tokenizer.json in comments. TABLE has the originals.
 Source: llama.cpp's src/llama-vocab.cpp and src/unicode.cpp.
 """
 
@@ -18,7 +18,7 @@ from nanoengine.models.gguf import GGUFFile
 
 MAX_TOKEN_LENGTH = 4096  # transformers' time for a token grows with its square
 CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-START = r"[^\r\n\p{L}\p{N}]?"  # of a word: one character before its letters
+START = r"[^\r\n\p{L}\p{N}]?"  # at the start of a word: one character before its letters
 WORD = START + r"\p{L}+"
 SYMBOLS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
 SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -38,7 +38,7 @@ HANGUL_OR_MARKS = (
     f"\ufe30-\ufe4f]+|[\u3105-\u312f]+|{HAN_AND_KANA}"
 )
 BLOOM = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
-CASED_LETTERS = (  # without letters that came to Unicode later
+CASED_LETTERS = (  # without letters that were added to Unicode later
     "A-Za-z\u00b5\xc0-\xd6\xd8-\xf6\xf8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373\u0376"
     "\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5\u03f7-\u0481"
     "\u048a-\u052f\u0531-\u0556\u10a0-\u10c5\u13a0-\u13f5\u13f8-\u13fd\u1c90-\u1cba\u1cbd-\u1cbf"
@@ -54,7 +54,7 @@ CASED_LETTERS = (  # without letters that came to Unicode later
 
 
 def _by_case(end: str = "", but: str = "") -> str:
-    """A word up to where its case changes from lower to upper."""
+    """Return an expression for a word, or its part up to where the case changes from lower to upper."""
     upper, lower = (
         rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{but}]",
         rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{but}]",
@@ -130,14 +130,14 @@ TABLE: dict[str, tuple[str, ...]] = {
 SPLITS = {name: expressions for names, expressions in TABLE.items() for name in names.split()}
 # A piece that is a token as a whole is not merged from its bytes.
 IGNORE_MERGES = {*f"{LLAMA3_NAMES} minicpm5 youtu glm4 glm5 tekken granite-embed-multi-97m".split()}
-ADD_BOS = {*LLAMA3_NAMES.split(), "tekken", "chameleon"}  # where the file does not say
+ADD_BOS = {*LLAMA3_NAMES.split(), "tekken", "chameleon"}  # if the file does not say
 # These pre-tokenizers replace spaces and do not spell out bytes.
 NOT_BYTE_LEVEL = {"gemma4", "granite-embed-multi-311m", "sarvam-moe", "whitespace"}
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # types of tokens
 
 
 def pre_tokenizer(name: str) -> Any:
-    """Build llama.cpp's pre-tokenizer of that name."""
+    """Build the pre-tokenizer that llama.cpp calls by that name."""
     splits: list[Any] = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in SPLITS[name]]
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return pre_tokenizers.Sequence([*splits, byte_level])
@@ -147,7 +147,7 @@ def load_byte_level(file: GGUFFile) -> Any:
     """Build the tokenizer of a file whose tokenizer.ggml.model is "gpt2".
 
     Raises:
-        ValueError: the vocabulary is not sound, or the pre-tokenizer is not byte-level.
+        ValueError: the vocabulary is invalid, or the pre-tokenizer is not byte-level.
     """
     tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(file.strings("tokenizer.ggml.tokens"))]
     vocab = {token: i for i, token in enumerate(tokens)}
@@ -171,7 +171,7 @@ def load_byte_level(file: GGUFFile) -> Any:
         name = "default"
     try:
         backend = Tokenizer(BPE(vocab, merges, ignore_merges=name in IGNORE_MERGES))
-    except Exception as error:  # the library has no other kind
+    except Exception as error:  # tokenizers raises plain Exception
         raise ValueError(f"its merges do not fit its tokens: {error}") from error
     backend.pre_tokenizer = pre_tokenizer(name)
     backend.decoder = decoders.ByteLevel()
@@ -203,7 +203,7 @@ def load_byte_level(file: GGUFFile) -> Any:
             special_tokens=[(token, vocab[token]) for token in dict.fromkeys(added["bos"] + added["eos"])],
         )
     template = fields.get("tokenizer.chat_template")
-    tokenizer_class: Any = PreTrainedTokenizerFast  # which has no types
+    tokenizer_class: Any = PreTrainedTokenizerFast  # its __init__ is untyped
     return tokenizer_class(
         tokenizer_object=backend,
         chat_template=template if isinstance(template, str) else None,

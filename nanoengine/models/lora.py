@@ -1,8 +1,10 @@
-"""LoRA adapters as PEFT saves them, merged into the weights while a model is loaded.
+"""Reads LoRA adapters saved by PEFT, and merges them into the weights while a model is loaded.
 
-A weight W (N, I) becomes W + scaling * B A, with A (r, I) and B (N, r). DoRA then gives each of its rows a
-stated length. If a head and an embedding are one weight, an adapter of either unties them, as PEFT's forward
-pass does. Sources: https://arxiv.org/abs/2106.09685; rsLoRA's scaling, https://arxiv.org/abs/2312.03732;
+A weight W (N, I) becomes W + scaling * B A, with A (r, I) and B (N, r). DoRA then rescales each row to a
+length that the adapter stores. If head and embedding are tied, an adapter of either one unties them, as in
+PEFT's forward pass.
+
+Sources: https://arxiv.org/abs/2106.09685; rsLoRA's scaling, https://arxiv.org/abs/2312.03732;
 DoRA, https://arxiv.org/abs/2402.09353; peft/tuners/lora for the files.
 """
 
@@ -20,7 +22,7 @@ from torch import Tensor
 from nanoengine.models.files import read_json
 
 PREFIX = "base_model.model."
-# Of adapter_config.json, what would make the merged weights others than those here, unless it is one of these
+# Field of adapter_config.json -> its supported values. Other values would change the merged weights.
 PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "lora_bias": (None, False),
@@ -40,18 +42,18 @@ PLAIN: dict[str, tuple[Any, ...]] = {
         "gaussian",
         "orthogonal",
         "eva",
-    ),  # the others change the base too
+    ),  # others change the base weights too
 }
 
 
 class Adapter:
-    """What an adapter changes, by the names of a model's weights.
+    """Holds an adapter's changes, by the names of the model's weights.
 
     Args:
         path: a directory with adapter_config.json and adapter_model.safetensors.
 
     Raises:
-        ValueError: a file is missing or damaged, or it is neither plain LoRA nor DoRA; with the reason.
+        ValueError: a file is missing or damaged, or the adapter is neither plain LoRA nor DoRA.
     """
 
     def __init__(self, path: Path) -> None:
@@ -69,9 +71,9 @@ class Adapter:
                 self._tensors = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
         except SafetensorError as error:
             raise ValueError(f"{file} is damaged or not a safetensors file: {error}") from error
-        self._bases: dict[str, Tensor] = {}  # name -> the weight that an adapted layer had, or its bias
+        self._bases: dict[str, Tensor] = {}  # name -> the base weight or bias of an adapted layer
         self._parts: dict[str, dict[str, Tensor]] = {}  # name -> its A, B and magnitude_vector
-        self._whole: dict[str, Tensor] = {}  # name -> a tensor in its place
+        self._whole: dict[str, Tensor] = {}  # name -> a tensor that replaces the weight
         for saved_name, tensor in self._tensors.items():
             name = saved_name.removeprefix(PREFIX)
             if found := re.fullmatch(r"(.+)\.lora_((?:embedding_)?[AB]|magnitude_vector)(\.weight)?", name):
@@ -84,15 +86,15 @@ class Adapter:
                 self._whole[name] = tensor
 
     def names(self, tied: Collection[str] = ()) -> set[str]:
-        """Return the weights that it changes, of a model in which these are names of one weight."""
+        """Return the names of the weights that the adapter changes. `tied` are names of one tied weight."""
         also = tied if any(name in tied for name in self._bases) else ()
         return {*self._bases, *self._parts, *self._whole, *also}
 
     def unties(self, tied: Collection[str]) -> bool:
-        """Return whether it changes one of the names of a tied weight, or each by itself.
+        """Return whether the adapter unties a weight with these names, because it changes one or both.
 
         Raises:
-            ValueError: it was trained with both names tied, and holds one of them.
+            ValueError: it was trained with the names tied, but changes only one of them.
         """
         changed = [name for name in tied if name in self.names()]
         if changed and len(changed) < len(tied) and self.config.get("ensure_weight_tying"):
@@ -103,7 +105,7 @@ class Adapter:
         return bool(changed)
 
     def scaling(self, module: str, rank: int) -> float:
-        """What a module's product B A is times."""
+        """Return the factor of a module's product B A."""
 
         def own(pattern: str, default: str) -> Any:
             for key, value in (self.config.get(pattern) or {}).items():
@@ -121,14 +123,14 @@ class Adapter:
     def changes(
         self, shapes: Mapping[str, tuple[int, ...]], tied: Collection[str] = ()
     ) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
-        """Yield names of weights, and functions that return the new weight for the old one in float32.
+        """Yield the name of each changed weight, and a function from the old float32 weight to the new one.
 
         Args:
-            shapes: of the model's weights.
-            tied: names of those that were one weight before `unties`.
+            shapes: the shapes of the model's weights.
+            tied: names that shared one weight before it was untied.
 
         Raises:
-            ValueError: one is not the model's, or does not fit.
+            ValueError: the adapter changes a weight that the model does not have, or a shape does not fit.
         """
         if missing := sorted(self.names() - shapes.keys()):
             raise ValueError(f"{self.path} changes {missing[0]!r}, which the model does not have by itself")
@@ -151,8 +153,8 @@ class Adapter:
         """Change a model's weights, or views of them, in place. Changes are computed in float32.
 
         Args:
-            weights: the model's, by name.
-            tied: names of those that were one weight before `unties`.
+            weights: the model's weights, by name.
+            tied: names that shared one weight before it was untied.
 
         Raises:
             ValueError: the adapter does not fit.
@@ -173,13 +175,13 @@ class Adapter:
             found = "no" if magnitude is None else "a"
             raise ValueError(f"{self.path} has use_dora={is_dora}, and {found} magnitude vector of {name!r}")
         a, b = (parts[end].float() for end in ends)
-        if is_embedding and a.dim() == b.dim() == 2:  # saved transposed, as of a product with one-hot inputs
+        if is_embedding and a.dim() == b.dim() == 2:  # PEFT stores them transposed
             a, b = a.T, b.T
         if a.dim() != 2 or b.dim() != 2 or len(a) != b.shape[1] or (len(b), a.shape[1]) != shape:
             found = f"{tuple(b.shape)} and {tuple(a.shape)}"
             raise ValueError(f"{self.path}: {found} do not make {name!r} of shape {shape}")
         scaling = self.scaling(name.removesuffix(".weight"), len(a))
-        dim = 0 if is_embedding else 1  # of an embedding, its columns have stated lengths
+        dim = 0 if is_embedding else 1  # DoRA rescales an embedding's columns, else rows
         if magnitude is not None and tuple(magnitude.shape) != (shape[1 - dim],):
             found = f"lora_magnitude_vector of shape {tuple(magnitude.shape)}"
             raise ValueError(f"{self.path}: {found} does not fit {name!r} of shape {shape}")
