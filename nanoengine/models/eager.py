@@ -1,7 +1,8 @@
-"""Attention for models of transformers that write it out in their own code, beyond any attention function.
+"""Replaces the attention of transformers models that compute it in their own code.
 
-Here are the methods to put in the place of theirs: the same computation, with paged attention where theirs
-has scores, a mask and a softmax. `hf.py` gives each module `paged_attend`, what a layer calls with q, k, v.
+These models do not call a registered attention function. The methods here replace theirs: they compute the
+same, but call paged attention instead of computing scores, a mask and a softmax. hf.py gives each module
+`paged_attend`, which the methods call with q, k and v.
 """
 
 from collections.abc import Callable
@@ -12,28 +13,28 @@ from torch import Tensor
 
 
 def _attend(module: Any, q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
-    """Paged attention for q (1, H, T, D), k and v (1, K, T, D): (1, H, T, D)."""
-    # Some turn keys to float32 on the way; the cache holds the model's own dtype.
+    """Return paged attention, (1, H, T, D), for q (1, H, T, D), k and v (1, K, T, D)."""
+    # Some models convert keys to float32, but the cache has the model's dtype.
     q, k, v = (x[0].transpose(0, 1).to(v.dtype) for x in (q, k, v))
     out: Tensor = module.paged_attend(module, q, k, v, **{"scale": q.shape[2] ** -0.5, **settings})
     return out.transpose(0, 1).unsqueeze(0)
 
 
 def _split(x: Tensor, num_heads: int) -> Tensor:
-    """(1, T, H * D) -> (1, H, T, D)."""
+    """Split heads: (1, T, H * D) -> (1, H, T, D)."""
     return x.view(*x.shape[:2], num_heads, -1).transpose(1, 2)
 
 
 def _merge(x: Tensor) -> Tensor:
-    """(1, H, T, D) -> (1, T, H * D)."""
+    """Merge heads: (1, H, T, D) -> (1, T, H * D)."""
     return x.transpose(1, 2).flatten(2)
 
 
 def alibi_slopes(num_heads: int, max_bias: float = 8.0) -> Tensor:
-    """What a score loses per position between query and key, (H,) float32.
+    """Return how much each head's scores drop per position between query and key, (H,) float32.
 
-    A geometric series down to 2^-max_bias; of twice as many where their number is no power of two, those in
-    between come last.
+    The slopes are a geometric series down to 2^-max_bias. If num_heads is not a power of two, the series is
+    that of the next power of two: every second slope comes first, then as many of the others as needed.
     Source: ALiBi, https://arxiv.org/abs/2108.12409
 
     >>> alibi_slopes(4).tolist()
@@ -49,7 +50,7 @@ def alibi_slopes(num_heads: int, max_bias: float = 8.0) -> Tensor:
 def _slopes_of(
     module: Any, num_heads: int, round_to: torch.dtype = torch.float32, scale: float = 1.0
 ) -> Tensor:
-    """A layer's slopes, made at its first call: a CUDA graph asks for them where they were."""
+    """Return a layer's slopes. They are made once, because a CUDA graph reads them at a fixed address."""
     if not hasattr(module, "alibi_slopes"):
         slopes = alibi_slopes(num_heads).to(round_to).float() * scale
         module.register_buffer("alibi_slopes", slopes.to(next(module.parameters()).device), persistent=False)
@@ -99,7 +100,7 @@ def _falcon_attention(
 
     rotate: Any = modeling_falcon.apply_rotary_pos_emb
     q, k, v = (x.transpose(1, 2) for x in self._split_heads(self.query_key_value(hidden_states)))
-    if self.new_decoder_architecture:  # which repeats the heads of K and V
+    if self.new_decoder_architecture:  # _split_heads repeated the heads of K and V
         k, v = (x[:, :: self.num_heads // self.num_kv_heads] for x in (k, v))
     slopes = None
     if alibi is None:
@@ -119,14 +120,14 @@ def _mpt_attention(self: Any, hidden_states: Tensor, **_: Any) -> tuple[Tensor, 
 
 
 def _mpt_body(self: Any, input_ids: Tensor, **_: Any) -> tuple[Tensor]:
-    """Without the biases and the mask that the model's own makes in each pass."""
+    """Run the model's body without building the biases and the mask that the original builds in each pass."""
     hidden = self.wte(input_ids)
     for block in self.blocks:
         hidden = block(hidden, position_bias=None, attention_mask=None)[0]
     return (self.norm_f(hidden),)
 
 
-# model_type -> the methods that are replaced, by class.
+# model_type -> the methods to replace: "class.method" -> the replacement.
 METHODS: dict[str, dict[str, Callable[..., Any]]] = {
     "bloom": {"BloomAttention.forward": _bloom_attention},
     "codegen": {"CodeGenAttention._attn": _attn},
@@ -143,7 +144,7 @@ METHODS: dict[str, dict[str, Callable[..., Any]]] = {
 
 
 def replace_attention(causal_lm: Any) -> None:
-    """Give the model's modules the methods listed for its type; other models of the class are left alone."""
+    """Replace the methods listed for the model's type, in this model's modules only."""
     for name, method in METHODS.get(causal_lm.config.model_type, {}).items():
         class_name, method_name = name.split(".")
         modules = [module for module in causal_lm.modules() if type(module).__name__ == class_name]

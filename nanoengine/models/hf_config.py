@@ -1,6 +1,7 @@
-"""Which models of transformers can be served, as far as a config tells; the code to serve them is in `hf.py`.
+"""Decides from a config whether a model can run on transformers' code. hf.py runs it.
 
-That imports what takes transformers a second and more, and models on our own code do without.
+This file is separate because hf.py's imports take a second or more, and the models of decoder.py do not need
+them.
 """
 
 import sys
@@ -17,16 +18,16 @@ from transformers.models.auto.modeling_auto import (
 
 from nanoengine.models.decoder import rope_settings
 
-ATTENTION_TYPES = ("full_attention", "sliding_attention")  # of layers
-# Of layers with a state (`states.py`), with attention beside it, and with neither.
+ATTENTION_TYPES = ("full_attention", "sliding_attention")  # layer types
+# Types of layers with a state (states.py), with a state and attention, and with neither.
 OTHER_TYPES = (
     *("linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding", "hybrid_mamba"),
     *("attention", "moe", "mlp"),
 )
-ATTENTION_NAME = "nanoengine"  # under which transformers knows our attention
+ATTENTION_NAME = "nanoengine"  # the name under which hf.py registers its attention in transformers
 
-# Models that take images and text -> the config class of their language model, by name as its import takes a
-# second, and what to make it with; None where it says it itself.
+# Multimodal models -> the config class of their language model, and fields to set in it. The class is a name,
+# because importing it takes a second. None: transformers has a causal LM for the text config as it is.
 LANGUAGE_PARTS: dict[str, tuple[str, dict[str, Any]] | None] = {
     "aya_vision": None,
     "cohere2_vision": None,
@@ -46,38 +47,38 @@ LANGUAGE_PARTS: dict[str, tuple[str, dict[str, Any]] | None] = {
     "qwen3_5_moe": None,
     "qwen4_exp": None,
     "smolvlm": None,
-    "glm4v": ("Glm4Config", {"attention_bias": True}),  # which its code has without asking
+    "glm4v": ("Glm4Config", {"attention_bias": True}),  # GLM-4V always has these biases
     "glm4v_moe": ("Glm4MoeConfig", {}),
     "qwen2_vl": ("Qwen2Config", {}),
     "qwen2_5_vl": ("Qwen2Config", {}),
     "qwen3_vl": ("Qwen3Config", {}),
-    # By its own type transformers knows how its files hold the experts.
+    # By this model_type transformers knows how the files store the experts.
     "qwen3_vl_moe": ("Qwen3MoeConfig", {"norm_topk_prob": True, "model_type": "qwen3_vl_moe"}),
 }
 
 
 class UnsupportedModelError(ValueError):
-    """The model cannot be computed over a flat batch with paged attention; the message says why."""
+    """Raised if a model cannot be computed over a flat batch with paged attention. The message says why."""
 
 
 def name_causal_lm(config: Any) -> None:
-    """Have the config of a body alone, or one that transformers' table lacks, name its causal LM."""
+    """Set the causal LM in a config that names only its body, or that transformers' table of models lacks."""
     model_type = config.model_type
     if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and getattr(config, "architectures", None) == [
         MODEL_MAPPING_NAMES.get(model_type)
     ]:
         config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]
-    text_config = config.get_text_config(decoder=True)  # of an encoder-decoder there are two
-    if text_config.model_type == "mistral4":  # listed among those that take images, which this class does not
+    text_config = config.get_text_config(decoder=True)  # an encoder-decoder has two
+    if text_config.model_type == "mistral4":  # the table has a multimodal class for it
         model_class: Any = transformers.Mistral4ForCausalLM
         MODEL_FOR_CAUSAL_LM_MAPPING.register(type(text_config), model_class, exist_ok=True)
 
 
 def language_part(config: Any) -> Any | None:
-    """The config of the language model inside one that takes images too; None: there is none we know.
+    """Return the config of a multimodal model's language model, or None for all other models.
 
-    Without images the three positions of a token in Qwen-VL and GLM-V are one, so that their language models
-    are Qwen's and GLM's.
+    A token of Qwen-VL or GLM-V has three positions. Without images they are equal, so the language model
+    computes the same as Qwen's or GLM's.
     """
     if config.model_type not in LANGUAGE_PARTS or config.get_text_config() is config:
         return None
@@ -102,10 +103,10 @@ def language_part(config: Any) -> Any | None:
 
 
 def check_config(config: Any) -> None:
-    """Refuse by its config a model that cannot be served, before any weight is read.
+    """Reject an unsupported model by its config, before any weight is read.
 
     Raises:
-        UnsupportedModelError: with the reason.
+        UnsupportedModelError: the model is not supported. The message says why.
     """
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError("it is an encoder-decoder")
@@ -117,9 +118,9 @@ def check_config(config: Any) -> None:
             "it takes more than text (images, audio); only text-only models are served"
         )
     attention_implementation(config)
-    from transformers.activations import ACT2FN  # a second of imports, for these models alone
+    from transformers.activations import ACT2FN  # imported late: it takes a second
 
-    is_llama4 = config.model_type == "llama4_text"  # whose chunks are those of `Checkpoint.max_model_len`
+    is_llama4 = config.model_type == "llama4_text"  # `Checkpoint.max_model_len` keeps to its first chunk
     known = {*ATTENTION_TYPES, *OTHER_TYPES, *(["chunked_attention"] if is_llama4 else [])}
     unknown = set(getattr(config, "layer_types", None) or []) - known
     if unknown:
@@ -128,7 +129,7 @@ def check_config(config: Any) -> None:
         name = getattr(config, field, None)
         if isinstance(name, str) and name not in ACT2FN:
             raise UnsupportedModelError(f"config.json's {field} {name!r} is unknown to transformers")
-    # By this a factor of 1 where `_probe` looks; `hf.py` tells Llama 4 the positions.
+    # `_probe` cannot detect this, because the factor is 1 at its positions. hf.py passes Llama 4 positions.
     if getattr(config, "attn_temperature_tuning", False) and not is_llama4:
         raise UnsupportedModelError(
             "attn_temperature_tuning scales queries by a token's place in the batch, not by its position"
@@ -139,9 +140,9 @@ def check_config(config: Any) -> None:
 
 
 def attention_implementation(config: Any) -> str:
-    """The attention to ask transformers for: ours, or the one that `eager.py` replaces."""
+    """Return the attn_implementation to load a model with: hf.py's, or the one that eager.py replaces."""
     if "AutoModelForCausalLM" in getattr(config, "auto_map", {}):
-        return ATTENTION_NAME  # the checkpoint's own class; not known before it is loaded
+        return ATTENTION_NAME  # a class in the checkpoint, not known before it is loaded
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedModelError("transformers has no causal language model for it")
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -149,21 +150,21 @@ def attention_implementation(config: Any) -> str:
         raise UnsupportedModelError(f"its config is that of {model_class.__name__}, another kind of model")
     if hasattr(sys.modules[model_class.__module__], "ALL_ATTENTION_FUNCTIONS"):
         return ATTENTION_NAME
-    from nanoengine.models.eager import METHODS  # for these models alone
+    from nanoengine.models.eager import METHODS  # imported late: few models need it
 
     if config.model_type in METHODS:
         if not getattr(config, "is_decoder", True):
             raise UnsupportedModelError("its attention is not causal")
         return "eager"
     if "linear_attention" in (getattr(config, "layer_types", None) or ()):
-        return "eager"  # it has none
+        return "eager"  # it has no attention
     if getattr(config, "num_attention_heads", None) is None:
         raise UnsupportedModelError("it has no attention, and its states are code of its own")
     raise UnsupportedModelError("its attention is code of its own, which cannot be replaced")
 
 
-# What configs call the sizes that tensors are made by -> the largest of them, far beyond any model's: PyTorch
-# can count in products of three.
+# Config fields that determine tensor sizes -> their limits, far above any real model's, so that
+# PyTorch can count the elements of a tensor in 64 bits.
 SIZES = {
     **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 2**24),
     **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"), 2**16),
@@ -171,14 +172,14 @@ SIZES = {
 
 
 def check_fields(path: Path, hf_config: Any) -> None:
-    """Raise ValueError where a config's architecture, or a size of it or of its language model, cannot be."""
+    """Raise ValueError if an architecture or a size in a config, or in its text config, is invalid."""
     for config in (hf_config, hf_config.get_text_config(decoder=True)):
         names = getattr(config, "architectures", None)
         if not isinstance(names, list | None) or not all(isinstance(name, str) for name in names or ()):
             raise ValueError(f"{path}: architectures must be a list of names, got {names!r:.99}")
         for field, most in SIZES.items():
             value = vars(config).get(config.attribute_map.get(field, field))
-            sizes = value if isinstance(value, list) else [value]  # one per layer, or one
+            sizes = value if isinstance(value, list) else [value]  # one per layer, or one for all
             for size in sizes if value is not None else ():
                 if not isinstance(size, int) or not 0 <= size <= most:
                     raise ValueError(f"{path}: {field} must be an integer in [0, {most}], got {value!r:.99}")

@@ -1,8 +1,9 @@
-"""Products with weights that transformers' models write out in their own code, as layers of `nn.Linear`.
+"""Turns matrix products in the code of transformers models into `nn.Linear` layers.
 
-A device packs the weights of linear layers, and computes a row by them alike whatever the other rows are.
-Such layers, in the memory of the weights, are given to the experts of mixtures, which transformers keeps in
-one parameter, (experts, out, in) or (experts, in, out), to their routers, and to a model's own kind of layer.
+A device packs the weights of linear layers, and its products with them are batch-invariant: a row does not
+depend on the other rows. Three kinds of modules get such layers: the experts of a mixture, which transformers
+keeps in one parameter, (experts, out, in) or (experts, in, out), the routers, and a model's own kinds of
+linear layers. The layers share the memory of the weights, except for a router's, which is a float32 copy.
 """
 
 from collections.abc import Iterable
@@ -15,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 
 def use_linear_layers(model: nn.Module) -> None:
-    """Have a model's products with weights computed by `nn.Linear`; what is not known here stays as it is."""
+    """Replace a model's products with weights by `nn.Linear` layers. Unknown modules are left unchanged."""
     for module in list(model.modules()):
         for name, child in module.named_children():
             if isinstance(child, Conv1D):  # GPT-2's
@@ -33,7 +34,7 @@ def use_linear_layers(model: nn.Module) -> None:
 
 
 def _linear(weight: Any, bias: Any) -> nn.Linear:
-    """A layer of that weight, (out, in), and bias, (out,) or None: views of them, not copies."""
+    """Return a layer with views of a weight (out, in) and a bias (out,) or None. Copies nothing."""
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     layer.weight = nn.Parameter(weight, requires_grad=False)
     if bias is not None:
@@ -42,7 +43,7 @@ def _linear(weight: Any, bias: Any) -> nn.Linear:
 
 
 def _set_forward(module: nn.Module, forward: Any) -> None:
-    """Give one module another forward pass; others of its class are left alone."""
+    """Replace the forward pass of one module, and of no other module of its class."""
     module.__class__ = type(type(module).__name__, (type(module),), {"forward": forward})
 
 
@@ -50,7 +51,7 @@ def _set_forward(module: nn.Module, forward: Any) -> None:
 
 
 def _split_experts(experts: Any) -> None:
-    """Give each expert layers of its own, where they have the form of `use_experts_implementation`."""
+    """Give each expert its own layers, if the experts have the form of `use_experts_implementation`."""
     if not getattr(experts, "has_post_expert_norm", False):
         _split(experts, "gate_up_proj", experts.is_transposed)
         _split(experts, "down_proj", experts.is_transposed)
@@ -58,7 +59,7 @@ def _split_experts(experts: Any) -> None:
 
 
 def _split(experts: nn.Module, name: str, is_transposed: bool = False) -> None:
-    """Replace a parameter by its slices, as layers."""
+    """Replace a parameter of all experts by one layer per expert."""
     weights, biases = getattr(experts, name), getattr(experts, f"{name}_bias", None)
     if is_transposed:
         weights = weights.transpose(1, 2)
@@ -68,12 +69,12 @@ def _split(experts: nn.Module, name: str, is_transposed: bool = False) -> None:
 
 
 def _mix(experts: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The weighted sum of each token's experts: x (T, E), indices and weights (T, k) each, to (T, E).
+    """Return the weighted sum of each token's experts, (T, E), for x (T, E), indices and weights (T, k).
 
-    A token's sum is made in float32, in the order of its own k: other tokens do not change it.
+    A token's sum is computed in float32, in the order of its own k experts, so other tokens do not change it.
     """
     num_tokens, k = top_k_index.shape
-    order = top_k_index.flatten().argsort(stable=True)  # pairs of a token and one of its experts, by expert
+    order = top_k_index.flatten().argsort(stable=True)  # (token, expert) pairs, sorted by expert
     counts = top_k_index.flatten().bincount(minlength=len(experts.down_proj)).tolist()
     gate_up = _by_expert(experts.gate_up_proj, x[order // k], counts)
     out = _by_expert(experts.down_proj, experts._apply_gate(gate_up), counts)
@@ -82,7 +83,7 @@ def _mix(experts: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) ->
 
 
 def _by_expert(layers: Iterable[nn.Module], x: Any, counts: list[int]) -> Tensor:
-    """Rows of x, the first expert's counts[0], then the second's ..., each through its expert's layer."""
+    """Apply each expert's layer to its rows of x: first counts[0] rows of the first expert, and so on."""
     parts = zip(layers, x.split(counts), strict=True)
     return torch.cat([layer(rows) for layer, rows in parts if len(rows)])
 
@@ -91,14 +92,14 @@ def _by_expert(layers: Iterable[nn.Module], x: Any, counts: list[int]) -> Tensor
 
 
 def _is_router(module: Any) -> bool:
-    """Whether it multiplies with a parameter of its own, (experts, in), in code that may be anything."""
+    """Return whether a module has a weight (experts, in) of its own, and no layers inside."""
     weight = module._parameters.get("weight")
     has_layers = any(isinstance(part, nn.Linear | nn.Embedding) for part in module.modules())
     return weight is not None and weight.dim() == 2 and not has_layers
 
 
 class _LinearBy(TorchFunctionMode):
-    """Computes `F.linear` by a layer of float32, whose weight is what is asked for."""
+    """Replaces calls of `F.linear` by a float32 layer, which holds the weight that the caller passes."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
