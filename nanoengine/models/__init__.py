@@ -1,1 +1,1 @@
-"""The models: our own decoder, any other one of transformers, and how their weights are loaded."""
+"""The models: the decoder, all other models on transformers' code, and the loading of their weights."""

@@ -1,4 +1,4 @@
-"""Downloads from the hub of the files that nanoengine reads, and no others."""
+"""Downloads the files that nanoengine reads from the hub, and no others."""
 
 import glob
 from pathlib import Path
@@ -14,8 +14,8 @@ TOKENIZERS = [
     *("tokenizer*", "*.model", "vocab*", "merges.txt", "chat_template*", "config.json"),
     *("added_tokens.json", "special_tokens_map.json", *TEMPLATES),
 ]
-# A pattern's * matches slashes too. These are all folders except additional_chat_templates and the modules of
-# sentence-transformers, such as 1_Pooling.
+# A pattern's * also matches slashes. These match all folders except additional_chat_templates and the modules
+# of sentence-transformers, such as 1_Pooling.
 OTHER_FOLDERS = ["[!0-9a]*/*", "[0-9][!_]*/*", "a[!d]*/*"]
 
 
@@ -30,10 +30,10 @@ def fetch_tokenizer(model: str, revision: str | None) -> Path:
 
 
 def fetch_model(model: str, revision: str | None, with_weights: bool) -> Path:
-    """Download a hub model's configs, tokenizer and, if they are wanted, weights. Return its directory.
+    """Download a hub model's configs, its tokenizer and, if requested, its weights. Return its directory.
 
     The weights are the files that the index names. Without an index they are model*.safetensors, or else
-    any safetensors beside config.json.
+    all safetensors files next to config.json.
     """
     path = _fetch(model, revision, CONFIGS, OTHER_FOLDERS)
     if not with_weights or not (path / "config.json").is_file():

@@ -1,8 +1,8 @@
-"""What a checkpoint says of pooling: how a prompt's hidden states become a vector, or a classifier's scores.
+"""Reads from a checkpoint how to pool: how hidden states become an embedding or a classifier's scores.
 
-An embedding model's files are those of sentence-transformers: `modules.json` lists what follows the
-transformer. A classifier, whose architecture is named `...ForSequenceClassification`, has a head `score` in
-place of the vocabulary's, over the last token.
+An embedding model has the files of sentence-transformers: `modules.json` lists the modules that follow the
+transformer. A classifier's architecture is named `...ForSequenceClassification`. In place of lm_head it has a
+head `score`, which is applied to the last token.
 """
 
 import json
@@ -16,14 +16,14 @@ from nanoengine.models.decoder import architecture_of
 from nanoengine.models.files import read_json
 from nanoengine.models.hf_config import UnsupportedModelError
 
-# sentence-transformers' names, those of its older files, and vLLM's -> ours
+# Names in sentence-transformers, in its older files, and in vLLM -> Pooling.kind
 KINDS = {
     **{"lasttoken": "LAST", "mean": "MEAN", "cls": "CLS"},
     **{"pooling_mode_lasttoken": "LAST", "pooling_mode_mean_tokens": "MEAN", "pooling_mode_cls_token": "CLS"},
     **{"LAST": "LAST", "MEAN": "MEAN", "CLS": "CLS"},
 }
 ACTIVATIONS = {"Sigmoid": "sigmoid", "Softmax": "softmax", "Identity": "none"}  # PyTorch's names -> ours
-# By a classifier's problem_type.
+# A classifier's problem_type -> Pooling.activation
 PROBLEMS = {
     "regression": "none",
     "single_label_classification": "softmax",
@@ -33,26 +33,26 @@ PROBLEMS = {
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """What is made of a prompt's hidden states."""
+    """Describes how to pool a prompt's hidden states."""
 
-    kind: str  # which of them: the "LAST" token's, the first's ("CLS"), or the "MEAN" of all
-    activation: str  # what follows: "normalize", "softmax", "sigmoid" or "none"
-    labels: tuple[str, ...] = ()  # a classifier's, in the order of its scores; (): an embedding
-    dimensions: tuple[int, ...] = ()  # to which an embedding may be cut (Matryoshka), beside all
+    kind: str  # "LAST": the last token's hidden state, "CLS": the first token's, "MEAN": the mean of all
+    activation: str  # applied afterwards: "normalize", "softmax", "sigmoid" or "none"
+    labels: tuple[str, ...] = ()  # a classifier's labels, in the order of its scores; (): an embedding model
+    dimensions: tuple[int, ...] = ()  # sizes to which an embedding may be truncated (Matryoshka)
 
 
 def read_pooling(path: Path, hf_config: Any, pooler_config: dict[str, Any] | None) -> Pooling:
-    """Return what the checkpoint says of pooling; settings of pooler_config come first.
+    """Return the checkpoint's pooling settings. Settings in pooler_config override them.
 
-    A classifier's config is made to name the causal LM of its type, whose code serves it.
+    Changes a classifier's config to name the causal LM of its type, because that code computes it.
 
     Raises:
-        UnsupportedModelError: a way to pool that is not served.
-        ValueError: a file is not sound.
+        UnsupportedModelError: the model is not causal, or this way to pool is not supported.
+        ValueError: a file is malformed, or pooler_config is given for a classifier.
     """
     if (
         type(hf_config) not in MODEL_FOR_CAUSAL_LM_MAPPING
-        or getattr(hf_config, "is_decoder", True) is False  # a field of those that are encoders by default
+        or getattr(hf_config, "is_decoder", True) is False  # models that are encoders by default have it
         or getattr(hf_config, "is_causal", True) is False
         or getattr(hf_config, "use_bidirectional_attention", None)
     ):
@@ -72,7 +72,7 @@ def read_pooling(path: Path, hf_config: Any, pooler_config: dict[str, Any] | Non
 def _classifier(hf_config: Any) -> Pooling:
     id2label = hf_config.id2label
     labels = tuple(str(id2label[index]) for index in range(len(id2label)))
-    # As sentence-transformers' CrossEncoder writes it, today and before.
+    # Where sentence-transformers' CrossEncoder saves its activation, in new files and in old ones.
     named = getattr(hf_config, "sentence_transformers", None) or {}
     named = named.get("activation_fn") or getattr(hf_config, "sbert_ce_default_activation_function", None)
     if named is not None:
@@ -88,7 +88,7 @@ def _classifier(hf_config: Any) -> Pooling:
 
 
 def _embedding(path: Path, hf_config: Any, pooler_config: dict[str, Any]) -> Pooling:
-    """As the files say; where they say nothing the last token's, normalised, as in vLLM."""
+    """Return the pooling of an embedding model. Without files it is the normalized last token, as in vLLM."""
     kind, activation = ("LAST", "normalize")
     file = path / "modules.json"
     if file.is_file():
@@ -124,7 +124,7 @@ def _embedding(path: Path, hf_config: Any, pooler_config: dict[str, Any]) -> Poo
 
 
 def _kind(file: Path) -> str:
-    """Which hidden states a Pooling's config.json asks for."""
+    """Return the kind of pooling in the config.json of a Pooling module."""
     content = read_json(file)
     modes = content.get("pooling_mode")
     if modes is None:

@@ -1,4 +1,4 @@
-"""What one of several processes ("ranks") has of a decoder's weights; extensions/parallel.py joins them.
+"""Splits a decoder's weights among processes ("ranks"). extensions/parallel.py adds the communication.
 
 Source: Megatron-LM, https://arxiv.org/abs/1909.08053
 """
@@ -10,15 +10,15 @@ from nanoengine.models.decoder import DecoderConfig
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A rank's part of a decoder.
+    """Describes one rank's part of a decoder.
 
     Raises:
-        ValueError: the heads cannot be divided among so many ranks.
+        ValueError: the heads cannot be divided evenly among the ranks.
     """
 
     whole: DecoderConfig
     rank: int
-    size: int  # ranks
+    size: int  # number of ranks
 
     def __post_init__(self) -> None:
         """Check that every rank gets the same number of heads."""
@@ -31,10 +31,10 @@ class Shard:
 
     @property
     def config(self) -> DecoderConfig:
-        """The rank's part as a decoder of its own, less what the ranks tell each other.
+        """The config of the rank's part as a smaller decoder. It does not include the communication.
 
-        Where there are fewer key/value heads than ranks, several have the same one. Neurons of MLPs and
-        rows of the vocabulary are rounded up; those beyond the end are zeros.
+        If there are fewer key/value heads than ranks, several ranks have the same head. The numbers of MLP
+        neurons and vocabulary rows are rounded up. Those past the end have zero weights.
         """
         whole, size = self.whole, self.size
         return replace(
@@ -46,7 +46,7 @@ class Shard:
         )
 
     def slices(self, name: str, num_dims: int) -> tuple[slice, ...]:
-        """Which part of a checkpoint's tensor is the rank's, by the tensor's name there."""
+        """Return the rank's part of a tensor, given the tensor's name in the checkpoint."""
         whole, mine = self.whole, self.config
         first_kv_head = self.rank * whole.num_kv_heads // self.size
 
@@ -60,6 +60,6 @@ class Shard:
         by_layer = {
             **{"q_proj": (heads,), "k_proj": (kv_heads,), "v_proj": (kv_heads,)},
             **{"gate_proj": (neurons,), "up_proj": (neurons,), "embed_tokens": (words,), "lm_head": (words,)},
-            **{"o_proj": (everything, heads), "down_proj": (everything, neurons)},  # their biases: all of it
+            **{"o_proj": (everything, heads), "down_proj": (everything, neurons)},  # their biases are whole
         }
         return by_layer.get(name.split(".")[-2], (everything,))[:num_dims]
