@@ -1,4 +1,4 @@
-"""On CUDA: paged attention by flash-attn's kernels, from the flash-attn package or from PyTorch itself."""
+"""Paged attention on CUDA with flash-attn's kernels, from the flash-attn package or from PyTorch itself."""
 
 import inspect
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ if triton is not None:
         V_WIDTH: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
-        """One program per token. BLOCK is the power of two Triton needs; widths may be any number."""
+        """Copy one token's K and V per program. BLOCK is the next power of two of the larger width."""
         token = tl.program_id(0).to(tl.int64)
         slot = tl.load(slots + token)
         offsets = tl.arange(0, BLOCK)
@@ -45,9 +45,9 @@ if triton is not None:
 
 
 def write_kv(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    """Write k (T, K, D) and v (T, K, D') to their slots, (T,) int64, by one Triton kernel.
+    """Write k (T, K, D) and v (T, K, D') to their slots, (T,) int64, with one Triton kernel.
 
-    The caches are (num_blocks, B, K, D) and (num_blocks, B, K, D'); each token's numbers are contiguous.
+    The caches are (num_blocks, B, K, D) and (num_blocks, B, K, D'). Each token's elements are contiguous.
     """
     widths = k[0].numel(), v[0].numel()
     _write_kv_kernel[(len(k),)](
@@ -61,11 +61,13 @@ Part = AttentionMetadata[Tensor]
 
 
 def split_decodes(meta: Part) -> tuple[Part, Part] | None:
-    """A batch's decodes, and the chunks behind them; None where it has one kind alone, or is fresh.
+    """Split a batch into its leading decodes and the chunks that follow.
 
-    In one call, a kernel's grid is as deep for each decode as the longest chunk needs, nearly all of it for
-    nothing, and a decode's query heads are not taken together. Without priorities, whoever has a prompt to
-    compute is younger than all that decode, and so behind them.
+    Returns None if the batch has only one of the two, or if no sequence has cached tokens.
+
+    A single call would give each decode a grid as deep as the longest chunk needs, nearly all of it idle, and
+    would not group a decode's query heads. Decodes come first: without priorities, a sequence with prompt
+    tokens left to compute arrived after all decoding sequences.
     """
     num = meta.num_leading_decodes
     if not meta.has_cached_tokens or not 0 < num < len(meta.seq_lens):
@@ -87,7 +89,7 @@ def split_decodes(meta: Part) -> tuple[Part, Part] | None:
 
 
 class FlashKernels(PagedAttention):
-    """What both sources of flash-attn's kernels share: what these can compute, and writing K and V."""
+    """Shares code between both sources of flash-attn's kernels: their limits, and writing K and V."""
 
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float16, torch.bfloat16)
     block_multiple = 256
@@ -102,7 +104,7 @@ class FlashKernels(PagedAttention):
 
     @classmethod
     def obstacle(cls, specs: Sequence[KVSpec], settings: frozenset[str]) -> str | None:
-        """As in the base class."""
+        """See the base class."""
         for _, k_head_dim, v_head_dim, dtype, _ in specs:
             if dtype not in cls.dtypes:
                 return f"it computes in float16 or bfloat16, not in {str(dtype).removeprefix('torch.')}"
@@ -117,7 +119,7 @@ class FlashKernels(PagedAttention):
 
     @classmethod
     def _cannot_import(cls) -> str | None:
-        """Why the kernels are not there; None: they are."""
+        """Return why the kernels cannot be imported, or None if they can."""
         raise NotImplementedError
 
     def _write(self, k: Tensor, v: Tensor, cache: KVCache) -> None:
@@ -130,7 +132,7 @@ class FlashKernels(PagedAttention):
         if self._parts is None:
             return self._attend_to(self.metadata, q, k, v, cache, settings)
         end = self.metadata.num_leading_decodes
-        # K and V are in the cache, from which both read.
+        # Both parts read K and V from the cache.
         outs = (
             self._attend_to(meta, q[rows], k, v, cache, settings)
             for meta, rows in zip(self._parts, (slice(end), slice(end, None)), strict=True)
@@ -140,12 +142,12 @@ class FlashKernels(PagedAttention):
     def _attend_to(
         self, meta: Part, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, settings: Settings
     ) -> Tensor:
-        """As `_attend`, of the sequences that `meta` describes; k and v are of use where it is fresh."""
+        """Attend for the sequences in `meta`. If none of them has cached tokens, k and v hold all keys."""
         raise NotImplementedError
 
 
 class FlashAttention(FlashKernels):
-    """By the flash-attn package (FlashAttention-2), which reads the cache through block tables.
+    """Attends with the flash-attn package (FlashAttention-2), which reads the cache through block tables.
 
     Source: FlashAttention-2, https://arxiv.org/abs/2307.08691
     """
@@ -157,13 +159,13 @@ class FlashAttention(FlashKernels):
         self, metadata: AttentionMetadata[Tensor], block_size: int, *, use_triton: bool = False
     ) -> None:
         super().__init__(metadata, block_size, use_triton=use_triton)
-        import flash_attn  # an extra: not everyone has it
+        import flash_attn  # an optional dependency
 
         self._flash = flash_attn
 
     @classmethod
     def _cannot_import(cls) -> str | None:
-        try:  # the functions: flash-attn 4 alone leaves a package without them
+        try:  # import the functions: with only flash-attn 4 installed, the package lacks them
             from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache  # noqa: F401
         except Exception as error:  # missing, or built for another PyTorch
             return f"flash-attn cannot be imported: {error}"
@@ -189,7 +191,7 @@ class FlashAttention(FlashKernels):
                 **how,
             )
             return out.squeeze(1)
-        # Prompts from their beginning need no detour through their blocks.
+        # If no sequence has cached tokens, k and v can be read without block tables.
         k, v, table = (cache.k, cache.v, meta.block_tables) if meta.has_cached_tokens else (k, v, None)
         out = self._flash.flash_attn_varlen_func(
             q,
@@ -206,7 +208,7 @@ class FlashAttention(FlashKernels):
 
 
 class VarlenAttention(FlashKernels):
-    """By the same kernels as PyTorch carries them (`torch.nn.attention.varlen`)."""
+    """Attends with the same kernels as included in PyTorch (`torch.nn.attention.varlen`)."""
 
     name = "varlen"
     settings = frozenset(("window",))
@@ -241,12 +243,12 @@ class VarlenAttention(FlashKernels):
             k, v = cache.k, cache.v
             how |= {"seqused_k": meta.seq_lens, "block_table": meta.block_tables}
             if meta.max_query_len == 1 and how["enable_gqa"] and settings.window is None:
-                # A decode sees all its keys, so no mask is needed; without one, the kernel takes the query
-                # heads of a KV head together, and may split the keys.
+                # A decode sees all its keys, so it needs no mask. Without a mask, the kernel groups the query
+                # heads of a KV head, and may split the keys.
                 how["window_size"] = (-1, -1)
             else:
-                # Elsewhere it joins the splits of the first sequence only, and leaves the others' rows
-                # unwritten: https://github.com/pytorch/pytorch/issues/194167
+                # Otherwise the kernel would combine the splits of the first sequence only, and leave the
+                # other rows unwritten: https://github.com/pytorch/pytorch/issues/194167
                 how["num_splits"] = 1
         out: Any = self._varlen.varlen_attn(
             q, k, v, meta.cu_seqlens_q, meta.cu_seqlens_k, meta.max_query_len, meta.max_seq_len, **how

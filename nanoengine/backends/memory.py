@@ -1,4 +1,4 @@
-"""What a CPU's memory is asked of the system: kept once it is there, and in large pages."""
+"""CPU memory: keep freed memory instead of returning it to the system, and use large pages."""
 
 import ctypes
 import math
@@ -13,29 +13,30 @@ from torch import Tensor
 
 
 def keep_freed_memory() -> None:
-    """Have the C library keep what tensors give back, up to 1 GiB, instead of returning it to the system.
+    """Make the C library keep up to 1 GiB of freed memory instead of returning it to the system.
 
-    Every step allocates the same tens of MB anew. Fetched from the system, each page of them costs a
-    fault: more than the work done in it. Of the whole process; only glibc has this switch (`mallopt(3)`).
+    Every step allocates the same tens of MB again. If that memory came from the system, each page would cost
+    a page fault, which takes longer than the work done in the page. The setting applies to the whole process,
+    and exists in glibc only (`mallopt(3)`).
     """
     if platform.libc_ver()[0] == "glibc":
         mallopt = ctypes.CDLL(None).mallopt
         m_trim_threshold, m_mmap_threshold = -1, -3
-        mallopt(m_mmap_threshold, 32 << 20)  # the most there is; larger tensors are still mapped and unmapped
+        mallopt(m_mmap_threshold, 32 << 20)  # the maximum; larger tensors are still mapped and unmapped
         mallopt(m_trim_threshold, 1 << 30)
 
 
 def return_freed_memory() -> None:
-    """Have the C library give the system what it keeps by `keep_freed_memory`; steps will fetch it anew."""
+    """Make the C library return the memory that `keep_freed_memory` made it keep to the system."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def resident_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros for what steps read and write: on a CPU in large pages, none of which a step has to fetch.
+    """Allocate zeros that steps read and write. On a CPU the pages are large, and touched here.
 
     Raises:
-        RuntimeError: there is no memory.
+        RuntimeError: there is not enough memory.
     """
     if device.type == "cpu":
         return zeros_on_large_pages(shape, dtype).zero_()
@@ -46,34 +47,34 @@ LARGE_PAGE = 2 << 20  # bytes
 
 
 def zeros_on_large_pages(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Zeros in memory that is divided into large pages, as far as Linux gives any; the rest has small ones.
+    """Allocate zeros in large pages as far as Linux provides them, and in small pages otherwise.
 
-    What is read once a step, from end to end, has a page to be looked up every 2 MiB instead of every 4 KiB.
+    Memory that each step reads from end to end needs an address translation every 2 MiB, not every 4 KiB.
 
     Raises:
-        RuntimeError: there is no memory.
+        RuntimeError: there is not enough memory.
     """
     size = math.prod(shape) * dtype.itemsize
     if not hasattr(mmap, "MADV_HUGEPAGE") or size < LARGE_PAGE:
         return torch.zeros(shape, dtype=dtype)
     try:
         memory = mmap.mmap(-1, size + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except (OSError, OverflowError):  # there is not so much, which PyTorch says better
+    except (OSError, OverflowError):  # not enough memory: PyTorch's error says it better
         return torch.zeros(shape, dtype=dtype)
     start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % LARGE_PAGE
-    with suppress(OSError):  # this kernel has none
+    with suppress(OSError):  # this kernel has no large pages
         memory.madvise(mmap.MADV_HUGEPAGE, start, size // LARGE_PAGE * LARGE_PAGE)
     return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape), offset=start).view(*shape)
 
 
 def drop_pages(tensor: Tensor) -> None:
-    """Give the memory of a CPU's tensor back to the system, but for its ends; it reads as zeros from then on.
+    """Return the memory of a CPU tensor to the system, except for partial pages at both ends.
 
-    Its address stays, and with the next write its memory comes back.
+    The tensor keeps its address. The dropped pages read as zeros, and the next write allocates them again.
 
     Raises:
         ValueError: the system is not Linux.
-        OSError: it refuses.
+        OSError: the system refuses.
     """
     if sys.platform != "linux":
         raise ValueError("memory can be given back on Linux alone")

@@ -1,6 +1,8 @@
-"""Weights of 4 and 8 bits: integers, and for each output and group of inputs a scale and perhaps a zero.
+"""Quantized weights: integers of 4 or 8 bits, with a scale and an optional zero point per output and group.
 
-A weight is (integer - zero) * scale. Shape letters: N outputs of a linear layer, I inputs, G groups of them.
+A group is a number of consecutive inputs. A weight is (integer - zero) * scale.
+
+Shape letters: N outputs of a linear layer, I inputs, G groups of inputs.
 """
 
 import math
@@ -10,38 +12,41 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-GROUPS = (128, 64, 32, 16)  # inputs that share a scale, as the kernels take them
+GROUPS = (128, 64, 32, 16)  # the group sizes that the kernels support
 
 
 class Quantized(NamedTuple):
-    """A weight (N, I) in few bits."""
+    """Holds a quantized weight (N, I)."""
 
-    integers: Tensor  # (N, I) int8; of 4 bits from -8 to 7
+    integers: Tensor  # (N, I) int8; with 4 bits, from -8 to 7
     scales: Tensor  # (N, G) float32
-    zeros: Tensor | None  # (N, G) float32: the integer that stands for 0; None: 0
+    zeros: Tensor | None  # (N, G) float32: the integer that represents 0; None: 0
     bits: int  # 4 or 8
 
     @property
     def group(self) -> int:
-        """Inputs that share a scale."""
+        """The number of inputs that share a scale."""
         return self.integers.shape[1] // self.scales.shape[1]
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The weight, (N, I): computed in float32, then rounded."""
+        """Return the weight, (N, I): computed in float32, then rounded to dtype."""
         by_group = self.integers.view(*self.scales.shape, -1).float()
         if self.zeros is not None:
             by_group -= self.zeros.unsqueeze(2)
         return (by_group * self.scales.unsqueeze(2)).to(dtype).flatten(1)
 
     def regrouped(self, group: int) -> "Quantized":
-        """The same in smaller groups."""
+        """Return the same weight in smaller groups."""
         times = self.group // group
         zeros = None if self.zeros is None else self.zeros.repeat_interleave(times, 1)
         return self._replace(scales=self.scales.repeat_interleave(times, 1), zeros=zeros)
 
     @staticmethod
     def cat(parts: Sequence["Quantized"]) -> "Quantized":
-        """Several layers' outputs as one's: the most bits of them, and groups that divide those of each."""
+        """Concatenate the outputs of several layers.
+
+        The result has the largest number of bits among them, and a group size that divides all of theirs.
+        """
         group = math.gcd(*(part.group for part in parts))
         parts = [part.regrouped(group) for part in parts]
         zeros = None
@@ -51,10 +56,11 @@ class Quantized(NamedTuple):
         return Quantized(integers, scales, zeros, max(part.bits for part in parts))
 
     def fits(self, dtype: torch.dtype) -> bool:
-        """Whether kernels can compute with it as exactly as with weights of this dtype.
+        """Return whether kernels can compute with it as exactly as with a weight of this dtype.
 
-        They have scales and zeros in float16, whose rounding is nothing beside that of a 16-bit dtype; scales
-        for which it has few bits, below 6e-5, have to be small beside the layer's others.
+        Kernels keep scales and zeros in float16. Its rounding error is negligible compared with that of a
+        16-bit dtype, except for scales below 6e-5, which are subnormal and have fewer bits. Those scales must
+        be small compared with the layer's largest scale.
         """
         if self.group not in GROUPS:
             return False
@@ -72,15 +78,16 @@ Pack = Callable[[Quantized, Tensor | None, torch.dtype], nn.Module | None]
 
 
 def grouped(num_inputs: int, most: int = GROUPS[0]) -> int | None:
-    """The largest group that divides so many inputs evenly; None: there is none."""
+    """Return the largest group size, at most `most`, that divides num_inputs; None: there is none."""
     return next((group for group in GROUPS if group <= most and num_inputs % group == 0), None)
 
 
 def quantize(weight: Tensor, bits: int) -> Quantized:
-    """A weight (N, I) in 8 bits, groups of 128, or in 4 bits, groups of 32; smaller ones where I asks for it.
+    """Quantize a weight (N, I) to 8 bits in groups of 128, or to 4 bits in groups of 32.
 
-    Of 4 bits, each group has of a few scales the one with the least squared error: both signs, since there is
-    an integer more on one side, and some that cut off the largest weight.
+    Groups are smaller if I is not a multiple of that size. With 4 bits, several scales are tried for each
+    group, and the one with the least squared error is used: both signs, because there is one more negative
+    integer than positive ones, and some scales that clip the largest weight.
 
     >>> weight = torch.tensor([[0.5, -1.27] + 14 * [0.0]])
     >>> quantize(weight, 8).integers[0, :3]
@@ -89,12 +96,12 @@ def quantize(weight: Tensor, bits: int) -> Quantized:
     tensor([ 3, -8,  0], dtype=torch.int8)
 
     Raises:
-        ValueError: I is no multiple of 16.
+        ValueError: I is not a multiple of 16.
     """
     group = grouped(weight.shape[1], 128 if bits == 8 else 32)
     if group is None:
         raise ValueError(f"a weight of {weight.shape[1]} inputs cannot be divided into groups of 16")
-    # By parts that stay in the processor's caches.
+    # In parts that stay in the processor's caches.
     parts = torch.split(weight, max(1, (1 << 16) // weight.shape[1]))
     made = [_nearest(part.float().view(len(part), -1, group), bits) for part in parts]
     integers, scales = (torch.cat(tensors) for tensors in zip(*made, strict=True))
@@ -102,10 +109,10 @@ def quantize(weight: Tensor, bits: int) -> Quantized:
 
 
 def _nearest(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Integers and scales of float16 for a weight (N, G, inputs)."""
+    """Return the best integers for a weight (N, G, inputs), and its scales, rounded to float16."""
     low, high = -(1 << (bits - 1)), (1 << (bits - 1)) - 1
     largest = weight.abs().amax(2)
-    if bits == 8:  # symmetric: both ends count alike
+    if bits == 8:  # symmetric: -128 is not used
         divisors = [float(high)]
     else:
         divisors = [sign * (8 - cut) for sign in (1, -1) for cut in (0.0, 0.5, 1.0, 1.5)]
@@ -128,25 +135,25 @@ def _nearest(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def floats(weight: Tensor | Quantized, dtype: torch.dtype) -> Tensor:
-    """A weight as floats of that dtype."""
+    """Return a weight, quantized or not, in that floating-point dtype."""
     return weight.dequantize(dtype) if isinstance(weight, Quantized) else weight.to(dtype)
 
 
 class PackedEmbedding(nn.Embedding):
-    """An embedding whose rows are read out of a packed layer: of the head it is tied to, held once."""
+    """Reads an embedding's rows from the packed head that it is tied to, so that they are stored once."""
 
-    head: tuple[Any]  # in a tuple, or it would be a part of this module
+    head: tuple[Any]  # in a tuple, otherwise PyTorch would register it as a submodule
 
     @classmethod
     def of(cls, head: Any) -> "PackedEmbedding":
-        """Of a layer with a method `rows`, like `cpu.packed.PackedLinear`."""
+        """Make an embedding from a head that has a method `rows`, like `cpu.packed.PackedLinear`."""
         embedding = cls(0, head.in_features, device="meta")
         embedding._parameters, embedding.head = {}, (head,)
         embedding.num_embeddings = head.out_features
-        embedding.weight = head.rows(torch.arange(0))  # some ask for its dtype
+        embedding.weight = head.rows(torch.arange(0))  # some models read its dtype
         return embedding
 
     def forward(self, input: Tensor) -> Tensor:
-        """(..) -> (.., E)."""
+        """Look up embeddings: (..) -> (.., E)."""
         rows: Tensor = self.head[0].rows(input)
         return rows

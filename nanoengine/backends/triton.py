@@ -1,19 +1,19 @@
-"""Paged attention by Triton kernels of our own: any block size, head_dim and setting, on many a GPU.
+"""Paged attention with Triton kernels: any block size, head_dim and setting, on any GPU with Triton.
 
-A program holds a tile of queries and walks over the keys they see, a tile at a time, with a running softmax
-(FlashAttention). The query heads that share a KV head lie in the tile's rows together, so that each key is
-read once for all of them. A sequence with one new token has too little work in it to fill a GPU, so its keys
-are split among programs, and a second kernel combines what they found (flash-decoding).
+A program holds a tile of queries and walks over the keys they see, one tile at a time, with a running softmax
+(FlashAttention). The rows of a tile include all query heads that share a KV head, so that each key is read
+once for all of them. A sequence with one new token has too little work to fill a GPU, so its keys are split
+among programs, and a second kernel combines their results (flash-decoding).
 
-Tiles and splits follow from the GPU, the layer's shapes and the sequence alone: a result is the same, bit for
-bit, whatever else is in the batch. How many programs take turns at a sequence's splits follows from the
-batch: one where the sequences alone fill a GPU. Grids follow from what the host knows, for CUDA graphs to
-hold them.
+Tiles and splits depend only on the GPU, the layer's shapes and the sequence, so a result does not depend on
+the rest of the batch: it is the same bit for bit. Only the number of programs that share a sequence's splits
+depends on the batch: it is one if the sequences alone fill a GPU. Grids are computed from values that the
+host knows, so that CUDA graphs can capture them.
 
 Source: FlashAttention-2, https://arxiv.org/abs/2307.08691; vLLM's `triton_unified_attention.py`.
 """
 
-from __future__ import annotations  # Triton's types are not there without Triton
+from __future__ import annotations  # Triton's types do not exist without Triton
 
 import functools
 import math
@@ -33,18 +33,18 @@ try:
 except ImportError:  # Windows, and PyTorch for the CPU
     triton = None
 
-MIN_SPAN, MAX_SPLITS = 256, 16  # of a sequence's keys: a split holds so many, and there are so many at most
-MOST_PROGRAMS = 1024  # that share out a step's splits: several for each processor of the largest GPUs
-LOG2E = math.log2(math.e)  # the softmax is computed with powers of two, which a GPU has an instruction for
+MIN_SPAN, MAX_SPLITS = 256, 16  # smallest number of keys in a split, largest number of splits
+MOST_PROGRAMS = 1024  # limit on programs that share a step's splits: several per processor of a large GPU
+LOG2E = math.log2(math.e)  # the softmax is computed with powers of two: GPUs have an instruction for them
 
 # ---- Kernels -------------------------------------------------------------------------------------
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """A function in Triton's language, compiled at its first call.
+    """Return a function in Triton's language as a kernel, compiled at its first call.
 
-    It is compiled anew for values of its own of an integer, and for alignments of a pointer: not for those
-    that change from step to step.
+    By default, Triton compiles again for special values of an integer and for other alignments of a pointer.
+    This is disabled for arguments that change from step to step.
     """
     if triton is None:
         return function
@@ -57,13 +57,13 @@ def kernel(function: Callable[..., Any]) -> Any:
 
 @kernel
 def _span(num_keys, MIN_SPAN: tl.constexpr, MAX_SPLITS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Keys of a split of a sequence that sees num_keys."""
+    """Return the number of keys per split for a sequence that sees num_keys."""
     return tl.maximum(tl.cdiv(num_keys, MAX_SPLITS), MIN_SPAN)
 
 
 @kernel
 def _dot(a, b, UPCAST: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(M, N) float32; float32 itself is not rounded to TF32."""
+    """Multiply to (M, N) float32. Float32 inputs are not rounded to TF32."""
     if UPCAST:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, input_precision="ieee")
@@ -71,7 +71,7 @@ def _dot(a, b, UPCAST: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @kernel
 def _with_sink(total, top, sinks, head):  # type: ignore[no-untyped-def]
-    """The sum of weights, relative to 2^top, with that of the head's sink, which has no value."""
+    """Add the weight of the head's sink, if any, to the sum of weights. Weights are relative to 2^top."""
     if sinks is not None:
         total += tl.exp2(tl.load(sinks + head) * 1.4426950408889634 - top)
     return total
@@ -80,48 +80,48 @@ def _with_sink(total, top, sinks, head):  # type: ignore[no-untyped-def]
 @kernel
 def _attend_kernel(  # type: ignore[no-untyped-def]
     out,  # (T, H, D')
-    parts,  # (S, num_splits, H, D') float32: weighted sums of values, of a decode's splits
-    sums,  # (S, num_splits, H, 2) float32: the largest score and, relative to it, the sum of weights
+    parts,  # (S, num_splits, H, D') float32: weighted sums of values, for the splits of decodes
+    sums,  # (S, num_splits, H, 2) float32: the largest score, and the sum of weights relative to it
     q,  # (T, H, D)
     k_cache,  # (num_blocks, B, K, D)
     v_cache,  # (num_blocks, B, K, D')
-    block_tables,  # (S, most blocks) int32
+    block_tables,  # (S, longest table) int32
     cu_seqlens_q,  # (S + 1,) int32
     seq_lens,  # (S,) int32
     sinks,  # (H,) float32, or None
     alibi_slopes,  # (H,) float32, or None
-    scale,  # that turns products into exponents of two; with a soft-cap, into its argument
-    softcap,  # of exponents, or None
-    window,  # or None
+    scale,  # turns dot products into exponents of two; with a soft-cap, into the argument of the soft-cap
+    softcap,  # bound of the exponents, or None
+    window,  # number of positions, or None
     num_seqs,
     num_splits,
     table_stride,
     H: tl.constexpr,
     K: tl.constexpr,
-    GROUP: tl.constexpr,  # of the query heads that share a KV head, those in a tile
+    GROUP: tl.constexpr,  # how many of the query heads that share a KV head are in a tile
     K_DIM: tl.constexpr,
     V_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    DECODE: tl.constexpr,  # whether this launch is for the sequences with one new token, or for the others
-    ROWS: tl.constexpr,  # of a tile of queries, each a token's head
-    TOKENS: tl.constexpr,  # of such a tile
-    KEYS: tl.constexpr,  # of a tile of keys
-    K_PAD: tl.constexpr,  # K_DIM and V_DIM as powers of two, which Triton needs
+    DECODE: tl.constexpr,  # True: this launch handles sequences with one new token; False: the others
+    ROWS: tl.constexpr,  # rows of a query tile; each row is one head of one token
+    TOKENS: tl.constexpr,  # tokens of a query tile
+    KEYS: tl.constexpr,  # keys of a key tile
+    K_PAD: tl.constexpr,  # K_DIM and V_DIM, rounded up to powers of two for Triton
     V_PAD: tl.constexpr,
     MIN_SPAN: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """One program per tile of queries and KV head; of a decode several, which take turns at its splits."""
+    """Attend with one program per query tile and KV head. Several programs share the splits of a decode."""
     tile, kv_head = tl.program_id(0), tl.program_id(1)
-    first_head = 0  # of those that share the KV head
+    first_head = 0  # first of the tile's query heads among those that share the KV head
     if GROUP < H // K:
         first_head = kv_head // K * GROUP
         kv_head = kv_head % K
     if DECODE:
         seq, token = tile, 0
     else:
-        # Sequence i owns the tiles from cu_seqlens_q[i] // TOKENS + i on: as many as it needs, or one more.
+        # Sequence i owns the tiles from cu_seqlens_q[i] // TOKENS + i: as many as it needs, or one more.
         seq, end = 0, num_seqs
         while end - seq > 1:
             middle = (seq + end) // 2
@@ -154,7 +154,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     if alibi_slopes is not None:
         slopes = tl.load(alibi_slopes + heads, mask=is_row, other=0.0) * 1.4426950408889634
 
-    # The keys that any of them sees: positions [low, high), or a split of these.
+    # The keys that any query of the tile sees are at positions [low, high). A decode splits this range.
     low = 0
     if window is not None:
         low = tl.maximum(past + token + 1 - window, 0)
@@ -172,10 +172,10 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
         acc = tl.zeros((ROWS, V_PAD), tl.float32)
         for first in range(begin, end, KEYS):
             positions = first + tl.arange(0, KEYS)
-            is_key = positions < end  # behind it there may be NaN, which no weight of zero would undo
+            is_key = positions < end  # past the end there may be NaN, and 0 * NaN is NaN
             blocks = tl.load(
                 block_tables + seq * table_stride + positions // BLOCK_SIZE, mask=is_key, other=0
-            )  # of whatever block the table names next, nothing is read either
+            )  # the masked positions also do not read the block table
             cache_rows = (blocks.to(tl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE) * K + kv_head
             keys = tl.load(
                 k_cache + cache_rows[None, :] * K_DIM + k_dims[:, None],
@@ -193,7 +193,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
                 is_visible &= distance < window
             scores = tl.where(is_visible, scores, -float("inf"))
             new_top = tl.maximum(top, tl.max(scores, 1))
-            base = tl.where(new_top == -float("inf"), 0.0, new_top)  # of a row that has seen nothing yet
+            base = tl.where(new_top == -float("inf"), 0.0, new_top)  # 0: the row has not seen a key yet
             weights = tl.exp2(scores - base[:, None])
             fade = tl.exp2(top - base)
             total = total * fade + tl.sum(weights, 1)
@@ -233,7 +233,7 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     MIN_SPAN: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
 ):
-    """One program per sequence and head: the splits' sums of a decode, weighed against each other."""
+    """Combine the splits of a decode, weighted by their sums, with one program per sequence and head."""
     seq, head = tl.program_id(0), tl.program_id(1)
     start = tl.load(cu_seqlens_q + seq)
     num_keys = tl.load(seq_lens + seq)
@@ -265,35 +265,35 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
 
 
 class Tiles(NamedTuple):
-    """How much a program holds at a time, of heads of 128 numbers."""
+    """Sets how much a program holds at a time, for head_dim 128."""
 
-    rows: int  # of a chunk's queries, each a token's head
-    keys: int
-    warps: int  # of a chunk's program; a decode's has 4 where there are tensor cores
-    stages: int  # tiles of keys that are on their way at once
+    rows: int  # rows of a query tile; each row is one head of one token
+    keys: int  # keys of a key tile
+    warps: int  # warps of a chunk's program; a decode's program has 4 with tensor cores
+    stages: int  # how many key tiles are loaded at once
 
     def fit(self, dim: int) -> Tiles:
-        """The same memory for heads of `dim` numbers, as far as the least a product takes allows."""
+        """Return tiles with the same memory for head_dim `dim`. A product needs at least 16 rows and keys."""
         rows, keys = (min(max(16, num * 128 // dim), num) for num in self[:2])
         return self._replace(rows=rows, keys=keys)
 
 
-# By what holds a tile: registers, of which a thread has 255, and shared memory. More would spill or not run.
+# Registers (255 per thread) and shared memory limit the tiles. Larger tiles would spill or fail to launch.
 TILES = {
-    "sm75": Tiles(16, 16, 4, 2),  # Turing, 64 KiB: Triton has no tensor cores there
-    "sm80": Tiles(64, 32, 8, 3),  # Ampere, 163 KiB; its smaller ones 99
+    "sm75": Tiles(16, 16, 4, 2),  # Turing, 64 KiB: Triton does not use its tensor cores
+    "sm80": Tiles(64, 32, 8, 3),  # Ampere, 163 KiB; smaller Ampere GPUs 99 KiB
     "sm89": Tiles(64, 32, 8, 3),  # Ada, and Blackwell without HBM, 99 KiB
     "sm90": Tiles(64, 64, 4, 2),  # Hopper, and Blackwell with HBM, 227 KiB
     "gfx942": Tiles(64, 32, 4, 2),  # AMD's CDNA 3, 64 KiB
 }
-FLOAT32 = Tiles(16, 16, 8, 1)  # on any: no tensor core multiplies it, so that whole rows lie in registers
+FLOAT32 = Tiles(16, 16, 8, 1)  # on any GPU: no tensor core multiplies float32; whole rows are in registers
 
 
 @functools.cache
 def generation(device: torch.device) -> str:
-    """Which of `TILES` a device gets."""
+    """Return the key in `TILES` for a device."""
     if device.type != "cuda":
-        return "sm80"  # interpreted
+        return "sm80"  # Triton's interpreter
     if torch.version.hip:
         return "gfx942"
     major, _ = capability = torch.cuda.get_device_capability(device)
@@ -303,14 +303,14 @@ def generation(device: torch.device) -> str:
 
 
 class TritonAttention(PagedAttention):
-    """On any GPU that Triton compiles for, and on a CPU under Triton's interpreter (TRITON_INTERPRET=1)."""
+    """Attends on any GPU that Triton supports, and on a CPU with its interpreter (TRITON_INTERPRET=1)."""
 
     name = "triton"
     capturable = True
 
     @classmethod
     def obstacle(cls, specs: Sequence[KVSpec], settings: frozenset[str]) -> str | None:
-        """As in the base class."""
+        """See the base class."""
         if triton is None:
             return "Triton is not installed"
         if not (torch.cuda.is_available() or triton.knobs.runtime.interpret):
@@ -342,7 +342,7 @@ class TritonAttention(PagedAttention):
         )
 
         def launch(is_decode: bool, rows: int) -> None:
-            # Where the query heads of a KV head do not fit into a tile, it has some of them.
+            # If the query heads of a KV head do not fit into one tile, they are divided among several.
             num_parts = -(-group // rows)
             heads = -(-group // num_parts)
             tokens = 1 if is_decode else rows // heads

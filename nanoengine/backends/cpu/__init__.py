@@ -1,1 +1,1 @@
-"""What PyTorch leaves to its user on a CPU: threads on cores of their own, and kernels it lacks."""
+"""The CPU device: pinned threads, packed weights, and compiled kernels that PyTorch lacks."""

@@ -1,4 +1,4 @@
-"""Paged attention by the compiled kernels, which read K and V through the block tables."""
+"""Paged attention with the compiled kernels, which read K and V through the block tables."""
 
 import functools
 
@@ -12,30 +12,30 @@ from nanoengine.backends.kv_cache import KVCache
 
 
 class CompiledAttention(TorchAttention):
-    """On a CPU by compiled kernels, which read K and V through the block tables."""
+    """Attends on a CPU with the compiled kernels, which read K and V through the block tables."""
 
     name = "compiled"
 
     def __init__(self, metadata: AttentionMetadata[Tensor], block_size: int, kernels: Kernels) -> None:
         super().__init__(metadata, block_size)
         self._kernels = kernels
-        self._described: list[object] = []  # what the addresses lead to
+        self._described: list[object] = []  # keeps the tensors alive that the descriptions point to
 
     @functools.cached_property
     def description(self) -> Tensor:
-        """The step, as the kernel of a whole layer reads it: its `Batch`."""
+        """The step as the kernel for a whole layer reads it: a `Batch` of kernels.cpp."""
         return self._describe(self._decode_sequences, self._chunks, None)
 
     @functools.cached_property
     def needed_rows(self) -> Tensor | None:
-        """The metadata's; None: all."""
+        """The rows whose hidden states are used, from the metadata; None: all."""
         rows = self.metadata.needed_rows
         is_all = rows is None or len(rows) == len(self.metadata.slot_mapping)
         return None if is_all else torch.from_numpy(rows)
 
     @functools.cached_property
     def last_description(self) -> Tensor:
-        """The same for the last layer, which is computed to its end for the needed rows alone."""
+        """The step for the last layer, which computes only K and V for rows that are not needed."""
         assert self.needed_rows is not None
         ends = self.metadata.cu_seqlens_q.long()
         counts = torch.searchsorted(self.needed_rows, ends).diff()

@@ -1,4 +1,4 @@
-"""The C++ kernels' library: compiled for this machine's processor at its first use, and kept between runs."""
+"""The library of C++ kernels: compiled for this machine's processor at first use, and cached between runs."""
 
 import ctypes
 import hashlib
@@ -14,22 +14,22 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parent / "kernels.cpp"
 HEADERS = [SOURCE.with_name(name) for name in ("attention.h", "products.h", "states.h")]
-# What of -ffast-math keeps NaN, infinity, and the order of sums, on which results depend to the last bit.
+# The parts of -ffast-math that preserve NaN, infinity, and the order of sums, which decides the last bit.
 FLAGS = (
     "-O3 -march=native -std=c++17 -fopenmp -shared -fPIC -fno-math-errno -fno-trapping-math -fno-signed-zeros"
 )
 
 
 def load_library(types: int) -> tuple[ctypes.CDLL, bool]:
-    """Load the kernels for some of `kernels.TYPES`. Compile them first unless the cache has this very build.
+    """Load the kernels for some of `kernels.TYPES`. Compile them first unless the cache has the same build.
 
-    A library's name contains its own digest, so that a file that was cut short is not loaded.
+    A library's name contains its own digest, so that a truncated file is not loaded.
 
     Returns:
         The library, and whether it was compiled now.
 
     Raises:
-        RuntimeError: there is no compiler, or it fails.
+        RuntimeError: there is no compiler, or the compiler fails.
     """
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
@@ -51,21 +51,23 @@ def load_library(types: int) -> tuple[ctypes.CDLL, bool]:
         with tempfile.TemporaryDirectory(dir=writable) as directory:
             path = Path(directory) / "kernels.so"
             _run([*command, str(SOURCE), "-o", str(path)], directory)
-            if writable is not None:  # in one go: another process may be doing the same
+            if writable is not None:  # atomically: another process may do the same
                 path = path.replace(writable / f"{name}-{_digest(path.read_bytes())}.so")
             return ctypes.CDLL(str(path)), True
     except OSError as error:
         raise RuntimeError(str(error)) from error
 
 
-COMPILER_SECONDS = 60  # after which a compiler is given up
+COMPILER_SECONDS = 60  # the compiler is killed after this time
 
 
 def _run(command: list[str], directory: str) -> str:
-    """What a compiler prints; its own temporary files go to `directory`, and no part of it outlives the call.
+    """Run a compiler and return its output. Its temporary files go to `directory`.
+
+    None of its processes outlives the call.
 
     Raises:
-        RuntimeError: it fails or does not end.
+        RuntimeError: the compiler fails or does not end.
     """
     process = subprocess.Popen(
         command,
@@ -75,14 +77,14 @@ def _run(command: list[str], directory: str) -> str:
         text=True,
         errors="replace",
         env={**os.environ, "TMPDIR": directory},
-        start_new_session=True,  # a group of its own: the compiler starts others
+        start_new_session=True,  # its own process group: the compiler starts other processes
     )
     try:
         out, err = process.communicate(timeout=COMPILER_SECONDS)
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"{' '.join(command)} did not end in {COMPILER_SECONDS} s") from None
     finally:
-        with suppress(OSError):  # the group is gone, as it should be
+        with suppress(OSError):  # normally the group has ended
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     if process.returncode:
@@ -95,7 +97,7 @@ def _digest(data: bytes) -> str:
 
 
 def _cache() -> Path | None:
-    """Return the user's cache directory for kernels. Return None if it cannot be made."""
+    """Return the user's cache directory for kernels, or None if it cannot be created."""
     try:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").resolve() / "nanoengine"
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -105,7 +107,7 @@ def _cache() -> Path | None:
 
 
 def _processor() -> str:
-    """What `-march=native` depends on."""
+    """Return the processor's features, which `-march=native` depends on."""
     info = Path("/proc/cpuinfo")
     flags = re.search(r"(?m)^(flags|Features).*$", info.read_text()) if info.exists() else None
     return f"{platform.machine()} {flags[0] if flags else platform.processor()}"

@@ -53,7 +53,7 @@ class CPU(Device):
         return self.kernels is not None
 
     def pack(self, weight: Quantized, bias: Tensor | None, dtype: torch.dtype) -> nn.Module | None:
-        """As in the base class."""
+        """See the base class."""
         group = grouped(weight.group)
         if self.kernels is None or not self.kernels.serves(dtype) or group is None:
             return None
@@ -61,7 +61,7 @@ class CPU(Device):
         return PackedLinear(weight, bias, self.kernels, dtype) if weight.fits(dtype) else None
 
     def prepare(self, model: Any) -> None:
-        """As in the base class."""
+        """See the base class."""
         has_states = bool(getattr(model, "states", None))
         dtypes = {spec.dtype for spec in model.kv_specs}
         for dtype in dtypes | ({next(model.parameters()).dtype} if has_states else set()):
@@ -83,15 +83,15 @@ class CPU(Device):
                     model.layers[i] = CompiledLayer(layer, self.kernels, i == len(model.layers) - 1)
 
     def running(self) -> AbstractContextManager[object]:
-        """As in the base class."""
+        """See the base class."""
         return self.threads
 
     def rest(self) -> None:
-        """As in the base class."""
+        """See the base class."""
         self.threads.end()
 
     def choose_attention(self, specs: Sequence[KVSpec], settings: frozenset[str]) -> Attention:
-        """As in the base class."""
+        """See the base class."""
         attention = super().choose_attention(specs, settings)
         if attention.backend is not CompiledAttention:
             return attention
@@ -103,7 +103,7 @@ class CPU(Device):
     def obstacle(
         self, backend: type[PagedAttention], specs: Sequence[KVSpec], settings: frozenset[str]
     ) -> str | None:
-        """As in the base class."""
+        """See the base class."""
         if backend is CompiledAttention:
             return self._no_kernels
         return super().obstacle(backend, specs, settings)
