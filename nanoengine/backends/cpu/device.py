@@ -1,4 +1,4 @@
-"""`CPU`: the device that uses the compiled kernels, the packed weights and the pinned threads."""
+"""`CPU`: the device with compiled kernels, packed weights and pinned threads."""
 
 import functools
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from nanoengine.config import ROUNDED, EngineConfig
 
 
 class CPU(Device):
-    """A CPU: compiled kernels (with a compiler, without enforce_eager), packed weights, pinned threads."""
+    """Describes a CPU. The compiled kernels require a C++ compiler, and enforce_eager disables them."""
 
     backends = (CompiledAttention, TorchAttention)
     quantizations = ROUNDED
@@ -30,11 +30,11 @@ class CPU(Device):
         super().__init__(device, config)
         self.threads = PinnedThreads(config.pin_threads)
         self.kernels: Kernels | None = None
-        self._no_kernels: str | None = None  # why there are none
+        self._no_kernels: str | None = None  # why there are no kernels
         keep_freed_memory()
 
     def choose_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """As in the base class; a dtype that has kernels stays as it is."""
+        """See the base class. A dtype that has kernels is kept."""
         if self._find_kernels(dtype):
             return dtype
         chosen = super().choose_dtype(dtype)
@@ -43,7 +43,7 @@ class CPU(Device):
         return chosen
 
     def _find_kernels(self, dtype: torch.dtype) -> bool:
-        """Whether there are kernels for that type, which then are those of this device."""
+        """Use the kernels for that dtype, compiling them if necessary. Return whether there are any."""
         try:
             if self.config.enforce_eager:
                 raise RuntimeError("enforce_eager")

@@ -17,38 +17,39 @@ from nanoengine.steps import unwound_by_sigterm
 
 
 class Form(NamedTuple):
-    """How a packed weight's numbers are written: in x's dtype, or as a `Quantized`'s integers."""
+    """Describes how a packed weight is stored: in the dtype of the input x, or as quantized integers."""
 
-    bits: int = 0  # 0: in x's dtype
+    bits: int = 0  # 0: in the dtype of x
     group: int = 0
     has_zeros: int = 0
 
 
 PLAIN = Form()
-TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 4}  # as kernels.cpp has them
-Slots = tuple[Tensor, Tensor]  # where N sequences' states are read, and written: (N,) int64 each
+TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 4}  # the values of TYPES in kernels.cpp
+Slots = tuple[Tensor, Tensor]  # the slots that N sequences' states are read from and written to: (N,) int64
 
 
 class Kernels:
-    """`kernels.cpp`, compiled for this machine's processor and kept between runs.
+    """Calls the functions of kernels.cpp, compiled for this machine's processor and cached between runs.
 
-    For one type; for others they are compiled when they are asked for. Source of the idea: vLLM's `csrc/cpu`.
+    The constructor compiles them for one dtype, and `serves` for any other when it is first requested.
+    Source of the idea: vLLM's `csrc/cpu`.
 
     Raises:
-        RuntimeError: there is no C++ compiler, or it fails; the message says what to do.
+        RuntimeError: there is no C++ compiler, or the compiler fails. The message gives the reason.
     """
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self.was_compiled, self.seconds = False, 0.0
         self._functions: dict[tuple[str, torch.dtype], Callable[..., None]] = {}
         self.library = self._load(dtype)
-        self._libraries: dict[torch.dtype, ctypes.CDLL | None] = {dtype: self.library}  # None: it failed
+        self._libraries: dict[torch.dtype, ctypes.CDLL | None] = {dtype: self.library}  # None: not available
 
     def _load(self, dtype: torch.dtype) -> ctypes.CDLL:
         if dtype not in TYPES:
             raise RuntimeError(f"there are no kernels for {dtype_name(dtype)}")
         start = time.perf_counter()
-        with unwound_by_sigterm():  # which else would leave the compiler and its files behind
+        with unwound_by_sigterm():  # SIGTERM would otherwise leave the compiler running, and its files
             library, was_compiled = load_library(TYPES[dtype])
         self.seconds += time.perf_counter() - start
         self.was_compiled |= was_compiled
@@ -57,7 +58,7 @@ class Kernels:
         return library
 
     def serves(self, dtype: torch.dtype) -> bool:
-        """Whether there are kernels for tensors of that type: an old compiler knows no float16."""
+        """Return whether there are kernels for that dtype. Old compilers do not support float16."""
         if dtype not in self._libraries:
             try:
                 self._libraries[dtype] = self._load(dtype)
@@ -81,9 +82,9 @@ class Kernels:
         sinks: Tensor | None,
         alibi_slopes: Tensor | None = None,
     ) -> None:
-        """Attention of the rows of q (T, H, D) that are a sequence's one new token, into out (T, H, D').
+        """Attend for sequences with one new token: from `rows` of q (T, H, D), into out (T, H, D').
 
-        block_tables (S, blocks) and seq_lens (S,) are int32, rows (S,) int64; sinks and slopes (H,) float32.
+        block_tables (S, blocks) and seq_lens (S,) are int32, rows (S,) int64, sinks and slopes (H,) float32.
         """
         self.call(
             "decode_attention", out, q, k_cache, v_cache, block_tables, seq_lens, rows,
@@ -106,7 +107,7 @@ class Kernels:
         sinks: Tensor | None,
         alibi_slopes: Tensor | None = None,
     ) -> None:
-        """Attention of a sequence's last tokens, q (T, H, D), into out (T, H, D'); block_table is int32."""
+        """Attend for a sequence's last tokens, q (T, H, D), into out (T, H, D'). block_table is int32."""
         self.call(
             "prefill_attention", out, q, k_cache, v_cache, block_table, len(q), seq_len,
             q.shape[1], k_cache.shape[2], q.shape[2], out.shape[2], k_cache.shape[1],
@@ -121,14 +122,14 @@ class Kernels:
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The norm of x + residual, (T, E), and that sum; without a residual the sum is x."""
+        """Return the norm of x + residual, (T, E), and the sum. Without a residual the sum is x."""
         out = torch.empty_like(x)
         total = x if residual is None else torch.empty_like(x)
         self.call("rms_norm", out, total, x, residual, weight, float(eps), *x.shape)
         return out, total
 
     def norm_rotate(self, x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
-        """Heads of x (T, heads, D) normalised, where there is a weight, and rotated by cos, sin (T, 1, D)."""
+        """Normalize the heads of x (T, heads, D) if there is a weight, and rotate by cos, sin (T, 1, D)."""
         out = x.new_empty(x.shape)
         self.call("norm_rotate", out, x, x.stride(0), weight, float(eps), cos, sin, *x.shape)
         return out
@@ -143,23 +144,23 @@ class Kernels:
         cos: Tensor,
         sin: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """As `norm_rotate`, of queries and keys."""
+        """Apply `norm_rotate` to queries and keys."""
         of_k = self.norm_rotate(k, k_weight, eps, cos, sin)
         return self.norm_rotate(q, q_weight, eps, cos, sin), of_k
 
     @functools.cached_property
     def num_outputs(self) -> int:
-        """How many outputs a block of a packed weight has."""
+        """The number of outputs in a block of a packed weight."""
         return ctypes.c_int64.in_dll(self.library, "outputs").value
 
     def can_multiply(self, weight: Tensor) -> bool:
-        """Whether `linear` takes that weight, (N, I)."""
+        """Return whether `linear` supports that weight, (N, I)."""
         return self.serves(weight.dtype) and weight.shape[1] % _inputs_side_by_side(weight.dtype) == 0
 
     def pack(self, weight: Tensor) -> Tensor:
-        """A weight (N, I) as `linear` reads it: blocks of its outputs, with 0 beyond N.
+        """Pack a weight (N, I) as `linear` reads it: in blocks of outputs, padded with zeros beyond N.
 
-        (blocks, I, outputs), and of bfloat16 (blocks, I / 2, outputs, 2).
+        The result is (blocks, I, outputs), or (blocks, I / 2, outputs, 2) for bfloat16.
         """
         step, outputs = _inputs_side_by_side(weight.dtype), self.num_outputs
         num_outputs, num_inputs = weight.shape
@@ -176,7 +177,7 @@ class Kernels:
         return packed if step > 1 else packed.squeeze(-1)
 
     def pack_integers(self, quantized: Quantized) -> Tensor:
-        """The same of a weight (N, I) in few bits, (blocks, bytes): groups of integers, scales and zeros."""
+        """Pack a quantized weight (N, I) as (blocks, bytes): groups of integers, scales and zeros."""
         integers, scales, zeros, bits = quantized
         (num_outputs, num_inputs), num_groups = integers.shape, scales.shape[1]
         num_blocks = -(-num_outputs // self.num_outputs)
@@ -190,7 +191,7 @@ class Kernels:
     def unpack_rows(
         self, packed: Tensor, rows: Tensor, num_inputs: int, dtype: torch.dtype, form: Form
     ) -> Tensor:
-        """Rows (..) of the weight (N, I) that was packed: (.., I) in that dtype."""
+        """Return rows (..) of a packed weight (N, I), as (.., I) in that dtype."""
         if not form.bits:
             outputs = self.num_outputs
             return packed[rows // outputs, :, rows % outputs].flatten(rows.dim())
@@ -201,7 +202,7 @@ class Kernels:
     def linear(
         self, x: Tensor, packed: Tensor, bias: Tensor | None, num_outputs: int, form: Form = PLAIN
     ) -> Tensor:
-        """The product of x (.., I) with a packed weight of that form, plus bias (N,): (.., N)."""
+        """Multiply x (.., I) by a packed weight of that form, and add bias (N,): (.., N)."""
         out = x.new_empty(*x.shape[:-1], num_outputs)
         num_inputs = x.shape[-1]
         sizes = x.numel() // num_inputs, num_inputs, num_outputs
@@ -209,7 +210,7 @@ class Kernels:
         return out
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) * up for gate_up (T, 2 I)."""
+        """Return silu(gate) * up, (T, I), for gate_up (T, 2 I)."""
         num_rows, width = gate_up.shape
         out = gate_up.new_empty(num_rows, width // 2)
         self.call("silu_and_mul", out, gate_up, num_rows, width // 2)
@@ -218,7 +219,10 @@ class Kernels:
     def conv_step(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, slots: Slots, silu: bool
     ) -> Tensor:
-        """A causal convolution's next output (N, C) for x (N, C); weight (C, W), states (slots, C, W)."""
+        """Return a causal convolution's next output (N, C) for x (N, C).
+
+        weight is (C, W), states are (slots, C, W).
+        """
         out = torch.empty_like(x)
         self.call("conv_step", out, x, weight, bias, states, *slots, *x.shape, weight.shape[1], int(silu))
         return out
@@ -226,9 +230,9 @@ class Kernels:
     def delta_rule(
         self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, states: Tensor, slots: Slots
     ) -> Tensor:
-        """The gated delta rule's outputs (N, T, H, V) for q and k (N, T, K, D) and v (N, T, H, V).
+        """Return the gated delta rule's outputs (N, T, H, V) for q and k (N, T, K, D) and v (N, T, H, V).
 
-        decay (N, T, H) or (N, T, H, D) and beta (N, T, H) are float32, states (slots, H, D, V) too.
+        decay (N, T, H) or (N, T, H, D), beta (N, T, H) and states (slots, H, D, V) are float32.
         """
         out = torch.empty_like(v)
         sizes = *v.shape[:3], *k.shape[2:], v.shape[3], decay.numel() // beta.numel()
@@ -238,9 +242,9 @@ class Kernels:
     def mamba2(
         self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, states: Tensor, slots: Slots
     ) -> Tensor:
-        """Mamba2's outputs (N, T, H, P) for x (N, T, H, P), b and c (N, T, G, S).
+        """Return Mamba2's outputs (N, T, H, P) for x (N, T, H, P), b and c (N, T, G, S).
 
-        dt (N, T, H), a and d (H,) are float32, states (slots, H, P, S) too.
+        dt (N, T, H), a and d (H,), and states (slots, H, P, S) are float32.
         """
         out = torch.empty_like(x)
         self.call("mamba2", out, x, dt, a, b, c, d, states, *slots, *x.shape, *b.shape[2:])
@@ -249,27 +253,30 @@ class Kernels:
     def mamba(
         self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, states: Tensor, slots: Slots
     ) -> Tensor:
-        """Mamba's outputs (N, T, I) for x (N, T, I), b and c (N, T, S).
+        """Return Mamba's outputs (N, T, I) for x (N, T, I), b and c (N, T, S).
 
-        dt (N, T, I) and a (I, S) are float32, states (slots, I, S) too.
+        dt (N, T, I), a (I, S) and states (slots, I, S) are float32.
         """
         out = torch.empty_like(x)
         self.call("mamba", out, x, dt, a, b, c, states, *slots, *x.shape, b.shape[2])
         return out
 
     def sample(self, logits: Tensor, metadata: SamplingMetadata) -> tuple[Tensor, Tensor]:
-        """As `sampling.draw_rows`."""
+        """Sample tokens with the contract of `sampling.draw_rows`."""
         tokens, largest = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits))
         arrays = (torch.from_numpy(array) for array in metadata)
         self.call("sample", logits.contiguous(), tokens, largest, *arrays, *logits.shape)
         return tokens, largest
 
     def call(self, name: str, first: Tensor, *arguments: Any) -> None:
-        """Call a kernel for the first tensor's type; tensors become addresses, None a null pointer."""
+        """Call a kernel for the dtype of the first tensor.
+
+        Tensors are passed as addresses, and None as a null pointer.
+        """
         function = self._functions.get((name, first.dtype))
         if function is None:
             self.serves(first.dtype)
-            library = self._libraries[first.dtype] or self.library  # integers are packed by any
+            library = self._libraries[first.dtype] or self.library  # integers: any library
             address = ctypes.c_void_p.in_dll(library, f"{name}_{dtype_name(first.dtype)}").value
             types = {int: ctypes.c_int64, float: ctypes.c_float}
             signature = [types.get(type(a), ctypes.c_void_p) for a in (first, *arguments)]
@@ -279,7 +286,7 @@ class Kernels:
 
 
 def as_int64(values: Sequence[Tensor | int | None]) -> Tensor:
-    """Return numbers, and addresses of tensors, as (n,) int64 for a kernel. The caller keeps the tensors."""
+    """Return numbers and addresses of tensors as (n,) int64 for a kernel. The caller keeps the tensors."""
     return torch.tensor(
         [x.data_ptr() if isinstance(x, Tensor) else x or 0 for x in values], dtype=torch.int64
     )
@@ -291,5 +298,5 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def _inputs_side_by_side(dtype: torch.dtype) -> int:
-    """How many inputs' weights a packed weight holds together for each output."""
+    """Return how many inputs' weights are adjacent for each output of a packed weight."""
     return 2 if dtype == torch.bfloat16 else 1

@@ -1,4 +1,4 @@
-"""Linear layers and embeddings whose weights are packed for the kernels, and decoder layers made of them."""
+"""Linear layers and embeddings with weights packed for the kernels, and decoder layers made of them."""
 
 import copy
 from contextlib import suppress
@@ -15,12 +15,12 @@ from nanoengine.backends.quantized import PackedEmbedding, Quantized, grouped, q
 
 
 class PackedLinear(nn.Module):
-    """A linear layer whose weight lies as `Kernels.linear` reads it.
+    """A linear layer with its weight in the layout that `Kernels.linear` reads.
 
     Args:
-        weight: (out, in); or in few bits, to compute with in `dtype`.
+        weight: (out, in), plain or quantized.
         bias: (out,) or None.
-        kernels: which `can_multiply` it.
+        kernels: for them `can_multiply(weight)` is true, or the weight is quantized.
         dtype: of inputs and outputs.
     """
 
@@ -41,7 +41,7 @@ class PackedLinear(nn.Module):
         self.register_buffer("packed", packed, persistent=False)
 
     def load(self, weight: Tensor, first: int = 0) -> None:
-        """Replace rows of the weight from the first on, in its memory; in few bits they are rounded here."""
+        """Replace rows of the weight from `first` on, in place. For a quantized weight, quantize them."""
         end = first + len(weight)
         if not self._are_blocks(first, end):
             whole = self.weight
@@ -51,11 +51,14 @@ class PackedLinear(nn.Module):
         self.packed[first // outputs : -(-end // outputs)] = self._pack(weight)
 
     def can_load(self, first: int, num_rows: int) -> bool:
-        """Whether `load` would leave the other rows as they are: in few bits they cannot be packed anew."""
+        """Return whether `load` would keep the other rows exactly.
+
+        If a quantized weight's rows are not whole blocks, all rows would be quantized again.
+        """
         return not self.form.bits or self._are_blocks(first, first + num_rows)
 
     def holds(self, weight: Tensor) -> bool:
-        """Whether it was made of that weight, (out, in)."""
+        """Return whether the layer was made from that weight, (out, in)."""
         return torch.equal(self.packed, self._pack(weight))
 
     def _are_blocks(self, first: int, end: int) -> bool:
@@ -68,78 +71,80 @@ class PackedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The weight that is computed with, (out, in), made anew at each call: some models look at it."""
+        """The weight, (out, in), unpacked again at each access: some models read it."""
         return self.rows(torch.arange(self.out_features))
 
     def rows(self, rows: Tensor) -> Tensor:
-        """Rows (..) of the weight: (.., in)."""
+        """Return rows (..) of the weight: (.., in)."""
         return self.kernels.unpack_rows(self.packed, rows, self.in_features, self.dtype, self.form)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(.., in) -> (.., out)."""
-        if x.dtype != self.dtype:  # as nn.Linear
+        """Apply the layer: (.., in) -> (.., out)."""
+        if x.dtype != self.dtype:  # nn.Linear raises too
             raise RuntimeError(f"expected an input of {self.dtype}, got {x.dtype}")
         return self.kernels.linear(x, self.packed, self.bias, self.out_features, self.form)
 
 
 class OneDNNLinear(nn.Module):
-    """A linear layer whose bfloat16 weight lies as oneDNN's products want it.
+    """A linear layer with its bfloat16 weight in oneDNN's layout.
 
-    `nn.Linear` reorders it at every call, which costs more than a small batch's product.
+    `nn.Linear` reorders the weight at every call, which takes longer than the product of a small batch.
     """
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
         self.bias = layer.bias
-        self.weight = layer.weight.new_empty(0, layer.in_features)  # some ask for its dtype
+        self.weight = layer.weight.new_empty(0, layer.in_features)  # some models read its dtype
         self.shape = layer.weight.shape
         self.packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight)
 
     def load(self, weight: Tensor, first: int = 0) -> None:
-        """Replace rows of the weight from the first on."""
+        """Replace rows of the weight from `first` on."""
         whole = self.weight.new_zeros(self.shape) if self.packed is None else self.packed.to_dense()
         whole[first : first + len(weight)] = weight
         self.packed = torch.ops.mkldnn._reorder_linear_weight(whole)
 
     def drop(self) -> None:
-        """Give the weight's memory back, until `load`."""
+        """Free the weight's memory until `load` is called."""
         self.packed = None
 
     def holds(self, weight: Tensor) -> bool:
-        """Whether it was made of that weight, (out, in)."""
+        """Return whether the layer was made from that weight, (out, in)."""
         return torch.equal(self.packed.to_dense(), weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(T, in) -> (T, out)."""
+        """Apply the layer: (T, in) -> (T, out)."""
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
         return out
 
 
 def pack_embedding(embedding: nn.Embedding, head: PackedLinear) -> nn.Embedding:
-    """An embedding with its rows read out of a packed head; as it is, where that would change what it does.
+    """Return an embedding that reads its rows from a packed head, or the embedding itself if results differ.
 
-    What its class adds stays, as Gemma's scale does: its `super().forward` is `PackedEmbedding`'s.
+    Whatever the embedding's class adds is kept, such as Gemma's scale: its `super().forward` becomes that of
+    `PackedEmbedding`.
     """
     result: Any = copy.copy(embedding)
     kind, ids = type(embedding), torch.arange(min(64, head.out_features))
     is_plain = kind is nn.Embedding
     result.__class__ = PackedEmbedding if is_plain else type(kind.__name__, (kind, PackedEmbedding), {})
     result._parameters = {}
-    result.weight = head.rows(ids[:0])  # some ask for its dtype
+    result.weight = head.rows(ids[:0])  # some models read its dtype
     result.head = (head,)
-    plain = copy.copy(embedding)  # of the numbers in the head, which may be rounded
+    plain = copy.copy(embedding)  # with the head's weights, which may be quantized
     plain._parameters = {"weight": nn.Parameter(head.rows(ids), requires_grad=False)}
-    plain.padding_idx = None  # which may lie beyond these, and matters in training alone
-    with suppress(IndexError, RuntimeError):  # its class looks at the weight itself
+    plain.padding_idx = None  # may be out of range here, and matters only in training
+    with suppress(IndexError, RuntimeError):  # raised if its class reads the weight itself
         if torch.equal(result(ids), plain(ids)):
             return result  # type: ignore[no-any-return]
     return embedding
 
 
 def pack_linear(layer: nn.Linear, kernels: Kernels | None, bits: int = 0) -> nn.Module:
-    """The layer in the layout that is fastest here, which may be its own; equal results up to rounding.
+    """Return the layer with its weight in the fastest layout, which may be the layer itself.
 
-    In `bits` where these are 4 or 8 and its inputs can be divided into groups.
+    Results are equal up to rounding. The weight is quantized if `bits` is 4 or 8 and the number of inputs
+    can be divided into groups.
     """
     weight: Tensor = layer.weight
     if kernels is not None and bits and grouped(layer.in_features) is not None:
@@ -150,17 +155,17 @@ def pack_linear(layer: nn.Linear, kernels: Kernels | None, bits: int = 0) -> nn.
     return OneDNNLinear(layer) if is_bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported() else layer
 
 
-# Names of layers that choose experts, which few bits are too few for, and of heads, for which 4 are: other
-# formats of 4 bits keep these in more, too.
+# Names of routers, which are not quantized, and of heads, which are quantized to 8 bits but not to 4. Other
+# 4-bit formats also keep more bits for them.
 ROUTERS = ("float32_linear", "gate", "router", "shared_expert_gate")
 HEADS = ("lm_head", "embed_out", "output_projection")
 
 
-Places = list[tuple[nn.Module, str]]  # parents of a layer, and its names there
+Places = list[tuple[nn.Module, str]]  # parent modules of a layer, and its name in each
 
 
 def _places(model: nn.Module) -> tuple[dict[nn.Linear, Places], dict[int, Places]]:
-    """Where linear layers are, and where embeddings are, by the id of their weight."""
+    """Return the places of linear layers, and those of embeddings by the id of their weight."""
     linears: dict[nn.Linear, Places] = {}
     embeddings: dict[int, Places] = {}
     for parent in model.modules():
@@ -173,9 +178,9 @@ def _places(model: nn.Module) -> tuple[dict[nn.Linear, Places], dict[int, Places
 
 
 def pack_weights(model: nn.Module, kernels: Kernels | None, bits: int = 0) -> None:
-    """Replace a model's linear layers by packed ones, and an embedding that is tied to one of them.
+    """Replace a model's linear layers by packed ones, and embeddings that are tied to one of them.
 
-    One at a time: each plain weight is let go before the next is packed.
+    Layers are replaced one at a time, and each plain weight is freed before the next layer is packed.
     """
     linears, embeddings = _places(model)
     while linears:
@@ -191,9 +196,9 @@ def pack_weights(model: nn.Module, kernels: Kernels | None, bits: int = 0) -> No
 
 
 class CompiledLayer(nn.Module):
-    """A layer of `models/decoder.py` whose weights are packed, in one call of a kernel.
+    """Computes a layer of models/decoder.py with packed weights in a single kernel call.
 
-    The last one computes most of a prompt only as far as K and V: nobody looks at what follows.
+    The last layer computes only K and V for rows whose hidden states are not used: most of a prompt.
     """
 
     def __init__(self, layer: Any, kernels: Kernels, is_last: bool = False) -> None:
@@ -205,13 +210,13 @@ class CompiledLayer(nn.Module):
         weights = [None if norm is None else norm.weight for norm in norms]
         heads = (size // attn.head_dim for size in attn.sizes[:2])
         sizes = (projections[0].in_features, *heads, attn.head_dim, projections[3].in_features)
-        # As the kernel's `Layer`; what the addresses lead to is kept by the layer.
+        # The kernel's `Layer`. self.layer keeps the tensors alive that it points to.
         self.description = as_int64((*linears, *weights, *sizes, attn.window or 0))
         self.eps, self.scale = float(layer.input_layernorm.eps), float(attn.head_dim**-0.5)
 
     @staticmethod
     def can_hold(layer: Any) -> bool:
-        """Whether it computes this layer: a rank's has collectives in it."""
+        """Return whether the layer is supported. With tensor parallelism it is not: it has collectives."""
         return all(type(projection) is PackedLinear for projection in CompiledLayer._projections(layer))
 
     @staticmethod
@@ -228,7 +233,7 @@ class CompiledLayer(nn.Module):
         cache: KVCache,
         attention: PagedAttention | GroupedAttention,
     ) -> tuple[Tensor, Tensor]:
-        """As `DecoderLayer`; of the last one, rows that are not needed are zeros."""
+        """Compute the same as `DecoderLayer`. In the last layer, rows that are not needed are zeros."""
         if isinstance(attention, GroupedAttention):
             attention = attention.groups[cache.group]
         if not isinstance(attention, CompiledAttention):

@@ -1,4 +1,4 @@
-"""Threads: each OpenMP thread that PyTorch computes with stays on its own core while a step runs."""
+"""Pinned threads: each of PyTorch's OpenMP threads stays on its own core while a step runs."""
 
 import ctypes
 import os
@@ -9,28 +9,28 @@ from types import TracebackType
 
 import torch
 
-# Settings of OpenMP by which a user has placed the threads already.
+# OpenMP's environment variables for thread placement. If one is set, the user has placed the threads.
 PLACED_BY_USER = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 
 PAUSE_SOFT = 1  # OpenMP's omp_pause_soft: its settings stay as they are
 
 
 class PinnedThreads:
-    """A `with` block in which each OpenMP thread of the calling thread's team stays on its own core.
+    """A context manager that pins each OpenMP thread of the calling thread's team to its own core.
 
-    An operator is shared out among threads that wait for each other at its end. When the system puts two
-    of them on one core, each such barrier lasts a scheduler tick: 8 ms for a product that takes 0.2.
+    The threads that share an operator wait for each other at its end. If the system puts two of them on one
+    core, each such barrier lasts a scheduler tick: 8 ms for a product that takes 0.2 ms.
 
-    The calling thread is let go at the end, since what it starts later would inherit its one core; its
-    workers stay where they are. Nothing is changed where a core per thread is not to be had: other
-    systems than Linux, more or fewer threads than the cores this process may use, threads placed by
-    environment variables (`PLACED_BY_USER`).
+    The calling thread is unpinned at the end, because threads that it starts later would inherit its single
+    core. Its workers stay pinned. Nothing is pinned on systems other than Linux, if the number of threads
+    differs from the number of cores that this process may use, or if environment variables place the threads
+    (`PLACED_BY_USER`).
     """
 
     def __init__(self, enabled: bool = True) -> None:
         can = hasattr(os, "sched_setaffinity") and not any(name in os.environ for name in PLACED_BY_USER)
         self._openmp, self._pins = _loaded_openmp(), enabled and can
-        self._pinned = local()  # .cpus: where the calling thread's workers are; each thread has a team
+        self._pinned = local()  # .cpus: the cores of the calling thread's own workers
 
     def __enter__(self) -> None:
         self._allowed: set[int] | None = None
@@ -52,17 +52,17 @@ class PinnedThreads:
             os.sched_setaffinity(0, self._allowed)
 
     def end(self) -> None:
-        """End the calling thread's workers, outside the block; what computes next starts new ones.
+        """End the calling thread's workers. Call it outside the block. The next operator starts new workers.
 
-        Beside another thread's team there are more threads than cores, and OpenMP has those that wait for
-        the next operator sleep at once: a decoding step took 92 ms instead of 57.
+        If another thread's team is also alive, there are more threads than cores. OpenMP then makes waiting
+        threads sleep immediately: a decode step took 92 ms instead of 57.
         """
         self._pinned.cpus = None
         if self._openmp is not None and hasattr(self._openmp, "omp_pause_resource_all"):
             self._openmp.omp_pause_resource_all(PAUSE_SOFT)
 
     def _pin(self, cpus: list[int]) -> None:
-        """Have every thread of the team pin itself: a parallel region by GCC's OpenMP interface."""
+        """Make each thread of the team pin itself, in a parallel region of GCC's OpenMP interface."""
         openmp = self._openmp
         assert openmp is not None
 
@@ -73,7 +73,10 @@ class PinnedThreads:
 
 
 def _loaded_openmp() -> ctypes.CDLL | None:
-    """The OpenMP library PyTorch has loaded, if it has GCC's entry point (LLVM's and Intel's do too)."""
+    """Return the OpenMP library that PyTorch loaded, if it has GCC's entry point.
+
+    LLVM's and Intel's libraries have it too.
+    """
     torch.get_num_threads()
     maps = Path("/proc/self/maps")
     paths = re.findall(r"\S*lib(?:gomp|iomp5|omp)\b\S*\.so\S*", maps.read_text()) if maps.exists() else []
