@@ -1,9 +1,10 @@
-"""Sliding windows: layers that see the end of a sequence only, and give back the blocks behind it.
+"""Sliding windows: layers that see only the last tokens of a sequence, and free the blocks before the window.
 
-Layers with the same window, or with none, are a group (`kv_cache.group_layers`), and a sequence has a block
-table for each group: the first is `Sequence.block_table`, `WindowedBlockManager.more_tables` has the others.
-All groups take blocks from the one pool. The device's block tables and slots get a first dimension of groups,
-and each layer attends over its group's (`attention.GroupedAttention`).
+Layers with the same window, or with none, form a group (`kv_cache.group_layers`), and a sequence has a block
+table for each group. The first is `Sequence.block_table`; the others are in
+`WindowedBlockManager.more_tables`. All groups take blocks from one pool. On the device, block tables and
+slots have the group as an extra first dimension, and each layer uses those of its group
+(`attention.GroupedAttention`).
 
 Source: vLLM's hybrid KV cache manager, https://docs.vllm.ai/en/latest/design/hybrid_kv_cache_manager
 """
@@ -34,12 +35,13 @@ MoreTables = dict[Sequence, list[list[int]]]  # block tables of the groups after
 
 
 class WindowedBlockManager(BlockManager):
-    """A block manager with a block table per group.
+    """Manages blocks with a block table per group.
 
-    When a sequence needs room (`may_append`), a group with a window first gives back the blocks that no token
-    to come sees; the null block takes their places in the table. And it grows by what a step may compute at
-    most, not by a whole prompt. With blocks of 2, a window of 3 and steps of at most 4 tokens, a prompt of 11
-    has (block 3 is there from the start, since a step that begins at 2 reaches it: see `_table_lengths`)
+    When a sequence needs room (`may_append`), a group with a window first frees the blocks that no future
+    token sees, and puts the null block in their places in the table. The table of such a group grows by the
+    largest possible step, not by the whole prompt. Example: blocks of 2, a window of 3, steps of at most 4
+    tokens, and a prompt of 11. Block 3 is allocated at admission because a step that begins at 2 reaches it:
+    see `_table_lengths`.
 
         step        computes  sees from  block table
         admitted    [0, 4)    0          [1, 2, 3]
@@ -48,10 +50,10 @@ class WindowedBlockManager(BlockManager):
 
     Args:
         num_blocks, block_size, settings: as in the base class.
-        windows: by group, how many positions back a token sees, itself included; None: it sees all. A group
-            that sees all has to be the first.
-        max_chunk_tokens: what a step may compute of a sequence, drafts included.
-        more_tables: where to keep the further groups' tables, for a runner that reads them.
+        windows: by group, how many positions a token sees, including its own; None: all. A group without a
+            window must come first.
+        max_chunk_tokens: how many tokens of a sequence a step may compute, including draft tokens.
+        more_tables: the dict to keep the other groups' tables in, for a runner that reads it.
     """
 
     def __init__(
@@ -64,44 +66,44 @@ class WindowedBlockManager(BlockManager):
         more_tables: MoreTables | None = None,
         **settings: Any,
     ) -> None:
-        # With a window of 1 no token of a hit would be seen, and no block of it held. But its last block must
-        # be: its prefix_id says after which tokens the sequence goes on (`_note_hits`).
+        # With a window of 1, no token of a hit would be seen, and none of its blocks held. But a hit's last
+        # block must be held: its prefix_id identifies the tokens so far (`_note_hits`).
         self.windows = tuple(window and max(window, 2) for window in windows)
         self.max_chunk_tokens = max_chunk_tokens
         self.more_tables: MoreTables = {} if more_tables is None else more_tables
         super().__init__(num_blocks, block_size, **settings)
 
     def tables_of(self, seq: Sequence) -> list[list[int]]:
-        """A sequence's block tables, by group; none while it waits."""
+        """Return a sequence's block tables, by group, or an empty list while the sequence waits."""
         more = self.more_tables.get(seq)
         return [] if more is None else [seq.block_table, *more]
 
     # -- admission
 
     def allocate(self, seq: Sequence) -> bool:
-        """As in the base class, for all groups."""
+        """See the base class. This allocates blocks in all groups."""
         hits = self.find_groups(seq)
         num_hits = len(hits[0])
         num_computed = min(num_hits * self.block_size, seq.num_tokens - 1)
-        # Null blocks stand in the tables too, and in the hits: they cancel out.
+        # Null blocks are counted both in the table lengths and in the hits, so they cancel out.
         num_new = sum(self._table_lengths(num_computed, seq.num_tokens)) - num_hits * len(hits)
         if not self._hold([block for blocks in hits for block in blocks if block.block_id], num_new):
             return False
         seq.block_table, *more = ([block.block_id for block in blocks] for blocks in hits)
         self.more_tables[seq] = more
-        self._note_hits(seq, hits[0])  # first, since how far it grows depends on num_computed_tokens
+        self._note_hits(seq, hits[0])  # before _grow, which reads num_computed_tokens
         self._grow(seq, seq.num_tokens)
         return True
 
     def find_groups(self, seq: Sequence) -> list[list[Block]]:
-        """By group, the registered blocks of the longest beginning that all groups have.
+        """Return by group the registered blocks of the longest prefix that all groups can use.
 
-        The first group's are looked up from the start, each after the one before. Of the others, and of any
-        group with a window, there need only be what the next token sees; the null block stands for the rest.
+        The chain of the first group is looked up block by block from the start. A group with a window only
+        needs the blocks that the next token sees. The null block stands for the others.
         """
         chain = self.find_prefix(seq)
         parent_ids = [0, *(block.prefix_id for block in chain)]
-        num_blocks = self._longest_beginning(seq, chain, len(chain))  # that is tried
+        num_blocks = self._longest_beginning(seq, chain, len(chain))  # the prefix to try next
         while True:
             next_position = min(num_blocks * self.block_size, seq.num_tokens - 1)
             hits: list[list[Block]] = []
@@ -116,16 +118,16 @@ class WindowedBlockManager(BlockManager):
             shortest = min(map(len, hits))
             if shortest == num_blocks:
                 return hits
-            # Block `shortest` of some group is missing. A shorter beginning sees further back, so every one
-            # that includes this block needs it: next try the one that ends before it.
+            # Block `shortest` of some group is missing. The next token of a shorter prefix sees further back,
+            # so every prefix that contains this block needs it. Try the prefix that ends before it.
             num_blocks = self._longest_beginning(seq, chain, shortest)
 
     # -- growth
 
     def may_append(self, seq: Sequence, num_tokens: int) -> bool:
-        """As in the base class; but first, and in any case, what no token to come sees is given back.
+        """See the base class. In any case, this first frees the blocks that no future token sees.
 
-        Those to come begin at `seq.num_computed_tokens`.
+        Future tokens begin at `seq.num_computed_tokens`.
         """
         self._remove_skipped_blocks(seq)
         lengths = self._table_lengths(seq.num_computed_tokens, num_tokens)
@@ -138,35 +140,38 @@ class WindowedBlockManager(BlockManager):
     # -- release
 
     def free(self, seq: Sequence) -> None:
-        """As in the base class: the last blocks of all groups, those before them, and so on."""
+        """See the base class. This releases the last block of every group, then the one before, and so on."""
         for block_ids in reversed([*itertools.zip_longest(*self.tables_of(seq), fillvalue=0)]):
             for block_id in filter(None, block_ids):
                 self._release(block_id)
         self.forget(seq)
 
     def forget(self, seq: Sequence) -> None:
-        """As in the base class."""
+        """See the base class."""
         super().forget(seq)
         self.more_tables.pop(seq, None)
 
     # -- helpers
 
     def _longest_beginning(self, seq: Sequence, chain: list[Block], most: int) -> int:
-        """How many of the chain's first blocks a sequence can go on from, at most that many; a seam."""
+        """Return the longest prefix of the chain, in blocks and up to `most`, that a sequence can continue.
+
+        Subclasses override this.
+        """
         return most
 
     @property
     def max_computable_tokens(self) -> int:
-        """As in the base class; without a limit where every group has a window and there is room for it."""
-        # The most blocks that each group holds at a time: what is seen and what a step computes, and one more
-        # since that may begin anywhere in a block.
+        """See the base class. There is no limit if every group has a window and all windows fit."""
+        # The largest number of blocks that each group holds at a time: for the tokens that are seen, for the
+        # tokens that a step computes, and one more because they may begin anywhere in a block.
         limits = sorted(
             sys.maxsize if window is None else self.num_blocks_for(window - 1 + self.max_chunk_tokens) + 1
             for window in self.windows
         )
-        # All block tables grow alike; each group takes blocks from the pool until it has reached its limit.
-        # With 10 blocks, a group that holds 3 at most and one that sees all: 3 + 3, then the 4 that are left
-        # for the second, so 7 blocks long.
+        # All block tables grow equally, until a group reaches its limit. Example: 10 blocks, a group that
+        # holds at most 3, and one without a window. Both take 3, then the second takes the remaining 4. So the
+        # longest sequence has 7 blocks.
         num_free, length = self.num_blocks, 0
         while limits:
             growth = min(limits[0] - length, num_free // len(limits))
@@ -177,10 +182,10 @@ class WindowedBlockManager(BlockManager):
         return 1 << 40
 
     def _table_lengths(self, num_computed_tokens: int, num_tokens: int) -> list[int]:
-        """How long each group's block table has to be before the next step.
+        """Return how long each group's block table must be before the next step.
 
-        With a window: as long as what is computed, a window at least, and one step. So a group has from its
-        first blocks on as many as it will ever hold, but for the one that a beginning inside a block costs.
+        With a window, the table covers the computed tokens, at least window - 1 positions, and one step. So a
+        group starts with as many blocks as it ever holds, except for one more if a step begins inside a block.
         """
         whole = self.num_blocks_for(num_tokens)
         lengths = []
@@ -193,19 +198,19 @@ class WindowedBlockManager(BlockManager):
         return lengths
 
     def _grow(self, seq: Sequence, num_tokens: int) -> None:
-        """As in the base class."""
+        """See the base class."""
         tables, lengths = self.tables_of(seq), self._table_lengths(seq.num_computed_tokens, num_tokens)
         for table, length in zip(tables, lengths, strict=True):
             table += [self._take_free_block() for _ in range(length - len(table))]  # in place
         seq.capacity = min(map(len, tables)) * self.block_size
 
     def _first_seen(self, window: int | None, position: int) -> int:
-        """Index of the first block of which the token at a position sees anything."""
-        # Of a window of 4 it sees itself and 3 more: the position itself is one of the window's.
+        """Return the index of the first block in which the token at a position sees anything."""
+        # A window of 4 is the token itself and the 3 tokens before it.
         return 0 if window is None else max(0, position - (window - 1)) // self.block_size
 
     def _remove_skipped_blocks(self, seq: Sequence) -> None:
-        """Take back the blocks that no token to be computed sees, the last first; the name is vLLM's."""
+        """Free the blocks that no future token sees, the last block first. The name is vLLM's."""
         for window, table in zip(self.windows, self.tables_of(seq), strict=True):
             first = self._first_seen(window, seq.num_computed_tokens)
             index = min(first, len(table))
@@ -213,15 +218,15 @@ class WindowedBlockManager(BlockManager):
                 index -= 1
                 self._release(table[index])
                 table[index] = 0
-            # Only with kvstore.py: tokens loaded from a store may put the start of the window past the table.
+            # With kvstore.py, tokens loaded from a store may move the start of the window past the table.
             table += [0] * (first - len(table))
 
     def _key(self, key: BlockKey, group: int) -> BlockKey:
-        """A group's own key for the same tokens, of which each group holds other K and V."""
+        """Return the key of a group for these tokens: each group stores different K and V for them."""
         return key._replace(hash=key.hash + group)
 
     def _register(self, seq: Sequence, i: int, parent_id: int) -> None:
-        """As in the base class, of every group that did not give the block back already."""
+        """See the base class. This skips the groups that have already freed the block."""
         for group, table in enumerate(self.tables_of(seq)):
             if table[i]:
                 block, key = self.blocks[table[i]], self._key(seq.block_keys[i], group)
@@ -230,10 +235,10 @@ class WindowedBlockManager(BlockManager):
 
 
 class WindowedRunner(ModelRunner):
-    """A runner for a block table per group.
+    """Runs a model with a block table per group.
 
     Args:
-        num_groups: how many.
+        num_groups: the number of groups.
         model, device, attention, sample, block_size: as in the base class.
     """
 
@@ -246,17 +251,17 @@ class WindowedRunner(ModelRunner):
     def build_inputs(
         self, batch: ScheduledBatch, before: ScheduledBatch | None = None
     ) -> ModelInputs[np.ndarray]:
-        """As in the base class; block_tables (G, S, most blocks) and slot_mapping (G, T)."""
+        """See the base class. For G groups, block_tables is (G, S, longest table), slot_mapping (G, T)."""
         inputs = super().build_inputs(batch, before)
         meta, positions, size = inputs.metadata, inputs.positions, self.block_size
         seqs = [chunk.seq for chunk in batch.chunks]
-        # Not in more_tables: the trial batches of startup.py, with one table for all groups.
+        # The trial batches of startup.py are not in more_tables: they use one table for all groups.
         more = [self.more_tables.get(seq, [seq.block_table] * (self.num_groups - 1)) for seq in seqs]
-        tables = [seq.block_table for seq in seqs]  # of the first group, then of the second...
+        tables = [seq.block_table for seq in seqs]  # the first group's tables, then the second's...
         for of_group in zip(*more, strict=True):
             tables += of_group
         block_tables = pad_block_tables(tables).reshape(self.num_groups, len(seqs), -1)
         seq_of_row = np.repeat(np.arange(len(seqs)), np.diff(meta.cu_seqlens_q))
         slots = np.stack([map_slots(table, seq_of_row, positions, size) for table in block_tables])
-        slots[:, meta.slot_mapping < size] %= size  # what the base class discards, in all groups
+        slots[:, meta.slot_mapping < size] %= size  # discard in all groups what the base class discards
         return inputs._replace(metadata=meta._replace(block_tables=block_tables, slot_mapping=slots))
