@@ -1,22 +1,22 @@
-"""Speculative decoding: tokens guessed ahead, computed along with known ones, and kept where they come true.
+"""Speculative decoding: propose draft tokens, compute them along with known tokens, and keep the right ones.
 
-A draft is a guess of a token to come, with a chunk of its own: to attention it is one more decode, over the
-same blocks and a token longer. With the known tokens a b c, of which c is not computed yet, and drafts d e:
+A draft token has its own chunk. To attention it is one more decode, over the same blocks and one token
+longer. Example: the known tokens a b c, of which c is not computed yet, and the draft tokens d e.
 
-    chunk     computes  attends to  draws
-    [2, 3)    c         a b c       the token at position 3. If it is d, the first draft has come true, and
-    [3, 4)    d         a b c d     the token at position 4 counts. If it is e, so has the second, and
+    chunk     computes  attends to  samples
+    [2, 3)    c         a b c       the token at position 3. If it is d, the first draft is accepted, and
+    [3, 4)    d         a b c d     the token at position 4 counts. If it is e, the second is too, and
     [4, 5)    e         a b c d e   the token at position 5 counts
 
-The draws up to and including the first that differs from its draft are exactly the tokens that plain decoding
-would have drawn. K and V of a draft that was wrong stay where they are, beyond what counts as computed, until
-the tokens that really come are computed there.
+The sampled tokens, up to and including the first that differs from its draft, are exactly the tokens that
+plain decoding would have sampled. The K and V of a rejected draft stay in the cache, past the computed
+tokens, until the actual tokens overwrite them.
 
-Source: https://arxiv.org/abs/2211.17192, where guesses have probabilities; here one is simply right or wrong.
+Source: https://arxiv.org/abs/2211.17192. There drafts have probabilities; here a draft is right or wrong.
 
-A proposer, which guesses, is any function of a sequence and a number n that returns n token ids of the model
-at most. Its guesses decide how fast the engine is, never what it says. `NgramProposer` looks for what
-followed the same words before (prompt lookup).
+A proposer is any function of a sequence and a number n that returns at most n token ids of the model. Its
+drafts affect the speed of the engine, never its output. `NgramProposer` proposes what followed the same words
+before (prompt lookup).
 """
 
 from collections import Counter, abc
@@ -31,13 +31,13 @@ from nanoengine.engine import BlockManager, Chunk, ScheduledBatch, Scheduler, Se
 
 
 class DraftingScheduler(Scheduler):
-    """A scheduler that has drafts computed behind decodes, with what others leave of budget and free blocks.
+    """Schedules draft tokens after decodes, with the token budget and free blocks that are left.
 
-    Not with steps in flight: what to guess depends on the tokens of the step before.
+    It does not support async scheduling: drafts depend on the tokens of the previous step.
 
     Args:
         block_manager, settings: as in the base class.
-        propose: guesses what comes next.
+        propose: proposes draft tokens.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class DraftingScheduler(Scheduler):
     ) -> None:
         super().__init__(block_manager, **settings)
         self.propose = propose
-        # By their place among the drafts of a step, from 0: how many were computed, and how many came true.
+        # How many drafts were computed and accepted, by the draft's index in its sequence's step, from 0.
         self.num_drafted, self.num_accepted = Counter[int](), Counter[int]()
 
     def schedule(self) -> ScheduledBatch:
-        """As in the base class; the chunks of its drafts follow that of a decode."""
+        """See the base class. The chunk of a decode is followed by the chunks of its drafts."""
         chunks, _, num_tokens = super().schedule()
         with_drafts: list[Chunk] = []
         for chunk in chunks:
@@ -64,14 +64,14 @@ class DraftingScheduler(Scheduler):
         return ScheduledBatch(with_drafts, sampled_seqs, num_tokens)
 
     def _guess(self, chunk: Chunk, budget: int) -> list[int]:
-        """The drafts to compute behind a chunk; the block table has room for them."""
+        """Return the drafts to compute after a chunk, and make room for them in the block table."""
         seq, start, end, samples, _ = chunk
-        most = min(budget, seq.max_num_tokens - 1 - end)  # a token is drawn behind the last one
+        most = min(budget, seq.max_num_tokens - 1 - end)  # one more token is sampled after the last draft
         if not samples or end - start > 1 or most <= 0:
             return []
         drafts = self.propose(seq, most)[:most]
-        # With windows, may_append gives back what no token from num_computed_tokens on sees. This chunk
-        # counts as computed already, but its token has still to see that: so set it back for the call.
+        # With windows, may_append frees the blocks that no token from num_computed_tokens on sees. This chunk
+        # already counts as computed, but its token still needs those blocks: set the count back for the call.
         seq.num_computed_tokens = start
         while drafts and not self.block_manager.may_append(seq, end + len(drafts)):
             drafts = drafts[:-1]
@@ -79,9 +79,9 @@ class DraftingScheduler(Scheduler):
         return drafts
 
     def update(self, batch: ScheduledBatch, token_ids: list[int | None]) -> list[Sequence]:
-        """As in the base class; a draw behind a draft counts if this and those before it came true.
+        """See the base class. A token sampled after a draft counts if all drafts up to there are right.
 
-        From here on, not before, such a draft counts as computed.
+        Such a draft counts as computed only from here on.
         """
         advanced: dict[Sequence, None] = {}
         place = -1
@@ -104,24 +104,24 @@ class DraftingScheduler(Scheduler):
 
     @staticmethod
     def _came_true(draft: Chunk) -> bool:
-        """Whether the sequence has taken the drafted token, as its last one."""
+        """Return whether the draft token is the last token of the sequence."""
         known = draft.seq.token_ids
         is_next = draft.seq.finish_reason is None and len(known) == draft.end
         return is_next and known[-1] == draft.token_ids[draft.start]
 
 
 def is_draft(chunk: Chunk) -> bool:
-    """Whether it computes a guess: then its token_ids are not its sequence's own list."""
+    """Return whether a chunk computes a draft. Its token_ids are then not the sequence's own list."""
     return chunk.token_ids is not chunk.seq.token_ids
 
 
 # ---- A proposer ----------------------------------------------------------------------------------
 
-MAX_PAUSE = 64  # tokens without a guess, after guesses that failed
+MAX_PAUSE = 64  # limit on the tokens without drafts after rejected drafts
 
 
 class NgramProposer:
-    """vLLM's "ngram" method: looks the last tokens of a sequence up in the sequence itself.
+    """Proposes drafts by looking up the last tokens of a sequence in the sequence itself: vLLM's "ngram".
 
     Source: prompt lookup decoding, https://github.com/apoorvumang/prompt-lookup-decoding
     """
@@ -131,7 +131,7 @@ class NgramProposer:
         self.lookups: WeakKeyDictionary[Sequence, Lookup] = WeakKeyDictionary()
 
     def __call__(self, seq: Sequence, num_tokens: int) -> list[int]:
-        """At most num_tokens guesses of what follows a sequence."""
+        """Return at most num_tokens draft tokens for a sequence."""
         lookup = self.lookups.get(seq)
         if lookup is None:
             lookup = Lookup(*self.config.lookup_lengths, self.config.num_speculative_tokens)
@@ -140,28 +140,28 @@ class NgramProposer:
 
 
 class Lookup:
-    """Where each run of tokens of one growing text was seen last, and how well guesses from it do.
+    """Indexes the n-grams of one growing text by where each was seen last, and adapts the number of drafts.
 
-    A token takes one entry per length of run, about half a kilobyte for three lengths, and constant time.
+    Each token adds one entry per n-gram length, in constant time: about half a kilobyte for three lengths.
 
     Args:
-        shortest, longest: tokens of a run; the longest that was seen before is what a guess goes by.
-        max_guesses: tokens at most.
+        shortest, longest: range of n-gram lengths. The longest n-gram seen before decides the drafts.
+        max_guesses: limit on the number of draft tokens.
     """
 
     def __init__(self, shortest: int, longest: int, max_guesses: int) -> None:
         self.lengths = range(longest, shortest - 1, -1)
         self.max_guesses = max_guesses
-        self.follows: dict[tuple[int, ...], int] = {}  # run -> the position behind it, where it was seen last
-        self.num_indexed = shortest  # runs that end before this position are in the table
-        self.guesses: list[int] = []  # the last ones
-        self.guessed_at = 0  # the position of their first
-        self.size = 1  # how many to make
-        self.pause = 1  # tokens to wait for after a lone guess failed; doubles each time
-        self.resume_at = 0  # the position from which on to guess again
+        self.follows: dict[tuple[int, ...], int] = {}  # n-gram -> position after its last occurrence
+        self.num_indexed = shortest  # n-grams that end before this position are indexed
+        self.guesses: list[int] = []  # the last drafts
+        self.guessed_at = 0  # position of the first of them
+        self.size = 1  # how many drafts to propose next
+        self.pause = 1  # tokens to wait after a single draft was rejected; doubles each time
+        self.resume_at = 0  # position from which to propose drafts again
 
     def guess(self, token_ids: abc.Sequence[int], num_tokens: int) -> list[int]:
-        """At most num_tokens of what may come next; token_ids are those of the last call, and more."""
+        """Return at most num_tokens draft tokens. token_ids must extend those of the last call."""
         self._adapt(token_ids)
         if len(token_ids) < self.resume_at:
             return []
@@ -173,7 +173,7 @@ class Lookup:
         for length in self.lengths:
             start = self.follows.get(tuple(token_ids[-length:]))
             if start is not None:
-                # A guess may run past the end of what is known: the text then repeats itself.
+                # The drafts may run past the end of the known tokens, as if the text repeated itself.
                 period = len(token_ids) - start
                 size = min(num_tokens, self.size)
                 self.guesses = [token_ids[start + i % period] for i in range(size)]
@@ -182,8 +182,8 @@ class Lookup:
         return []
 
     def _adapt(self, token_ids: abc.Sequence[int]) -> None:
-        """Guess 2 n + 1 tokens next, where n came true the last time; after a lone one that failed, pause."""
-        if not self.guesses or len(token_ids) == self.guessed_at:  # a step that failed told nothing
+        """Propose 2 n + 1 drafts next if n were right the last time. Pause if a single draft was wrong."""
+        if not self.guesses or len(token_ids) == self.guessed_at:  # the step failed: nothing was sampled
             return
         came = token_ids[self.guessed_at : self.guessed_at + len(self.guesses)]
         num_right = 0

@@ -1,26 +1,27 @@
-"""States: models whose layers hand a state from token to token, as Mamba and linear attention do.
+"""Recurrent state: models whose layers pass a state from token to token, like Mamba and linear attention.
 
-K and V of a token stay as they are, so blocks of them can be shared and hit anywhere. A state is overwritten
-with each token, and is that of one sequence at one position. So beside its blocks a sequence that runs holds
-a slot, and a prefix can be taken up only where a state was kept: at the end of a block, in a slot of its own.
+The K and V of a token never change, so their blocks can be shared and hit anywhere. A recurrent state is
+overwritten by each token, and belongs to one sequence at one position. So a running sequence holds a state
+slot in addition to its blocks. A prefix can be reused only where a state was kept: at the end of a block, in
+a separate slot.
 
-    slot 0      zeros: what every sequence begins with. Never written
-    slot 1      what nobody reads: for a trial, or padding
-    others      of a sequence that runs; or kept, by the prefix_id of a block, and the least recently used is
-                the first to go; or free
+    slot 0      zeros: the state that every sequence starts from. Never written
+    slot 1      discarded states, of trials or padding. Never read
+    others      held by a running sequence; or kept for the prefix_id of a block, and evicted least recently
+                used first; or free
 
-Nothing is copied: layers read the state before a chunk from one slot, and write the one after it to another
-(`StatePart`). At the end of a block a sequence leaves its slot to the prefix cache and goes on in a new one.
-With blocks of 4, a prompt of 10, and a question after the same 8 tokens:
+Nothing is copied: layers read the state before a chunk from one slot, and write the state after it to another
+(`StatePart`). At the end of a block, a sequence leaves its slot to the prefix cache and continues in a new
+one. Example: blocks of 4, a prompt of 10, and another sequence that shares the first 8 tokens.
 
-    chunk          parts                               then
+    chunk          parts                               afterwards
     [0, 10)        [0, 8) 0 -> 2, [8, 10) 2 -> 3       2 is kept for those 8, the sequence holds 3
     [10, 11)       3 -> 3
     [11, 12)       3 -> 3
     [12, 13)       3 -> 4                              3 is kept for the first 12, the sequence holds 4
     other [8, 9)   2 -> 5                              a hit
 
-Sources: vLLM's prefix caching of Mamba, "align" mode; of branch points, SGLang's MambaRadixCache.
+Sources: vLLM's prefix caching for Mamba ("align" mode), and SGLang's MambaRadixCache for branch points.
 """
 
 from collections import OrderedDict, deque
@@ -43,7 +44,7 @@ from nanoengine.extensions.windows import WindowedBlockManager, WindowedRunner
 
 
 class Span(NamedTuple):
-    """Tokens [start, end) of a sequence, and the slots of its state before and after them."""
+    """Names tokens [start, end) of a sequence, and the slots of its state before and after them."""
 
     start: int
     end: int
@@ -56,20 +57,20 @@ Spans = dict[Sequence, list[Span]]
 
 @dataclass(slots=True)
 class Held:
-    """What a sequence that runs has of states."""
+    """Holds the state slots of a running sequence."""
 
-    slot: int  # its own
-    source: int  # the state after its last scheduled token: in its own, a kept one's, or zero
-    keep_at: list[int]  # positions ahead, at the ends of blocks, where it is to be kept
-    kept: int | None = None  # prefix_id at which its answer's state was kept last
+    slot: int  # the sequence's own slot
+    source: int  # slot of the state after its last scheduled token: its own, a kept one, or ZERO_SLOT
+    keep_at: list[int]  # future positions, at block ends, at which to keep the state
+    kept: int | None = None  # prefix_id of the last state that was kept for the output
 
 
 class StatefulBlockManager(WindowedBlockManager):
-    """A block manager that hands out slots for states too, and keeps some with the prefix cache.
+    """Manages state slots in addition to blocks, and keeps some states for the prefix cache.
 
     Args:
         num_blocks, block_size, settings: as in the base class.
-        num_state_slots: beside the reserved ones.
+        num_state_slots: the number of slots, without the reserved ones.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, num_state_slots: int, **settings: Any) -> None:
@@ -77,18 +78,18 @@ class StatefulBlockManager(WindowedBlockManager):
         super().__init__(num_blocks, block_size, **settings)
 
     def clear(self) -> None:
-        """As in the base class; and all states."""
+        """See the base class. This also frees all state slots."""
         super().clear()
         self.held: dict[Sequence, Held] = {}
         self.free_slots = deque(range(NUM_RESERVED_SLOTS, NUM_RESERVED_SLOTS + self.num_state_slots))
         self.kept_slots: OrderedDict[int, int] = OrderedDict()  # prefix_id -> slot; least recently used first
         self.in_use: set[int] = set()  # prefix_ids of kept states that this step reads or writes
-        self._num_known_blocks = 0  # of the sequence that was looked up last
+        self._num_known_blocks = 0  # registered blocks found by the last lookup
 
     # -- admission and release
 
     def allocate(self, seq: Sequence) -> bool:
-        """As in the base class; with a slot. A hit goes on from the state that was kept there."""
+        """See the base class. The sequence also gets a slot. After a hit it starts from the kept state."""
         if not self.free_slots and self.kept_slots.keys() <= self.in_use:
             return False
         if not super().allocate(seq):
@@ -100,24 +101,25 @@ class StatefulBlockManager(WindowedBlockManager):
             self.kept_slots.move_to_end(seq.prefix_id)
             self.in_use.add(seq.prefix_id)
         slot = self._take_slot()
-        if slot is None:  # there is no other than the one that was hit
+        if slot is None:  # the only slot left is the one that was hit
             slot = source
             del self.kept_slots[seq.prefix_id]
-        # Kept are the state at the end of what it shares with another sequence, where none was kept yet: a
-        # third may branch off there too. And the one at the end of its last full block: it may be continued.
+        # Keep two states. One is at the end of the blocks shared with another sequence, if no state was kept
+        # there yet: a third sequence may branch off there too. The other is at the end of the last full
+        # block: a later request may continue this prompt.
         ends = {self._num_known_blocks, seq.num_tokens // self.block_size}
         keep_at = sorted(end * self.block_size for end in ends if end > num_hits)
         self.held[seq] = Held(slot, source, keep_at if self.enable_prefix_caching else [])
         return True
 
     def forget(self, seq: Sequence) -> None:
-        """As in the base class; and its slot is free."""
+        """See the base class. This also frees the sequence's slot."""
         super().forget(seq)
         if (held := self.held.pop(seq, None)) is not None:
             self.free_slots.append(held.slot)
 
     def find_prefix(self, seq: Sequence) -> list[Block]:
-        """As in the base class."""
+        """See the base class."""
         chain = super().find_prefix(seq)
         self._num_known_blocks = len(chain)
         return chain
@@ -125,7 +127,7 @@ class StatefulBlockManager(WindowedBlockManager):
     # -- a step
 
     def plan(self, chunk: Chunk) -> list[Span]:
-        """The spans of a chunk that was scheduled; a step's are planned when all of it is scheduled."""
+        """Divide a scheduled chunk into spans. Called only after the whole step is scheduled."""
         seq, held, spans = chunk.seq, self.held[chunk.seq], []
         start = chunk.start
         if self.enable_prefix_caching and start % self.block_size == 0 and held.source == held.slot:
@@ -136,7 +138,7 @@ class StatefulBlockManager(WindowedBlockManager):
             target = None
             if end in held.keep_at:
                 target = self._keep(self.blocks[seq.block_table[end // self.block_size - 1]].prefix_id)
-            # An answer computed anew is not a prompt's: see models/states.py.
+            # Output tokens that are recomputed are a separate part from the prompt: see models/states.py.
             if target is not None or end == seq.num_prompt_tokens:
                 target = held.slot if target is None else target
                 spans.append(Span(start, end, held.source, target))
@@ -146,7 +148,7 @@ class StatefulBlockManager(WindowedBlockManager):
         return spans
 
     def _leave(self, seq: Sequence, held: Held, position: int) -> None:
-        """Keep the state before that position, a block's end: the sequence goes on in another slot."""
+        """Keep the state before a position, the end of a block. The sequence continues in another slot."""
         assert seq.num_registered_blocks >= position // self.block_size
         prefix_id = self.blocks[seq.block_table[position // self.block_size - 1]].prefix_id
         slot = self._keep(prefix_id)
@@ -155,7 +157,7 @@ class StatefulBlockManager(WindowedBlockManager):
         self.kept_slots[prefix_id] = held.slot
         self.in_use.add(prefix_id)
         held.slot = slot
-        if position > seq.num_prompt_tokens:  # of an answer only the last
+        if position > seq.num_prompt_tokens:  # of the output, keep only the last state
             if held.kept is not None and held.kept not in self.in_use and held.kept in self.kept_slots:
                 self.free_slots.append(self.kept_slots.pop(held.kept))
             held.kept = prefix_id
@@ -163,14 +165,17 @@ class StatefulBlockManager(WindowedBlockManager):
     # -- helpers
 
     def _longest_beginning(self, seq: Sequence, chain: list[Block], most: int) -> int:
-        """As in the base class: as many as end where a state was kept, and leave a token to compute."""
+        """Return the longest prefix that ends where a state was kept and leaves one token to compute."""
         most = min(most, (seq.num_tokens - 1) // self.block_size)
         while most and chain[most - 1].prefix_id not in self.kept_slots:
             most -= 1
         return most
 
     def _keep(self, prefix_id: int) -> int | None:
-        """A slot to keep that prefix's state in; None: it is kept already, or there is none to take."""
+        """Return a slot to keep that prefix's state in.
+
+        Returns None if the state is already kept, or if no slot can be taken.
+        """
         if prefix_id in self.kept_slots:
             self.kept_slots.move_to_end(prefix_id)
             return None
@@ -181,7 +186,7 @@ class StatefulBlockManager(WindowedBlockManager):
         return slot
 
     def _take_slot(self) -> int | None:
-        """A free slot, or that of the kept state whose loss costs least; none that this step reads."""
+        """Return a free slot, or else the least recently used kept slot that this step does not use."""
         if self.free_slots:
             return self.free_slots.popleft()
         for prefix_id in self.kept_slots:
@@ -191,11 +196,11 @@ class StatefulBlockManager(WindowedBlockManager):
 
 
 class StatefulScheduler(Scheduler):
-    """A scheduler for models with states.
+    """Schedules models with recurrent state.
 
     Args:
-        block_manager: hands out their slots.
-        spans: where to write a step's, for the runner.
+        block_manager: allocates the state slots.
+        spans: the dict to write each step's spans to, for the runner.
         settings: as in the base class.
     """
 
@@ -204,7 +209,7 @@ class StatefulScheduler(Scheduler):
         self.states, self.spans = block_manager, spans
 
     def schedule(self) -> ScheduledBatch:
-        """As in the base class."""
+        """See the base class."""
         self.states.in_use.clear()
         batch = super().schedule()
         self.spans.clear()
@@ -213,7 +218,7 @@ class StatefulScheduler(Scheduler):
 
 
 class StatefulRunner(WindowedRunner):
-    """A runner for models with states; arguments as in the base class."""
+    """Runs models with recurrent state. The arguments are those of the base class."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -222,31 +227,31 @@ class StatefulRunner(WindowedRunner):
     def build_inputs(
         self, batch: ScheduledBatch, before: ScheduledBatch | None = None
     ) -> ModelInputs[np.ndarray]:
-        """As in the base class; and which states the batch's parts begin and end with."""
+        """See the base class. The inputs also contain the state slots that each part reads and writes."""
         inputs = super().build_inputs(batch, before)
         decodes: list[tuple[int, int, int]] = []
         parts: list[StatePart] = []
         for chunk, row in zip(batch.chunks, inputs.metadata.cu_seqlens_q.tolist(), strict=False):
-            # Not in spans: the trial batches of startup.py, in which one token is a decode.
+            # The trial batches of startup.py are not in spans. In them, a chunk of one token is a decode.
             spans = self.spans.get(chunk.seq) or [Span(chunk.start, chunk.end, ZERO_SLOT, BIN_SLOT)]
             for start, end, source, target in spans:
                 first = row + start - chunk.start
                 is_prompt = start < chunk.seq.num_prompt_tokens and target != BIN_SLOT
-                if is_prompt or chunk.end - chunk.start > 1:  # what follows a part is one: it reads its state
+                if is_prompt or chunk.end - chunk.start > 1:  # after a part, also a part: it reads that state
                     parts.append(StatePart(first, first + end - start, source, target, is_prompt))
                 else:
                     decodes.append((first, source, target))
-        # Kernels take addresses: each array in one piece.
+        # Kernels take addresses, so each array must be contiguous.
         rows, sources, targets = np.array(decodes, dtype=np.int64).reshape(-1, 3).T.copy()
         return inputs._replace(states=StateLayout(rows, sources, targets, parts))
 
     def compute(self, inputs: ModelInputs[Tensor]) -> Tensor:
-        """As in the base class."""
+        """See the base class."""
         assert inputs.states is not None
         with self.model.states.step(inputs.states):
             return super().compute(inputs)
 
     def close(self) -> None:
-        """As in the base class."""
+        """See the base class."""
         self.model.states.memory = []
         super().close()

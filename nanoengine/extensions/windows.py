@@ -170,8 +170,8 @@ class WindowedBlockManager(BlockManager):
             for window in self.windows
         )
         # All block tables grow equally, until a group reaches its limit. Example: 10 blocks, a group that
-        # holds at most 3, and one without a window. Both take 3, then the second takes the remaining 4. So the
-        # longest sequence has 7 blocks.
+        # holds at most 3, and one without a window. Both take 3, then the second takes the remaining 4. The
+        # longest sequence therefore has 7 blocks.
         num_free, length = self.num_blocks, 0
         while limits:
             growth = min(limits[0] - length, num_free // len(limits))
@@ -185,7 +185,7 @@ class WindowedBlockManager(BlockManager):
         """Return how long each group's block table must be before the next step.
 
         With a window, the table covers the computed tokens, at least window - 1 positions, and one step. So a
-        group starts with as many blocks as it ever holds, except for one more if a step begins inside a block.
+        group starts with as many blocks as it ever holds, except one more if a step begins inside a block.
         """
         whole = self.num_blocks_for(num_tokens)
         lengths = []
