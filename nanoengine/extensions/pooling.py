@@ -1,19 +1,21 @@
-"""Pooling: prompts become vectors or a classifier's scores instead of text.
+"""Pooling: turn prompts into embeddings or classification scores instead of text.
 
-A prompt takes one pass, in chunks where it is long, beside others. The hidden states that a runner would make
-logits of are what is wanted, so a model that pools has no head, or a classifier's in its place. A token is
-drawn from that all the same, and thrown away: it ends the sequence. Prompts of 6 and 3 tokens, 4 in a step:
+A prompt is computed once, in chunks if it is long, and batched with others. The result is made from the
+hidden states, so a pooling model has no language model head, or a classifier's head in its place. A token is
+still sampled from the output; it is discarded, but ends the sequence. Example: prompts a and b of 6 and 3
+tokens, with a token budget of 4.
 
     step    chunks            "LAST" takes    "MEAN" takes
     1       [0, 4) of a       -               the sum of a's 4 rows
-    2       [4, 6) of a       a's row 5       that and a's 2 rows, divided by 6
+    2       [4, 6) of a       a's row 5       that plus a's 2 rows, divided by 6
             [0, 2) of b       -               the sum of b's 2 rows
-    3       [2, 3) of b       b's row 2       that and b's row 2, divided by 3
+    3       [2, 3) of b       b's row 2       that plus b's row 2, divided by 3
 
-The last token's hidden state needs only K and V of those before it, which the prefix cache may have. The mean
-needs every hidden state, and "CLS" the first token's, so that they take no hits.
+The hidden state of the last token depends on earlier tokens only through K and V, which the prefix cache may
+have. "MEAN" needs every hidden state, and "CLS" needs that of the first token, so neither uses prefix hits.
 
-`LLM` and `AsyncLLM` have the calls, `models/pooling.py` reads what the checkpoint says. Names are vLLM's.
+`LLM` and `AsyncLLM` have the user's methods. models/pooling.py reads the checkpoint's settings. Names are
+vLLM's.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -37,23 +39,23 @@ from nanoengine.sampling_params import SamplingParams, check_bool, check_integer
 
 TASKS = {"embed": "embeds", "classify": "classifies"}
 
-# ---- What is asked for, and what a user gets -----------------------------------------------------
+# ---- Requests and their outputs ------------------------------------------------------------------
 
 
 @accepts()
 @dataclass(slots=True, kw_only=True)
 class PoolingParams:
-    """What a request wants of a model that pools.
+    """Holds the parameters of a pooling request.
 
     Raises:
         ValueError, TypeError: a parameter is out of its range; the message names it.
     """
 
-    task: str | None = None  # "embed" or "classify"; None: whichever the model does
-    dimensions: int | None = None  # of an embedding; None: all
-    # Whether an embedding is normalised, or scores made probabilities; None: as the checkpoint says
+    task: str | None = None  # "embed" or "classify"; None: the model's task
+    dimensions: int | None = None  # length of an embedding; None: all dimensions
+    # Whether to normalize an embedding, or turn scores into probabilities. None: as the checkpoint says.
     use_activation: bool | None = None
-    truncate_prompt_tokens: int | None = None  # only the last so many; -1: as many as fit
+    truncate_prompt_tokens: int | None = None  # keep only that many last tokens; -1: as many as fit
 
     def __post_init__(self) -> None:
         """Check ranges."""
@@ -67,45 +69,45 @@ class PoolingParams:
 
 @dataclass(slots=True)
 class PoolingOutput:
-    """What `encode` makes of a prompt."""
+    """Holds the result of `encode` for a prompt."""
 
-    data: Tensor  # (E,) or, of a classifier, (labels,); float32
+    data: Tensor  # (E,), or (labels,) from a classifier; float32
 
 
 @dataclass(slots=True)
 class EmbeddingOutput:
-    """What `embed` makes of a prompt."""
+    """Holds the result of `embed` for a prompt."""
 
     embedding: list[float]
 
     @property
     def hidden_size(self) -> int:
-        """How many numbers there are."""
+        """The length of the embedding."""
         return len(self.embedding)
 
 
 @dataclass(slots=True)
 class ClassificationOutput:
-    """What `classify` makes of a prompt."""
+    """Holds the result of `classify` for a prompt."""
 
     probs: list[float]  # in the order of the labels
 
     @property
     def num_classes(self) -> int:
-        """How many labels there are."""
+        """The number of labels."""
         return len(self.probs)
 
 
 @dataclass(slots=True)
 class ScoringOutput:
-    """What `score` makes of two texts."""
+    """Holds the result of `score` for two texts."""
 
     score: float
 
 
 @dataclass(slots=True)
 class PoolingRequestOutput:
-    """What came of a prompt, or of a pair of texts."""
+    """Holds the output of a pooling request, for a prompt or a pair of texts."""
 
     request_id: str
     outputs: Any  # one of the above
@@ -115,37 +117,37 @@ class PoolingRequestOutput:
 
 
 class EmbeddingRequestOutput(PoolingRequestOutput):
-    """Whose outputs are an EmbeddingOutput."""
+    """Is a PoolingRequestOutput whose `outputs` is an EmbeddingOutput."""
 
 
 class ClassificationRequestOutput(PoolingRequestOutput):
-    """Whose outputs are a ClassificationOutput."""
+    """Is a PoolingRequestOutput whose `outputs` is a ClassificationOutput."""
 
 
 class ScoringRequestOutput(PoolingRequestOutput):
-    """Whose outputs are a ScoringOutput."""
+    """Is a PoolingRequestOutput whose `outputs` is a ScoringOutput."""
 
 
 # ---- In the engine -------------------------------------------------------------------------------
 
 
 class Pooled(NamedTuple):
-    """A row of what a step pooled, on its way to the host."""
+    """Names a sequence's row in the pooled tensor of a step, which is being copied to the host."""
 
     seq_id: int
     row: int
     download: Download
 
     def read(self) -> Tensor:
-        """Wait for it; float32."""
+        """Wait for the copy, and return the row in float32."""
         return self.download.read()[self.row]
 
 
 class Pooler:
-    """Pools hidden states as a checkpoint says.
+    """Pools hidden states with the method that the checkpoint specifies.
 
     Raises:
-        ValueError: a setting of the engine that does not go with it.
+        ValueError: the engine has a setting that pooling does not support.
     """
 
     def __init__(self, checkpoint: Checkpoint, config: EngineConfig) -> None:
@@ -158,14 +160,14 @@ class Pooler:
         self.pooling: Pooling = checkpoint.pooling
         self.task = "classify" if self.pooling.labels else "embed"
         self.hidden_size: int = checkpoint.hf_config.get_text_config().hidden_size
-        # Of sequences that are computed in part: the sum of their rows, or their first one.
+        # For partly computed sequences: the sum of their rows ("MEAN"), or their first row ("CLS").
         self.parts: WeakKeyDictionary[Sample, Tensor] = WeakKeyDictionary()
 
     def params_of(self, given: Any, num_prompts: int, task: str | None) -> list[PoolingParams]:
-        """A call's parameters, one for all prompts or one each, as one each; `task` is the call's.
+        """Return one PoolingParams per prompt, from one for all prompts or one each.
 
         Raises:
-            ValueError: the model does something else.
+            ValueError: the model does not support `task`, the task of the call.
         """
         if task not in (None, self.task):
             raise ValueError(f"this model {TASKS[self.task]}: it cannot {task}")
@@ -173,16 +175,16 @@ class Pooler:
         return list(one) if isinstance(one, list | tuple) else [one] * num_prompts
 
     def sampling_params(self, params: Any) -> SamplingParams:
-        """A request's parameters as the engine serves them.
+        """Return the SamplingParams with which the engine runs a pooling request.
 
         Raises:
-            ValueError, TypeError: they are no PoolingParams, or ask for what the model does not do.
+            ValueError, TypeError: params are not PoolingParams, or the model does not support them.
         """
         if isinstance(params, SamplingParams):
             raise ValueError(f'this model {TASKS[self.task]}, and generates no text; see runner="generate"')
         if not isinstance(params, PoolingParams):
             raise TypeError(f"pooling_params must be PoolingParams, got {params!r}")
-        params.__post_init__()  # it may have been changed since
+        params.__post_init__()  # the fields may have changed since
         if params.task not in (None, self.task):
             raise ValueError(
                 f"task must be {self.task!r}: this model {TASKS[self.task]}, got {params.task!r}"
@@ -197,7 +199,7 @@ class Pooler:
             max_tokens=1,
             detokenize=False,
             truncate_prompt_tokens=params.truncate_prompt_tokens,
-            # No hits, and all rows computed to the end, as for a prompt's log-probabilities.
+            # Prompt log-probabilities disable prefix hits and compute the hidden states of all rows.
             prompt_logprobs=None if self.pooling.kind == "LAST" else 0,
         )
 
@@ -208,13 +210,13 @@ class Pooler:
         compute_logits: Callable[[Tensor], Tensor],
         transfer: Callable[[Tensor], Download],
     ) -> list[Pooled]:
-        """Queue what a step's chunks complete; `ModelRunner.report`.
+        """Pool the prompts that a step completes, and start copying the results. See `ModelRunner.report`.
 
         Args:
-            chunks: of the step.
-            hidden: (T, E), their rows one after the other.
-            compute_logits: (R, E) to (R, labels), or as it is.
-            transfer: begins to copy a tensor to the host.
+            chunks: the chunks of the step.
+            hidden: (T, E), the hidden states of all chunks in order.
+            compute_logits: maps (R, E) to (R, labels), or returns its argument if there is no classifier.
+            transfer: starts copying a tensor to the host.
         """
         row, seq_ids, pooled = 0, [], []
         for seq, start, end, samples, _ in chunks:
@@ -230,11 +232,11 @@ class Pooler:
         return [Pooled(seq_id, i, download) for i, seq_id in enumerate(seq_ids)]
 
     def _add(self, seq: Sample, start: int, rows: Tensor) -> Tensor:
-        """What there is of a sequence with the rows from `start` on, (E,); for a mean, the sum."""
+        """Add a sequence's rows from `start` on. Return its pooled row so far, (E,); for a mean, the sum."""
         if self.pooling.kind == "LAST":
             return rows[-1]
         is_mean = self.pooling.kind == "MEAN"
-        if start == 0:  # a preempted sequence comes here again
+        if start == 0:  # also after a preemption
             self.parts[seq] = rows.float().sum(0) if is_mean else rows[0].clone()
         elif is_mean:
             self.parts[seq] += rows.float().sum(0)
@@ -245,10 +247,10 @@ class Pooler:
     def output(
         self, done: RequestOutput, params: PoolingParams, kind: str = "encode"
     ) -> PoolingRequestOutput:
-        """What a call returns of a request that is done; `kind` is the call's name.
+        """Return the output of a finished request, of the type that the method named `kind` returns.
 
         Raises:
-            RuntimeError: it was aborted, or could not be computed.
+            RuntimeError: the request was aborted or failed.
         """
         completion = done.outputs[0]
         if done.pooled is None or completion.finish_reason in ("abort", "error"):
@@ -267,7 +269,7 @@ class Pooler:
         return result
 
     def activate(self, data: Tensor, params: PoolingParams) -> Tensor:
-        """A pooled vector, cut and normalised; or scores as probabilities."""
+        """Return a pooled vector truncated and normalized, or scores as probabilities, as params say."""
         activation = self.pooling.activation
         if params.use_activation is not None:
             used = activation if activation != "none" or self.pooling.labels else "normalize"
@@ -282,10 +284,12 @@ class Pooler:
     def plan_scores(
         self, data_1: Any, data_2: Any, checker: RequestChecker, chat_template: str | None = None
     ) -> "Scores":
-        """How to score pairs of texts; of a pair, the template writes messages of a "query" and a "document".
+        """Return the prompts that score pairs of texts. data_1 is one text, or one for each text of data_2.
+
+        For a classifier, a chat template renders each pair as messages of a "query" and a "document".
 
         Raises:
-            ValueError, TypeError: they are no texts or do not pair, or the model has several labels.
+            ValueError, TypeError: the data are not texts or do not pair, or the model has several labels.
         """
         texts = []
         for name, data in (("data_1", data_1), ("data_2", data_2)):
@@ -315,13 +319,13 @@ class Pooler:
 
 
 class Scores(NamedTuple):
-    """Pairs of texts to be scored: by a classifier that reads both, or by their embeddings."""
+    """Holds pairs of texts to score, either by a classifier that reads both or by their embeddings."""
 
-    prompts: list[Any]  # for the engine: the pairs; or the first texts and then the second ones
-    num_firsts: int  # 0: pairs
+    prompts: list[Any]  # for the engine: the pairs, or all first texts followed by all second texts
+    num_firsts: int  # number of first texts; 0: prompts are pairs
 
     def read(self, outputs: Sequence[PoolingRequestOutput]) -> list[ScoringRequestOutput]:
-        """The scores, of what `encode` made of the prompts."""
+        """Return the scores, from the outputs of `encode` for the prompts."""
         if not self.num_firsts:
             return [
                 ScoringRequestOutput(

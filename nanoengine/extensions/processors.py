@@ -1,10 +1,11 @@
-"""Logits processors of a user's own: functions of a request, and vLLM V1's `LogitsProcessor`, of an engine.
+"""Custom logits processors: functions of one request, and vLLM V1's `LogitsProcessor` classes of an engine.
 
-A request's, `SamplingParams(logits_processors=[...])`, are called for its own rows, one by one. An engine's,
-`LLM(logits_processors=[...])`, are such functions too, for every request, or classes (or "module:Class") with
-the methods of `LogitsProcessor`, which see all rows of a step as one matrix.
+A request's processors, `SamplingParams(logits_processors=[...])`, are functions that are called for each of
+the request's rows. An engine's processors, `LLM(logits_processors=[...])`, are such functions for every
+request, or classes (or "module:Class") with the methods of `LogitsProcessor`. The classes get all rows of a
+step as one matrix.
 
-Names and contracts are those of vllm/v1/sample/logits_processor.
+Names and contracts follow vllm/v1/sample/logits_processor.
 """
 
 import importlib
@@ -22,13 +23,13 @@ from nanoengine.sampling import SamplingRow
 from nanoengine.sampling_params import SamplingParams, num_parameters
 
 T = TypeVar("T")
-RequestLogitsProcessor = Callable[..., Tensor]  # of a request: tokens and logits to logits
+RequestLogitsProcessor = Callable[..., Tensor]  # tokens and logits of one row -> logits
 
 # ---- Functions -----------------------------------------------------------------------------------
 
 
 class FunctionProcessor:
-    """A function of one request; a `RowProcessor`."""
+    """Calls a function for the rows of one request. Implements `RowProcessor`."""
 
     is_mask: ClassVar[bool] = False
     failure: str | None = None
@@ -38,10 +39,10 @@ class FunctionProcessor:
 
     @staticmethod
     def apply(logits: Tensor, items: Sequence[tuple[int, "FunctionProcessor", SamplingRow]]) -> None:
-        """As `RowProcessor.apply`.
+        """See `RowProcessor.apply`.
 
         Raises:
-            Exception: what a function raised, or ValueError where it gave no logits.
+            Exception: any exception of a function. TypeError or ValueError if it did not return logits.
         """
         for i, processor, row in items:
             token_ids = [list(row.output_ids)]
@@ -52,10 +53,10 @@ class FunctionProcessor:
 
 
 def as_logits(made: Any, given: Tensor, processor: Any) -> Tensor:
-    """Return what a processor made of the given logits, in their dtype and on their device.
+    """Return a processor's result `made`, converted to the dtype and device of the logits it was given.
 
     Raises:
-        TypeError, ValueError: it is no tensor of numbers, or has another shape.
+        TypeError, ValueError: it is not a tensor of real numbers, or has another shape.
     """
     name = getattr(processor, "__name__", type(processor).__name__)
     if not isinstance(made, Tensor) or made.dtype == torch.bool or made.is_complex():
@@ -71,7 +72,7 @@ def as_logits(made: Any, given: Tensor, processor: Any) -> Tensor:
 
 
 class MoveDirectionality(Enum):
-    """Whether a request moves to another index, or two change places."""
+    """Tells whether a request moves to another index, or two requests swap theirs."""
 
     UNIDIRECTIONAL = auto()
     SWAP = auto()
@@ -79,38 +80,41 @@ class MoveDirectionality(Enum):
 
 @dataclass(frozen=True)
 class BatchUpdate:
-    """How the batch differs from that of the step before; to be applied in this order."""
+    """Describes how the batch differs from the previous step's. Apply removed, added, then moved."""
 
     batch_size: int
-    removed: Sequence[int]  # indices that are free now
+    removed: Sequence[int]  # indices that are now free
     # (index, parameters, prompt's token ids, output's token ids: a list that grows with the output)
     added: Sequence[tuple[int, SamplingParams, list[int] | None, list[int]]]
     moved: Sequence[tuple[int, int, MoveDirectionality]]  # (from, to, how)
 
 
 class LogitsProcessor(ABC):
-    """Edits the logits of a whole batch, in which requests have indices of their own."""
+    """Edits the logits of a whole batch, in which each request has an index."""
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Raise ValueError where a request asks for what cannot be; called when it is checked."""
+        """Raise ValueError if a request's parameters are not supported. Called before it is queued."""
         return
 
     @abstractmethod
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
-        """Made once, with the engine; vllm_config is its `EngineConfig`."""
+        """Create the processor, once per engine. vllm_config is the engine's `EngineConfig`."""
 
     @abstractmethod
     def apply(self, logits: Tensor) -> Tensor:
-        """The logits to draw from; (batch size, V) float32, a row per index, which it may change."""
+        """Return the logits to sample from. `logits` (batch size, V) float32 has one row per index.
+
+        The processor may change `logits` in place.
+        """
 
     @abstractmethod
     def is_argmax_invariant(self) -> bool:
-        """Whether it never changes which token is the likeliest; then it sees logits after temperature."""
+        """Return whether it never changes the most probable token. If so, it is applied after temperature."""
 
     @abstractmethod
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Called before `apply`; None where the same requests have the same indices as before."""
+        """Update the state before `apply`. None: the same requests have the same indices as before."""
 
 
 def process_dict_updates(
@@ -118,9 +122,10 @@ def process_dict_updates(
     batch_update: BatchUpdate | None,
     new_state: Callable[[SamplingParams, list[int] | None, list[int]], T | None],
 ) -> bool:
-    """Bring what is known of some requests, by their index, up to date; returns whether anything changed.
+    """Update a dict of per-request states, by index, and return whether anything changed.
 
-    `new_state` is given a new request's parameters, prompt's and output's tokens; None: it needs no state.
+    `new_state` gets a new request's parameters, prompt tokens and output tokens. It returns None if the
+    request needs no state.
     """
     if batch_update is None:
         return False
@@ -142,14 +147,14 @@ def process_dict_updates(
 
 
 class AdapterLogitsProcessor(LogitsProcessor):
-    """Functions of requests, as in `SamplingParams`, as a processor of an engine."""
+    """Applies a function per request, like those in `SamplingParams`, as an engine's processor."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self.req_info: dict[int, Callable[[Tensor], Tensor]] = {}
 
     @abstractmethod
     def new_req_logits_processor(self, params: SamplingParams) -> RequestLogitsProcessor | None:
-        """A request's function; None: it has none."""
+        """Return the function for a request, or None if it has none."""
 
     def _bound(
         self, params: SamplingParams, prompt_ids: list[int] | None, output_ids: list[int]
@@ -160,29 +165,32 @@ class AdapterLogitsProcessor(LogitsProcessor):
         return partial(function, *([prompt_ids] if num_parameters(function) == 3 else []), output_ids)
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """As `LogitsProcessor.update_state`."""
+        """See `LogitsProcessor.update_state`."""
         process_dict_updates(self.req_info, batch_update, self._bound)
 
     def apply(self, logits: Tensor) -> Tensor:
-        """As `LogitsProcessor.apply`."""
+        """See `LogitsProcessor.apply`."""
         for index, function in self.req_info.items():
             logits[index] = as_logits(function(logits[index]), logits[index], self)
         return logits
 
 
 class Batch:
-    """The rows of a step in the order that an engine's processors know them by.
+    """Assigns the samples of a step to indices for the engine's processors.
 
     Args:
-        processors: of the engine.
+        processors: the engine's processors.
     """
 
     def __init__(self, processors: Sequence[Any]) -> None:
         self.processors = processors
-        self.members: list[Member] = []  # by their index
+        self.members: list[Member] = []  # by index
 
     def update(self, present: dict["Member", SamplingRow]) -> BatchUpdate | None:
-        """Take up who is new in a step, and close the gaps of those who are not in it."""
+        """Add the samples that are new in a step, remove those that are not in it, and close the gaps.
+
+        Returns None if nothing changed.
+        """
         for member, row in present.items():
             member.output_ids[:] = row.output_ids
         known = set(self.members)
@@ -210,7 +218,7 @@ class Batch:
 
 
 class Member:
-    """A sample, as an engine's processors know it; a `RowProcessor`."""
+    """Represents one sample to the engine's processors. Implements `RowProcessor`."""
 
     is_mask: ClassVar[bool] = False
     failure: str | None = None
@@ -221,7 +229,7 @@ class Member:
 
     @staticmethod
     def apply(logits: Tensor, items: Sequence[tuple[int, "Member", SamplingRow]]) -> None:
-        """As `RowProcessor.apply`."""
+        """See `RowProcessor.apply`."""
         batch = items[0][1].batch
         places = {member: i for i, member, _ in items}
         rows = {member: row for _, member, row in items}
@@ -241,14 +249,14 @@ class Member:
 
 
 class EngineProcessors:
-    """`LLM(logits_processors=...)`: what each of its samples is given.
+    """Holds `LLM(logits_processors=...)` and makes the row processors of each sample.
 
     Args:
         given: functions, classes, or "module:Class".
-        config, device: for the classes.
+        config, device: passed to the classes.
 
     Raises:
-        TypeError, ValueError: one that is neither, or cannot be found.
+        TypeError, ValueError: an entry is none of these, or cannot be found.
     """
 
     def __init__(self, given: Sequence[Any], config: Any, device: torch.device) -> None:
@@ -264,10 +272,10 @@ class EngineProcessors:
         self.batch = Batch(made) if made else None
 
     def of_request(self, params: SamplingParams) -> list[Callable[[], Any]]:
-        """What makes a sample's row processors.
+        """Return functions that make the row processors of a sample.
 
         Raises:
-            ValueError: a class refuses the request's parameters.
+            ValueError: a class rejects the request's parameters.
         """
         for one in self.classes:
             if validate := getattr(one, "validate_params", None):
@@ -277,7 +285,7 @@ class EngineProcessors:
 
 
 def found(name: str) -> Any:
-    """What "module:name" names; ValueError where there is none."""
+    """Import and return what "module:name" names. Raises ValueError if it cannot be imported."""
     module, _, attribute = name.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
