@@ -1,4 +1,4 @@
-"""nanoengine: a vLLM that one person can read in an evening, and run."""
+"""nanoengine: a vLLM that you can read in an evening, and run."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -58,7 +58,7 @@ __all__ = ["__version__", *_MODULE_OF]
 
 
 def __getattr__(name: str) -> Any:
-    """A public name, imported when it is asked for: the command's --help needs no PyTorch."""
+    """Import a public name at its first use, so that the command's --help does not import PyTorch."""
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"nanoengine.{_MODULE_OF[name]}"), name)

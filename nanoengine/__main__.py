@@ -1,6 +1,6 @@
-"""The command `nanoengine`, and `python -m nanoengine`.
+"""Implements the command `nanoengine`, also run as `python -m nanoengine`.
 
-What a subcommand needs is imported when it is run: the list of them needs neither PyTorch nor an extra.
+A subcommand's module is imported when it runs, so that listing them needs neither PyTorch nor an extra.
 """
 
 import argparse
@@ -9,7 +9,7 @@ import sys
 from nanoengine import __version__
 from nanoengine.optional import MissingFileError, load
 
-# name -> the module and its function, the extra that brings what it imports, what it does
+# name -> module, function, the extra that installs its dependencies, description
 COMMANDS = {
     "run": ("apps.ask", "run", "", "ask a model a few questions; by default the bundled one"),
     "chat": ("apps.ask", "chat", "", "hold a conversation in the terminal"),
@@ -21,7 +21,7 @@ COMMANDS = {
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run a subcommand with the arguments behind its name; without any, list them."""
+    """Run a subcommand with the arguments that follow its name. Without one, list all subcommands."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(
         "nanoengine",
@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> None:
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
     for name, (*_, what) in COMMANDS.items():
         commands.add_parser(name, help=what, add_help=False)
-    command = parser.parse_args(arguments[:1]).command  # the rest is for the command to read
+    command = parser.parse_args(arguments[:1]).command  # the subcommand parses the rest
     if command is None:
         parser.print_help()
         return

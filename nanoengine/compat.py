@@ -1,7 +1,7 @@
-"""The rule for names that nanoengine does not serve, so that scripts and clients written for vLLM run.
+"""Defines how unknown argument names are handled, so that scripts and clients written for vLLM run.
 
-A name close to a served one is a typo: a TypeError at any value. Another unknown name is accepted and has no
-effect if its value asks for nothing, and is refused otherwise. `INSTEAD` says what to write in its place.
+A name that resembles a served one is a typo: it raises TypeError at any value. Any other unknown name is
+ignored if its value is a no-op, such as None or False, and refused otherwise. `INSTEAD` names alternatives.
 """
 
 import difflib
@@ -10,12 +10,12 @@ from functools import wraps
 from inspect import signature
 from typing import Any, TypeVar
 
-MAX_UNSERVED = 300  # names in a call or request: each is compared with every served one
+MAX_UNSERVED = 300  # limit on unknown names per call: each is compared with every served name
 T = TypeVar("T")
 
 RENAMED = {"num_gpu_blocks_override": "num_kv_blocks", "kv_cache_memory_bytes": "kv_cache_bytes"}
 
-# vLLM's or OpenAI's name -> what to write here, then the values that are accepted in place of the rule's
+# Name in vLLM or OpenAI -> what to write here instead, then the accepted values, if not those of the rule
 INSTEAD: dict[str, tuple[Any, ...]] = {
     "attention_backend": ("use attn_backend",),
     "best_of": ("ask for n samples with logprobs and keep the best", 1),
@@ -44,7 +44,7 @@ INSTEAD: dict[str, tuple[Any, ...]] = {
     "truncation": ("shorten the input", "disabled"),
     "verbosity": ("say it in a message", "medium"),
 }
-# Names that are accepted at any value, because the answers do not depend on them here.
+# Names that are accepted at any value, because outputs do not depend on them here.
 ENGINE_IGNORES = (
     *("disable_custom_all_reduce", "disable_log_requests", "disable_log_stats", "enable_sleep_mode"),
     *("max_seq_len_to_capture", "served_model_name", "swap_space"),
@@ -74,11 +74,11 @@ def without_unserved(
     ignored: Iterable[str] = (),
     renamed: Mapping[str, str] = {},
 ) -> dict[str, Any]:
-    """Return the settings that are served, under their names here, without those that ask for nothing.
+    """Return the settings that are served, under their names here. Drops unknown ones that are a no-op.
 
     Raises:
-        TypeError: a name is a typo of a served one, unknown and asks for something, or given twice.
-        ValueError: a setting asks for something not served; the message says what to write instead.
+        TypeError: a name is a typo of a served one, is unknown and not a no-op, or is given twice.
+        ValueError: a name of `INSTEAD` has a value that is not served. The message names the alternative.
     """
     served, left = {*served, *renamed}, dict[str, Any]()
     if len(given.keys() - served) > MAX_UNSERVED:
@@ -106,7 +106,7 @@ def without_unserved(
 
 
 def refuse_unserved(call: Callable[..., Any], unserved: Mapping[str, Any]) -> None:
-    """Apply the rule to the keyword arguments that a function has no parameter for."""
+    """Apply the rule to keyword arguments for which a function has no parameter."""
     if unserved:
         without_unserved(call.__name__, unserved, signature(call).parameters.keys() - {"unserved"})
 
@@ -114,9 +114,9 @@ def refuse_unserved(call: Callable[..., Any], unserved: Mapping[str, Any]) -> No
 def accepts(
     ignored: Iterable[str] = (), renamed: Mapping[str, str] = {}, optional: Iterable[str] = ()
 ) -> Callable[[type[T]], type[T]]:
-    """Let a class with keyword arguments only take unserved ones by the rule.
+    """Return a decorator that applies the rule to a class whose arguments are all keywords.
 
-    None stands for the default of the `optional` ones.
+    For `optional` arguments, None stands for the default.
     """
 
     def decorate(cls: type[T]) -> type[T]:

@@ -1,4 +1,4 @@
-"""Settings as flags of a command, and the rule of compat.py for flags that nanoengine does not serve."""
+"""Turns settings into command-line flags, and applies the rule of compat.py to flags that are not served."""
 
 import argparse
 import json
@@ -11,12 +11,12 @@ from nanoengine.compat import ENGINE_IGNORES, RENAMED, SERVER_IGNORES, without_u
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
-    """A parser that takes flags with underscores, and vLLM's other flags by the rule of compat.py."""
+    """Parses flags with dashes or underscores, and treats vLLM's other flags by the rule of compat.py."""
 
     def parse_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
-        """Parse like argparse. Flags that are unknown and ask for nothing have no effect."""
+        """Parse like argparse. Unknown flags whose value is a no-op are ignored."""
         given = [with_dashes(argument) for argument in (sys.argv[1:] if args is None else args)]
-        if self._subparsers is None:  # else they know the flags
+        if self._subparsers is None:  # otherwise the subparsers know the flags
             given, unserved = self._split(given)
             served = {flag[2:].replace("-", "_") for flag in self._option_string_actions}
             try:
@@ -27,15 +27,15 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         return super().parse_args(given, namespace)
 
     def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
-        """Parse like argparse."""
+        """Parse like argparse, with underscores accepted in flags."""
         given = sys.argv[1:] if args is None else args
         return super().parse_known_args(list(map(with_dashes, given)), namespace)
 
     def _split(self, given: list[str]) -> tuple[list[str], dict[str, Any]]:
-        """Take the unknown flags out of a command line, and return them as settings.
+        """Remove unknown flags from a command line. Returns the other arguments, and the flags as settings.
 
-        A flag without a value is True, with "no-" before its name False. What follows an enable_, disable_ or
-        use_ flag is not its value.
+        A flag without a value is True, or False if its name starts with "no-". A flag that starts with
+        enable_, disable_ or use_ takes no value from the next argument.
         """
         known, left, unserved = self._option_string_actions, list[str](), dict[str, Any]()
         rest = iter(given)
@@ -60,7 +60,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 
 
 def with_dashes(argument: str) -> str:
-    """A flag that is spelt with underscores in its usual spelling; anything else as it is.
+    """Return a flag with its underscores turned into dashes, and any other argument unchanged.
 
     >>> with_dashes("--max_model_len=a_b"), with_dashes("a_b")
     ('--max-model-len=a_b', 'a_b')
@@ -70,7 +70,7 @@ def with_dashes(argument: str) -> str:
 
 
 def value_of(text: str) -> Any:
-    """What a flag of vLLM's is given: JSON, or text."""
+    """Parse the value of a vLLM flag as JSON, or return it as text if it is not JSON."""
     try:
         return json.loads(text)
     except ValueError:
@@ -78,7 +78,7 @@ def value_of(text: str) -> Any:
 
 
 def add_flags(parser: argparse._ActionsContainer, config: type[Any]) -> None:
-    """Add a flag for each field of a dataclass; flags that are not given are not in the namespace."""
+    """Add a flag for each field of a dataclass. Flags that are not given do not appear in the namespace."""
     hints = get_type_hints(config)
     for item in fields(config):
         kinds = get_args(hints[item.name]) or (hints[item.name],)

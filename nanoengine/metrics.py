@@ -1,6 +1,6 @@
-"""An engine's counts as vLLM's metrics reader has them, and histograms of the requests that ended.
+"""Turns an engine's counts, and histograms of finished requests, into the metrics of vLLM's reader.
 
-Source of names, shapes and buckets: vllm/v1/metrics/reader.py and loggers.py.
+Source of names, types and buckets: vllm/v1/metrics/reader.py and loggers.py.
 """
 
 from bisect import bisect_left
@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass
 class Metric:
-    """A measurement, its labels beside it: "model_name" and "engine", and for some one more."""
+    """Holds a metric's name and labels: "model_name" and "engine", and for some metrics one more."""
 
     name: str
     labels: dict[str, str]
@@ -21,28 +21,28 @@ class Metric:
 
 @dataclass
 class Counter(Metric):
-    """A whole number that only grows."""
+    """Holds an integer that only increases."""
 
     value: int
 
 
 @dataclass
 class Vector(Metric):
-    """Counters by position."""
+    """Holds one counter per position of a draft."""
 
     values: list[int]
 
 
 @dataclass
 class Gauge(Metric):
-    """A number that goes up and down."""
+    """Holds a number that can go up and down."""
 
     value: float
 
 
 @dataclass
 class Histogram(Metric):
-    """How many observations, their sum, and how many lay at or below each limit ("0.5", ..., "+Inf")."""
+    """Holds the number of observations, their sum, and how many are at most each limit ("0.5", "+Inf")."""
 
     count: int
     sum: float
@@ -50,20 +50,20 @@ class Histogram(Metric):
 
 
 class Observations:
-    """What a histogram is made of."""
+    """Counts observations per bucket, for a histogram."""
 
     def __init__(self, limits: Sequence[float]) -> None:
         self.limits = limits
-        self.counts = [0] * (len(limits) + 1)  # per bucket; the last is for what lies above all limits
+        self.counts = [0] * (len(limits) + 1)  # per bucket; the last bucket is above all limits
         self.sum = 0.0
 
     def add(self, value: float) -> None:
-        """Count one."""
+        """Add an observation."""
         self.counts[bisect_left(self.limits, value)] += 1
         self.sum += value
 
     def histogram(self, name: str, labels: dict[str, str]) -> Histogram:
-        """As it is now."""
+        """Return a histogram of the observations so far."""
         limits = [*(str(float(limit)) for limit in self.limits), "+Inf"]
         up_to = list(accumulate(self.counts))
         return Histogram(name, dict(labels), up_to[-1], self.sum, dict(zip(limits, up_to, strict=True)))
@@ -79,11 +79,11 @@ REASONS = ("stop", "length", "abort", "error")
 
 
 class RequestStats:
-    """What requests were like and how long they took, taken when each ends. Lengths are in tokens."""
+    """Collects the lengths (in tokens) and durations of requests, each when the request finishes."""
 
     def __init__(self, max_model_len: int) -> None:
         lengths = [m * 10**e for e in range(8) for m in (1, 2, 5) if m * 10**e <= max_model_len]
-        self.reasons: Multiset[str] = Multiset()  # of samples, as all that counts output tokens
+        self.reasons: Multiset[str] = Multiset()  # finish reasons, counted per sample
         self.observed = {
             "request_prompt_tokens": Observations(lengths),
             "request_generation_tokens": Observations(lengths),
@@ -100,7 +100,7 @@ class RequestStats:
         }
 
     def add(self, request: Any) -> None:
-        """Take in a request that ended. Times are of those that ran to their end, not of aborted ones."""
+        """Record a finished request. Aborted requests count in `reasons`, but not in the histograms."""
         seqs = [sample.seq for sample in request.samples.values()]
         self.reasons.update(seq.finish_reason for seq in seqs)
         arrived, first, end = (
@@ -132,13 +132,13 @@ class RequestStats:
 def list_metrics(
     model: str, counts: Mapping[str, int | float], stats: RequestStats, accepted_drafts: Sequence[int]
 ) -> list[Metric]:
-    """All metrics.
+    """Return all metrics.
 
     Args:
-        model: its name, for the labels.
-        counts: `LLMEngine.metrics`.
-        stats: of the requests that ended.
-        accepted_drafts: how many, by their place in a guess; empty where nothing is guessed.
+        model: the model's name, for the labels.
+        counts: the result of `LLMEngine.metrics`.
+        stats: the statistics of finished requests.
+        accepted_drafts: accepted draft tokens by position in the draft. Empty without speculative decoding.
     """
     labels = {"model_name": model, "engine": "0"}
     gauges = {

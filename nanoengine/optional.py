@@ -1,4 +1,4 @@
-"""Parts that are imported by name when a feature asks for them, so that any of their files may be deleted."""
+"""Imports optional parts by name when a feature needs them, so that any of their files may be deleted."""
 
 from importlib import import_module
 from types import MethodType
@@ -6,11 +6,11 @@ from typing import Any
 
 
 class MissingFileError(ImportError):
-    """A feature needs a file of nanoengine that is not installed."""
+    """Says that a feature needs a file of nanoengine that is not installed."""
 
 
 def load(name: str, feature: str) -> Any:
-    """Import a module of nanoengine, such as "contrib.kvstore", for a feature that users ask for.
+    """Import and return a module of nanoengine, such as "contrib.kvstore", that a feature needs.
 
     Raises:
         MissingFileError: the module, or a module of nanoengine that it imports, is not installed.
@@ -29,7 +29,7 @@ def load(name: str, feature: str) -> Any:
 
 
 class ContribMethod:
-    """A method that is a function of the same name in a module of contrib/, imported when it is looked up."""
+    """Makes a function of contrib/ a method of the same name. Its module is imported at the first access."""
 
     def __init__(self, module: str) -> None:
         self.module = module
