@@ -1,21 +1,23 @@
-"""Answers with a form: JSON that fits a schema, a regular expression, one of several texts, a grammar.
+"""Structured outputs: JSON that fits a schema, a regular expression, one of several texts, or a grammar.
 
-Before each token the grammar is asked which ones can come next, given the output so far: a mask, one bit for
-each token of the vocabulary. The logits of all others become minus infinity, and a token is drawn as always.
-Where the answer may end, the tokens that end a sequence are let through too, and only there.
+Before each token, the grammar computes which tokens can come next after the output so far. The result is a
+mask, one bit per token of the vocabulary. The logits of all other tokens become minus infinity, and a token
+is sampled as usual. Tokens that end a sequence are allowed exactly where the grammar may end.
 
-A `Constraint` goes by its sequence's tokens alone, which preemptions and failed steps leave as they are. So
-nobody tells it anything: before each mask it catches up with what the sequence has taken since the last one.
-Behind each draft (speculate.py) there is a mask too, and the drafts are taken back.
+A `Constraint` depends only on its sequence's tokens, which preemptions and failed steps do not change. It
+therefore needs no notifications: before each mask, its matcher consumes the tokens appended since the last
+one. Draft tokens (speculate.py) get masks too, and the matcher is rolled back afterwards.
 
 The grammars are llguidance's, a parser over the vocabulary's trie: https://github.com/guidance-ai/llguidance
 
-forms.py makes llguidance's grammars of what requests ask for, and tries each out in another process first.
+forms.py turns requested forms (schemas, expressions, grammars) into llguidance's grammars. Each one is first
+compiled and tried in another process.
 
-Most masks take well under a millisecond. They are computed when the forward pass was launched, on a GPU while
-that runs. A form is slow once a mask of it took more than 10 ms of a processor, at the latest in a step. From
-then on its masks are computed by a thread beside the steps, and its sequences sit steps out until theirs are
-ready: they wait, and the rest of the batch does not. Which tokens are drawn does not depend on it.
+Most masks take well under a millisecond. They are computed after the forward pass is launched, and on a GPU
+while that pass runs. A form becomes slow when one of its masks takes more than 10 ms of processor time, in
+the trial or in a step. From then on, a thread outside the steps computes its masks, and its sequences are
+left out of steps until their masks are ready. Only they wait, not the rest of the batch. The sampled tokens
+are the same either way.
 """
 
 import os
@@ -43,29 +45,29 @@ from nanoengine.requests import CheckedRequest
 from nanoengine.sampling import SamplingRow
 from nanoengine.sampling_params import StructuredOutputsParams
 
-MAX_GRAMMARS = 128  # that are kept
+MAX_GRAMMARS = 128  # size of the cache of compiled forms
 END = "<|end of the grammar|>"  # stands for every token that ends a sequence
 
 
 @dataclass(slots=True)
 class Form:
-    """A compiled form, which all samples that ask for it share."""
+    """Holds a compiled form, shared by all samples that request it."""
 
-    matcher: Any  # llguidance's, at the beginning of an answer; each sample has a copy
-    first_mask: NDArray[np.uint32]  # (words,), of an answer's first token
-    takes_back: bool  # whether it can take tokens back
+    matcher: Any  # llguidance's matcher in its initial state; each sample has a copy
+    first_mask: NDArray[np.uint32]  # (words,), the mask of the first output token
+    takes_back: bool  # whether the matcher can be rolled back
     is_slow: bool  # whether a mask took more than SLOW_SECONDS; the threads that compute masks set it
 
 
 class Grammars:
-    """Compiles what requests ask for, and keeps the grammars used last. For several threads.
+    """Compiles the structured outputs of requests, and caches the most recently used forms. Thread-safe.
 
     Args:
-        tokenizer: the model's, a transformers one.
-        vocab_size: of its logits.
+        tokenizer: the model's transformers tokenizer.
+        vocab_size: the width of the model's logits.
 
     Raises:
-        ValueError: llguidance is not installed, or does not take the tokenizer.
+        ValueError: llguidance is not installed, or does not support the tokenizer.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
@@ -95,16 +97,16 @@ class Grammars:
         self.threads = mask_threads(max(1, num_threads - 1), niceness=0)
         self.slow_threads = mask_threads(max(1, num_threads // 2), niceness=10)
         self.num_words = -(-num_tokens // 32)
-        self.has_slow = False  # whether a form is
+        self.has_slow = False  # whether any form is slow
         self._biases: Tensor | None = None
         self._compiled: OrderedDict[str, Form] = OrderedDict()
         self._lock = threading.Lock()
 
     def compile(self, asked: StructuredOutputsParams) -> Callable[[], "Constraint"]:
-        """What makes a constraint for each sample of a request.
+        """Compile a form, and return a function that makes a constraint for each sample of a request.
 
         Raises:
-            ValueError: no grammar, too large a one, one that no text conforms to, or one with parts that
+            ValueError: the grammar is invalid or too large, no finite text conforms to it, or parts of it
                 would not be enforced.
         """
         try:
@@ -123,7 +125,7 @@ class Grammars:
         return lambda: Constraint(self, form)
 
     def check_beginning(self, constraint: "Constraint", checked: CheckedRequest) -> None:
-        """Raise ValueError where a request's bans leave none of the tokens that its form may begin with."""
+        """Raise ValueError if a request bans every token that its form may begin with."""
         params = checked.params
         mask = constraint.form.first_mask[None].copy()
         if self.let_end(mask, [checked.stop_ids]):
@@ -142,10 +144,10 @@ class Grammars:
             )
 
     def fill_masks(self, items: Sequence[tuple["Constraint", SamplingRow]]) -> NDArray[np.uint32]:
-        """What may come next in each row, (rows, words) uint32, a bit per token; several at a time.
+        """Return the mask of each row, (rows, words) uint32 with a bit per token, computed by several threads.
 
         Raises:
-            ValueError: a grammar was too costly to follow.
+            ValueError: following a grammar was too expensive.
         """
         masks = np.zeros((len(items), self.num_words), dtype=np.uint32)
         jobs: list[tuple[Constraint, int, list[int]]] = []
@@ -174,10 +176,14 @@ class Grammars:
         return masks
 
     def let_end(self, masks: NDArray[np.uint32], stop_ids: Sequence[frozenset[int]]) -> list[tuple[int, int]]:
-        """Set the bits of the tokens that end each row's sequence where the grammar may end; in place.
+        """Set the bits of stop tokens in rows whose grammar may end, and clear them elsewhere, in place.
+
+        Args:
+            masks: (rows, words).
+            stop_ids: the tokens that end each row's sequence.
 
         Returns:
-            (row, token) of rows where nothing else can come.
+            (row, stop token) pairs of the rows where the grammar has to end.
         """
         word, bit = divmod(self.end_id, 32)
         may_end = (masks[:, word] >> np.uint32(bit) & np.uint32(1)).tolist()
@@ -196,13 +202,13 @@ class Grammars:
         return ends
 
     def biases_like(self, logits: Tensor) -> Tensor:
-        """`BIASES` where and as the logits are."""
+        """Return `BIASES` on the device and in the dtype of the logits."""
         if self._biases is None or self._biases.dtype != logits.dtype:
             self._biases = upload(BIASES, logits.device).to(logits.dtype)
         return self._biases
 
     def _compile(self, asked: StructuredOutputsParams) -> "Form":
-        """Try a form out where that can be ended, then compile it here."""
+        """Try a form in another process, which can be killed, then compile it here."""
         tried = self.trials.run(asked)
         matcher = self.compiler.matcher(tried.grammar)
         first_mask = self.mask_of(matcher)
@@ -210,18 +216,18 @@ class Grammars:
         return Form(matcher, first_mask, tried.takes_back, tried.is_slow)
 
     def mask_of(self, matcher: Any) -> NDArray[np.uint32]:
-        """Return what may come next, (words,)."""
+        """Return the mask of the tokens that may come next, (words,)."""
         return np.frombuffer(matcher.compute_bitmask(), np.uint32)[: self.num_words]
 
 
 # ---- A constraint of one sample ------------------------------------------------------------------
 
-# What a mask's byte adds to the logits of its eight tokens, the lowest bit first: (256, 8).
+# Value of a mask's byte -> what is added to the logits of its eight tokens, the lowest bit first: (256, 8).
 BIASES = np.where(np.arange(256)[:, None] >> np.arange(8) & 1, 0, -np.inf).astype(np.float32)
 
 
 class Constraint:
-    """What a grammar lets a sample say next; a `RowProcessor`."""
+    """Restricts a sample to the tokens that its grammar allows. It is a `RowProcessor`."""
 
     is_mask: ClassVar[bool] = True
     failure: str | None = None
@@ -229,14 +235,15 @@ class Constraint:
     def __init__(self, grammars: Grammars, form: Form) -> None:
         self.grammars, self.form = grammars, form
         self.matcher = form.matcher.deep_copy()
-        self.consumed: list[int] = []  # what the matcher has seen
-        # What a thread computes beside the steps, after how many tokens. It has the matcher until it is done.
+        self.consumed: list[int] = []  # the tokens that the matcher has consumed
+        # The number of output tokens, and the mask after them that a thread computes outside the steps. Until
+        # it is done, only that thread may use the matcher.
         self.ahead: tuple[int, Future[NDArray[np.uint32] | None]] | None = None
 
     def catch_up(self, output_ids: Sequence[int]) -> bool:
-        """Bring the matcher behind these tokens; False where they do not conform, or it has failed."""
+        """Move the matcher to the end of these tokens. Returns False if they do not conform, or it fails."""
         output_ids, num_same = list(output_ids), len(self.consumed)
-        if output_ids[:num_same] != self.consumed:  # it had seen a draft that did not come true
+        if output_ids[:num_same] != self.consumed:  # it has consumed a draft token that was rejected
             pairs = enumerate(zip(output_ids, self.consumed, strict=False))
             num_same = next((i for i, (one, other) in pairs if one != other), len(output_ids))
             self.matcher.rollback(len(self.consumed) - num_same)
@@ -246,7 +253,7 @@ class Constraint:
         return len(self.consumed) == len(output_ids)
 
     def compute_ahead(self, output_ids: list[int]) -> Future[Any]:
-        """Have the mask after these tokens computed beside the steps, or return what computes it."""
+        """Return the future of the mask after these tokens. A thread outside the steps computes it."""
         if self.ahead is None or self.ahead[0] != len(output_ids):
             job = self.grammars.slow_threads.submit(self._mask_after, output_ids)
             self.ahead = len(output_ids), job
@@ -258,26 +265,26 @@ class Constraint:
         return self.grammars.mask_of(self.matcher)
 
     def known_mask(self, output_ids: Sequence[int]) -> NDArray[np.uint32] | None:
-        """Return the mask after these tokens if it was computed before, or is being computed."""
+        """Return the mask after these tokens if it is the first or computed by a thread, else None."""
         mask = None
         if self.ahead is not None:
             num_tokens, job = self.ahead
-            mask = job.result()  # its sequence has waited for it; else the matcher is not free before
+            mask = job.result()  # usually done: its sequence waited for it. Frees the matcher in any case
             mask = mask if num_tokens == len(output_ids) else None
         return mask if output_ids else self.form.first_mask
 
     @staticmethod
     def apply(logits: Tensor, items: Sequence[tuple[int, "Constraint", SamplingRow]]) -> None:
-        """As `RowProcessor.apply`.
+        """Set the logits of tokens that the grammars do not allow to -inf, as in `RowProcessor.apply`.
 
         Raises:
-            ValueError: a grammar was too costly to follow.
+            ValueError: following a grammar was too expensive.
         """
         grammars = items[0][1].grammars
         masks = grammars.fill_masks([(constraint, row) for _, constraint, row in items])
         rows = np.array([i for i, _, _ in items])
         ends = grammars.let_end(masks, [row.stop_ids for _, _, row in items])
-        if ends:  # whatever else the request asked of these tokens: it cannot go on
+        if ends:  # undo any ban of these stop tokens: no other token can follow
             places, token_ids = upload(np.array(ends).T, logits.device)
             logits.index_put_((upload(rows, logits.device)[places], token_ids), logits.new_zeros(()))
         table = grammars.biases_like(logits)
@@ -288,30 +295,31 @@ class Constraint:
 
         if logits.is_cuda:
             logits.index_add_(0, upload(rows, logits.device), biases_of(octets))
-        else:  # a row at a time, which stays in the processor's caches
+        else:  # one row at a time, which stays in the processor's caches
             for i, row in zip(rows.tolist(), octets, strict=True):
                 logits[i] += biases_of(row)
 
 
 def mask_threads(num: int, niceness: int) -> ThreadPoolExecutor:
-    """Return threads for masks, which may use all cores that the caller may."""
+    """Return a pool of threads for masks, which may run on all cores that the caller may use."""
     if sys.platform != "linux":
         return ThreadPoolExecutor(num)
     cores = os.sched_getaffinity(0)
 
     def begin() -> None:
-        os.sched_setaffinity(0, cores)  # not the one core of a thread that computes
+        os.sched_setaffinity(0, cores)  # not only the core that a compute thread is pinned to
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
 
     return ThreadPoolExecutor(num, initializer=begin)
 
 
 def compute_masks(jobs: Sequence[tuple[Constraint, int, list[int]]], masks: NDArray[np.uint32]) -> None:
-    """Fill rows of masks, (rows, words), and note which forms are slow.
+    """Fill rows of masks, (rows, words), and record which forms are slow.
 
     Args:
-        jobs: constraints at the end of their outputs, their rows, and drafts, which have the rows behind.
-        masks: what follows a draft that does not conform stays 0.
+        jobs: constraints whose matchers have consumed the output, each with its first row and its draft
+            tokens. The draft tokens use the rows after the first.
+        masks: filled in place. Rows after a draft token that does not conform stay 0.
     """
     num_bytes = masks.strides[0]
     for constraint, place, drafts in jobs:
@@ -332,9 +340,9 @@ def compute_masks(jobs: Sequence[tuple[Constraint, int, list[int]]], masks: NDAr
 
 
 def sit_out_slow_masks(scheduler: Scheduler, grammars: Grammars) -> None:
-    """Have a scheduler leave out the sequences whose slow masks are not ready.
+    """Make a scheduler leave out sequences whose slow masks are not ready.
 
-    It is made for the first request with a form, by when the scheduler is in use: so its method is wrapped.
+    The first request with a form calls this. The scheduler is already in use then, so its method is wrapped.
     """
     schedule = scheduler.schedule
 
@@ -358,7 +366,7 @@ def sit_out_slow_masks(scheduler: Scheduler, grammars: Grammars) -> None:
         waiting = [seq for seq in scheduler.waiting if seq in late]
         scheduler.waiting = [seq for seq in scheduler.waiting if seq not in late]
         for seq in late:
-            seq.max_num_tokens = 0  # running, it is taken to have nothing to compute
+            seq.max_num_tokens = 0  # a running sequence then has nothing to compute
         try:
             return schedule()
         finally:
@@ -370,7 +378,7 @@ def sit_out_slow_masks(scheduler: Scheduler, grammars: Grammars) -> None:
 
 
 def late_mask(seq: engine.Sequence) -> Future[Any] | None:
-    """Return what computes the mask that the sequence needs next, if that is slow and not ready."""
+    """Return the future of the mask that a sequence needs next, if the form is slow and it is not ready."""
     for one in seq.processors:
         if isinstance(one, Constraint) and one.form.is_slow and seq.num_output_tokens:
             job = one.compute_ahead(seq.token_ids[seq.num_prompt_tokens :])
@@ -379,18 +387,18 @@ def late_mask(seq: engine.Sequence) -> Future[Any] | None:
 
 
 class GrammarProposer:
-    """Drafts that a grammar lets through: what it leaves no choice about, else another proposer's.
+    """Proposes draft tokens that conform to a grammar: tokens it forces, else those of another proposer.
 
     Args:
-        propose: the other, which also guesses for samples without a grammar.
-        max_drafts: in a step.
+        propose: the other proposer, also used for samples without a grammar.
+        max_drafts: limit on the draft tokens per sequence and step.
     """
 
     def __init__(self, propose: Callable[[Any, int], list[int]], max_drafts: int) -> None:
         self.propose, self.max_drafts = propose, max_drafts
 
     def __call__(self, seq: Any, num_tokens: int) -> list[int]:
-        """At most num_tokens guesses of what follows a sequence."""
+        """Return at most num_tokens draft tokens for a sequence."""
         constraint = next((one for one in seq.processors if isinstance(one, Constraint)), None)
         if constraint is None:
             return self.propose(seq, num_tokens)
