@@ -1,15 +1,16 @@
-"""Turns the forms that requests ask for into llguidance's grammars, each tried out in a process of its own.
+"""Turns structured outputs into llguidance's grammars. Each one is first tried in a separate process.
 
-llguidance's limits do not bound all of its work: a schema of a few characters may compile for minutes and
-take gigabytes. So a form is first compiled where that can be ended:
+A form is a schema, regular expression, list of choices, grammar or structural tag. llguidance's limits do not
+bound all of its work: a schema of a few characters may compile for minutes and take gigabytes. A form is
+therefore first compiled in a process that can be killed:
 
     engine                               trial process, started with the first form
     Trials.run(form)    a socket  ---->  fork    a worker, with limits on its processor time and memory,
                                                  checks and compiles the form, and follows 64 tokens
-    the grammar, or     <--------------          answers, or is ended by a limit
-    what is wrong
+    the grammar, or     <--------------          answers, or is killed by a limit
+    an error
 
-The trial process has a tokenizer and no model; PyTorch is not imported. Every worker inherits the tokenizer.
+The trial process has a tokenizer but no model, and does not import PyTorch. Workers inherit the tokenizer.
 """
 
 import json
@@ -33,39 +34,39 @@ import numpy as np
 from nanoengine.extensions.schemas import checked_grammar, checked_schema, closed
 from nanoengine.sampling_params import StructuredOutputsParams
 
-MAX_CHARACTERS = 1 << 16  # of a grammar: what is longer may take more than a second to compile
-MAX_SYMBOLS = 100_000  # of its productions
-MAX_ITEMS = 20_000  # of the parser's, at a token: as many as there are ways to go on
-MAX_FUEL = 300_000  # of the lexer's expressions, to begin with
-MAX_STEP_FUEL = 100_000  # and for one mask
-MAX_STEP_ITEMS = 12_000  # of the parser's, for one mask
-MAX_LEXER_STATES = 100_000  # a string of bounded length takes 1.5 for each character
-MAX_SECONDS = 3  # of a processor, to try a form out
-MAX_BYTES = 256 << 20  # that this may take, beside the tokenizer
-SLOW_SECONDS = 0.01  # of a processor, for one mask: what takes longer is computed ahead, see structured.py
-NUM_TRIED = 64  # tokens of an answer, to see whether a grammar can be followed
-# Between JSON's tokens, unless a request says otherwise: a space, or a line end and an indentation. With any
-# amount, as vLLM has it, many a model never stops indenting.
+MAX_CHARACTERS = 1 << 16  # length of a grammar: a longer one may take more than a second to compile
+MAX_SYMBOLS = 100_000  # symbols in a grammar's productions
+MAX_ITEMS = 20_000  # parser items per token: one for each way to continue
+MAX_FUEL = 300_000  # cost of building the lexer's expressions
+MAX_STEP_FUEL = 100_000  # the same, for one mask
+MAX_STEP_ITEMS = 12_000  # parser items for one mask
+MAX_LEXER_STATES = 100_000  # a string of bounded length takes 1.5 states per character
+MAX_SECONDS = 3  # processor time of a trial
+MAX_BYTES = 256 << 20  # memory of a trial, in addition to the tokenizer
+SLOW_SECONDS = 0.01  # processor time of one mask: slower ones are computed ahead, see structured.py
+NUM_TRIED = 64  # output tokens that a trial follows the grammar for
+# The default between JSON tokens: a space, or a newline and an indentation. Without a limit on whitespace, as
+# in vLLM, many models never stop indenting.
 WHITESPACE = r"( |\n[ \t]{0,40})"
 
 
 @dataclass(frozen=True)
 class Tried:
-    """A form that was compiled and followed for some tokens."""
+    """Holds the result of a trial: a form that was compiled and followed for some tokens."""
 
-    grammar: str  # in llguidance's form
-    takes_back: bool  # whether tokens can be taken back, so that there can be drafts
+    grammar: str  # in llguidance's format
+    takes_back: bool  # whether the matcher can be rolled back, which draft tokens need
     is_slow: bool  # whether a mask took more than SLOW_SECONDS
 
 
 class Compiler:
-    """Makes grammars of forms, for one tokenizer.
+    """Turns forms into grammars, for one tokenizer.
 
     Args:
-        tokenizer: as `tokenizers` writes it, in JSON.
-        num_tokens: how many the masks have bits for.
+        tokenizer: the tokenizer in the JSON format of the `tokenizers` library.
+        num_tokens: number of tokens that a mask covers.
         end_id: the token that stands for every token that ends a sequence.
-        special_tokens: as text.
+        special_tokens: the texts of the special tokens.
     """
 
     def __init__(self, tokenizer: str, num_tokens: int, end_id: int, special_tokens: list[str]) -> None:
@@ -84,24 +85,24 @@ class Compiler:
         )
 
     def matcher(self, grammar: str) -> Any:
-        """Return a matcher at its beginning."""
+        """Return a matcher for a grammar, in its initial state."""
         return self.llguidance.LLMatcher(self.tokenizer, grammar, log_level=0, limits=self.limits)
 
     def compile(self, asked: StructuredOutputsParams) -> Tried:
         """Check a form, compile it, and follow it for some tokens.
 
         Raises:
-            ValueError: the grammar is none, too large, conformed to by no finite text, or has parts that
+            ValueError: the grammar is invalid or too large, no finite text conforms to it, or parts of it
                 would not be enforced.
         """
         grammar = self._grammar_of(asked)
         if asked.preamble is not None:
-            # Alone first: what is tried out behind a preamble may never come to the grammar.
+            # Try the grammar alone first: a trial that starts in the preamble may never reach it.
             self.compile(replace(asked, preamble=None))
             grammar = behind(self._checked(asked.preamble), grammar)
         check_length(grammar)
         matcher = self.matcher(grammar)
-        # A schema that says "x-guidance": {"lenient": true} would be followed in part, with a warning.
+        # With "x-guidance": {"lenient": true}, llguidance enforces only part of a schema, with a warning.
         ignored = matcher.get_grammar_warnings()
         error, takes_back, is_slow = (ignored[0], False, False) if ignored else self._try_out(matcher)
         if error:
@@ -110,10 +111,10 @@ class Compiler:
         return Tried(grammar, takes_back, is_slow)
 
     def _try_out(self, matcher: Any) -> tuple[str, bool, bool]:
-        """Follow an answer's beginning.
+        """Follow the grammar for the first tokens of an output.
 
         Returns:
-            Why that cannot be done, or ""; whether tokens can be taken back; whether masks are slow.
+            An error message or "", whether the matcher can be rolled back, and whether masks are slow.
         """
         trial, slowest = matcher.deep_copy(), 0.0
         for _ in range(NUM_TRIED if not matcher.is_error() else 0):
@@ -129,24 +130,24 @@ class Compiler:
         return error, takes_back, slowest > SLOW_SECONDS
 
     def _grammar_of(self, asked: StructuredOutputsParams) -> str:
-        """Return a form as llguidance's grammar."""
+        """Return a form as a grammar in llguidance's format."""
         matcher = self.llguidance.LLMatcher
         if asked.json is not None or asked.json_object:
             schema, style = self._schema_of(asked)
             return str(matcher.grammar_from_json_schema(schema, style))
         if asked.regex is not None:
             return str(matcher.grammar_from_regex(asked.regex))
-        if asked.choice is not None:  # a terminal, which costs no more for being one of many
+        if asked.choice is not None:  # one terminal, whose cost does not grow with the number of choices
             return str(matcher.grammar_from_lark(f"start: C\nC: {' | '.join(map(json.dumps, asked.choice))}"))
         if asked.structural_tag is not None:
             return checked_grammar(self._tags_of(asked.structural_tag))
         return self._checked(asked.grammar or "")
 
     def _checked(self, grammar: str) -> str:
-        """Return a user's grammar in Lark.
+        """Return a user's grammar in Lark, after checking it.
 
         Raises:
-            ValueError: it is too large, a rule has no finite text, or it names the token for the end.
+            ValueError: it is too large, a rule has no finite text, or it names the end token by id.
         """
         check_length(grammar)
         for named in re.findall(r"<\[([^\]]*)\]>", grammar):
@@ -157,11 +158,11 @@ class Compiler:
         return checked_grammar(str(self.llguidance.grammar_from("grammar", grammar)))
 
     def _schema_of(self, asked: StructuredOutputsParams) -> tuple[str, Any]:
-        """Return the schema, and how JSON is to be written."""
+        """Return the JSON schema as text, and llguidance's settings for whitespace."""
         schema: Any = asked.json if asked.json is not None else {"type": "object"}
         if isinstance(schema, str):
             schema = json.loads(schema)
-        if isinstance(schema, bool):  # which are schemas too
+        if isinstance(schema, bool):  # booleans are schemas too
             schema = {} if schema else {"enum": []}
         schema = checked_schema(closed(schema) if asked.disable_additional_properties else schema)
         space = WHITESPACE if asked.whitespace_pattern is None else asked.whitespace_pattern
@@ -170,7 +171,7 @@ class Compiler:
         return json.dumps(schema), {"whitespace_pattern": space}
 
     def _tags_of(self, given: str | dict[str, Any]) -> str:
-        """Return a grammar of text in which each `begin`, which starts with a trigger, has JSON and `end`."""
+        """Return a grammar of text in which each `begin`, found by its trigger, precedes JSON and `end`."""
         tag = json.loads(given) if isinstance(given, str) else given
         if not isinstance(tag, dict) or not isinstance(tag.get("structures"), list) or not tag["structures"]:
             raise ValueError('structural_tag must hold "structures" and "triggers": the one form served')
@@ -193,13 +194,13 @@ class Compiler:
 
 
 def check_length(grammar: str) -> None:
-    """Raise ValueError where a grammar is too long to compile in a moment."""
+    """Raise ValueError if a grammar is too long to compile quickly."""
     if len(grammar) > MAX_CHARACTERS:
         raise ValueError(f"{len(grammar)} characters, and at most {MAX_CHARACTERS} are taken")
 
 
 def behind(preamble: str, grammar: str) -> str:
-    """Return a grammar that has another one, in Lark, before it."""
+    """Return a grammar that accepts the preamble, a grammar in Lark, followed by the given grammar."""
     if grammar.lstrip().startswith("{"):
         first, *others = json.loads(grammar)["grammars"]
     else:
@@ -212,10 +213,10 @@ def behind(preamble: str, grammar: str) -> str:
 
 
 class Trials:
-    """Has forms tried out in another process, several at a time. For several threads.
+    """Runs trials of forms in another process, several at a time. Thread-safe.
 
     Args:
-        settings: of the other process's `Compiler`.
+        settings: the arguments of the other process's `Compiler`.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -225,11 +226,11 @@ class Trials:
         self._control: socket.socket
 
     def run(self, asked: StructuredOutputsParams) -> Tried:
-        """Try a form out.
+        """Try a form in a new worker process.
 
         Raises:
-            ValueError: as `Compiler.compile`, or it takes too much processor time or memory.
-            RuntimeError: the trial failed for a reason that is not the form's.
+            ValueError: `Compiler.compile` raised it, or the form takes too much processor time or memory.
+            RuntimeError: the trial failed for a reason other than the form.
         """
         with self._lock:
             if self._process is None or self._process.poll() is not None:
@@ -254,13 +255,13 @@ class Trials:
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": paths},
-                start_new_session=True,  # a Ctrl-C is for the engine
+                start_new_session=True,  # Ctrl-C goes to the engine only
             )
         weakref.finalize(self, end, self._process, self._control)
         self._ask(self.settings)
 
     def _ask(self, question: Any) -> bytes:
-        """Return the answer; nothing where the process, or what it has begun for this, has died."""
+        """Send a question and return the answer. Returns b"" if the process or its worker has died."""
         asked = json.dumps(question).encode()
         ours, theirs = socket.socketpair()
         with ours:
@@ -270,18 +271,18 @@ class Trials:
                 ours.sendall(asked)
                 ours.shutdown(socket.SHUT_WR)
                 return received(ours)
-            except OSError:  # it has ended
+            except OSError:  # the process has ended
                 return b""
 
 
 def end(process: subprocess.Popen[bytes], control: socket.socket) -> None:
-    """End the other process, which waits for what the socket brings."""
+    """End the trial process, which exits when its socket is closed."""
     control.close()
     process.wait()
 
 
 def received(peer: socket.socket) -> bytes:
-    """Return all that comes before the other side has said everything."""
+    """Read everything until the other side closes its end."""
     with peer.makefile("rb") as stream:
         return stream.read()
 
@@ -290,9 +291,9 @@ def received(peer: socket.socket) -> bytes:
 
 
 def main() -> None:
-    """Try forms out until the engine closes its socket, each in a process of its own."""
-    os.nice(10)  # the engine's threads go first
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the processes
+    """Run trials until the engine closes its socket, each in a forked process."""
+    os.nice(10)  # the engine's threads run first
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for these children
     control = socket.socket(fileno=0)
     compiler: Compiler | None = None
     while handles := socket.recv_fds(control, 1, 1)[1]:
@@ -306,7 +307,7 @@ def main() -> None:
 
 
 def supervise(peer: socket.socket, compiler: Compiler) -> None:
-    """Answer one question: fork a worker, and say which limit has ended it."""
+    """Answer one question in a forked worker. If a limit kills the worker, answer which one."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     question = json.loads(received(peer))
     worker = os.fork()
@@ -323,14 +324,14 @@ def supervise(peer: socket.socket, compiler: Compiler) -> None:
 
 
 def attempt(compiler: Compiler, form: dict[str, Any], max_seconds: int, max_bytes: int) -> dict[str, Any]:
-    """Compile a form under limits, which this process then has for good."""
+    """Compile a form under limits, and return the answer. The limits stay in force for this process."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (max_seconds, max_seconds + 1))
-    if sys.platform == "linux":  # elsewhere addresses are not counted
+    if sys.platform == "linux":  # other systems do not limit the address space
         num_pages = int(Path("/proc/self/statm").read_text().split()[0])
         num_bytes = num_pages * resource.getpagesize() + max_bytes
         resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where Rust says that it has no memory
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # discard Rust's message about running out of memory
     try:
         tried = compiler.compile(StructuredOutputsParams(**form))
     except (ValueError, RecursionError) as error:
@@ -343,7 +344,7 @@ def attempt(compiler: Compiler, form: dict[str, Any], max_seconds: int, max_byte
 
 
 def in_mib(num_bytes: int) -> str:
-    """Return a number of bytes as text."""
+    """Return a number of bytes as text, in MiB."""
     return f"{num_bytes >> 20} MiB"
 
 

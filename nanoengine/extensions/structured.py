@@ -144,7 +144,7 @@ class Grammars:
             )
 
     def fill_masks(self, items: Sequence[tuple["Constraint", SamplingRow]]) -> NDArray[np.uint32]:
-        """Return the mask of each row, (rows, words) uint32 with a bit per token, computed by several threads.
+        """Return the mask of each row, (rows, words) uint32, a bit per token. Several threads compute them.
 
         Raises:
             ValueError: following a grammar was too expensive.
