@@ -1,12 +1,12 @@
 r"""Checks and rewrites JSON schemas and grammars before llguidance compiles them.
 
-llguidance takes three kinds of forms that no answer could satisfy as it should:
+llguidance accepts three kinds of forms that it does not enforce correctly:
 
     a part without a finite text    {"properties": {"next": {"$ref": "#"}}, "required": ["next"], ...}, or the
-                                    rule `a: "x" a`. An answer that begins one never ends. Refused.
-    a class without a quote         `[^"]` in a pattern. Where a class has every control character, llguidance
+                                    rule `a: "x" a`. An output that begins such a part never ends. Refused.
+    a class without a quote         `[^"]` in a pattern. If a class has every control character, llguidance
                                     allows every escape in a JSON string, `\"` too. Rewritten without U+0000.
-    a divisor of many digits        `multipleOf` is followed by 32-bit arithmetic, which overflows. Refused.
+    a divisor with many digits      `multipleOf` is computed in 32-bit arithmetic, which overflows. Refused.
 """
 
 import json
@@ -17,14 +17,15 @@ from decimal import Decimal
 from typing import Any
 from urllib.parse import unquote
 
-SCHEMAS = {"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"}  # by any names
-VALUES = {"const", "default", "enum", "examples"}  # no schemas
+# Keywords whose value maps arbitrary names to schemas.
+SCHEMAS = {"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"}
+VALUES = {"const", "default", "enum", "examples"}  # keywords whose values are not schemas
 SCALARS = {"null", "boolean", "integer", "number", "string"}
-MAX_DIVISOR, MAX_SCALE = 10**8, 8  # of multipleOf: so that a remainder and one more digit fit into 32 bits
+MAX_DIVISOR, MAX_SCALE = 10**8, 8  # for multipleOf: a remainder and one more digit fit in 32 bits
 
 
 def mapped(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    """Return the schema with every schema in it changed, the innermost first."""
+    """Return a copy of the schema with every schema in it changed, innermost first."""
     if isinstance(schema, list):
         return [mapped(one, change) for one in schema]
     if not isinstance(schema, dict):
@@ -39,7 +40,7 @@ def mapped(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> A
 
 
 def closed(schema: Any) -> Any:
-    """Return the schema with objects that have no properties but those it names."""
+    """Return the schema with additional properties disabled, where an object does not set them itself."""
 
     def close(one: dict[str, Any]) -> dict[str, Any]:
         is_object = one.keys() & {"properties", "patternProperties"}
@@ -49,12 +50,12 @@ def closed(schema: Any) -> Any:
 
 
 def checked_schema(schema: Any) -> Any:
-    """Return the schema with patterns that llguidance quotes correctly.
+    """Return the schema with patterns rewritten so that llguidance quotes them correctly.
 
     Raises:
         ValueError: a part of the schema has no finite text, or llguidance would not enforce it.
     """
-    with suppress(AttributeError, TypeError):  # it is malformed, and llguidance says where
+    with suppress(AttributeError, TypeError):  # the schema is malformed: llguidance reports where
         Endings(schema).check()
     return mapped(schema, _with_quotable_patterns)
 
@@ -63,7 +64,7 @@ def checked_grammar(grammar: str) -> str:
     """Return a grammar in Lark with its JSON schemas checked.
 
     Raises:
-        ValueError: as `checked_schema`, or a rule has no finite text.
+        ValueError: `checked_schema` refuses one of its schemas, or a rule has no finite text.
     """
     decoder, parts, start = json.JSONDecoder(), [], 0
     for found in re.finditer(r"%json\s*(?=\{)", grammar):
@@ -74,7 +75,7 @@ def checked_grammar(grammar: str) -> str:
                 break
             parts += [grammar[start : found.end()], json.dumps(checked_schema(schema))]
             start = end
-    # At even places there is Lark, at odd ones JSON, which is one terminal.
+    # Even indices of parts hold Lark, odd ones JSON. A JSON schema counts as one terminal.
     check_rules('""'.join([*parts[::2], grammar[start:]]))
     return "".join([*parts, grammar[start:]])
 
@@ -85,15 +86,16 @@ def checked_grammar(grammar: str) -> str:
 class Endings:
     """Finds the references of a schema whose targets have no finite text.
 
-    A reference ends if its target can be written with references that end: the least fixed point.
+    A reference ends if a text of its target needs only references that end. The set of references that end is
+    the least fixed point of this rule.
     """
 
     def __init__(self, schema: Any) -> None:
         self.root = schema
-        self.targets: dict[str, Any] = {}  # of the references that can be reached
+        self.targets: dict[str, Any] = {}  # reachable reference -> its target
         self.names: dict[str, Any] = {}  # $id or #anchor -> schema
-        self.ending: set[str] = set()
-        self.known: dict[int, bool] = {}  # of schemas, by their addresses, while `ending` is being extended
+        self.ending: set[str] = set()  # references known to end
+        self.known: dict[int, bool] = {}  # id() of a schema -> whether it ends, given the current `ending`
 
         def note(one: dict[str, Any]) -> dict[str, Any]:
             self.names |= {one["$id"]: one} if isinstance(one.get("$id"), str) else {}
@@ -114,7 +116,7 @@ class Endings:
         while num_ending < len(self.ending):
             num_ending = len(self.ending)
             self.known.clear()
-            for name in reversed(self.targets):  # the innermost first
+            for name in reversed(self.targets):  # innermost first
                 if name not in self.ending and self.ends(self.targets[name]):
                     self.ending.add(name)
         if endless := sorted(self.targets.keys() - self.ending):
@@ -124,7 +126,7 @@ class Endings:
             )
 
     def ends(self, schema: Any) -> bool:
-        """Return whether the schema has a finite text, as far as is known."""
+        """Return whether the schema has a finite text, given the references known to end."""
         found = self.known.get(id(schema))
         if found is None:
             found = self.known[id(schema)] = self._ends(schema)
@@ -143,14 +145,14 @@ class Endings:
         for part in parts:
             given = part.get("type", list(types))
             types &= set(given) if isinstance(given, list) else {given}
-        if types & SCALARS or not types:  # llguidance refuses what has no type left
+        if types & SCALARS or not types:  # llguidance refuses a schema without any type left
             return True
         return ("object" in types and self._object_ends(parts)) or (
             "array" in types and self._array_ends(parts)
         )
 
     def _object_ends(self, parts: list[dict[str, Any]]) -> bool:
-        """Return whether an object with the required members and as many as are asked for ends."""
+        """Return whether an object with all required members, and at least minProperties of them, can end."""
         properties = [part["properties"] for part in parts if isinstance(part.get("properties"), dict)]
         patterns = [part["patternProperties"] for part in parts if "patternProperties" in part]
         others = [part.get("additionalProperties", True) for part in parts]
@@ -173,7 +175,7 @@ class Endings:
         )
 
     def _array_ends(self, parts: list[dict[str, Any]]) -> bool:
-        """Return whether an array with as many items as are asked for ends."""
+        """Return whether an array with at least minItems items can end."""
         least = max(_number(part, "minItems") for part in parts)
         for part in parts:
             first = part.get("prefixItems", part["items"] if isinstance(part.get("items"), list) else [])
@@ -185,7 +187,7 @@ class Endings:
         return True
 
     def _conjuncts(self, schema: Any, seen: set[int]) -> Iterator[dict[str, Any]]:
-        """Yield the schema, and all others that its texts have to fit."""
+        """Yield the schema, and all others that its texts must also conform to."""
         if not isinstance(schema, dict) or id(schema) in seen:
             return
         seen.add(id(schema))
@@ -194,7 +196,7 @@ class Endings:
             yield from self._conjuncts(one, seen)
 
     def _references(self, schema: Any) -> Iterator[str]:
-        """Yield the references in a schema, but those in definitions, which are followed when named."""
+        """Yield the references in a schema. Those in definitions are followed only when referenced."""
         if isinstance(schema, list):
             for one in schema:
                 yield from self._references(one)
@@ -208,7 +210,7 @@ class Endings:
                     yield from self._references(value)
 
     def _target(self, reference: str) -> Any:
-        """Return what a reference points at; what cannot be found is for llguidance to report."""
+        """Return the target of a reference, or {} if there is none: llguidance reports that."""
         if reference in self.names:
             return self.names[reference]
         base, _, pointer = reference.partition("#")
@@ -234,7 +236,7 @@ def _number(schema: dict[str, Any], name: str) -> int:
     return value if isinstance(value, int) else 0
 
 
-# Of Lark: what has a finite text whatever is in it.
+# Terminals of Lark: they always have a finite text.
 TERMINALS = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|\[(?:\\.|[^\]\\\n])*\]|[^/\\\n\[])+/|<[^>\n]*>')
 COMMENTS = re.compile(r"(\"(?:\\.|[^\"\\\n])*\"|/(?![/*])(?:\\.|[^/\\\n])+/)|//[^\n]*|#[^\n]*")
 RULE = re.compile(r"^[ \t]*[!?]?([A-Za-z_][\w-]*)(?:\[[^\]]*\])?[^:|\"\n]*:(?!:)", re.MULTILINE)
@@ -242,7 +244,7 @@ SYMBOL = re.compile(r"[A-Za-z_][\w-]*|[()\[\]|?*+]|\{[^}]*\}|~\s*[\d.]+|\"\"")
 
 
 def check_rules(grammar: str) -> None:
-    """Raise ValueError if a rule of a grammar in Lark has no finite text, since each contains another."""
+    """Raise ValueError if a rule of a grammar in Lark has no finite text: its recursion never ends."""
     grammar = COMMENTS.sub(lambda found: found[1] or "", grammar)
     _, *pieces = RULE.split(TERMINALS.sub('""', grammar))
     rules = {name: SYMBOL.findall(body) for name, body in zip(pieces[::2], pieces[1::2], strict=True)}
@@ -257,7 +259,7 @@ def check_rules(grammar: str) -> None:
 
 
 def _alternatives_end(symbols: Iterator[str], endless: set[str]) -> bool:
-    """Return whether one of the alternatives up to the closing bracket ends without the endless rules."""
+    """Return whether any alternative up to the closing bracket ends without using an endless rule."""
     any_ends, items = False, [True]
     for symbol in symbols:
         if symbol in (")", "]", "|"):
@@ -278,7 +280,7 @@ def _alternatives_end(symbols: Iterator[str], endless: set[str]) -> bool:
 
 
 def _with_quotable_patterns(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema with patterns whose classes are quoted as they should be."""
+    """Return the schema with patterns rewritten by `quotable`, after checking multipleOf."""
     result = dict(schema)
     if isinstance(pattern := schema.get("pattern"), str):
         result["pattern"] = quotable(pattern)
@@ -293,7 +295,7 @@ def _with_quotable_patterns(schema: dict[str, Any]) -> dict[str, Any]:
     divisor = schema.get("multipleOf")
     if isinstance(divisor, int | float) and not isinstance(divisor, bool):
         digits, exponent = Decimal(str(divisor)).as_tuple()[1:]
-        if isinstance(exponent, int):  # neither infinite nor a NaN
+        if isinstance(exponent, int):  # neither infinite nor NaN
             scale = max(0, -exponent)
             number = int("".join(map(str, digits))) * 10 ** max(0, min(exponent, MAX_SCALE + 2))
             if number > MAX_DIVISOR or scale > MAX_SCALE:
@@ -305,21 +307,21 @@ def _with_quotable_patterns(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 CLASS = re.compile(r"\\.|(\[\^?\]?(?:\\.|[^\]\\])*\])", re.DOTALL)
-OPERATOR = re.compile(r"\\.|\[|&&|--|~~", re.DOTALL)  # in a class: Rust's, and plain characters in ECMAScript
-WITHOUT_NUL = r"&&[^\x00]"  # behind a class, in brackets around both
+OPERATOR = re.compile(r"\\.|\[|&&|--|~~", re.DOTALL)  # in a class: operators in Rust, literal in ECMAScript
+WITHOUT_NUL = r"&&[^\x00]"  # follows a class, inside brackets around both
 MAY_BE_NUL = re.compile(r"\\(?:x\{?0|u\{?0|0|c@|[pP])|\x00")
 
 
 def quotable(pattern: str) -> str:
-    r"""Return the pattern with classes that llguidance reads as ECMAScript and quotes correctly in JSON.
+    r"""Rewrite a pattern so that llguidance reads its classes as ECMAScript and quotes them correctly.
 
-    A class of all control characters but without a quote or a backslash loses U+0000.
+    U+0000 is removed from a class that contains U+0000 and excludes a quote or a backslash.
 
     >>> quotable('^[^"]{3}[^a][a-z[]$')
     '^[[^"]&&[^\\x00]]{3}[^a][a-z\\[]$'
 
     Raises:
-        ValueError: U+0000 is named elsewhere, where it may be merged with the class.
+        ValueError: U+0000 may also occur outside such a class, where it could be merged with the class.
     """
 
     def escape(found: re.Match[str]) -> str:
