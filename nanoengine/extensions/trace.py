@@ -1,16 +1,16 @@
-"""What an engine did, step by step, recorded as it runs; apps/viewer.py shows it.
+"""Records what an engine does, step by step, while it runs. apps/viewer.py shows the recording.
 
     LLM(..., trace="run.jsonl")    # JSON lines, or a callable that takes events
 
-A trace is a `Start`, then a `Step` for each call of `LLMEngine.step` in which something changed. A step's
-changes stand in the order in which they happened, so that whoever replays them has every queue, block table
-and reference count, and both lists of free blocks in the order of eviction. `version` goes up when a field
-changes its meaning or goes; fields may be added without.
+A trace is a `Start`, then a `Step` for each call of `LLMEngine.step` in which something changed. A step lists
+its changes in the order in which they happened. Replaying them reproduces every queue, block table and
+reference count, and both lists of free blocks in the order of eviction. `version` increases when a field is
+removed or changes its meaning, not when one is added.
 
-How it sees them: to compare the state after two steps would not be enough. In one call of `schedule` a block
-can be freed by a preemption, evicted and handed to another sequence, and be hit again in the next. So while
-tracing is on, a few methods of the scheduler and the block manager are wrapped, on these two objects alone;
-off, there is nothing.
+Comparing the states after two steps would not be enough. In one call of `schedule` a block can be freed by a
+preemption, evicted and given to another sequence, and be hit again in the next call. While tracing is on, a
+few methods of the scheduler and the block manager are therefore wrapped, on these two objects only. When
+tracing is off, it has no cost.
 """
 
 import json
@@ -29,69 +29,69 @@ from nanoengine.engine import Chunk as ScheduledChunk
 VERSION = 1
 
 # ---- the schema ----------------------------------------------------------------------------------
-# Sequences go by `seq`, their seq_id, the order of arrival; blocks by their block_id. A list of lists has one
-# per KV cache group, and most models have one group. In a block table 0, the null block, stands for what is
-# out of the group's window.
+# `seq` is a sequence's seq_id, which increases in order of arrival. Blocks are identified by block_id. A list
+# of lists has one inner list per KV cache group, and most models have one group. In a block table, the null
+# block, 0, stands for a block outside the group's window.
 
 
 class Start(TypedDict):
-    """The first event: what does not change."""
+    """Is the first event. It holds what does not change."""
 
     event: Literal["start"]
     version: int
     model: str  # hub id, or the directory's name
     block_size: int  # tokens
-    num_blocks: int  # usable ones: 1 to num_blocks
-    windows: list[int | None]  # tokens that each group sees of a sequence, the newest too; None: all
+    num_blocks: int  # usable blocks, with ids 1 to num_blocks
+    windows: list[int | None]  # each group's sliding window in tokens, newest included; None: no window
     max_num_seqs: int
     max_num_batched_tokens: int  # the token budget of a step
-    max_chunk_tokens: int  # most tokens of one sequence in a step
+    max_chunk_tokens: int  # limit on the tokens of one sequence per step
     enable_prefix_caching: bool
 
 
 class Add(TypedDict):
-    """A sequence was queued, since the step before."""
+    """Says that a sequence was queued since the previous step."""
 
     change: Literal["add"]
     seq: int
     request: str  # request_id; its samples are several sequences
     priority: int
     token_ids: list[int]  # the prompt
-    max_num_tokens: int  # prompt and output at most
+    max_num_tokens: int  # limit on prompt plus output
 
 
 class Refuse(TypedDict):
-    """The head of the waiting queue was not admitted: too few blocks were free. Those behind it wait too."""
+    """Says that too few blocks were free to admit the head of the waiting queue. The others wait too."""
 
     change: Literal["refuse"]
     seq: int
-    num_needed: int  # of the free blocks: new ones, and hits that are free
+    num_needed: int  # free blocks needed: new ones, and hits that are free
     num_free: int
 
 
 class Admit(TypedDict):
-    """A waiting sequence got blocks for all of its tokens, or as many as a window needs, and runs."""
+    """Says that a waiting sequence got blocks for its tokens, or for those in the window, and now runs."""
 
     change: Literal["admit"]
     seq: int
-    hits: list[list[int]]  # blocks of the prefix cache, the beginning of its block tables
-    revived: list[int]  # those of the hits that were free
-    taken: list[list[int]]  # free blocks, the rest of its block tables
-    evicted: list[int]  # those of the taken ones whose registered content was lost
-    num_computed_tokens: int  # of the hits; one less where they are the whole sequence
+    hits: list[list[int]]  # prefix cache hits, at the start of its block tables
+    revived: list[int]  # the hits that were free
+    taken: list[list[int]]  # newly allocated blocks, the rest of its block tables
+    evicted: list[int]  # the taken blocks whose registered content was lost
+    num_computed_tokens: int  # tokens in the hits, or one less if the hits cover the whole sequence
 
 
 class Skip(TypedDict):
-    """Blocks that no token to come sees left the tables of groups with a window; 0 stands in their places."""
+    """Says that blocks left a sliding window and were replaced by 0 in the block tables of those groups."""
 
     change: Literal["skip"]
     seq: int
-    freed: list[int]  # blocks that are free now, in this order: group by group, the last first
-    shared: list[int]  # blocks that others still hold
+    freed: list[int]  # blocks that are free now, in this order: group by group, the last block first
+    shared: list[int]  # blocks that other sequences still hold
 
 
 class Append(TypedDict):
-    """A running sequence's block tables grew: its next token, or a draft behind it, did not fit."""
+    """Says that a running sequence's block tables grew, to fit its next token or a draft token after it."""
 
     change: Literal["append"]
     seq: int
@@ -100,30 +100,30 @@ class Append(TypedDict):
 
 
 class Register(TypedDict):
-    """Blocks that the step being scheduled fills became findable, or those that accepted drafts fill."""
+    """Says that blocks were registered, which the scheduled step or accepted draft tokens fill."""
 
     change: Literal["register"]
     seq: int
-    first: int  # index in the block tables of the first ones
-    blocks: list[list[int]]  # 0 where one is out of sight already
+    first: int  # index of the first registered block in each block table
+    blocks: list[list[int]]  # 0: the block is outside the window already
     prefix_ids: list[int]  # one per index; equal for blocks with the same tokens after the same prefix
 
 
 class Chunk(TypedDict):
-    """Tokens [start, end) of a sequence, computed in this step.
+    """Names the tokens [start, end) of a sequence that this step computes.
 
-    A draft has a chunk of its own, behind that of the sequence's last token and of the drafts before it.
+    Each draft token has its own chunk. It follows the chunks of the sequence's last token and earlier drafts.
     """
 
     seq: int
     start: int
     end: int
-    samples: bool  # it reaches the sequence's end: a token is drawn
-    draft: int | None  # the id of the token that was guessed to stand here; None: it is known
+    samples: bool  # whether the chunk reaches the sequence's end, so that a token is sampled
+    draft: int | None  # the draft token's id; None: the chunk computes known tokens
 
 
 class Schedule(TypedDict):
-    """The step's batch is complete; its tokens, but for drafts, count as computed from here on."""
+    """Says that the step's batch is complete. From here on its tokens, except drafts, count as computed."""
 
     change: Literal["schedule"]
     num_tokens: int
@@ -131,42 +131,42 @@ class Schedule(TypedDict):
 
 
 class NewTokens(TypedDict):
-    """What a sequence took from a step."""
+    """Holds the tokens that a sequence received from a step."""
 
     seq: int
     token_ids: list[int]
-    num_accepted: int  # of its drafts, the first ones, that came true: computed tokens from here on
+    num_accepted: int  # number of accepted draft tokens, which count as computed from here on
 
 
 class Tokens(TypedDict):
-    """The tokens that a step drew arrived: this step's, or with async scheduling an earlier one's."""
+    """Says that the tokens sampled by a step arrived. With async scheduling it may be an earlier step."""
 
     change: Literal["tokens"]
     of_step: int
     tokens: list[NewTokens]
-    discarded: list[int]  # sequences that had ended by then, or whose token could not be drawn
+    discarded: list[int]  # sequences that finished before, or whose token could not be sampled
 
 
 class Free(TypedDict):
-    """A sequence gave its blocks back: it ended, or was preempted and waits again with its tokens."""
+    """Says that a sequence's blocks were freed, because it finished or was preempted and waits again."""
 
     change: Literal["free"]
     seq: int
     why: str  # "preempted", or its finish_reason
-    for_seq: int | None  # whoever needed a block, where preempted; may be the sequence itself
-    freed: list[int]  # blocks that are free now, in this order: the last of the table first
-    shared: list[int]  # blocks that others still hold
+    for_seq: int | None  # if preempted, the sequence that needed a block, possibly this one
+    freed: list[int]  # blocks that are free now, in this order: the last block of the table first
+    shared: list[int]  # blocks that other sequences still hold
 
 
 class Fail(TypedDict):
-    """The step raised; what was running waits again, with the tokens it had. A `Clear` follows."""
+    """Says that the step raised. Running sequences wait again and keep their tokens. A `Clear` follows."""
 
     change: Literal["fail"]
     error: str
 
 
 class Clear(TypedDict):
-    """No block is held, and nothing can be found, any more: after a failure, or the user's reset."""
+    """Says that all blocks became free and unregistered, after a failure or the user's reset."""
 
     change: Literal["clear"]
 
@@ -175,25 +175,25 @@ Change = Add | Refuse | Admit | Skip | Append | Register | Schedule | Tokens | F
 
 
 class Tables(TypedDict):
-    """A sequence's block tables as they are at the end of a step; none where it runs no more."""
+    """Holds a sequence's block tables at the end of a step. There are none if it is not running."""
 
     seq: int
     tables: list[list[int]]
 
 
 class Step(TypedDict):
-    """What happened between the end of the step before and the end of this one."""
+    """Holds what happened between the end of the previous step and the end of this one."""
 
     event: Literal["step"]
     step: int  # from 1
-    time_s: float  # when it ended, in seconds since the trace began
-    seconds: dict[str, float]  # of each phase: schedule, inputs, forward, sample, update
+    time_s: float  # when the step ended, in seconds since the trace began
+    seconds: dict[str, float]  # per phase: schedule, inputs, forward, sample, update
     changes: list[Change]
-    block_tables: list[Tables]  # those that the changes touched
+    block_tables: list[Tables]  # of the sequences whose block tables changed
     num_free_blocks: int
     num_running: int
     num_waiting: int
-    texts: dict[str, str]  # token id -> its text, for ids that no step before had; empty without a tokenizer
+    texts: dict[str, str]  # token id -> text, for ids that are new in the trace; empty without a tokenizer
 
 
 Event = Start | Step
@@ -204,15 +204,15 @@ Event = Start | Step
 class Tracer:
     """Follows a scheduler and its block manager, and writes a `Step` at each `end_step`.
 
-    Where `write` or `text_of` fails, the trace ends with a line in the log, and the step goes on.
+    If `write` or `text_of` raises, the error is logged, the trace ends, and the engine continues.
 
     Args:
-        scheduler: has to be unused so far.
-        write: takes the events.
-        model: for the `Start`.
-        request_of: the request that a sequence belongs to, by seq_id.
-        text_of: a token's text; None: there is no tokenizer.
-        seconds: counts the phases' seconds up, as `Stopwatch` does.
+        scheduler: must not have been used yet.
+        write: is called with each event.
+        model: the model's name, for the `Start`.
+        request_of: returns the request_id of a sequence, from its seq_id.
+        text_of: returns a token's text. None: there is no tokenizer.
+        seconds: the running total of each phase in seconds, as in `Stopwatch`.
     """
 
     def __init__(
@@ -226,7 +226,7 @@ class Tracer:
         seconds: dict[str, float] | None = None,
     ) -> None:
         self.scheduler = scheduler
-        self.blocks: Any = scheduler.block_manager  # a plain one, or one that knows windows
+        self.blocks: Any = scheduler.block_manager  # a BlockManager, or one with windows
         self._write, self._request_of, self._text_of = write, request_of, text_of
         self._seconds: dict[str, float] = {} if seconds is None else seconds
         self._seconds_before = dict(self._seconds)
@@ -234,16 +234,16 @@ class Tracer:
         self._step = 1
         self._changes: list[Change] = []  # since the last step
         self._touched: dict[int, Sequence] = {}  # sequences whose block table changed, by seq_id
-        self._in_flight: list[tuple[ScheduledBatch, int]] = []  # and the step it was scheduled in
-        # By the call of `allocate`, `may_append` or `free` that runs:
+        self._in_flight: list[tuple[ScheduledBatch, int]] = []  # batches, with the step that scheduled each
+        # Blocks that the current call of `allocate`, `may_append` or `free` evicted or released:
         self._evicted: list[int] = []
         self._freed: list[int] = []
-        self._shared: list[int] = []  # given back, and held by others
-        self._num_needed = 0  # free blocks, for the call of `allocate` that runs
-        self._num_draws: Counter[int] = Counter()  # that counted, by seq_id, of the running `update`
-        self._short: int | None = None  # the sequence that a block could not be found for
+        self._shared: list[int] = []  # released, but still held by other sequences
+        self._num_needed = 0  # free blocks needed by the current call of `allocate`
+        self._num_draws: Counter[int] = Counter()  # seq_id -> tokens appended by the current `update`
+        self._short: int | None = None  # the last sequence that found too few free blocks
         self._new_token_ids: dict[int, None] = {}  # since the last step, each once
-        self._told: set[int] = set()  # token ids whose texts are written
+        self._told: set[int] = set()  # token ids whose texts are already written
         self._wrapped: list[tuple[object, str, Callable[..., Any]]] = [
             (scheduler, "add", self._add),
             (scheduler, "schedule", self._schedule),
@@ -277,7 +277,7 @@ class Tracer:
         )
 
     def end_step(self) -> None:
-        """Write what changed since the last call, if anything did."""
+        """Write the changes since the last call, if there are any."""
         if not self._changes:
             return
         self._emit(self._take_step)
@@ -307,7 +307,7 @@ class Tracer:
         }
 
     def close(self) -> None:
-        """Write what is left, and follow no further."""
+        """Write the remaining changes, and stop tracing."""
         self.end_step()
         self._detach()
 
@@ -324,7 +324,7 @@ class Tracer:
         self._wrapped = []
         self._write = lambda event: None
 
-    # -- the wrappers: each takes the method in its place first
+    # -- the wrappers: each takes the wrapped method as its first argument
 
     def _add(self, add: Callable[..., None], seq: Sequence) -> None:
         add(seq)
@@ -364,12 +364,12 @@ class Tracer:
         self, update: Callable[..., list[Sequence]], batch: ScheduledBatch, *arguments: Any
     ) -> list[Sequence]:
         of_step = [step for one, step in self._in_flight if one is batch]
-        if not of_step:  # nobody is due a token
+        if not of_step:  # no sequence of the batch samples
             return update(batch, *arguments)
         self._in_flight = [entry for entry in self._in_flight if entry[0] is not batch]
         before = {seq: len(seq.token_ids) for seq in batch.sampled_seqs}
         self._num_draws.clear()
-        position = len(self._changes)  # before the blocks that it frees, which the tokens are the reason of
+        position = len(self._changes)  # `Tokens` must precede the `Free`s that it causes
         try:
             return update(batch, *arguments)
         finally:
@@ -454,7 +454,7 @@ class Tracer:
         return has_room
 
     def _tables_of(self, seq: Sequence) -> list[list[int]]:
-        """Return a sequence's block tables, by group. Return none if it does not run."""
+        """Return a sequence's block tables, one per group, or [] if it is not running."""
         if hasattr(self.blocks, "tables_of"):
             return self.blocks.tables_of(seq)  # type: ignore[no-any-return]
         return [seq.block_table] if seq.block_table else []
@@ -481,7 +481,7 @@ class Tracer:
         first = seq.num_registered_blocks
         register_full_blocks(seq, num_tokens)
         tables = [table[first : seq.num_registered_blocks] for table in self._tables_of(seq)]
-        # Of the blocks of one index all have the same; the null block has 0.
+        # All blocks at one index share a prefix_id, except the null block, which has 0.
         prefix_ids = [
             max(self.blocks.blocks[block_id].prefix_id for block_id in block_ids)
             for block_ids in zip(*tables, strict=True)
@@ -518,7 +518,7 @@ class Tracer:
 
 
 def draft_of(chunk: ScheduledChunk) -> int | None:
-    """The token that a chunk guesses; None: it computes what its sequence has."""
+    """Return a chunk's draft token, or None if it computes known tokens."""
     return None if chunk.token_ids is chunk.seq.token_ids else chunk.token_ids[chunk.start]
 
 
@@ -531,17 +531,17 @@ def trace(
     tokenizer: Any,
     seconds: dict[str, float],
 ) -> Tracer:
-    """Trace a scheduler to a file of JSON lines, each written as soon as its step ends, or to a callable.
+    """Trace a scheduler to a callable, or to a file of JSON lines, each written as soon as its step ends.
 
-    Nothing that it is given may lead to the cache: its memory is freed with the engine.
+    No argument may refer to the KV cache, because its memory must be freed when the engine closes.
 
     Args:
-        scheduler: as `Tracer` takes it.
-        target: the file, or what takes the events.
-        model: as `Tracer` takes it.
-        request_of: likewise.
-        tokenizer: transformers'; None: there is none.
-        seconds: as `Tracer` takes them.
+        scheduler: passed to `Tracer`.
+        target: the file's path, or a callable that takes events.
+        model: passed to `Tracer`.
+        request_of: passed to `Tracer`.
+        tokenizer: a transformers tokenizer. None: there is none.
+        seconds: passed to `Tracer`.
 
     Raises:
         OSError: the file cannot be written.
@@ -562,7 +562,7 @@ def _append_line(path: Path, event: Event) -> None:
 
 
 def _token_text(backend: Any, token_id: int) -> str:
-    """A token by itself; the space before it, which SentencePiece strips, is kept."""
+    """Return a token's text, with the leading space that SentencePiece would strip."""
     text = str(backend.decode([token_id], skip_special_tokens=False))
     starts_word = str(backend.id_to_token(token_id)).startswith("▁")
     return " " + text if starts_word and not text.startswith(" ") else text
