@@ -1,7 +1,7 @@
-"""Tensor parallelism: one model over several processes ("ranks"), each with a share of every layer's weights.
+"""Tensor parallelism: several processes ("ranks") run one model, each with a share of every layer's weights.
 
-Rank 0 is the engine: it alone schedules, samples and talks to users. The others hold a `ModelRunner` like
-its own and repeat its forward passes (`follow`). A step, with two ranks:
+Rank 0 is the engine: it alone schedules, samples and serves users. Each other rank holds a `ModelRunner` like
+rank 0's and repeats its forward passes (`follow`). A step with two ranks:
 
     rank 0                                      rank 1
     begin(inputs)                       ->      receive the step's inputs
@@ -10,16 +10,16 @@ its own and repeat its forward passes (`follow`). A step, with two ranks:
     its part of the head     <- gather ->       its part of the head
     sample                                      wait for the next message
 
-Heads, the MLPs' neurons and the vocabulary are divided. What follows from a share of the heads or neurons is
-a summand of the layer's output; so there are two all-reduces in a layer, and one behind the embedding.
-The collectives are NCCL's on GPUs and gloo's on a CPU. Rank 0 sends its messages by multiprocessing's
-connections, one to each of the others.
+Attention heads, MLP neurons and the vocabulary are divided among ranks. A share of the heads or neurons gives
+one summand of the layer's output, so each layer needs two all-reduces, and the embedding one more. The
+collectives are NCCL's on GPUs and gloo's on a CPU. Rank 0 sends its messages through multiprocessing
+connections, one to each other rank.
 
-Any failure inside a forward pass, on whichever rank, is the end of the engine: the others wait for a
-collective that will not come. `close` and the start of another engine work after that.
+A failure inside a forward pass, on any rank, ends the engine: the other ranks wait for a collective that will
+not come. After that you can close the engine and start another one.
 
-Top to bottom: what ranks tell each other, layers, devices, the start. processes.py starts and watches the
-other ranks' processes; models/shard.py says which part of the weights a rank has.
+Read top to bottom: communication between ranks, layers, devices, startup. processes.py starts and watches the
+processes of the other ranks. models/shard.py defines which part of the weights a rank has.
 Sources: Megatron-LM, https://arxiv.org/abs/1909.08053; vLLM's model_executor/layers/linear.py.
 """
 
@@ -55,21 +55,22 @@ from nanoengine.models.shard import Shard
 from nanoengine.startup import Started
 from nanoengine.steps import EngineDeadError
 
-dist: Any = torch.distributed  # whose groups' own methods have no types
+dist: Any = torch.distributed  # the methods of its process groups are untyped
 
-# ---- Ranks: what they tell each other ------------------------------------------------------------
+# ---- Ranks: communication between them -----------------------------------------------------------
 
-LOADING = timedelta(hours=1)  # how long ranks wait for each other while weights are loaded
-COLLECTIVE = timedelta(minutes=5)  # how long rank 0 waits in a step
-FOREVER = timedelta(days=365)  # the others wait for rank 0, with which they end
+LOADING = timedelta(hours=1)  # timeout while ranks load weights
+COLLECTIVE = timedelta(minutes=5)  # rank 0's timeout in a step
+FOREVER = timedelta(days=365)  # the other ranks' timeout: they wait for rank 0, and end when it does
 
-Order = ModelInputs[np.ndarray] | int | None  # what to compute: a step, logits of so many rows; None: the end
+Order = ModelInputs[np.ndarray] | int | None  # compute a step, or the logits of this many rows; None: close
 
 
 class Ranks:
-    """This process among the ranks of an engine: the collectives, and rank 0's messages.
+    """Connects this process with the other ranks of an engine: collectives, and messages from rank 0.
 
-    Groups of its own, not PyTorch's global one, so that several engines may be in a process.
+    It makes its own process groups instead of using PyTorch's global one, so that a process can hold several
+    engines.
     """
 
     def __init__(
@@ -84,13 +85,13 @@ class Ranks:
         num_threads: int | None = None,
     ) -> None:
         self.shard, self.rank, self.size = shard, shard.rank, shard.size
-        self.leads = False  # whether to announce what is computed; on rank 0, once all are set up
-        self.lost: str | None = None  # why the engine is of no use any more
-        self._connections = connections  # to all other ranks; from one of those to rank 0
+        self.leads = False  # whether to announce computations; true on rank 0 after startup
+        self.lost: str | None = None  # why the engine cannot be used anymore
+        self._connections = connections  # on rank 0, to all other ranks; on these, to rank 0
         self._workers = workers
         self._process_id = os.getpid()
-        self._num_threads: int | None = None  # PyTorch's before
-        if num_threads is not None:  # the ranks of a host share its cores
+        self._num_threads: int | None = None  # PyTorch's number of threads before, to be restored
+        if num_threads is not None:  # the ranks on one host share its cores
             self._num_threads = torch.get_num_threads()
             torch.set_num_threads(num_threads)
         options = dist.ProcessGroupGloo._Options()
@@ -101,35 +102,35 @@ class Ranks:
         ]
         self._control: Any = gloo(dist.PrefixStore("gloo", store), self.rank, self.size, options)
         self._group: Any = self._control
-        if device.type == "cuda":  # not run on a GPU yet
+        if device.type == "cuda":  # not tested on a GPU yet
             nccl = dist.ProcessGroupNCCL.Options()
             nccl._timeout = COLLECTIVE
             self._group = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), self.rank, self.size, nccl)
             if workers is not None:
-                workers.on_loss = self._group.abort  # kernels that wait for a lost rank end
+                workers.on_loss = self._group.abort  # ends kernels that wait for a lost rank
         _alive.add(self)
 
-    # -- collectives: each is to be called by all ranks, in one order
+    # -- collectives: all ranks must call them, in the same order
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' x, in place."""
+        """Replace x by the sum of all ranks' x, in place, and return it."""
         self._wait(lambda: self._group.allreduce([x], _queued(dist.AllreduceOptions())))
         return x
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """Rank 0's x, in place."""
+        """Replace x by rank 0's x, in place, and return it."""
         self._wait(lambda: self._group.broadcast([x], _queued(dist.BroadcastOptions())))
         return x
 
     def gather(self, x: Tensor) -> Tensor:
-        """All ranks' x (R, C) side by side, (R, size * C)."""
+        """Return all ranks' x, each (R, C), side by side: (R, size * C)."""
         out = x.new_empty(self.size * len(x), x.shape[1])
         options = _queued(AllgatherOptions())
         self._wait(lambda: self._group._allgather_base(out, x.contiguous(), options))
         return out.view(self.size, *x.shape).transpose(0, 1).reshape(len(x), -1)
 
     def minimum(self, number: int) -> int:
-        """The smallest of all ranks' numbers. Waits long, since some may still load their weights."""
+        """Return the smallest of all ranks' numbers. The timeout is long: ranks may be loading weights."""
         x = torch.tensor([number])
         options = dist.AllreduceOptions()
         options.reduceOp, options.timeout = dist.ReduceOp.MIN, LOADING
@@ -139,25 +140,25 @@ class Ranks:
     # -- messages
 
     def begin(self, order: ModelInputs[np.ndarray] | int) -> None:
-        """Tell the others what is computed next. From here to `end` they depend on this rank."""
+        """Announce the next computation to the other ranks. Until `end` they depend on this rank."""
         self.check()
-        if isinstance(order, ModelInputs):  # the others compute all rows, and sample none
+        if isinstance(order, ModelInputs):  # the other ranks compute all rows, and sample none
             nothing, metadata = np.zeros(0, dtype=np.int64), order.metadata._replace(needed_rows=None)
             order = order._replace(metadata=metadata, sample_rows=nothing, pending_samples=nothing)
         self._tell(order)
         self.lost = "rank 0 failed in a forward pass, in which the other ranks wait for it"
 
     def end(self) -> None:
-        """All of what was begun is done."""
+        """Mark the computation that `begin` announced as done."""
         self.lost = None
 
     def receive(self) -> Order:
-        """Return what rank 0 began. Wait for it as long as rank 0 lives."""
+        """Wait for rank 0's next message, and return it."""
         with self._guard():
             return self._connections[0].recv()  # type: ignore[no-any-return]
 
     def check(self) -> None:
-        """Raise EngineDeadError once a rank is lost."""
+        """Raise EngineDeadError if a rank is lost."""
         if self._workers is not None:
             self.lost = self.lost or self._workers.cause
         if self.lost:
@@ -171,12 +172,12 @@ class Ranks:
 
     def _wait(self, start: Callable[[], Any]) -> None:
         with self._guard():
-            if (work := start()) is not None:  # of what is queued behind all else, some groups return nothing
+            if (work := start()) is not None:  # some groups return None for queued work
                 work.wait()
 
     @contextmanager
     def _guard(self) -> Iterator[None]:
-        """Turn what fails between ranks into an EngineDeadError that says which rank was lost, and why."""
+        """Turn communication failures into an EngineDeadError that says which rank was lost, and why."""
         try:
             yield
         except (EOFError, OSError, RuntimeError) as error:
@@ -184,24 +185,24 @@ class Ranks:
             self.lost = cause or f"the ranks lost each other: {str(error) or 'a connection was closed'}"
             raise EngineDeadError(f"the engine is of no use any more: {self.lost}") from error
 
-    # -- beginning and end
+    # -- startup and shutdown
 
     def around(self, device: Device) -> Any:
-        """The device, and where it meets those of the other ranks."""
+        """Return the device, extended by the communication with the other ranks."""
         return ParallelDevice(device, self)
 
     def close(self) -> None:
-        """Let the other ranks go, and wait until the processes started here are gone."""
+        """Tell the other ranks to end, and wait until the processes started here have ended."""
         if os.getpid() != self._process_id:
-            return  # a fork: the ranks are not its own
+            return  # a forked process does not own the ranks
         if self._workers is not None:
             self._workers.is_closing = True
         if is_told := self.leads and not self.lost:
             with suppress(EngineDeadError):
                 self._tell(None)
         if not self.lost:
-            # Gloo's thread takes the interpreter's lock to let go of the last message, which would kill the
-            # process while the interpreter ends. So the thread ends here. NCCL's stays, as graphs use it.
+            # Gloo's thread takes the GIL to free the last message, which would kill the process during
+            # interpreter shutdown. So end the thread here. NCCL's group stays, because CUDA graphs use it.
             if self._group is self._control:
                 self._group = None
             self._control = None
@@ -217,7 +218,7 @@ _alive: "weakref.WeakSet[Ranks]" = weakref.WeakSet()
 
 
 def _keep_groups() -> None:
-    """Let a fork end: what takes a group down waits for its threads, which a fork does not have."""
+    """Leak the process groups in a fork: their destructors would wait for threads that do not exist there."""
     for ranks in _alive:
         for group in (ranks._control, ranks._group):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
@@ -228,7 +229,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _queued(options: Any) -> Any:
-    """Options of a collective that NCCL runs on the current stream, and not on its own: two waits less."""
+    """Make NCCL use the current stream instead of its own, which saves two waits. Return the options."""
     options.asyncOp = False
     return options
 
@@ -237,7 +238,7 @@ def _queued(options: Any) -> Any:
 
 
 class RowParallel(nn.Module):
-    """A linear layer of which each rank has the columns for its own inputs; their outputs are summed."""
+    """Splits a linear layer by columns: each rank multiplies its own inputs, and the outputs are summed."""
 
     def __init__(self, layer: nn.Linear, ranks: Ranks) -> None:
         super().__init__()
@@ -246,12 +247,12 @@ class RowParallel(nn.Module):
             layer.bias = None  # type: ignore[assignment]  # rank 0 adds it
 
     def forward(self, x: Tensor) -> Tensor:
-        """(T, the rank's inputs) -> (T, outputs)."""
+        """Map (T, the rank's inputs) to (T, outputs)."""
         return self.ranks.all_reduce(self.layer(x))
 
 
 class ParallelEmbedding(nn.Module):
-    """An embedding of which each rank has some rows; the others' tokens are zeros, and all are summed."""
+    """Splits an embedding by rows: each rank returns zeros for the others' tokens, and all are summed."""
 
     def __init__(self, embedding: nn.Embedding, ranks: Ranks) -> None:
         super().__init__()
@@ -259,7 +260,7 @@ class ParallelEmbedding(nn.Module):
         self.num_rows = embedding.num_embeddings
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """(T,) -> (T, E)."""
+        """Map (T,) to (T, E)."""
         rows = input_ids - self.ranks.rank * self.num_rows
         is_elsewhere = (rows < 0) | (rows >= self.num_rows)
         x = self.embedding(rows.masked_fill(is_elsewhere, 0))
@@ -267,24 +268,25 @@ class ParallelEmbedding(nn.Module):
 
 
 class ParallelHead(nn.Module):
-    """A head of which each rank has some rows: rank 0's hidden states to logits, which all ranks get."""
+    """Splits a head by rows, and maps rank 0's hidden states to logits, which all ranks get."""
 
     def __init__(self, layer: nn.Linear, ranks: Ranks) -> None:
         super().__init__()
         self.layer, self.ranks = layer, ranks
 
     def forward(self, x: Tensor) -> Tensor:
-        """(R, E) -> (R, vocabulary)."""
+        """Map (R, E) to (R, vocabulary)."""
         if self.ranks.leads:
             self.ranks.begin(len(x))
-        # E numbers a row, so that the others need not know which rows; the logits are many times that.
+        # Broadcast rank 0's rows, so that the others need not know which ones to use. That costs E numbers
+        # per row, a small part of the logits that are gathered.
         logits = self.ranks.gather(self.layer(self.ranks.broadcast(x)))
         self.ranks.end()
         return logits[:, : self.ranks.shard.whole.vocab_size]
 
 
 def connect(model: Any, ranks: Ranks) -> None:
-    """Put the collectives between the layers of a rank's `Decoder`."""
+    """Insert the collectives between the layers of a rank's `Decoder`."""
     model.embed_tokens = ParallelEmbedding(model.embed_tokens, ranks)
     for layer in model.layers:
         layer.self_attn.o_proj = RowParallel(layer.self_attn.o_proj, ranks)
@@ -292,51 +294,51 @@ def connect(model: Any, ranks: Ranks) -> None:
     model.lm_head = ParallelHead(model.lm_head, ranks)
 
 
-# ---- Where a runner meets the other ranks: its device --------------------------------------------
+# ---- Devices: where a runner communicates with the other ranks -----------------------------------
 
 
 class ParallelForward(Forward):
-    """Rank 0 tells the others of a batch once it is padded; then all compute it, or replay its graph."""
+    """Announces each padded batch to the other ranks. Then all ranks compute it, or replay its graph."""
 
     def __init__(self, forward: Forward, ranks: Ranks) -> None:
         super().__init__()
         self._forward, self._ranks = forward, ranks
 
     def pad(self, inputs: ModelInputs[np.ndarray]) -> ModelInputs[np.ndarray]:
-        """As in the base class."""
+        """Pad a batch and, on rank 0, announce it."""
         inputs = self._forward.pad(inputs)
         if self._ranks.leads:
             self._ranks.begin(inputs)
         return inputs
 
     def __call__(self, compute: Compute, inputs: ModelInputs[Tensor]) -> Tensor:
-        """As in the base class."""
-        if len(inputs.pending_rows):  # only rank 0 has the tokens that the step in flight draws
+        """Return the batch's hidden states, (T, E)."""
+        if len(inputs.pending_rows):  # only rank 0 has the tokens that the step in flight samples
             self._ranks.broadcast(inputs.input_ids)
         hidden = self._forward(compute, inputs)
         self._ranks.end()
         return hidden
 
     def describe(self) -> str:
-        """As in the base class."""
+        """Return the remark of the wrapped forward, and the number of ranks."""
         return f"{self._forward.describe()}, {self._ranks.size} ranks"
 
 
 class CheckedDownload(Download):
-    """What a lost rank has spoilt is not read."""
+    """Raises instead of returning data that a lost rank may have corrupted."""
 
     def __init__(self, download: Download, ranks: Ranks) -> None:
         self._download, self._ranks = download, ranks
 
     def read(self) -> Tensor:
-        """As in the base class."""
+        """Wait for the tensor, check that all ranks are alive, and return the tensor."""
         tensor = self._download.read()
         self._ranks.check()
         return tensor
 
 
 class ParallelDevice:
-    """A rank's device: as it is by itself, but for where the ranks have to meet."""
+    """Wraps a rank's device, and adds the communication between ranks where it is needed."""
 
     def __init__(self, device: Device, ranks: Ranks) -> None:
         self._device, self._ranks = device, ranks
@@ -345,25 +347,25 @@ class ParallelDevice:
         return getattr(self._device, name)
 
     def prepare(self, model: Decoder) -> None:
-        """As a `Device`; the weights are loaded, and all wait until everybody's are."""
+        """Connect a loaded model with the other ranks, wait until all have loaded theirs, then prepare it."""
         connect(model, self._ranks)
         self._ranks.minimum(0)
         self._device.prepare(model)
 
     def count_blocks(self, block_bytes: int, most: int, cache_bytes: int) -> int:
-        """As a `Device`; what every rank has room for."""
+        """Return the number of blocks that every rank has room for."""
         return self._ranks.minimum(self._device.count_blocks(block_bytes, most, cache_bytes))
 
     def capture(self, decodes: Decodes) -> Forward:
-        """As a `Device`."""
+        """Return the device's `Forward`, wrapped so that all ranks run each batch."""
         return ParallelForward(self._device.capture(decodes), self._ranks)
 
     def download(self, tensor: Tensor) -> Download:
-        """As a `Device`."""
+        """Start copying a tensor to the host, in a `Download` that checks for lost ranks."""
         return CheckedDownload(self._device.download(tensor), self._ranks)
 
     def release(self) -> None:
-        """As a `Device`."""
+        """Disconnect from the other ranks, and release the device."""
         self._ranks.close()
         self._device.release()
 
@@ -381,25 +383,25 @@ def follow(runner: ModelRunner, ranks: Ranks) -> None:
                 model.compute_logits(torch.empty(order, len(like), dtype=like.dtype, device=like.device))
 
 
-# ---- The start -----------------------------------------------------------------------------------
+# ---- Startup -------------------------------------------------------------------------------------
 
-Start = Callable[..., Started]  # as `startup.start_runner`, with the class of runners chosen
+Start = Callable[..., Started]  # `startup.start_runner` with its choose_runner filled in
 
 
 class Job(NamedTuple):
-    """What a process is told that serves a rank."""
+    """Holds the arguments of a process that serves a rank."""
 
     start: Start
     config: EngineConfig
     checkpoint: Checkpoint
     max_model_len: int
     rank: int
-    port: int  # of rank 0's store, on the loopback interface
+    port: int  # port of rank 0's store, on the loopback interface
     num_threads: int | None  # None: PyTorch's default
 
 
 def serve(job: Job, connection: "Connection[Any, Any]") -> None:
-    """Be a rank of an engine until rank 0 closes; a process of `Workers` runs this."""
+    """Serve as a rank of an engine until rank 0 closes. A process of `Workers` runs this."""
     store = dist.TCPStore("127.0.0.1", job.port, is_master=False)
     shard, device = _shard_of(job.config, job.checkpoint, job.rank), job.config.resolve_device()
     ranks = Ranks(store, shard, device, [connection], is_one_host=True, num_threads=job.num_threads)
@@ -408,14 +410,14 @@ def serve(job: Job, connection: "Connection[Any, Any]") -> None:
 
 
 def start_ranks(start: Start, config: EngineConfig, checkpoint: Checkpoint, max_model_len: int) -> Started:
-    """Return rank 0's runner, with all other ranks at work.
+    """Start all ranks, and return rank 0's runner.
 
-    These are processes of this host that are started here or, under torchrun, the processes it started. All
-    but rank 0 of these do not return: they serve until rank 0 closes, and then end (SystemExit).
+    The other ranks are processes started here on this host or, under torchrun, the processes that it started.
+    Under torchrun only rank 0 returns. The others serve until rank 0 closes, and then raise SystemExit.
 
     Raises:
-        ValueError: the model cannot be divided among so many ranks, or there are not so many.
-        EngineDeadError: a rank could not be started or ended meanwhile; with its last words.
+        ValueError: the model cannot be divided among this many ranks, or there are not enough of them.
+        EngineDeadError: a rank could not be started, or ended meanwhile. The message includes its traceback.
     """
     size = config.tensor_parallel_size
     if checkpoint.decoder_config is None:
@@ -444,7 +446,7 @@ def start_ranks(start: Start, config: EngineConfig, checkpoint: Checkpoint, max_
         ranks.close()
         raise SystemExit(0)
     ranks.leads = True
-    weakref.finalize(started.runner, ranks.close)  # where nobody closes it: forgotten, or the engine failed
+    weakref.finalize(started.runner, ranks.close)  # if the engine is never closed, or fails to start
     return started
 
 
@@ -454,7 +456,7 @@ def _shard_of(config: EngineConfig, checkpoint: Checkpoint, rank: int) -> Shard:
 
 
 def _on_gpu(config: EngineConfig, number: int) -> EngineConfig:
-    """Return the config of a rank, which has the GPU of that number if the ranks compute on GPUs."""
+    """Return the config of a rank. If the ranks run on GPUs, its device is the GPU with this number."""
     return replace(config, device=f"cuda:{number}") if config.resolve_device().type == "cuda" else config
 
 
@@ -467,11 +469,11 @@ def _start_processes(start: Start, config: EngineConfig, checkpoint: Checkpoint,
     num_threads = max(1, torch.get_num_threads() // size) if device.type == "cpu" else None
     workers = Workers("nanoengine.extensions.parallel", "serve")
     try:
-        listener = socket.create_server(("127.0.0.1", 0))  # the store's own would be open to the network
+        listener = socket.create_server(("127.0.0.1", 0))  # TCPStore's own would be open to the network
         port, settings = listener.getsockname()[1], {"is_master": True, "wait_for_workers": False}
         store = dist.TCPStore("127.0.0.1", port, **settings, master_listen_fd=listener.detach())
         for rank in range(1, size):
-            # Without what a rank does not need, and a process might not be told.
+            # Leave out what a rank does not need and pickle may not support.
             told = replace(_on_gpu(config, rank), trace=None), replace(checkpoint, tokenizer=None)
             workers.start(Job(start, *told, max_model_len, rank, port, num_threads))
         workers.wait_until_ready()
@@ -501,7 +503,7 @@ def _join_torchrun(config: EngineConfig, checkpoint: Checkpoint) -> Ranks:
             "processes serve the first one, and end with it"
         )
     if rank and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, which decides
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by rank 0 only
     is_one_host = os.environ.get("LOCAL_WORLD_SIZE") == str(size)
     connections = _connect(store, rank, size, is_one_host)
     shard, device = _shard_of(config, checkpoint, rank), config.resolve_device()
@@ -509,7 +511,7 @@ def _join_torchrun(config: EngineConfig, checkpoint: Checkpoint) -> Ranks:
 
 
 def _connect(store: Any, rank: int, size: int, is_one_host: bool) -> list["Connection[Any, Any]"]:
-    """Connect rank 0 with each of the others."""
+    """Return this rank's connections: from rank 0 to each other rank, and from each of those to rank 0."""
     if rank:
         host = "127.0.0.1" if is_one_host else os.environ["MASTER_ADDR"]
         port, key = store.get("listener").decode().split()
@@ -519,7 +521,7 @@ def _connect(store: Any, rank: int, size: int, is_one_host: bool) -> list["Conne
         with Listener(address, backlog=size, authkey=bytes.fromhex(key)) as listener:
             store.set("listener", f"{listener.address[1]} {key}")
             connections = [listener.accept() for _ in range(1, size)]
-    for connection in connections:  # at once: a message may follow another that nobody answers
+    for connection in connections:  # disable Nagle's algorithm: messages follow each other without replies
         with socket.socket(fileno=os.dup(connection.fileno())) as same:
             same.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connections
