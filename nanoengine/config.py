@@ -18,7 +18,7 @@ P = TypeVar("P")
 @accepts()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """Settings of speculative decoding. Names and defaults are vLLM's."""
+    """Holds the settings of speculative decoding. Names and defaults are vLLM's."""
 
     method: str  # "ngram": draft what followed the last tokens at an earlier occurrence (prompt lookup)
     num_speculative_tokens: int  # limit on draft tokens per sequence and step
@@ -63,7 +63,7 @@ OPTIONAL = "enable_prefix_caching", "enforce_eager", "generation_config", "max_n
 @accepts(ENGINE_IGNORES, RENAMED, OPTIONAL)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Settings of an engine. It is vLLM's EngineArgs, and immutable.
+    """Holds all settings of an engine, like vLLM's EngineArgs. It is immutable.
 
     Raises:
         ValueError, TypeError: a setting is out of range or not supported. The message names it.

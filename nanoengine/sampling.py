@@ -22,7 +22,7 @@ from nanoengine.sampling_params import SamplingParams
 
 @dataclass(slots=True)
 class SamplingRow:
-    """Describes one sequence to the sampler. Between steps only position and token_ids change."""
+    """Describes one sequence to the sampler. Only position and token_ids change from step to step."""
 
     params: SamplingParams
     seed: int  # 64 bits; seed and position together determine the row's random number
@@ -136,7 +136,7 @@ def scale_logits(logits: Tensor, divisors: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sort_keys(logits: Tensor) -> Tensor:
-    """Return distinct integers that sort like a row's logits, (R, V) int64. Equal logits rank by index.
+    """Return distinct integers that sort like a row's logits, (R, V) int64. Ties go to the lower index.
 
     The upper 32 bits are those of the float32, mapped so that they sort as integers. The lower 32 bits
     contain the index, inverted so that a lower index gives a larger key.

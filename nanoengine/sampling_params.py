@@ -153,8 +153,8 @@ class SamplingParams:
     top_k: int = 0  # keep the k most probable tokens; 0 or -1: all
     min_p: float = 0.0  # keep tokens at least min_p times as probable as the most probable one
     seed: int | None = None  # None or -1: derived from the engine's seed
-    presence_penalty: float = 0.0  # subtracted once from every token in the output
-    frequency_penalty: float = 0.0  # subtracted per occurrence in the output
+    presence_penalty: float = 0.0  # subtracted once from the logit of each token in the output
+    frequency_penalty: float = 0.0  # subtracted from a token's logit per occurrence in the output
     repetition_penalty: float = 1.0  # divides positive and multiplies negative logits of tokens already seen
     logit_bias: dict[int, float] | None = None  # added to the logits of these token ids
     allowed_token_ids: list[int] | None = None  # no other token may be sampled
