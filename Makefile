@@ -5,7 +5,7 @@ BIN := .venv/bin
 .PHONY: run test check site gpu clean
 
 run: .venv/installed  ## answer a few questions with the bundled model
-	$(BIN)/nanoengine run
+	$(BIN)/python example.py
 
 test: .venv/tested  ## the default tests: CPU, offline, three to four minutes on two cores
 	$(BIN)/python -m pytest -n auto --dist worksteal

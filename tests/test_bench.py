@@ -332,8 +332,8 @@ def test_a_model_on_transformers_code_is_measured_without_a_roofline(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_small_benchmark_serves_its_workload_and_reports_rates_latencies_and_roofline(tmp_path):
-    printed, result = run_bench("--workload", "tiny", "--repeats", "1", program=("bench.py",))
+def test_the_command_bench_serves_its_workload_and_reports_rates_latencies_and_roofline(tmp_path):
+    printed, result = run_bench("--workload", "tiny", "--repeats", "1", program=("-m", "nanoengine", "bench"))
     assert "run 1 of 1" in printed
     num_tokens = sum(WORKLOADS["tiny"].lengths()[1])
     assert result["output_tokens_per_s"] == pytest.approx(num_tokens / result["seconds"][0])

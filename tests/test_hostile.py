@@ -686,11 +686,15 @@ def without_tokenizer(tmp_path_factory):
     ("command", "message"),
     [
         ("example.py --model /nope", "is neither a directory here nor a hub id"),
-        ("example.py --max-tokens 0", "max_tokens must be"),
-        ("example.py --temperature nan", "temperature must be"),
         ("example.py --model {without_tokenizer}", "the checkpoint has no tokenizer"),
         ("bench.py --model /nope", "is neither a directory here nor a hub id"),
-        ("bench.py --threads 0", "must be at least 1"),
+        ("bench.py --prompt-len 2000 2000", "shorten it or raise max_model_len"),
+        ("-m nanoengine run --model /nope", "is neither a directory here nor a hub id"),
+        ("-m nanoengine run --max-tokens 0", "max_tokens must be"),
+        ("-m nanoengine run --temperature nan", "temperature must be"),
+        ("-m nanoengine run --model {without_tokenizer}", "the checkpoint has no tokenizer"),
+        ("-m nanoengine bench --model /nope", "is neither a directory here nor a hub id"),
+        ("-m nanoengine bench --threads 0", "must be at least 1"),
         ("-m benchmarks --model /nope", "is neither a directory here nor a hub id"),
     ],
 )
@@ -719,8 +723,8 @@ def test_the_chat_answers_bytes_that_are_no_text_with_a_message(monkeypatch, cap
 
 
 @pytest.mark.slow  # a process that imports PyTorch
-def test_the_example_s_output_may_be_cut():
-    cut = f"{sys.executable} example.py --prompt Hello --max-tokens 3 | true"
+def test_the_output_of_run_may_be_cut():
+    cut = f"{sys.executable} -m nanoengine run --prompt Hello --max-tokens 3 | true"
     done = subprocess.run(cut, shell=True, capture_output=True, timeout=PATIENCE, cwd=ROOT)
     assert b"Traceback" not in done.stderr
     assert b"BrokenPipe" not in done.stderr
