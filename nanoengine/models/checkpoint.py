@@ -63,7 +63,7 @@ class Checkpoint:
     tokenizer: Any  # a transformers tokenizer; None: the checkpoint has none
     eos_token_ids: tuple[int, ...]  # every id that ends a sequence
     generation_config: dict[str, Any]
-    is_part: bool = False  # only the language model of a multimodal model is loaded
+    is_part: bool = False  # True: load only the language model of a multimodal model
     # The config's quantization settings, if formats.py reads the weights; None: it does not.
     quantization: dict[str, Any] | None = None
     pooling: "Pooling | None" = None  # how to pool prompts into embeddings or classes; None: generates text

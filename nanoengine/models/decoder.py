@@ -104,7 +104,7 @@ def _rope_parameters(config: Any) -> dict[str, Any]:
     """Return the rope setting of a supported family, with the defaults of its rope_type filled in."""
     rope = (rope_settings(config) or [{"rope_type": "default"}])[0]
     rope.setdefault("rope_theta", getattr(config, "rope_theta", 10000.0))
-    if rope["rope_type"] not in SUPPORTED_ROPE_TYPES and "divisors" not in rope:  # divisors: set by gguf.py
+    if rope["rope_type"] not in SUPPORTED_ROPE_TYPES and "divisors" not in rope:  # gguf.py sets divisors
         raise ValueError(
             f"rope type {rope['rope_type']!r} is not supported; supported: {', '.join(SUPPORTED_ROPE_TYPES)}"
         )
@@ -186,7 +186,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class PlainKernels:
-    """The element-wise operations in plain PyTorch. A device may replace them by faster, fused kernels."""
+    """Computes the element-wise operations in PyTorch. A device may replace them by faster, fused kernels."""
 
     @staticmethod
     def rms_norm(
@@ -309,8 +309,8 @@ class DecoderLayer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return this layer's output and the residual, (T, E) each, not yet added.
 
-        x is the previous layer's output, and residual the sum of everything before it. The addition is left
-        to the next norm, because both together take one pass over memory.
+        x is the previous layer's output, and residual the sum of everything before that (None in the first
+        layer). The addition is left to the next norm, because both together take one pass over memory.
         """
         x, residual = self.input_layernorm.add(x, residual)
         x = self.self_attn(x, cos, sin, cache, attention)
@@ -319,7 +319,7 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The whole model. Parameters have Hugging Face's names, except for `model.` and the fused layers."""
+    """The whole model. Parameters have Hugging Face's names without `model.`, except for the fused layers."""
 
     code = "nanoengine's"  # shown to the user: whose code runs the model
     replaceable = True  # a device may replace the element-wise operations by faster ones

@@ -69,7 +69,7 @@ class TensorEntry(NamedTuple):
 
 
 class Strings(NamedTuple):
-    """An array of strings, decoded only when it is needed."""
+    """Holds an array of strings, which is decoded only when needed."""
 
     data: mmap
     start: int

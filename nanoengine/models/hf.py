@@ -139,7 +139,7 @@ class _Llama4Cache:
 
 
 class _BodyOutput(tuple[Tensor]):
-    """A body's output, which heads read by index or by name. Every field but the hidden states is None."""
+    """Holds a body's output, which heads read by index or name. All but the hidden states is None."""
 
     def __getattr__(self, name: str) -> Tensor | None:
         return self[0] if name == "last_hidden_state" else None
@@ -154,7 +154,7 @@ class _GivenHidden(nn.Module):
 
     @property
     def decoder(self) -> "_GivenHidden":
-        """The module itself: OPT's head calls `model.decoder`."""
+        """This module: OPT's head calls `model.decoder`."""
         return self
 
 

@@ -94,7 +94,7 @@ def _load_decoder(
         adapter = load("models.lora", "lora").Adapter(Path(config.lora))
     shapes = {} if files is None else check_fit(whole, files.headers, checkpoint.path)
     is_tied = model.config.tie_word_embeddings
-    # Files that hold both a head and an embedding may hold different ones: then neither stands for the other.
+    # If the files hold both a head and an embedding, the two may differ, so each is read by its own name.
     tied = TIED_TO if is_tied and (files is None or not TIED_TO.keys() <= files.headers.keys()) else {}
     changed = set() if adapter is None else adapter.names(tied)
     quantized = _find_quantized(model, files, changed) if files is not None and shard is None else {}

@@ -5,15 +5,16 @@ the new ones there, all through the same few methods. `States` gives them a stan
 the states in memory with numbered slots, which extensions/states.py assigns to sequences.
 
 A mixer takes sequences of one length, so `States.mix` calls it several times for a flat batch: once for all
-sequences that decode one token, as (N, 1, E), then once for each longer span of a sequence, as (1, T, E).
+sequences that decode one token, as (N, 1, E), then once for every other span of a sequence, as (1, T, E).
 With blocks of 4, let B and C decode in slots 2 and 3 while A, which holds slot 4, computes a prompt of 10:
 
     B and C, one token each   (2, 1, E)   slots 2, 3 -> 2, 3
     A, tokens [0, 8)          (1, 8, E)   slot 0 (zeros) -> 5, kept for the prefix cache
     A, tokens [8, 10)         (1, 2, E)   slot 5 -> 4
 
-Spans end where a state is kept, and also at the end of the prompt. After a preemption, prompt and output are
-recomputed together, but some Mamba2 models limit the time steps of a prompt and not those of an output.
+A span ends where a state is kept, and at the end of the prompt. After a preemption, prompt and output are
+recomputed in one chunk, but some Mamba2 models limit the time steps of a prompt and not those of an output.
+So every span belongs to one or the other.
 
 Shape letters: T tokens of a step or span, N sequences of one call, E hidden size.
 """
@@ -484,7 +485,7 @@ def _mamba2(
 def _griffin_block(
     self: Any, input_states: Tensor, position_ids: Tensor, *, cache_params: _Call, **_: Any
 ) -> Any:
-    """RecurrentGemma's forward pass, with its states in the cache instead of in the modules."""
+    """Compute RecurrentGemma's block, with its states in the cache instead of in the modules."""
     num_tokens = input_states.shape[1]
     x = self.linear_x(input_states).transpose(1, 2)
     x = cache_params.update_conv_state(x, 0, conv_kernel_size=self.conv1d_width - 1)
