@@ -51,7 +51,7 @@ FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 # Number of a metadata type -> its name in `struct` and NumPy. 8 is a string and 9 an array.
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
-# Limits far above any real file, so that a malicious header is quickly rejected.
+# Limits far above any real file, so that no header takes long to read.
 MAX_ENTRIES = 1 << 13  # of metadata fields, and of tensors
 MAX_STRINGS = 1 << 22  # in all arrays together
 MAX_DIMENSIONS = 4  # ggml's own limit

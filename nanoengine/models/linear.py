@@ -83,7 +83,7 @@ def _mix(experts: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) ->
 
 
 def _by_expert(layers: Iterable[nn.Module], x: Any, counts: list[int]) -> Tensor:
-    """Apply each expert's layer to its rows of x: first counts[0] rows of the first expert, and so on."""
+    """Apply each expert's layer to its rows of x: counts[i] consecutive rows for expert i."""
     parts = zip(layers, x.split(counts), strict=True)
     return torch.cat([layer(rows) for layer, rows in parts if len(rows)])
 

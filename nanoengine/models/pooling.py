@@ -88,7 +88,7 @@ def _classifier(hf_config: Any) -> Pooling:
 
 
 def _embedding(path: Path, hf_config: Any, pooler_config: dict[str, Any]) -> Pooling:
-    """Return the pooling of an embedding model. Without files it is the normalized last token, as in vLLM."""
+    """Return the pooling of an embedding model. Without modules.json it is the normalized last token."""
     kind, activation = ("LAST", "normalize")
     file = path / "modules.json"
     if file.is_file():
