@@ -1,5 +1,6 @@
-// Attention over cache blocks, for one new token of many sequences and for many of one; in PyTorch in backends/attention.py.
-// Shape letters: T tokens, S sequences, H query heads, K key/value heads, G = H / K, D head_dim (Dv of the values),
+// Attention over cache blocks: one new token each of many sequences, or many new tokens of one sequence. The same in
+// PyTorch: backends/attention.py.
+// Shape letters: T tokens, S sequences, H query heads, K key/value heads, G = H / K, D head_dim (Dv for the values),
 // B block_size.
 
 #pragma once
@@ -9,9 +10,9 @@
 
 #include "products.h"
 
-// e^x of a number or a register to about one unit in the last place: x = n ln 2 + r, a polynomial for e^r, and n added
-// to the exponent. A register is rounded by adding so much that n's unit is the last bit; of a number's own rounding, in
-// a loop, the compiler makes better instructions.
+// Returns e^x, for a number or a register, to about one unit in the last place: x = n ln 2 + r, a polynomial for e^r,
+// and n added to the exponent. A register is rounded by adding a constant so large that the last bit is a one. A number
+// is rounded by nearbyint, which the compiler vectorizes better in a loop.
 template <class F>
 static inline F fast_exp(F x) {
   constexpr bool IS_NUMBER = std::is_same_v<F, float>;
@@ -39,12 +40,12 @@ static inline F fast_exp(F x) {
   return p * power;
 }
 
-// Tokens of a sequence that are attended to at a time, and how far apart rows of their scores are: there is room for the
-// 16 that are written at a time.
+// SPAN: how many tokens of a sequence are attended to at a time. ROW: the distance between rows of scores, which leaves
+// room for the 16 scores that are written at a time.
 constexpr int64_t SPAN = 256, ROW = SPAN + 16;
 
 template <int... I>
-static inline floats pick_lanes(floats a, floats b) {  // b's come after a's
+static inline floats pick_lanes(floats a, floats b) {  // b's lanes are numbered after a's
 #if defined(__clang__) || __GNUC__ >= 12
   return __builtin_shufflevector(a, b, I...);
 #else
@@ -54,19 +55,19 @@ static inline floats pick_lanes(floats a, floats b) {  // b's come after a's
 }
 using EachLane = std::make_integer_sequence<int, LANES>;
 
-// The lanes of two registers taken in turns, and added: the sums of a's pairs, then of b's.
+// Adds neighboring lanes: returns the sums of a's pairs, then of b's.
 template <int... I>
 static inline floats add_pairs(floats a, floats b, std::integer_sequence<int, I...>) {
   return pick_lanes<2 * I...>(a, b) + pick_lanes<2 * I + 1 ...>(a, b);
 }
 
-// The first or the second half of a's lanes and of b's, in turns: a0 b0 a1 b1 ...
+// Interleaves the first or the second halves of a and b: a0 b0 a1 b1 ...
 template <int HALF, int... I>
 static inline floats interleave(floats a, floats b, std::integer_sequence<int, I...>) {
   return pick_lanes<(I + HALF * LANES) / 2 + I % 2 * LANES...>(a, b);
 }
 
-// LANES registers, as rows of a matrix, to its columns: the bits of row and lane together move one place at a time.
+// Transposes a matrix of LANES registers. Each pass rotates the bits of (row, lane) by one place.
 static inline void transpose(floats* rows) {
   for (int n = 1; n < LANES; n *= 2) {
     floats moved[LANES];
@@ -78,7 +79,7 @@ static inline void transpose(floats* rows) {
   }
 }
 
-// The sum of each of LANES registers, in one.
+// Returns the sums of LANES registers, in one register.
 static inline floats sum_each(const floats* parts) {
   floats sums[LANES];
   memcpy(sums, parts, sizeof sums);
@@ -88,14 +89,14 @@ static inline floats sum_each(const floats* parts) {
   return sums[0];
 }
 
-// A dot product of a multiple of LANES elements (of bf16, twice that), but for the sum over the register.
+// Returns a dot product as a register that remains to be summed. D is a multiple of LANES, or of 2 LANES for bf16.
 static inline floats dot_parts(const float* a, const float* b, int64_t n) {
   floats sum{};
   for (int64_t i = 0; i < n; i += LANES) sum += load_as<floats>(a + i) * load_as<floats>(b + i);
   return sum;
 }
 
-// Have n elements brought into the second cache.
+// Prefetches n elements into the L2 cache.
 template <class X>
 static inline void fetch(const X* from, int64_t n) {
   for (int64_t i = 0; i < n; i += 64 / sizeof(X)) __builtin_prefetch(from + i, 0, 2);
@@ -109,7 +110,7 @@ static inline floats dot_parts(const bf16* a, const bf16* b, int64_t n) {
   return sum;
 }
 
-// 32 elements each of two rows in turns, a0 b0 a1 b1 ..., in two registers.
+// Interleaves 32 elements of each of two rows, a0 b0 a1 b1 ..., in two registers.
 static inline std::pair<__m512bh, __m512bh> interleaved(const bf16* a, const bf16* b) {
   alignas(64) static constexpr auto ORDER = [] {
     std::array<uint16_t, 64> order{};
@@ -140,9 +141,9 @@ static inline float add_up(floats lanes) {
   return lanes[0];
 }
 
-// A row of products q . k to weights e^(scale * product - most), in place; most, the largest of those scores and of what
-// `most` was, and their sum. The first key is `distance` positions before the query; each costs *slope (ALiBi). The rest
-// of the row's last LANES is overwritten.
+// Turns a row of products q . k into weights e^(scale * product - most), in place. Returns the new `most`, which is the
+// largest of these scores and the old `most`, and the sum of the weights. The first key is `distance` positions before
+// the query, and ALiBi subtracts *slope per position. The row is overwritten up to a multiple of LANES.
 static std::pair<float, float> exponentials(float* row, int64_t n, float scale, float most, float softcap,
                                             const float* slope, int64_t distance) {
   if (softcap > 0 || slope) {
@@ -168,9 +169,9 @@ static std::pair<float, float> exponentials(float* row, int64_t n, float scale, 
   return {most, add_up(sum)};
 }
 
-// scores[head][t] = q[head] . keys[t][head / G] for q (H, D) and up to 16 tokens' keys (count, K, D); a head's
-// scores are ROW apart from the next one's. Keys are read in the order in which they lie in memory, and those of
-// the `next` tokens fetched meanwhile.
+// Computes scores[head][t] = q[head] . keys[t][head / G] for q (H, D) and the keys (count, K, D) of up to 16 tokens. The
+// scores of consecutive heads are ROW apart. Keys are read in memory order, and those of the `next` tokens are
+// prefetched.
 template <class X>
 static void write_scores(float* scores, const Input<X>* q, const X* keys, const X* next, int64_t count, int64_t H,
                          int64_t K, int64_t D) {
@@ -194,9 +195,9 @@ static void write_scores(float* scores, const Input<X>* q, const X* keys, const 
     }
 }
 
-// sums[head] += weights[head][t] * values[t][head / G] for sums (H, D) and values (count, K, D); `next` as above.
-// Values are multiplied as V: as they are, by bfloat16's instructions, or as floats. Tokens go by fours, so that sums
-// are read and written once for four.
+// Computes sums[head] += weights[head][t] * values[t][head / G] for sums (H, D) and values (count, K, D); `next` as
+// above. Values are multiplied as V: as stored, with bfloat16 instructions, or as floats. Four tokens are added at a
+// time, so that sums are read and written once for four tokens.
 template <class V, class X>
 static void add_values(float* sums, const X* weights, const X* values, const X* next, int64_t count, int64_t H,
                        int64_t K, int64_t D) {
@@ -215,7 +216,7 @@ static void add_values(float* sums, const X* weights, const X* values, const X* 
       }
       float* sum = sums + head * D;
 #ifdef __AVX512BF16__
-      if constexpr (std::is_same_v<V, bf16>) {  // an instruction adds two tokens to a sum
+      if constexpr (std::is_same_v<V, bf16>) {  // one instruction adds two tokens to a sum
         __m512bh first = (__m512bh)_mm512_set1_epi32(weight[0].bits | uint32_t(weight[1].bits) << 16);
         __m512bh second = (__m512bh)_mm512_set1_epi32(weight[2].bits | uint32_t(weight[3].bits) << 16);
         for (int64_t i = 0; i < D; i += 32) {
@@ -239,10 +240,10 @@ static void add_values(float* sums, const X* weights, const X* values, const X* 
   }
 }
 
-// Sequence i's one new token, row rows[i] of q (T, H, D), attends to the last `window` (0: all) of its
-// seq_lens[i] tokens. K and V are read where they are. A long sequence is several tasks, each over SPAN tokens with
-// weights of its own, put together at the end: flash-decoding (https://pytorch.org/blog/flash-decoding). Where
-// spans begin depends on the sequence alone, so its result does not depend on the batch.
+// The new token of sequence i, row rows[i] of q (T, H, D), attends to the last `window` (0: all) of the sequence's
+// seq_lens[i] tokens. K and V are read in place. A long sequence is divided into tasks of SPAN tokens each, with weights
+// of their own, and the results are combined at the end: flash-decoding (https://pytorch.org/blog/flash-decoding). Spans
+// depend only on the sequence, so its result does not depend on the batch.
 template <class X>
 static void decode_attention(X* out, const X* q, const X* k_cache, const X* v_cache, const int32_t* block_tables,
                              const int32_t* seq_lens, const int64_t* rows, int64_t S, int64_t blocks, int64_t H,
@@ -258,9 +259,9 @@ static void decode_attention(X* out, const X* q, const X* k_cache, const X* v_ca
     for (; start < length; start += SPAN) tasks.push_back({s, start, std::min(start + SPAN, length)});
     first_task.push_back(tasks.size());
   }
-  // Of each task: per head the sum of values, then per head the largest score and the sum of weights.
+  // For each task: the sum of values per head, then the largest score and the sum of weights per head.
   int64_t size = H * (Dv + 2);
-  static thread_local std::vector<float> kept;  // from call to call: fresh memory costs more than what is done here
+  static thread_local std::vector<float> kept;  // kept between calls: new memory takes longer than the work
   if (kept.size() < tasks.size() * size) kept.resize(tasks.size() * size);
   float* results = kept.data();
 #pragma omp parallel
@@ -270,8 +271,8 @@ static void decode_attention(X* out, const X* q, const X* k_cache, const X* v_ca
 #pragma omp for schedule(dynamic)
     for (size_t i = 0; i < tasks.size(); i++) {
       int64_t s = tasks[i].sequence, begin = tasks[i].begin, end = tasks[i].end;
-      // Calls use(offset in the span, slot, slot of the tokens after these, count) for up to 16 tokens that lie
-      // together in a block.
+      // Calls use(offset in the span, slot, slot of the tokens after these, count) for up to 16 consecutive tokens of
+      // a block.
       auto each_run = [&](auto use) {
         const int32_t* table = block_tables + s * blocks;
         auto slot = [&](int64_t position) { return table[position / B] * B + position % B; };
@@ -316,7 +317,7 @@ static void decode_attention(X* out, const X* q, const X* k_cache, const X* v_ca
   }
 }
 
-// Columns and rows of a packed weight: of K, whose tokens are the outputs, and of V, whose tokens are the inputs.
+// These pack K and V like the weights of a product: K as a weight with tokens as outputs, V with tokens as inputs.
 template <class A, class X>
 static void pack_column(A* __restrict to, const X* __restrict token, int64_t D) {
   int64_t d = 0;
@@ -326,7 +327,7 @@ static void pack_column(A* __restrict to, const X* __restrict token, int64_t D) 
   if (d < D) to[d * OUTPUTS] = narrow<A>(load(token[d]));
 }
 
-// LANES columns at once, where D is a multiple of LANES steps; token(i) is where the i-th begins.
+// Packs LANES columns at once if D is a multiple of LANES steps. token(i) is the start of the i-th token.
 template <class A, class Token>
 static void pack_columns(A* to, Token token, int64_t D) {
   for (int64_t d = 0; d < D; d += LANES * STEP<A>) {
@@ -343,25 +344,25 @@ template <class A, class X>
 static void pack_row(A* __restrict to, const X* __restrict token, const X* __restrict next, int64_t n) {
   if constexpr (STEP<A> == 2)
     for (int64_t d = 0; d < n; d++) {
-      uint32_t pair = token[d].bits | uint32_t(next[d].bits) << 16;  // at once, so that it becomes vector instructions
+      uint32_t pair = token[d].bits | uint32_t(next[d].bits) << 16;  // as one value, so that the compiler vectorizes it
       memcpy(to + 2 * d, &pair, 4);
     }
   else
     widen_row(to, token, n);
 }
 
-// A sequence's last T tokens, q and out (T, H, ..), attend to its `length` tokens. Keys come in spans, packed as a
-// product's weights are, and weights of earlier spans are scaled down where a later one has a larger score:
-// flash-attention (https://arxiv.org/abs/2205.14135). Spans begin where they do whatever the chunk, and what a query
-// does not see adds 0, so its result does not depend on how the prompt was divided.
+// The last T tokens of a sequence, q and out (T, H, ..), attend to the sequence's `length` tokens. Keys are processed in
+// spans, packed like the weights of a product. If a later span has a larger score, the results of earlier spans are
+// scaled down: flash-attention (https://arxiv.org/abs/2205.14135). Spans begin at the same positions for every chunk, and
+// keys that a query does not see add 0, so the result does not depend on how the prompt was divided.
 template <class X>
 static void prefill_attention(X* out, const X* q, const X* k_cache, const X* v_cache, const int32_t* table, int64_t T,
                               int64_t length, int64_t H, int64_t K, int64_t D, int64_t Dv, int64_t B, float scale,
                               int64_t window, float softcap, const float* sinks, const float* slopes) {
-  using A = Input<X>;  // of q, K, weights and V in the products
+  using A = Input<X>;  // type of q, K, weights and V in the products
   constexpr int64_t QUERIES = 128, PAIR = STEP<A>;
   const bool by_amx = HAS_AMX && std::is_same_v<A, bf16>;
-  const int64_t together = by_amx ? DEPTH : PAIR;  // tokens whose values are added at once
+  const int64_t together = by_amx ? DEPTH : PAIR;  // number of tokens whose values are added at once
   auto padded = [](int64_t n, int64_t to) { return (n + to - 1) / to * to; };
   int64_t G = H / K, query_width = padded(D, PAIR), value_width = padded(Dv, OUTPUTS);
   int64_t num_parts = (T + QUERIES - 1) / QUERIES;
@@ -388,8 +389,8 @@ static void prefill_attention(X* out, const X* q, const X* k_cache, const X* v_c
       int64_t kv_head = task % K, part = num_parts - 1 - task / K;  // the longest first
       int64_t rows = std::min(QUERIES, T - part * QUERIES), first = length - T + part * QUERIES, last = first + rows;
       const X* part_q = q + (part * QUERIES * H + kv_head * G) * D;
-      // Calls use(g, tile's first row, its rows, their place among the part's) for tiles of one head's queries. Those of
-      // AMX are whole, there is room behind the last one.
+      // Calls use(g, first row of a tile, its rows, their place in the part) for tiles of one head's queries. AMX tiles
+      // always have full height; there is room after the last one.
       auto each_tile = [&](auto use) {
         for (int64_t g = 0; g < G; g++)
           for (int64_t i = 0; i < num_tiles_of(rows, by_amx ? HEIGHT : ROWS); i++) {
@@ -418,7 +419,7 @@ static void prefill_attention(X* out, const X* q, const X* k_cache, const X* v_c
           if (are_many) pack_columns(to, [&](int64_t j) { return token(k_cache, begin + i + j, D); }, D);
           else pack_column(to, token(k_cache, begin + i, D), D);
         }
-        if (start > begin) std::fill(values.begin(), values.end(), narrow<A>(0));  // which have a weight of 0
+        if (start > begin) std::fill(values.begin(), values.end(), narrow<A>(0));  // their weight is 0
         for (int64_t i = (start - begin) / PAIR * PAIR; i < padded(end - begin, together); i += PAIR) {
           bool is_there = start <= begin + i && begin + i < end;
           const X* one = is_there ? token(v_cache, begin + i, Dv) : zeros.data();
@@ -427,7 +428,7 @@ static void prefill_attention(X* out, const X* q, const X* k_cache, const X* v_c
             pack_row(&values[d * SPAN + i * OUTPUTS], one + d, other + d, std::min(OUTPUTS, Dv - d));
         }
         each_tile([&](int64_t g, int64_t row, int64_t R, int64_t place) {
-          int64_t position = first + row, seen = std::min(end, position + R) - begin;  // by the tile's last
+          int64_t position = first + row, seen = std::min(end, position + R) - begin;  // by the tile's last row
           int64_t unseen = window ? std::max<int64_t>(0, position + 1 - window - begin) / OUTPUTS * OUTPUTS : 0;
           if (seen <= unseen) return;
           std::fill_n(scores.data(), R * ROW, 0.0f);

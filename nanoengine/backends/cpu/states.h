@@ -1,9 +1,9 @@
-// Layers that hand on a state (models/states.py): T tokens each of N sequences, whose states are read from slots `sources`
-// and written to slots `targets`. Token after token, so that it does not matter how a prompt was divided into chunks. States
-// are float, but for a convolution's.
+// Layers with recurrent state (models/states.py): T tokens each of N sequences. States are read from the slots `sources`
+// and written to the slots `targets`. Tokens are processed one by one, so the result does not depend on how a prompt was
+// divided into chunks. States are float, except those of convolutions.
 
-// A convolution's step, with silu where it is asked for. x and out (N, C), weight (C, W), bias (C,) or null, states
-// (slots, C, W): the last W inputs.
+// One step of a causal convolution, optionally followed by silu. x and out (N, C), weight (C, W), bias (C,) or null,
+// states (slots, C, W): the last W inputs.
 template <class X>
 static void conv_step(X* out, const X* x, const X* weight, const X* bias, X* states, const int64_t* sources,
                       const int64_t* targets, int64_t N, int64_t C, int64_t W, int64_t silu) {
@@ -23,8 +23,9 @@ static void conv_step(X* out, const X* x, const X* weight, const X* bias, X* sta
   }
 }
 
-// The gated delta rule. q and k (N, T, K, D), normalised here, v and out (N, T, H, V), decay (N, T, H, E) the logarithms of
-// what is kept, of a head (E = 1) or of each of its rows (E = D), beta (N, T, H), states (slots, H, D, V).
+// The gated delta rule. q and k (N, T, K, D) are normalized here. v and out (N, T, H, V). decay (N, T, H, E): the
+// logarithm of the kept fraction, for a head (E = 1) or for each of its rows (E = D). beta (N, T, H), states
+// (slots, H, D, V).
 template <class X>
 static void delta_rule(X* out, const X* q, const X* k, const X* v, const float* decay, const float* beta, float* states,
                        const int64_t* sources, const int64_t* targets, int64_t N, int64_t T, int64_t H, int64_t K,
@@ -58,7 +59,7 @@ static void delta_rule(X* out, const X* q, const X* k, const X* v, const float* 
           for (int64_t e = 0; e < V; e++) change[e] += weight * from[d * V + e];
         }
         for (int64_t e = 0; e < V; e++) change[e] = (load(v[i * V + e]) - change[e]) * beta[i];
-        for (int64_t d = 0; d < D; d++) {  // what was just read is in a cache near by
+        for (int64_t d = 0; d < D; d++) {  // this row was just read and is still in a near cache
 #pragma omp simd
           for (int64_t e = 0; e < V; e++) {
             float x = kept[d] * from[d * V + e] + key[d] * change[e];
