@@ -1,7 +1,7 @@
-// What PyTorch has no fast operator for on a CPU: products with weights that come out of memory once for all rows
-// (products.h), attention over cache blocks (attention.h), layers with states (states.h), and here the element-wise work
-// between two products, each in one pass over memory, all of a layer in one call, and sampling.
-// build.py compiles this file where there is a compiler, and kernels.py calls it through ctypes. Everything here also
+// CPU kernels for what PyTorch has no fast operator: products that read each weight from memory once for all rows
+// (products.h), attention over cache blocks (attention.h), and layers with recurrent state (states.h). This file has the
+// element-wise work between two products, each in one pass over memory, a whole layer in one call, and sampling.
+// build.py compiles this file if there is a compiler, and kernels.py calls it through ctypes. Everything here also
 // exists in plain PyTorch, in backends/attention.py, models/decoder.py and sampling.py, or in transformers.
 //
 // Shape letters: T tokens, S sequences, H query heads, K key/value heads, D head_dim, B block_size, E hidden size, R rows
@@ -14,7 +14,8 @@
 
 // ---- Between attention and products --------------------------------------------------------------
 
-// Tokens' K and V, rows of k_width and v_width elements that lie k_stride and v_stride apart, to their slots.
+// Writes the K and V of tokens to their slots. Rows have k_width and v_width elements and are k_stride and v_stride
+// apart.
 template <class X>
 static void write_kv(X* k_cache, X* v_cache, const X* k, const X* v, const int64_t* slots, int64_t T, int64_t k_width,
                      int64_t v_width, int64_t k_stride, int64_t v_stride) {
@@ -25,7 +26,7 @@ static void write_kv(X* k_cache, X* v_cache, const X* k, const X* v, const int64
   }
 }
 
-// total = x + residual (where there is one), out = total / rms(total) * weight, over rows of E.
+// Computes total = x + residual (if there is one) and out = total / rms(total) * weight, for rows of E.
 template <class X>
 static void rms_norm(X* out, X* total, const X* x, const X* residual, const X* weight, float eps, int64_t T, int64_t E) {
 #pragma omp parallel
@@ -49,8 +50,8 @@ static void rms_norm(X* out, X* total, const X* x, const X* residual, const X* w
   }
 }
 
-// Heads (T, heads, D), rows of them stride elements apart, normalised (where there is a weight) and rotated
-// by cos and sin (T, D).
+// Normalizes (if there is a weight) heads (T, heads, D), whose tokens are `stride` elements apart, and rotates them by
+// cos and sin (T, D).
 template <class X>
 static void norm_rotate(X* out, const X* x, int64_t stride, const X* weight, float eps, const X* cos, const X* sin,
                         int64_t T, int64_t heads, int64_t D) {
@@ -81,7 +82,7 @@ static void norm_rotate(X* out, const X* x, int64_t stride, const X* weight, flo
   }
 }
 
-// silu(gate) * up for rows of [gate, up], I each.
+// Computes silu(gate) * up for rows of [gate, up], I each.
 template <class X>
 static void silu_and_mul(X* out, const X* gate_up, int64_t T, int64_t I) {
 #pragma omp parallel for schedule(static)
@@ -96,16 +97,16 @@ static void silu_and_mul(X* out, const X* gate_up, int64_t T, int64_t I) {
 
 // ---- Sampling ------------------------------------------------------------------------------------
 
-constexpr int64_t CHUNK = 64;  // of a vocabulary, whose tokens are summed up first
+constexpr int64_t CHUNK = 64;  // tokens of the vocabulary whose weights are summed first
 
-// Of tokens in ascending order, keep the likeliest, those before which sizes add up to less than `limit`: of equal ones
-// the first comes first. Sizes are added up by leading bits of the distance to the likeliest token's logit, so that no
-// more is sorted than one bucket.
+// Keeps the most probable of some tokens, given in ascending order: each token before which the sizes of more probable
+// tokens add up to less than `limit`. Of equally probable tokens, the lower id comes first. Sizes are first summed in
+// buckets, by the leading bits of the distance from the largest logit, so that only one bucket has to be sorted.
 template <class Size>
 static void keep_likeliest(std::vector<int32_t>& tokens, const float* distance, double limit, Size size) {
   static thread_local std::array<double, 1 << 11> sums;
   sums.fill(0);
-  auto bucket = [&](int32_t token) {  // exponent and three bits of the fraction: it is not negative
+  auto bucket = [&](int32_t token) {  // exponent and three bits of the fraction; distances are not negative
     uint32_t bits;
     memcpy(&bits, distance + token, 4);
     return bits >> 20;
@@ -129,8 +130,8 @@ static void keep_likeliest(std::vector<int32_t>& tokens, const float* distance, 
   tokens.erase(std::remove_if(tokens.begin(), tokens.end(), is_beyond), tokens.end());
 }
 
-// The first i < n at which weight(0) + ... + weight(i) exceeds `target`, from which what comes before i is taken off; the
-// last with a weight where rounding leaves none.
+// Returns the first i < n at which weight(0) + ... + weight(i) exceeds `target`, and subtracts the weights before i from
+// `target`. If rounding leaves no such i, returns the last i with a weight.
 template <class Weight>
 static int64_t pick(int64_t n, double& target, Weight weight) {
   int64_t last = 0;
@@ -143,10 +144,11 @@ static int64_t pick(int64_t n, double& target, Weight weight) {
   return last;
 }
 
-// A token of those that min_p, top_k and top_p leave of V, by chance u, given each one's distance and weight.
+// Samples one of the tokens that min_p, top_k and top_p keep of V, with the random number u, given the distance and
+// weight of each token.
 static int64_t draw_filtered(std::vector<int32_t>& kept, std::vector<float>& nearest, const float* distance,
                              const float* weight, int64_t top_k, float top_p, float min_p, double u, int64_t V) {
-  float furthest = INFINITY;  // of the top k at most: there are k chunks with a token that is no further
+  float furthest = INFINITY;  // bound for the top k: k chunks have a token at most that far
   int64_t num_chunks = nearest.size();
   if (0 < top_k && top_k <= num_chunks) {
     for (int64_t i = 0; i < num_chunks; i++)
@@ -163,13 +165,14 @@ static int64_t draw_filtered(std::vector<int32_t>& kept, std::vector<float>& nea
     return sum;
   };
   if (top_k > 0) keep_likeliest(kept, distance, top_k, [](int32_t) { return 1.0; });
-  if (top_p < 1)  // the likeliest stays, even where top_p is 0 in float32
+  if (top_p < 1)  // the most probable token is kept even if top_p is 0 in float32
     keep_likeliest(kept, distance, std::max<double>(top_p * total(), DBL_MIN), [&](int32_t i) { return weight[i]; });
   double target = u * total();
   return kept[pick(kept.size(), target, [&](int64_t i) { return weight[kept[i]]; })];
 }
 
-// A token of all V by chance u, given each one's weight: not every one of them is looked at.
+// Samples one of all V tokens with the random number u, given the weight of each token. First chooses a chunk, then a
+// token in it.
 static int64_t draw_from_all(std::vector<float>& sums, const float* weight, double u, int64_t V) {
   double total = 0;
   for (int64_t begin = 0; begin < V; begin += CHUNK) {
@@ -183,7 +186,8 @@ static int64_t draw_from_all(std::vector<float>& sums, const float* weight, doub
   return begin + pick(std::min(CHUNK, V - begin), target, [&](int64_t i) { return weight[begin + i]; });
 }
 
-// sampling.py's draw_rows: a token per row of logits (R, V), and the row's largest logit, NaN where one is.
+// Implements draw_rows of sampling.py: a token per row of logits (R, V), and the row's largest logit, or NaN if the row
+// has a NaN.
 template <class X>
 static void sample(const X* logits, int64_t* tokens, float* largest, const float* temperature, const int64_t* top_k,
                    const float* top_p, const float* min_p, const double* u, int64_t R, int64_t V) {
@@ -220,22 +224,22 @@ static void sample(const X* logits, int64_t* tokens, float* largest, const float
 
 // ---- A layer -------------------------------------------------------------------------------------
 
-// packed.py and attention.py hand both over as arrays of 64-bit integers.
+// packed.py and attention.py pass both structs as arrays of 64-bit integers.
 static_assert(sizeof(void*) == 8);
 template <class X>
-struct Layer {  // addresses, null where there is none, and sizes: E hidden, M of the MLP
+struct Layer {  // addresses, null if there is none, and sizes: E hidden, M of the MLP
   struct Linear {
     const void* packed;
     const X* bias;
-    int64_t bits, group, has_zeros;  // as `Form`
+    int64_t bits, group, has_zeros;  // see `Form`
   };
   Linear qkv, o, gate_up, down;
   const X *input_norm, *q_norm, *k_norm, *post_norm;
   int64_t E, H, K, D, M, window;
 };
-struct Batch {  // as CompiledAttention holds it
+struct Batch {  // built by CompiledAttention
   const int64_t* slots;
-  const int32_t *tables, *seq_lens;  // of the sequences with one new token
+  const int32_t *tables, *seq_lens;  // for the sequences with one new token
   const int64_t* rows;
   int64_t S, blocks, B, num_chunks;
   struct Chunk {
@@ -243,12 +247,12 @@ struct Batch {  // as CompiledAttention holds it
     const int32_t* table;
   };
   const Chunk* chunks;
-  const int64_t* needed;  // rows that are computed to the end, ascending, where that is not all T
+  const int64_t* needed;  // rows whose hidden states are used, ascending; null: all T
   int64_t num_needed;
 };
 
-// models/decoder.py's DecoderLayer in one call: between kernels Python takes as long as a small batch's layer does. All
-// T rows leave their K and V; out and total have the rows that are needed.
+// Computes DecoderLayer of models/decoder.py in one call: with separate calls, Python would take as long as a small
+// batch's layer. All T rows write their K and V. out and total contain only the needed rows.
 template <class X>
 static void decoder_layer(X* out, X* total, const X* x, const X* residual, const X* cos, const X* sin, X* k_cache,
                           X* v_cache, const Layer<X>* layer, const Batch* batch, int64_t T, float eps, float scale) {
@@ -291,8 +295,8 @@ static void decoder_layer(X* out, X* total, const X* x, const X* residual, const
   multiply(out, hidden, down_proj, M, E);
 }
 
-// kernels.py finds each function by a variable that holds its address: a template has no C name. build.py compiles for one
-// type at a time, TYPES being 1, 2 or 4, which takes under half as long as for all.
+// kernels.py finds each function through a variable with its address, because a template has no C name. build.py compiles
+// for one type at a time (TYPES is 1, 2 or 4), which takes less than half the time of compiling for all.
 #ifndef TYPES
 #define TYPES 7
 #endif
@@ -331,7 +335,7 @@ EXPORT(mamba2)
 EXPORT(mamba)
 extern "C" decltype(&pack_integers) pack_integers_int8;
 decltype(&pack_integers) pack_integers_int8 = &pack_integers;
-extern "C" const int64_t outputs;  // of a packed weight's block
+extern "C" const int64_t outputs;  // in a block of a packed weight
 const int64_t outputs = OUTPUTS;
-extern "C" const bool amx;  // whether products of bfloat16 use it
+extern "C" const bool amx;  // whether bfloat16 products use AMX
 const bool amx = HAS_AMX;

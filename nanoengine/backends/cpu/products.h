@@ -1,5 +1,5 @@
-// Numbers of fewer bits than a float, and products with packed weights of them: the part of kernels.cpp that depends on
-// the instruction set. Shape letters: T tokens, I inputs, N outputs of a layer.
+// Number types smaller than float, and products with packed weights: the part of kernels.cpp that depends on the
+// instruction set. Shape letters: T tokens, I inputs, N outputs of a layer.
 
 #pragma once
 
@@ -22,7 +22,7 @@
 #define MAY_HAVE_AMX
 #endif
 
-// ---- Numbers, and vectors of them ---------------------------------------------------------------
+// ---- Numbers and vectors ------------------------------------------------------------------------
 
 struct bf16 {
   uint16_t bits;
@@ -41,13 +41,13 @@ static inline X narrow(float x);
 template <>
 inline float narrow(float x) { return x; }
 template <>
-inline bf16 narrow(float x) {  // to the nearest, ties to even
+inline bf16 narrow(float x) {  // rounds to nearest, ties to even
   uint32_t bits;
   memcpy(&bits, &x, 4);
   return {uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
 }
 
-#ifdef __FLT16_MAX__  // the compiler has the type
+#ifdef __FLT16_MAX__  // the compiler supports the type
 #ifdef __aarch64__
 typedef __fp16 half;
 #else
@@ -72,14 +72,14 @@ static void narrow_row(X* __restrict out, const Y* __restrict row, int64_t n) {
 template <class X>
 static void widen_row(float* __restrict out, const X* __restrict row, int64_t n) {
   int64_t i = 0;
-#if defined(__FLT16_MAX__) && defined(__F16C__)  // the compiler would convert one at a time
+#if defined(__FLT16_MAX__) && defined(__F16C__)  // otherwise the compiler converts one number at a time
   if constexpr (std::is_same_v<X, fp16>)
     for (; i + 8 <= n; i += 8) _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(row + i))));
 #endif
   for (; i < n; i++) out[i] = load(row[i]);
 }
 
-// A row as A: X, float or bf16.
+// Converts a row to A, which is X, float or bf16.
 template <class A, class X>
 static void convert_row(A* __restrict out, const X* __restrict row, int64_t n) {
   if constexpr (std::is_same_v<A, X>) memcpy(out, row, n * sizeof(X));
@@ -87,7 +87,7 @@ static void convert_row(A* __restrict out, const X* __restrict row, int64_t n) {
   else narrow_row(out, row, n);
 }
 
-// n numbers as A, which is X or float: where they are, or converted into `room`.
+// Returns n numbers as A, which is X or float: in place, or converted into `room`.
 template <class A, class X>
 static const A* as_inputs(std::vector<float>& room, const X* x, int64_t n) {
   if constexpr (std::is_same_v<A, X>) {
@@ -101,10 +101,11 @@ static const A* as_inputs(std::vector<float>& room, const X* x, int64_t n) {
 
 // ---- Products ------------------------------------------------------------------------------------
 
-// A register in the vector extension that GCC and Clang share: one source for every instruction set. A tile's sums,
-// ROWS x VECTORS registers, the weights of an input and a number of x are what there is room for. Weights that have to
-// be converted are so once for more than MANY rows, PART inputs at a time; for fewer, each tile converts. With FETCH_FROM
-// rows and more the next block is fetched while this one is in use: fewer wait for memory all the time.
+// LANES is the width of a register in the vector extension of GCC and Clang, so one source serves every instruction set.
+// The registers hold a tile's sums (ROWS x VECTORS registers), the weights of one input, and one number of x. With more
+// than MANY rows, weights that need conversion are converted once, PART inputs at a time; with fewer, each tile converts
+// them. With FETCH_FROM rows or more, the next block is prefetched while this one is in use. With fewer rows, prefetching
+// does not help: the product waits for memory all the time.
 #if defined(__AVX512F__)
 constexpr int LANES = 16, VECTORS = 4, ROWS = 6, MANY = 48, FETCH_FROM = 7;
 #elif defined(__AVX__)
@@ -130,13 +131,14 @@ static inline V load_as(const void* from) {
   return vector;
 }
 
-// A packed weight is (ceil(N / OUTPUTS), I / STEP, OUTPUTS, STEP): blocks of OUTPUTS outputs, whose weights of an input
-// lie together. Of bf16 two inputs share a step, so that an output has 32 bits of it, as of its sum, and int8 lies alike.
-// Of int4 eight integers of an output share 32 bits, those of a step's inputs for each of the tile's vectors: integer k is
-// of input k / VECTORS and of vector k % VECTORS.
+// A packed weight is (ceil(N / OUTPUTS), I / STEP, OUTPUTS, STEP): blocks of OUTPUTS outputs, in which the weights of one
+// input are adjacent. In bf16, two inputs share a step, so that each output has 32 bits per step, like its sum. int8 has
+// the same layout. In int4, eight integers of an output share 32 bits: the step's inputs for each vector of the tile.
+// Integer k belongs to input k / VECTORS and vector k % VECTORS.
 //
-// Integers have, for each output and group of inputs, a scale and where asked a zero, float16: a weight is (integer - zero)
-// times scale. These lie behind their group's integers. Sums are made of a group's integers, and scaled then.
+// Quantized weights have a float16 scale, and optionally a float16 zero, for each output and group of inputs: a weight is
+// (integer - zero) * scale. Scales and zeros are stored after their group's integers. The products of a group's integers
+// are summed first and scaled afterwards.
 struct int4x8 {
   uint32_t all;
 };
@@ -144,10 +146,10 @@ template <class W>
 constexpr int64_t STEP = std::is_same_v<W, bf16> || std::is_same_v<W, int8_t> ? 2 : 1;
 template <>
 constexpr int64_t STEP<int4x8> = 8 / VECTORS;
-template <class W>  // W's of a step
+template <class W>  // number of W per step
 constexpr int64_t IN_STEP = std::is_same_v<W, int4x8> ? LANES : OUTPUTS * STEP<W>;
 
-// What X is multiplied as.
+// The type in which X is multiplied.
 #ifdef __AVX512BF16__
 template <class X>
 using Input = std::conditional_t<std::is_same_v<X, bf16>, bf16, float>;
@@ -158,7 +160,7 @@ using Input = float;
 
 static inline int32_t integer_of(int4x8 eight, int k) { return int32_t(eight.all << (28 - 4 * k)) >> 28; }
 
-// A step's weights for input i and vector j of outputs.
+// Returns a step's weights for input i and vector j of outputs.
 static inline floats weights_of(const float* step, int, int j) { return load_as<floats>(step + j * LANES); }
 static inline floats weights_of(const bf16* step, int i, int j) {
   bits both = load_as<bits>(step + j * LANES * 2);
@@ -171,7 +173,7 @@ static inline floats weights_of(const int8_t* step, int i, int j) {
 #ifdef __AVX512F__
 static inline floats weights_of(const int4x8* step, int i, int j) {
   const floats numbers = {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1};
-  bits low = load_as<bits>(step) >> 4 * (i * VECTORS + j);  // of which four count
+  bits low = load_as<bits>(step) >> 4 * (i * VECTORS + j);  // the lowest four bits are the integer
   return (floats)_mm512_permutexvar_ps((__m512i)low, (__m512)numbers);
 }
 #else
@@ -196,7 +198,7 @@ static inline floats weights_of(const fp16* step, int, int j) {
 #endif
 
 #ifdef __AVX512BF16__
-// A step's weights for both inputs and vector j. Integers of 8 bits are bf16 too.
+// Returns a step's weights for both inputs and vector j, as bf16: 8-bit integers are exact in bf16.
 static inline __m512bh pairs_of(const bf16* step, int j) { return (__m512bh)_mm512_loadu_si512(step + j * LANES * 2); }
 static inline __m512bh pairs_of(const int8_t* step, int j) {
   auto wide = [step, j](int half) {
@@ -206,7 +208,7 @@ static inline __m512bh pairs_of(const int8_t* step, int j) {
   return _mm512_cvtne2ps_pbh(wide(1), wide(0));
 }
 static inline __m512bh pairs_of(const int4x8* step, int j) {
-  // By the lowest four bits of each 16: the fifth, which counts too, is the next integer's.
+  // A table of 32 entries: the lookup uses five bits, and the fifth belongs to the next integer.
   alignas(64) static constexpr uint16_t BF16[32] = {
       0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0,
       0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0,
@@ -216,7 +218,7 @@ static inline __m512bh pairs_of(const int4x8* step, int j) {
 }
 #endif
 
-// LANES float16 as floats.
+// Converts LANES float16 to float.
 static inline floats halves(const uint16_t* from) {
 #if defined(__AVX512F__)
   return (floats)_mm512_cvtph_ps(load_as<__m256i>(from));
@@ -229,16 +231,16 @@ static inline floats halves(const uint16_t* from) {
 #endif
 }
 
-// Where the groups of a part of a block lie. Of plain weights it is one, without scales.
+// Describes where the groups of a part of a block are stored. Plain weights are one group without scales.
 struct Groups {
-  int64_t count, inputs;  // of a group
-  int64_t weight_bytes;   // from a group's weights to the next one's
-  const char* scales;     // OUTPUTS, then as many zeros
+  int64_t count, inputs;  // number of groups, inputs of a group
+  int64_t weight_bytes;   // distance between the weights of consecutive groups
+  const char* scales;     // OUTPUTS scales, then as many zeros
   int64_t scale_bytes;
-  const float* x_sums;  // (rows, sum_stride): of each row's inputs in a group; null: there are no zeros
+  const float* x_sums;  // (rows, sum_stride): sums of each row's inputs per group; null: there are no zeros
   int64_t sum_stride;
 
-  // Row r's total for vector j of outputs, and a group's sum of its inputs times integers.
+  // Adds to row r's total for vector j of outputs the scaled `sum` of a group's inputs times integers.
   floats add_scaled(floats total, floats sum, int64_t group, int r, int j) const {
     const uint16_t* of_group = (const uint16_t*)(scales + group * scale_bytes) + j * LANES;
     if (x_sums) sum -= halves(of_group + OUTPUTS) * x_sums[r * sum_stride + group];
@@ -247,8 +249,8 @@ struct Groups {
 };
 static inline Groups plain(int64_t inputs) { return {1, inputs, 0, nullptr, 0, nullptr, 0}; }
 
-// Add to R rows of sums, OUTPUTS wide and `row` apart, the product of R rows of x, `stride` apart, with a block's weights
-// of some groups. Meanwhile `lines` cache lines for every four steps are fetched from `next` on.
+// Adds to R rows of sums, OUTPUTS wide and `row` apart, the product of R rows of x, `stride` apart, and a block's weights
+// for some groups. Meanwhile, for every four steps, `lines` cache lines are prefetched from `next` on.
 template <class A, class W, bool IS_SCALED, int R>
 static void multiply_tile(float* sums, int64_t row, const A* x, int64_t stride, const W* weights, const Groups& groups,
                           const char* next, int64_t lines) {
@@ -286,7 +288,7 @@ static void multiply_tile(float* sums, int64_t row, const A* x, int64_t stride, 
       for (int64_t line = 0; line < lines; line++, next += 64) __builtin_prefetch(next, 0, 2);
 #pragma GCC unroll 4
       for (int i = 0; i < 4; i++, x += STEP<W>) {
-        asm("" : "+r"(x));  // or the compiler has an address for each row and step, more than there are registers
+        asm("" : "+r"(x));  // otherwise the compiler keeps more addresses than there are registers
         take_step(sum, x, step + i * IN_STEP<W>);
       }
     }
@@ -307,14 +309,15 @@ static constexpr auto tiles(std::integer_sequence<int, R...>) {
 template <class A, class W, bool IS_SCALED>
 static constexpr auto TILES = tiles<A, W, IS_SCALED>(std::make_integer_sequence<int, ROWS>());
 
-// Rows are divided into tiles of about one height.
+// Rows are divided into tiles of nearly equal height.
 static inline int64_t num_tiles_of(int64_t rows, int64_t most = ROWS) { return (rows + most - 1) / most; }
 static inline std::pair<int64_t, int64_t> tile_of(int64_t rows, int64_t i) {
   return {rows * i / num_tiles_of(rows), rows * (i + 1) / num_tiles_of(rows)};
 }
 
-// sums (rows, OUTPUTS) += rows of x, `stride` apart, times a block's weights. `next` is what comes out of memory after
-// these: of several tiles the first would wait for it and leave memory idle in the others, so all share in fetching.
+// Adds to sums (rows, OUTPUTS) the rows of x, `stride` apart, times a block's weights. `next` is the next block to come
+// from memory. Its prefetching is spread over up to four tiles: if the first tile did all of it, the first tile would
+// wait for memory, and memory would be idle during the others.
 template <class A, class W, bool IS_SCALED = false>
 static void multiply(float* sums, const A* x, int64_t stride, const W* weights, Groups groups, int64_t rows,
                      const char* next, int64_t bytes) {
@@ -330,7 +333,7 @@ static void multiply(float* sums, const A* x, int64_t stride, const W* weights, 
   }
 }
 
-// A block's weights of so many inputs as what they are multiplied as, in the layout of that.
+// Converts a block's weights for a number of inputs to the type A in which they are multiplied, and to A's layout.
 template <class A, class W>
 static void widen_block(A* out, const W* step, int64_t inputs) {
   for (int64_t first = 0; first < inputs; first += STEP<W>, step += IN_STEP<W>)
@@ -352,22 +355,23 @@ static void widen_block(A* out, const W* step, int64_t inputs) {
 
 // ---- Products by AMX -----------------------------------------------------------------------------
 //
-// Of bfloat16, where the processor has it: its registers are tiles of 16 rows of 64 bytes, and sums (rows, 16 outputs) +=
-// inputs (rows, DEPTH) times weights (DEPTH, 16 outputs), which lie there as in a packed weight. Its order of sums is its
-// own: of DEPTH inputs the even ones, the odd ones, and then both. So whatever the number of rows it is kept to.
+// For bfloat16, on processors with AMX. Its registers are tiles of 16 rows of 64 bytes, and an instruction computes
+// sums (rows, 16 outputs) += inputs (rows, DEPTH) times weights (DEPTH, 16 outputs). Weights have the layout of a packed
+// weight. AMX has its own order of summation: for DEPTH inputs the even ones, the odd ones, and then both. Every number
+// of rows uses this order, so that results do not depend on it.
 
-constexpr int64_t HEIGHT = 16, DEPTH = 32;  // rows and inputs of a tile at most
-constexpr int64_t FEW = 2;                  // rows of integers for which the way through tiles is the longer one
+constexpr int64_t HEIGHT = 16, DEPTH = 32;  // the largest number of rows and inputs in a tile
+constexpr int64_t FEW = 2;                  // up to this many rows, quantized weights are faster without tiles
 
 #ifdef MAY_HAVE_AMX
-constexpr int64_t AMX_PART = 256;          // inputs of a block that are in the first cache for all rows
-constexpr int64_t AMX_INPUTS = 512 << 10;  // of all rows that are in the second one
+constexpr int64_t AMX_PART = 256;          // inputs of a block that stay in the L1 cache for all rows
+constexpr int64_t AMX_INPUTS = 512 << 10;  // inputs of all rows together that stay in the L2 cache
 
-// Linux saves these registers for processes that have asked.
+// Linux saves these registers only for processes that request it.
 static const bool HAS_AMX = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XFEATURE_XTILEDATA */) == 0;
 
-// A thread's registers while it is there. Tiles 0 to 3 hold sums, 4 inputs, 5 weights; 6 and 7 are as 4 and 5, of the
-// `rest` of inputs.
+// Configures a thread's tile registers during its lifetime. Tiles 0 to 3 hold sums, 4 inputs, and 5 weights. Tiles 6 and
+// 7 are like 4 and 5, for the `rest` of the inputs.
 class Amx {
  public:
   Amx(int64_t height, int64_t depth, int64_t rest) : mode(_mm_getcsr()) {
@@ -381,7 +385,7 @@ class Amx {
     set(4, height, depth * 2), set(5, depth / 2, LANES * 4);
     if (rest) set(6, height, rest * 2), set(7, rest / 2, LANES * 4);
     asm volatile("ldtilecfg %0" ::"m"(shapes));
-    _mm_setcsr(mode | 0x8040);  // numbers below the smallest normal one are 0 elsewhere, too
+    _mm_setcsr(mode | 0x8040);  // flush subnormal numbers to 0 outside AMX too, as AMX does
   }
   ~Amx() {
     asm volatile("tilerelease");
@@ -407,14 +411,14 @@ static inline void add_product() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUMS), "i"(X), "i"(WEIGHTS));
 }
 
-// Calls with constants: tiles have no other numbers.
+// Calls f with constants: a tile's number must be a constant of the instruction.
 template <class F>
 static inline void for_each_vector(F f) {
   f(std::integral_constant<int, 0>()), f(std::integral_constant<int, 1>());
   f(std::integral_constant<int, 2>()), f(std::integral_constant<int, 3>());
 }
 
-// As `multiply_tile`, with plain weights: sums stay in their registers. The next DEPTH inputs are `step` further on.
+// Like `multiply_tile`, for plain weights: sums stay in registers. The next DEPTH inputs are `step` further on.
 static void multiply_plain_tile(float* sums, int64_t row, const bf16* x, int64_t stride, int64_t step,
                                 const bf16* weights, int64_t inputs, const char* next, int64_t lines) {
   for_each_vector([&](auto j) { load_tile<j>(sums + j * LANES, row * 4); });
@@ -433,7 +437,7 @@ static void multiply_plain_tile(float* sums, int64_t row, const bf16* x, int64_t
   for_each_vector([&](auto j) { store_tile<j>(sums + j * LANES, row * 4); });
 }
 
-// As `multiply_tile`, with integers that were widened: a group's sums leave their tile to be scaled.
+// Like `multiply_tile`, for integers converted to bf16: the sums of each group are stored and scaled.
 template <int R>
 static void multiply_scaled_tile(float* sums, const bf16* x, const bf16* weights, const Groups& groups, const char* next,
                                  int64_t lines) {
@@ -462,7 +466,7 @@ static void multiply_scaled_tile(float* sums, const bf16* x, const bf16* weights
     };
     constexpr std::integral_constant<int, 0> even;
     constexpr std::integral_constant<int, 1> odd;
-    multiply(0, even);  // the next group's sums are made while the last one's are scaled
+    multiply(0, even);  // compute the next group's sums while the previous group's are scaled
     for (int64_t group = 0; group < groups.count; group += 2) {
       multiply(group + 1, odd), scale(group, even);
       if (group + 1 < groups.count) multiply(group + 2, even), scale(group + 1, odd);
@@ -478,7 +482,7 @@ static constexpr auto scaled_tiles(std::integer_sequence<int, R...>) {
 }
 static constexpr auto SCALED_TILES = scaled_tiles(std::make_integer_sequence<int, HEIGHT>());
 
-// As `multiply`, of rows in tiles of one height, (rows / height, stride / height / DEPTH, height, DEPTH).
+// Like `multiply`, for rows copied into tiles of one height: (rows / height, stride / height / DEPTH, height, DEPTH).
 template <bool IS_SCALED>
 static void multiply_by_amx(float* sums, const bf16* x, int64_t stride, const bf16* weights, Groups groups, int64_t rows,
                             int64_t height, const char* next, int64_t bytes) {
@@ -494,7 +498,7 @@ static void multiply_by_amx(float* sums, const bf16* x, int64_t stride, const bf
   }
 }
 
-// The same of few rows and integers, in vectors, to the bit: from memory into a tile takes longer than this.
+// Computes bit for bit the same for few rows and quantized weights, in vectors: moving data into tiles takes longer.
 template <class W, int R>
 static void multiply_few(float* sums, const float* x, int64_t stride, const W* weights, const Groups& groups,
                          const char* next, int64_t bytes) {
@@ -527,7 +531,7 @@ constexpr bool HAS_AMX = false;
 constexpr int64_t AMX_PART = 0;
 #endif
 
-// How a packed weight's numbers are written: as X (bits 0), or as integers of that many bits.
+// Describes how a packed weight is stored: as X (bits 0), or as integers of that many bits.
 struct Form {
   int64_t bits, group, has_zeros;
 
@@ -535,12 +539,13 @@ struct Form {
   int64_t group_bytes() const { return weight_bytes() + OUTPUTS * 2 * (1 + has_zeros); }
 };
 
-// Rows from which threads take blocks in turns, so that one whose core others use too has fewer. With less rows memory is
-// what takes time, and a thread's own blocks lie in a row.
+// With this many rows or more, threads take blocks dynamically, so that a thread on a busy core gets fewer blocks. With
+// fewer rows, memory is the bottleneck, and each thread gets consecutive blocks.
 constexpr int64_t TURNS_FROM = 64;
 
-// out (T, N) = x (T, I) times a packed weight + bias, multiplied as A. A block comes out of memory once and is in the second
-// cache for all rows. A row's sums are made in one order whatever the other rows, so its result does not depend on them.
+// Computes out (T, N) = x (T, I) times a packed weight + bias, multiplied as A. Each block is read from memory once, and
+// stays in the L2 cache for all rows. The order of a row's sums does not depend on the other rows, so neither does its
+// result.
 template <class A, bool IN_AMX_ORDER, class X, class W>
 static void product(X* out, const X* x, const W* packed, Form form, const X* bias, int64_t T, int64_t I, int64_t N) {
   constexpr bool IS_SCALED = !std::is_same_v<W, X>, BY_AMX = IN_AMX_ORDER && std::is_same_v<A, bf16>;
@@ -550,9 +555,9 @@ static void product(X* out, const X* x, const W* packed, Form form, const X* bia
   int64_t group = IS_SCALED ? form.group : I;
   int64_t part = !is_widened && (!BY_AMX || num_tiles == 1) ? I : BY_AMX ? AMX_PART : PART;
   int64_t block_bytes = IS_SCALED ? I / group * form.group_bytes() : I * OUTPUTS * sizeof(W);
-  static thread_local std::vector<A> kept;  // from call to call: fresh memory costs more than what is done here
+  static thread_local std::vector<A> kept;  // kept between calls: new memory takes longer than the work
   static thread_local std::vector<float> kept_sums;
-  // Copied rows lie a line further apart, or of many widths a tile's would fall into one set of the first cache.
+  // Copied rows are one cache line further apart. Otherwise, for many widths, a tile's rows would share one L1 cache set.
   constexpr bool IS_COPIED = BY_AMX || !std::is_same_v<A, X>;
   int64_t stride = BY_AMX ? (I + DEPTH - 1) / DEPTH * DEPTH : IS_COPIED ? I + 64 / sizeof(A) : I, sum_stride = I / group;
   if (IS_COPIED && int64_t(kept.size()) < num_rows * stride) kept.resize(num_rows * stride);
@@ -663,9 +668,10 @@ static void linear(X* out, const X* x, const void* packed, const X* bias, int64_
   multiply(Input<X>(), std::false_type(), 0, T);
 }
 
-// ---- Weights of integers -------------------------------------------------------------------------
+// ---- Quantized weights ---------------------------------------------------------------------------
 
-// Integers (N, I), and scales and zeros (N, I / group) of the bits of float16, as `product` reads them. `out` is zeros.
+// Packs integers (N, I), and scales and zeros (N, I / group) as float16 bits, the way `product` reads them. `out` must be
+// zeros.
 static void pack_integers(char* out, const int8_t* integers, const uint16_t* scales, const uint16_t* zeros, int64_t N,
                           int64_t I, int64_t bits, int64_t group) {
   Form form{bits, group, zeros != nullptr};
@@ -689,7 +695,7 @@ static void pack_integers(char* out, const int8_t* integers, const uint16_t* sca
       }
 }
 
-// Rows of the weight that was packed so: out (n, I).
+// Unpacks rows of such a weight into out (n, I).
 template <class X>
 static void unpack_rows(X* out, const char* packed, const int64_t* rows, int64_t n, int64_t I, int64_t bits,
                         int64_t group, int64_t has_zeros) {
