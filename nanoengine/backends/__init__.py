@@ -1,1 +1,1 @@
-"""Attention over paged memory, and the processors it runs on."""
+"""Devices, paged attention backends, and the KV cache's memory."""

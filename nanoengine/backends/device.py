@@ -154,7 +154,7 @@ class Device:
         return nullcontext()
 
     def rest(self) -> None:
-        """Note that nothing is computed until the next step, which may run in another thread."""
+        """Pause: there is nothing to compute until the next step, which may run in another thread."""
 
     def send(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
         """Copy a step's arrays to the device. The tensors are valid until the next call."""

@@ -117,15 +117,15 @@ class PoolingRequestOutput:
 
 
 class EmbeddingRequestOutput(PoolingRequestOutput):
-    """Is a PoolingRequestOutput whose `outputs` is an EmbeddingOutput."""
+    """Holds an EmbeddingOutput in `outputs`."""
 
 
 class ClassificationRequestOutput(PoolingRequestOutput):
-    """Is a PoolingRequestOutput whose `outputs` is a ClassificationOutput."""
+    """Holds a ClassificationOutput in `outputs`."""
 
 
 class ScoringRequestOutput(PoolingRequestOutput):
-    """Is a PoolingRequestOutput whose `outputs` is a ScoringOutput."""
+    """Holds a ScoringOutput in `outputs`."""
 
 
 # ---- In the engine -------------------------------------------------------------------------------
