@@ -72,7 +72,7 @@ class Detokenizer:
     def append(self, token_id: int, is_stop_id: bool = False) -> str | None:
         """Add a token's text. Returns the stop string that it completes, if any, and cuts the text there.
 
-        Stop strings are ignored until min_tokens tokens have passed. The text of the stop token that ends a
+        Stop strings are ignored in the first min_tokens tokens. The text of the stop token that ends a
         sequence (is_stop_id) is not part of the output, unless include_stop_str_in_output is set.
         """
         self.num_tokens += 1

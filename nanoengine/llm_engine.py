@@ -33,7 +33,7 @@ from nanoengine.sampling_params import SamplingParams
 from nanoengine.startup import Started, start_runner
 from nanoengine.steps import Owner, uninterrupted
 
-# ---- What an engine is made of -------------------------------------------------------------------
+# ---- The engine ----------------------------------------------------------------------------------
 
 
 def choose_runner(groups: list[KVGroup], has_states: bool = False) -> Callable[..., ModelRunner]:

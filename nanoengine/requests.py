@@ -38,7 +38,7 @@ USUAL_CHARS = 8  # few tokens have more characters than this
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | dict[str, Any]
 
-# ---- From what a user writes to a checked request ------------------------------------------------
+# ---- From a user's input to a checked request ----------------------------------------------------
 
 
 class CheckedRequest(NamedTuple):

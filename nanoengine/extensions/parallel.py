@@ -425,7 +425,7 @@ def start_ranks(start: Start, config: EngineConfig, checkpoint: Checkpoint, max_
             f"tensor_parallel_size={size} divides models that run on nanoengine's own code; "
             f"{checkpoint.architecture} runs on transformers', whose layers are not divided here"
         )
-    _shard_of(config, checkpoint, 0)  # for its errors
+    _shard_of(config, checkpoint, 0)  # raises if the model cannot be divided
     device = config.resolve_device()
     if device.index is not None:
         raise ValueError(
