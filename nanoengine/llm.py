@@ -158,7 +158,7 @@ class LLM:
         pooling_params: Any = None,
         **unserved: Any,
     ) -> list[Any]:
-        """Embed prompts like `encode`. In each `EmbeddingRequestOutput`, `outputs.embedding` is a list."""
+        """Embed prompts like `encode`. In an `EmbeddingRequestOutput`, `outputs.embedding` is a list."""
         refuse_unserved(self.embed, unserved)
         return self._pool("embed", prompts, pooling_params, use_tqdm, "embed")
 
@@ -170,7 +170,7 @@ class LLM:
         pooling_params: Any = None,
         **unserved: Any,
     ) -> list[Any]:
-        """Classify prompts like `encode`. In each `ClassificationRequestOutput`, `outputs.probs` is a list."""
+        """Classify prompts like `encode`. In a `ClassificationRequestOutput`, `outputs.probs` is a list."""
         refuse_unserved(self.classify, unserved)
         return self._pool("classify", prompts, pooling_params, use_tqdm, "classify")
 

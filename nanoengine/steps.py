@@ -61,7 +61,7 @@ def unwound_by_sigterm() -> Iterator[None]:
 
 
 class EngineDeadError(RuntimeError):
-    """Says that no step can succeed anymore, so the engine can only be closed. The name is vLLM's."""
+    """Raised when no step can succeed anymore: the engine can only be closed. The name is vLLM's."""
 
 
 class Owner:

@@ -35,7 +35,7 @@ VERSION = 1
 
 
 class Start(TypedDict):
-    """Is the first event. It holds what does not change."""
+    """Begins the trace, with all that does not change."""
 
     event: Literal["start"]
     version: int
@@ -50,7 +50,7 @@ class Start(TypedDict):
 
 
 class Add(TypedDict):
-    """Says that a sequence was queued since the previous step."""
+    """Reports that a sequence was queued since the previous step."""
 
     change: Literal["add"]
     seq: int
@@ -61,7 +61,7 @@ class Add(TypedDict):
 
 
 class Refuse(TypedDict):
-    """Says that too few blocks were free to admit the head of the waiting queue. The others wait too."""
+    """Reports that too few blocks were free to admit the head of the waiting queue. The others wait too."""
 
     change: Literal["refuse"]
     seq: int
@@ -70,7 +70,7 @@ class Refuse(TypedDict):
 
 
 class Admit(TypedDict):
-    """Says that a waiting sequence got blocks for its tokens, or for those in the window, and now runs."""
+    """Reports that a waiting sequence got blocks for its tokens, or for those in the window, and now runs."""
 
     change: Literal["admit"]
     seq: int
@@ -82,7 +82,7 @@ class Admit(TypedDict):
 
 
 class Skip(TypedDict):
-    """Says that blocks left a sliding window and were replaced by 0 in the block tables of those groups."""
+    """Reports that blocks left a sliding window and were replaced by 0 in the block tables of those groups."""
 
     change: Literal["skip"]
     seq: int
@@ -91,7 +91,7 @@ class Skip(TypedDict):
 
 
 class Append(TypedDict):
-    """Says that a running sequence's block tables grew, to fit its next token or a draft token after it."""
+    """Reports that a running sequence's block tables grew, to fit its next token or a draft token after it."""
 
     change: Literal["append"]
     seq: int
@@ -100,7 +100,7 @@ class Append(TypedDict):
 
 
 class Register(TypedDict):
-    """Says that blocks were registered, which the scheduled step or accepted draft tokens fill."""
+    """Reports that blocks were registered, which the scheduled step or accepted draft tokens fill."""
 
     change: Literal["register"]
     seq: int
@@ -123,7 +123,7 @@ class Chunk(TypedDict):
 
 
 class Schedule(TypedDict):
-    """Says that the step's batch is complete. From here on its tokens, except drafts, count as computed."""
+    """Reports that the step's batch is complete. From here on its tokens, except drafts, count as computed."""
 
     change: Literal["schedule"]
     num_tokens: int
@@ -139,7 +139,7 @@ class NewTokens(TypedDict):
 
 
 class Tokens(TypedDict):
-    """Says that the tokens sampled by a step arrived. With async scheduling it may be an earlier step."""
+    """Reports that the tokens sampled by a step arrived. With async scheduling it may be an earlier step."""
 
     change: Literal["tokens"]
     of_step: int
@@ -148,7 +148,7 @@ class Tokens(TypedDict):
 
 
 class Free(TypedDict):
-    """Says that a sequence's blocks were freed, because it finished or was preempted and waits again."""
+    """Reports that a sequence's blocks were freed, because it finished or was preempted and waits again."""
 
     change: Literal["free"]
     seq: int
@@ -159,14 +159,14 @@ class Free(TypedDict):
 
 
 class Fail(TypedDict):
-    """Says that the step raised. Running sequences wait again and keep their tokens. A `Clear` follows."""
+    """Reports that the step raised. Running sequences wait again and keep their tokens. A `Clear` follows."""
 
     change: Literal["fail"]
     error: str
 
 
 class Clear(TypedDict):
-    """Says that all blocks became free and unregistered, after a failure or the user's reset."""
+    """Reports that all blocks became free and unregistered, after a failure or the user's reset."""
 
     change: Literal["clear"]
 
