@@ -82,7 +82,7 @@ class Admit(TypedDict):
 
 
 class Skip(TypedDict):
-    """Reports that blocks left a sliding window and were replaced by 0 in the block tables of those groups."""
+    """Reports that blocks left a sliding window and are now 0 in the block tables of those groups."""
 
     change: Literal["skip"]
     seq: int
