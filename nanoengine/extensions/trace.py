@@ -91,7 +91,7 @@ class Skip(TypedDict):
 
 
 class Append(TypedDict):
-    """Reports that a running sequence's block tables grew, to fit its next token or a draft token after it."""
+    """Reports that a running sequence's block tables grew, to fit its next token or a draft after it."""
 
     change: Literal["append"]
     seq: int
