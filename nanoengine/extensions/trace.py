@@ -123,7 +123,7 @@ class Chunk(TypedDict):
 
 
 class Schedule(TypedDict):
-    """Reports that the step's batch is complete. From here on its tokens, except drafts, count as computed."""
+    """Reports that the step's batch is complete. Its tokens, except drafts, now count as computed."""
 
     change: Literal["schedule"]
     num_tokens: int
