@@ -1,8 +1,8 @@
-"""What only a GPU can prove, in pieces of at most nine minutes; `make gpu` runs all and writes a report.
+"""Tests and benchmarks that need a GPU, in pieces of at most nine minutes, and a report of their results.
 
-python -m benchmarks.gpu                             # all of them, for forty minutes at most
-python -m benchmarks.gpu tests attention flash vllm  # these again; the report keeps what others found before
-python -m benchmarks.gpu --report                    # no piece: the report alone, from what is there
+python -m benchmarks.gpu                             # all pieces, in at most forty minutes: `make gpu`
+python -m benchmarks.gpu tests attention flash vllm  # these pieces again; the report keeps other results
+python -m benchmarks.gpu --report                    # only write the report, from the existing results
 """
 
 import argparse
@@ -23,11 +23,11 @@ from unittest import mock
 from benchmarks.gpu_report import write_report
 from nanoengine.apps.workloads import SHAPES, WORKLOADS, Workload, parse_custom
 
-PIECE_S, ALL_S = 540.0, 2400.0  # seconds a piece may take, and all of them
+PIECE_S, ALL_S = 540.0, 2400.0  # time limits in seconds, for one piece and for all pieces
 
 
 class Setup(NamedTuple):
-    """What the pieces run on; on a CPU they only show that they run."""
+    """Says what the pieces run on. On a CPU, the pieces only show that they run."""
 
     device: str = "cuda"
     workload: Workload = WORKLOADS["nano"]
@@ -37,7 +37,7 @@ class Setup(NamedTuple):
 
 # ---- Serving: nano-vllm's own benchmark ----------------------------------------------------------
 
-# By name: the engine, its settings, and what is taken away from it. What is compared comes first.
+# name -> the engine, its settings, and the trick to switch off. The engines to compare come first.
 SERVED: dict[str, tuple[str, dict[str, Any], str | None]] = {
     "flash": ("nanoengine", {"attn_backend": "flash"}, None),
     "varlen": ("nanoengine", {"attn_backend": "varlen"}, None),
@@ -58,7 +58,7 @@ SERVED: dict[str, tuple[str, dict[str, Any], str | None]] = {
 
 
 def serve(name: str, setup: Setup) -> dict[str, Any]:
-    """Output tokens per second of one engine that serves the workload, in a process of its own."""
+    """Serve the workload with one engine in a process of its own, and return its output tokens per second."""
     from benchmarks import nano_vllm
     from benchmarks.workers import start_worker
     from nanoengine.models.checkpoint import open_checkpoint
@@ -104,7 +104,7 @@ def serve(name: str, setup: Setup) -> dict[str, Any]:
 
 
 def run_tests(setup: Setup) -> dict[str, Any]:
-    """The tests that are marked for a GPU: every kernel's, compiled."""
+    """Run the tests that are marked for a GPU, which include every compiled kernel's."""
     command = [
         sys.executable,
         "-m",
@@ -133,7 +133,10 @@ BLOCK_SIZE, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 256, 16, 8, 128  # Qwen3-0.6B's
 
 
 def attention_ms(backend: Any, lens: list[tuple[int, int]], device: Any, repeats: int = 5) -> float:
-    """Milliseconds of a layer's attention over sequences of (new tokens, all tokens), the least of a few."""
+    """Return the milliseconds of one layer's attention, the least of `repeats` runs.
+
+    `lens` holds (new tokens, all tokens) for each sequence.
+    """
     import torch
 
     from nanoengine import SamplingParams
@@ -156,7 +159,7 @@ def attention_ms(backend: Any, lens: list[tuple[int, int]], device: Any, repeats
     q = torch.zeros(num_tokens, NUM_HEADS, HEAD_DIM, dtype=spec.dtype, device=device)
     kv = q[:, :NUM_KV_HEADS].contiguous()
     seconds = []
-    for _ in range(1 + repeats):  # the first sets things up
+    for _ in range(1 + repeats):  # the first run is a warm-up
         start = time.perf_counter()
         attention(q, kv, kv, cache, scale=HEAD_DIM**-0.5)
         if device.type == "cuda":
@@ -175,7 +178,7 @@ BATCHES = {
 
 
 def measure_attention(setup: Setup, batches: dict[str, list[tuple[int, int]]] = BATCHES) -> dict[str, Any]:
-    """A layer's attention by each backend; and by Triton with each row of its table of tiles."""
+    """Measure one layer's attention with each backend, and with each of Triton's tile sizes."""
     import torch
 
     from nanoengine.backends import triton
@@ -213,7 +216,7 @@ NUM_SEQS, NUM_STEPS = 64, 50
 
 
 def profile_steps(setup: Setup) -> dict[str, Any]:
-    """How busy the GPU is in decode steps, and what takes its time: under a profiler of the GPU alone."""
+    """Profile decode steps: how busy the GPU is, and which kernels take its time. Traces only the GPU."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -268,11 +271,11 @@ def profile_steps(setup: Setup) -> dict[str, Any]:
     return found
 
 
-# ---- Pieces, and the run of them -----------------------------------------------------------------
+# ---- Running the pieces --------------------------------------------------------------------------
 
 
 def about(setup: Setup) -> dict[str, Any]:
-    """The machine, and the versions of what runs."""
+    """Return the machine, and the versions of the installed packages."""
     import importlib.metadata
 
     from benchmarks.machine import machine
@@ -286,7 +289,7 @@ def about(setup: Setup) -> dict[str, Any]:
 
 
 def compute(name: str, setup: Setup) -> dict[str, Any]:
-    """What a piece finds."""
+    """Run one piece, and return its result."""
     others = {"about": about, "tests": run_tests, "attention": measure_attention, "profile": profile_steps}
     return others[name](setup) if name in others else serve(name, setup)
 
@@ -301,7 +304,7 @@ def run_pieces(
     piece_s: float = PIECE_S,
     all_s: float = ALL_S,
 ) -> None:
-    """Run each in a process of its own, whose last line is JSON, into a file of its name."""
+    """Run each piece in a process of its own, and write its last line of output, as JSON, to NAME.json."""
     directory.mkdir(exist_ok=True)
     end = time.monotonic() + all_s
     for name in names:
@@ -323,7 +326,7 @@ def run_pieces(
             except (ValueError, IndexError):
                 found = {"error": f"it ended with {process.returncode}, see {name}.log"}
             finally:
-                with suppress(ProcessLookupError):  # and whatever it started
+                with suppress(ProcessLookupError):  # also ends the processes that it started
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         found["took_s"] = round(time.monotonic() - start, 1)
@@ -332,7 +335,7 @@ def run_pieces(
 
 
 def main() -> None:
-    """Run pieces, and write the report of all that were run so far."""
+    """Run pieces, and write the report of all pieces that have run so far."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -345,7 +348,7 @@ def main() -> None:
     parser.add_argument("--custom", type=parse_custom, metavar="REQUESTS:PROMPT:OUTPUT", help="not nano's")
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
     parser.add_argument("--report", action="store_true", help="write the report alone")
-    parser.add_argument("--piece", choices=PIECES, help=argparse.SUPPRESS)  # one, here: its result is printed
+    parser.add_argument("--piece", choices=PIECES, help=argparse.SUPPRESS)  # run one here and print it
     args = parser.parse_args()
     if unknown := set(args.pieces).difference(PIECES):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(PIECES)}")
@@ -353,7 +356,7 @@ def main() -> None:
     if args.piece:
         setup = Setup(args.device, args.custom or WORKLOADS["nano"], args.shape, pythons)
         replies = os.fdopen(os.dup(1), "w")
-        os.dup2(2, 1)  # engines print; that goes to the log
+        os.dup2(2, 1)  # what engines print goes to the log
         try:
             found = compute(args.piece, setup)
         except Exception as error:

@@ -1,12 +1,12 @@
-"""One page of what `benchmarks.gpu` found: what was expected beside what was measured."""
+"""Writes the report of `benchmarks.gpu`: expected and measured figures side by side."""
 
 import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-# Output tokens per second on an H200, as estimated before any of it ran on a GPU: the cache is read in 4.1 s;
-# weights, kernels and sampling take 1.2 ms in each of 1,024 steps, the prompts 0.4 s.
+# Output tokens per second on an H200, estimated before this ran on a GPU. Reading the cache takes 4.1 s,
+# weights, kernels and sampling take 1.2 ms in each of 1,024 steps, and the prompts take 0.4 s.
 EXPECTED = {"flash": 23_000, "varlen": 21_900, "triton": 17_300, "vllm": 26_000, "nano-vllm": 19_000}
 COMPARED = (
     "flash",
@@ -25,19 +25,19 @@ ABLATED = ("flash", "without-graphs", "without-fusion", "without-async", "withou
 
 
 def load(directory: Path) -> dict[str, dict[str, Any]]:
-    """What each piece that ran has found."""
+    """Read the result of each piece that has run."""
     return {path.stem: json.loads(path.read_text()) for path in sorted(directory.glob("*.json"))}
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> list[str]:
-    """Lines of a table."""
+    """Return the lines of a Markdown table."""
     lines = [list(map(str, row)) for row in rows]
     columns = list(head)
     return [f"| {' | '.join(row)} |" for row in (columns, ["---"] * len(columns), *lines)]
 
 
 def write_report(directory: Path) -> Path:
-    """Write `report.md`, and its plots where there is something to draw; returns its path."""
+    """Write `report.md`, and its plots if there is something to draw. Returns its path."""
     found = load(directory)
     lines = ["# On a GPU: what was measured", "", *_about(found.get("about", {}))]
     lines += ["", "## Tests", "", *_tests(found.get("tests"))]
@@ -127,7 +127,7 @@ def _profile(piece: dict[str, Any] | None) -> list[str]:
 
 
 def _draw(found: dict[str, dict[str, Any]], directory: Path) -> list[str]:
-    """Bars of the engines' rates, expected and measured; nothing without matplotlib or figures."""
+    """Draw the engines' expected and measured rates as bars. Without matplotlib or results, draw nothing."""
     served = [name for name in (*COMPARED, *ABLATED[1:]) if "output_tokens_per_s" in found.get(name, {})]
     rates: dict[str, float] = {name: found[name]["output_tokens_per_s"] for name in served}
     try:

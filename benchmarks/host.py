@@ -1,4 +1,4 @@
-"""The host side alone: scheduler and block manager; then whole steps, but for what the device computes."""
+"""Measures the host side: the scheduler and block manager, then whole steps without the device's work."""
 
 import random
 import statistics
@@ -26,13 +26,13 @@ BLOCK_SIZE = 16
 
 
 def median_us(run: Callable[[], float], repeats: int) -> tuple[float, float, float]:
-    """Median, least and most of what `run` measured, in microseconds."""
+    """Return the median, minimum and maximum of the seconds that `run` returns, in microseconds."""
     times = sorted(run() * 1e6 for _ in range(repeats))
     return statistics.median(times), times[0], times[-1]
 
 
 def decode_step_us(num_seqs: int, num_blocks: int, repeats: int) -> tuple[float, float, float]:
-    """Schedule and update one decode step."""
+    """Measure scheduling and updating one decode step."""
     manager = BlockManager(num_blocks, BLOCK_SIZE)
     scheduler = Scheduler(manager, max_num_seqs=num_seqs, max_num_batched_tokens=16 * num_seqs)
     rng = random.Random(0)
@@ -47,12 +47,12 @@ def decode_step_us(num_seqs: int, num_blocks: int, repeats: int) -> tuple[float,
         return time.perf_counter() - start
 
     step()  # admits all prompts
-    # Over whole blocks, so that growth, hashing and registering are in it at their true share.
+    # Averaged over whole blocks, so that growth, hashing and registration are included at their true share.
     return median_us(lambda: sum(step() for _ in range(BLOCK_SIZE)) / BLOCK_SIZE, repeats)
 
 
 def admission_us(num_blocks: int, repeats: int) -> tuple[float, float, float]:
-    """Admit a 544-token prompt of which 512 tokens are cached: hash, look up, allocate."""
+    """Measure admitting a 544-token prompt of which 512 tokens are cached: hash, look up, allocate."""
     manager = BlockManager(num_blocks, BLOCK_SIZE)
     rng = random.Random(0)
     shared = [rng.randrange(10**6) for _ in range(512)]
@@ -74,32 +74,33 @@ def admission_us(num_blocks: int, repeats: int) -> tuple[float, float, float]:
 
 
 class NoForward(Forward):
-    """A GPU's host side: batches of decodes are padded as for a graph, and nothing is computed."""
+    """Replaces a GPU's forward pass: pads batches of decodes as for a CUDA graph, and computes nothing."""
 
     def __init__(self, table_width: int, block_size: int) -> None:
         super().__init__()
         self.table_width, self.block_size = table_width, block_size
 
     def pad(self, inputs: Any) -> Any:
-        """As a GPU does it, for a graph of as many sequences."""
+        """Pad a batch of decodes as a GPU does, for a graph with room for exactly these sequences."""
         num_seqs = len(inputs.metadata.seq_lens)
         if len(inputs.input_ids) != num_seqs:
             return inputs
         return pad_decodes(inputs, num_seqs, self.table_width, self.block_size)
 
     def __call__(self, compute: Any, inputs: Any) -> Tensor:
-        """Hidden states of no use, (T, 1)."""
+        """Return meaningless hidden states, (T, 1)."""
         return torch.empty(len(inputs.input_ids), 1)
 
 
 @contextmanager
 def engine_without_device(num_seqs: int, max_model_len: int = 1024) -> Iterator[LLMEngine]:
-    """An engine whose forward pass and draws are stubs and all else is real, set up as on a GPU.
+    """Yield an engine that is set up as on a GPU, with a stubbed forward pass and stubbed sampling.
 
-    It runs `num_seqs` sequences at most, and draws tokens of a text, some of which end inside a character.
+    The engine runs at most `num_seqs` sequences. It samples the tokens of a text, some of which end inside a
+    character.
     """
     block_size = 256
-    with redirect_stderr(StringIO()):  # what it says of itself
+    with redirect_stderr(StringIO()):  # hides the engine's startup message
         engine = LLMEngine(
             EngineConfig(
                 model=str(Path(nanoengine.__file__).parent / "demo"),
@@ -134,7 +135,7 @@ def engine_without_device(num_seqs: int, max_model_len: int = 1024) -> Iterator[
 def start_decodes(
     engine: LLMEngine, num_seqs: int, num_prompt_tokens: int, first: int = 0, **settings: Any
 ) -> None:
-    """Add requests, the first by the name of that number, and step until all of them decode."""
+    """Add requests, named by numbers from `first` on, and step until all of them decode."""
     params = SamplingParams(max_tokens=None, **settings)
     rng = random.Random(0)
     for i in range(first, first + num_seqs):
@@ -142,7 +143,7 @@ def start_decodes(
         engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
     while engine.scheduler.waiting:
         engine.step()
-    for _ in range(3):  # the last prompts, and what is in flight
+    for _ in range(3):  # finish the last prompts and the steps in flight
         engine.step()
 
 
@@ -156,7 +157,7 @@ PHASES = ("schedule", "inputs", "forward", "sample", "update")
 
 
 def whole_step_ms(kind: str, num_seqs: int, repeats: int) -> tuple[list[float], dict[str, float]]:
-    """Milliseconds of `repeats` runs of steps that decode, and of each phase over all of them."""
+    """Return the milliseconds per decode step of `repeats` runs, sorted, and the mean of each phase."""
     times = []
     with engine_without_device(num_seqs) as engine:
         start_decodes(engine, num_seqs, 512, **KINDS[kind])
@@ -174,7 +175,7 @@ def whole_step_ms(kind: str, num_seqs: int, repeats: int) -> tuple[list[float], 
 
 
 def bench_steps(repeats: int, num_seqs: int = 256) -> dict[str, Any]:
-    """Print a table and return the figures."""
+    """Measure whole steps for each kind of output, print a table and return the figures."""
     print(f"{f'ms a step, {num_seqs} decode':24} median     min     max   of which {'  '.join(PHASES)}")
     report = {}
     for kind in KINDS:
@@ -187,7 +188,7 @@ def bench_steps(repeats: int, num_seqs: int = 256) -> dict[str, Any]:
 
 
 def bench_scheduler(repeats: int) -> dict[str, dict[str, float]]:
-    """Print a table and return the medians."""
+    """Measure the scheduler and whole steps, print tables and return the medians."""
     sizes = [(1, 1_000), (16, 1_000), (64, 10_000), (256, 20_000), (256, 100_000), (1024, 100_000)]
     steps = {
         f"{seqs} running, {blocks} blocks": (seqs, decode_step_us(seqs, blocks, repeats))

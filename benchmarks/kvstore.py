@@ -1,14 +1,14 @@
-"""The time to the first token of a long prompt: cold, out of a KV store, out of the prefix cache.
+"""Measure the time to a long prompt's first token: cold, from a KV store, and from the prefix cache.
 
 python -m benchmarks.kvstore                          # Qwen3-0.6B's shape, a prompt of 4096 tokens
 python -m benchmarks.kvstore --shape tiny --prompt 512 --disk /var/tmp
 
-Each run has a new random prompt, and new engines, which know nothing but what a store has:
+Each run has a new random prompt and new engines, so that only a store can hold K and V from before:
 
-    cold          the prompt is computed, and saved behind the user's back
-    memory        another engine, and a store in /dev/shm
-    disk          another engine, and a store on disk; its files were dropped from the page cache
-    prefix cache  the same engine again: K and V are in its blocks
+    cold          the prompt is computed, and saved to the store in the background
+    memory        another engine loads from a store in /dev/shm
+    disk          another engine loads from a store on disk, after its files were dropped from the page cache
+    prefix cache  the same engine again: K and V are still in its blocks
 
 The last line printed is one JSON object.
 """
@@ -32,7 +32,7 @@ ROWS = ("cold", "memory", "disk", "prefix cache")
 
 
 def first_token(llm: LLM, prompt: list[int]) -> tuple[float, int, list[int]]:
-    """Seconds to the first token, how many tokens of the prompt were not computed, and the answer."""
+    """Return the seconds to the first token, the number of cached prompt tokens, and the answer."""
     params = SamplingParams(temperature=0, max_tokens=1, detokenize=False, ignore_eos=True)
     start = time.perf_counter()
     output = llm.generate([prompt], params, use_tqdm=False)[0]
@@ -40,7 +40,7 @@ def first_token(llm: LLM, prompt: list[int]) -> tuple[float, int, list[int]]:
 
 
 def drop_from_page_cache(directory: str) -> int:
-    """Have files read from the disk the next time; returns how many bytes they have."""
+    """Drop the store's files from the page cache, so that reads hit the disk. Returns the files' bytes."""
     os.sync()
     num_bytes = 0
     for file in Path(directory).rglob("*.safetensors"):
@@ -51,7 +51,7 @@ def drop_from_page_cache(directory: str) -> int:
 
 
 def measure(model: str, settings: dict[str, Any], length: int, memory: str, disk: str, run: int) -> Any:
-    """One run: the seconds of each row, the bytes in a store, and whether all answers were the same."""
+    """Measure one run: the seconds of each row, the bytes in a store, and whether all answers agree."""
     rng = random.Random(run)
     warm_up, prompt = ([rng.randrange(1000) for _ in range(n)] for n in (64, length))
     seconds, cached, answers = {}, {}, []
@@ -80,7 +80,7 @@ def measure(model: str, settings: dict[str, Any], length: int, memory: str, disk
 
 
 def main() -> None:
-    """Print a row each, and a JSON line."""
+    """Measure all runs, and print a table and a JSON line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

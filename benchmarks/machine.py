@@ -1,4 +1,4 @@
-"""Describes the machine of a measurement: its processor, instruction set, and the one it emulates."""
+"""Describes the machine of a measurement: processor, instruction set, and any older one it stands in for."""
 
 import os
 import platform

@@ -1,4 +1,4 @@
-"""Engines' processes, seen from outside: started, asked, stopped while others have their turn."""
+"""Controls the engines' processes: starts them, sends commands, stops them while others have their turn."""
 
 import ctypes.util
 import json
@@ -18,17 +18,17 @@ ROOT = Path(__file__).parent.parent
 
 @dataclass(slots=True)
 class Worker:
-    """An engine in its own process, stopped while others have their turn."""
+    """Controls an engine in its own process, which is stopped while others have their turn."""
 
     engine: str
     process: subprocess.Popen[str]
-    log: Any  # what it prints
-    notes: str  # settings of its environment
+    log: Any  # file with what the process prints
+    notes: str  # settings in the process's environment
     versions: dict[str, str] = field(default_factory=dict)
-    error: str | None = None  # why it is of no use any more
+    error: str | None = None  # why the engine can no longer be used
 
     def ask(self, command: Any) -> dict[str, Any]:
-        """Its answer; an error is kept."""
+        """Send a command, and return the answer. Returns the stored `error` if there is one."""
         if self.error is not None:
             return {"error": self.error}
         assert self.process.stdin is not None
@@ -48,7 +48,7 @@ class Worker:
         return reply
 
     def peak_rss_bytes(self) -> int | None:
-        """The most memory its processes held, each at its own peak; None where /proc does not tell."""
+        """Return the sum of the processes' peak memory, or None if /proc does not report it."""
         import psutil
 
         main = psutil.Process(self.process.pid)
@@ -62,7 +62,7 @@ class Worker:
         return total
 
     def close(self) -> None:
-        """Let it end, or end it, and whatever it started."""
+        """Let the process end, or kill it after 10 s, and kill all processes that it started."""
         self._signal(signal.SIGCONT)
         with suppress(subprocess.TimeoutExpired):
             self.process.communicate(timeout=10)
@@ -76,10 +76,10 @@ class Worker:
 
 
 def start_worker(engine: str, python: str, threads: int) -> Worker:
-    """Start an engine's process. Like a shell's job: a terminal that closes takes it along."""
+    """Start an engine in a process group of its own. Closing the terminal ends it, like a shell's job."""
     env = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     notes = f"OMP_NUM_THREADS={threads}"
-    if engine == "vllm":  # what it runs best with; it sets OMP_NUM_THREADS itself
+    if engine == "vllm":  # vLLM's best settings; it sets OMP_NUM_THREADS itself
         cores = ",".join(map(str, CORES[:threads]))
         own = {"VLLM_CPU_OMP_THREADS_BIND": cores, "VLLM_CPU_KVCACHE_SPACE": str(KV_CACHE_BYTES >> 30)}
         iomp = Path(python).parent.parent / "lib" / "libiomp5.so"
@@ -89,9 +89,7 @@ def start_worker(engine: str, python: str, threads: int) -> Worker:
         notes = " ".join(f"{name}={value}" for name, value in own.items())
     else:
         env["OMP_NUM_THREADS"] = str(threads)
-        if engine.startswith(
-            "llama.cpp"
-        ):  # it leaves its threads where they are put, two on one core perhaps
+        if engine.startswith("llama.cpp"):  # llama.cpp does not pin its threads: two could share one core
             env["OMP_PROC_BIND"] = "true"
             notes += " OMP_PROC_BIND=true"
     log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (the worker closes it)
