@@ -1,4 +1,4 @@
-"""Tables, for a terminal and for a page, and plots."""
+"""Prints reports as tables, for a terminal or in Markdown, and draws plots."""
 
 import itertools
 import math
@@ -10,7 +10,7 @@ from nanoengine.apps.workloads import SWEEP
 
 
 def cells(row: dict[str, Any]) -> dict[str, str]:
-    """A result as text, by label; "-" is what the engine does not report."""
+    """Return a result's figures as text, by label. "-" marks figures that the engine does not report."""
 
     def text(name: str, form: str, scale: float = 1.0) -> str:
         return "-" if row.get(name) is None else format(row[name] * scale, form)
@@ -44,14 +44,14 @@ def cells(row: dict[str, Any]) -> dict[str, str]:
 
 
 def print_tables(report: dict[str, Any]) -> None:
-    """Per model: a table per workload (and rate) with a column per engine, what they are, and the limits."""
+    """Print each model's tables, one per workload and rate, then the engines' versions and the limits."""
     for result in report["models"]:
         _print_tables(result)
     print(hardware(report["machine"]))
 
 
 def hardware(place: dict[str, Any]) -> str:
-    """The machine in a line."""
+    """Describe the machine in one line."""
     processor = place["gpu"] or f"{place['cpu']}, {place['instructions']}"
     return f"{processor}, {place['cores']} cores, {place['memory_gib']} GiB"
 
@@ -86,7 +86,7 @@ def _print_tables(result: dict[str, Any]) -> None:
 
 
 def print_markdown(report: dict[str, Any], command: str) -> None:
-    """A table for a page: a row per workload and engine."""
+    """Print a Markdown table with a row per workload and engine."""
     print("\n| workload | model | engine | output tokens/s (min to max) | of roofline | TTFT p50 | ITL p50 |")
     print("|---|---|---|---|---|---|---|")
     for result in report["models"]:
@@ -120,7 +120,7 @@ def describe(report: dict[str, Any]) -> str:
 
 
 def draw(report: dict[str, Any], path: str) -> None:
-    """Throughput against batch size, and where nanoengine's time went."""
+    """Draw throughput against batch size, and where nanoengine's time goes."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -152,14 +152,14 @@ def draw(report: dict[str, Any], path: str) -> None:
     left.set(xlabel="sequences, 32 tokens in and 32 out", xscale="log", yscale="log")
     left.set_xticks(SWEEP, [str(size) for size in SWEEP])
     left.set_xticks([], minor=True)
-    # As numbers, not as powers of ten.
+    # Plain numbers instead of powers of ten.
     left.yaxis.set_major_formatter("{x:g}")
     left.yaxis.set_minor_formatter("{x:g}")
     left.tick_params(axis="y", which="both", labelsize=8)
     left.grid(alpha=0.3)
     left.legend()
     right.set(xlabel="share of the time", xlim=(0, 1))
-    right.margins(y=0.5)  # one bar alone would fill the figure
+    right.margins(y=0.5)  # so that a single bar does not fill the figure
     handles, labels = right.get_legend_handles_labels()
     unique = dict(zip(labels, handles, strict=True))
     right.set_title("where the time goes", fontsize=11)

@@ -1,14 +1,14 @@
-"""Servers side by side, under a load generator that others wrote: guidellm. The last line is one JSON object.
+"""Compare servers under guidellm, an independent load generator. The last line printed is one JSON object.
 
 python -m benchmarks.served --guidellm guidellm/bin/python                  # nanoengine serve, three rates
 python -m benchmarks.served --guidellm ... --engine nanoengine,vllm --python vllm=vllm/bin/python
 python -m benchmarks.served --guidellm ... --rate 0.5,1,2 --shared 512
 
-Each server runs alone, with the same cores as its clients. So many requests come a second, evenly, and
-then all at once ("saturated"); with --shared, their prompts begin with the same tokens. No two runs of a
-server have a prompt in common beyond that, and all servers get the same ones. The model is a
-published shape with random weights and a tokenizer that knows bytes, so that a prompt is as long as its text.
-guidellm says when tokens came; the processors' seconds that its processes took stand beside the server's.
+Each server runs alone, on the same cores as its clients. Requests arrive evenly at each rate, and then all
+at once ("saturated"). With --shared, their prompts begin with the same tokens. Otherwise no two runs of a
+server share a prompt, and all servers get the same prompts. The model is a published shape with random
+weights and a byte tokenizer, so that a prompt has as many tokens as its text has bytes. guidellm measures
+when tokens arrive. The table shows the CPU seconds of the server and of guidellm.
 """
 
 import argparse
@@ -37,7 +37,7 @@ FIGURES = {"TTFT": "time_to_first_token_ms", "between tokens": "inter_token_late
 
 
 def write_model(shape: str, dtype: str, path: Path) -> None:
-    """A directory that servers take: a config, and a tokenizer of bytes whose other tokens are words."""
+    """Write a directory that servers can load: a config, and a tokenizer of bytes and made-up words."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -52,7 +52,7 @@ def write_model(shape: str, dtype: str, path: Path) -> None:
 
 
 def server_command(engine: str, python: str, model: str, port: int) -> list[str]:
-    """What starts a server of the model, under the name `model`."""
+    """Return the command that starts a server of the model, under the name `model`."""
     common = [model, "--load-format", "dummy", "--port", str(port), "--served-model-name", "model"]
     common += ["--max-model-len", "2048"]
     if engine == "vllm":
@@ -62,7 +62,7 @@ def server_command(engine: str, python: str, model: str, port: int) -> list[str]
 
 @contextmanager
 def serving(engine: str, python: str, model: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """A server that answers, its address and its process; what it says is shown where it does not start."""
+    """Start a server, and yield its URL and its process. If it does not start, exit and show its output."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -91,7 +91,7 @@ def serving(engine: str, python: str, model: str) -> Iterator[tuple[str, subproc
 
 
 def answers(url: str) -> bool:
-    """Whether something answers there."""
+    """Return whether a server answers at the URL."""
     try:
         with urllib.request.urlopen(url, timeout=5):
             return True
@@ -102,10 +102,10 @@ def answers(url: str) -> bool:
 def scenario(
     url: str, model: str, args: argparse.Namespace, rate: float | None, seed: int, out: Path
 ) -> dict[str, Any]:
-    """What guidellm is to do; a rate of None is all at once.
+    """Return guidellm's configuration of a run. A rate of None sends all requests at once.
 
-    Not its poisson profile: in 0.8.1 all requests of a run come at once where a worker asks for the first
-    time before the start is written down, and each worker process draws the same times.
+    guidellm's poisson profile is not used. In 0.8.1, all requests of a run are sent at once if a worker asks
+    for the first time before the start is recorded, and every worker process draws the same times.
     """
     data = {"kind": "synthetic_text", "prompt_tokens": args.prompt, "output_tokens": args.output}
     if args.shared:
@@ -130,17 +130,17 @@ def scenario(
 
 
 def load(url: str, model: str, args: argparse.Namespace, rate: float | None, seed: int) -> dict[str, Any]:
-    """One run of guidellm as figures.
+    """Run guidellm once, and return its figures.
 
     Raises:
-        RuntimeError: it failed, or some of its requests did.
+        RuntimeError: guidellm failed, or some of its requests failed.
     """
     with tempfile.TemporaryDirectory() as scratch:
         config, out = Path(scratch, "scenario.json"), Path(scratch, "report.json")
         config.write_text(json.dumps({"spec": scenario(url, model, args, rate, seed, out)}))
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         command = [args.guidellm, "-m", "guidellm", "run", "--config", str(config), "--disable-console"]
-        # Ten processes by default: they would take more of the cores that they share with the server.
+        # The default, ten processes, would take more of the cores that guidellm shares with the server.
         settings = {"HF_HUB_OFFLINE": "1", "GUIDELLM__MAX_WORKER_PROCESSES": "1"}
         run = subprocess.run(command, capture_output=True, text=True, env=os.environ | settings)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -152,10 +152,10 @@ def load(url: str, model: str, args: argparse.Namespace, rate: float | None, see
 
 
 def summarize(benchmark: dict[str, Any], client_seconds: float) -> dict[str, Any]:
-    """A run as guidellm reports it, as the figures that are compared.
+    """Reduce guidellm's report of a run to the figures that are compared.
 
     Raises:
-        RuntimeError: some of its requests failed.
+        RuntimeError: some of the requests failed.
     """
     metrics = benchmark["metrics"]
     totals = metrics["request_totals"]
@@ -170,7 +170,7 @@ def summarize(benchmark: dict[str, Any], client_seconds: float) -> dict[str, Any
 
 
 def cpu_seconds(process: subprocess.Popen[bytes]) -> float:
-    """What a server and its children have taken of the processors."""
+    """Return the CPU seconds that a server and its child processes have used."""
     import psutil
 
     family = psutil.Process(process.pid)
@@ -179,7 +179,7 @@ def cpu_seconds(process: subprocess.Popen[bytes]) -> float:
 
 
 def main() -> None:
-    """Measure, and print."""
+    """Measure each server at each rate, and print a table and a JSON line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -226,7 +226,7 @@ def main() -> None:
 
 
 def table_row(row: dict[str, Any]) -> str:
-    """For a page."""
+    """Return a row of the Markdown table."""
     rate = "saturated" if row["rate"] is None else f"{row['rate']:g}"
     latencies = [f"{low:.0f}, {high:.0f} ms" for low, high in (row[f"{label}, ms"] for label in FIGURES)]
     cpu = f"{row['server_cpu_seconds']:.1f}, {row['client_cpu_seconds']:.1f} s"

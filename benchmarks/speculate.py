@@ -1,16 +1,16 @@
-"""What guessing tokens ahead is worth: the same requests with and without, in turns.
+"""Measure the gain from speculative decoding: the same requests with and without it, in turns.
 
 python -m benchmarks.speculate                          # Qwen3-0.6B's shape, and the demo's passages
 python -m benchmarks.speculate --text random,coin --batch 16
 python -m benchmarks.speculate --text code --model Qwen/Qwen3-0.6B
 
-How often guesses come true depends on the text:
+How many draft tokens are accepted depends on the text:
 
-    same        an answer of one token, over and over: as many as there can be
+    same        the answer repeats one token: as many draft tokens are accepted as possible
     passages    the bundled model repeats a passage word for word, from hundreds of tokens earlier
-    code        a model with a chat template (--model) changes a name in a function and writes it out again
-    coin        an answer of two tokens at random: all of it was seen before, and half of the guesses fail
-    random      nothing repeats itself: what it costs to look
+    code        a model with a chat template (--model) renames a parameter and writes the function out again
+    coin        the answer has two tokens at random: lookups succeed, and half of the draft tokens fail
+    random      nothing repeats: this measures the cost of looking
 
 The last line printed is one JSON object.
 """
@@ -37,18 +37,18 @@ from nanoengine import LLM, SamplingParams
 from nanoengine.apps.workloads import SHAPES
 
 DEMO = str(Path(nanoengine.__file__).parent / "demo")
-PROMPT, ANSWER = 256, 128  # tokens, of the texts that are not words
+PROMPT, ANSWER = 256, 128  # tokens, for the texts same, coin and random
 
 
 def ask_for_passage(rng: random.Random) -> str:
-    """A question as the bundled model knows them."""
+    """Return a question of the kind that the bundled model was trained on."""
     from examples.train_demo import ask_passage
 
     return ask_passage(rng, most=20)[0]
 
 
 def ask_for_code(rng: random.Random) -> str:
-    """A function of the standard library, and a name of it to change."""
+    """Return a request to rename a parameter in a function of the standard library."""
     functions: list[Any] = [textwrap.wrap, textwrap.dedent, textwrap.indent, statistics.median]
     function = rng.choice(functions)
     name = rng.choice(list(inspect.signature(function).parameters))
@@ -56,7 +56,7 @@ def ask_for_code(rng: random.Random) -> str:
     return f"Rename {name} to {name}_{rng.randrange(100)}. Answer with the whole function.\n\n{code}"
 
 
-# text -> the question of a chat; or of how many tokens an answer is drawn, None: of all
+# text -> the question of a chat, or the number of tokens that answers are sampled from (None: all)
 TEXTS: dict[str, Callable[[random.Random], str] | int | None] = {
     "same": 1,
     "passages": ask_for_passage,
@@ -67,7 +67,7 @@ TEXTS: dict[str, Callable[[random.Random], str] | int | None] = {
 
 
 def serve(llm: LLM, text: str, batch: int, run: str) -> tuple[float, list[list[int]]]:
-    """Serve `batch` requests at once; returns the seconds it took, and the answers' tokens."""
+    """Serve `batch` requests at once, and return the seconds it took and the answers' tokens."""
     rng, kind = random.Random(f"{text} {batch} {run}"), TEXTS[text]
     vocab_size = llm.llm_engine.checkpoint.vocab_size
     chosen = SamplingParams(temperature=0.6, seed=0, max_tokens=ANSWER, detokenize=False, ignore_eos=True)
@@ -84,7 +84,7 @@ def serve(llm: LLM, text: str, batch: int, run: str) -> tuple[float, list[list[i
 
 
 def compare(llms: dict[str, LLM], text: str, batch: int, repeats: int) -> dict[str, Any]:
-    """Serve new requests in turns, with and without; the tokens are the same."""
+    """Serve new requests with and without speculative decoding, in turns. The tokens should not differ."""
     rates: dict[str, list[float]] = {"off": [], "on": []}
     for llm in llms.values():
         serve(llm, text, min(batch, 2), "warm-up")
@@ -105,7 +105,8 @@ def compare(llms: dict[str, LLM], text: str, batch: int, repeats: int) -> dict[s
         "text": text,
         "batch": batch,
         "output_tokens_per_s": rates,
-        # Of pairs of runs with the same requests, one right after the other: the machine's moods cancel.
+        # The median over pairs of consecutive runs with the same requests, so that slow changes of the
+        # machine's speed cancel out.
         "gain": statistics.median(on / off for off, on in zip(rates["off"], rates["on"], strict=True)),
         "drafted": drafted,
         "accepted": accepted,
@@ -120,7 +121,7 @@ def compare(llms: dict[str, LLM], text: str, batch: int, repeats: int) -> dict[s
 
 
 def main() -> None:
-    """Print a row per text and batch size, and a JSON line."""
+    """Measure each text and batch size, and print a row for each and a JSON line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,10 +1,10 @@
-"""What a form costs: the same requests with a JSON schema each and without, in turns.
+"""Measure the cost of structured outputs: the same requests with and without a JSON schema each, in turns.
 
 python -m benchmarks.structured                       # Qwen3-0.6B's shape, and 151,936 made-up words
 python -m benchmarks.structured --model Qwen/Qwen3-0.6B --batch 1,16,64
 
-Answers have the same number of tokens, since the schemas ask for more text than there is room for. The last
-line printed is one JSON object.
+All answers have the same number of tokens, because the schemas require more text than max_tokens allows. The
+last line printed is one JSON object.
 """
 
 import argparse
@@ -32,7 +32,7 @@ PROMPT, ANSWER = 16, 48  # tokens
 
 
 def made_up_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """Every byte, an end, and made-up words with and without a space before them."""
+    """Return a tokenizer of all bytes, an end token, and made-up words with and without a leading space."""
     rng, words = random.Random(0), dict.fromkeys(sorted(ByteLevel.alphabet()))
     while len(words) < vocab_size - 1:
         letters = "".join(
@@ -46,7 +46,7 @@ def made_up_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
 
 
 def schema_of(i: int) -> dict[str, Any]:
-    """One of its own for each request, with text enough for an answer."""
+    """Return a different schema for each request, with more text than an answer has room for."""
     properties = {
         f"name_{i}": {"type": "string", "maxLength": 20},
         "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 2},
@@ -57,7 +57,7 @@ def schema_of(i: int) -> dict[str, Any]:
 
 
 def rate(llm: LLM, batch: int, with_form: bool) -> float:
-    """Output tokens per second of that many requests at once."""
+    """Serve `batch` requests at once, and return the output tokens per second."""
     rng = random.Random(batch)
     prompts = [[rng.randrange(300, 4000) for _ in range(PROMPT)] for _ in range(batch)]
     params = [
@@ -76,7 +76,7 @@ def rate(llm: LLM, batch: int, with_form: bool) -> float:
 
 
 def mask_microseconds(llm: LLM) -> float:
-    """The median time of one constraint's mask, along an answer."""
+    """Return the median microseconds to apply one constraint's mask, over the positions of an answer."""
     form, times = StructuredOutputsParams(json=schema_of(0)), []
     params = SamplingParams(max_tokens=ANSWER, structured_outputs=form)
     (output,) = llm.generate([[1, 2, 3]], params, use_tqdm=False)
@@ -92,7 +92,7 @@ def mask_microseconds(llm: LLM) -> float:
 
 
 def main() -> None:
-    """Print a row per batch size, and a JSON line."""
+    """Measure each batch size, and print a row per batch size and a JSON line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -117,11 +117,11 @@ def main() -> None:
             mask = mask_microseconds(llm)
             print(f"a mask, applied: {mask:.0f} us\nbatch   without     with  ratio  (output tokens/s)")
             for batch in map(int, args.batch.split(",")):
-                for with_form in (False, True):  # compiles grammars, and warms up
+                for with_form in (False, True):  # a warm-up, which also compiles the grammars
                     rate(llm, batch, with_form)
                 pairs = [(rate(llm, batch, False), rate(llm, batch, True)) for _ in range(args.repeats)]
                 free, formed = (statistics.median(rates) for rates in zip(*pairs, strict=True))
-                # Of runs one right after the other: the machine's moods cancel.
+                # Ratios of consecutive runs, so that slow changes of the machine's speed cancel out.
                 ratios = [one / other for other, one in pairs]
                 print(f"{batch:5} {free:9.1f} {formed:8.1f} {statistics.median(ratios):6.3f}")
                 results.append({"batch": batch, "output_tokens_per_s": pairs, "ratios": ratios})
