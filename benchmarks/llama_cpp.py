@@ -1,7 +1,7 @@
-"""llama.cpp as one more engine: a checkpoint in its file format, and continuous batching through its C API.
+"""llama.cpp as an engine: writes a checkpoint as a GGUF file, and batches continuously through the C API.
 
-Our own Python writes the file, with the package `gguf`; the engine's needs llama-cpp-python alone, so
-that nothing but the standard library is imported up here.
+nanoengine's Python writes the file, with the package `gguf`. The engine's own Python needs only
+llama-cpp-python, so import only the standard library at the top of this file.
 """
 
 import logging
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 # ---- The file ------------------------------------------------------------------------------------
 
-FAMILIES = {"Llama": "llama", "Mistral": "llama", "Qwen2": "qwen2", "Qwen3": "qwen3"}  # in llama.cpp's words
+FAMILIES = {"Llama": "llama", "Mistral": "llama", "Qwen2": "qwen2", "Qwen3": "qwen3"}  # llama.cpp's names
 
 
 def prepare(checkpoint: "Checkpoint", settings: dict[str, Any], directory: str) -> dict[str, Any]:
-    """The settings that `load` takes: the model is a file, and the cache has a number of tokens.
+    """Write the model as a GGUF file, and return the settings for `load`, with the cache's size in tokens.
 
     Raises:
-        ValueError: llama.cpp would compute something else than the checkpoint says, or it is of another
-            family than those written here.
+        ValueError: llama.cpp would compute another model than the checkpoint describes, or its family is not
+            supported here.
     """
     config = checkpoint.decoder_config
     if config is None:
@@ -42,15 +42,15 @@ def prepare(checkpoint: "Checkpoint", settings: dict[str, Any], directory: str) 
 def write_gguf(
     checkpoint: "Checkpoint", settings: dict[str, Any], path: Path, kind: str | None = None
 ) -> Path:
-    """Write a checkpoint, or (load_format "dummy") one like it at random, without its tokenizer.
+    """Write a checkpoint without its tokenizer. With load_format "dummy", write random weights.
 
-    Matrices are of the run's dtype, or of a type like "q4_0", and then embedding and head of Q8_0; norms and
-    biases are float32, as llama.cpp has it in its own files.
+    Matrices have the run's dtype, or a quantized type like "q4_0", in which case embedding and head are Q8_0.
+    Norms and biases are float32, as in llama.cpp's own files.
 
     Source: llama.cpp's convert_hf_to_gguf.py.
 
     Raises:
-        ValueError: it has sliding windows, or a rope that a file of its kind cannot tell.
+        ValueError: the model has sliding windows, or a rope that the file format cannot describe.
     """
     import gguf
     import torch
@@ -96,7 +96,7 @@ def write_gguf(
         if name == "lm_head.weight" and weight.data_ptr() == model.get_input_embeddings().weight.data_ptr():
             continue
         if family == "llama" and (part := name.split(".")[-2]) in heads:
-            # Its rope turns neighbours, element 2i with 2i + 1, where transformers' turns i with i + D / 2.
+            # llama.cpp's rope rotates element 2i with 2i + 1, and transformers' rotates i with i + D / 2.
             halves = weight.view(heads[part], 2, config.head_dim // 2, *weight.shape[1:])
             weight = halves.transpose(1, 2).reshape(weight.shape)
         own_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
@@ -109,7 +109,7 @@ def write_gguf(
             own_type = weight_type if is_layer else gguf.GGMLQuantizationType.Q8_0
             rows = gguf.quants.quantize(weight.float().numpy(), own_type)
             writer.add_tensor(own_name, rows, raw_dtype=own_type)
-        else:  # byte by byte: NumPy has no bfloat16
+        else:  # written as bytes: NumPy has no bfloat16
             rows = weight.contiguous().view(torch.uint8).numpy()
             writer.add_tensor(own_name, rows, raw_dtype=weight_type)
     writer.write_header_to_file()
@@ -124,18 +124,18 @@ def write_gguf(
 
 @dataclass(slots=True)
 class Request:
-    """A prompt on its way to its outputs."""
+    """Holds a request's tokens, and its progress."""
 
-    tokens: list[int]  # the prompt, then what was drawn
+    tokens: list[int]  # the prompt, then the sampled tokens
     num_prompt: int
     num_output: int
-    sequence: int  # llama.cpp's number for it
-    num_computed: int = 0  # of its tokens, in the cache
-    stamps: list[float] = field(default_factory=list)  # when each token was drawn
+    sequence: int  # llama.cpp's sequence id
+    num_computed: int = 0  # number of tokens in the cache
+    stamps: list[float] = field(default_factory=list)  # when each token was sampled
 
     @property
     def num_cells(self) -> int:
-        """What it takes of the cache in the end."""
+        """The number of cache cells that the request needs in the end."""
         return self.num_prompt + self.num_output
 
 
@@ -143,19 +143,20 @@ CPU_FLAGS = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() 
 
 
 class LlamaCpp:
-    """A model in llama.cpp, and continuous batching over it.
+    """Runs a model in llama.cpp with continuous batching.
 
-    A step is one `llama_decode`: a token of each sequence that has its prompt behind it, then as much of the
-    prompts as fits. llama.cpp does not preempt, so a request waits until all it will need is free.
+    A step is one `llama_decode` of the running requests' uncomputed tokens, oldest request first, up to the
+    batch limit. llama.cpp does not preempt, so a request waits until there is room for all its tokens.
 
     Args:
-        path: of a GGUF file.
-        threads: of every product.
-        cache_tokens: what all sequences have together.
-        device: "cpu", or "cuda" for all layers on a GPU.
-        is_quantized: whether its weights are in few bits.
-        exact: K and V in float32. Else its default, flash attention over float16, whatever the weights are:
-            it has none over float32, and without it every sequence is multiplied with all others' keys.
+        path: a GGUF file.
+        threads: number of threads for all computation.
+        cache_tokens: size of the KV cache that all sequences share, in tokens.
+        device: "cpu", or "cuda" to run all layers on a GPU.
+        is_quantized: whether the weights are quantized.
+        exact: keep K and V in float32. Otherwise llama.cpp uses its default, flash attention over float16,
+            for any weights. It has no flash attention over float32, and without flash attention every
+            sequence is multiplied with the keys of all others.
     """
 
     def __init__(
@@ -176,8 +177,8 @@ class LlamaCpp:
         model_params = llama_cpp.llama_model_default_params()
         if device == "cpu":
             model_params.n_gpu_layers = 0
-        # Version 0.3.36 ends in a segmentation fault by its copies of weights in few bits for AMX, where the
-        # head is the embedding.
+        # Version 0.3.36 crashes when it copies quantized weights for AMX and the head is tied to the
+        # embedding.
         model_params.use_extra_bufts = not ("amx_tile" in CPU_FLAGS and is_quantized)
         self.model = llama_cpp.llama_model_load_from_file(path.encode(), model_params)
         if not self.model:
@@ -196,7 +197,7 @@ class LlamaCpp:
         self.batch = llama_cpp.llama_batch_init(self.max_tokens, 0, 1)
 
     def close(self) -> None:
-        """Give all memory back."""
+        """Free all memory."""
         self.api.llama_batch_free(self.batch)
         self.api.llama_free(self.context)
         self.api.llama_model_free(self.model)
@@ -209,11 +210,11 @@ class LlamaCpp:
         temperature: float,
         seed: int = 0,
     ) -> tuple[list[Request], dict[str, Any]]:
-        """Serve prompts from their arrival times on; the requests in order, and what was measured.
+        """Serve prompts that arrive at these times. Returns the requests in order, and the measurements.
 
         Raises:
             ValueError: a request needs more than the whole cache.
-            RuntimeError: llama.cpp fails.
+            RuntimeError: llama.cpp failed.
         """
         api, memory = self.api, self.api.llama_get_memory(self.context)
         if (longest := max(map(sum, zip(map(len, prompts), output_lens, strict=True)))) > self.cache_tokens:
@@ -262,7 +263,7 @@ class LlamaCpp:
         }
 
     def _decode(self, running: list[Request]) -> list[tuple[int, Request]]:
-        """Compute what each is behind by, the first admitted first; (row, request) of those due a token."""
+        """Compute uncomputed tokens, oldest request first. Returns (row, request) for those that sample."""
         batch, due, row = self.batch, [], 0
         for request in running:
             begin = request.num_computed
@@ -284,7 +285,7 @@ class LlamaCpp:
 
 
 def load(settings: dict[str, Any]) -> Run:
-    """llama.cpp, as `prepare` has it set."""
+    """Load llama.cpp with the settings from `prepare`."""
     names = ("threads", "cache_tokens", "device")
     own = {name: settings[name] for name in names} | {"is_quantized": "gguf_type" in settings}
     engine = LlamaCpp(settings["model"], **own)
