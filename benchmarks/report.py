@@ -112,7 +112,7 @@ def print_markdown(report: dict[str, Any], command: str) -> None:
 
 
 def describe(report: dict[str, Any]) -> str:
-    """Models, dtype and machine in two lines, for a plot."""
+    """Describe the models, the dtype and the machine in two lines, for the title of a plot."""
     place = report["machine"]
     models = ", ".join(result["model"] for result in report["models"])
     runs = f"{place['threads']} threads, runs of each: {report['repeats']}"

@@ -1,1 +1,1 @@
-"""Lessons, to be read from README.md on; `mini` and `tools` are their code."""
+"""The lessons, which start at README.md, and their code, such as `mini` and `tools`."""

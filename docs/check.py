@@ -1,4 +1,4 @@
-"""Checks the engine that you build along with the lessons, a chapter at a time.
+"""Checks the engine that you build along with the lessons, one chapter at a time.
 
     python -m docs.check --stub > my_mini.py    write the file that you fill in
     python -m docs.check 5 my_mini.py           check your functions of lesson 5

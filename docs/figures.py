@@ -110,7 +110,7 @@ def free_lists() -> Picture:
 def preemption() -> Picture:
     """Draw chapter 8: the blocks in use at each step."""
     p = Picture("B is preempted in step 3 and comes back in step 6", 250)
-    held = [  # blocks 1 to 5, a step a column, as the chapter prints them
+    held = [  # the owners of blocks 1 to 5 after each step, as the chapter prints them
         "aabb-", "aabb-", "aaffa", "aaffa", "aaffa", "ffbbb",
     ]  # fmt: skip
     for block in range(5):

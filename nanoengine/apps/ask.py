@@ -1,4 +1,4 @@
-"""Questions and answers in the terminal: `nanoengine run` and `nanoengine chat`.
+"""Ask questions or chat in the terminal: `nanoengine run` and `nanoengine chat`.
 
 nanoengine run                                                          # the bundled model: no download
 nanoengine run --model Qwen/Qwen3-0.6B --prompt "introduce yourself"
@@ -111,7 +111,7 @@ def in_a_terminal(parser: argparse.ArgumentParser) -> Iterator[None]:
         sys.stdin.reconfigure(errors="surrogateescape")  # the engine then refuses bytes that are not text
     try:
         yield
-    except (MissingFileError, ValueError, OSError) as error:  # an option, the model or its files
+    except (MissingFileError, ValueError, OSError) as error:  # a bad option, model or file
         sys.exit(f"{parser.prog}: {' '.join(str(error).split())}")
     except KeyboardInterrupt:
         sys.exit(130)

@@ -1,10 +1,10 @@
-"""Measure this engine on one workload: throughput, latency, and the share of what the machine can give.
+"""Measure this engine on one workload: throughput, latency, and the share of the machine's roofline.
 
 nanoengine bench                                # Qwen3-0.6B's shape with random weights: no download
 nanoengine bench --workload decode --repeats 5
 nanoengine bench --model Qwen/Qwen3-0.6B        # a checkpoint
 
-The last line printed is one JSON object. Beside other engines, in a clone: python -m benchmarks --help
+The last line printed is one JSON object. To compare engines, in a clone: python -m benchmarks --help
 """
 
 import argparse

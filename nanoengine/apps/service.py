@@ -145,7 +145,7 @@ class Service:
         # grammars to compile.
         self.checks, self.long_checks, self.form_checks = map(ThreadPoolExecutor, (4, 1, 2))
 
-    # -- answers of the model
+    # -- generation
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
         """POST /v1/completions."""
@@ -300,7 +300,7 @@ class Service:
             yield event(error.content)
         yield b"data: [DONE]\n\n"
 
-    # -- the rest
+    # -- other endpoints
 
     async def models(self) -> Response:
         """GET /v1/models."""

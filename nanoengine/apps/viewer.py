@@ -25,7 +25,7 @@ def load(path: str | Path) -> list[Event]:
     Raises:
         ValueError: the file is not a trace, or has another version.
     """
-    lines = Path(path).read_bytes().splitlines()  # JSON reads UTF-8, line by line
+    lines = Path(path).read_bytes().splitlines()  # json.loads accepts UTF-8 bytes
     events: list[Event] = []
     for number, line in enumerate(lines, 1):
         try:
@@ -129,7 +129,7 @@ def chrome_events(events: Iterable[Event]) -> Iterator[dict[str, Any]]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Turn a trace into what the output's ending asks for."""
+    """Convert a trace to the format that the output's name ends with."""
     parser = argparse.ArgumentParser(prog="nanoengine trace", description=main.__doc__)
     parser.add_argument("trace", type=Path, help="JSON lines, as LLM(..., trace=...) writes them")
     parser.add_argument("-o", "--output", type=Path, required=True, help="run.html, or run.json for Perfetto")
