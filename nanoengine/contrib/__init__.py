@@ -1,1 +1,1 @@
-"""Features for a few users. Nothing outside this folder imports it: `optional.py` finds its files by name."""
+"""Features that few users need. Nothing imports them from outside: `optional.py` loads files by name."""

@@ -353,7 +353,7 @@ class KVConnector:
         return True
 
 
-# ---- what an engine does with it -----------------------------------------------------------------
+# ---- the engine's classes with a store -----------------------------------------------------------
 
 
 class StoringBlockManager(WindowedBlockManager):

@@ -2,8 +2,8 @@
 
     simulate(scheduler, arrivals, cost, policy=lambda arrival: -arrival.num_output_tokens)
 
-`nanoengine lab` runs it from the command line. lab_command.py explains the costs, the policies and the file
-of arrivals.
+`nanoengine lab` runs the lab from the command line. lab_command.py explains the costs, the policies and the
+format of an arrivals file.
 """
 
 import itertools
@@ -24,21 +24,21 @@ from nanoengine.engine import BlockManager, ScheduledBatch, Scheduler, Sequence
 from nanoengine.llm_engine import LLMEngine
 from nanoengine.sampling_params import SamplingParams
 
-# ---- Arrivals: who asks for what, and when -------------------------------------------------------
+# ---- Arrivals: when requests arrive, and their lengths -------------------------------------------
 
 
 class Arrival(NamedTuple):
-    """A request: its time and its lengths. Of what it says only the shared beginning matters."""
+    """Describes a request by its time and lengths. Of its content, only the shared prefix matters."""
 
     arrival_time: float  # seconds from the start
     num_prompt_tokens: int
     num_output_tokens: int
-    prefix: str | None = None  # prompts with the same one begin with the same tokens
-    num_prefix_tokens: int = 0  # how many of its prompt tokens are of the prefix
-    priority: int = 0  # for the policy of that name
+    prefix: str | None = None  # prompts with the same name begin with the same tokens
+    num_prefix_tokens: int = 0  # number of prompt tokens in the prefix
+    priority: int = 0  # used by the policy `priority`
 
     def check(self) -> None:
-        """Raise ValueError or TypeError where no such request can be."""
+        """Raise ValueError or TypeError if the request is invalid."""
         for name in ("num_prompt_tokens", "num_output_tokens", "num_prefix_tokens", "priority"):
             if type(getattr(self, name)) is not int:
                 raise TypeError(f"{name} must be an integer, got {getattr(self, name)!r}")
@@ -56,15 +56,15 @@ Lengths = Callable[[random.Random], int]  # draws a number of tokens
 
 
 def parse_lengths(text: str) -> Lengths:
-    """A length, LOW-HIGH for each length alike, or MEDIAN~SIGMA for a long tail.
+    """Parse a fixed length N, LOW-HIGH for a uniform distribution, or MEDIAN~SIGMA for a long tail.
 
-    The last is log-normal, cut at three sigmas: of "100~1" two thirds lie from 37 to 272, none above 2009.
+    The last is log-normal, cut off at three sigmas: two thirds of "100~1" are from 37 to 272, none over 2009.
 
     >>> parse_lengths("40")(random.Random(0)), parse_lengths("16-64")(random.Random(0))
     (40, 40)
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: the text is none of these.
     """
     match = re.fullmatch(r"(\d+)(?:-(\d+)|~(\d*\.?\d+))?", text)
     if match is None or int(match[1]) < 1:
@@ -89,18 +89,18 @@ def generate_arrivals(
     num_prefix_tokens: int = 0,
     seed: int = 0,
 ) -> Iterator[Arrival]:
-    """Requests at random times, `rate` a second on average.
+    """Yield requests at random times, `rate` per second on average.
 
     Args:
-        num_requests: how many.
-        rate: requests a second.
-        prompt: tokens of each prompt's own.
-        output: tokens of each output.
-        burstiness: the shape of the gamma distribution that gaps are drawn from: 1 is a Poisson process,
-            less comes in bursts, more is steadier. The variance of a gap is 1 / burstiness of Poisson's.
-        num_prefixes: how many shared beginnings there are; each prompt begins with one of them.
-        num_prefix_tokens: how long they are.
-        seed: the same for the same requests.
+        num_requests: number of requests.
+        rate: requests per second.
+        prompt: length of each prompt, without the shared prefix.
+        output: length of each output.
+        burstiness: the shape of the gamma distribution of the gaps between requests. 1 is a Poisson process,
+            less gives bursts, more is steadier. The variance of a gap is Poisson's divided by burstiness.
+        num_prefixes: number of shared prefixes; each prompt begins with one of them.
+        num_prefix_tokens: length of each prefix.
+        seed: equal seeds give equal requests.
 
     Source: `--burstiness` of vLLM's `bench serve`.
     """
@@ -113,10 +113,10 @@ def generate_arrivals(
 
 
 def read_arrivals(path: str) -> list[Arrival]:
-    """A JSONL file's requests, in order of time.
+    """Read requests from a JSONL file, and sort them by time.
 
     Raises:
-        ValueError: a line is not an `Arrival`; the message has its number.
+        ValueError: a line is not an `Arrival`; the message has the line number.
         OSError: the file cannot be read.
     """
     arrivals = []
@@ -131,37 +131,37 @@ def read_arrivals(path: str) -> list[Arrival]:
     return sorted(arrivals, key=lambda arrival: arrival.arrival_time)
 
 
-# ---- Policies: who goes first --------------------------------------------------------------------
+# ---- Policies: which request runs first ----------------------------------------------------------
 
-Policy = Callable[[Arrival], int]  # a request's priority: the lower runs first
+Policy = Callable[[Arrival], int]  # returns a request's priority: lower runs first
 
 
 def fcfs(arrival: Arrival) -> int:
-    """First come, first served."""
+    """Return equal priorities: first come, first served."""
     return 0
 
 
 def priority(arrival: Arrival) -> int:
-    """What the request says."""
+    """Return the request's own priority."""
     return arrival.priority
 
 
 def shortest_first(arrival: Arrival) -> int:
-    """The shortest prompt first. Under load the longest never run."""
+    """Order by prompt length, shortest first. Under load, the longest never run."""
     return arrival.num_prompt_tokens
 
 
 def shortest_first_with_ageing(seconds_per_token: float) -> Policy:
-    """The shortest first, but each token of a prompt is worth that many seconds of waiting, and no more."""
-    # Priorities are whole numbers: microseconds.
+    """Return a policy that is shortest first, with each prompt token worth so many seconds of waiting."""
+    # Priorities are integers: microseconds.
     return lambda arrival: round(1e6 * (arrival.arrival_time + seconds_per_token * arrival.num_prompt_tokens))
 
 
 def parse_policy(text: str) -> Policy:
-    """A policy by name: fcfs, priority, shortest, or ageing:SECONDS_PER_TOKEN.
+    """Return a policy by name: fcfs, priority, shortest, or ageing:SECONDS_PER_TOKEN.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: the name is unknown.
     """
     known = {"fcfs": fcfs, "priority": priority, "shortest": shortest_first}
     if match := re.fullmatch(r"ageing:(\d*\.?\d+)", text):
@@ -175,82 +175,82 @@ def parse_policy(text: str) -> Policy:
 
 
 class Step(NamedTuple):
-    """What one step was: a row to fit the cost model to."""
+    """Describes one real step: a data point for the fit of the cost model."""
 
     num_tokens: int  # computed
-    num_context_tokens: int  # attended to: the lengths that the step's sequences reached, together
+    num_context_tokens: int  # attended to: the sum of the lengths that the step's sequences reached
     seconds: float
 
 
 def context_of(batch: ScheduledBatch) -> int:
-    """How many tokens' K and V a step reads, counted once for each of its sequences."""
+    """Return how many tokens' K and V a step reads, summed over its sequences."""
     return sum([end for _, _, end, _, _ in batch.chunks])
 
 
 class CostModel(NamedTuple):
-    """Seconds that a step takes."""
+    """Predicts the seconds that a step takes."""
 
-    step: float  # fixed: weights read, kernels launched, Python run
-    token: float  # for each one computed
-    context: float  # for each one attended to
+    step: float  # fixed cost: reading weights, launching kernels, running Python
+    token: float  # per token computed
+    context: float  # per token attended to
 
     def seconds(self, num_tokens: int, num_context_tokens: int) -> float:
-        """Of one step."""
+        """Return the predicted seconds of one step."""
         return self.step + self.token * num_tokens + self.context * num_context_tokens
 
     def error(self, steps: Iterable[Step]) -> float:
-        """Mean error over real steps, each relative to what it took."""
+        """Return the mean relative error over real steps."""
         return float(np.mean([abs(self.seconds(*row) / seconds - 1) for *row, seconds in steps]))
 
 
 def fit_costs(steps: Iterable[Step]) -> CostModel:
-    """The costs that come nearest to real steps: least squares of the relative errors, none below zero.
+    """Fit the costs to real steps, by least squares of the relative errors. No cost is negative.
 
-    Relative, since else the few longest steps, and those that other processes disturbed, decide.
+    With absolute errors, a few long steps, and those that other processes disturbed, would decide the fit.
     """
     num_tokens, num_context_tokens, seconds = np.array(list(steps), dtype=np.float64).T
     table = np.stack([np.ones_like(seconds), num_tokens, num_context_tokens], axis=1) / seconds[:, None]
     costs, kept = np.full(3, -1.0), [0, 1, 2]
-    while (costs < 0).any():  # what would be negative is left out, and the others fitted anew
+    while (costs < 0).any():  # drop negative costs, and fit the others again
         costs = np.zeros(3)
         costs[kept] = np.linalg.lstsq(table[:, kept], np.ones_like(seconds), rcond=None)[0]
         kept = [i for i in kept if costs[i] > 0]
     return CostModel(*costs.tolist())
 
 
-# ---- What serves: a simulation, or a real engine with the same face ------------------------------
+# ---- Servers: a simulation, or a real engine with the same interface -----------------------------
 
 
 class Served(NamedTuple):
-    """What a step did."""
+    """Reports what a step did."""
 
     seconds: float
-    seq_ids: list[int]  # of the sequences that got a token
-    finished: list[int]  # those of them that are complete
+    seq_ids: list[int]  # the sequences that got a token
+    finished: list[int]  # the ones among them that are complete
 
 
 class Server(Protocol):
-    """What `serve` asks of both."""
+    """The interface of both, as `serve` uses it."""
 
     scheduler: Scheduler
 
     def add(self, arrival: Arrival, prefix: int, priority: int) -> int:
-        """Queue a request, whose prefix has that negative number; returns its seq_id."""
+        """Queue a request and return its seq_id. `prefix` is a negative number that identifies its prefix."""
 
     def step(self) -> Served:
-        """Compute a step."""
+        """Run one step."""
 
 
 class Simulation:
-    """The real scheduler and block manager; steps take as long as the cost model says."""
+    """Runs the real scheduler and block manager. The cost model says how long a step takes."""
 
     def __init__(self, scheduler: Scheduler, cost: CostModel) -> None:
         self.scheduler, self.cost = scheduler, cost
         self.seq_ids = itertools.count()
-        self.params: dict[int, SamplingParams] = {}  # by output tokens
+        self.params: dict[int, SamplingParams] = {}  # by number of output tokens
 
     def add(self, arrival: Arrival, prefix: int, priority: int) -> int:
-        """Queue a sequence. Its tokens are its prefix's number, again and again, then its own."""
+        """Queue a sequence. Its tokens repeat the number of its prefix, then its own seq_id."""
         seq_id, num_shared = next(self.seq_ids), arrival.num_prefix_tokens
         token_ids = [prefix] * num_shared + [seq_id] * (arrival.num_prompt_tokens - num_shared)
         max_tokens = arrival.num_output_tokens
@@ -260,10 +260,10 @@ class Simulation:
         return seq_id
 
     def step(self) -> Served:
-        """Schedule a step, and draw each sequence's last token again.
+        """Schedule a step, and sample each sequence's last token again.
 
-        So an answer to a prompt that is all prefix continues the prefix: the next turn of a conversation
-        finds both in the cache.
+        So the answer to a prompt that is all prefix continues the prefix, and the next turn of a conversation
+        hits both in the prefix cache.
         """
         batch = self.scheduler.schedule()
         advanced = self.scheduler.update(batch, [seq.token_ids[-1] for seq in batch.sampled_seqs])
@@ -275,12 +275,12 @@ class Simulation:
 
 
 class RealEngine:
-    """A new engine, without async scheduling, whose steps take as long as they take."""
+    """Runs a new engine, without async scheduling, and measures its steps."""
 
     def __init__(self, engine: LLMEngine) -> None:
         self.engine, self.scheduler = engine, engine.scheduler
         self.vocabulary = range(engine.checkpoint.vocab_size)
-        self.seq_ids = itertools.count()  # the engine counts alike
+        self.seq_ids = itertools.count()  # the same as the engine's
         self.steps: list[Step] = []
         schedule, update = self.scheduler.schedule, self.scheduler.update
 
@@ -296,18 +296,18 @@ class RealEngine:
         self.scheduler.update = watched_update  # type: ignore[method-assign]
 
     def add(self, arrival: Arrival, prefix: int, priority: int) -> int:
-        """Queue a request of random tokens, seeded by what they stand for."""
+        """Queue a request of random tokens, seeded by the prefix and by the seq_id."""
         seq_id, num_shared = next(self.seq_ids), arrival.num_prefix_tokens
         token_ids = []
         for content, num_tokens in ((prefix, num_shared), (seq_id, arrival.num_prompt_tokens - num_shared)):
-            rng = random.Random(str(content))  # as text: of a number the sign would not count
+            rng = random.Random(str(content))  # as text, since Random ignores the sign of a number
             token_ids += rng.choices(self.vocabulary, k=num_tokens)
         params = SamplingParams(max_tokens=arrival.num_output_tokens, ignore_eos=True)
         self.engine.add_request(str(seq_id), {"prompt_token_ids": token_ids}, params, priority=priority)
         return seq_id
 
     def step(self) -> Served:
-        """Run one."""
+        """Run one step, and record its time."""
         start = time.perf_counter()
         self.engine.step()
         seconds = time.perf_counter() - start
@@ -321,28 +321,28 @@ class RealEngine:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """How requests were served: float64 seconds, one per request, in the order of arrival."""
+    """Reports how requests were served. Arrays hold float64 seconds, per request in order of arrival."""
 
     ttft: np.ndarray  # time to first token, from arrival
-    tpot: np.ndarray  # time per output token after the first; NaN where there is no other
+    tpot: np.ndarray  # time per output token after the first; NaN if there is only one
     latency: np.ndarray  # from arrival to the last token
-    gaps: np.ndarray  # between a token and the next: all lengths that occurred, to four digits
-    gap_counts: np.ndarray  # how many tokens waited that long
+    gaps: np.ndarray  # times between consecutive tokens: the distinct values, to four digits
+    gap_counts: np.ndarray  # number of tokens with each gap
     seconds: float  # from the first arrival to the last token
-    busy_seconds: float  # in steps
+    busy_seconds: float  # total time of the steps
     num_steps: int
     num_prompt_tokens: int
     num_output_tokens: int
     num_preemptions: int
-    hit_rate: float  # share of the prompts' tokens that the prefix cache had
+    hit_rate: float  # share of the prompt tokens that hit the prefix cache
 
     @property
     def num_requests(self) -> int:
-        """How many were served: all of them."""
+        """The number of requests. All of them were served."""
         return len(self.ttft)
 
     def quantiles(self, name: str) -> list[float]:
-        """The 50th, 90th and 99th percentile of a field, or of the gaps; NaN where there is nothing."""
+        """Return the 50th, 90th and 99th percentile of a field, or of the gaps for "itl". NaN: no data."""
         values, weights = (self.gaps, self.gap_counts) if name == "itl" else (getattr(self, name), None)
         if weights is None:
             values = values[~np.isnan(values)]
@@ -353,15 +353,15 @@ class Report:
 
     @property
     def output_tokens_per_s(self) -> float:
-        """Throughput."""
+        """The throughput, from the first arrival to the last token."""
         return self.num_output_tokens / self.seconds
 
 
 def serve(server: Server, arrivals: Iterable[Arrival], policy: Policy = fcfs) -> Report:
-    """Serve arrivals, which come in order of time, to the end of the last.
+    """Serve all arrivals, which must be sorted by time, until the last one finishes.
 
-    The clock only stands at the ends of steps, and where nobody is served it leaps to the next arrival.
-    What arrives during a step is queued at its end, as where one thread runs the engine.
+    The clock advances by whole steps. If no request is unfinished, it jumps to the next arrival. A request
+    that arrives during a step is queued at the end of the step, as in an engine that one thread runs.
 
     Raises:
         ValueError: a request could never be served.
@@ -370,8 +370,8 @@ def serve(server: Server, arrivals: Iterable[Arrival], policy: Policy = fcfs) ->
     hits_before, preemptions_before = scheduler.block_manager.num_query_hits, scheduler.num_preemptions
     queries_before = scheduler.block_manager.num_query_tokens
     prefixes: dict[str | None, int] = {}
-    unfinished: dict[int, tuple[int, Arrival]] = {}  # by seq_id, with the place in the order of arrival
-    # When each got its first and its latest token.
+    unfinished: dict[int, tuple[int, Arrival]] = {}  # seq_id -> place in the order of arrival, request
+    # By seq_id: when it got its first and its latest token.
     first_times: dict[int, float] = {}
     token_times: dict[int, float] = {}
     ttft, tpot, latency = array("d"), array("d"), array("d")
@@ -403,7 +403,7 @@ def serve(server: Server, arrivals: Iterable[Arrival], policy: Policy = fcfs) ->
         busy_seconds += seconds
         num_steps += 1
         num_output_tokens += len(took)
-        waits: dict[float, int] = {}  # nearly all alike: who got a token a step ago waited a step
+        waits: dict[float, int] = {}  # nearly all equal: most sequences get a token in every step
         for took_id in took:
             before = token_times.get(took_id)
             if before is None:
@@ -412,7 +412,7 @@ def serve(server: Server, arrivals: Iterable[Arrival], policy: Policy = fcfs) ->
                 waits[now - before] = waits.get(now - before, 0) + 1
             token_times[took_id] = now
         for wait, count in waits.items():
-            gaps[float(f"{wait:.4g}")] += count  # else a long run would keep a length for each step
+            gaps[float(f"{wait:.4g}")] += count  # rounded, else a long run would store one value per step
         for ended in finished:
             (place, request), first = unfinished.pop(ended), first_times.pop(ended)
             del token_times[ended]
@@ -442,33 +442,33 @@ def serve(server: Server, arrivals: Iterable[Arrival], policy: Policy = fcfs) ->
 def simulate(
     scheduler: Scheduler, arrivals: Iterable[Arrival], cost: CostModel, policy: Policy = fcfs
 ) -> Report:
-    """Serve arrivals with a scheduler that nobody else uses, and no device."""
+    """Serve arrivals with a new scheduler and without a device."""
     return serve(Simulation(scheduler, cost), arrivals, policy)
 
 
 # ---- The fit -------------------------------------------------------------------------------------
 
-# The bundled model's on two cores of an AMD EPYC, in float32, fitted to 1566 steps. On 547 others they are
-# off by 16 % a step, and by 3 % of the time of all together.
+# Fitted to 1566 steps of the bundled model in float32, on two cores of an AMD EPYC. On 547 other steps they
+# are off by 16 % per step, and by 3 % in total time.
 DEMO_COSTS = CostModel(2.3e-3, 3.6e-5, 5e-7)
-WAVES = (8, 64, 1, 4, 32, 2, 128, 16)  # requests at a time: the batch shrinks from there as they end
+WAVES = (8, 64, 1, 4, 32, 2, 128, 16)  # requests at once; the batch shrinks as they finish
 
 
 class Calibration(NamedTuple):
-    """Costs fitted to an engine's steps, and both at work on other arrivals."""
+    """Holds the fitted costs, and reports of the engine and of the lab on other arrivals."""
 
     cost: CostModel
-    num_steps: int  # fitted to
+    num_steps: int  # number of steps in the fit
     step_error: float  # mean relative error over the other steps
     measured: Report
     simulated: Report
 
 
 def calibrate(engine: LLMEngine, seconds: float = 20.0) -> Calibration:
-    """Fit the costs of an engine's steps, and check them where it serves other arrivals.
+    """Fit the costs to an engine's steps, and check them on other arrivals.
 
-    The fit sees requests that come in waves; the check is a Poisson process at 70 % of the rate that the lab
-    thinks the engine can serve. Each takes about so many seconds. Idle time is leapt over in both.
+    The fit uses requests that arrive in waves. The check uses a Poisson process at 70 % of the rate that the
+    lab predicts the engine can serve. Each takes about `seconds`. Both skip idle time.
     """
     scheduler = engine.scheduler
     longest = engine.max_model_len // 3

@@ -6,25 +6,25 @@ nanoengine lab --scheduling-policy fcfs,shortest,ageing:0.05 --prompt 100~1.5
 nanoengine lab --trace arrivals.jsonl --num-kv-blocks 500,1000,2000 --plot lab.png
 nanoengine lab --fit path/to/model            # the costs of a model on this machine
 
-Every combination of the settings that are given several values, separated by commas, serves the same
-arrivals. All that takes time is the scheduler's own Python, so that hours pass in minutes.
+Settings may be given several values, separated by commas. Every combination of them serves the same
+arrivals. Only the scheduler's own Python takes real time, so hours of load pass in minutes.
 
-A step takes `step + token * tokens + context * contexts` seconds: a fixed part, a part for each token it
-computes, and one for each token that its sequences attend to, the lengths they have reached. `--fit` finds
-the three by least squares from the steps of a real engine under many loads. Then it serves other arrivals
-with both, the engine and the lab, and says how far the lab is off; that is far where the machine is busy
-with other things too. What the model leaves out: sampling settings, text, and the overlap of async
-scheduling, whose steps are decided a step ahead.
+A step takes `step + token * tokens + context * contexts` seconds: a fixed cost, a cost for each token it
+computes, and a cost for each token that its sequences attend to (the lengths they have reached). `--fit`
+fits the three costs by least squares to the steps of a real engine under many loads. Then it serves other
+arrivals with both the engine and the lab, and prints how far the lab is off. The error is large if other
+processes use the machine too. The model leaves out sampling settings, text, and the overlap of async
+scheduling, which decides each step one step ahead.
 
-A policy is a function from an `Arrival` to its priority; the lower runs first, and of equals the one that
-came first. That is all a policy needs, since both queues of the scheduler are sorted by priority, and it is
-why the core knows nothing of policies: what it returns can be given to `LLMEngine.add_request` as `priority`.
-Ageing fits too. A request that has waited for t seconds and has n tokens is worth `ageing * n - t`, the
-least first; t grows alike for all, so the order never changes and can be computed once, from the time of
-arrival. What does not fit is a rule whose order changes while requests wait, such as fair shares per user.
-In Python, a policy is an argument of `lab.simulate`.
+A policy is a function from an `Arrival` to its priority. The lower priority runs first, and among equals the
+earlier arrival. Both queues of the scheduler are sorted by priority, so a policy needs nothing else, and the
+core knows nothing of policies: pass the result to `LLMEngine.add_request` as `priority`. Ageing fits too. A
+request with n tokens that has waited for t seconds has the value `ageing * n - t`, and the lowest value runs
+first. t grows at the same rate for all requests, so their order never changes, and can be computed once from
+the time of arrival. Rules whose order changes while requests wait, such as fair shares per user, do not fit.
+In Python, pass a policy to `lab.simulate`.
 
-A file of arrivals has a JSON object per line, with the fields of `Arrival`:
+An arrivals file has one JSON object per line, with the fields of `Arrival`:
 
     {"arrival_time": 0.25, "num_prompt_tokens": 300, "num_output_tokens": 40, "priority": 1}
     {"arrival_time": 1, "num_prompt_tokens": 9, "num_output_tokens": 9, "prefix": "a", "num_prefix_tokens": 5}
@@ -61,7 +61,7 @@ from nanoengine.llm_engine import LLMEngine
 
 
 def cells(report: Report) -> dict[str, str]:
-    """A report as text, by label."""
+    """Return the cells of a report's table row, by column label."""
 
     def text(name: str, scale: float, form: str) -> str:
         return " / ".join(format(value * scale, form) for value in report.quantiles(name))
@@ -80,7 +80,7 @@ def cells(report: Report) -> dict[str, str]:
 
 
 def print_table(title: str, reports: dict[str, Report], markdown: bool = False) -> None:
-    """A row per setup."""
+    """Print a table with one row per setup."""
     rows = [[name, *cells(report).values()] for name, report in reports.items()]
     labels = ["", *cells(next(iter(reports.values())))]
     if markdown:
@@ -93,7 +93,7 @@ def print_table(title: str, reports: dict[str, Report], markdown: bool = False) 
 
 
 def draw(reports: dict[str, Report], path: str) -> None:
-    """Who waited how long for the first token and per token, and a bar per setup of what else there is."""
+    """Plot the distributions of the time to first token and per token, and bars for the other figures."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -123,7 +123,7 @@ def draw(reports: dict[str, Report], path: str) -> None:
         axes[axis].grid(alpha=0.3)
     for axis, label in zip("CDE", ("preemptions", "prefix hits, %", "output tokens/s"), strict=True):
         axes[axis].set_xlabel(label)
-        axes[axis].invert_yaxis()  # the first on top
+        axes[axis].invert_yaxis()  # the first setup on top
         axes[axis].margins(x=0.2)
         axes[axis].set_xlim(left=0, right=None if axes[axis].dataLim.x1 > 0 else 1)
     for axis in "DE":
@@ -145,12 +145,12 @@ def argparse_type(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def comma_list(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return a parser of values separated by commas, each once."""
+    """Return a parser of comma-separated values, which drops duplicates."""
     return argparse_type(lambda text: list(dict.fromkeys(map(parse, text.split(",")))))
 
 
 def at_least(low: int) -> Callable[[str], int]:
-    """Return a parser of integers that are not below `low`."""
+    """Return a parser of integers that are at least `low`."""
 
     def parse(text: str) -> int:
         if int(text) < low:
@@ -161,14 +161,14 @@ def at_least(low: int) -> Callable[[str], int]:
 
 
 def positive(text: str) -> float:
-    """A finite number above zero."""
+    """Parse a finite number above zero."""
     if not 0 < float(text) < math.inf:
         raise ValueError(f"a number above 0 is needed, got {text}")
     return float(text)
 
 
 def parse_costs(text: str) -> CostModel:
-    """STEP,TOKEN,CONTEXT, in seconds."""
+    """Parse STEP,TOKEN,CONTEXT, in seconds."""
     costs = [float(part) for part in text.split(",")]
     if len(costs) != 3 or not all(0 <= cost < math.inf for cost in costs) or costs[0] == 0:
         raise ValueError(f"three numbers of seconds are needed, the first of them above 0, got {text}")
@@ -176,12 +176,12 @@ def parse_costs(text: str) -> CostModel:
 
 
 def named_policy(text: str) -> str:
-    """The name of a policy there is."""
+    """Return the name of a policy, or raise ValueError if it is unknown."""
     parse_policy(text)
     return text
 
 
-# name -> how to read it, its default, what it is, and how a table says it
+# name -> its parser, its default, its help text, and its format in a table's row label
 SETTINGS: dict[str, tuple[Callable[[str], Any], Any, str, str]] = {
     "rate": (positive, 30.0, "requests a second", "{:g}/s"),
     "scheduling_policy": (named_policy, "fcfs", "fcfs, priority, shortest, ageing:SECONDS_PER_TOKEN", "{}"),
@@ -199,7 +199,7 @@ SETTINGS: dict[str, tuple[Callable[[str], Any], Any, str, str]] = {
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Options, checked before anything runs."""
+    """Parse and check the options before anything runs."""
     parser = argparse.ArgumentParser(
         prog="nanoengine lab",
         description=__doc__,
@@ -258,10 +258,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def fit(model: str, seconds: float) -> CostModel:
-    """Costs of a model on this machine; prints them, and how far the lab is off with them."""
+    """Return a model's costs on this machine. Print them, and how far the lab is off with them."""
     try:
         engine = LLMEngine(EngineConfig(model=model, async_scheduling=False))
-    except (ValueError, OSError) as error:  # no such model, or none that is served
+    except (ValueError, OSError) as error:  # the model does not exist, or is not supported
         raise SystemExit(f"--fit: {error}") from None
     found = calibrate(engine, seconds)
     engine.close()
@@ -272,7 +272,7 @@ def fit(model: str, seconds: float) -> CostModel:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run every combination of the settings, and print a row for each."""
+    """Simulate every combination of the settings, and print a table with one row for each."""
     args = parse_arguments(arguments)
     cost = fit(args.fit, args.fit_seconds) if args.fit else args.cost
     varied = [name for name in SETTINGS if len(getattr(args, name)) > 1]

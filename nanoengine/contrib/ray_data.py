@@ -1,7 +1,7 @@
-"""Datasets of prompts on many machines: an engine for `ray.data.Dataset.map_batches`, with the extra `ray`.
+"""Datasets of prompts on many machines: an engine for `ray.data.Dataset.map_batches`. Needs the extra `ray`.
 
-Ray places an engine on each GPU or group of cores, hands batches out, and starts a dead engine anew; a batch
-that it was computing goes to another. docs/guide/machines.md has the lines to run it.
+Ray places an engine on each GPU or group of cores and distributes the batches. If an engine dies, Ray starts
+it again and gives its batch to another engine. docs/guide/machines.md shows how to run it.
 """
 
 import logging
@@ -14,7 +14,7 @@ from nanoengine.llm import LLM
 from nanoengine.sampling_params import RequestOutputKind, SamplingParams
 
 Row = Mapping[str, Any]
-# What is added to a row; null where it failed, but for the last. The first two are `ray.data.llm`'s names.
+# The columns added to a row. In a failed row all but `error` are null. The first two are `ray.data.llm`'s.
 ANSWER = pa.schema(
     {
         "generated_text": pa.string(),
@@ -29,19 +29,19 @@ ANSWER = pa.schema(
 class Predictor:
     """Completes prompts: a callable class for `map_batches(Predictor, batch_format="pyarrow", ...)`.
 
-    A row keeps its columns and its place and gets those of `ANSWER`. One that cannot be served gets the
-    reason as its `error`, and the others their answers. A batch is queued in the order of its prompts, so
-    that those which begin alike meet in the prefix cache; `Dataset.sort` brings such rows into one batch.
+    A row keeps its columns and its place, and gets the columns of `ANSWER`. If a row cannot be served, its
+    `error` has the reason, and the other rows get their answers. A batch is queued in the order of its
+    prompts, so that equal prefixes hit the prefix cache. `Dataset.sort` brings such rows into one batch.
 
     Args:
-        model: a hub id, or a directory that every machine has.
-        sampling_params: for all rows, or a function of a row (with `seed` from a key, a drawn answer does not
-            depend on who computes it); None is what the checkpoint recommends.
-        column: the prompts': strings, lists of token ids, or conversations for the chat template.
-        settings: `EngineConfig`'s.
+        model: a hub id, or a directory that exists on every machine.
+        sampling_params: for all rows, or a function of a row (with a `seed` from a key, the sampled answer
+            does not depend on the engine that computes it); None: the checkpoint's defaults.
+        column: the column of prompts: strings, lists of token ids, or conversations for the chat template.
+        settings: fields of `EngineConfig`.
 
     Raises:
-        TypeError, ValueError: as `LLM`.
+        TypeError, ValueError: as in `LLM`.
     """
 
     def __init__(
@@ -59,10 +59,9 @@ class Predictor:
         """Complete a batch.
 
         Raises:
-            TypeError: it is not a table of pyarrow.
-            ValueError: a column of `ANSWER` is there already.
-            Exception: whatever a step raised, where none of the rows could be computed: the engine is broken
-                rather than a row.
+            TypeError: the batch is not a pyarrow table.
+            ValueError: the batch already has a column of `ANSWER`.
+            Exception: the error of a step, if no row could be computed: then the engine is broken, not a row.
         """
         if not isinstance(batch, pa.Table):
             raise TypeError(f'map_batches needs batch_format="pyarrow", got a batch of type {type(batch)}')
@@ -76,12 +75,12 @@ class Predictor:
         )
 
     def answer(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The fields of `ANSWER` for each row; those that are left out are null."""
+        """Return the fields of `ANSWER` for each row. Missing fields are null."""
         answers: list[dict[str, Any]] = [{} for _ in rows]
         for index in sorted(range(len(rows)), key=lambda index: str(rows[index].get(self.column))):
             try:
                 self.add(str(index), rows[index])
-            except Exception as error:  # a function of the user's, or a chat template, may raise anything
+            except Exception as error:  # user functions and chat templates may raise any exception
                 answers[index]["error"] = f"{type(error).__name__}: {error}"
         failure: Exception | None = None
         while self.llm.has_unfinished_requests():
@@ -105,7 +104,7 @@ class Predictor:
         return answers
 
     def add(self, request_id: str, row: Row) -> None:
-        """Queue a row; raises whatever says that it cannot be served."""
+        """Queue a row. Raises an exception if the row cannot be served."""
         prompt, params = row[self.column], self.sampling_params
         params = (params if isinstance(params, SamplingParams) else params(row)).clone()
         if params.n != 1 or params.logprobs is not None or params.prompt_logprobs is not None:

@@ -1,12 +1,12 @@
-"""Replace an engine's weights in place, and give its memory back while it sleeps.
+"""Replace an engine's weights in place, and free its memory while it sleeps.
 
-Reinforcement learners need both: the learner's tensors replace those that were loaded, and the engine's
-memory is free while the learner uses the machine. `LLMEngine`, `LLM` and `AsyncLLM` have `update_weights`,
-`sleep`, `wake_up`, `is_sleeping` and `collective_rpc` as methods: `optional.ContribMethod`. Names are vLLM's.
+Reinforcement learning needs both: the learner's tensors replace the loaded ones, and the engine's memory is
+free while the learner uses the machine. `LLMEngine`, `LLM` and `AsyncLLM` have `update_weights`, `sleep`,
+`wake_up`, `is_sleeping` and `collective_rpc` as methods: `optional.ContribMethod`. Names are vLLM's.
 
-A tensor goes where the one lies that it replaces, packed as the device packed that: kernels hold addresses.
-Which place is whose, a model without weights says, made of the same config: its parameters have the
-checkpoint's names and shapes.
+A new tensor is written to the memory of the one it replaces, packed the same way, because kernels hold
+addresses. To find that memory, a reference model without weights is built from the same config: its
+parameters have the checkpoint's names and shapes.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -31,13 +31,13 @@ from nanoengine.models.decoder import Decoder
 from nanoengine.models.names import destinations, saved_names
 from nanoengine.steps import uninterrupted
 
-TAGS = ("weights", "kv_cache")  # what sleeps
+TAGS = ("weights", "kv_cache")  # the parts that can sleep
 
 # ---- Methods of LLMEngine, LLM and AsyncLLM ------------------------------------------------------
 
 
 def method(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a function of an `LLMEngine` take an `LLM` too, or an `AsyncLLM`: then it returns a coroutine.
+    """Let a function of an `LLMEngine` also take an `LLM`, or an `AsyncLLM`: then it returns a coroutine.
 
     An `AsyncLLM` calls the function in its engine's thread, between two steps.
     """
@@ -54,13 +54,13 @@ def method(function: Callable[..., Any]) -> Callable[..., Any]:
 @method
 @uninterrupted()
 def update_weights(engine: LLMEngine, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Replace all weights, or some, by tensors of the same names and shapes; forgets all prefixes.
+    """Replace all or some weights by tensors of the same names and shapes, and clear the prefix cache.
 
     Names are the checkpoint's. For models on transformers' code, they are those of transformers' parameters.
 
     Raises:
-        ValueError, TypeError: a tensor is unknown, has another shape or holds no floats, or the engine's
-            weights cannot be replaced. Nothing is changed then.
+        ValueError, TypeError: a tensor is unknown, has another shape or is not floating point, or the
+            engine's weights cannot be replaced. Nothing is changed then.
         RuntimeError: there are unfinished requests, or the weights sleep.
     """
     reloader_between_requests(engine).update_weights(weights)
@@ -69,13 +69,13 @@ def update_weights(engine: LLMEngine, weights: Iterable[tuple[str, Tensor]]) -> 
 @method
 @uninterrupted()
 def sleep(engine: LLMEngine, level: int = 1) -> None:
-    """Give back the KV cache's memory, and with level 2 the weights' memory too. CPU on Linux only.
+    """Free the KV cache's memory, and with level 2 the weights' memory too. CPU on Linux only.
 
-    Until `wake_up`, requests raise RuntimeError. After level 2, every weight has to be given by
-    `update_weights` before the next request.
+    Until `wake_up`, requests raise RuntimeError. After level 2, `update_weights` must supply every weight
+    before the next request.
 
     Raises:
-        ValueError: another level, or the engine's settings do not allow it.
+        ValueError: the level is unknown, or the engine's settings do not allow sleep.
         RuntimeError: there are unfinished requests.
     """
     reloader_between_requests(engine).sleep(level)
@@ -84,17 +84,17 @@ def sleep(engine: LLMEngine, level: int = 1) -> None:
 @method
 @uninterrupted()
 def wake_up(engine: LLMEngine, tags: Iterable[str] | None = None) -> None:
-    """Take the memory of the "weights" or the "kv_cache" again; None wakes both.
+    """Allocate the memory of the "weights" or the "kv_cache" again. None wakes both.
 
     Raises:
-        ValueError: another tag.
+        ValueError: a tag is unknown.
     """
     reloader_between_requests(engine).wake_up(tags)
 
 
 @method
 def is_sleeping(engine: LLMEngine) -> bool:
-    """Return whether the weights or the KV cache sleep. Requests are refused then."""
+    """Return whether the weights or the KV cache sleep. While they do, requests are refused."""
     return engine.reloader is not None and bool(engine.reloader.asleep)
 
 
@@ -109,14 +109,14 @@ def collective_rpc(
     """Call a method of the `Worker`, or a function with the worker as its first argument.
 
     Args:
-        engine: whose worker.
+        engine: the engine that the worker belongs to.
         method: the name of one of `Worker.METHODS`, or a function.
-        timeout: ignored, since the call is made in this process.
+        timeout: ignored, because the call runs in this process.
         args: positional arguments.
         kwargs: keyword arguments.
 
     Returns:
-        A list with the one result.
+        A list with one result.
 
     Raises:
         ValueError: there is no such method, or there are several ranks.
@@ -146,17 +146,17 @@ def reloader_of(engine: LLMEngine) -> "Reloader":
 
 
 class Place(NamedTuple):
-    """Where a tensor of the checkpoint is held."""
+    """Says where the model holds a tensor of the checkpoint."""
 
     module: Any
-    name: str  # what the module calls it
+    name: str  # the module's attribute
     shape: tuple[int, ...]  # in the checkpoint
-    first: int = 0  # where its rows begin in what is held, which may be several tensors'
-    is_transposed: bool = False  # as it is held
+    first: int = 0  # its first row in the attribute, which may hold several tensors
+    is_transposed: bool = False  # whether the model holds it transposed
 
 
 class Run(NamedTuple):
-    """Tensors that lie one after the other: what is packed together is packed once."""
+    """Groups adjacent tensors, so that tensors that are packed together are packed once."""
 
     module: Any
     name: str
@@ -166,11 +166,11 @@ class Run(NamedTuple):
 
 
 class Reloader:
-    """Exchanges a runner's weights, and puts it to sleep; between requests.
+    """Replaces a runner's weights and puts the runner to sleep, between requests.
 
     Raises:
-        ValueError: other processes share the weights or what was computed with them, or they are no longer
-            those of the checkpoint.
+        ValueError: other processes share the weights or the KV computed with them, or the loaded weights are
+            not the checkpoint's tensors (an adapter was merged, or the checkpoint is quantized).
     """
 
     def __init__(
@@ -186,14 +186,14 @@ class Reloader:
             if is_there:
                 raise ValueError(f"update_weights and sleep are not served with {name}")
         self.runner, self.blocks = runner, blocks
-        self.asleep: set[str] = set()  # of TAGS
-        self.missing: set[str] = set()  # tensors that were dropped, and not given since
-        self.places: dict[str, list[Place]] = {}  # of each tensor; of tied ones, under the first's name
-        self.first_names: dict[str, str] = {}  # tensor -> the first of those that it is tied to, or itself
+        self.asleep: set[str] = set()  # a subset of TAGS
+        self.missing: set[str] = set()  # tensors that were dropped and not replaced yet
+        self.places: dict[str, list[Place]] = {}  # by tensor name; tied tensors are under the first name
+        self.first_names: dict[str, str] = {}  # tensor -> the first tensor it is tied to, or itself
         self._find_places(config, checkpoint)
 
     def check_ready(self) -> None:
-        """Raise RuntimeError where no request can be computed."""
+        """Raise RuntimeError if no request can be computed."""
         if self.asleep:
             raise RuntimeError(f"the engine sleeps ({', '.join(sorted(self.asleep))}): call wake_up first")
         if self.missing:
@@ -204,7 +204,7 @@ class Reloader:
 
     @torch.no_grad()
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace weights."""
+        """Replace weights: see the function `update_weights`."""
         if "weights" in self.asleep:
             raise RuntimeError("the engine sleeps (weights): call wake_up first")
         tensors = self._check(weights)
@@ -223,7 +223,7 @@ class Reloader:
         self.blocks.reset_prefix_cache()
 
     def _check(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """All tensors, by the first of their names, as they are held."""
+        """Check all tensors. Return them in the model's orientation, by the first of their tied names."""
         tensors: dict[str, Tensor] = {}
         for name, tensor in weights:
             if name not in self.first_names:
@@ -250,8 +250,8 @@ class Reloader:
         return tensors
 
     def _join(self, tensors: dict[str, Tensor]) -> list[Run]:
-        """Where they go; several as one where each begins at the end of the one before."""
-        runs: dict[tuple[int, str, int], Run] = {}  # by where they end
+        """Return the places of the tensors. Tensors whose rows are adjacent become one run."""
+        runs: dict[tuple[int, str, int], Run] = {}  # by module, attribute, and the row after their last
         placed = [(place, name) for name in tensors for place in self.places[name]]
         for place, name in sorted(placed, key=lambda one: one[0].first):
             tensor = tensors[name]
@@ -264,10 +264,10 @@ class Reloader:
         return list(runs.values())
 
     def _find_places(self, config: EngineConfig, checkpoint: Checkpoint) -> None:
-        """Learn from a model without weights what the checkpoint's tensors are called."""
+        """Find the checkpoint's tensor names, and their places, with a reference model without weights."""
         model: Any = self.runner.model
         auto: Any = AutoModelForCausalLM
-        names: dict[int, str] = {}  # of the first tensor in a parameter that several names share
+        names: dict[int, str] = {}  # parameter -> its first name, if several share it
         with torch.device("meta"):
             if isinstance(model, Decoder):
                 reference: Any = Decoder(model.config)
@@ -299,7 +299,7 @@ class Reloader:
     # -- sleep
 
     def sleep(self, level: int) -> None:
-        """Give memory back."""
+        """Free memory: see the function `sleep`."""
         if type(level) is not int or level not in (1, 2):
             raise ValueError(f"level must be 1 or 2, got {level!r}")
         if self.runner.device.device.type != "cpu":
@@ -316,14 +316,14 @@ class Reloader:
         return_freed_memory()
 
     def wake_up(self, tags: Iterable[str] | None) -> None:
-        """Take memory again."""
+        """Allocate memory again: see the function `wake_up`."""
         tags = TAGS if tags is None else list(tags)
         for tag in tags:
             if tag not in TAGS:
                 raise ValueError(f"tags must be of {', '.join(TAGS)}, got {tag!r}")
         if "kv_cache" in self.asleep & {*tags}:
             for tensor in self._cache_memory():
-                tensor.zero_()  # so that no step has to fetch it
+                tensor.zero_()  # touches each page, so that no step takes the page faults
         self.asleep -= {*tags}
 
     def _cache_memory(self) -> Iterator[Tensor]:
@@ -331,10 +331,10 @@ class Reloader:
 
 
 class Worker:
-    """The process that computes, under the names by which learners reach into vLLM.
+    """Stands for the process that computes, under the names that RL learners use inside vLLM.
 
-    That is by `collective_rpc`, and at `llm_engine.model_executor.driver_worker.model_runner.model`, all of
-    which it is.
+    Learners reach it with `collective_rpc`, and at
+    `llm_engine.model_executor.driver_worker.model_runner.model`: this object is each part of that path.
 
     Raises:
         ValueError: there are several ranks.
@@ -353,18 +353,18 @@ class Worker:
 
     @property
     def driver_worker(self) -> "Worker":
-        """Itself."""
+        """Return itself."""
         return self
 
     worker = model_runner = model = driver_worker
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """What `update_weights` takes: names, and shapes."""
+        """Return the names and shapes of the tensors that `update_weights` takes."""
         reloader = reloader_of(self.engine)
         return {name: reloader.places[first][0].shape for name, first in reloader.first_names.items()}
 
     def call(self, method: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """One of METHODS by its name, or a function that is given the worker first."""
+        """Call one of METHODS by name, or a function with the worker as its first argument."""
         if callable(method):
             return method(self, *args, **kwargs)
         if method not in self.METHODS:
@@ -372,11 +372,11 @@ class Worker:
         return getattr(self, method)(*args, **kwargs)
 
 
-# ---- The layers a device makes -------------------------------------------------------------------
+# ---- Reading and writing packed layers -----------------------------------------------------------
 
 
 def _held_module(model: nn.Module, path: str) -> Any:
-    """What a loaded model has at that path, beneath what computes a layer as a whole."""
+    """Return the module at a path of the loaded model, below any `CompiledLayer` wrapper."""
     module: Any = model
     for name in filter(None, path.split(".")):
         module = getattr(module, name)
@@ -385,7 +385,7 @@ def _held_module(model: nn.Module, path: str) -> Any:
 
 
 def _is_shared(one: Place, other: Place) -> bool:
-    """Whether what the config ties was tied when it was loaded: files may hold a head of its own."""
+    """Return whether tied tensors share memory. They do not if the checkpoint has a separate head."""
     if one.module is other.module:
         return True
     held, packed = getattr(one.module, one.name), other.module
@@ -395,9 +395,9 @@ def _is_shared(one: Place, other: Place) -> bool:
 
 
 def _load(module: Any, name: str, tensor: Tensor, first: int = 0) -> None:
-    """Put rows in the place of those that a module holds from the first on."""
+    """Write a tensor over the rows that a module holds, starting at row `first`."""
     held = getattr(module, name)
-    if isinstance(held, nn.ModuleList):  # experts, each in a layer
+    if isinstance(held, nn.ModuleList):  # MoE experts, each in a layer of its own
         is_transposed = getattr(module, "is_transposed", False)
         for layer, weight in zip(held, tensor.transpose(1, 2) if is_transposed else tensor, strict=True):
             _load(layer, "weight", weight)
@@ -406,12 +406,12 @@ def _load(module: Any, name: str, tensor: Tensor, first: int = 0) -> None:
     else:
         rows = held[first : first + len(tensor)] if tensor.dim() else held
         rows.copy_(tensor)
-        if name == "weight" and hasattr(module, "float32_linear"):  # a router's copy
+        if name == "weight" and hasattr(module, "float32_linear"):  # a router's float32 copy
             _load(module.float32_linear, name, rows.float())
 
 
 def _drop(module: Any, name: str) -> None:
-    """Give its memory back; what it holds is lost."""
+    """Free the memory of a module's tensor. Its values are lost."""
     held = getattr(module, name)
     if isinstance(held, nn.ModuleList):
         for layer in held:

@@ -1,7 +1,7 @@
-"""OpenAI's Responses API in its simplest form: text in, text out, whole or in pieces.
+"""OpenAI's Responses API in its simplest form: text in, text out, whole or streamed.
 
-A request becomes one of the chat API, and what that answers becomes a response. Unserved fields go by the
-rule in compat.py. Thoughts are left out.
+Each request is translated to a chat request, and the chat's answer to a response. The rule in compat.py
+applies to unsupported fields. Reasoning is left out of the response.
 
 Source: the OpenAI API reference.
 """
@@ -25,13 +25,16 @@ ROLES = {"user": "user", "assistant": "assistant", "system": "system", "develope
 
 
 class InputChat(ChatRequest):
-    """The same, asked by way of `input`."""
+    """A chat request that was made from `input`, so errors name that field."""
 
     source: ClassVar[str] = "input"
 
 
 class ResponsesRequest(BaseModel):
-    """What /v1/responses takes; null is as good as left out. Fields of SamplingParams are `model_extra`."""
+    """The body of a request to /v1/responses. Null is the same as a missing field.
+
+    `model_extra` has the fields of SamplingParams.
+    """
 
     model_config = ConfigDict(extra="allow", strict=True)
     model: str | None = None
@@ -41,13 +44,13 @@ class ResponsesRequest(BaseModel):
     temperature: Any = None
     top_p: Any = None
     stream: bool | None = None
-    text: dict[str, Any] | None = None  # the form it has: {"format": {"type": "json_schema", "schema": ...}}
+    text: dict[str, Any] | None = None  # output format: {"format": {"type": "json_schema", "schema": ...}}
 
     def chat(self) -> ChatRequest:
-        """The same as a request of the chat API.
+        """Return the equivalent chat request.
 
         Raises:
-            APIError: a field is not served, or the input is no text.
+            APIError: a field is not supported, or the input is not text.
         """
         sampling = sampling_fields(self, SERVED)
         if self.max_output_tokens is not None and self.max_output_tokens < 1:
@@ -78,7 +81,7 @@ class ResponsesRequest(BaseModel):
 
 
 def messages_of(given: Any) -> list[dict[str, Any]]:
-    """An input as messages of the chat API.
+    """Convert an input to messages of the chat API.
 
     >>> messages_of("Hi")
     [{'role': 'user', 'content': 'Hi'}]
@@ -103,7 +106,7 @@ def messages_of(given: Any) -> list[dict[str, Any]]:
 
 
 def text_of(where: str, part: Any) -> dict[str, str]:
-    """A part of a message's content as the chat API has it."""
+    """Convert one part of a message's content to the chat API's format."""
     text = part.get("text") if isinstance(part, dict) else None
     if not isinstance(text, str) or part.get("type") not in ("input_text", "output_text", "text"):
         raise ValueError(f"{where} must be text or hold parts of type input_text, got {part!r:.80}")
@@ -111,11 +114,11 @@ def text_of(where: str, part: Any) -> dict[str, str]:
 
 
 class ResponseStream:
-    """Builds a response: as one object, and as the events of a stream, in order.
+    """Builds a response, as one object or as the events of a stream, in order.
 
     Args:
-        body: what was asked for.
-        request_id, created, model: of the answer; seconds since the epoch.
+        body: the request.
+        request_id, created, model: fields of the response; `created` is in seconds since the epoch.
     """
 
     def __init__(self, body: ResponsesRequest, request_id: str, created: int, model: str) -> None:
@@ -142,7 +145,7 @@ class ResponseStream:
         self.num_events = 0
 
     def begin(self) -> Iterator[dict[str, Any]]:
-        """Before the first piece."""
+        """Yield the events that come before the first piece of text."""
         response = {
             **self.head,
             "status": "in_progress",
@@ -157,12 +160,12 @@ class ResponseStream:
         yield self._event("response.content_part.added", **self._place, part=self._part)
 
     def piece(self, text: str) -> dict[str, Any]:
-        """A piece of the text."""
+        """Append a piece of text, and return its event."""
         self.text += text
         return self._event("response.output_text.delta", **self._place, delta=text, logprobs=[])
 
     def end(self, finish_reason: str, usage: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Behind the last piece."""
+        """Yield the events that come after the last piece of text."""
         response = self.whole(finish_reason, usage)
         yield self._event("response.output_text.done", **self._place, text=self.text, logprobs=[])
         yield self._event("response.content_part.done", **self._place, part=self._part)
@@ -170,11 +173,11 @@ class ResponseStream:
         yield self._event(f"response.{response['status']}", response=response)
 
     def failure(self, error: APIError) -> dict[str, Any]:
-        """Instead of the end."""
+        """Return the event of a failure. It replaces the events of `end`."""
         return self._event("error", code=error.code, message=str(error)[:1000], param=error.param)
 
     def whole(self, finish_reason: str, usage: dict[str, Any]) -> dict[str, Any]:
-        """All of it, once all is written; `usage` as in the chat API."""
+        """Return the complete response. `usage` is that of the chat API."""
         is_cut = finish_reason == "length"
         status = "incomplete" if is_cut else "completed"
         return {
@@ -208,7 +211,7 @@ class ResponseStream:
 
 
 class ResponsesAPI:
-    """The route, over the server's service."""
+    """Provides the route, on top of the server's `Service`."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
@@ -218,7 +221,7 @@ class ResponsesAPI:
         return [("POST", "/v1/responses", self.responses)]
 
     async def responses(self, body: ResponsesRequest, request: Request) -> Response:
-        """POST /v1/responses."""
+        """Handle POST /v1/responses."""
         ticket = request.state.ticket
         chat = body.chat()
         choices = await self.service.start(chat, request)
@@ -233,7 +236,7 @@ class ResponsesAPI:
     async def events(
         self, response: ResponseStream, choices: AsyncGenerator[dict[str, Any]], ticket: Ticket
     ) -> AsyncGenerator[bytes]:
-        """Yield the response as a stream."""
+        """Yield the response as server-sent events."""
         try:
             async with aclosing(choices):
                 for content in response.begin():
@@ -249,5 +252,5 @@ class ResponsesAPI:
 
 
 def named_event(content: dict[str, Any]) -> bytes:
-    """Encode a server-sent event that is named by its type."""
+    """Encode a server-sent event. The content's type is its name."""
     return f"event: {content['type']}\n".encode() + event(content)

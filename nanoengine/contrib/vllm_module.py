@@ -45,10 +45,10 @@ __all__ = [
     "resolve_chat_template",
     "resolve_hf_chat_template",
 ]
-VERSION = f"0.33.0+nanoengine.{__version__}"  # the vLLM whose names these are
+VERSION = f"0.33.0+nanoengine.{__version__}"  # the vLLM version that these names are from
 HERE = "nanoengine.contrib.vllm_module"
 PROCESSORS = "nanoengine.extensions.processors"
-# vLLM's module -> ours that has what scripts import from it
+# vLLM's module -> nanoengine's module with the names that scripts import from it
 MODULES = {
     "vllm": "nanoengine",
     "vllm.config": "nanoengine.config",
@@ -85,12 +85,12 @@ MODULES = {
 }
 PACKAGES = {".".join(name.split(".")[:depth]) for name in MODULES for depth in range(1, name.count(".") + 1)}
 
-# ---- What nanoengine itself has no use for -------------------------------------------------------
+# ---- Names that only scripts for vLLM need -------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class LoRARequest:
-    """An adapter of a request: such a request is refused, with what to do instead."""
+    """An adapter for one request. nanoengine refuses such a request, with advice what to do instead."""
 
     lora_name: str
     lora_int_id: int
@@ -98,15 +98,15 @@ class LoRARequest:
 
 
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
-    """Free what nothing refers to any more: an engine that was deleted."""
+    """Collect garbage, which frees an engine that was deleted."""
     gc.collect()
 
 
 def get_tokenizer(tokenizer_name: str | Path, *, tokenizer_mode: str = "auto", **settings: Any) -> Any:
-    """The tokenizer that transformers has for a directory or a hub id; `settings` are `from_pretrained`'s.
+    """Load a tokenizer from a directory or a hub id. `settings` are passed to `from_pretrained`.
 
     Raises:
-        ValueError: another tokenizer_mode than "auto" and "hf".
+        ValueError: tokenizer_mode is not "auto" or "hf".
     """
     from transformers import AutoTokenizer
 
@@ -117,24 +117,24 @@ def get_tokenizer(tokenizer_name: str | Path, *, tokenizer_mode: str = "auto", *
 
 
 def init_logger(name: str) -> logging.Logger:
-    """The logger of that name."""
+    """Return the logger with this name."""
     return logging.getLogger(name)
 
 
 def print_embeddings(embeds: Sequence[float], max_elements: int = 16) -> None:
-    """An embedding's first numbers, and how many it has."""
+    """Print the first numbers of an embedding, and its size."""
     print(f"Embedding: {list(embeds[:max_elements])} ... (size={len(embeds)})")
 
 
 def random_uuid() -> str:
-    """32 hexadecimal digits."""
+    """Return 32 random hexadecimal digits."""
     return uuid.uuid4().hex
 
 
 def resolve_chat_template(
     tokenizer: Any, chat_template: str | None = None, tools: Any = None, **unused: Any
 ) -> str | None:
-    """The one given, else the tokenizer's own; None where it has none."""
+    """Return the given template, else the tokenizer's own, or None if it has none."""
     if chat_template is not None or not tokenizer.chat_template:
         return chat_template
     template: str = tokenizer.get_chat_template(tools=tools)
@@ -164,44 +164,44 @@ class Finder(DistributionFinder, Loader):
     """Finds vLLM's modules, and vLLM among the installed distributions."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Of one of ours; None: of anything else."""
+        """Return the spec of a module under vLLM's name, or None for any other name."""
         if name not in MODULES and name not in PACKAGES:
             return None
         return spec_from_loader(name, self, origin=__file__, is_package=name in PACKAGES)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Empty."""
+        """Create the module."""
         return VllmModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Say whose it is."""
+        """Set the module's file, and the version of `vllm`."""
         module.__file__ = __file__
         if module.__name__ == "vllm":
             module.__version__ = VERSION  # type: ignore[attr-defined]
 
     def find_distributions(self, context: Any = None) -> Iterator[Distribution]:
-        """Ours, where all are asked for or vLLM."""
+        """Yield vLLM's metadata, if the search is for all distributions or for vllm."""
         if getattr(context, "name", None) in (None, "vllm"):
             yield Installed()
 
 
 class Installed(Distribution):
-    """What `importlib.metadata` says of vLLM."""
+    """Makes `importlib.metadata` report vLLM as installed."""
 
     def read_text(self, filename: str) -> str | None:
-        """A name and a version."""
+        """Return the METADATA file, with a name and a version."""
         return f"Metadata-Version: 2.1\nName: vllm\nVersion: {VERSION}\n" if filename == "METADATA" else None
 
     def locate_file(self, path: Any) -> Any:
-        """Beside this file."""
+        """Return a path next to this file."""
         return Path(__file__).parent / path
 
 
 def install(shadow: bool = False) -> None:
-    """Have `import vllm` bring nanoengine.
+    """Make `import vllm` import nanoengine.
 
     Raises:
-        ImportError: vLLM is imported already; or installed, and `shadow` does not say to go before it.
+        ImportError: vLLM is already imported, or it is installed and `shadow` is false.
     """
     found = find_spec("vllm")
     if found is not None and found.origin == __file__:
@@ -226,7 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if is_module:
         runpy.run_module(given[0], run_name="__main__", alter_sys=True)
     else:
-        sys.path[0] = str(Path(given[0]).resolve().parent)  # where a script finds what lies beside it
+        sys.path[0] = str(Path(given[0]).resolve().parent)  # a script can import the files next to it
         runpy.run_path(given[0], run_name="__main__")
 
 
