@@ -357,7 +357,7 @@ class KVConnector:
 
 
 class StoringBlockManager(WindowedBlockManager):
-    """A block manager that, at admission, fills the blocks after a sequence's hits from a store.
+    """Manages blocks as its base class does, and at admission loads the blocks after a hit from a store.
 
     Prefix cache hits are not written to the store again. If the store failed to save them, or has evicted
     them since, it gets them when they are next recomputed.
@@ -457,7 +457,7 @@ class StoringBlockManager(WindowedBlockManager):
 
 
 class StoringCore(EngineCore):
-    """An engine core that copies the blocks a step fills at launch, and saves them once it has succeeded."""
+    """Copies out the blocks that a step fills at launch, and saves them once the step has succeeded."""
 
     def __init__(self, scheduler: Scheduler, runner: ModelRunner, max_in_flight: int = 0) -> None:
         super().__init__(scheduler, runner, max_in_flight)

@@ -230,7 +230,7 @@ class Served(NamedTuple):
 
 
 class Server(Protocol):
-    """The interface of both, as `serve` uses it."""
+    """Declares what `serve` calls: `Simulation` and `RealEngine` implement it."""
 
     scheduler: Scheduler
 

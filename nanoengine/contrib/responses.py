@@ -25,13 +25,13 @@ ROLES = {"user": "user", "assistant": "assistant", "system": "system", "develope
 
 
 class InputChat(ChatRequest):
-    """A chat request that was made from `input`, so errors name that field."""
+    """Is a chat request that was made from `input`: errors name that field instead of `messages`."""
 
     source: ClassVar[str] = "input"
 
 
 class ResponsesRequest(BaseModel):
-    """The body of a request to /v1/responses. Null is the same as a missing field.
+    """Describes the body of a request to /v1/responses. Null is the same as a missing field.
 
     `model_extra` has the fields of SamplingParams.
     """

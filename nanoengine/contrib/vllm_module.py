@@ -90,7 +90,7 @@ PACKAGES = {".".join(name.split(".")[:depth]) for name in MODULES for depth in r
 
 @dataclass(frozen=True)
 class LoRARequest:
-    """An adapter for one request. nanoengine refuses such a request, with advice what to do instead."""
+    """Names an adapter for one request. nanoengine refuses such a request, and says what to do instead."""
 
     lora_name: str
     lora_int_id: int
@@ -147,7 +147,7 @@ resolve_hf_chat_template = resolve_chat_template  # vLLM's older name
 
 
 class VllmModule(ModuleType):
-    """A module under vLLM's name, whose attributes are looked up in nanoengine's modules."""
+    """Stands for a module of vLLM. Its attributes are looked up in nanoengine's modules."""
 
     def __getattr__(self, name: str) -> Any:
         if f"{self.__name__}.{name}" in MODULES.keys() | PACKAGES:
