@@ -16,6 +16,7 @@ check: .venv/developed  ## what CI runs besides the tests
 	$(BIN)/mypy
 
 site: .venv/site  ## the lessons, the guide and the page of a run for a host of static files: site/index.html
+	$(BIN)/nanoengine run --trace docs/run.html
 	$(BIN)/mkdocs build --strict
 
 # VLLM=path/to/python, of an environment with vLLM, adds it to the comparison; likewise NANO_VLLM.
@@ -37,10 +38,9 @@ gpu: .venv/tested  ## everything that only a GPU can prove, into gpu-report/repo
 	$(BIN)/pip install --quiet --editable '.[dev]'
 	touch $@
 
-.venv/site: pyproject.toml
-	$(PYTHON) -m venv .venv
+.venv/site: .venv/installed
 	$(BIN)/pip install --quiet 'mkdocs-material>=9.6,<10'
 	touch $@
 
 clean:
-	rm -rf .venv site .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	rm -rf .venv site docs/run.html .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
