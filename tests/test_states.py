@@ -268,7 +268,7 @@ def sequence(seq_id, tokens, max_tokens=1):
 
 
 def test_at_the_end_of_a_block_a_sequence_leaves_its_slot_to_the_prefix_cache():
-    """As at the top of extensions/states.py, where slots are taken in another order."""
+    """The example at the top of extensions/states.py."""
     manager = manager_of()
     assert [*spans_of(manager, sequence(0, range(10), max_tokens=4))] == [
         [(0, 8, 0, 3), (8, 10, 3, 2)],

@@ -15,11 +15,11 @@ Nothing is copied: layers read the state before a chunk from one slot, and write
 one. Example: blocks of 4, a prompt of 10, and another sequence that shares the first 8 tokens.
 
     chunk          parts                               afterwards
-    [0, 10)        [0, 8) 0 -> 2, [8, 10) 2 -> 3       2 is kept for those 8, the sequence holds 3
-    [10, 11)       3 -> 3
-    [11, 12)       3 -> 3
-    [12, 13)       3 -> 4                              3 is kept for the first 12, the sequence holds 4
-    other [8, 9)   2 -> 5                              a hit
+    [0, 10)        [0, 8) 0 -> 3, [8, 10) 3 -> 2       3 is kept for those 8, the sequence holds 2
+    [10, 11)       2 -> 2
+    [11, 12)       2 -> 2
+    [12, 13)       2 -> 4                              2 is kept for the first 12, the sequence holds 4
+    other [8, 9)   3 -> 5                              a hit
 
 Sources: vLLM's prefix caching for Mamba ("align" mode), and SGLang's MambaRadixCache for branch points.
 """
