@@ -9,7 +9,6 @@ from typing import Any, Self, TypeVar
 import torch
 
 from nanoengine.compat import ENGINE_IGNORES, INSTEAD, RENAMED, accepts
-from nanoengine.flags import add_flags
 from nanoengine.sampling_params import check_bool, check_integer, check_number
 
 P = TypeVar("P")
@@ -217,6 +216,8 @@ class EngineConfig:
 
         Settings in `compat.INSTEAD` get their defaults, because vLLM's scripts read them.
         """
+        from nanoengine.flags import add_flags  # only commands need it
+
         target: Any = parser
         add_flags(target, cls)
         target.set_defaults(**{name: row[1] if row[1:] else None for name, row in INSTEAD.items()})

@@ -15,7 +15,6 @@ from huggingface_hub import constants
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
 from nanoengine.models.decoder import DecoderConfig, architecture_of, rope_settings
-from nanoengine.models.download import fetch_file, fetch_model, fetch_tokenizer
 from nanoengine.models.files import Files, Reader, as_value_error, read_json
 from nanoengine.models.hf_config import (
     UnsupportedModelError,
@@ -460,12 +459,14 @@ def _resolve(
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
         hint = f"; did you mean {OWNERS[model]}/{model}?" if model in OWNERS else ""
         raise ValueError(f"{model!r} is neither a directory here nor a hub id of the form owner/name{hint}")
+    from nanoengine.models import download  # only hub models need it
+
     try:
         if gguf_file is not None:
-            return fetch_file(model, revision, gguf_file)
+            return download.fetch_file(model, revision, gguf_file)
         if for_tokenizer:
-            return fetch_tokenizer(model, revision)
-        return fetch_model(model, revision, with_weights)
+            return download.fetch_tokenizer(model, revision)
+        return download.fetch_model(model, revision, with_weights)
     except OSError as error:
         where = f"was looked for here, in {constants.HF_HUB_CACHE} and at {constants.ENDPOINT}"
         at = "" if revision is None else f" at revision {revision!r}"
