@@ -22,7 +22,6 @@ INSTEAD: dict[str, tuple[Any, ...]] = {
     "compilation_config": ("enforce_eager=True turns compiled kernels and graphs off", {}),
     "data_parallel_size": ("start a process per device", 1),
     "distributed_executor_backend": ("leave it out: ranks are processes", "mp", "uni", "external_launcher"),
-    "download_dir": ("set HF_HOME, or give a directory as model",),
     "enable_chunked_prefill": ("set max_num_batched_tokens to at least the longest prompt", True),
     "enable_lora": ("give lora=..., which is merged into the weights", False),
     "include_reasoning": ("read content alone", True),
@@ -47,7 +46,7 @@ INSTEAD: dict[str, tuple[Any, ...]] = {
 # Names that are accepted at any value, because outputs do not depend on them here.
 ENGINE_IGNORES = (
     *("disable_custom_all_reduce", "disable_log_requests", "disable_log_stats", "enable_sleep_mode"),
-    *("max_seq_len_to_capture", "served_model_name", "swap_space"),
+    *("max_lora_rank", "max_seq_len_to_capture", "served_model_name", "swap_space"),
 )
 SAMPLING_IGNORES = ("spaces_between_special_tokens",)
 SERVER_IGNORES = ("enable_prompt_tokens_details",)

@@ -5,6 +5,7 @@ import multiprocessing
 import re
 
 import gguf
+import numpy as np
 import pytest
 
 from tests.model_table import small_config
@@ -124,8 +125,11 @@ def names(tmp_path_factory):
     writer = gguf.GGUFWriter(path / "gguf.gguf", "llama")
     writer.add_block_count(1)
     writer.add_token_list(["a"])
+    for i in range(9):  # as many as a layer has at least
+        writer.add_tensor(f"blk.0.{i}", np.zeros(1, dtype=np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
     writer.close()
     return {name.partition(".")[0]: str(path / name) for name in ("tmp", "states", "awq", "gguf.gguf")}
 
