@@ -11,6 +11,7 @@ runs a few tokens through the loaded model, and rejects the model if it does eit
 """
 
 import copy
+import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -133,7 +134,7 @@ class _Llama4Cache:
         """Return, for each token, its position minus its index in the batch, (T,). Llama 4 adds the index."""
         return self._positions - torch.arange(len(self._positions), device=self._positions.device)
 
-    def update(self, keys: Tensor, values: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, **_: Any) -> tuple[Tensor, Tensor]:
         """Return only the new keys and values. Paged attention reads the others from its cache."""
         return keys, values
 
@@ -234,7 +235,10 @@ class HFModel(nn.Module):
         }
         if self.causal_lm.config.model_type == "llama4_text":  # it makes its masks if none are given
             masks = {"full_attention": None, "chunked_attention": None}
-            inputs |= {"past_key_values": _Llama4Cache(positions), "attention_mask": masks}
+            # `cache` from transformers 5.24 on
+            parameters = inspect.signature(inspect.unwrap(type(self.body).forward)).parameters
+            name = "cache" if "cache" in parameters else "past_key_values"
+            inputs |= {name: _Llama4Cache(positions), "attention_mask": masks}
         self._relay.attention = attend
         try:
             hidden: Tensor = self.body(**inputs)[0]

@@ -36,6 +36,8 @@ from nanoengine.backends.memory import resident_zeros
 
 Limit = tuple[float, float]  # minimum and maximum of Mamba2's time steps
 NO_LIMIT: Limit = (0.0, math.inf)
+# The mixers' argument that takes transformers' cache: its name from transformers 5.24 on, and before.
+CACHE_NAMES = "cache", "cache_params", "past_key_values"
 Key = tuple[str, int]  # "conv" or "recurrent", and the mixer's index for the state
 Memory = dict[Key, Any]  # a mixer's states, each a tensor (slots, ...); in a call also tensors or `InPlace`
 
@@ -297,7 +299,7 @@ def _take_over(mixer: nn.Module, states: States) -> None:
     if isinstance(getattr(mixer, "dt_proj", None), nn.Linear):  # the mixer reads its weight: never pack it
         mixer.dt_proj.__class__ = type("Linear", (nn.Linear,), {})
     names = [*inspect.signature(forward).parameters][1:]
-    cache = "cache_params" if "cache_params" in names else "past_key_values"
+    cache = next(name for name in CACHE_NAMES if name in names)
 
     def mix(self: Any, *args: Any, **kwargs: Any) -> Any:
         return states.mix(self, forward, {**dict(zip(names, args, strict=False)), **kwargs}, cache)
