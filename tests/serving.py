@@ -46,7 +46,7 @@ def wait_until(condition):
 
 
 async def until(condition):
-    """As wait_until, for coroutines."""
+    """Wait like `wait_until`, in a coroutine."""
     async with asyncio.timeout(PATIENCE):
         while not condition():
             await asyncio.sleep(0.001)
@@ -155,7 +155,7 @@ def command(*flags, stdout=subprocess.PIPE, **environment):
 
 @contextmanager
 def held_command(directory, *flags, **environment):
-    """As `command`; requests wait at their hundredth token for a call of the function that this gives too."""
+    """Run `command`. Requests stop at token 100 until the function that this also yields is called."""
     held = directory / "held"
     held.touch()
     (directory / "hold.py").write_text(HOLD.format(str(held)))

@@ -114,7 +114,7 @@ def forks():
 
 @pytest.fixture(scope="module")
 def names(tmp_path_factory):
-    """What uses refer to: a folder, two models, and a GGUF file."""
+    """Return what the uses refer to: a folder, two models, and a GGUF file."""
     path = tmp_path_factory.mktemp("names")
     (path / "states").mkdir()
     config = small_config("lfm2").to_dict() | {"architectures": ["Lfm2ForCausalLM"]}

@@ -330,7 +330,7 @@ def test_groups_and_blocks_are_those_the_config_states_and_the_last_may_be_small
 
 @pytest.mark.parametrize("impl", ["nanoengine", "transformers"])
 def test_layers_that_are_computed_together_may_have_groups_of_48_and_32(impl, tmp_path):
-    """As a config with two groups of settings: neither size is a multiple of the other."""
+    """Neither group size is a multiple of the other, as in a config with two groups of settings."""
     stated = compressed("pack-quantized", 4, in_groups(48))
     stated["config_groups"]["group_1"] = {"weights": {"num_bits": 4, **in_groups(32)}}
     torch.manual_seed(5)
@@ -865,7 +865,7 @@ def test_an_adapter_of_the_embedding_or_the_head_leaves_the_other_as_peft_does(n
 @pytest.mark.parametrize("impl", ["nanoengine", "transformers"])
 @pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
 def test_a_base_weight_that_an_adapter_brings_along_is_that_of_both_tied_names(target, impl, tmp_path):
-    """As of a base that was trained further: PEFT copies it into the weight, which is one at that time."""
+    """PEFT copies the base weight of a further-trained base into the one weight that both names share."""
     model = hf_model("qwen2 tied")
     model.config.architectures = [type(model).__name__]
     model.save_pretrained(tmp_path / "base")

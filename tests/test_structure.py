@@ -76,7 +76,7 @@ def check_no_circle(edges: Iterable[tuple[str, str]]) -> None:
 
 
 def test_no_import_is_part_of_a_circle():
-    """Of files, or of folders: a folder imports another one, or is imported by it."""
+    """Neither files nor folders import each other in a circle."""
     edges = [(name, imported) for name, path in FILES.items() for imported in imports_of(path)]
     assert ("engine", "sampling") in edges
     check_no_circle(edges)

@@ -45,7 +45,7 @@ def answer(copy: str) -> list[list[int]]:
 
 
 def said(use: str, names: dict[str, Any], stderr: io.StringIO) -> str:
-    """What the user of a missing file is told: by an ImportError, a command's end, or a server's answer."""
+    """Return what the user reads: an ImportError, a command's last line, or a server's answer."""
     from nanoengine import LLM, AsyncLLM, SamplingParams
     from nanoengine.__main__ import main
 
