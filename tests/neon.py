@@ -1,6 +1,6 @@
 """A pytest plugin: `kernels.cpp` as a processor with NEON runs it, compiled for it and emulated by qemu.
 
-    python -m pytest -p tests.neon tests/test_attention.py
+    python -m pytest -p tests.neon tests/backends/test_attention.py
 
 runs any test with these kernels in place of this machine's, and tells in the end which it did not call.
 It needs Debian's g++-aarch64-linux-gnu and qemu-user.

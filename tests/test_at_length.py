@@ -13,16 +13,16 @@ from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from nanoengine import LLM, AsyncLLM, SamplingParams
+from tests.apps.test_server import answered
+from tests.apps.test_server_load import KEY, MAX_TOKENS, Client, offline_answers
+from tests.extensions.test_parallel import ranks_in_processes, ranks_of
+from tests.extensions.test_speculate import NGRAM, Oracle, by_sequence, plain, without_rounding
 from tests.helpers import DEMO, VARIED_SETTINGS, random_params
 from tests.laws import check_laws
 from tests.serving import http, is_empty, served, wait_until
 from tests.test_async_scheduling import seen
 from tests.test_hostile import interrupt_generate, storm
-from tests.test_parallel import ranks_in_processes, ranks_of
 from tests.test_scheduling_machine import BRIEFLY, CoreMachine, ExtendedMachine, StatefulMachine
-from tests.test_server import answered
-from tests.test_server_load import KEY, MAX_TOKENS, Client, offline_answers
-from tests.test_speculation import NGRAM, Oracle, by_sequence, plain, without_rounding
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 TOOLS = "aarch64-linux-gnu-g++", "qemu-aarch64"  # Debian's g++-aarch64-linux-gnu and qemu-user
 FILES = "test_attention", "test_kernels", "test_model", "test_sampling"
 SELECTION = """

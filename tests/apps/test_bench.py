@@ -28,7 +28,7 @@ from nanoengine.apps.roofline import measure_limits, roofline_seconds
 from nanoengine.apps.workloads import SHAPES, SWEEP, WORKLOADS, Workload, parse_custom, poisson_arrivals
 from tests.helpers import DEMO, hf_model
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def run_bench(*arguments: str, program: tuple[str, ...] = ("-m", "benchmarks")) -> tuple[str, dict]:

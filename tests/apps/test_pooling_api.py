@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from nanoengine import LLM, AsyncLLM
+from tests.extensions.test_pooling import QUIET, classifier
 from tests.helpers import DEMO
 from tests.serving import http, served
-from tests.test_pooling import QUIET, classifier
 
 SETTINGS = {"num_kv_blocks": 100, "max_num_seqs": 4}
 TEXTS = ["What is 27 + 58?", "Who are you?", "What is 27 + 59?"]

@@ -13,8 +13,8 @@ import tests.nanovllm
 from benchmarks.nano_vllm import load, prepare
 from nanoengine.apps.workloads import SHAPES
 from nanoengine.models.checkpoint import open_checkpoint
+from tests.apps.test_bench import run_bench
 from tests.helpers import checkpoint
-from tests.test_bench import run_bench
 
 SHAPE = SHAPES["tiny"] | {"dtype": "bfloat16", "vocab_size": 512}
 

@@ -15,7 +15,7 @@ from nanoengine.engine import ModelRunner
 from nanoengine.models.eager import alibi_slopes
 from tests.attention import ALL_DECODES, ALL_FRESH, MIXED, check_attention
 from tests.helpers import DEMO, checkpoint, greedy, random_prompts
-from tests.test_weights import host_memory_of_loading
+from tests.models.test_load import host_memory_of_loading
 
 pytestmark = pytest.mark.gpu
 GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)

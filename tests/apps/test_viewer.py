@@ -27,7 +27,7 @@ from tests.helpers import DEMO, make_scheduler, make_sequence, run_step
 from tests.laws import tables_of
 from tests.serving import wait_until
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 COMMAND = "nanoengine run --trace docs/run.html"
 
 

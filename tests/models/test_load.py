@@ -485,7 +485,7 @@ LOAD = """
 import re, sys, threading
 from pathlib import Path
 import torch
-from tests.test_weights import loaded_on
+from tests.models.test_load import loaded_on
 
 def held():
     return int(re.search("RssAnon:.*?([0-9]+)", Path("/proc/self/status").read_text())[1]) / 1024
@@ -512,7 +512,7 @@ def host_memory_of_loading(path, num_layers, load_format, device):
     model = transformers.AutoModelForCausalLM.from_config(transformers.OlmoConfig(**changes))
     model.save_pretrained(path, max_shard_size="20MB")
     run = [sys.executable, "-c", LOAD, str(path), load_format, device]
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[2]
     printed = subprocess.run(run, check=True, stdout=subprocess.PIPE, text=True, cwd=root).stdout
     return float(printed), sum(x.nbytes for x in model.parameters()) / 2**21
 

@@ -1,6 +1,7 @@
 """Random small models whose tensors are saved in random types, against transformers with the same weights.
 
-pytest runs 40 cases, and 200 more that are marked slow. `python -m tests.test_random_formats --cases 2000`
+pytest runs 40 cases, and 200 slow ones.
+`python -m tests.models.test_random_formats --cases 2000`
 runs as many as you like, and prints the seed and the settings of each that fails.
 """
 
@@ -22,8 +23,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from nanoengine import LLM, SamplingParams
-from tests import test_formats as formats
 from tests.helpers import TINY, random_prompts
+from tests.models import test_formats as formats
 
 FAMILIES = {
     "Llama": "llama",

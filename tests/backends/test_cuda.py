@@ -736,7 +736,7 @@ def late_gpu(monkeypatch):
 
 
 def test_only_releases_of_flash_attn_whose_sources_were_read_are_asked_for():
-    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     extras = map(Requirement, project["optional-dependencies"]["cuda"])
     (wanted,) = (extra for extra in extras if extra.name == "flash-attn")
     known = {"2.8.3", "2.8.3.post1", "2.8.3.post2"}

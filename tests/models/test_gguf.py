@@ -23,7 +23,7 @@ from nanoengine.models.checkpoint import open_checkpoint
 from nanoengine.models.gguf import SCALARS, GGUFFile
 from nanoengine.models.gguf_tokenizer import SPLITS, load_byte_level, pre_tokenizer
 from tests.helpers import TINY
-from tests.test_formats import merging_tokenizer, write_gguf
+from tests.models.test_formats import merging_tokenizer, write_gguf
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 CONTROL = ["<|bos|>", "<|eos|>", "<\uff5cUser\uff5c>"]

@@ -1,7 +1,7 @@
 """The Triton backend: its kernels as a GPU runs them where there is one, else by Triton's interpreter.
 
 The interpreter has to be chosen before Triton is imported, so one test runs this file again in a process of
-its own. `TRITON_INTERPRET=1 pytest tests/test_triton.py` does the same by hand.
+its own. `TRITON_INTERPRET=1 pytest tests/backends/test_triton.py` does the same by hand.
 """
 
 import functools
@@ -49,7 +49,7 @@ at_length = pytest.mark.slow
 def test_all_of_this_file_passes_under_tritons_interpreter(which):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", which, __file__]
     env = {**os.environ, "TRITON_INTERPRET": "1"}
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     result = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     assert re.search(r"\d passed", result.stdout), result.stdout

@@ -340,7 +340,7 @@ def test_a_second_question_with_the_same_beginning_reports_cached_tokens(client)
 
 
 def test_the_guide_s_examples_print_what_it_shows(url):
-    section = (Path(__file__).parent.parent / "docs" / "guide" / "serving.md").read_text()
+    section = (Path(__file__).parents[2] / "docs" / "guide" / "serving.md").read_text()
     _, curl, answer, script, printed = re.findall(r"```(?:python)?\n(.*?)```", section, re.DOTALL)
 
     def run(*command):
