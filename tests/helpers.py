@@ -24,7 +24,6 @@ from nanoengine import LLM
 from nanoengine.backends.cpu.kernels import Kernels
 from nanoengine.backends.device import Download
 from nanoengine.engine import BlockManager, Chunk, ScheduledBatch, Scheduler, Sequence
-from nanoengine.extensions.speculate import DraftingScheduler
 from nanoengine.logprobs import read_tables, report_samples
 from nanoengine.sampling import draw_tokens, read_tokens
 from nanoengine.sampling_params import SamplingParams
@@ -333,12 +332,9 @@ def make_sequence(seq_id: int, token_ids: list[int], priority: int = 0, **params
 
 
 def make_scheduler(
-    num_blocks: int = 8, block_size: int = 4, caching: bool = True, propose: Any = None, **settings
+    num_blocks: int = 8, block_size: int = 4, caching: bool = True, scheduler: Any = Scheduler, **settings
 ) -> Any:
-    blocks = BlockManager(num_blocks, block_size, enable_prefix_caching=caching)
-    if propose is None:
-        return Scheduler(blocks, **settings)
-    return DraftingScheduler(blocks, propose, **settings)
+    return scheduler(BlockManager(num_blocks, block_size, enable_prefix_caching=caching), **settings)
 
 
 def admit(manager: BlockManager, seq: Sequence) -> list[int]:

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.speculate import ask_for_code, compare
 from nanoengine import LLM, EngineConfig, SamplingParams
 from nanoengine.config import SpeculativeConfig
-from nanoengine.extensions.speculate import MAX_PAUSE, Lookup, NgramProposer, is_draft
+from nanoengine.extensions.speculate import MAX_PAUSE, DraftingScheduler, Lookup, NgramProposer, is_draft
 from nanoengine.metrics import Counter as MetricCounter
 from nanoengine.metrics import Vector
 from tests.helpers import (
@@ -216,7 +216,9 @@ def test_a_stream_shows_every_token_of_a_burst_once(tmp_path):
 
 
 def test_a_draw_that_fails_in_a_burst_ends_its_sequence_behind_the_tokens_before():
-    scheduler = make_scheduler(propose=lambda seq, num_tokens: [7, 8, 9][:num_tokens])
+    scheduler = make_scheduler(
+        scheduler=DraftingScheduler, propose=lambda seq, num_tokens: [7, 8, 9][:num_tokens]
+    )
     seq, other = make_sequence(0, [1, 2]), make_sequence(1, [3])
     scheduler.add(seq)
     scheduler.add(other)
@@ -241,7 +243,10 @@ def counts(batch) -> Counter:
 
 def test_guesses_take_what_everybody_else_leaves_of_the_budget():
     scheduler = make_scheduler(
-        num_blocks=50, max_num_batched_tokens=8, propose=lambda seq, num_tokens: [9] * num_tokens
+        num_blocks=50,
+        max_num_batched_tokens=8,
+        scheduler=DraftingScheduler,
+        propose=lambda seq, num_tokens: [9] * num_tokens,
     )
     for i in range(3):
         scheduler.add(make_sequence(i, [i], ignore_eos=True))
@@ -256,13 +261,18 @@ def test_guesses_take_what_everybody_else_leaves_of_the_budget():
 def test_only_what_ends_a_sequence_is_followed_by_guesses():
     propose = Oracle({0: [9] * 9}, 10, 0.0)
     propose.rng.randint = lambda low, high: 2
-    scheduler = make_scheduler(long_prefill_token_threshold=1, propose=propose)
+    scheduler = make_scheduler(long_prefill_token_threshold=1, scheduler=DraftingScheduler, propose=propose)
     scheduler.add(make_sequence(0, [1, 2, 3]))
     assert [counts(run_step(scheduler, token=9))[0] for _ in range(4)] == [1, 1, 3, 3]
 
 
 def test_nobody_is_preempted_for_a_guess():
-    scheduler = make_scheduler(num_blocks=4, block_size=4, propose=lambda seq, num_tokens: [9] * num_tokens)
+    scheduler = make_scheduler(
+        num_blocks=4,
+        block_size=4,
+        scheduler=DraftingScheduler,
+        propose=lambda seq, num_tokens: [9] * num_tokens,
+    )
     scheduler.add(make_sequence(0, [1] * 3, max_tokens=8))
     scheduler.add(make_sequence(1, [2] * 8, max_tokens=8))
     run_step(scheduler)  # the prompts: one block and two, so one is free
@@ -273,7 +283,9 @@ def test_nobody_is_preempted_for_a_guess():
 
 
 def test_no_guess_goes_beyond_what_a_sequence_may_say():
-    scheduler = make_scheduler(num_blocks=50, propose=lambda seq, num_tokens: [9] * 20, max_model_len=9)
+    scheduler = make_scheduler(
+        num_blocks=50, scheduler=DraftingScheduler, propose=lambda seq, num_tokens: [9] * 20, max_model_len=9
+    )
     short, long = make_sequence(0, [1], max_tokens=3), make_sequence(1, [1, 2])
     scheduler.add(short)
     scheduler.add(long)

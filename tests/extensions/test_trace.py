@@ -499,7 +499,9 @@ def test_blocks_that_fall_out_of_a_window_are_told_before_those_that_take_their_
 
 
 def test_drafts_are_told_with_the_tokens_guessed_and_how_many_came_true():
-    scheduler = make_scheduler(num_blocks=4, block_size=4, propose=lambda seq, num_tokens: [9, 9, 5])
+    scheduler = make_scheduler(
+        num_blocks=4, block_size=4, scheduler=DraftingScheduler, propose=lambda seq, num_tokens: [9, 9, 5]
+    )
     scheduler.add(make_sequence(0, [1, 2]))
     _, second = steps_of(scheduler, 9, 9)
     _, schedule, tokens, register = second
