@@ -112,7 +112,7 @@ class EngineConfig:
     pooler_config: dict[str, Any] | None = None  # "pooling_type": LAST, MEAN or CLS; "use_activation"
     hf_overrides: dict[str, Any] | None = None  # fields that override the checkpoint's config.json
     generation_config: str = "auto"  # default to the checkpoint's sampling parameters; "vllm": to vLLM's
-    # For every request: functions as in SamplingParams, or classes as in vLLM V1 (extensions/processors.py)
+    # For every request: functions as in SamplingParams, or classes as in vLLM V1 (contrib/processors.py)
     logits_processors: list[Any] | None = None
     # A file for JSON lines, or a function that is called with each event: extensions/trace.py
     trace: str | Path | Callable[[Any], Any] | None = None

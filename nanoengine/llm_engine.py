@@ -118,9 +118,10 @@ class LLMEngine:
         self._stats = RequestStats(self.max_model_len)  # of finished requests
         self._processors: Any = None  # the engine's logits processors; a request may add its own
         if config.logits_processors:
-            from nanoengine.extensions.processors import EngineProcessors
-
-            self._processors = EngineProcessors(config.logits_processors, config, self.runner.device.device)
+            processors = load("contrib.processors", "logits_processors")
+            self._processors = processors.EngineProcessors(
+                config.logits_processors, config, self.runner.device.device
+            )
         self.reloader: Any = None  # set by contrib/reload.py when weights are replaced or the engine sleeps
         self._is_closed, self._owner = False, Owner()
         self._tracer = None
@@ -241,9 +242,8 @@ class LLMEngine:
         """Yield factories of a sample's logits processors: the request's, the engine's, the grammar's."""
         params = checked.params
         if params.logits_processors:
-            from nanoengine.extensions.processors import FunctionProcessor
-
-            yield from (partial(FunctionProcessor, function) for function in params.logits_processors)
+            processors = load("contrib.processors", "logits_processors")
+            yield from (partial(processors.FunctionProcessor, one) for one in params.logits_processors)
         if self._processors is not None:
             yield from self._processors.of_request(params)
         if params.structured_outputs is not None:

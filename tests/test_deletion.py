@@ -55,6 +55,7 @@ USES = {
     "contrib.lab": 'main(["lab"])',
     "contrib.lab_command": 'main(["lab"])',
     "contrib.learner": 'main(["serve", "demo", "--port", "0", "--dev-mode"])',
+    "contrib.processors": 'LLM("demo", logits_processors=[print], **SETTINGS)',
     "contrib.ray_data": "from nanoengine.contrib.ray_data import Predictor",
     "contrib.reload": 'LLM("demo", **SETTINGS).sleep()',
     "contrib.responses": 'message = post("/v1/responses")',
@@ -64,7 +65,6 @@ USES = {
     "extensions.parallel": 'LLM("demo", tensor_parallel_size=2, **SETTINGS)',
     "extensions.pooling": 'LLM("demo", runner="pooling", **SETTINGS)',
     "extensions.processes": 'LLM("demo", tensor_parallel_size=2, **SETTINGS)',
-    "extensions.processors": 'LLM("demo", logits_processors=[print], **SETTINGS)',
     "extensions.speculate": """
 LLM("demo", speculative_config={"method": "ngram", "num_speculative_tokens": 2}, **SETTINGS)
 """,

@@ -47,7 +47,7 @@ __all__ = [
 ]
 VERSION = f"0.33.0+nanoengine.{__version__}"  # the vLLM version that these names are from
 HERE = "nanoengine.contrib.vllm_module"
-PROCESSORS = "nanoengine.extensions.processors"
+PROCESSORS = "nanoengine.contrib.processors"
 # vLLM's module -> nanoengine's module with the names that scripts import from it
 MODULES = {
     "vllm": "nanoengine",

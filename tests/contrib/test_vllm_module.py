@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from nanoengine import LLM, compat
 from nanoengine.contrib import vllm_module
-from nanoengine.extensions.processors import BatchUpdate, MoveDirectionality, process_dict_updates
+from nanoengine.contrib.processors import BatchUpdate, MoveDirectionality, process_dict_updates
 from nanoengine.sampling_params import SamplingParams
 from tests.helpers import DEMO, byte_tokenizer, chain_checkpoint
 

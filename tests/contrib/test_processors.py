@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.extensions.processors import (
+from nanoengine.contrib.processors import (
     Batch,
     LogitsProcessor,
     Member,
@@ -236,7 +236,7 @@ def banish(output_ids, logits):
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("given", [[Wish], ["tests.extensions.test_processors:Wish"], [banish, Wish]])
+@pytest.mark.parametrize("given", [[Wish], ["tests.contrib.test_processors:Wish"], [banish, Wish]])
 def test_an_engine_s_processor_sees_each_request_at_its_index(given, is_async):
     settings = {"logits_processors": given, "async_scheduling": is_async}
     with LLM(DEMO, num_kv_blocks=100, max_num_seqs=3, **settings) as llm:
