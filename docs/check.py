@@ -27,7 +27,7 @@ CHAPTERS = {
     "6": "Continuous batching: schedule, update",
     "7": "Chunked prefill: next_chunk",
     "8": "Preemption: make_room, preempt_last",
-    "13": "Speculative decoding: guess, lookup, accept",
+    "13": "Speculative decoding: draft, lookup, accept",
     "all": "The whole engine, on the bundled model",
 }
 Check = Callable[[Any], None]
@@ -398,22 +398,22 @@ def all_end(mini: Any) -> None:
 
 @says("13")
 def accepts_up_to_the_first_miss(mini: Any) -> None:
-    """With guesses e f x and samples e f g z, e f g count: none after the first wrong guess."""
+    """With drafts e f x and samples e f g z, e f g count: none after the first wrong draft."""
     expect("Taken", mini.accept(letters("efx"), letters("efgz")), letters("efg"))
-    expect("Taken, all guesses right", mini.accept(letters("ef"), letters("efg")), letters("efg"))
-    expect("Taken, first guess wrong, second right", mini.accept(letters("xf"), letters("efg")), letters("e"))
+    expect("Taken, all drafts right", mini.accept(letters("ef"), letters("efg")), letters("efg"))
+    expect("Taken, first draft wrong, second right", mini.accept(letters("xf"), letters("efg")), letters("e"))
 
 
 @says("13")
 def looks_up_the_latest(mini: Any) -> None:
-    """After "abcabdab" the guess is what followed the latest earlier "ab": "da"."""
-    expect("Guesses", mini.lookup(letters("abcabdab"), 2), letters("da"))
-    expect("Guesses where nothing repeats", mini.lookup(letters("abcd"), 2), [])
+    """After "abcabdab" the draft is what followed the latest earlier "ab": "da"."""
+    expect("Drafts", mini.lookup(letters("abcabdab"), 2), letters("da"))
+    expect("Drafts where nothing repeats", mini.lookup(letters("abcd"), 2), [])
 
 
 @says("13")
-def guesses_behind_known_tokens_only(mini: Any) -> None:
-    """There are no guesses in the middle of a prompt, nor beyond budget, max_tokens or free blocks."""
+def drafts_after_known_tokens_only(mini: Any) -> None:
+    """There are no drafts in the middle of a prompt, nor beyond budget, max_tokens or free blocks."""
     for num_blocks, max_tokens, budget, samples, expected in [
         (4, 9, 8, True, 3),
         (4, 9, 8, False, 0),
@@ -421,18 +421,16 @@ def guesses_behind_known_tokens_only(mini: Any) -> None:
         (4, 2, 8, True, 1),
         (2, 9, 8, True, 0),
     ]:
-        scheduler = mini.Scheduler(mini.BlockManager(num_blocks, 4), num_guesses=3)
+        scheduler = mini.Scheduler(mini.BlockManager(num_blocks, 4), num_draft_tokens=3)
         seq = mini.Sequence(letters("abcdefab"), max_tokens)
         scheduler.block_manager.may_append(seq, 8)
-        what = (
-            f"Guesses with {num_blocks} blocks, max_tokens {max_tokens}, budget {budget}, samples {samples}"
-        )
-        expect(what, len(scheduler.guess(mini.Chunk(seq, 0, 8, samples, []), budget)), expected)
+        what = f"Drafts with {num_blocks} blocks, max_tokens {max_tokens}, budget {budget}, samples {samples}"
+        expect(what, len(scheduler.draft(mini.Chunk(seq, 0, 8, samples, []), budget)), expected)
 
 
 @says("all")
 def says_what_transformers_says(mini: Any) -> None:
-    """Four questions at once, with scarce blocks, chunks and guesses, get the answers of transformers."""
+    """Four questions at once, with scarce blocks, chunks and drafts, get the answers of transformers."""
     from transformers import AutoModelForCausalLM
 
     reference: Any = AutoModelForCausalLM.from_pretrained("nanoengine/demo")
@@ -442,7 +440,7 @@ def says_what_transformers_says(mini: Any) -> None:
         reference.generate(torch.tensor([ids]), max_new_tokens=60, do_sample=False)[0, len(ids) :].tolist()
         for ids in prompts
     ]
-    scheduler = mini.Scheduler(mini.BlockManager(24, 4), 4, max_num_batched_tokens=16, num_guesses=3)
+    scheduler = mini.Scheduler(mini.BlockManager(24, 4), 4, max_num_batched_tokens=16, num_draft_tokens=3)
     answers = mini.Engine(scheduler).generate(prompts)
     for text, answer, right in zip(texts, answers, expected, strict=True):
         expect(text, mini.TOKENIZER.decode(answer), mini.TOKENIZER.decode(right))

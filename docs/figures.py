@@ -143,10 +143,11 @@ def windows() -> Picture:
     return p
 
 
-def guesses() -> Picture:
+def drafts() -> Picture:
     """Draw chapter 13: five rows and three accepted tokens."""
     p = Picture(
-        "Five rows in one step: two guesses come true, a third does not, and three tokens are taken", 190
+        "Five rows in one step: two draft tokens are accepted, a third is not, and three tokens are taken",
+        190,
     )
     p.text(130, 48, "computed", "end")
     p.boxes(150, 30, 100, ["d", "e", "f", "x", "y"], "abbbb")
@@ -154,9 +155,9 @@ def guesses() -> Picture:
     p.boxes(150, 100, 100, ["e", "f", "g", "y", "z"], "ccc--")
     for i in range(5):
         p.arrow(200 + 104 * i, 58, 200 + 104 * i, 98)
-    for i, words in enumerate(["as guessed", "as guessed", "not x: taken", "thrown away", "thrown away"]):
+    for i, words in enumerate(["as drafted", "as drafted", "not x: taken", "thrown away", "thrown away"]):
         p.text(200 + 104 * i, 148, words, "mid soft")
-    p.text(150, 176, "the last known token, and four guesses; three tokens are taken: e f g")
+    p.text(150, 176, "the last known token, and four draft tokens; three tokens are taken: e f g")
     return p
 
 
@@ -297,7 +298,7 @@ PICTURES = {
     "08-preemption.svg": preemption,
     "11-distributions.svg": sampling,
     "12-groups.svg": windows,
-    "13-guesses.svg": guesses,
+    "13-drafts.svg": drafts,
     "15-roofline.svg": roofline,
     "16-policies.svg": policies,
     "17-ranks.svg": ranks,

@@ -134,13 +134,13 @@ class BlockManager:
 
 
 class Chunk(NamedTuple):
-    """Says what a step computes for a sequence: its tokens [start, end), then guesses (draft tokens)."""
+    """Says what a step computes for a sequence: its tokens [start, end), then draft tokens."""
 
     seq: Sequence
     start: int
     end: int
-    samples: bool  # whether the step samples a token after `end`, and one after each guess
-    guesses: list[int]
+    samples: bool  # whether the step samples a token after `end`, and one after each draft
+    drafts: list[int]
 
 
 class Scheduler:
@@ -151,10 +151,10 @@ class Scheduler:
         block_manager: BlockManager,
         max_num_seqs: int = 8,
         max_num_batched_tokens: int = 64,
-        num_guesses: int = 0,
+        num_draft_tokens: int = 0,
     ) -> None:
         self.block_manager, self.max_num_seqs = block_manager, max_num_seqs
-        self.max_num_batched_tokens, self.num_guesses = max_num_batched_tokens, num_guesses
+        self.max_num_batched_tokens, self.num_draft_tokens = max_num_batched_tokens, num_draft_tokens
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.num_preemptions = 0
@@ -193,14 +193,14 @@ class Scheduler:
 
     def _schedule_chunk(self, seq: Sequence, budget: int, chunks: list[Chunk]) -> int:
         chunk = self.next_chunk(seq, budget)
-        chunk = chunk._replace(guesses=self.guess(chunk, budget - (chunk.end - chunk.start)))
+        chunk = chunk._replace(drafts=self.draft(chunk, budget - (chunk.end - chunk.start)))
         chunks.append(chunk)
         seq.num_computed_tokens = chunk.end
         self.block_manager.register_full_blocks(seq)
-        return chunk.end - chunk.start + len(chunk.guesses)
+        return chunk.end - chunk.start + len(chunk.drafts)
 
     def next_chunk(self, seq: Sequence, budget: int) -> Chunk:
-        """Lesson 7: return a chunk of as many uncomputed tokens as the budget allows, without guesses."""
+        """Lesson 7: return a chunk of as many uncomputed tokens as the budget allows, without drafts."""
         end = min(len(seq.token_ids), seq.num_computed_tokens + budget)
         return Chunk(seq, seq.num_computed_tokens, end, end == len(seq.token_ids), [])
 
@@ -229,7 +229,7 @@ class Scheduler:
         """
         for chunk, tokens in zip(chunks, drawn, strict=True):
             seq = chunk.seq
-            for token in accept(chunk.guesses, tokens):
+            for token in accept(chunk.drafts, tokens):
                 seq.token_ids.append(token)
                 seq.num_computed_tokens = len(seq.token_ids) - 1
                 if token == STOP or len(seq.token_ids) == seq.num_prompt_tokens + seq.max_tokens:
@@ -238,36 +238,36 @@ class Scheduler:
                     self.block_manager.free(seq)
                     break
 
-    def guess(self, chunk: Chunk, budget: int) -> list[int]:
-        """Lesson 13: return up to num_guesses guesses from `lookup`, if the chunk samples and they fit.
+    def draft(self, chunk: Chunk, budget: int) -> list[int]:
+        """Lesson 13: return up to num_draft_tokens drafts from `lookup`, if the chunk samples and they fit.
 
         Return no more than the budget allows, and no more than max_tokens leaves after the token that is
-        sampled anyway. Guesses use free blocks only: `may_append` says whether there are enough.
+        sampled anyway. Drafts use free blocks only: `may_append` says whether there are enough.
         """
         seq = chunk.seq
         num_left = seq.num_prompt_tokens + seq.max_tokens - len(seq.token_ids) - 1
-        num_guesses = min(self.num_guesses, budget, num_left)
-        if not chunk.samples or num_guesses <= 0:
+        num_draft_tokens = min(self.num_draft_tokens, budget, num_left)
+        if not chunk.samples or num_draft_tokens <= 0:
             return []
-        guesses = lookup(seq.token_ids, num_guesses)
-        return guesses if self.block_manager.may_append(seq, chunk.end + len(guesses)) else []
+        drafts = lookup(seq.token_ids, num_draft_tokens)
+        return drafts if self.block_manager.may_append(seq, chunk.end + len(drafts)) else []
 
 
-def lookup(token_ids: list[int], num_guesses: int) -> list[int]:
+def lookup(token_ids: list[int], num_draft_tokens: int) -> list[int]:
     """Lesson 13: return the tokens that followed the latest earlier occurrence of the last two tokens."""
     for end in range(len(token_ids) - 1, 1, -1):
         if token_ids[end - 2 : end] == token_ids[-2:]:
-            return token_ids[end : end + num_guesses]
+            return token_ids[end : end + num_draft_tokens]
     return []
 
 
-def accept(guesses: list[int], drawn: list[int]) -> list[int]:
-    """Lesson 13: return the sampled tokens that count: up to and including the first that is not its guess.
+def accept(drafts: list[int], drawn: list[int]) -> list[int]:
+    """Lesson 13: return the sampled tokens that count: up to and including the first that is not its draft.
 
-    If all guesses are right, all sampled tokens count.
+    If all drafts are right, all sampled tokens count.
     """
     num_true = 0
-    while num_true < len(guesses) and guesses[num_true] == drawn[num_true]:
+    while num_true < len(drafts) and drafts[num_true] == drawn[num_true]:
         num_true += 1
     return drawn[: num_true + 1]
 
@@ -283,7 +283,7 @@ class Engine:
     def step(self) -> None:
         """Schedule and run one forward pass, and update the sequences."""
         chunks = self.scheduler.schedule()
-        tokens = [chunk.seq.token_ids[chunk.start : chunk.end] + chunk.guesses for chunk in chunks]
+        tokens = [chunk.seq.token_ids[chunk.start : chunk.end] + chunk.drafts for chunk in chunks]
         positions = [range(c.start, c.start + len(t)) for c, t in zip(chunks, tokens, strict=True)]
         slots = [
             torch.tensor([self.scheduler.block_manager.slot(chunk.seq, i) for i in range(where.stop)])
@@ -325,6 +325,6 @@ class Engine:
 
 if __name__ == "__main__":
     questions = [ask(question) for question in sys.argv[1:]]  # type: ignore[no-untyped-call]
-    engine = Engine(Scheduler(BlockManager(num_blocks=64, block_size=16), num_guesses=3))
+    engine = Engine(Scheduler(BlockManager(num_blocks=64, block_size=16), num_draft_tokens=3))
     for answer in engine.generate(questions):
         print(TOKENIZER.decode(answer))

@@ -139,8 +139,8 @@ class EngineConfig:
             check_bool("async_scheduling", self.async_scheduling)
         if self.speculation is not None and self.async_scheduling:
             raise ValueError(
-                "async_scheduling=True does not go with speculative_config: what to guess depends on the "
-                "tokens of the step before"
+                "async_scheduling=True does not go with speculative_config: draft tokens depend on the "
+                "tokens of the previous step. Leave async_scheduling out"
             )
         if self.logits_processors is not None:
             if not isinstance(self.logits_processors, list | tuple):

@@ -146,7 +146,7 @@ class LLMEngine:
         runner = started.runner
         if started.num_state_slots:
             for name, reason in (
-                ("speculative_config", "what a wrong guess did to them cannot be undone"),
+                ("speculative_config", "a rejected draft token cannot be undone in a state"),
                 ("kv_store", "it stores K and V alone"),
             ):
                 if getattr(config, name) is not None:
@@ -435,10 +435,8 @@ class LLMEngine:
         if (written := self.checkpoint.written_as) is not None:
             weights = f" with {written} weights" + (f" in {in_bits} bits" if in_bits else ", dequantised,")
         weights += "" if config.lora is None else f" and the adapter {Path(config.lora).name}"
-        num_guesses = config.num_speculative_tokens
-        ahead = (
-            f", up to {num_guesses} tokens guessed ahead (ngram), no async scheduling" if num_guesses else ""
-        )
+        num_drafts = config.num_speculative_tokens
+        ahead = f", up to {num_drafts} draft tokens (ngram), no async scheduling" if num_drafts else ""
         blocks: Any = self.scheduler.block_manager
         cache = f"KV cache of {started.num_blocks} blocks of {runner.block_size} tokens"
         cache = cache if started.kv_specs else "no KV cache"

@@ -45,8 +45,8 @@ def run_at_length(machine):
     assert steps.total() > 10_000
 
 
-def test_hundreds_of_requests_with_guesses_say_what_they_say_without(babbler):
-    """Preempted, in chunks; a third of the guesses are wrong."""
+def test_hundreds_of_requests_with_draft_tokens_say_what_they_say_without(babbler):
+    """Preempted, in chunks; a third of the draft tokens are wrong."""
     rng, num_requests = random.Random(0), 0
     for name in ("roomy", "with preemption", "in chunks"):
         prompts = [[rng.randrange(256) for _ in range(rng.randint(1, 30))] for _ in range(300)]

@@ -47,13 +47,13 @@ MISTAKES = {  # chapter, what goes wrong: the right code, the wrong code
         "seq = self.running.pop()\n        self.block_manager.free(seq)",
         "seq = self.running.pop()\n        seq.num_computed_tokens = 0",
     ),
-    ("13", "every guess believed"): ("drawn[: num_true + 1]", "drawn"),
+    ("13", "every draft believed"): ("drawn[: num_true + 1]", "drawn"),
     ("13", "the draw at the miss thrown away"): ("drawn[: num_true + 1]", "drawn[:num_true]"),
     ("13", "the first place instead of the latest"): (
         "range(len(token_ids) - 1, 1, -1)",
         "range(2, len(token_ids))",
     ),
-    ("13", "guesses in a prompt's middle"): ("if not chunk.samples or num", "if num"),
+    ("13", "drafts in a prompt's middle"): ("if not chunk.samples or num", "if num"),
 }
 
 

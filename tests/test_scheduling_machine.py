@@ -5,7 +5,7 @@ a model would have written there, and checks before each step that what attentio
 A step may be left in flight, its tokens unknown, while the next is scheduled.
 
 The same walk serves the core alone and what extends it. With windows there is a block table per group, and
-tokens may be guessed ahead, rightly or wrongly; the ledger holds what was written for wrong guesses too.
+there may be draft tokens, right and wrong; the ledger holds what was written for rejected ones too.
 """
 
 import functools
@@ -38,7 +38,7 @@ EOS = 3
 
 
 class CoreMachine(RuleBasedStateMachine):
-    """The core alone: one block table per sequence, no guesses."""
+    """The core alone: one block table per sequence, no drafts."""
 
     @initialize(
         block_size=st.sampled_from([1, 2, 4]),
@@ -63,8 +63,8 @@ class CoreMachine(RuleBasedStateMachine):
             max_model_len=24,
             long_prefill_token_threshold=threshold,
         )
-        self.guesses = make_scheduler is not Scheduler
-        self.data = None  # where guesses come from; None: they are all right
+        self.has_drafts = make_scheduler is not Scheduler
+        self.data = None  # where drafts come from; None: they are all right
         # slot -> the group that wrote it, and the tokens up to and including its own
         self.slots: dict[int, tuple[int, tuple[int, ...]]] = {}
         self.seqs: list[Sequence] = []
@@ -168,21 +168,21 @@ class CoreMachine(RuleBasedStateMachine):
 
     @staticmethod
     def accepted(batch, seq, tokens):
-        """What a sequence is due of a step's draws: up to the first that is not the next guess, or an end."""
+        """What a sequence is due of a step's draws: up to the first that is not the next draft, or an end."""
         draws = [token for owner, token in zip(batch.sampled_seqs, tokens, strict=True) if owner is seq]
-        guesses = max((chunk.token_ids for chunk in batch.chunks if chunk.seq is seq), key=len)
-        guesses = guesses[len(seq.token_ids) :]
+        drafts = max((chunk.token_ids for chunk in batch.chunks if chunk.seq is seq), key=len)
+        drafts = drafts[len(seq.token_ids) :]
         taken = []
-        for draw, guess in itertools.zip_longest(draws, guesses):
+        for draw, draft in itertools.zip_longest(draws, drafts):
             taken += [] if draw is None else [draw]
-            if draw in (None, EOS) or draw != guess:
+            if draw in (None, EOS) or draw != draft:
                 return taken
         return taken
 
     @precondition(lambda self: is_busy(self.scheduler))
     @rule(data=st.data(), repeat=st.integers(1, 4), overlap=st.booleans())
     def step(self, data, repeat, overlap):
-        self.data, overlap = data, overlap and not self.guesses
+        self.data, overlap = data, overlap and not self.has_drafts
         for _ in range(repeat):
             if not is_busy(self.scheduler):
                 return
@@ -256,7 +256,7 @@ class CoreMachine(RuleBasedStateMachine):
 
 
 class ExtendedMachine(CoreMachine):
-    """With windows, and guesses."""
+    """With windows, and drafts."""
 
     @initialize(
         block_size=st.sampled_from([1, 2, 4]),
@@ -267,7 +267,7 @@ class ExtendedMachine(CoreMachine):
         threshold=st.sampled_from([0, 0, 1, 3]),
         caching=st.sampled_from([True, True, True, False]),
         constant_hash=st.booleans(),
-        guesses=st.booleans(),
+        drafts=st.booleans(),
     )
     def start(
         self,
@@ -279,7 +279,7 @@ class ExtendedMachine(CoreMachine):
         threshold,
         caching,
         constant_hash,
-        guesses,
+        drafts,
     ):
         extra = {"hash_function": lambda content, parent: 7} if constant_hash else {}
         nothing = Attention(None, lambda metadata, block_size: None, [])
@@ -293,14 +293,14 @@ class ExtendedMachine(CoreMachine):
             enable_prefix_caching=caching,
             **extra,
         )
-        drafting = functools.partial(DraftingScheduler, propose=self.guess)
-        make_scheduler = drafting if guesses else Scheduler
+        drafting = functools.partial(DraftingScheduler, propose=self.propose)
+        make_scheduler = drafting if drafts else Scheduler
         self.begin(blocks, make_scheduler, max_num_seqs, budget, threshold, blocks.windows)
 
     def make_blocks(self, *arguments, **settings):
         return WindowedBlockManager(*arguments, **settings)
 
-    def guess(self, seq, num_tokens):
+    def propose(self, seq, num_tokens):
         assert num_tokens > 0
         assert seq.num_computed_tokens == len(seq.token_ids)
         if self.data is None:
@@ -341,7 +341,7 @@ class StatefulMachine(CoreMachine):
         )
         make_scheduler = functools.partial(StatefulScheduler, spans=self.runner.spans)
         self.begin(blocks, make_scheduler, max_num_seqs, budget, threshold, blocks.windows)
-        self.guesses = False
+        self.has_drafts = False
         # slot -> how many tokens its state is after, and whose; None: nobody's
         self.states = {ZERO_SLOT: (0, None)}
 

@@ -54,7 +54,7 @@ class DraftingScheduler(Scheduler):
         with_drafts: list[Chunk] = []
         for chunk in chunks:
             with_drafts.append(chunk)
-            drafts = self._guess(chunk, self.max_num_batched_tokens - num_tokens)
+            drafts = self._draft(chunk, self.max_num_batched_tokens - num_tokens)
             if drafts:
                 token_ids = chunk.seq.token_ids + drafts
                 for position in range(chunk.end, chunk.end + len(drafts)):
@@ -63,7 +63,7 @@ class DraftingScheduler(Scheduler):
         sampled_seqs = [chunk.seq for chunk in with_drafts if chunk.samples]
         return ScheduledBatch(with_drafts, sampled_seqs, num_tokens)
 
-    def _guess(self, chunk: Chunk, budget: int) -> list[int]:
+    def _draft(self, chunk: Chunk, budget: int) -> list[int]:
         """Return the drafts to compute after a chunk, and make room for them in the block table."""
         seq, start, end, samples, _ = chunk
         most = min(budget, seq.max_num_tokens - 1 - end)  # one more token is sampled after the last draft
@@ -91,7 +91,7 @@ class DraftingScheduler(Scheduler):
             place = place + 1 if is_draft(chunk) else -1
             if place >= 0:
                 self.num_drafted[place] += 1
-                if not self._came_true(chunk):
+                if not self._is_accepted(chunk):
                     continue
                 self.num_accepted[place] += 1
                 seq.num_computed_tokens = chunk.end
@@ -103,7 +103,7 @@ class DraftingScheduler(Scheduler):
         return list(advanced)
 
     @staticmethod
-    def _came_true(draft: Chunk) -> bool:
+    def _is_accepted(draft: Chunk) -> bool:
         """Return whether the draft token is the last token of the sequence."""
         known = draft.seq.token_ids
         is_next = draft.seq.finish_reason is None and len(known) == draft.end
@@ -136,7 +136,7 @@ class NgramProposer:
         if lookup is None:
             lookup = Lookup(*self.config.lookup_lengths, self.config.num_speculative_tokens)
             self.lookups[seq] = lookup
-        return lookup.guess(seq.token_ids, num_tokens)
+        return lookup.propose(seq.token_ids, num_tokens)
 
 
 class Lookup:
@@ -146,21 +146,21 @@ class Lookup:
 
     Args:
         shortest, longest: range of n-gram lengths. The longest n-gram seen before decides the drafts.
-        max_guesses: limit on the number of draft tokens.
+        max_draft_tokens: limit on the number of draft tokens.
     """
 
-    def __init__(self, shortest: int, longest: int, max_guesses: int) -> None:
+    def __init__(self, shortest: int, longest: int, max_draft_tokens: int) -> None:
         self.lengths = range(longest, shortest - 1, -1)
-        self.max_guesses = max_guesses
+        self.max_draft_tokens = max_draft_tokens
         self.follows: dict[tuple[int, ...], int] = {}  # n-gram -> position after its last occurrence
         self.num_indexed = shortest  # n-grams that end before this position are indexed
-        self.guesses: list[int] = []  # the last drafts
-        self.guessed_at = 0  # position of the first of them
+        self.drafts: list[int] = []  # the last drafts
+        self.drafted_at = 0  # position of the first of them
         self.size = 1  # how many drafts to propose next
         self.pause = 1  # tokens to wait after a single draft was rejected; doubles each time
         self.resume_at = 0  # position from which to propose drafts again
 
-    def guess(self, token_ids: abc.Sequence[int], num_tokens: int) -> list[int]:
+    def propose(self, token_ids: abc.Sequence[int], num_tokens: int) -> list[int]:
         """Return at most num_tokens draft tokens. token_ids must extend those of the last call."""
         self._adapt(token_ids)
         if len(token_ids) < self.resume_at:
@@ -176,23 +176,23 @@ class Lookup:
                 # The drafts may run past the end of the known tokens, as if the text repeated itself.
                 period = len(token_ids) - start
                 size = min(num_tokens, self.size)
-                self.guesses = [token_ids[start + i % period] for i in range(size)]
-                self.guessed_at = len(token_ids)
-                return self.guesses
+                self.drafts = [token_ids[start + i % period] for i in range(size)]
+                self.drafted_at = len(token_ids)
+                return self.drafts
         return []
 
     def _adapt(self, token_ids: abc.Sequence[int]) -> None:
         """Propose 2 n + 1 drafts next if n were right the last time. Pause if a single draft was wrong."""
-        if not self.guesses or len(token_ids) == self.guessed_at:  # the step failed: nothing was sampled
+        if not self.drafts or len(token_ids) == self.drafted_at:  # the step failed: nothing was sampled
             return
-        came = token_ids[self.guessed_at : self.guessed_at + len(self.guesses)]
+        actual = token_ids[self.drafted_at : self.drafted_at + len(self.drafts)]
         num_right = 0
-        while num_right < len(came) and came[num_right] == self.guesses[num_right]:
+        while num_right < len(actual) and actual[num_right] == self.drafts[num_right]:
             num_right += 1
         if num_right:
             self.pause = 1
-        elif len(self.guesses) == 1:
+        elif len(self.drafts) == 1:
             self.pause = min(2 * self.pause, MAX_PAUSE)
             self.resume_at = len(token_ids) + self.pause
-        self.size = min(2 * num_right + 1, self.max_guesses)
-        self.guesses = []
+        self.size = min(2 * num_right + 1, self.max_draft_tokens)
+        self.drafts = []

@@ -47,7 +47,7 @@ ROPE = "rope_scaling", "rope_theta"  # rope fields that a config may have
 CLASSIFIER_HEAD = "score.weight"  # takes the place of lm_head
 MATRYOSHKA = "is_matryoshka", "matryoshka_dimensions"  # fields of an embedding model's config
 # Tensors that only draft tokens (MTP). They have names of their own, or are in layers after the model's last.
-GUESSING = re.compile(r"(model\.)?(mtp\w*|layers\.(?P<layer>\d+))\.")
+DRAFTING = re.compile(r"(model\.)?(mtp\w*|layers\.(?P<layer>\d+))\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class Checkpoint:
         if self.quantization is not None:
             written = load("models.formats", "a quantized checkpoint").choose_format(self.quantization)
         files = Files(self.path, written, self.is_part)
-        if unused := [name for name in files.headers if self.is_guessing(name)]:
+        if unused := [name for name in files.headers if self.is_only_for_drafting(name)]:
             logging.getLogger(__name__).warning(
                 "%s: %d tensors of layers beyond the model's are left out, the first is %r",
                 *(self.path, len(unused), unused[0]),
@@ -105,9 +105,9 @@ class Checkpoint:
                 raise ValueError(f"{self.path} lacks tensor {CLASSIFIER_HEAD!r}, the classifier's head")
             headers[HEAD] = headers.pop(CLASSIFIER_HEAD)
 
-    def is_guessing(self, name: str) -> bool:
+    def is_only_for_drafting(self, name: str) -> bool:
         """Return whether a tensor only serves to draft tokens. transformers ignores these tensors too."""
-        found = GUESSING.match(name)
+        found = DRAFTING.match(name)
         return found is not None and (
             found["layer"] is None or int(found["layer"]) >= self.hf_config.num_hidden_layers
         )

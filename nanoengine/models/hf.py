@@ -409,7 +409,7 @@ def _load_transformers(
     unexpected = [
         name
         for name in report["unexpected_keys"]
-        if (name in headers or not checkpoint.is_part) and not checkpoint.is_guessing(name)
+        if (name in headers or not checkpoint.is_part) and not checkpoint.is_only_for_drafting(name)
     ]
     missing = set(report["missing_keys"])
     if pooling is not None and not has_labels:

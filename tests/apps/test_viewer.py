@@ -298,8 +298,8 @@ def long_run(num_steps: int) -> list:
     return events
 
 
-def windows_and_guesses() -> list:
-    """Blocks of 2; a group sees all, another 3 tokens; of three guesses, once, one comes true."""
+def windows_and_drafts() -> list:
+    """Blocks of 2; a group sees all, another 3 tokens; of three draft tokens, once, one is accepted."""
     events: list = []
     scheduler = DraftingScheduler(
         WindowedBlockManager(20, 2, windows=(None, 3), max_chunk_tokens=4),
@@ -314,8 +314,8 @@ def windows_and_guesses() -> list:
     return events
 
 
-def test_it_tells_of_windows_and_guesses_and_shows_a_table_per_group(open_page):
-    browser = open_page(windows_and_guesses())
+def test_it_tells_of_windows_and_drafts_and_shows_a_table_per_group(open_page):
+    browser = open_page(windows_and_drafts())
     press(browser, Keys.ARROW_RIGHT)
     assert text_of(browser, "groups") == (
         "g1 sees all tokens\ng2 sees the last 3 tokens\nin a block table: out of sight"
@@ -331,18 +331,18 @@ def test_it_tells_of_windows_and_guesses_and_shows_a_table_per_group(open_page):
     assert hatched == [0, 1]
     press(browser, Keys.ARROW_RIGHT)
     assert text_of(browser, "headline") == (
-        "1 of 3 guesses for A (#9#5#6) came true: it takes 2 tokens from this step. "
-        "What was computed for a guess that failed is written over."
+        "1 of 3 draft tokens for A (#9#5#6) was accepted: it takes 2 tokens from this step. "
+        "The K and V of rejected ones are overwritten."
     )
     assert text_of(browser, "batch-count") == "0 catching up + 1 decode + 3 drafts of 4 tokens"
     drafts = browser.find_elements(By.CSS_SELECTOR, "#batch .draft")
-    assert [draft.get_attribute("title") for draft in drafts] == [f"A: guessed: #{i}" for i in (9, 5, 6)]
+    assert [draft.get_attribute("title") for draft in drafts] == [f"A: draft: #{i}" for i in (9, 5, 6)]
     assert (
         labels(browser)[8] == "Block 9, held by A, ref count 1, 1 of 2 tokens, group g1"
-    )  # the one that came true
+    )  # the accepted one
 
 
-def test_a_run_without_windows_and_guesses_says_nothing_of_them(open_page):
+def test_a_run_without_windows_and_drafts_says_nothing_of_them(open_page):
     browser = open_page(small_run())
     assert not browser.find_element(By.ID, "groups").is_displayed()
     assert not browser.find_element(By.ID, "dotted").is_displayed()

@@ -39,7 +39,7 @@ from tests.test_scheduling_machine import BRIEFLY, ExtendedMachine
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 SETTINGS = {"num_kv_blocks": 60, "block_size": 8, "max_num_batched_tokens": 30}
-GUESSES = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
 
 
 class MemoryStore:
@@ -605,7 +605,7 @@ def test_an_aborted_request_s_blocks_serve_the_next(tmp_path_factory):
     assert serve(path, store, prompts)[:2] == (plain, [56])  # two steps of 30
 
 
-@pytest.mark.parametrize("more", [{}, {"speculative_config": GUESSES}, {"scheduling_policy": "priority"}])
+@pytest.mark.parametrize("more", [{}, {"speculative_config": NGRAM}, {"scheduling_policy": "priority"}])
 @pytest.mark.parametrize("name", ["qwen3", "mistral sliding", "gemma3"])
 def test_the_preempted_come_back_from_the_store(name, more, tmp_path_factory):
     path, reference = checkpoint(name, tmp_path_factory)
@@ -921,7 +921,7 @@ def test_the_scheduler_keeps_its_laws_with_a_store_at_length():
 def test_the_walk_with_a_store_saves_and_loads(windows):
     machine = StoreMachine()
     sizes = {"num_blocks": 12, "block_size": 2, "max_num_seqs": 4, "budget": 5, "threshold": 0}
-    machine.start(**sizes, windows=windows, caching=True, constant_hash=False, guesses=False)
+    machine.start(**sizes, windows=windows, caching=True, constant_hash=False, drafts=False)
     for _ in range(2):
         machine.add(prompt=[0, 1] * 5, max_tokens=3, priority=0, copies=1)
         machine.run_to_the_end()

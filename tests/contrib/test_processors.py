@@ -20,7 +20,7 @@ from nanoengine.contrib.processors import (
 from nanoengine.sampling import SamplingRow
 from tests.helpers import DEMO
 
-GUESSES = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
 GREEDY = {"temperature": 0.0, "max_tokens": 12}
 
 
@@ -175,11 +175,11 @@ def test_functions_are_right_in_any_schedule(settings, llm):
         assert (other.metrics()["num_preemptions"] > 0) == ("block_size" in settings)
 
 
-def test_functions_are_asked_about_guesses_too():
+def test_functions_are_called_for_draft_tokens_too():
     def alternate(output_ids, logits):
         return only(50 + len(output_ids) % 3)(output_ids, logits)
 
-    with LLM(DEMO, num_kv_blocks=100, speculative_config=GUESSES) as llm:
+    with LLM(DEMO, num_kv_blocks=100, speculative_config=NGRAM) as llm:
         params = SamplingParams(logits_processors=[alternate], max_tokens=20)
         assert token_ids(llm, params) == [([50, 51, 52] * 7)[:20]]
         assert llm.metrics()["spec_decode_num_accepted_tokens"] > 0
@@ -324,7 +324,7 @@ def test_an_engine_s_processor_may_return_any_real_numbers_and_other_things_are_
         ({"logits_processors": ["nowhere.at:all"]}, 'must hold "module:Class"'),
         ({"logits_processors": ["json"]}, 'must hold "module:Class"'),
         (
-            {"logits_processors": [Wish], "speculative_config": GUESSES},
+            {"logits_processors": [Wish], "speculative_config": NGRAM},
             "does not go with",
         ),
     ],

@@ -1,4 +1,4 @@
-"""Tokens guessed ahead: whatever is guessed, users see what they see without."""
+"""Speculative decoding: draft tokens change the speed, never what users see."""
 
 import itertools
 import json
@@ -101,7 +101,7 @@ def mixed_requests() -> tuple[list[list[int]], list[SamplingParams]]:
 
 
 @pytest.mark.parametrize("settings", VARIED_SETTINGS.values(), ids=VARIED_SETTINGS)
-def test_answers_are_the_same_as_without_guesses(settings, babbler):
+def test_answers_are_the_same_as_without_draft_tokens(settings, babbler):
     prompts, params = mixed_requests()
     more = {"priority": [i % 3 for i in range(30)]} if "scheduling_policy" in settings else {}
     with LLM(babbler, **settings) as llm:
@@ -130,7 +130,7 @@ def test_answers_are_the_same_as_without_guesses(settings, babbler):
     [{"enforce_eager": False}, {"enforce_eager": True, "block_size": 4, "max_num_batched_tokens": 9}],
     ids=["compiled", "torch"],
 )
-def test_with_guesses_right_and_wrong_it_says_what_transformers_says(name, settings, tmp_path_factory):
+def test_answers_equal_transformers_with_right_and_wrong_drafts(name, settings, tmp_path_factory):
     path, reference = checkpoint(name, tmp_path_factory)
     prompts = random_prompts([3, 20, 33])
     expected = [greedy(reference, prompt, 60) for prompt in prompts]
@@ -142,7 +142,7 @@ def test_with_guesses_right_and_wrong_it_says_what_transformers_says(name, setti
     assert answers == expected
 
 
-def test_guesses_run_through_the_graphs_of_decodes(in_float32, tmp_path_factory):
+def test_draft_tokens_run_in_the_graphs_of_decodes(in_float32, tmp_path_factory):
     path, reference = checkpoint("qwen3", tmp_path_factory)
     prompts = [*random_prompts([3, 255, 30]), [5, 6, 7, 8] * 6]
     settings = {"num_kv_blocks": 8, "block_size": 256, "max_num_seqs": 4, "max_num_batched_tokens": 100}
@@ -151,7 +151,7 @@ def test_guesses_run_through_the_graphs_of_decodes(in_float32, tmp_path_factory)
         replays = in_float32["replay"]
         answers = [out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)]
         metrics = llm.metrics()
-        assert llm.llm_engine.runner.forward.sizes[-1] == 4 * 5  # each sequence's token and its guesses
+        assert llm.llm_engine.runner.forward.sizes[-1] == 4 * 5  # each sequence's token and its drafts
     assert answers == [greedy(reference, prompt, 40) for prompt in prompts]
     assert metrics["spec_decode_num_accepted_tokens"] > 20
     assert in_float32["replay"] - replays > metrics["num_steps"] / 2
@@ -233,7 +233,7 @@ def test_a_draw_that_fails_in_a_burst_ends_its_sequence_behind_the_tokens_before
     check_laws(scheduler)
 
 
-# ---- What guesses may take -----------------------------------------------------------------------
+# ---- Budget and blocks ------------------------------------------------------------------------------
 
 
 def counts(batch) -> Counter:
@@ -241,7 +241,7 @@ def counts(batch) -> Counter:
     return Counter(chunk.seq.seq_id for chunk in batch.chunks)
 
 
-def test_guesses_take_what_everybody_else_leaves_of_the_budget():
+def test_drafts_get_only_what_other_sequences_leave_of_the_budget():
     scheduler = make_scheduler(
         num_blocks=50,
         max_num_batched_tokens=8,
@@ -258,7 +258,7 @@ def test_guesses_take_what_everybody_else_leaves_of_the_budget():
     assert batch.num_tokens == 8
 
 
-def test_only_what_ends_a_sequence_is_followed_by_guesses():
+def test_only_a_decode_is_followed_by_drafts():
     propose = Oracle({0: [9] * 9}, 10, 0.0)
     propose.rng.randint = lambda low, high: 2
     scheduler = make_scheduler(long_prefill_token_threshold=1, scheduler=DraftingScheduler, propose=propose)
@@ -266,7 +266,7 @@ def test_only_what_ends_a_sequence_is_followed_by_guesses():
     assert [counts(run_step(scheduler, token=9))[0] for _ in range(4)] == [1, 1, 3, 3]
 
 
-def test_nobody_is_preempted_for_a_guess():
+def test_no_sequence_is_preempted_for_a_draft():
     scheduler = make_scheduler(
         num_blocks=4,
         block_size=4,
@@ -282,7 +282,7 @@ def test_nobody_is_preempted_for_a_guess():
     assert [len(seq.block_table) for seq in scheduler.running] == [1, 3]
 
 
-def test_no_guess_goes_beyond_what_a_sequence_may_say():
+def test_no_draft_exceeds_the_limits_of_a_sequence():
     scheduler = make_scheduler(
         num_blocks=50, scheduler=DraftingScheduler, propose=lambda seq, num_tokens: [9] * 20, max_model_len=9
     )
@@ -317,7 +317,7 @@ def test_what_was_said_in_bursts_is_found_by_the_prefix_cache(tmp_path):
 
 
 @pytest.mark.parametrize("where", ["launch", "collect", "propose"])
-def test_a_step_that_fails_between_guesses_loses_nothing(where, tmp_path_factory):
+def test_a_failed_step_with_drafts_loses_nothing(where, tmp_path_factory):
     path, reference = checkpoint("qwen3", tmp_path_factory)
     prompts = random_prompts([3, 20])
     expected = [greedy(reference, prompt, 50) for prompt in prompts]
@@ -398,7 +398,7 @@ def test_the_lengths_looked_up_are_vllm_s_defaults():
     assert lengths == [(5, 5), (2, 2), (3, 3)]
 
 
-def test_async_scheduling_is_off_with_guesses_and_refused_beside_them(
+def test_async_scheduling_is_off_with_drafts_and_refused_if_requested(
     flash_doubles, tmp_path_factory, capsys
 ):
     path, _ = checkpoint("qwen3", tmp_path_factory)
@@ -408,15 +408,15 @@ def test_async_scheduling_is_off_with_guesses_and_refused_beside_them(
     for config, num_in_flight in ((None, 1), (NGRAM, 0)):
         with LLM(path, speculative_config=config, **settings) as llm:
             assert llm.llm_engine.core.max_in_flight == num_in_flight
-        told = "up to 4 tokens guessed ahead (ngram), no async scheduling" in capsys.readouterr().err
+        told = "up to 4 draft tokens (ngram), no async scheduling" in capsys.readouterr().err
         assert told == (config is not None)
 
 
-def test_metrics_count_guesses_under_vllm_s_names(tmp_path):
+def test_metrics_count_drafts_under_vllm_s_names(tmp_path):
     path = chain_checkpoint(tmp_path, "abcd")
     config = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 2}
     with LLM(path, num_kv_blocks=9, speculative_config=json.loads(json.dumps(config))) as llm:
-        # After the prompt a guess, then three, then the one that max_tokens leaves room for; all are right.
+        # After the prompt one draft, then three, then the one that max_tokens leaves room for; all are right.
         llm.generate("abcdab", SamplingParams(temperature=0, max_tokens=9), use_tqdm=False)
         metrics, all_metrics = llm.metrics(), llm.get_metrics()
     found = {name: metrics[name] for name in metrics if name.startswith("spec_decode")}
@@ -442,10 +442,10 @@ def test_metrics_count_guesses_under_vllm_s_names(tmp_path):
 # ---- Prompt lookup -------------------------------------------------------------------------------
 
 
-def guess(text: str, shortest: int = 2, longest: int = 3, num_tokens: int = 3) -> str:
+def proposed(text: str, shortest: int = 2, longest: int = 3, num_tokens: int = 3) -> str:
     lookup = Lookup(shortest, longest, 9)
     lookup.size = 9
-    return "".join(map(chr, lookup.guess([*map(ord, text)], num_tokens)))
+    return "".join(map(chr, lookup.propose([*map(ord, text)], num_tokens)))
 
 
 @pytest.mark.parametrize(
@@ -462,8 +462,8 @@ def guess(text: str, shortest: int = 2, longest: int = 3, num_tokens: int = 3) -
         ("", ""),
     ],
 )
-def test_a_guess_is_what_followed_the_longest_run_where_it_was_seen_last(text, expected):
-    assert guess(text) == expected
+def test_drafts_follow_the_longest_ngram_where_it_was_seen_last(text, expected):
+    assert proposed(text) == expected
 
 
 class Watched(list):
@@ -477,13 +477,13 @@ class Watched(list):
         return found
 
 
-def test_a_guess_costs_the_same_however_long_the_text_is():
+def test_a_lookup_costs_the_same_for_any_length_of_text():
     rng = random.Random(0)
     lookup, reads = Lookup(2, 4, 4), []
     text = Watched(rng.randrange(3) for _ in range(20))
     for _ in range(3000):
         before = text.num_read
-        lookup.guess(text, 4)
+        lookup.propose(text, 4)
         lookup.resume_at = 0  # no pause, during which others would wait
         reads.append(text.num_read - before)
         text.append(rng.randrange(3))
@@ -492,10 +492,10 @@ def test_a_guess_costs_the_same_however_long_the_text_is():
 
 
 def made(lookup: Lookup, text: list[int]) -> int:
-    return len(lookup.guess(text, 100))
+    return len(lookup.propose(text, 100))
 
 
-def test_guesses_grow_while_they_come_true_and_pause_while_they_fail():
+def test_drafts_grow_while_accepted_and_pause_while_rejected():
     lookup, text = Lookup(1, 1, 8), [1, 2, 1]
     sizes = []
     for _ in range(4):
@@ -507,12 +507,12 @@ def test_guesses_grow_while_they_come_true_and_pause_while_they_fail():
     assert made(lookup, text) == 3
     text += [4, 1]  # none is
     assert made(lookup, text) == 1
-    guessed_at = []
+    drafted_at = []
     for other in range(5, 1000):  # something else follows each time
         text += [other, 1]
-        guessed_at += [other] if made(lookup, text) else []
-    gaps = [after - before for before, after in itertools.pairwise(guessed_at)]
-    assert gaps[:5] == [3, 5, 9, 17, 33]  # of two tokens each: that of the guess, and the pause
+        drafted_at += [other] if made(lookup, text) else []
+    gaps = [after - before for before, after in itertools.pairwise(drafted_at)]
+    assert gaps[:5] == [3, 5, 9, 17, 33]  # of two tokens each: that of the draft, and the pause
     assert set(gaps[5:]) == {1 + MAX_PAUSE // 2}
     text += [text[-2], 1]
     lookup.resume_at = 0
@@ -521,7 +521,7 @@ def test_guesses_grow_while_they_come_true_and_pause_while_they_fail():
     assert (made(lookup, text), lookup.pause) == (3, 1)
 
 
-def test_a_failed_step_says_nothing_about_a_guess():
+def test_a_failed_step_does_not_count_as_a_rejection():
     lookup, text = Lookup(1, 1, 8), [1, 2, 1]
     assert [made(lookup, text) for _ in range(3)] == [1, 1, 1]
     assert (lookup.pause, lookup.size) == (1, 1)
@@ -538,7 +538,7 @@ def test_each_sequence_has_a_memory_of_its_own():
 # ---- The benchmark -------------------------------------------------------------------------------
 
 
-def test_the_benchmark_serves_the_same_requests_with_and_without_guesses(capsys):
+def test_the_benchmark_gets_the_same_answers_with_and_without_drafts(capsys):
     settings = {"num_kv_blocks": 60, "enforce_eager": True}
     with LLM(DEMO, **settings) as off, LLM(DEMO, speculative_config=NGRAM, **settings) as on:
         result = compare({"off": off, "on": on}, "passages", 1, 2)

@@ -320,7 +320,7 @@ def test_an_answer_computed_anew_is_not_taken_for_a_prompt():
     assert first == [(0, 6, 0, 2), (6, 9, 2, 2)]
 
 
-GUESSES = {"method": "ngram", "num_speculative_tokens": 3}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 
 # ---- What is said, and refused -------------------------------------------------------------------
 
@@ -351,7 +351,7 @@ def test_a_model_of_states_alone_has_no_kv_cache_and_takes_prompts_of_any_length
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"speculative_config": GUESSES}, "speculative_config .*wrong guess"),
+        ({"speculative_config": NGRAM}, "speculative_config .*rejected draft token"),
         ({"kv_store": "store"}, "kv_store .*K and V alone"),
         ({"num_state_slots": 0}, "num_state_slots must be an integer"),
         ({"num_state_slots": 10**12}, "no memory for 1000000000002 states .*lower num_state_slots"),

@@ -205,7 +205,7 @@ class Replay:
         for one in tokens:
             seq, num_accepted = one["seq"], one["num_accepted"]
             assert seq not in self.ended
-            # The last draw is behind the last draft that came true, and is missing where none could be drawn.
+            # The last draw is behind the last accepted draft, and is missing where none could be drawn.
             assert len(one["token_ids"]) - num_accepted in (0, 1)
             assert one["token_ids"][:num_accepted] == due[seq][:num_accepted]
             self.num_accepted += num_accepted
@@ -290,7 +290,7 @@ ACTIONS = st.one_of(
 )
 
 
-def guess(seq, num_tokens):
+def propose(seq, num_tokens):
     """Right now and then, since what is drawn is 0 or 1 too."""
     return [seq.num_tokens // 3 % 2] * min(3, num_tokens)
 
@@ -304,18 +304,18 @@ def guess(seq, num_tokens):
     threshold=st.sampled_from([0, 0, 3]),
     caching=st.sampled_from([True, True, True, False]),
     windows=st.sampled_from([(None,), (3,), (None, 4), (None, 2, 2)]),
-    ahead=st.sampled_from(["", "overlap", "guesses"]),
+    ahead=st.sampled_from(["", "overlap", "drafts"]),
     actions=st.lists(ACTIONS, min_size=10, max_size=40),
 )
 def test_a_replay_has_every_table_count_and_queue_after_every_step(
     block_size, num_blocks, max_num_seqs, budget, threshold, caching, windows, ahead, actions
 ):
-    """Also with steps in flight, guesses, windows, preemptions, priorities, aborts and failed steps."""
+    """Also with steps in flight, draft tokens, windows, preemptions, priorities, aborts and failed steps."""
     blocks: Any = BlockManager(num_blocks, block_size, enable_prefix_caching=caching)
     if windows != (None,):
         settings = {"windows": windows, "max_chunk_tokens": budget, "enable_prefix_caching": caching}
         blocks = WindowedBlockManager(num_blocks, block_size, **settings)
-    make_scheduler = partial(DraftingScheduler, propose=guess) if ahead == "guesses" else Scheduler
+    make_scheduler = partial(DraftingScheduler, propose=propose) if ahead == "drafts" else Scheduler
     scheduler = make_scheduler(
         blocks,
         max_num_seqs=max_num_seqs,
@@ -498,7 +498,7 @@ def test_blocks_that_fall_out_of_a_window_are_told_before_those_that_take_their_
     assert third["block_tables"] == [{"seq": 0, "tables": [[1, 2, 3, 4, 5, 6], [0, 0, 0, 10, 11, 12]]}]
 
 
-def test_drafts_are_told_with_the_tokens_guessed_and_how_many_came_true():
+def test_drafts_are_recorded_with_their_tokens_and_how_many_were_accepted():
     scheduler = make_scheduler(
         num_blocks=4, block_size=4, scheduler=DraftingScheduler, propose=lambda seq, num_tokens: [9, 9, 5]
     )
@@ -511,7 +511,7 @@ def test_drafts_are_told_with_the_tokens_guessed_and_how_many_came_true():
     assert second[0] == {"change": "append", "seq": 0, "taken": [[2]], "evicted": []}
 
 
-def test_a_real_engine_with_windows_and_guesses_replays(tmp_path_factory):
+def test_a_real_engine_with_windows_and_drafts_replays(tmp_path_factory):
     path, _ = checkpoint("qwen2 sliding from layer 1", tmp_path_factory)
     prompts = [[5, 6, 7, 8] * 12, [5, 6, 7, 8] * 12, [9, 8] * 20]
     replay, changes = Replay(), []

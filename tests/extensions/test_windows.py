@@ -208,8 +208,8 @@ def test_tokens_far_beyond_the_window_equal_transformers_chunked_cached_and_pree
     longest = -(-(max(LENGTHS) + 40) // BLOCK_SIZE)
     tight = SPAN + 4 if name in WINDOW_ONLY else longest + 2 * SPAN
     counts = {"num_preemptions": 0, "prefix_cache_hits": 0, "spec_decode_num_draft_tokens": 0}
-    guesses = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
-    ahead = {"async_scheduling": enforce_eager}, {"speculative_config": guesses}
+    drafts = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
+    ahead = {"async_scheduling": enforce_eager}, {"speculative_config": drafts}
     for num_kv_blocks, more in zip((tight, 12 * longest), ahead, strict=True):
         settings = {"num_kv_blocks": num_kv_blocks, "block_size": BLOCK_SIZE, **more}
         with LLM(str(path), **settings, max_num_batched_tokens=BUDGET, enforce_eager=enforce_eager) as llm:
