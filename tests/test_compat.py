@@ -8,7 +8,6 @@ import pytest
 
 from nanoengine import EngineArgs, SamplingParams
 from nanoengine.apps.openai_api import SAMPLED, APIError, ChatRequest, CompletionRequest, sampling_fields
-from nanoengine.apps.pooling_api import EmbeddingRequest
 from nanoengine.apps.server import make_parser
 from nanoengine.compat import (
     ENGINE_IGNORES,
@@ -36,6 +35,7 @@ TAKEN_FOR_TYPOS = (
 )
 
 RESPONSES = load("contrib.responses", "the Responses API")
+POOLING = load("contrib.pooling_api", "the test of its fields")
 
 
 def serve(**flags):
@@ -63,7 +63,7 @@ USES = {
     "SERVER": serve,
     "CHAT": body(ChatRequest, messages=[]),
     "RESPONSES": body(RESPONSES.ResponsesRequest, RESPONSES.SERVED, input="a"),
-    "POOLING": body(EmbeddingRequest, input="a"),
+    "POOLING": body(POOLING.EmbeddingRequest, input="a"),
 }
 REFUSALS = TypeError, ValueError, APIError, SystemExit
 

@@ -37,7 +37,6 @@ from nanoengine.apps.openai_api import (
     token_ids_of,
     unavailable,
 )
-from nanoengine.apps.pooling_api import PoolingAPI
 from nanoengine.apps.tools import choose_formats
 from nanoengine.async_llm import AsyncLLM
 from nanoengine.metrics import Counter, Gauge, Histogram, Metric
@@ -49,6 +48,14 @@ from nanoengine.sampling_params import SamplingParams, check_integer
 LONG_BODY_BYTES = 2**16  # checking and tokenizing a longer body takes more than a few milliseconds
 T = TypeVar("T")
 PAGE = Path(__file__).with_name("chat.html")
+# (module of contrib/, its class) -> the paths that it serves if it is installed.
+CONTRIB = {
+    ("responses", "ResponsesAPI"): ["/v1/responses"],
+    ("pooling_api", "PoolingAPI"): [
+        *("/v1/embeddings", "/classify", "/score", "/v1/score"),
+        *("/rerank", "/v1/rerank", "/v2/rerank"),
+    ],
+}
 
 
 class EventStream(StreamingResponse):
@@ -444,10 +451,11 @@ def make_app(service: Service, allowed_origins: Sequence[str] = ()) -> FastAPI:
     missing: dict[str, str] = {}  # path whose file in contrib/ is not installed -> error message
     if service.learner is not None:
         routes += service.learner.routes()
-    try:
-        routes += load("contrib.responses", "/v1/responses").ResponsesAPI(service).routes()
-    except MissingFileError as error:
-        missing["/v1/responses"] = str(error)
+    for (module, api), contributed in CONTRIB.items():
+        try:
+            routes += getattr(load(f"contrib.{module}", contributed[0]), api)(service).routes()
+        except MissingFileError as error:
+            missing |= dict.fromkeys(contributed, str(error))
     for method, path, endpoint in (
         *routes,
         ("POST", "/v1/completions", service.completions),
@@ -462,7 +470,6 @@ def make_app(service: Service, allowed_origins: Sequence[str] = ()) -> FastAPI:
         ("GET", "/version", service.version),
         ("GET", "/server_info", service.server_info),
         ("GET", "/metrics", service.metrics),
-        *PoolingAPI(service).routes(),
         ("GET", "/", service.page),
     ):
         app.add_api_route(path, endpoint, methods=[method])
