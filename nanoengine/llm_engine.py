@@ -247,10 +247,7 @@ class LLMEngine:
         if self._processors is not None:
             yield from self._processors.of_request(params)
         if params.structured_outputs is not None:
-            make_constraint = self._grammars.compile(params.structured_outputs)
-            if params.edits_logits or params.stop_token_ids:
-                self._grammars.check_beginning(make_constraint(), checked)
-            yield make_constraint
+            yield self._grammars.compile(params.structured_outputs)
 
     @cached_property
     def _grammars(self) -> Any:

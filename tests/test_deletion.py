@@ -62,6 +62,7 @@ USES = {
     "contrib.stores": 'LLM("demo", kv_store=tmp, **SETTINGS)',
     "contrib.transfer": 'main(["serve", "demo", "--port", "0", "--dev-mode"])',
     "contrib.vllm_module": "import nanoengine.contrib.vllm_module",
+    "extensions.grammars": STRUCTURED,
     "extensions.parallel": 'LLM("demo", tensor_parallel_size=2, **SETTINGS)',
     "extensions.pooling": 'LLM("demo", runner="pooling", **SETTINGS)',
     "extensions.processes": 'LLM("demo", tensor_parallel_size=2, **SETTINGS)',
@@ -69,7 +70,6 @@ USES = {
 LLM("demo", speculative_config={"method": "ngram", "num_speculative_tokens": 2}, **SETTINGS)
 """,
     "extensions.states": LLM_OF_STATES,
-    "extensions.forms": STRUCTURED,
     "extensions.schemas": STRUCTURED,
     "extensions.structured": STRUCTURED,
     "extensions.trace": 'LLM("demo", trace=print, **SETTINGS)',

@@ -10,24 +10,24 @@ one. Draft tokens (speculate.py) get masks too, and the matcher is rolled back a
 
 The grammars are llguidance's, a parser over the vocabulary's trie: https://github.com/guidance-ai/llguidance
 
-forms.py turns requested forms (schemas, expressions, grammars) into llguidance's grammars. Each one is first
-compiled and tried in another process.
+grammars.py turns schemas, expressions and so on into such grammars, and tries each one in another process.
 
 Most masks take well under a millisecond. They are computed after the forward pass is launched, and on a GPU
-while that pass runs. A form becomes slow when one of its masks takes more than 10 ms of processor time, in
+while that pass runs. A grammar becomes slow when one of its masks takes more than 10 ms of processor time, in
 the trial or in a step. From then on, a thread outside the steps computes its masks, and its sequences are
 left out of steps until their masks are ready. Only they wait, not the rest of the batch. The sampled tokens
 are the same either way.
 """
 
+import json
 import os
 import sys
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import lru_cache
 from itertools import groupby
 from typing import Any, ClassVar, cast
 
@@ -37,21 +37,20 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
 
-import nanoengine.extensions.forms as forms
 from nanoengine import engine
 from nanoengine.backends.device import upload
 from nanoengine.engine import ScheduledBatch, Scheduler
-from nanoengine.requests import CheckedRequest
+from nanoengine.extensions.grammars import SLOW_SECONDS, Compiler, Trials
 from nanoengine.sampling import SamplingRow
 from nanoengine.sampling_params import StructuredOutputsParams
 
-MAX_GRAMMARS = 128  # size of the cache of compiled forms
+MAX_GRAMMARS = 128  # size of the cache of compiled grammars
 END = "<|end of the grammar|>"  # stands for every token that ends a sequence
 
 
 @dataclass(slots=True)
-class Form:
-    """Holds a compiled form, shared by all samples that request it."""
+class Grammar:
+    """Holds a compiled grammar, shared by all samples that request it."""
 
     matcher: Any  # llguidance's matcher in its initial state; each sample has a copy
     first_mask: NDArray[np.uint32]  # (words,), the mask of the first output token
@@ -60,7 +59,7 @@ class Form:
 
 
 class Grammars:
-    """Compiles the structured outputs of requests, and caches the most recently used forms. Thread-safe.
+    """Compiles the structured outputs of requests, and caches the most recently used grammars. Thread-safe.
 
     Args:
         tokenizer: the model's transformers tokenizer.
@@ -92,56 +91,27 @@ class Grammars:
             "end_id": self.end_id,
             "special_tokens": [token.content for token in tokenizer.added_tokens_decoder.values()],
         }
-        self.compiler, self.trials = forms.Compiler(**settings), forms.Trials(**settings)
+        self.compiler, self.trials = Compiler(**settings), Trials(**settings)
         num_threads = torch.get_num_threads()
         self.threads = mask_threads(max(1, num_threads - 1), niceness=0)
         self.slow_threads = mask_threads(max(1, num_threads // 2), niceness=10)
         self.num_words = -(-num_tokens // 32)
-        self.has_slow = False  # whether any form is slow
+        self.has_slow = False  # whether any grammar is slow
         self._biases: Tensor | None = None
-        self._compiled: OrderedDict[str, Form] = OrderedDict()
-        self._lock = threading.Lock()
+        self._cached = lru_cache(MAX_GRAMMARS)(self._compile)
 
     def compile(self, asked: StructuredOutputsParams) -> Callable[[], "Constraint"]:
-        """Compile a form, and return a function that makes a constraint for each sample of a request.
+        """Compile a grammar, and return a function that makes a constraint for each sample of a request.
 
         Raises:
             ValueError: the grammar is invalid or too large, no finite text conforms to it, or parts of it
                 would not be enforced.
         """
         try:
-            key = repr(asked)
-            with self._lock:
-                form = self._compiled.get(key)
-            if form is None:
-                form = self._compile(asked)
+            grammar = self._cached(json.dumps(asdict(asked)))
         except (ValueError, RecursionError) as error:
             raise ValueError(f"structured_outputs: {error}") from None
-        with self._lock:
-            self._compiled[key] = form
-            self._compiled.move_to_end(key)
-            while len(self._compiled) > MAX_GRAMMARS:
-                self._compiled.popitem(last=False)
-        return lambda: Constraint(self, form)
-
-    def check_beginning(self, constraint: "Constraint", checked: CheckedRequest) -> None:
-        """Raise ValueError if a request bans every token that its form may begin with."""
-        params = checked.params
-        mask = constraint.form.first_mask[None].copy()
-        if self.let_end(mask, [checked.stop_ids]):
-            return
-        allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")[: self.vocab_size].astype(bool)
-        if params.allowed_token_ids is not None:
-            allowed &= np.isin(np.arange(self.vocab_size), params.allowed_token_ids)
-        allowed[[ids[0] for ids in checked.bad_words if len(ids) == 1]] = False
-        if params.min_tokens:
-            allowed[list(checked.stop_ids)] = False
-        if not allowed.any():
-            raise ValueError(
-                "structured_outputs: of the tokens that the form may begin with none is left by "
-                f"allowed_token_ids={params.allowed_token_ids}, bad_words={params.bad_words}, "
-                f"min_tokens={params.min_tokens} and stop_token_ids={params.stop_token_ids}"
-            )
+        return lambda: Constraint(self, grammar)
 
     def fill_masks(self, items: Sequence[tuple["Constraint", SamplingRow]]) -> NDArray[np.uint32]:
         """Return the mask of each row, (rows, words) uint32, a bit per token. Several threads compute them.
@@ -207,13 +177,12 @@ class Grammars:
             self._biases = upload(BIASES, logits.device).to(logits.dtype)
         return self._biases
 
-    def _compile(self, asked: StructuredOutputsParams) -> "Form":
-        """Try a form in another process, which can be killed, then compile it here."""
-        tried = self.trials.run(asked)
+    def _compile(self, asked: str) -> "Grammar":
+        """Try StructuredOutputsParams, given as JSON, in another process, then compile them here."""
+        tried = self.trials.run(json.loads(asked))
         matcher = self.compiler.matcher(tried.grammar)
-        first_mask = self.mask_of(matcher)
         self.has_slow = self.has_slow or tried.is_slow
-        return Form(matcher, first_mask, tried.takes_back, tried.is_slow)
+        return Grammar(matcher, self.mask_of(matcher), tried.takes_back, tried.is_slow)
 
     def mask_of(self, matcher: Any) -> NDArray[np.uint32]:
         """Return the mask of the tokens that may come next, (words,)."""
@@ -232,9 +201,9 @@ class Constraint:
     is_mask: ClassVar[bool] = True
     failure: str | None = None
 
-    def __init__(self, grammars: Grammars, form: Form) -> None:
-        self.grammars, self.form = grammars, form
-        self.matcher = form.matcher.deep_copy()
+    def __init__(self, grammars: Grammars, grammar: Grammar) -> None:
+        self.grammars, self.grammar = grammars, grammar
+        self.matcher = grammar.matcher.deep_copy()
         self.consumed: list[int] = []  # the tokens that the matcher has consumed
         # The number of output tokens, and the mask after them that a thread computes outside the steps. Until
         # it is done, only that thread may use the matcher.
@@ -271,7 +240,7 @@ class Constraint:
             num_tokens, job = self.ahead
             mask = job.result()  # usually done: its sequence waited for it. Frees the matcher in any case
             mask = mask if num_tokens == len(output_ids) else None
-        return mask if output_ids else self.form.first_mask
+        return mask if output_ids else self.grammar.first_mask
 
     @staticmethod
     def apply(logits: Tensor, items: Sequence[tuple[int, "Constraint", SamplingRow]]) -> None:
@@ -314,7 +283,7 @@ def mask_threads(num: int, niceness: int) -> ThreadPoolExecutor:
 
 
 def compute_masks(jobs: Sequence[tuple[Constraint, int, list[int]]], masks: NDArray[np.uint32]) -> None:
-    """Fill rows of masks, (rows, words), and record which forms are slow.
+    """Fill rows of masks, (rows, words), and record which grammars are slow.
 
     Args:
         jobs: constraints whose matchers have consumed the output, each with its first row and its draft
@@ -327,8 +296,8 @@ def compute_masks(jobs: Sequence[tuple[Constraint, int, list[int]]], masks: NDAr
         for i in range(len(drafts) + 1):
             start = time.thread_time()
             matcher.unsafe_compute_mask_ptr(masks.ctypes.data + (place + i) * num_bytes, num_bytes)
-            if time.thread_time() - start > forms.SLOW_SECONDS:
-                constraint.form.is_slow = constraint.grammars.has_slow = True
+            if time.thread_time() - start > SLOW_SECONDS:
+                constraint.grammar.is_slow = constraint.grammars.has_slow = True
             if i == len(drafts) or not matcher.try_consume_tokens(drafts[i : i + 1]):
                 break
             num_taken += 1
@@ -342,7 +311,7 @@ def compute_masks(jobs: Sequence[tuple[Constraint, int, list[int]]], masks: NDAr
 def sit_out_slow_masks(scheduler: Scheduler, grammars: Grammars) -> None:
     """Make a scheduler leave out sequences whose slow masks are not ready.
 
-    The first request with a form calls this. The scheduler is already in use then, so its method is wrapped.
+    The first structured output calls this. The scheduler is already in use then, so its method is wrapped.
     """
     schedule = scheduler.schedule
 
@@ -378,9 +347,9 @@ def sit_out_slow_masks(scheduler: Scheduler, grammars: Grammars) -> None:
 
 
 def late_mask(seq: engine.Sequence) -> Future[Any] | None:
-    """Return the future of the mask that a sequence needs next, if the form is slow and it is not ready."""
+    """Return the future of a sequence's next mask if its grammar is slow and the mask is not ready."""
     for one in seq.processors:
-        if isinstance(one, Constraint) and one.form.is_slow and seq.num_output_tokens:
+        if isinstance(one, Constraint) and one.grammar.is_slow and seq.num_output_tokens:
             job = one.compute_ahead(seq.token_ids[seq.num_prompt_tokens :])
             return None if job.done() else job
     return None
@@ -402,12 +371,8 @@ class GrammarProposer:
         constraint = next((one for one in seq.processors if isinstance(one, Constraint)), None)
         if constraint is None:
             return self.propose(seq, num_tokens)
-        form = constraint.form
-        if (
-            form.is_slow
-            or not form.takes_back
-            or not constraint.catch_up(seq.token_ids[seq.num_prompt_tokens :])
-        ):
+        grammar, output_ids = constraint.grammar, seq.token_ids[seq.num_prompt_tokens :]
+        if grammar.is_slow or not grammar.takes_back or not constraint.catch_up(output_ids):
             return []
         forced: list[int] = constraint.matcher.compute_ff_tokens()
         drafts = forced[: min(num_tokens, self.max_drafts)] or self.propose(seq, num_tokens)

@@ -505,18 +505,12 @@ def test_what_cannot_be_served_is_refused_by_the_field_s_name(changes, param, ur
     assert len(error["message"]) <= 1000
 
 
-@pytest.mark.parametrize("form", ["[ab]{5}", "c[ab]{5}"], ids=["from the beginning", "later"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_form_that_the_request_s_own_bans_leave_no_token_of_is_refused(form, stream, url):
-    asked = {"prompt": "a", "structured_outputs": {"regex": form}, "bad_words": ["a", "b"], "stream": stream}
-    answer = http.post(f"{url}/v1/completions", json=asked)
-    if answer.status_code == 200:  # it had begun
-        assert stream
-        assert form == "c[ab]{5}"
-        error = json.loads(answer.text.split("data: ")[-2])["error"]
-    else:
-        assert answer.status_code == 400
-        error = answer.json()["error"]
+def test_structured_outputs_that_the_request_s_own_bans_leave_no_token_of_are_refused(stream, url):
+    asked = {"prompt": "a", "structured_outputs": {"regex": "c[ab]{5}"}, "bad_words": ["a", "b"]}
+    answer = http.post(f"{url}/v1/completions", json={**asked, "stream": stream})
+    assert answer.status_code == (200 if stream else 400)  # a stream has begun
+    error = json.loads(answer.text.split("data: ")[-2])["error"] if stream else answer.json()["error"]
     assert (error["param"], error["type"]) == ("structured_outputs", "invalid_request_error")
     assert "bad_words" in error["message"]
 

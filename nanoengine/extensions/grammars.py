@@ -1,12 +1,11 @@
 """Turns structured outputs into llguidance's grammars. Each one is first tried in a separate process.
 
-A form is a schema, regular expression, list of choices, grammar or structural tag. llguidance's limits do not
-bound all of its work: a schema of a few characters may compile for minutes and take gigabytes. A form is
-therefore first compiled in a process that can be killed:
+llguidance's limits do not bound all of its work: a schema of a few characters may compile for minutes and
+take gigabytes. It is therefore first compiled in a process that may be killed:
 
-    engine                               trial process, started with the first form
-    Trials.run(form)    a socket  ---->  fork    a worker, with limits on its processor time and memory,
-                                                 checks and compiles the form, and follows 64 tokens
+    engine                               trial process, started with the first structured output
+    Trials.run(asked)   a socket  ---->  fork    a worker, with limits on its processor time and memory,
+                                                 checks and compiles it, and follows 64 tokens
     the grammar, or     <--------------          answers, or is killed by a limit
     an error
 
@@ -25,7 +24,7 @@ import threading
 import time
 import traceback
 import weakref
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +34,15 @@ from nanoengine.extensions.schemas import checked_grammar, checked_schema, close
 from nanoengine.sampling_params import StructuredOutputsParams
 
 MAX_CHARACTERS = 1 << 16  # length of a grammar: a longer one may take more than a second to compile
-MAX_SYMBOLS = 100_000  # symbols in a grammar's productions
-MAX_ITEMS = 20_000  # parser items per token: one for each way to continue
-MAX_FUEL = 300_000  # cost of building the lexer's expressions
-MAX_STEP_FUEL = 100_000  # the same, for one mask
-MAX_STEP_ITEMS = 12_000  # parser items for one mask
-MAX_LEXER_STATES = 100_000  # a string of bounded length takes 1.5 states per character
+LIMITS = {
+    "max_grammar_size": 100_000,  # symbols in a grammar's productions
+    "max_items_in_row": 20_000,  # parser items per token: one for each way to continue
+    "initial_lexer_fuel": 300_000,  # cost of building the lexer's expressions
+    "step_lexer_fuel": 100_000,  # the same, for one mask
+    "step_max_items": 12_000,  # parser items for one mask
+    "max_lexer_states": 100_000,  # a string of bounded length takes 1.5 states per character
+    "verbose_errors": False,
+}
 MAX_SECONDS = 3  # processor time of a trial
 MAX_BYTES = 256 << 20  # memory of a trial, in addition to the tokenizer
 SLOW_SECONDS = 0.01  # processor time of one mask: slower ones are computed ahead, see structured.py
@@ -52,7 +54,7 @@ WHITESPACE = r"( |\n[ \t]{0,40})"
 
 @dataclass(frozen=True)
 class Tried:
-    """Holds the result of a trial: a form that was compiled and followed for some tokens."""
+    """Holds the result of a trial."""
 
     grammar: str  # in llguidance's format
     takes_back: bool  # whether the matcher can be rolled back, which draft tokens need
@@ -60,7 +62,7 @@ class Tried:
 
 
 class Compiler:
-    """Turns forms into grammars, for one tokenizer.
+    """Turns structured outputs into grammars, for one tokenizer.
 
     Args:
         tokenizer: the tokenizer in the JSON format of the `tokenizers` library.
@@ -74,22 +76,14 @@ class Compiler:
 
         self.llguidance, self.end_id, self.special_tokens = llguidance, end_id, special_tokens
         self.tokenizer = llguidance.LLTokenizer(tokenizer, n_vocab=num_tokens, eos_token=end_id)
-        self.limits = llguidance.LLParserLimits(
-            max_grammar_size=MAX_SYMBOLS,
-            max_items_in_row=MAX_ITEMS,
-            initial_lexer_fuel=MAX_FUEL,
-            step_lexer_fuel=MAX_STEP_FUEL,
-            step_max_items=MAX_STEP_ITEMS,
-            max_lexer_states=MAX_LEXER_STATES,
-            verbose_errors=False,
-        )
+        self.limits = llguidance.LLParserLimits(**LIMITS)
 
     def matcher(self, grammar: str) -> Any:
         """Return a matcher for a grammar, in its initial state."""
         return self.llguidance.LLMatcher(self.tokenizer, grammar, log_level=0, limits=self.limits)
 
     def compile(self, asked: StructuredOutputsParams) -> Tried:
-        """Check a form, compile it, and follow it for some tokens.
+        """Check a structured output, compile it, and follow it for some tokens.
 
         Raises:
             ValueError: the grammar is invalid or too large, no finite text conforms to it, or parts of it
@@ -99,7 +93,7 @@ class Compiler:
         if asked.preamble is not None:
             # Try the grammar alone first: a trial that starts in the preamble may never reach it.
             self.compile(replace(asked, preamble=None))
-            grammar = behind(self._checked(asked.preamble), grammar)
+            grammar = with_preamble(self._checked(asked.preamble), grammar)
         check_length(grammar)
         matcher = self.matcher(grammar)
         # With "x-guidance": {"lenient": true}, llguidance enforces only part of a schema, with a warning.
@@ -107,7 +101,7 @@ class Compiler:
         error, takes_back, is_slow = (ignored[0], False, False) if ignored else self._try_out(matcher)
         if error:
             words = error.removesuffix("\n<non-verbose/>")
-            raise ValueError(words.replace("NoExtensionBias", "no text has it"))
+            raise ValueError(words.replace("NoExtensionBias", "no text matches it"))
         return Tried(grammar, takes_back, is_slow)
 
     def _try_out(self, matcher: Any) -> tuple[str, bool, bool]:
@@ -130,7 +124,7 @@ class Compiler:
         return error, takes_back, slowest > SLOW_SECONDS
 
     def _grammar_of(self, asked: StructuredOutputsParams) -> str:
-        """Return a form as a grammar in llguidance's format."""
+        """Return the grammar in llguidance's format."""
         matcher = self.llguidance.LLMatcher
         if asked.json is not None or asked.json_object:
             schema, style = self._schema_of(asked)
@@ -144,11 +138,7 @@ class Compiler:
         return self._checked(asked.grammar or "")
 
     def _checked(self, grammar: str) -> str:
-        """Return a user's grammar in Lark, after checking it.
-
-        Raises:
-            ValueError: it is too large, a rule has no finite text, or it names the end token by id.
-        """
+        """Return a user's grammar in Lark. Raises ValueError if it is too long or may name the end token."""
         check_length(grammar)
         for named in re.findall(r"<\[([^\]]*)\]>", grammar):
             bounds = [part.split("-") for part in named.split(",")]
@@ -174,17 +164,16 @@ class Compiler:
         """Return a grammar of text in which each `begin`, found by its trigger, precedes JSON and `end`."""
         tag = json.loads(given) if isinstance(given, str) else given
         if not isinstance(tag, dict) or not isinstance(tag.get("structures"), list) or not tag["structures"]:
-            raise ValueError('structural_tag must hold "structures" and "triggers": the one form served')
+            raise ValueError('structural_tag must hold "structures" and "triggers"')
         triggers, tags = tag.get("triggers"), []
         for one in tag["structures"]:
             is_tag = isinstance(one, dict) and isinstance(one.get("schema"), dict)
             if not is_tag or not all(isinstance(one.get(name), str) for name in ("begin", "end")):
                 raise ValueError(f"structures must hold begin, schema and end, got {one!r}")
             begin = one["begin"]
-            for trigger in triggers if isinstance(triggers, list) else []:
-                if isinstance(trigger, str) and trigger and begin.startswith(trigger):
-                    break
-            else:
+            texts = [text for text in triggers or () if isinstance(text, str) and text]
+            trigger = next(filter(begin.startswith, texts), None)
+            if trigger is None:
                 raise ValueError(f"structural_tag has no trigger that {begin!r} begins with")
             tags.append(
                 self.llguidance.StructTag(trigger=trigger, begin=begin, grammar=one["schema"], end=one["end"])
@@ -196,10 +185,10 @@ class Compiler:
 def check_length(grammar: str) -> None:
     """Raise ValueError if a grammar is too long to compile quickly."""
     if len(grammar) > MAX_CHARACTERS:
-        raise ValueError(f"{len(grammar)} characters, and at most {MAX_CHARACTERS} are taken")
+        raise ValueError(f"the grammar has {len(grammar)} characters; at most {MAX_CHARACTERS} are allowed")
 
 
-def behind(preamble: str, grammar: str) -> str:
+def with_preamble(preamble: str, grammar: str) -> str:
     """Return a grammar that accepts the preamble, a grammar in Lark, followed by the given grammar."""
     if grammar.lstrip().startswith("{"):
         first, *others = json.loads(grammar)["grammars"]
@@ -213,7 +202,7 @@ def behind(preamble: str, grammar: str) -> str:
 
 
 class Trials:
-    """Runs trials of forms in another process, several at a time. Thread-safe.
+    """Runs trials in another process, several at a time. Thread-safe.
 
     Args:
         settings: the arguments of the other process's `Compiler`.
@@ -225,23 +214,22 @@ class Trials:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket
 
-    def run(self, asked: StructuredOutputsParams) -> Tried:
-        """Try a form in a new worker process.
+    def run(self, asked: dict[str, Any]) -> Tried:
+        """Try a structured output, given as the fields of StructuredOutputsParams, in a new worker process.
 
         Raises:
-            ValueError: `Compiler.compile` raised it, or the form takes too much processor time or memory.
-            RuntimeError: the trial failed for a reason other than the form.
+            ValueError: `Compiler.compile` raised it, or compiling takes too much processor time or memory.
+            RuntimeError: the trial failed for another reason.
         """
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 self._start()
-        limits = {"max_seconds": MAX_SECONDS, "max_bytes": MAX_BYTES}
-        said = self._ask(
-            limits | {"form": {field.name: getattr(asked, field.name) for field in fields(asked)}}
-        )
-        answer = json.loads(said) if said else {"failure": "the process for it has ended"}
+        said = self._ask({"asked": asked, "max_seconds": MAX_SECONDS, "max_bytes": MAX_BYTES})
+        if not said and self._process.poll() is None:  # a limit ended the worker
+            said = json.dumps({"error": too_costly(MAX_SECONDS, MAX_BYTES)}).encode()
+        answer = json.loads(said or '{"failure": "its process has ended"}')
         if "failure" in answer:
-            raise RuntimeError(f"structured_outputs could not be tried out: {answer['failure']}")
+            raise RuntimeError(f"structured_outputs could not be compiled: {answer['failure']}")
         if "error" in answer:
             raise ValueError(answer["error"])
         return Tried(**answer)
@@ -251,7 +239,7 @@ class Trials:
         paths = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "nanoengine.extensions.forms"],
+                [sys.executable, "-m", "nanoengine.extensions.grammars"],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": paths},
@@ -262,13 +250,12 @@ class Trials:
 
     def _ask(self, question: Any) -> bytes:
         """Send a question and return the answer. Returns b"" if the process or its worker has died."""
-        asked = json.dumps(question).encode()
         ours, theirs = socket.socketpair()
         with ours:
             try:
                 with theirs:
                     socket.send_fds(self._control, [b"."], [theirs.fileno()])
-                ours.sendall(asked)
+                ours.sendall(json.dumps(question).encode())
                 ours.shutdown(socket.SHUT_WR)
                 return received(ours)
             except OSError:  # the process has ended
@@ -287,6 +274,14 @@ def received(peer: socket.socket) -> bytes:
         return stream.read()
 
 
+def too_costly(max_seconds: int, max_bytes: int) -> str:
+    """Return the error for a structured output that reached a limit while it was compiled."""
+    return (
+        f"compiling it takes more than {max_seconds} s of processor time or {max_bytes >> 20} MiB of memory; "
+        "simplify it"
+    )
+
+
 # ---- Trials, in the other process ----------------------------------------------------------------
 
 
@@ -302,29 +297,12 @@ def main() -> None:
                 compiler = Compiler(**json.loads(received(peer)))
             elif os.fork() == 0:
                 control.close()
-                supervise(peer, compiler)
+                peer.sendall(json.dumps(attempt(compiler, **json.loads(received(peer)))).encode())
                 os._exit(0)
 
 
-def supervise(peer: socket.socket, compiler: Compiler) -> None:
-    """Answer one question in a forked worker. If a limit kills the worker, answer which one."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    question = json.loads(received(peer))
-    worker = os.fork()
-    if worker == 0:
-        peer.sendall(json.dumps(attempt(compiler, **question)).encode())
-        os._exit(0)
-    status = os.waitpid(worker, 0)[1]
-    if status:
-        is_late = os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGXCPU, signal.SIGKILL)
-        limit = (
-            f"{question['max_seconds']} seconds of a processor" if is_late else in_mib(question["max_bytes"])
-        )
-        peer.sendall(json.dumps({"error": f"to compile it takes more than {limit}; simplify it"}).encode())
-
-
-def attempt(compiler: Compiler, form: dict[str, Any], max_seconds: int, max_bytes: int) -> dict[str, Any]:
-    """Compile a form under limits, and return the answer. The limits stay in force for this process."""
+def attempt(compiler: Compiler, asked: dict[str, Any], max_seconds: int, max_bytes: int) -> dict[str, Any]:
+    """Compile under limits, and return the answer. The limits stay in force for this process."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (max_seconds, max_seconds + 1))
     if sys.platform == "linux":  # other systems do not limit the address space
@@ -333,19 +311,13 @@ def attempt(compiler: Compiler, form: dict[str, Any], max_seconds: int, max_byte
         resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # discard Rust's message about running out of memory
     try:
-        tried = compiler.compile(StructuredOutputsParams(**form))
+        return asdict(compiler.compile(StructuredOutputsParams(**asked)))
     except (ValueError, RecursionError) as error:
         return {"error": str(error)}
     except MemoryError:
-        return {"error": f"to compile it takes more than {in_mib(max_bytes)}; simplify it"}
+        return {"error": too_costly(max_seconds, max_bytes)}
     except BaseException:  # a bug here, or a panic in Rust
         return {"failure": traceback.format_exc()}
-    return {field.name: getattr(tried, field.name) for field in fields(tried)}
-
-
-def in_mib(num_bytes: int) -> str:
-    """Return a number of bytes as text, in MiB."""
-    return f"{num_bytes >> 20} MiB"
 
 
 if __name__ == "__main__":
