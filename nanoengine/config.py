@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -44,17 +45,21 @@ class SpeculativeConfig:
 
 
 ROUNDED = "int8", "int4"  # formats that weights are quantized to at load time
-WRITTEN = (
-    "gptq",
-    "awq",
-    "compressed-tensors",
-    "bitsandbytes",
-    "gguf",
-    "fp8",
-    "mxfp4",
-)  # formats of checkpoints that are quantized already
+WRITTEN = "gptq", "awq", "compressed-tensors", "bitsandbytes", "gguf", "fp8", "mxfp4"  # from quantized files
 
-
+SIZES = "max_num_seqs", "max_num_batched_tokens", "block_size", "num_kv_blocks", "kv_cache_bytes"
+LOWEST = dict.fromkeys((*SIZES, "num_state_slots", "tensor_parallel_size"), 1)
+LOWEST |= {"max_model_len": 2, "max_logprobs": -1, "long_prefill_token_threshold": 0}
+CHOICES = {
+    "scheduling_policy": ("fcfs", "priority"),
+    "logprobs_mode": ("raw_logprobs", "processed_logprobs"),
+    "generation_config": ("auto", "vllm"),
+    "runner": ("auto", "generate", "pooling"),
+    "load_format": ("auto", "safetensors", "dummy"),
+    "model_impl": ("auto", "vllm", "nanoengine", "transformers"),  # "vllm", a value of vLLM's, means "auto"
+    "attn_backend": ("auto", "flash", "varlen", "triton", "compiled", "torch"),
+    "quantization": (*ROUNDED, *WRITTEN),
+}
 # Settings for which None, the default in vLLM, stands for the default here
 OPTIONAL = "enable_prefix_caching", "enforce_eager", "generation_config", "max_num_seqs", "runner", "seed"
 
@@ -98,14 +103,11 @@ class EngineConfig:
     speculative_config: dict[str, Any] | None = None  # the fields of `SpeculativeConfig`
     # "int8", "int4": quantize the weights of linear layers, on a CPU. Or the checkpoint's own format
     quantization: str | None = None
-    lora: str | Path | None = (
-        None  # a directory with a PEFT adapter, which is merged into the weights at load time
-    )
+    lora: str | Path | None = None  # directory with a PEFT adapter, merged into the weights at load time
     tensor_parallel_size: int = 1  # processes that split every layer's weights: extensions/parallel.py
     load_format: str = "auto"  # "safetensors" means the same; "dummy": random weights, from config.json alone
-    model_impl: str = (
-        "auto"  # "nanoengine": models/decoder.py; "transformers": its own code; auto: the first that works
-    )
+    # "nanoengine": models/decoder.py; "transformers": its own code; "auto": the first that works
+    model_impl: str = "auto"
     trust_remote_code: bool = False
     # "generate" text, or "pooling": embed, classify, score. "auto" decides by the checkpoint
     runner: str = "auto"
@@ -121,34 +123,31 @@ class EngineConfig:
     kv_store: Any = None
 
     def __post_init__(self) -> None:
-        """Check ranges."""
-        check_integer("max_num_seqs", self.max_num_seqs, 1)
-        check_integer("tensor_parallel_size", self.tensor_parallel_size, 1)
-        check_integer("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
-        check_integer("max_logprobs", self.max_logprobs, -1)
-        lows = {"max_model_len": 2, "block_size": 1, "num_kv_blocks": 1, "kv_cache_bytes": 1}
-        lows |= {"max_num_batched_tokens": 1, "num_state_slots": 1}
-        for name, low in lows.items():
-            if getattr(self, name) is not None:
-                check_integer(name, getattr(self, name), low, 2**62)
+        """Check types and ranges."""
+        for item in fields(self):
+            name, value = item.name, getattr(self, item.name)
+            if value is None and item.default is None:
+                continue
+            if isinstance(item.default, bool) or name == "async_scheduling":
+                check_bool(name, value)
+            elif name in LOWEST:
+                check_integer(name, value, LOWEST[name], 2**62)
+            elif name in CHOICES and value not in CHOICES[name]:
+                raise ValueError(f"{name} must be one of {CHOICES[name]}, got {value!r}")
         check_integer("seed", self.seed, -(2**63), 2**64 - 1)
         check_number("gpu_memory_utilization", self.gpu_memory_utilization, 0, 1, open_low=True)
-        for name in ("enable_prefix_caching", "pin_threads", "enforce_eager", "trust_remote_code"):
-            check_bool(name, getattr(self, name))
-        if self.async_scheduling is not None:
-            check_bool("async_scheduling", self.async_scheduling)
         if self.speculation is not None and self.async_scheduling:
             raise ValueError(
-                "async_scheduling=True does not go with speculative_config: draft tokens depend on the "
-                "tokens of the previous step. Leave async_scheduling out"
+                "speculative_config needs async_scheduling=False: draft tokens depend on the tokens of the "
+                "previous step"
             )
         if self.logits_processors is not None:
             if not isinstance(self.logits_processors, list | tuple):
                 raise TypeError(f"logits_processors must be a list, got {self.logits_processors!r}")
             if self.logits_processors and self.speculative_config:
-                raise ValueError("speculative_config does not go with logits_processors of the engine")
+                raise ValueError("logits_processors of the engine cannot be combined with speculative_config")
         if not (self.trace is None or isinstance(self.trace, (str, Path)) or callable(self.trace)):
-            raise TypeError(f"trace must be a path or take events, got {self.trace!r}")
+            raise TypeError(f"trace must be a path or a function, got {self.trace!r}")
         if self.hf_overrides is not None and not isinstance(self.hf_overrides, dict):
             raise TypeError(
                 f"hf_overrides must be a dict of fields of config.json, got {self.hf_overrides!r}"
@@ -160,31 +159,9 @@ class EngineConfig:
         if self.lora is not None and (not isinstance(self.lora, str | Path) or not str(self.lora)):
             raise TypeError(f"lora must be a directory with an adapter, got {self.lora!r}")
         if self.lora is not None and self.tensor_parallel_size != 1:
-            raise ValueError("lora needs tensor_parallel_size=1")
+            raise ValueError(f"lora needs tensor_parallel_size=1, got {self.tensor_parallel_size}")
         if self.num_kv_blocks is not None and self.kv_cache_bytes is not None:
             raise ValueError("give num_kv_blocks or kv_cache_bytes, not both")
-        if self.quantization not in (None, *ROUNDED, *WRITTEN):
-            raise ValueError(
-                f"quantization must be None or one of {', '.join((*ROUNDED, *WRITTEN))}, "
-                f"got {self.quantization!r}; a checkpoint in few bits says itself how it is written"
-            )
-        choices = {
-            "scheduling_policy": ("fcfs", "priority"),
-            "logprobs_mode": ("raw_logprobs", "processed_logprobs"),
-            "generation_config": ("auto", "vllm"),
-            "runner": ("auto", "generate", "pooling"),
-            "load_format": ("auto", "safetensors", "dummy"),
-            "model_impl": (
-                "auto",
-                "vllm",
-                "nanoengine",
-                "transformers",
-            ),  # "vllm", one of vLLM's values, means "auto" here
-            "attn_backend": ("auto", "flash", "varlen", "triton", "compiled", "torch"),
-        }
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
 
     @staticmethod
     def _check_pooler_config(given: Any) -> None:
@@ -206,9 +183,11 @@ class EngineConfig:
         if not self.enable_prefix_caching:
             raise ValueError("kv_store needs enable_prefix_caching=True: it adds to the prefix cache")
         if self.trace is not None:
-            raise ValueError("trace does not go with kv_store: it has no word for blocks that are loaded")
+            raise ValueError("kv_store cannot be combined with trace, which does not record loaded blocks")
         if self.tensor_parallel_size != 1:
-            raise ValueError("kv_store needs tensor_parallel_size=1: a rank has its own heads' K and V alone")
+            raise ValueError(
+                "kv_store needs tensor_parallel_size=1: a rank only has the K and V of its heads"
+            )
 
     @classmethod
     def add_cli_args(cls, parser: P) -> P:
@@ -253,16 +232,15 @@ class EngineConfig:
         """
         if self.device == "auto":
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        try:
+        device = None
+        with suppress(RuntimeError, TypeError):
             device = torch.device(self.device)
-        except (RuntimeError, TypeError):
-            device = None
         if device is None or device.type not in ("cpu", "cuda"):
-            raise ValueError(
-                f'device must be "auto", "cpu" or "cuda", with an index or not, got {self.device!r}'
-            )
+            raise ValueError(f'device must be "auto", "cpu", "cuda" or "cuda:<index>", got {self.device!r}')
         if device.type == "cuda" and not torch.cuda.is_available():
-            raise ValueError(f"device must be one this PyTorch can use, got {self.device!r} without CUDA")
+            raise ValueError(
+                f'device={self.device!r} needs CUDA, which this PyTorch cannot use; set device="cpu"'
+            )
         return device
 
 

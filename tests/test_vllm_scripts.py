@@ -659,7 +659,7 @@ def test_metrics_count_by_reason_label_and_bucket(alphabet):
     ("settings", "message"),
     [
         ({"quantization": "awq"}, "quantization='awq' does not go with a checkpoint of plain weights"),
-        ({"quantization": "hqq"}, "got 'hqq'; a checkpoint in few bits says itself how it is written"),
+        ({"quantization": "hqq"}, r"quantization must be one of \('int8', 'int4', .*\), got 'hqq'"),
         ({"kv_cache_dtype": "fp8"}, "set dtype"),
         ({"enable_chunked_prefill": False}, "max_num_batched_tokens"),
         ({"limit_mm_per_prompt": {"image": 1}}, "only text"),

@@ -325,7 +325,7 @@ def test_an_engine_s_processor_may_return_any_real_numbers_and_other_things_are_
         ({"logits_processors": ["json"]}, 'must hold "module:Class"'),
         (
             {"logits_processors": [Wish], "speculative_config": NGRAM},
-            "does not go with",
+            "cannot be combined with speculative_config",
         ),
     ],
 )

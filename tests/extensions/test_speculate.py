@@ -402,7 +402,7 @@ def test_async_scheduling_is_off_with_drafts_and_refused_if_requested(
     flash_doubles, tmp_path_factory, capsys
 ):
     path, _ = checkpoint("qwen3", tmp_path_factory)
-    with pytest.raises(ValueError, match="async_scheduling=True does not go with speculative_config"):
+    with pytest.raises(ValueError, match="speculative_config needs async_scheduling=False"):
         LLM(path, async_scheduling=True, speculative_config=NGRAM)
     settings = {"num_kv_blocks": 8, "attn_backend": "flash", "dtype": "bfloat16", "max_num_seqs": 1}
     for config, num_in_flight in ((None, 1), (NGRAM, 0)):

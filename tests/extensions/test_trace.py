@@ -596,7 +596,7 @@ def test_a_tokenizer_that_fails_on_a_token_ends_the_trace_and_not_the_request(ca
 
 
 def test_a_target_that_takes_no_trace_is_refused(tmp_path):
-    with pytest.raises(TypeError, match="trace must be a path or take events, got 5"):
+    with pytest.raises(TypeError, match="trace must be a path or a function, got 5"):
         LLM(DEMO, trace=5)
     with pytest.raises(FileNotFoundError):
         LLM(DEMO, num_kv_blocks=8, trace=tmp_path / "nowhere" / "run.jsonl")
