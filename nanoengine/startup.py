@@ -4,14 +4,14 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from nanoengine.backends.device import Decodes, Device, Forward, Trial
 from nanoengine.backends.inputs import NUM_RESERVED_SLOTS
 from nanoengine.backends.kv_cache import KVCache, KVGroup, KVSpec, block_bytes, group_layers, new_caches
-from nanoengine.config import ROUNDED, EngineConfig
+from nanoengine.config import WRITTEN, EngineConfig
 from nanoengine.engine import Chunk, ModelRunner, ScheduledBatch, Sequence
 from nanoengine.models.checkpoint import Checkpoint, resolve_dtype
 from nanoengine.models.load import digest_weights, load_model
@@ -22,7 +22,7 @@ from nanoengine.steps import Stopwatch, uninterrupted
 if TYPE_CHECKING:  # at run time only parallel.py imports it
     from nanoengine.models.shard import Shard
 
-MOST_FREE_BLOCKS = 1 << 16  # for models without a KV cache: blocks only identify prefixes
+MAX_FREE_BLOCKS = 1 << 16  # for models without a KV cache: blocks only identify prefixes
 
 
 class Started(NamedTuple):
@@ -50,33 +50,24 @@ def start_runner(
 ) -> Started:
     """Load a model on a device, allocate its KV cache and, if possible, capture CUDA graphs.
 
-    Args:
-        config: the engine's settings.
-        checkpoint: the checkpoint to load.
-        max_model_len: limit on the tokens of a prompt and its output together.
-        choose_runner: returns the runner's class, from the groups of layers and whether any have states.
-        shard: the part of the model to load, if several processes share one model.
-        wrap: adds the communication between these processes to the device.
+    `choose_runner` returns the runner's class, from the groups of layers and whether any have states. If
+    several processes share one model, `shard` is the part to load, and `wrap` adds the communication between
+    the processes to the device.
 
     Raises:
         ValueError: the checkpoint or a setting cannot be served, or there is too little memory.
     """
-    if config.quantization is not None and checkpoint.written_as != (
-        None if config.quantization in ROUNDED else config.quantization
-    ):
-        written = checkpoint.written_as or "plain weights"
-        raise ValueError(f"quantization={config.quantization!r} does not go with a checkpoint of {written}")
+    written = config.quantization if config.quantization in WRITTEN else None
+    if config.quantization is not None and checkpoint.written_as != written:
+        found = checkpoint.written_as or "unquantized"
+        raise ValueError(
+            f"quantization={config.quantization!r} does not fit the checkpoint, whose weights are {found}"
+        )
     device = wrap(open_device(config))
     torch_device = device.device
     dtype = device.choose_dtype(resolve_dtype(config.dtype, checkpoint.hf_config))
-    model = load_model(
-        *(checkpoint, config),
-        dtype=dtype,
-        device=torch_device,
-        max_model_len=max_model_len,
-        shard=shard,
-        pack=device.pack,
-    )
+    where: dict[str, Any] = {"dtype": dtype, "device": torch_device, "max_model_len": max_model_len}
+    model = load_model(checkpoint, config, **where, shard=shard, pack=device.pack)
     digest = digest_weights(model) if config.kv_store is not None else b""  # before `prepare` packs them
     specs = model.kv_specs
     groups = group_layers(specs, max_model_len)
@@ -103,17 +94,12 @@ def start_runner(
         @torch.inference_mode()
         def capture() -> Forward:
             parts = ("attention", attention.backend), ("model", model)
-            waiting = [f"the {name} waits for the GPU" for name, part in parts if not part.capturable]
-            by_states = [] if states is None else ["its layers hand on states"]
+            obstacles = ["its layers have recurrent states"] if states is not None else []
+            obstacles += [f"the {name} waits for the GPU" for name, part in parts if not part.capturable]
+            decode = runner.build_inputs(_batch([1], SamplingParams(), [0], samples=False))
+            largest = min(max_num_chunks, max_num_tokens)
             return device.capture(
-                Decodes(
-                    inputs=runner.build_inputs(_batch([1], SamplingParams(), [0], samples=False)),
-                    compute=runner.compute,
-                    largest=min(max_num_chunks, max_num_tokens),
-                    table_width=table_width,
-                    block_size=block_size,
-                    obstacles=by_states + waiting,
-                )
+                Decodes(decode, runner.compute, largest, table_width, block_size, obstacles)
             )
 
         longest = min(max_model_len - 1, max_num_tokens)  # leaves room for an output token
@@ -121,25 +107,23 @@ def start_runner(
         prompts = [length for length in prompts if length][: config.max_num_seqs]
         decodes = [1] * min(max_num_chunks, max_num_tokens)
         trial = plan_trial(runner, prompts, decodes, make_caches, capture)
-        is_counted = config.num_kv_blocks is not None and (
-            states is None or config.num_state_slots is not None
-        )
-        cache_bytes = 0 if is_counted else device.cache_bytes(trial)
+        counts = [config.num_kv_blocks, *([] if states is None else [config.num_state_slots])]
+        cache_bytes = device.cache_bytes(trial) if None in counts else 0
         num_slots, bytes_left = 0, cache_bytes
         if states is not None:
+            # For all sequences that can run at once, and as many states again in the prefix cache
             share = cache_bytes // (2 if specs else 1)
             num_slots = config.num_state_slots or count_slots(state_bytes, 2 * config.max_num_seqs, share)
             bytes_left -= (num_slots + NUM_RESERVED_SLOTS) * state_bytes
         if specs:
-            most_blocks = config.max_num_seqs * table_width * len(groups)
-            num_blocks = device.count_blocks(block_bytes(specs, groups, block_size), most_blocks, bytes_left)
+            max_blocks = config.max_num_seqs * table_width * len(groups)
+            num_blocks = device.count_blocks(block_bytes(specs, groups, block_size), max_blocks, bytes_left)
         else:
-            num_blocks = config.num_kv_blocks or MOST_FREE_BLOCKS
+            num_blocks = config.num_kv_blocks or MAX_FREE_BLOCKS
         runner.caches = make_caches(num_blocks, num_slots)
         runner.forward = capture()
     runner.stopwatch = Stopwatch()  # trial runs do not count as steps
-    sizes = num_slots, state_bytes
-    return Started(runner, num_blocks, max_num_tokens, dtype, specs, groups, digest, *sizes)
+    return Started(runner, num_blocks, max_num_tokens, dtype, specs, groups, digest, num_slots, state_bytes)
 
 
 def open_device(config: EngineConfig) -> Device:
@@ -161,15 +145,13 @@ def open_device(config: EngineConfig) -> Device:
     return CPU(device, config)
 
 
-def count_slots(state_bytes: int, most: int, cache_bytes: int) -> int:
-    """Return how many sequences' recurrent states fit in cache_bytes, up to `most`.
-
-    `most` allows for all sequences that can run at once, and as many states again in the prefix cache.
+def count_slots(state_bytes: int, limit: int, cache_bytes: int) -> int:
+    """Return how many sequences' recurrent states fit in cache_bytes, up to `limit`.
 
     Raises:
         ValueError: not a single one fits.
     """
-    num_slots = min(cache_bytes // state_bytes - NUM_RESERVED_SLOTS, most)
+    num_slots = min(cache_bytes // state_bytes - NUM_RESERVED_SLOTS, limit)
     if num_slots < 1:
         raise ValueError(
             f"no memory for {NUM_RESERVED_SLOTS + 1} sequences' states: one takes {state_bytes} bytes, and "
@@ -187,12 +169,7 @@ def plan_trial(
 ) -> Trial:
     """Return a trial of the steps that need the most memory: the longest prompts, and the most decodes.
 
-    Args:
-        runner: has no caches yet.
-        prompts: chunk lengths of a step that is filled with the longest prompts.
-        decodes: chunk lengths of a step with as many decodes as possible, all 1.
-        make_caches: makes caches with the given number of blocks.
-        capture: captures the graphs that will run the steps.
+    `prompts` and `decodes` are the chunk lengths of these steps. The runner has no caches yet.
     """
     block_ids = list(range(1, -(-prompts[0] // runner.block_size) + 1))  # shared by all sequences
     most_work = SamplingParams(top_p=0.5, min_p=0.1, repetition_penalty=1.1, logprobs=1)

@@ -272,7 +272,7 @@ def test_layers_with_states_do_not_either(kind, fake_gpu, tmp_path):
     small_model(small_config(kind)).save_pretrained(tmp_path)
     with fake_gpu:
         line = walk(str(tmp_path), SETTINGS[:9])
-    assert "no graphs (its layers hand on states)" in line
+    assert "no graphs (its layers have recurrent states)" in line
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen2 sliding from layer 1", "llama yarn rope"])

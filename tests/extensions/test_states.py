@@ -173,7 +173,7 @@ def test_the_path_of_a_gpu_gives_the_same_tokens(kind, served, in_float32, capsy
         assert answers(llm, prompts) == expected
     with LLM(path, attn_backend="flash", **settings) as llm:
         assert answers(llm, prompts) == expected
-    assert "no graphs (its layers hand on states)" in capsys.readouterr().err
+    assert "no graphs (its layers have recurrent states)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", KINDS)

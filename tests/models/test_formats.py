@@ -531,9 +531,13 @@ def test_a_kind_of_a_format_that_is_not_served_is_named(stated, message, tmp_pat
 def test_quantization_does_not_go_with_a_checkpoint_that_is_in_few_bits_already(tmp_path):
     stated, writer, _ = WRITTEN["awq"]
     write(tmp_path, stated, writer)
-    with pytest.raises(ValueError, match="quantization='int8' does not go with a checkpoint of awq"):
+    with pytest.raises(
+        ValueError, match="quantization='int8' does not fit the checkpoint, whose weights are awq"
+    ):
         LLM(str(tmp_path), num_kv_blocks=4, quantization="int8")
-    with pytest.raises(ValueError, match="quantization='gptq' does not go with a checkpoint of awq"):
+    with pytest.raises(
+        ValueError, match="quantization='gptq' does not fit the checkpoint, whose weights are awq"
+    ):
         LLM(str(tmp_path), num_kv_blocks=4, quantization="gptq")
     LLM(str(tmp_path), num_kv_blocks=4, quantization="awq").close()
 
