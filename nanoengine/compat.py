@@ -53,17 +53,17 @@ SERVER_IGNORES = ("enable_prompt_tokens_details",)
 REQUEST_IGNORES = ("metadata", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "user")
 
 
-def asks_for_nothing(value: Any) -> bool:
+def is_noop_value(value: Any) -> bool:
     """Return whether a value is None, False, 0, "", "auto", "none", or a container of nothing else.
 
-    >>> [asks_for_nothing(value) for value in (0, {"image": 0}, True, {"image": 1})]
+    >>> [is_noop_value(value) for value in (0, {"image": 0}, True, {"image": 1})]
     [True, True, False, False]
     """
     if isinstance(value, dict):
-        return all(map(asks_for_nothing, value.values()))
+        return all(map(is_noop_value, value.values()))
     if isinstance(value, (list, tuple, set, frozenset)):
         return not value
-    return value is None or (isinstance(value, (bool, int, float, str)) and value in (0, "", "auto", "none"))
+    return value is None or (isinstance(value, (int, float, str)) and value in (0, "", "auto", "none"))
 
 
 def without_unserved(
@@ -94,12 +94,12 @@ def without_unserved(
             instead, *accepted = INSTEAD[name]
             # The types count too: 1 == True, and 0 == False.
             is_off = any(type(value) is type(one) and value == one for one in (None, *accepted))
-            if not is_off and (accepted or not asks_for_nothing(value)):
+            if not is_off and (accepted or not is_noop_value(value)):
                 raise ValueError(f"{name}={value!r:.80} is not served: {instead}")
         elif name not in ignored:
             if near := difflib.get_close_matches(str(name)[:100], served, 1, 0.8):
                 raise TypeError(f"{whose} has no argument {name!r}; did you mean {near[0]!r}?")
-            if not asks_for_nothing(value):
+            if not is_noop_value(value):
                 raise TypeError(f"{whose} has no argument {name!r}: {name}={value!r:.80} is not served")
     return left
 

@@ -24,7 +24,7 @@ from nanoengine.optional import load
 from nanoengine.requests import read_prompt
 from tests import vllm_names
 
-NOTHING: tuple[object, ...] = None, False, 0, "", [], {}
+NOOP: tuple[object, ...] = None, False, 0, "", [], {}
 ASKING = True, 7, "unheard-of", ["x"], {"x": 1}
 IGNORED = {*ENGINE_IGNORES, *SAMPLING_IGNORES, *SERVER_IGNORES, *REQUEST_IGNORES}
 # vLLM's names that are close to another one that is served here: the price of finding typos
@@ -69,7 +69,7 @@ REFUSALS = TypeError, ValueError, APIError, SystemExit
 
 
 @pytest.mark.parametrize("of", USES)
-def test_no_name_of_vllm_passes_silently_when_it_asks_for_something(of):
+def test_vllm_name_with_a_meaningful_value_is_never_accepted_silently(of):
     for name in getattr(vllm_names, of).split():
         accepted = []
         for value in ASKING:
@@ -81,12 +81,12 @@ def test_no_name_of_vllm_passes_silently_when_it_asks_for_something(of):
 
 
 @pytest.mark.parametrize("of", USES)
-def test_a_name_of_vllm_that_asks_for_nothing_is_accepted(of):
+def test_vllm_name_with_noop_value_is_accepted(of):
     for name in getattr(vllm_names, of).split():
         if name in TAKEN_FOR_TYPOS:
             continue
         row = INSTEAD.get(name, ())
-        for value in row[1:] or NOTHING:
+        for value in row[1:] or NOOP:
             USES[of](**{name: value})
 
 
@@ -103,12 +103,12 @@ def test_a_name_of_vllm_that_asks_for_nothing_is_accepted(of):
         ("RESPONSES", {"truncation": "auto"}),
     ],
 )
-def test_a_value_that_only_looks_like_nothing_is_refused(of, setting):
+def test_value_that_only_resembles_a_noop_is_rejected(of, setting):
     with pytest.raises(REFUSALS, match="is not served: "):
         USES[of](**setting)
 
 
-@pytest.mark.parametrize("value", NOTHING + ASKING)
+@pytest.mark.parametrize("value", NOOP + ASKING)
 @pytest.mark.parametrize(
     ("of", "typo", "served"),
     [

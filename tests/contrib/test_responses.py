@@ -141,7 +141,7 @@ def test_the_client_s_own_stream_helper_gathers_the_text(client):
         assert stream.get_final_response().output_text == text == ANSWER
 
 
-def test_what_asks_for_nothing_is_taken(client):
+def test_noop_values_are_accepted(client):
     response = client.responses.create(
         model="demo",
         input=QUESTION,
