@@ -3,43 +3,15 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-# isort: off
-if TYPE_CHECKING:
-    from nanoengine.async_llm import (
-        AsyncLLM as AsyncLLM,
-        AsyncLLMEngine as AsyncLLMEngine,
-    )
-    from nanoengine.config import (
-        AsyncEngineArgs as AsyncEngineArgs,
-        EngineArgs as EngineArgs,
-        EngineConfig as EngineConfig,
-    )
-    from nanoengine.extensions.pooling import (
-        ClassificationRequestOutput as ClassificationRequestOutput,
-        EmbeddingRequestOutput as EmbeddingRequestOutput,
-        PoolingParams as PoolingParams,
-        PoolingRequestOutput as PoolingRequestOutput,
-        ScoringRequestOutput as ScoringRequestOutput,
-    )
-    from nanoengine.llm import LLM as LLM
-    from nanoengine.llm_engine import LLMEngine as LLMEngine
-    from nanoengine.outputs import (
-        CompletionOutput as CompletionOutput,
-        Logprob as Logprob,
-        RequestMetrics as RequestMetrics,
-        RequestOutput as RequestOutput,
-    )
-    from nanoengine.requests import (
-        TextPrompt as TextPrompt,
-        TokensPrompt as TokensPrompt,
-    )
-    from nanoengine.sampling_params import (
-        GuidedDecodingParams as GuidedDecodingParams,
-        RequestOutputKind as RequestOutputKind,
-        SamplingParams as SamplingParams,
-        StructuredOutputsParams as StructuredOutputsParams,
-    )
-# isort: on
+if TYPE_CHECKING:  # tells type checkers and editors where the names of _NAMES are defined
+    from nanoengine.async_llm import *
+    from nanoengine.config import *
+    from nanoengine.extensions.pooling import *
+    from nanoengine.llm import *
+    from nanoengine.llm_engine import *
+    from nanoengine.outputs import *
+    from nanoengine.requests import *
+    from nanoengine.sampling_params import *
 
 __version__ = "0.1.0"
 _NAMES = {

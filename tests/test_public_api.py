@@ -3,6 +3,7 @@
 import ast
 import importlib
 import inspect
+import re
 import subprocess
 import sys
 from collections import deque
@@ -87,8 +88,10 @@ def test_type_checkers_see_the_public_names():
     (block,) = (
         node for node in ast.parse((PACKAGE / "__init__.py").read_text()).body if isinstance(node, ast.If)
     )
-    seen = {alias.name for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
-    assert seen | {"__version__"} == set(nanoengine.__all__)
+    assert {node.module for node in block.body} == {f"nanoengine.{name}" for name in nanoengine._NAMES}
+    for name, module in nanoengine._MODULE_OF.items():  # defined there, and not only imported
+        source = (PACKAGE / f"{module.replace('.', '/')}.py").read_text()
+        assert re.search(rf"^(class {name}\b|(\w+ = )*{name} = )", source, re.MULTILINE)
 
 
 def test_a_model_is_loaded_without_pytorch_s_compiler():
