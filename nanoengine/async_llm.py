@@ -7,17 +7,16 @@ import queue
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, suppress
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, aclosing, suppress
 from copy import copy, deepcopy
 from dataclasses import dataclass, field, fields
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from nanoengine.config import EngineConfig
 from nanoengine.llm_engine import LLMEngine
 from nanoengine.metrics import Metric
-from nanoengine.optional import ContribMethod
+from nanoengine.optional import Reloadable
 from nanoengine.outputs import RequestOutput
 from nanoengine.requests import CheckedRequest, Prompt
 from nanoengine.sampling_params import check_integer
@@ -52,7 +51,7 @@ class _Mailbox:
         return output
 
 
-class AsyncLLM:
+class AsyncLLM(Reloadable, AbstractAsyncContextManager["AsyncLLM"]):
     """Serves many coroutines from one engine: their requests share batches, and a thread runs the steps.
 
     The coroutines may belong to several event loops, one after another or in several threads.
@@ -168,13 +167,6 @@ class AsyncLLM:
         """Forget all cached prefixes. Returns False and does nothing while requests are running."""
         return await self._call(self.llm_engine.reset_prefix_cache)
 
-    # Coroutines, in contrib/reload.py: they run in the engine's thread, between two steps.
-    update_weights = ContribMethod("reload")
-    sleep = ContribMethod("reload")
-    wake_up = ContribMethod("reload")
-    is_sleeping = ContribMethod("reload")
-    collective_rpc = ContribMethod("reload")
-
     @property
     def is_running(self) -> bool:
         """Whether requests are served: the engine is not closed, and its thread is alive."""
@@ -192,12 +184,7 @@ class AsyncLLM:
 
     shutdown = close  # vLLM's name
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await asyncio.to_thread(self.close)
 
     async def _call(self, command: Callable[[], T], takes_place: bool = False) -> T:
@@ -205,28 +192,18 @@ class AsyncLLM:
 
         With takes_place, the command waits until fewer than max_concurrent_requests are running.
         """
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[T] = loop.create_future()
-
-        def settle(set_outcome: Callable[[Any], None], outcome: Any) -> None:
-            if not done.cancelled():
-                set_outcome(outcome)
+        done: Future[T] = Future()
 
         def run() -> None:
-            if done.cancelled():  # cancelled while it waited in the queue
+            if not done.set_running_or_notify_cancel():  # cancelled while it waited in the queue
                 return
-            outcome: tuple[Callable[[Any], None], Any]
             try:
-                outcome = done.set_result, command()
-            except (
-                BaseException
-            ) as caught:  # a tokenizer's panic is not an Exception, and must not end the thread
-                outcome = done.set_exception, caught
-            with suppress(RuntimeError):
-                loop.call_soon_threadsafe(settle, *outcome)
+                done.set_result(command())
+            except BaseException as error:  # a tokenizer's panic, no Exception, must not end the thread
+                done.set_exception(error)
 
         self._send((lambda: self._waiting.append(run)) if takes_place else run)
-        return await done
+        return await asyncio.wrap_future(done)
 
     def _send(self, command: Callable[[], None]) -> None:
         # The lock ensures that no command is queued after the end mark, where it would never run.
@@ -272,7 +249,7 @@ class AsyncLLM:
         except EngineDeadError:
             raise  # ends all requests and the thread
         except BaseException:  # including panics, as in `_call`
-            logging.getLogger(__name__).exception("a step failed and is computed anew")
+            logging.getLogger(__name__).exception("a step failed and is computed again")
             return
         for output in outputs:
             self._mailboxes[output.request_id].put(output)

@@ -3,27 +3,26 @@
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from tqdm import tqdm
 
-from nanoengine.compat import refuse_unserved
+from nanoengine.compat import refuse_unserved, without_unserved
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Scheduler
 from nanoengine.llm_engine import LLMEngine
 from nanoengine.metrics import Metric
-from nanoengine.optional import ContribMethod
+from nanoengine.optional import Reloadable
 from nanoengine.outputs import Inbox, RequestOutput
 from nanoengine.requests import CheckedRequest, Prompt, render_chats, split_prompts
 from nanoengine.sampling_params import RequestOutputKind, SamplingParams
 from nanoengine.steps import uninterrupted
 
 
-class LLM:
+class LLM(Reloadable, AbstractContextManager["LLM"]):
     """Runs a model offline. Its arguments are the settings of `EngineConfig`. Names are vLLM's.
 
     Only one thread may use it at a time: use `AsyncLLM` for several.
@@ -147,42 +146,30 @@ class LLM:
         Raises:
             ValueError, TypeError: the model does not support the task, or a prompt or parameter is invalid.
         """
-        refuse_unserved(self.encode, unserved)
-        return self._pool("encode", prompts, pooling_params, use_tqdm, pooling_task)
+        settings = {"use_tqdm": use_tqdm, "pooling_params": pooling_params, **unserved}
+        return self._pool("encode", prompts, pooling_task, **settings)
 
-    def embed(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        *,
-        use_tqdm: bool = True,
-        pooling_params: Any = None,
-        **unserved: Any,
-    ) -> list[Any]:
-        """Embed prompts like `encode`. In an `EmbeddingRequestOutput`, `outputs.embedding` is a list."""
-        refuse_unserved(self.embed, unserved)
-        return self._pool("embed", prompts, pooling_params, use_tqdm, "embed")
+    def embed(self, prompts: Prompt | Sequence[Prompt], **settings: Any) -> list[Any]:
+        """Embed prompts, with `use_tqdm` and `pooling_params` as for `encode`.
 
-    def classify(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        *,
-        use_tqdm: bool = True,
-        pooling_params: Any = None,
-        **unserved: Any,
-    ) -> list[Any]:
-        """Classify prompts like `encode`. In a `ClassificationRequestOutput`, `outputs.probs` is a list."""
-        refuse_unserved(self.classify, unserved)
-        return self._pool("classify", prompts, pooling_params, use_tqdm, "classify")
+        In an `EmbeddingRequestOutput`, `outputs.embedding` is a list.
+        """
+        return self._pool("embed", prompts, **settings)
+
+    def classify(self, prompts: Prompt | Sequence[Prompt], **settings: Any) -> list[Any]:
+        """Classify prompts, with `use_tqdm` and `pooling_params` as for `encode`.
+
+        In a `ClassificationRequestOutput`, `outputs.probs` is a list.
+        """
+        return self._pool("classify", prompts, **settings)
 
     def score(
         self,
         data_1: str | Sequence[str],
         data_2: str | Sequence[str],
         *,
-        use_tqdm: bool = True,
-        pooling_params: Any = None,
         chat_template: str | None = None,
-        **unserved: Any,
+        **settings: Any,
     ) -> list[Any]:
         """Score pairs of texts: one text with each of several, or two lists pairwise.
 
@@ -193,11 +180,9 @@ class LLM:
         Returns:
             One `ScoringRequestOutput` per pair. `outputs.score` is a float.
         """
-        refuse_unserved(self.score, unserved)
         checker = self.llm_engine.checker
         scores = self._pooler("score").plan_scores(data_1, data_2, checker, chat_template)
-        outputs = self._pool("score", scores.prompts, pooling_params, use_tqdm, None)
-        return list(scores.read(outputs))
+        return list(scores.read(self._pool("score", scores.prompts, **settings)))
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the sampling parameters of the checkpoint's generation_config, else vLLM's defaults."""
@@ -239,13 +224,6 @@ class LLM:
         """Forget all cached prefixes. Returns False and does nothing while requests are running."""
         return self.llm_engine.reset_prefix_cache()
 
-    # For trainers (reinforcement learning). The methods are in contrib/reload.py.
-    update_weights = ContribMethod("reload")
-    sleep = ContribMethod("reload")
-    wake_up = ContribMethod("reload")
-    is_sleeping = ContribMethod("reload")
-    collective_rpc = ContribMethod("reload")
-
     def metrics(self) -> dict[str, int | float]:
         """Return the values of `LLMEngine.metrics`."""
         return self.llm_engine.metrics()
@@ -267,12 +245,7 @@ class LLM:
 
     shutdown = close  # vLLM's name
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     # -- how the calls above and the user's own requests share the engine
@@ -301,14 +274,23 @@ class LLM:
             raise ValueError(f'{call} needs a model that pools; make the engine with runner="pooling"')
         return self.llm_engine.pooler
 
-    def _pool(self, call: str, prompts: Any, params: Any, use_tqdm: bool, task: str | None) -> list[Any]:
+    def _pool(
+        self,
+        call: str,
+        prompts: Any,
+        task: str | None = None,
+        *,
+        use_tqdm: bool = True,
+        pooling_params: Any = None,
+        **unserved: Any,
+    ) -> list[Any]:
         """Validate a call to a pooling model, and run it."""
-        pooler = self._pooler(call)
-        prompt_list = split_prompts(prompts)
-        params_list = pooler.params_of(params, len(prompt_list), task)
-        if len(params_list) != len(prompt_list):
-            given, asked = len(params_list), len(prompt_list)
-            raise ValueError(f"pooling_params must be one per prompt: got {given} for {asked}")
+        without_unserved(call, unserved, ("prompts", "use_tqdm", "pooling_params"))
+        pooler, prompt_list = self._pooler(call), split_prompts(prompts)
+        task = call if call in ("embed", "classify") else task
+        params_list = pooler.params_of(pooling_params, len(prompt_list), task)
+        if (num := len(params_list)) != len(prompt_list):
+            raise ValueError(f"pooling_params must be one per prompt: got {num} for {len(prompt_list)}")
         checked = list(map(self.llm_engine.check, prompt_list, params_list))
         outputs = self._run(checked, use_tqdm)
         return [pooler.output(*pair, call) for pair in zip(outputs, params_list, strict=True)]

@@ -12,12 +12,10 @@ import sys
 import time
 from collections import Counter as Multiset
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self
-
-import torch
 
 from nanoengine.backends.kv_cache import KVGroup
 from nanoengine.compat import refuse_unserved
@@ -26,7 +24,7 @@ from nanoengine.detokenizer import Vocabulary
 from nanoengine.engine import BlockManager, Collected, EngineCore, ModelRunner, Scheduler, Sequence
 from nanoengine.metrics import Metric, RequestStats, list_metrics
 from nanoengine.models.checkpoint import open_checkpoint
-from nanoengine.optional import ContribMethod, load
+from nanoengine.optional import Reloadable, load
 from nanoengine.outputs import Inbox, RequestOutput
 from nanoengine.requests import CheckedRequest, Prompt, Request, RequestChecker, random_seed
 from nanoengine.sampling_params import SamplingParams
@@ -49,18 +47,7 @@ def choose_runner(groups: list[KVGroup], has_states: bool = False) -> Callable[.
     return partial(WindowedRunner, len(groups))
 
 
-@dataclass(frozen=True, slots=True)
-class ModelConfig:
-    """Describes an engine's model, under vLLM's names."""
-
-    model: str
-    max_model_len: int
-    dtype: torch.dtype
-    hf_config: Any
-    trust_remote_code: bool
-
-
-class LLMEngine:
+class LLMEngine(Reloadable):
     """Queues requests and returns their outputs, one step at a time. Names are vLLM's.
 
     Only one thread may use it at a time: use `AsyncLLM` for several. `LLM` generates, chats and streams
@@ -72,19 +59,11 @@ class LLMEngine:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self.checkpoint = open_checkpoint(
-            str(config.model),
-            tokenizer=None if config.tokenizer is None else str(config.tokenizer),
-            revision=config.revision,
-            gguf_file=config.gguf_file,
-            model_impl=config.model_impl,
-            trust_remote_code=config.trust_remote_code,
-            hf_overrides=config.hf_overrides,
-            generation_config=config.generation_config,
-            runner=config.runner,
-            pooler_config=config.pooler_config,
-            load_format=config.load_format,
-        )
+        names = "revision gguf_file model_impl trust_remote_code hf_overrides generation_config runner "
+        names += "pooler_config load_format"
+        settings = {name: getattr(config, name) for name in names.split()}
+        tokenizer = None if config.tokenizer is None else str(config.tokenizer)
+        self.checkpoint = open_checkpoint(str(config.model), tokenizer=tokenizer, **settings)
         self.pooler: Any = None  # None: the model generates
         if self.checkpoint.pooling is not None:
             from nanoengine.extensions.pooling import Pooler
@@ -101,14 +80,8 @@ class LLMEngine:
         self.runner, self.scheduler = self.core.runner, self.core.scheduler
         if self.pooler is not None:
             self.runner.report = self.pooler.report
-        self.checker = RequestChecker(
-            self.checkpoint,
-            config,
-            max_model_len=self.max_model_len,
-            num_blocks=self.started.num_blocks,
-            block_size=self.runner.block_size,
-            max_computable_tokens=self.scheduler.block_manager.max_computable_tokens,
-        )
+        blocks = self.scheduler.block_manager
+        self.checker = RequestChecker(self.checkpoint, config, self.max_model_len, blocks)
         self._requests: dict[Any, Request] = {}  # the unfinished requests, by request_id
         self._request_of: dict[int, Request] = {}  # the same requests, by the seq_id of each sequence
         self._outputs = Inbox()  # not returned yet
@@ -146,11 +119,11 @@ class LLMEngine:
         runner = started.runner
         if started.num_state_slots:
             for name, reason in (
-                ("speculative_config", "a rejected draft token cannot be undone in a state"),
-                ("kv_store", "it stores K and V alone"),
+                ("speculative_config", "a rejected draft token cannot be removed from a state"),
+                ("kv_store", "it stores only K and V"),
             ):
                 if getattr(config, name) is not None:
-                    raise ValueError(f"{name} does not go with a model whose layers hand on states: {reason}")
+                    raise ValueError(f"{name} does not support models with recurrent states: {reason}")
         windows = [group.window for group in started.kv_groups]
         settings: dict[str, Any] = {"enable_prefix_caching": config.enable_prefix_caching}
         if windows != [None] or config.kv_store is not None or started.num_state_slots:
@@ -208,14 +181,14 @@ class LLMEngine:
         return cls(engine_args)
 
     @property
-    def model_config(self) -> ModelConfig:
-        """The model's settings, for scripts that read its length or its config.json."""
-        return ModelConfig(
-            str(self.config.model),
-            self.max_model_len,
-            self.started.dtype,
-            self.checkpoint.hf_config,
-            self.config.trust_remote_code,
+    def model_config(self) -> SimpleNamespace:
+        """The model's settings under vLLM's names, for scripts that read its length or its config.json."""
+        return SimpleNamespace(
+            model=str(self.config.model),
+            max_model_len=self.max_model_len,
+            dtype=self.started.dtype,
+            hf_config=self.checkpoint.hf_config,
+            trust_remote_code=self.config.trust_remote_code,
         )
 
     def check(self, prompt: Prompt, params: Any, priority: int = 0) -> CheckedRequest:
@@ -369,13 +342,6 @@ class LLMEngine:
         """Forget all cached prefixes. Returns False and does nothing while requests are running."""
         return self.scheduler.block_manager.reset_prefix_cache()
 
-    # For trainers (reinforcement learning). The methods are in contrib/reload.py.
-    update_weights = ContribMethod("reload")
-    sleep = ContribMethod("reload")
-    wake_up = ContribMethod("reload")
-    is_sleeping = ContribMethod("reload")
-    collective_rpc = ContribMethod("reload")
-
     @cached_property
     def model_executor(self) -> Any:
         """A stand-in for vLLM's executor, with the attributes that trainers use."""
@@ -424,27 +390,30 @@ class LLMEngine:
         """Describe the engine to the user: model code, attention and why not a faster one, device, cache."""
         config, started, runner = self.config, self.started, self.runner
         attention = runner.attention
+        blocks: Any = self.scheduler.block_manager
         notes = f" ({'; '.join(attention.notes)})" if attention.notes else ""
         part = " (its language model: images are left out)" if self.checkpoint.is_part else ""
-        forms = (getattr(part, "form", None) for part in runner.model.modules())
-        in_bits = " and ".join(map(str, sorted({form.bits for form in forms if form and form.bits})))
-        weights = f" with {config.quantization} weights" if config.quantization in ROUNDED and in_bits else ""
+        forms = (getattr(module, "form", None) for module in runner.model.modules())
+        bits = " and ".join(map(str, sorted({form.bits for form in forms if form and form.bits})))
+        weights = f" with {config.quantization} weights" if config.quantization in ROUNDED and bits else ""
         if (written := self.checkpoint.written_as) is not None:
-            weights = f" with {written} weights" + (f" in {in_bits} bits" if in_bits else ", dequantised,")
+            weights = f" with {written} weights" + (f" in {bits} bits" if bits else ", dequantized,")
         weights += "" if config.lora is None else f" and the adapter {Path(config.lora).name}"
-        num_drafts = config.num_speculative_tokens
-        ahead = f", up to {num_drafts} draft tokens (ngram), no async scheduling" if num_drafts else ""
-        blocks: Any = self.scheduler.block_manager
         cache = f"KV cache of {started.num_blocks} blocks of {runner.block_size} tokens"
-        cache = cache if started.kv_specs else "no KV cache"
-        states = f", {started.num_state_slots} states of {started.state_bytes:,} bytes"
-        states = states if started.num_state_slots else ""
-        kept = f", KV store {blocks.connector.store}" if config.kv_store is not None else ""
+        states = f"{started.num_state_slots} states of {started.state_bytes:,} bytes"
+        drafts = f"up to {config.num_speculative_tokens} draft tokens (ngram), no async scheduling"
+        remarks = [
+            f"{str(started.dtype).removeprefix('torch.')}{weights} on {runner.device.device}",
+            cache if started.kv_specs else "no KV cache",
+            describe_windows(started, self.max_model_len),
+            states if started.num_state_slots else "",
+            drafts if config.num_speculative_tokens else "",
+            "" if config.kv_store is None else f"KV store {blocks.connector.store}",
+        ]
         return (
             f"nanoengine: {self.checkpoint.architecture}{part} on {runner.model.code} code, "
             f"{attention.backend.name} attention{notes}{runner.forward.describe()}, "
-            f"{str(started.dtype).removeprefix('torch.')}{weights} on {runner.device.device}, "
-            f"{cache}{describe_windows(started, self.max_model_len)}{states}{ahead}{kept}"
+            + ", ".join(filter(None, remarks))
         )
 
     def close(self) -> None:
@@ -514,10 +483,12 @@ class LLMEngine:
 def describe_windows(started: Started, max_model_len: int) -> str:
     """Describe to the user which layers have a sliding window, and whether blocks outside it are freed."""
     windows = [group.window for group in started.kv_groups]
-    if not started.kv_specs:
-        return ""
-    if windows == [None]:
-        has_window = any(spec.window and spec.window < max_model_len for spec in started.kv_specs)
-        return ", none given back behind a window (the layers' shapes differ)" if has_window else ""
-    kinds = [f"{windows.count(w)} of {f'a window of {w}' if w else 'all'}" for w in dict.fromkeys(windows)]
-    return f", layers in groups: {', '.join(kinds)}" if len(windows) > 1 else f", a window of {windows[0]}"
+    if len(windows) > 1:
+        groups = (
+            f"{windows.count(w)} {f'with a window of {w}' if w else 'full'}" for w in dict.fromkeys(windows)
+        )
+        return f"layers in groups: {', '.join(groups)}"
+    if windows != [None]:
+        return f"a window of {windows[0]}" if windows else ""
+    has_window = any(spec.window and spec.window < max_model_len for spec in started.kv_specs)
+    return "no blocks freed outside a window (the layers' shapes differ)" if has_window else ""

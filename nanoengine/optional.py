@@ -28,15 +28,22 @@ def load(name: str, feature: str) -> Any:
         raise MissingFileError(f"{feature} needs {path}.py, which is not installed") from None
 
 
-class ContribMethod:
-    """Makes a function of contrib/ a method of the same name. Its module is imported at the first access."""
-
-    def __init__(self, module: str) -> None:
-        self.module = module
+class ReloadMethod:
+    """Makes a function of contrib/reload.py a method of the same name, imported at the first access."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
 
     def __get__(self, instance: Any, owner: type) -> Any:
-        function = getattr(load(f"contrib.{self.module}", f"{owner.__name__}.{self.name}"), self.name)
+        function = getattr(load("contrib.reload", f"{owner.__name__}.{self.name}"), self.name)
         return function if instance is None else MethodType(function, instance)
+
+
+class Reloadable:
+    """Gives an engine the methods that trainers (reinforcement learning) call. Of `AsyncLLM`, await them."""
+
+    update_weights = ReloadMethod()
+    sleep = ReloadMethod()
+    wake_up = ReloadMethod()
+    is_sleeping = ReloadMethod()
+    collective_rpc = ReloadMethod()

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, NotRequired, TypedDict
 
@@ -14,6 +14,7 @@ from xxhash import xxh3_64_intdigest
 from nanoengine.compat import without_unserved
 from nanoengine.config import EngineConfig
 from nanoengine.detokenizer import Vocabulary
+from nanoengine.engine import BlockManager
 from nanoengine.models.checkpoint import Checkpoint
 from nanoengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from nanoengine.sampling_params import RequestOutputKind, SamplingParams
@@ -54,29 +55,13 @@ class CheckedRequest(NamedTuple):
 
 
 class RequestChecker:
-    """Validates requests completely, before any part of them is queued.
-
-    Args:
-        checkpoint: its tokenizer and vocabulary determine which prompts are valid.
-        config: determines whether priorities are allowed, and the limit on logprobs.
-        max_model_len: limit on the tokens of a prompt and its output together.
-        num_blocks, block_size: the size of the KV cache, for error messages.
-        max_computable_tokens: the length of the longest sequence that fits in the KV cache alone.
-    """
+    """Validates requests completely, before any part of them is queued."""
 
     def __init__(
-        self,
-        checkpoint: Checkpoint,
-        config: EngineConfig,
-        *,
-        max_model_len: int,
-        num_blocks: int,
-        block_size: int,
-        max_computable_tokens: int,
+        self, checkpoint: Checkpoint, config: EngineConfig, max_model_len: int, blocks: BlockManager
     ) -> None:
         self.checkpoint, self.config = checkpoint, config
-        self.max_model_len, self.num_blocks, self.block_size = max_model_len, num_blocks, block_size
-        self.max_computable_tokens = max_computable_tokens
+        self.max_model_len, self.blocks = max_model_len, blocks
         # A prompt must leave room for one output token, unless the model pools.
         self.max_prompt_len = max_model_len - (checkpoint.pooling is None)
 
@@ -91,7 +76,7 @@ class RequestChecker:
         Args:
             text: the prompt's text.
             add_special_tokens: let the tokenizer add its special tokens.
-            is_cut: the prompt is truncated afterwards, so any length is accepted.
+            is_cut: the prompt is truncated later, so any length is accepted.
             pair: a second text, which the tokenizer joins to the first.
 
         Raises:
@@ -129,37 +114,37 @@ class RequestChecker:
             raise ValueError(f'priority must be 0 without scheduling_policy="priority", got {priority}')
         tokenizer, vocab_size = self.checkpoint.tokenizer, self.checkpoint.vocab_size
         params.check_vocabulary(vocab_size)
-        most = vocab_size if self.config.max_logprobs == -1 else self.config.max_logprobs
-        for name, whose in (("logprobs", "sample"), ("prompt_logprobs", "prompt")):
-            asked = getattr(params, name) or 0
-            if (vocab_size if asked == -1 else asked) > most:
+        max_logprobs = vocab_size if self.config.max_logprobs == -1 else self.config.max_logprobs
+        for name, part in (("logprobs", "sample"), ("prompt_logprobs", "prompt")):
+            num = getattr(params, name) or 0
+            if (vocab_size if num == -1 else num) > min(max_logprobs, vocab_size):
                 raise ValueError(
-                    f"{name}: requested {whose} logprobs of {asked}, which is greater than max allowed: "
-                    f"{most}; raise max_logprobs, or set it to -1 to allow all"
+                    f"{name}: requested {part} logprobs of {num}, which is greater than max allowed: "
+                    f"{min(max_logprobs, vocab_size)}; raise max_logprobs, or set it to -1 to allow all"
                 )
         for name in ("stop", "bad_words"):
             if getattr(params, name) and tokenizer is None:
-                raise ValueError(f"{name} needs a tokenizer and the checkpoint has none")
+                raise ValueError(f"{name} needs a tokenizer, and the checkpoint has none")
         eos = () if params.ignore_eos else self.checkpoint.eos_token_ids
         stop_ids = frozenset((*eos, *(params.stop_token_ids or ())))
         if params.structured_outputs is not None and not stop_ids:
             raise ValueError(
-                "structured_outputs need a token that ends the answer: drop ignore_eos, or set stop_token_ids"
+                "structured_outputs needs a token that ends the output: drop ignore_eos or set stop_token_ids"
             )
-        most = params.truncate_prompt_tokens
-        encode = partial(self.encode, is_cut=most is not None) if tokenizer is not None else None
+        limit = params.truncate_prompt_tokens
+        encode = partial(self.encode, is_cut=limit is not None) if tokenizer is not None else None
         text, token_ids = read_prompt(prompt, encode, vocab_size)
-        if most == -1:
-            most = max(1, self.max_prompt_len - ((params.max_tokens or 1) - 1))
-        if most is not None and len(token_ids) > most:
-            text, token_ids = None, token_ids[-most:]
+        if limit == -1:
+            limit = max(1, self.max_prompt_len - ((params.max_tokens or 1) - 1))
+        if limit is not None and len(token_ids) > limit:
+            text, token_ids = None, token_ids[-limit:]
         self._check_length(len(token_ids))
         bad_words = bad_word_ids(params.bad_words or [], tokenizer, vocab_size)
         banned = {ids[0] for ids in bad_words if len(ids) == 1} | (stop_ids if params.min_tokens else set())
         if banned.issuperset(params.allowed_token_ids or range(vocab_size)):
             raise ValueError(
-                f"min_tokens={params.min_tokens} bans end-of-sequence and stop tokens, and bad_words="
-                f"{params.bad_words} ban others: none is left of allowed_token_ids={params.allowed_token_ids}"
+                f"no token is left to sample: min_tokens={params.min_tokens} bans end-of-sequence and stop "
+                f"tokens, bad_words={params.bad_words}, allowed_token_ids={params.allowed_token_ids}"
             )
         return CheckedRequest(text, token_ids, params, priority, stop_ids, bad_words)
 
@@ -168,17 +153,16 @@ class RequestChecker:
         if num_prompt_tokens == 0:
             raise ValueError("prompt is empty; at least one token is needed")
         if num_prompt_tokens > self.max_prompt_len:
-            too = (
-                "" if self.max_prompt_len == self.max_model_len else ", which has to hold an output token too"
-            )
+            reserved = " with an output token" if self.max_prompt_len < self.max_model_len else ""
             raise ValueError(
-                f"prompt has {num_prompt_tokens} tokens but max_model_len is {self.max_model_len}{too}; "
+                f"prompt has {num_prompt_tokens} tokens but max_model_len is {self.max_model_len}{reserved}; "
                 "shorten it or raise max_model_len"
             )
-        if num_prompt_tokens > self.max_computable_tokens:
+        if num_prompt_tokens > (limit := self.blocks.max_computable_tokens):
+            blocks = f"{self.blocks.num_blocks} blocks of {self.blocks.block_size}"
             raise ValueError(
-                f"prompt has {num_prompt_tokens} tokens but the KV cache holds {self.max_computable_tokens} "
-                f"({self.num_blocks} blocks of {self.block_size}); shorten it or raise num_kv_blocks"
+                f"prompt has {num_prompt_tokens} tokens but the KV cache holds {limit} ({blocks}); "
+                "shorten it or raise num_kv_blocks"
             )
 
 
@@ -295,9 +279,7 @@ def render_chats(
             contains anything but text.
     """
     if tokenizer is None or not (tokenizer.chat_template or template_settings.get("chat_template")):
-        raise ValueError(
-            "the checkpoint's tokenizer has no chat template; give chat_template or use generate"
-        )
+        raise ValueError("the checkpoint has no chat template; give chat_template or use generate")
     if not isinstance(messages, Sequence) or not messages:
         raise ValueError(f"messages must be a list of messages or of conversations, got {messages!r}")
     conversations = [messages] if isinstance(messages[0], dict) else messages
@@ -308,24 +290,14 @@ def render_chats(
                 raise ValueError(
                     f'each of messages must be a dict with "role" and "content", got {message!r}'
                 )
-        # A content of None becomes "", as in vLLM. Next to tool calls it stays None for the template.
-        conversation = [
-            message | {"content": ""} if is_empty(message) else message for message in conversation
-        ]
-        if any(isinstance(message.get("content"), list) for message in conversation):
-            join = not reads_parts(tokenizer, template_settings.get("chat_template"))
-            conversation = [with_text_only(message, join) for message in conversation]
-        text = apply_template(tokenizer, conversation, **template_settings)
+        has_parts = any(isinstance(message.get("content"), list) for message in conversation)
+        join = has_parts and not reads_parts(tokenizer, template_settings.get("chat_template"))
+        conversation = [normalize(message, join) for message in conversation]
+        text = check_unicode("messages", apply_template(tokenizer, conversation, **template_settings))
         # The template writes the special tokens itself.
-        check_unicode("messages", text)
         token_ids = encode(text, False) if encode else tokenizer(text, add_special_tokens=False).input_ids
         prompts.append({"prompt": text, "prompt_token_ids": token_ids})
     return prompts
-
-
-def is_empty(message: dict[str, Any]) -> bool:
-    """Return whether a message has the content None, and no tool calls."""
-    return message.get("content", "") is None and not message.get("tool_calls")
 
 
 def apply_template(tokenizer: Any, conversation: Sequence[Any], **settings: Any) -> str:
@@ -339,15 +311,20 @@ def apply_template(tokenizer: Any, conversation: Sequence[Any], **settings: Any)
     except Exception as error:
         raise ValueError(f"messages do not fit the model's chat template: {error!r}") from error
     if len(text) > MAX_RENDERED:
-        raise ValueError(f"messages must be at most {MAX_RENDERED} characters by the chat template")
+        raise ValueError(f"messages must render to at most {MAX_RENDERED} characters, got {len(text)}")
     return text
 
 
-def with_text_only(message: dict[str, Any], join: bool) -> dict[str, Any]:
-    """Return the message with its text parts, joined on request. Raises ValueError for other parts."""
-    if not isinstance(message.get("content"), list):
-        return message
-    parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in message["content"]]
+def normalize(message: dict[str, Any], join: bool) -> dict[str, Any]:
+    """Return the message with its text parts, joined on request. Raises ValueError for other parts.
+
+    A content of None becomes "", as in vLLM. Next to tool calls it stays None for the template.
+    """
+    content = message.get("content", "")
+    if not isinstance(content, list):
+        is_empty = content is None and not message.get("tool_calls")
+        return message | {"content": ""} if is_empty else message
+    parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
     for part in parts:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise ValueError(
@@ -377,31 +354,19 @@ def random_seed(params: SamplingParams, index: int, engine_seed: int, seq_id: in
 # ---- From sequences to outputs -------------------------------------------------------------------
 
 
+@dataclass(slots=True, eq=False)
 class Sample:
     """Tracks one sample of a request: its sequence, and how much of it was already returned."""
 
-    __slots__ = (
-        "cumulative_logprob",
-        "finish_shown",
-        "index",
-        "last_token_time",
-        "latencies",
-        "logprobs",
-        "num_shown",
-        "num_taken",
-        "seq",
-    )
-
-    def __init__(self, index: int, seq: Any) -> None:
-        self.index = index
-        self.seq = seq  # the engine's Sequence, read-only here
-        self.logprobs: list[dict[int, Logprob]] = []  # one entry per output token, if requested
-        self.cumulative_logprob = 0.0
-        self.num_taken = 0  # output tokens that `Request.take_tokens` has seen
-        self.last_token_time: float | None = None  # seconds of time.monotonic()
-        self.latencies: list[float] = []  # seconds between consecutive steps that brought tokens
-        self.num_shown = 0  # output tokens already returned
-        self.finish_shown = False
+    index: int
+    seq: Any  # the engine's Sequence, read-only here
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)  # one per output token, if requested
+    cumulative_logprob: float = 0.0
+    num_taken: int = 0  # output tokens that `Request.take_tokens` has seen
+    last_token_time: float | None = None  # seconds of time.monotonic()
+    latencies: list[float] = field(default_factory=list)  # seconds between steps that brought tokens
+    num_shown: int = 0  # output tokens already returned
+    finish_shown: bool = False
 
     @property
     def has_news(self) -> bool:
@@ -433,18 +398,6 @@ class Sample:
 
 class Request:
     """Tracks a request: its samples, its log-probabilities and its timestamps."""
-
-    __slots__ = (
-        "_unfinished",
-        "is_streamed",
-        "metrics",
-        "pooled",
-        "prompt_logprobs",
-        "request_id",
-        "samples",
-        "source",
-        "vocabulary",
-    )
 
     def __init__(
         self, request_id: Any, source: CheckedRequest, seqs: Sequence[Any], vocabulary: Vocabulary

@@ -301,7 +301,7 @@ def test_a_step_that_fails_twice_ends_those_it_computed_and_none_that_wait(path,
 
 
 def test_a_late_chunk_that_always_fails_ends_its_request_though_the_chunks_before_it_succeed(path, expected):
-    """In between others get tokens: they are computed anew, and go on."""
+    """In between others get tokens: they are computed again, and go on."""
 
     async def main():
         async with AsyncLLM(path, max_num_batched_tokens=20, **SETTINGS) as engine:

@@ -375,8 +375,7 @@ TOKENIZERS = {
 
 
 def checker_of(tokenizer, max_model_len):
-    checkpoint, sizes = SimpleNamespace(tokenizer=tokenizer, pooling=None), {"num_blocks": 9, "block_size": 9}
-    return RequestChecker(checkpoint, None, max_model_len=max_model_len, max_computable_tokens=99, **sizes)
+    return RequestChecker(SimpleNamespace(tokenizer=tokenizer, pooling=None), None, max_model_len, None)
 
 
 @given(

@@ -49,8 +49,6 @@ def test_a_misspelt_field_is_a_type_error():
         (SamplingParams(logit_bias={100: 1.0}), "logit_bias"),
         (SamplingParams(allowed_token_ids=[5, 100]), "allowed_token_ids"),
         (SamplingParams(stop_token_ids=[100]), "stop_token_ids"),
-        (SamplingParams(logprobs=101), "logprobs"),
-        (SamplingParams(prompt_logprobs=101), "prompt_logprobs"),
     ],
 )
 def test_token_ids_outside_the_vocabulary_are_refused(params, name):

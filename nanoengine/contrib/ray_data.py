@@ -87,7 +87,7 @@ class Predictor:
             try:
                 outputs = self.llm.step()
             except Exception as error:
-                logging.getLogger(__name__).exception("a step failed and is computed anew")
+                logging.getLogger(__name__).exception("a step failed and is computed again")
                 failure = error
                 continue
             for output in outputs:

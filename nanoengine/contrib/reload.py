@@ -2,7 +2,7 @@
 
 Reinforcement learning needs both: the learner's tensors replace the loaded ones, and the engine's memory is
 free while the learner uses the machine. `LLMEngine`, `LLM` and `AsyncLLM` have `update_weights`, `sleep`,
-`wake_up`, `is_sleeping` and `collective_rpc` as methods: `optional.ContribMethod`. Names are vLLM's.
+`wake_up`, `is_sleeping` and `collective_rpc` as methods: `optional.Reloadable`. Names are vLLM's.
 
 A new tensor is written to the memory of the one it replaces, packed the same way, because kernels hold
 addresses. To find that memory, a reference model without weights is built from the same config: its

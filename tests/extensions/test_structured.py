@@ -760,7 +760,7 @@ def test_a_form_of_the_wrong_type_is_a_type_error(form, error):
 
 
 def test_an_answer_that_could_not_end_is_refused(llm):
-    with pytest.raises(ValueError, match="need a token that ends the answer"):
+    with pytest.raises(ValueError, match="needs a token that ends the output"):
         answers(llm, [asking("json", ignore_eos=True)])
 
 

@@ -242,7 +242,7 @@ def test_what_lies_in_the_null_block_reaches_nobody(name, enforce_eager, tmp_pat
 def test_the_first_line_says_what_the_windows_are(tmp_path_factory, capsys):
     for name, told in (
         ("mistral sliding", "blocks of 8 tokens, a window of 24\n"),
-        ("gemma3", "blocks of 8 tokens, layers in groups: 1 of all, 1 of a window of 24\n"),
+        ("gemma3", "blocks of 8 tokens, layers in groups: 1 full, 1 with a window of 24\n"),
         ("qwen3", "blocks of 8 tokens\n"),
     ):
         LLM(str(checkpoint(name, tmp_path_factory)[0]), num_kv_blocks=20, block_size=8).close()

@@ -268,7 +268,7 @@ def test_a_checkpoint_in_few_bits_computes_with_what_they_stand_for(name, tmp_pa
     stated, writer, bits = WRITTEN[name]
     model = write(tmp_path, stated, writer)
     assert check_equal(model, tmp_path) == ({bits} if bits else set())
-    told = f"weights in {bits} bits on cpu" if bits else "weights, dequantised, on cpu"
+    told = f"weights in {bits} bits on cpu" if bits else "weights, dequantized, on cpu"
     assert told in capfd.readouterr().err
 
 
