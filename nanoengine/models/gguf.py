@@ -74,6 +74,7 @@ class Strings(NamedTuple):
     data: mmap
     start: int
     length: int
+    num_bytes: int  # of all strings together, without their lengths
 
     def read(self) -> list[str]:
         """Decode and return all strings."""
@@ -155,7 +156,7 @@ class Header:
                 break
             place += LENGTH.size + LENGTH.unpack_from(self.data, place)[0]
         self._skip(place - start)
-        return Strings(self.data, start, count)
+        return Strings(self.data, start, count, place - start - count * LENGTH.size)
 
     def _tensors(self, count: int) -> dict[str, TensorEntry]:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -213,8 +214,11 @@ class GGUFFile:
         if not isinstance(self.architecture, str):
             raise ValueError(f"{path} has no general.architecture")
         self.is_known = self.architecture in FAMILIES and not self._number("expert_count", 0)
-        tokens = self.fields.get("tokenizer.ggml.tokens")
+        tokens, merges = (self.fields.get(f"tokenizer.ggml.{name}") for name in ("tokens", "merges"))
         self.num_tokens = tokens.length if isinstance(tokens, Strings) else 0
+        if isinstance(tokens, Strings) and isinstance(merges, Strings) and merges.length > tokens.num_bytes:
+            # A token of n bytes has at most n - 1 merges. transformers reads merges slowly.
+            raise ValueError(f"{path} has {merges.length} merges, too many for {tokens.length} tokens")
         self.headers: dict[str, TensorHeader] = {}
         for own_name, tensor in self._tensors.items():
             if own_name != DIVISORS:

@@ -418,6 +418,8 @@ def asking_for_too_much(sound):
         ("inputs", "embedding_length", (4, struct.pack("<I", (1 << 24) - 32))),
         ("heads", "attention.head_count", (4, struct.pack("<I", 1 << 16))),
         ("positions", "context_length", (10, struct.pack("<Q", 1 << 40))),
+        ("empty merges", merges, array(8, 1 << 17, bytes(1 << 20))),
+        ("repeated merges", merges, array(8, 1 << 17, string("h e") * (1 << 17))),
     ):
         for family in ("qwen3", "gemma2"):
             parts = Parts(sound)
@@ -441,11 +443,9 @@ def asking_for_too_much(sound):
     parts.fields.append(["general.alignment", 10, struct.pack("<Q", 1 << 62)])
     yield "alignment", parts.join()
     parts = Parts(sound)
-    parts.field(merges)[1:] = array(8, 1 << 18, bytes(1 << 21))
-    yield "empty strings", parts.join()
-    parts = Parts(sound)
     parts.set("tokenizer.ggml.model", 8, "llama")
     parts.field("tokenizer.ggml.tokens")[1:] = array(8, 1, string("x" * (1 << 20)))
+    parts.fields.remove(parts.field(merges))
     yield "a token", parts.join()
 
 
