@@ -162,22 +162,20 @@ def _read_headers(path: Path, is_part: bool) -> dict[str, TensorHeader]:
 
 
 def _tensor_files(path: Path) -> list[Path]:
-    """Return the checkpoint's safetensors files: those that the index names, or all if there is no index."""
+    """Return the files that the index names. Without one: model*.safetensors, or else all others."""
     index = path / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ValueError(f"{index}: weight_map must name the file of each tensor, got {weight_map!r:.40}")
-        for tensor, file in weight_map.items():
-            if not isinstance(file, str) or Path(file).name != file:
-                raise ValueError(
-                    f"{index}: weight_map must name a file of that directory for {tensor!r}, got {file!r}"
-                )
-        files = sorted({path / file for file in weight_map.values()})
-    else:
-        files = sorted(path.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"{path} holds no *.safetensors; pickled weights (*.bin, *.pt) are not loaded")
+    if not index.is_file():
+        files = sorted(path.glob("model*.safetensors")) or sorted(path.glob("*.safetensors"))
+        if not files:
+            raise ValueError(f"{path} holds no *.safetensors; pickled weights (*.bin, *.pt) are not loaded")
+        return files
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{index}: weight_map must name the file of each tensor, got {weight_map!r:.40}")
+    for tensor, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise ValueError(f"{index}: weight_map must name a file beside it for {tensor!r}, got {file!r}")
+    files = sorted({path / file for file in weight_map.values()})
     for file in files:
         if not file.is_file():
             raise ValueError(f"{path} lacks the shard {file.name}, which {index.name} names")

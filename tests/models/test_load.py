@@ -255,6 +255,13 @@ def test_sharded_files_load_like_a_single_one_and_a_missing_shard_is_named(impl,
     refuse(tmp_path, f"lacks the shard {shards[1].name}", model_impl=impl)
 
 
+def test_without_an_index_other_files_are_read_only_if_none_is_named_model(copy):
+    (copy / "consolidated.safetensors").write_bytes(b"not read")
+    assert len(open_checkpoint(str(copy)).open_files().headers) == 25
+    (copy / "model.safetensors").replace(copy / "consolidated.safetensors")
+    assert len(open_checkpoint(str(copy)).open_files().headers) == 25
+
+
 def test_a_file_without_tensors_is_refused_rather_than_run_uninitialised(copy):
     save_file({}, copy / "model.safetensors")
     refuse(copy, "lacks 25 tensors")
@@ -326,8 +333,8 @@ def test_a_body_saved_alone_is_served_where_its_head_is_the_embedding(name, tmp_
         (b'{"weight_map": {}}', ": weight_map must name the file of each tensor"),
         (b'{"weight_map": {"a": 3}}', "for 'a', got 3"),
         (b'{"weight_map": {"a": null}}', "for 'a', got None"),
-        (b'{"weight_map": {"a": "../model.safetensors"}}', "must name a file of that directory for 'a'"),
-        (b'{"weight_map": {"a": "."}}', "must name a file of that directory for 'a'"),
+        (b'{"weight_map": {"a": "../model.safetensors"}}', "must name a file beside it for 'a'"),
+        (b'{"weight_map": {"a": "."}}', "must name a file beside it for 'a'"),
     ],
 )
 @IMPLS
