@@ -75,10 +75,10 @@ class Checkpoint:
         """
         if _is_gguf(self.path):
             return open_gguf(self.path)
-        written = None
+        weight_format = None
         if self.quantization is not None:
-            written = load("models.formats", "a quantized checkpoint").choose_format(self.quantization)
-        files = Files(self.path, written, self.is_part)
+            weight_format = load("models.formats", "a quantized checkpoint").choose_format(self.quantization)
+        files = Files(self.path, weight_format, self.is_part)
         if unused := [name for name in files.headers if self.is_only_for_drafting(name)]:
             logging.getLogger(__name__).warning(
                 "%s: %d tensors of layers beyond the model's are left out, the first is %r",
@@ -96,7 +96,7 @@ class Checkpoint:
         If the body was saved without a head, its tensors get the `model.` prefix of a model with a head.
         """
         headers, body = files.headers, EMBEDDING.removeprefix("model.")
-        if body in headers and files.written is None:
+        if body in headers and files.weight_format is None:
             files.headers = headers = {f"model.{name}": header for name, header in headers.items()}
         if EMBEDDING in headers:
             headers.pop(HEAD, None)

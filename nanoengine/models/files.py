@@ -7,11 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from nanoengine.backends.quantized import Quantized, floats
+from nanoengine.backends.quantized import Quantized
 
 if TYPE_CHECKING:  # formats.py is imported only for a quantized checkpoint
     from nanoengine.models.formats import Format
@@ -42,8 +41,8 @@ class Reader(Protocol):
     def is_quantized(self, name: str) -> bool:
         """Return whether a weight is quantized."""
 
-    def read(self, name: str, part: tuple[slice, ...] | None = None) -> Tensor | Quantized:
-        """Return a tensor, or a part of it. A part of a quantized weight is dequantized."""
+    def read(self, name: str) -> Tensor | Quantized:
+        """Return a tensor."""
 
 
 class Files:
@@ -51,7 +50,7 @@ class Files:
 
     Args:
         path: the checkpoint's directory.
-        written: the format of the quantized weights; None: the weights are not quantized.
+        weight_format: the format of the quantized weights; None: the weights are not quantized.
         is_part: read only the language model's tensors of a multimodal checkpoint, by that model's own names.
 
     Raises:
@@ -59,84 +58,71 @@ class Files:
             weight is missing or has the wrong dtype.
     """
 
-    def __init__(self, path: Path, written: "Format | None" = None, is_part: bool = False) -> None:
-        self.path, self.written = path, written
+    def __init__(self, path: Path, weight_format: "Format | None" = None, is_part: bool = False) -> None:
+        self.path, self.weight_format = path, weight_format
         self.headers = _read_headers(path, is_part)
         self._parts: dict[
             str, dict[str, TensorHeader]
         ] = {}  # weight -> its parts, by the ends of their names
         self._opened: tuple[Path, Any] | None = None
-        if written is not None:
-            self._fold(written)
+        if weight_format is not None:
+            self._combine_parts(weight_format)
 
     def is_quantized(self, name: str) -> bool:
         """Return whether a weight is quantized."""
         return name in self._parts
 
-    def read(self, name: str, part: tuple[slice, ...] | None = None) -> Tensor | Quantized:
-        """Return a tensor, or a part of it. A part of a quantized weight is dequantized.
+    def read(self, name: str) -> Tensor | Quantized:
+        """Return a tensor. A tensor that is not quantized stays in the mapped file until it is used.
 
         Raises:
             ValueError: the parts of a quantized weight do not fit each other.
         """
         if name not in self._parts:
-            return self._get(self.headers[name], part)
-        assert self.written is not None
+            return self._get(self.headers[name])
+        assert self.weight_format is not None
         try:
-            weight = self.written.read({end: self._get(header) for end, header in self._parts[name].items()})
+            return self.weight_format.read({end: self._get(part) for end, part in self._parts[name].items()})
         except (ValueError, KeyError, RuntimeError, IndexError, TypeError) as error:
-            raise ValueError(
-                f"{self.path}: tensor {name!r}, {self.written.name}, is not sound: {error}"
-            ) from error
-        if part is None:
-            return weight
-        return floats(weight, torch.float32)[part]
+            found = f"tensor {name!r}, {self.weight_format.name},"
+            raise ValueError(f"{self.path}: {found} is not sound: {error}") from error
 
-    def _get(self, header: TensorHeader, part: tuple[slice, ...] | None = None) -> Tensor:
-        """Read a tensor from its file. The file stays memory-mapped until another file is read."""
+    def _get(self, header: TensorHeader) -> Tensor:
+        """Return a tensor of a file. The file stays memory-mapped until another file is read."""
         if self._opened is None or self._opened[0] != header.file:
-            with _as_damaged(header.file):
-                self._opened = header.file, safe_open(header.file, framework="pt")
-        tensors = self._opened[1]
-        result: Tensor = (
-            tensors.get_tensor(header.name) if part is None else tensors.get_slice(header.name)[part]
-        )
+            self._opened = header.file, open_tensors(header.file)
+        result: Tensor = self._opened[1].get_tensor(header.name)
         return result
 
-    def _fold(self, written: "Format") -> None:
+    def _combine_parts(self, weight_format: "Format") -> None:
         """Replace the headers of a quantized weight's parts by one header for the weight."""
-        first, headers = written.parts[0], self.headers
-        for name in [name for name in headers if name.endswith(f".{first.end}")]:
-            if headers[name].dtype in first.dtypes:
-                base = name.removesuffix(first.end)
-                parts = {part.end: f"{base}{part.end}" for part in written.parts}
-                for part in written.parts:
-                    header = headers.get(parts[part.end])
-                    if header is None and not part.is_optional:
+        first, headers = weight_format.parts[0], self.headers
+        for name, header in list(headers.items()):
+            if not name.endswith(f".{first.end}") or header.dtype not in first.dtypes:
+                continue
+            base, parts = name.removesuffix(first.end), {}
+            for part in weight_format.parts:
+                if (found := headers.pop(base + part.end, None)) is not None:
+                    if found.dtype not in part.dtypes:
                         raise ValueError(
-                            f"{self.path} lacks tensor {parts[part.end]!r}, which {name!r} needs"
+                            f"{found.file} holds tensor {base + part.end!r} as {found.dtype}; "
+                            f"in {weight_format.name} it must be one of {', '.join(part.dtypes)}"
                         )
-                    if header is not None and header.dtype not in part.dtypes:
-                        raise ValueError(
-                            f"{header.file} holds tensor {parts[part.end]!r} as {header.dtype}; "
-                            f"of {written.name} it is one of {', '.join(part.dtypes)}"
-                        )
-                found = {end: headers.pop(full) for end, full in parts.items() if full in headers}
-                self._parts[f"{base}weight"] = found
+                    parts[part.end] = found
+                elif not part.is_optional:
+                    raise ValueError(f"{self.path} lacks tensor {base + part.end!r}, which {name!r} needs")
+            self._parts[f"{base}weight"] = parts
+            headers[f"{base}weight"] = header._replace(dtype="F32", shape=weight_format.shape(header.shape))
         if not self._parts:
-            raise ValueError(f"{self.path}: config.json says {written.name}, and no weight is")
-        for name in [name for name in headers if name.rpartition(".")[2] in written.unused]:
+            raise ValueError(f"{self.path}: config.json says {weight_format.name}, but no weight is")
+        for name in [name for name in headers if name.rpartition(".")[2] in weight_format.unused]:
             del headers[name]
-        for name, found in self._parts.items():
-            header = found[first.end]
-            assert header.shape is not None
-            headers[name] = header._replace(dtype="F32", shape=written.shape(header.shape))
 
 
-@contextmanager
-def _as_damaged(file: Path) -> Iterator[None]:
+def open_tensors(file: Path) -> Any:
+    """Open a safetensors file. Raises ValueError if it is damaged."""
     try:
-        yield
+        return safe_open(file, framework="pt")
     except SafetensorError as error:
         raise ValueError(f"{file} is damaged or not a safetensors file: {error}") from error
 
@@ -144,21 +130,24 @@ def _as_damaged(file: Path) -> Iterator[None]:
 def _read_headers(path: Path, is_part: bool) -> dict[str, TensorHeader]:
     headers: dict[str, TensorHeader] = {}
     for file in _tensor_files(path):
-        with _as_damaged(file), safe_open(file, framework="pt") as tensors:
-            for saved_name in tensors.keys():  # noqa: SIM118 (not a dict)
-                name = saved_name
-                if is_part:
-                    pattern = next((pattern for pattern in PART_NAMES if re.match(pattern, name)), None)
-                    if pattern is None:
-                        continue
-                    name = re.sub(pattern, PART_NAMES[pattern], name)
-                if name in headers:
-                    raise ValueError(f"{path} holds tensor {name!r} twice")
-                if name.endswith("rotary_emb.inv_freq"):  # a buffer in old Llama checkpoints
-                    continue
-                part = tensors.get_slice(saved_name)
-                headers[name] = TensorHeader(file, saved_name, part.get_dtype(), tuple(part.get_shape()))
+        tensors = open_tensors(file)
+        for saved_name in tensors.keys():  # noqa: SIM118 (not a dict)
+            name = _name_in_part(saved_name) if is_part else saved_name
+            if name is None or name.endswith("rotary_emb.inv_freq"):  # a buffer in old Llama checkpoints
+                continue
+            if name in headers:
+                raise ValueError(f"{path} holds tensor {name!r} twice")
+            tensor = tensors.get_slice(saved_name)
+            headers[name] = TensorHeader(file, saved_name, tensor.get_dtype(), tuple(tensor.get_shape()))
     return headers
+
+
+def _name_in_part(name: str) -> str | None:
+    """Return a tensor's name in the language model alone; None: it belongs to another part."""
+    for pattern, prefix in PART_NAMES.items():
+        if re.match(pattern, name):
+            return re.sub(pattern, prefix, name)
+    return None
 
 
 def _tensor_files(path: Path) -> list[Path]:

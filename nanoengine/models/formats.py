@@ -38,7 +38,7 @@ class Format(NamedTuple):
     name: str  # shown to the user
     parts: tuple[Part, ...]  # a weight that has the first part is quantized
     # Returns a weight's shape (N, I), given its first part's shape; None: the shape is in another part.
-    shape: Callable[[tuple[int, ...]], tuple[int, ...] | None]
+    shape: Callable[[Any], tuple[int, ...] | None]
     # Returns a weight, given its parts. May raise any error if the parts do not fit each other.
     read: Callable[[Tensors], Quantized | Tensor]
     unused: tuple[str, ...] = ()  # ends of tensors that are ignored: scales of activations

@@ -20,7 +20,7 @@ import transformers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from nanoengine.backends.quantized import Quantized, floats
+from nanoengine.backends.quantized import Quantized
 from nanoengine.models.decoder import Decoder, DecoderConfig
 from nanoengine.models.files import TensorHeader, as_value_error
 from nanoengine.models.hf_config import UnsupportedModelError, check_fields
@@ -372,8 +372,8 @@ class GGUFFile:
     def _type_of(self, name: str) -> str:
         return str(self._tensors[self.headers[name].name].kind.name)
 
-    def read(self, name: str, part: tuple[slice, ...] | None = None) -> Tensor | Quantized:
-        """Return a tensor, or a part of it. A part of a quantized weight is dequantized."""
+    def read(self, name: str) -> Tensor | Quantized:
+        """Return a tensor."""
         header, kind = self.headers[name], self._type_of(name)
         assert header.shape is not None
         weight: Tensor | Quantized
@@ -383,8 +383,8 @@ class GGUFFile:
         else:
             weight = self._floats(header.name)
         if self.architecture == "llama" and name.split(".")[-2] in ("q_proj", "k_proj"):
-            weight = self._in_halves(weight, "_kv" if "k_proj" in name else "")
-        return weight if part is None else floats(weight, torch.float32)[part]
+            return self._in_halves(weight, "_kv" if "k_proj" in name else "")
+        return weight
 
     def _bytes(self, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """Return a copy of a tensor's bytes."""

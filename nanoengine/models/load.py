@@ -139,13 +139,12 @@ def _fill(model: Decoder, files: Reader, shard: "Shard | None", shapes: dict[str
         wanted.setdefault(_source(name, files), []).append(parameter)
     for name in files.headers:
         for filled in wanted.get(name, ()):  # empty for a quantized weight
-            if shard is None:
-                part = floats(_read(files, name, tuple(filled.shape)), filled.dtype)
-            else:
-                slices = shard.slices(name, filled.dim())
-                part = floats(_read(files, name, shapes[name], slices), filled.dtype)
-                filled = filled.zero_()[tuple(slice(length) for length in part.shape)]
-            filled.copy_(part)  # a share that was rounded up ends in zeros
+            weight = _read(files, name, shapes[name])
+            if shard is not None:
+                whole = floats(weight, torch.float32) if isinstance(weight, Quantized) else weight
+                weight = whole[shard.slices(name, filled.dim())]
+                filled = filled.zero_()[tuple(slice(length) for length in weight.shape)]
+            filled.copy_(floats(weight, filled.dtype))  # a share that was rounded up ends in zeros
 
 
 def _source(name: str, files: Reader) -> str:
@@ -153,17 +152,13 @@ def _source(name: str, files: Reader) -> str:
     return TIED_TO[name] if name in TIED_TO and name not in files.headers else name
 
 
-def _read(
-    files: Reader, name: str, shape: tuple[int, ...], part: tuple[slice, ...] | None = None
-) -> Tensor | Quantized:
-    """Return a tensor, or a part of it, and check its shape: some formats' headers do not state it."""
-    if part is not None and files.headers[name].shape is not None:
-        return files.read(name, part)
+def _read(files: Reader, name: str, shape: tuple[int, ...]) -> Tensor | Quantized:
+    """Return a tensor, and check its shape: some formats' headers do not state it."""
     weight = files.read(name)
     found = tuple((weight.integers if isinstance(weight, Quantized) else weight).shape)
     if found != shape:
         raise ValueError(f"tensor {name!r} has shape {found}, the config asks for {shape}")
-    return weight if part is None else floats(weight, torch.float32)[part]
+    return weight
 
 
 def _find_quantized(model: Decoder, files: Reader, changed: set[str]) -> dict[str, list[str]]:

@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from nanoengine.models.files import read_json
+from nanoengine.models.files import open_tensors, read_json
 
 PREFIX = "base_model.model."
 # Field of adapter_config.json -> its supported values. Other values would change the merged weights.
@@ -66,15 +65,12 @@ class Adapter:
         for field, served in PLAIN.items():
             if (value := self.config.get(field)) not in served:
                 raise ValueError(f"{config_path}: {field}={value!r} is not served")
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                self._tensors = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
-        except SafetensorError as error:
-            raise ValueError(f"{file} is damaged or not a safetensors file: {error}") from error
+        tensors = open_tensors(file)
         self._bases: dict[str, Tensor] = {}  # name -> the base weight or bias of an adapted layer
         self._parts: dict[str, dict[str, Tensor]] = {}  # name -> its A, B and magnitude_vector
         self._whole: dict[str, Tensor] = {}  # name -> a tensor that replaces the weight
-        for saved_name, tensor in self._tensors.items():
+        for saved_name in tensors.keys():  # noqa: SIM118 (not a dict)
+            tensor = tensors.get_tensor(saved_name)
             name = saved_name.removeprefix(PREFIX)
             if found := re.fullmatch(r"(.+)\.lora_((?:embedding_)?[AB]|magnitude_vector)(\.weight)?", name):
                 self._parts.setdefault(f"{found[1]}.weight", {})[found[2]] = tensor

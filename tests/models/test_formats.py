@@ -405,7 +405,7 @@ UNSOUND = {
     ),
     "a part is of another type": (
         lambda t: t.update({f"{UP}.qzeros": t[f"{UP}.qzeros"].float()}),
-        f"holds tensor '{UP}.qzeros' as F32; of gptq it is one of I32",
+        f"holds tensor '{UP}.qzeros' as F32; in gptq it must be one of I32",
     ),
     "scales are transposed": (
         lambda t: t.update({f"{UP}.scales": t[f"{UP}.scales"].T}),

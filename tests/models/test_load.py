@@ -409,7 +409,7 @@ def test_weights_quantised_by_a_scheme_that_is_not_served_are_refused_by_its_nam
 @pytest.mark.parametrize(
     ("file", "content", "words"),
     [
-        ("quantize_config.json", {"bits": 4, "group_size": 128}, "config.json says gptq, and no"),
+        ("quantize_config.json", {"bits": 4, "group_size": 128}, "config.json says gptq, but no"),
         ("quantize_config.json", {"bits": 3}, "quantised by gptq, and its bits is 3; served are 4, 8"),
         ("hf_quant_config.json", {"quantization": {"quant_algo": "NVFP4"}}, "quantised by NVFP4; served are"),
     ],
