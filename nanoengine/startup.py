@@ -71,7 +71,7 @@ def start_runner(
     digest = digest_weights(model) if config.kv_store is not None else b""  # before `prepare` packs them
     specs = model.kv_specs
     groups = group_layers(specs, max_model_len)
-    states = getattr(model, "states", None) or None
+    states = getattr(model, "states", None)
     state_bytes = 0 if states is None else states.slot_bytes
     device.prepare(model)
     draw = device.draw or partial(draw_rows, scale=device.fuse(scale_logits), rank=device.fuse(sort_keys))

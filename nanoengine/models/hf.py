@@ -14,7 +14,7 @@ import copy
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,6 @@ from nanoengine.models.hf_config import (
 )
 from nanoengine.models.linear import use_linear_layers
 from nanoengine.models.names import check_dtypes, refuse_misfit
-from nanoengine.models.states import States
 from nanoengine.optional import load
 
 # The allowed difference between two trial passes, relative to the norm of a token's queries, keys or hidden
@@ -91,6 +90,17 @@ def _attention_forward(
 
 
 AttentionInterface.register(ATTENTION_NAME, _attention_forward)
+
+
+def is_mixer(kind: type) -> bool:
+    """Return whether modules of a class store recurrent states in transformers' cache, judging by their code.
+
+    RecurrentGemma's module stores its state in itself. states.py replaces its code.
+    """
+    forward = inspect.unwrap(kind.forward)  # type: ignore[attr-defined]
+    names = getattr(getattr(forward, "__code__", None), "co_names", ())
+    stores_state = {"update_conv_state", "update_recurrent_state", "set_linear_cache"} & {*names}
+    return bool(stores_state) or kind.__name__ == "RecurrentGemmaRecurrentBlock"
 
 
 class _Relay:
@@ -199,7 +209,10 @@ class HFModel(nn.Module):
         for module in causal_lm.modules():
             module.paged_attend = self._relay
             module._load_state_dict_pre_hooks.clear()  # Mamba2's hook is a reference cycle
-        self.states = States(causal_lm)
+        mixers = [module for module in causal_lm.modules() if is_mixer(type(module))]
+        self.states = (
+            load("models.states", "a model with recurrent states").States(mixers) if mixers else None
+        )
         self.kv_specs: list[KVSpec] = []  # what attention stores per token, in call order
         self.attention_settings: frozenset[str] = frozenset()  # used by the layers, other than a scale
         self._probe(max_model_len)
@@ -270,7 +283,7 @@ class HFModel(nn.Module):
 
         def trial(ids: Tensor, positions: Tensor, attend: Attend) -> list[Tensor]:
             seen.clear()
-            with self.states.probe():
+            with nullcontext() if self.states is None else self.states.probe():
                 hidden = self._run(ids, positions, attend)
             return [*seen, hidden]
 
@@ -288,7 +301,7 @@ class HFModel(nn.Module):
         except Exception as error:
             raise UnsupportedModelError(f"a trial pass failed: {type(error).__name__}: {error}") from error
         num_layers, num_calls = config.num_hidden_layers, len(self.kv_specs)
-        if num_calls != num_layers and not self.states:
+        if num_calls != num_layers and self.states is None:
             raise UnsupportedModelError(
                 f"its {num_layers} layers attend {num_calls} times in a way that can be replaced"
             )
@@ -296,7 +309,7 @@ class HFModel(nn.Module):
         by_default = "sliding" if configured else "full"
         windows = [spec.window for spec in self.kv_specs]
         layer_types = getattr(config, "layer_types", None) or [by_default] * len(windows)
-        if self.states:
+        if self.states is not None:
             layer_types = [kind for kind in layer_types if kind in ATTENTION_TYPES]
             if len(layer_types) != len(windows):
                 layer_types = [by_default] * len(windows)

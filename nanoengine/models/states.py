@@ -134,29 +134,23 @@ class States:
     """Owns the states of a model's mixers, and runs the mixers.
 
     Args:
-        model: a transformers model. The `forward` of its mixers is replaced by one that calls `mix`.
+        mixers: the mixers of a transformers model. Their `forward` is replaced by one that calls `mix`.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, mixers: list[nn.Module]) -> None:
         self.specs: list[dict[Key, StateSpec]] = []  # one per mixer, in call order; set by `probe`
         self.memory: list[Memory] = []  # likewise
         self.kernels: Any = None  # the CPU backend's; None: compute with transformers' code
         # Neither self nor the stand-in functions may refer to a mixer: a reference cycle would keep the
         # weights in memory until the garbage collector runs.
-        mixers = [module for module in model.modules() if is_mixer(type(module))]
         for mixer in mixers:
             _take_over(mixer, self)
-        self._num_mixers = len(mixers)
         self._step: StateLayout[Tensor] | None = None
         self._probed: list[dict[Key, StateSpec]] | None = None
         self._memories: Iterator[tuple[Memory, dict[Key, StateSpec]]] = iter(())  # of the remaining mixers
         # State of the current call, for the stand-in functions:
         self.initial: Iterator[Tensor] = iter(())  # the recurrent state, or one per head; empty: zeros
         self.is_prompt = False
-
-    def __bool__(self) -> bool:
-        """Return whether the model has any mixers."""
-        return self._num_mixers > 0
 
     @property
     def slot_bytes(self) -> int:
@@ -272,15 +266,6 @@ def _spec_of(mixer: Any, key: Key, state: Tensor) -> StateSpec:
         dims = max((STEPS[name] for name in STEPS.keys() & mixer.stand_ins), default=None)
         has_kernel = state.dim() == dims and state.dtype == torch.float32
     return StateSpec(tuple(state.shape[1:]), state.dtype, has_kernel and number == 0)
-
-
-def is_mixer(kind: type) -> bool:
-    """Return whether modules of a class store states in transformers' cache, judging by their code."""
-    forward = inspect.unwrap(kind.forward)  # type: ignore[attr-defined]
-    names = getattr(getattr(forward, "__code__", None), "co_names", ())
-    if kind.__name__ in FORWARDS:
-        return True
-    return not {"update_conv_state", "update_recurrent_state", "set_linear_cache"}.isdisjoint(names)
 
 
 def _take_over(mixer: nn.Module, states: States) -> None:

@@ -12,7 +12,7 @@ from nanoengine import LLM, SamplingParams
 from nanoengine.backends.inputs import NUM_RESERVED_SLOTS, ZERO_SLOT
 from nanoengine.engine import Sequence
 from nanoengine.extensions.states import StatefulBlockManager, StatefulScheduler
-from nanoengine.models.states import is_mixer
+from nanoengine.models.hf import is_mixer
 from tests.helpers import VARIED_SETTINGS, greedy, random_prompts
 from tests.laws import check_laws
 from tests.model_table import small_config, small_model
