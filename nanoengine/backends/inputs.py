@@ -4,7 +4,7 @@ Shape letters: T tokens in the batch, S sequences, R rows to sample, B block_siz
 """
 
 from collections.abc import Callable
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,37 +79,18 @@ def send_inputs(
     """Copy a batch to a device with its `send`. The next call overwrites the memory."""
     meta = inputs.metadata
     # A CUDA graph reads the first arrays: their addresses must not depend on the number of sampled rows.
-    of_tokens = [inputs.input_ids, inputs.positions]
-    of_attention = [meta.cu_seqlens_q, meta.cu_seqlens_k, meta.seq_lens, meta.block_tables, meta.slot_mapping]
-    of_sampling = [inputs.sample_rows, inputs.pending_rows, inputs.pending_samples]
-    of_states = [] if inputs.states is None else list(inputs.states[:3])
-    tensors = send(of_tokens + of_attention + of_states + of_sampling)
-    input_ids, positions, cu_seqlens_q, cu_seqlens_k, seq_lens, block_tables, slot_mapping = tensors[:7]
-    metadata = AttentionMetadata(
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        seq_lens=seq_lens,
-        block_tables=block_tables,
-        slot_mapping=slot_mapping,
-        max_query_len=meta.max_query_len,
-        max_seq_len=meta.max_seq_len,
-        has_cached_tokens=meta.has_cached_tokens,
-        num_leading_decodes=meta.num_leading_decodes,
-        needed_rows=meta.needed_rows,
-    )
-    sample_rows, pending_rows, pending_samples = tensors[-3:]
-    states = None
-    if inputs.states is not None:
-        decode_rows, sources, targets = tensors[7:10]
-        states = StateLayout(decode_rows, sources, targets, inputs.states.parts)
-    return ModelInputs(input_ids, positions, metadata, sample_rows, pending_rows, pending_samples, states)
+    of_states = [] if inputs.states is None else inputs.states[:3]
+    of_sampling = inputs.sample_rows, inputs.pending_rows, inputs.pending_samples
+    tensors: Any = send([inputs.input_ids, inputs.positions, *meta[:5], *of_states, *of_sampling])
+    metadata = AttentionMetadata(*tensors[2:7], *meta[5:])
+    states = None if inputs.states is None else StateLayout(*tensors[7:10], inputs.states.parts)
+    return ModelInputs(tensors[0], tensors[1], metadata, *tensors[-3:], states)
 
 
 class SamplingMetadata(NamedTuple):
     """Holds how each row's token is sampled."""
 
     temperature: NDArray[np.float32]  # (R,)  0: greedy
-
     top_k: NDArray[np.int64]  # (R,)  0: all
     top_p: NDArray[np.float32]  # (R,)  infinity: all
     min_p: NDArray[np.float32]  # (R,)  0: all
