@@ -2,19 +2,18 @@
 
 import argparse
 import itertools
-import json
 import statistics
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from benchmarks import llama_cpp, nano_vllm
 from benchmarks.ablation import WITHOUT
 from benchmarks.machine import machine
+from benchmarks.models import write_shape
 from benchmarks.workers import Worker, start_worker
 from nanoengine.apps.bench import percentiles
 from nanoengine.apps.roofline import roofline_seconds
@@ -146,7 +145,7 @@ def bench_model(model: str, workloads: list[Workload], args: argparse.Namespace)
 
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         if model in SHAPES:
-            Path(scratch, "config.json").write_text(json.dumps(SHAPES[model] | {"dtype": args.dtype}))
+            write_shape(model, scratch, dtype=args.dtype)
         checkpoint = open_checkpoint(scratch if model in SHAPES else model)
         lengths = [(n + w.shared + m) for w in workloads for n, m in zip(*w.lengths(), strict=True)]
         settings = {

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from benchmarks.gpu_report import write_report
+from benchmarks.models import write_shape
 from nanoengine.apps.workloads import SHAPES, WORKLOADS, Workload, parse_custom
 
 PIECE_S, ALL_S = 540.0, 2400.0  # time limits in seconds, for one piece and for all pieces
@@ -68,7 +69,7 @@ def serve(name: str, setup: Setup) -> dict[str, Any]:
     prompt_lens, output_lens = workload.lengths()
     longest = max(n + m for n, m in zip(prompt_lens, output_lens, strict=True))
     with tempfile.TemporaryDirectory() as directory:
-        Path(directory, "config.json").write_text(json.dumps(SHAPES[setup.shape] | {"dtype": "bfloat16"}))
+        write_shape(setup.shape, directory, dtype="bfloat16")
         settings = {
             "model": directory,
             "load_format": "dummy",
@@ -232,7 +233,7 @@ def profile_steps(setup: Setup) -> dict[str, Any]:
         ", top_k": {"top_k": 20, "top_p": 0.95},
     }
     with tempfile.TemporaryDirectory() as directory:
-        Path(directory, "config.json").write_text(json.dumps(SHAPES[setup.shape]))
+        write_shape(setup.shape, directory)
         settings = {
             "load_format": "dummy",
             "dtype": "bfloat16",

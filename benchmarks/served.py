@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import machine
+from benchmarks.models import write_shape, write_tokenizer
 from benchmarks.report import hardware
 from benchmarks.runs import CORES
 from nanoengine.apps.workloads import SHAPES
@@ -34,21 +35,6 @@ from nanoengine.apps.workloads import SHAPES
 START_SECONDS = 300
 INSTALL = "python -m venv guidellm && guidellm/bin/pip install guidellm, and --guidellm guidellm/bin/python"
 FIGURES = {"TTFT": "time_to_first_token_ms", "between tokens": "inter_token_latency_ms"}
-
-
-def write_model(shape: str, dtype: str, path: Path) -> None:
-    """Write a directory that servers can load: a config, and a tokenizer of bytes and made-up words."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = [f"\u0120w{number}" for number in range(SHAPES[shape]["vocab_size"] - len(alphabet))]
-    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate([*alphabet, *words])}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    wrap: Any = PreTrainedTokenizerFast
-    wrap(tokenizer_object=tokenizer).save_pretrained(path)
-    (path / "config.json").write_text(json.dumps(SHAPES[shape] | {"dtype": dtype}))
 
 
 def server_command(engine: str, python: str, model: str, port: int) -> list[str]:
@@ -205,7 +191,8 @@ def main() -> None:
     rates = [*map(float, args.rate.split(",")), None]
     rows = []
     with tempfile.TemporaryDirectory() as model:
-        write_model(args.model, args.dtype, Path(model))
+        write_shape(args.model, model, dtype=args.dtype)
+        write_tokenizer(SHAPES[args.model]["vocab_size"], model)
         print(
             "| server | requests a second | output tokens/s | TTFT p50, p99 | between tokens p50, p99 | cpu |"
         )

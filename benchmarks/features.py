@@ -1,0 +1,371 @@
+"""Measure one feature of nanoengine. No download; the last line printed is one JSON object.
+
+python -m benchmarks.features speculate     # draft tokens, with and without, in turns
+python -m benchmarks.features structured    # a JSON schema for each request, with and without, in turns
+python -m benchmarks.features kvstore       # the first token of a long prompt: computed, from a store, cached
+python -m benchmarks.features quality       # what quantized weights change in log-probabilities
+
+The model is a published shape with random weights, unless --model names a checkpoint; for passages and for
+quality it is the bundled one.
+"""
+
+import argparse
+import functools
+import json
+import os
+import pydoc_data.topics
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.models import write_shape, write_tokenizer
+from examples import train_demo
+from nanoengine import LLM, SamplingParams, StructuredOutputsParams
+from nanoengine.apps.workloads import SHAPES
+from nanoengine.sampling import SamplingRow
+
+GiB = 1 << 30
+
+
+def median_ratio(pairs: list[tuple[float, float]]) -> float:
+    """Return the median of first / second over consecutive runs: the machine's slow changes cancel out."""
+    return statistics.median(first / second for first, second in pairs)
+
+
+def random_prompts(rng: random.Random, count: int, length: int, vocab_size: int = 4000) -> list[list[int]]:
+    """Return prompts of random token ids."""
+    return [[rng.randrange(min(4000, vocab_size)) for _ in range(length)] for _ in range(count)]
+
+
+# ---- Speculative decoding ------------------------------------------------------------------------
+
+# What the answers are sampled from. How many draft tokens are accepted depends on it.
+TEXTS = {
+    "same": 1,  # one token: as many draft tokens are accepted as possible
+    "coin": 2,  # two tokens: half of the draft tokens fail
+    "random": None,  # all tokens: nothing repeats, which measures the cost of looking
+    "passages": None,  # a chat, in which the model repeats a passage from hundreds of tokens earlier
+}
+
+
+def serve_text(llm: LLM, text: str, batch: int, run: str) -> tuple[float, list[list[int]]]:
+    """Serve `batch` requests at once, and return the seconds it took and the answers' tokens."""
+    rng = random.Random(f"{text} {batch} {run}")
+    params = SamplingParams(temperature=0.6, seed=0, max_tokens=128, detokenize=False, ignore_eos=True)
+    ask: Callable[..., Any]
+    if text == "passages":
+        params = SamplingParams(temperature=0, max_tokens=512)
+        questions = [train_demo.ask_passage(rng, 20)[0]] * batch
+        ask = functools.partial(llm.chat, [[{"role": "user", "content": question}] for question in questions])
+    else:
+        params.allowed_token_ids = list(range(5, 5 + TEXTS[text])) if TEXTS[text] else None
+        prompts = random_prompts(rng, batch, 256, llm.llm_engine.checkpoint.vocab_size)
+        ask = functools.partial(llm.generate, prompts)
+    start = time.perf_counter()
+    outputs = ask(params, use_tqdm=False)
+    return time.perf_counter() - start, [output.outputs[0].token_ids for output in outputs]
+
+
+def compare_drafts(off: LLM, on: LLM, text: str, batch: int, repeats: int) -> dict[str, Any]:
+    """Serve the same new requests with and without draft tokens, in turns. The answers should not differ."""
+    for llm in (off, on):
+        serve_text(llm, text, min(batch, 2), "warm-up")
+    before, rates, num_different = on.metrics(), [], 0
+    for run in range(repeats):
+        turns = [
+            (llm, *serve_text(llm, text, batch, str(run))) for llm in ((off, on) if run % 2 else (on, off))
+        ]
+        speeds = {llm: sum(map(len, answers)) / seconds for llm, seconds, answers in turns}
+        rates.append((speeds[on], speeds[off]))
+        num_different += sum(a != b for a, b in zip(turns[0][2], turns[1][2], strict=True))
+    names = [f"spec_decode_num_{what}" for what in ("drafts", "draft_tokens", "accepted_tokens")]
+    drafts, drafted, accepted = (int(on.metrics()[name] - before[name]) for name in names)
+    with_drafts, without = map(statistics.median, zip(*rates, strict=True))
+    gain = median_ratio(rates)
+    print(
+        f"{text:9} {batch:5} {without:9.1f} {with_drafts:9.1f} {gain:6.2f}x {drafted:8} {accepted:8}"
+        f"  {num_different}"
+    )
+    return {
+        "text": text,
+        "batch": batch,
+        "output_tokens_per_s": rates,
+        "gain": gain,
+        "drafted": drafted,
+        "accepted": accepted,
+        "mean_acceptance_length": 1 + accepted / drafts if drafts else None,
+        "answers_that_differ": num_different,
+    }
+
+
+def speculate(model: str, settings: dict[str, Any], args: argparse.Namespace) -> Any:
+    """Measure each text and batch size."""
+    config = {"method": "ngram", "num_speculative_tokens": args.tokens}
+    config |= {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
+    settings |= {"max_model_len": 1024, "kv_cache_bytes": 2 * GiB, "enable_prefix_caching": False}
+    print("text      batch       off        on    gain  drafted accepted  differ  (output tokens/s)")
+    results = []
+    for text in args.text:
+        if text == "passages" and args.model is None:
+            model, settings = "demo", settings | {"load_format": "auto"}
+        with LLM(model, **settings) as off, LLM(model, speculative_config=config, **settings) as on:
+            results += [compare_drafts(off, on, text, batch, args.repeats) for batch in args.batch]
+    return results
+
+
+# ---- Structured outputs --------------------------------------------------------------------------
+
+ANSWER = 48  # tokens; the schemas require more text than that
+
+
+def schema_of(i: int) -> dict[str, Any]:
+    """Return a different schema for each request."""
+    properties = {
+        f"name_{i}": {"type": "string", "maxLength": 20},
+        "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 2},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "note": {"type": "string", "minLength": 1000},
+    }
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+def structured_rate(llm: LLM, batch: int, has_schema: bool) -> float:
+    """Serve `batch` requests at once, and return the output tokens per second."""
+    params = [SamplingParams(seed=i, max_tokens=ANSWER, ignore_eos=not has_schema) for i in range(batch)]
+    for i, each in enumerate(params):
+        each.structured_outputs = StructuredOutputsParams(json=schema_of(i)) if has_schema else None
+    start = time.perf_counter()
+    outputs = llm.generate(random_prompts(random.Random(batch), batch, 16), params, use_tqdm=False)
+    return sum(len(output.outputs[0].token_ids) for output in outputs) / (time.perf_counter() - start)
+
+
+def mask_microseconds(llm: LLM) -> float:
+    """Return the median microseconds to apply one constraint's mask, over the positions of an answer."""
+    params = SamplingParams(max_tokens=ANSWER, structured_outputs=StructuredOutputsParams(json=schema_of(0)))
+    prompt, times = [1, 2, 3], []
+    (output,) = llm.generate([prompt], params, use_tqdm=False)
+    (make,) = llm.llm_engine.check(prompt, params).processors
+    constraint, token_ids = make(), prompt + output.outputs[0].token_ids
+    logits = torch.zeros(1, llm.llm_engine.checkpoint.vocab_size)
+    for position in range(len(prompt), len(token_ids)):
+        row = SamplingRow(params, 0, position, token_ids, len(prompt))
+        start = time.perf_counter()
+        constraint.apply(logits, [(0, constraint, row)])
+        times.append(time.perf_counter() - start)
+    return 1e6 * statistics.median(times)
+
+
+def structured(model: str, settings: dict[str, Any], args: argparse.Namespace) -> Any:
+    """Measure each batch size."""
+    if args.model is None:
+        eos = write_tokenizer(SHAPES[args.shape]["vocab_size"], model)
+        write_shape(args.shape, model, eos_token_id=eos)
+    settings |= {"max_model_len": 512, "kv_cache_bytes": 2 * GiB, "enable_prefix_caching": False}
+    results = []
+    with LLM(model, **settings) as llm:
+        print(f"a mask, applied: {mask_microseconds(llm):.0f} us")
+        print("batch   without     with  ratio  (output tokens/s)")
+        for batch in args.batch:
+            for has_schema in (False, True):  # a warm-up, which also compiles the grammars
+                structured_rate(llm, batch, has_schema)
+            turns = range(args.repeats)
+            pairs = [(structured_rate(llm, batch, True), structured_rate(llm, batch, False)) for _ in turns]
+            formed, free = map(statistics.median, zip(*pairs, strict=True))
+            print(f"{batch:5} {free:9.1f} {formed:8.1f} {median_ratio(pairs):6.3f}")
+            results.append({"batch": batch, "output_tokens_per_s": pairs, "ratio": median_ratio(pairs)})
+    return results
+
+
+# ---- The KV store --------------------------------------------------------------------------------
+
+
+def drop_from_page_cache(directory: str) -> None:
+    """Drop the store's files from the page cache, so that reads hit the disk."""
+    os.sync()
+    for file in Path(directory).rglob("*.safetensors"):
+        with file.open("rb") as stream:
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def first_tokens(model: str, settings: dict[str, Any], args: argparse.Namespace, run: int) -> dict[str, Any]:
+    """Return the seconds to a new prompt's first token, and how many of its tokens were not computed.
+
+    Each row but the last has an engine of its own, so that only a store can hold K and V from before:
+
+        cold          the prompt is computed, and saved to the store in the background
+        memory        loaded from a store in /dev/shm
+        disk          loaded from a store on disk, after its files were dropped from the page cache
+        prefix cache  the engine of "memory" again: K and V are still in its blocks
+    """
+    params = SamplingParams(temperature=0, max_tokens=1, detokenize=False, ignore_eos=True)
+    rng, rows = random.Random(run), {}
+    (warm_up,), (prompt,) = random_prompts(rng, 1, 64), random_prompts(rng, 1, args.prompt)
+    make = tempfile.TemporaryDirectory
+    with make(dir=args.memory) as memory, make(dir=args.disk) as disk:
+        for row, store in ("cold", memory), ("saved to disk", disk), ("memory", memory), ("disk", disk):
+            with LLM(model, kv_store=store, **settings) as llm:
+                llm.generate([warm_up], params, use_tqdm=False)
+                drop_from_page_cache(disk)
+                for name in (row, "prefix cache") if row == "memory" else (row,):
+                    start = time.perf_counter()
+                    (output,) = llm.generate([prompt], params, use_tqdm=False)
+                    seconds = time.perf_counter() - start
+                    rows[name] = {"seconds": seconds, "cached": output.num_cached_tokens}
+                    rows[name]["answer"] = output.outputs[0].token_ids
+    return rows
+
+
+def kvstore(model: str, settings: dict[str, Any], args: argparse.Namespace) -> Any:
+    """Measure the time to a long prompt's first token."""
+    settings |= {"max_model_len": args.prompt + 64}
+    runs = [first_tokens(model, settings, args, run) for run in range(args.repeats)]
+    print(f"{'':14} first token  min to max      not computed, of {args.prompt} tokens")
+    for name in ("cold", "memory", "disk", "prefix cache"):
+        seconds = sorted(run[name]["seconds"] for run in runs)
+        spread = f"{statistics.median(seconds):9.3f} s  {seconds[0]:.3f} to {seconds[-1]:.3f}"
+        print(f"{name:14}{spread}  {runs[0][name]['cached']:9}")
+    return runs
+
+
+# ---- The quality of quantized weights ------------------------------------------------------------
+
+# Quantized weights are computed with in float32, so that only their rounding differs.
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"dtype": "float32", "quantization": "int8"},
+    "int4": {"dtype": "float32", "quantization": "int4"},
+}
+Text = tuple[list[int], int]  # token ids, and how many of the first ones are not scored
+
+
+def questions(count: int) -> list[tuple[str, str]]:
+    """Return questions for the bundled model that it was not trained on, with their answers."""
+    rng = random.Random(12345)
+    asks = [train_demo.ask_sum, train_demo.ask_count, train_demo.ask_backwards]
+    asks.append(lambda rng: train_demo.ask_passage(rng, 20))
+    return [asks[i % len(asks)](rng) for i in range(count)]
+
+
+def answered(tokenizer: Any, asked: list[tuple[str, str]]) -> list[Text]:
+    """Return conversations of which only the answers are scored."""
+    texts = []
+    for question, answer in asked:
+        chat = [{"role": "user", "content": question}]
+        prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        ids = tokenizer(prompt).input_ids
+        texts.append((ids + tokenizer(answer).input_ids, len(ids)))
+    return texts
+
+
+def english(tokenizer: Any, path: str | None, num_tokens: int) -> list[Text]:
+    """Return the beginning of a text, by default Python's documentation, in pieces of 256 tokens."""
+    topics = pydoc_data.topics.topics
+    text = Path(path).read_text() if path else "\n".join(topics[name] for name in sorted(topics))
+    ids = tokenizer(text[: 10 * num_tokens], add_special_tokens=False).input_ids[:num_tokens]
+    return [(ids[i : i + 256], 1) for i in range(0, len(ids) - 1, 256)]
+
+
+def log_probabilities(llm: LLM, texts: list[Text]) -> list[float]:
+    """Return the log-probability of each scored token."""
+    params = SamplingParams(max_tokens=1, prompt_logprobs=1, detokenize=False)
+    outputs: Any = llm.generate([{"prompt_token_ids": ids} for ids, _ in texts], params, use_tqdm=False)
+    pairs = zip(outputs, texts, strict=True)
+    return [
+        out.prompt_logprobs[i][ids[i]].logprob for out, (ids, first) in pairs for i in range(first, len(ids))
+    ]
+
+
+def num_right(llm: LLM, asked: list[tuple[str, str]]) -> int:
+    """Return how many questions get exactly the right answer."""
+    chats: Any = [[{"role": "user", "content": question}] for question, _ in asked]
+    outputs = llm.chat(chats, SamplingParams(temperature=0, max_tokens=200), use_tqdm=False)
+    return sum(out.outputs[0].text == answer for out, (_, answer) in zip(outputs, asked, strict=True))
+
+
+def weight_bytes(llm: LLM) -> int:
+    """Return the bytes of the model's weights, counting shared ones once."""
+    model = llm.llm_engine.runner.model
+    return sum(
+        {x.data_ptr(): x.nbytes for x in (*model.parameters(), *model.buffers()) if not x.is_mkldnn}.values()
+    )
+
+
+def quality(model: str, settings: dict[str, Any], args: argparse.Namespace) -> Any:
+    """Measure the log-probabilities of the same texts, and the bytes, in each precision.
+
+    The bundled model knows few English words. So English shows the effect of rounding on a text that a model
+    predicts badly, and its own answers show the effect on a text that it predicts well.
+    """
+    asked = [] if args.model else questions(args.questions)
+    exact: dict[str, list[float]] = {}
+    results = []
+    print("text     precision  log-probability  changes by  right     MB", flush=True)
+    for precision, own in PRECISIONS.items():
+        with LLM(args.model or "demo", max_model_len=1024, kv_cache_bytes=GiB // 4, **own) as llm:
+            texts = {"english": english(llm.get_tokenizer(), args.text, args.tokens)}
+            if asked:
+                texts["answers"] = answered(llm.get_tokenizer(), asked)
+            for text, pieces in texts.items():
+                found = log_probabilities(llm, pieces)
+                changes = [abs(x - y) for x, y in zip(found, exact.setdefault(text, found), strict=True)]
+                row = {"text": text, "precision": precision, "weight_bytes": weight_bytes(llm)}
+                row |= {"logprob": statistics.fmean(found), "change": statistics.fmean(changes)}
+                row["right"] = num_right(llm, asked) if text == "answers" else "-"
+                figures = f"{row['logprob']:15.4g}  {row['change']:10.2g}  {row['right']:>5}"
+                print(f"{text:8} {precision:9}  {figures}  {row['weight_bytes'] / 1e6:5.2f}", flush=True)
+                results.append(row)
+    return results
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure a feature, and print its rows and a JSON line."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    features = parser.add_subparsers(dest="feature", required=True)
+
+    def add(run: Callable[..., Any], repeats: int) -> argparse.ArgumentParser:
+        feature = features.add_parser(run.__name__, description=run.__doc__, formatter_class=form)
+        feature.set_defaults(run=run)
+        feature.add_argument("--model", help="a directory or a hub id")
+        feature.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b", help="with random weights")
+        feature.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+        feature.add_argument("--repeats", type=int, default=repeats)
+        feature.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+        return feature
+
+    feature = add(speculate, repeats=5)
+    feature.add_argument("--text", nargs="+", choices=TEXTS, default=[*TEXTS])
+    feature.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16], help="requests served at once")
+    feature.add_argument("--tokens", type=int, default=4, help="num_speculative_tokens")
+    add(structured, repeats=5).add_argument("--batch", type=int, nargs="+", default=[16, 64])
+    feature = add(kvstore, repeats=3)
+    feature.add_argument("--prompt", type=int, default=4096, help="tokens")
+    feature.add_argument("--memory", default="/dev/shm", help="a directory in memory")
+    feature.add_argument("--disk", default=".", help="a directory on a disk")
+    feature = add(quality, repeats=1)
+    feature.add_argument("--text", help="a file; default: Python's documentation")
+    feature.add_argument("--tokens", type=int, default=8_000, help="of the text")
+    feature.add_argument("--questions", type=int, default=400, help="for the bundled model")
+    args = parser.parse_args(arguments)
+    torch.set_num_threads(args.threads)
+    with tempfile.TemporaryDirectory() as scratch:
+        write_shape(args.shape, scratch)
+        settings = {"dtype": args.dtype, "load_format": "auto" if args.model else "dummy"}
+        try:
+            results = args.run(args.model or scratch, settings, args)
+        except (ValueError, OSError) as error:  # the model cannot be loaded, or a directory is missing
+            sys.exit(f"{parser.prog}: {' '.join(str(error).split())}")
+    about = {name: value for name, value in vars(args).items() if name != "run"}
+    print(json.dumps(about | {"results": results}))
+
+
+if __name__ == "__main__":
+    main()
