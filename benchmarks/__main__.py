@@ -9,7 +9,7 @@ python -m benchmarks --engine nanoengine-int4,llama.cpp-q4_0 --custom 1:32:128  
 python -m benchmarks --custom 64:32-256:16-64:512  # 64 requests, prompts of 32 to 256 tokens after 512 shared
 python -m benchmarks --rate 1,2,4                  # latency with Poisson arrivals at these rates per second
 python -m benchmarks --plot bench.png              # throughput against batch size, and where the time goes
-python -m benchmarks --ablate                      # nanoengine without each of its tricks; --plot draws it
+python -m benchmarks --ablate                      # nanoengine without each of its tricks
 python -m benchmarks --what scheduler              # only the host side: the scheduler, and whole steps
 
 Each engine has a process of its own, and the engines take turns: the first run of each, the second run of
@@ -28,11 +28,10 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from benchmarks import ablation
 from benchmarks.ablation import TRICKS
 from benchmarks.engines import ENGINES
 from benchmarks.runs import CORES
@@ -45,7 +44,7 @@ def command_line() -> str:
     return re.sub(r"=/\S*/(?=\S+/bin/)", "=", command)
 
 
-def parse_rates(text: str) -> list[float]:
+def positive_rates(text: str) -> list[float]:
     """Parse positive numbers, separated by commas."""
     rates = [float(rate) for rate in text.split(",")]
     if min(rates) <= 0:
@@ -53,78 +52,79 @@ def parse_rates(text: str) -> list[float]:
     return rates
 
 
+def names_of(known: Collection[str]) -> Callable[[str], list[str]]:
+    """Return an argparse type: known names, separated by commas."""
+
+    def parse(text: str) -> list[str]:
+        names = list(dict.fromkeys(text.split(",")))
+        if unknown := set(names).difference(known):
+            message = f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(known)}"
+            raise argparse.ArgumentTypeError(message)
+        return names
+
+    return parse
+
+
+def interpreter(text: str) -> tuple[str, str]:
+    """Parse ENGINE=PATH, where PATH is an engine's interpreter."""
+    engine, _, path = text.partition("=")
+    names_of(ENGINES)(engine)
+    if not os.access(path, os.X_OK):
+        raise argparse.ArgumentTypeError(f"needs ENGINE=PATH of an interpreter, got {path!r}")
+    return engine, path
+
+
 def parse_arguments() -> argparse.Namespace:
     """Parse the options, and check them before anything starts."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+
+    def add_names(option: str, known: Collection[str], text: str, **settings: Any) -> None:
+        parser.add_argument(option, type=names_of(known), help=f"{text} {', '.join(known)}", **settings)
+
     parser.add_argument("--what", choices=["engines", "scheduler"], default="engines")
-    parser.add_argument(
-        "--workload", help=f"one or more of {', '.join(WORKLOADS)}; default: small, on a GPU nano"
-    )
+    add_names("--workload", WORKLOADS, "default: small, on a GPU nano; of", default=[])
     parser.add_argument("--custom", type=parse_custom, metavar="REQUESTS:PROMPT:OUTPUT[:SHARED]")
     parser.add_argument("--model", help=f"{', '.join(SHAPES)} (random weights), a directory or a hub id")
-    parser.add_argument("--engine", default="nanoengine", help=f"one or more of {', '.join(ENGINES)}")
-    parser.add_argument(
-        "--python", action="append", default=[], metavar="ENGINE=PATH", help="its interpreter"
-    )
+    add_names("--engine", ENGINES, "one or more of", default=["nanoengine"])
+    parser.add_argument("--python", type=interpreter, action="append", default=[], metavar="ENGINE=PATH")
     parser.add_argument("--repeats", type=int, help="default: 3, of the scheduler 20")
-    parser.add_argument("--rate", type=parse_rates, default=[], help="requests a second: Poisson arrivals")
+    parser.add_argument("--rate", type=positive_rates, default=[], help="requests a second: Poisson arrivals")
     parser.add_argument("--threads", type=int, default=len(CORES))
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    parser.add_argument(
-        "--ablate",
-        nargs="?",
-        const="",
-        metavar="TRICKS",
-        help=f"nanoengine without each in turn, of {', '.join(TRICKS)}; default: all of this device",
-    )
-    parser.add_argument("--markdown", action="store_true", help="print a table for a page too")
-    parser.add_argument(
-        "--plot", metavar="FILE.png", help="sweep over batch sizes and draw; needs matplotlib"
-    )
+    default = "default: all of this device; of"
+    add_names("--ablate", TRICKS, default, nargs="?", const=list(TRICKS), metavar="TRICKS")
+    parser.add_argument("--plot", metavar="FILE.png", help="sweep over batch sizes and draw")
     args = parser.parse_args()
     if args.repeats is None:
         args.repeats = 3 if args.what == "engines" else 20
     if args.repeats < 1 or args.threads < 1:
         parser.error("--repeats and --threads must be at least 1")
+    if args.plot and args.ablate:
+        parser.error("--plot sweeps over batch sizes, leave out --ablate")
     if args.what == "scheduler":
         return args
-
-    def choose(text: str, known: Iterable[str]) -> list[str]:
-        names = list(dict.fromkeys(text.split(",")))
-        if unknown := set(names).difference(known):
-            parser.error(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(known)}")
-        return names
-
-    if args.ablate and not set(args.ablate.split(",")) <= TRICKS.keys():
-        parser.error(f"--ablate takes any of {', '.join(TRICKS)}, got {args.ablate!r}")
-    args.engine = choose(args.engine, ENGINES)
-    args.pythons = dict(item.partition("=")[::2] for item in args.python)
-    choose(",".join(args.pythons) or ENGINES[0], ENGINES)
-    if missing := [path for path in args.pythons.values() if not os.access(path, os.X_OK)]:
-        parser.error(f"--python needs ENGINE=PATH of an interpreter, got {missing[0]!r}")
-    if args.plot and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--plot needs matplotlib: pip install -e '.[bench]'")
-    if any(name.startswith("llama.cpp") for name in args.engine) and importlib.util.find_spec("gguf") is None:
-        parser.error("--engine llama.cpp needs gguf, for its model's file: pip install -e '.[bench]'")
-    if importlib.util.find_spec("rich") is None:
-        parser.error("the tables need rich: pip install -e '.[bench]'")
+    for package, is_needed in {
+        "matplotlib": args.plot,
+        "gguf": any(name.startswith("llama.cpp") for name in args.engine),
+    }.items():
+        if is_needed and importlib.util.find_spec(package) is None:
+            parser.error(f"{package} is not installed: pip install -e '.[bench]'")
+    args.pythons = dict(args.python)
     if args.model is None or args.model in SHAPES or Path(args.model).is_dir():
         os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
     import torch
 
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    if args.ablate is not None:
-        here = [name for name, trick in TRICKS.items() if args.device in trick.devices]
-        args.ablate = args.ablate.split(",") if args.ablate else here
-    names = choose(args.workload, WORKLOADS) if args.workload else []
-    if not names and not args.custom:
-        default = ["decode", "prefill", "prefix"] if args.ablate else ["small"]
-        names = ["nano"] if args.device == "cuda" else default
-    args.workload = [WORKLOADS[name] for name in names] + ([args.custom] if args.custom else [])
+    if args.ablate == list(TRICKS):
+        args.ablate = [name for name, trick in TRICKS.items() if args.device in trick.devices]
+    if not args.workload and not args.custom:
+        default_names = ["decode", "prefill", "prefix"] if args.ablate else ["small"]
+        args.workload = ["nano"] if args.device == "cuda" else default_names
+    args.workload = [WORKLOADS[name] for name in args.workload] + ([args.custom] if args.custom else [])
     return args
 
 
@@ -140,7 +140,7 @@ def main() -> None:
         report = bench_scheduler(args.repeats)
     else:
         from benchmarks.compare import bench_engines
-        from benchmarks.report import describe, draw, print_markdown, print_tables
+        from benchmarks.report import compare_tricks, draw, print_tables, print_tricks
 
         try:
             report = bench_engines(args)
@@ -148,13 +148,9 @@ def main() -> None:
             sys.exit(f"python -m benchmarks: {' '.join(str(error).split())}")
         print_tables(report)
         if args.ablate:
-            report["ablation"] = ablation.compare(report)
-            ablation.print_table(report["ablation"])
-        elif args.markdown:
-            print_markdown(report, command_line())
-        if args.plot and args.ablate:
-            ablation.draw(report["ablation"], describe(report), args.plot)
-        elif args.plot:
+            report["ablation"] = compare_tricks(report)
+            print_tricks(report["ablation"])
+        if args.plot:
             draw(report, args.plot)
     about = {"what": args.what, "command": command_line(), "started": started}
     print(json.dumps(about | {"python": platform.python_version(), "machine": platform.machine()} | report))

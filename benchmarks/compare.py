@@ -171,8 +171,7 @@ def bench_model(model: str, workloads: list[Workload], args: argparse.Namespace)
 
         itemsize = getattr(torch, args.dtype).itemsize
         bench = Bench(checkpoint.vocab_size, checkpoint.decoder_config, itemsize, start("limits", stack))
-        has_sweep = args.plot and not args.ablate
-        batches = [Workload(f"batch {size}", size, (32, 32), (32, 32)) for size in SWEEP if has_sweep]
+        batches = [Workload(f"batch {size}", size, (32, 32), (32, 32)) for size in SWEEP if args.plot]
         engines: dict[str, Any] = {}
         rows: list[dict[str, Any]] = []
         sweep: dict[str, list[Any]] = {engine: [] for engine in args.engine}

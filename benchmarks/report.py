@@ -1,12 +1,29 @@
-"""Prints reports as tables, for a terminal or in Markdown, and draws plots."""
+"""Prints reports as Markdown tables, and draws plots."""
 
 import itertools
 import math
-import sys
+import statistics
+from collections.abc import Iterable
 from typing import Any
 
+from benchmarks.ablation import WITHOUT
 from benchmarks.compare import LATENCIES
 from nanoengine.apps.workloads import SWEEP
+
+
+def table(head: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
+    """Return a Markdown table, padded so that it can be read in a terminal too.
+
+    >>> print(table(["a", "b"], [[1, "two"]]))
+    | a | b   |
+    |---|-----|
+    | 1 | two |
+    """
+    lines = [list(map(str, row)) for row in (head, *rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    padded = [" | ".join(map(str.ljust, line, widths)) for line in lines]
+    rule = "|".join("-" * (width + 2) for width in widths)
+    return "\n".join([f"| {padded[0]} |", f"|{rule}|", *(f"| {line} |" for line in padded[1:])])
 
 
 def cells(row: dict[str, Any]) -> dict[str, str]:
@@ -24,13 +41,11 @@ def cells(row: dict[str, Any]) -> dict[str, str]:
         "share of the roofline": text("roofline_share", ".0%"),
     }
     for name in LATENCIES:
-        values = row[f"{name}_ms"]
-        labels[f"{name.upper()} p50 / p90 / p99, ms"] = (
-            " / ".join(f"{v:.1f}" for v in values) if values else "-"
-        )
+        percentiles = " / ".join(f"{value:.1f}" for value in row[f"{name}_ms"] or ())
+        labels[f"{name.upper()} p50 / p90 / p99, ms"] = percentiles or "-"
     labels |= {
         "steps": text("steps", ".0f"),
-        "sequences a step, mean / most": f"{text('batch_mean', '.1f')} / {text('batch_max', '.0f')}",
+        "sequences a step, mean / max": f"{text('batch_mean', '.1f')} / {text('batch_max', '.0f')}",
         "prefix hits": text("prefix_hit_rate", ".0%"),
         "preemptions": text("preemptions", ".0f"),
         "peak KV use": text("peak_kv_usage", ".0%"),
@@ -38,16 +53,7 @@ def cells(row: dict[str, Any]) -> dict[str, str]:
         "peak CUDA memory, GiB": text("cuda_peak_bytes", ".2f", 2**-30),
     }
     phases: dict[str, float] = row["phases_s"] or {}
-    for name in ("schedule", "inputs", "forward", "sample", "update", "rest"):
-        labels[f"time in {name}"] = f"{phases[name] / sum(phases.values()):.1%}" if phases else "-"
-    return labels
-
-
-def print_tables(report: dict[str, Any]) -> None:
-    """Print each model's tables, one per workload and rate, then the engines' versions and the limits."""
-    for result in report["models"]:
-        _print_tables(result)
-    print(hardware(report["machine"]))
+    return labels | {f"time in {name}": f"{phases[name] / sum(phases.values()):.1%}" for name in phases}
 
 
 def hardware(place: dict[str, Any]) -> str:
@@ -56,67 +62,66 @@ def hardware(place: dict[str, Any]) -> str:
     return f"{processor}, {place['cores']} cores, {place['memory_gib']} GiB"
 
 
-def _print_tables(result: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False)
-    for (workload, rate), group in itertools.groupby(
-        result["results"], lambda row: (row["workload"], row["rate"])
-    ):
-        rows = list(group)
-        load = "" if rate is None else f", {rate:g} requests a second"
-        table = Table("", *(row["engine"] for row in rows), title=f"{workload}{load}, {result['model']}")
-        columns = [{} if "error" in row else cells(row) for row in rows]
-        errors = [row.get("error", "") for row in rows]
-        for label in next((column for column in columns if column), {}):
-            table.add_row(label, *(column.get(label, "") for column in columns))
-        if any(errors):
-            table.add_row("not measured", *errors)
-        console.print(table)
-    for engine, about in result["engines"].items():
-        versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
-        console.print(f"{engine}: {about['error'] or versions}; {about['environment']}")
-    limits = result["limits"]
-    rates = ", ".join(f"{rate} at {rows} rows" for rows, rate in limits["gemm_gflop_per_s"].items())
-    console.print(f"memory: {limits['bandwidth_gb_per_s']} GB/s; matrix products, GFLOP/s: {rates}")
-    for workload, tokens in limits["roofline_output_tokens_per_s"].items():
-        if tokens is not None:
-            console.print(f"roofline of {workload}: {tokens} output tokens/s")
-
-
-def print_markdown(report: dict[str, Any], command: str) -> None:
-    """Print a Markdown table with a row per workload and engine."""
-    print("\n| workload | model | engine | output tokens/s (min to max) | of roofline | TTFT p50 | ITL p50 |")
-    print("|---|---|---|---|---|---|---|")
+def print_tables(report: dict[str, Any]) -> None:
+    """Print each model's tables, one per workload and rate, then the engines' versions and the limits."""
     for result in report["models"]:
+        by_load = itertools.groupby(result["results"], lambda row: (row["workload"], row["rate"]))
+        for (workload, rate), rows in by_load:
+            load = "" if rate is None else f", {rate:g} requests a second"
+            columns = {row["engine"]: {} if "error" in row else cells(row) for row in rows}
+            labels = dict.fromkeys(itertools.chain(*columns.values()))
+            lines = [[label, *(column.get(label, "-") for column in columns.values())] for label in labels]
+            print(f"\n{result['model']}, {workload}{load}\n\n{table(('', *columns), lines)}\n")
         for row in result["results"]:
-            if row["rate"] is not None:
-                continue
-            start = f"| {row['workload']} | {result['model']} | {row['engine']} |"
             if "error" in row:
-                print(start, f"{row['error']} | | | |")
+                print(f"{row['engine']}, {row['workload']}: not measured, {row['error']}")
+        for engine, about in result["engines"].items():
+            versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+            print(f"{engine}: {about['error'] or versions}; {about['environment']}")
+        limits = result["limits"]
+        rates = ", ".join(f"{rate} at {rows} rows" for rows, rate in limits["gemm_gflop_per_s"].items())
+        print(f"memory: {limits['bandwidth_gb_per_s']} GB/s; matrix products, GFLOP/s: {rates}")
+        for workload, tokens in limits["roofline_output_tokens_per_s"].items():
+            if tokens is not None:
+                print(f"roofline of {workload}: {tokens} output tokens/s")
+    settings = f"{report['machine']['threads']} threads, {report['dtype']}, runs of each: {report['repeats']}"
+    print(f"{hardware(report['machine'])}; {settings}")
+
+
+def compare_tricks(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a row per trick and workload, which compares the engine's row with the next one, without it."""
+    rows = []
+    for result in report["models"]:
+        with_it: dict[str, Any] = {}
+        for row in result["results"]:
+            if not row["engine"].startswith(WITHOUT):
+                with_it[row["workload"]] = row
                 continue
-            figures = list(cells(row).values())
-            medians = [f"{row[name][0]:.0f} ms" if row[name] else "-" for name in ("ttft_ms", "itl_ms")]
-            print(start, " | ".join([figures[0], figures[2], *medians]), "|")
-    place = report["machine"]
-    engines = {engine: about for result in report["models"] for engine, about in result["engines"].items()}
-    software = [
-        f"{engine} ({', '.join(f'{name} {version}' for name, version in about['versions'].items())})"
-        for engine, about in engines.items()
-        if about["versions"]
-    ]
-    settings = f"{place['threads']} threads, {report['dtype']}, runs of each: {report['repeats']}"
-    print(f"\n{hardware(place)}; {settings}; {'; '.join(software)}. `{command}`\n")
+            before = with_it[row["workload"]]
+            compared = {"model": result["model"], "workload": row["workload"]}
+            compared["trick"] = row["engine"].removeprefix(WITHOUT)
+            if error := row.get("error") or before.get("error"):
+                rows.append(compared | {"error": error})
+                continue
+            speeds = [each["runs_tokens_per_s"] for each in (before, row)]
+            compared["with"], compared["without"] = map(statistics.median, speeds)
+            ratios = [fast / slow for fast, slow in zip(*speeds, strict=True)]
+            gains = {"gain": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}
+            rows.append(compared | gains)
+    return rows
 
 
-def describe(report: dict[str, Any]) -> str:
-    """Describe the models, the dtype and the machine in two lines, for the title of a plot."""
-    place = report["machine"]
-    models = ", ".join(result["model"] for result in report["models"])
-    runs = f"{place['threads']} threads, runs of each: {report['repeats']}"
-    return f"{models}, {report['dtype']}, {runs}\n{hardware(place)}"
+def print_tricks(rows: list[dict[str, Any]]) -> None:
+    """Print a table of the gain from each trick, by the ratio of each pair of runs."""
+    lines = []
+    for row in rows:
+        figures = [row.get("error", ""), ""]
+        if "error" not in row:
+            gain = f"{row['gain']:.2f} ({row['min']:.2f} to {row['max']:.2f})"
+            figures = [f"{row['with']:.1f}, {row['without']:.1f}", gain]
+        lines.append([row["trick"], row["workload"], *figures])
+    head = "without", "workload", "output tokens/s with, without", "gain (min to max of the pairs)"
+    print(f"\n{table(head, lines)}\n")
 
 
 def draw(report: dict[str, Any], path: str) -> None:
@@ -127,26 +132,28 @@ def draw(report: dict[str, Any], path: str) -> None:
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 5), layout="constrained")
-    figure.suptitle(describe(report), fontsize=10)
+    place = report["machine"]
+    models = ", ".join(result["model"] for result in report["models"])
+    runs = f"{place['threads']} threads, runs of each: {report['repeats']}"
+    figure.suptitle(f"{models}, {report['dtype']}, {runs}\n{hardware(place)}", fontsize=10)
     for result in report["models"]:
         for engine, speeds in result["sweep"].items():
             label = f"{engine}, {result['model']}"
             if engine == "roofline":
                 left.plot(SWEEP, [speed or math.nan for speed in speeds], "k--", label=label)
                 continue
-            median, least, most = (
+            median, low, high = (
                 [speed[name] if speed else math.nan for speed in speeds] for name in ("median", "min", "max")
             )
-            spread = [[m - low for m, low in zip(median, least, strict=True)]]
-            spread += [[high - m for m, high in zip(median, most, strict=True)]]
-            left.errorbar(SWEEP, median, spread, fmt="o-", capsize=3, label=label)
+            below = [m - at for m, at in zip(median, low, strict=True)]
+            above = [at - m for m, at in zip(median, high, strict=True)]
+            left.errorbar(SWEEP, median, [below, above], fmt="o-", capsize=3, label=label)
         for row in result["results"]:
             phases: dict[str, float] = (row["rate"] is None and row.get("phases_s")) or {}
             start = 0.0
             for number, (phase, seconds) in enumerate(phases.items()):
-                share = seconds / sum(phases.values())
-                place = f"{row['workload']}\n{row['engine']}"
-                right.barh(place, share, left=start, color=f"C{number}", label=phase)
+                share, name = seconds / sum(phases.values()), f"{row['workload']}\n{row['engine']}"
+                right.barh(name, share, left=start, color=f"C{number}", label=phase)
                 start += share
     left.set_title("output tokens/s: the median, and the spread of the runs", fontsize=11)
     left.set(xlabel="sequences, 32 tokens in and 32 out", xscale="log", yscale="log")
@@ -155,7 +162,6 @@ def draw(report: dict[str, Any], path: str) -> None:
     # Plain numbers instead of powers of ten.
     left.yaxis.set_major_formatter("{x:g}")
     left.yaxis.set_minor_formatter("{x:g}")
-    left.tick_params(axis="y", which="both", labelsize=8)
     left.grid(alpha=0.3)
     left.legend()
     right.set(xlabel="share of the time", xlim=(0, 1))

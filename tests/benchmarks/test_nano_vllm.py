@@ -77,7 +77,7 @@ def test_nano_vllm_is_measured_beside_nanoengine(tmp_path, monkeypatch):
     shutil.copy(tests.nanovllm.__file__, tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     printed, report = run_bench(
-        *("--model", "tiny", "--custom", "3:4-8:2-5", "--repeats", "1", "--markdown"),
+        *("--model", "tiny", "--custom", "3:4-8:2-5", "--repeats", "1"),
         *("--engine", "nanoengine,nano-vllm"),
     )
     (result,) = report["models"]
@@ -86,4 +86,4 @@ def test_nano_vllm_is_measured_beside_nanoengine(tmp_path, monkeypatch):
     assert theirs["output_tokens"] == ours["output_tokens"]
     assert theirs["ttft_ms"] is None
     assert result["engines"]["nano-vllm"]["versions"]["torch"] == torch.__version__
-    assert "| 3:4-8:2-5 | tiny | nano-vllm | " in printed
+    assert "tiny, 3:4-8:2-5\n" in printed
