@@ -146,12 +146,12 @@ STEPS: dict[
     int, tuple[str, list[str], list[str], list[str]]
 ] = {  # by hand: the headline, each block, who runs, who waits
     1: (
-        "B's prompt hits block 1, which A computed: 1 of its 2 tokens need not be computed. That is all of "
-        "it, and yet one token is computed: its logits choose the next token. Block 1 is shared now, with "
-        "ref count 2.",
+        "B's prompt hits block 1, which A computed: 1 of its 2 tokens need not be computed. All of it is "
+        "cached, but the last token is computed anyway: its logits choose the next token. Block 1 is now "
+        "shared, with ref count 2.",
         [
-            "Block 1, held by A, B, ref count 2, 2 of 2 tokens, findable",
-            "Block 2, held by C, ref count 1, 2 of 2 tokens, findable",
+            "Block 1, held by A, B, ref count 2, 2 of 2 tokens, cached",
+            "Block 2, held by C, ref count 1, 2 of 2 tokens, cached",
             "Block 3, held by C, ref count 1, 1 of 2 tokens",
             "Block 4, free, empty",
             "Block 5, free, empty",
@@ -160,12 +160,12 @@ STEPS: dict[
         [],
     ),
     2: (  # A and B take 4 and 5; C's fifth token was its last
-        "C has reached its length limit. Its blocks 3 and 2 become free, the tail first: a prefix is of use "
-        "without its tail, never the other way round. All stay findable until reused.",
+        "C has reached its length limit. Its blocks 3 and 2 are freed, the last block first: a hit needs the "
+        "blocks before it, not those after it. All stay cached until they are reused.",
         [
-            "Block 1, held by A, B, ref count 2, 2 of 2 tokens, findable",
-            "Block 2, free, still findable, computed by C",
-            "Block 3, free, still findable, computed by C",
+            "Block 1, held by A, B, ref count 2, 2 of 2 tokens, cached",
+            "Block 2, free, still cached, computed by C",
+            "Block 3, free, still cached, computed by C",
             "Block 4, held by A, ref count 1, 1 of 2 tokens",
             "Block 5, held by B, ref count 1, 1 of 2 tokens",
         ],
@@ -173,15 +173,15 @@ STEPS: dict[
         [],
     ),
     4: (  # both need a third block at once: the free ones hold what C left
-        "The 2 blocks of A are full (4 tokens): before its next token is computed it gets block 3; no "
-        "empty block was left, so what block 3 held (of C) is evicted: of the free blocks, the least "
-        "recently used.",
+        "The 2 blocks of A are full (4 tokens), so it gets block 3 for its next token. No empty block is left "
+        "for A, so the content of block 3 (computed by C) is evicted: it is the least recently used free "
+        "block.",
         [
-            "Block 1, free, still findable, computed by A",
+            "Block 1, free, still cached, computed by A",
             "Block 2, free, empty",
             "Block 3, free, empty",
-            "Block 4, free, still findable, computed by A",
-            "Block 5, free, still findable, computed by B",
+            "Block 4, free, still cached, computed by A",
+            "Block 5, free, still cached, computed by B",
         ],
         [],
         [],
@@ -238,9 +238,9 @@ def test_a_block_tells_its_content_and_chain_to_a_mouse_and_to_the_keyboard(open
     cells = browser.find_elements(By.CSS_SELECTOR, "#pool .cell")
     ActionChains(browser).move_to_element(cells[2]).perform()
     of_block_3 = (
-        "Block 3 is free; number 1 of 2 in the order of eviction. Until then a hit can bring it back.\n"
-        "Tokens 2 to 3 of C, findable:\n#7#8\nPosition 2 of C: slot = 3 * 2 + 2 % 2 = 6\n"
-        "Found only behind the blocks before it: 2 → 3."
+        "Block 3 is free: number 1 of 2 in the order of eviction. Until then a hit can reuse it.\n"
+        "Tokens 2 to 3 of C, cached:\n#7#8\nPosition 2 of C: slot = 3 * 2 + 2 % 2 = 6\n"
+        "Hit only after the blocks before it: 2 → 3."
     )
     assert text_of(browser, "detail") == of_block_3
     ActionChains(browser).move_to_element(browser.find_element(By.ID, "headline")).perform()
@@ -318,25 +318,25 @@ def test_it_tells_of_windows_and_drafts_and_shows_a_table_per_group(open_page):
     browser = open_page(windows_and_drafts())
     press(browser, Keys.ARROW_RIGHT)
     assert text_of(browser, "groups") == (
-        "g1 sees all tokens\ng2 sees the last 3 tokens\nin a block table: out of sight"
+        "g1 sees all tokens\ng2 sees the last 3 tokens\nin a block table: outside the window"
     )
     assert text_of(browser, "headline") == (
-        "Block 5 has fallen out of the window of A: no token to come sees further back than 3 tokens "
-        "(group g2). It becomes free."
+        "Block 5 is outside the sliding window of A: a token attends to at most 3 tokens (group g2). "
+        "It is freed."
     )
-    assert labels(browser)[4] == "Block 5, free, still findable, computed by A, group g2"
+    assert labels(browser)[4] == "Block 5, free, still cached, computed by A, group g2"
     tables = browser.find_elements(By.CSS_SELECTOR, "#running .table")
     assert [table.text for table in tables] == ["g1 blocks 1 2 3 4", "g2 blocks 6 7 8"]
     hatched = [len(table.find_elements(By.CSS_SELECTOR, ".gone")) for table in tables]
     assert hatched == [0, 1]
     press(browser, Keys.ARROW_RIGHT)
     assert text_of(browser, "headline") == (
-        "1 of 3 draft tokens for A (#9#5#6) was accepted: it takes 2 tokens from this step. "
-        "The K and V of rejected ones are overwritten."
+        "1 of 3 draft tokens of A (#9#5#6) is accepted: it gets 2 tokens from this step. "
+        "What was computed for rejected draft tokens is overwritten later."
     )
-    assert text_of(browser, "batch-count") == "0 catching up + 1 decode + 3 drafts of 4 tokens"
+    assert text_of(browser, "batch-count") == "0 prefill + 1 decode + 3 drafts of 4 tokens"
     drafts = browser.find_elements(By.CSS_SELECTOR, "#batch .draft")
-    assert [draft.get_attribute("title") for draft in drafts] == [f"A: draft: #{i}" for i in (9, 5, 6)]
+    assert [draft.get_attribute("title") for draft in drafts] == [f"A: draft token: #{i}" for i in (9, 5, 6)]
     assert (
         labels(browser)[8] == "Block 9, held by A, ref count 1, 1 of 2 tokens, group g1"
     )  # the accepted one
@@ -487,7 +487,7 @@ def test_a_word_is_explained_where_it_is_pressed(open_page):
     word = browser.find_elements(By.CSS_SELECTOR, "#headline .term")[-1]
     before = text_of(browser, "headline")
     word.click()
-    meaning = "ref count (how many sequences hold it; at 0 it is free) 2."
+    meaning = "ref count (the number of sequences that hold it; at 0 it is free) 2."
     assert text_of(browser, "headline") == before.replace("ref count 2.", meaning)
     word.click()
     assert text_of(browser, "headline") == before
@@ -656,15 +656,15 @@ def test_the_tour_has_each_stop_s_sentence_on_the_screen_with_the_blocks_it_spea
 
 
 TOUR = [
-    "The first blocks are taken",
+    "The first blocks",
     "A block fills",
-    "Two at once",
-    "A hit",
+    "Two sequences in one batch",
+    "A prefix cache hit",
     "Shared blocks",
-    "A prompt in pieces",
+    "A prompt in chunks",
     "Eviction",
     "Preemption",
-    "Coming back",
+    "Recomputation",
     "The end",
 ]
 
