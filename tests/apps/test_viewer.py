@@ -173,9 +173,9 @@ STEPS: dict[
         [],
     ),
     4: (  # both need a third block at once: the free ones hold what C left
-        "The 2 blocks of A are full (4 tokens), so it gets block 3 for its next token. No empty block is left "
-        "for A, so the content of block 3 (computed by C) is evicted: it is the least recently used free "
-        "block.",
+        "The 2 blocks of A are full (4 tokens), so it gets block 3 for its next token. No empty block is "
+        "left for A, so the content of block 3 (computed by C) is evicted: it is the least recently used "
+        "free block.",
         [
             "Block 1, free, still cached, computed by A",
             "Block 2, free, empty",
