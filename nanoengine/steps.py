@@ -10,12 +10,13 @@ from types import FrameType
 
 
 @contextmanager
-def uninterrupted() -> Iterator[Callable[[], None]]:
-    """Delay Ctrl-C until the block (or the decorated call) ends, so that no state is left half changed.
+def uninterrupted(number: int = signal.SIGINT) -> Iterator[Callable[[], None]]:
+    """Delay Ctrl-C, or another signal, until the block (or the decorated call) ends.
 
-    Yields a function that raises a delayed Ctrl-C. The block may call it wherever it can clean up.
+    No state is left half changed. Yields a function that raises a delayed signal. The block may call it
+    wherever it can clean up.
     """
-    handler = signal.getsignal(signal.SIGINT)
+    handler = signal.getsignal(number)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield lambda: None  # Python interrupts only its main thread
         return
@@ -27,11 +28,11 @@ def uninterrupted() -> Iterator[Callable[[], None]]:
             pending.clear()
             handler(*arguments)
 
-    signal.signal(signal.SIGINT, lambda *arguments: pending.append(arguments))
+    signal.signal(number, lambda *arguments: pending.append(arguments))
     try:
         yield let_strike
     finally:
-        signal.signal(signal.SIGINT, handler)
+        signal.signal(number, handler)
         let_strike()
 
 

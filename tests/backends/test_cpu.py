@@ -317,8 +317,23 @@ def test_a_compiler_that_hangs_is_given_up_with_all_it_started(hanging_compiler,
     assert not list((tmp_path / "cache" / "nanoengine").iterdir())
 
 
-def test_sigterm_while_compiling_leaves_no_file_and_no_process(hanging_compiler, tmp_path):
-    code = "from nanoengine.backends.cpu.kernels import Kernels; Kernels()"
+# SIGTERM arrives in the constructor of Popen, when the compiler has already started.
+WHILE_IT_STARTS = """
+import os, signal, subprocess, time
+start = subprocess.Popen.__init__
+def strike(self, command, **settings):
+    start(self, command, **settings)
+    while "--version" not in command and not os.path.exists(command[0] + ".pid"):
+        time.sleep(0.01)
+    if "--version" not in command:
+        signal.raise_signal(signal.SIGTERM)
+subprocess.Popen.__init__ = strike
+"""
+
+
+@pytest.mark.parametrize("before", ["", WHILE_IT_STARTS], ids=["while it runs", "while it starts"])
+def test_sigterm_while_compiling_leaves_no_file_and_no_process(hanging_compiler, tmp_path, before):
+    code = f"{before}\nfrom nanoengine.backends.cpu.kernels import Kernels; Kernels()"
     env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "CXX": str(hanging_compiler)}
     with subprocess.Popen([sys.executable, "-c", code], env=env, stderr=subprocess.DEVNULL) as process:
         wait_until(lambda: started_process(hanging_compiler) or process.poll() is not None)

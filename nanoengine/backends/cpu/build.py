@@ -9,8 +9,10 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
+
+from nanoengine.steps import uninterrupted
 
 SOURCE = Path(__file__).parent / "kernels.cpp"
 HEADERS = [SOURCE.with_name(name) for name in ("attention.h", "products.h", "states.h")]
@@ -69,24 +71,29 @@ def _run(command: list[str], directory: str) -> str:
     Raises:
         RuntimeError: the compiler fails or does not end.
     """
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        env={**os.environ, "TMPDIR": directory},
-        start_new_session=True,  # its own process group: the compiler starts other processes
-    )
-    try:
-        out, err = process.communicate(timeout=COMPILER_SECONDS)
-    except subprocess.TimeoutExpired:
-        raise RuntimeError(f"{' '.join(command)} did not end in {COMPILER_SECONDS} s") from None
-    finally:
-        with suppress(OSError):  # normally the group has ended
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    with ExitStack() as delayed:
+        # A signal between Popen and `try` would leave the compiler running.
+        delayed.enter_context(uninterrupted(signal.SIGINT))
+        delayed.enter_context(uninterrupted(signal.SIGTERM))
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            env={**os.environ, "TMPDIR": directory},
+            start_new_session=True,  # its own process group: the compiler starts other processes
+        )
+        try:
+            delayed.close()
+            out, err = process.communicate(timeout=COMPILER_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"{' '.join(command)} did not end in {COMPILER_SECONDS} s") from None
+        finally:
+            with suppress(OSError):  # normally the group has ended
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     if process.returncode:
         raise RuntimeError(f"{' '.join(command)} failed: {err[-500:]}")
     return out
