@@ -55,9 +55,9 @@ def tabulate_logprobs(logits: Tensor, token_ids: Tensor, num_logprobs: int) -> T
 
 
 def report_samples(
-    logits: Tensor, asked: Sequence[int | None], tokens: Tensor, transfer: Transfer, first: int = 0
+    logits: Tensor, asked: Sequence[int | None], tokens: Tensor, transfer: Transfer
 ) -> list[LogprobTable]:
-    """Queue the requested log-probabilities of sampled tokens. `first` is the index of the first row.
+    """Queue the requested log-probabilities of sampled tokens.
 
     Shapes: logits (R, V), tokens (R,) int64. `asked` has the number of log-probabilities that each row
     requests, or None.
@@ -71,7 +71,7 @@ def report_samples(
         at = upload(np.array(rows), logits.device)
         # -1 marks a row that could not be sampled. Its row in the table is never read.
         table = tabulate_logprobs(logits[at], tokens[at].clamp(min=0), num_logprobs)
-        tables.append(LogprobTable([first + i for i in rows], transfer(table)))
+        tables.append(LogprobTable(rows, transfer(table)))
     return tables
 
 

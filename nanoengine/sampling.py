@@ -3,11 +3,10 @@
 Shape letters: R rows (sequences that get a token this step), V vocabulary.
 """
 
-import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -44,11 +43,14 @@ class RowProcessor(Protocol):
     """Edits one sequence's logits, after the penalties, biases and bans of `SamplingParams`."""
 
     is_mask: ClassVar[bool]  # whether it only forbids tokens; masks are applied last
-    failure: str | None  # why it could not be applied; written by the sampler
+    failure: str | None  # why its row cannot be sampled
 
     @staticmethod
     def apply(logits: Tensor, items: Sequence[tuple[int, Any, SamplingRow]]) -> None:
         """Edit logits, (R, V), in place. They are float32; a mask may get the model's dtype instead.
+
+        A processor that fails must not raise, because the other rows go on. It records its `failure`, and
+        leaves logits from which no token can be drawn: NaN, or all -inf.
 
         Args:
             logits: the logits of all rows of the step.
@@ -114,7 +116,7 @@ Rank = Callable[[Tensor], Tensor]  # `sort_keys`, or a fused version of it
 Draw = Callable[[Tensor, SamplingMetadata], tuple[Tensor, Tensor]]
 
 CACHED_LOGITS = 1 << 20  # number of float32 logits that fit in a CPU's caches
-MOST_LIKELIEST = 1024  # largest top_k for which a selection is cheaper than a sort
+MAX_SELECTED = 1024  # largest top_k for which a selection is cheaper than a sort
 FILTERED_ROWS = 64  # rows filtered at a time on a GPU and for log-probabilities, to limit memory
 
 
@@ -260,70 +262,22 @@ def sample_rows(
     """Draw tokens like `draw_tokens`, and queue the requested log-probabilities for the host.
 
     The log-probabilities come from the model's own logits or, if reports_processed, from those that tokens
-    are drawn from. If a row's parameters make the call raise, that row gets -1 and the others are unaffected.
+    are drawn from.
     """
+    reported = logits
 
-    def sample(at: slice) -> tuple[Tensor, list[LogprobTable]]:
-        try:
-            return draw_at(at)
-        except Exception as error:
-            if at.stop - at.start == 1:  # this row caused it: record why, for its request
-                for processor in rows[at.start].processors:
-                    processor.failure = f"{type(error).__name__}: {error}"
-            raise
+    def draw_and_report(edited: Tensor, metadata: SamplingMetadata) -> tuple[Tensor, Tensor]:
+        nonlocal reported
+        tokens, largest = draw(edited, metadata)
+        reported = process_logits(edited, metadata, tokens)
+        return tokens, largest
 
-    def draw_at(at: slice) -> tuple[Tensor, list[LogprobTable]]:
-        asked, reported = settings.num_logprobs[at], [logits[at]]
-
-        def draw_and_keep(edited: Tensor, metadata: SamplingMetadata) -> tuple[Tensor, Tensor]:
-            tokens, largest = draw(edited, metadata)
-            reported[0] = process_logits(edited, metadata, tokens)
-            return tokens, largest
-
-        keeps = reports_processed and any(number is not None for number in asked)
-        of_rows = settings if at == everything else None
-        tokens = draw_tokens(logits[at], rows[at], draw_and_keep if keeps else draw, of_rows)
-        return tokens, report_samples(reported[0], asked, tokens, transfer, at.start)
-
-    everything = slice(0, len(rows))
-    failed = logits.new_full((1,), -1, dtype=torch.int64), list[LogprobTable]()
-    try:
-        parts = _isolate(sample, len(rows), failed)
-    except Exception:
-        if not all(row.processors for row in rows):
-            raise
-        parts = [failed] * len(rows)  # every row failed and has processors: blame those
-        logging.getLogger(__name__).exception("sampling failed for %d requests", len(rows))
-    tokens, tables = zip(*parts, strict=True)
-    return torch.cat(tokens), [table for part in tables for table in part]
+    reports_drawn = reports_processed and any(number is not None for number in settings.num_logprobs)
+    tokens = draw_tokens(logits, rows, draw_and_report if reports_drawn else draw, settings)
+    return tokens, report_samples(reported, settings.num_logprobs, tokens, transfer)
 
 
 Sample = Callable[[Tensor, Sequence[SamplingRow], RowSettings, Transfer], tuple[Tensor, list[LogprobTable]]]
-T = TypeVar("T")
-
-
-def _isolate(function: Callable[[slice], T], num_rows: int, failed: T) -> list[T]:
-    """Call a function for all rows at once or, if that raises, once per row, to isolate the failing rows.
-
-    Returns one result for all rows, or one per row, with `failed` for each row that raises again.
-
-    Raises:
-        Exception: the function raised for each of several rows, so no single row is at fault.
-    """
-    try:
-        return [function(slice(0, num_rows))]
-    except Exception as error:
-        results = []
-        for i in range(num_rows):
-            try:
-                results.append(function(slice(i, i + 1)))
-            except Exception:
-                results.append(failed)
-        num_failed = sum(result is failed for result in results)
-        if num_failed == num_rows > 1:
-            raise
-        logging.getLogger(__name__).error("sampling failed for %d requests", num_failed, exc_info=error)
-        return results
 
 
 def uniform(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.float64]:
@@ -437,8 +391,8 @@ def _filter(scaled: Tensor, metadata: SamplingMetadata, rank: Rank = sort_keys) 
         at = upload(rows, scaled.device)
         logits = scaled[at]
         num = int(top_k[rows].max())
-        if 0 < num <= MOST_LIKELIEST:  # no need to sort the whole vocabulary
-            order = _likeliest(logits, num, rank)
+        if 0 < num <= MAX_SELECTED:  # no need to sort the whole vocabulary
+            order = _select_top(logits, num, rank)
             values = logits.gather(1, order)
         else:
             values, order = logits.sort(dim=-1, descending=True, stable=True)
@@ -454,7 +408,7 @@ def _filter(scaled: Tensor, metadata: SamplingMetadata, rank: Rank = sort_keys) 
         scaled[at] = scaled.new_full((len(rows), scaled.shape[1]), -math.inf).scatter_(1, order, values)
 
 
-def _likeliest(logits: Tensor, num: int, rank: Rank) -> Tensor:
+def _select_top(logits: Tensor, num: int, rank: Rank) -> Tensor:
     """Return the indices of each row's num largest logits, in stable descending order: (R, num) int64.
 
     The input is (R, V) float32. `topk` may choose among equal values arbitrarily, so it gets distinct

@@ -94,54 +94,6 @@ def test_a_top_p_below_every_float32_keeps_the_likeliest_token(top_p):
     assert draw_tokens(logits, rows).tolist() == logits.argmax(-1).tolist()
 
 
-def fails_for(logprobs, function):
-    """The function, and an exception where the request that asks for so many is among its rows."""
-
-    def failing(logits, rows, *arguments):  # rows, or what each of them asks for
-        if logprobs in [row.params.logprobs if isinstance(row, SamplingRow) else row for row in rows]:
-            raise IndexError("this row")
-        return function(logits, rows, *arguments)
-
-    return failing
-
-
-@pytest.mark.parametrize("name", ["draw_tokens", "report_samples"])
-def test_a_request_whose_sampling_raises_ends_with_error_and_the_others_go_on(
-    name, engine, monkeypatch, caplog
-):
-    llm, alone = engine
-    original = vars(sys.modules["nanoengine.sampling"])[name]
-    monkeypatch.setattr(f"nanoengine.sampling.{name}", fails_for(7, original))
-    poison = SamplingParams(max_tokens=5, logprobs=7)
-    together, finished = run_beside(llm, lambda llm: llm.add_request("poison", "x", poison))
-    assert together == alone
-    assert finished["poison"].outputs[0].finish_reason == "error"
-    assert finished["poison"].outputs[0].token_ids == []
-    assert caplog.text.count("IndexError: this row") == 1
-
-
-def test_sampling_that_raises_for_everybody_is_a_failed_step_and_nobody_s_fault(engine, monkeypatch):
-    llm, alone = engine
-    draw, calls = vars(sys.modules["nanoengine.sampling"])["draw_tokens"], iter(range(1000))
-
-    def fails_for_a_while(*arguments):
-        if 10 <= next(calls) < 17:  # all rows together, then each of the six
-            raise RuntimeError("out of memory")
-        return draw(*arguments)
-
-    for i, (prompt, params) in enumerate(BYSTANDERS):
-        llm.add_request(str(i), prompt, params)
-    monkeypatch.setattr("nanoengine.sampling.draw_tokens", fails_for_a_while)
-    finished, failures = {}, 0
-    while llm.has_unfinished_requests():
-        try:
-            finished |= {out.request_id: out for out in llm.step() if out.finished}
-        except RuntimeError:
-            failures += 1
-    assert failures
-    assert answers(finished[str(i)] for i in range(len(BYSTANDERS))) == alone
-
-
 def test_a_pass_that_fails_for_ever_ends_those_it_computes_and_lets_the_others_run(engine):
     llm, _ = engine
     launch = llm.llm_engine.runner.launch

@@ -9,8 +9,10 @@ Names and contracts follow vllm/v1/sample/logits_processor.
 """
 
 import importlib
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
@@ -39,17 +41,26 @@ class FunctionProcessor:
 
     @staticmethod
     def apply(logits: Tensor, items: Sequence[tuple[int, "FunctionProcessor", SamplingRow]]) -> None:
-        """See `RowProcessor.apply`.
-
-        Raises:
-            Exception: any exception of a function. TypeError or ValueError if it did not return logits.
-        """
+        """See `RowProcessor.apply`. A function that raises fails its own row."""
         for i, processor, row in items:
             token_ids = [list(row.output_ids)]
             if processor.with_prompt:
                 token_ids.insert(0, list(row.token_ids[: row.num_prompt_tokens]))
-            made = processor.function(*token_ids, logits[i])
-            logits[i] = as_logits(made, logits[i], processor.function)
+            with failing(logits, [i], [processor]):
+                made = processor.function(*token_ids, logits[i])
+                logits[i] = as_logits(made, logits[i], processor.function)
+
+
+@contextmanager
+def failing(logits: Tensor, rows: Sequence[int], processors: Iterable[Any]) -> Iterator[None]:
+    """Make an exception in the block the failure of these rows and processors: nothing is drawn for them."""
+    try:
+        yield
+    except Exception as error:
+        logging.getLogger(__name__).exception("a logits processor failed")
+        for processor in processors:
+            processor.failure = f"{type(error).__name__}: {error}"
+        logits[rows] = torch.nan
 
 
 def as_logits(made: Any, given: Tensor, processor: Any) -> Tensor:
@@ -229,23 +240,24 @@ class Member:
 
     @staticmethod
     def apply(logits: Tensor, items: Sequence[tuple[int, "Member", SamplingRow]]) -> None:
-        """See `RowProcessor.apply`."""
+        """See `RowProcessor.apply`. If one of the engine's processors raises, all rows of the step fail."""
         batch = items[0][1].batch
         places = {member: i for i, member, _ in items}
         rows = {member: row for _, member, row in items}
         update = batch.update(rows)
         order = [places[member] for member in batch.members]
-        for processor in batch.processors:
-            processor.update_state(update)
         temperatures = [rows[member].params.temperature for member in batch.members]
         scale = logits.new_tensor([temperature or 1.0 for temperature in temperatures]).unsqueeze(1)
         mine = logits[order]
-        for processor in batch.processors:
-            if not processor.is_argmax_invariant():
-                mine = as_logits(processor.apply(mine), mine, processor)
-            elif any(temperatures):
-                mine = as_logits(processor.apply(mine / scale), mine, processor) * scale
-        logits[order] = mine
+        with failing(logits, order, rows):
+            for processor in batch.processors:
+                processor.update_state(update)
+            for processor in batch.processors:
+                if not processor.is_argmax_invariant():
+                    mine = as_logits(processor.apply(mine), mine, processor)
+                elif any(temperatures):
+                    mine = as_logits(processor.apply(mine / scale), mine, processor) * scale
+            logits[order] = mine
 
 
 class EngineProcessors:

@@ -116,8 +116,7 @@ class Grammars:
     def fill_masks(self, items: Sequence[tuple["Constraint", SamplingRow]]) -> NDArray[np.uint32]:
         """Return the mask of each row, (rows, words) uint32, a bit per token. Several threads compute them.
 
-        Raises:
-            ValueError: following a grammar was too expensive.
+        A constraint that cannot be followed, or only at too high a cost, fails: its rows allow no token.
         """
         masks = np.zeros((len(items), self.num_words), dtype=np.uint32)
         jobs: list[tuple[Constraint, int, list[int]]] = []
@@ -128,9 +127,9 @@ class Grammars:
             if mask is not None:
                 masks[place] = mask
                 continue
-            conforms = constraint.catch_up(row.output_ids)
-            if not conforms:
-                raise ValueError(f"the grammar does not go on: {constraint.matcher.get_error() or 'a draft'}")
+            if not constraint.catch_up(row.output_ids):
+                constraint.failure = f"the grammar does not go on: {constraint.matcher.get_error()}"
+                continue
             last = items[more[-1]][1] if more else row
             jobs.append((constraint, place, list(last.token_ids[row.position : last.position])))
         if jobs:
@@ -140,9 +139,10 @@ class Grammars:
             compute_masks(first, masks)
             for part in begun:
                 part.result()
-        for constraint, _ in items:
+        for place, (constraint, _) in enumerate(items):
             if constraint.matcher.is_error():
-                raise ValueError(f"the grammar is too costly: {constraint.matcher.get_error()}")
+                constraint.failure = f"the grammar is too costly: {constraint.matcher.get_error()}"
+                masks[place] = 0
         return masks
 
     def let_end(self, masks: NDArray[np.uint32], stop_ids: Sequence[frozenset[int]]) -> list[tuple[int, int]]:
@@ -244,11 +244,7 @@ class Constraint:
 
     @staticmethod
     def apply(logits: Tensor, items: Sequence[tuple[int, "Constraint", SamplingRow]]) -> None:
-        """Set the logits of tokens that the grammars do not allow to -inf, as in `RowProcessor.apply`.
-
-        Raises:
-            ValueError: following a grammar was too expensive.
-        """
+        """Set the logits of tokens that the grammars do not allow to -inf, as in `RowProcessor.apply`."""
         grammars = items[0][1].grammars
         masks = grammars.fill_masks([(constraint, row) for _, constraint, row in items])
         rows = np.array([i for i, _, _ in items])

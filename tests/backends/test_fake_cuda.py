@@ -123,8 +123,6 @@ def fake_gpu(cuda_guard, monkeypatch):
     monkeypatch.setattr("nanoengine.backends.cuda.new_event", Event)
     # A trial looks at numbers, of which there are none.
     monkeypatch.setattr("nanoengine.backends.attention.PagedAttention.try_out", lambda *_: None)
-    # What raises in sampling must not end as one request's error.
-    monkeypatch.setattr("nanoengine.sampling._isolate", lambda run, num_rows, _: [run(slice(0, num_rows))])
 
     def host_memory(shape, dtype):
         with unset_fake_temporarily():

@@ -144,17 +144,6 @@ def test_where_all_requests_of_a_step_fail_each_ends_alone(llm):
     }
 
 
-def test_the_reason_why_a_grammar_fails_is_told(llm, monkeypatch):
-    def too_costly(*_):
-        raise ValueError("the grammar is too costly: planted")
-
-    monkeypatch.setattr("nanoengine.extensions.structured.Grammars.fill_masks", too_costly)
-    free, formed = SamplingParams(**GREEDY), SamplingParams(**GREEDY, structured_outputs={"regex": "a+"})
-    outputs = llm.generate(["Hello"] * 2, [free, formed], use_tqdm=False)
-    assert outputs[0].outputs[0].finish_reason == "length"
-    assert outputs[1].outputs[0].stop_reason.endswith("ValueError: the grammar is too costly: planted")
-
-
 @pytest.mark.parametrize(
     "wrong", [5, [5], [lambda logits: logits], ["a.b:c"], [lambda a, b, c, d: d]], ids=range(5)
 )
