@@ -97,12 +97,12 @@ class LLMEngine(Reloadable):
             )
         self.reloader: Any = None  # set by contrib/reload.py when weights are replaced or the engine sleeps
         self._is_closed, self._owner = False, Owner()
-        self._tracer = None
+        self._tracer: Any = None
         if config.trace is not None:
-            from nanoengine.extensions.trace import trace
+            from nanoengine.extensions.trace import Tracer
 
             requests, model = self._request_of, Path(config.model)
-            self._tracer = trace(
+            self._tracer = Tracer(
                 self.scheduler,
                 config.trace,
                 model=model.resolve().name if model.exists() else str(model),

@@ -204,35 +204,47 @@ Event = Start | Step
 class Tracer:
     """Follows a scheduler and its block manager, and writes a `Step` at each `end_step`.
 
-    If `write` or `text_of` raises, the error is logged, the trace ends, and the engine continues.
+    If the target or the tokenizer raises, the error is logged, the trace ends, and the engine continues. No
+    argument may refer to the KV cache, because its memory must be freed when the engine closes.
 
     Args:
         scheduler: must not have been used yet.
-        write: is called with each event.
+        target: a callable that takes events, or the path of a file of JSON lines, each written as soon as its
+            step ends.
         model: the model's name, for the `Start`.
         request_of: returns the request_id of a sequence, from its seq_id.
-        text_of: returns a token's text. None: there is no tokenizer.
+        tokenizer: a transformers tokenizer. None: there is none.
         seconds: the running total of each phase in seconds, as in `Stopwatch`.
+
+    Raises:
+        OSError: the file cannot be written.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
-        write: Callable[[Event], Any],
+        target: str | Path | Callable[[Any], Any],
         *,
         model: str = "",
         request_of: Callable[[int], str] = str,
-        text_of: Callable[[int], str] | None = None,
+        tokenizer: Any = None,
         seconds: dict[str, float] | None = None,
     ) -> None:
+        if callable(target):
+            self._write = target
+        else:
+            path = Path(target).resolve()
+            path.write_text("")
+            self._write = partial(_append_line, path)
         self.scheduler = scheduler
         self.blocks: Any = scheduler.block_manager  # a BlockManager, or one with windows
-        self._write, self._request_of, self._text_of = write, request_of, text_of
+        self._request_of = request_of
+        self._backend = None if tokenizer is None else tokenizer.backend_tokenizer
         self._seconds: dict[str, float] = {} if seconds is None else seconds
         self._seconds_before = dict(self._seconds)
         self._began = time.perf_counter()
         self._step = 1
-        self._changes: list[Change] = []  # since the last step
+        self._changes: list[Any] = []  # since the last step, each a `Change`
         self._touched: dict[int, Sequence] = {}  # sequences whose block table changed, by seq_id
         self._in_flight: list[tuple[ScheduledBatch, int]] = []  # batches, with the step that scheduled each
         # Blocks that the current call of `allocate`, `may_append` or `free` evicted or released:
@@ -242,69 +254,59 @@ class Tracer:
         self._num_needed = 0  # free blocks needed by the current call of `allocate`
         self._num_draws: Counter[int] = Counter()  # seq_id -> tokens appended by the current `update`
         self._short: int | None = None  # the last sequence that found too few free blocks
-        self._new_token_ids: dict[int, None] = {}  # since the last step, each once
-        self._told: set[int] = set()  # token ids whose texts are already written
-        self._wrapped: list[tuple[object, str, Callable[..., Any]]] = [
-            (scheduler, "add", self._add),
-            (scheduler, "schedule", self._schedule),
-            (scheduler, "update", self._update),
-            (scheduler, "append_token", self._take),
-            (scheduler, "recover", self._recover),
-            (self.blocks, "allocate", self._allocate),
-            (self.blocks, "may_append", self._may_append),
-            (self.blocks, "register_full_blocks", self._register_full_blocks),
-            (self.blocks, "free", self._free),
-            (self.blocks, "clear", self._clear),
-            (self.blocks, "_hold", self._hold),
-            (self.blocks, "_take_free_block", self._take_free_block),
-            (self.blocks, "_release", self._release),
-        ]
-        for owner, name, wrapper in self._wrapped:
-            setattr(owner, name, partial(wrapper, getattr(owner, name)))
-        self._emit(
-            lambda: {
-                "event": "start",
-                "version": VERSION,
-                "model": model,
-                "block_size": self.blocks.block_size,
-                "num_blocks": self.blocks.num_blocks,
-                "windows": list(getattr(self.blocks, "windows", (None,))),
-                "max_num_seqs": scheduler.max_num_seqs,
-                "max_num_batched_tokens": scheduler.max_num_batched_tokens,
-                "max_chunk_tokens": scheduler.max_chunk_tokens,
-                "enable_prefix_caching": self.blocks.enable_prefix_caching,
-            }
+        self._new_token_ids: set[int] = set()  # since the last step
+        self._known_token_ids: set[int] = set()  # token ids whose texts are already written
+        names = "add", "schedule", "update", "append_token", "recover"
+        self._wrapped: list[tuple[object, str]] = [(scheduler, name) for name in names]
+        names = "allocate", "may_append", "register_full_blocks", "free", "clear"
+        self._wrapped += [(self.blocks, name) for name in (*names, "_hold", "_take_free_block", "_release")]
+        for owner, name in self._wrapped:
+            setattr(owner, name, partial(getattr(self, f"_on_{name.strip('_')}"), getattr(owner, name)))
+        start = Start(
+            event="start",
+            version=VERSION,
+            model=model,
+            block_size=self.blocks.block_size,
+            num_blocks=self.blocks.num_blocks,
+            windows=list(getattr(self.blocks, "windows", (None,))),
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            max_chunk_tokens=scheduler.max_chunk_tokens,
+            enable_prefix_caching=self.blocks.enable_prefix_caching,
         )
+        self._emit(lambda: start)
 
     def end_step(self) -> None:
         """Write the changes since the last call, if there are any."""
         if not self._changes:
             return
-        self._emit(self._take_step)
+        self._emit(self._make_step)
         self._step += 1
-        self._changes, self._touched, self._new_token_ids = [], {}, {}
+        self._changes, self._touched, self._new_token_ids = [], {}, set()
         self._seconds_before = dict(self._seconds)
 
-    def _take_step(self) -> Step:
-        new = sorted(self._new_token_ids.keys() - self._told)
-        self._told.update(new)
-        return {
-            "event": "step",
-            "step": self._step,
-            "time_s": round(time.perf_counter() - self._began, 7),
-            "seconds": {
-                phase: round(total - self._seconds_before[phase], 7) for phase, total in self._seconds.items()
-            },
-            "changes": self._changes,
-            "block_tables": [
-                {"seq": seq.seq_id, "tables": [list(table) for table in self._tables_of(seq)]}
+    def _make_step(self) -> Step:
+        texts = {}
+        if self._backend is not None:
+            new = sorted(self._new_token_ids - self._known_token_ids)
+            self._known_token_ids.update(new)
+            texts = {str(token_id): _token_text(self._backend, token_id) for token_id in new}
+        before = self._seconds_before
+        return Step(
+            event="step",
+            step=self._step,
+            time_s=round(time.perf_counter() - self._began, 7),
+            seconds={phase: round(total - before[phase], 7) for phase, total in self._seconds.items()},
+            changes=self._changes,
+            block_tables=[
+                Tables(seq=seq.seq_id, tables=[list(table) for table in self._tables_of(seq)])
                 for seq in self._touched.values()
             ],
-            "num_free_blocks": self.blocks.num_free_blocks,
-            "num_running": len(self.scheduler.running),
-            "num_waiting": len(self.scheduler.waiting),
-            "texts": {str(token_id): self._text_of(token_id) for token_id in new} if self._text_of else {},
-        }
+            num_free_blocks=self.blocks.num_free_blocks,
+            num_running=len(self.scheduler.running),
+            num_waiting=len(self.scheduler.waiting),
+            texts=texts,
+        )
 
     def close(self) -> None:
         """Write the remaining changes, and stop tracing."""
@@ -319,52 +321,59 @@ class Tracer:
             self._detach()
 
     def _detach(self) -> None:
-        for owner, name, _ in self._wrapped:
+        for owner, name in self._wrapped:
             delattr(owner, name)
         self._wrapped = []
         self._write = lambda event: None
 
+    def _note(self, change: str, seq: Sequence, **fields: Any) -> None:
+        """Add a change of a sequence to the step."""
+        self._changes.append({"change": change, "seq": seq.seq_id, **fields})
+
+    def _note_blocks(self, change: str, seq: Sequence, **fields: Any) -> None:
+        """Add a change of a sequence's block tables to the step."""
+        self._note(change, seq, **fields)
+        self._touched[seq.seq_id] = seq
+
+    def _tables_of(self, seq: Sequence) -> list[list[int]]:
+        """Return a sequence's block tables, one per group, or [] if it is not running."""
+        if hasattr(self.blocks, "tables_of"):
+            return self.blocks.tables_of(seq)  # type: ignore[no-any-return]
+        return [seq.block_table] if seq.block_table else []
+
     # -- the wrappers: each takes the wrapped method as its first argument
 
-    def _add(self, add: Callable[..., None], seq: Sequence) -> None:
+    def _on_add(self, add: Callable[..., None], seq: Sequence) -> None:
         add(seq)
-        self._changes.append(
-            {
-                "change": "add",
-                "seq": seq.seq_id,
-                "request": self._request_of(seq.seq_id),
-                "priority": seq.priority,
-                "token_ids": list(seq.token_ids),
-                "max_num_tokens": seq.max_num_tokens,
-            }
+        self._note(
+            "add",
+            seq,
+            request=self._request_of(seq.seq_id),
+            priority=seq.priority,
+            token_ids=list(seq.token_ids),
+            max_num_tokens=seq.max_num_tokens,
         )
-        self._new_token_ids |= dict.fromkeys(seq.token_ids)
+        self._new_token_ids.update(seq.token_ids)
 
-    def _schedule(self, schedule: Callable[[], ScheduledBatch]) -> ScheduledBatch:
+    def _on_schedule(self, schedule: Callable[[], ScheduledBatch]) -> ScheduledBatch:
         batch = schedule()
         if batch.chunks:
             if batch.sampled_seqs:
                 self._in_flight.append((batch, self._step))
-            chunks: list[Chunk] = [
-                {
-                    "seq": chunk.seq.seq_id,
-                    "start": chunk.start,
-                    "end": chunk.end,
-                    "samples": chunk.samples,
-                    "draft": draft_of(chunk),
-                }
-                for chunk in batch.chunks
+            drafts = [draft_of(chunk) for chunk in batch.chunks]
+            chunks = [
+                Chunk(seq=seq.seq_id, start=start, end=end, samples=samples, draft=draft)
+                for (seq, start, end, samples, _), draft in zip(batch.chunks, drafts, strict=True)
             ]
-            drafts = [chunk["draft"] for chunk in chunks if chunk["draft"] is not None]
-            self._new_token_ids |= dict.fromkeys(drafts)
-            self._changes.append({"change": "schedule", "num_tokens": batch.num_tokens, "chunks": chunks})
+            self._new_token_ids.update(draft for draft in drafts if draft is not None)
+            self._changes.append(Schedule(change="schedule", num_tokens=batch.num_tokens, chunks=chunks))
         return batch
 
-    def _update(
+    def _on_update(
         self, update: Callable[..., list[Sequence]], batch: ScheduledBatch, *arguments: Any
     ) -> list[Sequence]:
-        of_step = [step for one, step in self._in_flight if one is batch]
-        if not of_step:  # no sequence of the batch samples
+        of_step = next((step for one, step in self._in_flight if one is batch), None)
+        if of_step is None:  # no sequence of the batch samples
             return update(batch, *arguments)
         self._in_flight = [entry for entry in self._in_flight if entry[0] is not batch]
         before = {seq: len(seq.token_ids) for seq in batch.sampled_seqs}
@@ -373,109 +382,80 @@ class Tracer:
         try:
             return update(batch, *arguments)
         finally:
-            grown = [seq for seq, length in before.items() if len(seq.token_ids) > length]
-            tokens: Tokens = {
-                "change": "tokens",
-                "of_step": of_step[0],
-                "tokens": [
-                    {
-                        "seq": seq.seq_id,
-                        "token_ids": seq.token_ids[before[seq] :],
-                        "num_accepted": max(0, self._num_draws[seq.seq_id] - 1),
-                    }
-                    for seq in grown
-                ],
-                "discarded": [seq.seq_id for seq in before if seq not in grown],
-            }
-            self._changes.insert(position, tokens)
-            for seq in grown:
-                self._new_token_ids |= dict.fromkeys(seq.token_ids[before[seq] :])
+            new = {seq: seq.token_ids[length:] for seq, length in before.items()}
+            tokens = [
+                NewTokens(seq=seq.seq_id, token_ids=ids, num_accepted=max(0, self._num_draws[seq.seq_id] - 1))
+                for seq, ids in new.items()
+                if ids
+            ]
+            discarded = [seq.seq_id for seq, ids in new.items() if not ids]
+            change = Tokens(change="tokens", of_step=of_step, tokens=tokens, discarded=discarded)
+            self._changes.insert(position, change)
+            self._new_token_ids.update(*new.values())
 
-    def _take(self, take: Callable[..., None], seq: Sequence, token_id: int | None) -> None:
+    def _on_append_token(
+        self, append_token: Callable[..., None], seq: Sequence, token_id: int | None
+    ) -> None:
         self._num_draws[seq.seq_id] += 1
-        take(seq, token_id)
+        append_token(seq, token_id)
 
-    def _recover(self, recover: Callable[[], None]) -> None:
+    def _on_recover(self, recover: Callable[[], None]) -> None:
         self._in_flight.clear()
         self._touched |= {seq.seq_id: seq for seq in self.scheduler.running}
-        self._changes.append({"change": "fail", "error": repr(sys.exception())})
+        self._changes.append(Fail(change="fail", error=repr(sys.exception())))
         recover()
 
-    def _allocate(self, allocate: Callable[[Sequence], bool], seq: Sequence) -> bool:
+    def _on_allocate(self, allocate: Callable[[Sequence], bool], seq: Sequence) -> bool:
         self._evicted = []
-        admitted = allocate(seq)
         blocks = self.blocks
-        if not admitted:
-            self._changes.append(
-                {
-                    "change": "refuse",
-                    "seq": seq.seq_id,
-                    "num_needed": self._num_needed,
-                    "num_free": blocks.num_free_blocks,
-                }
-            )
+        if not allocate(seq):
+            self._note("refuse", seq, num_needed=self._num_needed, num_free=blocks.num_free_blocks)
             return False
         num_hits = seq.num_hit_tokens // blocks.block_size
         tables = self._tables_of(seq)
-        hit_ids = [table[:num_hits] for table in tables]
-        held = [block_id for group in hit_ids for block_id in group if block_id]
-        self._changes.append(
-            {
-                "change": "admit",
-                "seq": seq.seq_id,
-                "hits": hit_ids,
-                "revived": [block_id for block_id in held if blocks.blocks[block_id].ref_count == 1],
-                "taken": [table[num_hits:] for table in tables],
-                "evicted": self._evicted,
-                "num_computed_tokens": seq.num_computed_tokens,
-            }
+        held = [block_id for table in tables for block_id in table[:num_hits] if block_id]
+        self._note_blocks(
+            "admit",
+            seq,
+            hits=[table[:num_hits] for table in tables],
+            revived=[block_id for block_id in held if blocks.blocks[block_id].ref_count == 1],
+            taken=[table[num_hits:] for table in tables],
+            evicted=self._evicted,
+            num_computed_tokens=seq.num_computed_tokens,
         )
-        self._touched[seq.seq_id] = seq
         return True
 
-    def _may_append(self, may_append: Callable[..., bool], seq: Sequence, num_tokens: int) -> bool:
+    def _on_may_append(self, may_append: Callable[..., bool], seq: Sequence, num_tokens: int) -> bool:
         self._evicted, self._freed, self._shared = [], [], []
         tables = self._tables_of(seq)
         lengths = [len(table) for table in tables]
         has_room = may_append(seq, num_tokens)
         if self._freed or self._shared:
-            self._changes.append(
-                {"change": "skip", "seq": seq.seq_id, "freed": self._freed, "shared": self._shared}
-            )
-            self._touched[seq.seq_id] = seq
+            self._note_blocks("skip", seq, freed=self._freed, shared=self._shared)
         taken = [table[length:] for table, length in zip(tables, lengths, strict=True)]
         if not has_room:
             self._short = seq.seq_id
         elif any(taken):
-            self._changes.append(
-                {"change": "append", "seq": seq.seq_id, "taken": taken, "evicted": self._evicted}
-            )
-            self._touched[seq.seq_id] = seq
+            self._note_blocks("append", seq, taken=taken, evicted=self._evicted)
         return has_room
 
-    def _tables_of(self, seq: Sequence) -> list[list[int]]:
-        """Return a sequence's block tables, one per group, or [] if it is not running."""
-        if hasattr(self.blocks, "tables_of"):
-            return self.blocks.tables_of(seq)  # type: ignore[no-any-return]
-        return [seq.block_table] if seq.block_table else []
-
-    def _hold(self, hold: Callable[..., bool], hits: list[Block], num_new: int) -> bool:
+    def _on_hold(self, hold: Callable[..., bool], hits: list[Block], num_new: int) -> bool:
         self._num_needed = num_new + sum(block.ref_count == 0 for block in hits)
         return hold(hits, num_new)
 
-    def _take_free_block(self, take_free_block: Callable[..., int], *arguments: Any) -> int:
+    def _on_take_free_block(self, take_free_block: Callable[[], int]) -> int:
         num_evictable = len(self.blocks.evictable_blocks)
-        block_id = take_free_block(*arguments)
+        block_id = take_free_block()
         if len(self.blocks.evictable_blocks) < num_evictable:
             self._evicted.append(block_id)
         return block_id
 
-    def _release(self, release: Callable[[int], None], block_id: int) -> None:
+    def _on_release(self, release: Callable[[int], None], block_id: int) -> None:
         release(block_id)
         is_shared = self.blocks.blocks[block_id].ref_count > 0
         (self._shared if is_shared else self._freed).append(block_id)
 
-    def _register_full_blocks(
+    def _on_register_full_blocks(
         self, register_full_blocks: Callable[..., None], seq: Sequence, num_tokens: int
     ) -> None:
         first = seq.num_registered_blocks
@@ -487,73 +467,22 @@ class Tracer:
             for block_ids in zip(*tables, strict=True)
         ]
         if prefix_ids:
-            self._changes.append(
-                {
-                    "change": "register",
-                    "seq": seq.seq_id,
-                    "first": first,
-                    "blocks": tables,
-                    "prefix_ids": prefix_ids,
-                }
-            )
+            self._note("register", seq, first=first, blocks=tables, prefix_ids=prefix_ids)
 
-    def _free(self, free: Callable[[Sequence], None], seq: Sequence) -> None:
+    def _on_free(self, free: Callable[[Sequence], None], seq: Sequence) -> None:
         self._freed, self._shared = [], []
         free(seq)
-        self._changes.append(
-            {
-                "change": "free",
-                "seq": seq.seq_id,
-                "why": seq.finish_reason or "preempted",
-                "for_seq": None if seq.finish_reason else self._short,
-                "freed": self._freed,
-                "shared": self._shared,
-            }
-        )
-        self._touched[seq.seq_id] = seq
+        why, for_seq = seq.finish_reason or "preempted", None if seq.finish_reason else self._short
+        self._note_blocks("free", seq, why=why, for_seq=for_seq, freed=self._freed, shared=self._shared)
 
-    def _clear(self, clear: Callable[[], None]) -> None:
+    def _on_clear(self, clear: Callable[[], None]) -> None:
         clear()
-        self._changes.append({"change": "clear"})
+        self._changes.append(Clear(change="clear"))
 
 
 def draft_of(chunk: ScheduledChunk) -> int | None:
     """Return a chunk's draft token, or None if it computes known tokens."""
     return None if chunk.token_ids is chunk.seq.token_ids else chunk.token_ids[chunk.start]
-
-
-def trace(
-    scheduler: Scheduler,
-    target: str | Path | Callable[[Any], Any],
-    *,
-    model: str,
-    request_of: Callable[[int], str],
-    tokenizer: Any,
-    seconds: dict[str, float],
-) -> Tracer:
-    """Trace a scheduler to a callable, or to a file of JSON lines, each written as soon as its step ends.
-
-    No argument may refer to the KV cache, because its memory must be freed when the engine closes.
-
-    Args:
-        scheduler: passed to `Tracer`.
-        target: the file's path, or a callable that takes events.
-        model: passed to `Tracer`.
-        request_of: passed to `Tracer`.
-        tokenizer: a transformers tokenizer. None: there is none.
-        seconds: passed to `Tracer`.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    if callable(target):
-        write = target
-    else:
-        path = Path(target).resolve()
-        path.write_text("")
-        write = partial(_append_line, path)
-    text_of = None if tokenizer is None else partial(_token_text, tokenizer.backend_tokenizer)
-    return Tracer(scheduler, write, model=model, request_of=request_of, text_of=text_of, seconds=seconds)
 
 
 def _append_line(path: Path, event: Event) -> None:
