@@ -1,7 +1,6 @@
 """Speculative decoding: draft tokens change the speed, never what users see."""
 
 import itertools
-import json
 import random
 from collections import Counter
 from typing import Any
@@ -34,7 +33,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1,
 
 
 class Oracle:
-    """Knows what each sequence will say, by its seq_id, and tells some of it, with mistakes."""
+    """Proposes some of what each sequence will say, by its seq_id, with mistakes."""
 
     def __init__(self, answers: dict[int, list[int]], vocab_size: int, error_rate: float) -> None:
         self.answers, self.vocab_size, self.error_rate = answers, vocab_size, error_rate
@@ -54,18 +53,14 @@ def by_sequence(answers: list) -> dict[int, list[int]]:
     return dict(enumerate(sample[1] for output in answers for sample in output))
 
 
-def without_rounding(answers: list) -> list:
-    """Log-probabilities to where the number of rows in a matrix product cannot show."""
+def plain(answers: list, wrap: Any = lambda number, abs: number) -> list:
+    """Answers with their log-probabilities as numbers, each passed to `wrap` with a tolerance."""
     return [
         [
             (
                 *sample[:4],
-                None if sample[4] is None else pytest.approx(sample[4], abs=1e-3),
-                sample[5]
-                and [
-                    {i: pytest.approx(entry.logprob, abs=1e-4) for i, entry in entries.items()}
-                    for entries in sample[5]
-                ],
+                sample[4] and wrap(sample[4], abs=1e-3),
+                sample[5] and [{i: wrap(e.logprob, abs=1e-4) for i, e in one.items()} for one in sample[5]],
             )
             for sample in output
         ]
@@ -73,19 +68,13 @@ def without_rounding(answers: list) -> list:
     ]
 
 
-def plain(answers: list) -> list:
-    """The same with numbers."""
-    return [
-        [
-            (*s[:5], s[5] and [{i: entry.logprob for i, entry in entries.items()} for entries in s[5]])
-            for s in output
-        ]
-        for output in answers
-    ]
+def without_rounding(answers: list) -> list:
+    """Expected answers, whose log-probabilities may differ as far as the size of a matrix product matters."""
+    return plain(answers, pytest.approx)
 
 
 def mixed_requests() -> tuple[list[list[int]], list[SamplingParams]]:
-    """Sampled and greedy, with stops, samples and log-probabilities; every third depends on its own past."""
+    """Sampled and greedy, with stops, n > 1 and log-probabilities; every third depends on its own past."""
     rng = random.Random(2)
     prompts = [[rng.randrange(256) for _ in range(rng.randint(1, 30))] for _ in range(30)]
     params = [random_params(rng) for _ in prompts]
@@ -100,31 +89,30 @@ def mixed_requests() -> tuple[list[list[int]], list[SamplingParams]]:
     return prompts, params
 
 
-@pytest.mark.parametrize("settings", VARIED_SETTINGS.values(), ids=VARIED_SETTINGS)
-def test_answers_are_the_same_as_without_draft_tokens(settings, babbler):
-    prompts, params = mixed_requests()
-    more = {"priority": [i % 3 for i in range(30)]} if "scheduling_policy" in settings else {}
+@pytest.mark.parametrize("name", ["roomy", "with preemption", "in chunks"])
+def test_answers_are_the_same_as_without_draft_tokens(name, babbler):
+    (prompts, params), settings = mixed_requests(), VARIED_SETTINGS[name]
     with LLM(babbler, **settings) as llm:
-        expected = [seen(llm, prompts, params, **more) for _ in range(2)]
+        expected = [seen(llm, prompts, params) for _ in range(2)]
         num_steps, num_tokens = llm.metrics()["num_steps"], llm.metrics()["generation_tokens"]
     answers_of = by_sequence(expected[0] + expected[1])
-    for error_rate in (0.0, 0.3) if settings["num_kv_blocks"] == 200 else (0.1,):
+    for error_rate in (0.0, 0.3) if name == "roomy" else (0.1,):
         with LLM(babbler, speculative_config=NGRAM, **settings) as llm:
             llm.scheduler.propose = Oracle(answers_of, 260, error_rate)
-            answers = [seen(llm, prompts, params, **more) for _ in range(2)]
+            answers = [seen(llm, prompts, params) for _ in range(2)]
             assert [plain(a) for a in answers] == [without_rounding(e) for e in expected]
             metrics = llm.metrics()
             assert metrics["num_free_blocks"] == settings["num_kv_blocks"]
             assert metrics["generation_tokens"] == num_tokens
             assert 0 < metrics["spec_decode_num_accepted_tokens"] <= metrics["spec_decode_num_draft_tokens"]
-            if settings["num_kv_blocks"] == 200:
+            if name == "roomy":
                 assert metrics["num_steps"] < num_steps * (0.5 if error_rate == 0 else 0.9)
-            elif settings["num_kv_blocks"] != 60:
+            else:
                 assert metrics["num_preemptions"] > 0
             check_laws(llm.scheduler)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "mistral sliding", "gemma3"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
 @pytest.mark.parametrize(
     "settings",
     [{"enforce_eager": False}, {"enforce_eager": True, "block_size": 4, "max_num_batched_tokens": 9}],
@@ -157,19 +145,19 @@ def test_draft_tokens_run_in_the_graphs_of_decodes(in_float32, tmp_path_factory)
     assert in_float32["replay"] - replays > metrics["num_steps"] / 2
 
 
-def test_the_bundled_model_says_the_same_in_bfloat16():
+def test_the_bundled_model_gives_the_same_answers_in_bfloat16():
     """Its attention and products do not depend on how many rows a step has."""
     passage = "The brave sailor found the golden lantern near a castle. The hungry fox stole the red apple."
     question = (
-        f"Remember this passage: {passage} Here is some noise: The old king lost a map. Repeat the passage."
+        f"Remember this passage: {passage} Here is some noise: The king lost a map. Repeat the passage."
     )
     messages = [[{"role": "user", "content": text}] for text in (question, "Count from 3 to 9.")]
     params = [SamplingParams(temperature=t, seed=1, max_tokens=60) for t in (0, 0.9)]
     answers, steps = [], []
     for config in (None, NGRAM):
         with LLM(DEMO, dtype="bfloat16", num_kv_blocks=60, speculative_config=config) as llm:
-            outputs = [llm.chat(messages, one, use_tqdm=False) for one in params]
-            answers.append([out.outputs[0].token_ids for outs in outputs for out in outs])
+            outputs = llm.chat(messages, params, use_tqdm=False)
+            answers.append([out.outputs[0].token_ids for out in outputs])
             steps.append(llm.metrics()["num_steps"])
     assert answers[0] == answers[1]
     assert steps[1] < 0.8 * steps[0], steps
@@ -178,7 +166,7 @@ def test_the_bundled_model_says_the_same_in_bfloat16():
 # ---- Bursts: several tokens in a step ------------------------------------------------------------
 
 
-def test_a_burst_is_cut_at_the_token_that_ends_it(tmp_path):
+def test_a_sequence_ends_within_a_burst(tmp_path):
     path = chain_checkpoint(tmp_path, "abcdefgh")
     ends = [
         ({"stop": "de"}, "bc", "stop", "de"),
@@ -203,7 +191,7 @@ def test_a_burst_is_cut_at_the_token_that_ends_it(tmp_path):
             assert output.metrics.first_token_time <= output.metrics.finished_time
 
 
-def test_a_stream_shows_every_token_of_a_burst_once(tmp_path):
+def test_a_stream_contains_every_token_of_a_burst_once(tmp_path):
     path = chain_checkpoint(tmp_path, "abcdefgh")
     with LLM(path, num_kv_blocks=50, speculative_config=NGRAM) as llm:
         params = SamplingParams(temperature=0, max_tokens=30, logprobs=0)
@@ -215,7 +203,7 @@ def test_a_stream_shows_every_token_of_a_burst_once(tmp_path):
     assert max(len(part.token_ids) for part in parts) == 5
 
 
-def test_a_draw_that_fails_in_a_burst_ends_its_sequence_behind_the_tokens_before():
+def test_a_failed_draw_in_a_burst_ends_its_sequence_after_the_tokens_before_it():
     scheduler = make_scheduler(
         scheduler=DraftingScheduler, propose=lambda seq, num_tokens: [7, 8, 9][:num_tokens]
     )
@@ -249,7 +237,7 @@ def test_drafts_get_only_what_other_sequences_leave_of_the_budget():
         propose=lambda seq, num_tokens: [9] * num_tokens,
     )
     for i in range(3):
-        scheduler.add(make_sequence(i, [i], ignore_eos=True))
+        scheduler.add(make_sequence(i, [i]))
     assert counts(run_step(scheduler)) == {0: 6, 1: 1, 2: 1}
     scheduler.add(make_sequence(3, [3] * 4))
     batch = run_step(scheduler)
@@ -296,7 +284,7 @@ def test_no_draft_exceeds_the_limits_of_a_sequence():
     assert (long.token_ids, long.finish_reason) == ([1, 2, 1, *[9] * 6], "length")
 
 
-def test_what_was_said_in_bursts_is_found_by_the_prefix_cache(tmp_path):
+def test_tokens_from_bursts_are_found_by_the_prefix_cache(tmp_path):
     path = chain_checkpoint(tmp_path, "abcdefgh")
     hits = []
     for config in (None, NGRAM):
@@ -313,10 +301,10 @@ def test_what_was_said_in_bursts_is_found_by_the_prefix_cache(tmp_path):
     assert hits[0] == hits[1] == [24, 24, 28, 28, 28, 28, 32, 32]
 
 
-# ---- What may go wrong ---------------------------------------------------------------------------
+# ---- Failures ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("where", ["launch", "collect", "propose"])
+@pytest.mark.parametrize("where", ["collect", "propose"])
 def test_a_failed_step_with_drafts_loses_nothing(where, tmp_path_factory):
     path, reference = checkpoint("qwen3", tmp_path_factory)
     prompts = random_prompts([3, 20])
@@ -352,22 +340,6 @@ def test_a_failed_step_with_drafts_loses_nothing(where, tmp_path_factory):
     assert answers == dict(enumerate(expected))
 
 
-def test_requests_are_aborted_between_bursts(tmp_path):
-    with LLM(chain_checkpoint(tmp_path, "abcdef"), num_kv_blocks=30, speculative_config=NGRAM) as llm:
-        engine = llm.llm_engine
-        for i in "xy":
-            engine.add_request(i, "abcdefab", SamplingParams(temperature=0, max_tokens=40))
-        for _ in range(4):
-            engine.step()
-        (aborted,) = engine.abort_request("x")
-        assert aborted.outputs[0].text == ("cdefab" * 9)[: len(aborted.outputs[0].token_ids)]
-        assert len(aborted.outputs[0].token_ids) > 8
-        while engine.has_unfinished_requests():
-            outputs = engine.step()
-        assert outputs[0].outputs[0].text == ("cdefab" * 9)[:40]
-        assert engine.metrics()["num_free_blocks"] == 30
-
-
 # ---- Settings and metrics ------------------------------------------------------------------------
 
 
@@ -385,7 +357,7 @@ def test_requests_are_aborted_between_bursts(tmp_path):
         (4, "speculative_config must be a dict"),
     ],
 )
-def test_a_speculative_config_is_refused_by_field(config, message):
+def test_an_error_about_speculative_config_names_the_field(config, message):
     with pytest.raises((TypeError, ValueError), match=message):
         EngineConfig(model="x", speculative_config=config)
 
@@ -408,33 +380,27 @@ def test_async_scheduling_is_off_with_drafts_and_refused_if_requested(
     for config, num_in_flight in ((None, 1), (NGRAM, 0)):
         with LLM(path, speculative_config=config, **settings) as llm:
             assert llm.llm_engine.core.max_in_flight == num_in_flight
-        told = "up to 4 draft tokens (ngram), no async scheduling" in capsys.readouterr().err
-        assert told == (config is not None)
+        noted = "up to 4 draft tokens (ngram), no async scheduling" in capsys.readouterr().err
+        assert noted == (config is not None)
 
 
 def test_metrics_count_drafts_under_vllm_s_names(tmp_path):
     path = chain_checkpoint(tmp_path, "abcd")
     config = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 2}
-    with LLM(path, num_kv_blocks=9, speculative_config=json.loads(json.dumps(config))) as llm:
+    with LLM(path, num_kv_blocks=9, speculative_config=config) as llm:
         # After the prompt one draft, then three, then the one that max_tokens leaves room for; all are right.
         llm.generate("abcdab", SamplingParams(temperature=0, max_tokens=9), use_tqdm=False)
-        metrics, all_metrics = llm.metrics(), llm.get_metrics()
-    found = {name: metrics[name] for name in metrics if name.startswith("spec_decode")}
-    assert found == {
-        "spec_decode_num_drafts": 3,
-        "spec_decode_num_draft_tokens": 5,
-        "spec_decode_num_accepted_tokens": 5,
-        "spec_decode_mean_acceptance_length": 1 + 5 / 3,
-    }
-    assert metrics["num_steps"] == 4
-    named = {metric.name: metric for metric in all_metrics}
-    for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
+        metrics, named = llm.metrics(), {metric.name: metric for metric in llm.get_metrics()}
+    expected = {"num_drafts": 3, "num_draft_tokens": 5, "num_accepted_tokens": 5}
+    for name, number in expected.items():
         metric = named[f"vllm:spec_decode_{name}"]
         assert isinstance(metric, MetricCounter)
-        assert metric.value == found[f"spec_decode_{name}"]
-    per_place = named["vllm:spec_decode_num_accepted_tokens_per_pos"]
-    assert isinstance(per_place, Vector)
-    assert per_place.values == [3, 1, 1, 0]
+        assert metric.value == metrics[f"spec_decode_{name}"] == number
+    assert metrics["spec_decode_mean_acceptance_length"] == 1 + 5 / 3
+    assert metrics["num_steps"] == 4
+    per_position = named["vllm:spec_decode_num_accepted_tokens_per_pos"]
+    assert isinstance(per_position, Vector)
+    assert per_position.values == [3, 1, 1, 0]
     with LLM(path, num_kv_blocks=9) as llm:
         assert not any("spec_decode" in metric.name for metric in llm.get_metrics())
 
@@ -481,17 +447,17 @@ def test_a_lookup_costs_the_same_for_any_length_of_text():
     rng = random.Random(0)
     lookup, reads = Lookup(2, 4, 4), []
     text = Watched(rng.randrange(3) for _ in range(20))
-    for _ in range(3000):
+    for _ in range(1500):
         before = text.num_read
         lookup.propose(text, 4)
-        lookup.resume_at = 0  # no pause, during which others would wait
+        lookup.resume_at = 0  # no pause
         reads.append(text.num_read - before)
         text.append(rng.randrange(3))
     assert max(reads[1:]) <= 30
-    assert sum(reads[-1000:]) <= 1.1 * sum(reads[1000:2000])
+    assert sum(reads[-500:]) <= 1.1 * sum(reads[500:1000])
 
 
-def made(lookup: Lookup, text: list[int]) -> int:
+def num_proposed(lookup: Lookup, text: list[int]) -> int:
     return len(lookup.propose(text, 100))
 
 
@@ -499,35 +465,35 @@ def test_drafts_grow_while_accepted_and_pause_while_rejected():
     lookup, text = Lookup(1, 1, 8), [1, 2, 1]
     sizes = []
     for _ in range(4):
-        sizes.append(made(lookup, text))
+        sizes.append(num_proposed(lookup, text))
         text += [2, 1] * (sizes[-1] // 2 + 1)  # all right, and more
     assert sizes == [1, 3, 7, 8]
-    assert made(lookup, text) == 8
+    assert num_proposed(lookup, text) == 8
     text += [2, 3, 1]  # one is right
-    assert made(lookup, text) == 3
+    assert num_proposed(lookup, text) == 3
     text += [4, 1]  # none is
-    assert made(lookup, text) == 1
+    assert num_proposed(lookup, text) == 1
     drafted_at = []
     for other in range(5, 1000):  # something else follows each time
         text += [other, 1]
-        drafted_at += [other] if made(lookup, text) else []
+        drafted_at += [other] if num_proposed(lookup, text) else []
     gaps = [after - before for before, after in itertools.pairwise(drafted_at)]
     assert gaps[:5] == [3, 5, 9, 17, 33]  # of two tokens each: that of the draft, and the pause
     assert set(gaps[5:]) == {1 + MAX_PAUSE // 2}
     text += [text[-2], 1]
     lookup.resume_at = 0
-    assert made(lookup, text) == 1
+    assert num_proposed(lookup, text) == 1
     text += [text[-2], 1]  # right again
-    assert (made(lookup, text), lookup.pause) == (3, 1)
+    assert (num_proposed(lookup, text), lookup.pause) == (3, 1)
 
 
 def test_a_failed_step_does_not_count_as_a_rejection():
     lookup, text = Lookup(1, 1, 8), [1, 2, 1]
-    assert [made(lookup, text) for _ in range(3)] == [1, 1, 1]
+    assert [num_proposed(lookup, text) for _ in range(3)] == [1, 1, 1]
     assert (lookup.pause, lookup.size) == (1, 1)
 
 
-def test_each_sequence_has_a_memory_of_its_own():
+def test_each_sequence_has_its_own_lookup():
     config = SpeculativeConfig(**NGRAM)
     propose = NgramProposer(config)
     one, two = make_sequence(0, [1, 2, 1]), make_sequence(1, [1, 3, 1])

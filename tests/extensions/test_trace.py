@@ -1,4 +1,4 @@
-"""A trace says what happened: whoever replays it has every table, count and queue that the engine had."""
+"""A replay of a trace has every block table, count and queue of the engine."""
 
 import gc
 import itertools
@@ -24,7 +24,7 @@ from nanoengine.extensions.windows import WindowedBlockManager
 from tests.helpers import DEMO, checkpoint, is_busy, make_scheduler, make_sequence, run_step
 from tests.laws import chain, tables_of
 
-# ---- the checker: it knows the documented schema, and nothing of the writer -----------------------
+# ---- the checker: it knows the documented schema, and nothing about the writer --------------------
 
 
 class Replay:
@@ -38,9 +38,8 @@ class Replay:
         self.computed: dict[int, int] = {}
         self.waiting: set[int] = set()
         self.ended: dict[int, str] = {}
-        self.sampling: dict[
-            int, dict[int, list[int]]
-        ] = {}  # step -> who is due tokens of it, and their drafts
+        # step -> the sequences that it samples, each with its drafts
+        self.sampling: dict[int, dict[int, list[int]]] = {}
         self.prefix_of: dict[int, int] = {}  # seq -> prefix_id of its last registered block
         self.num_drafted = self.num_accepted = 0
         self.num_steps = 0
@@ -54,7 +53,7 @@ class Replay:
             return
         self.num_steps += 1
         assert event["step"] == self.num_steps
-        assert not self.texts.keys() & event["texts"].keys(), "a token's text is told once"
+        assert not self.texts.keys() & event["texts"].keys(), "a token's text is written once"
         self.texts |= event["texts"]
         for change in event["changes"]:
             getattr(self, f"on_{change.pop('change')}")(**change)
@@ -157,9 +156,8 @@ class Replay:
     def on_register(self, seq, first, blocks, prefix_ids):
         size = self.start["block_size"]
         assert blocks == [table[first : first + len(prefix_ids)] for table in self.tables[seq]]
-        for i, (column, prefix_id) in enumerate(
-            zip(zip(*blocks, strict=True), prefix_ids, strict=True), first
-        ):
+        columns = zip(zip(*blocks, strict=True), prefix_ids, strict=True)
+        for i, (column, prefix_id) in enumerate(columns, first):
             content, parent_id = tuple(self.tokens[seq][: (i + 1) * size]), self.prefix_of[seq]
             assert len(content) == (i + 1) * size
             twins = [
@@ -205,7 +203,7 @@ class Replay:
         for one in tokens:
             seq, num_accepted = one["seq"], one["num_accepted"]
             assert seq not in self.ended
-            # The last draw is behind the last accepted draft, and is missing where none could be drawn.
+            # One token is sampled after the last accepted draft, unless none could be sampled.
             assert len(one["token_ids"]) - num_accepted in (0, 1)
             assert one["token_ids"][:num_accepted] == due[seq][:num_accepted]
             self.num_accepted += num_accepted
@@ -256,15 +254,10 @@ def compare(replay: Replay, scheduler) -> None:
     assert {block.block_id: block.ref_count for block in blocks.blocks} == replay.ref_counts
     assert [block.block_id for block in blocks.empty_blocks] == list(replay.empty)
     assert list(blocks.evictable_blocks) == list(replay.evictable)
-    assert {
-        block.block_id: (
-            block.prefix_id,
-            block.parent_id,
-            group_of(block, replay.content[block.block_id], blocks.block_size),
-        )
-        for block in blocks.blocks
-        if block.key
-    } == replay.prefixes
+    registered = {block.block_id: block for block in blocks.blocks if block.key}
+    groups = {i: group_of(block, replay.content[i], blocks.block_size) for i, block in registered.items()}
+    prefixes = {i: (block.prefix_id, block.parent_id, groups[i]) for i, block in registered.items()}
+    assert prefixes == replay.prefixes
     if isinstance(scheduler, DraftingScheduler):
         assert scheduler.num_drafted.total() == replay.num_drafted
         assert scheduler.num_accepted.total() == replay.num_accepted
@@ -291,11 +284,11 @@ ACTIONS = st.one_of(
 
 
 def propose(seq, num_tokens):
-    """Right now and then, since what is drawn is 0 or 1 too."""
+    """Propose 0 or 1, which is right now and then."""
     return [seq.num_tokens // 3 % 2] * min(3, num_tokens)
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     block_size=st.sampled_from([1, 2, 4]),
     num_blocks=st.integers(2, 16),
@@ -364,25 +357,18 @@ def test_a_replay_has_every_table_count_and_queue_after_every_step(
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_a_real_engine_s_file_replays_and_its_tokens_are_the_answers(tmp_path, async_scheduling):
-    path = tmp_path / "run.jsonl"
+    path, replay = tmp_path / "run.jsonl", Replay()
     texts = [
         "What is 27 + 58?",
         "Count from 8 to 21.",
         "What is 27 + 58?",
         "Spell the word attention backwards.",
     ]
-    replay = Replay()
-    with LLM(
-        DEMO,
-        num_kv_blocks=14,
-        block_size=4,
-        max_num_batched_tokens=16,
-        async_scheduling=async_scheduling,
-        trace=path,
-    ) as llm:
+    sizes = {"num_kv_blocks": 14, "block_size": 4, "max_num_batched_tokens": 16}
+    with LLM(DEMO, **sizes, async_scheduling=async_scheduling, trace=path) as llm:
         chats = [[{"role": "user", "content": text}] for text in texts]
         outputs = llm.chat(chats, SamplingParams(temperature=0, max_tokens=30), use_tqdm=False)
-        for line in path.read_text().splitlines():  # each is there as soon as its step ended
+        for line in path.read_text().splitlines():  # each line is written as soon as its step ended
             replay.take(json.loads(line))
         compare(replay, llm.scheduler)
         assert llm.metrics()["num_preemptions"] > 0
@@ -391,23 +377,20 @@ def test_a_real_engine_s_file_replays_and_its_tokens_are_the_answers(tmp_path, a
         assert replay.tokens[seq] == output.prompt_token_ids + output.outputs[0].token_ids
         assert replay.ended[seq] == output.outputs[0].finish_reason
     said = "".join(replay.texts[str(token)] for token in replay.tokens[3])
-    assert said.endswith(
-        "Spell the word attention backwards.<|im_end|>\n<|im_start|>assistant\nnoitnetta<|im_end|>"
-    )
+    assert said.endswith(f"{texts[3]}<|im_end|>\n<|im_start|>assistant\nnoitnetta<|im_end|>")
     start, *steps = viewer.load(path)
-    assert start["model"] == "demo"  # where it lies is nobody's business
+    assert start["model"] == "demo"  # not the path
     assert all(sum(step["seconds"].values()) > 0 for step in steps)
-    of_step = {
-        step["step"]: c["of_step"] for step in steps for c in step["changes"] if c["change"] == "tokens"
-    }
-    assert set(step - of for step, of in of_step.items()) == {int(async_scheduling)}
+    changes = [(step["step"], change) for step in steps for change in step["changes"]]
+    delays = {step - change["of_step"] for step, change in changes if change["change"] == "tokens"}
+    assert delays == {int(async_scheduling)}
 
 
 # ---- by hand -------------------------------------------------------------------------------------
 
 
 def steps_of(scheduler, *tokens):
-    """The changes of each step, every sampled sequence taking that step's token."""
+    """The changes of each step, in which every sampled sequence gets that step's token."""
     events: list = []
     tracer = Tracer(scheduler, events.append)
     for token in tokens:
@@ -417,68 +400,43 @@ def steps_of(scheduler, *tokens):
     return [event["changes"] for event in events[1:]]
 
 
-def test_a_preemption_names_who_needed_the_block_and_what_stays_findable():
+def change(kind, **fields):
+    return {"change": kind, **fields}
+
+
+def test_a_preemption_names_the_sequence_that_needed_the_block():
     """Blocks of 2, 3 of them. Sequence 1 is preempted for 0, whose second token needs a block."""
     scheduler = make_scheduler(num_blocks=3, block_size=2)
     scheduler.add(make_sequence(0, [1, 2]))
     scheduler.add(make_sequence(1, [5, 6, 7]))
     _, second = steps_of(scheduler, 9, 9)
+    chunk = {"seq": 0, "start": 2, "end": 3, "samples": True, "draft": None}
     assert second == [
-        {"change": "free", "seq": 1, "why": "preempted", "for_seq": 0, "freed": [3, 2], "shared": []},
-        {"change": "append", "seq": 0, "taken": [[3]], "evicted": []},
-        {
-            "change": "schedule",
-            "num_tokens": 1,
-            "chunks": [{"seq": 0, "start": 2, "end": 3, "samples": True, "draft": None}],
-        },
-        {
-            "change": "tokens",
-            "of_step": 2,
-            "tokens": [{"seq": 0, "token_ids": [9], "num_accepted": 0}],
-            "discarded": [],
-        },
+        change("free", seq=1, why="preempted", for_seq=0, freed=[3, 2], shared=[]),
+        change("append", seq=0, taken=[[3]], evicted=[]),
+        change("schedule", num_tokens=1, chunks=[chunk]),
+        change("tokens", of_step=2, tokens=[{"seq": 0, "token_ids": [9], "num_accepted": 0}], discarded=[]),
     ]
 
 
-def test_a_hit_says_which_blocks_were_free_and_whose_content_was_lost_for_the_rest():
-    """Blocks of 2, 4 of them. 0 has ended; 1 begins as it did; 2 is 0's first block and no more."""
+def test_an_admission_names_hits_that_were_free_and_blocks_whose_content_was_lost():
+    """Blocks of 2, 4 of them. 0 has ended; 1 begins like it; 2 is 0's first block and no more."""
     scheduler = make_scheduler(num_blocks=4, block_size=2)
     scheduler.add(make_sequence(0, [1, 2, 3, 4, 5, 6, 7, 8], max_tokens=1))
     (first,) = steps_of(scheduler, 9)
-    assert first[-1] == {
-        "change": "free",
-        "seq": 0,
-        "why": "length",
-        "for_seq": None,
-        "freed": [4, 3, 2, 1],
-        "shared": [],
-    }
+    assert first[-1] == change("free", seq=0, why="length", for_seq=None, freed=[4, 3, 2, 1], shared=[])
     scheduler.add(make_sequence(1, [1, 2, 3, 4, 6]))
     scheduler.add(make_sequence(2, [1, 2]))
     ((one, two, _, _),) = steps_of(scheduler, 9)
-    assert one == {
-        "change": "admit",
-        "seq": 1,
-        "hits": [[1, 2]],
-        "revived": [1, 2],
-        "taken": [[4]],
-        "evicted": [4],
-        "num_computed_tokens": 4,
-    }
-    # A full hit, on a block that 1 holds: one token is computed all the same, and nothing was free for it.
-    assert two == {
-        "change": "admit",
-        "seq": 2,
-        "hits": [[1]],
-        "revived": [],
-        "taken": [[]],
-        "evicted": [],
-        "num_computed_tokens": 1,
-    }
+    lost = {"revived": [1, 2], "taken": [[4]], "evicted": [4]}
+    assert one == change("admit", seq=1, hits=[[1, 2]], **lost, num_computed_tokens=4)
+    # A full hit, on a block that 1 holds: one token is computed all the same, and no free block is used.
+    nothing = {"revived": [], "taken": [[]], "evicted": []}
+    assert two == change("admit", seq=2, hits=[[1]], **nothing, num_computed_tokens=1)
 
 
-def test_blocks_that_fall_out_of_a_window_are_told_before_those_that_take_their_place():
-    """WindowedBlockManager's example behind a group that sees all: blocks of 2, a window of 3, steps of 4."""
+def test_blocks_that_leave_a_window_are_recorded_before_those_that_replace_them():
+    """WindowedBlockManager's example, after a group that sees all: blocks of 2, a window of 3, steps of 4."""
     events: list = []
     blocks = WindowedBlockManager(20, 2, windows=(None, 3), max_chunk_tokens=4)
     scheduler = Scheduler(blocks, max_num_batched_tokens=4)
@@ -490,11 +448,10 @@ def test_blocks_that_fall_out_of_a_window_are_told_before_those_that_take_their_
     start, first, second, third = events
     assert start["windows"] == [None, 3]
     assert first["changes"][1]["taken"] == [[1, 2, 3, 4, 5, 6], [7, 8, 9]]
-    assert second["changes"][:2] == [
-        {"change": "skip", "seq": 0, "freed": [7], "shared": []},
-        {"change": "append", "seq": 0, "taken": [[], [10]], "evicted": []},
-    ]
-    assert third["changes"][0] == {"change": "skip", "seq": 0, "freed": [9, 8], "shared": []}
+    skip, append = second["changes"][:2]
+    assert skip == change("skip", seq=0, freed=[7], shared=[])
+    assert append == change("append", seq=0, taken=[[], [10]], evicted=[])
+    assert third["changes"][0] == change("skip", seq=0, freed=[9, 8], shared=[])
     assert third["block_tables"] == [{"seq": 0, "tables": [[1, 2, 3, 4, 5, 6], [0, 0, 0, 10, 11, 12]]}]
 
 
@@ -507,26 +464,26 @@ def test_drafts_are_recorded_with_their_tokens_and_how_many_were_accepted():
     _, schedule, tokens, register = second
     assert [(one["start"], one["draft"]) for one in schedule["chunks"]] == [(2, None), (3, 9), (4, 9), (5, 5)]
     assert tokens["tokens"] == [{"seq": 0, "token_ids": [9, 9, 9], "num_accepted": 2}]
-    assert register == {"change": "register", "seq": 0, "first": 0, "blocks": [[1]], "prefix_ids": [1]}
-    assert second[0] == {"change": "append", "seq": 0, "taken": [[2]], "evicted": []}
+    assert register == change("register", seq=0, first=0, blocks=[[1]], prefix_ids=[1])
+    assert second[0] == change("append", seq=0, taken=[[2]], evicted=[])
 
 
 def test_a_real_engine_with_windows_and_drafts_replays(tmp_path_factory):
     path, _ = checkpoint("qwen2 sliding from layer 1", tmp_path_factory)
     prompts = [[5, 6, 7, 8] * 12, [5, 6, 7, 8] * 12, [9, 8] * 20]
     replay, changes = Replay(), []
-    with LLM(
-        str(path),
-        num_kv_blocks=34,
-        block_size=4,
-        max_num_batched_tokens=16,
-        speculative_config={"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1},
-        trace=lambda event: (replay.take(event), changes.extend(event.get("changes", []))),
-    ) as llm:
+    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+    sizes = {"num_kv_blocks": 34, "block_size": 4, "max_num_batched_tokens": 16}
+
+    def take(event):
+        replay.take(event)
+        changes.extend(event.get("changes", []))
+
+    with LLM(str(path), **sizes, speculative_config=ngram, trace=take) as llm:
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=30), use_tqdm=False)
         compare(replay, llm.scheduler)
         assert llm.metrics()["spec_decode_num_accepted_tokens"] == replay.num_accepted > 0
-    assert {"skip", "append", "register"} <= {change["change"] for change in changes}
+    assert {"skip", "append", "register"} <= {one["change"] for one in changes}
     assert replay.start["windows"] == [None, 24]
     for seq, output in enumerate(outputs):
         assert replay.tokens[seq] == output.prompt_token_ids + output.outputs[0].token_ids
@@ -541,10 +498,7 @@ def test_a_failed_step_is_in_the_trace_with_its_reason(tmp_path, monkeypatch):
         with pytest.raises(ZeroDivisionError):
             llm.step()
         compare(replay, llm.scheduler)
-        assert events[-1]["changes"][-2] == {
-            "change": "fail",
-            "error": "ZeroDivisionError('division by zero')",
-        }
+        assert events[-1]["changes"][-2] == change("fail", error="ZeroDivisionError('division by zero')")
         monkeypatch.undo()
         llm.abort_request("a")
     assert replay.ended == {0: "abort"}  # written when the engine closed
@@ -564,7 +518,7 @@ def test_a_trace_does_not_need_the_file_of_windows(monkeypatch):
     assert [event["event"] for event in events] == ["start", "step", "step"]
 
 
-def test_without_a_trace_nothing_of_the_engine_is_touched():
+def test_an_engine_without_a_trace_is_not_wrapped():
     with LLM(DEMO, num_kv_blocks=8) as llm:
         bare = vars(llm.scheduler).keys() | vars(llm.scheduler.block_manager).keys()
     with LLM(DEMO, num_kv_blocks=8, trace=lambda event: None) as llm:
@@ -574,28 +528,25 @@ def test_without_a_trace_nothing_of_the_engine_is_touched():
         assert {name for owner in owners for name in vars(owner)} == bare
 
 
-def test_a_trace_that_cannot_be_written_ends_and_the_answers_come(caplog):
-    def full(event):
-        if event["event"] == "step":
-            raise OSError("no space left on device")
-
-    with LLM(DEMO, num_kv_blocks=20, trace=full) as llm, caplog.at_level(logging.ERROR):
-        output = llm.chat([{"role": "user", "content": "What is 27 + 58?"}], use_tqdm=False)[0]
-    assert output.outputs[0].text == "27 + 58 = 85"
-    assert [record.message for record in caplog.records] == ["the trace cannot be written and ends here"]
-
-
-def test_a_tokenizer_that_fails_on_a_token_ends_the_trace_and_not_the_request(caplog, monkeypatch):
-    monkeypatch.setattr(trace, "_token_text", lambda backend, token_id: 1 / 0)
+@pytest.mark.parametrize("culprit", ["target", "tokenizer"])
+def test_a_target_or_tokenizer_that_fails_ends_the_trace_and_not_the_request(culprit, caplog, monkeypatch):
     events: list = []
-    with LLM(DEMO, num_kv_blocks=20, trace=events.append) as llm, caplog.at_level(logging.ERROR):
+
+    def write(event):
+        if culprit == "target" and event["event"] == "step":
+            raise OSError("no space left on device")
+        events.append(event)
+
+    if culprit == "tokenizer":
+        monkeypatch.setattr(trace, "_token_text", lambda backend, token_id: 1 / 0)
+    with LLM(DEMO, num_kv_blocks=20, trace=write) as llm, caplog.at_level(logging.ERROR):
         output = llm.chat([{"role": "user", "content": "What is 27 + 58?"}], use_tqdm=False)[0]
     assert output.outputs[0].text == "27 + 58 = 85"
     assert [event["event"] for event in events] == ["start"]
     assert [record.message for record in caplog.records] == ["the trace cannot be written and ends here"]
 
 
-def test_a_target_that_takes_no_trace_is_refused(tmp_path):
+def test_an_unusable_target_is_refused(tmp_path):
     with pytest.raises(TypeError, match="trace must be a path or a function, got 5"):
         LLM(DEMO, trace=5)
     with pytest.raises(FileNotFoundError):
@@ -617,7 +568,7 @@ def test_the_memory_of_a_traced_engine_is_released_at_once(request):
 # ---- other formats -------------------------------------------------------------------------------
 
 
-def test_perfetto_s_events_are_the_steps_laid_end_to_end(tmp_path):
+def test_perfetto_s_events_are_the_steps_end_to_end(tmp_path):
     lines, chrome = tmp_path / "run.jsonl", tmp_path / "run.json"
     with LLM(DEMO, num_kv_blocks=12, block_size=8, max_num_batched_tokens=16, trace=lines) as llm:
         chats = [[{"role": "user", "content": text}] for text in ("Count from 8 to 21.", "Who are you?")]
@@ -633,14 +584,10 @@ def test_perfetto_s_events_are_the_steps_laid_end_to_end(tmp_path):
     for step, last in zip(steps, phases[4::5], strict=True):
         assert last["ts"] + last["dur"] == pytest.approx(step["time_s"] * 1e6)
     for seq, output in enumerate(outputs):
-        chunks = [
-            event for event in events if event["ph"] == "X" and event["pid"] == 1 and event["tid"] == seq
-        ]
+        track = [event for event in events if event["ph"] == "X" and (event["pid"], event["tid"]) == (1, seq)]
         num_tokens = len(output.prompt_token_ids) + len(output.outputs[0].token_ids)
-        assert (
-            sum(chunk["args"]["tokens"] for chunk in chunks) == num_tokens - 1
-        )  # the last one is not computed
-        assert [chunk["cat"] for chunk in chunks].count("decode") == len(output.outputs[0].token_ids) - 1
+        assert sum(one["args"]["tokens"] for one in track) == num_tokens - 1  # the last one is not computed
+        assert [one["cat"] for one in track].count("decode") == len(output.outputs[0].token_ids) - 1
     ends = [event["name"] for event in events if event["ph"] == "i"]
     assert ends == [output.outputs[0].finish_reason for output in outputs]
     in_use = [event["args"]["blocks in use"] for event in events if event["name"] == "blocks in use"]
@@ -656,14 +603,14 @@ def test_perfetto_s_events_are_the_steps_laid_end_to_end(tmp_path):
         ("PK", "line 1: Expecting value"),
     ],
 )
-def test_what_is_no_trace_is_refused_in_a_line(tmp_path, text, message):
+def test_a_file_that_is_no_trace_is_refused_in_one_line(tmp_path, text, message):
     path = tmp_path / "run.jsonl"
     path.write_text(text)
     with pytest.raises(SystemExit, match=message):
         viewer.main([str(path), "-o", str(tmp_path / "run.html")])
 
 
-def test_a_line_that_was_cut_off_by_a_crash_is_left_out(tmp_path):
+def test_a_last_line_cut_off_by_a_crash_is_ignored(tmp_path):
     whole, cut, again = tmp_path / "run.jsonl", tmp_path / "cut.jsonl", tmp_path / "again.jsonl"
     with LLM(DEMO, num_kv_blocks=12, trace=whole) as llm:
         llm.generate("a", SamplingParams(max_tokens=3), use_tqdm=False)
