@@ -12,13 +12,14 @@ import re
 from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any, ClassVar
 
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
-from nanoengine.apps.tools import MANY, Answer, AnswerParser, Formats, ToolChoice, listed
+from nanoengine.apps.tools import MANY, AnswerParser, Formats, ToolChoice, listed
 from nanoengine.compat import MAX_UNSERVED, REQUEST_IGNORES, SAMPLING_IGNORES, without_unserved
 from nanoengine.outputs import CompletionOutput, Logprob, RequestOutput
 from nanoengine.requests import check_unicode, render_chats, split_prompts
@@ -88,7 +89,7 @@ def refusing(body: BaseModel, param: str | None = None) -> Iterator[None]:
         first = word.group() if word else ""
         known = first in SAMPLED or first in type(body).model_fields
         if first == "structured_outputs" and isinstance(body, GenerationRequest):
-            first = body._form_field
+            first = body._structured_field
         raise APIError(400, str(error), param=first if known else param) from None
 
 
@@ -114,7 +115,7 @@ def sampling_fields(body: BaseModel, sampled: Set[str] = frozenset()) -> dict[st
 class Conversation(BaseModel):
     """Holds messages, and settings for the chat template that renders them."""
 
-    messages: Any = None
+    messages: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -134,16 +135,12 @@ class Conversation(BaseModel):
         # must not replace the template.
         if reserved := settings.keys() & inspect.signature(tokenizer.apply_chat_template).parameters:
             raise ValueError(f"chat_template_kwargs must not hold {sorted(reserved)}")
-        if not isinstance(self.messages, list) or not all(isinstance(one, dict) for one in self.messages):
-            raise ValueError(f"messages must be a list of messages, got {self.messages!r}")
-        settings["add_generation_prompt"] = self.add_generation_prompt is not False
-        settings["continue_final_message"] = self.continue_final_message is True
-        if settings["continue_final_message"]:
-            settings["add_generation_prompt"] = self.add_generation_prompt is True
-        choice = ToolChoice.read(self.tools, self.tool_choice)
-        if choice.shown:
+        settings["continue_final_message"] = goes_on = bool(self.continue_final_message)
+        adds = self.add_generation_prompt
+        settings["add_generation_prompt"] = not goes_on if adds is None else adds
+        if ToolChoice.read(self.tools, self.tool_choice).shown:
             settings["tools"] = self.tools
-        messages = list(map(with_arguments_read, self.messages))
+        messages = list(map(with_arguments_read, self.messages or []))
         return render_chats(messages, tokenizer, encode, **settings)[0]
 
 
@@ -153,22 +150,22 @@ def with_arguments_read(message: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: the message's tool_calls are malformed.
     """
-    calls = message.get("tool_calls")
-    if not calls:
+    if not message.get("tool_calls"):
         return message
-    read = []
-    for call in listed(calls):
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise ValueError(f"messages: tool_calls must hold functions with a name, got {call!r}")
-        arguments = function.get("arguments") or {}
+    calls = []
+    for call in listed(message["tool_calls"]):
+        match call:
+            case {"function": {"name": str(), **rest} as function}:
+                arguments = rest.get("arguments") or {}
+            case _:
+                raise ValueError(f"messages: tool_calls must hold functions with a name, got {call!r}")
         if isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments)
             except ValueError:
                 raise ValueError(f"messages: arguments must be JSON, got {arguments!r:.200}") from None
-        read.append({**call, "function": {**function, "arguments": arguments}})
-    return {**message, "content": message.get("content") or "", "tool_calls": read}
+        calls.append({**call, "function": {**function, "arguments": arguments}})
+    return {**message, "content": message.get("content") or "", "tool_calls": calls}
 
 
 class StreamOptions(BaseModel):
@@ -196,7 +193,7 @@ class GenerationRequest(BaseModel):
     return_tokens_as_token_ids: bool | None = None  # logprobs show "token_id:17" in place of a token's text
     add_special_tokens: bool | None = None
     request_id: str | None = Field(None, max_length=200)  # part of the answer's id, in each piece of a stream
-    _form_field: str = PrivateAttr("structured_outputs")  # the field that requests structured outputs
+    _structured_field: str = PrivateAttr("structured_outputs")  # the field that asks for these
 
     def sampling_params(self, defaults: SamplingParams, **own: Any) -> SamplingParams:
         """Return the request's SamplingParams. `own` holds those that each API spells in its own way.
@@ -205,11 +202,11 @@ class GenerationRequest(BaseModel):
             APIError: a parameter is out of range, or not supported.
         """
         given: dict[str, Any] = {}
-        form: dict[str, Any] = {}
+        structured: dict[str, Any] = {}
         for name, value in sampling_fields(self, SAMPLED | GUIDED.keys()).items():
             if name in GUIDED:
-                form[GUIDED[name]] = value
-                self._form_field = name
+                structured[GUIDED[name]] = value
+                self._structured_field = name
             else:
                 given[name] = value
         with refusing(self):
@@ -221,13 +218,13 @@ class GenerationRequest(BaseModel):
                 bias = {int(key): value for key, value in bias.items()}
             given |= {"logit_bias": bias, "prompt_logprobs": self.prompt_logprobs, **own}
             given["extra_args"] = self.vllm_xargs
-            if asked := self.form():
-                form |= asked
-                self._form_field = "response_format"
-            if form and "structured_outputs" in given:
-                raise ValueError("structured_outputs must not be given beside response_format or guided_...")
-            if form:
-                given["structured_outputs"] = form
+            if asked := self.format():
+                structured |= asked
+                self._structured_field = "response_format"
+            if structured and "structured_outputs" in given:
+                raise ValueError("structured_outputs must not be given with response_format or guided_...")
+            if structured:
+                given["structured_outputs"] = structured
             for name in ("logprobs", "prompt_logprobs"):  # the engine checks the upper limit
                 if (given.get(name) or 0) < 0:
                     raise ValueError(f"{name} must be at least 0, got {given[name]}")
@@ -241,7 +238,7 @@ class GenerationRequest(BaseModel):
             kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
             return replace(defaults, output_kind=kind, **given)
 
-    def form(self) -> dict[str, Any]:
+    def format(self) -> dict[str, Any]:
         """Return `response_format` as fields of StructuredOutputsParams."""
         asked = self.response_format or {}
         kind = asked.get("type", "text")
@@ -262,11 +259,12 @@ class GenerationRequest(BaseModel):
 
     def failure(self, params: SamplingParams, reason: Any) -> APIError:
         """Return the error to answer with when a sample finished with "error"."""
-        form, bans = params.structured_outputs, ("allowed_token_ids", "bad_words", "stop_token_ids")
-        named = [name for name in bans if form is not None and getattr(params, name)]
+        bans = ("allowed_token_ids", "bad_words", "stop_token_ids")
+        named = [name for name in bans if params.structured_outputs and getattr(params, name)]
         if named:  # a ban left no valid token: the likely cause, unless the logits are NaN
-            said = f"{self._form_field}: the answer cannot go on with {' and '.join(named)}: {reason}"
-            return APIError(400, said, param=self._form_field)
+            field = self._structured_field
+            said = f"{field}: {' and '.join(named)} leave no token that may come next: {reason}"
+            return APIError(400, said, param=field)
         return APIError(500, f"the model could not compute this request: {reason}")
 
     def token_name(self, token_id: int, text: str | None) -> str:
@@ -299,13 +297,6 @@ def best_first(entry: dict[int, Logprob]) -> list[tuple[int, Logprob]]:
     """Return the tokens reported for one position, the most probable first."""
     ranked = sorted(entry.items(), key=lambda pair: pair[1].rank or 0)
     return [(token_id, clamped(one)) for token_id, one in ranked]
-
-
-def token_ids_of(
-    encode: Callable[[str, bool], list[int]], field: str, text: str, add_special_tokens: bool
-) -> list[int]:
-    """Return the text's token ids, with or without the special tokens that the tokenizer adds."""
-    return encode(check_unicode(field, text), add_special_tokens)
 
 
 class CompletionRequest(GenerationRequest):
@@ -351,7 +342,7 @@ class CompletionRequest(GenerationRequest):
         if self.add_special_tokens is not False or tokenizer is None:
             return prompts
         return [
-            {"prompt": one, "prompt_token_ids": token_ids_of(encode, "prompt", one, False)}
+            {"prompt": one, "prompt_token_ids": encode(check_unicode("prompt", one), False)}
             if isinstance(one, str)
             else one
             for one in prompts
@@ -439,8 +430,8 @@ class ChatRequest(Conversation, GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     parallel_tool_calls: bool | None = None
-    _new_answer: Callable[[], Answer] | None = PrivateAttr(None)  # None: the whole text is content
-    _answers: dict[int, Answer] = PrivateAttr(default_factory=dict)  # sample's index -> its answer
+    _new_parser: Callable[[], AnswerParser] | None = PrivateAttr(None)  # None: the whole text is content
+    _parsers: dict[int, AnswerParser] = PrivateAttr(default_factory=dict)  # by the sample's index
 
     def params(self, defaults: SamplingParams, recommended: int | None) -> SamplingParams:
         """Return the request's SamplingParams. `recommended` is the checkpoint's own `max_new_tokens`."""
@@ -455,7 +446,7 @@ class ChatRequest(Conversation, GenerationRequest):
         """Return the rendered conversation, as a list of one prompt for the engine."""
         prompt = self.render(tokenizer, encode)
         if self.add_special_tokens:
-            prompt["prompt_token_ids"] = token_ids_of(encode, "messages", prompt["prompt"], True)
+            prompt["prompt_token_ids"] = encode(prompt["prompt"], True)
         return [prompt]
 
     def fit(self, params: SamplingParams, prompts: list[Any], formats: Formats) -> SamplingParams:
@@ -466,29 +457,25 @@ class ChatRequest(Conversation, GenerationRequest):
         """
         choice = ToolChoice.read(self.tools, self.tool_choice)
         prompt, is_one = prompts[0]["prompt"], self.parallel_tool_calls is False
-        knows_calls = bool(formats.tools or formats.template or choice.most_required)
+        knows_calls = bool(formats.tools or formats.template or choice.max_required)
         if (choice.shown and knows_calls) or formats.reasoning or formats.template:
-            tools, forced = choice.tools if choice.shown else [], choice.most_required > 0
-            has_form = params.structured_outputs is not None
-
-            def new_answer() -> Answer:
-                return Answer(AnswerParser(formats, prompt, tools, forced, has_form), 1 if is_one else MANY)
-
-            self._new_answer = new_answer
+            tools, forced = choice.tools if choice.shown else [], choice.max_required > 0
+            is_structured, max_calls = params.structured_outputs is not None, 1 if is_one else MANY
+            self._new_parser = partial(AnswerParser, formats, prompt, tools, forced, is_structured, max_calls)
             if formats.keeps_special_tokens:
                 params = replace(params, skip_special_tokens=False)
-        if choice.most_required:
-            self._form_field = "tools"
-        form = choice.constrain(params.structured_outputs, formats, prompt, not is_one)
-        return replace(params, structured_outputs=form)
+        if choice.max_required:
+            self._structured_field = "tools"
+        constrained = choice.constrain(params.structured_outputs, formats, prompt, not is_one)
+        return replace(params, structured_outputs=constrained)
 
     def _message(self, index: int, completion: CompletionOutput) -> dict[str, Any]:
         """Return the text fields and tool calls of a sample's message, or of its next piece."""
-        if self._new_answer is None:
+        if self._new_parser is None:
             return {"content": completion.text}
-        if index not in self._answers:
-            self._answers[index] = self._new_answer()
-        return self._answers[index].take(completion, bool(self.stream))
+        if index not in self._parsers:
+            self._parsers[index] = self._new_parser()
+        return self._parsers[index].message(completion, bool(self.stream))
 
     def choice(
         self,
@@ -513,7 +500,7 @@ class ChatRequest(Conversation, GenerationRequest):
         sent[index] = 0
         message = {"delta" if self.stream else "message": {**role, **self._message(index, completion)}}
         common = self.common(completion, output, is_first)
-        if completion.finish_reason == "stop" and index in self._answers and self._answers[index].num_calls:
+        if completion.finish_reason == "stop" and index in self._parsers and self._parsers[index].num_calls:
             common["finish_reason"] = "tool_calls"
         return {"index": index, **message, "logprobs": logprobs, **common}
 

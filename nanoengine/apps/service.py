@@ -34,7 +34,6 @@ from nanoengine.apps.openai_api import (
     pieces_of,
     refusing,
     to_json,
-    token_ids_of,
     unavailable,
 )
 from nanoengine.apps.tools import choose_formats
@@ -42,7 +41,7 @@ from nanoengine.async_llm import AsyncLLM
 from nanoengine.metrics import Counter, Gauge, Histogram, Metric
 from nanoengine.optional import MissingFileError, load
 from nanoengine.outputs import RequestOutput
-from nanoengine.requests import CheckedRequest
+from nanoengine.requests import CheckedRequest, check_unicode
 from nanoengine.sampling_params import SamplingParams, check_integer
 
 LONG_BODY_BYTES = 2**16  # checking and tokenizing a longer body takes more than a few milliseconds
@@ -150,7 +149,7 @@ class Service:
         self.is_draining = False
         # Short requests do not wait for long ones, and requests without structured outputs do not wait for
         # grammars to compile.
-        self.checks, self.long_checks, self.form_checks = map(ThreadPoolExecutor, (4, 1, 2))
+        self.checks, self.long_checks, self.grammar_checks = map(ThreadPoolExecutor, (4, 1, 2))
 
     # -- generation
 
@@ -192,8 +191,8 @@ class Service:
         self.check_model(body.model)
         params = body.params(self.defaults, self.checkpoint.generation_config.get("max_new_tokens"))
         self.take_places(body, params.n, ticket)
-        has_form = params.structured_outputs is not None or bool(getattr(body, "tools", None))
-        pool = self.form_checks if has_form else self.checks
+        needs_grammar = params.structured_outputs is not None or bool(getattr(body, "tools", None))
+        pool = self.grammar_checks if needs_grammar else self.checks
         checked = await self.in_thread(request, self.check, body, params, pool=pool)
         ticket.prompt_tokens = sum(len(one.token_ids) for one in checked)
         return self.choices(body, checked, ticket)
@@ -336,7 +335,7 @@ class Service:
                     raise ValueError("prompt or messages must be given, and not both")
                 if body.messages is not None:
                     return list(body.render(tokenizer)["prompt_token_ids"])
-                return token_ids_of(read_any, "prompt", body.prompt or "", body.add_special_tokens)
+                return list(read_any(check_unicode("prompt", body.prompt or ""), body.add_special_tokens))
 
         tokens = await self.in_thread(request, encode)
         answer = {

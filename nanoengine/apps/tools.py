@@ -13,7 +13,7 @@ import re
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from transformers.utils.chat_parsing.content_parsers import process_field
@@ -26,28 +26,32 @@ from nanoengine.sampling_params import StructuredOutputsParams
 # ---- How models write ----------------------------------------------------------------------------
 
 # Repetitions in patterns are bounded, so that no text takes quadratic time to search.
-CALL = {"content": "json", "repeats": True}
-NAMED = {"transform": {"name": "{name}", "arguments": "{content}"}}
 
 
-@dataclass(frozen=True)
-class ToolFormat:
+class ToolFormat(NamedTuple):
     """Describes how a model writes a tool call."""
 
-    field: dict[str, Any]  # the field of a response template
     mark: str  # text that identifies a chat template of this format
+    tags: dict[str, Any]  # in terms of transformers' response templates
     # If a call is plain JSON: the text around the JSON, and the key that holds the arguments.
     begin: str | None = None
     end: str = ""
     arguments: str = "arguments"
 
+    @property
+    def field(self) -> dict[str, Any]:
+        """The response template's field for calls."""
+        field = {"content": "json", "repeats": True, **self.tags}
+        if "?P<name>" in self.tags["open_pattern"]:
+            field["transform"] = {"name": "{name}", "arguments": "{content}"}
+        return field
+
 
 TOOL_FORMATS = {
     # The first format with its mark in the chat template is chosen, so the more specific ones come first.
     "qwen3_coder": ToolFormat(
-        CALL
-        | NAMED
-        | {
+        "<function=",
+        {
             "open_pattern": r"\s{0,9}<tool_call>\s{0,9}<function=(?P<name>[^>\n]{1,99})>",
             "close_pattern": r"</function>\s{0,9}</tool_call>\s{0,9}",
             "content": "xml-inline",
@@ -57,59 +61,50 @@ TOOL_FORMATS = {
                 "tag_pattern": r"<parameter=(?:(?P<key>[^>\n]{1,99})>\n?(?P<value>.*?)\n?</parameter>|.*)"
             },
         },
-        "<function=",
     ),
     "hermes": ToolFormat(  # Qwen 2.5 and 3, Hermes
-        CALL | {"open_pattern": r"\s{0,9}<tool_call>\s{0,9}", "close_pattern": r"\s{0,9}</tool_call>\s{0,9}"},
         "<tool_call>",
+        {"open_pattern": r"\s{0,9}<tool_call>\s{0,9}", "close_pattern": r"\s{0,9}</tool_call>\s{0,9}"},
         "<tool_call>\n",
         "\n</tool_call>",
     ),
     "mistral": ToolFormat(  # name[ARGS]{...}, or a list of calls from earlier models
-        CALL
-        | NAMED
-        | {
+        "[TOOL_CALLS]",
+        {
             "open_pattern": r"\s{0,9}\[TOOL_CALLS\]\s{0,9}(?P<name>[\w.-]{0,99})"
             r"(?:(?:\[CALL_ID\]\w{1,99})?\[ARGS\]|(?=\[\s{0,9}\{))",
             "close_pattern": r"(?=\[TOOL_CALLS\])",
         },
-        "[TOOL_CALLS]",
     ),
     "harmony": ToolFormat(  # gpt-oss
-        CALL
-        | NAMED
-        | {
+        "<|channel|>",
+        {
             "open_pattern": r"(?:<\|start\|>assistant)?(?:<\|channel\|>\w{1,19})?"
             r" to=functions\.(?P<name>[\w.-]{1,99})(?:<\|channel\|>\w{1,19})?\s{0,9}"
             r"(?:(?:<\|constrain\|>)?\w{1,19})?<\|message\|>",
             "close_pattern": r"<\|call\|>|<\|end\|>",
         },
-        "<|channel|>",
     ),
     "gemma4": ToolFormat(
-        CALL
-        | NAMED
-        | {
+        "<|tool_call>",
+        {
             "open_pattern": r"<\|tool_call>call:(?P<name>[\w.-]{1,99})",
             "close": "<tool_call|>",
             "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
         },
-        "<|tool_call>",
     ),
     "functiongemma": ToolFormat(
-        CALL
-        | NAMED
-        | {
+        "<start_function_call>",
+        {
             "open_pattern": r"<start_function_call>call:(?P<name>[\w.-]{1,99})",
             "close": "<end_function_call>",
             "content_args": {"unquoted_keys": True, "string_delims": [["<escape>", "<escape>"]]},
         },
-        "<start_function_call>",
     ),
     "llama3_json": ToolFormat(  # a call is the whole answer
-        CALL | {"open_pattern": r"\A\s{0,9}<\|python_tag\|>\s{0,9}|\A\s{0,9}(?=\{)"},
         "<|python_tag|>",
-        "",
+        {"open_pattern": r"\A\s{0,9}<\|python_tag\|>\s{0,9}|\A\s{0,9}(?=\{)"},
+        begin="",
         arguments="parameters",
     ),
 }
@@ -165,7 +160,24 @@ class Formats(NamedTuple):
     @property
     def reasoning_field(self) -> dict[str, Any]:
         """The response template's field for reasoning, empty if the format is unknown."""
-        return REASONING_FORMATS[self.reasoning][0] if self.reasoning else {}
+        return CONTENT | REASONING_FORMATS[self.reasoning][0] if self.reasoning else {}
+
+    def fields(self, has_tools: bool, forced: bool, is_structured: bool) -> dict[str, Any]:
+        """Return the response template's fields for an answer. `AnswerParser` documents the arguments."""
+        fields = {"reasoning": self.reasoning_field} if self.reasoning else {}
+        if is_structured:
+            if self.reasoning != "deepseek_r1":
+                return {"content": CONTENT}
+            fields["reasoning"]["open_pattern"] = r"\A\s{0,9}<think>\s{0,9}"  # only at the start
+            return {**fields, "content": CONTENT}
+        if forced:
+            fields["tool_calls"] = TOOL_FORMATS[self.forced_tools].field
+            if self.forced_tools == NO_TAG:  # the grammar allows only calls, so one may be anywhere
+                fields["tool_calls"]["open_pattern"] = r"\s{0,9}(?=\{)"
+        elif has_tools and self.tools:
+            fields["tool_calls"] = TOOL_FORMATS[self.tools].field
+        is_harmony = "harmony" in (self.tools, self.reasoning) and not forced
+        return {**fields, "content": CONTENT | (FINAL if is_harmony else {})}
 
     def preamble(self, prompt: str) -> str | None:
         """Return the grammar of the text allowed before structured output; None: no text is allowed."""
@@ -220,35 +232,35 @@ def is_thinking(prompt: str) -> bool:
     return prompt.rstrip().endswith("<think>")
 
 
+def chosen(setting: str, name: str, marks: dict[str, str], template: str) -> str | None:
+    """Return the name of a format, chosen by its name or by its mark in the chat template; None for none."""
+    name = SAME.get(name, name)
+    if name == "auto":
+        return next((known for known, mark in marks.items() if mark in template), None)
+    if name not in (*marks, "none"):
+        raise ValueError(f"{setting} must be auto, none or of {[*marks]}, got {name!r}")
+    return None if name == "none" else name
+
+
 def choose_formats(tokenizer: Any, tools: str = "auto", reasoning: str = "auto") -> Formats:
     """Choose a model's formats by name, or by its tokenizer.
 
     Raises:
         ValueError: there is no format of that name, or the tokenizer's response template is malformed.
     """
-    template = getattr(tokenizer, "chat_template", None) or ""
-    text = template if isinstance(template, str) else json.dumps(template)
-    tools, reasoning = SAME.get(tools, tools), SAME.get(reasoning, reasoning)
-    if tools not in (*TOOL_FORMATS, "auto", "none"):
-        raise ValueError(f"tool_call_parser must be auto, none or of {[*TOOL_FORMATS]}, got {tools!r}")
-    if reasoning not in (*REASONING_FORMATS, "auto", "none"):
-        raise ValueError(
-            f"reasoning_parser must be auto, none or of {[*REASONING_FORMATS]}, got {reasoning!r}"
-        )
+    template = json.dumps(getattr(tokenizer, "chat_template", None), ensure_ascii=False)
     own = getattr(tokenizer, "response_template", None) if (tools, reasoning) == ("auto", "auto") else None
     if own is not None:
         try:
             load_response_template(own)
         except ValueError as error:
             raise ValueError(f"the tokenizer's response_template cannot be read: {error}") from None
-    if tools == "auto":
-        tools = next((name for name, one in TOOL_FORMATS.items() if one.mark in text), "none")
-    if reasoning == "auto":
-        reasoning = next((name for name, (_, mark) in REASONING_FORMATS.items() if mark in text), "none")
     added = {} if tokenizer is None else tokenizer.added_tokens_decoder
-    special = {token.content: token_id for token_id, token in added.items() if token.special}
     return Formats(
-        None if tools == "none" else tools, None if reasoning == "none" else reasoning, own, special
+        chosen("tool_call_parser", tools, {name: one.mark for name, one in TOOL_FORMATS.items()}, template),
+        chosen("reasoning_parser", reasoning, {n: m for n, (_, m) in REASONING_FORMATS.items()}, template),
+        own,
+        {token.content: token_id for token_id, token in added.items() if token.special},
     )
 
 
@@ -262,26 +274,7 @@ class Part(NamedTuple):
     value: Any  # the text; for a call, its name and arguments
 
 
-def fields_of(formats: Formats, has_tools: bool, forced: bool, has_form: bool) -> dict[str, Any]:
-    """Return the response template's fields for an answer. `AnswerParser` documents the arguments."""
-    if has_form:
-        if formats.reasoning != "deepseek_r1":
-            return {"content": CONTENT}
-        # Only the start of the answer may open reasoning.
-        thoughts = formats.reasoning_field | {"open_pattern": r"\A\s{0,9}<think>\s{0,9}"}
-        return {"reasoning": CONTENT | thoughts, "content": CONTENT}
-    fields = {"reasoning": CONTENT | formats.reasoning_field} if formats.reasoning else {}
-    if forced and formats.forced_tools == NO_TAG:
-        # The grammar allows only calls, so a call need not be at the start of the answer.
-        fields["tool_calls"] = TOOL_FORMATS[NO_TAG].field | {"open_pattern": r"\s{0,9}(?=\{)"}
-    elif forced:
-        fields["tool_calls"] = TOOL_FORMATS[formats.forced_tools].field
-    elif has_tools and formats.tools:
-        fields["tool_calls"] = TOOL_FORMATS[formats.tools].field
-    is_harmony = "harmony" in (formats.tools, formats.reasoning) and not forced
-    return {**fields, "content": CONTENT | (FINAL if is_harmony else {})}
-
-
+MANY = 1 << 30  # no limit on the calls in an answer
 LOOK_BACK = 64  # how many characters before the position a pattern may look at
 
 
@@ -301,7 +294,8 @@ class AnswerParser:
         prompt: the prompt's text. Its end may already open a region of the answer.
         tools: the tools shown to the model. If there are none, text that looks like a call stays text.
         forced: whether a grammar forces the model to call the tools.
-        has_form: whether the answer is structured output: all text after the reasoning is then content.
+        is_structured: whether the answer is structured output: all text after the reasoning is then content.
+        max_calls: limit on tool calls. Further ones are left out.
     """
 
     def __init__(
@@ -310,15 +304,17 @@ class AnswerParser:
         prompt: str,
         tools: list[dict[str, Any]],
         forced: bool = False,
-        has_form: bool = False,
+        is_structured: bool = False,
+        max_calls: int = MANY,
     ) -> None:
+        self.max_calls, self.num_calls = max_calls, 0
         self.schemas = {
             tool["function"]["name"]: (tool["function"].get("parameters") or {}).get("properties") or {}
             for tool in tools
         }
         own, prefix = formats.template, prompt
-        if own is None or forced or has_form:
-            own = {"start_anchor": "\0", "fields": fields_of(formats, bool(tools), forced, has_form)}
+        if own is None or forced or is_structured:
+            own = {"start_anchor": "\0", "fields": formats.fields(bool(tools), forced, is_structured)}
             prefix = "<think>" if formats.reasoning == "deepseek_r1" and is_thinking(prompt) else ""
         spec = load_response_template(own)
         if not tools:
@@ -358,6 +354,26 @@ class AnswerParser:
         if not found and not self.has_parts and any(self.texts):  # a required tag never came: keep the text
             return [Part("content", "".join(self.texts))]
         return found
+
+    def message(self, completion: CompletionOutput, is_stream: bool) -> dict[str, Any]:
+        """Return OpenAI's message, or the piece of it that this output adds."""
+        parts = self.feed(completion.text)
+        if completion.finish_reason is not None:
+            parts += self.finish()
+        content, reasoning = (
+            "".join(part.value for part in parts if part.kind == kind) for kind in ("content", "reasoning")
+        )
+        calls = []
+        for part in parts:
+            if part.kind == "tool_calls" and self.num_calls < self.max_calls:
+                place = {"index": self.num_calls} if is_stream else {}
+                name = f"call_{uuid.uuid4().hex[:24]}"
+                calls.append({**place, "id": name, "type": "function", "function": part.value})
+                self.num_calls += 1
+        message: dict[str, Any] = {"content": content or (None if calls else "")}
+        if reasoning:
+            message |= {"reasoning": reasoning, "reasoning_content": reasoning}
+        return message | ({"tool_calls": calls} if calls else {})
 
     def _parts_of(self, is_end: bool) -> Iterator[Part]:
         """Go from tag to tag like transformers' `ResponseParser`, but look at each character only once.
@@ -498,7 +514,12 @@ def cast_to(schema: Any, value: Any) -> Any:
 
 # ---- The tools of a chat -------------------------------------------------------------------------
 
-MANY = 1 << 30  # no limit on the calls in an answer
+
+def is_object_schema(schema: Any) -> bool:
+    """Return whether this is None, or a JSON schema of an object. Checks the top level only."""
+    if not isinstance(schema, dict):
+        return schema is None
+    return schema.get("type", "object") == "object" and isinstance(schema.get("properties", {}), dict)
 
 
 class ToolChoice(NamedTuple):
@@ -506,7 +527,7 @@ class ToolChoice(NamedTuple):
 
     tools: list[dict[str, Any]]
     shown: bool
-    most_required: int  # limit on required calls: 0 (none is required), 1, or MANY
+    max_required: int  # limit on required calls: 0 (none is required), 1, or MANY
 
     @classmethod
     def read(cls, tools: Any, choice: Any) -> "ToolChoice":
@@ -515,82 +536,44 @@ class ToolChoice(NamedTuple):
         Raises:
             ValueError, TypeError: one of them is malformed. The message names the field.
         """
-        tools = [] if tools is None else tools
+        tools, names = [] if tools is None else tools, []
         if not isinstance(tools, list):
             raise TypeError(f"tools must be a list, got a {type(tools).__name__}")
         for tool in tools:
-            function = tool.get("function") if isinstance(tool, dict) else None
-            name = function.get("name") if isinstance(function, dict) else None
-            if not isinstance(function, dict) or not isinstance(name, str) or not name:
-                raise ValueError(f'tools must hold {{"function": {{"name": ...}}}}, got {tool!r:.200}')
-            if tool.get("type", "function") != "function":
-                raise ValueError(f"tools must be of type function, got {tool['type']!r:.200}")
-            schema = function.get("parameters")
-            if schema is not None and not is_schema_of_arguments(schema):
-                raise ValueError(f"tools: parameters of {name!r:.99} must be the JSON schema of an object")
-        names = [tool["function"]["name"] for tool in tools]
+            match tool:
+                case {"function": {"name": str(name), **function}} if (
+                    name
+                    and tool.get("type", "function") == "function"
+                    and is_object_schema(function.get("parameters"))
+                ):
+                    names.append(name)
+                case _:
+                    raise ValueError(
+                        'tools must hold {"type": "function", "function": {"name": ..., "parameters": the '
+                        f"JSON schema of an object}}}}, got {tool!r:.200}"
+                    )
         if choice in (None, "auto", "none"):
             return cls(tools, bool(tools) and choice != "none", 0)
         if not tools:
             raise ValueError("tool_choice needs tools")
         if choice == "required":
             return cls(tools, True, MANY)
-        is_named = isinstance(choice, dict) and choice.get("type", "function") == "function"
-        named = choice.get("function", choice) if is_named else None
-        name = named.get("name") if isinstance(named, dict) else None
-        if name not in names:
-            raise ValueError(f"tool_choice must be none, auto, required or a tool of {names}, got {choice!r}")
-        return cls([tools[names.index(name)]], True, 1)
+        match choice:
+            case {"function": {"name": name}} | {"name": name} if (
+                name in names and choice.get("type", "function") == "function"
+            ):
+                return cls([tools[names.index(name)]], True, 1)
+        raise ValueError(f"tool_choice must be none, auto, required or a tool of {names}, got {choice!r}")
 
     def constrain(
         self, asked: StructuredOutputsParams | None, formats: Formats, prompt: str, parallel: bool
     ) -> StructuredOutputsParams | None:
         """Return the structured outputs for an answer to this prompt, with a preamble for reasoning."""
-        if self.most_required:
+        if self.max_required:
             if asked is not None:
-                raise ValueError("tool_choice requires a call, which is no answer of another form")
-            many = parallel and self.most_required > 1
+                raise ValueError("tool_choice requires a call, which excludes other structured outputs")
+            many = parallel and self.max_required > 1
             asked = StructuredOutputsParams(grammar=formats.required_calls(self.tools, many))
         if asked is None or asked.preamble is not None:
             return asked
         return replace(asked, preamble=formats.preamble(prompt))
-
-
-class Answer:
-    """Writes a sample's answer as OpenAI's message, whole or in pieces.
-
-    Args:
-        parser: parses the sample's text.
-        max_calls: limit on tool calls. Further ones are left out.
-    """
-
-    def __init__(self, parser: AnswerParser, max_calls: int) -> None:
-        self.parser, self.max_calls, self.num_calls = parser, max_calls, 0
-
-    def take(self, completion: CompletionOutput, is_stream: bool) -> dict[str, Any]:
-        """Return the message, or the piece of it that this output adds."""
-        found = self.parser.feed(completion.text)
-        if completion.finish_reason is not None:
-            found += self.parser.finish()
-        texts = {
-            kind: "".join(part.value for part in found if part.kind == kind)
-            for kind in ("content", "reasoning")
-        }
-        calls = []
-        for part in found:
-            if part.kind == "tool_calls" and self.num_calls < self.max_calls:
-                place = {"index": self.num_calls} if is_stream else {}
-                name = f"call_{uuid.uuid4().hex[:24]}"
-                calls.append({**place, "id": name, "type": "function", "function": part.value})
-                self.num_calls += 1
-        message: dict[str, Any] = {"content": texts["content"] or (None if calls else "")}
-        if texts["reasoning"]:
-            message |= {"reasoning": texts["reasoning"], "reasoning_content": texts["reasoning"]}
-        return message | ({"tool_calls": calls} if calls else {})
-
-
-def is_schema_of_arguments(schema: Any) -> bool:
-    """Return whether a JSON schema describes an object. Checks the top level only."""
-    if not isinstance(schema, dict) or schema.get("type", "object") != "object":
-        return False
-    return isinstance(schema.get("properties", {}), dict)

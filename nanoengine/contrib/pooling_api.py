@@ -19,11 +19,10 @@ from nanoengine.apps.openai_api import (
     APIError,
     refusing,
     sampling_fields,
-    token_ids_of,
     unavailable,
 )
 from nanoengine.extensions.pooling import PoolingParams, PoolingRequestOutput
-from nanoengine.requests import split_prompts
+from nanoengine.requests import check_unicode, split_prompts
 
 # ---- Requests ------------------------------------------------------------------------------------
 
@@ -73,7 +72,7 @@ class InputRequest(PoolingRequest):
     def prompts(self, encode: Callable[[str, bool], list[int]]) -> list[Any]:
         """Return the inputs in a form that the engine accepts."""
         return [
-            token_ids_of(encode, "input", one, False)
+            encode(check_unicode("input", one), False)
             if isinstance(one, str) and not self.add_special_tokens
             else one
             for one in split_prompts(self.input)

@@ -915,11 +915,11 @@ def test_forms_that_take_long_to_compile_stall_no_other_request_and_leave_with_t
             )
             head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
             client.sendall(b"%sContent-Length: %d\r\n\r\n%s" % (head, len(body), body))
-        wait_until(lambda: len(begun) == 2 and service.form_checks._work_queue.qsize() == 4)
+        wait_until(lambda: len(begun) == 2 and service.grammar_checks._work_queue.qsize() == 4)
         assert ids_of_server(url, "a", max_tokens=1)
     wait_until(lambda: not service.server.server_state.tasks)
     may_end.set()
-    service.form_checks.submit(int).result(60)
+    service.grammar_checks.submit(int).result(60)
     assert len(begun) == 2
 
 

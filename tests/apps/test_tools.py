@@ -293,7 +293,7 @@ def test_references_in_a_tool_s_schema_are_its_own(client, script):
     assert found
 
 
-def test_an_answer_with_a_form_is_content_as_it_is():
+def test_structured_output_is_content_as_it_is():
     text = '{"t": "<think>x</think><tool_call>{}</tool_call>", "name": "Bob"}'
     for calls in TOOL_FORMATS:
         formats = Formats(calls, "deepseek_r1", None, {})
@@ -301,7 +301,7 @@ def test_an_answer_with_a_form_is_content_as_it_is():
             (text, [("content", text)]),
             (f"<think>Hm.</think>{text}", [("reasoning", "Hm."), ("content", text)]),
         ):
-            assert taken_apart(AnswerParser(formats, "", [ADD], has_form=True), said) == expected
+            assert taken_apart(AnswerParser(formats, "", [ADD], is_structured=True), said) == expected
 
 
 CODER = "<tool_call>\n<function=add>\n"
@@ -621,7 +621,7 @@ def test_a_pydantic_model_is_parsed_by_the_client(thinking, client, script):
     ids=range(7),
 )
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
-def test_every_spelling_of_a_form_is_served(fields, conforms, path, running, script):
+def test_every_spelling_of_structured_outputs_is_served(fields, conforms, path, running, script):
     script.says = {}
     body = {"max_tokens": 60, "temperature": 2.0, "seed": 1, **fields}
     body |= (
@@ -645,16 +645,20 @@ ENDLESS = {"function": {"name": "f", "parameters": {"properties": {"c": {"$ref":
         (
             {"tools": [{"function": {"name": "f", "parameters": 5}}]},
             "tools",
-            "must be the JSON schema of an object",
+            "the JSON schema of an object",
         ),
-        ({"tools": [{"function": {"name": "f", "parameters": {"type": "string"}}}]}, "tools", "of an object"),
+        (
+            {"tools": [{"function": {"name": "f", "parameters": {"type": "string"}}}]},
+            "tools",
+            "schema of an object",
+        ),
         (
             {"tools": [{"function": {"name": "f", "parameters": {"properties": [1]}}}]},
             "tools",
-            "of an object",
+            "schema of an object",
         ),
-        ({"tools": [{"function": {"name": "f", "parameters": 0}}]}, "tools", "of an object"),
-        ({"tools": [{"type": "web", "function": {"name": "f"}}]}, "tools", "of type function"),
+        ({"tools": [{"function": {"name": "f", "parameters": 0}}]}, "tools", "schema of an object"),
+        ({"tools": [{"type": "web", "function": {"name": "f"}}]}, "tools", '"type": "function"'),
         ({"tools": [ADD], "tool_choice": {"type": "x", "name": "add"}}, "tool_choice", "must be none, auto"),
         ({"tools": [ENDLESS], "tool_choice": "required"}, "tools", "no finite text"),
         ({"structured_outputs": {"foo": 1}}, "structured_outputs", "no field 'foo'"),
@@ -668,7 +672,7 @@ ENDLESS = {"function": {"name": "f", "parameters": {"properties": {"c": {"$ref":
         (
             {"tools": [ADD], "tool_choice": "required", "guided_regex": "a"},
             "tool_choice",
-            "no answer of another form",
+            "excludes other structured outputs",
         ),
         ({"response_format": {"type": "xml"}}, "response_format", "response_format must be"),
         (
