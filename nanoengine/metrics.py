@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections import Counter as Multiset
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 
@@ -101,67 +101,53 @@ class RequestStats:
 
     def add(self, request: Any) -> None:
         """Record a finished request. Aborted requests count in `reasons`, but not in the histograms."""
-        seqs = [sample.seq for sample in request.samples.values()]
-        self.reasons.update(seq.finish_reason for seq in seqs)
-        arrived, first, end = (
-            getattr(request.metrics, f"{event}_time") for event in ("arrival", "first_token", "finished")
-        )
-        params, scheduled = request.source.params, seqs[0].first_scheduled_time
+        samples, times, params = list(request.samples.values()), request.metrics, request.source.params
+        self.reasons.update(sample.seq.finish_reason for sample in samples)
+        arrived, first, end = times.arrival_time, times.first_token_time, times.finished_time
+        scheduled = samples[0].seq.first_scheduled_time
         if None in (scheduled, first, end):
             return
-        add = {name: observations.add for name, observations in self.observed.items()}
-        add["request_prompt_tokens"](len(request.source.token_ids))
-        add["request_params_n"](params.n)
-        if params.max_tokens is not None:
-            add["request_params_max_tokens"](params.max_tokens)
-        for sample in request.samples.values():
-            add["request_generation_tokens"](sample.seq.num_output_tokens)
-            for latency in sample.latencies:
-                add["inter_token_latency_seconds"](latency)
-        longest = max(seq.num_output_tokens for seq in seqs)
-        if longest > 1:
-            add["request_time_per_output_token_seconds"]((end - first) / (longest - 1))
-        add["time_to_first_token_seconds"](first - arrived)
-        add["e2e_request_latency_seconds"](end - arrived)
-        add["request_queue_time_seconds"](scheduled - arrived)
-        add["request_inference_time_seconds"](end - scheduled)
-        add["request_prefill_time_seconds"](first - scheduled)
-        add["request_decode_time_seconds"](end - first)
+        lengths = [sample.seq.num_output_tokens for sample in samples]
+        values = {
+            "request_prompt_tokens": [len(request.source.token_ids)],
+            "request_generation_tokens": lengths,
+            "request_params_n": [params.n],
+            "request_params_max_tokens": [] if params.max_tokens is None else [params.max_tokens],
+            "time_to_first_token_seconds": [first - arrived],
+            "inter_token_latency_seconds": chain(*(sample.latencies for sample in samples)),
+            "request_time_per_output_token_seconds": [
+                (end - first) / (n - 1) for n in [max(lengths)] if n > 1
+            ],
+            "e2e_request_latency_seconds": [end - arrived],
+            "request_queue_time_seconds": [scheduled - arrived],
+            "request_inference_time_seconds": [end - scheduled],
+            "request_prefill_time_seconds": [first - scheduled],
+            "request_decode_time_seconds": [end - first],
+        }
+        for name, observed in values.items():
+            for value in observed:
+                self.observed[name].add(value)
 
 
 def list_metrics(
     model: str, counts: Mapping[str, int | float], stats: RequestStats, accepted_drafts: Sequence[int]
 ) -> list[Metric]:
-    """Return all metrics.
+    """Return all metrics, from the result of `LLMEngine.metrics` and the statistics of finished requests.
 
-    Args:
-        model: the model's name, for the labels.
-        counts: the result of `LLMEngine.metrics`.
-        stats: the statistics of finished requests.
-        accepted_drafts: accepted draft tokens by position in the draft. Empty without speculative decoding.
+    `accepted_drafts` are accepted draft tokens by position in the draft. Empty: no speculative decoding.
     """
     labels = {"model_name": model, "engine": "0"}
-    gauges = {
-        "num_requests_running": "num_running",
-        "num_requests_waiting": "num_waiting",
-        "kv_cache_usage_perc": "kv_cache_usage",
-    }
-    counters = [
-        "prefix_cache_queries",
-        "prefix_cache_hits",
-        "external_prefix_cache_queries",
-        "external_prefix_cache_hits",
-        "num_preemptions",
-        "prompt_tokens",
-        "generation_tokens",
-    ]
+    gauges = ("requests_running", "running"), ("requests_waiting", "waiting")
+    counters = [f"{kind}prefix_cache_{what}" for kind in ("", "external_") for what in ("queries", "hits")]
+    counters += ["num_preemptions", "prompt_tokens", "generation_tokens"]
     vectors: list[Metric] = []
     if accepted_drafts:
         counters += [f"spec_decode_num_{what}" for what in ("drafts", "draft_tokens", "accepted_tokens")]
         name = "vllm:spec_decode_num_accepted_tokens_per_pos"
         vectors.append(Vector(name, dict(labels), list(accepted_drafts)))
     return [
-        *(Gauge(f"vllm:{name}", dict(labels), float(counts[ours])) for name, ours in gauges.items()),
+        *(Gauge(f"vllm:num_{name}", dict(labels), float(counts[f"num_{ours}"])) for name, ours in gauges),
+        Gauge("vllm:kv_cache_usage_perc", dict(labels), counts["kv_cache_usage"]),
         *(Counter(f"vllm:{name}", dict(labels), int(counts[name])) for name in counters),
         *vectors,
         *(

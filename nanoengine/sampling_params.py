@@ -78,6 +78,14 @@ def num_parameters(processor: Any) -> int:
 
 LARGEST = 1e30  # far below the overflow of float32
 MAX_SAMPLES = 1024  # per prompt: every sample is a sequence with its own token list, made up front
+# The limits of the fields; for those of OPTIONAL, None is allowed too
+INTEGERS = {"n": (1, MAX_SAMPLES), "top_k": (-1,), "min_tokens": (0,)}
+OPTIONAL = {"max_tokens": (1,), "logprobs": (-1,), "prompt_logprobs": (-1,), "truncate_prompt_tokens": (-1,)}
+OPTIONAL |= {"seed": (-(2**63), 2**64 - 1)}
+NUMBERS: dict[str, tuple[Any, ...]] = {
+    **{"temperature": (0.0, LARGEST), "top_p": (0.0, 1.0, True), "min_p": (0.0, 1.0)},
+    **{"presence_penalty": (-2.0, 2.0), "frequency_penalty": (-2.0, 2.0), "repetition_penalty": (1e-4, 1e4)},
+}
 
 
 class RequestOutputKind(Enum):
@@ -184,26 +192,18 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """Validate every field. No value is clipped or ignored."""
-        checked: dict[str, Any] = {
-            "n": check_integer("n", self.n, 1, MAX_SAMPLES),
-            "temperature": check_number("temperature", self.temperature, 0.0, LARGEST),
-            "top_p": check_number("top_p", self.top_p, 0.0, 1.0, open_low=True),
-            "top_k": check_integer("top_k", self.top_k, -1),
-            "min_p": check_number("min_p", self.min_p, 0.0, 1.0),
-            "presence_penalty": check_number("presence_penalty", self.presence_penalty, -2.0, 2.0),
-            "frequency_penalty": check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
-            "repetition_penalty": check_number("repetition_penalty", self.repetition_penalty, 1e-4, 1e4),
-            "min_tokens": check_integer("min_tokens", self.min_tokens, 0),
-        }
-        for name, low in (("max_tokens", 1), ("logprobs", -1), ("prompt_logprobs", -1)):
+        checked: dict[str, Any] = {}
+        for table, check in ((INTEGERS, check_integer), (OPTIONAL, check_integer), (NUMBERS, check_number)):
+            for name, limits in table.items():
+                if (value := getattr(self, name)) is not None or table is not OPTIONAL:
+                    checked[name] = check(name, value, *limits)
+        for name in ("allowed_token_ids", "stop_token_ids"):
             if getattr(self, name) is not None:
-                checked[name] = check_integer(name, getattr(self, name), low)
-        if self.truncate_prompt_tokens not in (None, -1):
-            checked["truncate_prompt_tokens"] = check_integer(
-                "truncate_prompt_tokens", self.truncate_prompt_tokens, 1
-            )
-        if self.seed is not None:
-            checked["seed"] = check_integer("seed", self.seed, -(2**63), 2**64 - 1)
+                checked[name] = check_token_ids(name, getattr(self, name))
+        for name in ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens"):
+            check_bool(name, getattr(self, name))
+        if self.truncate_prompt_tokens == 0:
+            raise ValueError("truncate_prompt_tokens must be at least 1, or -1 for what fits, got 0")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens must be at most max_tokens={self.max_tokens}, got {self.min_tokens}"
@@ -215,24 +215,18 @@ class SamplingParams:
                 check_integer("logit_bias", token_id, 0): check_number("logit_bias", bias, -LARGEST, LARGEST)
                 for token_id, bias in self.logit_bias.items()
             }
-        for name in ("allowed_token_ids", "stop_token_ids"):
-            if getattr(self, name) is not None:
-                checked[name] = check_token_ids(name, getattr(self, name))
         if self.allowed_token_ids is not None and not checked["allowed_token_ids"]:
             raise ValueError("allowed_token_ids must not be empty, got []")
         if self.bad_words is not None:
             checked["bad_words"] = check_strings("bad_words", self.bad_words)
             if any(not word.strip() for word in self.bad_words):
                 raise ValueError(f"bad_words must not hold a blank string, got {self.bad_words!r}")
-        for name in ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens"):
-            check_bool(name, getattr(self, name))
         if isinstance(self.structured_outputs, dict):
             if unknown := self.structured_outputs.keys() - StructuredOutputsParams.__dataclass_fields__:
                 raise TypeError(f"structured_outputs has no field {sorted(unknown, key=repr)[0]!r}")
             checked["structured_outputs"] = StructuredOutputsParams(**self.structured_outputs)
         elif self.structured_outputs is not None:
-            if not isinstance(self.structured_outputs, StructuredOutputsParams):
-                given = self.structured_outputs
+            if not isinstance(given := self.structured_outputs, StructuredOutputsParams):
                 raise TypeError(
                     f"structured_outputs must be StructuredOutputsParams or a dict, got {given!r}"
                 )
@@ -253,14 +247,9 @@ class SamplingParams:
             raise ValueError("stop strings need detokenize=True, got detokenize=False")
         if not isinstance(self.output_kind, RequestOutputKind):
             raise TypeError(f"output_kind must be a RequestOutputKind, got {self.output_kind!r}")
-        edits = (
-            self.min_tokens > 0
-            or self.presence_penalty != 0
-            or self.frequency_penalty != 0
-            or self.repetition_penalty != 1
-            or bool(self.logit_bias or self.allowed_token_ids or self.bad_words)
-        )
-        checked["edits_logits"] = edits
+        penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty
+        edits = self.logit_bias or self.allowed_token_ids or self.bad_words or self.min_tokens
+        checked["edits_logits"] = penalties != (0, 0, 1) or bool(edits)
         checked["filters"] = self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
         for name, value in checked.items():  # the values in plain types, and the derived fields
             setattr(self, name, value)
@@ -274,13 +263,8 @@ class SamplingParams:
         return replace(self)
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raise ValueError if a token id or a number of logprobs does not fit the vocabulary."""
+        """Raise ValueError if a token id is not in the vocabulary."""
         for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
             for token_id in getattr(self, name) or ():
                 if not 0 <= token_id < vocab_size:
                     raise ValueError(f"{name} must hold token ids in [0, {vocab_size}), got {token_id}")
-        for name in ("logprobs", "prompt_logprobs"):
-            if (getattr(self, name) or 0) > vocab_size:
-                raise ValueError(
-                    f"{name} must be at most the vocabulary's {vocab_size}, got {getattr(self, name)}"
-                )
