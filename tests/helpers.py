@@ -1,12 +1,14 @@
 """Builders with tiny defaults, shared by the tests."""
 
+import itertools
 import math
 import random
 import re
 import signal
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -324,6 +326,27 @@ def random_params(rng: random.Random) -> SamplingParams:
         skip_special_tokens=rng.random() < 0.8,
         ignore_eos=rng.random() < 0.5,
     )
+
+
+@contextmanager
+def failing_calls(
+    owner: Any, name: str, numbers: Container[int], error: Any = None, at_end: bool = False
+) -> Iterator[None]:
+    """Make the calls of a method with these numbers fail, at their end or instead of them."""
+    method, counter = getattr(owner, name), itertools.count()
+
+    def call(*arguments: Any) -> Any:
+        fails = next(counter) in numbers
+        result = None if fails and not at_end else method(*arguments)
+        if fails:
+            raise error or RuntimeError("flaky")
+        return result
+
+    setattr(owner, name, call)
+    try:
+        yield
+    finally:
+        delattr(owner, name)
 
 
 def make_sequence(seq_id: int, token_ids: list[int], priority: int = 0, **params) -> Sequence:
