@@ -1,7 +1,6 @@
-"""The asyncio front: many consumers, cancellation, slow consumers, errors, shutdown."""
+"""`AsyncLLM`: many consumers, cancellation, slow consumers, errors, shutdown."""
 
 import asyncio
-import itertools
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -9,10 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from nanoengine import LLM, AsyncEngineArgs, AsyncLLM, RequestOutputKind, SamplingParams, requests
-from tests.helpers import DEMO, checkpoint, random_prompts
+from tests.helpers import DEMO, checkpoint, failing_calls, random_prompts
 from tests.serving import PATIENCE, held_steps, until
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
+ENDLESS = SamplingParams(temperature=0, max_tokens=400)
 DELTA = SamplingParams(temperature=0, max_tokens=20, output_kind=RequestOutputKind.DELTA)
 SETTINGS = {"block_size": 16, "num_kv_blocks": 60}
 
@@ -30,8 +30,39 @@ def expected(path):
     return prompts, [output.outputs[0].token_ids for output in outputs]
 
 
+@pytest.fixture(scope="module")
+def shared(path):
+    """An engine for tests that leave it empty."""
+    engine = AsyncLLM(path, **SETTINGS)
+    yield engine
+    assert engine.llm_engine.metrics()["num_free_blocks"] == 60
+    engine.close()
+
+
+def with_engine(test=None, /, **settings):
+    """Make a test of a coroutine. Settings give it an engine of its own instead of the shared one."""
+    if test is None:
+        return lambda test: with_engine(test, **settings)
+
+    async def run_alone(path, prompts, tokens):
+        async with AsyncLLM(path, **SETTINGS, **settings) as engine:
+            await test(engine, prompts, tokens)
+
+    if settings:
+
+        def run(path, expected):
+            asyncio.run(run_alone(path, *expected))
+    else:
+
+        def run(shared, expected):
+            asyncio.run(test(shared, *expected))
+
+    run.__name__, run.__doc__ = test.__name__, test.__doc__
+    return run
+
+
 async def collect(engine, prompt, params, request_id):
-    """The concatenated tokens (DELTA) or the last output's (otherwise)."""
+    """Return the concatenated tokens (DELTA) or the tokens of the last output (otherwise)."""
     tokens = []
     async for output in engine.generate(prompt, params, request_id):
         new = output.outputs[0].token_ids
@@ -40,31 +71,19 @@ async def collect(engine, prompt, params, request_id):
     return tokens
 
 
-def once_all_are_there(engine, num_requests):
-    """Have the engine take its first step when so many requests have arrived."""
-    step, has_begun = engine._step, False
-
-    def wait_or_step():
-        nonlocal has_begun
-        has_begun = has_begun or len(engine._mailboxes) == num_requests
-        if has_begun:
-            step()
-
-    engine._step = wait_or_step
+def collect_all(engine, prompts, params=GREEDY, name="r"):
+    """Collect the tokens of all prompts, as one awaitable."""
+    return asyncio.gather(*(collect(engine, p, params, f"{name}{i}") for i, p in enumerate(prompts)))
 
 
-@pytest.mark.parametrize("params", [GREEDY, DELTA])
-def test_many_coroutines_get_what_generate_gives(params, path, expected):
-    async def main():
-        async with AsyncLLM(path, **SETTINGS) as engine:
-            jobs = [collect(engine, p, params, f"r{i}") for i, p in enumerate(expected[0])]
-            assert await asyncio.gather(*jobs) == expected[1]
-
-    asyncio.run(main())
+@with_engine
+async def test_many_coroutines_get_the_tokens_of_generate(engine, prompts, tokens):
+    for params in (GREEDY, DELTA):
+        assert await collect_all(engine, prompts, params) == tokens
 
 
 class Listener:
-    """Notes what it is given: as a logits processor, a trace or a store. Its lock forbids copies."""
+    """Records what it is given as a logits processor, a trace or a store. Its lock forbids copies."""
 
     def __init__(self):
         self.given, self.lock = [], threading.Lock()
@@ -89,23 +108,19 @@ class Listener:
         raise AssertionError("nothing was stored")
 
 
-def test_a_request_s_logits_processors_are_the_caller_s_own_objects(path, expected):
+@with_engine
+async def test_logits_processors_are_not_copied(engine, prompts, tokens):
     listener = Listener()
-
-    async def main():
-        async with AsyncLLM(path, **SETTINGS) as engine:
-            params = SamplingParams(temperature=0, max_tokens=20, logits_processors=[listener.process])
-            answer = asyncio.create_task(collect(engine, expected[0][0], params, "a"))
-            await asyncio.sleep(0)  # it has begun
-            params.logits_processors.clear()  # which is too late
-            assert await answer == expected[1][0]
-
-    asyncio.run(main())
+    params = SamplingParams(temperature=0, max_tokens=20, logits_processors=[listener.process])
+    answer = asyncio.create_task(collect(engine, prompts[0], params, "a"))
+    await asyncio.sleep(0)  # the request has begun
+    params.logits_processors.clear()  # too late for it
+    assert await answer == tokens[0]
     assert listener.given == [*range(20)]
 
 
 @pytest.mark.parametrize("name", ["trace", "kv_store"])
-def test_an_engine_made_of_engine_args_uses_the_objects_in_them(name, path, expected):
+def test_objects_in_engine_args_are_not_copied(name, path, expected):
     listener = Listener()
     given = {"trace": listener.take, "kv_store": listener}[name]
     args = AsyncEngineArgs(model=path, **{name: given}, **SETTINGS)
@@ -120,7 +135,7 @@ def test_an_engine_made_of_engine_args_uses_the_objects_in_them(name, path, expe
 
 @pytest.mark.parametrize("asked", [{}, {"structured_outputs": {"regex": "a+"}}])
 @pytest.mark.parametrize("prompt", ["Hello", {"prompt": "Hello"}, [5, 6]])
-def test_a_prompt_is_tokenized_and_checked_once_and_neither_loop_nor_steps_wait(prompt, asked, monkeypatch):
+def test_prompt_is_checked_once_in_a_thread_of_its_own(prompt, asked, monkeypatch):
     threads: dict = {"tokenized": [], "checked": []}
 
     def noting(what, function):
@@ -143,346 +158,269 @@ def test_a_prompt_is_tokenized_and_checked_once_and_neither_loop_nor_steps_wait(
     asyncio.run(main())
 
 
-def test_requests_are_checked_one_after_the_other_in_their_order(path, expected):
-    async def main():
-        async with AsyncLLM(path, **SETTINGS) as engine:
-            check, order, num_inside = engine.llm_engine.check, [], 0
+@with_engine
+async def test_requests_are_checked_one_at_a_time_in_their_order(engine, prompts, tokens):
+    check, order, num_inside = engine.llm_engine.check, [], []
 
-            def slow_check(prompt, *arguments):
-                nonlocal num_inside
-                num_inside += 1
-                time.sleep(0.01)  # for another one to come in, if it may
-                assert num_inside == 1
-                num_inside -= 1
-                order.append(prompt)
-                return check(prompt, *arguments)
+    def slow_check(prompt, *arguments):
+        num_inside.append(prompt)
+        time.sleep(0.01)  # time for another check to begin
+        assert num_inside == [prompt]
+        num_inside.clear()
+        order.append(prompt)
+        return check(prompt, *arguments)
 
-            engine.llm_engine.check = slow_check
-            jobs = [collect(engine, p, GREEDY, f"r{i}") for i, p in enumerate(expected[0])]
-            assert await asyncio.gather(*jobs) == expected[1]
-            assert order == expected[0]
-
-    asyncio.run(main())
+    engine.llm_engine.check = slow_check
+    try:
+        assert await collect_all(engine, prompts) == tokens
+    finally:
+        del engine.llm_engine.check
+    assert order == prompts
 
 
-def test_a_slow_consumer_loses_nothing_and_holds_one_output(path, expected):
-    async def main():
-        async with AsyncLLM(path, **SETTINGS) as engine:
-            tokens, outputs = [], 0
-            async for output in engine.generate(expected[0][1], DELTA, "slow"):
-                tokens += output.outputs[0].token_ids
-                outputs += 1
-                await until(lambda: not engine.llm_engine.has_unfinished_requests())
-            assert tokens == expected[1][1]
-            assert outputs <= 3  # what came meanwhile was merged; the last step's may come after that
-
-    asyncio.run(main())
+@with_engine
+async def test_slow_consumer_loses_nothing_and_holds_one_output(engine, prompts, tokens):
+    got, outputs = [], 0
+    async for output in engine.generate(prompts[1], DELTA, "slow"):
+        got += output.outputs[0].token_ids
+        outputs += 1
+        await until(lambda: not engine.llm_engine.has_unfinished_requests())
+    assert got == tokens[1]
+    assert outputs <= 3  # outputs that arrived meanwhile were merged; the last step's may come later
 
 
-def test_cancelling_or_leaving_a_consumer_aborts_its_request_only(path, expected):
-    endless = SamplingParams(temperature=0, max_tokens=400)
-
-    async def main():
-        async with AsyncLLM(path, **SETTINGS) as engine:
-            with held_steps(engine) as steps:
-                task = asyncio.create_task(collect(engine, expected[0][0], endless, "cancelled"))
-                other = asyncio.create_task(collect(engine, expected[0][1], GREEDY, "other"))
-                steps.permit(5)
-                await until(lambda: steps.is_held)
-                task.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await task
-            async for _ in (left := engine.generate(expected[0][2], endless, "left")):
-                break
-            await left.aclose()
-            assert await other == expected[1][1]
-            # The same ids can be used again, and every block is back.
-            assert await collect(engine, expected[0][3], GREEDY, "cancelled") == expected[1][3]
-            assert engine.llm_engine.metrics()["num_free_blocks"] == 60
-            assert not engine.llm_engine.has_unfinished_requests()
-
-    asyncio.run(main())
+@with_engine
+async def test_cancelled_or_closed_consumer_aborts_only_its_request(engine, prompts, tokens):
+    with held_steps(engine) as steps:
+        task = asyncio.create_task(collect(engine, prompts[0], ENDLESS, "cancelled"))
+        other = asyncio.create_task(collect(engine, prompts[1], GREEDY, "other"))
+        steps.permit(5)
+        await until(lambda: steps.is_held)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    async for _ in (left := engine.generate(prompts[2], ENDLESS, "left")):
+        break
+    await left.aclose()
+    assert await other == tokens[1]
+    # The ids can be used again, and every block is free.
+    assert await collect(engine, prompts[3], GREEDY, "cancelled") == tokens[3]
+    assert engine.llm_engine.metrics()["num_free_blocks"] == 60
+    assert not engine.llm_engine.has_unfinished_requests()
 
 
-def test_abort_gives_the_consumer_a_last_output(path, expected):
-    async def main():
-        async with AsyncLLM(path, **SETTINGS) as engine:
-            params = SamplingParams(temperature=0, max_tokens=400)
-            reasons = []
-            with held_steps(engine) as steps:
-                steps.permit(1)
-                async for output in engine.generate(expected[0][0], params, "x"):
-                    if not reasons:
-                        abort = asyncio.create_task(engine.abort("x"))
-                        await asyncio.sleep(0)  # it is asked for
-                        steps.permit()
-                    reasons.append(output.outputs[0].finish_reason)
-                await abort
-            await engine.abort("unknown")
-            assert reasons[-1] == "abort"
-
-    asyncio.run(main())
-
-
-def test_bad_requests_and_duplicate_ids_raise_where_they_were_made(path, expected):
-    async def main():
-        async with AsyncLLM(path, **SETTINGS) as engine:
-            with pytest.raises(ValueError, match="prompt is empty"):
-                await collect(engine, [], GREEDY, "a")
-            with held_steps(engine) as steps:
-                running = asyncio.create_task(collect(engine, expected[0][0], GREEDY, "a"))
-                await until(lambda: steps.is_held)
-                jobs = [asyncio.create_task(collect(engine, expected[0][0], GREEDY, "a")) for _ in range(2)]
-                await until(lambda: engine._commands.qsize() == 2)
+@with_engine
+async def test_abort_gives_the_consumer_a_last_output(engine, prompts, tokens):
+    reasons = []
+    with held_steps(engine) as steps:
+        steps.permit(1)
+        async for output in engine.generate(prompts[0], ENDLESS, "x"):
+            if not reasons:
+                abort = asyncio.create_task(engine.abort("x"))
+                await asyncio.sleep(0)  # it is queued
                 steps.permit()
-                for job in jobs:
-                    with pytest.raises(ValueError, match="'a' is in use"):
-                        await job
-            assert await running == expected[1][0]
+            reasons.append(output.outputs[0].finish_reason)
+        await abort
+    await engine.abort("unknown")
+    assert reasons[-1] == "abort"
 
-    asyncio.run(main())
+
+@with_engine
+async def test_bad_requests_and_duplicate_ids_raise_in_their_caller(engine, prompts, tokens):
+    for bad in ([], [], []):
+        with pytest.raises(ValueError, match="prompt is empty"):
+            await collect(engine, bad, GREEDY, "a")
+    with held_steps(engine) as steps:
+        running = asyncio.create_task(collect(engine, prompts[0], GREEDY, "a"))
+        await until(lambda: steps.is_held)
+        jobs = [asyncio.create_task(collect(engine, prompts[0], GREEDY, "a")) for _ in range(2)]
+        await until(lambda: engine._commands.qsize() == 2)
+        steps.permit()
+        for job in jobs:
+            with pytest.raises(ValueError, match="'a' is in use"):
+                await job
+    assert await running == tokens[0]
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
-@pytest.mark.parametrize("failing", [{3}, {0, 2, 5}])
-def test_a_step_that_fails_once_is_computed_anew_and_nobody_notices(
-    failing, async_scheduling, path, expected, caplog
-):
-    # A penalty has the step before collected first: its outputs were made when the launch fails.
-    penalised = SamplingParams(temperature=0, max_tokens=20, repetition_penalty=1.1)
+def test_step_that_fails_once_is_computed_again(async_scheduling, path, expected, caplog):
+    # A penalty requires the previous step to be collected first: its outputs exist when the launch fails.
+    penalized = SamplingParams(temperature=0, max_tokens=20, repetition_penalty=1.1)
 
     async def main():
         async with AsyncLLM(path, async_scheduling=async_scheduling, **SETTINGS) as engine:
-            launch, calls = engine.llm_engine.runner.launch, itertools.count()
-
-            def fails_sometimes(*arguments):
-                if next(calls) in failing:
-                    raise RuntimeError("out of memory")
-                return launch(*arguments)
-
-            engine.llm_engine.runner.launch = fails_sometimes
-            once_all_are_there(engine, 7)
-            jobs = [collect(engine, p, GREEDY, f"r{i}") for i, p in enumerate(expected[0])]
-            *answers, other = await asyncio.gather(*jobs, collect(engine, [1, 2], penalised, "penalised"))
-            assert answers == expected[1]
+            with failing_calls(engine.llm_engine.runner, "launch", {0, 2, 5}):
+                answers = collect_all(engine, expected[0])
+                *_, other = await asyncio.gather(answers, collect(engine, [1, 2], penalized, "penalized"))
+            assert await answers == expected[1]
             assert len(other) == 20
-            assert caplog.text.count("RuntimeError: out of memory") == len(failing)
+            assert caplog.text.count("RuntimeError: flaky") == 3
 
     asyncio.run(main())
 
 
-def test_a_step_that_fails_twice_ends_those_it_computed_and_none_that_wait(path, expected):
-    async def main():
-        async with AsyncLLM(path, max_num_seqs=2, **SETTINGS) as engine:
-            launch, poison = engine.llm_engine.runner.launch, expected[0][1]
+@with_engine(max_num_seqs=2)
+async def test_step_that_fails_twice_ends_only_the_requests_it_computed(engine, prompts, tokens):
+    launch, poison = engine.llm_engine.runner.launch, prompts[1]
 
-            def fails_on_poison(batch, before):
-                if any(chunk.seq.token_ids[: len(poison)] == poison for chunk in batch.chunks):
-                    raise RuntimeError("poison")
-                return launch(batch, before)
+    def fails_on_poison(batch, before):
+        if any(chunk.seq.token_ids[: len(poison)] == poison for chunk in batch.chunks):
+            raise RuntimeError("poison")
+        return launch(batch, before)
 
-            engine.llm_engine.runner.launch = fails_on_poison
-            prompts = [expected[0][i] for i in (0, 1, 2, 3, 4)]  # two run: the first and the poison
+    async def last_output(i):
+        return [output async for output in engine.generate(prompts[i], GREEDY, f"r{i}")][-1].outputs[0]
 
-            async def last_output(i):
-                async for output in engine.generate(prompts[i], GREEDY, f"r{i}"):
-                    last = output
-                return last.outputs[0]
-
-            with held_steps(engine) as steps:  # until all are there
-                jobs = [asyncio.create_task(last_output(i)) for i in range(5)]
-                await until(lambda: steps.is_held and engine._commands.qsize() == 4)
-            outputs = await asyncio.gather(*jobs)
-            assert [o.finish_reason for o in outputs] == ["error", "error", "length", "length", "length"]
-            assert [o.token_ids for o in outputs[2:]] == expected[1][2:5]
-            assert engine.llm_engine.metrics()["num_free_blocks"] == 60
-
-    asyncio.run(main())
+    engine.llm_engine.runner.launch = fails_on_poison
+    with held_steps(engine) as steps:  # until all requests are queued; the first and the poison run
+        jobs = [asyncio.create_task(last_output(i)) for i in range(5)]
+        await until(lambda: steps.is_held and engine._commands.qsize() == 4)
+    outputs = await asyncio.gather(*jobs)
+    assert [o.finish_reason for o in outputs] == ["error", "error", "length", "length", "length"]
+    assert [o.token_ids for o in outputs[2:]] == tokens[2:5]
+    assert engine.llm_engine.metrics()["num_free_blocks"] == 60
 
 
-def test_a_late_chunk_that_always_fails_ends_its_request_though_the_chunks_before_it_succeed(path, expected):
-    """In between others get tokens: they are computed again, and go on."""
+@with_engine(max_num_batched_tokens=20)
+async def test_last_chunk_that_always_fails_ends_its_request(engine, prompts, tokens):
+    """The chunks before it succeed, and other requests receive tokens in between."""
+    launch, poison = engine.llm_engine.runner.launch, prompts[4]  # 60 tokens: several chunks
 
-    async def main():
-        async with AsyncLLM(path, max_num_batched_tokens=20, **SETTINGS) as engine:
-            launch, poison = engine.llm_engine.runner.launch, expected[0][4]  # 60 tokens: several chunks
+    def fails_on_poison(batch, before):
+        if any(chunk.seq.token_ids == poison and chunk.is_last for chunk in batch.chunks):
+            raise RuntimeError("poison")
+        return launch(batch, before)
 
-            def fails_on_poison(batch, before):
-                if any(chunk.seq.token_ids == poison and chunk.is_last for chunk in batch.chunks):
-                    raise RuntimeError("poison")
-                return launch(batch, before)
-
-            engine.llm_engine.runner.launch = fails_on_poison
-            poisoned = asyncio.create_task(collect(engine, poison, GREEDY, "poison"))
-            jobs = [collect(engine, expected[0][i], GREEDY, f"r{i}") for i in (0, 3, 5)]
-            assert await asyncio.gather(*jobs) == [expected[1][i] for i in (0, 3, 5)]
-            assert await asyncio.wait_for(poisoned, PATIENCE) == []
-
-    asyncio.run(main())
+    engine.llm_engine.runner.launch = fails_on_poison
+    poisoned = asyncio.create_task(collect(engine, poison, GREEDY, "poison"))
+    assert await collect_all(engine, prompts[:3]) == tokens[:3]
+    assert await asyncio.wait_for(poisoned, PATIENCE) == []
 
 
-def test_one_engine_serves_several_event_loops_at_once_and_one_after_another(path, expected):
-    """More requests than places, so that they wait for each other across the loops."""
+def test_engine_serves_several_event_loops(path, expected):
+    """More requests than places, so that requests of different loops wait for each other."""
     engine = AsyncLLM(path, max_concurrent_requests=2, **SETTINGS)
 
     async def main(name):
-        jobs = [collect(engine, p, GREEDY, f"{name} {i}") for i, p in enumerate(expected[0])]
-        return await asyncio.wait_for(asyncio.gather(*jobs), PATIENCE)
+        return await asyncio.wait_for(collect_all(engine, expected[0], name=name), PATIENCE)
 
     try:
         with ThreadPoolExecutor(3) as pool:
             results = list(pool.map(lambda name: asyncio.run(main(name)), "abc"))
-        results += [asyncio.run(main(name)) for name in "de"]
-        assert results == [expected[1]] * 5
+        results.append(asyncio.run(main("d")))
+        assert results == [expected[1]] * 4
         assert engine.llm_engine.metrics()["num_free_blocks"] == 60
     finally:
         engine.close()
 
 
-def test_a_request_cancelled_while_it_waits_for_its_place_never_runs(path, expected):
-    async def main():
-        async with AsyncLLM(path, max_concurrent_requests=1, **SETTINGS) as engine:
-            with held_steps(engine) as steps:
-                first = asyncio.create_task(collect(engine, expected[0][0], GREEDY, "first"))
-                await until(lambda: steps.is_held)
-                waiting = asyncio.create_task(collect(engine, expected[0][1], GREEDY, "waiting"))
-                await until(lambda: engine._commands.qsize() == 1)
-                steps.permit(1)
-                await until(lambda: steps.is_held and len(engine._waiting) == 1)
-                waiting.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await waiting
-            assert await first == expected[1][0]
-            assert await collect(engine, expected[0][2], GREEDY, "third") == expected[1][2]
-            assert engine.llm_engine.metrics()["generation_tokens"] == 40
-
-    asyncio.run(main())
+@with_engine(max_concurrent_requests=1)
+async def test_request_cancelled_while_it_waits_never_runs(engine, prompts, tokens):
+    with held_steps(engine) as steps:
+        first = asyncio.create_task(collect(engine, prompts[0], GREEDY, "first"))
+        await until(lambda: steps.is_held)
+        waiting = asyncio.create_task(collect(engine, prompts[1], GREEDY, "waiting"))
+        await until(lambda: engine._commands.qsize() == 1)
+        steps.permit(1)
+        await until(lambda: steps.is_held and len(engine._waiting) == 1)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+    assert await first == tokens[0]
+    assert await collect(engine, prompts[2], GREEDY, "third") == tokens[2]
+    assert engine.llm_engine.metrics()["generation_tokens"] == 40
 
 
-def test_closing_refuses_those_that_wait_for_a_place(path, expected):
+def test_closed_engine_ends_running_requests_and_rejects_others(path, expected):
     async def main():
         engine = AsyncLLM(path, max_concurrent_requests=1, **SETTINGS)
-        endless = SamplingParams(temperature=0, max_tokens=400)
+
+        async def consume(request_id):
+            return [out async for out in engine.generate(expected[0][0], ENDLESS, request_id)]
+
         with held_steps(engine) as steps:
-            jobs = [asyncio.create_task(collect(engine, expected[0][0], endless, str(i))) for i in range(3)]
+            jobs = [asyncio.create_task(consume(str(i))) for i in range(3)]
             await until(lambda: steps.is_held and engine._commands.qsize() == 2)
             steps.permit(1)
             await until(lambda: steps.is_held and len(engine._waiting) == 2)
             closing = asyncio.create_task(asyncio.to_thread(engine.close))
             await until(lambda: engine._closed)
         await closing
-        assert len(await jobs[0]) < 400
-        for job in jobs[1:]:
+        assert (await jobs[0])[-1].outputs[0].finish_reason == "abort"
+        for job in (*jobs[1:], consume("late")):
             with pytest.raises(RuntimeError, match="closed"):
                 await job
-
-    asyncio.run(main())
-
-
-def test_a_flood_of_bad_requests_does_not_keep_others_from_their_tokens(path, expected):
-    async def main():
-        async with AsyncLLM(path, **SETTINGS) as engine:
-            going_on = True
-
-            async def flood():
-                while going_on:
-                    with pytest.raises(ValueError, match="prompt is empty"):
-                        await collect(engine, [], GREEDY, "bad")
-
-            floods = [asyncio.create_task(flood()) for _ in range(50)]
-            job = collect(engine, expected[0][0], GREEDY, "good")
-            assert await asyncio.wait_for(job, PATIENCE) == expected[1][0]
-            going_on = False
-            await asyncio.gather(*floods)
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize("value", [0, -1, 1.5])
-def test_a_number_of_places_that_makes_no_sense_is_refused(value, path):
-    with pytest.raises((ValueError, TypeError), match="max_concurrent_requests"):
-        AsyncLLM(path, max_concurrent_requests=value, **SETTINGS)
-
-
-def test_no_more_requests_are_served_at_a_time_than_allowed(path, expected):
-    async def main():
-        async with AsyncLLM(path, max_concurrent_requests=2, **SETTINGS) as engine:
-            most, add = 0, engine.llm_engine.add_request
-
-            def counting_add(*arguments, **keywords):
-                nonlocal most
-                add(*arguments, **keywords)
-                most = max(most, len(engine.llm_engine._requests))
-
-            engine.llm_engine.add_request = counting_add
-            with held_steps(engine) as steps:  # until all are there
-                tasks = [collect(engine, p, GREEDY, f"r{i}") for i, p in enumerate(expected[0])]
-                answers = asyncio.gather(*tasks)
-                await until(lambda: steps.is_held and engine._commands.qsize() == 5)
-            assert await answers == expected[1]
-            assert most == 2
-
-    asyncio.run(main())
-
-
-def test_closing_ends_running_requests_and_refuses_new_ones(path, expected):
-    async def main():
-        engine = AsyncLLM(path, **SETTINGS)
-        params = SamplingParams(temperature=0, max_tokens=400)
-        reasons = []
-        with held_steps(engine) as steps:
-            steps.permit(1)
-            async for output in engine.generate(expected[0][0], params, "x"):
-                reasons.append(output.outputs[0].finish_reason)
-                if len(reasons) == 1:
-                    closing = asyncio.create_task(asyncio.to_thread(engine.close))
-                    await until(lambda: engine._closed)
-                    steps.permit()
-        await closing
-        assert reasons[-1] == "abort"
         with pytest.raises(RuntimeError, match="closed"):
-            await collect(engine, expected[0][0], GREEDY, "y")
+            await engine.get_metrics()
         engine.close()
 
     asyncio.run(main())
 
 
-def test_metrics_are_read_between_steps_and_say_what_ran(path, expected):
-    async def main():
-        async with AsyncLLM(path, **SETTINGS) as engine:
-            jobs = [collect(engine, p, GREEDY, f"r{i}") for i, p in enumerate(expected[0])]
-            with held_steps(engine) as steps:
-                answers = asyncio.gather(*jobs)
-                await until(lambda: steps.is_held)
-                running = asyncio.create_task(read(engine, "vllm:num_requests_running"))
-                await asyncio.sleep(0)  # it is asked for
-                steps.permit()
-                assert 0 < await running <= 6
-            assert await answers == expected[1]
-            assert await read(engine, "vllm:num_requests_running") == 0
-            assert await read(engine, "vllm:generation_tokens") == 120
-        with pytest.raises(RuntimeError, match="closed"):
-            await engine.get_metrics()
+@with_engine
+async def test_flood_of_bad_requests_does_not_block_others(engine, prompts, tokens):
+    async def flood():
+        while not job.done():
+            with pytest.raises(ValueError, match="prompt is empty"):
+                await collect(engine, [], GREEDY, "bad")
 
-    async def read(engine, name):
+    job = asyncio.create_task(collect(engine, prompts[0], GREEDY, "good"))
+    await asyncio.wait_for(asyncio.gather(*(flood() for _ in range(50))), PATIENCE)
+    assert await job == tokens[0]
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5])
+def test_invalid_max_concurrent_requests_is_rejected(value, path):
+    with pytest.raises((ValueError, TypeError), match="max_concurrent_requests"):
+        AsyncLLM(path, max_concurrent_requests=value, **SETTINGS)
+
+
+@with_engine(max_concurrent_requests=2)
+async def test_number_of_concurrent_requests_is_limited(engine, prompts, tokens):
+    numbers, add = [], engine.llm_engine.add_request
+
+    def counting_add(*arguments, **keywords):
+        add(*arguments, **keywords)
+        numbers.append(len(engine.llm_engine._requests))
+
+    engine.llm_engine.add_request = counting_add
+    with held_steps(engine) as steps:  # until all requests are queued
+        answers = collect_all(engine, prompts)
+        await until(lambda: steps.is_held and engine._commands.qsize() == 5)
+    assert await answers == tokens
+    assert max(numbers) == 2
+
+
+@with_engine
+async def test_metrics_are_read_between_steps(engine, prompts, tokens):
+    async def read(name):
         return next(metric.value for metric in await engine.get_metrics() if metric.name == name)
 
-    asyncio.run(main())
+    before = await read("vllm:generation_tokens")
+    with held_steps(engine) as steps:
+        answers = collect_all(engine, prompts)
+        await until(lambda: steps.is_held)
+        running = asyncio.create_task(read("vllm:num_requests_running"))
+        await asyncio.sleep(0)  # it is queued
+        steps.permit()
+        assert 0 < await running <= 6
+    assert await answers == tokens
+    assert await read("vllm:num_requests_running") == 0
+    assert await read("vllm:generation_tokens") == before + 120
 
 
 @pytest.mark.filterwarnings("ignore:Exception in thread")
-def test_a_thread_that_dies_leaves_nobody_waiting(path, expected):
+def test_dead_thread_ends_all_requests(path, expected):
     async def main():
         engine = AsyncLLM(path, max_concurrent_requests=2, **SETTINGS)
         assert engine.is_running
-        endless = SamplingParams(temperature=0, max_tokens=400)
-        jobs = [collect(engine, p, endless, f"r{i}") for i, p in enumerate(expected[0])]
+        jobs = (collect(engine, p, ENDLESS, f"r{i}") for i, p in enumerate(expected[0]))
         ends = asyncio.gather(*jobs, return_exceptions=True)
         with held_steps(engine) as steps:
             await until(lambda: steps.is_held and engine._commands.qsize() == 5)
             engine._step = None
         ends = await asyncio.wait_for(ends, PATIENCE)
-        assert [type(end) for end in ends] == [list] * 2 + [RuntimeError] * 4  # four had no place yet
+        assert [type(end) for end in ends] == [list] * 2 + [RuntimeError] * 4  # four were still waiting
         assert not engine.is_running
         with pytest.raises(RuntimeError, match="closed"):
             await collect(engine, expected[0][0], GREEDY, "y")
