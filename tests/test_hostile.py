@@ -1,4 +1,4 @@
-"""What hostile use found, and what it did not: nobody's request, signal or file may harm another's answer."""
+"""Hostile requests, signals and threads: none of them may change another request's answer."""
 
 import asyncio
 import io
@@ -13,6 +13,7 @@ import threading
 import time
 import warnings
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -47,7 +48,7 @@ def answers(outputs):
 
 
 def run_beside(llm, intruder):
-    """The bystanders' answers while `intruder(llm)` has its way with the same engine."""
+    """Return the bystanders' answers while `intruder(llm)` uses the same engine, and all last outputs."""
     for i, (prompt, params) in enumerate(BYSTANDERS):
         llm.add_request(str(i), prompt, params)
     try:
@@ -58,7 +59,7 @@ def run_beside(llm, intruder):
             if not llm.has_unfinished_requests():
                 break
             finished |= {out.request_id: out for out in llm.step() if out.finished}
-        assert not llm.has_unfinished_requests(), "it never ends"
+        assert not llm.has_unfinished_requests(), "requests never end"
     finally:
         llm.abort_request(list(llm.llm_engine._requests))
     check_laws(llm.scheduler)
@@ -68,7 +69,7 @@ def run_beside(llm, intruder):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """Says anything, and has a word less than its tokenizer."""
+    """A model with random answers, and one token less than its tokenizer."""
     logits = torch.randn(260, 260, generator=torch.Generator().manual_seed(0))
     path = table_checkpoint(tmp_path_factory.mktemp("model"), logits)
     byte_tokenizer(("é", "日本", " the", "beyond")).save_pretrained(path)
@@ -77,24 +78,27 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=[False, True], ids=["step by step", "async scheduling"])
 def engine(request, model):
-    """An engine, and what it answers the bystanders, each alone."""
+    """An engine, and its answer to each bystander alone."""
     settings = {"num_kv_blocks": 60, "block_size": 16, "max_logprobs": -1}
     with LLM(model, async_scheduling=request.param, **settings) as llm:
         alone = [llm.generate(prompt, params, use_tqdm=False)[0] for prompt, params in BYSTANDERS]
         yield llm, answers(alone)
 
 
+# For tests of what happens before a step
+once = pytest.mark.parametrize("engine", [True], indirect=True)
+
 # ---- a request that cannot be sampled ----
 
 
 @pytest.mark.parametrize("top_p", [1e-300, 1e-46, 1e-38])
-def test_a_top_p_below_every_float32_keeps_the_likeliest_token(top_p):
+def test_tiny_top_p_keeps_the_most_probable_token(top_p):
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
     rows = [SamplingRow(SamplingParams(top_p=top_p), seed, 5, [1], 1) for seed in range(3)]
     assert draw_tokens(logits, rows).tolist() == logits.argmax(-1).tolist()
 
 
-def test_a_pass_that_fails_for_ever_ends_those_it_computes_and_lets_the_others_run(engine):
+def test_forward_pass_that_always_fails_ends_its_requests(engine):
     llm, _ = engine
     launch = llm.llm_engine.runner.launch
 
@@ -118,8 +122,9 @@ def test_a_pass_that_fails_for_ever_ends_those_it_computes_and_lets_the_others_r
     assert llm.metrics()["num_free_blocks"] == 60
 
 
+@once
 @pytest.mark.parametrize("word", ["beyond", "\u200b", "\ud800"])
-def test_bad_words_that_no_token_of_the_model_spells_are_refused(word, engine, monkeypatch):
+def test_bad_words_without_tokens_are_rejected(word, engine, monkeypatch):
     llm, alone = engine
     assert llm.get_tokenizer().convert_tokens_to_ids("beyond") == llm.llm_engine.checkpoint.vocab_size == 260
     backend = llm.get_tokenizer().backend_tokenizer
@@ -132,9 +137,10 @@ def test_bad_words_that_no_token_of_the_model_spells_are_refused(word, engine, m
     assert run_beside(llm, intrude)[0] == alone
 
 
+@once
 @pytest.mark.parametrize("field", ["prompt", "bad_words"])
-def test_a_text_that_makes_the_tokenizer_panic_is_refused(field, engine, monkeypatch):
-    """Its pattern tries an exponential number of ways; the library gives up after some, by a panic."""
+def test_text_that_makes_the_tokenizer_panic_is_rejected(field, engine, monkeypatch):
+    """The pattern backtracks exponentially, and the library panics after some time."""
     llm, alone = engine
     split = tokenizers.pre_tokenizers.Split(tokenizers.Regex("(a+)+$"), "isolated")
     text = "a" * 30 + "!"
@@ -149,20 +155,14 @@ def test_a_text_that_makes_the_tokenizer_panic_is_refused(field, engine, monkeyp
     assert run_beside(llm, intrude)[0] == alone
 
 
-def test_a_number_of_samples_that_would_take_all_memory_is_refused():
+def test_number_of_samples_is_limited():
     assert SamplingParams(n=1024).n == 1024
     for number in (1025, 2**31 - 1):
         with pytest.raises(ValueError, match=r"n must be an integer in \[1, 1024\]"):
             SamplingParams(n=number)
 
 
-def test_half_a_surrogate_pair_in_a_message_is_refused_as_in_a_prompt(engine):
-    llm, _ = engine
-    template = "{{ messages[0].content }}"
-    with pytest.raises(ValueError, match="messages must be valid Unicode"):
-        llm.chat([{"role": "user", "content": "a\udcff"}], chat_template=template)
-
-
+@once
 @pytest.mark.parametrize(
     ("template", "message"),
     [
@@ -171,17 +171,18 @@ def test_half_a_surrogate_pair_in_a_message_is_refused_as_in_a_prompt(engine):
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
         ("{{ 1 / 0 }}", "ZeroDivisionError"),
         ("{{ messages[0].role }}{% for", "TemplateSyntaxError"),
-        ("{{ 'x' * 10**8 }}", "messages must be at most"),
+        ("{{ 'x' * 10**4 }}", "messages must render to at most 5000 characters, got 10000"),
+        ("{{ '\udcff' }}", "messages must be valid Unicode"),
     ],
 )
-def test_a_chat_template_that_raises_or_writes_too_much_is_a_value_error(template, message, engine):
-    llm, _ = engine
+def test_chat_template_that_fails_or_writes_too_much_is_a_value_error(template, message, engine, monkeypatch):
+    monkeypatch.setattr("nanoengine.requests.MAX_RENDERED", 5000)
     for content in ("hello", [{"type": "text", "text": "hello"}]):
         with pytest.raises(ValueError, match=message):
-            llm.chat([{"role": "user", "content": content}], chat_template=template)
+            engine[0].chat([{"role": "user", "content": content}], chat_template=template)
 
 
-# ---- no request can end another one, whatever it asks for ----
+# ---- no request can affect another one ----
 
 word = st.one_of(
     st.text(st.sampled_from("aé日\u200b \ud800\x00e"), min_size=1, max_size=4), st.just("beyond")
@@ -189,7 +190,7 @@ word = st.one_of(
 token_ids = st.lists(st.integers(0, 259), min_size=1, max_size=4)
 tiny = st.sampled_from([5e-324, 1e-300, 1e-46, 1e-38, 1 - 2**-53])
 bias = st.one_of(st.floats(-1e30, 1e30), st.floats(-100, 100))
-# What passes the checks for the most part, up to the ends of its range: it is what gets into a step.
+# Mostly valid values, up to the ends of their ranges: they reach a step.
 FIELDS = {
     "n": st.integers(1, 4),
     "temperature": st.one_of(st.floats(0, 1e30), st.floats(0, 3), tiny),
@@ -226,10 +227,10 @@ prompt = st.one_of(
 
 
 @settings(
-    max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None
+    max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None
 )
 @given(st.lists(st.tuples(prompt, st.one_of(some_fields, some_fields, bad_field)), min_size=1, max_size=4))
-def test_no_request_changes_another_one_s_tokens_whatever_it_asks_for(engine, requests):
+def test_no_request_changes_the_tokens_of_another(engine, requests):
     llm, alone = engine
 
     def intrude(llm):
@@ -237,19 +238,19 @@ def test_no_request_changes_another_one_s_tokens_whatever_it_asks_for(engine, re
             try:
                 llm.add_request(f"intruder {i}", text, SamplingParams(**fields))
             except (ValueError, TypeError):
-                continue  # refused at submission
+                continue  # rejected at submission
 
     assert run_beside(llm, intrude)[0] == alone
 
 
-# ---- what did no harm, and must not ----
+# ---- many requests ----
 
 
-def storm(model, num_tasks, most_cancelled):
-    """One engine, many coroutines, blocks for a few of them; every answer is looked at.
+def storm(model, num_tasks, max_cancelled):
+    """Run many coroutines on one engine with few blocks, and check every answer.
 
     Returns:
-        How many tasks were answered, cancelled and refused for their id, and how many were preempted.
+        The numbers of tasks that were answered, cancelled and rejected for their id, and of preemptions.
     """
     rng = random.Random(0)
     prompts = [[rng.randrange(250) for _ in range(rng.randint(1, 40))] for _ in range(12)]
@@ -277,7 +278,7 @@ def storm(model, num_tasks, most_cancelled):
         num_struck = 0
         with held_steps(engine) as steps:  # the engine makes no more steps than the loop has turns
             while rest := [task for task in tasks if not task.done()]:
-                if rng.random() < 0.3 and num_struck < most_cancelled:
+                if rng.random() < 0.3 and num_struck < max_cancelled:
                     rng.choice(rest).cancel()
                     num_struck += 1
                 steps.permit(1)
@@ -298,7 +299,7 @@ def storm(model, num_tasks, most_cancelled):
     return asyncio.run(main())
 
 
-def test_a_storm_of_cancellations_duplicate_ids_and_preemptions_changes_no_answer(model):
+def test_cancellations_duplicate_ids_and_preemptions_change_no_answer(model):
     counts = storm(model, 150, 50)
     assert counts["preempted"] > 10
     assert counts["answered"] > 50
@@ -306,7 +307,7 @@ def test_a_storm_of_cancellations_duplicate_ids_and_preemptions_changes_no_answe
     assert counts["duplicate"] > 5
 
 
-def test_logits_that_are_not_numbers_harm_only_whoever_they_are_of(engine):
+def test_invalid_logits_affect_only_their_own_request(engine):
     llm, alone = engine
     runner = llm.llm_engine.runner
     launch, compute_logits, rng = runner.launch, runner.model.compute_logits, random.Random(0)
@@ -326,11 +327,19 @@ def test_logits_that_are_not_numbers_harm_only_whoever_they_are_of(engine):
 
     runner.launch = launch_poisoned
     try:
-        for seed in range(20):
+        for seed in range(8):
             params = SamplingParams(temperature=seed % 3, seed=seed, max_tokens=9, top_k=seed % 4, n=2)
             assert run_beside(llm, lambda llm, p=params: llm.add_request("!", "!", p))[0] == alone
     finally:
         runner.launch, runner.model.compute_logits = launch, compute_logits
+
+
+@pytest.fixture(scope="module")
+def tiny_expected(model):
+    prompts = [[5] * 11, [5] * 11 + [6] * 7, [7], [5] * 24]
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    with LLM(model, num_kv_blocks=200) as llm:
+        return prompts, params, answers(llm.generate(prompts, params, use_tqdm=False))
 
 
 @pytest.mark.parametrize(
@@ -344,24 +353,21 @@ def test_logits_that_are_not_numbers_harm_only_whoever_they_are_of(engine):
         (3, 16, {"enable_prefix_caching": False}),
     ],
 )
-def test_no_pool_is_so_small_that_requests_stop_each_other(num_kv_blocks, block_size, others, model):
-    prompts = [[5] * 11, [5] * 11 + [6] * 7, [7], [5] * 24]
-    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-    with LLM(model, num_kv_blocks=200) as llm:
-        expected = answers(llm.generate(prompts, params, use_tqdm=False))
+def test_requests_finish_in_a_tiny_kv_cache(num_kv_blocks, block_size, others, model, tiny_expected):
+    prompts, params, expected = tiny_expected
     with LLM(model, num_kv_blocks=num_kv_blocks, block_size=block_size, **others) as llm:
-        for i in range(12):
+        for i in range(8):
             llm.add_request(str(i), prompts[i % 4], params)
         finished = {}
-        for _ in range(12 * 60 * 4):
+        for _ in range(8 * 60 * 4):
             if not llm.has_unfinished_requests():
                 break
             finished |= {out.request_id: out for out in llm.step() if out.finished}
-        assert answers(finished[str(i)] for i in range(12)) == expected * 3
+        assert answers(finished[str(i)] for i in range(8)) == expected * 2
 
 
 @pytest.mark.parametrize("backwards", [False, True])
-def test_aborting_waiting_requests_one_at_a_time_takes_linear_time(backwards, model):
+def test_aborting_waiting_requests_takes_linear_time(backwards, model):
     def seconds(number):
         ids = [str(i) for i in range(number)]
         for request_id in ids:
@@ -373,10 +379,10 @@ def test_aborting_waiting_requests_one_at_a_time_takes_linear_time(backwards, mo
 
     with LLM(model, num_kv_blocks=20) as llm:
         # 8 times as many: 8 times as long, or 64 times.
-        assert min(seconds(4000) for _ in range(3)) < 24 * min(seconds(500) for _ in range(5))
+        assert min(seconds(1600) for _ in range(3)) < 24 * min(seconds(200) for _ in range(5))
 
 
-def test_whether_a_request_of_many_samples_is_finished_is_told_without_looking_at_all(model, monkeypatch):
+def test_request_of_many_samples_knows_cheaply_whether_it_is_finished(model, monkeypatch):
     looks = 0
 
     def is_finished(seq):
@@ -400,33 +406,27 @@ def test_whether_a_request_of_many_samples_is_finished_is_told_without_looking_a
 # ---- text ----
 
 
-def test_a_run_of_invalid_bytes_is_detokenized_in_linear_time_and_to_the_same_text():
+@pytest.mark.parametrize(
+    ("token_ids", "text"),
+    [([*[0xFF] * 1000, 65], "\ufffd" * 1000 + "A"), ([66, *[256] * 500, 67], "BC")],
+    ids=["invalid bytes", "skipped tokens"],
+)
+def test_tokens_without_text_are_decoded_in_linear_time(token_ids, text):
+    """The cost of a token grows with the number of pending tokens, which is limited."""
     tokenizer = byte_tokenizer().backend_tokenizer
-
-    def seconds(number):
-        token_ids = [0xFF] * number
-        detokenizer = Detokenizer(tokenizer, [65], SamplingParams())
-        start = time.process_time()
-        longest = 0
-        for token_id in token_ids:
-            detokenizer.append(token_id)
-            longest = max(longest, len(detokenizer.pending))
-        taken = time.process_time() - start
-        detokenizer.append(65)
-        detokenizer.finish()
-        assert detokenizer.text == tokenizer.decode([*token_ids, 65])
-        assert longest <= MAX_PENDING
-        return taken
-
-    # 8 times as many: 8 times as long, or 64 times.
-    assert min(seconds(8000) for _ in range(3)) < 24 * min(seconds(1000) for _ in range(5))
+    detokenizer = Detokenizer(tokenizer, [65], SamplingParams(ignore_eos=True))
+    for token_id in token_ids:
+        detokenizer.append(token_id)
+        assert len(detokenizer.pending) <= MAX_PENDING
+    detokenizer.finish()
+    assert detokenizer.text == tokenizer.decode(token_ids) == text
 
 
-def test_invalid_runs_with_characters_among_them_lose_no_character():
+def test_characters_among_invalid_bytes_are_kept():
     tokenizer = byte_tokenizer().backend_tokenizer
     rng = random.Random(0)
     parts = [b"\xff", b"\xe6\x97", b"\xf0\x9f\x99", "日".encode(), "🙂".encode(), b"\x80", b"\xc3"]
-    for _ in range(300):
+    for _ in range(100):
         ids = list(b"".join(rng.choices(parts, [8, 2, 2, 1, 1, 3, 1], k=120)))
         detokenizer = Detokenizer(tokenizer, [65], SamplingParams())
         for token_id in [*ids, 65]:
@@ -435,20 +435,10 @@ def test_invalid_runs_with_characters_among_them_lose_no_character():
         assert detokenizer.text == tokenizer.decode([*ids, 65])
 
 
-def test_a_run_of_skipped_tokens_does_not_pile_up():
-    tokenizer = byte_tokenizer().backend_tokenizer
-    detokenizer = Detokenizer(tokenizer, [65], SamplingParams(ignore_eos=True))
-    for token_id in [66, *[256] * 500, 67]:
-        detokenizer.append(token_id)
-        assert len(detokenizer.pending) <= MAX_PENDING
-    detokenizer.finish()
-    assert detokenizer.text == "BC"
-
-
 # ---- threads ----
 
 
-def test_a_second_thread_is_refused_while_the_first_has_requests_and_harms_nothing(babbler):
+def test_second_thread_is_rejected_while_the_first_has_requests(babbler):
     with LLM(babbler, num_kv_blocks=60) as llm:
         expected = answers(llm.generate(["a", "b"], SEEDED, use_tqdm=False))
         results, refusals, barrier = [], [], threading.Barrier(4)
@@ -468,11 +458,9 @@ def test_a_second_thread_is_refused_while_the_first_has_requests_and_harms_nothi
                 except RuntimeError as error:
                     refusals.append(str(error))
 
-        threads = [threading.Thread(target=work) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(4) as pool:
+            for future in [pool.submit(work) for _ in range(4)]:
+                future.result()
         assert len(results) + len(refusals) == 40
         assert results
         assert refusals
@@ -482,8 +470,8 @@ def test_a_second_thread_is_refused_while_the_first_has_requests_and_harms_nothi
         assert llm.metrics()["num_free_blocks"] == 60
 
 
-def test_a_fork_is_told_that_the_engine_is_not_its_own(babbler):
-    """It has none of the threads that compute, and would wait for them, or for ranks, for ever."""
+def test_fork_cannot_use_the_engine(babbler):
+    """A fork has none of the threads that compute, and would wait for them forever."""
     with LLM(babbler, num_kv_blocks=60) as llm:
         expected = answers(llm.generate("a", SEEDED, use_tqdm=False))
         heard, said = os.pipe()
@@ -506,23 +494,14 @@ def test_a_fork_is_told_that_the_engine_is_not_its_own(babbler):
         assert answers(llm.generate("a", SEEDED, use_tqdm=False)) == expected
 
 
-def in_a_thread(function, *arguments):
-    """The function's result, or what it raised, from a thread of its own."""
-    box = []
-
-    def run():
-        try:
-            box.append(function(*arguments))
-        except Exception as error:
-            box.append(error)
-
-    thread = threading.Thread(target=run, name="other")
-    thread.start()
-    thread.join()
-    return box[0]
+def in_a_thread(function):
+    """Return the function's result or exception, from a thread of its own that has ended."""
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(function)
+    return future.exception() or future.result()
 
 
-def test_threads_may_use_an_engine_one_after_another_and_inherit_from_one_that_ended(babbler):
+def test_threads_may_use_an_engine_one_after_another(babbler):
     with LLM(babbler, num_kv_blocks=60) as llm:
         expected = answers(llm.generate("a", SEEDED, use_tqdm=False))
         assert answers(in_a_thread(lambda: llm.generate("a", SEEDED, use_tqdm=False))) == expected
@@ -542,7 +521,7 @@ def test_threads_may_use_an_engine_one_after_another_and_inherit_from_one_that_e
 # ---- signals ----
 
 
-def test_ctrl_c_while_loading_never_leaves_the_thread_on_one_core(model, default_sigint, monkeypatch):
+def test_ctrl_c_while_loading_unpins_the_thread(model, default_sigint, monkeypatch):
     leave, left = PinnedThreads.__exit__, []
 
     def interrupted(self, *error):
@@ -557,17 +536,13 @@ def test_ctrl_c_while_loading_never_leaves_the_thread_on_one_core(model, default
 
 
 def interrupt_generate(llm, num_places):
-    """Ctrl-C at every n-th line of the package's Python, before the step, in it, and after it.
-
-    Returns:
-        How often it struck.
-    """
+    """Send Ctrl-C at every n-th line of the package's Python. Returns how many runs it interrupted."""
     params, num_blocks = SamplingParams(temperature=0, max_tokens=3), llm.metrics()["num_blocks"]
 
     def run():
         return answers(llm.generate(["ab", "c"], params, use_tqdm=False))
 
-    expected = run()  # a first run makes what later ones find
+    expected = run()  # the first run fills caches
     llm.reset_prefix_cache()
     with Lines() as every:
         assert run() == expected
@@ -587,8 +562,8 @@ def interrupt_generate(llm, num_places):
     return interrupts
 
 
-def test_ctrl_c_at_any_line_of_generate_leaves_nothing_of_it_behind(engine, default_sigint):
-    assert interrupt_generate(engine[0], 60) > 100
+def test_ctrl_c_at_any_line_of_generate_leaves_no_request(engine, default_sigint):
+    assert interrupt_generate(engine[0], 30) > 70
 
 
 # ---- the end of the process ----
@@ -615,7 +590,7 @@ while engine.llm_engine.metrics()["num_running"] < 8:
 
 
 @pytest.mark.parametrize("end", [pytest.param("", marks=pytest.mark.slow), "sys.exit(3)"])
-def test_a_process_that_ends_in_traffic_without_close_ends_cleanly(end, babbler):
+def test_process_that_ends_with_running_requests_exits_cleanly(end, babbler):
     command = [sys.executable, "-c", IN_TRAFFIC.format(end=end), babbler]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == (3 if end else 0), done.stderr
@@ -638,7 +613,6 @@ def without_tokenizer(tmp_path_factory):
     ("command", "message"),
     [
         ("example.py --model /nope", "is neither a directory here nor a hub id"),
-        ("example.py --model {without_tokenizer}", "the checkpoint has no tokenizer"),
         ("bench.py --model /nope", "is neither a directory here nor a hub id"),
         ("bench.py --prompt-len 2000 2000", "shorten it or raise max_model_len"),
         ("-m nanoengine run --model /nope", "is neither a directory here nor a hub id"),
@@ -650,11 +624,10 @@ def without_tokenizer(tmp_path_factory):
         ("-m benchmarks --model /nope", "is neither a directory here nor a hub id"),
     ],
 )
-def test_a_script_says_what_is_wrong_in_one_line(command, message, without_tokenizer, monkeypatch, capsys):
-    """In this process: each of its own would import PyTorch for seconds."""
+def test_scripts_report_errors_in_one_line(command, message, without_tokenizer, monkeypatch, capsys):
     program, *arguments = command.format(without_tokenizer=without_tokenizer).removeprefix("-m ").split()
     monkeypatch.setattr(sys, "argv", [program, *arguments])
-    monkeypatch.setattr(signal, "signal", lambda *_: None)  # what is set for a process of its own
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     run, name = (runpy.run_path, str(ROOT / program)) if ".py" in program else (runpy.run_module, program)
@@ -665,8 +638,8 @@ def test_a_script_says_what_is_wrong_in_one_line(command, message, without_token
     assert "\n" not in said
 
 
-def test_the_chat_answers_bytes_that_are_no_text_with_a_message(monkeypatch, capsys):
-    monkeypatch.setattr(signal, "signal", lambda *_: None)  # what is set for a process of its own
+def test_chat_rejects_bytes_that_are_not_text(monkeypatch, capsys):
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\nWho are you?\n"), "utf-8"))
     ask.chat(["--max-tokens", "3"])
     shown = capsys.readouterr().out
@@ -675,7 +648,7 @@ def test_the_chat_answers_bytes_that_are_no_text_with_a_message(monkeypatch, cap
 
 
 @pytest.mark.slow  # a process that imports PyTorch
-def test_the_output_of_run_may_be_cut():
+def test_output_of_run_may_be_cut():
     cut = f"{sys.executable} -m nanoengine run --prompt Hello --max-tokens 3 | true"
     done = subprocess.run(cut, shell=True, capture_output=True, timeout=PATIENCE, cwd=ROOT)
     assert b"Traceback" not in done.stderr
