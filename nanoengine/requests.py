@@ -197,10 +197,10 @@ def read_prompt(
         token_ids = encode(check_unicode("prompt", text))
     if isinstance(token_ids, str | bytes) or not isinstance(token_ids, Sequence):
         raise TypeError(f"prompt must be a string, token ids or a dict, got {prompt!r}")
-    return text, check_token_ids(token_ids, vocab_size)
+    return text, check_prompt_ids(token_ids, vocab_size)
 
 
-def check_token_ids(token_ids: Sequence[Any], vocab_size: int) -> list[int]:
+def check_prompt_ids(token_ids: Sequence[Any], vocab_size: int) -> list[int]:
     """Return a copy of a prompt's token ids as Python integers, without a Python loop over valid ones.
 
     Raises:
