@@ -1,7 +1,6 @@
-"""Scripts of the shape of vLLM's offline examples, with nanoengine in the import instead of vllm.
+"""Scripts like vLLM's offline examples, with nanoengine in the import instead of vllm.
 
-Each is what a user would write, on a tiny checkpoint: `alphabet` goes on with the alphabet from the last
-letter of the prompt, `babbler` says anything.
+The tiny checkpoint `alphabet` continues the alphabet from the last letter of the prompt.
 """
 
 import argparse
@@ -26,12 +25,12 @@ from nanoengine import (
     TextPrompt,
     TokensPrompt,
 )
-from nanoengine.metrics import Counter, Gauge, Histogram, Vector
+from nanoengine.metrics import Counter, Gauge, Histogram
 from tests.helpers import byte_tokenizer, chain_checkpoint
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 GREEDY = SamplingParams(temperature=0, max_tokens=3)
-# Written for strings, and for lists of parts as well. The answer goes on from the "a".
+# Renders strings, not lists of parts. The answer continues from the "a".
 TEMPLATE = (
     "{% if tools %}{{ tools[0]['function']['name'] }}|{% endif %}"
     "{% for m in messages %}{{ m['role'] + ':' + m['content'] + ';' }}{% endfor %}"
@@ -65,7 +64,7 @@ def texts(outputs: list[RequestOutput]) -> list[str]:
 # ---- LLM.generate ----
 
 
-def test_the_basic_example(alphabet):
+def test_basic_example(alphabet):
     prompts = ["Hello, my name is", "The president of", "The capital of Franc", "The future of A"]
     sampling_params = SamplingParams(temperature=0.8, top_p=0.95)
     llm = LLM(model=alphabet)
@@ -77,88 +76,38 @@ def test_the_basic_example(alphabet):
     llm.shutdown()
 
 
-def test_every_argument_of_the_old_llm_signature_at_its_default(alphabet):
-    llm = LLM(
-        model=alphabet,
-        tokenizer=None,
-        tokenizer_mode="auto",
-        skip_tokenizer_init=False,
-        trust_remote_code=False,
-        allowed_local_media_path="",
-        tensor_parallel_size=1,
-        dtype="auto",
-        quantization=None,
-        revision=None,
-        tokenizer_revision=None,
-        seed=None,
-        gpu_memory_utilization=0.9,
-        swap_space=4,
-        cpu_offload_gb=0,
-        enforce_eager=None,
-        max_seq_len_to_capture=8192,
-        disable_custom_all_reduce=False,
-        disable_async_output_proc=False,
-        hf_token=None,
-        hf_overrides=None,
-        mm_processor_kwargs=None,
-        task="auto",
-        compilation_config=None,
-    )
-    assert texts(llm.generate("a", GREEDY)) == ["bcd"]
-    llm.close()
+def test_settings_of_vllm_that_change_nothing_are_accepted():
+    """The old signature's arguments at their defaults, and what offline benchmarks pass."""
+    settings = {
+        **dict.fromkeys(("tokenizer", "quantization", "revision", "tokenizer_revision", "seed", "hf_token")),
+        **dict.fromkeys(("enforce_eager", "hf_overrides", "mm_processor_kwargs", "compilation_config")),
+        **dict.fromkeys(("max_num_seqs", "enable_prefix_caching", "download_dir", "speculative_config")),
+        **dict.fromkeys(("skip_tokenizer_init", "trust_remote_code", "disable_async_output_proc"), False),
+        **dict.fromkeys(("disable_custom_all_reduce", "enable_lora", "enable_expert_parallel"), False),
+        **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"), 1),
+        **dict.fromkeys(("tokenizer_mode", "dtype", "task", "kv_cache_dtype", "generation_config"), "auto"),
+        **{"swap_space": 4, "cpu_offload_gb": 0, "max_seq_len_to_capture": 8192, "disable_log_stats": True},
+        **{"gpu_memory_utilization": 0.9, "allowed_local_media_path": "", "enable_chunked_prefill": True},
+        **{"max_logprobs": 20, "limit_mm_per_prompt": {"image": 0, "video": 0}, "max_loras": 1},
+    }
+    assert EngineArgs(model="m", **settings) == EngineArgs(model="m")
+    assert EngineArgs(model="m", runner="generate", load_format="safetensors").runner == "generate"
+    assert EngineArgs(model="m", num_gpu_blocks_override=7).num_kv_blocks == 7
 
 
-def test_the_settings_an_offline_benchmark_passes(alphabet):
-    llm = LLM(
-        model=alphabet,
-        enable_chunked_prefill=True,
-        enable_prefix_caching=None,
-        disable_log_stats=True,
-        kv_cache_dtype="auto",
-        pipeline_parallel_size=1,
-        data_parallel_size=1,
-        distributed_executor_backend=None,
-        generation_config="auto",
-        hf_overrides={},
-        max_logprobs=20,
-        limit_mm_per_prompt={"image": 0, "video": 0},
-        enable_lora=False,
-        speculative_config=None,
-        download_dir=None,
-        enable_expert_parallel=False,
-        runner="generate",
-        load_format="safetensors",
-        max_num_seqs=None,
-    )
-    assert texts(llm.generate(["a", "x"], GREEDY)) == ["bcd", "yza"]
-    llm.close()
-
-
-def test_num_gpu_blocks_override_is_num_kv_blocks(alphabet):
-    with LLM(alphabet, num_gpu_blocks_override=7) as llm:
-        assert llm.metrics()["num_blocks"] == 7
-
-
-def test_seed_none_is_the_default_seed(alphabet):
-    assert EngineArgs(model=alphabet, seed=None) == EngineArgs(model=alphabet)
-
-
-def test_default_params_changed_before_use(llm):
+def test_params_may_change_before_and_between_calls(llm):
     params = llm.get_default_sampling_params()
     params.temperature = 0.0
-    params.max_tokens = 5
-    assert texts(llm.generate("a", params)) == ["bcdef"]
-
-
-def test_one_params_object_changed_between_calls(llm):
-    params = SamplingParams(temperature=0)
     answers = []
     for params.max_tokens in (1, 4):
         answers += texts(llm.generate("a", params))
-    assert answers == ["b", "bcde"]
+    longer = params.clone()
+    longer.max_tokens = 5
+    answers += texts(llm.generate(["a", "a"], [params, longer]))
+    assert answers == ["b", "bcde", "bcde", "bcdef"]
 
 
-def test_changes_that_concern_derived_fields_hold(llm):
+def test_changed_fields_take_effect(llm):
     params = SamplingParams(temperature=0, max_tokens=8)
     params.stop = "f"
     assert texts(llm.generate("a", params)) == ["bcde"]
@@ -174,14 +123,7 @@ def test_changes_that_concern_derived_fields_hold(llm):
     assert texts(llm.generate("a", params)) == ["q" * 8]
 
 
-def test_params_per_prompt_in_a_list_shared_and_changed(llm):
-    base = SamplingParams(temperature=0, max_tokens=2)
-    longer = base.clone()
-    longer.max_tokens = 4
-    assert texts(llm.generate(["a", "a"], [base, longer])) == ["bc", "bcde"]
-
-
-def test_a_request_keeps_the_params_it_was_given(llm):
+def test_request_keeps_the_params_it_was_given(llm):
     params = SamplingParams(temperature=0, max_tokens=6, stop=["y"], stop_token_ids=[ord("x")])
     llm.add_request("a", "a", params)
     stream = llm.stream("r", params)
@@ -197,7 +139,7 @@ def test_a_request_keeps_the_params_it_was_given(llm):
     assert streamed == "stuvw"
 
 
-def test_a_changed_field_is_checked_when_a_request_is_made(llm):
+def test_changed_field_is_checked_when_a_request_is_made(llm):
     params = SamplingParams(temperature=0)
     params.top_p = 1.5
     for make in (
@@ -216,59 +158,31 @@ def test_a_changed_field_is_checked_when_a_request_is_made(llm):
     "copied",
     [copy.copy, copy.deepcopy, SamplingParams.clone, lambda params: pickle.loads(pickle.dumps(params))],
 )
-def test_params_are_copied_in_every_way(copied, llm):
-    params = SamplingParams(temperature=0, max_tokens=4, stop=["d"], logit_bias={1: 2.0})
+def test_params_can_be_copied(copied):
+    params = SamplingParams(stop=["d"], stop_token_ids=[1], bad_words=["x"], logit_bias={1: 2.0})
     twin = copied(params)
     assert twin == params
     assert repr(twin) == repr(params)
     twin.max_tokens = 2
-    assert params.max_tokens == 4
-    assert texts(llm.generate(["a", "a"], [params, twin])) == ["bc", "bc"]
-
-
-def test_a_clone_shares_no_list_with_its_original():
-    params = SamplingParams(stop=["d"], stop_token_ids=[1], bad_words=["x"], logit_bias={1: 2.0})
-    twin = params.clone()
+    assert params.max_tokens == 16
     for name in ("stop", "stop_token_ids", "bad_words", "logit_bias"):
-        assert getattr(twin, name) == getattr(params, name)
-        assert getattr(twin, name) is not getattr(params, name)
+        assert (getattr(twin, name) is getattr(params, name)) == (copied is copy.copy)
 
 
-def test_params_with_everything_that_is_off(llm):
-    params = SamplingParams(
-        temperature=0,
-        max_tokens=3,
-        best_of=None,
-        structured_outputs=None,
-        guided_decoding=None,
-        truncate_prompt_tokens=None,
-        extra_args=None,
-        logits_processors=None,
-        spaces_between_special_tokens=True,
-        skip_special_tokens=True,
-        flat_logprobs=False,
-        thinking_token_budget=None,
-    )
-    assert params == GREEDY
-    assert texts(llm.generate("a", params)) == ["bcd"]
+def test_params_of_vllm_that_change_nothing_are_accepted():
+    off = dict.fromkeys(("best_of", "structured_outputs", "guided_decoding", "truncate_prompt_tokens"))
+    off |= dict.fromkeys(("extra_args", "logits_processors", "thinking_token_budget"))
+    params = SamplingParams(spaces_between_special_tokens=True, flat_logprobs=False, **off)
+    assert params == SamplingParams()
 
 
-def test_one_prompt_as_a_string_a_text_prompt_and_a_tokens_prompt(llm):
-    for prompt in ("a", TextPrompt(prompt="a"), TokensPrompt(prompt_token_ids=[97])):
-        assert texts(llm.generate(prompt, sampling_params=GREEDY, use_tqdm=False)) == ["bcd"]
-
-
-def test_a_list_of_tokens_prompts_from_the_tokenizer(llm):
-    tokenizer = llm.get_tokenizer()
-    prompts = [TokensPrompt(prompt_token_ids=tokenizer.encode(text)) for text in ("xa", "b")]
-    outputs = llm.generate(prompts, GREEDY)
-    assert texts(outputs) == ["bcd", "cde"]
-    assert [output.prompt for output in outputs] == [None, None]
-
-
-def test_a_tokens_prompt_with_its_text(llm):
-    output = llm.generate(TokensPrompt(prompt_token_ids=[97], prompt="shown"), GREEDY)[0]
-    assert (output.prompt, output.prompt_token_ids, output.outputs[0].text) == ("shown", [97], "bcd")
+def test_prompts_as_typed_dicts(llm):
+    ids = llm.get_tokenizer().encode("xa")
+    shown = TokensPrompt(prompt_token_ids=[97], prompt="shown")
+    prompts = [TextPrompt(prompt="a"), TokensPrompt(prompt_token_ids=ids), shown]
+    outputs = llm.generate(prompts, sampling_params=GREEDY, use_tqdm=False, lora_request=None, priority=None)
+    assert texts(outputs) == ["bcd"] * 3
+    assert [output.prompt for output in outputs] == ["a", None, "shown"]
 
 
 def test_no_prompts_give_no_outputs(llm):
@@ -279,84 +193,11 @@ def test_no_prompts_give_no_outputs(llm):
         llm.generate([], [GREEDY])
 
 
-def test_a_call_with_lora_request_none(llm):
-    assert texts(llm.generate("a", GREEDY, use_tqdm=False, lora_request=None, priority=None)) == ["bcd"]
-
-
-def test_several_samples_per_prompt(babbler):
-    with LLM(babbler, num_kv_blocks=30) as llm:
-        params = SamplingParams(n=4, temperature=1.0, seed=1, max_tokens=6)
-        output = llm.generate("x", params)[0]
-        assert [completion.index for completion in output.outputs] == [0, 1, 2, 3]
-        assert len({tuple(completion.token_ids) for completion in output.outputs}) == 4
-
-
-def test_the_same_seed_gives_the_same_answer_twice(babbler):
-    with LLM(babbler, num_kv_blocks=30) as llm:
-        params = SamplingParams(temperature=1.0, seed=42, max_tokens=12)
-        first, second = llm.generate(["x", "x"], params)
-        assert first.outputs[0].token_ids == second.outputs[0].token_ids
-
-
-def test_log_probabilities_of_output_and_prompt(llm):
-    output = llm.generate("ab", SamplingParams(temperature=0, max_tokens=2, logprobs=2, prompt_logprobs=0))[0]
-    for token_id, entry in zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True):
-        assert entry[token_id].rank == 1
-        assert entry[token_id].decoded_token == chr(token_id)
-        assert entry[token_id].logprob == pytest.approx(0, abs=1e-3)
-    assert output.prompt_logprobs[0] is None
-    assert list(output.prompt_logprobs[1]) == [98]
-
-
-def test_stop_strings_and_finish_reasons(llm):
-    params = SamplingParams(temperature=0, max_tokens=20, stop=["\n", "fg"])
-    completion = llm.generate("a", params)[0].outputs[0]
-    assert (completion.text, completion.finish_reason, completion.stop_reason) == ("bcde", "stop", "fg")
-
-
-def test_classification_with_allowed_token_ids(llm):
-    choices = [ord(letter) for letter in "Yn"]
-    params = SamplingParams(temperature=0, max_tokens=1, allowed_token_ids=choices)
-    assert texts(llm.generate("is it? m", params)) == ["n"]
-
-
-def test_the_prefix_caching_example(alphabet):
-    prefix = "You are an expert school principal, skilled in effectively managing faculty. "
-    prompts = [prefix + prompt for prompt in ("Hello", "The capital", "Fact")]
-    regular = LLM(model=alphabet, gpu_memory_utilization=0.4, num_gpu_blocks_override=40)
-    expected = texts(regular.generate(prompts, GREEDY))
-    regular.shutdown()
-    cached = LLM(model=alphabet, enable_prefix_caching=True, gpu_memory_utilization=0.4)
-    cached.generate(prompts[0], GREEDY)
-    outputs = cached.generate(prompts, GREEDY)
-    assert texts(outputs) == expected
-    assert all(output.num_cached_tokens > 0 for output in outputs)
-    assert cached.reset_prefix_cache()
-    cached.shutdown()
-
-
-def test_batch_inference_over_chunks_of_a_file(llm):
-    lines = [f"line {letter}" for letter in LETTERS]
-    answers = []
-    for start in range(0, len(lines), 10):
-        answers += texts(llm.generate(lines[start : start + 10], GREEDY, use_tqdm=False))
-    assert answers == [(LETTERS * 2)[i + 1 : i + 4] for i in range(26)]
-
-
 def test_priorities(alphabet):
     with LLM(alphabet, scheduling_policy="priority", max_num_seqs=1, num_kv_blocks=20) as llm:
-        assert texts(llm.generate(["a", "b"], GREEDY, priority=[1, 0])) == ["bcd", "cde"]
-
-
-def test_an_engine_in_a_with_block_and_a_second_after_it(alphabet):
-    for _ in range(2):
-        with LLM(alphabet, num_kv_blocks=5) as llm:
-            assert texts(llm.generate("a", GREEDY)) == ["bcd"]
-
-
-def test_progress_by_a_tqdm_of_one_s_own_is_not_needed(llm, capsys):
-    llm.generate("a", GREEDY, use_tqdm=False)
-    assert "Processed prompts" not in capsys.readouterr().err
+        late, early = llm.generate(["a", "b"], GREEDY, priority=[1, 0])
+        assert texts([late, early]) == ["bcd", "cde"]
+        assert early.metrics.finished_time < late.metrics.first_scheduled_time
 
 
 # ---- LLM.chat ----
@@ -369,70 +210,53 @@ CONVERSATION = [
 ]
 
 
-def test_the_chat_example(llm):
-    outputs = llm.chat(CONVERSATION, GREEDY, use_tqdm=False)
-    assert outputs[0].prompt.startswith("system:You are a helpful assistant;user:Hello;")
-    assert texts(outputs) == ["bcd"]
-
-
-def test_many_conversations_at_once(llm):
-    outputs = llm.chat([CONVERSATION for _ in range(10)], GREEDY, use_tqdm=True)
-    assert texts(outputs) == ["bcd"] * 10
-
-
-def test_a_chat_template_of_one_s_own_read_from_a_file(llm, tmp_path):
-    (tmp_path / "template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
-    template = (tmp_path / "template.jinja").read_text()
-    outputs = llm.chat([{"role": "user", "content": "m"}], GREEDY, chat_template=template)
-    assert (outputs[0].prompt, texts(outputs)) == ("m", ["nop"])
-
-
-def test_a_content_of_text_parts_is_joined_for_a_template_of_strings(llm):
-    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    outputs = llm.chat([{"role": "user", "content": parts}], GREEDY)
-    assert outputs[0].prompt == "user:one\ntwo;a"
-    assert texts(outputs) == ["bcd"]
-    assert parts[0] == {"type": "text", "text": "one"}
+@pytest.mark.parametrize("template", [None, "{% for m in messages %}{{ m['content'] }}{% endfor %}a"])
+def test_chat_example(template, llm):
+    (output,) = llm.chat(CONVERSATION, GREEDY, use_tqdm=False, chat_template=template)
+    start = (
+        "You are a helpful assistantHello" if template else "system:You are a helpful assistant;user:Hello;"
+    )
+    assert output.prompt.startswith(start)
+    assert texts([output]) == ["bcd"]
+    assert texts(llm.chat([CONVERSATION] * 10, GREEDY, use_tqdm=True)) == ["bcd"] * 10
 
 
 @pytest.mark.parametrize(
     ("template", "prompt"),
     [
         (OF_PARTS, "user:<one><two>a"),
+        (None, "user:one\ntwo;a"),
         ("{% for m in messages %}{{ m['content'] }}{% endfor %}a", "one\ntwoa"),
         ("{{ messages[0]['content'].strip() }}a", "one\ntwoa"),
         ("{{ messages[0].content | length }}a", "7a"),
     ],
-    ids=["of parts", "writes what it is given", "calls a string's method", "never writes it"],
+    ids=["of parts", "default", "prints the content", "calls a string method", "does not print"],
 )
-def test_each_template_gets_the_content_it_reads(template, prompt, llm):
+def test_template_receives_the_kind_of_content_it_renders(template, prompt, llm):
     content = [{"type": "text", "text": "one"}, "two"]
     outputs = llm.chat([{"role": "user", "content": content}], GREEDY, chat_template=template)
     assert outputs[0].prompt == prompt
+    assert content == [{"type": "text", "text": "one"}, "two"]
 
 
 @pytest.mark.parametrize(
     "part",
     [
-        {"type": "image_url", "image_url": {"url": "x"}},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 100_000}},
         {"type": "text"},
         {"text": "a"},
         5,
         {"type": "text", "text": 5},
     ],
-    ids=str,
+    ids=range(5),
 )
-def test_a_content_with_more_than_text_is_refused(part, llm):
-    with pytest.raises(ValueError, match=re.escape(repr(part))):
+def test_content_other_than_text_is_rejected(part, llm):
+    with pytest.raises(
+        ValueError, match=re.escape(f"images and audio are not served, got {part!r:.80}")
+    ) as error:
         llm.chat([{"role": "user", "content": [{"type": "text", "text": "look"}, part]}], GREEDY)
+    assert len(str(error.value)) < 300
     assert not llm.has_unfinished_requests()
-
-
-def test_an_image_is_refused_without_all_of_its_data_in_the_message(llm):
-    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 100_000}}
-    with pytest.raises(ValueError, match="images and audio are not served") as raised:
-        llm.chat([{"role": "user", "content": [part]}], GREEDY)
-    assert len(str(raised.value)) < 300
 
 
 def test_tools_reach_the_template(llm):
@@ -441,69 +265,37 @@ def test_tools_reach_the_template(llm):
     assert output.prompt.startswith("weather|system:")
 
 
-def test_a_conversation_that_goes_on_with_the_answer(llm):
-    messages = [{"role": "user", "content": "a"}]
-    for _ in range(3):
-        answer = llm.chat(messages, GREEDY, lora_request=None)[0].outputs[0].text
-        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "more"}]
-    assert [message["content"] for message in messages[1::2]] == ["bcd"] * 3
-
-
-def test_the_last_message_continued(llm):
+def test_last_message_can_be_continued(llm):
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "I am m"}]
     template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     settings = {"add_generation_prompt": False, "continue_final_message": True, "chat_template": template}
     assert texts(llm.chat(messages, GREEDY, **settings)) == ["nop"]
 
 
-# ---- LLMEngine, by hand ----
+# ---- LLMEngine ----
 
 
-def test_the_llm_engine_example(babbler):
+def test_llm_engine_example(alphabet):
     prompts = [
         (
             "A robot may not injure a human being",
             SamplingParams(temperature=0.0, logprobs=1, prompt_logprobs=1),
         ),
         ("To be or not to be,", SamplingParams(temperature=0.8, top_k=5, presence_penalty=0.2)),
-        (
-            "What is the meaning of life?",
-            SamplingParams(n=2, temperature=0.8, top_p=0.95, frequency_penalty=0.1),
-        ),
+        ("What is the meaning of life?", SamplingParams(n=2, temperature=0.8, frequency_penalty=0.1)),
     ]
-    engine = LLMEngine.from_engine_args(EngineArgs(model=babbler, num_gpu_blocks_override=40))
+    engine = LLMEngine.from_engine_args(EngineArgs(model=alphabet, num_gpu_blocks_override=40))
     finished, request_id = [], 0
     while prompts or engine.has_unfinished_requests():
         if prompts:
-            prompt, params = prompts.pop(0)
-            engine.add_request(str(request_id), prompt, params)
+            engine.add_request(str(request_id), *prompts.pop(0), lora_request=None)
             request_id += 1
         finished += [output for output in engine.step() if output.finished]
     engine.shutdown()
     assert {output.request_id: len(output.outputs) for output in finished} == {"0": 1, "1": 1, "2": 2}
 
 
-def test_the_lora_example_without_adapters(alphabet):
-    engine = LLMEngine.from_engine_args(
-        EngineArgs(model=alphabet, enable_lora=False, max_loras=1, max_num_seqs=256)
-    )
-    engine.add_request("0", "a", GREEDY, lora_request=None)
-    outputs = []
-    while engine.has_unfinished_requests():
-        outputs = engine.step()
-    assert texts(outputs) == ["bcd"]
-    engine.shutdown()
-
-
-def test_an_engine_s_request_is_aborted(llm):
-    engine = llm.llm_engine
-    engine.add_request("gone", "a", SamplingParams(temperature=0, max_tokens=None))
-    engine.step()
-    engine.abort_request(["gone"])
-    assert not engine.has_unfinished_requests()
-
-
-def test_the_engine_inside_an_llm_is_driven_by_hand(llm):
+def test_engine_of_an_llm_can_be_stepped(llm):
     engine = llm.llm_engine
     assert isinstance(engine, LLMEngine)
     engine.add_request("by hand", TextPrompt(prompt="a"), SamplingParams(temperature=0, max_tokens=2))
@@ -513,28 +305,22 @@ def test_the_engine_inside_an_llm_is_driven_by_hand(llm):
     assert seen == ["b", "bc"]
 
 
-def test_args_go_around_as_a_dict(alphabet):
-    args = EngineArgs(model=alphabet, max_model_len=64, max_num_seqs=2, limit_mm_per_prompt={"image": 0})
-    settings = dataclasses.asdict(args) | {"seed": 3}
+def test_args_can_be_passed_as_a_dict(alphabet):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model")
+    parser.add_argument("--max-model-len", type=int)
+    parser.add_argument("--quantization")
+    args = parser.parse_args(["--model", alphabet, "--max-model-len", "64"])
+    settings = dataclasses.asdict(EngineArgs(**vars(args), limit_mm_per_prompt={"image": 0})) | {"seed": 3}
     with LLM(**settings) as llm:
         assert texts(llm.generate("a", GREEDY)) == ["bcd"]
         assert llm.llm_engine.max_model_len == 64
 
 
-def test_args_from_a_command_line(alphabet):
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model")
-    parser.add_argument("--max-model-len", type=int)
-    parser.add_argument("--quantization")
-    args = parser.parse_args(["--model", alphabet, "--max-model-len", "32"])
-    with LLM(**vars(args)) as llm:
-        assert texts(llm.generate("a", GREEDY)) == ["bcd"]
-
-
 # ---- AsyncLLM ----
 
 
-def test_the_async_streaming_example(alphabet):
+def test_async_streaming_example(alphabet):
     async def main():
         engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=alphabet, enforce_eager=True))
         pieces = []
@@ -551,7 +337,7 @@ def test_the_async_streaming_example(alphabet):
     assert "".join(asyncio.run(main())) == "bcdefg"
 
 
-def test_many_async_requests_with_one_params_object_changed_in_between(alphabet):
+def test_async_requests_may_share_and_change_a_params_object(alphabet):
     async def main():
         engine = AsyncLLMEngine.from_engine_args(AsyncEngineArgs(model=alphabet, disable_log_requests=True))
         params = SamplingParams(temperature=0, output_kind=RequestOutputKind.FINAL_ONLY)
@@ -569,14 +355,14 @@ def test_many_async_requests_with_one_params_object_changed_in_between(alphabet)
     assert asyncio.run(main()) == [LETTERS[1 : length + 1] for length in range(1, 9)]
 
 
-def test_an_async_request_keeps_its_params_while_it_waits_for_its_turn(alphabet):
+def test_async_request_keeps_its_params_while_it_waits(alphabet):
     async def main():
         async with AsyncLLM(alphabet, max_concurrent_requests=1) as engine:
             first = engine.generate("a", SamplingParams(temperature=0, max_tokens=20), "first")
             await anext(first)
             params = SamplingParams(temperature=0, max_tokens=4, stop=["q"])
             second = asyncio.create_task(last_text(engine.generate("a", params, "second")))
-            await asyncio.sleep(0)  # it waits for the first to end
+            await asyncio.sleep(0)  # it waits until the first ends
             params.max_tokens = 1
             params.stop.append("b")
             await first.aclose()
@@ -588,7 +374,7 @@ def test_an_async_request_keeps_its_params_while_it_waits_for_its_turn(alphabet)
     assert asyncio.run(main()) == "bcde"
 
 
-def test_an_async_request_for_what_is_not_served_is_refused_and_harms_nobody(alphabet):
+def test_bad_async_request_does_not_affect_others(alphabet):
     async def main():
         async with AsyncLLM(alphabet) as engine:
             for setting in ("lora_request", "lora_reqest"):
@@ -602,26 +388,23 @@ def test_an_async_request_for_what_is_not_served_is_refused_and_harms_nobody(alp
 # ---- metrics ----
 
 
-def test_the_metrics_example(alphabet):
-    llm = LLM(model=alphabet, disable_log_stats=False)
-    llm.generate(["a", "b", "c"], SamplingParams(temperature=0, max_tokens=4))
-    shown = {}
-    for metric in llm.get_metrics():
-        if isinstance(metric, (Gauge, Counter)):
-            shown[metric.name] = shown.get(metric.name, 0) + metric.value
-        elif isinstance(metric, Vector):
-            shown[metric.name] = metric.values
-        elif isinstance(metric, Histogram):
-            assert metric.count == metric.buckets["+Inf"]
-            shown[metric.name] = metric.count, metric.sum
-    assert shown["vllm:num_requests_running"] == shown["vllm:num_requests_waiting"] == 0
-    assert shown["vllm:kv_cache_usage_perc"] == 0
-    assert shown["vllm:prompt_tokens"] == 3
-    assert shown["vllm:generation_tokens"] == 12
-    assert shown["vllm:request_success"] == 3
-    assert shown["vllm:request_prompt_tokens"] == (3, 3)
-    assert shown["vllm:request_generation_tokens"] == (3, 12)
-    llm.shutdown()
+def test_metrics_example(llm):
+    shown = []
+    for _ in range(2):
+        values = {}
+        for metric in llm.get_metrics():
+            if isinstance(metric, (Gauge, Counter)):
+                values[metric.name] = values.get(metric.name, 0) + metric.value
+            elif isinstance(metric, Histogram):
+                assert metric.count == metric.buckets["+Inf"]
+                values[metric.name] = metric.count
+        shown.append(values)
+        llm.generate(["a", "b", "c"], SamplingParams(temperature=0, max_tokens=4))
+    change = {name.removeprefix("vllm:"): shown[1][name] - shown[0][name] for name in shown[0]}
+    assert (change["prompt_tokens"], change["generation_tokens"], change["request_success"]) == (3, 12, 3)
+    assert change["request_prompt_tokens"] == change["request_generation_tokens"] == 3
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        assert shown[1][f"vllm:{name}"] == 0
 
 
 def test_metrics_count_by_reason_label_and_bucket(alphabet):
@@ -652,7 +435,7 @@ def test_metrics_count_by_reason_label_and_bucket(alphabet):
     assert 0 < by_name["vllm:request_queue_time_seconds"].sum < first < total.sum
 
 
-# ---- what is refused ----
+# ---- what is rejected ----
 
 
 @pytest.mark.parametrize(
@@ -676,7 +459,7 @@ def test_metrics_count_by_reason_label_and_bucket(alphabet):
         ({"load_format": "gguf"}, "load_format must be one of"),
     ],
 )
-def test_a_setting_that_is_not_served_is_refused_with_what_to_do_instead(settings, message, alphabet):
+def test_unserved_setting_is_rejected_with_an_alternative(settings, message, alphabet):
     with pytest.raises(ValueError, match=message):
         LLM(alphabet, **settings)
 
@@ -693,7 +476,7 @@ def test_a_setting_that_is_not_served_is_refused_with_what_to_do_instead(setting
         (lambda llm: llm.chat(CONVERSATION, chat_templat=None), "chat_template"),
     ],
 )
-def test_a_misspelt_name_is_a_type_error_that_suggests_the_nearest(make, near, llm):
+def test_misspelled_name_is_a_type_error_with_a_suggestion(make, near, llm):
     with pytest.raises(TypeError, match=f"has no argument .*; did you mean '{near}'"):
         make(llm)
     with pytest.raises(TypeError, match=r"has no argument 'zzz': zzz=1 is not served"):
@@ -704,17 +487,17 @@ def test_a_misspelt_name_is_a_type_error_that_suggests_the_nearest(make, near, l
     "setting",
     [{"enable_lorra": True}, {"kv_cache_dtyp": "fp8"}, {"kv_connector": "x"}, {"worker_use_ray": True}],
 )
-def test_no_name_is_suggested_that_would_be_refused_or_is_far_off(setting):
+def test_only_similar_names_are_suggested(setting):
     with pytest.raises(TypeError, match=r"EngineConfig has no argument '(\w+)': \1=\S+ is not served$"):
         EngineArgs(model="m", **setting)
 
 
-def test_a_setting_under_two_names_is_refused():
+def test_setting_under_two_names_is_rejected():
     with pytest.raises(TypeError, match="num_kv_blocks under two names"):
         EngineArgs(model="m", num_gpu_blocks_override=5, num_kv_blocks=5)
 
 
 @pytest.mark.parametrize("setting", ["early_stopping", "best_of"])
-def test_params_that_are_not_served_are_refused_before_anything_is_queued(setting):
+def test_unserved_params_are_rejected(setting):
     with pytest.raises((TypeError, ValueError), match=f"{setting}=3 is not served"):
         SamplingParams(**{setting: 3})
