@@ -7,17 +7,18 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, Response, StreamingResponse
 from fastapi.routing import APIRoute
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
-from prometheus_client.registry import Collector
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Receive, Scope, Send
@@ -38,7 +39,7 @@ from nanoengine.apps.openai_api import (
 )
 from nanoengine.apps.tools import choose_formats
 from nanoengine.async_llm import AsyncLLM
-from nanoengine.metrics import Counter, Gauge, Histogram, Metric
+from nanoengine.metrics import Counter, Gauge, Histogram, Metric, Vector
 from nanoengine.optional import MissingFileError, load
 from nanoengine.outputs import RequestOutput
 from nanoengine.requests import CheckedRequest, check_unicode
@@ -395,8 +396,7 @@ class Service:
             found = await self.engine.get_metrics()
         except RuntimeError as error:  # the engine is closed
             raise unavailable(str(error)) from None
-        registry = CollectorRegistry()
-        registry.register(Snapshot(found, self.name))
+        registry: Any = SimpleNamespace(collect=partial(families, found, self.name))
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     async def page(self) -> Response:
@@ -408,27 +408,28 @@ class Service:
         return HTMLResponse(PAGE.read_text(), headers={"Content-Security-Policy": policy})
 
 
-class Snapshot(Collector):
-    """Hands the engine's metrics to prometheus_client, labelled with the served model name."""
+FAMILIES: dict[type[Metric], Any] = {
+    Counter: CounterMetricFamily,
+    Gauge: GaugeMetricFamily,
+    Histogram: HistogramMetricFamily,
+    Vector: CounterMetricFamily,
+}
 
-    def __init__(self, metrics: list[Metric], name: str) -> None:
-        self.metrics = [replace(one, labels={**one.labels, "model_name": name}) for one in metrics]
 
-    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily]:
-        """Yield one metric family per name."""
-        families: dict[str, Any] = {}
-        kinds = {Counter: CounterMetricFamily, Gauge: GaugeMetricFamily, Histogram: HistogramMetricFamily}
-        for metric in self.metrics:
-            family = families.get(metric.name)
-            if family is None:
-                family = kinds[type(metric)](metric.name, metric.name, labels=list(metric.labels))
-                families[metric.name] = family
-            labels = list(metric.labels.values())
+def families(metrics: list[Metric], model_name: str) -> Iterator[Any]:
+    """Yield one of prometheus_client's families per name, labelled with the served model name."""
+    for (name, kind, *labels), group in groupby(metrics, lambda one: (one.name, type(one), *one.labels)):
+        family = FAMILIES[kind](name, name, labels=[*labels, "position"] if kind is Vector else labels)
+        for metric in group:
+            values = [*{**metric.labels, "model_name": model_name}.values()]
             if isinstance(metric, Histogram):
-                family.add_metric(labels, list(metric.buckets.items()), metric.sum)
+                family.add_metric(values, list(metric.buckets.items()), metric.sum)
+            elif isinstance(metric, Vector):
+                for position, value in enumerate(metric.values):
+                    family.add_metric([*values, str(position)], value)
             elif isinstance(metric, Counter | Gauge):
-                family.add_metric(labels, metric.value)
-        yield from families.values()
+                family.add_metric(values, metric.value)
+        yield family
 
 
 # ---- The app --------------------------------------------------------------------------------------

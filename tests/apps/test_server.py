@@ -650,6 +650,17 @@ def test_metrics_are_the_engine_s_as_prometheus_reads_them(client, url, service)
     assert {one.labels["model_name"] for family in after.values() for one in family.samples} == {"demo"}
 
 
+def test_metrics_count_accepted_draft_tokens_by_position():
+    drafting = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 1}
+    with served(AsyncLLM("demo", num_kv_blocks=20, speculative_config=drafting)) as (url, _):
+        http.post(f"{url}/v1/completions", json={"prompt": "1 2 1 2 1 2", "max_tokens": 20, "temperature": 0})
+        found = {family.name: family.samples for family in families(url)}
+    by_position = found["vllm:spec_decode_num_accepted_tokens_per_pos"]
+    assert [one.labels["position"] for one in by_position] == ["0", "1"]
+    (total,) = found["vllm:spec_decode_num_accepted_tokens"]
+    assert sum(one.value for one in by_position) == total.value
+
+
 def families(url):
     return list(text_string_to_metric_families(http.get(f"{url}/metrics").text))
 
