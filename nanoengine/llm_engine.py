@@ -396,7 +396,7 @@ class LLMEngine(Reloadable):
         forms = (getattr(module, "form", None) for module in runner.model.modules())
         bits = " and ".join(map(str, sorted({form.bits for form in forms if form and form.bits})))
         weights = f" with {config.quantization} weights" if config.quantization in ROUNDED and bits else ""
-        if (written := self.checkpoint.written_as) is not None:
+        if (written := self.checkpoint.quant_method) is not None:
             weights = f" with {written} weights" + (f" in {bits} bits" if bits else ", dequantized,")
         weights += "" if config.lora is None else f" and the adapter {Path(config.lora).name}"
         cache = f"KV cache of {started.num_blocks} blocks of {runner.block_size} tokens"

@@ -58,8 +58,8 @@ def start_runner(
         ValueError: the checkpoint or a setting cannot be served, or there is too little memory.
     """
     written = config.quantization if config.quantization in WRITTEN else None
-    if config.quantization is not None and checkpoint.written_as != written:
-        found = checkpoint.written_as or "unquantized"
+    if config.quantization is not None and checkpoint.quant_method != written:
+        found = checkpoint.quant_method or "unquantized"
         raise ValueError(
             f"quantization={config.quantization!r} does not fit the checkpoint, whose weights are {found}"
         )

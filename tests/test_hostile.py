@@ -612,16 +612,16 @@ def without_tokenizer(tmp_path_factory):
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("example.py --model /nope", "is neither a directory here nor a hub id"),
-        ("bench.py --model /nope", "is neither a directory here nor a hub id"),
+        ("example.py --model /nope", "is neither a directory nor a hub id"),
+        ("bench.py --model /nope", "is neither a directory nor a hub id"),
         ("bench.py --prompt-len 2000 2000", "shorten it or raise max_model_len"),
-        ("-m nanoengine run --model /nope", "is neither a directory here nor a hub id"),
+        ("-m nanoengine run --model /nope", "is neither a directory nor a hub id"),
         ("-m nanoengine run --max-tokens 0", "max_tokens must be"),
         ("-m nanoengine run --temperature nan", "temperature must be"),
         ("-m nanoengine run --model {without_tokenizer}", "the checkpoint has no tokenizer"),
-        ("-m nanoengine bench --model /nope", "is neither a directory here nor a hub id"),
+        ("-m nanoengine bench --model /nope", "is neither a directory nor a hub id"),
         ("-m nanoengine bench --threads 0", "must be at least 1"),
-        ("-m benchmarks --model /nope", "is neither a directory here nor a hub id"),
+        ("-m benchmarks --model /nope", "is neither a directory nor a hub id"),
     ],
 )
 def test_scripts_report_errors_in_one_line(command, message, without_tokenizer, monkeypatch, capsys):

@@ -452,7 +452,7 @@ def test_metrics_count_by_reason_label_and_bucket(alphabet):
         ({"enable_lora": True}, "give lora=..., which is merged"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size must be"),
-        ({"hf_overrides": {"rope_thetta": 1e6}}, "hf_overrides names 'rope_thetta', which is no field of a"),
+        ({"hf_overrides": {"rope_thetta": 1e6}}, "hf_overrides has 'rope_thetta', which is not a field of"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "set it in hf_overrides"),
         ({"generation_config": "/else/where"}, "generation_config must be one of"),
         ({"compilation_config": 0}, "enforce_eager=True"),

@@ -176,7 +176,7 @@ class Reloader:
     def __init__(
         self, config: EngineConfig, checkpoint: Checkpoint, runner: ModelRunner, blocks: BlockManager
     ) -> None:
-        few_bits = getattr(checkpoint.hf_config, "quantization_config", None) or checkpoint.written_as
+        few_bits = getattr(checkpoint.hf_config, "quantization_config", None) or checkpoint.quant_method
         for name, is_there in (
             ("tensor_parallel_size above 1", config.tensor_parallel_size > 1),
             ("a kv_store", config.kv_store is not None),

@@ -32,22 +32,19 @@ if TYPE_CHECKING:  # at run time each is imported only for a checkpoint that nee
     from nanoengine.models.pooling import Pooling
 
 DEMO = Path(__file__).parent.parent / "demo"  # the bundled model, named "demo"
-# Old hub ids without an owner -> the owner.
-OWNERS = {name: "openai-community" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "openai-gpt")}
-OWNERS["distilgpt2"] = "distilbert"
 GENERATION_CONFIG = "generation_config.json"
 GGUF = "a GGUF file"
 DEQUANTIZED = ("mxfp4",)  # schemes that transformers dequantizes while loading
 TOKENIZER_FILES = "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json"
 SERVED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 POSITIONS = "max_position_embeddings", "max_seq_len", "seq_length"  # as configs call their number
-MOST_TOKENS = 1 << 20  # default max_model_len of a model without positions
+DEFAULT_LENGTH = 1 << 20  # default max_model_len of a model without positions
 MAX_POSITIONS = 2**31 - 1  # the attention kernels' lengths are int32
 ROPE = "rope_scaling", "rope_theta"  # rope fields that a config may have
 CLASSIFIER_HEAD = "score.weight"  # takes the place of lm_head
 MATRYOSHKA = "is_matryoshka", "matryoshka_dimensions"  # fields of an embedding model's config
 # Tensors that only draft tokens (MTP). They have names of their own, or are in layers after the model's last.
-DRAFTING = re.compile(r"(model\.)?(mtp\w*|layers\.(?P<layer>\d+))\.")
+DRAFT_TENSORS = re.compile(r"(model\.)?(mtp\w*|layers\.(?P<layer>\d+))\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,19 +53,16 @@ class Checkpoint:
 
     path: Path
     hf_config: Any
-    # The config for decoder.py; None: decoder.py does not support the model. The loaded model's `code` says
-    # whose code was chosen in the end.
-    decoder_config: DecoderConfig | None
+    decoder_config: DecoderConfig | None  # None: decoder.py does not support the model
     tokenizer: Any  # a transformers tokenizer; None: the checkpoint has none
     eos_token_ids: tuple[int, ...]  # every id that ends a sequence
     generation_config: dict[str, Any]
     is_part: bool = False  # True: load only the language model of a multimodal model
-    # The config's quantization settings, if formats.py reads the weights; None: it does not.
-    quantization: dict[str, Any] | None = None
+    quantization: dict[str, Any] | None = None  # the config's settings, if formats.py reads the weights
     pooling: "Pooling | None" = None  # how to pool prompts into embeddings or classes; None: generates text
 
     def open_files(self) -> Reader:
-        """Return a reader of the tensors, without those of layers that only draft tokens.
+        """Return a reader of the tensors, without those that only draft tokens.
 
         Raises:
             ValueError: a file is missing or damaged.
@@ -79,18 +73,18 @@ class Checkpoint:
         if self.quantization is not None:
             weight_format = load("models.formats", "a quantized checkpoint").choose_format(self.quantization)
         files = Files(self.path, weight_format, self.is_part)
-        if unused := [name for name in files.headers if self.is_only_for_drafting(name)]:
+        if unused := [name for name in files.headers if self.is_draft_tensor(name)]:
             logging.getLogger(__name__).warning(
-                "%s: %d tensors of layers beyond the model's are left out, the first is %r",
+                "%s: ignoring %d tensors of layers that the config does not have, the first is %r",
                 *(self.path, len(unused), unused[0]),
             )
             for name in unused:
                 del files.headers[name]
         if self.pooling is not None:
-            self._without_head(files)
+            self._replace_head(files, self.pooling)
         return files
 
-    def _without_head(self, files: Files) -> None:
+    def _replace_head(self, files: Files, pooling: "Pooling") -> None:
         """Drop lm_head: a pooling model has no head, or a classifier's head instead.
 
         If the body was saved without a head, its tensors get the `model.` prefix of a model with a head.
@@ -100,21 +94,21 @@ class Checkpoint:
             files.headers = headers = {f"model.{name}": header for name, header in headers.items()}
         if EMBEDDING in headers:
             headers.pop(HEAD, None)
-        if self.pooling is not None and self.pooling.labels:
+        if pooling.labels:
             if CLASSIFIER_HEAD not in headers:
                 raise ValueError(f"{self.path} lacks tensor {CLASSIFIER_HEAD!r}, the classifier's head")
             headers[HEAD] = headers.pop(CLASSIFIER_HEAD)
 
-    def is_only_for_drafting(self, name: str) -> bool:
+    def is_draft_tensor(self, name: str) -> bool:
         """Return whether a tensor only serves to draft tokens. transformers ignores these tensors too."""
-        found = DRAFTING.match(name)
+        found = DRAFT_TENSORS.match(name)
         return found is not None and (
             found["layer"] is None or int(found["layer"]) >= self.hf_config.num_hidden_layers
         )
 
     @property
-    def written_as(self) -> str | None:
-        """The format of the quantized weights, to show to the user; None: the weights are not quantized."""
+    def quant_method(self) -> str | None:
+        """The format of the quantized weights; None: the weights are not quantized."""
         if _is_gguf(self.path):
             return "gguf"
         stated = self.quantization or getattr(self.hf_config, "quantization_config", None)
@@ -188,20 +182,13 @@ class Checkpoint:
             ValueError: max_model_len exceeds the positions, or neither is known.
         """
         positions = self.max_model_len or max_model_len
-        if positions is None and set(getattr(self.hf_config, "layer_types", None) or ()) == {
-            "linear_attention"
-        }:
-            return MOST_TOKENS  # a recurrent state has no positions
         if positions is None:
-            raise ValueError(
-                "max_model_len must be given: the checkpoint's config does not say how long it may be"
-            )
+            if set(getattr(self.hf_config, "layer_types", None) or ()) == {"linear_attention"}:
+                return DEFAULT_LENGTH  # a recurrent state has no positions
+            raise ValueError("max_model_len must be given: the model's config does not state a limit")
         length = max_model_len or positions
         if length > positions:
-            raise ValueError(
-                f"max_model_len must be at most the {positions} positions the model was made for, "
-                f"got {length}"
-            )
+            raise ValueError(f"max_model_len must be at most {positions}, the model's limit, got {length}")
         return length
 
 
@@ -238,7 +225,7 @@ def open_checkpoint(
         hf_config = load("models.gguf", GGUF).read_gguf_config(gguf)
     if hf_overrides:
         fields = hf_config.to_dict() if gguf is not None else read_json(path / "config.json")
-        fields = _overridden(fields, deepcopy(hf_overrides), hf_config)  # transformers edits its argument
+        fields = _override(fields, deepcopy(hf_overrides), hf_config)  # transformers edits its argument
         with as_value_error(path):
             hf_config = type(hf_config).from_dict({**fields, "name_or_path": str(path)})
     name_causal_lm(hf_config)
@@ -254,7 +241,7 @@ def open_checkpoint(
     with naming(whole_config):
         quantization, is_quantized = _choose_reader(path, whole_config, model_impl)
         if is_quantized and part is not None:
-            raise UnsupportedModelError("its weights are quantised, and it takes more than text")
+            raise UnsupportedModelError("its weights are quantized, and it takes more than text")
         if quantization is not None:
             for config in (whole_config, hf_config):  # else transformers would use the format's own package
                 config.__dict__.pop("quantization_config", None)
@@ -273,10 +260,10 @@ def open_checkpoint(
             check_config(hf_config)
     if tokenizer is not None:
         loaded = _load_tokenizer(_resolve(tokenizer, None, for_tokenizer=True), trust_remote_code)
+        if loaded is None:
+            raise ValueError(f"tokenizer {tokenizer!r} holds none of {', '.join(TOKENIZER_FILES)}")
     else:
         loaded = _load_tokenizer(path, trust_remote_code) if gguf is None else _load_gguf_tokenizer(gguf)
-    if tokenizer is not None and loaded is None:
-        raise ValueError(f"tokenizer {tokenizer!r} holds none of {', '.join(TOKENIZER_FILES)}")
     generation_path = path / GENERATION_CONFIG
     generation = read_json(generation_path) if generation_path.is_file() else {}
     eos: list[int] = []
@@ -325,7 +312,7 @@ def _read_config(path: Path, trust_remote_code: bool) -> Any:
         if (path / "adapter_config.json").is_file():
             base = read_json(path / "adapter_config.json").get("base_model_name_or_path")
             raise ValueError(
-                f"{path} holds a LoRA adapter of {base!r}, and no model; load that, with lora={str(path)!r}"
+                f"{path} holds a LoRA adapter and no model; load {base!r} with lora={str(path)!r}"
             )
         raise ValueError(f"{path} holds no config.json; a model directory in Hugging Face format is needed")
     try:
@@ -336,7 +323,7 @@ def _read_config(path: Path, trust_remote_code: bool) -> Any:
     return config
 
 
-def _overridden(fields: dict[str, Any], overrides: dict[str, Any], config: Any) -> dict[str, Any]:
+def _override(fields: dict[str, Any], overrides: dict[str, Any], config: Any) -> dict[str, Any]:
     """Return the fields of a config.json with overrides applied. Overrides of an object are merged into it.
 
     `config` is transformers' config of the same file. It also has the fields that the file leaves out.
@@ -348,10 +335,10 @@ def _overridden(fields: dict[str, Any], overrides: dict[str, Any], config: Any) 
     for name, value in overrides.items():
         part = getattr(config, name, None)
         if part is None and name not in (*fields, *ROPE, *MATRYOSHKA) and not hasattr(config, name):
-            raise ValueError(f"hf_overrides names {name!r}, which is no field of a {type(config).__name__}")
+            raise ValueError(f"hf_overrides has {name!r}, which is not a field of {type(config).__name__}")
         if isinstance(value, dict) and isinstance(fields.get(name), dict):
             is_config = isinstance(part, PretrainedConfig)
-            value = _overridden(fields[name], value, part) if is_config else {**fields[name], **value}
+            value = _override(fields[name], value, part) if is_config else {**fields[name], **value}
         fields[name] = value
     return fields
 
@@ -378,10 +365,8 @@ def _load_tokenizer(path: Path, trust_remote_code: bool) -> Any:
     except Exception as error:
         alone = (path / "tokenizer.model").is_file() and not (path / "tokenizer.json").is_file()
         if alone and find_spec("sentencepiece") is None:
-            raise ValueError(
-                f"{path} has a tokenizer.model and no tokenizer.json: reading it needs sentencepiece: "
-                "pip install 'nanoengine[sentencepiece]'"
-            ) from error
+            hint = "pip install 'nanoengine[sentencepiece]'"
+            raise ValueError(f"the tokenizer.model in {path} needs sentencepiece: {hint}") from error
         raise ValueError(f"the tokenizer in {path} cannot be used: {error}") from error
     if not loaded.is_fast:
         raise ValueError(f"the tokenizer in {path} has no fast version (tokenizer.json)")
@@ -408,18 +393,15 @@ def _choose_reader(path: Path, hf_config: Any, model_impl: str) -> tuple[dict[st
     try:
         is_ours = formats.choose_format(stated) is not None
     except ValueError as error:
-        raise UnsupportedModelError(f"its weights are quantised by {scheme}, and {error}") from None
+        raise UnsupportedModelError(f"its weights are quantized with {scheme}, and {error}") from None
     if is_ours:
         return stated, False
     if scheme not in DEQUANTIZED:
-        served = *formats.FORMATS, *DEQUANTIZED
-        raise UnsupportedModelError(
-            f"its weights are quantised by {scheme}; served are {', '.join(served)}, and checkpoints "
-            "that are not quantised"
-        )
+        served = ", ".join((*formats.FORMATS, *DEQUANTIZED))
+        raise UnsupportedModelError(f"its weights are quantized with {scheme}; supported: {served}")
     if model_impl == "nanoengine":
         raise UnsupportedModelError(
-            f'its weights are quantised by {scheme}, which only model_impl="transformers" reads'
+            f'its weights are quantized with {scheme}, which needs model_impl="transformers"'
         )
     hf_config.quantization_config = {**stated, "dequantize": True}
     return None, True
@@ -457,8 +439,7 @@ def _resolve(
     if path.exists():
         raise ValueError(f"a model must be a directory, a hub id or a .gguf file, got the file {model!r}")
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
-        hint = f"; did you mean {OWNERS[model]}/{model}?" if model in OWNERS else ""
-        raise ValueError(f"{model!r} is neither a directory here nor a hub id of the form owner/name{hint}")
+        raise ValueError(f"{model!r} is neither a directory nor a hub id such as openai-community/gpt2")
     from nanoengine.models import download  # only hub models need it
 
     try:
@@ -468,18 +449,17 @@ def _resolve(
             return download.fetch_tokenizer(model, revision)
         return download.fetch_model(model, revision, with_weights)
     except OSError as error:
-        where = f"was looked for here, in {constants.HF_HUB_CACHE} and at {constants.ENDPOINT}"
         at = "" if revision is None else f" at revision {revision!r}"
-        raise OSError(f"{model!r}{at} {where}: {error}") from error
+        places = f"as a directory, in {constants.HF_HUB_CACHE} and at {constants.ENDPOINT}"
+        raise OSError(f"{model!r}{at} was not found {places}: {error}") from error
 
 
 def resolve_dtype(dtype: str | torch.dtype, hf_config: Any) -> torch.dtype:
-    """Return the torch dtype for "auto" (the checkpoint's own), "bfloat16", "float16" or "float32"."""
+    """Return the torch dtype for "auto" (the checkpoint's own) or a dtype's name, such as "bfloat16"."""
     if dtype == "auto":
         # transformers 5 calls it `dtype`, older versions `torch_dtype`.
         dtype = getattr(hf_config, "dtype", None) or getattr(hf_config, "torch_dtype", None) or "float32"
-    names = {"half": "float16", "float": "float32"}
-    resolved = getattr(torch, names.get(dtype, dtype), None) if isinstance(dtype, str) else dtype
+    resolved = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if resolved not in SERVED_DTYPES:
         raise ValueError(f"dtype must be auto, bfloat16, float16 or float32, got {dtype!r}")
     return resolved

@@ -392,7 +392,7 @@ def _load_transformers(
     files = checkpoint.open_files()  # its errors are clearer than transformers'
     source: str | None
     headers, source = files.headers, str(path)
-    if has_labels and checkpoint.written_as is not None:
+    if has_labels and checkpoint.quant_method is not None:
         raise UnsupportedModelError(
             "its weights are in few bits, and it is a classifier on transformers' code"
         )
@@ -422,7 +422,7 @@ def _load_transformers(
     unexpected = [
         name
         for name in report["unexpected_keys"]
-        if (name in headers or not checkpoint.is_part) and not checkpoint.is_only_for_drafting(name)
+        if (name in headers or not checkpoint.is_part) and not checkpoint.is_draft_tensor(name)
     ]
     missing = set(report["missing_keys"])
     if pooling is not None and not has_labels:

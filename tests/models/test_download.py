@@ -182,11 +182,13 @@ def test_what_was_fetched_is_found_without_the_hub(hub, monkeypatch):
     hub.fetched.clear()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert open_checkpoint(MODEL).open_files().headers
-    with pytest.raises(OSError, match=r"'owner/other' was looked for here, in .*cache and at http://127"):
+    with pytest.raises(
+        OSError, match=r"'owner/other' was not found as a directory, in .*cache and at http://127"
+    ):
         open_checkpoint("owner/other")
 
 
 def test_a_model_that_the_hub_does_not_have_is_an_oserror(hub):
-    with pytest.raises(OSError, match=r"'owner/other' was looked for here"):
+    with pytest.raises(OSError, match=r"'owner/other' was not found"):
         open_checkpoint("owner/other")
     assert hub.unknown

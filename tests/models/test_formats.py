@@ -503,14 +503,14 @@ def test_int8_of_bitsandbytes_in_another_order_than_rows_is_refused(impl, tmp_pa
             compressed("pack-quantized", 4, {"strategy": "tensor_group", "group_size": 16}),
             "its weights' strategy is 'tensor_group', of group_size 16",
         ),
-        ({**FP8, "weight_block_size": [0, 32]}, r"by fp8, and its weight_block_size is \[0, 32\]"),
-        ({"quant_method": "gptq", "bits": 3}, "by gptq, and its bits is 3; served are 4, 8"),
+        ({**FP8, "weight_block_size": [0, 32]}, r"with fp8, and its weight_block_size is \[0, 32\]"),
+        ({"quant_method": "gptq", "bits": 3}, "with gptq, and its bits is 3; served are 4, 8"),
         (
             {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"},
             "its checkpoint_format is 'marlin'",
         ),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"a": {"bits": 8}}}, "settings of their own"),
-        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "by awq, and its version is 'gemv'"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "with awq, and its version is 'gemv'"),
         (compressed("nvfp4-pack-quantized", 4), "its format is 'nvfp4-pack-quantized'"),
         (compressed("pack-quantized", 3), r"its weights' num_bits are \{3\}; served are 4, 8"),
         (
