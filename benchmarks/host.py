@@ -8,13 +8,15 @@ from contextlib import contextmanager, redirect_stderr
 from functools import partial
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 import nanoengine
-from nanoengine.backends.cuda import Staging, pad_decodes
+from nanoengine.backends import cuda
 from nanoengine.backends.device import Forward
 from nanoengine.config import EngineConfig
 from nanoengine.engine import BlockManager, Scheduler, Sequence
@@ -85,7 +87,7 @@ class NoForward(Forward):
         num_seqs = len(inputs.metadata.seq_lens)
         if len(inputs.input_ids) != num_seqs:
             return inputs
-        return pad_decodes(inputs, num_seqs, self.table_width, self.block_size)
+        return cuda.pad_decodes(inputs, num_seqs, self.table_width, self.block_size)
 
     def __call__(self, compute: Any, inputs: Any) -> Tensor:
         """Return meaningless hidden states, (T, 1)."""
@@ -125,11 +127,19 @@ def engine_without_device(num_seqs: int, max_model_len: int = 1024) -> Iterator[
     runner.forward = NoForward(max_model_len // block_size, block_size)
     runner.model.compute_logits = lambda hidden: logits[: len(hidden)]
     runner.sample = partial(sample_rows, draw=draw)
-    runner.device.send = Staging(1 << 20, torch.device("cpu")).send
+    event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
+    with patch.multiple(cuda, host_memory=plain_memory, new_event=lambda: event):  # no GPU copies anything
+        runner.device.send = cuda.Staging(1 << 20, torch.device("cpu")).send
     try:
         yield engine
     finally:
         engine.close()
+
+
+def plain_memory(shape: list[int], dtype: torch.dtype) -> tuple[Tensor, Any]:
+    """Allocate memory that is not pinned, which PyTorch can do without a GPU."""
+    memory = torch.empty(*shape, dtype=dtype)
+    return memory, memory.numpy()
 
 
 def start_decodes(

@@ -340,16 +340,31 @@ class FakeGPU(CUDA):
     capability = (9, 0)
     capture_stream = object()
     running = Device.running
-    download = Device.download
 
     def release(self):
         self.staging = None
+
+
+class Event:
+    def record(self):
+        pass
+
+    def synchronize(self):
+        pass
+
+
+def host_memory(shape, dtype):
+    """What pins memory needs a GPU."""
+    memory = torch.empty(*shape, dtype=dtype)
+    return memory, memory.numpy()
 
 
 def install(monkeypatch) -> Counter[str]:
     """Put the doubles in the place of what they stand for; returns the count of calls by path."""
     monkeypatch.setattr("nanoengine.backends.cuda.GraphRecorder", GraphRecorder)
     monkeypatch.setattr("nanoengine.backends.cuda.fuse", lambda function: function)
+    monkeypatch.setattr("nanoengine.backends.cuda.new_event", Event)
+    monkeypatch.setattr("nanoengine.backends.cuda.host_memory", host_memory)
     monkeypatch.setattr("nanoengine.backends.cpu.device.CPU", FakeGPU)
     memory = {  # of a card of 1 GiB, of which something else holds a quarter
         "reset_peak_memory_stats": None,

@@ -12,6 +12,7 @@ values, if different), L cached tokens of a sequence (padded to whole blocks), B
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -80,6 +81,11 @@ class QueryChunk:
     block_table: Tensor  # (blocks,) int32
 
 
+def first_line(error: Exception) -> str:
+    """Return the first line of an error, for the user. PyTorch's errors continue with advice and traces."""
+    return f"{type(error).__name__}: {error}".strip().splitlines()[0]
+
+
 class PagedAttention(ABC):
     """Computes causal attention over the paged cache for one step.
 
@@ -117,8 +123,7 @@ class PagedAttention(ABC):
                 try:
                     out = cls._attend_to_ones(spec, settings, block_size, device, query_lens, seq_lens)
                 except Exception as error:  # no such kernel, no C compiler, too little shared memory, ...
-                    reason = str(error).strip().partition("\n")[0]
-                    return f"it fails here: {type(error).__name__}: {reason}"
+                    return f"it fails here: {first_line(error)}"
                 if not bool((out - 1).abs().max() < 0.01):
                     return "it computes wrong numbers here"
         return None
@@ -134,24 +139,20 @@ class PagedAttention(ABC):
         seq_lens: tuple[int, int],
     ) -> Tensor:
         """Attend for two sequences of one block each. The block tables are wide enough for split keys."""
+        int32 = partial(torch.tensor, dtype=torch.int32, device=device)
         width, num_heads = -(-4096 // block_size), spec.num_kv_heads
-        tables = torch.zeros(2, width, dtype=torch.int32)
-        tables[:, 0] = torch.tensor([1, 2])
-        new = [range(total - length, total) for length, total in zip(query_lens, seq_lens, strict=True)]
-        slots = [(1 + i) * block_size + position for i in (0, 1) for position in new[i]]
-        cu_seqlens_q, cu_seqlens_k = (
-            torch.tensor([0, a, a + b], dtype=torch.int32) for a, b in (query_lens, seq_lens)
-        )
+        ends = [(1 + i) * block_size + seq_len for i, seq_len in enumerate(seq_lens)]
+        slots = [slot for n, end in zip(query_lens, ends, strict=True) for slot in range(end - n, end)]
         metadata = AttentionMetadata(
-            cu_seqlens_q=cu_seqlens_q.to(device),
-            cu_seqlens_k=cu_seqlens_k.to(device),
-            seq_lens=cu_seqlens_k.diff().to(device),
-            block_tables=tables.to(device),
+            cu_seqlens_q=int32([0, query_lens[0], sum(query_lens)]),
+            cu_seqlens_k=int32([0, seq_lens[0], sum(seq_lens)]),
+            seq_lens=int32(seq_lens),
+            block_tables=int32([[block_id] + [0] * (width - 1) for block_id in (1, 2)]),
             slot_mapping=torch.tensor(slots, device=device),
             max_query_len=max(query_lens),
             max_seq_len=width * block_size,
             has_cached_tokens=query_lens != seq_lens,
-            num_leading_decodes=sum(length == 1 for length in query_lens) if query_lens[0] == 1 else 0,
+            num_leading_decodes=0 if query_lens[0] > 1 else query_lens.count(1),
         )
         cache = KVCache.zeros(spec, 3, block_size, device)
         cache.v.fill_(1)
@@ -211,24 +212,17 @@ class PagedAttention(ABC):
 class GroupedAttention:
     """Holds a `PagedAttention` per KV cache group. The model calls it like a single one."""
 
-    def __init__(self, groups: Sequence[PagedAttention]) -> None:
-        self.groups = groups
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         build: Callable[[AttentionMetadata[Tensor], int], Any],
         metadata: AttentionMetadata[Tensor],
         block_size: int,
-    ) -> "GroupedAttention":
+    ) -> None:
         """Build each group's attention from block_tables[group] and slot_mapping[group]."""
-        pairs = zip(metadata.block_tables, metadata.slot_mapping, strict=True)
-        return cls(
-            [
-                build(metadata._replace(block_tables=tables, slot_mapping=slots), block_size)
-                for tables, slots in pairs
-            ]
-        )
+        self.groups = [
+            build(metadata._replace(block_tables=tables, slot_mapping=slots), block_size)
+            for tables, slots in zip(metadata.block_tables, metadata.slot_mapping, strict=True)
+        ]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, **settings: Any) -> Tensor:
         """Attend with the attention of the cache's group, which knows that group's block tables."""

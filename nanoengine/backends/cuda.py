@@ -10,7 +10,7 @@ import inspect
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar
 
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanoengine.backends.attention import PagedAttention, TorchAttention
+from nanoengine.backends.attention import PagedAttention, TorchAttention, first_line
 from nanoengine.backends.device import (
     Attention,
     Compute,
@@ -58,9 +58,6 @@ class PinnedDownload(Download):
         return torch.from_numpy(self._array)
 
 
-TORCH_DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
-
-
 class Staging:
     """Carries a step's arrays to the device in one copy that the host does not wait for.
 
@@ -70,27 +67,17 @@ class Staging:
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self._device = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        if device.type == "cuda":
-            self._host, self._array = host_memory([num_bytes], torch.uint8)
-        else:
-            self._host = torch.empty_like(self._device)
-            self._array = self._host.numpy()
-        self._copied = new_event() if device.type == "cuda" else None
+        self._host, self._array = host_memory([num_bytes], torch.uint8)
+        self._copied = new_event()
         # The shapes of the previous arrays, and their layout. It is reused: decode steps follow decode steps.
         self._shapes: list[tuple[np.dtype, tuple[int, ...]]] = []
         self._places: list[np.ndarray] = []
         self._tensors: list[Tensor] = []
         self._end = 0
 
-    @staticmethod
-    def num_bytes(arrays: Iterable[np.ndarray]) -> int:
-        """Return the bytes that the arrays need. Each array begins at a multiple of 8."""
-        return sum(-(-array.nbytes // 8) * 8 for array in arrays)
-
     def send(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
         """Copy the arrays to the device. The tensors are valid until the next call."""
-        if self._copied is not None:
-            self._copied.synchronize()  # the previous copy, finished long ago
+        self._copied.synchronize()  # the previous copy, finished long ago
         shapes = [(array.dtype, array.shape) for array in arrays]
         if shapes != self._shapes:
             self._places, self._tensors, self._end = self._lay_out(arrays)
@@ -98,8 +85,7 @@ class Staging:
         for place, array in zip(self._places, arrays, strict=True):
             place[...] = array
         self._device[: self._end].copy_(self._host[: self._end], non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
+        self._copied.record()
         return self._tensors
 
     def _lay_out(self, arrays: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list[Tensor], int]:
@@ -108,8 +94,8 @@ class Staging:
         for array in arrays:
             end = start + array.nbytes
             places.append(self._array[start:end].view(array.dtype).reshape(array.shape))
-            tensor = self._device[start:end].view(TORCH_DTYPES[array.dtype]).view(array.shape)
-            tensors.append(tensor)
+            dtype = getattr(torch, array.dtype.name)
+            tensors.append(self._device[start:end].view(dtype).view(array.shape))
             start = -(-end // 8) * 8
         return places, tensors, start
 
@@ -141,11 +127,6 @@ def fusion_obstacle(device: torch.device) -> str | None:
     except Exception as error:  # any failure will do: plain PyTorch computes the same
         return first_line(error)
     return None
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error, for the user. PyTorch's errors continue with advice and traces."""
-    return f"{type(error).__name__}: {error}".strip().splitlines()[0]
 
 
 class FusedKernels:
@@ -208,10 +189,10 @@ class GraphRecorder:
         return graph.replay
 
 
-# A step of up to MOST_DIVIDED sequences has too few heads to fill a GPU, so kernels split the keys of each
+# A step of up to MAX_DIVIDED sequences has too few heads to fill a GPU, so kernels split the keys of each
 # sequence among the GPU's processors. The width of the block tables at capture fixes the number of splits.
-MOST_DIVIDED = 32
-LEAST_WIDTH, WIDER = 2048, 4  # the smallest width in tokens, and the ratio of consecutive widths
+MAX_DIVIDED = 32
+MIN_WIDTH, WIDTH_RATIO = 2048, 4  # the smallest width in tokens, and the ratio of consecutive widths
 
 
 def graph_widths(size: int, widest: int, block_size: int) -> list[int]:
@@ -220,10 +201,10 @@ def graph_widths(size: int, widest: int, block_size: int) -> list[int]:
     >>> graph_widths(8, 160, 256), graph_widths(256, 160, 256)
     ([8, 32, 128, 160], [160])
     """
-    widths, width = [], max(1, LEAST_WIDTH // block_size)
-    while size <= MOST_DIVIDED and width < widest:
+    widths, width = [], max(1, MIN_WIDTH // block_size)
+    while size <= MAX_DIVIDED and width < widest:
         widths.append(width)
-        width *= WIDER
+        width *= WIDTH_RATIO
     return [*widths, widest]
 
 
@@ -427,10 +408,9 @@ class CUDA(Device):
 
     def reserve(self, max_num_tokens: int, max_num_seqs: int, num_groups: int, table_width: int) -> None:
         """See the base class."""
-        per_token = [np.empty(max_num_tokens, np.int64)] * (2 + num_groups)
-        per_seq = [np.empty(max_num_seqs, np.int64)] * 6 + [np.empty(max_num_seqs + 1, np.int32)] * 3
-        tables = np.empty((num_groups, max_num_seqs, table_width), np.int32)
-        self.staging = Staging(Staging.num_bytes([*per_token, *per_seq, tables]), self.device)
+        num_int64 = (2 + num_groups) * max_num_tokens + 6 * max_num_seqs
+        num_int32 = 3 * (max_num_seqs + 1) + num_groups * max_num_seqs * table_width + 4  # with alignment
+        self.staging = Staging(8 * num_int64 + 4 * num_int32, self.device)
 
     def send(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
         """See the base class."""
@@ -459,9 +439,8 @@ class CUDA(Device):
                 # Before 2.13, PyTorch treats a failed capture as still running forever.
                 # https://github.com/pytorch/pytorch/pull/180395
                 raise ValueError(f"decodes cannot be captured ({reason}); set enforce_eager=True") from error
-            decodes.compute(
-                send_inputs(decodes.inputs, self.send)
-            )  # an error that also occurs without a graph is raised
+            # An error that also occurs without a graph is raised.
+            decodes.compute(send_inputs(decodes.inputs, self.send))
             return Forward(f", no graphs ({reason})")
 
     def free_bytes(self, trial: Trial) -> int:

@@ -1,6 +1,7 @@
 """Paged attention on CUDA with flash-attn's kernels, from the flash-attn package or from PyTorch itself."""
 
 import inspect
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -10,57 +11,12 @@ from torch import Tensor
 from nanoengine.backends.attention import PagedAttention, Settings, whole_rows
 from nanoengine.backends.inputs import AttentionMetadata
 from nanoengine.backends.kv_cache import KVCache, KVSpec
+from nanoengine.backends.triton import write_kv
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # Windows, and PyTorch for the CPU
-    triton = None
-
-# ---- Writing keys and values ---------------------------------------------------------------------
-
-if triton is not None:
-
-    @triton.jit  # type: ignore[untyped-decorator]
-    def _write_kv_kernel(  # type: ignore[no-untyped-def]
-        k_cache,
-        v_cache,
-        k,
-        v,
-        slots,
-        k_stride,
-        v_stride,
-        K_WIDTH: tl.constexpr,
-        V_WIDTH: tl.constexpr,
-        BLOCK: tl.constexpr,
-    ):
-        """Copy one token's K and V per program. BLOCK is the next power of two of the larger width."""
-        token = tl.program_id(0).to(tl.int64)
-        slot = tl.load(slots + token)
-        offsets = tl.arange(0, BLOCK)
-        keys = tl.load(k + token * k_stride + offsets, mask=offsets < K_WIDTH)
-        tl.store(k_cache + slot * K_WIDTH + offsets, keys, mask=offsets < K_WIDTH)
-        values = tl.load(v + token * v_stride + offsets, mask=offsets < V_WIDTH)
-        tl.store(v_cache + slot * V_WIDTH + offsets, values, mask=offsets < V_WIDTH)
+Metadata = AttentionMetadata[Tensor]
 
 
-def write_kv(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    """Write k (T, K, D) and v (T, K, D') to their slots, (T,) int64, with one Triton kernel.
-
-    The caches are (num_blocks, B, K, D) and (num_blocks, B, K, D'). Each token's elements are contiguous.
-    """
-    widths = k[0].numel(), v[0].numel()
-    _write_kv_kernel[(len(k),)](
-        k_cache, v_cache, k, v, slots, k.stride(0), v.stride(0), *widths, triton.next_power_of_2(max(widths))
-    )
-
-
-# ---- Attention -----------------------------------------------------------------------------------
-
-Part = AttentionMetadata[Tensor]
-
-
-def split_decodes(meta: Part) -> tuple[Part, Part] | None:
+def split_decodes(meta: Metadata) -> tuple[Metadata, Metadata] | None:
     """Split a batch into its leading decodes and the chunks that follow.
 
     Returns None if the batch has only one of the two, or if no sequence has cached tokens.
@@ -95,9 +51,7 @@ class FlashKernels(PagedAttention):
     block_multiple = 256
     capturable = True
 
-    def __init__(
-        self, metadata: AttentionMetadata[Tensor], block_size: int, *, use_triton: bool = False
-    ) -> None:
+    def __init__(self, metadata: Metadata, block_size: int, *, use_triton: bool = False) -> None:
         super().__init__(metadata, block_size)
         self._use_triton = use_triton
         self._parts = split_decodes(metadata)
@@ -115,12 +69,12 @@ class FlashKernels(PagedAttention):
                 )
         if missing := settings - cls.settings:
             return f"it does not compute {', '.join(sorted(missing))}"
-        return cls._cannot_import()
+        return cls._import_obstacle()
 
     @classmethod
-    def _cannot_import(cls) -> str | None:
+    @abstractmethod
+    def _import_obstacle(cls) -> str | None:
         """Return why the kernels cannot be imported, or None if they can."""
-        raise NotImplementedError
 
     def _write(self, k: Tensor, v: Tensor, cache: KVCache) -> None:
         if self._use_triton:
@@ -131,19 +85,15 @@ class FlashKernels(PagedAttention):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, settings: Settings) -> Tensor:
         if self._parts is None:
             return self._attend_to(self.metadata, q, k, v, cache, settings)
-        end = self.metadata.num_leading_decodes
-        # Both parts read K and V from the cache.
-        outs = (
-            self._attend_to(meta, q[rows], k, v, cache, settings)
-            for meta, rows in zip(self._parts, (slice(end), slice(end, None)), strict=True)
-        )
-        return torch.cat(tuple(outs))
+        queries = q.tensor_split([self.metadata.num_leading_decodes])
+        parts = zip(self._parts, queries, strict=True)  # both read K and V from the cache
+        return torch.cat([self._attend_to(meta, rows, k, v, cache, settings) for meta, rows in parts])
 
+    @abstractmethod
     def _attend_to(
-        self, meta: Part, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, settings: Settings
+        self, meta: Metadata, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, settings: Settings
     ) -> Tensor:
         """Attend for the sequences in `meta`. If none of them has cached tokens, k and v hold all keys."""
-        raise NotImplementedError
 
 
 class FlashAttention(FlashKernels):
@@ -155,16 +105,8 @@ class FlashAttention(FlashKernels):
     name = "flash"
     settings = frozenset(("window", "softcap", "alibi_slopes"))
 
-    def __init__(
-        self, metadata: AttentionMetadata[Tensor], block_size: int, *, use_triton: bool = False
-    ) -> None:
-        super().__init__(metadata, block_size, use_triton=use_triton)
-        import flash_attn  # an optional dependency
-
-        self._flash = flash_attn
-
     @classmethod
-    def _cannot_import(cls) -> str | None:
+    def _import_obstacle(cls) -> str | None:
         try:  # import the functions: with only flash-attn 4 installed, the package lacks them
             from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache  # noqa: F401
         except Exception as error:  # missing, or built for another PyTorch
@@ -172,38 +114,31 @@ class FlashAttention(FlashKernels):
         return None
 
     def _attend_to(
-        self, meta: Part, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, settings: Settings
+        self, meta: Metadata, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, settings: Settings
     ) -> Tensor:
+        import flash_attn  # an optional dependency
+
         how: dict[str, Any] = {
             "softmax_scale": settings.scale,
             "causal": True,
             "window_size": (-1, -1) if settings.window is None else (settings.window - 1, 0),
             "softcap": float(settings.softcap or 0),
             "alibi_slopes": settings.alibi_slopes,
+            "block_table": meta.block_tables,
         }
+        out: Tensor
         if meta.max_query_len == 1:
-            out: Tensor = self._flash.flash_attn_with_kvcache(
-                q.unsqueeze(1),
-                cache.k,
-                cache.v,
-                cache_seqlens=meta.seq_lens,
-                block_table=meta.block_tables,
-                **how,
+            queries = q.unsqueeze(1)
+            out = flash_attn.flash_attn_with_kvcache(
+                queries, cache.k, cache.v, cache_seqlens=meta.seq_lens, **how
             )
             return out.squeeze(1)
-        # If no sequence has cached tokens, k and v can be read without block tables.
-        k, v, table = (cache.k, cache.v, meta.block_tables) if meta.has_cached_tokens else (k, v, None)
-        out = self._flash.flash_attn_varlen_func(
-            q,
-            k,
-            v,
-            meta.cu_seqlens_q,
-            meta.cu_seqlens_k,
-            meta.max_query_len,
-            meta.max_seq_len,
-            block_table=table,
-            **how,
-        )
+        if meta.has_cached_tokens:
+            k, v = cache.k, cache.v
+        else:  # k and v can be read without block tables
+            how["block_table"] = None
+        lens = meta.cu_seqlens_q, meta.cu_seqlens_k, meta.max_query_len, meta.max_seq_len
+        out = flash_attn.flash_attn_varlen_func(q, k, v, *lens, **how)
         return out
 
 
@@ -213,16 +148,8 @@ class VarlenAttention(FlashKernels):
     name = "varlen"
     settings = frozenset(("window",))
 
-    def __init__(
-        self, metadata: AttentionMetadata[Tensor], block_size: int, *, use_triton: bool = False
-    ) -> None:
-        super().__init__(metadata, block_size, use_triton=use_triton)
-        from torch.nn.attention import varlen
-
-        self._varlen = varlen
-
     @classmethod
-    def _cannot_import(cls) -> str | None:
+    def _import_obstacle(cls) -> str | None:
         try:
             from torch.nn.attention.varlen import varlen_attn
         except ImportError:
@@ -232,8 +159,10 @@ class VarlenAttention(FlashKernels):
         return None
 
     def _attend_to(
-        self, meta: Part, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, settings: Settings
+        self, meta: Metadata, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, settings: Settings
     ) -> Tensor:
+        from torch.nn.attention.varlen import varlen_attn  # new in PyTorch
+
         how: dict[str, Any] = {
             "scale": settings.scale,
             "window_size": (-1 if settings.window is None else settings.window - 1, 0),
@@ -250,7 +179,6 @@ class VarlenAttention(FlashKernels):
                 # Otherwise the kernel would combine the splits of the first sequence only, and leave the
                 # other rows unwritten: https://github.com/pytorch/pytorch/issues/194167
                 how["num_splits"] = 1
-        out: Any = self._varlen.varlen_attn(
-            q, k, v, meta.cu_seqlens_q, meta.cu_seqlens_k, meta.max_query_len, meta.max_seq_len, **how
-        )
+        lens = meta.cu_seqlens_q, meta.cu_seqlens_k, meta.max_query_len, meta.max_seq_len
+        out: Any = varlen_attn(q, k, v, *lens, **how)
         return out  # type: ignore[no-any-return]

@@ -5,10 +5,8 @@ A program holds a tile of queries and walks over the keys they see, one tile at 
 once for all of them. A sequence with one new token has too little work to fill a GPU, so its keys are split
 among programs, and a second kernel combines their results (flash-decoding).
 
-Tiles and splits depend only on the GPU, the layer's shapes and the sequence, so a result does not depend on
-the rest of the batch: it is the same bit for bit. Only the number of programs that share a sequence's splits
-depends on the batch: it is one if the sequences alone fill a GPU. Grids are computed from values that the
-host knows, so that CUDA graphs can capture them.
+Tiles and splits depend only on the GPU, the layer's shapes and the sequence, so a result is the same bit for
+bit in any batch. Grids are computed from values that the host knows, so that CUDA graphs can capture them.
 
 Source: FlashAttention-2, https://arxiv.org/abs/2307.08691; vLLM's `triton_unified_attention.py`.
 """
@@ -24,7 +22,6 @@ import torch
 from torch import Tensor
 
 from nanoengine.backends.attention import PagedAttention, Settings, whole_rows
-from nanoengine.backends.flash import write_kv
 from nanoengine.backends.kv_cache import KVCache, KVSpec
 
 try:
@@ -34,7 +31,7 @@ except ImportError:  # Windows, and PyTorch for the CPU
     triton = None
 
 MIN_SPAN, MAX_SPLITS = 256, 16  # smallest number of keys in a split, largest number of splits
-MOST_PROGRAMS = 1024  # limit on programs that share a step's splits: several per processor of a large GPU
+MAX_PROGRAMS = 1024  # limit on programs that share a step's splits: several per processor of a large GPU
 LOG2E = math.log2(math.e)  # the softmax is computed with powers of two: GPUs have an instruction for them
 
 # ---- Kernels -------------------------------------------------------------------------------------
@@ -48,11 +45,33 @@ def kernel(function: Callable[..., Any]) -> Any:
     """
     if triton is None:
         return function
-    changing = {
-        "do_not_specialize": ("num_seqs", "table_stride", "num_splits"),
-        "do_not_specialize_on_alignment": ("block_tables", "cu_seqlens_q", "seq_lens"),
-    }
-    return triton.jit(**changing)(function)
+    return triton.jit(
+        do_not_specialize=("num_seqs", "table_stride", "num_splits"),
+        do_not_specialize_on_alignment=("block_tables", "cu_seqlens_q", "seq_lens", "slots"),
+    )(function)
+
+
+@kernel
+def _write_kv_kernel(  # type: ignore[no-untyped-def]
+    k_cache,
+    v_cache,
+    k,
+    v,
+    slots,
+    k_stride,
+    v_stride,
+    K_WIDTH: tl.constexpr,
+    V_WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Copy one token's K and V per program. BLOCK is the next power of two of the larger width."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token)
+    offsets = tl.arange(0, BLOCK)
+    keys = tl.load(k + token * k_stride + offsets, mask=offsets < K_WIDTH)
+    tl.store(k_cache + slot * K_WIDTH + offsets, keys, mask=offsets < K_WIDTH)
+    values = tl.load(v + token * v_stride + offsets, mask=offsets < V_WIDTH)
+    tl.store(v_cache + slot * V_WIDTH + offsets, values, mask=offsets < V_WIDTH)
 
 
 @kernel
@@ -264,6 +283,17 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
 # ---- Launching them ------------------------------------------------------------------------------
 
 
+def write_kv(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    """Write k (T, K, D) and v (T, K, D') to their slots, (T,) int64, with one Triton kernel.
+
+    The caches are (num_blocks, B, K, D) and (num_blocks, B, K, D'). Each token's elements are contiguous.
+    """
+    widths = k[0].numel(), v[0].numel()
+    _write_kv_kernel[(len(k),)](
+        k_cache, v_cache, k, v, slots, k.stride(0), v.stride(0), *widths, triton.next_power_of_2(max(widths))
+    )
+
+
 class Tiles(NamedTuple):
     """Sets how much a program holds at a time, for head_dim 128."""
 
@@ -299,7 +329,9 @@ def generation(device: torch.device) -> str:
     major, _ = capability = torch.cuda.get_device_capability(device)
     if major < 8:
         return "sm75"
-    return "sm80" if capability < (8, 9) else "sm90" if major in (9, 10) else "sm89"
+    if capability < (8, 9):
+        return "sm80"
+    return "sm90" if major in (9, 10) else "sm89"
 
 
 class TritonAttention(PagedAttention):
@@ -332,14 +364,21 @@ class TritonAttention(PagedAttention):
         k_pad, v_pad = (max(16, triton.next_power_of_2(dim)) for dim in (k_dim, v_dim))
         is_float32 = q.dtype == torch.float32
         tiles = (FLOAT32 if is_float32 else TILES[generation(q.device)]).fit(max(k_pad, v_pad))
-        splits = {"MIN_SPAN": MIN_SPAN, "MAX_SPLITS": MAX_SPLITS}
-        most_keys = meta.max_seq_len if window is None else min(meta.max_seq_len, window)
-        num_splits = min(-(-most_keys // MIN_SPAN), MAX_SPLITS)
-
+        max_keys = meta.max_seq_len if window is None else min(meta.max_seq_len, window)
+        num_splits = min(-(-max_keys // MIN_SPAN), MAX_SPLITS)
         parts, sums = (
             torch.empty(num_seqs, num_splits, num_heads, n, device=q.device, dtype=torch.float32)
             for n in (v_dim, 2)
         )
+        lens = meta.cu_seqlens_q, meta.seq_lens
+        tensors = out, parts, sums, q, cache.k, cache.v, meta.block_tables, *lens
+        per_head = settings.sinks, settings.alibi_slopes
+        numbers = scale, softcap, window, num_seqs, num_splits, meta.block_tables.stride(0)
+        splits = {"MIN_SPAN": MIN_SPAN, "MAX_SPLITS": MAX_SPLITS}
+        dims = {"K_DIM": k_dim, "V_DIM": v_dim, "K_PAD": k_pad, "V_PAD": v_pad}
+        # Triton's interpreter would multiply the bits of bfloat16 as integers.
+        upcast = q.dtype == torch.bfloat16 and triton.knobs.runtime.interpret
+        shape = {"H": num_heads, "K": num_kv_heads, "BLOCK_SIZE": self.block_size, "UPCAST": upcast, **dims}
 
         def launch(is_decode: bool, rows: int) -> None:
             # If the query heads of a KV head do not fit into one tile, they are divided among several.
@@ -347,49 +386,18 @@ class TritonAttention(PagedAttention):
             heads = -(-group // num_parts)
             tokens = 1 if is_decode else rows // heads
             num_tiles = num_seqs if is_decode else num_tokens // tokens + num_seqs
-            turns = max(1, min(num_splits, MOST_PROGRAMS // (num_seqs * num_kv_heads))) if is_decode else 1
+            turns = max(1, min(num_splits, MAX_PROGRAMS // (num_seqs * num_kv_heads))) if is_decode else 1
+            tile = {"GROUP": heads, "DECODE": is_decode, "ROWS": rows, "TOKENS": tokens, "KEYS": tiles.keys}
+            num_warps = 4 if is_decode and not is_float32 else tiles.warps
+            options = {"num_stages": tiles.stages, "num_warps": num_warps}
             _attend_kernel[num_tiles, num_parts * num_kv_heads, turns](
-                out,
-                parts,
-                sums,
-                q,
-                cache.k,
-                cache.v,
-                meta.block_tables,
-                meta.cu_seqlens_q,
-                meta.seq_lens,
-                settings.sinks,
-                settings.alibi_slopes,
-                scale,
-                softcap,
-                window,
-                num_seqs,
-                num_splits,
-                meta.block_tables.stride(0),
-                H=num_heads,
-                K=num_kv_heads,
-                GROUP=heads,
-                K_DIM=k_dim,
-                V_DIM=v_dim,
-                BLOCK_SIZE=self.block_size,
-                DECODE=is_decode,
-                ROWS=rows,
-                TOKENS=tokens,
-                KEYS=tiles.keys,
-                K_PAD=k_pad,
-                V_PAD=v_pad,
-                # Triton's interpreter would multiply the bits of bfloat16 as integers.
-                UPCAST=q.dtype == torch.bfloat16 and triton.knobs.runtime.interpret,
-                num_stages=tiles.stages,
-                num_warps=4 if is_decode and not is_float32 else tiles.warps,
-                **splits,
+                *tensors, *per_head, *numbers, **shape, **tile, **splits, **options
             )
 
         launch(True, min(max(16, triton.next_power_of_2(group)), tiles.rows))
         if num_splits > 1:
-            ends = meta.cu_seqlens_q, meta.seq_lens
-            _combine_kernel[(num_seqs, num_heads)](
-                out, parts, sums, *ends, settings.sinks, window, num_splits, num_heads, v_dim, v_pad, **splits
+            _combine_kernel[num_seqs, num_heads](
+                out, parts, sums, *lens, settings.sinks, window, num_splits, num_heads, v_dim, v_pad, **splits
             )
         if meta.max_query_len > 1:
             launch(False, tiles.rows)

@@ -243,7 +243,7 @@ class WindowedRunner(ModelRunner):
     """
 
     def __init__(self, num_groups: int, model: Any, device: Any, attention: Attention, *others: Any) -> None:
-        by_group = attention._replace(build=partial(GroupedAttention.of, attention.build))
+        by_group = attention._replace(build=partial(GroupedAttention, attention.build))
         super().__init__(model, device, by_group, *others)
         self.num_groups = num_groups
         self.more_tables: MoreTables = {}  # written by the block manager

@@ -73,14 +73,6 @@ class Watch(TorchDispatchMode):
         return out
 
 
-class Event:
-    def record(self):
-        pass
-
-    def synchronize(self):
-        pass
-
-
 def on_the_gpu(model, device):
     """Its parameters and buffers without their numbers, on the device; tied ones stay tied."""
     moved = {}
@@ -120,7 +112,6 @@ def fake_gpu(cuda_guard, monkeypatch):
     for name in ("capability", "capture_stream"):
         monkeypatch.setattr(CUDA, name, getattr(doubles.FakeGPU, name))
     monkeypatch.setattr(CUDA, "running", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr("nanoengine.backends.cuda.new_event", Event)
     # A trial looks at numbers, of which there are none.
     monkeypatch.setattr("nanoengine.backends.attention.PagedAttention.try_out", lambda *_: None)
 

@@ -438,12 +438,14 @@ def test_a_layer_in_one_call_computes_what_it_does_in_several_to_the_bit(
         module.kernels = kernels
     tables = (torch.arange(len(lengths) * 38) % 89 + 1).view(len(lengths), 38).int()
     slots = torch.randperm(90 * 8)[:num_tokens]
-    attention = CompiledAttention(metadata_of(lengths, tables, slots), 8, kernels)
+    metadata = metadata_of(lengths, tables, slots)
+    both = metadata._replace(block_tables=[None, tables], slot_mapping=[None, slots])
+    attention = CompiledAttention(metadata, 8, kernels)
     caches = [KVCache(k.clone(), v.clone(), group=1) for _ in range(2)]
 
     for before in (residual, None):
         several = layer(x, before, cos, sin, caches[0], attention)
-        groups = GroupedAttention([None, attention])
+        groups = GroupedAttention(lambda meta, _: attention if meta.slot_mapping is slots else None, both, 8)
         at_once = CompiledLayer(layer, kernels)(x, before, cos, sin, caches[1], groups)
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(at_once, several, strict=True))
         assert at_once[0].isfinite().all()

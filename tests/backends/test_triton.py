@@ -19,7 +19,7 @@ from nanoengine import LLM, SamplingParams
 from nanoengine.backends import triton as backend
 from nanoengine.backends.attention import Settings
 from nanoengine.backends.kv_cache import KVCache, KVSpec
-from nanoengine.backends.triton import FLOAT32, MAX_SPLITS, MIN_SPAN, MOST_PROGRAMS, TILES, TritonAttention
+from nanoengine.backends.triton import FLOAT32, MAX_PROGRAMS, MAX_SPLITS, MIN_SPAN, TILES, TritonAttention
 from tests.attention import ALL_DECODES, ALL_FRESH, MIXED, check_attention, metadata_of
 from tests.helpers import checkpoint, greedy, random_prompts
 
@@ -57,7 +57,9 @@ def test_all_of_this_file_passes_under_tritons_interpreter(which):
 
 def test_every_test_that_runs_kernels_runs_on_a_gpu_too():
     for name, test in globals().items():
-        if name.startswith("test_") and {"check", "attend", "try_out"} & set(test.__code__.co_names):
+        if name.startswith("test_") and {"check", "attend", "try_out", "write_kv"} & set(
+            test.__code__.co_names
+        ):
             assert "gpu" in {mark.name for mark in test.pytestmark}, name
 
 
@@ -221,6 +223,23 @@ def test_a_sequence_gets_the_same_bits_alone_and_in_any_batch(dtype, settings):
         for i, out in zip(order, together, strict=True):
             assert torch.equal(out, alone[i]), f"sequence {i} of {list(order)}"
             assert out.isfinite().all()
+
+
+@runs_kernels
+@pytest.mark.parametrize(
+    ("heads", "k_dim", "v_dim", "dtype"),
+    [(3, 11, 11, torch.float32), (2, 24, 16, torch.bfloat16), (1, 128, 128, torch.float16)],
+)
+def test_keys_and_values_are_written_to_their_slots(heads, k_dim, v_dim, dtype):
+    qkv = torch.randn(5, 40 + heads * (k_dim + v_dim), device=DEVICE).to(dtype)
+    k, v = qkv[:, 40:].split([heads * k_dim, heads * v_dim], dim=1)  # apart, inside a projection
+    k, v = k.view(5, heads, k_dim), v.view(5, heads, v_dim)
+    caches = [torch.randn(4, 4, heads, dim, device=DEVICE).to(dtype) for dim in (k_dim, v_dim)]
+    expected, slots = [cache.clone() for cache in caches], torch.tensor([9, 0, 15, 4, 6], device=DEVICE)
+    for cache, x in zip(expected, (k, v), strict=True):
+        cache.view(16, heads, -1)[slots] = x
+    backend.write_kv(*caches, k, v, slots)
+    assert all(map(torch.equal, caches, expected))
 
 
 @runs_kernels
@@ -446,8 +465,8 @@ def test_programs_of_a_captured_decode_have_something_to_do(num_seqs, monkeypatc
     launches = launches_of(monkeypatch, lens, torch.bfloat16, 16, PLAIN, **sizes)
     turns = launches[0][3][2]
     working = min(turns, -(-1000 // MIN_SPAN))
-    assert num_seqs * 8 * (turns - working) < MOST_PROGRAMS  # at large batches, none
-    assert num_seqs * 8 * turns <= max(MOST_PROGRAMS, num_seqs * 8)
+    assert num_seqs * 8 * (turns - working) < MAX_PROGRAMS  # at large batches, none
+    assert num_seqs * 8 * turns <= max(MAX_PROGRAMS, num_seqs * 8)
     assert working > 1 or num_seqs > 64
 
 
