@@ -205,12 +205,12 @@ class Device:
         given = self.config.kv_cache_bytes
         return self.free_bytes(trial) if given is None else given
 
-    def count_blocks(self, block_bytes: int, most: int, cache_bytes: int) -> int:
+    def count_blocks(self, block_bytes: int, max_blocks: int, cache_bytes: int) -> int:
         """Return the number of KV cache blocks: num_kv_blocks if set, otherwise as many as fit.
 
         Args:
             block_bytes: size of one block.
-            most: enough blocks for every sequence at its longest. More would only enlarge the prefix cache.
+            max_blocks: enough for every sequence at its longest. More would only enlarge the prefix cache.
             cache_bytes: size of the whole cache.
 
         Raises:
@@ -221,7 +221,7 @@ class Device:
             return config.num_kv_blocks
         num_blocks, remedy = cache_bytes // block_bytes - 1, "raise kv_cache_bytes"
         if config.kv_cache_bytes is None:
-            num_blocks, remedy = min(num_blocks, most), self.more_memory
+            num_blocks, remedy = min(num_blocks, max_blocks), self.more_memory
         if num_blocks < 1:
             raise ValueError(f"no memory for the KV cache: one block takes {block_bytes} bytes; {remedy}")
         return num_blocks

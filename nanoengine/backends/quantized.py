@@ -5,6 +5,7 @@ A group is a number of consecutive inputs. A weight is (integer - zero) * scale.
 Shape letters: N outputs of a linear layer, I inputs, G groups of inputs.
 """
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -77,9 +78,9 @@ class Quantized(NamedTuple):
 Pack = Callable[[Quantized, Tensor | None, torch.dtype], nn.Module | None]
 
 
-def grouped(num_inputs: int, most: int = GROUPS[0]) -> int | None:
-    """Return the largest group size, at most `most`, that divides num_inputs; None: there is none."""
-    return next((group for group in GROUPS if group <= most and num_inputs % group == 0), None)
+def grouped(num_inputs: int, limit: int = GROUPS[0]) -> int | None:
+    """Return the largest group size, at most `limit`, that divides num_inputs; None: there is none."""
+    return next((group for group in GROUPS if group <= limit and num_inputs % group == 0), None)
 
 
 def quantize(weight: Tensor, bits: int) -> Quantized:
@@ -101,37 +102,31 @@ def quantize(weight: Tensor, bits: int) -> Quantized:
     group = grouped(weight.shape[1], 128 if bits == 8 else 32)
     if group is None:
         raise ValueError(f"a weight of {weight.shape[1]} inputs cannot be divided into groups of 16")
+    if bits == 8:  # symmetric: -128 is not used
+        divisors = torch.tensor([127.0])
+    else:
+        divisors = torch.tensor([sign * (8 - cut) for sign in (1, -1) for cut in (0.0, 0.5, 1.0, 1.5)])
     # In parts that stay in the processor's caches.
-    parts = torch.split(weight, max(1, (1 << 16) // weight.shape[1]))
-    made = [_nearest(part.float().view(len(part), -1, group), bits) for part in parts]
+    parts = torch.split(weight, max(1, (1 << 18) // (weight.shape[1] * len(divisors))))
+    made = [_nearest(part.float().view(len(part), -1, group), bits, divisors) for part in parts]
     integers, scales = (torch.cat(tensors) for tensors in zip(*made, strict=True))
     return Quantized(integers.flatten(1), scales, None, bits)
 
 
-def _nearest(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Return the best integers for a weight (N, G, inputs), and its scales, rounded to float16."""
-    low, high = -(1 << (bits - 1)), (1 << (bits - 1)) - 1
-    largest = weight.abs().amax(2)
-    if bits == 8:  # symmetric: -128 is not used
-        divisors = [float(high)]
-    else:
-        divisors = [sign * (8 - cut) for sign in (1, -1) for cut in (0.0, 0.5, 1.0, 1.5)]
-    best, least = None, None
-    for divisor in divisors:
-        scales = (largest / abs(divisor)).half().float().clamp(min=2**-24) * (1 if divisor > 0 else -1)
-        integers = (weight / scales.unsqueeze(2)).round_().clamp_(low, high)
-        error = (integers * scales.unsqueeze(2)).sub_(weight).square_().sum(2)
-        if best is None or least is None:
-            best, least = (integers, scales), error
-        else:
-            is_better = error < least
-            best = (
-                torch.where(is_better.unsqueeze(2), integers, best[0]),
-                torch.where(is_better, scales, best[1]),
-            )
-            least = torch.where(is_better, error, least)
-    assert best is not None
-    return best[0].to(torch.int8), best[1]
+def _nearest(weight: Tensor, bits: int, divisors: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the best integers for a weight (N, G, inputs), and its scales, rounded to float16.
+
+    The largest weight of a group, divided by one of the divisors (C,), is the group's scale.
+    """
+    divisors = divisors.view(-1, 1, 1)
+    scales = (weight.abs().amax(2) / divisors.abs()).half().float().clamp(min=2**-24) * divisors.sign()
+    integers = (weight / scales.unsqueeze(3)).round_().clamp_(-(1 << (bits - 1)), (1 << (bits - 1)) - 1)
+    if len(divisors) == 1:
+        return integers[0].to(torch.int8), scales[0]
+    error = (integers * scales.unsqueeze(3)).sub_(weight).square_().sum(3)
+    best = error.argmin(0, keepdim=True)  # (1, N, G)
+    integers = integers.gather(0, best.unsqueeze(3).expand(-1, *weight.shape))
+    return integers[0].to(torch.int8), scales.gather(0, best)[0]
 
 
 def floats(weight: Tensor | Quantized, dtype: torch.dtype) -> Tensor:
@@ -145,13 +140,18 @@ class PackedEmbedding(nn.Embedding):
     head: tuple[Any]  # in a tuple, otherwise PyTorch would register it as a submodule
 
     @classmethod
-    def of(cls, head: Any) -> "PackedEmbedding":
-        """Make an embedding from a head that has a method `rows`, like `cpu.packed.PackedLinear`."""
-        embedding = cls(0, head.in_features, device="meta")
-        embedding._parameters, embedding.head = {}, (head,)
-        embedding.num_embeddings = head.out_features
-        embedding.weight = head.rows(torch.arange(0))  # some models read its dtype
-        return embedding
+    def of(cls, embedding: nn.Embedding, head: Any) -> nn.Embedding:
+        """Return a copy of an embedding that reads from a head with a method `rows`, like a `PackedLinear`.
+
+        Whatever the embedding's class adds is kept, such as Gemma's scale: its `super().forward` becomes
+        that of this class.
+        """
+        result: Any = copy.copy(embedding)
+        kind = type(embedding)
+        result.__class__ = cls if kind is nn.Embedding else type(kind.__name__, (kind, cls), {})
+        result._parameters, result.head = {}, (head,)
+        result.weight = head.rows(torch.arange(0))  # some models read its dtype
+        return result  # type: ignore[no-any-return]
 
     def forward(self, input: Tensor) -> Tensor:
         """Look up embeddings: (..) -> (.., E)."""

@@ -352,9 +352,9 @@ class ParallelDevice:
         self._ranks.minimum(0)
         self._device.prepare(model)
 
-    def count_blocks(self, block_bytes: int, most: int, cache_bytes: int) -> int:
+    def count_blocks(self, block_bytes: int, max_blocks: int, cache_bytes: int) -> int:
         """Return the number of blocks that every rank has room for."""
-        return self._ranks.minimum(self._device.count_blocks(block_bytes, most, cache_bytes))
+        return self._ranks.minimum(self._device.count_blocks(block_bytes, max_blocks, cache_bytes))
 
     def capture(self, decodes: Decodes) -> Forward:
         """Return the device's `Forward`, wrapped so that all ranks run each batch."""

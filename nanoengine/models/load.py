@@ -204,7 +204,9 @@ def _fill_quantized(
         if isinstance(new, nn.Parameter):
             layer.weight = new
         else:
-            model.set_submodule(path, PackedEmbedding.of(new) if isinstance(layer, nn.Embedding) else new)
+            model.set_submodule(
+                path, PackedEmbedding.of(layer, new) if isinstance(layer, nn.Embedding) else new
+            )
 
 
 def digest_weights(model: torch.nn.Module) -> bytes:

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-from nanoengine.backends.attention import TorchAttention
+from nanoengine.backends.attention import Settings, TorchAttention
 from nanoengine.backends.cpu.attention import CompiledAttention
 from nanoengine.backends.cpu.kernels import Kernels
 from nanoengine.backends.kv_cache import KVCache
@@ -108,15 +108,15 @@ def test_a_decode_s_result_does_not_depend_on_the_batch(dtype):
     generator = torch.Generator().manual_seed(0)
     lens = [1, 40, 256, 700, 300]
     q = torch.randn(len(lens), 4, 32, generator=generator).to(dtype)
-    caches = [torch.randn(50, 32, 2, 32, generator=generator).to(dtype) for _ in range(2)]
+    cache = KVCache(*(torch.randn(50, 32, 2, 32, generator=generator).to(dtype) for _ in "kv"))
     tables = torch.stack([torch.randperm(50, generator=generator)[:22] for _ in lens]).int()
     kernels = Kernels()
 
     def attend(rows):
         out = torch.zeros_like(q)
         lengths = torch.tensor([lens[i] for i in rows], dtype=torch.int32)
-        settings = {"scale": 0.2, "window": None, "softcap": None, "sinks": None}
-        kernels.decode_attention(out, q, *caches, tables[rows], lengths, torch.tensor(rows), **settings)
+        settings = Settings(0.2, None, None, None)
+        kernels.decode_attention(out, q, cache, tables[rows], lengths, torch.tensor(rows), settings)
         return out
 
     together = attend([0, 1, 2, 3, 4])

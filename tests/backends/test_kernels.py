@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from nanoengine.backends.attention import GroupedAttention
+from nanoengine.backends.attention import GroupedAttention, Settings
 from nanoengine.backends.cpu.attention import CompiledAttention
 from nanoengine.backends.cpu.kernels import PLAIN, Kernels
 from nanoengine.backends.cpu.packed import CompiledLayer, PackedLinear, pack_weights
@@ -350,21 +350,22 @@ def test_what_the_products_do_not_take_is_left_to_others():
     assert not kernels.can_multiply(torch.empty(4, 4, dtype=torch.float64))
 
 
-PROMPT = {"scale": 0.3, "window": None, "softcap": None, "sinks": None}
+PLAINLY = Settings(0.3, None, None, None)
 
 
 @DTYPES
 @pytest.mark.parametrize("settings", [{}, {"window": 70}, {"window": 300}])
 def test_a_prompt_s_attention_does_not_depend_on_how_it_is_divided(dtype, settings):
     """To the last bit: chunks come from how busy the engine is."""
-    kernels, q, k, v = kernels_and_inputs(dtype, (600, 4, 22), (45, 16, 2, 22), (45, 16, 2, 30))
+    kernels, q, *kv = kernels_and_inputs(dtype, (600, 4, 22), (45, 16, 2, 22), (45, 16, 2, 30))
+    cache = KVCache(*kv)
     table = torch.randperm(45, generator=torch.Generator().manual_seed(1))[:38].int()
 
     def attend(*ends):
         out = torch.full((600, 4, 30), torch.nan, dtype=dtype)
         for start, end in itertools.pairwise((0, *ends)):
             rows = slice(start, end)
-            kernels.prefill_attention(out[rows], q[rows], k, v, table, end, **{**PROMPT, **settings})
+            kernels.prefill_attention(out[rows], q[rows], cache, table, end, PLAINLY._replace(**settings))
         return out
 
     whole = attend(600)
@@ -379,8 +380,7 @@ def test_nan_in_a_sequence_s_own_cache_is_not_hidden(dtype):
     k[1, 0, 0, 0] = float("nan")
     out, tables = torch.zeros_like(q), torch.tensor([[1, 2], [3, 0]], dtype=torch.int32)
     lengths, rows = torch.tensor([3, 2], dtype=torch.int32), torch.tensor([0, 1])
-    settings = {"scale": 1.0, "window": None, "softcap": None, "sinks": None}
-    kernels.decode_attention(out, q, k, v, tables, lengths, rows, **settings)
+    kernels.decode_attention(out, q, KVCache(k, v), tables, lengths, rows, PLAINLY)
     assert out[0, :2].isnan().all()
     assert not out[1].isnan().any()
 
@@ -390,8 +390,7 @@ def test_a_value_that_is_no_number_reaches_no_query_before_the_tile_of_its_token
     kernels, q, k, v = kernels_and_inputs(dtype, (384, 2, 32), (13, 32, 1, 32), (13, 32, 1, 32))
     v.view(-1, 32)[32 + 330] = float("nan")
     out, table = torch.zeros_like(q), torch.arange(1, 13, dtype=torch.int32)
-    settings = {"scale": 1.0, "window": 20, "softcap": None, "sinks": None}
-    kernels.prefill_attention(out, q, k, v, table, 384, **settings)
+    kernels.prefill_attention(out, q, KVCache(k, v), table, 384, PLAINLY._replace(window=20))
     are_nan = out.isnan().flatten(1).any(1)
     assert are_nan[330:350].all()
     assert not are_nan[:320].any()
@@ -403,7 +402,7 @@ def test_a_value_that_is_no_number_reaches_no_query_whose_window_is_beyond_it(dt
     kernels, q, k, v = kernels_and_inputs(dtype, (300, 2, 32), (11, 32, 1, 32), (11, 32, 1, 32))
     v.view(-1, 32)[32 + 50] = float("nan")
     out, table = torch.zeros_like(q), torch.arange(1, 11, dtype=torch.int32)
-    kernels.prefill_attention(out, q, k, v, table, 300, **{**PROMPT, "window": 225})
+    kernels.prefill_attention(out, q, KVCache(k, v), table, 300, PLAINLY._replace(window=225))
     are_nan = out.isnan().flatten(1).any(1)
     assert are_nan[50:275].all()
     assert not are_nan[294:].any()  # whose tiles see nothing of the first 64 tokens

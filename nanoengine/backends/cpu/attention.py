@@ -1,4 +1,4 @@
-"""Paged attention with the compiled kernels, which read K and V through the block tables."""
+"""Paged attention with the compiled kernels."""
 
 import functools
 
@@ -61,9 +61,7 @@ class CompiledAttention(TorchAttention):
         self._kernels.write_kv(cache.k, cache.v, whole_rows(k), whole_rows(v), self.metadata.slot_mapping)
 
     def _decodes(self, out: Tensor, q: Tensor, cache: KVCache, settings: Settings) -> None:
-        sequences = self._decode_sequences
-        self._kernels.decode_attention(out, q, cache.k, cache.v, *sequences, **settings._asdict())
+        self._kernels.decode_attention(out, q, cache, *self._decode_sequences, settings)
 
     def _chunk(self, out: Tensor, chunk: QueryChunk, q: Tensor, cache: KVCache, settings: Settings) -> None:
-        sequence = chunk.block_table, chunk.seq_len
-        self._kernels.prefill_attention(out, q, cache.k, cache.v, *sequence, **settings._asdict())
+        self._kernels.prefill_attention(out, q, cache, chunk.block_table, chunk.seq_len, settings)

@@ -41,8 +41,8 @@ def load_library(types: int) -> tuple[ctypes.CDLL, bool]:
     try:
         version = _run([program, *options, "--version"], tempfile.gettempdir())
         sources = [path.read_text() for path in (SOURCE, *HEADERS)]
-        told = "\n".join((*sources, *command, version, _processor()))
-        name = f"kernels-{_digest(told.encode())}"
+        build = "\n".join((*sources, *command, version, _processor()))
+        name = f"kernels-{_digest(build.encode())}"
         cache = _cache()
         for path in cache.glob(f"{name}-*.so") if cache else ():
             with suppress(OSError):

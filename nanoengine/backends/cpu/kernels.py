@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from nanoengine.backends.attention import Settings
 from nanoengine.backends.cpu.build import load_library
 from nanoengine.backends.inputs import SamplingMetadata
+from nanoengine.backends.kv_cache import KVCache
 from nanoengine.backends.memory import zeros_on_large_pages
 from nanoengine.backends.quantized import Quantized
 from nanoengine.steps import unwound_by_sigterm
@@ -70,49 +72,25 @@ class Kernels:
         self,
         out: Tensor,
         q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        cache: KVCache,
         block_tables: Tensor,
         seq_lens: Tensor,
         rows: Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-        alibi_slopes: Tensor | None = None,
+        settings: Settings,
     ) -> None:
         """Attend for sequences with one new token: from `rows` of q (T, H, D), into out (T, H, D').
 
         block_tables (S, blocks) and seq_lens (S,) are int32, rows (S,) int64, sinks and slopes (H,) float32.
         """
-        self.call(
-            "decode_attention", out, q, k_cache, v_cache, block_tables, seq_lens, rows,
-            len(rows), block_tables.shape[1], q.shape[1], k_cache.shape[2], q.shape[2], out.shape[2],
-            k_cache.shape[1], float(scale), window or 0, float(softcap or 0), sinks, alibi_slopes,
-        )  # fmt: skip
+        sequences = block_tables, seq_lens, rows, len(rows), block_tables.shape[1]
+        self.call("decode_attention", out, q, cache.k, cache.v, *sequences, *_layer(out, q, cache, settings))
 
     def prefill_attention(
-        self,
-        out: Tensor,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        block_table: Tensor,
-        seq_len: int,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-        alibi_slopes: Tensor | None = None,
+        self, out: Tensor, q: Tensor, cache: KVCache, block_table: Tensor, seq_len: int, settings: Settings
     ) -> None:
         """Attend for a sequence's last tokens, q (T, H, D), into out (T, H, D'). block_table is int32."""
-        self.call(
-            "prefill_attention", out, q, k_cache, v_cache, block_table, len(q), seq_len,
-            q.shape[1], k_cache.shape[2], q.shape[2], out.shape[2], k_cache.shape[1],
-            float(scale), window or 0, float(softcap or 0), sinks, alibi_slopes,
-        )  # fmt: skip
+        sequence = block_table, len(q), seq_len
+        self.call("prefill_attention", out, q, cache.k, cache.v, *sequence, *_layer(out, q, cache, settings))
 
     def write_kv(self, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """Write k (T, K, D) and v (T, K, D') to their slots, (T,) int64."""
@@ -166,14 +144,10 @@ class Kernels:
         num_outputs, num_inputs = weight.shape
         shape = -(-num_outputs // outputs), num_inputs // step, outputs, step
         packed = zeros_on_large_pages(shape, weight.dtype)
-        whole = num_outputs // outputs * outputs
-        packed[: whole // outputs] = (
-            weight[:whole].view(-1, outputs, num_inputs // step, step).transpose(1, 2)
-        )
-        if whole < num_outputs:
-            packed[-1, :, : num_outputs - whole] = (
-                weight[whole:].view(-1, num_inputs // step, step).transpose(0, 1)
-            )
+        rows, num_whole = packed.transpose(1, 2), num_outputs // outputs
+        whole, rest = weight.view(num_outputs, num_inputs // step, step).tensor_split([num_whole * outputs])
+        rows[:num_whole] = whole.view(num_whole, *rows.shape[1:])
+        rows[-1, : len(rest)] = rest
         return packed if step > 1 else packed.squeeze(-1)
 
     def pack_integers(self, quantized: Quantized) -> Tensor:
@@ -283,6 +257,13 @@ class Kernels:
             function = ctypes.CFUNCTYPE(None, *signature)(address)  # type: ignore[arg-type]
             self._functions[name, first.dtype] = function
         function(first.data_ptr(), *(a.data_ptr() if isinstance(a, Tensor) else a for a in arguments))
+
+
+def _layer(out: Tensor, q: Tensor, cache: KVCache, settings: Settings) -> tuple[Any, ...]:
+    """Return what a kernel for attention is told about the layer."""
+    scale, window, softcap, sinks, alibi_slopes = settings
+    sizes = q.shape[1], cache.k.shape[2], q.shape[2], out.shape[2], cache.k.shape[1]
+    return *sizes, float(scale), window or 0, float(softcap or 0), sinks, alibi_slopes
 
 
 def as_int64(values: Sequence[Tensor | int | None]) -> Tensor:

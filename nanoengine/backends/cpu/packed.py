@@ -119,24 +119,14 @@ class OneDNNLinear(nn.Module):
 
 
 def pack_embedding(embedding: nn.Embedding, head: PackedLinear) -> nn.Embedding:
-    """Return an embedding that reads its rows from a packed head, or the embedding itself if results differ.
-
-    Whatever the embedding's class adds is kept, such as Gemma's scale: its `super().forward` becomes that of
-    `PackedEmbedding`.
-    """
-    result: Any = copy.copy(embedding)
-    kind, ids = type(embedding), torch.arange(min(64, head.out_features))
-    is_plain = kind is nn.Embedding
-    result.__class__ = PackedEmbedding if is_plain else type(kind.__name__, (kind, PackedEmbedding), {})
-    result._parameters = {}
-    result.weight = head.rows(ids[:0])  # some models read its dtype
-    result.head = (head,)
-    plain = copy.copy(embedding)  # with the head's weights, which may be quantized
+    """Return an embedding that reads its rows from a packed head, or itself if results differ."""
+    result, ids = PackedEmbedding.of(embedding, head), torch.arange(min(64, head.out_features))
+    plain: Any = copy.copy(embedding)  # with the head's weights, which may be quantized
     plain._parameters = {"weight": nn.Parameter(head.rows(ids), requires_grad=False)}
     plain.padding_idx = None  # may be out of range here, and matters only in training
     with suppress(IndexError, RuntimeError):  # raised if its class reads the weight itself
         if torch.equal(result(ids), plain(ids)):
-            return result  # type: ignore[no-any-return]
+            return result
     return embedding
 
 
@@ -161,33 +151,26 @@ ROUTERS = ("float32_linear", "gate", "router", "shared_expert_gate")
 HEADS = ("lm_head", "embed_out", "output_projection")
 
 
-Places = list[tuple[nn.Module, str]]  # parent modules of a layer, and its name in each
+def pack_weights(model: nn.Module, kernels: Kernels | None, bits: int = 0) -> None:
+    """Replace a model's linear layers by packed ones, and embeddings that are tied to one of them.
 
-
-def _places(model: nn.Module) -> tuple[dict[nn.Linear, Places], dict[int, Places]]:
-    """Return the places of linear layers, and those of embeddings by the id of their weight."""
-    linears: dict[nn.Linear, Places] = {}
-    embeddings: dict[int, Places] = {}
+    Layers are replaced one at a time, and each plain weight is freed before the next layer is packed.
+    """
+    # The parent modules of each layer, and its name in each; those of embeddings by the id of their weight.
+    linears: dict[nn.Linear, list[tuple[nn.Module, str]]] = {}
+    embeddings: dict[int, list[tuple[nn.Module, str]]] = {}
     for parent in model.modules():
         for name, child in parent.named_children():
             if type(child) is nn.Linear:
                 linears.setdefault(child, []).append((parent, name))
             elif isinstance(child, nn.Embedding):
                 embeddings.setdefault(id(child.weight), []).append((parent, name))
-    return linears, embeddings
-
-
-def pack_weights(model: nn.Module, kernels: Kernels | None, bits: int = 0) -> None:
-    """Replace a model's linear layers by packed ones, and embeddings that are tied to one of them.
-
-    Layers are replaced one at a time, and each plain weight is freed before the next layer is packed.
-    """
-    linears, embeddings = _places(model)
+    parent = child = model  # the last ones would keep a plain weight in memory
     while linears:
         layer, places = linears.popitem()
         names = {name for _, name in places}
-        most = 0 if names & {*ROUTERS} else 8 if names & {*HEADS} else bits
-        packed = pack_linear(layer, kernels, bits and most)
+        max_bits = 0 if names & {*ROUTERS} else 8 if names & {*HEADS} else bits
+        packed = pack_linear(layer, kernels, bits and max_bits)
         for parent, name in places:
             setattr(parent, name, packed)
         if isinstance(packed, PackedLinear):
