@@ -4,7 +4,6 @@ import ctypes
 import math
 import mmap
 import platform
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -24,12 +23,6 @@ def keep_freed_memory() -> None:
         m_trim_threshold, m_mmap_threshold = -1, -3
         mallopt(m_mmap_threshold, 32 << 20)  # the maximum; larger tensors are still mapped and unmapped
         mallopt(m_trim_threshold, 1 << 30)
-
-
-def return_freed_memory() -> None:
-    """Make the C library return the memory that `keep_freed_memory` made it keep to the system."""
-    if platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def resident_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -65,22 +58,3 @@ def zeros_on_large_pages(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     with suppress(OSError):  # this kernel has no large pages
         memory.madvise(mmap.MADV_HUGEPAGE, start, size // LARGE_PAGE * LARGE_PAGE)
     return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape), offset=start).view(*shape)
-
-
-def drop_pages(tensor: Tensor) -> None:
-    """Return the memory of a CPU tensor to the system, except for partial pages at both ends.
-
-    The tensor keeps its address. The dropped pages read as zeros, and the next write allocates them again.
-
-    Raises:
-        ValueError: the system is not Linux.
-        OSError: the system refuses.
-    """
-    if sys.platform != "linux":
-        raise ValueError("memory can be given back on Linux alone")
-    first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-    start, end = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE, last // mmap.PAGESIZE * mmap.PAGESIZE
-    if start < end:
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED):
-            raise OSError(ctypes.get_errno(), "madvise failed")

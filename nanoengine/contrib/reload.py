@@ -9,6 +9,10 @@ addresses. To find that memory, a reference model without weights is built from 
 parameters have the checkpoint's names and shapes.
 """
 
+import ctypes
+import mmap
+import platform
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from functools import partial, wraps
@@ -21,8 +25,7 @@ from transformers.pytorch_utils import Conv1D
 
 from nanoengine.async_llm import AsyncLLM
 from nanoengine.backends.cpu.packed import CompiledLayer, OneDNNLinear, PackedLinear
-from nanoengine.backends.memory import drop_pages, return_freed_memory
-from nanoengine.backends.quantized import PackedEmbedding
+from nanoengine.backends.quantized import PackedEmbedding, quantize
 from nanoengine.config import EngineConfig
 from nanoengine.engine import BlockManager, ModelRunner
 from nanoengine.llm_engine import LLMEngine
@@ -211,7 +214,7 @@ class Reloader:
         runs = self._join(tensors)
         for run in runs:
             is_packed = isinstance(run.module, PackedLinear) and run.name == "weight"
-            if is_packed and not run.module.can_load(run.first, sum(map(len, run.tensors))):
+            if is_packed and not can_load(run.module, run.first, sum(map(len, run.tensors))):
                 raise ValueError(
                     f"tensor {run.names[0]!r} lies between others of its layer in few bits: "
                     "give q, k and v, or gate and up, in one call"
@@ -313,7 +316,8 @@ class Reloader:
             for places in self.places.values():
                 for place in places:
                     _drop(place.module, place.name)
-        return_freed_memory()
+        if platform.libc_ver()[0] == "glibc":  # which keeps freed memory (`memory.keep_freed_memory`)
+            ctypes.CDLL(None).malloc_trim(0)
 
     def wake_up(self, tags: Iterable[str] | None) -> None:
         """Allocate memory again: see the function `wake_up`."""
@@ -375,6 +379,66 @@ class Worker:
 # ---- Reading and writing packed layers -----------------------------------------------------------
 
 
+def load(layer: PackedLinear | OneDNNLinear, weight: Tensor, first: int = 0) -> None:
+    """Replace rows of a layer's weight from `first` on. Rows of a quantized weight are quantized."""
+    end = first + len(weight)
+    if isinstance(layer, OneDNNLinear):
+        whole = layer.weight.new_zeros(layer.shape) if layer.packed is None else layer.packed.to_dense()
+        whole[first:end] = weight
+        layer.packed = torch.ops.mkldnn._reorder_linear_weight(whole)
+        return
+    if not _are_blocks(layer, first, end):
+        whole = layer.weight
+        whole[first:end] = weight
+        weight, first, end = whole, 0, layer.out_features
+    outputs = layer.kernels.num_outputs
+    layer.packed[first // outputs : -(-end // outputs)] = _pack(layer, weight)
+
+
+def can_load(layer: PackedLinear, first: int, num_rows: int) -> bool:
+    """Return whether `load` would keep the other rows exactly.
+
+    If a quantized weight's rows are not whole blocks, all rows would be quantized again.
+    """
+    return not layer.form.bits or _are_blocks(layer, first, first + num_rows)
+
+
+def holds(layer: PackedLinear | OneDNNLinear, weight: Tensor) -> bool:
+    """Return whether a layer was made from that weight, (out, in)."""
+    if isinstance(layer, OneDNNLinear):
+        return torch.equal(layer.packed.to_dense(), weight)
+    return torch.equal(layer.packed, _pack(layer, weight))
+
+
+def _are_blocks(layer: PackedLinear, first: int, end: int) -> bool:
+    outputs = layer.kernels.num_outputs
+    return first % outputs == 0 and (end % outputs == 0 or end == layer.out_features)
+
+
+def _pack(layer: PackedLinear, weight: Tensor) -> Tensor:
+    weight, bits = weight.to(layer.packed.device, layer.dtype), layer.form.bits
+    return layer.kernels.pack_integers(quantize(weight, bits)) if bits else layer.kernels.pack(weight)
+
+
+def drop_pages(tensor: Tensor) -> None:
+    """Return the memory of a CPU tensor to the system, except for partial pages at both ends.
+
+    The tensor keeps its address. The dropped pages read as zeros, and the next write allocates them again.
+
+    Raises:
+        ValueError: the system is not Linux.
+        OSError: the system refuses.
+    """
+    if sys.platform != "linux":
+        raise ValueError("memory can be given back on Linux alone")
+    first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    start, end = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE, last // mmap.PAGESIZE * mmap.PAGESIZE
+    if start < end:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED):
+            raise OSError(ctypes.get_errno(), "madvise failed")
+
+
 def _held_module(model: nn.Module, path: str) -> Any:
     """Return the module at a path of the loaded model, below any `CompiledLayer` wrapper."""
     module: Any = model
@@ -390,7 +454,7 @@ def _is_shared(one: Place, other: Place) -> bool:
         return True
     held, packed = getattr(one.module, one.name), other.module
     if isinstance(packed, PackedLinear | OneDNNLinear):
-        return packed.holds(held)
+        return holds(packed, held)
     return held.data_ptr() == getattr(packed, other.name).data_ptr()  # type: ignore[no-any-return]
 
 
@@ -402,7 +466,7 @@ def _load(module: Any, name: str, tensor: Tensor, first: int = 0) -> None:
         for layer, weight in zip(held, tensor.transpose(1, 2) if is_transposed else tensor, strict=True):
             _load(layer, "weight", weight)
     elif isinstance(module, PackedLinear | OneDNNLinear) and name == "weight":
-        module.load(tensor, first)
+        load(module, tensor, first)
     else:
         rows = held[first : first + len(tensor)] if tensor.dim() else held
         rows.copy_(tensor)
@@ -417,6 +481,6 @@ def _drop(module: Any, name: str) -> None:
         for layer in held:
             _drop(layer, "weight")
     elif isinstance(module, OneDNNLinear) and name == "weight":
-        module.drop()
+        module.packed = None
     else:
         drop_pages(module.packed if isinstance(module, PackedLinear) and name == "weight" else held)

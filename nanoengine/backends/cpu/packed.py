@@ -40,35 +40,6 @@ class PackedLinear(nn.Module):
             packed = kernels.pack(weight)
         self.register_buffer("packed", packed, persistent=False)
 
-    def load(self, weight: Tensor, first: int = 0) -> None:
-        """Replace rows of the weight from `first` on, in place. For a quantized weight, quantize them."""
-        end = first + len(weight)
-        if not self._are_blocks(first, end):
-            whole = self.weight
-            whole[first:end] = weight
-            weight, first, end = whole, 0, self.out_features
-        outputs = self.kernels.num_outputs
-        self.packed[first // outputs : -(-end // outputs)] = self._pack(weight)
-
-    def can_load(self, first: int, num_rows: int) -> bool:
-        """Return whether `load` would keep the other rows exactly.
-
-        If a quantized weight's rows are not whole blocks, all rows would be quantized again.
-        """
-        return not self.form.bits or self._are_blocks(first, first + num_rows)
-
-    def holds(self, weight: Tensor) -> bool:
-        """Return whether the layer was made from that weight, (out, in)."""
-        return torch.equal(self.packed, self._pack(weight))
-
-    def _are_blocks(self, first: int, end: int) -> bool:
-        outputs = self.kernels.num_outputs
-        return first % outputs == 0 and (end % outputs == 0 or end == self.out_features)
-
-    def _pack(self, weight: Tensor) -> Tensor:
-        weight, bits = weight.to(self.packed.device, self.dtype), self.form.bits
-        return self.kernels.pack_integers(quantize(weight, bits)) if bits else self.kernels.pack(weight)
-
     @property
     def weight(self) -> Tensor:
         """The weight, (out, in), unpacked again at each access: some models read it."""
@@ -97,20 +68,6 @@ class OneDNNLinear(nn.Module):
         self.weight = layer.weight.new_empty(0, layer.in_features)  # some models read its dtype
         self.shape = layer.weight.shape
         self.packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight)
-
-    def load(self, weight: Tensor, first: int = 0) -> None:
-        """Replace rows of the weight from `first` on."""
-        whole = self.weight.new_zeros(self.shape) if self.packed is None else self.packed.to_dense()
-        whole[first : first + len(weight)] = weight
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(whole)
-
-    def drop(self) -> None:
-        """Free the weight's memory until `load` is called."""
-        self.packed = None
-
-    def holds(self, weight: Tensor) -> bool:
-        """Return whether the layer was made from that weight, (out, in)."""
-        return torch.equal(self.packed.to_dense(), weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer: (T, in) -> (T, out)."""
