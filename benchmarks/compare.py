@@ -175,10 +175,11 @@ def bench_model(model: str, workloads: list[Workload], args: argparse.Namespace)
         engines: dict[str, Any] = {}
         rows: list[dict[str, Any]] = []
         sweep: dict[str, list[Any]] = {engine: [] for engine in args.engine}
-        # Each engine takes nearly all of a GPU's memory, so only one can run at a time.
-        turns = [[engine] for engine in args.engine] if args.device == "cuda" else [args.engine]
+        turns = [args.engine]
         if args.ablate:  # pairs of engines with and without a trick, since the machine's speed changes
             turns = [["nanoengine", WITHOUT + trick] for trick in args.ablate]
+        if args.device == "cuda":  # each engine takes nearly all memory, so only one can run at a time
+            turns = [[engine] for turn in turns for engine in turn]
         for turn in turns:
             with ExitStack() as until:
                 bench.engines = [start(engine, until) for engine in turn]

@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks import llama_cpp, nano_vllm
 from benchmarks.ablation import TRICKS, WITHOUT, settings_of
 from benchmarks.runs import (
     KV_CACHE_BYTES,
@@ -27,6 +28,7 @@ from benchmarks.runs import (
 )
 
 STATIC_BATCH = 64  # number of requests in one `generate` call
+ATTENTION = ("flash", "varlen", "triton")  # backends on a GPU
 
 
 def drive(
@@ -65,19 +67,15 @@ def load_stepped(settings: dict[str, Any]) -> Run:
     else:
         from nanoengine import LLM, RequestOutputKind, SamplingParams
 
+    own: dict[str, Any] = {"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS}
+    if is_vllm:
+        own["skip_tokenizer_init"] = True
+    else:
+        own = {"device": settings["device"], **settings_of(settings["engine"])}
+        kind = settings["engine"].partition("-")[2]
+        own |= {"quantization": kind} if kind in ("int8", "int4") else {}
+        own |= {"attn_backend": kind} if kind in ATTENTION else {}
     names = ("model", "dtype", "load_format", "max_model_len")
-    vllm_settings = {
-        "max_num_seqs": MAX_NUM_SEQS,
-        "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
-        "skip_tokenizer_init": True,
-    }
-    name, _, quantization = settings["engine"].removeprefix(WITHOUT).partition("-")
-    own: dict[str, Any] = vllm_settings
-    if not is_vllm:
-        own = {"device": settings["device"], "quantization": quantization or None, **settings_of(name)}
-    own |= settings.get("own", {})
-    if "without" in settings:
-        TRICKS[settings["without"]].switch_off()
     llm = LLM(**{name: settings[name] for name in names}, **own)
 
     def run(prompts: list[list[int]], output_lens: list[int], arrivals: list[float]) -> dict[str, Any]:
@@ -97,11 +95,8 @@ def load_stepped(settings: dict[str, Any]) -> Run:
         before = llm.metrics()
         result = drive(llm, prompts, params, arrivals, after_step)
         spent = {name: value - before[name] for name, value in llm.metrics().items()}
-        phases = {
-            name.removeprefix("seconds_"): value
-            for name, value in spent.items()
-            if name.startswith("seconds_")
-        }
+        prefix = "seconds_"
+        phases = {name.removeprefix(prefix): spent[name] for name in spent if name.startswith(prefix)}
         return result | {
             "steps": spent["num_steps"],
             "batch_mean": statistics.fmean(batch_sizes),
@@ -156,9 +151,7 @@ def load_transformers_cb(settings: dict[str, Any]) -> Run:
     cb_config = ContinuousBatchingConfig(
         max_batch_tokens=MAX_NUM_BATCHED_TOKENS, max_requests_per_batch=MAX_NUM_SEQS
     )
-    if (
-        settings["device"] == "cpu"
-    ):  # as much cache as the other engines have; by default it would take all memory
+    if settings["device"] == "cpu":  # the cache of the other engines; by default it would take all memory
         config, itemsize = model.config, getattr(torch, settings["dtype"]).itemsize
         token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * itemsize
         num_tokens = min(KV_CACHE_BYTES // token_bytes, MAX_NUM_SEQS * settings["max_model_len"])
@@ -199,20 +192,6 @@ def load_transformers_cb(settings: dict[str, Any]) -> Run:
     return run
 
 
-def load_llama_cpp(settings: dict[str, Any]) -> Run:
-    """Load llama.cpp with continuous batching. The model is a GGUF file."""
-    from benchmarks.llama_cpp import load
-
-    return load(settings)
-
-
-def load_nano_vllm(settings: dict[str, Any]) -> Run:
-    """Load nano-vllm, which serves all requests at once. The model has weights and a tokenizer."""
-    from benchmarks.nano_vllm import load
-
-    return load(settings)
-
-
 def load_limits(settings: dict[str, Any]) -> Run:
     """Return a run that measures the machine's memory bandwidth and matrix rate instead of an engine."""
     from nanoengine.apps.roofline import measure_limits
@@ -223,15 +202,12 @@ def load_limits(settings: dict[str, Any]) -> Run:
 # name -> the package that the engine needs, and the function that loads it
 LOADERS: dict[str, tuple[str, Callable[[dict[str, Any]], Run]]] = {
     "nanoengine": ("nanoengine", load_stepped),
-    "nanoengine-int8": ("nanoengine", load_stepped),
-    "nanoengine-int4": ("nanoengine", load_stepped),
+    **{f"nanoengine-{kind}": ("nanoengine", load_stepped) for kind in ("int8", "int4", *ATTENTION)},
     "transformers": ("transformers", load_transformers),
     "transformers-cb": ("transformers", load_transformers_cb),
     "vllm": ("vllm", load_stepped),
-    "nano-vllm": ("nanovllm", load_nano_vllm),
-    "llama.cpp": ("llama_cpp", load_llama_cpp),
-    "llama.cpp-q8_0": ("llama_cpp", load_llama_cpp),
-    "llama.cpp-q4_0": ("llama_cpp", load_llama_cpp),
+    "nano-vllm": ("nanovllm", nano_vllm.load),
+    **{f"llama.cpp{kind}": ("llama_cpp", llama_cpp.load) for kind in ("", "-q8_0", "-q4_0")},
     "limits": ("torch", load_limits),
 }
 ENGINES = [name for name in LOADERS if name != "limits"]
@@ -253,7 +229,8 @@ def worker_main(engine: str) -> None:
                 reply = {"error": "not installed"}
             else:
                 run = load(command | {"engine": engine})
-                modules = {name: sys.modules.get(name) for name in ("torch", "transformers", package)}
+                names = ("torch", "triton", "flash_attn", "transformers", package)
+                modules = {name: sys.modules.get(name) for name in names}
                 versions = {name: getattr(m, "__version__", "unknown") for name, m in modules.items() if m}
                 reply = {"versions": {"python": platform.python_version(), **versions}}
             if (torch := sys.modules.get("torch")) and torch.cuda.is_initialized():

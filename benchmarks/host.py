@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from functools import partial
 from io import StringIO
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -15,7 +14,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-import nanoengine
+from benchmarks.report import table
 from nanoengine.backends import cuda
 from nanoengine.backends.device import Forward
 from nanoengine.config import EngineConfig
@@ -25,15 +24,22 @@ from nanoengine.sampling import sample_rows
 from nanoengine.sampling_params import RequestOutputKind, SamplingParams
 
 BLOCK_SIZE = 16
+# Running sequences, and blocks of the pool; and the sequences of whole steps.
+SIZES = [(1, 1_000), (16, 1_000), (64, 10_000), (256, 20_000), (256, 100_000), (1024, 100_000)]
+NUM_SEQS = 256
 
 
-def median_us(run: Callable[[], float], repeats: int) -> tuple[float, float, float]:
-    """Return the median, minimum and maximum of the seconds that `run` returns, in microseconds."""
-    times = sorted(run() * 1e6 for _ in range(repeats))
-    return statistics.median(times), times[0], times[-1]
+def spread(times: list[float]) -> dict[str, float]:
+    """Return the median, minimum and maximum."""
+    return {"median": statistics.median(times), "min": min(times), "max": max(times)}
 
 
-def decode_step_us(num_seqs: int, num_blocks: int, repeats: int) -> tuple[float, float, float]:
+def spread_us(run: Callable[[], float], repeats: int) -> dict[str, float]:
+    """Return the spread of the seconds that `run` returns, in microseconds."""
+    return spread([run() * 1e6 for _ in range(repeats)])
+
+
+def decode_step_us(num_seqs: int, num_blocks: int, repeats: int) -> dict[str, float]:
     """Measure scheduling and updating one decode step."""
     manager = BlockManager(num_blocks, BLOCK_SIZE)
     scheduler = Scheduler(manager, max_num_seqs=num_seqs, max_num_batched_tokens=16 * num_seqs)
@@ -50,10 +56,10 @@ def decode_step_us(num_seqs: int, num_blocks: int, repeats: int) -> tuple[float,
 
     step()  # admits all prompts
     # Averaged over whole blocks, so that growth, hashing and registration are included at their true share.
-    return median_us(lambda: sum(step() for _ in range(BLOCK_SIZE)) / BLOCK_SIZE, repeats)
+    return spread_us(lambda: sum(step() for _ in range(BLOCK_SIZE)) / BLOCK_SIZE, repeats)
 
 
-def admission_us(num_blocks: int, repeats: int) -> tuple[float, float, float]:
+def admission_us(num_blocks: int, repeats: int) -> dict[str, float]:
     """Measure admitting a 544-token prompt of which 512 tokens are cached: hash, look up, allocate."""
     manager = BlockManager(num_blocks, BLOCK_SIZE)
     rng = random.Random(0)
@@ -69,7 +75,7 @@ def admission_us(num_blocks: int, repeats: int) -> tuple[float, float, float]:
         return elapsed
 
     admit([0] * 32)
-    return median_us(lambda: admit([rng.randrange(10**6) for _ in range(32)]), repeats * 20)
+    return spread_us(lambda: admit([rng.randrange(10**6) for _ in range(32)]), repeats * 20)
 
 
 # ---- Whole steps ---------------------------------------------------------------------------------
@@ -105,7 +111,7 @@ def engine_without_device(num_seqs: int, max_model_len: int = 1024) -> Iterator[
     with redirect_stderr(StringIO()):  # hides the engine's startup message
         engine = LLMEngine(
             EngineConfig(
-                model=str(Path(nanoengine.__file__).parent / "demo"),
+                model="demo",
                 max_num_seqs=num_seqs,
                 max_model_len=max_model_len,
                 max_num_batched_tokens=8192,
@@ -166,56 +172,36 @@ KINDS: dict[str, dict[str, Any]] = {
 PHASES = ("schedule", "inputs", "forward", "sample", "update")
 
 
-def whole_step_ms(kind: str, num_seqs: int, repeats: int) -> tuple[list[float], dict[str, float]]:
-    """Return the milliseconds per decode step of `repeats` runs, sorted, and the mean of each phase."""
-    times = []
+def whole_steps(kind: str, num_seqs: int, repeats: int) -> dict[str, float]:
+    """Return the milliseconds of a decode step, of `repeats` runs, and the mean of each phase."""
+    times, num_steps = [], 16
     with engine_without_device(num_seqs) as engine:
         start_decodes(engine, num_seqs, 512, **KINDS[kind])
         seconds = engine.runner.stopwatch.seconds
-        before, num_steps = dict(seconds), 16
+        before = dict(seconds)
         for _ in range(min(repeats, (1024 - 512) // num_steps - 1)):
             start = time.perf_counter()
             for _ in range(num_steps):
                 engine.step()
             times.append((time.perf_counter() - start) / num_steps * 1e3)
-        phases = {
-            phase: (seconds[phase] - before[phase]) / (num_steps * len(times)) * 1e3 for phase in PHASES
-        }
-    return sorted(times), phases
+        count = num_steps * len(times)
+        phases = {phase: (seconds[phase] - before[phase]) / count * 1e3 for phase in PHASES}
+    return spread(times) | phases
 
 
-def bench_steps(repeats: int, num_seqs: int = 256) -> dict[str, Any]:
-    """Measure whole steps for each kind of output, print a table and return the figures."""
-    print(f"{f'ms a step, {num_seqs} decode':24} median     min     max   of which {'  '.join(PHASES)}")
-    report = {}
+def bench_scheduler(repeats: int) -> dict[str, Any]:
+    """Measure the scheduler and whole steps, print tables and return the figures."""
+    report: dict[str, Any] = {"decode_us": {}, "admission_us": {}, "steps_ms": {}}
+    for num_seqs, num_blocks in SIZES:
+        figures = decode_step_us(num_seqs, num_blocks, repeats)
+        figures["per sequence"] = figures["median"] / num_seqs
+        report["decode_us"][f"{num_seqs} running, {num_blocks} blocks"] = figures
+    for num_blocks in sorted({num_blocks for _, num_blocks in SIZES}):
+        report["admission_us"][f"{num_blocks} blocks"] = admission_us(num_blocks, repeats)
     for kind in KINDS:
-        times, phases = whole_step_ms(kind, num_seqs, repeats)
-        median = statistics.median(times)
-        each = "  ".join(f"{phases[phase]:{len(phase)}.2f}" for phase in PHASES)
-        print(f"{kind:24} {median:6.2f}  {times[0]:6.2f}  {times[-1]:6.2f}            {each}")
-        report[kind] = {"median": round(median, 3), "min": round(times[0], 3), "max": round(times[-1], 3)}
+        report["steps_ms"][kind] = whole_steps(kind, NUM_SEQS, repeats)
+    titles = "decode step, µs", "admit 544 tokens, 512 cached, µs", f"whole step of {NUM_SEQS} decodes, ms"
+    for title, rows in zip(titles, report.values(), strict=True):
+        lines = [[name, *(f"{value:.2f}" for value in row.values())] for name, row in rows.items()]
+        print(f"\n{table([title, *next(iter(rows.values()))], lines)}\n")
     return report
-
-
-def bench_scheduler(repeats: int) -> dict[str, dict[str, float]]:
-    """Measure the scheduler and whole steps, print tables and return the medians."""
-    sizes = [(1, 1_000), (16, 1_000), (64, 10_000), (256, 20_000), (256, 100_000), (1024, 100_000)]
-    steps = {
-        f"{seqs} running, {blocks} blocks": (seqs, decode_step_us(seqs, blocks, repeats))
-        for seqs, blocks in sizes
-    }
-    admissions = {f"{blocks} blocks": admission_us(blocks, repeats) for blocks in (1_000, 10_000, 100_000)}
-    print(f"{'µs':48}   median      min      max   per sequence")
-    for key, (seqs, (median, least, most)) in steps.items():
-        print(f"{'decode step, ' + key:48} {median:8.2f} {least:8.2f} {most:8.2f} {median / seqs:8.3f}")
-    for key, (median, least, most) in admissions.items():
-        print(f"{'admit 544 tokens, 512 cached, ' + key:48} {median:8.2f} {least:8.2f} {most:8.2f}")
-    steps_ms = bench_steps(repeats)
-    return {
-        "steps_ms": steps_ms,
-        "decode_us": {key: round(figures[0], 3) for key, (_, figures) in steps.items()},
-        "decode_us_per_sequence": {
-            key: round(figures[0] / seqs, 3) for key, (seqs, figures) in steps.items()
-        },
-        "admission_us": {key: round(figures[0], 3) for key, figures in admissions.items()},
-    }

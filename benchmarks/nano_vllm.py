@@ -60,7 +60,6 @@ def load(settings: dict[str, Any]) -> Run:
 
     llm = LLM(
         settings["model"],
-        enforce_eager=settings.get("own", {}).get("enforce_eager", False),
         max_model_len=settings["max_model_len"],
         max_num_seqs=MAX_NUM_SEQS,
         max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,

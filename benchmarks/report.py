@@ -62,6 +62,11 @@ def hardware(place: dict[str, Any]) -> str:
     return f"{processor}, {place['cores']} cores, {place['memory_gib']} GiB"
 
 
+def versions_of(about: dict[str, Any]) -> str:
+    """List an engine's versions."""
+    return ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+
+
 def print_tables(report: dict[str, Any]) -> None:
     """Print each model's tables, one per workload and rate, then the engines' versions and the limits."""
     for result in report["models"]:
@@ -76,8 +81,7 @@ def print_tables(report: dict[str, Any]) -> None:
             if "error" in row:
                 print(f"{row['engine']}, {row['workload']}: not measured, {row['error']}")
         for engine, about in result["engines"].items():
-            versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
-            print(f"{engine}: {about['error'] or versions}; {about['environment']}")
+            print(f"{engine}: {about['error'] or versions_of(about)}; {about['environment']}")
         limits = result["limits"]
         rates = ", ".join(f"{rate} at {rows} rows" for rows, rate in limits["gemm_gflop_per_s"].items())
         print(f"memory: {limits['bandwidth_gb_per_s']} GB/s; matrix products, GFLOP/s: {rates}")
@@ -111,17 +115,19 @@ def compare_tricks(report: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
+def trick_cells(row: dict[str, Any]) -> list[str]:
+    """Return a row of the table of tricks, whose gain is the ratio of each pair of runs."""
+    start = [row["trick"], row["workload"]]
+    if "error" in row:
+        return [*start, row["error"], ""]
+    gain = f"{row['gain']:.2f} ({row['min']:.2f} to {row['max']:.2f})"
+    return [*start, f"{row['with']:.1f}, {row['without']:.1f}", gain]
+
+
 def print_tricks(rows: list[dict[str, Any]]) -> None:
-    """Print a table of the gain from each trick, by the ratio of each pair of runs."""
-    lines = []
-    for row in rows:
-        figures = [row.get("error", ""), ""]
-        if "error" not in row:
-            gain = f"{row['gain']:.2f} ({row['min']:.2f} to {row['max']:.2f})"
-            figures = [f"{row['with']:.1f}, {row['without']:.1f}", gain]
-        lines.append([row["trick"], row["workload"], *figures])
+    """Print a table of the gain from each trick."""
     head = "without", "workload", "output tokens/s with, without", "gain (min to max of the pairs)"
-    print(f"\n{table(head, lines)}\n")
+    print(f"\n{table(head, map(trick_cells, rows))}\n")
 
 
 def draw(report: dict[str, Any], path: str) -> None:

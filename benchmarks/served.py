@@ -28,22 +28,14 @@ from typing import Any
 
 from benchmarks.machine import machine
 from benchmarks.models import write_shape, write_tokenizer
-from benchmarks.report import hardware
+from benchmarks.report import hardware, table
 from benchmarks.runs import CORES
+from benchmarks.workers import environment
 from nanoengine.apps.workloads import SHAPES
 
 START_SECONDS = 300
 INSTALL = "python -m venv guidellm && guidellm/bin/pip install guidellm, and --guidellm guidellm/bin/python"
 FIGURES = {"TTFT": "time_to_first_token_ms", "between tokens": "inter_token_latency_ms"}
-
-
-def server_command(engine: str, python: str, model: str, port: int) -> list[str]:
-    """Return the command that starts a server of the model, under the name `model`."""
-    common = [model, "--load-format", "dummy", "--port", str(port), "--served-model-name", "model"]
-    common += ["--max-model-len", "2048"]
-    if engine == "vllm":
-        return [python, "-m", "vllm.entrypoints.openai.api_server", "--model", *common]
-    return [python, "-m", "nanoengine", "serve", *common]
 
 
 @contextmanager
@@ -53,16 +45,14 @@ def serving(engine: str, python: str, model: str) -> Iterator[tuple[str, subproc
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
-    cores = {"OMP_NUM_THREADS": str(len(CORES))}
+    command = [python, "-m", "nanoengine", "serve", model]
     if engine == "vllm":
-        cores = {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, CORES)), "VLLM_CPU_KVCACHE_SPACE": "4"}
+        command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+    command += ["--load-format", "dummy", "--port", str(port), "--served-model-name", "model"]
+    command += ["--max-model-len", "2048"]
     with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(
-            server_command(engine, python, model, port),
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=os.environ | cores | {"HF_HUB_OFFLINE": "1"},
-        )
+        env = os.environ | environment(engine, python, len(CORES))
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env)
         try:
             deadline = time.monotonic() + START_SECONDS
             while not answers(f"{url}/health"):
@@ -99,13 +89,9 @@ def scenario(
     profile = {"kind": "throughput", "max_concurrency": args.requests}
     if rate is not None:
         profile = {"kind": "constant", "rate": [rate]}
+    backend = {"kind": "openai_http", "target": url, "request_format": "/v1/completions"}
     return {
-        "backend": {
-            "kind": "openai_http",
-            "target": url,
-            "model": "model",
-            "request_format": "/v1/completions",
-        },
+        "backend": backend | {"model": "model"},
         "profile": profile,
         "data": [data],
         "seed": {"kind": "static", "value": seed},
@@ -116,11 +102,7 @@ def scenario(
 
 
 def load(url: str, model: str, args: argparse.Namespace, rate: float | None, seed: int) -> dict[str, Any]:
-    """Run guidellm once, and return its figures.
-
-    Raises:
-        RuntimeError: guidellm failed, or some of its requests failed.
-    """
+    """Run guidellm once, and return its figures. RuntimeError: guidellm or one of its requests failed."""
     with tempfile.TemporaryDirectory() as scratch:
         config, out = Path(scratch, "scenario.json"), Path(scratch, "report.json")
         config.write_text(json.dumps({"spec": scenario(url, model, args, rate, seed, out)}))
@@ -138,11 +120,7 @@ def load(url: str, model: str, args: argparse.Namespace, rate: float | None, see
 
 
 def summarize(benchmark: dict[str, Any], client_seconds: float) -> dict[str, Any]:
-    """Reduce guidellm's report of a run to the figures that are compared.
-
-    Raises:
-        RuntimeError: some of the requests failed.
-    """
+    """Reduce guidellm's report of a run to the figures that are compared."""
     metrics = benchmark["metrics"]
     totals = metrics["request_totals"]
     if totals["errored"] or not totals["successful"]:
@@ -193,10 +171,6 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as model:
         write_shape(args.model, model, dtype=args.dtype)
         write_tokenizer(SHAPES[args.model]["vocab_size"], model)
-        print(
-            "| server | requests a second | output tokens/s | TTFT p50, p99 | between tokens p50, p99 | cpu |"
-        )
-        print("|---|---|---|---|---|---|")
         for engine in engines:
             with serving(engine, pythons.get(engine, sys.executable), model) as (url, process):
                 load(url, model, args, None, 0)  # a warm-up
@@ -205,20 +179,21 @@ def main() -> None:
                     row = {"engine": engine, "rate": rate, **load(url, model, args, rate, seed)}
                     row["server_cpu_seconds"] = round(cpu_seconds(process) - before, 2)
                     rows.append(row)
-                    print(table_row(row), flush=True)
+                    print("; ".join(row_cells(row)), flush=True)
+    head = "server", "requests a second", "output tokens/s", "TTFT p50, p99", "between tokens p50, p99", "cpu"
+    print(f"\n{table(head, map(row_cells, rows))}")
     place = machine(len(CORES), "cpu")
     whose = "cpu: seconds of the server, of guidellm with its start"
     print(f"\n{hardware(place)}; {args.model}, {args.dtype}; {whose}\n")
     print(json.dumps({"machine": place, "settings": vars(args), "results": rows}))
 
 
-def table_row(row: dict[str, Any]) -> str:
-    """Return a row of the Markdown table."""
+def row_cells(row: dict[str, Any]) -> list[str]:
+    """Return a row of the table."""
     rate = "saturated" if row["rate"] is None else f"{row['rate']:g}"
     latencies = [f"{low:.0f}, {high:.0f} ms" for low, high in (row[f"{label}, ms"] for label in FIGURES)]
     cpu = f"{row['server_cpu_seconds']:.1f}, {row['client_cpu_seconds']:.1f} s"
-    cells = [row["engine"], rate, f"{row['output_tokens_per_s']:.1f}", *latencies, cpu]
-    return f"| {' | '.join(cells)} |"
+    return [row["engine"], rate, f"{row['output_tokens_per_s']:.1f}", *latencies, cpu]
 
 
 if __name__ == "__main__":

@@ -13,8 +13,6 @@ from typing import Any
 
 from benchmarks.runs import CORES, KV_CACHE_BYTES
 
-ROOT = Path(__file__).parent.parent
-
 
 @dataclass(slots=True)
 class Worker:
@@ -75,23 +73,24 @@ class Worker:
             os.killpg(self.process.pid, number)
 
 
-def start_worker(engine: str, python: str, threads: int) -> Worker:
-    """Start an engine in a process group of its own. Closing the terminal ends it, like a shell's job."""
-    env = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    notes = f"OMP_NUM_THREADS={threads}"
-    if engine == "vllm":  # vLLM's best settings; it sets OMP_NUM_THREADS itself
-        cores = ",".join(map(str, CORES[:threads]))
-        own = {"VLLM_CPU_OMP_THREADS_BIND": cores, "VLLM_CPU_KVCACHE_SPACE": str(KV_CACHE_BYTES >> 30)}
+def environment(engine: str, python: str, threads: int) -> dict[str, str]:
+    """Return the environment variables of an engine's process: its threads, and vLLM's best settings."""
+    own = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads)}
+    if engine.startswith("llama.cpp"):  # llama.cpp does not pin its threads: two could share one core
+        own["OMP_PROC_BIND"] = "true"
+    if engine == "vllm":  # it sets OMP_NUM_THREADS itself
+        del own["OMP_NUM_THREADS"]
+        own["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, CORES[:threads]))
+        own |= {"VLLM_CPU_KVCACHE_SPACE": str(KV_CACHE_BYTES >> 30), "VLLM_NO_USAGE_STATS": "1"}
         iomp = Path(python).parent.parent / "lib" / "libiomp5.so"
         preload = [ctypes.util.find_library("tcmalloc_minimal"), str(iomp) if iomp.is_file() else None]
         own["LD_PRELOAD"] = ":".join(library for library in preload if library)
-        env |= own
-        notes = " ".join(f"{name}={value}" for name, value in own.items())
-    else:
-        env["OMP_NUM_THREADS"] = str(threads)
-        if engine.startswith("llama.cpp"):  # llama.cpp does not pin its threads: two could share one core
-            env["OMP_PROC_BIND"] = "true"
-            notes += " OMP_PROC_BIND=true"
+    return own
+
+
+def start_worker(engine: str, python: str, threads: int) -> Worker:
+    """Start an engine in a process group of its own. Closing the terminal ends it, like a shell's job."""
+    own = environment(engine, python, threads)
     log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (the worker closes it)
     process = subprocess.Popen(
         [python, "-m", "benchmarks.engines", engine],
@@ -99,8 +98,8 @@ def start_worker(engine: str, python: str, threads: int) -> Worker:
         stdout=subprocess.PIPE,
         stderr=log,
         text=True,
-        env=env,
-        cwd=ROOT,
+        env=os.environ | own,
+        cwd=Path(__file__).parent.parent,
         process_group=0,
     )
-    return Worker(engine, process, log, notes)
+    return Worker(engine, process, log, " ".join(f"{name}={value}" for name, value in own.items()))
