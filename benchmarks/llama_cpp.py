@@ -29,25 +29,23 @@ def prepare(checkpoint: "Checkpoint", settings: dict[str, Any], directory: str) 
     """
     config = checkpoint.decoder_config
     if config is None:
-        raise ValueError(
-            f"{checkpoint.architecture} is not written for llama.cpp, only {', '.join(FAMILIES)}"
-        )
+        known = ", ".join(FAMILIES)
+        raise ValueError(f"{checkpoint.architecture} is not written for llama.cpp, only {known}")
     token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 2  # float16
     num_tokens = min(KV_CACHE_BYTES // token_bytes, MAX_NUM_SEQS * settings["max_model_len"])
     kind = settings.get("gguf_type")
-    path = write_gguf(checkpoint, settings, Path(directory, f"{kind or 'model'}.gguf"), kind)
+    path = Path(directory, f"{kind or 'model'}.gguf")
+    write_gguf(checkpoint, settings, path, kind)
     return settings | {"model": str(path), "cache_tokens": num_tokens // 256 * 256}
 
 
 def write_gguf(
     checkpoint: "Checkpoint", settings: dict[str, Any], path: Path, kind: str | None = None
-) -> Path:
+) -> None:
     """Write a checkpoint without its tokenizer. With load_format "dummy", write random weights.
 
     Matrices have the run's dtype, or a quantized type like "q4_0", in which case embedding and head are Q8_0.
-    Norms and biases are float32, as in llama.cpp's own files.
-
-    Source: llama.cpp's convert_hf_to_gguf.py.
+    Norms and biases are float32, as in llama.cpp's own files. Source: llama.cpp's convert_hf_to_gguf.py.
 
     Raises:
         ValueError: the model has sliding windows, or a rope that the file format cannot describe.
@@ -68,7 +66,7 @@ def write_gguf(
     is_scaled = not torch.equal(divisors, torch.ones_like(divisors))
     if rope_scale != 1 or (is_scaled and family != "llama"):
         kind = config.rope["rope_type"]
-        raise ValueError(f"{checkpoint.path}: a file for llama.cpp's {family} cannot tell its {kind} rope")
+        raise ValueError(f"{checkpoint.path}: llama.cpp's {family} models cannot have its {kind} rope")
 
     writer = gguf.GGUFWriter(path, family)
     writer.add_tokenizer_model("none")
@@ -102,21 +100,17 @@ def write_gguf(
         own_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if own_name is None:
             raise ValueError(f"{checkpoint.path}: llama.cpp's {family} models have no {name}")
+        own_type = weight_type
         if weight.dim() == 1:
-            writer.add_tensor(own_name, weight.float().numpy())
-        elif kind is not None:
-            is_layer = own_name.startswith("blk.")
-            own_type = weight_type if is_layer else gguf.GGMLQuantizationType.Q8_0
-            rows = gguf.quants.quantize(weight.float().numpy(), own_type)
-            writer.add_tensor(own_name, rows, raw_dtype=own_type)
-        else:  # written as bytes: NumPy has no bfloat16
-            rows = weight.contiguous().view(torch.uint8).numpy()
-            writer.add_tensor(own_name, rows, raw_dtype=weight_type)
+            own_type = gguf.GGMLQuantizationType.F32
+        elif kind is not None and not own_name.startswith("blk."):
+            own_type = gguf.GGMLQuantizationType.Q8_0
+        rows = gguf.quants.quantize(weight.float().numpy(), own_type)
+        writer.add_tensor(own_name, rows, raw_dtype=own_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
 
 
 # ---- The engine ----------------------------------------------------------------------------------
@@ -128,15 +122,10 @@ class Request:
 
     tokens: list[int]  # the prompt, then the sampled tokens
     num_prompt: int
-    num_output: int
+    num_total: int  # tokens, and cells of the cache, in the end
     sequence: int  # llama.cpp's sequence id
     num_computed: int = 0  # number of tokens in the cache
     stamps: list[float] = field(default_factory=list)  # when each token was sampled
-
-    @property
-    def num_cells(self) -> int:
-        """The number of cache cells that the request needs in the end."""
-        return self.num_prompt + self.num_output
 
 
 CPU_FLAGS = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
@@ -153,21 +142,13 @@ class LlamaCpp:
         threads: number of threads for all computation.
         cache_tokens: size of the KV cache that all sequences share, in tokens.
         device: "cpu", or "cuda" to run all layers on a GPU.
-        is_quantized: whether the weights are quantized.
-        exact: keep K and V in float32. Otherwise llama.cpp uses its default, flash attention over float16,
-            for any weights. It has no flash attention over float32, and without flash attention every
-            sequence is multiplied with the keys of all others.
+        exact: keep K and V in float32. Otherwise llama.cpp uses its default, flash attention over float16.
+            It has no flash attention over float32, and without it every sequence is multiplied with the
+            keys of all others.
     """
 
     def __init__(
-        self,
-        path: str,
-        *,
-        threads: int,
-        cache_tokens: int,
-        device: str = "cpu",
-        exact: bool = False,
-        is_quantized: bool = False,
+        self, path: str, threads: int, cache_tokens: int, device: str = "cpu", *, exact: bool = False
     ) -> None:
         import llama_cpp
 
@@ -178,8 +159,8 @@ class LlamaCpp:
         if device == "cpu":
             model_params.n_gpu_layers = 0
         # Version 0.3.36 crashes when it copies quantized weights for AMX and the head is tied to the
-        # embedding.
-        model_params.use_extra_bufts = not ("amx_tile" in CPU_FLAGS and is_quantized)
+        # embedding. `prepare` names the files of quantized weights after their type.
+        model_params.use_extra_bufts = not ("amx_tile" in CPU_FLAGS and Path(path).stem in ("q4_0", "q8_0"))
         self.model = llama_cpp.llama_model_load_from_file(path.encode(), model_params)
         if not self.model:
             raise RuntimeError(f"llama.cpp cannot load {path}")
@@ -203,25 +184,15 @@ class LlamaCpp:
         self.api.llama_model_free(self.model)
 
     def serve(
-        self,
-        prompts: list[list[int]],
-        output_lens: list[int],
-        arrivals: list[float],
-        temperature: float,
-        seed: int = 0,
+        self, prompts: list[list[int]], output_lens: list[int], arrivals: list[float], temperature: float
     ) -> tuple[list[Request], dict[str, Any]]:
-        """Serve prompts that arrive at these times. Returns the requests in order, and the measurements.
-
-        Raises:
-            ValueError: a request needs more than the whole cache.
-            RuntimeError: llama.cpp failed.
-        """
+        """Serve prompts that arrive at these times. Returns the requests in order, and the measurements."""
         api, memory = self.api, self.api.llama_get_memory(self.context)
         if (longest := max(map(sum, zip(map(len, prompts), output_lens, strict=True)))) > self.cache_tokens:
             raise ValueError(f"a request needs {longest} tokens, the cache has {self.cache_tokens}")
         sampler = api.llama_sampler_chain_init(api.llama_sampler_chain_default_params())
         api.llama_sampler_chain_add(sampler, api.llama_sampler_init_temp(temperature))
-        api.llama_sampler_chain_add(sampler, api.llama_sampler_init_dist(seed))
+        api.llama_sampler_chain_add(sampler, api.llama_sampler_init_dist(0))
         api.llama_memory_clear(memory, False)
         requests: list[Request] = []
         running: list[Request] = []
@@ -231,11 +202,11 @@ class LlamaCpp:
         while running or len(requests) < len(prompts):
             now = time.perf_counter() - start
             while len(requests) < len(prompts) and arrivals[len(requests)] <= now and free_sequences:
-                prompt, num_output = prompts[len(requests)], output_lens[len(requests)]
-                taken = sum(request.num_cells for request in running)
-                if taken + len(prompt) + num_output > self.cache_tokens:
+                prompt = prompts[len(requests)]
+                total = len(prompt) + output_lens[len(requests)]
+                if sum(request.num_total for request in running) + total > self.cache_tokens:
                     break
-                running.append(Request(list(prompt), len(prompt), num_output, free_sequences.pop()))
+                running.append(Request(list(prompt), len(prompt), total, free_sequences.pop()))
                 requests.append(running[-1])
             if not running:
                 time.sleep(max(0.0, arrivals[len(requests)] - now))
@@ -247,7 +218,7 @@ class LlamaCpp:
             now = time.perf_counter() - start
             for _, request in due:
                 request.stamps.append(now)
-                if len(request.stamps) == request.num_output:
+                if len(request.tokens) == request.num_total:
                     running.remove(request)
                     api.llama_memory_seq_rm(memory, request.sequence, -1, -1)
                     free_sequences.append(request.sequence)
@@ -286,11 +257,5 @@ class LlamaCpp:
 
 def load(settings: dict[str, Any]) -> Run:
     """Load llama.cpp with the settings from `prepare`."""
-    names = ("threads", "cache_tokens", "device")
-    own = {name: settings[name] for name in names} | {"is_quantized": "gguf_type" in settings}
-    engine = LlamaCpp(settings["model"], **own)
-
-    def run(prompts: list[list[int]], output_lens: list[int], arrivals: list[float]) -> dict[str, Any]:
-        return engine.serve(prompts, output_lens, arrivals, TEMPERATURE)[1]
-
-    return run
+    engine = LlamaCpp(*(settings[name] for name in ("model", "threads", "cache_tokens", "device")))
+    return lambda *requests: engine.serve(*requests, TEMPERATURE)[1]

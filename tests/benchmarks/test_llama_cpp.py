@@ -140,7 +140,7 @@ def test_random_weights_have_the_config_s_shapes(tmp_path, tmp_path_factory):
     [
         ("gpt2", "GPT2LMHeadModel is not written for llama.cpp"),
         ("qwen2 sliding from layer 1", "no sliding window"),
-        ("llama yarn rope with mscale", "cannot tell its yarn rope"),
+        ("llama yarn rope with mscale", "cannot have its yarn rope"),
     ],
 )
 def test_what_llama_cpp_would_compute_otherwise_is_refused(name, message, tmp_path, tmp_path_factory):
