@@ -23,7 +23,7 @@ from tests.helpers import GEMMA, GEMMA3N, GEMMA4, TINY, check_served, composite_
 PAGE = Path(__file__).parent.parent / "docs" / "guide" / "models.md"
 MARKS = "<!-- models -->\n", "<!-- end of models -->\n"
 TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-MOST_PARAMETERS = 30_000_000
+MAX_PARAMETERS = 30_000_000
 # What configs call their sizes: a config is given those that it has names for.
 SMALL: dict[str, Any] = {
     **TINY,
@@ -46,6 +46,7 @@ SMALL: dict[str, Any] = {
     "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 16,
     "v_head_dim": 16,
+    "unpadded_vocab_size": TINY["vocab_size"],
     "is_decoder": True,
 }
 # What those do not fit.
@@ -163,7 +164,7 @@ def small_model(config: Any) -> Any:
     """
     with torch.device("meta"):
         num_parameters = sum(x.numel() for x in AutoModelForCausalLM.from_config(config).parameters())
-    if num_parameters > MOST_PARAMETERS:
+    if num_parameters > MAX_PARAMETERS:
         raise UnsupportedModelError("cannot be served: not tried, since no small one can be made")
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
