@@ -100,7 +100,7 @@ def failures(source: str, chapter: str) -> list[str]:
         try:
             check(combine(source, chapter))
         except NotImplementedError:
-            found.append(f"{sentence}\n    A function that this needs is not written yet.")
+            found.append(f"{sentence}\n    A function that this check needs is not written yet.")
         except AssertionError as error:
             found.append(f"{sentence}\n    {error}")
         except Exception as error:
@@ -120,7 +120,7 @@ def says(chapter: str) -> Callable[[Check], Check]:
 
 def expect(what: str, got: object, expected: object) -> None:
     """Raise an AssertionError that says what is wrong, unless the two values are equal."""
-    assert got == expected, f"{what}: {got}, and should be {expected}."
+    assert got == expected, f"{what}: got {got}, expected {expected}."
 
 
 # ---- the checks, chapter by chapter --------------------------------------------------------------
@@ -238,12 +238,12 @@ def counts_users(mini: Any) -> None:
     blocks.free(a)
     expect("Free blocks of 8", blocks.num_free_blocks, 6)
     blocks.free(b)
-    expect("Free blocks when both ended", blocks.num_free_blocks, 8)
+    expect("Free blocks when both have finished", blocks.num_free_blocks, 8)
 
 
 @says("5")
 def evicts_tails(mini: Any) -> None:
-    """Of a freed sequence of three blocks the last is evicted first: 8 of its 12 letters are hits still."""
+    """A freed sequence's last block is evicted first: 8 of its 12 letters can still be hit."""
     blocks = mini.BlockManager(3, 4)
     blocks.free(admit(mini, blocks, "abcdefghijkl"))
     admit(mini, blocks, "0123")
@@ -459,18 +459,18 @@ def main(arguments: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("chapter", nargs="?", choices=CHAPTERS, metavar="chapter")
-    parser.add_argument("file", nargs="?", type=Path, help="yours; without it the solution is checked")
-    parser.add_argument("--stub", action="store_true", help="print the file to begin with")
+    parser.add_argument("file", nargs="?", type=Path, help="your file; default: the solution")
+    parser.add_argument("--stub", action="store_true", help="print the file that you fill in")
     options = parser.parse_args(arguments)
     if options.stub:
         print(stub(), end="")
         return 0
     if options.chapter is None:
-        parser.error("which chapter?")
+        parser.error("name a chapter to check, or use --stub")
     found = failures((options.file or SOLUTION).read_text(), options.chapter)
     for failure in found:
         print(failure)
-    print(f"{len(CHECKS[options.chapter]) - len(found)} of {len(CHECKS[options.chapter])} are right.")
+    print(f"{len(CHECKS[options.chapter]) - len(found)} of {len(CHECKS[options.chapter])} checks pass.")
     return len(found)
 
 

@@ -93,16 +93,16 @@ def shared_blocks() -> Picture:
 
 def free_lists() -> Picture:
     """Draw chapter 5: two lists of free blocks."""
-    p = Picture("Free blocks: empty ones are taken first, then the least recently used", 190)
-    p.text(20, 32, "free blocks, in the order in which they are taken", "bold")
+    p = Picture("Free blocks: empty ones are allocated first, then the least recently used", 190)
+    p.text(20, 32, "free blocks, in the order of allocation", "bold")
     p.boxes(20, 50, 76, ["4", "5", "6"], "---")
-    p.text(20, 98, "nothing to find in them", "soft")
+    p.text(20, 98, "no registered content", "soft")
     p.boxes(330, 50, 110, ["3: ijkl", "2: efgh", "1: abcd"], "bcc")
     p.text(330, 98, "evicted first: the tail", "soft")
-    p.text(670, 98, "the head, last", "soft end")
+    p.text(670, 98, "evicted last: the head", "soft end")
     p.arrow(262, 63, 322, 63)
-    p.text(20, 140, "a hit takes a block out of the list, wherever it stands, and it is in use again")
-    p.text(20, 166, "freed again, it goes to the right end")
+    p.text(20, 140, "a hit removes a block from the list, wherever it is, and the block is in use again")
+    p.text(20, 166, "when the block is freed again, it goes to the right end")
     p.arrow(690, 63, 790, 63)
     return p
 
@@ -117,29 +117,27 @@ def preemption() -> Picture:
         p.text(90, 68 + 32 * block, f"block {block + 1}", "end")
         for step, column in enumerate(held):
             kind = {"a": "a", "b": "b"}.get(column[block], "none")
-            free = {"f": "free, findable", "-": "empty"}.get(column[block], column[block].upper())
+            free = {"f": "free, cached", "-": "empty"}.get(column[block], column[block].upper())
             p.box(104 + 122 * step, 50 + 32 * block, 114, free, kind)
     for step in range(6):
         p.text(161 + 122 * step, 36, f"step {step + 1}", "mid bold")
-    p.text(405, 236, "B gives way", "mid")
-    p.text(771, 236, "B hits its own", "mid")
+    p.text(405, 236, "B is preempted", "mid")
+    p.text(771, 236, "B hits its blocks", "mid")
     return p
 
 
 def windows() -> Picture:
     """Draw chapter 12: the block tables of two groups."""
-    p = Picture("The group with a window gives back what is out of sight; both take from one pool", 200)
+    p = Picture("The group with a window frees old blocks; both groups allocate from one pool", 200)
     p.text(20, 44, "full attention", "bold")
     p.boxes(180, 26, 76, ["1", "2", "3", "4", "5", "6", "13"], "aaaaaaa")
     p.text(20, 100, "window of 6", "bold")
     p.boxes(180, 82, 76, ["0", "0", "0", "0", "11", "12", "14"], "----bbb")
     for i, words in enumerate(["0..3", "4..7", "8..11", "12..15", "16..19", "20..23", "24..27"]):
         p.text(218 + 80 * i, 72, words, "soft mid")
-    p.text(180, 132, "given back: the null block keeps the place", "soft")
-    p.text(
-        20, 166, "one pool of blocks of one size: a block is the i-th piece of memory of all groups' layers,"
-    )
-    p.text(20, 186, "and belongs to whichever group has taken it")
+    p.text(180, 132, "freed: the null block keeps the place", "soft")
+    p.text(20, 166, "one pool, blocks of one size: a block is one place in every memory region,")
+    p.text(20, 186, "and belongs to the group that allocated it")
     return p
 
 
@@ -172,7 +170,7 @@ def sampling() -> Picture:
     shares = softmax(logits)
     top_p = [share if sum(shares[:i]) < 0.8 else 0.0 for i, share in enumerate(shares)]
     panels = [
-        ("as it is", shares),
+        ("unchanged", shares),
         ("temperature 0.5", softmax([value / 0.5 for value in logits])),
         ("temperature 2", softmax([value / 2 for value in logits])),
         ("top_k 2", [share / sum(shares[:2]) if i < 2 else 0.0 for i, share in enumerate(shares)]),
@@ -225,7 +223,9 @@ def policies() -> Picture:
             p.box(x, y, width - 4, words, kind)
             p.text(x + width - 4, y + 46, f"{(x + width - 130) / 80:g}", "end soft")
             x += width
-    p.text(130, 178, "below each its first token's time: median 6, longest 7; then median 2, longest 7")
+    p.text(
+        130, 178, "below each prompt: the time of its first token. Median 6, then 2; longest 7 in both orders"
+    )
     return p
 
 
@@ -251,7 +251,7 @@ def ranks() -> Picture:
         p.text(x, 48, words, "mid soft")
     for x in 441, 735:
         p.text(x, 234, "all-reduce", "mid")
-    p.text(20, 28, "attention, then MLP; both begin with the whole row of each token", "bold")
+    p.text(20, 28, "attention, then MLP; both start from the whole row of each token", "bold")
     return p
 
 
@@ -275,9 +275,9 @@ def travel() -> Picture:
 
 def programs() -> Picture:
     """Draw chapter 19: the grid of programs."""
-    p = Picture("A grid of 3 sequences by 4 heads; a program walks over its sequence's blocks", 230)
+    p = Picture("A grid of 3 sequences by 4 heads; each program loops over its sequence's blocks", 230)
     p.text(20, 30, "programs", "bold")
-    p.text(400, 30, "blocks each walks over, by the block table", "bold")
+    p.text(400, 30, "the blocks that each program reads", "bold")
     tables = [("5", "2", "7"), ("1",), ("9", "3")]
     for i, (table, kind) in enumerate(zip(tables, "abc", strict=True)):
         y = 50 + 56 * i
@@ -285,7 +285,7 @@ def programs() -> Picture:
         p.boxes(110, y, 56, [f"head {head}" for head in range(4)], kind * 4)
         p.arrow(354, y + 13, 394, y + 13)
         p.boxes(400, y, 70, list(table), kind * len(table))
-    p.text(630, 68, "21 tokens: of 7, five places", "soft")
+    p.text(630, 68, "21 tokens: five slots of block 7", "soft")
     p.text(482, 124, "1 token", "soft")
     p.text(556, 180, "16 tokens", "soft")
     p.text(20, 222, "heads 0 and 1 read KV head 0, heads 2 and 3 read KV head 1", "soft")

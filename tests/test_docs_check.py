@@ -1,5 +1,7 @@
 """The track to build: the solution is right, the stub is not, and the mistakes people make are caught."""
 
+import re
+
 import pytest
 
 from docs.check import CHAPTERS, CHECKS, SOLUTION, failures, main, stub
@@ -88,10 +90,17 @@ def test_the_command_says_what_is_wrong_in_words(tmp_path, capsys):
     student.write_text(RIGHT.replace("in reversed(seq.block_table)", "in seq.block_table"))
     assert main(["5", str(student)]) == 1
     assert capsys.readouterr().out == (
-        "Of a freed sequence of three blocks the last is evicted first: 8 of its 12 letters are hits still.\n"
-        "    Blocks hit: 0, and should be 2.\n"
-        "4 of 5 are right.\n"
+        "A freed sequence's last block is evicted first: 8 of its 12 letters can still be hit.\n"
+        "    Blocks hit: got 0, expected 2.\n"
+        "4 of 5 checks pass.\n"
     )
+
+
+@pytest.mark.parametrize("chapter", BY_LETTERS)
+def test_a_check_that_a_lesson_quotes_exists(chapter):
+    (page,) = SOLUTION.parent.glob(f"{int(chapter):02}-*.md")
+    for quote in re.findall(r'The check should fail at "([^"]+)"', " ".join(page.read_text().split())):
+        assert any(quote in sentence for sentence, _ in CHECKS[chapter])
 
 
 def test_the_help_lists_the_chapters(capsys):
