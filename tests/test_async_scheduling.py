@@ -1,4 +1,4 @@
-"""A step launched before the tokens of the one before are known: users see the same."""
+"""Async scheduling: a step is launched before the previous one's tokens are known, and users see the same."""
 
 import random
 
@@ -10,7 +10,7 @@ from tests.laws import check_laws
 
 
 def seen(llm, prompts, params, **more):
-    """All that a user sees of the answers."""
+    """Everything that a user sees of the answers."""
     return [
         [
             (c.text, c.token_ids, c.finish_reason, c.stop_reason, c.cumulative_logprob, c.logprobs)
@@ -23,13 +23,13 @@ def seen(llm, prompts, params, **more):
 @pytest.mark.parametrize("settings", VARIED_SETTINGS.values(), ids=VARIED_SETTINGS)
 def test_answers_are_the_same_as_step_by_step(settings, babbler):
     rng = random.Random(1)
-    prompts = [[rng.randrange(256) for _ in range(rng.randint(1, 30))] for _ in range(60)]
+    prompts = [[rng.randrange(256) for _ in range(rng.randint(1, 30))] for _ in range(30)]
     params = [random_params(rng) for _ in prompts]
-    for i in range(0, 60, 7):  # some whose next token depends on those before
+    for i in range(0, 30, 7):  # some whose next token depends on those before
         params[i] = SamplingParams(
             temperature=0.8, seed=i, repetition_penalty=1.3, min_tokens=4, max_tokens=12
         )
-    more = {"priority": [i % 3 for i in range(60)]} if "scheduling_policy" in settings else {}
+    more = {"priority": [i % 3 for i in range(30)]} if "scheduling_policy" in settings else {}
     answers, preemptions = [], []
     for async_scheduling in (False, True):
         with LLM(babbler, async_scheduling=async_scheduling, **settings) as llm:
@@ -72,28 +72,28 @@ def test_the_next_step_is_launched_before_the_tokens_of_the_last_are_read(babble
     assert launched == collected
 
 
-def test_a_step_waits_for_the_last_where_its_tokens_decide_what_is_allowed(babbler):
-    penalised = SamplingParams(max_tokens=4, ignore_eos=True, frequency_penalty=0.5)
+def test_a_step_with_penalties_waits_for_the_tokens_of_the_previous_step(babbler):
+    penalized = SamplingParams(max_tokens=4, ignore_eos=True, frequency_penalty=0.5)
     with LLM(babbler, num_kv_blocks=20, async_scheduling=True) as llm:
         events = recorded(llm)
-        llm.generate([[1]], penalised, use_tqdm=False)
+        llm.generate([[1]], penalized, use_tqdm=False)
     assert [kind for kind, _ in events] == ["launch", "collect"] * 4
 
 
-def test_a_sequence_that_stops_is_computed_once_more_and_nobody_sees_it(tmp_path):
+def test_a_sequence_that_stops_is_computed_once_more_without_effect(tmp_path):
     with LLM(chain_checkpoint(tmp_path, "abcdef"), num_kv_blocks=9, async_scheduling=True) as llm:
         events = recorded(llm)
         params = SamplingParams(temperature=0, max_tokens=50, stop="cd")
         (output,) = llm.generate("a", params, use_tqdm=False)
         assert (output.outputs[0].text, output.outputs[0].finish_reason) == ("b", "stop")
-        assert [kind for kind, _ in events].count("launch") == 4  # b, c, d, and one for nobody
+        assert [kind for kind, _ in events].count("launch") == 4  # b, c, d, and one that is discarded
         assert llm.metrics()["generation_tokens"] == 3
         again = llm.generate(["a", "b"], params, use_tqdm=False)
         assert [out.outputs[0].text for out in again] == ["b", ""]
         assert llm.metrics()["num_free_blocks"] == 9
 
 
-def test_requests_aborted_with_a_step_in_flight_take_nothing_from_it(tmp_path_factory):
+def test_an_aborted_request_gets_nothing_from_the_step_in_flight(tmp_path_factory):
     path, reference = checkpoint("qwen3", tmp_path_factory)
     params = SamplingParams(temperature=0, max_tokens=9)
     with LLM(path, num_kv_blocks=30, block_size=8, async_scheduling=True) as llm:
@@ -111,7 +111,7 @@ def test_requests_aborted_with_a_step_in_flight_take_nothing_from_it(tmp_path_fa
         assert llm.metrics()["num_free_blocks"] == 30
 
 
-def test_with_graphs_and_pages_the_whole_path_of_a_gpu_equals_transformers(in_float32, tmp_path_factory):
+def test_async_scheduling_with_graphs_and_flash_attention_equals_transformers(in_float32, tmp_path_factory):
     path, reference = checkpoint("qwen3", tmp_path_factory)
     prompts = random_prompts([3, 255, 256, 1, 300, 20])
     settings = {"num_kv_blocks": 8, "block_size": 256, "max_num_seqs": 5, "max_num_batched_tokens": 100}

@@ -1,4 +1,4 @@
-"""BlockManager by hand-computed integers: 8 blocks of 4 tokens unless a test says otherwise."""
+"""BlockManager, with integers computed by hand: 8 blocks of 4 tokens unless a test says otherwise."""
 
 import random
 
@@ -13,12 +13,17 @@ def manager_of(num_blocks: int = 8, block_size: int = 4, **settings) -> BlockMan
     return BlockManager(num_blocks, block_size, **settings)
 
 
+def compute(manager: BlockManager, seq) -> None:
+    """Admit a sequence, and register its full blocks."""
+    admit(manager, seq)
+    manager.register_full_blocks(seq, len(seq.token_ids))
+
+
 def leave_registered_and_free(manager: BlockManager, count: int):
     """`count` sequences of one block each, registered, then freed in order."""
     seqs = [make_sequence(i, [i] * 4) for i in range(count)]
     for seq in seqs:
-        admit(manager, seq)
-        manager.register_full_blocks(seq, 4)
+        compute(manager, seq)
     for seq in seqs:
         manager.free(seq)
     return seqs
@@ -66,8 +71,7 @@ def test_growth_is_refused_when_no_block_is_free():
 def test_a_prompt_of_whole_blocks_repeated_recomputes_one_token_and_stores_nothing():
     manager = manager_of()
     first, second = (make_sequence(i, list(range(8))) for i in range(2))
-    admit(manager, first)
-    manager.register_full_blocks(first, 8)
+    compute(manager, first)
     assert admit(manager, second) == first.block_table == [1, 2]
     assert second.num_computed_tokens == 7
     assert second.num_hit_tokens == 8  # the eighth token's K and V are not written again
@@ -136,8 +140,7 @@ def test_children_of_either_copy_are_found_after_the_other():
 def test_a_block_with_the_same_tokens_after_another_prefix_is_no_hit():
     manager = manager_of()
     first = make_sequence(0, [1, 1, 1, 1, 7, 7, 7, 7])
-    admit(manager, first)
-    manager.register_full_blocks(first, 8)
+    compute(manager, first)
     assert manager.find_prefix(make_sequence(1, [2, 2, 2, 2, 7, 7, 7, 7])) == []
     assert manager.find_prefix(make_sequence(2, [7, 7, 7, 7])) == []
 
@@ -146,8 +149,7 @@ def test_a_hash_collision_costs_a_miss_and_never_a_wrong_block():
     manager = manager_of(hash_function=lambda content, parent: 42)
     first, second = make_sequence(0, [1, 1, 1, 1, 7, 7, 7, 7]), make_sequence(1, [2, 2, 2, 2, 7, 7, 7, 7])
     for seq in (first, second):
-        admit(manager, seq)
-        manager.register_full_blocks(seq, 8)
+        compute(manager, seq)
     assert second.block_table == [3, 4]
     for original in (first, second):
         again = make_sequence(5, original.token_ids)
@@ -155,11 +157,10 @@ def test_a_hash_collision_costs_a_miss_and_never_a_wrong_block():
     assert manager.find_prefix(make_sequence(6, [7, 7, 7, 7])) == []
 
 
-def test_tails_are_evicted_before_the_prefixes_others_may_share():
+def test_tails_are_evicted_before_prefixes():
     manager = manager_of(num_blocks=3)
     seq = make_sequence(0, list(range(12)))
-    admit(manager, seq)
-    manager.register_full_blocks(seq, 12)
+    compute(manager, seq)
     manager.free(seq)
     other = make_sequence(1, [99])
     assert admit(manager, other) == [3]
@@ -170,8 +171,7 @@ def test_the_least_recently_used_prefix_is_evicted_first():
     manager = manager_of(num_blocks=2)
     old, new = make_sequence(0, [1] * 4), make_sequence(1, [2] * 4)
     for seq in (old, new):
-        admit(manager, seq)
-        manager.register_full_blocks(seq, 4)
+        compute(manager, seq)
     manager.free(old)
     manager.free(new)
     hit = make_sequence(2, [1] * 4)  # touches the old one, which makes it the recent one
@@ -180,18 +180,17 @@ def test_the_least_recently_used_prefix_is_evicted_first():
     assert admit(manager, make_sequence(3, [9])) == [2]
 
 
-def test_blocks_without_findable_content_are_reused_before_any_registered_one():
+def test_unregistered_blocks_are_reused_before_registered_ones():
     manager = manager_of(num_blocks=2)
     cached, partial = make_sequence(0, [1] * 4), make_sequence(1, [2] * 3)
     for seq in (cached, partial):
-        admit(manager, seq)
-        manager.register_full_blocks(seq, seq.num_tokens)
+        compute(manager, seq)
     manager.free(cached)
     manager.free(partial)
     assert admit(manager, make_sequence(2, [9])) == [2]
 
 
-def test_each_full_block_is_hashed_once_in_its_life():
+def test_each_full_block_of_a_sequence_is_hashed_once():
     hashed = []
 
     def counting_hash(content: bytes, parent: int) -> int:
@@ -216,7 +215,7 @@ def test_each_full_block_is_hashed_once_in_its_life():
     assert len(hashed) == 3
 
 
-def test_keys_are_chained_each_seeded_with_the_one_before():
+def test_each_key_is_seeded_with_the_previous_one():
     calls = []
 
     def recording_hash(content: bytes, parent: int) -> int:
@@ -233,14 +232,14 @@ def test_keys_are_chained_each_seeded_with_the_one_before():
     assert calls == [([0, 1, 2, 3], 0), ([4, 5, 6, 7], 101), ([8, 9, 10, 11], 102)]
 
 
-def test_a_hit_in_the_middle_of_the_free_blocks_costs_the_same_in_any_pool():
-    """Counts the lines run instead of timing: nothing is searched for, and nothing is left behind."""
+def test_a_hit_among_the_free_blocks_costs_the_same_in_any_pool():
+    """Counts lines of Python instead of timing: nothing is searched, and no entry accumulates."""
     lines = []
     for num_blocks in (10, 1000):
         manager = manager_of(num_blocks=num_blocks)
         leave_registered_and_free(manager, num_blocks)
         rng = random.Random(0)
-        for _ in range(2000):
+        for _ in range(1000):
             seq = make_sequence(0, [rng.randrange(num_blocks)] * 4)
             admit(manager, seq)
             assert seq.num_hit_tokens == 4
@@ -255,7 +254,7 @@ def test_a_hit_in_the_middle_of_the_free_blocks_costs_the_same_in_any_pool():
 
 
 def state(manager):
-    """All that an operation may change."""
+    """Everything that an operation may change."""
     return (
         [block.block_id for block in manager.empty_blocks],
         list(manager.evictable_blocks),
@@ -267,8 +266,7 @@ def state(manager):
 def test_refused_allocation_changes_nothing():
     manager = manager_of(num_blocks=2)
     first = make_sequence(0, [1] * 4)
-    admit(manager, first)
-    manager.register_full_blocks(first, 4)
+    compute(manager, first)
     manager.free(first)
     before = state(manager)
     big = make_sequence(1, [1] * 12)
@@ -282,8 +280,7 @@ def test_refused_allocation_changes_nothing():
 def test_a_free_block_that_is_hit_is_counted_against_the_free_ones():
     manager = manager_of(num_blocks=3)
     first = make_sequence(0, [1] * 4)
-    admit(manager, first)
-    manager.register_full_blocks(first, 4)
+    compute(manager, first)
     manager.free(first)
     seq = make_sequence(1, [1] * 13)  # four blocks, of which one is hit but free: three are not enough
     assert len(manager.find_prefix(seq)) == 1
@@ -293,8 +290,7 @@ def test_a_free_block_that_is_hit_is_counted_against_the_free_ones():
 def test_resetting_the_prefix_cache_is_refused_while_a_block_is_in_use():
     manager = manager_of()
     seq = make_sequence(0, [1] * 4)
-    admit(manager, seq)
-    manager.register_full_blocks(seq, 4)
+    compute(manager, seq)
     assert not manager.reset_prefix_cache()
     manager.free(seq)
     assert manager.reset_prefix_cache()
@@ -309,8 +305,7 @@ def test_nothing_is_hashed_or_found_with_prefix_caching_off():
     manager = manager_of(enable_prefix_caching=False, hash_function=no_hash)
     for seq_id in range(2):
         seq = make_sequence(seq_id, [1] * 4)
-        admit(manager, seq)
-        manager.register_full_blocks(seq, 4)
+        compute(manager, seq)
         assert seq.num_hit_tokens == 0
 
 
@@ -318,8 +313,7 @@ def test_hit_statistics_count_the_tokens_of_first_admissions():
     manager = manager_of()
     for seq_id in range(2):
         seq = make_sequence(seq_id, list(range(10)))
-        admit(manager, seq)
-        manager.register_full_blocks(seq, 10)
+        compute(manager, seq)
         manager.free(seq)
         admit(manager, seq)  # as after a preemption
         manager.free(seq)

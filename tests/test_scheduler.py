@@ -1,4 +1,4 @@
-"""The scheduler by hand-computed integers; no model, no tensor."""
+"""The scheduler, with integers computed by hand: no model, no tensor."""
 
 import random
 import tracemalloc
@@ -38,7 +38,7 @@ def test_running_sequences_are_served_before_waiting_ones_are_admitted():
     for arrival in range(1, 20):  # a new prompt of 20 tokens arrives every step
         scheduler.add(make_sequence(arrival, list(range(20))))
         batch = run_step(scheduler)
-        assert chunks_of(batch)[0] == (0, arrival + 1, arrival + 2)  # it gets its token all the same
+        assert chunks_of(batch)[0] == (0, arrival + 1, arrival + 2)  # it gets its token anyway
         assert batch.num_tokens == 5
 
 
@@ -94,14 +94,14 @@ def test_a_prompt_is_admitted_only_when_all_of_it_fits():
     assert chunks_of(run_step(scheduler)) == [(1, 0, 4)]
 
 
-def test_the_last_admitted_is_preempted_and_goes_back_to_the_head_of_the_queue():
+def test_the_last_running_sequence_is_preempted_and_returns_to_the_head_of_the_queue():
     scheduler = make_scheduler(num_blocks=4)
     for i in range(2):
         scheduler.add(make_sequence(i, [i * 10 + j for j in range(7)], max_tokens=8))
     scheduler.add(make_sequence(2, [77] * 7, max_tokens=8))
     run_step(scheduler)  # 7 -> 8 tokens each: two blocks each, all four taken
     run_step(scheduler)  # 8 -> 9
-    batch = run_step(scheduler)  # the first needs a third block: the second gives way
+    batch = run_step(scheduler)  # the first needs a third block: the second is preempted
     assert chunks_of(batch) == [(0, 8, 9)]
     assert scheduler.num_preemptions == 1
     assert [seq.seq_id for seq in scheduler.waiting] == [1, 2]
@@ -115,13 +115,13 @@ def test_the_last_admitted_is_preempted_and_goes_back_to_the_head_of_the_queue()
 
 
 @pytest.mark.parametrize("priority", [0, -1])
-def test_nothing_is_admitted_in_a_step_that_preempted(priority):
-    """What a preemption freed would go to a newcomer, which the next step would preempt again."""
+def test_no_sequence_is_admitted_in_a_step_that_preempted(priority):
+    """Otherwise the freed blocks would go to a new sequence, which the next step would preempt again."""
     scheduler = make_scheduler(num_blocks=6)
     for i in range(2):
         scheduler.add(make_sequence(i, [i * 10 + j for j in range(11)], max_tokens=9))
     run_step(scheduler)
-    # Behind the preempted one by its arrival, or before it by its priority.
+    # After the preempted one by its arrival, or before it by its priority.
     scheduler.add(make_sequence(2, [77], max_tokens=9, priority=priority))
     run_step(scheduler)
     assert chunks_of(run_step(scheduler)) == [(0, 12, 13)]  # 1 was preempted; 2 would fit, but waits
@@ -146,17 +146,24 @@ def test_under_pressure_few_tokens_are_computed_more_than_once():
     assert 1.4 < num_computed / num_needed < 1.55
 
 
+def priorities_of(scheduler):
+    """The priorities and ids of sequences in the order in which they run, one at a time, to their end."""
+    order = []
+    while is_busy(scheduler):
+        order += [seq.order for seq, _, _, _, _ in run_step(scheduler).chunks]
+    return order
+
+
 def test_the_waiting_queue_keeps_its_order_when_requests_leave_its_middle():
     scheduler = make_scheduler(num_blocks=50, max_num_seqs=1)
     seqs = [make_sequence(i, [i], priority=(i * 7) % 10, max_tokens=1) for i in range(10)]
-    for seq in seqs:
+    for seq in [*seqs, *(make_sequence(i, [1], priority=9, max_tokens=1) for i in (13, 11, 12))]:
         scheduler.add(seq)
     for i in (0, 3, 6):  # priorities 0, 1 and 2
         scheduler.finish(seqs[i], "abort")
-    order = []
-    while is_busy(scheduler):
-        order += [seq.priority for seq, _, _, _, _ in run_step(scheduler).chunks]
-    assert order == [3, 4, 5, 6, 7, 8, 9]
+    order = priorities_of(scheduler)
+    assert [priority for priority, _ in order] == [3, 4, 5, 6, 7, 8, 9, 9, 9, 9]
+    assert [seq_id for _, seq_id in order[-3:]] == [11, 12, 13]  # equal priorities: by arrival
 
 
 def test_recover_keeps_priorities():
@@ -165,10 +172,7 @@ def test_recover_keeps_priorities():
         scheduler.add(make_sequence(i, [i], priority=-i, max_tokens=1))
     scheduler.schedule()
     scheduler.recover()
-    order = []
-    while is_busy(scheduler):
-        order += [seq.priority for seq, _, _, _, _ in run_step(scheduler).chunks]
-    assert order == [-9, -8, -7, -6, -5, -4, -3, -2, -1, 0]
+    assert [priority for priority, _ in priorities_of(scheduler)] == [*range(-9, 1)]
 
 
 def test_a_preempted_sequence_keeps_its_tokens_and_starts_over_from_its_cached_prefix():
@@ -189,44 +193,36 @@ def test_a_preempted_sequence_keeps_its_tokens_and_starts_over_from_its_cached_p
     assert second.num_preemptions == 1
 
 
-def test_a_lone_sequence_that_outgrows_the_pool_ends_with_length():
-    scheduler = make_scheduler(num_blocks=2)
-    seq = make_sequence(0, [1, 2, 3], max_tokens=None)
+@pytest.mark.parametrize(
+    ("settings", "num_prompt_tokens", "length"),
+    [
+        ({"num_blocks": 2}, 3, 9),  # eight in the cache, and one sampled from the eighth
+        ({"num_blocks": 2}, 8, 9),
+        ({"max_model_len": 6}, 3, 6),
+    ],
+)
+def test_a_sequence_ends_with_length_at_the_end_of_the_pool_or_max_model_len(
+    settings, num_prompt_tokens, length
+):
+    scheduler = make_scheduler(**settings)
+    seq = make_sequence(0, [*range(num_prompt_tokens)], max_tokens=None)
     scheduler.add(seq)
     while is_busy(scheduler):
         run_step(scheduler)
-    assert seq.finish_reason == "length"
-    assert seq.num_tokens == 9  # eight in the cache, and one sampled from the eighth
+    assert (seq.finish_reason, seq.num_tokens) == ("length", length)
     assert scheduler.num_preemptions == 0
-
-
-def test_a_prompt_as_large_as_the_pool_gets_one_token():
-    scheduler = make_scheduler(num_blocks=2)
-    seq = make_sequence(0, list(range(8)))
-    scheduler.add(seq)
-    run_step(scheduler)
-    assert (seq.finish_reason, seq.num_tokens) == ("length", 9)
 
 
 @pytest.mark.parametrize(
     ("settings", "length"), [({"num_blocks": 2}, 9), ({"max_model_len": 6}, 6), ({"max_model_len": 6}, 0)]
 )
-def test_a_prompt_that_could_never_run_to_an_answer_is_not_queued(settings, length):
+def test_a_prompt_that_leaves_no_room_for_an_output_token_is_not_queued(settings, length):
     scheduler = make_scheduler(**settings)
     with pytest.raises(AssertionError):
         scheduler.add(make_sequence(0, list(range(length))))
     assert not is_busy(scheduler)
     if length:
         scheduler.add(make_sequence(0, list(range(length - 1))))
-
-
-def test_generation_ends_at_max_model_len_with_length():
-    scheduler = make_scheduler(max_model_len=6)
-    seq = make_sequence(0, [1, 2, 3])
-    scheduler.add(seq)
-    while is_busy(scheduler):
-        run_step(scheduler)
-    assert (seq.finish_reason, seq.num_tokens) == ("length", 6)
 
 
 def test_every_stop_id_ends_a_sequence_and_only_stop_token_ids_are_a_stop_reason():
@@ -243,8 +239,8 @@ def test_every_stop_id_ends_a_sequence_and_only_stop_token_ids_are_a_stop_reason
     assert not is_busy(scheduler)
 
 
-def test_no_step_allocates_in_proportion_to_the_pool():
-    scheduler = make_scheduler(num_blocks=50_000, block_size=4)
+def test_the_memory_of_a_step_does_not_depend_on_the_pool():
+    scheduler = make_scheduler(num_blocks=20_000, block_size=4)
     for i in range(4):
         scheduler.add(make_sequence(i, [i] * 6, max_tokens=40))
     run_step(scheduler)
@@ -291,17 +287,7 @@ def test_priority_admits_the_lowest_number_first_and_preempts_the_highest():
     assert finished == [1, 2, 0]
 
 
-def test_equal_priorities_go_by_arrival():
-    scheduler = make_scheduler(max_num_seqs=1)
-    for seq_id in (3, 1, 2):
-        scheduler.add(make_sequence(seq_id, [1], priority=7, max_tokens=1))
-    order = []
-    while is_busy(scheduler):
-        order += [seq.seq_id for seq, _, _, _, _ in run_step(scheduler).chunks]
-    assert order == [1, 2, 3]
-
-
-def test_nothing_a_failed_step_registered_can_be_hit():
+def test_blocks_registered_by_a_failed_step_are_never_hit():
     scheduler = make_scheduler()
     first = make_sequence(0, list(range(8)), max_tokens=3)
     scheduler.add(first)
@@ -314,7 +300,7 @@ def test_nothing_a_failed_step_registered_can_be_hit():
 
 
 @pytest.mark.parametrize("interrupted_after", range(0, 240, 3))
-def test_recover_mends_a_scheduler_that_was_interrupted_anywhere(interrupted_after):
+def test_recover_repairs_a_scheduler_that_was_interrupted_at_any_line(interrupted_after):
     """A signal's handler may raise between any two lines, a timeout for one: stop at the n-th of a step."""
     scheduler = make_scheduler(num_blocks=6)
     seqs = [make_sequence(i, [i] * 7, max_tokens=3 + i) for i in range(4)]

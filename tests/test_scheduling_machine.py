@@ -214,7 +214,7 @@ class CoreMachine(RuleBasedStateMachine):
         self.in_flight, self.unknown = None, []
 
     def spoil(self):
-        """What else such a pass may have written."""
+        """Do to other ledgers what such a pass may have written."""
 
     @precondition(lambda self: is_busy(self.scheduler))
     @rule(data=st.data())
@@ -234,7 +234,7 @@ class CoreMachine(RuleBasedStateMachine):
             check_laws(self.scheduler)
 
     def teardown(self):
-        """Every request finishes and every block comes back."""
+        """Every request finishes and every block is freed."""
         if not hasattr(self, "scheduler"):
             return
         self.run_to_the_end()
@@ -342,7 +342,7 @@ class StatefulMachine(CoreMachine):
         make_scheduler = functools.partial(StatefulScheduler, spans=self.runner.spans)
         self.begin(blocks, make_scheduler, max_num_seqs, budget, threshold, blocks.windows)
         self.has_drafts = False
-        # slot -> how many tokens its state is after, and whose; None: nobody's
+        # slot -> how many tokens its state is after, and whose; None: no sequence's
         self.states = {ZERO_SLOT: (0, None)}
 
     def build_inputs(self, batch, before):
@@ -372,7 +372,7 @@ class StatefulMachine(CoreMachine):
         assert num_tokens == start, "a state of another position"
         if owner is not chunk.seq and owner is not None:  # a pending token that it is after is known by now
             assert owner.token_ids[:start] == chunk.seq.token_ids[:start], "a state of other tokens"
-            assert len(owner.token_ids) >= start, "a state that nobody could know"
+            assert len(owner.token_ids) >= start, "a state after unknown tokens"
         assert target not in (ZERO_SLOT, BIN_SLOT)
         self.states[target] = end, chunk.seq
 
@@ -381,7 +381,7 @@ class StatefulMachine(CoreMachine):
 
 
 BRIEFLY = settings(
-    max_examples=100, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=50, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestCore = CoreMachine.TestCase
 TestExtended = ExtendedMachine.TestCase

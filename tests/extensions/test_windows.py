@@ -1,4 +1,6 @@
-"""Sliding windows: blocks out of sight are given back, and groups of layers share one pool."""
+"""Sliding windows: blocks before the window are freed, and groups of layers share one pool."""
+
+import itertools
 
 import pytest
 import torch
@@ -43,7 +45,7 @@ def sequence(seq_id, tokens, max_tokens=1):
 # ---- Blocks, by hand -----------------------------------------------------------------------------
 
 
-def test_a_block_that_no_token_to_come_sees_gives_way_to_the_null_block():
+def test_a_block_that_no_future_token_sees_is_replaced_by_the_null_block():
     seq = sequence(0, range(11), max_tokens=4)
     tables = [[*seq.block_table] for _ in run(manager_of(), seq)]
     assert tables == [
@@ -56,7 +58,7 @@ def test_a_block_that_no_token_to_come_sees_gives_way_to_the_null_block():
     ]
 
 
-def test_the_block_given_back_is_the_next_to_be_evicted_and_found_until_then():
+def test_a_block_before_the_window_is_the_next_to_be_evicted_and_found_until_then():
     manager = manager_of(num_blocks=6)
     first = sequence(0, range(11))
     steps = run(manager, first)
@@ -75,8 +77,7 @@ def test_the_block_given_back_is_the_next_to_be_evicted_and_found_until_then():
     assert manager.find_groups(sequence(3, range(6))) == [[]]
 
 
-def test_what_follows_a_hit_is_found_too_where_a_token_sees_itself_alone():
-    # So it is in transformers' full pass; with its own cache, a window of one keeps every token.
+def test_a_window_of_one_token_finds_the_blocks_after_a_hit():
     manager = manager_of(num_blocks=20, windows=(1,))
     for seq_id, length in enumerate((6, 12)):
         for _ in run(manager, sequence(seq_id, range(length))):
@@ -86,7 +87,7 @@ def test_what_follows_a_hit_is_found_too_where_a_token_sees_itself_alone():
     assert last.num_computed_tokens == 12
 
 
-def test_a_hybrid_finds_a_prefix_whose_beginning_its_window_has_lost():
+def test_a_hybrid_finds_a_prefix_without_the_blocks_before_its_window():
     manager = manager_of(num_blocks=12, windows=(None, 3))
     first = sequence(0, range(12))
     steps = run(manager, first)
@@ -104,7 +105,7 @@ def test_a_hybrid_finds_a_prefix_whose_beginning_its_window_has_lost():
     assert [block.block_id > 0 for block in hits[1]] == [False] * 4 + [True] * 2
 
 
-def test_a_prompt_longer_than_the_pool_is_admitted_where_all_layers_have_windows():
+def test_a_prompt_longer_than_the_pool_is_admitted_if_all_layers_have_windows():
     manager = manager_of(num_blocks=4)  # (3 - 1 + 4) / 2 + 1: what the window and a step span
     assert manager.max_computable_tokens > 10**6
     assert manager_of(num_blocks=3).max_computable_tokens == 6
@@ -159,7 +160,7 @@ def test_layers_of_unequal_shape_stay_in_one_group_with_the_widest_window():
     assert groups_of([8, 16, 8], k_head_dim=24)[0] == [(3, 16)]
 
 
-def test_the_layers_of_a_group_have_memory_of_their_own_and_groups_share_it():
+def test_layers_of_a_group_have_separate_memory_and_groups_share_it():
     _, caches = groups_of([8, 8, None, 8, 8, None])
     assert [cache.group for cache in caches] == [1, 1, 0, 2, 2, 0]
     pointers = [cache.k.data_ptr() for cache in caches]
@@ -170,35 +171,28 @@ def test_the_layers_of_a_group_have_memory_of_their_own_and_groups_share_it():
 # ---- Models --------------------------------------------------------------------------------------
 
 
-def held_at_most(llm):
+def max_held(llm):
     """How many blocks of a window's group a sequence holds, at most, while the engine runs to its end."""
-    engine, most = llm.llm_engine, 0
+    engine, num_held = llm.llm_engine, [0]
     while engine.has_unfinished_requests():
         engine.step()
-        for seq in engine.scheduler.running:
-            most = max(
-                most, sum(block_id > 0 for block_id in engine.scheduler.block_manager.tables_of(seq)[-1])
-            )
+        tables = map(engine.scheduler.block_manager.tables_of, engine.scheduler.running)
+        num_held += [sum(block_id > 0 for block_id in groups[-1]) for groups in tables]
         check_laws(engine.scheduler)
-    return most
+    return max(num_held)
 
 
-IN_PYTORCH = "mistral sliding", "gemma3"  # of each kind one; the others at length
+BRIEFLY = ("mistral sliding", True), ("gemma3", False), ("gpt-oss", False)  # the other pairs are slow
 
 
 @pytest.mark.parametrize(
     ("name", "enforce_eager"),
     [
-        *((name, False) for name in WINDOW_ONLY + HYBRID),
-        *((name, True) for name in IN_PYTORCH),
-        *(
-            pytest.param(name, True, marks=pytest.mark.slow)
-            for name in WINDOW_ONLY + HYBRID
-            if name not in IN_PYTORCH
-        ),
+        pytest.param(*pair, marks=[] if pair in BRIEFLY else pytest.mark.slow)
+        for pair in itertools.product(WINDOW_ONLY + HYBRID, (False, True))
     ],
 )
-def test_tokens_far_beyond_the_window_equal_transformers_chunked_cached_and_preempted(
+def test_tokens_beyond_the_window_equal_transformers_in_chunks_from_cache_and_preempted(
     name, enforce_eager, tmp_path_factory
 ):
     path, reference = checkpoint(name, tmp_path_factory)
@@ -218,15 +212,14 @@ def test_tokens_far_beyond_the_window_equal_transformers_chunked_cached_and_pree
                 assert [output.outputs[0].token_ids for output in outputs] == expected
             for i, prompt in enumerate(prompts):
                 llm.llm_engine.add_request(f"again {i}", {"prompt_token_ids": prompt}, GREEDY)
-            assert held_at_most(llm) <= SPAN
+            assert max_held(llm) <= SPAN
             for count in counts:
                 counts[count] += llm.metrics()[count]
     assert all(counts.values()), counts
 
 
-@pytest.mark.parametrize("enforce_eager", [True, False])
-@pytest.mark.parametrize("name", ["mistral sliding", "gemma3"])
-def test_what_lies_in_the_null_block_reaches_nobody(name, enforce_eager, tmp_path_factory):
+@pytest.mark.parametrize(("name", "enforce_eager"), [("mistral sliding", False), ("gemma3", True)])
+def test_the_content_of_the_null_block_has_no_effect(name, enforce_eager, tmp_path_factory):
     path, reference = checkpoint(name, tmp_path_factory)
     prompt = random_prompts([100])[0]
     settings = {"num_kv_blocks": 60, "block_size": BLOCK_SIZE, "max_num_batched_tokens": BUDGET}
@@ -239,11 +232,11 @@ def test_what_lies_in_the_null_block_reaches_nobody(name, enforce_eager, tmp_pat
         assert output.num_cached_tokens == 96
 
 
-def test_the_first_line_says_what_the_windows_are(tmp_path_factory, capsys):
-    for name, told in (
+def test_the_first_line_names_the_windows(tmp_path_factory, capsys):
+    for name, ending in (
         ("mistral sliding", "blocks of 8 tokens, a window of 24\n"),
         ("gemma3", "blocks of 8 tokens, layers in groups: 1 full, 1 with a window of 24\n"),
         ("qwen3", "blocks of 8 tokens\n"),
     ):
         LLM(str(checkpoint(name, tmp_path_factory)[0]), num_kv_blocks=20, block_size=8).close()
-        assert capsys.readouterr().err.endswith(told)
+        assert capsys.readouterr().err.endswith(ending)
