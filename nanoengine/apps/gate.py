@@ -33,7 +33,6 @@ class Ticket:
     cached_tokens: int = 0
     completion_tokens: int = 0
     first_output_seconds: float | None = None
-    seconds: float = 0.0
     started: float = field(default_factory=time.monotonic)
     is_complete: bool = False  # the whole answer is sent
 
@@ -42,8 +41,10 @@ class Ticket:
         known = asdict(self)
         known["seconds"] = time.monotonic() - known.pop("started")
         del known["is_complete"]
-        numbers = {name: round(value, 6) for name, value in known.items() if isinstance(value, float)}
-        return {"time": round(time.time(), 3), **known, **numbers}
+        return {
+            "time": round(time.time(), 3),
+            **{name: round(one, 6) if isinstance(one, float) else one for name, one in known.items()},
+        }
 
     def usage(self) -> dict[str, Any]:
         """Return the token counts in OpenAI's shape."""
@@ -141,7 +142,7 @@ class Gate:
         except TimeoutError:
             raise APIError(408, f"the request was not complete after {CLIENT_SECONDS} seconds") from None
         if num_bytes > limit > 0:
-            raise APIError(413, f"the request has {num_bytes} bytes, and at most {limit} are taken")
+            raise APIError(413, f"the request has {num_bytes} bytes; at most {limit} are allowed")
         return bytes(body)
 
     async def run(self, scope: Scope, body: bytes, receive: Receive, send: Send, ticket: Ticket) -> None:

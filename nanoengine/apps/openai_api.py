@@ -362,38 +362,25 @@ class CompletionRequest(GenerationRequest):
     ) -> dict[str, Any]:
         """Return a sample, or its next piece. `sent` maps a sample's index to the length of its sent text."""
         text, is_first, offset = completion.text, index not in sent, sent.get(index, 0)
-        tokens = list(zip(completion.token_ids, completion.logprobs or [], strict=False))
-        before: list[tuple[int, dict[int, Logprob] | None]] = []
+        reported: list[tuple[int, dict[int, Logprob] | None]] = []
         if self.echo and is_first:
             prompt = output.prompt
             text = (tokenizer.decode(output.prompt_token_ids) if prompt is None else prompt) + text
-            before = list(zip(output.prompt_token_ids, output.prompt_logprobs or [], strict=False))
+            reported += zip(output.prompt_token_ids, output.prompt_logprobs or [], strict=False)
+        reported += zip(completion.token_ids, completion.logprobs or [], strict=False)
         logprobs, sent[index] = None, offset
         if self.logprobs is not None:
-            reported = [*before, *tokens]
-            names = [
+            texts = [
                 entry[token_id].decoded_token or "" if entry else tokenizer.decode([token_id])
                 for token_id, entry in reported
             ]
-            *offsets, sent[index] = accumulate(map(len, names), initial=offset)
+            *offsets, sent[index] = accumulate(map(len, texts), initial=offset)
             logprobs = {
                 "tokens": [
-                    self.token_name(token_id, name)
-                    for (token_id, _), name in zip(reported, names, strict=True)
+                    self.token_name(pair[0], name) for pair, name in zip(reported, texts, strict=True)
                 ],
-                "token_logprobs": [
-                    entry and clamped(entry[token_id]).logprob for token_id, entry in reported
-                ],
-                # If two tokens have the same text, the more probable one is kept.
-                "top_logprobs": [
-                    None
-                    if entry is None
-                    else {
-                        self.token_name(token_id, one.decoded_token): one.logprob
-                        for token_id, one in reversed(best_first(entry))
-                    }
-                    for _, entry in reported
-                ],
+                "token_logprobs": [entry and clamped(entry[token]).logprob for token, entry in reported],
+                "top_logprobs": [entry and self.top_logprobs(entry) for _, entry in reported],
                 "text_offset": offsets,
             }
         return {
@@ -402,6 +389,11 @@ class CompletionRequest(GenerationRequest):
             "logprobs": logprobs,
             **self.common(completion, output, is_first),
         }
+
+    def top_logprobs(self, entry: dict[int, Logprob]) -> dict[str, float]:
+        """Return the tokens reported for one position. Of tokens with the same text, the best is kept."""
+        ranked = reversed(best_first(entry))
+        return {self.token_name(token_id, one.decoded_token): one.logprob for token_id, one in ranked}
 
 
 def pieces_of(choice: dict[str, Any]) -> list[dict[str, Any]]:

@@ -20,6 +20,7 @@ import time
 from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from dataclasses import fields
+from inspect import signature
 from types import FrameType
 from typing import Any
 
@@ -74,46 +75,27 @@ def make_parser() -> FlexibleArgumentParser:
     parser = FlexibleArgumentParser(
         "nanoengine serve", "%(prog)s MODEL [--FLAG VALUE ...]", "Serve a model.", allow_abbrev=False
     )
-    parser.add_argument(
-        "model_tag", metavar="MODEL", nargs="?", help="directory, hub id, or demo, the bundled model"
-    )
-    parser.add_argument("--host", default="127.0.0.1", help="default %(default)s: this machine alone")
-    parser.add_argument(
-        "--port", type=parse_port, default=8000, help="default %(default)s; 0 is any that is free"
-    )
-    parser.add_argument("--served-model-name", help="what clients call the model; default: as MODEL")
-    parser.add_argument(
-        "--api-key",
-        default=os.environ.get("NANOENGINE_API_KEY"),
-        help="what clients must send; better set as NANOENGINE_API_KEY, which no list of processes shows",
-    )
-    parser.add_argument(
-        "--max-waiting",
-        type=int,
-        default=1024,
-        help="samples that may wait beside the max-num-seqs that run; more are told to come back (503)",
-    )
-    parser.add_argument("--max-body-bytes", type=int, default=4 * 2**20, help="default %(default)s")
+    add = parser.add_argument
+    add("model_tag", metavar="MODEL", nargs="?", help="directory, hub id, or demo, the bundled model")
+    add("--host", default="127.0.0.1", help="default %(default)s: only this machine can connect")
+    add("--port", type=parse_port, default=8000, help="default %(default)s; 0 picks a free port")
+    add("--served-model-name", dest="name", help="the model name that clients use; default: MODEL")
+    key = os.environ.get("NANOENGINE_API_KEY")
+    add("--api-key", default=key, help="the key that clients must send; safer as NANOENGINE_API_KEY")
+    waiting = "samples that may wait in addition to the max-num-seqs that run; more get a 503"
+    add("--max-waiting", type=int, default=1024, help=waiting)
+    add("--max-body-bytes", type=int, default=4 * 2**20, help="default %(default)s")
     for name, formats in (("tool-call", TOOL_FORMATS), ("reasoning", REASONING_FORMATS)):
         known = f"auto, by the chat template; none; or {', '.join(formats)}"
-        parser.add_argument(f"--{name}-parser", default="auto", help=f"default %(default)s: {known}")
-    parser.add_argument("--enable-auto-tool-choice", action="store_true", help="as it is without")
-    parser.add_argument("--chat-template", help="a file, or the template itself, in place of the tokenizer's")
-    parser.add_argument(
-        "--allowed-origins",
-        type=parse_origins,
-        default=[],
-        metavar="JSON",
-        help='whose pages may call this server from a browser, a list, or ["*"] for any; default: none',
-    )
-    parser.add_argument(
-        "--dev-mode",
-        action="store_true",
-        help="serve paths that put the engine to sleep and exchange its weights; for networks you trust",
-    )
-    parser.add_argument(
-        "--drain-seconds", type=float, default=30, help="for running requests to end in; default %(default)s"
-    )
+        add(f"--{name}-parser", default="auto", help=f"default %(default)s: {known}")
+    add("--enable-auto-tool-choice", action="store_true", help="no effect: tool calls are always parsed")
+    add("--chat-template", help="a file, or the template itself, in place of the tokenizer's")
+    origins = 'web pages that may call this server from a browser, a list, or ["*"] for any; default: none'
+    add("--allowed-origins", type=parse_origins, default=[], metavar="JSON", help=origins)
+    dev_mode = "serve routes that put the engine to sleep and replace its weights; for trusted networks only"
+    add("--dev-mode", action="store_true", help=dev_mode)
+    drain = "time for running requests to finish on shutdown; default %(default)s"
+    add("--drain-seconds", type=float, default=30, help=drain)
     engine = parser.add_argument_group("engine", "EngineConfig's fields; config.py explains each")
     add_flags(engine, EngineConfig)
     return parser
@@ -142,21 +124,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     given = vars(parser.parse_args(argv))
     settings = {item.name: given[item.name] for item in fields(EngineConfig) if item.name in given}
     if ("model" in settings) == (given["model_tag"] is not None):
-        parser.error("a model is needed, once: nanoengine serve MODEL")
+        parser.error("give the model once: nanoengine serve MODEL")
     settings.setdefault("model", given["model_tag"])
     try:
         engine = AsyncLLM(max_concurrent_requests=2**31 - 1, **settings)  # the service limits them instead
-        service = Service(
-            engine,
-            name=given["served_model_name"],
-            api_key=given["api_key"],
-            max_waiting=given["max_waiting"],
-            max_body_bytes=given["max_body_bytes"],
-            tool_call_parser=given["tool_call_parser"],
-            reasoning_parser=given["reasoning_parser"],
-            chat_template=given["chat_template"],
-            dev_mode=given["dev_mode"],
-        )
+        names = given.keys() & signature(Service).parameters.keys()
+        service = Service(engine, **{name: given[name] for name in names})
         print(f"nanoengine: {service.formats.describe()}", file=sys.stderr)
     except (MissingFileError, OSError, TypeError, ValueError) as error:
         parser.error(str(error))

@@ -48,6 +48,10 @@ from nanoengine.sampling_params import SamplingParams, check_integer
 LONG_BODY_BYTES = 2**16  # checking and tokenizing a longer body takes more than a few milliseconds
 T = TypeVar("T")
 PAGE = Path(__file__).with_name("chat.html")
+PAGE_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
 # (module of contrib/, its class) -> the paths that it serves if it is installed.
 CONTRIB = {
     ("responses", "ResponsesAPI"): ["/v1/responses"],
@@ -232,7 +236,7 @@ class Service:
                     f"prompt and n must ask for 1 to {self.max_samples} samples, got {num_samples}"
                 )
         if self.num_samples + num_samples > self.max_samples:
-            raise unavailable(f"{self.num_samples} samples run or wait, and at most {self.max_samples} may")
+            raise unavailable(f"{self.num_samples} samples run or wait; at most {self.max_samples} may")
         self.num_samples += num_samples
         ticket.samples = num_samples
 
@@ -320,14 +324,18 @@ class Service:
 
     def card(self) -> dict[str, Any]:
         """Describe the model in OpenAI's shape, plus vLLM's max_model_len."""
-        whose = {"id": self.name, "object": "model", "created": self.created, "owned_by": "nanoengine"}
-        return {**whose, "max_model_len": self.engine.llm_engine.max_model_len}
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "nanoengine",
+            "max_model_len": self.engine.llm_engine.max_model_len,
+        }
 
     async def tokenize(self, body: TokenizeRequest, request: Request) -> Response:
         """POST /tokenize."""
         self.check_model(body.model)
         tokenizer = self.need_tokenizer()
-
         read_any = partial(self.engine.llm_engine.checker.encode, is_cut=True)
 
         def encode() -> list[int]:
@@ -339,11 +347,8 @@ class Service:
                 return list(read_any(check_unicode("prompt", body.prompt or ""), body.add_special_tokens))
 
         tokens = await self.in_thread(request, encode)
-        answer = {
-            "count": len(tokens),
-            "max_model_len": self.engine.llm_engine.max_model_len,
-            "tokens": tokens,
-        }
+        max_model_len = self.engine.llm_engine.max_model_len
+        answer = {"count": len(tokens), "max_model_len": max_model_len, "tokens": tokens}
         if body.return_token_strs:
             answer["token_strs"] = tokenizer.convert_ids_to_tokens(tokens)
         return JSON(answer)
@@ -381,11 +386,8 @@ class Service:
 
     async def server_info(self) -> Response:
         """GET /server_info: the engine's description of itself, which it also prints at startup."""
-        info: dict[str, Any] = {
-            "version": __version__,
-            "model": self.name,
-            "engine": self.engine.llm_engine.describe(),
-        }
+        engine = self.engine.llm_engine.describe()
+        info: dict[str, Any] = {"version": __version__, "model": self.name, "engine": engine}
         if self.learner is not None:  # trl reads this field
             info["vllm_config"] = {"weight_transfer_config": {"backend": "gloo"}}
         return JSON(info)
@@ -401,11 +403,7 @@ class Service:
 
     async def page(self) -> Response:
         """GET /: a page to chat with the model, in one file that loads nothing from elsewhere."""
-        policy = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
-        policy += (
-            "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-        )
-        return HTMLResponse(PAGE.read_text(), headers={"Content-Security-Policy": policy})
+        return HTMLResponse(PAGE.read_text(), headers={"Content-Security-Policy": PAGE_POLICY})
 
 
 FAMILIES: dict[type[Metric], Any] = {

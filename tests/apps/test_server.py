@@ -1145,8 +1145,8 @@ def test_what_runs_longer_than_drain_seconds_ends_with_an_error(stream):
     [
         (["serve", "--model", "/nowhere"], "/nowhere"),
         (["serve", "--model", str(DEMO), "--block-size", "0"], "block_size must be an integer"),
-        (["serve"], "a model is needed, once: nanoengine serve MODEL"),
-        (["serve", "demo", "--model", "demo"], "a model is needed, once"),
+        (["serve"], "give the model once: nanoengine serve MODEL"),
+        (["serve", "demo", "--model", "demo"], "give the model once"),
         (["serve", "demo", "--kv-cache-dtype", "fp8"], "kv_cache_dtype='fp8' is not served: the cache has"),
         (["serve", "demo", "--ssl_keyfile=key.pem"], "ssl_keyfile='key.pem' is not served"),
         (
