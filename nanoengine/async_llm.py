@@ -54,20 +54,14 @@ class _Mailbox:
 class AsyncLLM(Reloadable, AbstractAsyncContextManager["AsyncLLM"]):
     """Serves many coroutines from one engine: their requests share batches, and a thread runs the steps.
 
-    The coroutines may belong to several event loops, one after another or in several threads.
-
-    A slow consumer needs no memory beyond its own output: outputs that it has not taken are merged into
-    one. At most `max_concurrent_requests` are in the engine. Further ones wait in `generate`.
+    The coroutines may belong to several event loops, one after another or in several threads. `model` and
+    `settings` are those of `LLM`. At most `max_concurrent_requests` are in the engine, and further ones wait
+    in `generate`. Outputs that a slow consumer has not taken are merged into one.
 
     >>> async def main():  # doctest: +SKIP
     ...     async with AsyncLLM("Qwen/Qwen3-0.6B") as engine:
     ...         async for out in engine.generate("Hello", SamplingParams(), "request-1"):
     ...             print(out.outputs[0].text)
-
-    Args:
-        model: a hub id or directory, as for `LLM`.
-        max_concurrent_requests: limit on the `generate` calls that run at a time.
-        settings: the settings of `EngineConfig`, as for `LLM`.
     """
 
     def __init__(self, model: str, *, max_concurrent_requests: int = 1024, **settings: Any) -> None:

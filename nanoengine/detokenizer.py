@@ -39,13 +39,8 @@ class Detokenizer:
 
     It never emits part of a UTF-8 character: bytes wait until the character is complete, for at most
     `MAX_PENDING` tokens. While the sample runs, text that may begin a stop string is held back, so that no
-    emitted text has to be withdrawn.
-
-    Args:
-        tokenizer: decodes the tokens.
-        prompt_token_ids: the decoder sees the prompt's end, so that the output's leading space is kept.
-        params: stop strings, min_tokens, and how to treat special tokens.
-        texts: the tokenizer's fixed texts, shared between samples.
+    emitted text has to be withdrawn. The decoder sees the prompt's end, so that the output's leading space
+    is kept. `texts` are the tokenizer's fixed texts, shared between samples.
     """
 
     def __init__(
@@ -173,14 +168,10 @@ class Detokenizer:
 
 
 class Vocabulary:
-    """Caches the texts of an engine's tokens, so that each token is decoded only once.
-
-    Args:
-        tokenizer: a transformers tokenizer. None: tokens have no text.
-    """
+    """Caches the texts of an engine's tokens, so that each token is decoded only once."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
+        self.tokenizer = tokenizer  # transformers' tokenizer; None: tokens have no text
         self.names: dict[int, str] = {}  # token id -> the text reported with log-probabilities
         self.texts: dict[bool, TokenTexts] = {}  # skip_special_tokens -> texts
 

@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -79,9 +79,8 @@ class LLM(Reloadable, AbstractContextManager["LLM"]):
     ) -> Iterator[RequestOutput]:
         """Complete prompts, and yield new text and tokens of each prompt as they arrive.
 
-        The arguments and exceptions are those of `generate`. Invalid ones raise at the call, not in the loop.
-        An output's `request_id` is the prompt's index, and the last output of a prompt has `finished` set.
-        Leaving the loop early, or closing the iterator, aborts the remaining requests.
+        Invalid arguments raise at the call, as in `generate`. An output's `request_id` is the prompt's index,
+        and its last output has `finished` set. Leaving the loop, or closing the iterator, aborts the rest.
         """
         return self._stream(self._check_all(prompts, sampling_params, priority, RequestOutputKind.DELTA))
 
@@ -131,20 +130,12 @@ class LLM(Reloadable, AbstractContextManager["LLM"]):
         pooling_task: str | None = None,
         **unserved: Any,
     ) -> list[Any]:
-        """Run a pooling model on prompts. Returns embeddings, or a classifier's probabilities, as tensors.
+        """Run a pooling model on prompts. Returns one `PoolingRequestOutput` per prompt.
 
-        Args:
-            prompts: the same forms as for `generate`.
-            pooling_params: `PoolingParams`, one for all or one per prompt. None: the checkpoint's settings.
-            use_tqdm: show progress.
-            pooling_task: "embed" or "classify". None: the one that the model supports.
-            unserved: vLLM's other arguments, as for `generate`.
-
-        Returns:
-            One `PoolingRequestOutput` per prompt. `outputs.data` is a float32 tensor.
-
-        Raises:
-            ValueError, TypeError: the model does not support the task, or a prompt or parameter is invalid.
+        Its `outputs.data` is an embedding or a classifier's probabilities, a float32 tensor. Pass one
+        `PoolingParams` for all prompts or one per prompt; None is the checkpoint's settings. `pooling_task`
+        is "embed" or "classify"; None is the one that the model supports. Invalid arguments raise as in
+        `generate`.
         """
         settings = {"use_tqdm": use_tqdm, "pooling_params": pooling_params, **unserved}
         return self._pool("encode", prompts, pooling_task, **settings)
@@ -175,10 +166,7 @@ class LLM(Reloadable, AbstractContextManager["LLM"]):
 
         A classifier with one label reads both texts of a pair, joined by the tokenizer, or rendered by
         `chat_template` as messages of a "query" and a "document". For an embedding model the score is the
-        cosine similarity.
-
-        Returns:
-            One `ScoringRequestOutput` per pair. `outputs.score` is a float.
+        cosine similarity. It is a float, `outputs.score` of a `ScoringRequestOutput` per pair.
         """
         checker = self.llm_engine.checker
         scores = self._pooler("score").plan_scores(data_1, data_2, checker, chat_template)
@@ -297,9 +285,24 @@ class LLM(Reloadable, AbstractContextManager["LLM"]):
 
     def _run(self, checked: list[CheckedRequest], use_tqdm: bool) -> list[RequestOutput]:
         """Run a call's requests until they finish, and return their outputs in order."""
+        start, num_shown, num_prompt_tokens, num_output_tokens = time.monotonic(), 0, 0, 0
+        progress = tqdm(total=len(checked), desc="Processed prompts", disable=not use_tqdm)
         # A Ctrl-C also takes effect between steps, but never while requests are queued or aborted.
-        with uninterrupted() as let_strike, self._submitted(checked) as (ids, inbox):
-            self._run_until_finished(ids, inbox, use_tqdm, let_strike)
+        with progress as bar, uninterrupted() as let_strike, self._submitted(checked) as (ids, inbox):
+            while len(inbox) < len(ids):
+                self._advance()
+                let_strike()
+                if len(inbox) == num_shown:
+                    continue
+                for output in itertools.islice(inbox.values(), num_shown, None):
+                    num_prompt_tokens += len(output.prompt_token_ids)
+                    num_output_tokens += sum(len(completion.token_ids) for completion in output.outputs)
+                    elapsed = time.monotonic() - start
+                    rates = f"{num_prompt_tokens / elapsed:.0f} prompt tokens/s, "
+                    rates += f"{num_output_tokens / elapsed:.0f} output tokens/s"
+                    bar.set_postfix_str(rates, refresh=False)
+                    bar.update()
+                num_shown = len(inbox)
             return [replace(inbox[request_id], request_id=str(request_id)) for request_id in ids]
 
     @contextmanager
@@ -330,27 +333,6 @@ class LLM(Reloadable, AbstractContextManager["LLM"]):
         if not self.llm_engine.has_unfinished_requests():
             raise RuntimeError("requests were aborted, or stepped by another thread: use AsyncLLM there")
         self._step()
-
-    def _run_until_finished(
-        self, ids: list[int], inbox: Inbox, use_tqdm: bool, let_strike: Callable[[], None]
-    ) -> None:
-        """Step until each of the requests has its output. Other requests in the engine advance too."""
-        start, num_shown, num_prompt_tokens, num_output_tokens = time.monotonic(), 0, 0, 0
-        with tqdm(total=len(ids), desc="Processed prompts", disable=not use_tqdm) as bar:
-            while len(inbox) < len(ids):
-                self._advance()
-                let_strike()
-                if len(inbox) == num_shown:
-                    continue
-                for output in itertools.islice(inbox.values(), num_shown, None):
-                    num_prompt_tokens += len(output.prompt_token_ids)
-                    num_output_tokens += sum(len(completion.token_ids) for completion in output.outputs)
-                    elapsed = time.monotonic() - start
-                    rates = f"{num_prompt_tokens / elapsed:.0f} prompt tokens/s, "
-                    rates += f"{num_output_tokens / elapsed:.0f} output tokens/s"
-                    bar.set_postfix_str(rates, refresh=False)
-                    bar.update()
-                num_shown = len(inbox)
 
     def _stream(self, checked: list[CheckedRequest]) -> Iterator[RequestOutput]:
         with self._submitted(checked) as (ids, inbox):

@@ -68,16 +68,11 @@ class RequestChecker:
     def encode(
         self, text: str, add_special_tokens: bool = True, *, is_cut: bool = False, pair: str | None = None
     ) -> list[int]:
-        """Tokenize a prompt's text.
+        """Tokenize a prompt's text, or a pair of texts that the tokenizer joins.
 
         A text that is probably too long is first tokenized in pieces, and rejected as soon as they have far
-        more tokens than fit. A text of many megabytes is thus rejected early.
-
-        Args:
-            text: the prompt's text.
-            add_special_tokens: let the tokenizer add its special tokens.
-            is_cut: the prompt is truncated later, so any length is accepted.
-            pair: a second text, which the tokenizer joins to the first.
+        more tokens than fit: a text of many megabytes is rejected early. With is_cut, the prompt is truncated
+        later, and any length is accepted.
 
         Raises:
             ValueError: the text is far too long, or the tokenizer fails on it.
@@ -268,15 +263,13 @@ def render_chats(
     /,
     **template_settings: Any,
 ) -> list[dict[str, Any]]:
-    """Render one conversation, or a list of them, with the chat template.
+    """Render one conversation (a list of messages), or a list of them, with the chat template.
 
-    A conversation is a list of messages. A message's content is a string or a list of text parts. If the
-    template expects strings, the parts are joined with newlines, as in vLLM. `encode` is
-    `RequestChecker.encode`. Without it, any length is accepted.
+    A message's content is a string or a list of text parts. If the template expects strings, the parts are
+    joined with newlines, as in vLLM. `encode` is `RequestChecker.encode`. Without it, any length is accepted.
 
     Raises:
-        ValueError: the tokenizer has no template, a conversation is not a list of messages, or a content
-            contains anything but text.
+        ValueError: the tokenizer has no template, or messages are malformed or contain anything but text.
     """
     if tokenizer is None or not (tokenizer.chat_template or template_settings.get("chat_template")):
         raise ValueError("the checkpoint has no chat template; give chat_template or use generate")
@@ -429,15 +422,10 @@ class Request:
         return any(sample.has_news for sample in self.samples.values())
 
     def take_tokens(self, seq: Any, logprobs: Sequence[dict[int, Logprob]], now: float) -> int:
-        """Record what a step brought to one of the request's sequences: tokens, or a failure.
+        """Record what a step brought to a sequence, which already contains it: tokens, or a failure.
 
-        Args:
-            seq: the sequence. It already contains the new tokens.
-            logprobs: one entry per new token, possibly followed by unused ones. Empty if not requested.
-            now: seconds of time.monotonic().
-
-        Returns:
-            The number of new tokens.
+        `logprobs` has one entry per new token, possibly followed by unused ones, or none if not requested.
+        Returns the number of new tokens.
         """
         if self.metrics.first_token_time is None:
             self.metrics = replace(self.metrics, first_token_time=now)
