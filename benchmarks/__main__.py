@@ -7,8 +7,6 @@ python -m benchmarks --engine nanoengine,llama.cpp --python llama.cpp=/path/to/i
 python -m benchmarks --engine nanoengine,nano-vllm --python nano-vllm=/path/to/its/venv/bin/python
 python -m benchmarks --engine nanoengine-int4,llama.cpp-q4_0 --custom 1:32:128  # 4-bit weights
 python -m benchmarks --custom 64:32-256:16-64:512  # 64 requests, prompts of 32 to 256 tokens after 512 shared
-python -m benchmarks --rate 1,2,4                  # latency with Poisson arrivals at these rates per second
-python -m benchmarks --plot bench.png              # throughput against batch size, and where the time goes
 python -m benchmarks --ablate                      # nanoengine without each of its tricks
 python -m benchmarks --what scheduler              # only the host side: the scheduler, and whole steps
 
@@ -42,14 +40,6 @@ def command_line() -> str:
     """Return the command line, without this machine's own paths."""
     command = shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]])
     return re.sub(r"=/\S*/(?=\S+/bin/)", "=", command)
-
-
-def positive_rates(text: str) -> list[float]:
-    """Parse positive numbers, separated by commas."""
-    rates = [float(rate) for rate in text.split(",")]
-    if min(rates) <= 0:
-        raise ValueError(text)
-    return rates
 
 
 def names_of(known: Collection[str]) -> Callable[[str], list[str]]:
@@ -90,28 +80,20 @@ def parse_arguments() -> argparse.Namespace:
     add_names("--engine", ENGINES, "one or more of", default=["nanoengine"])
     parser.add_argument("--python", type=interpreter, action="append", default=[], metavar="ENGINE=PATH")
     parser.add_argument("--repeats", type=int, help="default: 3, of the scheduler 20")
-    parser.add_argument("--rate", type=positive_rates, default=[], help="requests a second: Poisson arrivals")
     parser.add_argument("--threads", type=int, default=len(CORES))
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     default = "default: all of this device; of"
     add_names("--ablate", TRICKS, default, nargs="?", const=list(TRICKS), metavar="TRICKS")
-    parser.add_argument("--plot", metavar="FILE.png", help="sweep over batch sizes and draw")
     args = parser.parse_args()
     if args.repeats is None:
         args.repeats = 3 if args.what == "engines" else 20
     if args.repeats < 1 or args.threads < 1:
         parser.error("--repeats and --threads must be at least 1")
-    if args.plot and args.ablate:
-        parser.error("--plot sweeps over batch sizes, leave out --ablate")
     if args.what == "scheduler":
         return args
-    for package, is_needed in {
-        "matplotlib": args.plot,
-        "gguf": any(name.startswith("llama.cpp") for name in args.engine),
-    }.items():
-        if is_needed and importlib.util.find_spec(package) is None:
-            parser.error(f"{package} is not installed: pip install -e '.[bench]'")
+    if any(name.startswith("llama.cpp") for name in args.engine) and importlib.util.find_spec("gguf") is None:
+        parser.error("gguf, which writes llama.cpp's model, is not installed: pip install -e '.[bench]'")
     args.pythons = dict(args.python)
     if args.model is None or args.model in SHAPES or Path(args.model).is_dir():
         os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
@@ -129,7 +111,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Run the benchmark, print the results and draw the plots."""
+    """Run the benchmark, and print the results."""
     args = parse_arguments()
     report: dict[str, Any]
     started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
@@ -140,7 +122,7 @@ def main() -> None:
         report = bench_scheduler(args.repeats)
     else:
         from benchmarks.compare import bench_engines
-        from benchmarks.report import compare_tricks, draw, print_tables, print_tricks
+        from benchmarks.report import compare_tricks, print_tables, print_tricks
 
         try:
             report = bench_engines(args)
@@ -150,8 +132,6 @@ def main() -> None:
         if args.ablate:
             report["ablation"] = compare_tricks(report)
             print_tricks(report["ablation"])
-        if args.plot:
-            draw(report, args.plot)
     about = {"what": args.what, "command": command_line(), "started": started}
     print(json.dumps(about | {"python": platform.python_version(), "machine": platform.machine()} | report))
 

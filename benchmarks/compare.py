@@ -17,7 +17,7 @@ from benchmarks.models import write_shape
 from benchmarks.workers import Worker, start_worker
 from nanoengine.apps.bench import percentiles
 from nanoengine.apps.roofline import roofline_seconds
-from nanoengine.apps.workloads import SHAPES, SWEEP, Workload, poisson_arrivals
+from nanoengine.apps.workloads import SHAPES, Workload
 
 LATENCIES = ("ttft", "tpot", "itl")
 # Engine -> the function that converts the checkpoint and the settings for it.
@@ -80,33 +80,29 @@ class Bench:
         prompts = prompts[: max(1, sum(total <= 4096 for total in totals))]
         output_lens = [min(8, num_tokens) for num_tokens in workload.lengths()[1][: len(prompts)]]
         for worker in self.engines:
-            worker.error = worker.ask([prompts, output_lens, [0.0] * len(prompts)]).get("error")
+            worker.error = worker.ask([prompts, output_lens]).get("error")
 
-    def measure(
-        self, workload: Workload, repeats: int, rate: float | None = None
-    ) -> Iterator[dict[str, Any]]:
-        """Serve a workload and yield a row per engine. Requests arrive at once, or at random with a rate."""
-        name = workload.name if rate is None else f"{workload.name}, {rate:g} requests a second"
+    def measure(self, workload: Workload, repeats: int) -> Iterator[dict[str, Any]]:
+        """Serve a workload, whose requests arrive at once, and yield a row per engine."""
         prompt_lens, output_lens = workload.lengths()
-        arrivals = [0.0] * len(prompt_lens) if rate is None else poisson_arrivals(rate, len(prompt_lens))
         replies: dict[str, list[dict[str, Any]]] = {worker.engine: [] for worker in self.engines}
-        if rate is None:
-            self.warm_up(workload)
+        self.warm_up(workload)
         for run in range(repeats):
-            prompts = workload.prompts(f"{name}, run {run}", self.vocab_size)
+            prompts = workload.prompts(f"{workload.name}, run {run}", self.vocab_size)
             for worker in self.engines:
-                reply = worker.ask([prompts, output_lens, arrivals])
+                reply = worker.ask([prompts, output_lens])
                 replies[worker.engine].append(reply)
                 done = reply.get("error") or f"{reply['output_tokens'] / reply['seconds']:.1f} tokens/s"
-                print(f"{name}, run {run + 1} of {repeats}, {worker.engine}: {done}", file=sys.stderr)
-            if rate is None:
-                self._measure_limits()
+                print(
+                    f"{workload.name}, run {run + 1} of {repeats}, {worker.engine}: {done}", file=sys.stderr
+                )
+            self._measure_limits()
         prompt_tokens = sum(prompt_lens) + workload.shared * len(prompt_lens)
         for worker in self.engines:
-            row: dict[str, Any] = {"workload": workload.name, "engine": worker.engine, "rate": rate}
+            row: dict[str, Any] = {"workload": workload.name, "engine": worker.engine}
             row |= summarize(replies[worker.engine], prompt_tokens, sum(output_lens))
             if "error" not in row:
-                ideal = self.roofline(workload, worker.engine) if rate is None else None
+                ideal = self.roofline(workload, worker.engine)
                 row["roofline_share"] = ideal and round(row["output_tokens_per_s"]["median"] / ideal, 4)
                 row["peak_rss_bytes"] = worker.peak_rss_bytes()
             yield row
@@ -130,7 +126,7 @@ class Bench:
 
     def _measure_limits(self) -> None:
         """Measure the machine's limits, and keep the best: other load on the machine only lowers them."""
-        reply = self.limits.ask([[], [], []])
+        reply = self.limits.ask([[], []])
         if "error" in reply:
             raise RuntimeError(f"the machine's limits cannot be measured: {reply['error']}")
         self.bandwidth = max(self.bandwidth, reply["bandwidth"])
@@ -138,7 +134,7 @@ class Bench:
 
 
 def bench_model(model: str, workloads: list[Workload], args: argparse.Namespace) -> dict[str, Any]:
-    """Start the engines on one model, and let them serve the workloads, the rates and the sweep."""
+    """Start the engines on one model, and let them serve the workloads."""
     import torch
 
     from nanoengine.models.checkpoint import open_checkpoint
@@ -171,10 +167,8 @@ def bench_model(model: str, workloads: list[Workload], args: argparse.Namespace)
 
         itemsize = getattr(torch, args.dtype).itemsize
         bench = Bench(checkpoint.vocab_size, checkpoint.decoder_config, itemsize, start("limits", stack))
-        batches = [Workload(f"batch {size}", size, (32, 32), (32, 32)) for size in SWEEP if args.plot]
         engines: dict[str, Any] = {}
         rows: list[dict[str, Any]] = []
-        sweep: dict[str, list[Any]] = {engine: [] for engine in args.engine}
         turns = [args.engine]
         if args.ablate:  # pairs of engines with and without a trick, since the machine's speed changes
             turns = [["nanoengine", WITHOUT + trick] for trick in args.ablate]
@@ -185,17 +179,11 @@ def bench_model(model: str, workloads: list[Workload], args: argparse.Namespace)
                 bench.engines = [start(engine, until) for engine in turn]
                 for workload in workloads:
                     rows += bench.measure(workload, args.repeats)
-                    for rate in args.rate:
-                        rows += bench.measure(workload, 1, rate)
-                for batch in batches:
-                    for row in bench.measure(batch, args.repeats):
-                        sweep[row["engine"]].append(row.get("output_tokens_per_s"))
                 for worker in bench.engines:
                     about = {"error": worker.error, "versions": worker.versions, "environment": worker.notes}
                     engines[worker.engine] = about
-        served = [(workload.name, rate) for workload in workloads for rate in (None, *args.rate)]
-        rows.sort(key=lambda row: served.index((row["workload"], row["rate"])))
-        sweep["roofline"] = [bench.roofline(batch) for batch in batches]
+        names = [workload.name for workload in workloads]
+        rows.sort(key=lambda row: names.index(row["workload"]))
         return {
             "model": model,
             "engines": engines,
@@ -205,7 +193,6 @@ def bench_model(model: str, workloads: list[Workload], args: argparse.Namespace)
                 "roofline_output_tokens_per_s": {w.name: bench.roofline(w) for w in workloads},
             },
             "results": rows,
-            "sweep": sweep,  # output tokens/s at each size of SWEEP: median, min and max
         }
 
 

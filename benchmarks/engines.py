@@ -23,7 +23,7 @@ from benchmarks.runs import (
     MAX_NUM_SEQS,
     TEMPERATURE,
     Run,
-    latencies,
+    measurements,
     transformers_model,
 )
 
@@ -32,30 +32,20 @@ ATTENTION = ("flash", "varlen", "triton")  # backends on a GPU
 
 
 def drive(
-    engine: Any,
-    prompts: list[list[int]],
-    params: list[Any],
-    arrivals: list[float],
-    after_step: Callable[[list[Any]], None] = lambda outputs: None,
+    engine: Any, prompts: list[list[int]], params: list[Any], after_step: Callable[[list[Any]], None]
 ) -> dict[str, Any]:
     """Serve requests with `add_request` and `step`, which nanoengine and vLLM both have."""
     stamps: list[list[float]] = [[] for _ in prompts]
-    num_added, start = 0, time.perf_counter()
-    while num_added < len(prompts) or engine.has_unfinished_requests():
-        now = time.perf_counter() - start
-        while num_added < len(prompts) and arrivals[num_added] <= now:
-            engine.add_request(str(num_added), {"prompt_token_ids": prompts[num_added]}, params[num_added])
-            num_added += 1
-        if not engine.has_unfinished_requests():
-            time.sleep(arrivals[num_added] - now)
-            continue
+    start = time.perf_counter()
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), {"prompt_token_ids": prompt}, params[i])
+    while engine.has_unfinished_requests():
         outputs = engine.step()
         now = time.perf_counter() - start
         for output in outputs:
             stamps[int(output.request_id)] += [now] * len(output.outputs[0].token_ids)
         after_step(outputs)
-    seconds = time.perf_counter() - start
-    return {"seconds": seconds, "output_tokens": sum(map(len, stamps)), **latencies(arrivals, stamps)}
+    return measurements(time.perf_counter() - start, stamps)
 
 
 def load_stepped(settings: dict[str, Any]) -> Run:
@@ -78,12 +68,12 @@ def load_stepped(settings: dict[str, Any]) -> Run:
     names = ("model", "dtype", "load_format", "max_model_len")
     llm = LLM(**{name: settings[name] for name in names}, **own)
 
-    def run(prompts: list[list[int]], output_lens: list[int], arrivals: list[float]) -> dict[str, Any]:
+    def run(prompts: list[list[int]], output_lens: list[int]) -> dict[str, Any]:
         common = {"temperature": TEMPERATURE, "ignore_eos": True, "detokenize": False}
         kind = RequestOutputKind.DELTA  # an output holds only what the step added
         params = [SamplingParams(max_tokens=n, output_kind=kind, **common) for n in output_lens]
         if is_vllm:
-            return drive(llm.llm_engine, prompts, params, arrivals)
+            return drive(llm.llm_engine, prompts, params, lambda outputs: None)
         batch_sizes: list[int] = []
         usages: list[float] = []
 
@@ -93,7 +83,7 @@ def load_stepped(settings: dict[str, Any]) -> Run:
             usages.append(metrics["kv_cache_usage"])
 
         before = llm.metrics()
-        result = drive(llm, prompts, params, arrivals, after_step)
+        result = drive(llm, prompts, params, after_step)
         spent = {name: value - before[name] for name, value in llm.metrics().items()}
         prefix = "seconds_"
         phases = {name.removeprefix(prefix): spent[name] for name in spent if name.startswith(prefix)}
@@ -116,9 +106,7 @@ def load_transformers(settings: dict[str, Any]) -> Run:
 
     model, _ = transformers_model(settings)
 
-    def run(prompts: list[list[int]], output_lens: list[int], arrivals: list[float]) -> dict[str, Any]:
-        if any(arrivals):
-            raise ValueError("static batches take no arrivals")
+    def run(prompts: list[list[int]], output_lens: list[int]) -> dict[str, Any]:
         start, steps, output_tokens = time.perf_counter(), 0, 0
         # Sorted, so that the outputs of a batch have similar lengths.
         order = sorted(range(len(prompts)), key=lambda i: output_lens[i])
@@ -157,37 +145,29 @@ def load_transformers_cb(settings: dict[str, Any]) -> Run:
         num_tokens = min(KV_CACHE_BYTES // token_bytes, MAX_NUM_SEQS * settings["max_model_len"])
         cb_config.num_blocks = num_tokens // cb_config.page_size
 
-    def serve(
-        manager: Any, prompts: list[list[int]], output_lens: list[int], arrivals: list[float]
-    ) -> list[Any]:
-        start = time.perf_counter()
-        ids = []
-        for prompt, num_tokens, arrival in zip(prompts, output_lens, arrivals, strict=True):
-            time.sleep(max(0.0, start + arrival - time.perf_counter()))
-            ids.append(manager.add_request(prompt, max_new_tokens=num_tokens, record_timestamps=True))
-        finished: dict[str, Any] = {}
-        while len(finished) < len(ids):
+    def serve(manager: Any, prompts: list[list[int]], output_lens: list[int]) -> list[Any]:
+        for prompt, num_tokens in zip(prompts, output_lens, strict=True):
+            manager.add_request(prompt, max_new_tokens=num_tokens, record_timestamps=True)
+        finished: list[Any] = []
+        while len(finished) < len(prompts):
             result = manager.get_result(timeout=1)
+            if result is None and not manager.is_running():
+                raise RuntimeError("the generation thread ended")
             if result is not None and result.error is not None:
                 raise RuntimeError(result.error)
             if result is not None and result.is_finished():
-                finished[result.request_id] = result
-            elif result is None and not manager.is_running():
-                raise RuntimeError("the generation thread ended")
-        return [finished[request_id] for request_id in ids]
+                finished.append(result)
+        return finished
 
-    def run(prompts: list[list[int]], output_lens: list[int], arrivals: list[float]) -> dict[str, Any]:
-        manager_context = model.continuous_batching_context_manager(
+    def run(prompts: list[list[int]], output_lens: list[int]) -> dict[str, Any]:
+        with model.continuous_batching_context_manager(
             generation_config, continuous_batching_config=cb_config, warmup=settings["device"] == "cuda"
-        )
-        with manager_context as manager:
-            serve(manager, [[0]], [1], [0.0])  # the cache is allocated at the first request
+        ) as manager:
+            serve(manager, [[0]], [1])  # the cache is allocated at the first request
             start = time.perf_counter()
-            outputs = serve(manager, prompts, output_lens, arrivals)
+            outputs = serve(manager, prompts, output_lens)
             seconds = time.perf_counter() - start
-        stamps = [[stamp - start for stamp in output.timestamps] for output in outputs]
-        output_tokens = sum(len(output.generated_tokens) for output in outputs)
-        return {"seconds": seconds, "output_tokens": output_tokens, **latencies(arrivals, stamps)}
+        return measurements(seconds, [[stamp - start for stamp in out.timestamps] for out in outputs])
 
     return run
 
@@ -196,7 +176,7 @@ def load_limits(settings: dict[str, Any]) -> Run:
     """Return a run that measures the machine's memory bandwidth and matrix rate instead of an engine."""
     from nanoengine.apps.roofline import measure_limits
 
-    return lambda prompts, output_lens, arrivals: measure_limits(settings["dtype"], settings["device"])
+    return lambda prompts, output_lens: measure_limits(settings["dtype"], settings["device"])
 
 
 # name -> the package that the engine needs, and the function that loads it

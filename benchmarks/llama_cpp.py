@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.runs import KV_CACHE_BYTES, MAX_NUM_SEQS, TEMPERATURE, Run, latencies, transformers_model
+from benchmarks.runs import KV_CACHE_BYTES, MAX_NUM_SEQS, TEMPERATURE, Run, measurements, transformers_model
 
 if TYPE_CHECKING:
     from nanoengine.models.checkpoint import Checkpoint
@@ -184,9 +184,9 @@ class LlamaCpp:
         self.api.llama_model_free(self.model)
 
     def serve(
-        self, prompts: list[list[int]], output_lens: list[int], arrivals: list[float], temperature: float
+        self, prompts: list[list[int]], output_lens: list[int], temperature: float = TEMPERATURE
     ) -> tuple[list[Request], dict[str, Any]]:
-        """Serve prompts that arrive at these times. Returns the requests in order, and the measurements."""
+        """Serve prompts. Returns the requests in order, and the measurements."""
         api, memory = self.api, self.api.llama_get_memory(self.context)
         if (longest := max(map(sum, zip(map(len, prompts), output_lens, strict=True)))) > self.cache_tokens:
             raise ValueError(f"a request needs {longest} tokens, the cache has {self.cache_tokens}")
@@ -200,17 +200,13 @@ class LlamaCpp:
         batch_sizes: list[int] = []
         start = time.perf_counter()
         while running or len(requests) < len(prompts):
-            now = time.perf_counter() - start
-            while len(requests) < len(prompts) and arrivals[len(requests)] <= now and free_sequences:
+            while len(requests) < len(prompts) and free_sequences:
                 prompt = prompts[len(requests)]
                 total = len(prompt) + output_lens[len(requests)]
                 if sum(request.num_total for request in running) + total > self.cache_tokens:
                     break
                 running.append(Request(list(prompt), len(prompt), total, free_sequences.pop()))
                 requests.append(running[-1])
-            if not running:
-                time.sleep(max(0.0, arrivals[len(requests)] - now))
-                continue
             due = self._decode(running)
             batch_sizes.append(len(running))
             for row, request in due:
@@ -225,12 +221,10 @@ class LlamaCpp:
         seconds = time.perf_counter() - start
         api.llama_sampler_free(sampler)
         return requests, {
-            "seconds": seconds,
-            "output_tokens": sum(len(request.stamps) for request in requests),
             "steps": len(batch_sizes),
             "batch_mean": sum(batch_sizes) / len(batch_sizes),
             "batch_max": max(batch_sizes),
-            **latencies(arrivals, [request.stamps for request in requests]),
+            **measurements(seconds, [request.stamps for request in requests]),
         }
 
     def _decode(self, running: list[Request]) -> list[tuple[int, Request]]:
@@ -258,4 +252,4 @@ class LlamaCpp:
 def load(settings: dict[str, Any]) -> Run:
     """Load llama.cpp with the settings from `prepare`."""
     engine = LlamaCpp(*(settings[name] for name in ("model", "threads", "cache_tokens", "device")))
-    return lambda *requests: engine.serve(*requests, TEMPERATURE)[1]
+    return lambda prompts, output_lens: engine.serve(prompts, output_lens)[1]

@@ -65,9 +65,7 @@ def load(settings: dict[str, Any]) -> Run:
         max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
     )
 
-    def run(prompts: list[list[int]], output_lens: list[int], arrivals: list[float]) -> dict[str, Any]:
-        if any(arrivals):
-            raise ValueError("nano-vllm's generate takes no arrivals")
+    def run(prompts: list[list[int]], output_lens: list[int]) -> dict[str, Any]:
         params = [SamplingParams(temperature=TEMPERATURE, max_tokens=n, ignore_eos=True) for n in output_lens]
         start = time.perf_counter()
         outputs = llm.generate(prompts, params, use_tqdm=False)

@@ -1,14 +1,12 @@
-"""Prints reports as Markdown tables, and draws plots."""
+"""Prints reports as Markdown tables."""
 
 import itertools
-import math
 import statistics
 from collections.abc import Iterable
 from typing import Any
 
 from benchmarks.ablation import WITHOUT
 from benchmarks.compare import LATENCIES
-from nanoengine.apps.workloads import SWEEP
 
 
 def table(head: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
@@ -68,15 +66,13 @@ def versions_of(about: dict[str, Any]) -> str:
 
 
 def print_tables(report: dict[str, Any]) -> None:
-    """Print each model's tables, one per workload and rate, then the engines' versions and the limits."""
+    """Print each model's tables, one per workload, then the engines' versions and the limits."""
     for result in report["models"]:
-        by_load = itertools.groupby(result["results"], lambda row: (row["workload"], row["rate"]))
-        for (workload, rate), rows in by_load:
-            load = "" if rate is None else f", {rate:g} requests a second"
+        for workload, rows in itertools.groupby(result["results"], lambda row: row["workload"]):
             columns = {row["engine"]: {} if "error" in row else cells(row) for row in rows}
             labels = dict.fromkeys(itertools.chain(*columns.values()))
             lines = [[label, *(column.get(label, "-") for column in columns.values())] for label in labels]
-            print(f"\n{result['model']}, {workload}{load}\n\n{table(('', *columns), lines)}\n")
+            print(f"\n{result['model']}, {workload}\n\n{table(('', *columns), lines)}\n")
         for row in result["results"]:
             if "error" in row:
                 print(f"{row['engine']}, {row['workload']}: not measured, {row['error']}")
@@ -128,52 +124,3 @@ def print_tricks(rows: list[dict[str, Any]]) -> None:
     """Print a table of the gain from each trick."""
     head = "without", "workload", "output tokens/s with, without", "gain (min to max of the pairs)"
     print(f"\n{table(head, map(trick_cells, rows))}\n")
-
-
-def draw(report: dict[str, Any], path: str) -> None:
-    """Draw throughput against batch size, and where nanoengine's time goes."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 5), layout="constrained")
-    place = report["machine"]
-    models = ", ".join(result["model"] for result in report["models"])
-    runs = f"{place['threads']} threads, runs of each: {report['repeats']}"
-    figure.suptitle(f"{models}, {report['dtype']}, {runs}\n{hardware(place)}", fontsize=10)
-    for result in report["models"]:
-        for engine, speeds in result["sweep"].items():
-            label = f"{engine}, {result['model']}"
-            if engine == "roofline":
-                left.plot(SWEEP, [speed or math.nan for speed in speeds], "k--", label=label)
-                continue
-            median, low, high = (
-                [speed[name] if speed else math.nan for speed in speeds] for name in ("median", "min", "max")
-            )
-            below = [m - at for m, at in zip(median, low, strict=True)]
-            above = [at - m for m, at in zip(median, high, strict=True)]
-            left.errorbar(SWEEP, median, [below, above], fmt="o-", capsize=3, label=label)
-        for row in result["results"]:
-            phases: dict[str, float] = (row["rate"] is None and row.get("phases_s")) or {}
-            start = 0.0
-            for number, (phase, seconds) in enumerate(phases.items()):
-                share, name = seconds / sum(phases.values()), f"{row['workload']}\n{row['engine']}"
-                right.barh(name, share, left=start, color=f"C{number}", label=phase)
-                start += share
-    left.set_title("output tokens/s: the median, and the spread of the runs", fontsize=11)
-    left.set(xlabel="sequences, 32 tokens in and 32 out", xscale="log", yscale="log")
-    left.set_xticks(SWEEP, [str(size) for size in SWEEP])
-    left.set_xticks([], minor=True)
-    # Plain numbers instead of powers of ten.
-    left.yaxis.set_major_formatter("{x:g}")
-    left.yaxis.set_minor_formatter("{x:g}")
-    left.grid(alpha=0.3)
-    left.legend()
-    right.set(xlabel="share of the time", xlim=(0, 1))
-    right.margins(y=0.5)  # so that a single bar does not fill the figure
-    handles, labels = right.get_legend_handles_labels()
-    unique = dict(zip(labels, handles, strict=True))
-    right.set_title("where the time goes", fontsize=11)
-    right.legend(unique.values(), unique.keys(), loc="upper center", ncols=6, bbox_to_anchor=(0.4, -0.1))
-    figure.savefig(path, dpi=150)

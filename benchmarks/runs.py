@@ -10,23 +10,25 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-# Serves prompts with these output lengths at these arrival times, and returns the measurements as JSON.
-Run = Callable[[list[list[int]], list[int], list[float]], dict[str, Any]]
+# Serves prompts with these output lengths, all at once, and returns the measurements as JSON.
+Run = Callable[[list[list[int]], list[int]], dict[str, Any]]
 
 MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, TEMPERATURE = 256, 8192, 0.6
 KV_CACHE_BYTES = 4 << 30  # on a CPU, where it is also nanoengine's default
 CORES = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else list(range(os.cpu_count() or 1))
 
 
-def latencies(arrivals: list[float], stamps: list[list[float]]) -> dict[str, list[float]]:
-    """Compute latencies in seconds from each request's arrival time and the times of its tokens.
+def measurements(seconds: float, stamps: list[list[float]]) -> dict[str, Any]:
+    """Return a run's seconds, tokens and latencies, from the times of each request's tokens since the start.
 
     ttft: time to the first token, queueing included, one per request. tpot: time per output token after the
     first, one per request. itl: time between one token and the next, one per token.
     """
     gaps = [[b - a for a, b in itertools.pairwise(times)] for times in stamps]
     return {
-        "ttft": [times[0] - arrival for arrival, times in zip(arrivals, stamps, strict=True)],
+        "seconds": seconds,
+        "output_tokens": sum(map(len, stamps)),
+        "ttft": [times[0] for times in stamps],
         "tpot": [statistics.fmean(each) for each in gaps if each],
         "itl": [gap for each in gaps for gap in each],
     }

@@ -1,6 +1,5 @@
 """Defines what a benchmark serves: published models' shapes with random weights, and request lengths."""
 
-import itertools
 import random
 import re
 from dataclasses import dataclass
@@ -153,7 +152,6 @@ WORKLOADS = {
         Workload("tiny", 128, (32, 256), (32, 256), shape="tiny"),
     )
 }
-SWEEP = (1, 2, 4, 8, 16, 32, 64)  # batch sizes of --plot
 
 
 def parse_custom(text: str) -> Workload:
@@ -170,9 +168,3 @@ def parse_custom(text: str) -> Workload:
     if requests < 1 or not all(1 <= a <= b for a, b in (workload.prompt, workload.output)):
         raise ValueError(text)
     return workload
-
-
-def poisson_arrivals(rate: float, num_requests: int, seed: int = 0) -> list[float]:
-    """Return the seconds at which independent requests arrive, `rate` per second on average."""
-    rng = random.Random(seed)
-    return list(itertools.accumulate(rng.expovariate(rate) for _ in range(num_requests)))

@@ -13,8 +13,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from matplotlib.figure import Figure
-from matplotlib.text import Text
 from torch import nn
 
 import benchmarks.__main__ as command
@@ -24,12 +22,12 @@ from benchmarks.compare import bench_model
 from benchmarks.engines import load_stepped
 from benchmarks.machine import instruction_set, machine
 from benchmarks.models import write_shape, write_tokenizer
-from benchmarks.report import compare_tricks, draw, hardware, print_tricks
-from benchmarks.runs import latencies
+from benchmarks.report import compare_tricks, hardware, print_tricks
+from benchmarks.runs import measurements
 from nanoengine import LLM, SamplingParams
 from nanoengine.apps.bench import percentiles
 from nanoengine.apps.roofline import measure_limits, roofline_seconds
-from nanoengine.apps.workloads import SHAPES, SWEEP, WORKLOADS, Workload, parse_custom, poisson_arrivals
+from nanoengine.apps.workloads import SHAPES, WORKLOADS, Workload, parse_custom
 from tests.helpers import DEMO, hf_model
 
 ROOT = Path(__file__).parents[2]
@@ -98,22 +96,10 @@ def test_percentiles_interpolate():
     assert percentiles([0.0, 10.0]) == pytest.approx([5.0, 9.0, 9.9])
 
 
-def test_arrivals_are_poisson_and_the_same_for_the_same_seed():
-    arrivals = poisson_arrivals(4.0, 4000, seed=1)
-    assert arrivals == poisson_arrivals(4.0, 4000, seed=1) == sorted(arrivals)
-    assert arrivals != poisson_arrivals(4.0, 4000, seed=2)
-    gaps = [b - a for a, b in itertools.pairwise(arrivals)]
-    mean = sum(gaps) / len(gaps)
-    assert mean == pytest.approx(0.25, rel=0.1)
-    assert sum((gap - mean) ** 2 for gap in gaps) / len(gaps) == pytest.approx(mean**2, rel=0.2)
-
-
-def test_latencies_are_counted_from_a_request_s_arrival():
-    assert latencies([0.0, 5.0], [[1.0, 2.0, 4.0], [8.0]]) == {
-        "ttft": [1.0, 3.0],
-        "tpot": [1.5],
-        "itl": [1.0, 2.0],
-    }
+def test_latencies_are_counted_from_the_start():
+    expected = {"ttft": [1.0, 3.0], "tpot": [1.5], "itl": [1.0, 2.0]}
+    found = measurements(9.0, [[1.0, 2.0, 4.0], [3.0]])
+    assert found == {"seconds": 9.0, "output_tokens": 4, **expected}
 
 
 SHAPE = SimpleNamespace(
@@ -224,15 +210,15 @@ def test_the_published_roofline_follows_from_the_published_limits():
 @pytest.mark.slow
 def test_the_engines_run_side_by_side_on_the_same_requests():
     printed, report = run_bench(
-        *("--model", "tiny", "--custom", "3:4-8:2-5", "--repeats", "1", "--rate", "100"),
+        *("--model", "tiny", "--custom", "3:4-8:2-5", "--repeats", "1"),
         *("--engine", "nanoengine,transformers,vllm,llama.cpp", "--dtype", "float32"),
     )
     workload = Workload("", 3, (4, 8), (2, 5))
     prompt_tokens, output_tokens = map(sum, workload.lengths())
     (result,) = report["models"]
-    rows = {(row["engine"], row["rate"]): row for row in result["results"]}
+    rows = {row["engine"]: row for row in result["results"]}
     for engine in ("nanoengine", "transformers"):
-        row = rows[engine, None]
+        row = rows[engine]
         assert (row["prompt_tokens"], row["output_tokens"]) == (prompt_tokens, output_tokens)
         speed = row["output_tokens_per_s"]
         assert 0 < speed["min"] == speed["median"] == speed["max"]
@@ -243,15 +229,13 @@ def test_the_engines_run_side_by_side_on_the_same_requests():
         assert row["peak_rss_bytes"] > 2**27
         assert row["roofline_share"] > 0
         assert {"python", "torch", engine} <= result["engines"][engine]["versions"].keys()
-    ours = rows["nanoengine", None]
+    ours = rows["nanoengine"]
     assert ours["batch_max"] == 3
     assert ours["ttft_ms"] == sorted(ours["ttft_ms"])
     seconds = output_tokens / ours["output_tokens_per_s"]["median"]
     assert min(ours["phases_s"].values()) > 0
     assert sum(ours["phases_s"].values()) < seconds * 1.01  # beside them only what waits for the processor
-    assert rows["transformers", None]["ttft_ms"] is None
-    assert rows["nanoengine", 100.0]["output_tokens"] == output_tokens
-    assert "no arrivals" in rows["transformers", 100.0]["error"]
+    assert rows["transformers"]["ttft_ms"] is None
     assert report["machine"] == machine(1, "cpu")
     assert report["machine"]["instructions"] in hardware(report["machine"])
     assert hardware(report["machine"]) in printed
@@ -261,10 +245,10 @@ def test_the_engines_run_side_by_side_on_the_same_requests():
     assert "| steps | 5 | 5 |" in squeezed(printed)
     for engine in ("vllm", "llama.cpp"):
         if result["engines"][engine]["error"] is not None:  # where it is not, and it belongs elsewhere
-            assert rows[engine, None]["error"] == "not installed"
+            assert rows[engine]["error"] == "not installed"
             assert f"{engine}, 3:4-8:2-5: not measured, not installed" in printed
         else:
-            assert rows[engine, None]["output_tokens"] == output_tokens
+            assert rows[engine]["output_tokens"] == output_tokens
 
 
 class FakeWorker:
@@ -307,18 +291,13 @@ def test_on_a_gpu_engines_are_there_one_after_the_other_and_on_a_cpu_side_by_sid
         device=device,
         repeats=2,
         ablate=None,
-        rate=[2.0],
-        plot="x",
     )
     workloads = [Workload("b", 2, (4, 4), (2, 2)), Workload("a", 2, (4, 4), (3, 3))]
     result = bench_model("tiny", workloads, args)
     assert (alive.most, list(alive)) == (most, [])
-    measured = [(row["workload"], row["rate"], row["engine"]) for row in result["results"]]
-    assert measured == list(itertools.product(["b", "a"], [None, 2.0], engines))
+    measured = [(row["workload"], row["engine"]) for row in result["results"]]
+    assert measured == list(itertools.product(["b", "a"], engines))
     assert list(result["engines"]) == engines
-    assert {name: len(values) for name, values in result["sweep"].items()} == dict.fromkeys(
-        (*engines, "roofline"), len(SWEEP)
-    )
 
 
 @pytest.mark.slow
@@ -388,34 +367,9 @@ PLACE = {
 }
 
 
-def test_a_plot_names_model_dtype_machine_and_engines(tmp_path, monkeypatch):
-    words, save = list[str](), Figure.savefig
-
-    def listen(figure, *arguments, **settings):
-        save(figure, *arguments, **settings)
-        words.extend(text.get_text() for text in figure.findobj(Text))
-
-    monkeypatch.setattr(Figure, "savefig", listen)
-    split = {
-        "workload": "small",
-        "engine": "nanoengine",
-        "rate": None,
-        "phases_s": {"forward": 2.0, "rest": 1.0},
-    }
-    missing = {"workload": "small", "engine": "vllm", "rate": None, "error": "not installed"}
-    speeds = [{"median": size + 1.0, "min": size + 0.5, "max": size + 2.0} for size in SWEEP]
-    sweep = {"nanoengine": speeds, "vllm": [None] * len(speeds), "roofline": [float(size) for size in SWEEP]}
-    model = {"model": "tiny", "results": [split, missing], "sweep": sweep}
-    report = {"models": [model], "machine": PLACE, "dtype": "bfloat16", "repeats": 2}
-    draw(report, str(tmp_path / "plot.png"))
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-    title = "tiny, bfloat16, 2 threads, runs of each: 2\nA processor, AVX2, 2 cores, 8.0 GiB"
-    assert {title, "nanoengine, tiny", "forward", "small\nnanoengine"} <= set(words)
-
-
 def test_an_ablation_compares_each_engine_with_the_one_beside_it(capsys):
     def row(engine, workload, *speeds):
-        return {"workload": workload, "engine": engine, "rate": None, "runs_tokens_per_s": list(speeds)}
+        return {"workload": workload, "engine": engine, "runs_tokens_per_s": list(speeds)}
 
     results = [
         row("nanoengine", "decode", 100.0, 120.0),
@@ -516,9 +470,7 @@ def test_without_guidellm_served_says_how_to_install_it(monkeypatch, capsys):
         (["--engine", "sglang"], "unknown: sglang"),
         (["--workload", "large"], "unknown: large"),
         (["--python", "vllm=/nowhere/python"], "/nowhere/python"),
-        (["--rate", "1,0"], "1,0"),
         (["--ablate", "luck"], "unknown: luck; known: prefix caching"),
-        (["--ablate", "--plot", "a.png"], "leave out --ablate"),
         (["--repeats", "0"], "at least 1"),
     ],
 )
@@ -541,21 +493,18 @@ def test_make_gpu_compares_with_the_engines_whose_pythons_it_is_given(peers):
     assert shlex.split(line)[3:] == [x for peer in peers for x in ("--python", f"{peer}={sys.executable}")]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "package"), [(["--engine", "llama.cpp"], "gguf"), (["--plot", "a.png"], "matplotlib")]
-)
-def test_a_missing_package_is_refused_with_the_remedy(arguments, package, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["benchmarks", *arguments])
+def test_a_missing_package_is_refused_with_the_remedy(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "--engine", "llama.cpp-q4_0"])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(SystemExit):
         command.parse_arguments()
-    assert f"{package} is not installed: pip install -e '.[bench]'" in capsys.readouterr().err
+    assert "is not installed: pip install -e '.[bench]'" in capsys.readouterr().err
 
 
-def test_the_command_line_is_told_without_this_machine_s_paths(monkeypatch):
-    arguments = ["--engine", "vllm", "--python", "vllm=/home/me/env/vllm/bin/python", "--plot", "a b.png"]
+def test_the_command_line_is_printed_without_this_machine_s_paths(monkeypatch):
+    arguments = ["--engine", "vllm", "--python", "vllm=/home/me/env/vllm/bin/python", "--model", "a b"]
     monkeypatch.setattr(sys, "argv", ["/home/me/benchmarks/__main__.py", *arguments])
-    expected = "python -m benchmarks --engine vllm --python vllm=vllm/bin/python --plot 'a b.png'"
+    expected = "python -m benchmarks --engine vllm --python vllm=vllm/bin/python --model 'a b'"
     assert command.command_line() == expected
 
 
@@ -738,5 +687,5 @@ def test_log_probabilities_are_those_of_the_tokens_looked_at():
 def test_weights_of_8_bits_are_an_engine_of_their_own(capfd):
     settings = {"model": str(DEMO), "dtype": "float32", "load_format": "auto", "max_model_len": 64}
     run = load_stepped({**settings, "engine": "nanoengine-int8", "device": "cpu"})
-    assert run([[1, 2, 3]], [4], [0.0])["output_tokens"] == 4
+    assert run([[1, 2, 3]], [4])["output_tokens"] == 4
     assert "float32 with int8 weights" in capfd.readouterr().err

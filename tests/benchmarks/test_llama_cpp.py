@@ -166,14 +166,13 @@ def test_llama_cpp_s_greedy_tokens_are_ours(name, tmp_path, tmp_path_factory):
     own, _ = written(path, tmp_path)
     engine = LlamaCpp(own["model"], threads=1, cache_tokens=512, exact=True)
     engine.max_tokens = 200
-    for arrivals in ([0.0] * 7, [0.01 * i for i in range(7)]):
-        requests, measured = engine.serve(prompts, output_lens, arrivals, temperature=0)
-        assert [request.tokens[request.num_prompt :] for request in requests] == expected
-        assert measured["output_tokens"] == sum(output_lens)
-        assert 1 < measured["batch_max"] < 7
-        assert len(measured["ttft"]) == 7
+    requests, measured = engine.serve(prompts, output_lens, temperature=0)
+    assert [request.tokens[request.num_prompt :] for request in requests] == expected
+    assert measured["output_tokens"] == sum(output_lens)
+    assert 1 < measured["batch_max"] < 7
+    assert len(measured["ttft"]) == 7
     with pytest.raises(ValueError, match="needs 520 tokens, the cache has 512"):
-        engine.serve([[1] * 500], [20], [0.0], temperature=0)
+        engine.serve([[1] * 500], [20], temperature=0)
     engine.close()
 
 
@@ -183,7 +182,7 @@ def test_llama_cpp_samples_by_temperature(tmp_path, tmp_path_factory):
     path, _ = checkpoint("qwen3", tmp_path_factory)
     engine = LlamaCpp(written(path, tmp_path)[0]["model"], threads=1, cache_tokens=2048)
     for temperature, least, most in ((100.0, 80, 128), (1e-3, 1, 1)):
-        requests, _ = engine.serve([[5, 6, 7]] * 200, [1] * 200, [0.0] * 200, temperature)
+        requests, _ = engine.serve([[5, 6, 7]] * 200, [1] * 200, temperature)
         drawn = {request.tokens[-1] for request in requests}
         assert least <= len(drawn) <= most
     engine.close()

@@ -42,11 +42,9 @@ def test_a_shape_is_served_with_random_weights_and_a_tokenizer_beside_it(is_tied
     assert 0.01 < weights["model.layers.0.mlp.up_proj.weight"].std() < 0.03
     run = load(settings)
     prompts, output_lens = [[1, 2, 3], [500], [7] * 500], [5, 8, 12]
-    measured = run(prompts, output_lens, [0.0] * 3)
+    measured = run(prompts, output_lens)
     assert measured["output_tokens"] == 25
     assert measured["seconds"] > 0
-    with pytest.raises(ValueError, match="takes no arrivals"):
-        run(prompts, output_lens, [0.0, 0.1, 0.2])
 
 
 def test_a_checkpoint_is_served_as_it_is(tmp_path, tmp_path_factory):
