@@ -163,21 +163,19 @@ class Compiler:
     def _tags_of(self, given: str | dict[str, Any]) -> str:
         """Return a grammar of text in which each `begin`, found by its trigger, precedes JSON and `end`."""
         tag = json.loads(given) if isinstance(given, str) else given
-        if not isinstance(tag, dict) or not isinstance(tag.get("structures"), list) or not tag["structures"]:
+        if not (isinstance(tag, dict) and isinstance(tag.get("structures"), list) and tag["structures"]):
             raise ValueError('structural_tag must hold "structures" and "triggers"')
-        triggers, tags = tag.get("triggers"), []
+        triggers = [text for text in tag.get("triggers") or () if isinstance(text, str) and text]
+        tags = []
         for one in tag["structures"]:
-            is_tag = isinstance(one, dict) and isinstance(one.get("schema"), dict)
-            if not is_tag or not all(isinstance(one.get(name), str) for name in ("begin", "end")):
-                raise ValueError(f"structures must hold begin, schema and end, got {one!r}")
-            begin = one["begin"]
-            texts = [text for text in triggers or () if isinstance(text, str) and text]
-            trigger = next(filter(begin.startswith, texts), None)
+            match one:
+                case {"begin": str(begin), "schema": dict(schema), "end": str(ending)}:
+                    trigger = next(filter(begin.startswith, triggers), None)
+                case _:
+                    raise ValueError(f"structures must hold begin, schema and end, got {one!r}")
             if trigger is None:
                 raise ValueError(f"structural_tag has no trigger that {begin!r} begins with")
-            tags.append(
-                self.llguidance.StructTag(trigger=trigger, begin=begin, grammar=one["schema"], end=one["end"])
-            )
+            tags.append(self.llguidance.StructTag(trigger=trigger, begin=begin, grammar=schema, end=ending))
         is_special = any(one.trigger in self.special_tokens for one in tags)
         return str(self.llguidance.StructTag.to_grammar(tags, assume_special=is_special))
 

@@ -1,22 +1,14 @@
 """Structured outputs: JSON that fits a schema, a regular expression, one of several texts, or a grammar.
 
-Before each token, the grammar computes which tokens can come next after the output so far. The result is a
-mask, one bit per token of the vocabulary. The logits of all other tokens become minus infinity, and a token
-is sampled as usual. Tokens that end a sequence are allowed exactly where the grammar may end.
+Before each token, the grammar computes a mask of the tokens that can come next. The logits of all others
+become minus infinity. Tokens that end a sequence are allowed exactly where the grammar may end. grammars.py
+compiles the grammars with llguidance, a parser over the vocabulary's trie.
 
-A `Constraint` depends only on its sequence's tokens, which preemptions and failed steps do not change. It
-therefore needs no notifications: before each mask, its matcher consumes the tokens appended since the last
-one. Draft tokens (speculate.py) get masks too, and the matcher is rolled back afterwards.
+A `Constraint` depends only on its sequence's tokens, which preemptions and failed steps do not change. Before
+each mask, its matcher consumes the tokens appended since the last one, or is rolled back to them.
 
-The grammars are llguidance's, a parser over the vocabulary's trie: https://github.com/guidance-ai/llguidance
-
-grammars.py turns schemas, expressions and so on into such grammars, and tries each one in another process.
-
-Most masks take well under a millisecond. They are computed after the forward pass is launched, and on a GPU
-while that pass runs. A grammar becomes slow when one of its masks takes more than 10 ms of processor time, in
-the trial or in a step. From then on, a thread outside the steps computes its masks, and its sequences are
-left out of steps until their masks are ready. Only they wait, not the rest of the batch. The sampled tokens
-are the same either way.
+Masks are computed while the forward pass runs. Once a mask of a grammar takes more than 10 ms, a thread
+outside the steps computes its masks, and its sequences skip steps until theirs are ready.
 """
 
 import json
@@ -128,7 +120,9 @@ class Grammars:
                 masks[place] = mask
                 continue
             if not constraint.catch_up(row.output_ids):
-                constraint.failure = f"the grammar does not go on: {constraint.matcher.get_error()}"
+                constraint.failure = (
+                    f"the grammar does not go on: {constraint.matcher.get_error() or 'a draft'}"
+                )
                 continue
             last = items[more[-1]][1] if more else row
             jobs.append((constraint, place, list(last.token_ids[row.position : last.position])))
@@ -238,8 +232,8 @@ class Constraint:
         mask = None
         if self.ahead is not None:
             num_tokens, job = self.ahead
-            mask = job.result()  # usually done: its sequence waited for it. Frees the matcher in any case
-            mask = mask if num_tokens == len(output_ids) else None
+            found = job.result()  # usually done: its sequence waited for it. Frees the matcher in any case
+            mask = found if num_tokens == len(output_ids) else None
         return mask if output_ids else self.grammar.first_mask
 
     @staticmethod
@@ -313,14 +307,11 @@ def sit_out_slow_masks(scheduler: Scheduler, grammars: Grammars) -> None:
 
     def schedule_ready() -> ScheduledBatch:
         while True:
-            late: dict[engine.Sequence, Future[Any]] = {}
-            if grammars.has_slow:
-                for seq in (*scheduler.running, *scheduler.waiting):
-                    if (job := late_mask(seq)) is not None:
-                        late[seq] = job
+            seqs = [*scheduler.running, *scheduler.waiting] if grammars.has_slow else []
+            late = {seq: job for seq in seqs if (job := late_mask(seq)) is not None}
             if not late:
                 return schedule()
-            if len(late) < len(scheduler.running) + len(scheduler.waiting):
+            if len(late) < len(seqs):
                 batch = schedule_without(late)
                 if batch.chunks:
                     return batch

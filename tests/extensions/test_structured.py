@@ -46,8 +46,8 @@ def is_json_of(schema):
     return conforms
 
 
-# form -> whether a text has it, by other means than llguidance's
-FORMS: dict[str, tuple[dict, Any]] = {
+# kind -> what is asked for, and whether a text conforms, by other means than llguidance's
+KINDS: dict[str, tuple[dict, Any]] = {
     "json": ({"json": PERSON, "disable_any_whitespace": True}, is_json_of(PERSON)),
     "json text": ({"json": json.dumps(PERSON), "whitespace_pattern": " ?"}, is_json_of(PERSON)),
     "json_object": ({"json_object": True, "disable_any_whitespace": True}, is_json_of({"type": "object"})),
@@ -78,23 +78,20 @@ SAMPLING: dict[str, dict] = {
     "top_k 1": {"temperature": 3.0, "top_k": 1},
     "penalties": {"presence_penalty": 2.0, "frequency_penalty": 2.0, "repetition_penalty": 3.0},
     "min_tokens": {"min_tokens": 40},
-    "biases": {"logit_bias": {"5": 100.0, "433": -100.0, "70": 50.0}},
+    "biases": {"logit_bias": {5: 100.0, 433: -100.0, 70: 50.0}},
     "no special tokens skipped": {"skip_special_tokens": False, "min_p": 0.1},
     "logprobs": {"logprobs": 2, "top_p": 0.9},
 }
-for _settings in SAMPLING.values():
-    if "logit_bias" in _settings:
-        _settings["logit_bias"] = {int(key): value for key, value in _settings["logit_bias"].items()}
 
 
-def asking(form, seed=0, **others):
+def asking(kind, seed=0, **others):
     return SamplingParams(
-        **{"temperature": 1.0, "max_tokens": 80, "seed": seed, "structured_outputs": FORMS[form][0]} | others
+        **{"temperature": 1.0, "max_tokens": 80, "seed": seed, "structured_outputs": KINDS[kind][0]} | others
     )
 
 
-def compiled(llm, form):
-    return llm.llm_engine._grammars.compile(asking(form).structured_outputs)().grammar
+def compiled(llm, kind):
+    return llm.llm_engine._grammars.compile(asking(kind).structured_outputs)().grammar
 
 
 def answers(llm, params, prompts="Hello"):
@@ -103,13 +100,13 @@ def answers(llm, params, prompts="Hello"):
     return [(one.text, one.token_ids, one.finish_reason) for out in outputs for one in out.outputs]
 
 
-def check(form, found):
-    conforms, num_finished = FORMS[form][1], 0
+def check(kind, found):
+    conforms, num_finished = KINDS[kind][1], 0
     for text, _, reason in found:
         assert reason in ("stop", "length"), text
         if reason == "stop":
             num_finished += 1
-            assert conforms(text), f"{text!r} is no {form}"
+            assert conforms(text), f"{text!r} is no {kind}"
     return num_finished
 
 
@@ -134,12 +131,13 @@ def second():
 # ---- every answer conforms ----
 
 
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("sampling", SAMPLING)
-def test_an_answer_that_is_finished_conforms(form, sampling, llm):
-    params = [asking(form, seed, **SAMPLING[sampling]) for seed in range(6)]
-    num_finished = check(form, answers(llm, params))
-    assert num_finished >= (0 if form in ("json_object", "tags") else 1)
+def test_a_finished_answer_conforms(sampling, llm):
+    pairs = [(kind, seed) for kind in KINDS for seed in range(5)]
+    found = answers(llm, [asking(kind, seed, **SAMPLING[sampling]) for kind, seed in pairs])
+    for kind in KINDS:
+        own = [one for (name, _), one in zip(pairs, found, strict=True) if name == kind]
+        assert check(kind, own) >= (0 if kind in ("json_object", "tags") else 1)
 
 
 def test_an_answer_that_is_cut_is_the_beginning_of_one(llm):
@@ -155,29 +153,29 @@ def test_each_of_n_samples_has_a_grammar_of_its_own(llm):
     (output,) = llm.generate("Hello", asking("json", n=8, temperature=2.0), use_tqdm=False)
     texts = [one.text for one in output.outputs if one.finish_reason == "stop"]
     assert len(set(texts)) > 3
-    assert all(map(FORMS["json"][1], texts))
+    assert all(map(KINDS["json"][1], texts))
 
 
-def test_neighbours_change_nothing_and_are_not_changed(llm):
-    alone = [answers(llm, [asking(form, temperature=2.0)])[0] for form in FORMS]
+def test_requests_of_a_batch_do_not_affect_each_other(llm):
+    alone = [answers(llm, [asking(kind, temperature=2.0)])[0] for kind in KINDS]
     free = SamplingParams(temperature=1.0, seed=5, max_tokens=30)
     freely = answers(llm, [free])
-    mixed = answers(llm, [*(asking(form, temperature=2.0) for form in FORMS), free])
+    mixed = answers(llm, [*(asking(kind, temperature=2.0) for kind in KINDS), free])
     assert mixed == [*alone, *freely]
 
 
-def test_in_bfloat16_a_mask_is_the_same_beside_what_is_computed_in_float32():
-    with LLM(DEMO, num_kv_blocks=400, max_model_len=512, dtype="bfloat16") as llm:
-        alone = [answers(llm, [asking(form, temperature=2.0)])[0] for form in FORMS]
-        edited = SamplingParams(temperature=1.0, presence_penalty=0.5, max_tokens=40)
-        mixed = answers(llm, [*(asking(form, temperature=2.0) for form in FORMS), edited])
-        assert mixed[:-1] == alone
+def test_in_bfloat16_a_mask_is_the_same_next_to_rows_computed_in_float32():
+    params = [asking(kind, temperature=2.0, max_tokens=20) for kind in ("json", "regex", "lark")]
+    edited = SamplingParams(temperature=1.0, presence_penalty=0.5, max_tokens=20)
+    with LLM(DEMO, num_kv_blocks=100, max_model_len=128, dtype="bfloat16") as llm:
+        alone = [answers(llm, [one])[0] for one in params]
+        assert answers(llm, [*params, edited])[:-1] == alone
 
 
 def test_streams_and_coroutines_say_the_same(llm, expected):
-    params = [asking(form, 3, temperature=2.0) for form in FORMS]
-    pieces: dict[int, list] = {i: [] for i in range(len(FORMS))}
-    for out in llm.stream(["Hello"] * len(FORMS), params):
+    params = [asking(kind, 3, temperature=2.0) for kind in KINDS]
+    pieces: dict[int, list] = {i: [] for i in range(len(KINDS))}
+    for out in llm.stream(["Hello"] * len(KINDS), params):
         pieces[int(out.request_id)] += out.outputs
     assert ["".join(one.text for one in pieces[i]) for i in pieces] == [text for text, *_ in expected]
 
@@ -190,7 +188,7 @@ def test_streams_and_coroutines_say_the_same(llm, expected):
         async with AsyncLLM(str(DEMO), num_kv_blocks=400, max_model_len=512) as engine:
             with pytest.raises(ValueError, match="unclosed group"):
                 await anext(engine.generate("a", SamplingParams(structured_outputs={"regex": "("}), "bad"))
-            return await asyncio.gather(*(ask(engine, i) for i in range(len(FORMS))))
+            return await asyncio.gather(*(ask(engine, i) for i in range(len(KINDS))))
 
     assert asyncio.run(main()) == [token_ids for _, token_ids, _ in expected]
 
@@ -215,7 +213,7 @@ def test_log_probabilities_are_the_model_s_own(llm):
 
 @pytest.fixture(scope="module")
 def expected(llm):
-    return answers(llm, [asking(form, 3, temperature=2.0) for form in FORMS])
+    return answers(llm, [asking(kind, 3, temperature=2.0) for kind in KINDS])
 
 
 @pytest.mark.parametrize(
@@ -223,45 +221,29 @@ def expected(llm):
     [
         {"num_kv_blocks": 12, "block_size": 8, "max_num_batched_tokens": 24},
         {"enable_prefix_caching": False, "max_num_seqs": 2},
-        {"async_scheduling": True},
+        {"async_scheduling": True, "max_num_seqs": 256},
         {"enforce_eager": True},
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 1}},
     ],
     ids=lambda changes: next(iter(changes)),
 )
-def test_scheduling_and_guesses_change_no_token(changes, expected):
+def test_scheduling_drafts_and_masks_computed_ahead_change_no_token(changes, expected, monkeypatch):
+    params = [asking(kind, 3, temperature=2.0) for kind in KINDS]
     with LLM(DEMO, **{"max_model_len": 96, "num_kv_blocks": 400} | changes) as llm:
-        assert answers(llm, [asking(form, 3, temperature=2.0) for form in FORMS]) == expected
+        assert answers(llm, params) == expected
         metrics = llm.metrics()
         assert (metrics["num_preemptions"] > 0) == ("block_size" in changes)
         if "speculative_config" in changes:
             assert metrics["spec_decode_num_accepted_tokens"] > 20
-        prefix = answers(llm, [asking("json", 3, temperature=2.0)])
-        assert prefix == expected[:1]
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"max_num_seqs": 256},
-        {"num_kv_blocks": 12, "block_size": 8, "max_num_batched_tokens": 24},
-        {"async_scheduling": True},
-        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 1}},
-    ],
-    ids=lambda changes: next(iter(changes)),
-)
-def test_masks_computed_beside_the_steps_change_no_token(changes, expected, monkeypatch):
-    monkeypatch.setattr(structured, "SLOW_SECONDS", -1.0)  # all are slow from their second mask on
-    with LLM(DEMO, **{"max_model_len": 96, "num_kv_blocks": 400} | changes) as llm:
-        assert answers(llm, [asking(form, 3, temperature=2.0) for form in FORMS]) == expected
+        monkeypatch.setattr(structured, "SLOW_SECONDS", -1.0)  # all are slow from their second mask on
+        assert answers(llm, params) == expected
         assert llm.llm_engine._grammars.has_slow
-        assert all(compiled(llm, form).is_slow for form in FORMS)
-        assert (llm.metrics()["num_preemptions"] > 0) == ("block_size" in changes)
+        assert all(compiled(llm, kind).is_slow for kind in KINDS)
         assert llm.metrics()["num_free_blocks"] == llm.metrics()["num_blocks"]
 
 
 @pytest.mark.parametrize("num_blocks", [400, 8])
-def test_a_sequence_whose_mask_is_late_sits_out_and_delays_no_other(num_blocks, llm, monkeypatch):
+def test_a_sequence_whose_mask_is_late_skips_steps_and_delays_no_other(num_blocks, llm, monkeypatch):
     params = asking("regex", 3, temperature=2.0)
     (expected_one,) = answers(llm, [params])
     mask_after, begun, may_end = Constraint._mask_after, threading.Event(), threading.Event()
@@ -292,29 +274,29 @@ def test_a_sequence_whose_mask_is_late_sits_out_and_delays_no_other(num_blocks, 
         assert llm.metrics()["num_steps"] < 40 + 2 * len(late.token_ids), "no empty steps while it waits"
 
 
-def test_a_form_is_known_to_be_slow_when_it_was_tried_out(llm, monkeypatch):
-    compiler, form = llm.llm_engine._grammars.compiler, StructuredOutputsParams(regex="a+")
-    assert not compiler.compile(form).is_slow
+def test_a_trial_finds_out_that_a_grammar_is_slow(llm, monkeypatch):
+    compiler, asked = llm.llm_engine._grammars.compiler, StructuredOutputsParams(regex="a+")
+    assert not compiler.compile(asked).is_slow
     monkeypatch.setattr(grammars, "SLOW_SECONDS", -1.0)
-    assert compiler.compile(form).is_slow
+    assert compiler.compile(asked).is_slow
 
 
-def test_what_a_grammar_leaves_no_choice_about_is_drafted():
+def test_tokens_that_a_grammar_forces_become_draft_tokens():
     text = "the only answer there is, word for word"
-    guesses = {"method": "ngram", "num_speculative_tokens": 8}
-    with LLM(DEMO, num_kv_blocks=40, speculative_config=guesses) as llm:
+    drafting = {"method": "ngram", "num_speculative_tokens": 8}
+    with LLM(DEMO, num_kv_blocks=40, speculative_config=drafting) as llm:
         params = SamplingParams(max_tokens=60, structured_outputs={"choice": [text]})
         ((found, token_ids, _),) = answers(llm, [params])
         assert found == text
         assert llm.metrics()["num_steps"] < len(token_ids) / 2
 
 
-def test_drafts_are_forgotten_where_a_neighbour_fails():
-    """Rows are then sampled one by one, a draft's as well, and what it stands for may never come true."""
-    guesses = {"method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_max": 1}
-    form = {"regex": "([12]{2}[ab]){30}"}
+def test_drafts_are_dropped_when_another_request_fails():
+    """Rows are then sampled one by one, the rows of draft tokens too, which may be rejected."""
+    drafting = {"method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_max": 1}
+    kind = {"regex": "([12]{2}[ab]){30}"}
     params = [
-        SamplingParams(temperature=2.0, seed=i, max_tokens=60, structured_outputs=form) for i in range(4)
+        SamplingParams(temperature=2.0, seed=i, max_tokens=60, structured_outputs=kind) for i in range(4)
     ]
 
     def fails_at(place):
@@ -325,9 +307,9 @@ def test_drafts_are_forgotten_where_a_neighbour_fails():
 
         return processor
 
-    with LLM(DEMO, num_kv_blocks=100, speculative_config=guesses) as llm:
+    with LLM(DEMO, num_kv_blocks=100, speculative_config=drafting) as llm:
         alone = answers(llm, params, "11a12b2")
-        for place in range(2, 12):
+        for place in (2, 5, 9):
             failing = SamplingParams(temperature=0, max_tokens=20, logits_processors=[fails_at(place)])
             *found, (_, _, reason) = answers(llm, [*params, failing], "11a12b2")
             assert (found, reason) == (alone, "error")
@@ -347,7 +329,7 @@ def test_drafts_that_a_grammar_forbids_are_not_computed(llm):
     assert propose(seq, 4) == [], "what does not conform is for the sampler to refuse"
 
 
-def test_a_step_that_fails_is_computed_anew_to_the_same_end(llm, expected):
+def test_a_failed_step_is_computed_again_with_the_same_result(llm, expected):
     launch, calls = llm.llm_engine.runner.launch, []
 
     def failing(*args):
@@ -359,8 +341,8 @@ def test_a_step_that_fails_is_computed_anew_to_the_same_end(llm, expected):
 
     llm.llm_engine.runner.launch = failing
     try:
-        for i, form in enumerate(FORMS):
-            llm.add_request(str(i), "Hello", asking(form, 3, temperature=2.0))
+        for i, kind in enumerate(KINDS):
+            llm.add_request(str(i), "Hello", asking(kind, 3, temperature=2.0))
         found = {int(out.request_id): out.outputs[0] for _ in range(4) for out in llm.step()}
         with pytest.raises(RuntimeError, match="planted"):
             llm.step()
@@ -368,19 +350,19 @@ def test_a_step_that_fails_is_computed_anew_to_the_same_end(llm, expected):
             found |= {int(out.request_id): out.outputs[0] for out in llm.step()}
     finally:
         del llm.llm_engine.runner.launch
-    assert [found[i].token_ids for i in range(len(FORMS))] == [token_ids for _, token_ids, _ in expected]
+    assert [found[i].token_ids for i in range(len(KINDS))] == [token_ids for _, token_ids, _ in expected]
 
 
 @pytest.mark.slow
 def test_ranks_give_the_same_tokens(expected):
     with LLM(DEMO, num_kv_blocks=400, max_model_len=512, tensor_parallel_size=2) as llm:
-        assert answers(llm, [asking(form, 3, temperature=2.0) for form in FORMS]) == expected
+        assert answers(llm, [asking(kind, 3, temperature=2.0) for kind in KINDS]) == expected
 
 
 # ---- where an answer ends ----
 
 
-def test_stop_ids_stand_only_where_the_answer_may_end(llm):
+def test_stop_tokens_occur_only_where_the_answer_may_end(llm):
     (one,) = llm.get_tokenizer().encode("1", add_special_tokens=False)
     params = [
         SamplingParams(
@@ -413,7 +395,7 @@ def test_a_complete_answer_ends_whatever_the_request_bans(llm):
         assert answers(llm, [params])[0][::2] == ("ab", "stop")
 
 
-def test_where_it_may_go_on_a_ban_on_the_end_holds(llm):
+def test_a_ban_on_the_end_holds_where_the_answer_may_go_on(llm):
     bias = dict.fromkeys(llm.llm_engine.checkpoint.eos_token_ids, -1e6)
     common = {"temperature": 100.0, "max_tokens": 30, "structured_outputs": {"regex": "a+"}}
     banned = [SamplingParams(**common, seed=seed, logit_bias=bias) for seed in range(6)]
@@ -422,7 +404,7 @@ def test_where_it_may_go_on_a_ban_on_the_end_holds(llm):
     assert all(len(token_ids) > 20 for _, token_ids, _ in answers(llm, least))
 
 
-def test_bans_that_leave_no_token_end_their_request_alone(llm):
+def test_bans_that_leave_no_token_end_only_their_request(llm):
     (one,) = llm.get_tokenizer().encode("1", add_special_tokens=False)
     free = SamplingParams(temperature=0, max_tokens=9)
     for asked, bans, reason in (
@@ -442,62 +424,46 @@ NAMES = st.sampled_from(["a", "b", "name", "é", "x y", 'q"'])
 
 
 def objects(schemas):
-    def of(properties, required, closed, size):
-        schema = {
+    return st.builds(
+        lambda properties, required, others: {
             "type": "object",
             "properties": properties,
             "required": sorted(required & properties.keys()),
-        }
-        return schema | (
-            {"additionalProperties": False} if closed else {"additionalProperties": {"type": "null"}}
-        )
-
-    return st.builds(
-        of, st.dictionaries(NAMES, schemas, max_size=3), st.sets(NAMES), st.booleans(), st.integers(0, 3)
+            "additionalProperties": others,
+        },
+        *(st.dictionaries(NAMES, schemas, max_size=3), st.sets(NAMES)),
+        st.sampled_from([False, {"type": "null"}]),
     )
 
 
-def arrays(schemas):
+def ranges(kind, lowest, highest, more, names):
+    """Schemas with a lower and an upper limit, under these two names."""
     return st.builds(
-        lambda items, low, more: {"type": "array", "items": items, "minItems": low, "maxItems": low + more},
-        *(schemas, st.integers(0, 2), st.integers(0, 2)),
+        lambda low, more: {"type": kind, names[0]: low, names[1]: low + more},
+        *(st.integers(lowest, highest), st.integers(1, more)),
     )
 
 
+TEXTS = [{"format": name} for name in ("date", "time", "ipv4", "uuid", "date-time")]
+TEXTS += [{"pattern": text} for text in ("^[a-f]{2,4}$", "^(ab|cd)*e$", r"^\\d{3}-\\d$")]
 SCHEMAS = st.recursive(
     st.one_of(
+        st.sampled_from([{"type": "boolean"}, {"type": "null"}, {"const": -0.5}]),
         st.sampled_from(
-            [{"type": "boolean"}, {"type": "null"}, {"enum": [1, "one", [1], {"a": None}]}, {"const": -0.5}]
+            [{"enum": [1, "one", [1], {"a": None}]}, *({"type": "string"} | one for one in TEXTS)]
         ),
-        st.builds(
-            lambda low, more: {"type": "string", "minLength": low, "maxLength": low + more},
-            st.integers(0, 3),
-            st.integers(0, 5),
-        ),
-        st.sampled_from(
-            [{"type": "string", "format": name} for name in ("date", "time", "ipv4", "uuid", "date-time")]
-        ),
-        st.sampled_from(
-            [{"type": "string", "pattern": text} for text in ("^[a-f]{2,4}$", "^(ab|cd)*e$", r"^\\d{3}-\\d$")]
-        ),
-        st.builds(
-            lambda low, more: {"type": "integer", "minimum": low, "maximum": low + more},
-            st.integers(-200, 200),
-            st.integers(0, 500),
-        ),
-        st.builds(
-            lambda low, more: {"type": "number", "exclusiveMinimum": low, "maximum": low + more},
-            st.integers(-5, 5),
-            st.integers(1, 9),
-        ),
-        st.builds(
-            lambda by: {"type": "integer", "multipleOf": by, "minimum": 0, "maximum": 1000},
-            st.integers(1, 50),
+        ranges("string", 0, 3, 5, ("minLength", "maxLength")),
+        ranges("integer", -200, 200, 500, ("minimum", "maximum")),
+        ranges("number", -5, 5, 9, ("exclusiveMinimum", "maximum")),
+        st.integers(1, 50).map(
+            lambda by: {"type": "integer", "multipleOf": by, "minimum": 0, "maximum": 1000}
         ),
     ),
     lambda schemas: st.one_of(
         objects(schemas),
-        arrays(schemas),
+        ranges("array", 0, 2, 2, ("minItems", "maxItems")).flatmap(
+            lambda array: schemas.map(lambda items: {**array, "items": items})
+        ),
         st.lists(schemas, min_size=1, max_size=3).map(lambda many: {"anyOf": many}),
     ),
     max_leaves=6,
@@ -507,33 +473,28 @@ SCHEMAS = st.recursive(
 def check_schemas(llm, schemas, seed):
     params = [
         SamplingParams(
-            temperature=2.0,
-            seed=seed + i,
-            max_tokens=120,
+            **{"temperature": 2.0, "seed": seed + i, "max_tokens": 120},
             structured_outputs={"json": schema, "disable_any_whitespace": True},
         )
         for i, schema in enumerate(schemas)
     ]
     for schema, (text, _, reason) in zip(schemas, answers(llm, params), strict=True):
-        if reason == "stop":
-            jsonschema.Draft202012Validator(schema).validate(json.loads(text))
-        else:
-            assert reason == "length"
+        assert reason == "length" or is_json_of(schema)(text)
 
 
 COMMON: dict = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 
 
-@settings(max_examples=10, **COMMON)
+@settings(max_examples=8, **COMMON)
 @given(schemas=st.lists(SCHEMAS, min_size=4, max_size=4), seed=st.integers(0, 2**31))
-def test_answers_to_random_schemas_validate(llm, schemas, seed):
+def test_answers_to_random_schemas_conform(llm, schemas, seed):
     check_schemas(llm, schemas, seed)
 
 
 @pytest.mark.slow
 @settings(max_examples=100, **COMMON)
 @given(schemas=st.lists(SCHEMAS, min_size=8, max_size=8), seed=st.integers(0, 2**31))
-def test_answers_to_many_random_schemas_validate(llm, schemas, seed):
+def test_answers_to_many_random_schemas_conform(llm, schemas, seed):
     check_schemas(llm, schemas, seed)
 
 
@@ -544,63 +505,69 @@ BOTTOMLESS: dict = {}
 for _ in range(3000):
     BOTTOMLESS = {"type": "object", "properties": {"a": BOTTOMLESS}}
 DEEP = '{"type":"array","items":' * 1000 + "{}" + "}" * 1000
+TAG = {"structures": [{"begin": "<f>", "schema": LENIENT, "end": ""}], "triggers": ["<f"]}
+CYCLE = {
+    "anyOf": [{"type": "null"}, {"$ref": "#/$defs/x"}],  # an answer may begin the second
+    "$defs": {
+        "x": {"type": "object", "properties": {"y": {"$ref": "#/$defs/y"}}, "required": ["y"]},
+        "y": {"allOf": [{"$ref": "#/$defs/x"}], "type": "object"},
+    },
+}
+REFUSED = [
+    ("must have one of json, .*got 0", {}),
+    ("got 2 of them", {"regex": "a", "json_object": True}),
+    ("got 0 of them", {"json_object": False}),
+    ("choice must not be empty", {"choice": []}),
+    ("Unknown format: telephone", {"json": {"type": "string", "format": "telephone"}}),
+    ("Unimplemented keys.*uniqueItems", {"json": {"type": "array", "uniqueItems": True}}),
+    ("Unknown format", {"json": {"type": "string", "format": "no", "x-guidance": {"lenient": True}}}),
+    ("structured_outputs: ", {"json": "{"}),
+    ("Unsatisfiable", {"json": "false"}),
+    ("example.com", {"json": {"$ref": "https://example.com/schema"}}),
+    ("recursion", {"json": DEEP}),
+    ("recursion", {"json": BOTTOMLESS}),
+    ("at most 65536 are allowed", {"json": {"enum": ["x" * 50] * 9000}}),
+    ("at most 65536", {"json": {"properties": {f"p{i}": {"minLength": i} for i in range(4000)}}}),
+    ("at most 65536", {"grammar": 'start: "x"\n' + "#" * 10_000_000}),
+    ("unclosed group", {"regex": "("}),
+    ("look-around", {"regex": "(?=a)b"}),
+    ("no text", {"regex": "[a&&b]"}),
+    ("fuel", {"regex": ".*" * 500 + "a{1000}"}),
+    ("too many expressions", {"regex": "(a{1000}){1000}"}),
+    ("too many expressions", {"regex": "(a|aa|aaa){1,1000}{1,1000}"}),
+    ("structured_outputs: ", {"regex": "(" * 5000 + ")" * 5000}),
+    ("structured_outputs: ", {"choice": ["\ud800"]}),
+    ("structured_outputs: ", {"grammar": 'start: "a" start'}),
+    ("unknown name", {"grammar": "start: nobody"}),
+    ("GBNF", {"grammar": 'root ::= "a" ('}),
+    ("structured_outputs: ", {"grammar": "root ::= " + "(" * 5000}),
+    *(("below 434", {"grammar": f'start: "a" <[{ids}]> "b"'}) for ids in ("434", "1-500", "^5")),
+    ("uniqueItems", {"grammar": f"start: %json {json.dumps(LENIENT)}"}),
+    ("uniqueItems", {"structural_tag": TAG}),
+    ('"structures" and "triggers"', {"structural_tag": {"format": {"type": "any_text"}}}),
+    ("must hold begin, schema and end", {"structural_tag": {"structures": [{"begin": "<f>"}]}}),
+    ("no trigger", {"structural_tag": {**TAG, "triggers": ["<g"]}}),
+    # what llguidance would not enforce, or an output could never finish
+    *(("multipleOf must have", {"json": {"multipleOf": one}}) for one in (4294967291, 10**9, 1e-9)),
+    ("beside U.0000", {"json": {"type": "string", "pattern": r'^([^"]|\x00)$'}}),
+    ("additionalProperties", {"json": {"type": "object", "patternProperties": {'^[^"]$': {}}}}),
+    ("'#' has no finite", {"json": '{"type":"object","properties":{"a":{"$ref":"#"}},"required":["a"]}'}),
+    ("'#' has no finite", {"json": '{"type":"array","items":{"$ref":"#"},"minItems":1}'}),
+    (
+        "'#' has no finite",
+        {"json": '{"type":"object","required":["a"],"additionalProperties":{"$ref":"#"}}'},
+    ),
+    ("'#' has no finite", {"grammar": 'start: %json {"type":"array","items":{"$ref":"#"},"minItems":1}'}),
+    (r"'#/\$defs/x' has no finite", {"json": CYCLE}),
+]
 
 
-@pytest.mark.parametrize(
-    ("form", "message"),
-    [
-        ({}, "must have one of json, .*got 0"),
-        ({"regex": "a", "json_object": True}, "got 2 of them"),
-        ({"json_object": False}, "got 0 of them"),
-        ({"choice": []}, "choice must not be empty"),
-        ({"json": {"type": "string", "format": "telephone"}}, "Unknown format: telephone"),
-        ({"json": {"type": "array", "uniqueItems": True}}, "Unimplemented keys.*uniqueItems"),
-        ({"json": {"type": "string", "format": "no", "x-guidance": {"lenient": True}}}, "Unknown format"),
-        ({"json": "{"}, "structured_outputs: "),
-        ({"json": "false"}, "Unsatisfiable"),
-        ({"json": {"$ref": "https://example.com/schema"}}, "example.com"),
-        ({"json": DEEP}, "recursion"),
-        ({"json": {"enum": ["x" * 50] * 9000}}, "at most 65536 are allowed"),
-        ({"json": {"properties": {f"p{i}": {"minLength": i} for i in range(4000)}}}, "at most 65536"),
-        ({"regex": "("}, "unclosed group"),
-        ({"regex": "(?=a)b"}, "look-around"),
-        ({"regex": ".*" * 500 + "a{1000}"}, "fuel"),
-        ({"regex": "(" * 5000 + ")" * 5000}, "structured_outputs: "),
-        ({"grammar": "start: start"}, "structured_outputs: "),
-        ({"grammar": "start: nobody"}, "unknown name"),
-        ({"grammar": 'root ::= "a" ('}, "GBNF"),
-        ({"grammar": "root ::= " + "(" * 5000}, "structured_outputs: "),
-        ({"grammar": 'start: "x"\n' + "#" * 10_000_000}, "at most 65536"),
-        ({"choice": ["\ud800"]}, "structured_outputs: "),
-        ({"regex": "(a{1000}){1000}"}, "too many expressions"),
-        ({"regex": "(a|aa|aaa){1,1000}{1,1000}"}, "too many expressions"),
-        ({"grammar": 'start: "a" start'}, "structured_outputs: "),
-        ({"grammar": 'start: "a" <[434]> "b"'}, "below 434"),
-        ({"grammar": 'start: "a" <[1-500]> "b"'}, "below 434"),
-        ({"grammar": 'start: "a" <[^5]> "b"'}, "below 434"),
-        ({"regex": "[a&&b]"}, "no text"),
-        ({"json": BOTTOMLESS}, "recursion"),
-        ({"structural_tag": {"format": {"type": "any_text"}}}, '"structures" and "triggers"'),
-        ({"structural_tag": {"structures": [{"begin": "<f>"}]}}, "must hold begin, schema and end"),
-        (
-            {
-                "structural_tag": {
-                    "structures": [{"begin": "<f>", "schema": LENIENT, "end": ""}],
-                    "triggers": ["<f"],
-                }
-            },
-            "uniqueItems",
-        ),
-        ({"grammar": f"start: %json {json.dumps(LENIENT)}"}, "uniqueItems"),
-        ({"structural_tag": {"structures": [{"begin": "a", "schema": {}, "end": ""}]}}, "no trigger"),
-    ],
-    ids=range(36),
-)
-def test_what_cannot_be_enforced_is_refused_within_a_second(form, message, llm, second):
+@pytest.mark.parametrize(("message", "asked"), REFUSED, ids=range(len(REFUSED)))
+def test_what_cannot_be_enforced_is_refused_within_a_second(message, asked, llm, second):
     start = time.process_time()
     with pytest.raises(ValueError, match=message):
-        answers(llm, [SamplingParams(structured_outputs=form)])
-    assert time.process_time() - start < 5 * second  # one, and the machine's moods
+        answers(llm, [SamplingParams(structured_outputs=asked)])
+    assert time.process_time() - start < 5 * second  # one, with a margin for a busy machine
     assert not llm.has_unfinished_requests()
 
 
@@ -614,14 +581,16 @@ RUNAWAY: dict = {"json": {"type": "integer", "multipleOf": 99999989}}  # an auto
         ("MAX_BYTES", 16 << 20, "or 16 MiB of memory"),
     ],
 )
-def test_a_form_that_compiles_without_end_is_refused_with_the_limit(limit, value, message, llm, monkeypatch):
+def test_a_grammar_that_compiles_without_end_is_refused_with_the_limit(
+    limit, value, message, llm, monkeypatch
+):
     monkeypatch.setattr(grammars, limit, value)
     with pytest.raises(ValueError, match=message):
         answers(llm, [SamplingParams(structured_outputs=RUNAWAY)])
     assert check("json", answers(llm, [asking("json")] * 2)) == 2
 
 
-def test_forms_are_tried_out_again_after_the_trial_process_has_died(llm):
+def test_a_new_trial_process_replaces_one_that_died(llm):
     trials = llm.llm_engine._grammars.trials
     trials.run({"regex": "a"})
     trials._process.kill()
@@ -640,41 +609,7 @@ def test_the_trial_process_ends_with_its_engine():
 
 
 @pytest.mark.parametrize(
-    ("form", "part"),
-    [
-        ({"json": {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}}, "'#'"),
-        ({"json": {"type": "array", "items": {"$ref": "#"}, "minItems": 1}}, "'#'"),
-        ({"json": {"type": "object", "required": ["a"], "additionalProperties": {"$ref": "#"}}}, "'#'"),
-        (
-            {
-                "json": {
-                    "anyOf": [
-                        {"type": "null"},
-                        {"$ref": "#/$defs/x"},
-                    ],  # an answer may begin one all the same
-                    "$defs": {
-                        "x": {
-                            "type": "object",
-                            "properties": {"y": {"$ref": "#/$defs/y"}},
-                            "required": ["y"],
-                        },
-                        "y": {"allOf": [{"$ref": "#/$defs/x"}], "type": "object"},
-                    },
-                }
-            },
-            "'#/\\$defs/x'",
-        ),
-        ({"grammar": 'start: %json {"type": "array", "items": {"$ref": "#"}, "minItems": 1}'}, "'#'"),
-    ],
-    ids=range(5),
-)
-def test_a_part_without_a_finite_text_is_refused(form, part, llm):
-    with pytest.raises(ValueError, match=f"{part} has no finite text"):
-        answers(llm, [SamplingParams(structured_outputs=form)])
-
-
-@pytest.mark.parametrize(
-    "form",
+    "asked",
     [
         {"json": {"type": "object", "properties": {"a": {"$ref": "#"}}}},
         {"json": {"type": "array", "items": {"$ref": "#"}}},
@@ -683,8 +618,8 @@ def test_a_part_without_a_finite_text_is_refused(form, part, llm):
     ],
     ids=range(4),
 )
-def test_recursion_with_a_way_out_is_served(form, llm):
-    ((_, _, reason),) = answers(llm, [SamplingParams(max_tokens=5, structured_outputs=form)])
+def test_recursion_with_a_way_out_is_served(asked, llm):
+    ((_, _, reason),) = answers(llm, [SamplingParams(max_tokens=5, structured_outputs=asked)])
     assert reason in ("length", "stop")
 
 
@@ -707,9 +642,9 @@ def test_a_class_without_a_quote_or_a_backslash_holds_for_the_decoded_string(pat
         {"type": "object", "patternProperties": {pattern: {}}, "minProperties": 1}
         | {"additionalProperties": False, "maxProperties": 1},
     ):
-        form = {"json": schema, "disable_any_whitespace": True}
+        asked = {"json": schema, "disable_any_whitespace": True}
         params = [
-            SamplingParams(temperature=100.0, seed=seed, max_tokens=30, structured_outputs=form)
+            SamplingParams(temperature=100.0, seed=seed, max_tokens=30, structured_outputs=asked)
             for seed in range(40)
         ]
         found = answers(llm, params)
@@ -718,24 +653,8 @@ def test_a_class_without_a_quote_or_a_backslash_holds_for_the_decoded_string(pat
         assert [text for text in finished if not is_json_of(schema)(text)] == []
 
 
-def test_a_class_without_a_quote_is_refused_where_it_cannot_be_enforced(llm):
-    for schema, message in (
-        ({"type": "string", "pattern": r'^([^"]|\x00)$'}, "beside U.0000"),
-        ({"type": "object", "patternProperties": {'^[^"]$': {"type": "null"}}}, "additionalProperties"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            answers(llm, [SamplingParams(structured_outputs={"json": schema})])
-
-
-@pytest.mark.parametrize("divisor", [4294967291, 10**9, 1e-9])
-def test_a_divisor_that_overflows_is_refused(divisor, llm):
-    form = {"json": {"type": "number", "multipleOf": divisor}}
-    with pytest.raises(ValueError, match="multipleOf must have at most"):
-        answers(llm, [SamplingParams(structured_outputs=form)])
-
-
 @pytest.mark.parametrize("regex", ["(a+)+$", "(x+x+)+y", "(.*a.{20}){1,20}", "[a-z]{1,100000}"])
-def test_regular_expressions_that_are_catastrophes_elsewhere_are_none_here(regex, llm, second):
+def test_regular_expressions_that_backtrack_elsewhere_are_fast(regex, llm, second):
     start = time.process_time()
     ((_, _, reason),) = answers(llm, [SamplingParams(max_tokens=20, structured_outputs={"regex": regex})])
     assert reason in ("length", "stop")
@@ -743,7 +662,7 @@ def test_regular_expressions_that_are_catastrophes_elsewhere_are_none_here(regex
 
 
 @pytest.mark.parametrize(
-    ("form", "error"),
+    ("asked", "error"),
     [
         ({"json": 5}, "json must be a str or dict"),
         ({"choice": "yes"}, "choice must be a list"),
@@ -752,19 +671,19 @@ def test_regular_expressions_that_are_catastrophes_elsewhere_are_none_here(regex
         ("json", "must be StructuredOutputsParams"),
     ],
 )
-def test_a_form_of_the_wrong_type_is_a_type_error(form, error):
+def test_an_argument_of_the_wrong_type_is_a_type_error(asked, error):
     with pytest.raises(TypeError, match=error):
-        SamplingParams(structured_outputs=form)
+        SamplingParams(structured_outputs=asked)
     with pytest.raises(TypeError, match="unexpected keyword"):
         StructuredOutputsParams(jsn={})
 
 
-def test_an_answer_that_could_not_end_is_refused(llm):
+def test_an_answer_that_cannot_end_is_refused(llm):
     with pytest.raises(ValueError, match="needs a token that ends the output"):
         answers(llm, [asking("json", ignore_eos=True)])
 
 
-def test_a_grammar_that_gets_too_costly_ends_its_request_alone(llm, monkeypatch):
+def test_a_grammar_that_becomes_too_costly_ends_only_its_request(llm, monkeypatch):
     grammars = llm.llm_engine._grammars
     limits = grammars.compiler.llguidance.LLParserLimits(step_max_items=20)
     monkeypatch.setattr(grammars.compiler, "limits", limits)  # not those of the process that tries it out
@@ -777,34 +696,34 @@ def test_a_grammar_that_gets_too_costly_ends_its_request_alone(llm, monkeypatch)
     assert check("json", answers(llm, [asking("json")] * 2)) == 2
 
 
-def test_large_forms_are_served(llm):
+def test_large_schemas_and_choices_are_served(llm):
     many = [f"c{i}" for i in range(4000)]
     members = {f"p{i}": {"type": "boolean"} for i in range(900)}
-    forms: list[dict] = [
+    large: list[dict] = [
         {"choice": many},
         {"json": {"properties": members, "additionalProperties": False, "type": "object"}},
     ]
-    for form in forms:
-        params = SamplingParams(temperature=2.0, seed=1, max_tokens=200, structured_outputs=form)
+    for asked in large:
+        params = SamplingParams(temperature=2.0, seed=1, max_tokens=200, structured_outputs=asked)
         ((text, _, reason),) = answers(llm, [params])
         assert reason == "length" or text in many or json.loads(text).keys() <= members.keys()
 
 
-def test_grammars_that_cannot_take_tokens_back_are_not_guessed_for():
+def test_grammars_that_cannot_be_rolled_back_get_no_drafts():
     """Those with limits of llguidance's own; with drafts they would fail."""
-    guesses = {"method": "ngram", "num_speculative_tokens": 4}
-    form = {"grammar": 'start: a "!"\na[max_tokens=3]: /.*/'}
-    params = [SamplingParams(seed=i, max_tokens=40, structured_outputs=form) for i in range(4)]
+    speculative = {"method": "ngram", "num_speculative_tokens": 4}
+    asked = {"grammar": 'start: a "!"\na[max_tokens=3]: /.*/'}
+    params = [SamplingParams(seed=i, max_tokens=40, structured_outputs=asked) for i in range(4)]
     with (
-        LLM(DEMO, num_kv_blocks=100, speculative_config=guesses) as guessing,
+        LLM(DEMO, num_kv_blocks=100, speculative_config=speculative) as drafting,
         LLM(DEMO, num_kv_blocks=99) as llm,
     ):
-        found = answers(guessing, params)
+        found = answers(drafting, params)
         assert found == answers(llm, params)
         assert {reason for *_, reason in found} == {"stop"}
 
 
-def test_old_names_are_taken():
+def test_older_names_are_accepted():
     from nanoengine import GuidedDecodingParams
 
     old = SamplingParams(guided_decoding=GuidedDecodingParams(regex="a"))
@@ -812,7 +731,7 @@ def test_old_names_are_taken():
     assert SamplingParams(guided_decoding=None, structured_outputs=None) == SamplingParams()
 
 
-def test_objects_are_closed_where_they_do_not_say():
+def test_objects_that_do_not_say_otherwise_are_closed():
     schema = {
         "properties": {
             "properties": {"type": "object", "properties": {"x": {}}},
@@ -843,7 +762,7 @@ def test_without_the_package_an_error_names_the_extra(llm, monkeypatch):
 
 
 @pytest.mark.slow
-def test_nothing_is_imported_that_nobody_asked_for():
+def test_nothing_is_imported_before_it_is_needed():
     code = (
         "import sys; from nanoengine import LLM, SamplingParams\n"
         f"with LLM({str(DEMO)!r}, num_kv_blocks=9) as llm: llm.generate('a', SamplingParams(max_tokens=2))\n"
@@ -858,7 +777,7 @@ def test_a_grammar_is_compiled_once(llm):
     assert llm.llm_engine._grammars._cached.cache_parameters()["maxsize"] == structured.MAX_GRAMMARS
 
 
-def test_masks_of_several_kinds_are_right_to_the_bit(llm):
+def test_masks_are_right_to_the_bit(llm):
     """Of a constraint alone, of one with drafts, and of one whose draft is forbidden."""
     grammars, tokenizer = llm.llm_engine._grammars, llm.get_tokenizer()
     a, b, c = tokenizer.convert_tokens_to_ids(["a", "b", "c"])
