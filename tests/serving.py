@@ -16,9 +16,9 @@ from nanoengine.apps.server import Server
 from nanoengine.apps.service import Service
 from tests.helpers import DEMO
 
-PATIENCE = 300.0  # seconds until a test gives up; a machine may be that busy
+TIMEOUT = 300.0  # seconds until a test gives up; a busy machine may need many
 # Each request opens a connection, since the server may close an idle one just as it is used again.
-http = httpx.Client(timeout=PATIENCE, limits=httpx.Limits(max_keepalive_connections=0))
+http = httpx.Client(timeout=TIMEOUT, limits=httpx.Limits(max_keepalive_connections=0))
 COMMON = ("--model", str(DEMO), "--port", "0", "--num-kv-blocks", "100")
 
 
@@ -39,7 +39,7 @@ def served(engine, origins=(), **settings):
 
 
 def wait_until(condition):
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TIMEOUT
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -47,7 +47,7 @@ def wait_until(condition):
 
 async def until(condition):
     """Wait like `wait_until`, in a coroutine."""
-    async with asyncio.timeout(PATIENCE):
+    async with asyncio.timeout(TIMEOUT):
         while not condition():
             await asyncio.sleep(0.001)
 
@@ -73,7 +73,7 @@ class Steps:
         """Wait for a permit, in the engine's thread."""
         self.num_begun += 1
         self.priorities += [chunk.seq.priority for chunk in batch.chunks]
-        assert self._permits.acquire(timeout=PATIENCE)
+        assert self._permits.acquire(timeout=TIMEOUT)
 
     def permit(self, number=10**6):
         self.num_permitted += number
@@ -126,7 +126,7 @@ def paced_steps(engine):
         for mailbox in [*engine._mailboxes.values()]:
             is_delivered = threading.Event()
             mailbox.loop.call_soon_threadsafe(is_delivered.set)
-            assert is_delivered.wait(PATIENCE)
+            assert is_delivered.wait(TIMEOUT)
             wait_until(lambda mailbox=mailbox: mailbox.output is None)
 
     with before_each_step(engine, wait_for_consumers):

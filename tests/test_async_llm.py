@@ -9,7 +9,7 @@ import pytest
 
 from nanoengine import LLM, AsyncEngineArgs, AsyncLLM, RequestOutputKind, SamplingParams, requests
 from tests.helpers import DEMO, checkpoint, failing_calls, random_prompts
-from tests.serving import PATIENCE, held_steps, until
+from tests.serving import TIMEOUT, held_steps, until
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
 ENDLESS = SamplingParams(temperature=0, max_tokens=400)
@@ -301,7 +301,7 @@ async def test_last_chunk_that_always_fails_ends_its_request(engine, prompts, to
     engine.llm_engine.runner.launch = fails_on_poison
     poisoned = asyncio.create_task(collect(engine, poison, GREEDY, "poison"))
     assert await collect_all(engine, prompts[:3]) == tokens[:3]
-    assert await asyncio.wait_for(poisoned, PATIENCE) == []
+    assert await asyncio.wait_for(poisoned, TIMEOUT) == []
 
 
 def test_engine_serves_several_event_loops(path, expected):
@@ -309,7 +309,7 @@ def test_engine_serves_several_event_loops(path, expected):
     engine = AsyncLLM(path, max_concurrent_requests=2, **SETTINGS)
 
     async def main(name):
-        return await asyncio.wait_for(collect_all(engine, expected[0], name=name), PATIENCE)
+        return await asyncio.wait_for(collect_all(engine, expected[0], name=name), TIMEOUT)
 
     try:
         with ThreadPoolExecutor(3) as pool:
@@ -372,7 +372,7 @@ async def test_flood_of_bad_requests_does_not_block_others(engine, prompts, toke
                 await collect(engine, [], GREEDY, "bad")
 
     job = asyncio.create_task(collect(engine, prompts[0], GREEDY, "good"))
-    await asyncio.wait_for(asyncio.gather(*(flood() for _ in range(50))), PATIENCE)
+    await asyncio.wait_for(asyncio.gather(*(flood() for _ in range(50))), TIMEOUT)
     assert await job == tokens[0]
 
 
@@ -426,7 +426,7 @@ def test_dead_thread_ends_all_requests(path, expected):
         with held_steps(engine) as steps:
             await until(lambda: steps.is_held and engine._commands.qsize() == 5)
             engine._step = None
-        ends = await asyncio.wait_for(ends, PATIENCE)
+        ends = await asyncio.wait_for(ends, TIMEOUT)
         assert [type(end) for end in ends] == [list] * 2 + [RuntimeError] * 4  # four were still waiting
         assert not engine.is_running
         with pytest.raises(RuntimeError, match="closed"):

@@ -16,7 +16,7 @@ import nanoengine
 from nanoengine import LLM
 from nanoengine.__main__ import COMMANDS, main
 from tests.helpers import DEMO
-from tests.serving import PATIENCE, http
+from tests.serving import TIMEOUT, http
 
 ROOT = Path(__file__).parent.parent
 
@@ -207,7 +207,7 @@ def test_the_wheel_s_chat_talks_in_a_terminal(installed, tmp_path):
             shown += os.read(ours, 1024)
     except OSError:  # it ended, and Linux says so by EIO
         pass
-    assert chat.wait(PATIENCE) == 0
+    assert chat.wait(TIMEOUT) == 0
     assert b"3 + 4 = 7" in shown
     os.close(ours)
 

@@ -30,7 +30,7 @@ from nanoengine.detokenizer import MAX_PENDING, Detokenizer
 from nanoengine.sampling import SamplingRow, draw_tokens
 from tests.helpers import BAD_FIELDS, DEMO, Lines, byte_tokenizer, ctrl_c, table_checkpoint
 from tests.laws import check_laws
-from tests.serving import PATIENCE, held_steps, wait_until
+from tests.serving import TIMEOUT, held_steps, wait_until
 
 ROOT = Path(__file__).parent.parent
 SEEDED = SamplingParams(temperature=1.0, seed=3, max_tokens=12, ignore_eos=True)
@@ -592,7 +592,7 @@ while engine.llm_engine.metrics()["num_running"] < 8:
 @pytest.mark.parametrize("end", [pytest.param("", marks=pytest.mark.slow), "sys.exit(3)"])
 def test_process_that_ends_with_running_requests_exits_cleanly(end, babbler):
     command = [sys.executable, "-c", IN_TRAFFIC.format(end=end), babbler]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
     assert done.returncode == (3 if end else 0), done.stderr
     assert "Fatal" not in done.stderr
 
@@ -650,6 +650,6 @@ def test_chat_rejects_bytes_that_are_not_text(monkeypatch, capsys):
 @pytest.mark.slow  # a process that imports PyTorch
 def test_output_of_run_may_be_cut():
     cut = f"{sys.executable} -m nanoengine run --prompt Hello --max-tokens 3 | true"
-    done = subprocess.run(cut, shell=True, capture_output=True, timeout=PATIENCE, cwd=ROOT)
+    done = subprocess.run(cut, shell=True, capture_output=True, timeout=TIMEOUT, cwd=ROOT)
     assert b"Traceback" not in done.stderr
     assert b"BrokenPipe" not in done.stderr

@@ -32,7 +32,7 @@ from nanoengine.apps.service import Service
 from tests.helpers import DEMO
 from tests.serving import (
     COMMON,
-    PATIENCE,
+    TIMEOUT,
     held_command,
     held_steps,
     http,
@@ -344,7 +344,7 @@ def test_the_guide_s_examples_print_what_it_shows(url):
     _, curl, answer, script, printed = re.findall(r"```(?:python)?\n(.*?)```", section, re.DOTALL)
 
     def run(*command):
-        return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+        return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
 
     got = json.loads(run("bash", "-c", curl.replace("http://127.0.0.1:8000", url)).stdout)
     shown = json.loads(answer)
@@ -700,9 +700,7 @@ def test_a_slow_reader_loses_nothing_and_holds_nobody_up(url, service, llm):
     (expected,) = ids_of(llm, "a b c", temperature=0, max_tokens=80, ignore_eos=True)
     asked = {"prompt": "a b c", "max_tokens": 80, "ignore_eos": True, "temperature": 0, "stream": True}
     tokens = []
-    with httpx.stream(
-        "POST", f"{url}/v1/completions", json={**asked, **WITH_IDS}, timeout=PATIENCE
-    ) as answer:
+    with httpx.stream("POST", f"{url}/v1/completions", json={**asked, **WITH_IDS}, timeout=TIMEOUT) as answer:
         lines = answer.iter_lines()
         first = next(lines)
         assert ids_of_server(url, "zzz", max_tokens=5)  # others are served meanwhile
@@ -751,7 +749,7 @@ KEY = {"Authorization": "Bearer gehéim".encode()}
 def test_beyond_max_waiting_clients_are_told_to_come_back(guarded):
     url, service = guarded
     asked = {"prompt": "a", "max_tokens": 900, "ignore_eos": True}
-    with httpx.Client(headers=KEY, timeout=PATIENCE) as client:
+    with httpx.Client(headers=KEY, timeout=TIMEOUT) as client:
         with (
             held_steps(service.engine),
             client.stream("POST", f"{url}/v1/completions", json={**asked, "n": 3, "stream": True}) as first,
@@ -810,7 +808,7 @@ def test_the_key_in_one_of_two_headers_or_in_a_trailer_is_no_key(which, guarded)
 
 def answered(url, content):
     """What the server says to these bytes, until it says no more."""
-    with socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])), timeout=PATIENCE) as client:
+    with socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])), timeout=TIMEOUT) as client:
         client.sendall(content)
         client.shutdown(socket.SHUT_WR)
         return b"".join(iter(lambda: client.recv(65536), b""))
@@ -823,7 +821,7 @@ def test_headers_without_end_are_refused_before_the_key_is_asked_for(header, whe
     if where == "behind it":
         head += b"Transfer-Encoding: chunked\r\n\r\n0\r\n"
     port = int(guarded[0].rsplit(":", 1)[1])
-    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as client:
+    with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT) as client:
         client.sendall(head)
         try:
             for _ in range(100):  # 13 MB and more, were they all read
@@ -843,20 +841,20 @@ def test_headers_of_usual_length_are_taken(guarded):
     [(b"", b""), (b"", b"GET /health HTTP/1.1\r\n"), (b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n", b"G")],
 )
 def test_a_connection_whose_headers_are_never_complete_is_closed(whole, part, monkeypatch):
-    def lose_patience():
+    def time_out():
         monkeypatch.setattr("nanoengine.apps.gate.CLIENT_SECONDS", 0.2)
 
     if not whole:
-        lose_patience()
+        time_out()
     with served(AsyncLLM(str(DEMO), num_kv_blocks=50)) as (url, _):
         port = int(url.rsplit(":", 1)[1])
-        with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as client:
+        with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT) as client:
             if whole:
                 client.sendall(whole)
                 answer = client.recv(65536)
                 while not answer.endswith(b"\r\n\r\n"):  # it has no body
                     answer += client.recv(65536)
-                lose_patience()
+                time_out()
             with suppress(ConnectionError):  # closed before the part was sent
                 client.sendall(part)
                 assert client.recv(65536) == b""
@@ -885,7 +883,7 @@ def test_short_requests_do_not_wait_for_long_ones_which_leave_with_their_clients
     def slowly(self, text, **settings):
         if len(text) > 10**5:
             begun.append(text)
-            assert may_end.wait(PATIENCE)
+            assert may_end.wait(TIMEOUT)
         return call(self, text, **settings)
 
     monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", slowly)
@@ -902,7 +900,7 @@ def test_short_requests_do_not_wait_for_long_ones_which_leave_with_their_clients
         assert ids_of_server(url, "a", max_tokens=1)
     wait_until(lambda: not service.server.server_state.tasks)
     may_end.set()
-    service.long_checks.submit(int).result(PATIENCE)
+    service.long_checks.submit(int).result(TIMEOUT)
     assert len(begun) == 1
 
 
@@ -1049,7 +1047,7 @@ LONG = {"prompt": "a b c", "max_tokens": 400, "ignore_eos": True, "temperature":
 
 def test_on_sigterm_the_command_finishes_what_runs_and_takes_no_more(llm, tmp_path):
     (expected,) = ids_of(llm, "a b c", temperature=0, max_tokens=400, ignore_eos=True)
-    flags = ("--served-model-name", "demo", "--drain-seconds", str(PATIENCE))
+    flags = ("--served-model-name", "demo", "--drain-seconds", str(TIMEOUT))
     with held_command(tmp_path, *flags, NANOENGINE_API_KEY="k") as (process, url, release):
         curl = ["curl", "-sS", "-H", "Authorization: Bearer k", "-H", "Content-Type: application/json"]
         asked = json.dumps({"model": "demo", "messages": QUESTION, "temperature": 0})
@@ -1058,7 +1056,7 @@ def test_on_sigterm_the_command_finishes_what_runs_and_takes_no_more(llm, tmp_pa
         ).stdout
         assert json.loads(printed)["choices"][0]["message"]["content"] == "27 + 58 = 85"
         with (
-            httpx.Client(headers={"Authorization": "Bearer k"}, timeout=PATIENCE) as client,
+            httpx.Client(headers={"Authorization": "Bearer k"}, timeout=TIMEOUT) as client,
             client.stream("POST", f"{url}/v1/completions", json={**LONG, **WITH_IDS}) as answer,
         ):
             pieces = stream_lines(answer)
@@ -1071,7 +1069,7 @@ def test_on_sigterm_the_command_finishes_what_runs_and_takes_no_more(llm, tmp_pa
             for piece in pieces:
                 tokens += piece["choices"][0]["token_ids"]
         assert tokens == expected
-        assert process.wait(PATIENCE) == 0
+        assert process.wait(TIMEOUT) == 0
         lines = [json.loads(line) for line in process.stdout]
         assert [line["status"] for line in lines if line["path"].startswith("/v1")] == [200, 503, 200]
 
@@ -1082,7 +1080,7 @@ def test_the_garbage_collector_does_not_walk_over_what_the_command_loaded():
     code += "server.Server.run = lambda self: print(gc.get_freeze_count(), len(gc.get_objects())); "
     code += "server.main(sys.argv[1:])"
     command = [sys.executable, "-c", code, *COMMON]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE).stdout
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=TIMEOUT).stdout
     num_frozen, num_watched = map(int, printed.split())
     assert num_frozen > 100_000
     assert num_watched < 1000
@@ -1109,7 +1107,7 @@ def test_ctrl_c_on_the_command_ends_what_runs_and_says_nothing(tmp_path):
             release()
             *_, last = pieces
         assert last["error"]["message"] == "the server is shutting down"
-        assert "Traceback" not in process.communicate(timeout=PATIENCE)[1]
+        assert "Traceback" not in process.communicate(timeout=TIMEOUT)[1]
         assert process.returncode in (0, -signal.SIGINT)
 
 

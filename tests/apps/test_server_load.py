@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from nanoengine import LLM, SamplingParams
 from tests.helpers import DEMO
-from tests.serving import PATIENCE, command, http, wait_until
+from tests.serving import TIMEOUT, command, http, wait_until
 
 SECONDS = 60
 CLIENTS = 500
@@ -175,7 +175,7 @@ def test_a_hostile_client_makes_nobody_wait_much_longer():
             path, body = kinds[number % 3]
             headers = key if number < 6 else {"Authorization": "x" * 60_000}
             with suppress(httpx.HTTPError):
-                httpx.post(url + path, json=body, headers=headers, timeout=PATIENCE)
+                httpx.post(url + path, json=body, headers=headers, timeout=TIMEOUT)
             number += 3
 
     def latencies(url, seconds):
@@ -184,7 +184,7 @@ def test_a_hostile_client_makes_nobody_wait_much_longer():
 
         def ask():
             while (start := time.monotonic()) < end:
-                answer = httpx.post(f"{url}/v1/completions", json=asked, headers=key, timeout=PATIENCE)
+                answer = httpx.post(f"{url}/v1/completions", json=asked, headers=key, timeout=TIMEOUT)
                 answers.add(answer.json()["choices"][0]["text"])
                 found.append(time.monotonic() - start)
 

@@ -26,7 +26,7 @@ from nanoengine.backends.cpu.packed import pack_weights
 from nanoengine.backends.cuda import CUDA
 from nanoengine.config import EngineConfig
 from tests.helpers import DEMO
-from tests.serving import PATIENCE, wait_until
+from tests.serving import TIMEOUT, wait_until
 
 # Seen from outside, in a process with as many threads as cores: the tests themselves run on one thread.
 CODE = """
@@ -306,7 +306,7 @@ def test_a_compiler_that_hangs_is_given_up_with_all_it_started(hanging_compiler,
 
     def communicate_later(self, timeout):
         if "--version" in self.args:
-            return communicate(self, timeout=PATIENCE)
+            return communicate(self, timeout=TIMEOUT)
         wait_until(lambda: started_process(hanging_compiler))
         return communicate(self, timeout=timeout)
 
@@ -338,7 +338,7 @@ def test_sigterm_while_compiling_leaves_no_file_and_no_process(hanging_compiler,
     with subprocess.Popen([sys.executable, "-c", code], env=env, stderr=subprocess.DEVNULL) as process:
         wait_until(lambda: started_process(hanging_compiler) or process.poll() is not None)
         process.terminate()
-        assert process.wait(PATIENCE) == -signal.SIGTERM
+        assert process.wait(TIMEOUT) == -signal.SIGTERM
     wait_until_ended(started_process(hanging_compiler))
     assert not list((tmp_path / "cache" / "nanoengine").iterdir())
 

@@ -39,7 +39,7 @@ from nanoengine.models.shard import Shard
 from nanoengine.steps import EngineDeadError
 from tests.helpers import DEMO, TINY, batch_of, checkpoint, make_sequence, random_prompts
 from tests.laws import check_laws
-from tests.serving import PATIENCE, wait_until
+from tests.serving import TIMEOUT, wait_until
 
 TINY_CACHE = {"num_kv_blocks": 60, "block_size": 8}
 # name -> changes to TINY of a Llama or Qwen3 whose sizes no number of ranks divides
@@ -97,11 +97,11 @@ def in_threads(monkeypatch):
 
     monkeypatch.setattr(Workers, "start", start)
     monkeypatch.setattr(parallel, "follow", noted_follow)
-    monkeypatch.setattr(parallel, "COLLECTIVE", parallel.timedelta(seconds=PATIENCE))
+    monkeypatch.setattr(parallel, "COLLECTIVE", parallel.timedelta(seconds=TIMEOUT))
     yield runners
     runners.clear()
     for thread in threads:
-        thread.join(PATIENCE)
+        thread.join(TIMEOUT)
     assert not any(thread.is_alive() for thread in threads)
     assert not errors
 
@@ -433,7 +433,7 @@ def test_a_rank_that_does_not_take_part_is_an_error_after_a_while(path_of, in_th
     released, follow = threading.Event(), parallel.follow
 
     def hang(runner, ranks):
-        released.wait(PATIENCE)
+        released.wait(TIMEOUT)
         with contextlib.suppress(EngineDeadError):
             follow(runner, ranks)
 
@@ -591,7 +591,7 @@ def test_a_lost_rank_ends_the_requests_of_an_async_engine_which_says_that_it_doe
                 assert engine.is_running
                 rank.kill()
         assert reasons[-1] == "abort"
-        await asyncio.to_thread(engine._thread.join, PATIENCE)
+        await asyncio.to_thread(engine._thread.join, TIMEOUT)
         assert not engine.is_running
         with pytest.raises(RuntimeError, match="the engine is closed"):
             await anext(engine.generate("a", params, "1"))
@@ -713,7 +713,7 @@ except KeyboardInterrupt:
         for rank in ranks:
             rank.send_signal(signal.SIGINT)  # as from a terminal that knows no sessions
         assert process.stdout.readline() == f"{demo_answer}\n"
-        assert process.wait(PATIENCE) == 0
+        assert process.wait(TIMEOUT) == 0
         wait_until_gone(ranks)
 
 
@@ -738,7 +738,7 @@ def test_no_rank_outlives_rank_0_that_ends_while_they_start(number, seconds):
     with script("signal.pause()") as (process, ranks):  # a standard input may be at its end
         time.sleep(seconds)
         process.send_signal(number)
-        assert process.wait(PATIENCE)
+        assert process.wait(TIMEOUT)
         wait_until_gone(ranks)  # one that is about to import PyTorch hears of it after that
 
 
@@ -763,7 +763,7 @@ if not child:
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), answer(12))
 """
     with script(code) as (process, ranks):
-        assert process.communicate(timeout=PATIENCE)[0] == f"ready\n7 {demo_answer}\n"
+        assert process.communicate(timeout=TIMEOUT)[0] == f"ready\n7 {demo_answer}\n"
         assert process.returncode == 0
         wait_until_gone(ranks)
 
@@ -773,7 +773,7 @@ def test_an_engine_that_nobody_closes_ends_with_its_script(demo_answer):
     with script("print(answer(12))") as (process, ranks):
         assert process.stdout.readline() == "ready\n"
         assert process.stdout.readline() == f"{demo_answer}\n"
-        assert process.wait(PATIENCE) == 0
+        assert process.wait(TIMEOUT) == 0
         wait_until_gone(ranks)
 
 
@@ -810,7 +810,7 @@ except ValueError as error:
         [*torchrun, str(tmp_path / "script.py")],
         capture_output=True,
         text=True,
-        timeout=PATIENCE,
+        timeout=TIMEOUT,
         env={**os.environ, "PYTHONPATH": str(Path(nanoengine.__file__).parents[1])},
     )
     assert done.returncode == 0, done.stderr
