@@ -547,8 +547,8 @@ class Scheduler:
 
     def _schedule_chunk(self, seq: Sequence, num_tokens: int, budget: int) -> Chunk:
         """Schedule as many of the sequence's uncomputed tokens as the budget (at least 1) allows."""
-        start, most = seq.num_computed_tokens, self.max_chunk_tokens
-        end = num_tokens if num_tokens - start == 1 else min(num_tokens, start + budget, start + most)
+        start, limit = seq.num_computed_tokens, self.max_chunk_tokens
+        end = num_tokens if num_tokens - start == 1 else min(num_tokens, start + budget, start + limit)
         seq.num_computed_tokens = end
         # A block whose last token is pending cannot be hashed yet. It is registered one step later.
         num_known_tokens = end if end < len(seq.token_ids) else len(seq.token_ids)
@@ -619,7 +619,7 @@ class Scheduler:
             self.block_manager.forget(seq)
         for seq in again:
             if not seq.is_finished:
-                self.finish(seq, "error", "two steps that computed it failed")
+                self.finish(seq, "error", "two steps failed while computing it")
 
 
 # ---- build_inputs: a scheduled batch as arrays ---------------------------------------------------

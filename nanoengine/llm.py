@@ -288,10 +288,10 @@ class LLM(Reloadable, AbstractContextManager["LLM"]):
         start, num_shown, num_prompt_tokens, num_output_tokens = time.monotonic(), 0, 0, 0
         progress = tqdm(total=len(checked), desc="Processed prompts", disable=not use_tqdm)
         # A Ctrl-C also takes effect between steps, but never while requests are queued or aborted.
-        with progress as bar, uninterrupted() as let_strike, self._submitted(checked) as (ids, inbox):
+        with progress as bar, uninterrupted() as raise_pending, self._submitted(checked) as (ids, inbox):
             while len(inbox) < len(ids):
                 self._advance()
-                let_strike()
+                raise_pending()
                 if len(inbox) == num_shown:
                     continue
                 for output in itertools.islice(inbox.values(), num_shown, None):

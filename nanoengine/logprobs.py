@@ -30,8 +30,8 @@ class LogprobTable(NamedTuple):
             token_id = token_ids[row]
             if token_id is not None:
                 entries[row] = entry = {token_id: Logprob(values[0], numbers[1])}
-                likeliest = zip(numbers[2 + num_top :], values[2 : 2 + num_top], strict=True)
-                for rank, (other_id, value) in enumerate(likeliest, 1):
+                top = zip(numbers[2 + num_top :], values[2 : 2 + num_top], strict=True)
+                for rank, (other_id, value) in enumerate(top, 1):
                     entry.setdefault(other_id, Logprob(value, rank))
         return entries
 
@@ -55,15 +55,15 @@ def tabulate_logprobs(logits: Tensor, token_ids: Tensor, num_logprobs: int) -> T
 
 
 def report_samples(
-    logits: Tensor, asked: Sequence[int | None], tokens: Tensor, transfer: Transfer
+    logits: Tensor, requested: Sequence[int | None], tokens: Tensor, transfer: Transfer
 ) -> list[LogprobTable]:
     """Queue the requested log-probabilities of sampled tokens.
 
-    Shapes: logits (R, V), tokens (R,) int64. `asked` has the number of log-probabilities that each row
-    requests, or None.
+    Shapes: logits (R, V), tokens (R,) int64. `requested` has the number of log-probabilities per
+    row, or None.
     """
     by_number: dict[int, list[int]] = {}
-    for i, num_logprobs in enumerate(asked):
+    for i, num_logprobs in enumerate(requested):
         if num_logprobs is not None:
             by_number.setdefault(num_logprobs, []).append(i)
     tables = []

@@ -62,7 +62,7 @@ class RowProcessor(Protocol):
 def why_undrawn(processors: Sequence[RowProcessor]) -> str:
     """Return an error message for a sequence with these processors that received no token."""
     reason = next((one.failure for one in processors if one.failure is not None), None)
-    return f"no token could be drawn: {reason or 'logits are not numbers, or none is allowed'}"
+    return f"no token could be sampled: {reason or 'the logits are NaN or infinite, or no token is allowed'}"
 
 
 class RowSettings:
@@ -123,14 +123,8 @@ FILTERED_ROWS = 64  # rows filtered at a time on a GPU and for log-probabilities
 def scale_logits(logits: Tensor, divisors: Tensor) -> tuple[Tensor, Tensor]:
     """Subtract each row's largest logit, then divide by the row's temperature, in float32.
 
-    Subtracting first keeps the division from overflowing, however small the temperature is.
-
-    Args:
-        logits: (R, V), any floating dtype.
-        divisors: (R, 1), the temperatures.
-
-    Returns:
-        The scaled logits, (R, V) float32, and each row's largest logit, (R, 1).
+    Subtracting first keeps the division from overflowing, however small the temperature is. Shapes: logits
+    (R, V), temperatures (R, 1). Returns the scaled logits, (R, V), and each row's largest logit, (R, 1).
     """
     logits = logits.float()
     largest = logits.amax(-1, keepdim=True)
@@ -200,9 +194,9 @@ def draw_tokens(
     """
     settings = RowSettings(rows) if settings is None else settings
     processors = settings.processors
-    in_float = settings.edit_logits or not all(one.is_mask for one in processors)
-    if in_float or processors:
-        logits = logits.to(torch.float32 if in_float else logits.dtype, copy=True)
+    needs_float32 = settings.edit_logits or not all(one.is_mask for one in processors)
+    if needs_float32 or processors:
+        logits = logits.to(torch.float32 if needs_float32 else logits.dtype, copy=True)
         _edit_logits(logits, rows)
         for kind in sorted(processors, key=lambda kind: kind.is_mask):
             found = ((i, one, row) for i, row in enumerate(rows) for one in row.processors)
@@ -232,14 +226,8 @@ def _draw_part(logits: Tensor, metadata: SamplingMetadata, scale: Scale, rank: R
 def process_logits(logits: Tensor, metadata: SamplingMetadata, tokens: Tensor) -> Tensor:
     """Return the logits that tokens are drawn from: divided by temperature (greedy: 1), and filtered to -inf.
 
-    Args:
-        logits: (R, V), after edits.
-        metadata: the rows' sampling metadata.
-        tokens: (R,) int64, the drawn tokens. They are never filtered out here, although a kernel that sums
-            in another order may place the limit differently.
-
-    Returns:
-        (R, V) float32.
+    The drawn tokens, (R,) int64, are never filtered out here, although a kernel that sums in another order
+    may place the limit differently. Shapes: (R, V) -> (R, V) float32.
     """
     divisors = np.where(metadata.temperature == 0, np.float32(1), metadata.temperature)
     scaled, _ = scale_logits(logits, upload(divisors, logits.device).unsqueeze(1))

@@ -22,7 +22,7 @@ def uninterrupted(number: int = signal.SIGINT) -> Iterator[Callable[[], None]]:
         return
     pending: list[tuple[int, FrameType | None]] = []
 
-    def let_strike() -> None:
+    def raise_pending() -> None:
         if pending:
             arguments = pending[0]
             pending.clear()
@@ -30,10 +30,10 @@ def uninterrupted(number: int = signal.SIGINT) -> Iterator[Callable[[], None]]:
 
     signal.signal(number, lambda *arguments: pending.append(arguments))
     try:
-        yield let_strike
+        yield raise_pending
     finally:
         signal.signal(number, handler)
-        let_strike()
+        raise_pending()
 
 
 @contextmanager
@@ -46,10 +46,10 @@ def unwound_by_sigterm() -> Iterator[None]:
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return
-    struck: list[int] = []
+    received: list[int] = []
 
     def unwind(number: int, frame: FrameType | None) -> None:
-        struck.append(number)
+        received.append(number)
         raise SystemExit(128 + number)
 
     signal.signal(signal.SIGTERM, unwind)
@@ -57,7 +57,7 @@ def unwound_by_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if struck:
+        if received:
             signal.raise_signal(signal.SIGTERM)
 
 
@@ -85,8 +85,8 @@ class Owner:
         """
         if os.getpid() != self._process:
             raise RuntimeError(
-                f"the engine is process {self._process}'s, and this is a fork of it: make one here, or start "
-                'processes by the "spawn" method'
+                f"the engine belongs to process {self._process}, and this is a fork of it. Create an engine "
+                'here, or start processes with the "spawn" method'
             )
         caller = threading.current_thread()
         with self._lock:
@@ -94,9 +94,7 @@ class Owner:
                 self._thread = caller
             owner = self._thread
         if owner is not caller:
-            raise RuntimeError(
-                f"thread {owner.name!r} is using the engine: one thread at a time, or AsyncLLM for several"
-            )
+            raise RuntimeError(f"thread {owner.name!r} is using the engine. Use AsyncLLM for several threads")
 
     def release(self) -> None:
         """Let any thread claim the engine. Called when no request is unfinished."""

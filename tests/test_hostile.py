@@ -118,7 +118,7 @@ def test_forward_pass_that_always_fails_ends_its_requests(engine):
             assert failures < 10
     finally:
         llm.llm_engine.runner.launch = launch
-    assert reasons == [("error", "two steps that computed it failed")] * 5
+    assert reasons == [("error", "two steps failed while computing it")] * 5
     assert llm.metrics()["num_free_blocks"] == 60
 
 
@@ -489,7 +489,7 @@ def test_fork_cannot_use_the_engine(babbler):
                 os._exit(0)
         os.close(said)
         with open(heard) as stream:
-            assert f"process {os.getpid()}'s, and this is a fork of it" in stream.read()
+            assert f"process {os.getpid()}, and this is a fork of it" in stream.read()
         os.waitpid(child, 0)
         assert answers(llm.generate("a", SEEDED, use_tqdm=False)) == expected
 

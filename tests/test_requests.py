@@ -256,7 +256,7 @@ def test_invalid_logits_end_only_their_request(async_scheduling, tmp_path, caplo
             good, bad = llm.generate(["a", "x"], params, use_tqdm=False)
             assert good.outputs[0].text == "bcde"
             assert (bad.outputs[0].finish_reason, bad.outputs[0].token_ids) == ("error", [])
-            assert bad.outputs[0].stop_reason.startswith("no token could be drawn: logits are not numbers")
+            assert bad.outputs[0].stop_reason.startswith("no token could be sampled: the logits are NaN")
         assert caplog.text.count(f"failed: {bad.outputs[0].stop_reason}") == 2
         assert llm.metrics()["num_free_blocks"] == 10
 

@@ -35,9 +35,11 @@ def load(path: str | Path) -> list[Event]:
                 raise ValueError(f"{path}, line {number}: {error}") from error
     start: Any = events[0] if events else None
     if not isinstance(start, dict) or start.get("event") != "start":
-        raise ValueError(f"{path} is no trace: its first line has to be a start event")
+        raise ValueError(f"{path} is not a trace: its first line must be a start event")
     if start["version"] != VERSION:
-        raise ValueError(f"{path} is a trace of version {start['version']}, and this reads {VERSION}")
+        raise ValueError(
+            f"{path} has version {start['version']} of the format, but this nanoengine reads {VERSION}"
+        )
     return events
 
 
@@ -55,7 +57,7 @@ def save(events: Iterable[Event], path: str | Path) -> None:
     elif path.suffix == ".jsonl":
         text = "".join(json.dumps(event, separators=(",", ":")) + "\n" for event in events)
     else:
-        raise ValueError(f"a trace is written as .html, .json or .jsonl, got {path}")
+        raise ValueError(f"the name of a trace must end in .html, .json or .jsonl, got {path}")
     path.write_text(text, encoding="utf-8")
 
 

@@ -153,12 +153,12 @@ class WindowedBlockManager(BlockManager):
 
     # -- helpers
 
-    def _longest_beginning(self, seq: Sequence, chain: list[Block], most: int) -> int:
-        """Return the longest prefix of the chain, in blocks and up to `most`, that a sequence can continue.
+    def _longest_beginning(self, seq: Sequence, chain: list[Block], limit: int) -> int:
+        """Return the longest prefix of the chain, in blocks and up to `limit`, that a sequence can continue.
 
         Subclasses override this.
         """
-        return most
+        return limit
 
     @property
     def max_computable_tokens(self) -> int:

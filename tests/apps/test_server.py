@@ -985,7 +985,7 @@ def test_a_step_that_fails_twice_is_an_error_for_those_it_hit_and_the_server_goe
     with (
         failing_steps(service, 2),
         pytest.raises(
-            openai.InternalServerError, match="this request: two steps that computed it failed"
+            openai.InternalServerError, match="this request: two steps failed while computing it"
         ) as caught,
     ):
         client.completions.create(**asked)

@@ -115,7 +115,7 @@ def fails(output_ids, logits):
         (lambda ids, x: None, "must return a tensor of real numbers, got NoneType"),
         (lambda ids, x: x > 0, "must return a tensor of real numbers, got torch.bool"),
         (lambda ids, x: x[:1], r"must return logits of shape \(\d+,\), got \(1,\)"),
-        (lambda ids, x: x * torch.nan, "logits are not numbers"),
+        (lambda ids, x: x * torch.nan, "the logits are NaN"),
     ],
     ids=["raises", "None", "bool", "shape", "NaN"],
 )
@@ -123,7 +123,7 @@ def test_a_failing_function_ends_its_own_request_with_the_reason(wrong, reason, 
     free, broken = SamplingParams(**GREEDY), SamplingParams(**GREEDY, logits_processors=[wrong])
     outputs = llm.generate(["Hello"] * 3, [free, broken, free], use_tqdm=False)
     assert [out.outputs[0].finish_reason for out in outputs] == ["length", "error", "length"]
-    assert re.match(f"no token could be drawn: .*{reason}", outputs[1].outputs[0].stop_reason)
+    assert re.match(f"no token could be sampled: .*{reason}", outputs[1].outputs[0].stop_reason)
 
 
 def test_all_requests_of_a_step_may_fail(llm):
@@ -138,7 +138,7 @@ def test_all_requests_of_a_step_may_fail(llm):
     reasons = [[one.finish_reason for one in output.outputs] for output in outputs]
     assert reasons == [["length"], ["error"] * 2, ["error"] * 2]
     (reason,) = {one.stop_reason for output in outputs[1:] for one in output.outputs}
-    assert reason == "no token could be drawn: RuntimeError: planted"
+    assert reason == "no token could be sampled: RuntimeError: planted"
 
 
 @pytest.mark.parametrize(

@@ -597,9 +597,9 @@ def test_perfetto_s_events_are_the_steps_end_to_end(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "is no trace: its first line has to be a start event"),
-        ('{"event": "step"}\n', "is no trace: its first line has to be a start event"),
-        ('{"event": "start", "version": 99}\n', "is a trace of version 99, and this reads 1"),
+        ("", "is not a trace: its first line must be a start event"),
+        ('{"event": "step"}\n', "is not a trace: its first line must be a start event"),
+        ('{"event": "start", "version": 99}\n', "has version 99 of the format, but this nanoengine reads 1"),
         ("PK", "line 1: Expecting value"),
     ],
 )
