@@ -59,20 +59,6 @@ def test_the_long_prefill_threshold_caps_each_sequence():
     assert chunks_of(run_step(scheduler)) == [(0, 3, 6), (1, 2, 3)]
 
 
-def test_never_more_than_max_num_seqs_hold_blocks():
-    scheduler = make_scheduler(num_blocks=50, max_num_seqs=2)
-    for i in range(6):
-        scheduler.add(make_sequence(i, [i] * 5, max_tokens=6))
-    order = []
-    while is_busy(scheduler):
-        batch = run_step(scheduler)
-        holders = [seq for seq in scheduler.running + scheduler.waiting if seq.block_table]
-        assert len(holders) <= 2
-        order += [seq.seq_id for seq, start, _, _, _ in batch.chunks if start == 0]
-    assert order == [0, 1, 2, 3, 4, 5]
-    assert scheduler.block_manager.num_free_blocks == 50
-
-
 def test_identical_prompts_share_blocks_within_the_step_that_computes_them():
     scheduler = make_scheduler()
     for i in range(3):
@@ -252,23 +238,6 @@ def test_the_memory_of_a_step_does_not_depend_on_the_pool():
         assert tracemalloc.get_traced_memory()[1] < 100_000  # bytes; the pool's own lists take megabytes
     finally:
         tracemalloc.stop()
-
-
-def test_aborting_frees_the_blocks_of_running_and_waiting_sequences():
-    scheduler = make_scheduler(max_num_seqs=2)
-    seqs = [make_sequence(i, [i] * 5) for i in range(4)]
-    for seq in seqs:
-        scheduler.add(seq)
-    run_step(scheduler)
-    for seq in (seqs[0], seqs[2]):
-        scheduler.finish(seq, "abort")
-    check_laws(scheduler)
-    assert [seq.seq_id for seq in scheduler.running] == [1]
-    assert chunks_of(run_step(scheduler)) == [(1, 5, 6), (3, 0, 5)]
-    for seq in (seqs[1], seqs[3]):
-        scheduler.finish(seq, "abort")
-    assert scheduler.block_manager.num_free_blocks == 8
-    assert not is_busy(scheduler)
 
 
 def test_priority_admits_the_lowest_number_first_and_preempts_the_highest():

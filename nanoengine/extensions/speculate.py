@@ -1,22 +1,14 @@
 """Speculative decoding: propose draft tokens, compute them along with known tokens, and keep the right ones.
 
 A draft token has its own chunk. To attention it is one more decode, over the same blocks and one token
-longer. Example: the known tokens a b c, of which c is not computed yet, and the draft tokens d e.
+longer. The sampled tokens, up to and including the first that differs from its draft, are exactly the tokens
+that plain decoding would have sampled: drafts affect the speed, never the output. The K and V of a rejected
+draft stay in the cache, past the computed tokens, until the actual tokens overwrite them.
 
-    chunk     computes  attends to  samples
-    [2, 3)    c         a b c       the token at position 3. If it is d, the first draft is accepted, and
-    [3, 4)    d         a b c d     the token at position 4 counts. If it is e, the second is too, and
-    [4, 5)    e         a b c d e   the token at position 5 counts
-
-The sampled tokens, up to and including the first that differs from its draft, are exactly the tokens that
-plain decoding would have sampled. The K and V of a rejected draft stay in the cache, past the computed
-tokens, until the actual tokens overwrite them.
+A proposer is any function of a sequence and a number n that returns at most n token ids of the model.
+`NgramProposer` proposes what followed the same words before (prompt lookup).
 
 Source: https://arxiv.org/abs/2211.17192. There drafts have probabilities; here a draft is right or wrong.
-
-A proposer is any function of a sequence and a number n that returns at most n token ids of the model. Its
-drafts affect the speed of the engine, never its output. `NgramProposer` proposes what followed the same words
-before (prompt lookup).
 """
 
 from collections import Counter, abc
@@ -66,10 +58,10 @@ class DraftingScheduler(Scheduler):
     def _draft(self, chunk: Chunk, budget: int) -> list[int]:
         """Return the drafts to compute after a chunk, and make room for them in the block table."""
         seq, start, end, samples, _ = chunk
-        most = min(budget, seq.max_num_tokens - 1 - end)  # one more token is sampled after the last draft
-        if not samples or end - start > 1 or most <= 0:
+        limit = min(budget, seq.max_num_tokens - 1 - end)  # one more token is sampled after the last draft
+        if not samples or end - start > 1 or limit <= 0:
             return []
-        drafts = self.propose(seq, most)[:most]
+        drafts = self.propose(seq, limit)[:limit]
         # With windows, may_append frees the blocks that no token from num_computed_tokens on sees. This chunk
         # already counts as computed, but its token still needs those blocks: set the count back for the call.
         seq.num_computed_tokens = start
@@ -95,8 +87,7 @@ class DraftingScheduler(Scheduler):
                     continue
                 self.num_accepted[place] += 1
                 seq.num_computed_tokens = chunk.end
-                if chunk.end // self.block_manager.block_size > seq.num_registered_blocks:
-                    self.block_manager.register_full_blocks(seq, chunk.end)
+                self.block_manager.register_full_blocks(seq, chunk.end)
             if seq.finish_reason is None:
                 self.append_token(seq, token_id)
                 advanced[seq] = None

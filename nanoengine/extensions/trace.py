@@ -2,15 +2,14 @@
 
     LLM(..., trace="run.jsonl")    # JSON lines, or a callable that takes events
 
-A trace is a `Start`, then a `Step` for each call of `LLMEngine.step` in which something changed. A step lists
-its changes in the order in which they happened. Replaying them reproduces every queue, block table and
-reference count, and both lists of free blocks in the order of eviction. `version` increases when a field is
-removed or changes its meaning, not when one is added.
+A trace is a `Start`, then a `Step` for each call of `LLMEngine.step` in which something changed. Replaying
+its changes in order reproduces every queue, block table and reference count, and both lists of free blocks in
+the order of eviction. `version` increases when a field is removed or changes its meaning, not when one is
+added.
 
-Comparing the states after two steps would not be enough. In one call of `schedule` a block can be freed by a
-preemption, evicted and given to another sequence, and be hit again in the next call. While tracing is on, a
-few methods of the scheduler and the block manager are therefore wrapped, on these two objects only. When
-tracing is off, it has no cost.
+One call of `schedule` may free a block, evict it and give it to another sequence. The states before and after
+a step would not show that, so a few methods of the scheduler and the block manager are wrapped while tracing
+is on.
 """
 
 import json

@@ -270,20 +270,6 @@ def test_no_sequence_is_preempted_for_a_draft():
     assert [len(seq.block_table) for seq in scheduler.running] == [1, 3]
 
 
-def test_no_draft_exceeds_the_limits_of_a_sequence():
-    scheduler = make_scheduler(
-        num_blocks=50, scheduler=DraftingScheduler, propose=lambda seq, num_tokens: [9] * 20, max_model_len=9
-    )
-    short, long = make_sequence(0, [1], max_tokens=3), make_sequence(1, [1, 2])
-    scheduler.add(short)
-    scheduler.add(long)
-    assert counts(run_step(scheduler)) == {0: 3, 1: 1}
-    batch = run_step(scheduler, token=9)
-    assert counts(batch) == {0: 2, 1: 6}
-    assert (short.token_ids, short.finish_reason) == ([1, 1, 9, 9], "length")
-    assert (long.token_ids, long.finish_reason) == ([1, 2, 1, *[9] * 6], "length")
-
-
 def test_tokens_from_bursts_are_found_by_the_prefix_cache(tmp_path):
     path = chain_checkpoint(tmp_path, "abcdefgh")
     hits = []
