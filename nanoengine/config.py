@@ -44,8 +44,8 @@ class SpeculativeConfig:
         return low or high or 5, high or low or 5
 
 
-ROUNDED = "int8", "int4"  # formats that weights are quantized to at load time
-WRITTEN = "gptq", "awq", "compressed-tensors", "bitsandbytes", "gguf", "fp8", "mxfp4"  # from quantized files
+ONLINE_FORMATS = "int8", "int4"  # for weights that are quantized while they are loaded
+FILE_FORMATS = "gptq", "awq", "compressed-tensors", "bitsandbytes", "gguf", "fp8", "mxfp4"
 
 SIZES = "max_num_seqs", "max_num_batched_tokens", "block_size", "num_kv_blocks", "kv_cache_bytes"
 LOWEST = dict.fromkeys((*SIZES, "num_state_slots", "tensor_parallel_size"), 1)
@@ -58,7 +58,7 @@ CHOICES = {
     "load_format": ("auto", "safetensors", "dummy"),
     "model_impl": ("auto", "vllm", "nanoengine", "transformers"),  # "vllm", a value of vLLM's, means "auto"
     "attn_backend": ("auto", "flash", "varlen", "triton", "compiled", "torch"),
-    "quantization": (*ROUNDED, *WRITTEN),
+    "quantization": (*ONLINE_FORMATS, *FILE_FORMATS),
 }
 # Settings for which None, the default in vLLM, stands for the default here
 OPTIONAL = "enable_prefix_caching", "enforce_eager", "generation_config", "max_num_seqs", "runner", "seed"

@@ -90,7 +90,7 @@ def add_flags(parser: argparse._ActionsContainer, config: type[Any]) -> None:
             settings = {"nargs": "+"}
         if bool in kinds:
             settings = {"action": argparse.BooleanOptionalAction}
-        settings["help"] = "as MODEL" if item.default is MISSING else f"default {item.default}"
+        settings["help"] = "the same as MODEL" if item.default is MISSING else f"default: {item.default}"
         names = [item.name, *(old for old, new in RENAMED.items() if new == item.name)]
         flags = ["--" + name.replace("_", "-") for name in names]
         parser.add_argument(*flags, dest=item.name, default=argparse.SUPPRESS, **settings)

@@ -19,7 +19,7 @@ from typing import Any, Self
 
 from nanoengine.backends.kv_cache import KVGroup
 from nanoengine.compat import refuse_unserved
-from nanoengine.config import ROUNDED, EngineConfig
+from nanoengine.config import ONLINE_FORMATS, EngineConfig
 from nanoengine.detokenizer import Vocabulary
 from nanoengine.engine import BlockManager, Collected, EngineCore, ModelRunner, Scheduler, Sequence
 from nanoengine.metrics import Metric, RequestStats, list_metrics
@@ -395,7 +395,8 @@ class LLMEngine(Reloadable):
         part = " (its language model: images are left out)" if self.checkpoint.is_part else ""
         forms = (getattr(module, "form", None) for module in runner.model.modules())
         bits = " and ".join(map(str, sorted({form.bits for form in forms if form and form.bits})))
-        weights = f" with {config.quantization} weights" if config.quantization in ROUNDED and bits else ""
+        is_online = bits and config.quantization in ONLINE_FORMATS
+        weights = f" with {config.quantization} weights" if is_online else ""
         if (written := self.checkpoint.quant_method) is not None:
             weights = f" with {written} weights" + (f" in {bits} bits" if bits else ", dequantized,")
         weights += "" if config.lora is None else f" and the adapter {Path(config.lora).name}"
@@ -474,10 +475,8 @@ class LLMEngine(Reloadable):
 
     def _drafts(self) -> tuple[Multiset[int], Multiset[int]]:
         """Return how many draft tokens were computed and how many accepted, by their position in a draft."""
-        scheduler: Any = self.scheduler
-        if self.config.speculative_config is None:
-            return Multiset(), Multiset()
-        return scheduler.num_drafted, scheduler.num_accepted
+        none: Multiset[int] = Multiset()
+        return getattr(self.scheduler, "num_drafted", none), getattr(self.scheduler, "num_accepted", none)
 
 
 def describe_windows(started: Started, max_model_len: int) -> str:

@@ -11,7 +11,7 @@ import torch
 from nanoengine.backends.device import Decodes, Device, Forward, Trial
 from nanoengine.backends.inputs import NUM_RESERVED_SLOTS
 from nanoengine.backends.kv_cache import KVCache, KVGroup, KVSpec, block_bytes, group_layers, new_caches
-from nanoengine.config import WRITTEN, EngineConfig
+from nanoengine.config import FILE_FORMATS, EngineConfig
 from nanoengine.engine import Chunk, ModelRunner, ScheduledBatch, Sequence
 from nanoengine.models.checkpoint import Checkpoint, resolve_dtype
 from nanoengine.models.load import digest_weights, load_model
@@ -57,7 +57,7 @@ def start_runner(
     Raises:
         ValueError: the checkpoint or a setting cannot be served, or there is too little memory.
     """
-    written = config.quantization if config.quantization in WRITTEN else None
+    written = config.quantization if config.quantization in FILE_FORMATS else None
     if config.quantization is not None and checkpoint.quant_method != written:
         found = checkpoint.quant_method or "unquantized"
         raise ValueError(

@@ -18,7 +18,7 @@ from nanoengine.backends.attention import BuildAttention, PagedAttention, TorchA
 from nanoengine.backends.inputs import ModelInputs, SamplingMetadata
 from nanoengine.backends.kv_cache import KVSpec
 from nanoengine.backends.quantized import Quantized
-from nanoengine.config import ROUNDED, EngineConfig
+from nanoengine.config import ONLINE_FORMATS, EngineConfig
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -109,7 +109,7 @@ class Device:
 
     # Attention backends, the fastest first.
     backends: ClassVar[tuple[type[PagedAttention], ...]] = (TorchAttention,)
-    quantizations: ClassVar[tuple[str, ...]] = ()  # the formats in `ROUNDED` that it can quantize weights to
+    quantizations: ClassVar[tuple[str, ...]] = ()  # the `ONLINE_FORMATS` that it can quantize weights to
     # Defaults for settings of the user. A larger step is not faster on a CPU: it overflows the CPU's caches.
     block_size: ClassVar[int] = 32
     max_num_batched_tokens: ClassVar[int] = 1024
@@ -119,7 +119,7 @@ class Device:
     draw: Callable[[Tensor, SamplingMetadata], tuple[Tensor, Tensor]] | None = None
 
     def __init__(self, device: torch.device, config: EngineConfig) -> None:
-        if config.quantization in ROUNDED and config.quantization not in self.quantizations:
+        if config.quantization in ONLINE_FORMATS and config.quantization not in self.quantizations:
             raise ValueError(f"quantization={config.quantization!r} does not run on {device.type}")
         self.device = device
         self.config = config

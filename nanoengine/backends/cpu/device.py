@@ -17,14 +17,14 @@ from nanoengine.backends.device import Attention, Device
 from nanoengine.backends.kv_cache import KVSpec
 from nanoengine.backends.memory import keep_freed_memory
 from nanoengine.backends.quantized import Quantized, grouped
-from nanoengine.config import ROUNDED, EngineConfig
+from nanoengine.config import ONLINE_FORMATS, EngineConfig
 
 
 class CPU(Device):
     """Describes a CPU. The compiled kernels require a C++ compiler, and enforce_eager disables them."""
 
     backends = (CompiledAttention, TorchAttention)
-    quantizations = ROUNDED
+    quantizations = ONLINE_FORMATS
 
     def __init__(self, device: torch.device, config: EngineConfig) -> None:
         super().__init__(device, config)
@@ -70,7 +70,7 @@ class CPU(Device):
         self.draw = None if self.kernels is None else self.kernels.sample
         if has_states:
             model.states.kernels = self.kernels
-        quantization = self.config.quantization if self.config.quantization in ROUNDED else None
+        quantization = self.config.quantization if self.config.quantization in ONLINE_FORMATS else None
         if quantization is not None and self.kernels is None:
             raise ValueError(f"quantization={quantization!r} needs compiled kernels: {self._no_kernels}")
         if not model.replaceable:
