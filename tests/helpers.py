@@ -264,7 +264,7 @@ def random_prompts(lengths: list[int], seed: int = 0, vocab: int = VOCAB) -> lis
 
 # (field, value): what no SamplingParams may hold.
 BAD_FIELDS = [
-    *[("n", v) for v in (0, -1, 1.5, "2", True, None)],
+    *[("n", v) for v in (0, -1, 1.5, "2", True, None, 1025)],
     *[("temperature", v) for v in (10**400, 1e31, 1j, -0.1, math.nan, math.inf, -math.inf, "1", None, True)],
     *[("top_p", v) for v in (0, -0.5, 1.01, math.nan, math.inf, "0.9", None)],
     *[("top_k", v) for v in (-2, 1.0, "5", None, True, 2**31)],

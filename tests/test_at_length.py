@@ -1,8 +1,4 @@
-"""What withstood an hour of hostile use, counted: as much of it as a minute and a half has room for.
-
-Each test says how many were tried, and that none was wrong, leaked or hung. The kinds of use are those of the
-other files' tests, which look at one case at a time.
-"""
+"""Hundreds of cases of what other files test one at a time: none may be wrong, leak or hang."""
 
 import asyncio
 import random
@@ -45,8 +41,8 @@ def run_at_length(machine):
     assert steps.total() > 10_000
 
 
-def test_hundreds_of_requests_with_draft_tokens_say_what_they_say_without(babbler):
-    """Preempted, in chunks; a third of the draft tokens are wrong."""
+def test_draft_tokens_do_not_change_hundreds_of_requests(babbler):
+    """With preemptions and chunks; a third of the drafts are wrong."""
     rng, num_requests = random.Random(0), 0
     for name in ("roomy", "with preemption", "in chunks"):
         prompts = [[rng.randrange(256) for _ in range(rng.randint(1, 30))] for _ in range(300)]
@@ -63,7 +59,7 @@ def test_hundreds_of_requests_with_draft_tokens_say_what_they_say_without(babble
     assert num_requests == 900
 
 
-def test_hundreds_of_coroutines_are_cancelled_among_others_that_get_their_answers(babbler):
+def test_hundreds_of_cancellations_do_not_affect_other_coroutines(babbler):
     counts = storm(babbler, 900, 400)
     assert counts["cancelled"] > 100
     assert counts["answered"] > 300
@@ -71,13 +67,13 @@ def test_hundreds_of_coroutines_are_cancelled_among_others_that_get_their_answer
     assert counts["preempted"] > 100
 
 
-def test_hundreds_of_ctrl_c_leave_nothing_behind(babbler, default_sigint):
+def test_hundreds_of_ctrl_c_leave_no_request(babbler, default_sigint):
     with LLM(babbler, num_kv_blocks=60) as llm:
         assert interrupt_generate(llm, 400) > 400
 
 
-def test_hundreds_of_attempts_at_the_key_fail():
-    """The key with a byte too few, too many or changed, in other places, and under other names."""
+def test_hundreds_of_wrong_keys_are_rejected():
+    """The key with a byte missing, added or changed, in other places, and under other names."""
     rng, key = random.Random(0), b"Bearer geh\xc3\xa9im"
     with served(AsyncLLM(str(DEMO), num_kv_blocks=50), api_key="gehéim") as (url, service):
 
@@ -115,8 +111,8 @@ def test_hundreds_of_attempts_at_the_key_fail():
         assert service.num_samples == 0
 
 
-def test_a_thousand_mixed_requests_get_right_answers_and_leave_nothing_behind():
-    """Whole, in pieces, slow, left in the middle, malformed, too large, and with wrong keys."""
+def test_thousand_mixed_requests_are_answered_and_leave_no_state():
+    """Complete, in pieces, slow, abandoned, malformed, too large, and with wrong keys."""
     expected, requests = offline_answers(), Counter()
     latencies = {"first output": [], "between outputs": [], "whole answer": []}
     engine = AsyncLLM(str(DEMO), num_kv_blocks=100, block_size=8, max_num_seqs=64)
@@ -140,7 +136,7 @@ def test_a_thousand_mixed_requests_get_right_answers_and_leave_nothing_behind():
     assert min(requests[kind] for kind in ("whole", "slow", "leave", "malformed", "huge", "wrong_key")) > 20
 
 
-def test_hundreds_of_requests_to_ranks_some_of_them_aborted_say_what_one_rank_says():
+def test_hundreds_of_requests_to_ranks_equal_those_of_one_rank():
     rng, expected = random.Random(0), offline_answers()
     with ranks_in_processes() as llm:
         aborted, finished = set(), {}

@@ -1,4 +1,4 @@
-"""The command `nanoengine`, and what is installed: the wheel and the source distribution."""
+"""The command `nanoengine`, the wheel and the source distribution."""
 
 import os
 import re
@@ -7,7 +7,9 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import tomllib
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -21,33 +23,23 @@ from tests.serving import TIMEOUT, http
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"]])
-def test_the_list_of_commands_needs_neither_pytorch_nor_an_extra(arguments):
-    code = f"import sys; from nanoengine.__main__ import main\ntry: main({arguments})\nfinally: "
+def test_list_of_commands_needs_neither_pytorch_nor_an_extra():
+    code = "import sys; from nanoengine.__main__ import main\nmain([])\ntry: main(['--help'])\nfinally: "
     code += "print([name for name in sys.modules if name in ('torch', 'numpy', 'fastapi')], file=sys.stderr)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert run.stderr.strip() == "[]"
     for name, (*_, what) in COMMANDS.items():
-        assert re.search(rf"^ +{name} +{re.escape(what)}$", run.stdout, re.MULTILINE)
+        assert len(re.findall(rf"^ +{name} +{re.escape(what)}$", run.stdout, re.MULTILINE)) == 2
 
 
-def test_every_public_name_is_there():
-    for name in nanoengine.__all__:
-        assert getattr(nanoengine, name) is not None
-        assert name in dir(nanoengine)
-    with pytest.raises(AttributeError, match="has no attribute 'Llm'"):
-        _ = nanoengine.Llm
-    assert set(nanoengine._MODULE_OF) == set(nanoengine.__all__) - {"__version__"}
-
-
-def test_a_missing_extra_is_named_by_the_command_that_needs_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "uvicorn", None)  # which fails an import of it
+def test_missing_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "uvicorn", None)  # makes its import fail
     monkeypatch.delitem(sys.modules, "nanoengine.apps.server", raising=False)
     with pytest.raises(SystemExit, match=r"serve needs uvicorn: pip install 'nanoengine\[serve\]'"):
         main(["serve", "demo"])
 
 
-def test_a_command_gets_what_stands_behind_its_name(monkeypatch, capsys):
+def test_command_gets_the_arguments_after_its_name(monkeypatch, capsys):
     given = []
     for module, function, _, _ in COMMANDS.values():
         monkeypatch.setattr(f"nanoengine.{module}.{function}", given.append)
@@ -62,17 +54,15 @@ def test_a_command_gets_what_stands_behind_its_name(monkeypatch, capsys):
     assert "invalid choice: 'sreve'" in capsys.readouterr().err
 
 
-def test_demo_is_the_bundled_model_wherever_one_is(tmp_path, monkeypatch):
-    (tmp_path / "demo").mkdir()  # of which nothing is meant
+def test_demo_is_the_bundled_model_in_any_folder(tmp_path, monkeypatch):
+    (tmp_path / "demo").mkdir()
     monkeypatch.chdir(tmp_path)
     with LLM("demo", tokenizer="demo", num_kv_blocks=9) as llm:
         assert llm.llm_engine.checkpoint.path == DEMO
 
 
-def test_what_is_packaged_is_all_of_the_package():
-    """Folders and data files, by pyproject's lists: a file that is new is in the wheel."""
-    import tomllib
-
+def test_wheel_contains_every_file_of_the_package():
+    """The lists of folders and data files in pyproject.toml are complete."""
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     folders = {path.parent for path in DEMO.parent.rglob("*.py")}
     assert set(listed["packages"]) == {".".join(path.relative_to(ROOT).parts) for path in folders}
@@ -83,7 +73,7 @@ def test_what_is_packaged_is_all_of_the_package():
 
 
 def interpreter(version: str) -> str | None:
-    """One of that version: on the path, or in a folder beside this one's, where pyenv and uv have them."""
+    """Return the path of this version, from PATH or from a folder next to this one's (pyenv, uv)."""
     name = f"python{version}"
     beside = Path(sys.base_prefix).parent.glob(f"*{version}*/bin/{name}")
     for python in (shutil.which(name), *map(str, beside)):
@@ -92,15 +82,15 @@ def interpreter(version: str) -> str | None:
     return None
 
 
-# Prints the modules it has; what is passed over by one Python, as "\d" by 3.11, is an error to it.
+# Compiles the files, and prints the names of the standard library.
 READ = "import sys; [compile(open(path, 'rb').read(), path, 'exec') for path in sys.argv[1:]]; "
 READ += "print(*sys.stdlib_module_names)"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("version", ["3.12", "3.13", "3.14"])
-def test_a_later_python_reads_all_sources_without_a_warning_and_has_the_modules_they_import(version):
-    """As far as that goes without PyTorch; the list of commands needs none."""
+def test_later_python_compiles_all_sources_without_warnings(version):
+    """It also has all modules they import; the list of commands runs without PyTorch."""
     python = interpreter(version)
     if python is None:
         pytest.skip(f"there is no Python {version}")
@@ -125,7 +115,7 @@ def test_a_later_python_reads_all_sources_without_a_warning_and_has_the_modules_
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """A folder with both, made of a copy of what is under version control."""
+    """A folder with a wheel and a source distribution of the files under version control."""
     where = tmp_path_factory.mktemp("built")
     files = subprocess.run(
         ["git", "ls-files", "-coz", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
@@ -143,80 +133,70 @@ def built(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def installed(built, tmp_path_factory):
-    """The `bin` of an environment that has the wheel; what it depends on is this environment's."""
+    """The `bin` of an environment with the wheel, and with the dependencies of this environment."""
     path = tmp_path_factory.mktemp("installed")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", path], check=True)
     wheel = next(built.glob("*.whl"))
     command = [sys.executable, "-m", "pip", "--python", path / "bin" / "python", "install", "--no-deps"]
     subprocess.run([*command, "--no-index", wheel], check=True, capture_output=True)
     (site,) = path.glob("lib/python*/site-packages")
-    # Not as a .pth file, whose own ones would bring an editable installation of this checkout along.
+    # Not a .pth file, which would also add an editable installation of this checkout.
     (site / "sitecustomize.py").write_text(
         f"import sys; sys.path.append({sysconfig.get_path('purelib')!r})\n"
     )
     return path / "bin"
 
 
-def run_installed(installed, tmp_path, *arguments, check=True):
-    """The console script, in an empty folder."""
-    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return subprocess.run(
-        [installed / "nanoengine", *arguments],
-        **{"capture_output": True, "text": True, "cwd": tmp_path, "env": clean, "check": check},
-    )
+@pytest.fixture
+def clean(tmp_path, monkeypatch):
+    """Settings for a process in an empty folder that does not see this checkout."""
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    return {"cwd": tmp_path, "text": True}
 
 
 @pytest.mark.slow
-def test_the_wheel_gives_a_working_command(installed, tmp_path):
+def test_wheel_has_a_working_command(installed, tmp_path, clean):
+    def run(*command):
+        done = subprocess.run(
+            [installed / command[0], *command[1:]], capture_output=True, check=True, **clean
+        )
+        return done.stdout + done.stderr
+
     for arguments in ([], ["--help"]):
-        assert "an OpenAI-compatible server" in run_installed(installed, tmp_path, *arguments).stdout
-    assert run_installed(installed, tmp_path, "--version").stdout == f"{nanoengine.__version__}\n"
-    assert "27 + 58 = 85" in run_installed(installed, tmp_path, "run", "--trace", "run.jsonl").stdout
-    run_installed(installed, tmp_path, "trace", "run.jsonl", "-o", "run.html")
+        assert "an OpenAI-compatible server" in run("nanoengine", *arguments)
+    assert run("nanoengine", "--version") == f"{nanoengine.__version__}\n"
+    assert "27 + 58 = 85" in run("nanoengine", "run", "--trace", "run.jsonl")
+    assert "27 + 58 = 85" in run("python", "-m", "nanoengine")
+    run("nanoengine", "trace", "run.jsonl", "-o", "run.html")
     assert (tmp_path / "run.html").stat().st_size > 10_000
-    assert "requests" in run_installed(installed, tmp_path, "lab", "--num-requests", "9").stderr
-    measured = run_installed(installed, tmp_path, "bench", "--workload", "tiny", "--repeats", "1").stdout
-    assert '"output_tokens_per_s"' in measured.splitlines()[-1]
-    where = [installed / "python", "-c", "import nanoengine; print(nanoengine.__file__)"]
-    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    printed = subprocess.run(where, capture_output=True, text=True, cwd=tmp_path, env=clean).stdout
-    assert printed.startswith(str(installed.parent))
+    assert "requests" in run("nanoengine", "lab", "--num-requests", "9")
+    assert '"output_tokens_per_s"' in run("nanoengine", "bench", "--workload", "tiny", "--repeats", "1")
+    where = run("python", "-c", "import nanoengine; print(nanoengine.__file__)")
+    assert where.startswith(str(installed.parent))
 
 
 @pytest.mark.slow
-def test_python_m_nanoengine_without_arguments_answers_the_demo_s_questions(installed, tmp_path):
-    command = [installed / "python", "-m", "nanoengine"]
-    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=clean, check=True)
-    assert "27 + 58 = 85" in run.stdout
-
-
-@pytest.mark.slow
-def test_the_wheel_s_chat_talks_in_a_terminal(installed, tmp_path):
-    import pty
+def test_chat_of_the_wheel_works_in_a_terminal(installed, clean):
+    import pty  # not on Windows
 
     ours, theirs = pty.openpty()
-    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [installed / "nanoengine", "chat", "demo"]
-    chat = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, cwd=tmp_path, env=clean)
+    chat = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, **clean)
     os.close(theirs)
     os.write(ours, b"What is 3 + 4?\n\n")
     shown = b""
-    try:
+    with suppress(OSError):  # the chat ended, which Linux reports as EIO
         while b"bye" not in shown:
             shown += os.read(ours, 1024)
-    except OSError:  # it ended, and Linux says so by EIO
-        pass
     assert chat.wait(TIMEOUT) == 0
     assert b"3 + 4 = 7" in shown
     os.close(ours)
 
 
 @pytest.mark.slow
-def test_the_wheel_serves(installed, tmp_path):
-    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+def test_server_of_the_wheel_answers(installed, clean):
     command = [installed / "nanoengine", "serve", "demo", "--port", "0", "--disable-log-requests"]
-    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=clean)
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, **clean)
     try:
         for line in server.stderr:
             if found := re.search(r"running on (http://127.0.0.1:\d+)", line):
@@ -224,15 +204,15 @@ def test_the_wheel_serves(installed, tmp_path):
         asked = {"model": "demo", "messages": [{"role": "user", "content": "What is 3 + 4?"}]}
         answer = http.post(f"{found[1]}/v1/chat/completions", json=asked | {"temperature": 0})
         assert answer.json()["choices"][0]["message"]["content"] == "3 + 4 = 7"
-        assert http.get(f"{found[1]}/").status_code == 200  # the page, which is a file of the wheel
+        assert http.get(f"{found[1]}/").status_code == 200  # the page, a file of the wheel
     finally:
         server.terminate()
         server.communicate()
 
 
 @pytest.mark.slow
-def test_the_source_distribution_is_whole(built):
-    """All that is under version control but what only its host needs; a wheel of it is the same wheel."""
+def test_source_distribution_is_complete(built):
+    """It has all files under version control, and a wheel built from it is the same wheel."""
     with tarfile.open(next(built.glob("*.tar.gz"))) as sdist:
         packed = {name.split("/", 1)[1] for name in sdist.getnames() if "/" in name}
         sdist.extractall(built / "unpacked", filter="data")
@@ -249,8 +229,8 @@ def test_the_source_distribution_is_whole(built):
 
 
 @pytest.mark.slow
-def test_the_source_distribution_passes_tests_of_its_own(built):
-    """A part of them: one that reads the documentation, one that runs an example, one that needs helpers."""
+def test_source_distribution_passes_its_tests(built):
+    """Some of them: tests that read the documentation, run an example, or need helpers."""
     with tarfile.open(next(built.glob("*.tar.gz"))) as sdist:
         sdist.extractall(built / "tested", filter="data")
     (unpacked,) = (built / "tested").iterdir()

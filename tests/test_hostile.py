@@ -98,30 +98,6 @@ def test_tiny_top_p_keeps_the_most_probable_token(top_p):
     assert draw_tokens(logits, rows).tolist() == logits.argmax(-1).tolist()
 
 
-def test_forward_pass_that_always_fails_ends_its_requests(engine):
-    llm, _ = engine
-    launch = llm.llm_engine.runner.launch
-
-    def always_fails(*_):
-        raise RuntimeError("broken")
-
-    llm.llm_engine.runner.launch = always_fails
-    try:
-        for i in range(5):
-            llm.add_request(str(i), "abc", SEEDED)
-        reasons, failures = [], 0
-        while llm.has_unfinished_requests():
-            try:
-                reasons += [(out.outputs[0].finish_reason, out.outputs[0].stop_reason) for out in llm.step()]
-            except RuntimeError:
-                failures += 1
-            assert failures < 10
-    finally:
-        llm.llm_engine.runner.launch = launch
-    assert reasons == [("error", "two steps failed while computing it")] * 5
-    assert llm.metrics()["num_free_blocks"] == 60
-
-
 @once
 @pytest.mark.parametrize("word", ["beyond", "\u200b", "\ud800"])
 def test_bad_words_without_tokens_are_rejected(word, engine, monkeypatch):
@@ -153,13 +129,6 @@ def test_text_that_makes_the_tokenizer_panic_is_rejected(field, engine, monkeypa
                 llm.add_request("x", text if field == "prompt" else [1], params)
 
     assert run_beside(llm, intrude)[0] == alone
-
-
-def test_number_of_samples_is_limited():
-    assert SamplingParams(n=1024).n == 1024
-    for number in (1025, 2**31 - 1):
-        with pytest.raises(ValueError, match=r"n must be an integer in \[1, 1024\]"):
-            SamplingParams(n=number)
 
 
 @once

@@ -646,16 +646,6 @@ def test_seconds_of_the_phases_add_up(path, monkeypatch):
         assert 0.3 * elapsed < sum(seconds.values()) < elapsed
 
 
-def test_lower_priority_numbers_finish_first(path):
-    with LLM(path, num_kv_blocks=30, max_num_seqs=1, scheduling_policy="priority") as llm:
-        for name, priority in (("late", 5), ("early", -1), ("middle", 2)):
-            llm.add_request(name, [1, 2], SamplingParams(max_tokens=2), priority=priority)
-        order = []
-        while llm.has_unfinished_requests():
-            order += [o.request_id for o in llm.step() if o.finished]
-    assert order == ["early", "middle", "late"]
-
-
 def test_two_engines_share_nothing(path, prompts, expected):
     with LLM(path, block_size=16, num_kv_blocks=60) as one, LLM(path, block_size=4, num_kv_blocks=90) as two:
         one.add_request("x", prompts[6], GREEDY)
