@@ -33,7 +33,7 @@ def load(path: str | Path) -> list[Event]:
         except ValueError as error:
             if number < len(lines) or number == 1:
                 raise ValueError(f"{path}, line {number}: {error}") from error
-    start: Any = events[0] if events else None
+    start = events[0] if events else None
     if not isinstance(start, dict) or start.get("event") != "start":
         raise ValueError(f"{path} is not a trace: its first line must be a start event")
     if start["version"] != VERSION:
@@ -85,7 +85,7 @@ def chrome_events(events: Iterable[Event]) -> Iterator[dict[str, Any]]:
     yield {"ph": "M", "name": "process_name", **engine, "args": {"name": "engine"}}
     yield {"ph": "M", "name": "thread_name", **engine, "args": {"name": "phases of a step"}}
     yield {"ph": "M", "name": "process_name", "pid": sequences, "tid": 0, "args": {"name": "sequences"}}
-    num_blocks, num_prompt_tokens = 0, {}
+    num_blocks, num_prompt_tokens = 0, dict[int, int]()
     for event in events:
         if event["event"] == "start":
             num_blocks = event["num_blocks"]
@@ -121,12 +121,9 @@ def chrome_events(events: Iterable[Event]) -> Iterator[dict[str, Any]]:
             elif change["change"] == "free":
                 track = {"pid": sequences, "tid": change["seq"]}
                 yield {"ph": "i", "name": change["why"], "s": "t", **track, "ts": end, "args": change}
-        used = num_blocks - event["num_free_blocks"]
-        for name, value in (
-            ("blocks in use", used),
-            ("sequences running", event["num_running"]),
-            ("sequences waiting", event["num_waiting"]),
-        ):
+        counters = {"blocks in use": num_blocks - event["num_free_blocks"]}
+        counters |= {f"sequences {state}": event[f"num_{state}"] for state in ("running", "waiting")}
+        for name, value in counters.items():
             yield {"ph": "C", "name": name, "pid": engine["pid"], "ts": end, "args": {name: value}}
 
 

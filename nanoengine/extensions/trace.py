@@ -2,7 +2,7 @@
 
     LLM(..., trace="run.jsonl")    # JSON lines, or a callable that takes events
 
-A trace is a `Start`, then a `Step` for each call of `LLMEngine.step` in which something changed. Replaying
+A trace is a start, then a step for each call of `LLMEngine.step` in which something changed. Replaying
 its changes in order reproduces every queue, block table and reference count, and both lists of free blocks in
 the order of eviction. `version` increases when a field is removed or changes its meaning, not when one is
 added.
@@ -20,188 +20,87 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any
 
-from nanoengine.engine import Block, ScheduledBatch, Scheduler, Sequence
-from nanoengine.engine import Chunk as ScheduledChunk
+from nanoengine.engine import Block, Chunk, ScheduledBatch, Scheduler, Sequence
 
 VERSION = 1
 
 # ---- the schema ----------------------------------------------------------------------------------
-# `seq` is a sequence's seq_id, which increases in order of arrival. Blocks are identified by block_id. A list
-# of lists has one inner list per KV cache group, and most models have one group. In a block table, the null
-# block, 0, stands for a block outside the group's window.
+# `seq` is a seq_id, which increases in order of arrival. Blocks are identified by block_id. `hits`, `taken`,
+# `blocks` and `tables` have one list per KV cache group, and most models have one group. In a block table, 0,
+# the null block, stands for a block outside the group's window.
+#
+# {"event": "start", ...} has all that does not change:
+#     version
+#     model                   hub id, or the directory's name
+#     block_size              in tokens
+#     num_blocks              usable blocks, with ids 1 to num_blocks
+#     windows                 each group's sliding window in tokens, newest included; None: no window
+#     max_num_seqs
+#     max_num_batched_tokens  the token budget of a step
+#     max_chunk_tokens        limit on the tokens of one sequence per step
+#     enable_prefix_caching
+#
+# {"event": "step", ...} has what happened since the end of the previous step:
+#     step                    from 1
+#     time_s                  when the step ended, in seconds since the trace began
+#     seconds                 per phase: schedule, inputs, forward, sample, update
+#     changes                 in order, each one of those below
+#     block_tables            {seq, tables} of the sequences whose tables changed; []: it is not running
+#     num_free_blocks, num_running, num_waiting
+#     texts                   token id -> text, for ids that are new in the trace; empty without a tokenizer
+#
+# {"change": "add", ...}      A sequence was queued.
+#     seq, priority
+#     request                 request_id; its samples are several sequences
+#     token_ids               the prompt
+#     max_num_tokens          limit on prompt plus output
+# {"change": "refuse", ...}   Too few blocks were free to admit the head of the waiting queue. All wait.
+#     seq, num_free
+#     num_needed              free blocks needed: new ones, and hits that are free
+# {"change": "admit", ...}    A waiting sequence got blocks for its tokens, or those in the window, and runs.
+#     seq
+#     hits                    prefix cache hits, at the start of its block tables
+#     revived                 the hits that were free
+#     taken                   newly allocated blocks, the rest of its block tables
+#     evicted                 the taken blocks whose registered content was lost
+#     num_computed_tokens     tokens in the hits, or one less if the hits cover the whole sequence
+# {"change": "skip", ...}     Blocks left a sliding window and are now 0 in the block tables of those groups.
+#     seq
+#     freed                   now free, in this order: group by group, the last block first
+#     shared                  still held by other sequences
+# {"change": "append", ...}   Block tables grew, to fit the sequence's next token or a draft after it.
+#     seq, taken, evicted
+# {"change": "register", ...} Blocks were registered, which the scheduled step or accepted drafts fill.
+#     seq
+#     first                   index of the first registered block in each block table
+#     blocks                  0: the block is outside the window already
+#     prefix_ids              one per index; equal for blocks with the same tokens after the same prefix
+# {"change": "schedule", ...} The batch is complete. Its tokens, except drafts, now count as computed.
+#     num_tokens
+#     chunks                  {seq, start, end, samples, draft}. samples: a token is sampled after it. draft:
+#                             the draft token's id, None for known tokens. Each draft has its own chunk, after
+#                             the chunks of the sequence's last token and earlier drafts
+# {"change": "tokens", ...}   The tokens sampled by a step arrived.
+#     of_step                 may be an earlier step, with async scheduling
+#     tokens                  {seq, token_ids, num_accepted}. Accepted drafts count as computed from here on
+#     discarded               sequences that finished before, or whose token could not be sampled
+# {"change": "free", ...}     A sequence's blocks were freed: it finished, or was preempted and waits again.
+#     seq
+#     why                     "preempted", or its finish_reason
+#     for_seq                 if preempted, the sequence that needed a block, possibly this one
+#     freed, shared           as above: the last block of the table first
+# {"change": "fail", "error"} The step raised. Running sequences wait again and keep their tokens.
+# {"change": "clear"}         All blocks became free and unregistered, after a failure or the user's reset.
 
-
-class Start(TypedDict):
-    """Begins the trace, with all that does not change."""
-
-    event: Literal["start"]
-    version: int
-    model: str  # hub id, or the directory's name
-    block_size: int  # tokens
-    num_blocks: int  # usable blocks, with ids 1 to num_blocks
-    windows: list[int | None]  # each group's sliding window in tokens, newest included; None: no window
-    max_num_seqs: int
-    max_num_batched_tokens: int  # the token budget of a step
-    max_chunk_tokens: int  # limit on the tokens of one sequence per step
-    enable_prefix_caching: bool
-
-
-class Add(TypedDict):
-    """Reports that a sequence was queued since the previous step."""
-
-    change: Literal["add"]
-    seq: int
-    request: str  # request_id; its samples are several sequences
-    priority: int
-    token_ids: list[int]  # the prompt
-    max_num_tokens: int  # limit on prompt plus output
-
-
-class Refuse(TypedDict):
-    """Reports that too few blocks were free to admit the head of the waiting queue. The others wait too."""
-
-    change: Literal["refuse"]
-    seq: int
-    num_needed: int  # free blocks needed: new ones, and hits that are free
-    num_free: int
-
-
-class Admit(TypedDict):
-    """Reports that a waiting sequence got blocks for its tokens, or for those in the window, and now runs."""
-
-    change: Literal["admit"]
-    seq: int
-    hits: list[list[int]]  # prefix cache hits, at the start of its block tables
-    revived: list[int]  # the hits that were free
-    taken: list[list[int]]  # newly allocated blocks, the rest of its block tables
-    evicted: list[int]  # the taken blocks whose registered content was lost
-    num_computed_tokens: int  # tokens in the hits, or one less if the hits cover the whole sequence
-
-
-class Skip(TypedDict):
-    """Reports that blocks left a sliding window and are now 0 in the block tables of those groups."""
-
-    change: Literal["skip"]
-    seq: int
-    freed: list[int]  # blocks that are free now, in this order: group by group, the last block first
-    shared: list[int]  # blocks that other sequences still hold
-
-
-class Append(TypedDict):
-    """Reports that a running sequence's block tables grew, to fit its next token or a draft after it."""
-
-    change: Literal["append"]
-    seq: int
-    taken: list[list[int]]
-    evicted: list[int]
-
-
-class Register(TypedDict):
-    """Reports that blocks were registered, which the scheduled step or accepted draft tokens fill."""
-
-    change: Literal["register"]
-    seq: int
-    first: int  # index of the first registered block in each block table
-    blocks: list[list[int]]  # 0: the block is outside the window already
-    prefix_ids: list[int]  # one per index; equal for blocks with the same tokens after the same prefix
-
-
-class Chunk(TypedDict):
-    """Names the tokens [start, end) of a sequence that this step computes.
-
-    Each draft token has its own chunk. It follows the chunks of the sequence's last token and earlier drafts.
-    """
-
-    seq: int
-    start: int
-    end: int
-    samples: bool  # whether the chunk reaches the sequence's end, so that a token is sampled
-    draft: int | None  # the draft token's id; None: the chunk computes known tokens
-
-
-class Schedule(TypedDict):
-    """Reports that the step's batch is complete. Its tokens, except drafts, now count as computed."""
-
-    change: Literal["schedule"]
-    num_tokens: int
-    chunks: list[Chunk]
-
-
-class NewTokens(TypedDict):
-    """Holds the tokens that a sequence received from a step."""
-
-    seq: int
-    token_ids: list[int]
-    num_accepted: int  # number of accepted draft tokens, which count as computed from here on
-
-
-class Tokens(TypedDict):
-    """Reports that the tokens sampled by a step arrived. With async scheduling it may be an earlier step."""
-
-    change: Literal["tokens"]
-    of_step: int
-    tokens: list[NewTokens]
-    discarded: list[int]  # sequences that finished before, or whose token could not be sampled
-
-
-class Free(TypedDict):
-    """Reports that a sequence's blocks were freed, because it finished or was preempted and waits again."""
-
-    change: Literal["free"]
-    seq: int
-    why: str  # "preempted", or its finish_reason
-    for_seq: int | None  # if preempted, the sequence that needed a block, possibly this one
-    freed: list[int]  # blocks that are free now, in this order: the last block of the table first
-    shared: list[int]  # blocks that other sequences still hold
-
-
-class Fail(TypedDict):
-    """Reports that the step raised. Running sequences wait again and keep their tokens. A `Clear` follows."""
-
-    change: Literal["fail"]
-    error: str
-
-
-class Clear(TypedDict):
-    """Reports that all blocks became free and unregistered, after a failure or the user's reset."""
-
-    change: Literal["clear"]
-
-
-Change = Add | Refuse | Admit | Skip | Append | Register | Schedule | Tokens | Free | Fail | Clear
-
-
-class Tables(TypedDict):
-    """Holds a sequence's block tables at the end of a step. There are none if it is not running."""
-
-    seq: int
-    tables: list[list[int]]
-
-
-class Step(TypedDict):
-    """Holds what happened between the end of the previous step and the end of this one."""
-
-    event: Literal["step"]
-    step: int  # from 1
-    time_s: float  # when the step ended, in seconds since the trace began
-    seconds: dict[str, float]  # per phase: schedule, inputs, forward, sample, update
-    changes: list[Change]
-    block_tables: list[Tables]  # of the sequences whose block tables changed
-    num_free_blocks: int
-    num_running: int
-    num_waiting: int
-    texts: dict[str, str]  # token id -> text, for ids that are new in the trace; empty without a tokenizer
-
-
-Event = Start | Step
+Event = dict[str, Any]
 
 # ---- recording -----------------------------------------------------------------------------------
 
 
 class Tracer:
-    """Follows a scheduler and its block manager, and writes a `Step` at each `end_step`.
+    """Follows a scheduler and its block manager, and writes a step at each `end_step`.
 
     If the target or the tokenizer raises, the error is logged, the trace ends, and the engine continues. No
     argument may refer to the KV cache, because its memory must be freed when the engine closes.
@@ -210,7 +109,7 @@ class Tracer:
         scheduler: must not have been used yet.
         target: a callable that takes events, or the path of a file of JSON lines, each written as soon as its
             step ends.
-        model: the model's name, for the `Start`.
+        model: the model's name.
         request_of: returns the request_id of a sequence, from its seq_id.
         tokenizer: a transformers tokenizer. None: there is none.
         seconds: the running total of each phase in seconds, as in `Stopwatch`.
@@ -243,7 +142,7 @@ class Tracer:
         self._seconds_before = dict(self._seconds)
         self._began = time.perf_counter()
         self._step = 1
-        self._changes: list[Any] = []  # since the last step, each a `Change`
+        self._changes: list[Event] = []  # since the last step
         self._touched: dict[int, Sequence] = {}  # sequences whose block table changed, by seq_id
         self._in_flight: list[tuple[ScheduledBatch, int]] = []  # batches, with the step that scheduled each
         # Blocks that the current call of `allocate`, `may_append` or `free` evicted or released:
@@ -261,18 +160,18 @@ class Tracer:
         self._wrapped += [(self.blocks, name) for name in (*names, "_hold", "_take_free_block", "_release")]
         for owner, name in self._wrapped:
             setattr(owner, name, partial(getattr(self, f"_on_{name.strip('_')}"), getattr(owner, name)))
-        start = Start(
-            event="start",
-            version=VERSION,
-            model=model,
-            block_size=self.blocks.block_size,
-            num_blocks=self.blocks.num_blocks,
-            windows=list(getattr(self.blocks, "windows", (None,))),
-            max_num_seqs=scheduler.max_num_seqs,
-            max_num_batched_tokens=scheduler.max_num_batched_tokens,
-            max_chunk_tokens=scheduler.max_chunk_tokens,
-            enable_prefix_caching=self.blocks.enable_prefix_caching,
-        )
+        start = {
+            "event": "start",
+            "version": VERSION,
+            "model": model,
+            "block_size": self.blocks.block_size,
+            "num_blocks": self.blocks.num_blocks,
+            "windows": list(getattr(self.blocks, "windows", (None,))),
+            "max_num_seqs": scheduler.max_num_seqs,
+            "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+            "max_chunk_tokens": scheduler.max_chunk_tokens,
+            "enable_prefix_caching": self.blocks.enable_prefix_caching,
+        }
         self._emit(lambda: start)
 
     def end_step(self) -> None:
@@ -284,28 +183,28 @@ class Tracer:
         self._changes, self._touched, self._new_token_ids = [], {}, set()
         self._seconds_before = dict(self._seconds)
 
-    def _make_step(self) -> Step:
+    def _make_step(self) -> Event:
         texts = {}
         if self._backend is not None:
             new = sorted(self._new_token_ids - self._known_token_ids)
             self._known_token_ids.update(new)
             texts = {str(token_id): _token_text(self._backend, token_id) for token_id in new}
         before = self._seconds_before
-        return Step(
-            event="step",
-            step=self._step,
-            time_s=round(time.perf_counter() - self._began, 7),
-            seconds={phase: round(total - before[phase], 7) for phase, total in self._seconds.items()},
-            changes=self._changes,
-            block_tables=[
-                Tables(seq=seq.seq_id, tables=[list(table) for table in self._tables_of(seq)])
-                for seq in self._touched.values()
+        return {
+            "event": "step",
+            "step": self._step,
+            "time_s": round(time.perf_counter() - self._began, 7),
+            "seconds": {phase: round(total - before[phase], 7) for phase, total in self._seconds.items()},
+            "changes": self._changes,
+            "block_tables": [
+                {"seq": seq_id, "tables": [list(table) for table in self._tables_of(seq)]}
+                for seq_id, seq in self._touched.items()
             ],
-            num_free_blocks=self.blocks.num_free_blocks,
-            num_running=len(self.scheduler.running),
-            num_waiting=len(self.scheduler.waiting),
-            texts=texts,
-        )
+            "num_free_blocks": self.blocks.num_free_blocks,
+            "num_running": len(self.scheduler.running),
+            "num_waiting": len(self.scheduler.waiting),
+            "texts": texts,
+        }
 
     def close(self) -> None:
         """Write the remaining changes, and stop tracing."""
@@ -325,13 +224,13 @@ class Tracer:
         self._wrapped = []
         self._write = lambda event: None
 
-    def _note(self, change: str, seq: Sequence, **fields: Any) -> None:
-        """Add a change of a sequence to the step."""
-        self._changes.append({"change": change, "seq": seq.seq_id, **fields})
+    def _note(self, change: str, **fields: Any) -> None:
+        """Add a change to the step."""
+        self._changes.append({"change": change, **fields})
 
     def _note_blocks(self, change: str, seq: Sequence, **fields: Any) -> None:
         """Add a change of a sequence's block tables to the step."""
-        self._note(change, seq, **fields)
+        self._note(change, seq=seq.seq_id, **fields)
         self._touched[seq.seq_id] = seq
 
     def _tables_of(self, seq: Sequence) -> list[list[int]]:
@@ -346,7 +245,7 @@ class Tracer:
         add(seq)
         self._note(
             "add",
-            seq,
+            seq=seq.seq_id,
             request=self._request_of(seq.seq_id),
             priority=seq.priority,
             token_ids=list(seq.token_ids),
@@ -361,11 +260,11 @@ class Tracer:
                 self._in_flight.append((batch, self._step))
             drafts = [draft_of(chunk) for chunk in batch.chunks]
             chunks = [
-                Chunk(seq=seq.seq_id, start=start, end=end, samples=samples, draft=draft)
+                {"seq": seq.seq_id, "start": start, "end": end, "samples": samples, "draft": draft}
                 for (seq, start, end, samples, _), draft in zip(batch.chunks, drafts, strict=True)
             ]
             self._new_token_ids.update(draft for draft in drafts if draft is not None)
-            self._changes.append(Schedule(change="schedule", num_tokens=batch.num_tokens, chunks=chunks))
+            self._note("schedule", num_tokens=batch.num_tokens, chunks=chunks)
         return batch
 
     def _on_update(
@@ -377,19 +276,19 @@ class Tracer:
         self._in_flight = [entry for entry in self._in_flight if entry[0] is not batch]
         before = {seq: len(seq.token_ids) for seq in batch.sampled_seqs}
         self._num_draws.clear()
-        position = len(self._changes)  # `Tokens` must precede the `Free`s that it causes
+        position = len(self._changes)
         try:
             return update(batch, *arguments)
         finally:
-            new = {seq: seq.token_ids[length:] for seq, length in before.items()}
+            new = {seq.seq_id: seq.token_ids[length:] for seq, length in before.items()}
             tokens = [
-                NewTokens(seq=seq.seq_id, token_ids=ids, num_accepted=max(0, self._num_draws[seq.seq_id] - 1))
-                for seq, ids in new.items()
+                {"seq": i, "token_ids": ids, "num_accepted": max(0, self._num_draws[i] - 1)}
+                for i, ids in new.items()
                 if ids
             ]
-            discarded = [seq.seq_id for seq, ids in new.items() if not ids]
-            change = Tokens(change="tokens", of_step=of_step, tokens=tokens, discarded=discarded)
-            self._changes.insert(position, change)
+            discarded = [i for i, ids in new.items() if not ids]
+            self._note("tokens", of_step=of_step, tokens=tokens, discarded=discarded)
+            self._changes.insert(position, self._changes.pop())  # before the changes that it causes
             self._new_token_ids.update(*new.values())
 
     def _on_append_token(
@@ -401,14 +300,14 @@ class Tracer:
     def _on_recover(self, recover: Callable[[], None]) -> None:
         self._in_flight.clear()
         self._touched |= {seq.seq_id: seq for seq in self.scheduler.running}
-        self._changes.append(Fail(change="fail", error=repr(sys.exception())))
+        self._note("fail", error=repr(sys.exception()))
         recover()
 
     def _on_allocate(self, allocate: Callable[[Sequence], bool], seq: Sequence) -> bool:
         self._evicted = []
         blocks = self.blocks
         if not allocate(seq):
-            self._note("refuse", seq, num_needed=self._num_needed, num_free=blocks.num_free_blocks)
+            self._note("refuse", seq=seq.seq_id, num_needed=self._num_needed, num_free=blocks.num_free_blocks)
             return False
         num_hits = seq.num_hit_tokens // blocks.block_size
         tables = self._tables_of(seq)
@@ -466,7 +365,7 @@ class Tracer:
             for block_ids in zip(*tables, strict=True)
         ]
         if prefix_ids:
-            self._note("register", seq, first=first, blocks=tables, prefix_ids=prefix_ids)
+            self._note("register", seq=seq.seq_id, first=first, blocks=tables, prefix_ids=prefix_ids)
 
     def _on_free(self, free: Callable[[Sequence], None], seq: Sequence) -> None:
         self._freed, self._shared = [], []
@@ -476,10 +375,10 @@ class Tracer:
 
     def _on_clear(self, clear: Callable[[], None]) -> None:
         clear()
-        self._changes.append(Clear(change="clear"))
+        self._note("clear")
 
 
-def draft_of(chunk: ScheduledChunk) -> int | None:
+def draft_of(chunk: Chunk) -> int | None:
     """Return a chunk's draft token, or None if it computes known tokens."""
     return None if chunk.token_ids is chunk.seq.token_ids else chunk.token_ids[chunk.start]
 
