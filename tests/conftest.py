@@ -47,3 +47,36 @@ def in_float32(flash_doubles, monkeypatch):
     """Exact comparison with transformers needs the one dtype that flash-attn does not have."""
     monkeypatch.setattr("nanoengine.backends.flash.FlashKernels.dtypes", (torch.float32,))
     return flash_doubles
+
+
+@pytest.fixture(scope="session")
+def serving():
+    """A server of the bundled model in a thread of this process: its address and its service."""
+    from nanoengine import AsyncLLM
+    from tests.serving import served
+
+    with served(AsyncLLM("demo", num_kv_blocks=200, max_num_seqs=16)) as found:
+        yield found
+
+
+@pytest.fixture
+def url(serving):
+    """The address of that server. The test has to leave no request behind."""
+    from tests.serving import is_empty, wait_until
+
+    url, service = serving
+    yield url
+    wait_until(lambda: service.num_samples == 0 and is_empty(service))
+
+
+@pytest.fixture
+def service(serving):
+    return serving[1]
+
+
+@pytest.fixture
+def client(url):
+    import openai
+
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        yield client

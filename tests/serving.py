@@ -3,6 +3,7 @@
 import asyncio
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -36,6 +37,17 @@ def served(engine, origins=(), **settings):
     finally:
         server.should_exit = True
         thread.join()
+
+
+def connected(url):
+    """A socket that is connected to the server."""
+    return socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=TIMEOUT)
+
+
+def post_in_bytes(path, body):
+    """A POST as bytes, for clients that misbehave."""
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
 def wait_until(condition):

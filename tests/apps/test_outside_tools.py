@@ -14,9 +14,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from nanoengine import AsyncLLM
 from tests.helpers import DEMO
-from tests.serving import served
 
 ROOT = DEMO.parent.parent
 LISTED, GUIDE = ROOT / "tests" / "outside_tools.txt", ROOT / "docs" / "guide" / "tools.md"
@@ -55,12 +53,6 @@ def python(tmp_path_factory) -> Path:
         pytest.skip(f"needs PyPI: {done.read_text()[-300:]}")
     assert not done.read_text()
     return path / "bin" / "python"
-
-
-@pytest.fixture(scope="module")
-def url():
-    with served(AsyncLLM(str(DEMO), num_kv_blocks=400, dtype="float32")) as (url, _):
-        yield url
 
 
 @pytest.fixture

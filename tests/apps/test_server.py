@@ -33,11 +33,13 @@ from tests.helpers import DEMO
 from tests.serving import (
     COMMON,
     TIMEOUT,
+    connected,
     held_command,
     held_steps,
     http,
     is_empty,
     num_running,
+    post_in_bytes,
     served,
     wait_until,
 )
@@ -48,36 +50,12 @@ PROMPTS = ["The brave sailor found", "2 3 5 7 11", "Spell the word attention bac
 
 
 @pytest.fixture(scope="module")
-def demo():
-    with served(AsyncLLM(str(DEMO), **SETTINGS)) as (url, service):
-        yield url, service
-
-
-@pytest.fixture
-def url(demo):
-    url, service = demo
-    yield url
-    wait_until(lambda: service.num_samples == 0 and is_empty(service))
-
-
-@pytest.fixture
-def service(demo):
-    return demo[1]
-
-
-@pytest.fixture(scope="module")
 def llm():
     with LLM(DEMO, **SETTINGS) as llm:
         yield llm
 
 
-@pytest.fixture
-def client(url):
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
-def test_a_prompt_is_tokenized_and_checked_once_in_the_service_s_threads(client, service, monkeypatch):
+def test_a_prompt_is_tokenized_and_checked_once_in_a_thread_of_the_service(client, service, monkeypatch):
     threads: dict = {"tokenized": [], "checked": []}
 
     def noting(what, function):
@@ -115,15 +93,15 @@ WITH_IDS = {"return_token_ids": True}
 # ---- answers are the offline engine's ----
 
 
-@pytest.mark.parametrize("form", ["text", "texts", "ids", "several ids"])
-def test_a_prompt_in_each_form_gets_the_offline_answer(form, client, llm):
+@pytest.mark.parametrize("kind", ["text", "texts", "ids", "several ids"])
+def test_every_kind_of_prompt_gets_the_offline_answer(kind, client, llm):
     tokenizer = llm.get_tokenizer()
-    prompts = PROMPTS if form in ("texts", "several ids") else PROMPTS[:1]
+    prompts = PROMPTS if kind in ("texts", "several ids") else PROMPTS[:1]
     expected = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)
-    prompt: object = prompts if form == "texts" else prompts[0]
-    if "ids" in form:
+    prompt: object = prompts if kind == "texts" else prompts[0]
+    if "ids" in kind:
         prompt = [tokenizer(text).input_ids for text in prompts]
-        prompt = prompt if form == "several ids" else prompt[0]
+        prompt = prompt if kind == "several ids" else prompt[0]
     answer = client.completions.create(
         model="demo", prompt=prompt, temperature=0, max_tokens=12, extra_body=WITH_IDS
     )
@@ -169,7 +147,7 @@ def test_a_streamed_answer_is_the_whole_one_in_pieces(client):
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
-def test_usage_that_is_asked_for_continuously_is_in_every_piece(path, url):
+def test_continuous_usage_is_in_every_piece(path, url):
     asked = {"prompt": "a b c"} if path == "completions" else {"messages": QUESTION}
     asked |= {"max_tokens": 9, "ignore_eos": True, "stream": True, "return_token_ids": True}
     options = {"include_usage": True, "continuous_usage_stats": True}
@@ -184,7 +162,7 @@ def test_usage_that_is_asked_for_continuously_is_in_every_piece(path, url):
         assert not [piece for piece in stream_lines(answer) if "usage" in piece]
 
 
-def test_tokens_are_named_by_their_ids_where_that_is_asked_for(url):
+def test_logprobs_can_name_tokens_by_their_ids(url):
     asked = {"max_tokens": 4, "temperature": 0, **WITH_IDS, "return_tokens_as_token_ids": True}
     answer = http.post(
         f"{url}/v1/completions", json={**asked, "prompt": "a b", "echo": True, "logprobs": 2}
@@ -202,7 +180,7 @@ def test_tokens_are_named_by_their_ids_where_that_is_asked_for(url):
         assert entry["token"] == entry["top_logprobs"][0]["token"] == f"token_id:{token_id}"
 
 
-def test_a_request_may_name_its_answer_cut_its_prompt_and_say_nothing(url, service):
+def test_request_id_truncated_prompts_and_empty_messages(url, service):
     def post(path, **asked):
         asked = {"max_tokens": 3, "temperature": 0, **WITH_IDS, **asked}
         answer = http.post(f"{url}/v1/{path}", json=asked).json()
@@ -227,7 +205,7 @@ def test_a_request_may_name_its_answer_cut_its_prompt_and_say_nothing(url, servi
 
 
 @pytest.mark.parametrize("adds", [None, False, True])
-def test_special_tokens_are_added_or_not_as_a_request_says(adds, url, service, monkeypatch):
+def test_add_special_tokens_decides_about_special_tokens(adds, url, service, monkeypatch):
     """By a tokenizer that would add one, as the bundled model's does not."""
     tokenizer = service.checkpoint.tokenizer
     template = TemplateProcessing(single="<|im_end|> $A", special_tokens=[("<|im_end|>", 433)])
@@ -244,7 +222,7 @@ def test_special_tokens_are_added_or_not_as_a_request_says(adds, url, service, m
     assert (chat["prompt_token_ids"][0] == 433) == (adds is True)
 
 
-def test_the_server_says_which_it_is_and_pages_of_allowed_origins_may_call_it(llm):
+def test_the_server_describes_itself_and_allowed_origins_may_call_it(llm):
     engine = AsyncLLM("demo", num_kv_blocks=20)
     template = "{% for m in messages %}{{ m['content'] }}|{% endfor %}"
     with served(engine, origins=["https://a.example"], chat_template=template, api_key="k") as (url, _):
@@ -316,7 +294,7 @@ def test_many_async_clients_at_once_each_get_their_own_answer(url, llm):
         {"temperature": 0, "allowed_token_ids": [5, 6, 7]},
     ],
 )
-def test_sampling_parameters_mean_what_they_mean_offline(params, client, llm):
+def test_sampling_parameters_mean_the_same_as_offline(params, client, llm):
     params = {"max_tokens": 20, **params}
     expected = llm.generate(PROMPTS[0], SamplingParams(**params), use_tqdm=False)[0]
     of_openai = {"max_tokens", "temperature", "top_p", "seed", "n", "stop", "logit_bias"}
@@ -433,7 +411,7 @@ def test_logprobs_without_alternatives_are_the_sampled_tokens_alone(client):
     assert [token.top_logprobs for token in answer.choices[0].logprobs.content] == [[], [], []]
 
 
-def test_prompt_logprobs_come_as_vllm_writes_them(client, llm):
+def test_prompt_logprobs_have_vllm_s_shape(client, llm):
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=2)
     expected = llm.generate(PROMPTS[1], params, use_tqdm=False)[0].prompt_logprobs
     answer = client.completions.create(
@@ -496,7 +474,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("changes", "param"), REFUSED, ids=[f"{i}-{r[1]}" for i, r in enumerate(REFUSED)])
-def test_what_cannot_be_served_is_refused_by_the_field_s_name(changes, param, url):
+def test_a_bad_completion_request_is_refused_by_its_field(changes, param, url):
     body = json.dumps({"prompt": "a", "max_tokens": 1, **changes})
     answer = http.post(f"{url}/v1/completions", content=body, headers={"content-type": "application/json"})
     error = answer.json()["error"]
@@ -536,12 +514,12 @@ def test_structured_outputs_that_the_request_s_own_bans_leave_no_token_of_are_re
         ({"reasoning_effort": "high"}, "reasoning_effort"),
     ],
 )
-def test_a_chat_that_cannot_be_served_is_refused_by_the_field_s_name(changes, param, url):
+def test_a_bad_chat_request_is_refused_by_its_field(changes, param, url):
     answer = http.post(f"{url}/v1/chat/completions", json={"messages": QUESTION, "max_tokens": 1, **changes})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
-def test_fields_that_mean_off_are_accepted(client):
+def test_fields_with_no_op_values_are_accepted(client):
     off = {"tools": [], "response_format": {"type": "text"}, "user": "me", "store": False, "seed": None}
     off |= {
         "service_tier": "auto",
@@ -565,7 +543,7 @@ def test_a_malformed_body_is_a_bad_request(body, url):
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_half_a_surrogate_pair_is_answered_as_json_writes_it():
+def test_a_lone_surrogate_becomes_a_json_escape():
     assert to_json({"text": "é\ud800"}) == '{"text":"é\\ud800"}'.encode()
     assert json.loads(to_json("\ud800")) == "\ud800"
 
@@ -675,10 +653,9 @@ ENDLESS = {"prompt": ["a b c", "d e f"], "max_tokens": 900, "ignore_eos": True, 
 def test_a_client_that_goes_away_frees_its_blocks_within_a_step(stream, url, service, caplog):
     caplog.set_level(logging.INFO, "nanoengine.requests")
     with held_steps(service.engine) as steps:
-        asked = json.dumps({**ENDLESS, "stream": stream})
-        with socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1]))) as client:
-            head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-            client.sendall(f"{head}Content-Length: {len(asked)}\r\n\r\n{asked}".encode())
+        asked = json.dumps({**ENDLESS, "stream": stream}).encode()
+        with connected(url) as client:
+            client.sendall(post_in_bytes("/v1/completions", asked))
             steps.permit_until(lambda: num_running(service) == 4)
         wait_until(lambda: service.num_samples == 0)
         begun = steps.num_begun
@@ -691,12 +668,12 @@ def test_a_client_that_goes_away_frees_its_blocks_within_a_step(stream, url, ser
 
 
 def test_a_client_that_goes_away_while_it_sends_leaves_nothing(url, service):
-    with socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1]))) as client:
-        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+    with connected(url) as client:
+        client.sendall(post_in_bytes("/v1/completions", b"x" * 100)[:-99])
     assert http.get(f"{url}/health").status_code == 200
 
 
-def test_a_slow_reader_loses_nothing_and_holds_nobody_up(url, service, llm):
+def test_a_slow_reader_loses_nothing_and_delays_no_other(url, service, llm):
     (expected,) = ids_of(llm, "a b c", temperature=0, max_tokens=80, ignore_eos=True)
     asked = {"prompt": "a b c", "max_tokens": 80, "ignore_eos": True, "temperature": 0, "stream": True}
     tokens = []
@@ -711,17 +688,16 @@ def test_a_slow_reader_loses_nothing_and_holds_nobody_up(url, service, llm):
     assert tokens == expected
 
 
-def test_a_reader_that_stopped_reading_gives_its_place_up(monkeypatch, caplog):
+def test_a_reader_that_stops_reading_is_disconnected(monkeypatch, caplog):
     caplog.set_level(logging.INFO, "nanoengine.requests")
-    asked = json.dumps({**ENDLESS, "max_tokens": 100, "logprobs": 20, "stream": True})
+    asked = json.dumps({**ENDLESS, "max_tokens": 100, "logprobs": 20, "stream": True}).encode()
     with served(AsyncLLM(str(DEMO), num_kv_blocks=50)) as (url, service), socket.socket() as client:
         # What is sent fills these and the server's own buffer of 64 KiB.
         service.server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.connect(("127.0.0.1", int(url.rsplit(":", 1)[1])))
-        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        client.connect(("127.0.0.1", int(url.rpartition(":")[2])))
         with held_steps(service.engine) as steps:
-            client.sendall(f"{head}Content-Length: {len(asked)}\r\n\r\n{asked}".encode())
+            client.sendall(post_in_bytes("/v1/completions", asked))
             wait_until(lambda: steps.is_held)
             monkeypatch.setattr("nanoengine.apps.gate.CLIENT_SECONDS", 0.5)
         wait_until(lambda: service.num_samples == 0 and caplog.records)
@@ -746,7 +722,7 @@ def guarded():
 KEY = {"Authorization": "Bearer gehéim".encode()}
 
 
-def test_beyond_max_waiting_clients_are_told_to_come_back(guarded):
+def test_requests_beyond_max_waiting_get_503_with_retry_after(guarded):
     url, service = guarded
     asked = {"prompt": "a", "max_tokens": 900, "ignore_eos": True}
     with httpx.Client(headers=KEY, timeout=TIMEOUT) as client:
@@ -779,7 +755,7 @@ def test_a_lower_priority_number_is_answered_first():
 
 
 @pytest.mark.parametrize("key", [b"", b"Bearer", b"Bearer x", b"Bearer gehim", b"Basic gehim", b"\xff\xfe"])
-def test_without_the_key_only_the_page_and_health_are_open(key, guarded):
+def test_only_the_page_and_health_need_no_key(key, guarded):
     url, _ = guarded
     headers = {"Authorization": key}
     for path in ("/v1/models", "/metrics", "/nothing"):
@@ -794,7 +770,7 @@ def test_without_the_key_only_the_page_and_health_are_open(key, guarded):
 
 
 @pytest.mark.parametrize("which", ["one of two", "in a trailer", "in two halves"])
-def test_the_key_in_one_of_two_headers_or_in_a_trailer_is_no_key(which, guarded):
+def test_a_key_in_one_of_two_headers_or_in_a_trailer_is_refused(which, guarded):
     key, body = b"Authorization: Bearer geh\xc3\xa9im\r\n", b'{"prompt": "a"}'
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n"
     if which == "in two halves":
@@ -808,20 +784,19 @@ def test_the_key_in_one_of_two_headers_or_in_a_trailer_is_no_key(which, guarded)
 
 def answered(url, content):
     """What the server says to these bytes, until it says no more."""
-    with socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])), timeout=TIMEOUT) as client:
+    with connected(url) as client:
         client.sendall(content)
         client.shutdown(socket.SHUT_WR)
         return b"".join(iter(lambda: client.recv(65536), b""))
 
 
 @pytest.mark.parametrize("header", [b"a: " + b"b" * 2**17, b"a: b\r\n" * 2**15], ids=["long", "many"])
-@pytest.mark.parametrize("where", ["before the body", "behind it"])
-def test_headers_without_end_are_refused_before_the_key_is_asked_for(header, where, guarded):
+@pytest.mark.parametrize("where", ["before the body", "after it"])
+def test_endless_headers_are_refused_before_the_key_is_checked(header, where, guarded):
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
-    if where == "behind it":
+    if where == "after it":
         head += b"Transfer-Encoding: chunked\r\n\r\n0\r\n"
-    port = int(guarded[0].rsplit(":", 1)[1])
-    with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT) as client:
+    with connected(guarded[0]) as client:
         client.sendall(head)
         try:
             for _ in range(100):  # 13 MB and more, were they all read
@@ -832,7 +807,7 @@ def test_headers_without_end_are_refused_before_the_key_is_asked_for(header, whe
     assert answer.startswith(b"HTTP/1.1 431 ")
 
 
-def test_headers_of_usual_length_are_taken(guarded):
+def test_headers_of_usual_length_are_accepted(guarded):
     assert http.get(f"{guarded[0]}/v1/models", headers={**KEY, "a": "b" * 32_000}).status_code == 200
 
 
@@ -846,18 +821,16 @@ def test_a_connection_whose_headers_are_never_complete_is_closed(whole, part, mo
 
     if not whole:
         time_out()
-    with served(AsyncLLM(str(DEMO), num_kv_blocks=50)) as (url, _):
-        port = int(url.rsplit(":", 1)[1])
-        with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT) as client:
-            if whole:
-                client.sendall(whole)
-                answer = client.recv(65536)
-                while not answer.endswith(b"\r\n\r\n"):  # it has no body
-                    answer += client.recv(65536)
-                time_out()
-            with suppress(ConnectionError):  # closed before the part was sent
-                client.sendall(part)
-                assert client.recv(65536) == b""
+    with served(AsyncLLM(str(DEMO), num_kv_blocks=50)) as (url, _), connected(url) as client:
+        if whole:
+            client.sendall(whole)
+            answer = client.recv(65536)
+            while not answer.endswith(b"\r\n\r\n"):  # it has no body
+                answer += client.recv(65536)
+            time_out()
+        with suppress(ConnectionError):  # closed before the part was sent
+            client.sendall(part)
+            assert client.recv(65536) == b""
 
 
 @pytest.mark.parametrize("is_chunked", [False, True])
@@ -887,14 +860,10 @@ def test_short_requests_do_not_wait_for_long_ones_which_leave_with_their_clients
         return call(self, text, **settings)
 
     monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", slowly)
-    body = json.dumps({"prompt": "a" * 10**6}).encode()
-    head = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
+    body = post_in_bytes("/tokenize", json.dumps({"prompt": "a" * 10**6}).encode())
     with ExitStack() as clients:
         for _ in range(4):
-            client = clients.enter_context(
-                socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])))
-            )
-            client.sendall(b"%s%d\r\n\r\n%s" % (head, len(body), body))
+            clients.enter_context(connected(url)).sendall(body)
         wait_until(lambda: begun and service.long_checks._work_queue.qsize() == 3)
         assert http.post(f"{url}/tokenize", json={"prompt": "a"}).json()["count"] == 1
         assert ids_of_server(url, "a", max_tokens=1)
@@ -904,40 +873,34 @@ def test_short_requests_do_not_wait_for_long_ones_which_leave_with_their_clients
     assert len(begun) == 1
 
 
-def test_forms_that_take_long_to_compile_stall_no_other_request_and_leave_with_their_clients(
-    url, service, monkeypatch
-):
+def test_slow_grammars_delay_no_other_request_and_leave_with_their_clients(url, service, monkeypatch):
     grammars, begun, may_end = service.engine.llm_engine._grammars, [], threading.Event()
-    compile_form = grammars.compile
+    compile_grammar = grammars.compile
 
-    def slowly(form):
-        begun.append(form)
-        assert may_end.wait(60)
-        return compile_form(form)
+    def slowly(asked):
+        begun.append(asked)
+        assert may_end.wait(TIMEOUT)
+        return compile_grammar(asked)
 
     monkeypatch.setattr(grammars, "compile", slowly)
     with ExitStack() as clients:
         for i in range(6):
             body = json.dumps({"prompt": "a", "structured_outputs": {"regex": f"{i}"}}).encode()
-            client = clients.enter_context(
-                socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])))
-            )
-            head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-            client.sendall(b"%sContent-Length: %d\r\n\r\n%s" % (head, len(body), body))
+            clients.enter_context(connected(url)).sendall(post_in_bytes("/v1/completions", body))
         wait_until(lambda: len(begun) == 2 and service.grammar_checks._work_queue.qsize() == 4)
         assert ids_of_server(url, "a", max_tokens=1)
     wait_until(lambda: not service.server.server_state.tasks)
     may_end.set()
-    service.grammar_checks.submit(int).result(60)
+    service.grammar_checks.submit(int).result(TIMEOUT)
     assert len(begun) == 2
 
 
-def test_an_empty_key_is_no_key_and_refused():
+def test_an_empty_key_is_refused():
     with pytest.raises(ValueError, match="api_key must not be empty"):
         Service(None, api_key="")
 
 
-def test_one_line_per_request_says_what_it_was_and_not_what_it_said(client, url, caplog):
+def test_a_log_line_describes_the_request_without_its_contents(client, url, caplog):
     caplog.set_level(logging.INFO, "nanoengine.requests")
     start = time.monotonic()
     answer = client.completions.with_raw_response.create(model="demo", prompt="SECRET", max_tokens=3, n=2)
@@ -979,7 +942,7 @@ def failing_steps(service, how_many):
         del runner.launch
 
 
-def test_a_step_that_fails_twice_is_an_error_for_those_it_hit_and_the_server_goes_on(client, service, caplog):
+def test_a_step_that_fails_twice_is_an_error_and_the_server_goes_on(client, service, caplog):
     asked = {"model": "demo", "prompt": "a b c", "temperature": 0, "max_tokens": 5}
     expected = client.completions.create(**asked).choices[0].text
     with (
@@ -1007,7 +970,7 @@ def test_a_bug_in_the_server_shows_no_stack_trace(url, service, monkeypatch, cap
 
 
 @pytest.mark.filterwarnings("ignore:Exception in thread")
-def test_an_engine_that_died_leaves_nobody_waiting_is_not_healthy_and_takes_no_requests(monkeypatch):
+def test_a_dead_engine_answers_waiting_requests_and_is_not_healthy(monkeypatch):
     engine = AsyncLLM(str(DEMO), num_kv_blocks=20)
     with served(engine) as (url, service), ThreadPoolExecutor(1) as pool, held_steps(service.engine) as steps:
         assert http.get(f"{url}/health").status_code == 200
@@ -1045,7 +1008,7 @@ def stream_lines(response):
 LONG = {"prompt": "a b c", "max_tokens": 400, "ignore_eos": True, "temperature": 0, "stream": True}
 
 
-def test_on_sigterm_the_command_finishes_what_runs_and_takes_no_more(llm, tmp_path):
+def test_on_sigterm_the_command_finishes_running_requests_and_refuses_new_ones(llm, tmp_path):
     (expected,) = ids_of(llm, "a b c", temperature=0, max_tokens=400, ignore_eos=True)
     flags = ("--served-model-name", "demo", "--drain-seconds", str(TIMEOUT))
     with held_command(tmp_path, *flags, NANOENGINE_API_KEY="k") as (process, url, release):
@@ -1075,7 +1038,7 @@ def test_on_sigterm_the_command_finishes_what_runs_and_takes_no_more(llm, tmp_pa
 
 
 @pytest.mark.slow
-def test_the_garbage_collector_does_not_walk_over_what_the_command_loaded():
+def test_the_garbage_collector_skips_what_the_command_loaded():
     code = "import gc, sys; from nanoengine.apps import server; "
     code += "server.Server.run = lambda self: print(gc.get_freeze_count(), len(gc.get_objects())); "
     code += "server.main(sys.argv[1:])"
@@ -1097,7 +1060,7 @@ def is_closed(url):
 
 
 @pytest.mark.slow
-def test_ctrl_c_on_the_command_ends_what_runs_and_says_nothing(tmp_path):
+def test_ctrl_c_ends_the_command_without_a_traceback(tmp_path):
     with held_command(tmp_path, "--drain-seconds", "0") as (process, url, release):
         with http.stream("POST", f"{url}/v1/completions", json=LONG) as answer:
             pieces = stream_lines(answer)
@@ -1112,7 +1075,7 @@ def test_ctrl_c_on_the_command_ends_what_runs_and_says_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_what_runs_longer_than_drain_seconds_ends_with_an_error(stream):
+def test_requests_that_outlast_drain_seconds_end_with_an_error(stream):
     engine, asked = AsyncLLM(str(DEMO), num_kv_blocks=100), {**LONG, "stream": stream}
     with (
         served(engine) as (url, service),
@@ -1155,7 +1118,7 @@ def test_what_runs_longer_than_drain_seconds_ends_with_an_error(stream):
         (["serve", "demo", "--allowed-origins", "[5]"], "argument --allowed-origins"),
     ],
 )
-def test_a_command_that_cannot_serve_says_why_and_ends(flags, message, capsys):
+def test_a_command_that_cannot_serve_says_why(flags, message, capsys):
     with pytest.raises(SystemExit) as caught:
         main(flags)
     assert caught.value.code != 0
@@ -1163,7 +1126,7 @@ def test_a_command_that_cannot_serve_says_why_and_ends(flags, message, capsys):
 
 
 @pytest.mark.parametrize("port", ["99999", "-1", "http"])
-def test_a_port_that_there_is_not_is_refused_in_one_line(port, capsys):
+def test_an_invalid_port_is_refused_in_one_line(port, capsys):
     """A socket takes the lowest 16 bits: 99999 was served as 34463."""
     with pytest.raises(SystemExit) as caught:
         main(["serve", "demo", f"--port={port}"])

@@ -18,21 +18,15 @@ def browser(tmp_path_factory):
         yield browser
 
 
-@pytest.fixture(scope="module")
-def demo():
-    with served(AsyncLLM(str(DEMO), num_kv_blocks=100)) as (url, service):
-        yield url, service
-
-
 @pytest.fixture
-def page(browser, demo):
-    browser.get(demo[0])
+def page(browser, serving):
+    browser.get(serving[0])
     yield browser
     # Nothing failed and nothing was blocked; and nothing was asked for anywhere else.
     wrong = [line for line in browser.get_log("browser") if line["level"] == "SEVERE"]
     assert [line for line in wrong if "status of 4" not in line["message"]] == []
     asked = browser.execute_script("return performance.getEntriesByType('resource').map((one) => one.name)")
-    assert all(name.startswith((demo[0], "data:")) for name in asked)
+    assert all(name.startswith((serving[0], "data:")) for name in asked)
 
 
 def find(page, selector):
@@ -51,11 +45,11 @@ def press_send(page):
     page.find_element(By.ID, "send").click()
 
 
-def test_a_question_is_answered_and_the_next_one_knows_it(page, demo, monkeypatch):
+def test_a_question_is_answered_and_the_next_one_knows_it(page, serving, monkeypatch):
     bodies = []
-    answer = demo[1].answer
+    answer = serving[1].answer
     monkeypatch.setattr(
-        demo[1], "answer", lambda body, ticket: (bodies.append(body), answer(body, ticket))[1]
+        serving[1], "answer", lambda body, ticket: (bodies.append(body), answer(body, ticket))[1]
     )
     wait_until(lambda: texts(page, "#model") == ["demo"])
     page.find_element(By.CSS_SELECTOR, "summary").click()
@@ -77,8 +71,8 @@ def test_a_question_is_answered_and_the_next_one_knows_it(page, demo, monkeypatc
     wait_until(lambda: find(page, ".message") == [])
 
 
-def test_an_answer_is_shown_as_it_comes_and_stop_ends_it_on_the_server_too(page, demo):
-    _, service = demo
+def test_an_answer_is_shown_as_it_comes_and_stop_ends_it_on_the_server_too(page, serving):
+    _, service = serving
     with held_steps(service.engine) as steps:
         write(page, "Count from 1 to 90.")
         press_send(page)
@@ -99,8 +93,8 @@ def test_an_answer_is_shown_as_it_comes_and_stop_ends_it_on_the_server_too(page,
     assert find(page, ".running") == []
 
 
-def test_a_new_chat_begins_while_an_answer_comes(page, demo):
-    with held_steps(demo[1].engine):
+def test_a_new_chat_begins_while_an_answer_comes(page, serving):
+    with held_steps(serving[1].engine):
         write(page, "Count from 1 to 90.")
         press_send(page)
         wait_until(lambda: len(find(page, ".message")) == 2)
@@ -109,7 +103,7 @@ def test_a_new_chat_begins_while_an_answer_comes(page, demo):
     assert page.execute_script("return messages.length") == 0
 
 
-def test_an_error_is_shown_and_the_question_kept(page, demo):
+def test_an_error_is_shown_and_the_question_kept(page, serving):
     page.find_element(By.CSS_SELECTOR, "summary").click()
     tokens = page.find_element(By.ID, "tokens")
     page.execute_script("arguments[0].value = '2.5'", tokens)  # a browser would not send it
@@ -145,12 +139,12 @@ def test_a_key_is_asked_for_and_sent(browser):
 
 
 @pytest.mark.parametrize("width", [320, 390, 1280])
-def test_the_page_fits_its_window(width, browser, demo):
+def test_the_page_fits_its_window(width, browser, serving):
     browser.execute_cdp_cmd(
         "Emulation.setDeviceMetricsOverride",
         {"width": width, "height": 700, "deviceScaleFactor": 1, "mobile": width < 800},
     )
-    browser.get(demo[0])
+    browser.get(serving[0])
     find(browser, "summary")[0].click()
     browser.execute_script("show('message user', 'x'.repeat(500)); show('message', 'word '.repeat(900))")
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width

@@ -4,31 +4,10 @@ import openai
 import pydantic
 import pytest
 
-from nanoengine import AsyncLLM
-from tests.helpers import DEMO
-from tests.serving import http, is_empty, paced_steps, served, wait_until
+from tests.serving import http, paced_steps
 
 QUESTION = "What is 27 + 58?"
 ANSWER = "27 + 58 = 85"
-
-
-@pytest.fixture(scope="module")
-def demo():
-    with served(AsyncLLM(str(DEMO), num_kv_blocks=100)) as (url, service):
-        yield url, service
-
-
-@pytest.fixture
-def url(demo):
-    url, service = demo
-    yield url
-    wait_until(lambda: service.num_samples == 0 and is_empty(service))
-
-
-@pytest.fixture
-def client(url):
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 def test_a_response_is_the_chat_s_answer(client):
@@ -108,10 +87,10 @@ def test_an_answer_that_is_cut_is_incomplete(client):
 
 
 @pytest.mark.parametrize("max_output_tokens", [None, 3])
-def test_a_stream_s_events_come_in_order_and_end_with_the_whole(max_output_tokens, demo, client):
+def test_a_stream_s_events_come_in_order_and_end_with_the_whole(max_output_tokens, serving, client):
     asked = {"model": "demo", "input": QUESTION, "temperature": 0, "max_output_tokens": max_output_tokens}
     whole = client.responses.create(**asked)
-    with paced_steps(demo[1].engine):
+    with paced_steps(serving[1].engine):
         events = list(client.responses.create(**asked, stream=True))
     kinds = [event.type for event in events]
     assert kinds[:4] == [
@@ -203,8 +182,8 @@ def test_what_is_not_served_is_refused_by_name(fields, param, message, stream, u
         raise ValueError(error["message"])
 
 
-def test_a_model_that_cannot_go_on_ends_the_stream_with_an_error(demo, client, monkeypatch):
-    _, service = demo
+def test_a_model_that_cannot_go_on_ends_the_stream_with_an_error(serving, client, monkeypatch):
+    _, service = serving
     runner = service.engine.llm_engine.runner
 
     def fail(*args):
