@@ -38,8 +38,6 @@ class LLM(Reloadable, AbstractContextManager["LLM"]):
     def __init__(self, model: str | Path, **settings: Any) -> None:
         self.llm_engine = LLMEngine(EngineConfig(model=model, **settings))
         self._numbers = itertools.count()  # request ids of its own calls; users' ids are strings
-        self._inboxes: dict[Any, Inbox] = {}  # request_id -> the inbox of the call that made the request
-        self._inbox = Inbox()  # outputs for `step`, of requests from `add_request`
 
     # -- for most users
 
@@ -186,8 +184,6 @@ class LLM(Reloadable, AbstractContextManager["LLM"]):
         self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, **settings: Any
     ) -> None:
         """Queue a request like `LLMEngine.add_request`."""
-        if isinstance(request_id, str) and request_id in self._inbox:  # finished, but not returned yet
-            raise ValueError(f"request_id {request_id!r} is in use")
         self.llm_engine.add_request(request_id, prompt, params, **settings)
 
     def step(self) -> list[RequestOutput]:
@@ -195,18 +191,15 @@ class LLM(Reloadable, AbstractContextManager["LLM"]):
 
         Open streams advance too.
         """
-        self._step()
-        return self._inbox.take(self._inbox)
+        return self.llm_engine.step()
 
     def abort_request(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
         """Abort requests like `LLMEngine.abort_request`."""
-        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
-        self._deliver(self.llm_engine.abort_request(ids))
-        return self._inbox.take(ids)
+        return self.llm_engine.abort_request(request_ids)
 
     def has_unfinished_requests(self) -> bool:
         """Return whether `step` has something to compute or to return."""
-        return bool(self._inbox) or self.llm_engine.has_unfinished_requests()
+        return self.llm_engine.has_unfinished_requests()
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. Returns False and does nothing while requests are running."""
@@ -227,8 +220,6 @@ class LLM(Reloadable, AbstractContextManager["LLM"]):
 
     def close(self) -> None:
         """Abort all requests and release the memory. The object cannot be used afterwards."""
-        self._deliver(self.llm_engine.abort_request(list(self._inboxes)))  # streams end with "abort"
-        self._inbox.clear()
         self.llm_engine.close()
 
     shutdown = close  # vLLM's name
@@ -290,7 +281,7 @@ class LLM(Reloadable, AbstractContextManager["LLM"]):
         # A Ctrl-C also takes effect between steps, but never while requests are queued or aborted.
         with progress as bar, uninterrupted() as raise_pending, self._submitted(checked) as (ids, inbox):
             while len(inbox) < len(ids):
-                self._advance()
+                self.llm_engine.advance()
                 raise_pending()
                 if len(inbox) == num_shown:
                     continue
@@ -311,35 +302,17 @@ class LLM(Reloadable, AbstractContextManager["LLM"]):
         ids, inbox = list(itertools.islice(self._numbers, len(checked))), Inbox()
         try:
             for request_id, one in zip(ids, checked, strict=True):
-                self._inboxes[request_id] = inbox
-                self.llm_engine.submit(request_id, one)
+                self.llm_engine.submit(request_id, one, inbox)
             yield ids, inbox
         finally:
-            with uninterrupted():
-                self.llm_engine.abort_request(ids)
-                for request_id in ids:
-                    self._inboxes.pop(request_id, None)
-
-    @uninterrupted()
-    def _step(self) -> None:
-        self._deliver(self.llm_engine.step())
-
-    def _deliver(self, outputs: list[RequestOutput]) -> None:
-        for output in outputs:
-            self._inboxes.get(output.request_id, self._inbox).put(output)
-
-    def _advance(self) -> None:
-        """Run a step for a call that has unfinished requests."""
-        if not self.llm_engine.has_unfinished_requests():
-            raise RuntimeError("requests were aborted, or stepped by another thread: use AsyncLLM there")
-        self._step()
+            self.llm_engine.abort_request(ids)
 
     def _stream(self, checked: list[CheckedRequest]) -> Iterator[RequestOutput]:
         with self._submitted(checked) as (ids, inbox):
             left = set(ids)
             while left:
                 if not inbox:
-                    self._advance()
+                    self.llm_engine.advance()
                 for request_id in sorted(inbox):
                     output = inbox.pop(request_id)
                     if output.finished:

@@ -84,7 +84,7 @@ class LLMEngine(Reloadable):
         self.checker = RequestChecker(self.checkpoint, config, self.max_model_len, blocks)
         self._requests: dict[Any, Request] = {}  # the unfinished requests, by request_id
         self._request_of: dict[int, Request] = {}  # the same requests, by the seq_id of each sequence
-        self._outputs = Inbox()  # not returned yet
+        self._outputs = Inbox()  # for `step`, of requests without an inbox of their own
         self._vocabulary = Vocabulary(self.checkpoint.tokenizer)
         self._seq_ids = itertools.count()
         self.num_prompt_tokens = self.num_generation_tokens = 0
@@ -259,8 +259,8 @@ class LLMEngine(Reloadable):
         self.submit(request_id, prompt)
 
     @uninterrupted()
-    def submit(self, request_id: Any, checked: CheckedRequest) -> None:
-        """Make the sequences of a checked request and queue them."""
+    def submit(self, request_id: Any, checked: CheckedRequest, inbox: Inbox | None = None) -> None:
+        """Queue a checked request. Its outputs go to `inbox`, or to the one that `step` empties."""
         self._owner.claim()
         self._check_ready()  # the engine may have been put to sleep since the check
         params = checked.params
@@ -279,7 +279,8 @@ class LLMEngine(Reloadable):
             )
             for index, seq_id in enumerate(itertools.islice(self._seq_ids, params.n))
         ]
-        self._requests[request_id] = request = Request(request_id, checked, seqs, self._vocabulary)
+        inbox = self._outputs if inbox is None else inbox
+        self._requests[request_id] = request = Request(request_id, checked, seqs, self._vocabulary, inbox)
         self.num_prompt_tokens += len(checked.token_ids)
         for seq in seqs:
             self._request_of[seq.seq_id] = request
@@ -295,21 +296,25 @@ class LLMEngine(Reloadable):
                 and is recomputed: call `step` again, or abort some requests. A sequence that was running in
                 two failed steps without a new token in between finishes with "error".
         """
+        self.advance()
+        return self._outputs.take(self._outputs)
+
+    @uninterrupted()  # a Ctrl-C takes effect at the end: no output is lost
+    def advance(self) -> None:
+        """Run one step like `step`, and put the outputs into the inboxes of their requests."""
         self._owner.claim()
-        with uninterrupted():  # a Ctrl-C takes effect at the end of this block: no output is lost
-            try:
-                for collected in self.core.step():
-                    self._take(collected)
-            except BaseException:
-                self.core.recover()
-                self._hand_over([request for request in self._requests.values() if request.has_news])
-                raise
-            finally:
-                if self._tracer is not None:
-                    self._tracer.end_step()
+        try:
+            for collected in self.core.step():
+                self._take(collected)
+        except BaseException:
+            self.core.recover()
+            self._hand_over([request for request in self._requests.values() if request.has_news])
+            raise
+        finally:
+            if self._tracer is not None:
+                self._tracer.end_step()
         if not self._requests:
             self._rest()
-        return self._outputs.take(self._outputs)
 
     @uninterrupted()
     def abort_request(self, request_ids: Any) -> list[RequestOutput]:
@@ -328,7 +333,7 @@ class LLMEngine(Reloadable):
                 if not sample.seq.is_finished:
                     self.scheduler.finish(sample.seq, "abort")
             self._forget(request)
-            self._outputs.put(request.output())
+            request.inbox.put(request.output())
         outputs = self._outputs.take(ids)
         if requests and not self.has_unfinished_requests():
             self._rest()
@@ -459,7 +464,7 @@ class LLMEngine(Reloadable):
         for request in requests:
             is_finished = request.finished
             if is_finished or request.is_streamed:
-                self._outputs.put(request.output())
+                request.inbox.put(request.output())
             if is_finished:
                 self._forget(request)
 

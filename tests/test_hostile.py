@@ -524,7 +524,6 @@ def interrupt_generate(llm, num_places):
             run()
             interrupts -= 1
         interrupts += 1
-        assert not llm._inboxes, f"at line {at} of {every.count}"
         assert not llm.has_unfinished_requests(), f"at line {at} of {every.count}"
         assert llm.metrics()["num_free_blocks"] == num_blocks
     assert run() == expected

@@ -481,7 +481,7 @@ def test_ctrl_c_at_any_moment_loses_no_token(async_scheduling, path, default_sig
                 try:
                     if interrupts < 100:
                         signal.setitimer(signal.ITIMER_REAL, rng.uniform(2e-5, longest))
-                    llm._step()
+                    llm.llm_engine.advance()
                     signal.setitimer(signal.ITIMER_REAL, 0)
                     time.sleep(0)  # a signal that arrived just now is handled here
                 except KeyboardInterrupt:
