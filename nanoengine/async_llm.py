@@ -70,8 +70,7 @@ class AsyncLLM(Reloadable, AbstractAsyncContextManager["AsyncLLM"]):
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._checks = ThreadPoolExecutor(1, "nanoengine-checks")  # one thread: requests keep their order
         self._closed, self._lock = False, threading.Lock()
-        self._mailboxes: dict[str, _Mailbox] = {}  # request_id -> mailbox; used by the thread alone
-        self._waiting: deque[Callable[[], None]] = deque()  # requests beyond the limit; likewise
+        self._waiting: deque[Callable[[], None]] = deque()  # requests beyond the limit; only for the thread
         self._thread = threading.Thread(target=self._run, name="nanoengine", daemon=True)
         self._thread.start()
         atexit.register(self.close)  # a thread that computes during interpreter shutdown would crash
@@ -120,8 +119,7 @@ class AsyncLLM(Reloadable, AbstractAsyncContextManager["AsyncLLM"]):
             checked = await loop.run_in_executor(pool, self.llm_engine.check, prompt, params, priority)
 
         def add() -> None:
-            self.llm_engine.add_request(request_id, checked, **unserved)
-            self._mailboxes[request_id] = mailbox
+            self.llm_engine.add_request(request_id, checked, inbox=mailbox, **unserved)
 
         finished = False
         try:
@@ -151,7 +149,7 @@ class AsyncLLM(Reloadable, AbstractAsyncContextManager["AsyncLLM"]):
 
     async def abort(self, request_id: str) -> None:
         """Abort a request. Its consumer gets a last output with finish_reason "abort"."""
-        await self._call(lambda: self._abort(request_id, self._mailboxes.get(request_id)))
+        await self._call(lambda: self._abort(request_id))
 
     async def get_metrics(self) -> list[Metric]:
         """Return the metrics of `LLMEngine.get_metrics`, read between two steps."""
@@ -215,8 +213,6 @@ class AsyncLLM(Reloadable, AbstractAsyncContextManager["AsyncLLM"]):
         finally:  # after the end mark, or after a bug: no coroutine may wait for this thread forever
             with self._lock:
                 self._closed = True
-            for request_id in list(self._mailboxes):
-                self._abort(request_id, self._mailboxes[request_id])
             self.llm_engine.close()
             while not self._commands.empty():
                 if (command := self._commands.get()) is not None:
@@ -233,30 +229,24 @@ class AsyncLLM(Reloadable, AbstractAsyncContextManager["AsyncLLM"]):
             if command is None:
                 return False
             command()
-        for _ in range(min(len(self._waiting), self._max_concurrent_requests - len(self._mailboxes))):
+        num_places = self._max_concurrent_requests - len(self.llm_engine.requests)
+        for _ in range(min(len(self._waiting), num_places)):
             self._waiting.popleft()()
         return True
 
     def _step(self) -> None:
         try:
-            outputs = self.llm_engine.step()
+            self.llm_engine.advance()
         except EngineDeadError:
             raise  # ends all requests and the thread
         except BaseException:  # including panics, as in `_call`
             logging.getLogger(__name__).exception("a step failed and is computed again")
-            return
-        for output in outputs:
-            self._mailboxes[output.request_id].put(output)
-            if output.finished:
-                del self._mailboxes[output.request_id]
 
-    def _abort(self, request_id: str, mailbox: _Mailbox | None) -> None:
-        # Another request may use the id by now: compare the mailboxes.
-        if mailbox is None or self._mailboxes.get(request_id) is not mailbox:
-            return
-        del self._mailboxes[request_id]
-        for output in self.llm_engine.abort_request(request_id):
-            mailbox.put(output)
+    def _abort(self, request_id: str, mailbox: _Mailbox | None = None) -> None:
+        """Abort a request, unless its id belongs to another mailbox by now."""
+        request = self.llm_engine.requests.get(request_id)
+        if request is not None and (mailbox is None or request.inbox is mailbox):
+            self.llm_engine.abort_request(request_id)
 
 
 AsyncLLMEngine = AsyncLLM  # vLLM's older name

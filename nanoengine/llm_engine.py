@@ -82,7 +82,7 @@ class LLMEngine(Reloadable):
             self.runner.report = self.pooler.report
         blocks = self.scheduler.block_manager
         self.checker = RequestChecker(self.checkpoint, config, self.max_model_len, blocks)
-        self._requests: dict[Any, Request] = {}  # the unfinished requests, by request_id
+        self.requests: dict[Any, Request] = {}  # unfinished, by request_id. Read it only
         self._request_of: dict[int, Request] = {}  # the same requests, by the seq_id of each sequence
         self._outputs = Inbox()  # for `step`, of requests without an inbox of their own
         self._vocabulary = Vocabulary(self.checkpoint.tokenizer)
@@ -238,11 +238,13 @@ class LLMEngine(Reloadable):
         params: SamplingParams | None = None,
         *,
         priority: int = 0,
+        inbox: Any = None,
         **unserved: Any,
     ) -> None:
         """Queue a request, given as a prompt or as the result of `check`. `step` computes it.
 
-        The request keeps a copy of its parameters.
+        The request keeps a copy of its parameters. `step` returns its outputs, unless `inbox` is given, whose
+        method `put` then receives each output.
 
         Raises:
             ValueError, TypeError: the id is in use, or the request cannot be served.
@@ -251,16 +253,16 @@ class LLMEngine(Reloadable):
         refuse_unserved(self.add_request, unserved)
         if not isinstance(request_id, str):
             raise TypeError(f"request_id must be a string, got {request_id!r}")
-        if request_id in self._requests or request_id in self._outputs:
+        if request_id in self.requests or request_id in self._outputs:
             raise ValueError(f"request_id {request_id!r} is in use")
         if not isinstance(prompt, CheckedRequest):
             params = self.checkpoint.default_sampling_params() if params is None else params
             prompt = self.check(prompt, params, priority)
-        self.submit(request_id, prompt)
+        self.submit(request_id, prompt, inbox)
 
     @uninterrupted()
-    def submit(self, request_id: Any, checked: CheckedRequest, inbox: Inbox | None = None) -> None:
-        """Queue a checked request. Its outputs go to `inbox`, or to the one that `step` empties."""
+    def submit(self, request_id: Any, checked: CheckedRequest, inbox: Any) -> None:
+        """Queue a checked request. `add_request` documents `inbox`."""
         self._owner.claim()
         self._check_ready()  # the engine may have been put to sleep since the check
         params = checked.params
@@ -280,7 +282,7 @@ class LLMEngine(Reloadable):
             for index, seq_id in enumerate(itertools.islice(self._seq_ids, params.n))
         ]
         inbox = self._outputs if inbox is None else inbox
-        self._requests[request_id] = request = Request(request_id, checked, seqs, self._vocabulary, inbox)
+        self.requests[request_id] = request = Request(request_id, checked, seqs, self._vocabulary, inbox)
         self.num_prompt_tokens += len(checked.token_ids)
         for seq in seqs:
             self._request_of[seq.seq_id] = request
@@ -308,12 +310,12 @@ class LLMEngine(Reloadable):
                 self._take(collected)
         except BaseException:
             self.core.recover()
-            self._hand_over([request for request in self._requests.values() if request.has_news])
+            self._hand_over([request for request in self.requests.values() if request.has_news])
             raise
         finally:
             if self._tracer is not None:
                 self._tracer.end_step()
-        if not self._requests:
+        if not self.requests:
             self._rest()
 
     @uninterrupted()
@@ -325,7 +327,7 @@ class LLMEngine(Reloadable):
             samples that were unfinished.
         """
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
-        requests = [self._requests[i] for i in dict.fromkeys(ids) if i in self._requests]
+        requests = [self.requests[i] for i in dict.fromkeys(ids) if i in self.requests]
         if requests:
             self._owner.claim()
         for request in requests:
@@ -341,7 +343,7 @@ class LLMEngine(Reloadable):
 
     def has_unfinished_requests(self) -> bool:
         """Return whether `step` has something to compute or to return."""
-        return bool(self._requests or self._outputs)
+        return bool(self.requests or self._outputs)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. Returns False and does nothing while requests are running."""
@@ -426,7 +428,7 @@ class LLMEngine(Reloadable):
         """Abort all requests and release the memory. The engine cannot be used afterwards."""
         self._owner.claim()
         self._is_closed = True
-        self.abort_request(list(self._requests))
+        self.abort_request(list(self.requests))
         if self._tracer is not None:
             self._tracer.close()
         self._outputs.clear()
@@ -474,14 +476,14 @@ class LLMEngine(Reloadable):
         if reasons := {seq.stop_reason for seq in seqs if seq.finish_reason == "error"}:
             reason = "; ".join(map(str, reasons))
             logging.getLogger(__name__).error("request %s failed: %s", request.request_id, reason)
-        del self._requests[request.request_id]
+        del self.requests[request.request_id]
         for seq_id in request.samples:
             del self._request_of[seq_id]
 
     def _drafts(self) -> tuple[Multiset[int], Multiset[int]]:
         """Return how many draft tokens were computed and how many accepted, by their position in a draft."""
-        none: Multiset[int] = Multiset()
-        return getattr(self.scheduler, "num_drafted", none), getattr(self.scheduler, "num_accepted", none)
+        scheduler: Any = self.scheduler  # a `DraftingScheduler`, or one without these counters
+        return getattr(scheduler, "num_drafted", Multiset()), getattr(scheduler, "num_accepted", Multiset())
 
 
 def describe_windows(started: Started, max_model_len: int) -> str:

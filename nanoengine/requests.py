@@ -16,7 +16,7 @@ from nanoengine.config import EngineConfig
 from nanoengine.detokenizer import Vocabulary
 from nanoengine.engine import BlockManager
 from nanoengine.models.checkpoint import Checkpoint
-from nanoengine.outputs import CompletionOutput, Inbox, Logprob, RequestMetrics, RequestOutput
+from nanoengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from nanoengine.sampling_params import RequestOutputKind, SamplingParams
 
 
@@ -398,11 +398,12 @@ class Request:
         source: CheckedRequest,
         seqs: Sequence[Any],
         vocabulary: Vocabulary,
-        inbox: Inbox,
+        inbox: Any,
     ) -> None:
         self.request_id = request_id  # a string from a user, an integer from a call of `LLM`
         self.source = source
-        self.vocabulary, self.inbox = vocabulary, inbox
+        self.vocabulary = vocabulary
+        self.inbox = inbox  # receives the outputs, by `put`
         self.samples = {seq.seq_id: Sample(index, seq) for index, seq in enumerate(seqs)}
         # Finished sequences are popped from the end only, so some may remain: see `finished`.
         self._unfinished = list(seqs)

@@ -135,7 +135,7 @@ def paced_steps(engine):
     """A step begins when the outputs of the one before are taken, so a token's text is one piece."""
 
     def wait_for_consumers(batch):
-        for mailbox in [*engine._mailboxes.values()]:
+        for mailbox in [request.inbox for request in [*engine.llm_engine.requests.values()]]:
             is_delivered = threading.Event()
             mailbox.loop.call_soon_threadsafe(is_delivered.set)
             assert is_delivered.wait(TIMEOUT)

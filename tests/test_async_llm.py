@@ -252,7 +252,7 @@ def test_step_that_fails_once_is_computed_again(async_scheduling, path, expected
             step = engine._step
 
             def wait_or_step():
-                if len(engine._mailboxes) == 7:  # all requests have arrived
+                if len(engine.llm_engine.requests) == 7:  # all requests have arrived
                     engine._step = step
 
             engine._step = wait_or_step
@@ -389,7 +389,7 @@ async def test_number_of_concurrent_requests_is_limited(engine, prompts, tokens)
 
     def counting_add(*arguments, **keywords):
         add(*arguments, **keywords)
-        numbers.append(len(engine.llm_engine._requests))
+        numbers.append(len(engine.llm_engine.requests))
 
     engine.llm_engine.add_request = counting_add
     with held_steps(engine) as steps:  # until all requests are queued

@@ -130,7 +130,7 @@ def test_thousand_mixed_requests_are_answered_and_leave_no_state():
 
         asyncio.run(main())
         wait_until(lambda: is_empty(service) and service.num_samples == 0)
-        assert not service.engine._mailboxes
+        assert not service.engine.llm_engine.requests
         assert http.get(f"{url}/health").status_code == 200
     assert requests.total() == 1000
     assert min(requests[kind] for kind in ("whole", "slow", "leave", "malformed", "huge", "wrong_key")) > 20

@@ -61,7 +61,7 @@ def run_beside(llm, intruder):
             finished |= {out.request_id: out for out in llm.step() if out.finished}
         assert not llm.has_unfinished_requests(), "requests never end"
     finally:
-        llm.abort_request(list(llm.llm_engine._requests))
+        llm.abort_request(list(llm.llm_engine.requests))
     check_laws(llm.scheduler)
     assert llm.metrics()["num_free_blocks"] == llm.metrics()["num_blocks"]
     return answers(finished[str(i)] for i in range(len(BYSTANDERS))), finished
@@ -258,7 +258,7 @@ def storm(model, num_tasks, max_cancelled):
         for _ in range(2):
             await engine.abort("nobody")  # when this returns, the aborts before it have run
         metrics = engine.llm_engine.metrics()
-        assert not engine._mailboxes
+        assert not engine.llm_engine.requests
         assert not engine._waiting
         await asyncio.to_thread(engine.close)
         assert metrics["num_free_blocks"] == 60
@@ -361,7 +361,7 @@ def test_request_of_many_samples_knows_cheaply_whether_it_is_finished(model, mon
 
     with LLM(model, num_kv_blocks=20) as llm:
         llm.add_request("x", [1, 2], SamplingParams(n=1000))
-        request = llm.llm_engine._requests["x"]
+        request = llm.llm_engine.requests["x"]
         monkeypatch.setattr("nanoengine.engine.Sequence.is_finished", property(is_finished))
         for sample in request.samples.values():
             assert not request.finished
