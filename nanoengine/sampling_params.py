@@ -79,9 +79,9 @@ def num_parameters(processor: Any) -> int:
 LARGEST = 1e30  # far below the overflow of float32
 MAX_SAMPLES = 1024  # per prompt: every sample is a sequence with its own token list, made up front
 # The limits of the fields; for those of OPTIONAL, None is allowed too
-INTEGERS = {"n": (1, MAX_SAMPLES), "top_k": (-1,), "min_tokens": (0,)}
-OPTIONAL = {"max_tokens": (1,), "logprobs": (-1,), "prompt_logprobs": (-1,), "truncate_prompt_tokens": (-1,)}
-OPTIONAL |= {"seed": (-(2**63), 2**64 - 1)}
+INTEGERS: dict[str, tuple[Any, ...]] = {"n": (1, MAX_SAMPLES), "top_k": (-1,), "min_tokens": (0,)}
+OPTIONAL: dict[str, tuple[Any, ...]] = {"max_tokens": (1,), "seed": (-(2**63), 2**64 - 1)}
+OPTIONAL |= dict.fromkeys(("logprobs", "prompt_logprobs", "truncate_prompt_tokens"), (-1,))
 NUMBERS: dict[str, tuple[Any, ...]] = {
     **{"temperature": (0.0, LARGEST), "top_p": (0.0, 1.0, True), "min_p": (0.0, 1.0)},
     **{"presence_penalty": (-2.0, 2.0), "frequency_penalty": (-2.0, 2.0), "repetition_penalty": (1e-4, 1e4)},
@@ -117,14 +117,8 @@ class StructuredOutputsParams:
 
     def __post_init__(self) -> None:
         """Check types, and that exactly one of the six fields is given."""
-        kinds: dict[str, tuple[type, ...]] = {
-            "json": (str, dict),
-            "regex": (str,),
-            "choice": (list, tuple),
-            "grammar": (str,),
-            "json_object": (bool,),
-            "structural_tag": (str, dict),
-        }
+        kinds: dict[str, tuple[type, ...]] = {"json": (str, dict), "structural_tag": (str, dict)}
+        kinds |= {"regex": (str,), "grammar": (str,), "choice": (list, tuple), "json_object": (bool,)}
         for name, kind in (kinds | {"whitespace_pattern": (str,), "preamble": (str,)}).items():
             value = getattr(self, name)
             if value is not None and not isinstance(value, kind):
