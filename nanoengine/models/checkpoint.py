@@ -219,10 +219,7 @@ def open_checkpoint(
     """
     path = _resolve(model, revision, gguf_file, with_weights=load_format != "dummy")
     gguf = open_gguf(path) if _is_gguf(path) else None
-    if gguf is None:
-        hf_config = _read_config(path, trust_remote_code)
-    else:
-        hf_config = load("models.gguf", GGUF).read_gguf_config(gguf)
+    hf_config = _read_config(path, trust_remote_code) if gguf is None else gguf.read_config()
     if hf_overrides:
         fields = hf_config.to_dict() if gguf is not None else read_json(path / "config.json")
         fields = _override(fields, deepcopy(hf_overrides), hf_config)  # transformers edits its argument

@@ -26,6 +26,11 @@ from nanoengine.models.files import TensorHeader, as_value_error
 from nanoengine.models.hf_config import UnsupportedModelError, check_fields
 from nanoengine.models.names import check_fit
 
+try:
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+except ImportError:
+    raise ValueError("a GGUF file needs the package gguf: pip install 'nanoengine[quantized]'") from None
+
 # The config classes by name, because importing any of them takes a second.
 FAMILIES = {"llama": "LlamaConfig", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config"}
 TENSORS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -46,8 +51,6 @@ DIVISORS = "rope_freqs.weight"  # a tensor of divisors of the rotary frequencies
 LAYER = re.compile(r"(?:\w+\.)?blk\.([0-9]{1,9})\.")
 INTEGERS = "I8", "I16", "I32", "I64"
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-
 # Number of a metadata type -> its name in `struct` and NumPy. 8 is a string and 9 an array.
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
@@ -62,7 +65,7 @@ LENGTH = struct.Struct("<Q")
 class TensorEntry(NamedTuple):
     """Describes a tensor, as the header does. Its bytes were checked to be inside the file."""
 
-    kind: Any  # a gguf.GGMLQuantizationType
+    kind: GGMLQuantizationType
     shape: tuple[int, ...]  # in PyTorch's order
     start: int  # offset in the file, in bytes
     num_bytes: int
@@ -159,16 +162,14 @@ class Header:
         return Strings(self.data, start, count, place - start - count * LENGTH.size)
 
     def _tensors(self, count: int) -> dict[str, TensorEntry]:
-        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-
         tensors: dict[str, TensorEntry] = {}
         for _ in range(count):
             name, (num_dimensions,) = self._string(), self._take("I")
             if name in tensors or not 1 <= num_dimensions <= MAX_DIMENSIONS:
                 raise ValueError(f"tensor {name!r} is listed twice or has {num_dimensions} dimensions")
             shape = self._take(f"{num_dimensions}Q")[::-1]
-            kind, offset = self._take("IQ")
-            kind = GGMLQuantizationType(kind)
+            number, offset = self._take("IQ")
+            kind = GGMLQuantizationType(number)
             block, block_bytes = GGML_QUANT_SIZES[kind]
             if 0 in shape or shape[-1] % block or (block > 1 and num_dimensions == 1):
                 raise ValueError(f"tensor {name!r} has shape {shape}, which is not possible in {kind.name}")
@@ -177,14 +178,13 @@ class Header:
         if type(alignment) is not int or alignment < 1 or alignment.bit_count() != 1:
             raise ValueError(f"its general.alignment must be a power of two, got {alignment!r}")
         first, end = -(-self._place // alignment) * alignment, 0
-        for name in sorted(tensors, key=lambda name: tensors[name].start):
-            _, _, offset, num_bytes = tensors[name]
-            if offset % alignment or offset < end:
-                raise ValueError(f"tensor {name!r} at offset {offset} is not aligned or overlaps another one")
-            end = offset + num_bytes
+        for name, tensor in sorted(tensors.items(), key=lambda item: item[1].start):
+            if tensor.start % alignment or tensor.start < end:
+                raise ValueError(f"tensor {name!r} is not aligned or overlaps another tensor")
+            end = tensor.start + tensor.num_bytes
             if first + end > len(self.data):
                 raise ValueError(f"tensor {name!r} ends at byte {first + end}, the file at {len(self.data)}")
-            tensors[name] = tensors[name]._replace(start=first + offset)
+            tensors[name] = tensor._replace(start=first + tensor.start)
         return tensors
 
 
@@ -192,126 +192,120 @@ class GGUFFile:
     """Reads the config and weights of a model in a GGUF file. Opening the file reads only its header.
 
     Raises:
-        ValueError: the file is damaged or one of several, or the package gguf is not installed.
+        ValueError: the file is damaged, or one of several.
     """
 
     def __init__(self, path: Path) -> None:
-        try:
-            from gguf import quants
-        except ImportError:
-            raise ValueError(f"{path} needs the package gguf: pip install 'nanoengine[quantized]'") from None
-        self.path, self._dequantize = path, quants.dequantize
-        try:
+        self.path = path
+        with as_value_error(path):
             with path.open("rb") as file:
                 header = Header(mmap(file.fileno(), 0, access=ACCESS_READ))
-        except ValueError as error:
-            raise ValueError(f"{path} is damaged or not a GGUF file: {error}") from error
-        self.fields, self._data, self._tensors = header.fields, header.data, header.tensors
-        num_files = self.fields.get("split.count")
-        if isinstance(num_files, int) and num_files > 1:
-            raise ValueError(f"{path} is one of several files; join them by llama-gguf-split --merge")
-        self.architecture: Any = self.fields.get("general.architecture")
-        if not isinstance(self.architecture, str):
-            raise ValueError(f"{path} has no general.architecture")
-        self.is_known = self.architecture in FAMILIES and not self._number("expert_count", 0)
-        tokens, merges = (self.fields.get(f"tokenizer.ggml.{name}") for name in ("tokens", "merges"))
-        self.num_tokens = tokens.length if isinstance(tokens, Strings) else 0
-        if isinstance(tokens, Strings) and isinstance(merges, Strings) and merges.length > tokens.num_bytes:
-            # A token of n bytes has at most n - 1 merges. transformers reads merges slowly.
-            raise ValueError(f"{path} has {merges.length} merges, too many for {tokens.length} tokens")
-        self.headers: dict[str, TensorHeader] = {}
-        for own_name, tensor in self._tensors.items():
-            if own_name != DIVISORS:
-                name, kind = saved_name(own_name), tensor.kind.name
-                if name in self.headers:
-                    raise ValueError(f"{path} has two tensors for {name!r}")
-                dtype = kind if kind in INTEGERS else "F32"
-                self.headers[name] = TensorHeader(path, own_name, dtype, tensor.shape)
-        self._check_sizes()
+            self.fields, self._data, self._tensors = header.fields, header.data, header.tensors
+            num_files = self.fields.get("split.count")
+            if isinstance(num_files, int) and num_files > 1:
+                raise ValueError("it is one of several files; join them with llama-gguf-split --merge")
+            self.architecture: Any = self.fields.get("general.architecture")
+            if not isinstance(self.architecture, str):
+                raise ValueError("it has no general.architecture")
+            self.is_known = self.architecture in FAMILIES and not self._field("expert_count")
+            self.headers: dict[str, TensorHeader] = {}
+            for own_name, tensor in self._tensors.items():
+                if own_name != DIVISORS:
+                    name, kind = saved_name(own_name), tensor.kind.name
+                    if name in self.headers:
+                        raise ValueError(f"it has two tensors for {name!r}")
+                    dtype = kind if kind in INTEGERS else "F32"
+                    self.headers[name] = TensorHeader(path, own_name, dtype, tensor.shape)
+            self._check_sizes()
 
     def _check_sizes(self) -> None:
-        """Check block_count and the number of tokens against the tensors, so that no layer gets lost."""
-        stated = self._between(1, MAX_SIZE, "block_count")
-        optional = 0 if self.is_known else self._between(0, 8, "nextn_predict_layers", 0)
+        """Check the stated numbers of layers, tokens and merges, so that no layer gets lost."""
+        stated = self._number("block_count")
+        optional = 0 if self.is_known else self._number("nextn_predict_layers", 0, 0, 8)
         layers = {int(match[1]) for name in self._tensors if (match := LAYER.match(name))}
         if not stated - optional <= len(layers) <= stated or max(layers, default=-1) >= len(layers):
-            found = f"but the file has {len(layers)} layers"
-            raise ValueError(f"{self.path}: {self.architecture}.block_count is {stated}, {found}")
-        if len(self._tensors) < (9 if self.is_known else 3) * len(layers):
             raise ValueError(
-                f"{self.path} lacks tensors: it has {len(self._tensors)} for {len(layers)} layers"
+                f"its {self.architecture}.block_count is {stated}, but it has {len(layers)} layers"
             )
-        self._between(1, MAX_SIZE, "context_length", 1)
+        if len(self._tensors) < (9 if self.is_known else 3) * len(layers):
+            raise ValueError(f"it has only {len(self._tensors)} tensors for {len(layers)} layers")
+        self._number("context_length", 1)
+        tokens, merges = (self.fields.get(f"tokenizer.ggml.{name}") for name in ("tokens", "merges"))
+        self.num_tokens = tokens.length if isinstance(tokens, Strings) else 0
         embedding = self._tensors.get("token_embd.weight")
         if embedding is not None and self.num_tokens > embedding.shape[0]:
-            raise ValueError(f"{self.path} has {self.num_tokens} tokens for {embedding.shape[0]} embeddings")
+            raise ValueError(f"it has {self.num_tokens} tokens for {embedding.shape[0]} embeddings")
+        if isinstance(tokens, Strings) and isinstance(merges, Strings) and merges.length > tokens.num_bytes:
+            # A token of n bytes has at most n - 1 merges. transformers reads merges slowly.
+            raise ValueError(f"it has {merges.length} merges, too many for {tokens.length} tokens")
 
-    def _number(self, name: str, default: float | None = None) -> Any:
-        value = self.fields.get(f"{self.architecture}.{name}", default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise ValueError(f"{self.path}: {self.architecture}.{name} must be a number, got {value!r:.99}")
-        return value
+    def _field(self, name: str, default: Any = None) -> Any:
+        return self.fields.get(f"{self.architecture}.{name}", default)
 
-    def _between(self, low: float, high: float, name: str, default: float | None = None) -> Any:
+    def _number(self, name: str, default: float | None = None, low: float = 1, high: float = MAX_SIZE) -> Any:
         """Return a field that must be a number in [low, high], and an integer if `low` is one."""
-        value = self._number(name, default)
-        if not low <= value <= high or (isinstance(low, int) and not isinstance(value, int)):
+        value, kinds = self._field(name, default), (int,) if isinstance(low, int) else (int, float)
+        if type(value) not in kinds or not low <= value <= high:
             kind = "an integer" if isinstance(low, int) else "a number"
             name = f"{self.architecture}.{name}"
-            raise ValueError(f"{self.path}: {name} must be {kind} from {low} to {high}, got {value}")
+            raise ValueError(f"its {name} must be {kind} from {low} to {high}, got {value!r:.99}")
         return value
 
     def strings(self, name: str) -> list[str]:
         """Return a field that must be an array of strings."""
         value = self.fields.get(name)
         if not isinstance(value, Strings):
-            raise ValueError(f"{name} must be an array of strings, got {value!r:.99}")
+            raise ValueError(f"its {name} must be an array of strings, got {value!r:.99}")
         return value.read()
 
     def token_id(self, name: str) -> int | None:
         """Return the id of a special token, such as "eos", or None if the file has none."""
         value = self.fields.get(f"tokenizer.ggml.{name}_token_id")
         if type(value) is not int and value is not None:
-            raise ValueError(
-                f"{self.path}: tokenizer.ggml.{name}_token_id must be an integer, got {value!r:.99}"
-            )
+            raise ValueError(f"its tokenizer.ggml.{name}_token_id must be an integer, got {value!r:.99}")
         return value
 
-    def config(self) -> Any:
-        """Return the transformers config of a family of decoder.py.
+    def read_config(self) -> Any:
+        """Return the model's transformers config. Checks its sizes against the file's tensors."""
+        with as_value_error(self.path):
+            config = self._known_config() if self.is_known else self._other_config()
+        check_fields(self.path, config)
+        with torch.device("meta"):
+            if self.is_known:
+                check_fit(Decoder(DecoderConfig.from_hf(config)), self.headers, self.path)
+                return config
+            with as_value_error(self.path):
+                auto: Any = AutoModelForCausalLM
+                needed = sum(parameter.numel() for parameter in auto.from_config(config).parameters())
+                held = sum(math.prod(tensor.shape) for tensor in self._tensors.values())
+                if needed > 2 * held:  # twice as many, because a tied head may be counted twice
+                    raise ValueError(f"its config describes {needed} weights, but it has {held}")
+        return config
 
-        Raises:
-            ValueError: a field is missing or invalid.
-            UnsupportedModelError: the file needs something that nanoengine does not support.
-        """
-        between, number = self._between, self._number
-        hidden_size, num_heads = (
-            between(1, MAX_SIZE, "embedding_length"),
-            between(1, MAX_SIZE, "attention.head_count"),
-        )
-        num_kv_heads = between(1, MAX_SIZE, "attention.head_count_kv", num_heads)
-        head_dim = between(2, MAX_SIZE, "attention.key_length", hidden_size // num_heads)
+    def _known_config(self) -> Any:
+        number = self._number
+        hidden_size, num_heads = number("embedding_length"), number("attention.head_count")
+        num_kv_heads = number("attention.head_count_kv", num_heads)
+        head_dim = number("attention.key_length", hidden_size // num_heads, 2)
         if head_dim % 2 or num_heads % num_kv_heads:
-            raise ValueError(
-                f"{self.path}: {num_heads} heads of {head_dim} on {num_kv_heads} KV heads are not possible"
-            )
+            raise ValueError(f"{num_heads} heads of {head_dim} on {num_kv_heads} KV heads are not possible")
         for name in ("attention.value_length", "rope.dimension_count"):
-            if number(name, head_dim) != head_dim:
+            if self._field(name, head_dim) != head_dim:
                 raise UnsupportedModelError(f"its {name} is not its head_dim, {head_dim}")
-        if number("attention.sliding_window", 0):
-            raise UnsupportedModelError("its file has sliding windows, and does not say in which layers")
+        if self._field("attention.sliding_window"):
+            raise UnsupportedModelError("it has sliding windows, but does not state in which layers")
         if "model.embed_tokens.weight" not in self.headers:
-            raise ValueError(f"{self.path} lacks tensor 'token_embd.weight'")
+            raise ValueError("it lacks tensor 'token_embd.weight'")
         config = getattr(transformers, FAMILIES[self.architecture])(
             vocab_size=self._tensors["token_embd.weight"].shape[0],
             hidden_size=hidden_size,
-            intermediate_size=between(1, MAX_SIZE, "feed_forward_length"),
+            intermediate_size=number("feed_forward_length"),
             num_hidden_layers=number("block_count"),
             num_attention_heads=num_heads,
             num_key_value_heads=num_kv_heads,
             head_dim=head_dim,
-            max_position_embeddings=between(1, MAX_SIZE, "context_length"),
-            rms_norm_eps=between(0.0, 1.0, "attention.layer_norm_rms_epsilon"),
+            max_position_embeddings=number("context_length"),
+            rms_norm_eps=number("attention.layer_norm_rms_epsilon", None, 0.0, 1.0),
             tie_word_embeddings="lm_head.weight" not in self.headers,
             attention_bias="model.layers.0.self_attn.q_proj.bias" in self.headers,
             mlp_bias="model.layers.0.mlp.gate_proj.bias" in self.headers,
@@ -327,83 +321,55 @@ class GGUFFile:
         return config
 
     def _rope(self, head_dim: int) -> dict[str, Any]:
-        rope = {
-            "rope_type": "default",
-            "rope_theta": float(self._between(2.0, 1e38, "rope.freq_base", 10000.0)),
-        }
+        theta = float(self._number("rope.freq_base", 10000.0, 2.0, 1e38))
+        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
         if DIVISORS in self._tensors:
-            divisors = self._floats(DIVISORS).tolist()
+            divisors = self._read(DIVISORS).tolist()
             if len(divisors) != head_dim // 2 or not all(0 < divisor < math.inf for divisor in divisors):
-                raise ValueError(f"{self.path}: {DIVISORS} must hold {head_dim // 2} positive numbers")
+                raise ValueError(f"its {DIVISORS} must hold {head_dim // 2} positive numbers")
             return rope | {"rope_type": "divided", "divisors": divisors}
-        kind = self.fields.get(f"{self.architecture}.rope.scaling.type", "none")
+        kind = self._field("rope.scaling.type", "none")
         if kind == "none":
             return rope
         if kind not in ("linear", "yarn"):
             raise UnsupportedModelError(f"its rope.scaling.type is {kind!r}")
-        rope |= {"rope_type": kind, "factor": float(self._between(1.0, 1e38, "rope.scaling.factor"))}
+        factor = float(self._number("rope.scaling.factor", None, 1.0, 1e38))
+        rope |= {"rope_type": kind, "factor": factor}
         if kind == "yarn":
-            original = self._between(1, MAX_SIZE, "rope.scaling.original_context_length")
-            rope["original_max_position_embeddings"] = original
+            rope["original_max_position_embeddings"] = self._number("rope.scaling.original_context_length")
         return rope
 
-    def check_others(self) -> None:
-        """Reject a file of another family if transformers would silently ignore its rope scaling.
-
-        Raises:
-            UnsupportedModelError: the rope is scaled. The message says how.
-        """
-        if self.fields.get(f"{self.architecture}.rope.scaling.type", "none") != "none":
-            raise UnsupportedModelError(
-                "its rope is scaled, which transformers does not read out of this file"
-            )
+    def _other_config(self) -> Any:
+        """Return transformers' config, unless transformers would silently ignore the file's rope scaling."""
+        if self._field("rope.scaling.type", "none") != "none":
+            raise UnsupportedModelError("its rope is scaled, which transformers does not read from this file")
         if any(name.startswith(("rope_freqs", "rope_factors")) for name in self._tensors):
             raise UnsupportedModelError("its rope is scaled by tensors, which transformers does not read")
-
-    @property
-    def num_weights(self) -> int:
-        """The number of weights in all tensors."""
-        return sum(math.prod(tensor.shape) for tensor in self._tensors.values())
+        return AutoConfig.from_pretrained(self.path.parent, gguf_file=self.path.name)
 
     def is_quantized(self, name: str) -> bool:
         """Return whether a weight is quantized."""
-        return name in self.headers and self._type_of(name) in READERS
-
-    def _type_of(self, name: str) -> str:
-        return str(self._tensors[self.headers[name].name].kind.name)
+        return name in self.headers and self._tensors[self.headers[name].name].kind.name in READERS
 
     def read(self, name: str) -> Tensor | Quantized:
         """Return a tensor."""
-        header, kind = self.headers[name], self._type_of(name)
-        assert header.shape is not None
-        weight: Tensor | Quantized
-        if kind in READERS:
-            layout, data = READERS[kind], self._bytes(header.name)
-            weight = layout.read(torch.from_numpy(data.reshape(header.shape[0], -1, layout.num_bytes)))
-        else:
-            weight = self._floats(header.name)
+        weight = self._read(self.headers[name].name)
         if self.architecture == "llama" and name.split(".")[-2] in ("q_proj", "k_proj"):
             return self._in_halves(weight, "_kv" if "k_proj" in name else "")
         return weight
 
-    def _bytes(self, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Return a copy of a tensor's bytes."""
-        _, _, start, num_bytes = self._tensors[name]
-        return np.frombuffer(self._data, np.uint8, num_bytes, start).copy()
-
-    def _floats(self, name: str) -> Tensor:
-        """Return a tensor as floats: unchanged if the file stores floats, else dequantized to float32."""
-        kind, shape, *_ = self._tensors[name]
-        data = self._bytes(name)
+    def _read(self, name: str) -> Any:
+        """Return a tensor by its own name: quantized, as the file's floats, or dequantized to float32."""
+        kind, shape, start, num_bytes = self._tensors[name]
+        data = np.frombuffer(self._data, np.uint8, num_bytes, start).copy()
         if kind.name in FLOATS:
             return torch.from_numpy(data).view(FLOATS[kind.name]).view(shape)
+        if kind.name in READERS:
+            return READERS[kind.name](torch.from_numpy(data).view(shape[0], -1, GGML_QUANT_SIZES[kind][1]))
         try:
-            floats = self._dequantize(data.reshape(*shape[:-1], -1), kind)
+            return torch.from_numpy(dequantize(data.reshape(*shape[:-1], -1), kind))
         except NotImplementedError:
-            raise ValueError(
-                f"{self.path}: tensor {name!r} is in {kind.name}, which gguf cannot convert"
-            ) from None
-        return torch.from_numpy(floats)
+            raise ValueError(f"{self.path}: gguf cannot read {kind.name}, the type of {name!r}") from None
 
     def _in_halves(self, weight: Tensor | Quantized, kind: str) -> Tensor | Quantized:
         """Return the rows of Q's or K's weight in transformers' order.
@@ -412,7 +378,7 @@ class GGUFFile:
         """
         num_rows = len(weight.integers if isinstance(weight, Quantized) else weight)
         heads = self._number(f"attention.head_count{kind}", self._number("attention.head_count"))
-        rows = torch.arange(num_rows).view(int(heads), -1, 2).transpose(1, 2).flatten()
+        rows = torch.arange(num_rows).view(heads, -1, 2).transpose(1, 2).flatten()
         if isinstance(weight, Quantized):
             integers, scales, zeros, bits = weight
             return Quantized(integers[rows], scales[rows], None if zeros is None else zeros[rows], bits)
@@ -432,13 +398,6 @@ def saved_name(name: str) -> str:
 
 
 # ---- Blocks of integers --------------------------------------------------------------------------
-
-
-class Layout(NamedTuple):
-    """Describes how a quantization type stores weights. A row is a sequence of blocks."""
-
-    num_bytes: int  # of a block
-    read: Callable[[Tensor], Quantized]  # blocks (N, blocks, bytes) uint8
 
 
 def _half(two_bytes: Tensor) -> Tensor:
@@ -532,42 +491,14 @@ def _q6_k(b: Tensor) -> Quantized:
     return _symmetric(numbers.char() - 32, scales, 8)
 
 
-READERS = {
-    "Q4_0": Layout(18, _q4_0),
-    "Q4_1": Layout(20, _q4_1),
-    "Q5_0": Layout(22, _q5_0),
-    "Q5_1": Layout(24, _q5_1),
-    "Q8_0": Layout(34, _q8_0),
-    "Q4_K": Layout(144, _q4_k),
-    "Q5_K": Layout(176, _q5_k),
-    "Q6_K": Layout(210, _q6_k),
+# Type -> a function from blocks (N, blocks, bytes) uint8 to the weight. A row is a sequence of blocks.
+READERS: dict[str, Callable[[Tensor], Quantized]] = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
 }
-
-
-def read_gguf_config(file: GGUFFile) -> Any:
-    """Return the config of a GGUF file. Checks its sizes against the file's tensors."""
-    path = file.path
-    try:
-        if file.is_known:
-            config = file.config()
-        else:
-            file.check_others()
-            config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-    except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"{path} cannot be served: {error}") from error
-    except Exception as error:
-        if file.is_known and isinstance(error, ValueError):
-            raise
-        raise ValueError(f"{path} ({file.architecture}) cannot be used: {error}") from error
-    check_fields(path, config)
-    with torch.device("meta"):
-        if file.is_known:
-            check_fit(Decoder(DecoderConfig.from_hf(config)), file.headers, path)
-        else:
-            with as_value_error(path):
-                auto: Any = AutoModelForCausalLM
-                model = auto.from_config(config)
-            # Allow twice as many, because a tied head may be counted twice here.
-            if sum(parameter.numel() for parameter in model.parameters()) > 2 * file.num_weights:
-                raise ValueError(f"{path} asks for more weights than the {file.num_weights} that it holds")
-    return config

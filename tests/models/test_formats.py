@@ -751,9 +751,9 @@ def test_a_gguf_file_that_is_not_sound_is_refused(tmp_path):
     whole = path.read_bytes()
     for length in (3, 100, len(whole) // 3, len(whole) - 1000):
         path.write_bytes(whole[:length])
-        refuse(path, "model.gguf is damaged or not a GGUF file")
+        refuse(path, "model.gguf cannot be loaded: (it ends at|tensor .* ends at|it starts with)")
     path.write_bytes(whole.replace(b"qwen3.block_count", b"qwen3.block_cQunt"))
-    refuse(path, "qwen3.block_count must be a number, got None")
+    refuse(path, "its qwen3.block_count must be an integer from 1 to .*, got None")
     path.write_bytes(whole.replace(b"blk.1.ffn_up.weight", b"blk.1.ffn_Up.weight"))
     refuse(path, r"lacks 1 tensors, the first is 'model.layers.1.mlp.up_proj.weight'")
     (tmp_path / "model.bin").write_bytes(whole)
@@ -766,15 +766,15 @@ def test_what_a_gguf_file_asks_for_and_is_not_served_is_refused_by_name(tmp_path
     path = tmp_path / "model.gguf"
     for fields, words in (
         ({"rope__scaling__type": "longrope"}, "its rope.scaling.type is 'longrope'"),
-        ({"attention__sliding_window": 32.0}, "its file has sliding windows"),
+        ({"attention__sliding_window": 32.0}, "it has sliding windows"),
         ({"rope__dimension_count": 16.0}, "its rope.dimension_count is not its head_dim, 32"),
     ):
         gguf_of(path, "Qwen3", "F32", "qwen3", **fields)
         refuse(path, words)
     gguf_of(path, "Llama", "F32", "gemma2", rope__scaling__type="linear")
-    refuse(path, "its rope is scaled, which transformers does not read out of this file")
+    refuse(path, "its rope is scaled, which transformers does not read from this file")
     gguf_of(path, "Llama", "F32", "never-heard-of")
-    refuse(path, r"model.gguf \(never-heard-of\) cannot be used")
+    refuse(path, "model.gguf cannot be loaded: .*never-heard-of")
 
 
 @pytest.mark.slow
