@@ -55,10 +55,8 @@ CASED_LETTERS = (  # without letters that were added to Unicode later
 
 def _by_case(end: str = "", but: str = "") -> str:
     """Return an expression for a word, or its part up to where the case changes from lower to upper."""
-    upper, lower = (
-        rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{but}]",
-        rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{but}]",
-    )
+    upper = rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{but}]"
+    lower = rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{but}]"
     return f"{START}{upper}*{lower}+{end}|{START}{upper}+{lower}*{end}"
 
 
@@ -151,23 +149,21 @@ def load_byte_level(file: GGUFFile) -> Any:
     """
     tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(file.strings("tokenizer.ggml.tokens"))]
     vocab = {token: i for i, token in enumerate(tokens)}
-    merges = []
-    for merge in file.strings("tokenizer.ggml.merges"):
-        left, space, right = merge[1:].partition(" ")
-        if not space:
-            raise ValueError(f"the merge {merge!r} has one part, not two")
-        merges.append((merge[0] + left, right))
     if len(vocab) < len(tokens):
-        raise ValueError(f"{len(tokens) - len(vocab)} of its tokens are there twice")
+        raise ValueError(f"it has {len(tokens) - len(vocab)} tokens twice")
+    merges = []
+    for merge in file.strings(
+        "tokenizer.ggml.merges"
+    ):  # llama.cpp looks for a space after the first character
+        left, _, right = merge[1:].partition(" ")
+        merges.append((merge[:1] + left, right))
     fields = file.fields
     name = str(fields.get("tokenizer.ggml.pre"))
     if name in NOT_BYTE_LEVEL:
-        raise ValueError(f"its pre-tokenizer, {name!r}, is not supported")
+        raise ValueError(f"its pre-tokenizer {name!r} is not supported")
     if name not in SPLITS:
-        logging.getLogger(__name__).warning(
-            "%s: its pre-tokenizer, %r, is unknown, so that its tokens may be wrong; give tokenizer=...",
-            *(file.path, name),
-        )
+        message = "%s: the pre-tokenizer %r is unknown, so tokens may be wrong; give tokenizer=..."
+        logging.getLogger(__name__).warning(message, file.path, name)
         name = "default"
     try:
         backend = Tokenizer(BPE(vocab, merges, ignore_merges=name in IGNORE_MERGES))
@@ -178,13 +174,11 @@ def load_byte_level(file: GGUFFile) -> Any:
     types = fields.get("tokenizer.ggml.token_type")
     if not isinstance(types, np.ndarray) or len(types) != len(tokens):
         raise ValueError("tokenizer.ggml.token_type must be an array with a number for each token")
-    for kinds, special in (((UNKNOWN, CONTROL), True), ((USER_DEFINED,), False)):
-        backend.add_tokens(
-            [
-                AddedToken(tokens[i], normalized=False, special=special)
-                for i in np.flatnonzero(np.isin(types, kinds))
-            ]
-        )
+    added_tokens = [
+        AddedToken(tokens[i], normalized=False, special=bool(types[i] != USER_DEFINED))
+        for i in np.flatnonzero(np.isin(types, (UNKNOWN, CONTROL, USER_DEFINED)))
+    ]
+    backend.add_tokens(added_tokens)
     special_tokens = {}
     for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         token_id = file.token_id(theirs)
@@ -195,13 +189,9 @@ def load_byte_level(file: GGUFFile) -> Any:
         is_added = fields.get(f"tokenizer.ggml.add_{end}_token", default)
         token = special_tokens.get(f"{end}_token")
         added[end] = [token] if is_added and token is not None else []
-    if added["bos"] or added["eos"]:
-        parts = [[*added["bos"], f"${text}", *added["eos"]] for text in "AB"]
-        backend.post_processor = TemplateProcessing(
-            single=parts[0],
-            pair=[*parts[0], *parts[1]],
-            special_tokens=[(token, vocab[token]) for token in dict.fromkeys(added["bos"] + added["eos"])],
-        )
+    single, second = ([*added["bos"], f"${text}", *added["eos"]] for text in "AB")
+    ids = {(token, vocab[token]) for token in added["bos"] + added["eos"]}
+    backend.post_processor = TemplateProcessing(single=single, pair=single + second, special_tokens=[*ids])
     template = fields.get("tokenizer.chat_template")
     tokenizer_class: Any = PreTrainedTokenizerFast  # its __init__ is untyped
     return tokenizer_class(
@@ -219,10 +209,9 @@ def load_gguf_tokenizer(file: GGUFFile) -> Any:
     try:
         if file.fields.get("tokenizer.ggml.model") == "gpt2":
             return load_byte_level(file)
-        if any(len(token) > MAX_TOKEN_LENGTH for token in file.strings("tokenizer.ggml.tokens")):
+        if max(map(len, file.strings("tokenizer.ggml.tokens"))) > MAX_TOKEN_LENGTH:
             raise ValueError(f"a token is longer than {MAX_TOKEN_LENGTH} characters")
         return AutoTokenizer.from_pretrained(file.path.parent, gguf_file=file.path.name)
     except Exception as error:
-        raise ValueError(
-            f"the tokenizer in {file.path} cannot be used: {error}; give tokenizer=..."
-        ) from error
+        message = f"the tokenizer in {file.path} cannot be used: {error}; give tokenizer=..."
+        raise ValueError(message) from error

@@ -173,7 +173,7 @@ def test_a_named_pre_tokenizer_splits_where_its_models_do(pre):
 def test_a_pre_tokenizer_that_is_not_known_is_warned_of(pre, vocabulary, tmp_path, caplog):
     path = tmp_path / "model.gguf"
     assert len(tokenizer_of(path, vocabulary, pre)("12345").input_ids) > 1
-    assert f"{path}: its pre-tokenizer, '{pre}', is unknown" in caplog.text
+    assert f"{path}: the pre-tokenizer '{pre}' is unknown" in caplog.text
     caplog.clear()
     tokenizer_of(path, vocabulary, "default")
     assert not caplog.text
