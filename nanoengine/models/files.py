@@ -30,7 +30,7 @@ class TensorHeader(NamedTuple):
     file: Path
     name: str  # in the file
     dtype: str  # safetensors' name: F32, BF16, I64, ...
-    shape: tuple[int, ...] | None  # None: known only once the tensor is read
+    shape: tuple[int, ...] | None  # None: a quantized weight's, known only once it is read
 
 
 class Reader(Protocol):
@@ -112,7 +112,7 @@ class Files:
                 elif not part.is_optional:
                     raise ValueError(f"{self.path} lacks tensor {base + part.end!r}, which {name!r} needs")
             self._parts[f"{base}weight"] = parts
-            headers[f"{base}weight"] = header._replace(dtype="F32", shape=weight_format.shape(header.shape))
+            headers[f"{base}weight"] = header._replace(dtype="F32", shape=None)
         if not self._parts:
             raise ValueError(f"{self.path}: config.json says {weight_format.name}, but no weight is")
         for name in [name for name in headers if name.rpartition(".")[2] in weight_format.unused]:

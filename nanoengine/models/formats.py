@@ -37,28 +37,26 @@ class Format(NamedTuple):
 
     name: str  # shown to the user
     parts: tuple[Part, ...]  # a weight that has the first part is quantized
-    # Returns a weight's shape (N, I), given its first part's shape; None: the shape is in another part.
-    shape: Callable[[Any], tuple[int, ...] | None]
-    # Returns a weight, given its parts. May raise any error if the parts do not fit each other.
+    # Returns a weight (N, I), given its parts. May raise any error if the parts do not fit each other.
     read: Callable[[Tensors], Quantized | Tensor]
     unused: tuple[str, ...] = ()  # ends of tensors that are ignored: scales of activations
 
 
 def choose_format(stated: dict[str, Any]) -> Format | None:
-    """Return the format for a config's `quantization_config`, or None if this file does not read the format.
+    """Return the format for a config's `quantization_config`, or None if this file does not read it.
 
     Raises:
-        ValueError: the format is read here, but not with these settings. The message says why.
+        ValueError: the format is read here, but not with these settings.
     """
     maker = FORMATS.get(str(stated.get("quant_method")))
     return maker(stated) if maker is not None else None
 
 
-def _asked(stated: dict[str, Any], field: str, default: Any, served: tuple[Any, ...]) -> Any:
-    """Return a field's value. Raises ValueError if the value is not one of those supported."""
+def _one_of(stated: dict[str, Any], field: str, default: Any, supported: tuple[Any, ...]) -> Any:
+    """Return a field's value. Raises ValueError if the value is not supported."""
     value = stated.get(field, default)
-    if isinstance(value, (list, dict)) or value not in served:
-        raise ValueError(f"its {field} is {value!r}; served are {', '.join(map(str, served))}")
+    if value not in supported:
+        raise ValueError(f"its {field} is {value!r}; supported: {', '.join(map(str, supported))}")
     return value
 
 
@@ -66,7 +64,7 @@ def _group_size(stated: dict[str, Any]) -> set[Block]:
     """Return the block that shares a scale, or an empty set if the config does not state its group_size."""
     size = stated.get("group_size")
     if size is not None and (type(size) is not int or not (size == -1 or size > 0)):
-        raise ValueError(f"its group_size is {size!r}; served are -1 and numbers above 0")
+        raise ValueError(f"its group_size is {size!r}; supported: -1 and numbers above 0")
     return set() if size is None else {(1, None if size == -1 else size)}
 
 
@@ -76,11 +74,8 @@ def _group_size(stated: dict[str, Any]) -> set[Block]:
 def _places(shape: torch.Size, scales: torch.Size, blocks: set[Block]) -> tuple[Tensor, Tensor]:
     """Return the row of the scales for each output, (N,), and the column for each input, (I,).
 
-    Args:
-        shape: the weight's shape, (N, I).
-        scales: the scales' shape.
-        blocks: the blocks that the config states. The last block of a row or column may be smaller. If this
-            is empty, all blocks have the same size.
+    `shape` is the weight's, `scales` the scales'. `blocks` are those that the config states: the last block
+    of a row or column may be smaller. If there are none, all blocks have the same size.
 
     Raises:
         ValueError: the scales' shape does not fit exactly one of the blocks.
@@ -94,9 +89,7 @@ def _places(shape: torch.Size, scales: torch.Size, blocks: set[Block]) -> tuple[
             if scales == (-(-shape[0] // rows), -(-shape[1] // columns)):
                 fitting.add((rows, columns))
     if len(fitting) != 1:
-        stated = " or ".join(
-            f"blocks of {'all' if n is None else n} x {'all' if m is None else m}" for n, m in blocks
-        )
+        stated = " or ".join(f"blocks of {n or 'all'} x {m or 'all'}" for n, m in blocks)
         raise ValueError(
             f"scales of shape {tuple(scales)} do not fit {tuple(shape)} weights in {stated or 'equal blocks'}"
         )
@@ -117,9 +110,7 @@ def _integers(
     `groups`, (I,), is the group of each input, if the checkpoint states it. The weight is dequantized unless
     its groups are consecutive inputs, all of one size.
     """
-    scales = scales.float().reshape(1, 1) if scales.numel() == 1 else scales.float()
-    if zeros is not None:
-        zeros = zeros.reshape(1, 1).float() if zeros.numel() == 1 else zeros.float()
+    scales, zeros = _as_matrix(scales), None if zeros is None else _as_matrix(zeros)
     if zeros is not None and zeros.shape != scales.shape:
         raise ValueError(f"scales of shape {tuple(scales.shape)} do not fit {tuple(zeros.shape)} zeros")
     num_inputs = integers.shape[1]
@@ -139,8 +130,12 @@ def _integers(
     return (integers - (0.0 if zeros is None else zeros[:, groups])) * scales[:, groups]
 
 
+def _as_matrix(scales: Tensor) -> Tensor:
+    return scales.float().reshape(1, 1) if scales.numel() == 1 else scales.float()
+
+
 def _floats(weight: Tensor, scales: Tensor, blocks: set[Block]) -> Tensor:
-    scales = scales.float().reshape(1, 1) if scales.numel() == 1 else scales.float()
+    scales = _as_matrix(scales)
     rows, columns = _places(weight.shape, scales.shape, blocks)
     return weight.float() * scales[rows][:, columns]
 
@@ -159,8 +154,8 @@ def unpack(words: Tensor, bits: int) -> Tensor:
 
 
 def _gptq(stated: dict[str, Any]) -> Format:
-    bits = _asked(stated, "bits", 4, (4, 8))
-    is_first_version = _asked(stated, "checkpoint_format", "gptq", ("gptq", "gptq_v2")) == "gptq"
+    bits = _one_of(stated, "bits", 4, (4, 8))
+    is_first_version = _one_of(stated, "checkpoint_format", "gptq", ("gptq", "gptq_v2")) == "gptq"
     if stated.get("dynamic"):
         raise ValueError("it has settings of their own for some layers (dynamic)")
     blocks, middle = _group_size(stated), 1 << (bits - 1)
@@ -173,12 +168,12 @@ def _gptq(stated: dict[str, Any]) -> Format:
 
     words = ("I32",)
     parts = Part("qweight", words), Part("qzeros", words), Part("scales", FLOATS), Part("g_idx", words, True)
-    return Format("gptq", parts, lambda shape: (shape[1], shape[0] * 32 // bits), read)
+    return Format("gptq", parts, read)
 
 
 def _awq(stated: dict[str, Any]) -> Format:
-    _asked(stated, "bits", 4, (4,))
-    _asked(stated, "version", "gemm", ("gemm", "GEMM"))
+    _one_of(stated, "bits", 4, (4,))
+    _one_of(stated, "version", "gemm", ("gemm", "GEMM"))
     blocks = _group_size(stated)
 
     def in_order(words: Tensor) -> Tensor:
@@ -189,7 +184,7 @@ def _awq(stated: dict[str, Any]) -> Format:
         return _integers(numbers - 8, zeros - 8, tensors["scales"].T, 4, blocks)
 
     parts = Part("qweight", ("I32",)), Part("qzeros", ("I32",)), Part("scales", FLOATS)
-    return Format("awq", parts, lambda shape: (shape[1] * 8, shape[0]), read)
+    return Format("awq", parts, read)
 
 
 # ---- compressed-tensors and fp8 ------------------------------------------------------------------
@@ -200,17 +195,13 @@ def _block_of(weights: dict[str, Any]) -> Block | None:
     strategy, size, block = (weights.get(name) for name in ("strategy", "group_size", "block_structure"))
     if strategy is None and size is not None:
         strategy = "channel" if size == -1 else "group"
-    match strategy, size, block:
-        case None, _, _:
-            return None
-        case "tensor", _, _:
-            return None, None
-        case "channel", _, _:
-            return 1, None
-        case "group", int(), _ if size > 0:
-            return 1, size
-        case "block", _, _:
-            return _block_size(block, "block_structure")
+    if strategy == "block":
+        return _block_size(block, "block_structure")
+    if strategy == "group" and isinstance(size, int) and size > 0:
+        return 1, size
+    for name, shared in ((None, None), ("tensor", (None, None)), ("channel", (1, None))):
+        if strategy == name:
+            return shared
     raise ValueError(f"its weights' strategy is {strategy!r}, of group_size {size!r}")
 
 
@@ -222,16 +213,16 @@ def _block_size(block: Any, field: str) -> Block:
 
 def _compressed(stated: dict[str, Any]) -> Format:
     formats = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
-    kind = _asked(stated, "format", None, formats)
+    kind = _one_of(stated, "format", None, formats)
     if (stated.get("sparsity_config") or {}).get("format", "dense") != "dense":
         raise ValueError("it has a sparsity_config")
     if (stated.get("transform_config") or {}).get("config_groups"):
         raise ValueError("it has a transform_config")
     weights = [(group or {}).get("weights") or {} for group in (stated.get("config_groups") or {}).values()]
     all_bits: set[Any] = {one.get("num_bits") for one in weights}
-    served = (4, 8) if kind == "pack-quantized" else (8,)
-    if len(all_bits) != 1 or not all_bits <= set(served):
-        raise ValueError(f"its weights' num_bits are {all_bits}; served are {', '.join(map(str, served))}")
+    supported = {4, 8} if kind == "pack-quantized" else {8}
+    if len(all_bits) != 1 or not all_bits <= supported:
+        raise ValueError(f"its weights' num_bits are {all_bits}; supported: one of {supported}")
     (bits,) = all_bits
     if kind == "naive-quantized":
         kind = "float-quantized" if weights[0].get("type") == "float" else "int-quantized"
@@ -253,30 +244,27 @@ def _compressed(stated: dict[str, Any]) -> Format:
         return _integers(integers, zeros, tensors["weight_scale"], bits, blocks, groups)
 
     def read_plain(tensors: Tensors) -> Quantized | Tensor:
-        weight, scales, zeros = (tensors.get(f"weight{end}") for end in ("", "_scale", "_zero_point"))
-        assert weight is not None
-        assert scales is not None
+        weight, scales, zeros = tensors["weight"], tensors["weight_scale"], tensors.get("weight_zero_point")
         if kind == "int-quantized":
             return _integers(weight, zeros, scales, 8, blocks)
         if zeros is not None and zeros.any():
-            raise ValueError("it has a zero point of floats")
+            raise ValueError("its floats have a zero point")
         return _floats(weight, scales, blocks)
 
     name = "compressed-tensors"
     unused = "input_scale", "input_zero_point", "output_scale", "k_scale", "v_scale"
     if kind == "pack-quantized":
         parts = (
-            *(
-                Part("weight_packed", ("I32",)),
-                Part("weight_scale", FLOATS),
-                Part("weight_shape", ("I64", "I32")),
-            ),
-            *(Part("weight_zero_point", ("I32", "I8"), True), Part("weight_g_idx", ("I32",), True)),
+            Part("weight_packed", ("I32",)),
+            Part("weight_scale", FLOATS),
+            Part("weight_shape", ("I64", "I32")),
+            Part("weight_zero_point", ("I32", "I8"), True),
+            Part("weight_g_idx", ("I32",), True),
         )
-        return Format(name, parts, lambda _: None, read_packed, unused)
+        return Format(name, parts, read_packed, unused)
     stored = "I8" if kind == "int-quantized" else "F8_E4M3"
     parts = Part("weight", (stored,)), Part("weight_scale", FLOATS), Part("weight_zero_point", ("I8",), True)
-    return Format(name, parts, lambda shape: shape, read_plain, unused)
+    return Format(name, parts, read_plain, unused)
 
 
 def _fp8(stated: dict[str, Any]) -> Format:
@@ -287,7 +275,7 @@ def _fp8(stated: dict[str, Any]) -> Format:
         return _floats(tensors["weight"], tensors["weight_scale_inv"], blocks)
 
     parts = Part("weight", ("F8_E4M3",)), Part("weight_scale_inv", (*FLOATS, "F8_E8M0"))
-    return Format("fp8", parts, lambda shape: shape, read, ("activation_scale", "input_scale"))
+    return Format("fp8", parts, read, ("activation_scale", "input_scale"))
 
 
 # ---- bitsandbytes --------------------------------------------------------------------------------
@@ -298,14 +286,13 @@ def _bitsandbytes(stated: dict[str, Any]) -> Format:
     if stated.get("load_in_8bit") or stated.get("_load_in_8bit"):
 
         def read_8_bits(tensors: Tensors) -> Quantized | Tensor:
-            if "weight_format" in tensors and tensors["weight_format"].any():
-                found = tensors["weight_format"].tolist()
-                raise ValueError(f"weight_format is {found}; served is 0, rows one after the other")
+            if (order := tensors.get("weight_format")) is not None and order.any():
+                raise ValueError(f"weight_format is {order.tolist()}; supported: 0, row by row")
             return _integers(tensors["weight"], None, tensors["SCB"].unsqueeze(1) / 127, 8, {(1, None)})
 
         parts = Part("weight", ("I8",)), Part("SCB", ("F32",)), Part("weight_format", ("U8",), True)
-        return Format("bitsandbytes", parts, lambda shape: shape, read_8_bits)
-    kind = _asked(stated, "bnb_4bit_quant_type", "fp4", ("nf4", "fp4"))
+        return Format("bitsandbytes", parts, read_8_bits)
+    kind = _one_of(stated, "bnb_4bit_quant_type", "fp4", ("nf4", "fp4"))
     state_end = f"weight.quant_state.bitsandbytes__{kind}"
 
     def read(tensors: Tensors) -> Tensor:
@@ -324,11 +311,14 @@ def _bitsandbytes(stated: dict[str, Any]) -> Format:
         return (values * _spread(scales, state["blocksize"], size)).view(state["shape"])
 
     parts = (
-        *(Part("weight", ("U8",)), Part("weight.absmax", ("F32", "U8")), Part("weight.quant_map", ("F32",))),
-        *(Part("weight.nested_absmax", ("F32",), True), Part("weight.nested_quant_map", ("F32",), True)),
+        Part("weight", ("U8",)),
+        Part("weight.absmax", ("F32", "U8")),
+        Part("weight.quant_map", ("F32",)),
+        Part("weight.nested_absmax", ("F32",), True),
+        Part("weight.nested_quant_map", ("F32",), True),
         Part(state_end, ("U8",)),
     )
-    return Format("bitsandbytes", parts, lambda _: None, read)
+    return Format("bitsandbytes", parts, read)
 
 
 def _spread(scales: Tensor, block: Any, count: int) -> Tensor:

@@ -153,7 +153,7 @@ def _source(name: str, files: Reader) -> str:
 
 
 def _read(files: Reader, name: str, shape: tuple[int, ...]) -> Tensor | Quantized:
-    """Return a tensor, and check its shape: some formats' headers do not state it."""
+    """Return a tensor, and check its shape: the header of a quantized weight does not state it."""
     weight = files.read(name)
     found = tuple((weight.integers if isinstance(weight, Quantized) else weight).shape)
     if found != shape:

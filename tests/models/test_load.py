@@ -415,7 +415,7 @@ def test_unsupported_quantization_is_refused_by_name(copy, scheme, impl):
     ("file", "content", "words"),
     [
         ("quantize_config.json", {"bits": 4, "group_size": 128}, "config.json says gptq, but no"),
-        ("quantize_config.json", {"bits": 3}, "quantized with gptq, and its bits is 3; served are 4, 8"),
+        ("quantize_config.json", {"bits": 3}, "quantized with gptq, and its bits is 3; supported: 4, 8"),
         (
             "hf_quant_config.json",
             {"quantization": {"quant_algo": "NVFP4"}},
