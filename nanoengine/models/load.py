@@ -14,21 +14,14 @@ from xxhash import xxh3_128
 from nanoengine.backends.quantized import Pack, PackedEmbedding, Quantized, floats
 from nanoengine.config import EngineConfig
 from nanoengine.models.checkpoint import Checkpoint
-from nanoengine.models.decoder import Decoder, DecoderConfig
+from nanoengine.models.decoder import Decoder
 from nanoengine.models.files import Reader
-from nanoengine.models.names import (
-    TIED_TO,
-    MisfitError,
-    check_fit,
-    destinations,
-    saved_names,
-)
+from nanoengine.models.names import TIED_TO, MisfitError, check_fit, destinations, saved_names
 from nanoengine.optional import load
 
 if TYPE_CHECKING:  # at run time each is imported only for a model that needs it
     from nanoengine.models.hf import HFModel
     from nanoengine.models.lora import Adapter
-    from nanoengine.models.pooling import Pooling
     from nanoengine.models.shard import Shard
 
 
@@ -45,35 +38,32 @@ def load_model(
 ) -> "Decoder | HFModel":
     """Build the model and fill every parameter from the checkpoint, or at random (load_format "dummy").
 
-    A shard is the part of a decoder that one rank holds. Only that part is read. `pack` turns quantized
-    weights into layers. It returns None if the device has no such layer.
+    A shard is the part of a decoder that one rank holds. `pack` turns quantized weights into layers. It
+    returns None if the device has no such layer.
 
     Raises:
         ValueError: a tensor is missing, unexpected or of the wrong shape, a file is damaged, or the
             model is not supported.
     """
-    if checkpoint.decoder_config is None:
-        return _load_hf(checkpoint, config, dtype, device, max_model_len, pack)
-    try:
-        decoder_config = checkpoint.decoder_config
-        return _load_decoder(checkpoint, decoder_config, config, dtype, device, max_model_len, shard, pack)
-    except MisfitError as misfit:
-        if config.model_impl not in ("auto", "vllm") or shard is not None:
-            raise
-        try:  # transformers accepts more names for the same tensors
-            return _load_hf(checkpoint, config, dtype, device, max_model_len, pack)
-        except ValueError:
-            raise misfit from None
-
-
-def _load_hf(checkpoint: Checkpoint, *settings: Any) -> "HFModel":
+    misfit = None
+    if checkpoint.decoder_config is not None:
+        try:
+            return _load_decoder(checkpoint, config, dtype, device, max_model_len, shard, pack)
+        except MisfitError as error:
+            if config.model_impl not in ("auto", "vllm") or shard is not None:
+                raise
+            misfit = error
     load_hf = load("models.hf", f"a model of type {checkpoint.architecture}").load_hf
-    return load_hf(checkpoint, *settings)  # type: ignore[no-any-return]
+    try:  # transformers accepts more names for the same tensors
+        return load_hf(checkpoint, config, dtype, device, max_model_len, pack)  # type: ignore[no-any-return]
+    except ValueError:
+        if misfit is None:
+            raise
+        raise misfit from None
 
 
 def _load_decoder(
     checkpoint: Checkpoint,
-    decoder_config: DecoderConfig,
     config: EngineConfig,
     dtype: torch.dtype,
     device: torch.device,
@@ -81,14 +71,17 @@ def _load_decoder(
     shard: "Shard | None",
     pack: Pack,
 ) -> Decoder:
+    decoder_config, pooling = checkpoint.decoder_config, checkpoint.pooling
+    assert decoder_config is not None
     with torch.device("meta"):
         model = whole = Decoder(decoder_config).to(dtype)
-        if checkpoint.pooling is not None:
-            model.set_submodule("lm_head", _pooling_head(checkpoint.pooling, decoder_config).to(dtype))
+        if pooling is not None:
+            num_labels = len(pooling.labels)
+            head = nn.Linear(decoder_config.hidden_size, num_labels, False) if num_labels else nn.Identity()
+            model.set_submodule("lm_head", head.to(dtype))
         if shard is not None:
             model = Decoder(shard.config).to(dtype)
-    is_dummy = config.load_format == "dummy"
-    files = None if is_dummy else checkpoint.open_files()
+    files = None if config.load_format == "dummy" else checkpoint.open_files()
     adapter: Adapter | None = None
     if config.lora is not None:
         adapter = load("models.lora", "lora").Adapter(Path(config.lora))
@@ -114,13 +107,6 @@ def _load_decoder(
         model.lm_head.weight = model.embed_tokens.weight
     model.build_rope_table(max_model_len)
     return model
-
-
-def _pooling_head(pooling: "Pooling", config: DecoderConfig) -> nn.Module:
-    """Return the head of a pooling model: a linear layer for a classifier, the identity for embeddings."""
-    if not pooling.labels:
-        return nn.Identity()
-    return nn.Linear(config.hidden_size, len(pooling.labels), bias=False)
 
 
 def _fill_at_random(model: Decoder, seed: int) -> None:
@@ -164,7 +150,7 @@ def _read(files: Reader, name: str, shape: tuple[int, ...]) -> Tensor | Quantize
 def _find_quantized(model: Decoder, files: Reader, changed: set[str]) -> dict[str, list[str]]:
     """Return the layers with quantized weights in the files, and the names of these weights there.
 
-    These layers lose their weight parameters, so that no memory is allocated for them. Layers that an adapter
+    These layers lose their weight parameters, so no memory is allocated for them. Layers that an adapter
     changes are left out: their weights are dequantized.
     """
     quantized = {}
@@ -193,10 +179,9 @@ def _fill_quantized(
         layer: Any = model.get_submodule(path)
         new = made.get(tuple(names))
         if new is None:
-            parts = [_read(files, name, shapes[name]) for name in names]
-            integers = [part for part in parts if isinstance(part, Quantized)]
-            if len(integers) == len(parts):
-                new = pack(Quantized.cat(integers), getattr(layer, "bias", None), dtype)
+            parts: Any = [_read(files, name, shapes[name]) for name in names]
+            if all(isinstance(part, Quantized) for part in parts):
+                new = pack(Quantized.cat(parts), getattr(layer, "bias", None), dtype)
             if new is None:
                 weight = torch.cat([floats(part, dtype) for part in parts]).to(model.norm.weight.device)
                 new = nn.Parameter(weight, requires_grad=False)

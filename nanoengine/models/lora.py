@@ -10,8 +10,7 @@ DoRA, https://arxiv.org/abs/2402.09353; peft/tuners/lora for the files.
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
-from functools import partial
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +33,8 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "use_bdlora": (None,),
     "arrow_config": (None,),
     "kasa_config": (None,),
-    "init_lora_weights": (
-        None,
-        True,
-        False,
-        "gaussian",
-        "orthogonal",
-        "eva",
-    ),  # others change the base weights too
+    # The others change the base weights too.
+    "init_lora_weights": (None, True, False, "gaussian", "orthogonal", "eva"),
 }
 
 
@@ -60,11 +53,11 @@ class Adapter:
         config_path, file = path / "adapter_config.json", path / "adapter_model.safetensors"
         for one in (config_path, file):
             if not one.is_file():
-                raise ValueError(f"lora must be a directory of a PEFT adapter: {path} holds no {one.name}")
+                raise ValueError(f"lora must be the directory of a PEFT adapter: {path} has no {one.name}")
         self.config = read_json(config_path)
-        for field, served in PLAIN.items():
-            if (value := self.config.get(field)) not in served:
-                raise ValueError(f"{config_path}: {field}={value!r} is not served")
+        for field, supported in PLAIN.items():
+            if (value := self.config.get(field)) not in supported:
+                raise ValueError(f"{config_path}: {field}={value!r} is not supported")
         tensors = open_tensors(file)
         self._bases: dict[str, Tensor] = {}  # name -> the base weight or bias of an adapted layer
         self._parts: dict[str, dict[str, Tensor]] = {}  # name -> its A, B and magnitude_vector
@@ -116,36 +109,8 @@ class Adapter:
             )
         return float(alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank))
 
-    def changes(
-        self, shapes: Mapping[str, tuple[int, ...]], tied: Collection[str] = ()
-    ) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
-        """Yield the name of each changed weight, and a function from the old float32 weight to the new one.
-
-        Args:
-            shapes: the shapes of the model's weights.
-            tied: names that shared one weight before it was untied.
-
-        Raises:
-            ValueError: the adapter changes a weight that the model does not have, or a shape does not fit.
-        """
-        if missing := sorted(self.names() - shapes.keys()):
-            raise ValueError(f"{self.path} changes {missing[0]!r}, which the model does not have by itself")
-        for tensors in self._bases, self._whole:
-            for name, tensor in tensors.items():
-                if tuple(tensor.shape) != shapes[name]:
-                    raise ValueError(
-                        f"{self.path}: {name!r} has shape {tuple(tensor.shape)}, not {shapes[name]}"
-                    )
-        for name, tensor in self._bases.items():
-            for same in tied if name in tied else [name]:
-                yield same, partial(_replace, tensor)
-        for name, parts in self._parts.items():
-            yield name, self._added(name, parts, shapes[name])
-        for name, tensor in self._whole.items():
-            yield name, partial(_replace, tensor)
-
     @torch.no_grad()
-    def merge(self, weights: Mapping[str, Tensor], tied: Collection[str] = ()) -> None:
+    def merge(self, weights: Mapping[str, Tensor], tied: Collection[str]) -> None:
         """Change a model's weights, or views of them, in place. Changes are computed in float32.
 
         Args:
@@ -153,16 +118,25 @@ class Adapter:
             tied: names that shared one weight before it was untied.
 
         Raises:
-            ValueError: the adapter does not fit.
+            ValueError: the adapter changes a weight that the model does not have, or a shape does not fit.
         """
-        shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
-        for name, change in self.changes(shapes, tied):
-            weights[name].copy_(change(weights[name].float()))
+        if missing := sorted(self.names() - weights.keys()):
+            raise ValueError(f"{self.path} changes {missing[0]!r}, which the model does not have by itself")
+        for name, tensor in (*self._bases.items(), *self._whole.items()):
+            if tensor.shape != weights[name].shape:
+                found, expected = tuple(tensor.shape), tuple(weights[name].shape)
+                raise ValueError(f"{self.path}: {name!r} has shape {found}, not {expected}")
+        for name, tensor in self._bases.items():
+            for same in tied if name in tied else [name]:
+                weights[same].copy_(tensor)
+        for name, parts in self._parts.items():
+            weights[name].copy_(self._added(name, parts, weights[name].float()))
+        for name, tensor in self._whole.items():
+            weights[name].copy_(tensor)
 
-    def _added(
-        self, name: str, parts: dict[str, Tensor], shape: tuple[int, ...]
-    ) -> Callable[[Tensor], Tensor]:
-        is_embedding = "embedding_A" in parts or "embedding_B" in parts
+    def _added(self, name: str, parts: dict[str, Tensor], weight: Tensor) -> Tensor:
+        """Return a weight with the adapter's change."""
+        is_embedding, shape = "embedding_A" in parts or "embedding_B" in parts, tuple(weight.shape)
         ends = ["embedding_B", "embedding_A"] if is_embedding else ["A", "B"]
         if parts.keys() - {"magnitude_vector"} != {*ends}:
             raise ValueError(f"{self.path} lacks one of lora_{min(ends)} and lora_{max(ends)} of {name!r}")
@@ -177,20 +151,12 @@ class Adapter:
             found = f"{tuple(b.shape)} and {tuple(a.shape)}"
             raise ValueError(f"{self.path}: {found} do not make {name!r} of shape {shape}")
         scaling = self.scaling(name.removesuffix(".weight"), len(a))
+        weight = weight + scaling * (b @ a).to(weight.device)
+        if magnitude is None:
+            return weight
         dim = 0 if is_embedding else 1  # DoRA rescales an embedding's columns, else rows
-        if magnitude is not None and tuple(magnitude.shape) != (shape[1 - dim],):
+        if tuple(magnitude.shape) != (shape[1 - dim],):
             found = f"lora_magnitude_vector of shape {tuple(magnitude.shape)}"
             raise ValueError(f"{self.path}: {found} does not fit {name!r} of shape {shape}")
-
-        def change(weight: Tensor) -> Tensor:
-            weight = weight + scaling * (b @ a).to(weight.device)
-            if magnitude is None:
-                return weight
-            lengths: Tensor = magnitude.to(weight.device).float() / torch.linalg.norm(weight, dim=dim)
-            return weight * lengths.unsqueeze(dim)
-
-        return change
-
-
-def _replace(tensor: Tensor, _: Tensor) -> Tensor:
-    return tensor
+        lengths: Tensor = magnitude.to(weight.device).float() / torch.linalg.norm(weight, dim=dim)
+        return weight * lengths.unsqueeze(dim)

@@ -915,16 +915,16 @@ def test_an_adapter_that_is_not_plain_or_does_not_fit_is_refused(tmp_path):
         with pytest.raises(ValueError, match=words):
             LLM(str(tmp_path / "base"), lora=path, num_kv_blocks=4)
 
-    refuse_adapter(r"lora must be a directory of a PEFT adapter: .* holds no adapter_config.json")
+    refuse_adapter(r"lora must be the directory of a PEFT adapter: .* has no adapter_config.json")
     adapter_of(model, path, ADAPTERS["attention"])
     config_path, file = path / "adapter_config.json", path / "adapter_model.safetensors"
     config, tensors = json.loads(config_path.read_text()), load_file(file)
     first = next(name for name in tensors if name.endswith("0.self_attn.q_proj.lora_A.weight"))
     for change, words in (
         ({"use_dora": True}, "use_dora=True, and no magnitude vector of 'model.layers.0.self_attn"),
-        ({"lora_bias": True}, "lora_bias=True is not served"),
-        ({"peft_type": "LOHA"}, "peft_type='LOHA' is not served"),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' is not served"),
+        ({"lora_bias": True}, "lora_bias=True is not supported"),
+        ({"peft_type": "LOHA"}, "peft_type='LOHA' is not supported"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' is not supported"),
         ({"r": 5}, "q_proj has rank 4, the config says 5"),
         ({"lora_alpha": "x"}, "alpha 'x'"),
     ):
