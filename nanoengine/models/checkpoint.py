@@ -68,7 +68,7 @@ class Checkpoint:
             ValueError: a file is missing or damaged.
         """
         if _is_gguf(self.path):
-            return open_gguf(self.path)
+            return _open_gguf(self.path)
         weight_format = None
         if self.quantization is not None:
             weight_format = load("models.formats", "a quantized checkpoint").choose_format(self.quantization)
@@ -161,11 +161,7 @@ class Checkpoint:
             raise ValueError(f"{where}: {field} must be above 0 and at most {MAX_POSITIONS}, got {value!r}")
 
     def default_sampling_params(self) -> SamplingParams:
-        """Return the sampling parameters of generation_config.json, and vLLM's defaults for all others.
-
-        Raises:
-            ValueError: a recommended value is invalid.
-        """
+        """Return the sampling parameters of generation_config.json, and vLLM's defaults for all others."""
         names = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
         names["max_new_tokens"] = "max_tokens"
         given = self.generation_config
@@ -176,11 +172,7 @@ class Checkpoint:
             raise ValueError(f"{self.path / GENERATION_CONFIG} cannot be used: {error}") from error
 
     def choose_length(self, max_model_len: int | None) -> int:
-        """Return the limit on prompt plus output, in tokens: max_model_len, or else the number of positions.
-
-        Raises:
-            ValueError: max_model_len exceeds the positions, or neither is known.
-        """
+        """Return the limit on prompt plus output: max_model_len, or else the number of positions."""
         positions = self.max_model_len or max_model_len
         if positions is None:
             if set(getattr(self.hf_config, "layer_types", None) or ()) == {"linear_attention"}:
@@ -218,7 +210,7 @@ def open_checkpoint(
         OSError: a hub id cannot be found, or the hub cannot be reached.
     """
     path = _resolve(model, revision, gguf_file, with_weights=load_format != "dummy")
-    gguf = open_gguf(path) if _is_gguf(path) else None
+    gguf = _open_gguf(path) if _is_gguf(path) else None
     hf_config = _read_config(path, trust_remote_code) if gguf is None else gguf.read_config()
     if hf_overrides:
         fields = hf_config.to_dict() if gguf is not None else read_json(path / "config.json")
@@ -226,12 +218,12 @@ def open_checkpoint(
         with as_value_error(path):
             hf_config = type(hf_config).from_dict({**fields, "name_or_path": str(path)})
     name_causal_lm(hf_config)
-    pooling = None
-    if runner == "pooling" or (runner == "auto" and _is_pooling(path, hf_config)):
+    pooling, is_classifier = None, architecture_of(hf_config).endswith("ForSequenceClassification")
+    pools = is_classifier or (path / "modules.json").is_file()
+    if runner == "pooling" or (runner == "auto" and pools):
         with naming(hf_config):
-            pooling = load("models.pooling", "a model that pools").read_pooling(
-                path, hf_config, pooler_config
-            )
+            read_pooling = load("models.pooling", "a model that pools").read_pooling
+            pooling = read_pooling(path, hf_config, pooler_config)
     whole_config, part = hf_config, language_part(hf_config)
     if part is not None:
         hf_config = part
@@ -289,19 +281,12 @@ def _is_gguf(path: Path) -> bool:
     return path.suffix == ".gguf" and path.is_file()
 
 
-def open_gguf(path: Path) -> "GGUFFile":
-    """Open a GGUF file. gguf.py is imported only here."""
+def _open_gguf(path: Path) -> "GGUFFile":
     return load("models.gguf", GGUF).GGUFFile(path)  # type: ignore[no-any-return]
 
 
 def _load_gguf_tokenizer(file: "GGUFFile") -> Any:
     return load("models.gguf_tokenizer", GGUF).load_gguf_tokenizer(file)
-
-
-def _is_pooling(path: Path, hf_config: Any) -> bool:
-    """Return whether a checkpoint's files say that the model embeds or classifies its prompts."""
-    is_classifier = architecture_of(hf_config).endswith("ForSequenceClassification")
-    return is_classifier or (path / "modules.json").is_file()
 
 
 def _read_config(path: Path, trust_remote_code: bool) -> Any:
@@ -324,9 +309,6 @@ def _override(fields: dict[str, Any], overrides: dict[str, Any], config: Any) ->
     """Return the fields of a config.json with overrides applied. Overrides of an object are merged into it.
 
     `config` is transformers' config of the same file. It also has the fields that the file leaves out.
-
-    Raises:
-        ValueError: the config has no such field.
     """
     fields, overrides = _with_plain_rope(fields), _with_plain_rope(overrides)
     for name, value in overrides.items():
@@ -354,14 +336,14 @@ def _with_plain_rope(fields: dict[str, Any]) -> dict[str, Any]:
 def _load_tokenizer(path: Path, trust_remote_code: bool) -> Any:
     """Return the tokenizer of a directory or a GGUF file, or None if there is none."""
     if _is_gguf(path):
-        return _load_gguf_tokenizer(open_gguf(path))
+        return _load_gguf_tokenizer(_open_gguf(path))
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
         return None
     try:
         loaded = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:
-        alone = (path / "tokenizer.model").is_file() and not (path / "tokenizer.json").is_file()
-        if alone and find_spec("sentencepiece") is None:
+        needs_model = (path / "tokenizer.model").is_file() and not (path / "tokenizer.json").is_file()
+        if needs_model and find_spec("sentencepiece") is None:
             hint = "pip install 'nanoengine[sentencepiece]'"
             raise ValueError(f"the tokenizer.model in {path} needs sentencepiece: {hint}") from error
         raise ValueError(f"the tokenizer in {path} cannot be used: {error}") from error
@@ -371,13 +353,7 @@ def _load_tokenizer(path: Path, trust_remote_code: bool) -> Any:
 
 
 def _choose_reader(path: Path, hf_config: Any, model_impl: str) -> tuple[dict[str, Any] | None, bool]:
-    """Return the quantization settings for formats.py, and whether transformers dequantizes the weights.
-
-    The settings are None if formats.py does not read the weights.
-
-    Raises:
-        UnsupportedModelError: the quantization scheme is not supported.
-    """
+    """Return the quantization settings for formats.py, or None, and whether transformers dequantizes."""
     stated = getattr(hf_config, "quantization_config", None)
     for name in ("quantize_config.json", "hf_quant_config.json"):  # written by GPTQ and ModelOpt
         if not stated and (path / name).is_file():
@@ -388,11 +364,10 @@ def _choose_reader(path: Path, hf_config: Any, model_impl: str) -> tuple[dict[st
     scheme = stated.get("quant_method") or stated.get("quant_algo") or "an unnamed scheme"
     formats = load("models.formats", "a quantized checkpoint")
     try:
-        is_ours = formats.choose_format(stated) is not None
+        if formats.choose_format(stated) is not None:
+            return stated, False
     except ValueError as error:
         raise UnsupportedModelError(f"its weights are quantized with {scheme}, and {error}") from None
-    if is_ours:
-        return stated, False
     if scheme not in DEQUANTIZED:
         served = ", ".join((*formats.FORMATS, *DEQUANTIZED))
         raise UnsupportedModelError(f"its weights are quantized with {scheme}; supported: {served}")

@@ -27,7 +27,10 @@ def use_linear_layers(model: nn.Module) -> None:
                 _split(child, "weight")
                 _set_forward(child, lambda self, x, counts: _by_expert(self.weight, x, counts))
             elif all(hasattr(child, needed) for needed in ("_apply_gate", "is_transposed", "gate_up_proj")):
-                _split_experts(child)
+                if not getattr(child, "has_post_expert_norm", False):
+                    _split(child, "gate_up_proj", child.is_transposed)
+                    _split(child, "down_proj", child.is_transposed)
+                    _set_forward(child, _mix)
             elif _is_router(child):
                 child.float32_linear = _linear(child.weight.float(), None)
                 _set_forward(child, _route)
@@ -48,14 +51,6 @@ def _set_forward(module: nn.Module, forward: Any) -> None:
 
 
 # ---- Experts -------------------------------------------------------------------------------------
-
-
-def _split_experts(experts: Any) -> None:
-    """Give each expert its own layers, if the experts have the form of `use_experts_implementation`."""
-    if not getattr(experts, "has_post_expert_norm", False):
-        _split(experts, "gate_up_proj", experts.is_transposed)
-        _split(experts, "down_proj", experts.is_transposed)
-        _set_forward(experts, _mix)
 
 
 def _split(experts: nn.Module, name: str, is_transposed: bool = False) -> None:
