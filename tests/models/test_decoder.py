@@ -14,10 +14,11 @@ from nanoengine.backends.cpu.packed import OneDNNLinear, PackedLinear
 from nanoengine.models.decoder import DecoderConfig, RMSNorm
 from tests.helpers import ARCHITECTURES, TINY, checkpoint, greedy, random_prompts
 
-LENGTHS = [1, 2, 15, 16, 17, 31, 33, 64, 100, 150, 200, 300]
+LENGTHS = [1, 2, 15, 16, 17, 64, 300]
+NUM_NEW = 18
 
 
-# In PyTorch one of each family, and what is computed in a way of its own; the others at length.
+# In PyTorch by default: one of each family, and settings that are computed in a way of their own.
 IN_PYTORCH = "qwen3", "qwen2 sliding from layer 1", "llama with biases", "llama odd sizes", "mistral sliding"
 
 
@@ -25,40 +26,34 @@ IN_PYTORCH = "qwen3", "qwen2 sliding from layer 1", "llama with biases", "llama 
     ("name", "enforce_eager"),
     [
         *((name, False) for name in ARCHITECTURES),
-        *((name, True) for name in IN_PYTORCH),
-        *(
-            pytest.param(name, True, marks=pytest.mark.slow)
-            for name in ARCHITECTURES
-            if name not in IN_PYTORCH
-        ),
+        *(pytest.param(x, True, marks=() if x in IN_PYTORCH else pytest.mark.slow) for x in ARCHITECTURES),
     ],
 )
 def test_greedy_tokens_equal_transformers_alone_and_in_a_batch(name, enforce_eager, tmp_path_factory):
     path, reference = checkpoint(name, tmp_path_factory)
     prompts = random_prompts(LENGTHS)
-    params = SamplingParams(temperature=0, max_tokens=40)
-    settings = {"num_kv_blocks": 800, "block_size": 16, "enable_prefix_caching": False}
+    params = SamplingParams(temperature=0, max_tokens=NUM_NEW)
+    settings = {"num_kv_blocks": 100, "block_size": 16, "enable_prefix_caching": False}
     with LLM(str(path), enforce_eager=enforce_eager, **settings) as llm:
         assert llm.llm_engine.started.dtype == torch.float32
         assert (llm.llm_engine.runner.device.kernels is None) == enforce_eager
-        batched = llm.generate((prompts * 3)[:32], params, use_tqdm=False)
-        for index, prompt in enumerate(prompts):
-            expected = greedy(reference, prompt, 40)
-            assert batched[index].outputs[0].token_ids == expected
-            if index in (0, 3, 8, 11):
-                alone = llm.generate(prompt, params, use_tqdm=False)[0]
-                assert alone.outputs[0].token_ids == expected
-        for output, twin in zip(batched[12:], batched, strict=False):
-            assert output.outputs[0].token_ids == twin.outputs[0].token_ids
+        expected = [greedy(reference, prompt, NUM_NEW) for prompt in prompts]
+        batched = llm.generate(prompts * 2, params, use_tqdm=False)
+        assert [out.outputs[0].token_ids for out in batched] == expected * 2
+        for index in (0, 3, 6):
+            alone = llm.generate(prompts[index], params, use_tqdm=False)[0]
+            assert alone.outputs[0].token_ids == expected[index]
 
 
 @pytest.mark.parametrize("enforce_eager", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("name", ["qwen3", "llama with biases", "llama yarn rope"])
+@pytest.mark.parametrize(
+    "name", ["qwen3", "llama with biases", pytest.param("llama yarn rope", marks=pytest.mark.slow)]
+)
 def test_logprobs_are_as_exact_as_transformers_in_every_dtype(name, dtype, enforce_eager, tmp_path_factory):
     """The distance to float32, over a whole prompt, is at most that of transformers' own eager attention."""
     path, reference = checkpoint(name, tmp_path_factory)
-    prompt = random_prompts([150])[0]
+    prompt = random_prompts([90])[0]
     theirs = AutoModelForCausalLM.from_pretrained(
         path, dtype=getattr(torch, dtype), attn_implementation="eager"
     )
@@ -72,7 +67,7 @@ def test_logprobs_are_as_exact_as_transformers_in_every_dtype(name, dtype, enfor
     error = torch.tensor(
         [x.logprob - exact[i, t] for i, entry in enumerate(entries[1:]) for t, x in entry.items()]
     )
-    assert len(error) >= 149 * 100
+    assert len(error) >= 89 * 100
     assert error.square().mean().sqrt() <= 1.1 * theirs_error[:-1].square().mean().sqrt() + 1e-5
 
 
@@ -136,7 +131,7 @@ def test_the_same_forward_pass_twice_gives_the_same_logits(tmp_path_factory):
         ),
     ],
 )
-def test_what_cannot_be_served_is_an_error_that_lists_what_can(changes, message):
+def test_an_unsupported_setting_is_an_error_that_lists_the_supported_ones(changes, message):
     config = LlamaConfig(**{**TINY, "architectures": ["LlamaForCausalLM"], **changes})
     with pytest.raises(ValueError, match=message):
         DecoderConfig.from_hf(config)
