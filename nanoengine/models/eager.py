@@ -16,7 +16,7 @@ def _attend(module: Any, q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Te
     """Return paged attention, (1, H, T, D), for q (1, H, T, D), k and v (1, K, T, D)."""
     # Some models convert keys to float32, but the cache has the model's dtype.
     q, k, v = (x[0].transpose(0, 1).to(v.dtype) for x in (q, k, v))
-    out: Tensor = module.paged_attend(module, q, k, v, **{"scale": q.shape[2] ** -0.5, **settings})
+    out: Tensor = module.paged_attend(q, k, v, **{"scale": q.shape[2] ** -0.5, **settings})
     return out.transpose(0, 1).unsqueeze(0)
 
 

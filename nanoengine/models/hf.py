@@ -50,7 +50,7 @@ PROBE_TOLERANCE = 0.02
 # Arguments that models pass to attention and that can be ignored here.
 _HARMLESS = frozenset(("dropout", "position_ids", "position_embeddings", "cache_position", "use_cache"))
 
-# Called by a layer with q (T, H, D), k (T, K, D), v (T, K, D') and PagedAttention's settings.
+# Takes q (T, H, D), k (T, K, D), v (T, K, D') and PagedAttention's settings.
 Attend = Callable[..., Tensor]
 
 
@@ -77,16 +77,13 @@ def _attention_forward(
     # Some models pass is_causal=False for a single token, which needs no mask.
     if (is_causal is False and query.shape[2] > 1) or getattr(module, "is_causal", True) is False:
         raise UnsupportedModelError("its attention is not causal")
-    unknown = sorted(
-        name for name, x in others.items() if x is not None and x is not False and name not in _HARMLESS
-    )
-    if unknown:
+    used = {name for name, x in others.items() if x is not None and x is not False}
+    if unknown := sorted(used - _HARMLESS):
         raise UnsupportedModelError(f"its attention takes {', '.join(unknown)}")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    attend: Any = module.paged_attend
-    out = attend(module, q, k, v, scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux)
-    return out.unsqueeze(0), None
+    settings = {"scale": scale, "window": sliding_window, "softcap": softcap, "sinks": s_aux}
+    return module.paged_attend(q, k, v, **settings).unsqueeze(0), None  # type: ignore[operator]
 
 
 AttentionInterface.register(ATTENTION_NAME, _attention_forward)
@@ -108,9 +105,9 @@ class _Relay:
 
     attention: Attend | None = None
 
-    def __call__(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
         assert self.attention is not None
-        return self.attention(layer, q, k, v, **settings)
+        return self.attention(q, k, v, **settings)
 
 
 class _Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -124,13 +121,13 @@ class _Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.first: str | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        asks = torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
+        reads = torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
         if func is torch.ops.aten.index.Tensor:  # a mask's sum is the result's length
-            asks = any(x is not None and x.dtype == torch.bool for x in args[1])
+            reads = any(x is not None and x.dtype == torch.bool for x in args[1])
         out = func(*args, **(kwargs or {}))
-        leaves = {x.device for x in (out, *args) if isinstance(x, Tensor)}
-        if (asks or len(leaves) > 1) and self.first is None:
-            self.first = str(func)
+        devices = {x.device for x in (out, *args) if isinstance(x, Tensor)}
+        if reads or len(devices) > 1:
+            self.first = self.first or str(func)
         return out
 
 
@@ -191,14 +188,6 @@ class HFModel(nn.Module):
         if attention_implementation(causal_lm.config) == "eager":
             replace_attention(causal_lm)
             causal_lm.config._attn_implementation = ATTENTION_NAME  # so that transformers makes no masks
-        if any(hasattr(module, "create_position_ids_from_input_ids") for module in causal_lm.modules()):
-            pad_id = causal_lm.config.pad_token_id
-            logging.getLogger(__name__).warning(
-                "%s is served at positions 0, 1, ..., as transformers' generate has it; it was trained from "
-                "pad_token_id + 1%s on, where its forward has it when nobody gives it positions",
-                type(causal_lm).__name__,
-                "" if pad_id is None else f" = {pad_id + 1}",
-            )
         # PyTorch's grouped matrix products of experts need rows of a multiple of 16 bytes.
         weights = (x for x in causal_lm.parameters() if x.dim() == 3)
         if any(x.shape[-1] * x.element_size() % 16 for x in weights):
@@ -226,7 +215,7 @@ class HFModel(nn.Module):
         """
         in_order = iter(caches)
 
-        def attend(layer: Any, q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
+        def attend(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
             return attention(q, k, v, next(in_order), **settings)
 
         return self._run(input_ids, positions, attend)
@@ -271,13 +260,12 @@ class HFModel(nn.Module):
         config = self.causal_lm.config
         seen: list[Tensor] = []  # of one pass: queries and keys of each layer, (T, ..)
 
-        def record(layer: Any, q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
+        def record(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
             self.kv_specs.append(KVSpec(k.shape[1], k.shape[2], v.shape[2], k.dtype, settings.get("window")))
-            asked = {name for name, value in settings.items() if value is not None and name != "scale"}
-            self.attention_settings |= asked
-            return stand_in(layer, q, k, v)
+            self.attention_settings |= {name for name, x in settings.items() if x is not None} - {"scale"}
+            return stand_in(q, k, v)
 
-        def stand_in(layer: Any, q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
+        def stand_in(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
             seen.extend((q.flatten(1), k.flatten(1)))
             return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
 
@@ -305,26 +293,29 @@ class HFModel(nn.Module):
             raise UnsupportedModelError(
                 f"its {num_layers} layers attend {num_calls} times in a way that can be replaced"
             )
-        configured = getattr(config, "sliding_window", None)
-        by_default = "sliding" if configured else "full"
-        windows = [spec.window for spec in self.kv_specs]
-        layer_types = getattr(config, "layer_types", None) or [by_default] * len(windows)
-        if self.states is not None:
-            layer_types = [kind for kind in layer_types if kind in ATTENTION_TYPES]
-            if len(layer_types) != len(windows):
-                layer_types = [by_default] * len(windows)
-        if config.model_type in METHODS:  # eager.py takes their windows from fields of other names
-            layer_types = ["full" if window is None else "sliding" for window in windows]
-        # Models may leave out a window that covers all positions.
-        is_whole = configured and max_model_len is not None and configured >= max_model_len
-        for layer_type, window in zip(layer_types, windows, strict=True):
-            if layer_type.startswith("sliding") != (window is not None) and not (window is None and is_whole):
-                raise UnsupportedModelError(f"a {layer_type} layer asks for attention with window {window}")
+        if config.model_type not in METHODS:  # eager.py takes windows from fields of other names
+            self._check_windows(max_model_len)
         if _differ([x[-1:] for x in first], [x[-1:] for x in among_others]):
             raise UnsupportedModelError("it mixes tokens outside attention")
         if _differ(first, [x.flip(0) for x in backwards]):
             raise UnsupportedModelError("it takes positions from a token's place in the batch")
         self.capturable = waits.first is None  # a CUDA graph cannot capture a wait
+
+    def _check_windows(self, max_model_len: int | None) -> None:
+        """Reject a model if a layer's window is not that of its type in the config."""
+        config = self.causal_lm.config
+        windows = [spec.window for spec in self.kv_specs]
+        configured = getattr(config, "sliding_window", None)
+        layer_types = getattr(config, "layer_types", None) or []
+        if self.states is not None:
+            layer_types = [kind for kind in layer_types if kind in ATTENTION_TYPES]
+        if len(layer_types) != len(windows):
+            layer_types = ["sliding" if configured else "full"] * len(windows)
+        # Models may leave out a window that covers all positions.
+        is_whole = configured and max_model_len is not None and configured >= max_model_len
+        for layer_type, window in zip(layer_types, windows, strict=True):
+            if layer_type.startswith("sliding") != (window is not None) and not (window is None and is_whole):
+                raise UnsupportedModelError(f"a {layer_type} layer asks for attention with window {window}")
 
 
 def _differ(these: list[Tensor], those: list[Tensor]) -> bool:
@@ -349,7 +340,7 @@ def load_hf(
         ValueError: the files do not fit the config, or the model is not supported.
     """
     with naming(checkpoint.hf_config):
-        check_config(checkpoint.hf_config)
+        check_config(checkpoint.hf_config)  # `open_checkpoint` has not if decoder.py was to run it
         causal_lm = _load_transformers(checkpoint, config, dtype, device, pack).to(device)
         model: Any = HFModel(causal_lm, max_model_len)
         if checkpoint.pooling is not None:
@@ -363,7 +354,7 @@ def _load_transformers(
     config: EngineConfig,
     dtype: torch.dtype,
     device: torch.device,
-    pack: Pack = lambda *_: None,
+    pack: Pack,
 ) -> Any:
     """Return a transformers causal LM with its parameters read from files, or random (load_format "dummy").
 
@@ -390,12 +381,10 @@ def _load_transformers(
     if device.type != "cpu" and find_spec("accelerate") is not None:  # transformers requires it
         settings["device_map"] = {"": device}
     files = checkpoint.open_files()  # its errors are clearer than transformers'
-    source: str | None
-    headers, source = files.headers, str(path)
+    headers = files.headers
+    source: str | None = str(path)
     if has_labels and checkpoint.quant_method is not None:
-        raise UnsupportedModelError(
-            "its weights are in few bits, and it is a classifier on transformers' code"
-        )
+        raise UnsupportedModelError("its weights are quantized, and it is a classifier on transformers' code")
     if getattr(files, "is_known", True) is False:  # a GGUF file of a family that transformers reads
         source, settings["gguf_file"] = str(path.parent), path.name
     elif path.suffix == ".gguf" or checkpoint.quantization is not None:
@@ -429,7 +418,7 @@ def _load_transformers(
         head = causal_lm.get_output_embeddings()
         missing -= {f"{name}.weight" for name, module in causal_lm.named_modules() if module is head}
     refuse_misfit(path, missing=missing, unexpected=unexpected)
-    changed = set[str]()
+    changed: set[str] = set()
     if config.lora is not None:
         adapter = load("models.lora", "lora").Adapter(Path(config.lora))
         names = {module: f"{name}.weight" for name, module in causal_lm.named_modules()}

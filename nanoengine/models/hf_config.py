@@ -26,27 +26,24 @@ OTHER_TYPES = (
 )
 ATTENTION_NAME = "nanoengine"  # the name under which hf.py registers its attention in transformers
 
-# Multimodal models -> the config class of their language model, and fields to set in it. The class is a name,
-# because importing it takes a second. None: transformers has a causal LM for the text config as it is.
-LANGUAGE_PARTS: dict[str, tuple[str, dict[str, Any]] | None] = {
-    "aya_vision": None,
-    "cohere2_vision": None,
-    "exaone4_5": None,
-    "gemma3": None,
-    "gemma3n": None,
-    "gemma4": None,
-    "gemma4_unified": None,
-    "idefics3": None,
-    "internvl": None,
-    "llama4": None,
-    "llava": None,
-    "llava_next": None,
-    "llava_onevision": None,
-    "mistral3": None,
-    "qwen3_5": None,
-    "qwen3_5_moe": None,
-    "qwen4_exp": None,
-    "smolvlm": None,
+# Multimodal models for whose text config transformers has a causal LM.
+WITH_CAUSAL_LM = {
+    *(
+        "aya_vision",
+        "cohere2_vision",
+        "exaone4_5",
+        "gemma3",
+        "gemma3n",
+        "gemma4",
+        "gemma4_unified",
+        "idefics3",
+    ),
+    *("internvl", "llama4", "llava", "llava_next", "llava_onevision", "mistral3", "qwen3_5", "qwen3_5_moe"),
+    *("qwen4_exp", "smolvlm"),
+}
+# Other multimodal models -> the config class of their language model, and fields to set in it. The class is a
+# name, because importing it takes a second.
+LANGUAGE_PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4v": ("Glm4Config", {"attention_bias": True}),  # GLM-4V always has these biases
     "glm4v_moe": ("Glm4MoeConfig", {}),
     "qwen2_vl": ("Qwen2Config", {}),
@@ -80,13 +77,11 @@ def language_part(config: Any) -> Any | None:
     A token of Qwen-VL or GLM-V has three positions. Without images they are equal, so the language model
     computes the same as Qwen's or GLM's.
     """
-    if config.model_type not in LANGUAGE_PARTS or config.get_text_config() is config:
+    part = config.get_text_config()
+    if part is config:
         return None
-    part, made_of = config.get_text_config(), LANGUAGE_PARTS[config.model_type]
-    if made_of is None and type(part) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return None
-    if made_of is not None:
-        class_name, others = made_of
+    if config.model_type in LANGUAGE_PARTS:
+        class_name, others = LANGUAGE_PARTS[config.model_type]
         fields = {
             name: x for name, x in part.to_dict().items() if name not in ("model_type", "architectures")
         }
@@ -95,6 +90,8 @@ def language_part(config: Any) -> Any | None:
             if isinstance(fields.get(name), dict):
                 fields[name] = {key: x for key, x in fields[name].items() if not key.startswith("mrope")}
         part = getattr(transformers, class_name)(**others | fields)
+    elif config.model_type not in WITH_CAUSAL_LM or type(part) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return None
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(part)]
     part.architectures = [model_class.__name__]
     part.tie_word_embeddings = config.tie_word_embeddings
@@ -110,10 +107,8 @@ def check_config(config: Any) -> None:
     """
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError("it is an encoder-decoder")
-    others = [
-        name for name in getattr(config, "sub_configs", ()) if name in ("vision_config", "audio_config")
-    ]
-    if config.get_text_config() is not config or others:
+    parts = {"vision_config", "audio_config"} & {*getattr(config, "sub_configs", ())}
+    if config.get_text_config() is not config or parts:
         raise UnsupportedModelError(
             "it takes more than text (images, audio); only text-only models are served"
         )
@@ -177,9 +172,8 @@ def check_fields(path: Path, hf_config: Any) -> None:
         names = getattr(config, "architectures", None)
         if not isinstance(names, list | None) or not all(isinstance(name, str) for name in names or ()):
             raise ValueError(f"{path}: architectures must be a list of names, got {names!r:.99}")
-        for field, most in SIZES.items():
+        for field, limit in SIZES.items():
             value = vars(config).get(config.attribute_map.get(field, field))
             sizes = value if isinstance(value, list) else [value]  # one per layer, or one for all
-            for size in sizes if value is not None else ():
-                if not isinstance(size, int) or not 0 <= size <= most:
-                    raise ValueError(f"{path}: {field} must be an integer in [0, {most}], got {value!r:.99}")
+            if value is not None and not all(isinstance(size, int) and 0 <= size <= limit for size in sizes):
+                raise ValueError(f"{path}: {field} must be an integer in [0, {limit}], got {value!r:.99}")

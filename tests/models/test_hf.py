@@ -95,23 +95,14 @@ def test_experts_may_have_any_size(intermediate_size, tmp_path):
     assert check_served(tmp_path, model, LENGTHS, NUM_NEW) == "transformers'"
 
 
-OTHERS = ("XLMRoberta", "XLMRobertaXL", "Camembert", "Data2VecText", "Xmod", "RobertaPreLayerNorm")
-
-
-@pytest.mark.parametrize(
-    "family", ["Roberta", *(pytest.param(family, marks=pytest.mark.slow) for family in OTHERS)]
-)
-def test_a_model_trained_at_other_positions_than_generate_gives_it_says_so(family, tmp_path, caplog):
-    sizes = {"vocab_size": 128, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    sizes |= {"default_language": "en_XX"} if family == "Xmod" else {}
-    config = getattr(transformers, f"{family}Config")(
-        **sizes, intermediate_size=32, is_decoder=True, pad_token_id=3
-    )
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    model.save_pretrained(tmp_path)
-    with LLM(tmp_path, num_kv_blocks=4):
-        assert f"{type(model).__name__} is served at positions 0, 1, " in caplog.text
-        assert "trained from pad_token_id + 1 = 4 on" in caplog.text
+def check_prompt_logprobs(path, prompt, expected):
+    """Compare a prompt's log-probabilities, computed in chunks, with those in `expected`, (T, V)."""
+    with LLM(str(path), num_kv_blocks=20, max_num_batched_tokens=16) as llm:
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+        entries = llm.generate(prompt, params, use_tqdm=False)[0].prompt_logprobs
+    ours = [entry[token].logprob for entry, token in zip(entries[1:], prompt[1:], strict=True)]
+    theirs = [expected[i, token].item() for i, token in enumerate(prompt[1:])]
+    assert ours == pytest.approx(theirs, abs=1e-4)
 
 
 def test_prompt_logprobs_go_through_the_whole_head(tmp_path_factory):
@@ -120,16 +111,11 @@ def test_prompt_logprobs_go_through_the_whole_head(tmp_path_factory):
     prompt = random_prompts([40])[0]
     with torch.no_grad():
         expected = reference(torch.tensor([prompt])).logits[0].log_softmax(-1)
-    with LLM(str(path), num_kv_blocks=20, max_num_batched_tokens=16) as llm:
-        params = SamplingParams(max_tokens=1, prompt_logprobs=0)
-        entries = llm.generate(prompt, params, use_tqdm=False)[0].prompt_logprobs
-    for position in range(1, len(prompt)):
-        ours = entries[position][prompt[position]].logprob
-        assert ours == pytest.approx(expected[position - 1, prompt[position]].item(), abs=1e-4)
+    check_prompt_logprobs(path, prompt, expected)
 
 
 @pytest.mark.parametrize("name", ["gemma", "bloom"])
-def test_the_memory_of_a_model_on_transformers_code_is_released_at_once(name, tmp_path_factory, request):
+def test_memory_is_released_at_once(name, tmp_path_factory, request):
     path, _ = checkpoint(name, tmp_path_factory)
     with LLM(str(path), num_kv_blocks=4) as llm:
         gc.collect()
@@ -139,7 +125,7 @@ def test_the_memory_of_a_model_on_transformers_code_is_released_at_once(name, tm
     assert weight() is None
 
 
-def test_the_cache_has_the_shape_the_model_s_own_calls_show(tmp_path_factory):
+def test_the_cache_has_the_shape_of_the_model_calls(tmp_path_factory):
     """Not the config's: a latent-attention model stores keys and values of different widths."""
     path, _ = checkpoint("deepseek-v3", tmp_path_factory)
     with LLM(str(path), kv_cache_bytes=100_000, block_size=8) as llm:
@@ -149,18 +135,15 @@ def test_the_cache_has_the_shape_the_model_s_own_calls_show(tmp_path_factory):
         assert llm.metrics()["num_blocks"] == 100_000 // block_bytes - 1
 
 
-def test_falcon_s_repeated_heads_are_stored_once(tmp_path_factory):
-    path, model = checkpoint("falcon new", tmp_path_factory)
-    with LLM(str(path), num_kv_blocks=4) as llm:
-        assert [spec.num_kv_heads for spec in llm.llm_engine.started.kv_specs] == [2, 2]
+def test_falcon_repeated_heads_are_stored_once(paged_model, tmp_path_factory):
+    assert [spec.num_kv_heads for spec in HFModel(paged_model("falcon new")).kv_specs] == [2, 2]
+    _, model = checkpoint("falcon new", tmp_path_factory)  # another model of the class keeps its code
     assert type(model.transformer.h[0].self_attention).forward.__module__.startswith("transformers")
 
 
 @pytest.mark.parametrize("name", ["bloom", "mpt", "falcon, alibi"])
-def test_alibi_is_asked_of_a_backend_that_computes_it(name, tmp_path_factory):
-    path, _ = checkpoint(name, tmp_path_factory)
-    with LLM(str(path), num_kv_blocks=4) as llm:
-        assert llm.llm_engine.runner.model.attention_settings == {"alibi_slopes"}
+def test_a_model_with_alibi_needs_a_backend_that_computes_it(name, paged_model):
+    assert HFModel(paged_model(name)).attention_settings == {"alibi_slopes"}
 
 
 @pytest.mark.parametrize("num_heads", [1, 2, 3, 6, 8, 12, 71])
@@ -181,26 +164,30 @@ def test_alibi_slopes_are_where_the_layer_is():
     assert _slopes_of(layer, 4) is _slopes_of(layer, 4)  # a CUDA graph finds them again
 
 
-def test_a_bert_that_is_no_decoder_is_refused(tmp_path):
-    config = transformers.MegatronBertConfig(**TINY, is_decoder=False)
-    config.save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModelError, match="its attention is not causal"):
-        LLM(str(tmp_path), load_format="dummy", num_kv_blocks=4)
+@pytest.fixture
+def paged_model(tmp_path_factory):
+    """Return a copy of a checkpoint's model in transformers, with nanoengine's attention."""
+
+    def make(name, **settings):
+        config = copy.deepcopy(checkpoint(name, tmp_path_factory)[1].config)
+        implementation = attention_implementation(config)
+        return transformers.AutoModelForCausalLM.from_config(
+            config, attn_implementation=implementation, **settings
+        )
+
+    return make
 
 
-def test_layers_may_store_differently_wide_keys(tmp_path_factory, monkeypatch):
+def test_layers_may_store_differently_wide_keys(paged_model, monkeypatch):
     """The second layer has fewer KV heads; every layer gets a cache of its own shape."""
     monkeypatch.setitem(sys.modules, "nanoengine.models.states", None)  # nothing needs it here
-    _, model = checkpoint("olmo", tmp_path_factory)
-    model = transformers.AutoModelForCausalLM.from_config(
-        copy.deepcopy(model.config), attn_implementation="nanoengine"
-    )
+    model = paged_model("olmo")
     attention = model.model.layers[1].self_attn
     attention.k_proj, attention.v_proj = nn.Linear(64, 16, bias=False), nn.Linear(64, 16, bias=False)
     assert [spec[:3] for spec in HFModel(model).kv_specs] == [(2, 16, 16), (1, 16, 16)]
 
 
-def test_what_runs_is_printed_at_the_start(tmp_path_factory, capsys):
+def test_the_code_that_runs_is_printed_at_the_start(tmp_path_factory, capsys):
     for name, words in (
         ("gemma", "GemmaForCausalLM on transformers' code"),
         ("qwen3", "on nanoengine's code"),
@@ -222,12 +209,13 @@ def test_what_runs_is_printed_at_the_start(tmp_path_factory, capsys):
         ("Mllama", {}, "it takes more than text"),
         ("XLNet", {}, "its attention is code of its own"),
         ("Bert", {**TINY, "is_decoder": False}, "its attention is not causal|a trial pass failed"),
+        ("MegatronBert", {**TINY, "is_decoder": False}, "its attention is not causal"),
         ("Gemma", {**TINY, "layer_types": ["chunked_attention"] * 2}, "of type chunked_attention"),
         ("Gemma", {**TINY, "attn_temperature_tuning": True}, "attn_temperature_tuning"),
         ("Moshi", {**TINY, "sliding_window": 9}, "a sliding layer asks for attention with window None|mask"),
     ],
 )
-def test_what_cannot_be_served_is_refused_with_the_reason(family, changes, reason, tmp_path):
+def test_an_unsupported_model_is_refused_with_the_reason(family, changes, reason, tmp_path):
     getattr(transformers, f"{family}Config")(**changes).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match=f"cannot be served: .*({reason})"):
         LLM(str(tmp_path), load_format="dummy", num_kv_blocks=4)
@@ -271,69 +259,40 @@ MISTRAL4 = {
 }
 
 
+QWEN3_VL_MOE = {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+INTERLEAVED = {"rope_parameters": {**MROPE, "mrope_interleaved": True}}
+# Family, changes to its text config and to its vision config, whose code runs it
+WITH_IMAGES = [
+    ("Gemma3", {**GEMMA, **ALTERNATING}, {}, "transformers'"),
+    ("Gemma4", {**GEMMA, **GEMMA4}, {"head_dim": 32}, "transformers'"),
+    ("Mistral3", {"model_type": "mistral"}, {"model_type": "pixtral"}, "nanoengine's"),
+    ("InternVL", {"model_type": "qwen2"}, {}, "nanoengine's"),
+    ("SmolVLM", {"model_type": "llama"}, {}, "nanoengine's"),
+    ("Llava", {"model_type": "llama"}, {"model_type": "clip_vision_model"}, "nanoengine's"),
+    ("Qwen2VL", {"rope_parameters": MROPE}, {}, "nanoengine's"),
+    ("Qwen2_5_VL", {"rope_parameters": MROPE}, {}, "nanoengine's"),
+    ("Qwen3VL", {"head_dim": 16, **INTERLEAVED}, {}, "nanoengine's"),
+]
+WITH_IMAGES_SLOW = [
+    ("Gemma4Unified", {**GEMMA, **GEMMA4}, {}, "transformers'"),
+    ("LlavaNext", {"model_type": "llama"}, {"model_type": "clip_vision_model"}, "nanoengine's"),
+    ("Idefics3", {"model_type": "llama"}, {}, "nanoengine's"),
+    ("LlavaOnevision", {"model_type": "qwen2"}, SIGLIP, "nanoengine's"),
+    ("AyaVision", COHERE2, SIGLIP, "transformers'"),
+    ("Cohere2Vision", COHERE2, SIGLIP, "transformers'"),
+    ("Exaone4_5_", {"model_type": "exaone4", **ALTERNATING}, {}, "transformers'"),
+    ("Glm4v", {"rope_parameters": GLM_ROPE}, {}, "transformers'"),
+    ("Glm4vMoe", GLM4V_MOE, {}, "transformers'"),
+    ("Mistral3", {"model_type": "mistral4", **MISTRAL4}, {"model_type": "pixtral"}, "transformers'"),
+    ("Qwen3VLMoe", {**QWEN3_VL_MOE, **INTERLEAVED}, {}, "transformers'"),
+]
+
+
 @pytest.mark.skipif(transformers.__version__ < "5", reason="other names and settings there")
 @pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("family", "text", "vision", "code"),
-    [
-        ("Gemma3", {**GEMMA, **ALTERNATING}, {}, "transformers'"),
-        ("Gemma4", {**GEMMA, **GEMMA4}, {"head_dim": 32}, "transformers'"),
-        pytest.param("Gemma4Unified", {**GEMMA, **GEMMA4}, {}, "transformers'", marks=pytest.mark.slow),
-        ("Mistral3", {"model_type": "mistral"}, {"model_type": "pixtral"}, "nanoengine's"),
-        ("InternVL", {"model_type": "qwen2"}, {}, "nanoengine's"),
-        pytest.param(
-            "LlavaNext",
-            {"model_type": "llama"},
-            {"model_type": "clip_vision_model"},
-            "nanoengine's",
-            marks=pytest.mark.slow,
-        ),
-        ("SmolVLM", {"model_type": "llama"}, {}, "nanoengine's"),
-        pytest.param("Idefics3", {"model_type": "llama"}, {}, "nanoengine's", marks=pytest.mark.slow),
-        pytest.param(
-            "LlavaOnevision", {"model_type": "qwen2"}, SIGLIP, "nanoengine's", marks=pytest.mark.slow
-        ),
-        pytest.param("AyaVision", COHERE2, SIGLIP, "transformers'", marks=pytest.mark.slow),
-        pytest.param("Cohere2Vision", COHERE2, SIGLIP, "transformers'", marks=pytest.mark.slow),
-        pytest.param(
-            "Exaone4_5_",
-            {"model_type": "exaone4", **ALTERNATING},
-            {},
-            "transformers'",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param("Glm4v", {"rope_parameters": GLM_ROPE}, {}, "transformers'", marks=pytest.mark.slow),
-        pytest.param("Glm4vMoe", GLM4V_MOE, {}, "transformers'", marks=pytest.mark.slow),
-        pytest.param(
-            "Mistral3",
-            {"model_type": "mistral4", **MISTRAL4},
-            {"model_type": "pixtral"},
-            "transformers'",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "Qwen3VLMoe",
-            {
-                "head_dim": 16,
-                "num_experts": 4,
-                "num_experts_per_tok": 2,
-                "moe_intermediate_size": 24,
-                "rope_parameters": {**MROPE, "mrope_interleaved": True},
-            },
-            {},
-            "transformers'",
-            marks=pytest.mark.slow,
-        ),
-        ("Llava", {"model_type": "llama"}, {"model_type": "clip_vision_model"}, "nanoengine's"),
-        ("Qwen2VL", {"rope_parameters": MROPE}, {}, "nanoengine's"),
-        ("Qwen2_5_VL", {"rope_parameters": MROPE}, {}, "nanoengine's"),
-        (
-            "Qwen3VL",
-            {"head_dim": 16, "rope_parameters": {**MROPE, "mrope_interleaved": True}},
-            {},
-            "nanoengine's",
-        ),
-    ],
+    [*WITH_IMAGES, *(pytest.param(*case, marks=pytest.mark.slow) for case in WITH_IMAGES_SLOW)],
 )
 def test_the_language_part_of_a_model_that_takes_images_is_served(
     family, text, vision, code, tied, tmp_path, capsys
@@ -394,7 +353,7 @@ def test_a_language_part_is_found_by_the_names_of_published_checkpoints(family, 
         ),
     ],
 )
-def test_a_language_part_s_own_tensors_are_checked_strictly(present, name, reason, impl, tmp_path):
+def test_tensors_of_a_language_part_are_checked_strictly(present, name, reason, impl, tmp_path):
     config = transformers.Qwen2VLConfig(text_config=TINY, tie_word_embeddings=False)
     model = transformers.AutoModelForCausalLM.from_config(language_part(config))
     composite_of(model, config, (r"^model\.", "model.language_model."), tmp_path)
@@ -407,13 +366,10 @@ def test_a_language_part_s_own_tensors_are_checked_strictly(present, name, reaso
         LLM(str(tmp_path), num_kv_blocks=4, model_impl=impl)
 
 
-@pytest.mark.parametrize(
-    ("family", "reason"),
-    [("Qwen4Exp", "layers of type indexed_attention")],
-)
-def test_a_language_part_that_is_not_served_is_refused_for_its_own_reason(family, reason, tmp_path):
-    getattr(transformers, f"{family}Config")().save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModelError, match=f"{family}ForCausalLM cannot be served: .*{reason}"):
+def test_a_language_part_that_is_not_served_is_refused_for_its_own_reason(tmp_path):
+    transformers.Qwen4ExpConfig().save_pretrained(tmp_path)
+    reason = "Qwen4ExpForCausalLM cannot be served: .*layers of type indexed_attention"
+    with pytest.raises(UnsupportedModelError, match=reason):
         LLM(str(tmp_path), load_format="dummy", num_kv_blocks=4)
 
 
@@ -440,11 +396,8 @@ class _Mixing(nn.Module):
         return x + x.roll(1, dims=1)
 
 
-def test_a_model_that_mixes_tokens_outside_attention_is_refused(tmp_path_factory):
-    _, model = checkpoint("olmo", tmp_path_factory)
-    model = transformers.AutoModelForCausalLM.from_config(
-        copy.deepcopy(model.config), attn_implementation="nanoengine"
-    )
+def test_a_model_that_mixes_tokens_outside_attention_is_refused(paged_model):
+    model = paged_model("olmo")
     HFModel(model)
     model.model.layers[1].post_attention_layernorm = _Mixing()
     with pytest.raises(UnsupportedModelError, match="mixes tokens outside attention"):
@@ -462,44 +415,31 @@ class _CountingPositions(nn.Module):
         return self.inner(x, torch.arange(x.shape[1]).unsqueeze(0) + position_ids[:, :1])
 
 
-def test_a_model_that_takes_positions_from_the_place_in_the_batch_is_refused(tmp_path_factory):
-    _, model = checkpoint("olmo", tmp_path_factory)
-    model = transformers.AutoModelForCausalLM.from_config(
-        copy.deepcopy(model.config), attn_implementation="nanoengine"
-    )
+def test_a_model_that_takes_positions_from_the_place_in_the_batch_is_refused(paged_model):
+    model = paged_model("olmo")
     model.model.rotary_emb = _CountingPositions(model.model.rotary_emb)
     with pytest.raises(UnsupportedModelError, match="positions from a token's place in the batch"):
         HFModel(model)
 
 
 @pytest.mark.parametrize("name", [name for name in HF_ARCHITECTURES if name not in NEED_TRANSFORMERS_5])
-def test_rounding_in_bfloat16_is_not_mistaken_for_mixing(name, tmp_path_factory):
-    _, model = checkpoint(name, tmp_path_factory)
-    model = transformers.AutoModelForCausalLM.from_config(
-        copy.deepcopy(model.config),
-        attn_implementation=attention_implementation(model.config),
-        dtype=torch.bfloat16,
-    )
-    assert HFModel(model).kv_specs[0].dtype == torch.bfloat16
+def test_rounding_in_bfloat16_is_not_mistaken_for_mixing(name, paged_model):
+    assert HFModel(paged_model(name, dtype=torch.bfloat16)).kv_specs[0].dtype == torch.bfloat16
 
 
-def test_a_window_that_a_model_applies_by_a_mask_alone_is_not_lost_silently(tmp_path_factory):
-    _, model = checkpoint("gemma2", tmp_path_factory)
-    model = transformers.AutoModelForCausalLM.from_config(
-        copy.deepcopy(model.config), attn_implementation="nanoengine"
-    )
+def test_a_window_that_a_model_applies_by_a_mask_alone_is_not_lost_silently(paged_model):
+    model = paged_model("gemma2")
     model.model.layers[0].self_attn.sliding_window = None
     with pytest.raises(UnsupportedModelError, match=r"sliding_attention layer .* with window None"):
         HFModel(model)
 
 
-def test_a_model_made_for_as_many_positions_as_its_window_is_served(tmp_path):
+@pytest.mark.skipif(transformers.__version__ < "5", reason="refused there for another reason")
+def test_a_window_of_all_positions_may_be_left_out(tmp_path):
     model = hf_model("phimoe")
     model.config.sliding_window = 64
     model.save_pretrained(tmp_path)
     prompt = random_prompts([50])[0]
-    if transformers.__version__ < "5":
-        pytest.skip("refused there for another reason")
     with pytest.raises(UnsupportedModelError, match="a sliding layer asks for attention with window None"):
         LLM(str(tmp_path), num_kv_blocks=8)
     with LLM(str(tmp_path), num_kv_blocks=8, max_model_len=64) as llm:
@@ -521,12 +461,7 @@ def test_an_attention_layer_used_twice_has_a_cache_for_each_use(tmp_path_factory
 
     load_transformers = hf._load_transformers
     monkeypatch.setattr(hf, "_load_transformers", load)
-    with LLM(str(path), num_kv_blocks=20, max_num_batched_tokens=16) as llm:
-        params = SamplingParams(max_tokens=1, prompt_logprobs=0)
-        entries = llm.generate(prompt, params, use_tqdm=False)[0].prompt_logprobs
-    for position in range(1, len(prompt)):
-        ours = entries[position][prompt[position]].logprob
-        assert ours == pytest.approx(expected[position - 1, prompt[position]].item(), abs=1e-4)
+    check_prompt_logprobs(path, prompt, expected)
 
 
 @pytest.mark.parametrize(
@@ -542,7 +477,7 @@ def test_an_attention_layer_used_twice_has_a_cache_for_each_use(tmp_path_factory
         (lambda x: x.unsqueeze(0) @ x, False),
     ],
 )
-def test_what_a_gpu_would_be_waited_for_is_known_without_one(operation, waits):
+def test_operations_that_wait_for_a_gpu_are_known_without_one(operation, waits):
     x = torch.ones(3)
     with torch.no_grad(), _Waits() as noted:
         operation(x)
@@ -550,8 +485,6 @@ def test_what_a_gpu_would_be_waited_for_is_known_without_one(operation, waits):
 
 
 @pytest.mark.parametrize(("name", "capturable"), [("gemma2", True), ("llama, dynamic rope", False)])
-def test_a_model_that_asks_the_device_for_numbers_is_never_captured(name, capturable, tmp_path_factory):
+def test_a_model_that_reads_numbers_from_the_device_is_never_captured(name, capturable, paged_model):
     """Dynamic rope compares the largest position with a limit, on the host."""
-    path, _ = checkpoint(name, tmp_path_factory)
-    with LLM(str(path), num_kv_blocks=4) as llm:
-        assert llm.llm_engine.runner.model.capturable == capturable
+    assert HFModel(paged_model(name)).capturable == capturable
