@@ -1,21 +1,12 @@
 """Pooling: turn prompts into embeddings or classification scores instead of text.
 
-A prompt is computed once, in chunks if it is long, and batched with others. The result is made from the
-hidden states, so a pooling model has no language model head, or a classifier's head in its place. A token is
-still sampled from the output; it is discarded, but ends the sequence. Example: prompts a and b of 6 and 3
-tokens, with a token budget of 4.
-
-    step    chunks            "LAST" takes    "MEAN" takes
-    1       [0, 4) of a       -               the sum of a's 4 rows
-    2       [4, 6) of a       a's row 5       that plus a's 2 rows, divided by 6
-            [0, 2) of b       -               the sum of b's 2 rows
-    3       [2, 3) of b       b's row 2       that plus b's row 2, divided by 3
+Prompts are chunked and batched as usual. The result is made from the hidden states: that of the last token
+("LAST"), that of the first ("CLS"), or the mean of all ("MEAN"), summed up over chunks. A token is still
+sampled from the output. It is discarded, but ends the sequence.
 
 The hidden state of the last token depends on earlier tokens only through K and V, which the prefix cache may
 have. "MEAN" needs every hidden state, and "CLS" needs that of the first token, so neither uses prefix hits.
-
-`LLM` and `AsyncLLM` have the user's methods. models/pooling.py reads the checkpoint's settings. Names are
-vLLM's.
+`LLM` and `AsyncLLM` have the user's methods. models/pooling.py reads the checkpoint's settings.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -153,10 +144,12 @@ class Pooler:
     def __init__(self, checkpoint: Checkpoint, config: EngineConfig) -> None:
         assert checkpoint.pooling is not None
         if config.tensor_parallel_size != 1:
-            raise ValueError("a model that pools needs tensor_parallel_size=1")
+            raise ValueError(
+                f"a pooling model needs tensor_parallel_size=1, got {config.tensor_parallel_size}"
+            )
         for name in ("speculative_config", "logits_processors"):
             if getattr(config, name):
-                raise ValueError(f"{name} does not go with a model that pools: it generates no text")
+                raise ValueError(f"{name} does not work with a pooling model, which generates no text")
         self.pooling: Pooling = checkpoint.pooling
         self.task = "classify" if self.pooling.labels else "embed"
         self.hidden_size: int = checkpoint.hf_config.get_text_config().hidden_size
@@ -170,7 +163,7 @@ class Pooler:
             ValueError: the model does not support `task`, the task of the call.
         """
         if task not in (None, self.task):
-            raise ValueError(f"this model {TASKS[self.task]}: it cannot {task}")
+            raise ValueError(f"this model {TASKS[self.task]} its prompts; it cannot {task}")
         one = PoolingParams() if given is None else given
         return list(one) if isinstance(one, list | tuple) else [one] * num_prompts
 
@@ -181,7 +174,7 @@ class Pooler:
             ValueError, TypeError: params are not PoolingParams, or the model does not support them.
         """
         if isinstance(params, SamplingParams):
-            raise ValueError(f'this model {TASKS[self.task]}, and generates no text; see runner="generate"')
+            raise ValueError(f'this model {TASKS[self.task]} its prompts; set runner="generate" for text')
         if not isinstance(params, PoolingParams):
             raise TypeError(f"pooling_params must be PoolingParams, got {params!r}")
         params.__post_init__()  # the fields may have changed since
@@ -255,18 +248,15 @@ class Pooler:
         completion = done.outputs[0]
         if done.pooled is None or completion.finish_reason in ("abort", "error"):
             reason = f"{completion.finish_reason}: {completion.stop_reason}"
-            raise RuntimeError(f"request {done.request_id} gave nothing ({reason})")
+            raise RuntimeError(f"request {done.request_id} has no output ({reason})")
         data = self.activate(done.pooled, params)
-        make: Any = PoolingRequestOutput
-        outputs: Any = PoolingOutput(data)
+        common = done.prompt_token_ids, done.num_cached_tokens
         if kind == "embed":
-            make, outputs = EmbeddingRequestOutput, EmbeddingOutput(data.tolist())
-        elif kind == "classify":
-            make, outputs = ClassificationRequestOutput, ClassificationOutput(data.tolist())
-        result: PoolingRequestOutput = make(
-            str(done.request_id), outputs, done.prompt_token_ids, done.num_cached_tokens
-        )
-        return result
+            return EmbeddingRequestOutput(str(done.request_id), EmbeddingOutput(data.tolist()), *common)
+        if kind == "classify":
+            outputs = ClassificationOutput(data.tolist())
+            return ClassificationRequestOutput(str(done.request_id), outputs, *common)
+        return PoolingRequestOutput(str(done.request_id), PoolingOutput(data), *common)
 
     def activate(self, data: Tensor, params: PoolingParams) -> Tensor:
         """Return a pooled vector truncated and normalized, or scores as probabilities, as params say."""
@@ -297,7 +287,7 @@ class Pooler:
             if not isinstance(data, list | tuple) or not all(isinstance(text, str) for text in data):
                 raise TypeError(f"{name} must be a text or a list of texts, got {data!r:.99}")
             if not data:
-                raise ValueError(f"{name} must hold at least one text")
+                raise ValueError(f"{name} must contain at least one text")
             texts.append(list(data))
         firsts, seconds = texts
         if len(firsts) not in (1, len(seconds)):
@@ -307,7 +297,9 @@ class Pooler:
         if not self.pooling.labels:
             return Scores(firsts + seconds, len(firsts))
         if len(self.pooling.labels) != 1:
-            raise ValueError(f"score needs a classifier with one label: this has {len(self.pooling.labels)}")
+            raise ValueError(
+                f"score needs a classifier with one label, this one has {len(self.pooling.labels)}"
+            )
         pairs = zip(firsts * (len(seconds) // len(firsts)), seconds, strict=True)
         if chat_template is None:
             return Scores([{"prompt_token_ids": checker.encode(one, pair=two)} for one, two in pairs], 0)
@@ -327,23 +319,16 @@ class Scores(NamedTuple):
     def read(self, outputs: Sequence[PoolingRequestOutput]) -> list[ScoringRequestOutput]:
         """Return the scores, from the outputs of `encode` for the prompts."""
         if not self.num_firsts:
-            return [
-                ScoringRequestOutput(
-                    one.request_id,
-                    ScoringOutput(float(one.outputs.data[0])),
-                    one.prompt_token_ids,
-                    one.num_cached_tokens,
-                )
-                for one in outputs
-            ]
+            return [_scored(float(pair.outputs.data[0]), pair) for pair in outputs]
         firsts, seconds = outputs[: self.num_firsts], outputs[self.num_firsts :]
         firsts = list(firsts) * (len(seconds) // len(firsts))
         return [
-            ScoringRequestOutput(
-                two.request_id,
-                ScoringOutput(float(torch.cosine_similarity(one.outputs.data, two.outputs.data, dim=0))),
-                one.prompt_token_ids + two.prompt_token_ids,
-                one.num_cached_tokens + two.num_cached_tokens,
-            )
+            _scored(float(torch.cosine_similarity(one.outputs.data, two.outputs.data, dim=0)), one, two)
             for one, two in zip(firsts, seconds, strict=True)
         ]
+
+
+def _scored(score: float, *parts: PoolingRequestOutput) -> ScoringRequestOutput:
+    token_ids = [token_id for part in parts for token_id in part.prompt_token_ids]
+    num_cached_tokens = sum(part.num_cached_tokens for part in parts)
+    return ScoringRequestOutput(parts[-1].request_id, ScoringOutput(score), token_ids, num_cached_tokens)

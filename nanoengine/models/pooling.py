@@ -57,21 +57,20 @@ def read_pooling(path: Path, hf_config: Any, pooler_config: dict[str, Any] | Non
         or getattr(hf_config, "use_bidirectional_attention", None)
     ):
         raise UnsupportedModelError(
-            "it is no causal decoder (an encoder's tokens look ahead); embeddings, scores and classes are "
-            "made by causal language models, such as Qwen3-Embedding"
+            "it is not a causal decoder (an encoder's tokens attend to later ones); use an embedding model "
+            "or a classifier based on a causal language model, such as Qwen3-Embedding"
         )
     if not architecture_of(hf_config).endswith("ForSequenceClassification"):
         return _embedding(path, hf_config, pooler_config or {})
     if pooler_config:
-        raise ValueError("pooler_config is for embeddings: a classifier's scores are those of the last token")
+        raise ValueError("pooler_config is for embeddings; a classifier always scores the last token")
     causal_lm: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
     hf_config.architectures = [causal_lm.__name__]
     return _classifier(hf_config)
 
 
 def _classifier(hf_config: Any) -> Pooling:
-    id2label = hf_config.id2label
-    labels = tuple(str(id2label[index]) for index in range(len(id2label)))
+    labels = tuple(str(hf_config.id2label[i]) for i in range(len(hf_config.id2label)))
     # Where sentence-transformers' CrossEncoder saves its activation, in new files and in old ones.
     named = getattr(hf_config, "sentence_transformers", None) or {}
     named = named.get("activation_fn") or getattr(hf_config, "sbert_ce_default_activation_function", None)
@@ -79,7 +78,7 @@ def _classifier(hf_config: Any) -> Pooling:
         activation = ACTIVATIONS.get(str(named).rpartition(".")[2])
         if activation is None:
             raise UnsupportedModelError(
-                f"its activation is {named!r}; served are {', '.join(ACTIVATIONS)} of PyTorch"
+                f"its activation is {named!r}; supported: PyTorch's {', '.join(ACTIVATIONS)}"
             )
     else:
         by_number = "sigmoid" if len(labels) == 1 else "softmax"
@@ -104,14 +103,14 @@ def _embedding(path: Path, hf_config: Any, pooler_config: dict[str, Any]) -> Poo
             if name == "Transformer":
                 settings = path / "sentence_bert_config.json"
                 if settings.is_file() and read_json(settings).get("do_lower_case"):
-                    raise UnsupportedModelError(f"{settings} asks for lower case, which is not served")
+                    raise UnsupportedModelError(f"{settings} sets do_lower_case, which is not supported")
             elif name == "Pooling":
                 kind = _kind(folder / "config.json")
             elif name == "Normalize":
                 activation = "normalize"
             else:
                 raise UnsupportedModelError(
-                    f"{file} names a module {name}; served are Transformer, Pooling and Normalize"
+                    f"{file} has a module {name}; supported: Transformer, Pooling, Normalize"
                 )
     if (given := pooler_config.get("pooling_type")) is not None:
         kind = KINDS[given]
@@ -126,14 +125,11 @@ def _embedding(path: Path, hf_config: Any, pooler_config: dict[str, Any]) -> Poo
 def _kind(file: Path) -> str:
     """Return the kind of pooling in the config.json of a Pooling module."""
     content = read_json(file)
-    modes = content.get("pooling_mode")
-    if modes is None:
-        modes = [
-            name for name, value in content.items() if name.startswith("pooling_mode_") and value is True
-        ]
+    flags = [name for name, value in content.items() if name.startswith("pooling_mode_") and value is True]
+    modes = content.get("pooling_mode") or flags
     modes = modes if isinstance(modes, list) else [modes]
     if len(modes) != 1 or modes[0] not in KINDS:
         raise UnsupportedModelError(
-            f"{file} asks for {', '.join(map(str, modes))}; served are the last token, the first, the mean"
+            f"{file} asks for {', '.join(map(str, modes))}; supported: the last token, the first, the mean"
         )
     return KINDS[modes[0]]

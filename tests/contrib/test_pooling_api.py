@@ -82,7 +82,7 @@ def test_a_classifier_names_the_likeliest_label(tmp_path):
         ("/v1/score", {"text_1": "a"}, "data_2", "data_2 must be given, once"),
         ("/v1/score", {"text_1": ["a", "b"], "text_2": "c"}, "data_1", "as many as data_2: got 2 for 1"),
         ("/v1/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n", "at least 0"),
-        ("/v1/completions", {"prompt": "a"}, None, "this model embeds, and generates no text"),
+        ("/v1/completions", {"prompt": "a"}, None, "this model embeds its prompts"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_served_is_refused_by_its_field(path, body, param, message, url):

@@ -41,15 +41,10 @@ def pooled(rows: torch.Tensor, kind: str) -> torch.Tensor:
 
 def write_modules(path: Path, kind: str, normalize: bool) -> None:
     """As sentence-transformers saves them."""
-    types = ["Transformer", "Pooling", *(["Normalize"] if normalize else [])]
+    places = {"": "Transformer", "1_Pooling": "Pooling"} | ({"2_Normalize": "Normalize"} if normalize else {})
     parts = [
-        {
-            "idx": i,
-            "name": str(i),
-            "path": f"{i}_{name}" if i else "",
-            "type": f"sentence_transformers.models.{name}",
-        }
-        for i, name in enumerate(types)
+        {"idx": i, "name": str(i), "path": place, "type": f"sentence_transformers.models.{name}"}
+        for i, (place, name) in enumerate(places.items())
     ]
     (path / "modules.json").write_text(json.dumps(parts))
     (path / "1_Pooling").mkdir()
@@ -78,6 +73,13 @@ def classifier(family: str, labels: int, path: Path, **changes: Any) -> Any:
     return model
 
 
+@pytest.fixture(scope="module")
+def demo():
+    """Return the bundled model as an embedding model."""
+    with LLM(DEMO, runner="pooling", **SMALL) as llm:
+        yield llm
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "normalize"),
     [
@@ -96,10 +98,7 @@ def test_embeddings_are_those_of_transformers_pooled_as_the_checkpoint_says(
     expected = torch.stack([pooled(hidden_states(model, prompt), kind) for prompt in PROMPTS])
     if normalize:
         expected = torch.nn.functional.normalize(expected, dim=-1)
-    for settings in (
-        SMALL,
-        {**SMALL, "max_num_batched_tokens": 7, "enforce_eager": True},
-    ):
+    for settings in (SMALL, {**SMALL, "max_num_batched_tokens": 7, "enforce_eager": True}):
         with LLM(tmp_path, **settings) as llm:
             outputs = llm.embed(PROMPTS, **QUIET)
             again = llm.encode(PROMPTS, **QUIET)
@@ -123,7 +122,7 @@ def test_embeddings_are_those_of_transformers_pooled_as_the_checkpoint_says(
         pytest.param("GPT2", 4, {}, marks=pytest.mark.slow),
     ],
 )
-def test_a_classifier_s_probabilities_are_those_of_transformers(family, labels, changes, tmp_path):
+def test_class_probabilities_are_those_of_transformers(family, labels, changes, tmp_path):
     model = classifier(family, labels, tmp_path, **changes)
     with torch.no_grad():
         logits = torch.cat([model(torch.tensor([prompt])).logits for prompt in PROMPTS])
@@ -148,7 +147,7 @@ def test_a_prefix_is_hit_only_where_its_hidden_states_are_not_needed(kind, num_h
     torch.testing.assert_close(first.outputs.data, second.outputs.data)
 
 
-def test_a_step_that_fails_leaves_nothing_of_it_in_a_mean():
+def test_a_failed_step_leaves_nothing_in_a_mean():
     prompt = random_prompts([40], seed=7)[0]
     settings = {"pooler_config": {"pooling_type": "MEAN"}, "max_num_batched_tokens": 9, **SMALL}
     with LLM(DEMO, runner="pooling", **settings) as llm:
@@ -176,14 +175,13 @@ def test_a_prompt_may_be_as_long_as_the_model():
         assert cut[0].prompt_token_ids == prompt
 
 
-def test_texts_are_scored_by_the_cosine_of_their_embeddings():
-    with LLM(DEMO, runner="pooling", **SMALL) as llm:
-        texts = ["What is 1 + 2?", "What is 1 + 3?", "Who are you?"]
-        vectors = [torch.tensor(one.outputs.embedding) for one in llm.embed(texts, **QUIET)]
-        scores = llm.score(texts[0], texts, **QUIET)
-        pairs = llm.score(texts[:2], texts[1:], **QUIET)
-        with pytest.raises(ValueError, match="data_1 must be one text, or as many as data_2: got 2 for 3"):
-            llm.score(texts[:2], texts, **QUIET)
+def test_texts_are_scored_by_the_cosine_of_their_embeddings(demo):
+    texts = ["What is 1 + 2?", "What is 1 + 3?", "Who are you?"]
+    vectors = [torch.tensor(one.outputs.embedding) for one in demo.embed(texts, **QUIET)]
+    scores = demo.score(texts[0], texts, **QUIET)
+    pairs = demo.score(texts[:2], texts[1:], **QUIET)
+    with pytest.raises(ValueError, match="data_1 must be one text, or as many as data_2: got 2 for 3"):
+        demo.score(texts[:2], texts, **QUIET)
     expected = [float(vectors[0] @ vector) for vector in vectors]
     assert [one.outputs.score for one in scores] == pytest.approx(expected, abs=1e-5)
     assert [one.outputs.score for one in pairs] == pytest.approx(
@@ -219,7 +217,7 @@ def test_a_body_saved_alone_needs_no_head(tmp_path, tmp_path_factory):
         torch.testing.assert_close(torch.tensor(output.outputs.embedding), expected, **close)
 
 
-def test_requests_from_coroutines_are_pooled_and_one_that_generates_is_refused():
+def test_requests_from_coroutines_are_pooled_and_one_that_generates_is_refused(demo):
     async def ask() -> list[Any]:
         async with AsyncLLM(str(DEMO), runner="pooling", **SMALL) as engine:
 
@@ -227,18 +225,17 @@ def test_requests_from_coroutines_are_pooled_and_one_that_generates_is_refused()
                 async for output in engine.encode(PROMPTS[i], PoolingParams(), f"r{i}"):
                     return output
 
-            with pytest.raises(ValueError, match="this model embeds, and generates no text"):
+            with pytest.raises(ValueError, match="this model embeds its prompts; set runner"):
                 async for _ in engine.generate("a", SamplingParams(), "g"):
                     pass
             return await asyncio.gather(*(one(i) for i in range(len(PROMPTS))))
 
-    with LLM(DEMO, runner="pooling", **SMALL) as llm:
-        expected = [one.outputs.data for one in llm.encode(PROMPTS, **QUIET)]
+    expected = [one.outputs.data for one in demo.encode(PROMPTS, **QUIET)]
     for output, vector in zip(asyncio.run(ask()), expected, strict=True):
         torch.testing.assert_close(output.outputs.data, vector, **close)
 
 
-def test_an_embedding_is_cut_only_where_the_checkpoint_allows_it():
+def test_an_embedding_is_cut_only_if_the_checkpoint_allows_it():
     with LLM(DEMO, runner="pooling", hf_overrides={"matryoshka_dimensions": [8, 16]}, **SMALL) as llm:
         (whole,) = llm.encode("a", PoolingParams(use_activation=False), **QUIET)
         (part,) = llm.embed("a", pooling_params=PoolingParams(dimensions=8), **QUIET)
@@ -248,31 +245,29 @@ def test_an_embedding_is_cut_only_where_the_checkpoint_allows_it():
             llm.embed("a", pooling_params=PoolingParams(dimensions=9), **QUIET)
 
 
-def test_what_a_model_does_not_do_is_refused_by_its_name(tmp_path):
-    with LLM(DEMO, runner="pooling", **SMALL) as llm:
-        for call, message in [
-            (lambda: llm.generate("a", **QUIET), "this model embeds, and generates no text"),
-            (lambda: llm.classify("a", **QUIET), "this model embeds: it cannot classify"),
-            (
-                lambda: llm.encode("a", [PoolingParams()] * 2, **QUIET),
-                "pooling_params must be one per prompt: got 2",
-            ),
-            (lambda: llm.encode("a", PoolingParams(dimensions=9), **QUIET), "dimensions must be among"),
-            (lambda: llm.score([], "a", **QUIET), "data_1 must hold at least one text"),
-        ]:
-            with pytest.raises(ValueError, match=message):
-                call()
-        with pytest.raises(TypeError, match="pooling_params must be PoolingParams, got 5"):
-            llm.encode("a", 5, **QUIET)
+def test_calls_that_do_not_fit_the_model_are_refused(demo):
+    for call, message in [
+        (lambda: demo.generate("a", **QUIET), "this model embeds its prompts; set runner"),
+        (lambda: demo.classify("a", **QUIET), "this model embeds its prompts; it cannot classify"),
+        (
+            lambda: demo.encode("a", [PoolingParams()] * 2, **QUIET),
+            "pooling_params must be one per prompt: got 2",
+        ),
+        (lambda: demo.encode("a", PoolingParams(dimensions=9), **QUIET), "dimensions must be among"),
+        (lambda: demo.score([], "a", **QUIET), "data_1 must contain at least one text"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            call()
+    with pytest.raises(TypeError, match="pooling_params must be PoolingParams, got 5"):
+        demo.encode("a", 5, **QUIET)
     with LLM(DEMO, **SMALL) as llm, pytest.raises(ValueError, match="embed needs a model that pools"):
         llm.embed("a", **QUIET)
-    for name in ("speculative_config", "logits_processors"):
-        settings = {
-            "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
-            "logits_processors": [len],
-        }
-        with pytest.raises(ValueError, match=f"{name} does not go with a model that pools"):
-            LLM(DEMO, runner="pooling", **{name: settings[name]})
+    for name, value in (
+        ("speculative_config", {"method": "ngram", "num_speculative_tokens": 2}),
+        ("logits_processors", [len]),
+    ):
+        with pytest.raises(ValueError, match=f"{name} does not work with a pooling model"):
+            LLM(DEMO, runner="pooling", **{name: value})
     with pytest.raises(ValueError, match="task must be one of embed, classify, got 'rank'"):
         PoolingParams(task="rank")
     with pytest.raises(ValueError, match="pooling_type must be LAST, MEAN or CLS, got 'ALL'"):
@@ -280,10 +275,10 @@ def test_what_a_model_does_not_do_is_refused_by_its_name(tmp_path):
 
 
 @pytest.mark.parametrize("family", ["Bert", "XLMRoberta", "ModernBert"])
-def test_an_encoder_is_refused_by_its_name(family, tmp_path):
+def test_an_encoder_is_refused(family, tmp_path):
     config = getattr(transformers, f"{family}Config")(architectures=[f"{family}ForSequenceClassification"])
     config.save_pretrained(tmp_path)
-    match = f"{family}ForSequenceClassification cannot be served: it is no causal decoder"
+    match = f"{family}ForSequenceClassification cannot be served: it is not a causal decoder"
     with pytest.raises(ValueError, match=match):
         LLM(tmp_path)
 
@@ -293,17 +288,17 @@ def test_an_encoder_is_refused_by_its_name(family, tmp_path):
     [
         ({}, Pooling("LAST", "normalize")),
         ({"1_Pooling/config.json": {"pooling_mode": "mean"}}, Pooling("MEAN", "none")),
-        ({"1_Pooling/config.json": {"pooling_mode": ["mean", "cls"]}}, "asks for mean, cls; served are"),
+        ({"1_Pooling/config.json": {"pooling_mode": ["mean", "cls"]}}, "asks for mean, cls; supported"),
         (
             {"1_Pooling/config.json": {"pooling_mode_max_tokens": True}},
-            "asks for pooling_mode_max_tokens; served",
+            "asks for pooling_mode_max_tokens; supported",
         ),
-        ({"modules.json": [{"type": "a.Dense", "path": "2_Dense"}]}, "names a module Dense; served are"),
+        ({"modules.json": [{"type": "a.Dense", "path": "2_Dense"}]}, "has a module Dense; supported"),
         ({"modules.json": {"a": 1}}, "must list modules with a type and a path"),
-        ({"sentence_bert_config.json": {"do_lower_case": True}}, "asks for lower case"),
+        ({"sentence_bert_config.json": {"do_lower_case": True}}, "sets do_lower_case"),
     ],
 )
-def test_what_follows_the_transformer_is_read_from_the_checkpoint_s_files(files, expected, tmp_path):
+def test_pooling_modules_are_read_from_the_checkpoint_files(files, expected, tmp_path):
     if files:
         write_modules(tmp_path, "LAST", normalize=False)
     for name, content in files.items():
