@@ -1,25 +1,15 @@
 """Recurrent state: models whose layers pass a state from token to token, like Mamba and linear attention.
 
-The K and V of a token never change, so their blocks can be shared and hit anywhere. A recurrent state is
-overwritten by each token, and belongs to one sequence at one position. So a running sequence holds a state
-slot in addition to its blocks. A prefix can be reused only where a state was kept: at the end of a block, in
-a separate slot.
+A state is overwritten by each token and belongs to one sequence at one position, so a running sequence holds
+a state slot in addition to its blocks. A prefix can be reused only where a state was kept, at the end of a
+block, in a slot of its own. Nothing is copied: layers read the state before a chunk from one slot, and write
+the state after it to another. At the end of a block, a sequence leaves its slot to the prefix cache and
+continues in a new one. docs/14-states.md shows it step by step.
 
     slot 0      zeros: the state that every sequence starts from. Never written
     slot 1      discarded states, of trials or padding. Never read
     others      held by a running sequence; or kept for the prefix_id of a block, and evicted least recently
                 used first; or free
-
-Nothing is copied: layers read the state before a chunk from one slot, and write the state after it to another
-(`StatePart`). At the end of a block, a sequence leaves its slot to the prefix cache and continues in a new
-one. Example: blocks of 4, a prompt of 10, and another sequence that shares the first 8 tokens.
-
-    chunk          parts                               afterwards
-    [0, 10)        [0, 8) 0 -> 3, [8, 10) 3 -> 2       3 is kept for those 8, the sequence holds 2
-    [10, 11)       2 -> 2
-    [11, 12)       2 -> 2
-    [12, 13)       2 -> 4                              2 is kept for the first 12, the sequence holds 4
-    other [8, 9)   3 -> 5                              a hit
 
 Sources: vLLM's prefix caching for Mamba ("align" mode), and SGLang's MambaRadixCache for branch points.
 """
@@ -135,12 +125,11 @@ class StatefulBlockManager(WindowedBlockManager):
         for end in sorted({*held.keep_at, seq.num_prompt_tokens}):
             if not start < end < chunk.end:
                 continue
-            target = None
-            if end in held.keep_at:
-                target = self._keep(self.blocks[seq.block_table[end // self.block_size - 1]].prefix_id)
+            target = self._keep(self._prefix_id(seq, end)) if end in held.keep_at else None
             # Output tokens that are recomputed are a separate part from the prompt: see models/states.py.
-            if target is not None or end == seq.num_prompt_tokens:
-                target = held.slot if target is None else target
+            if target is None and end == seq.num_prompt_tokens:
+                target = held.slot
+            if target is not None:
                 spans.append(Span(start, end, held.source, target))
                 start, held.source = end, target
         spans.append(Span(start, chunk.end, held.source, held.slot))
@@ -150,7 +139,7 @@ class StatefulBlockManager(WindowedBlockManager):
     def _leave(self, seq: Sequence, held: Held, position: int) -> None:
         """Keep the state before a position, the end of a block. The sequence continues in another slot."""
         assert seq.num_registered_blocks >= position // self.block_size
-        prefix_id = self.blocks[seq.block_table[position // self.block_size - 1]].prefix_id
+        prefix_id = self._prefix_id(seq, position)
         slot = self._keep(prefix_id)
         if slot is None:
             return
@@ -164,12 +153,15 @@ class StatefulBlockManager(WindowedBlockManager):
 
     # -- helpers
 
+    def _prefix_id(self, seq: Sequence, position: int) -> int:
+        return self.blocks[seq.block_table[position // self.block_size - 1]].prefix_id
+
     def _longest_beginning(self, seq: Sequence, chain: list[Block], most: int) -> int:
         """Return the longest prefix that ends where a state was kept and leaves one token to compute."""
-        most = min(most, (seq.num_tokens - 1) // self.block_size)
-        while most and chain[most - 1].prefix_id not in self.kept_slots:
-            most -= 1
-        return most
+        num_blocks = min(most, (seq.num_tokens - 1) // self.block_size)
+        while num_blocks and chain[num_blocks - 1].prefix_id not in self.kept_slots:
+            num_blocks -= 1
+        return num_blocks
 
     def _keep(self, prefix_id: int) -> int | None:
         """Return a slot to keep that prefix's state in.

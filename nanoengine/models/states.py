@@ -1,20 +1,13 @@
 """Runs layers that pass a state from token to token: convolutions, state-space models, linear attention.
 
 Such a layer is called a mixer here. transformers' mixers read their states from transformers' cache and store
-the new ones there, all through the same few methods. `States` gives them a stand-in for that cache. It keeps
+the new ones there, all through the same few methods. `States` gives them a stand-in for that cache, and keeps
 the states in memory with numbered slots, which extensions/states.py assigns to sequences.
 
-A mixer takes sequences of one length, so `States.mix` calls it several times for a flat batch: once for all
-sequences that decode one token, as (N, 1, E), then once for every other span of a sequence, as (1, T, E).
-With blocks of 4, let B and C decode in slots 2 and 3 while A, which holds slot 4, computes a prompt of 10:
-
-    B and C, one token each   (2, 1, E)   slots 2, 3 -> 2, 3
-    A, tokens [0, 8)          (1, 8, E)   slot 0 (zeros) -> 5, kept for the prefix cache
-    A, tokens [8, 10)         (1, 2, E)   slot 5 -> 4
-
-A span ends where a state is kept, and at the end of the prompt. After a preemption, prompt and output are
-recomputed in one chunk, but some Mamba2 models limit the time steps of a prompt and not those of an output.
-So every span belongs to one or the other.
+A mixer takes sequences of one length. So `States.mix` calls it once for all sequences that decode one token,
+(N, 1, E), then once for every other span of a sequence, (1, T, E). A span ends where a state is kept, and at
+the end of the prompt. After a preemption, prompt and output are recomputed in one chunk, but some Mamba2
+models limit the time steps of a prompt and not those of an output.
 
 Shape letters: T tokens of a step or span, N sequences of one call, E hidden size.
 """
@@ -34,8 +27,7 @@ from transformers.activations import ACT2FN
 from nanoengine.backends.inputs import ZERO_SLOT, StateLayout
 from nanoengine.backends.memory import resident_zeros
 
-Limit = tuple[float, float]  # minimum and maximum of Mamba2's time steps
-NO_LIMIT: Limit = (0.0, math.inf)
+NO_LIMITS = 0.0, math.inf  # minimum and maximum of Mamba2's time steps
 # The mixers' argument that takes transformers' cache: its name from transformers 5.24 on, and before.
 CACHE_NAMES = "cache", "cache_params", "past_key_values"
 Key = tuple[str, int]  # "conv" or "recurrent", and the mixer's index for the state
@@ -150,7 +142,7 @@ class States:
         self._memories: Iterator[tuple[Memory, dict[Key, StateSpec]]] = iter(())  # of the remaining mixers
         # State of the current call, for the stand-in functions:
         self.initial: Iterator[Tensor] = iter(())  # the recurrent state, or one per head; empty: zeros
-        self.is_prompt = False
+        self.time_limits = NO_LIMITS
 
     @property
     def slot_bytes(self) -> int:
@@ -213,7 +205,8 @@ class States:
             state = past.get(("recurrent", 0))
             heads = () if not isinstance(state, Tensor) else state.unbind(1) if state.dim() == 4 else (state,)
             self.initial = iter(heads)
-            self.is_prompt = is_prompt
+            # Decoding has no limits, so a recomputed output has none either.
+            self.time_limits = getattr(mixer, "time_step_limit", NO_LIMITS) if is_prompt else NO_LIMITS
             out = forward(mixer, **{**_map(arguments, num_tokens, select), cache: call})
             if isinstance(out, tuple):  # MiniMax also returns its state, which has no row per token
                 kept = {id(state) for state in call.states.values()}
@@ -273,8 +266,8 @@ def _take_over(mixer: nn.Module, states: States) -> None:
     kind = type(mixer)
     forward: Any = FORWARDS.get(kind.__name__) or inspect.unwrap(kind.forward)
     stand_ins = {
-        name: make(states, forward.__globals__[name], getattr(mixer, "time_step_limit", NO_LIMIT))
-        for name, make in STAND_INS.items()
+        name: partial(stand_in, states, forward.__globals__[name])
+        for name, stand_in in STAND_INS.items()
         if name in forward.__code__.co_names
     }
     if stand_ins:
@@ -293,6 +286,7 @@ def _take_over(mixer: nn.Module, states: States) -> None:
 
 
 # ---- Stand-ins for transformers' functions in the code of mixers ---------------------------------
+# The first arguments are the model's states and transformers' function, which computes if there is no kernel.
 
 
 def _lay_out(state: Any, *shape: int) -> tuple[Tensor, tuple[Tensor, Tensor], Any]:
@@ -304,65 +298,45 @@ def _lay_out(state: Any, *shape: int) -> tuple[Tensor, tuple[Tensor, Tensor], An
     return memory, (slots, slots), memory
 
 
-def _scan_of_mamba(states: States, function: Any, limit: Limit) -> Callable[..., Any]:
-    """Make a Mamba scan that starts from the given state. transformers' scan always starts from zero."""
+def _scan_of_mamba(
+    states: States, function: Any, *tensors: Tensor, D: Tensor, z: Tensor, delta_bias: Any, **kwargs: Any
+) -> Any:
+    """Scan like Mamba from the given state. transformers' scan always starts from zero.
 
-    def scan(
-        x: Tensor,
-        dt: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        *,
-        D: Tensor,
-        z: Tensor,
-        delta_bias: Tensor | None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor]:
-        """Scan x, dt and z (N, I, T), with A (I, S), B and C (N, S, T), D and delta_bias (I,)."""
-        state = next(states.initial, None)
-        if states.kernels is None and state is None:
-            result: tuple[Tensor, Tensor] = function(
-                x, dt, A, B, C, D=D, z=z, delta_bias=delta_bias, **kwargs
-            )
-            return result
-        if delta_bias is not None:
-            dt = dt + delta_bias.to(dt.dtype)[:, None]
-        dt = nn.functional.softplus(dt)
-        if states.kernels is not None:
-            memory, slots, new = _lay_out(state, len(x), *A.shape)
-            rows = (y.transpose(1, 2) for y in (x, dt, B, C))
-            out = _mamba(states.kernels, A, *rows, memory, slots).transpose(1, 2)
-        else:
-            assert state is not None
-            decays = torch.exp(A[None, :, None, :] * dt[..., None])
-            inputs = dt[..., None] * B.transpose(1, 2)[:, None].float() * x[..., None].float()
-            new, outs = state, []
-            for t in range(x.shape[2]):
-                new = decays[:, :, t] * new + inputs[:, :, t]
-                outs.append((new.to(x.dtype) @ C[:, :, t, None])[..., 0])
-            out = torch.stack(outs, -1)
-        return (out + x * D[:, None]) * nn.functional.silu(z), new
-
-    return scan
+    x, dt and z are (N, I, T), A (I, S), B and C (N, S, T), D and delta_bias (I,).
+    """
+    x, dt, A, B, C = tensors
+    state = next(states.initial, None)
+    if states.kernels is None and state is None:
+        return function(*tensors, D=D, z=z, delta_bias=delta_bias, **kwargs)
+    if delta_bias is not None:
+        dt = dt + delta_bias.to(dt.dtype)[:, None]
+    dt = nn.functional.softplus(dt)
+    if states.kernels is not None:
+        memory, slots, new = _lay_out(state, len(x), *A.shape)
+        rows = (y.transpose(1, 2) for y in (x, dt, B, C))
+        out = _mamba(states.kernels, A, *rows, memory, slots).transpose(1, 2)
+    else:
+        decays = torch.exp(A[None, :, None, :] * dt[..., None])
+        inputs = dt[..., None] * B.transpose(1, 2)[:, None].float() * x[..., None].float()
+        new, outs = state, []
+        for t in range(x.shape[2]):
+            new = decays[:, :, t] * new + inputs[:, :, t]
+            outs.append((new.to(x.dtype) @ C[:, :, t, None])[..., 0])
+        out = torch.stack(outs, -1)
+    return (out + x * D[:, None]) * nn.functional.silu(z), new
 
 
-def _step_of_mamba(states: States, function: Any, limit: Limit) -> Callable[..., Any]:
-    """Make a Mamba step for one token that uses a kernel if the state is `InPlace`."""
-
-    def step(
-        state: Any, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, **kwargs: Any
-    ) -> Any:
-        """Compute one token from x and dt (N, I), with A (I, S), B and C (N, S), D (I,)."""
-        if not isinstance(state, InPlace):
-            return function(state, x, dt, A, B, C, D, **kwargs)
-        if kwargs["dt_bias"] is not None:
-            dt = dt + kwargs["dt_bias"].to(dt.dtype)
-        rows = (y.unsqueeze(1) for y in (x, nn.functional.softplus(dt), B, C))
-        out = _mamba(states.kernels, A, *rows, state.memory, state.slots)[:, 0]
-        return ((out + x * D) * nn.functional.silu(kwargs["z"])).to(x.dtype)
-
-    return step
+def _step_of_mamba(states: States, function: Any, state: Any, *tensors: Tensor, **kwargs: Any) -> Any:
+    """Compute one token like Mamba: x and dt (N, I), A (I, S), B and C (N, S), D (I,)."""
+    if not isinstance(state, InPlace):
+        return function(state, *tensors, **kwargs)
+    x, dt, A, B, C, D = tensors
+    if kwargs["dt_bias"] is not None:
+        dt = dt + kwargs["dt_bias"].to(dt.dtype)
+    rows = (y.unsqueeze(1) for y in (x, nn.functional.softplus(dt), B, C))
+    out = _mamba(states.kernels, A, *rows, state.memory, state.slots)[:, 0]
+    return ((out + x * D) * nn.functional.silu(kwargs["z"])).to(x.dtype)
 
 
 def _mamba(kernels: Any, A: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, *state: Any) -> Tensor:
@@ -372,91 +346,71 @@ def _mamba(kernels: Any, A: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor,
     return out
 
 
-def _delta_rule(states: States, function: Any, limit: Limit) -> Callable[..., Any]:
-    """Make a gated delta rule, for a span or for one token, that uses a kernel if there is one."""
+def _delta_rule(
+    states: States, function: Any, *qkv: Tensor, g: Tensor, beta: Tensor, initial_state: Any, **kwargs: Any
+) -> Any:
+    """Compute a gated delta rule, for a span or for one token.
 
-    def attend(
-        query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, initial_state: Any, **kwargs: Any
-    ) -> Any:
-        """Attend with q and k (N, T, K, D), v (N, T, H, V), g (N, T, H) or (N, T, H, D), beta (N, T, H)."""
-        if states.kernels is None or not kwargs["use_qk_l2norm_in_kernel"]:
-            if isinstance(initial_state, InPlace):
-                initial_state = initial_state.read()
-            return function(query, key, value, g=g, beta=beta, initial_state=initial_state, **kwargs)
-        memory, slots, new = _lay_out(initial_state, len(value), value.shape[2], key.shape[3], value.shape[3])
-        q, k, v = (x.to(value.dtype).contiguous() for x in (query, key, value))
-        decay, rate = g.float().contiguous(), beta.float().contiguous()
-        return states.kernels.delta_rule(q, k, v, decay, rate, memory, slots), new
-
-    return attend
+    q and k are (N, T, K, D), v (N, T, H, V), g (N, T, H) or (N, T, H, D), beta (N, T, H).
+    """
+    if states.kernels is None or not kwargs["use_qk_l2norm_in_kernel"]:
+        if isinstance(initial_state, InPlace):
+            initial_state = initial_state.read()
+        return function(*qkv, g=g, beta=beta, initial_state=initial_state, **kwargs)
+    q, k, v = (x.to(qkv[2].dtype).contiguous() for x in qkv)
+    memory, slots, new = _lay_out(initial_state, len(v), v.shape[2], k.shape[3], v.shape[3])
+    decay, rate = g.float().contiguous(), beta.float().contiguous()
+    return states.kernels.delta_rule(q, k, v, decay, rate, memory, slots), new
 
 
-def _step_of_convolution(states: States, function: Any, limit: Limit) -> Callable[..., Any]:
-    """Make a convolution step for one token that uses a kernel if the state is `InPlace`."""
-
-    def step(
-        x: Tensor, conv_state: Any, weight: Tensor, bias: Tensor | None = None, activation: str | None = None
-    ) -> Any:
-        """Convolve x (N, C, 1), with weight (C, W) and bias (C,)."""
-        if not isinstance(conv_state, InPlace):
-            return function(x, conv_state, weight, bias, activation)
-        is_silu = activation in ("silu", "swish")
-        rows, kept = x[..., 0].contiguous(), (conv_state.memory, conv_state.slots)
-        out = states.kernels.conv_step(rows, weight.contiguous(), bias, *kept, is_silu).unsqueeze(-1)
-        return out if is_silu or activation is None else ACT2FN[activation](out)
-
-    return step
-
-
-def _step_of_mamba2(states: States, function: Any, limit: Limit) -> Callable[..., Any]:
-    """Make a Mamba2 step for one token, which limits the time step of a prompt token as a scan does."""
-
-    def step(
-        state: Any,
-        x: Tensor,
-        dt: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        D: Tensor,
-        *,
-        dt_bias: Tensor,
-        **kwargs: Any,
-    ) -> Any:
-        """Compute one token from x (N, H, P), with B and C (N, G, S).
-
-        dt (N, H, P), A (H, P, S), D and dt_bias (H, P) hold one value per head, repeated.
-        """
-        low, high = limit if states.is_prompt else NO_LIMIT
-        if states.kernels is None:
-            dt = nn.functional.softplus(dt + dt_bias.to(dt.dtype)).clamp(low, high)
-            return function(state, x, dt, A, B, C, D, **{**kwargs, "dt_softplus": False})
-        memory, slots, new = _lay_out(state)
-        dt = nn.functional.softplus((dt[..., 0] + dt_bias[:, 0].to(dt.dtype)).float()).clamp(low, high)
-        rows = (y.unsqueeze(1) for y in (x, dt, B, C))
-        out = _mamba2(states.kernels, A[:, 0, 0], D[:, 0], *rows, memory, slots)[:, 0]
-        if isinstance(state, Tensor) and new is not state:
-            state.copy_(new)
-        z = kwargs.get("z")
-        return out if z is None else out * nn.functional.silu(z)
-
-    return step
+def _step_of_convolution(
+    states: States,
+    function: Any,
+    x: Tensor,
+    conv_state: Any,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+) -> Any:
+    """Convolve one token, x (N, C, 1), with weight (C, W) and bias (C,)."""
+    if not isinstance(conv_state, InPlace):
+        return function(x, conv_state, weight, bias, activation)
+    is_silu = activation in ("silu", "swish")
+    rows, kept = x[..., 0].contiguous(), (conv_state.memory, conv_state.slots)
+    out = states.kernels.conv_step(rows, weight.contiguous(), bias, *kept, is_silu).unsqueeze(-1)
+    return out if is_silu or activation is None else ACT2FN[activation](out)
 
 
-def _scan_of_mamba2(states: States, function: Any, limit: Limit) -> Callable[..., Any]:
-    """Make a Mamba2 scan that limits no time steps of a recomputed output, because decoding did not."""
+def _step_of_mamba2(
+    states: States, function: Any, state: Any, *tensors: Tensor, dt_bias: Tensor, **kwargs: Any
+) -> Any:
+    """Compute one token like Mamba2. A prompt's token has the same limits as in a scan.
 
-    def scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **kwargs: Any) -> Any:
-        """Scan x (N, T, H, P) and dt (N, T, H), with A (H,), B and C (N, T, G, S)."""
-        if not states.is_prompt:
-            kwargs["dt_limit"] = NO_LIMIT
-        if states.kernels is None:
-            return function(x, dt, A, B, C, **kwargs)
-        memory, slots, new = _lay_out(kwargs["initial_states"], len(x), *x.shape[2:], B.shape[3])
-        dt = nn.functional.softplus((dt + kwargs["dt_bias"].to(dt.dtype)).float()).clamp(*kwargs["dt_limit"])
-        return _mamba2(states.kernels, A, kwargs["D"], x, dt, B, C, memory, slots), new
+    x is (N, H, P), B and C (N, G, S). dt (N, H, P), A (H, P, S), D and dt_bias (H, P) repeat values of heads.
+    """
+    x, dt, A, B, C, D = tensors
+    if states.kernels is None:
+        dt = nn.functional.softplus(dt + dt_bias.to(dt.dtype)).clamp(*states.time_limits)
+        return function(state, x, dt, A, B, C, D, **{**kwargs, "dt_softplus": False})
+    memory, slots, new = _lay_out(state)
+    dt = (dt[..., 0] + dt_bias[:, 0].to(dt.dtype)).float()
+    dt = nn.functional.softplus(dt).clamp(*states.time_limits)
+    rows = (y.unsqueeze(1) for y in (x, dt, B, C))
+    out = _mamba2(states.kernels, A[:, 0, 0], D[:, 0], *rows, memory, slots)[:, 0]
+    if isinstance(state, Tensor) and new is not state:
+        state.copy_(new)
+    z = kwargs.get("z")
+    return out if z is None else out * nn.functional.silu(z)
 
-    return scan
+
+def _scan_of_mamba2(states: States, function: Any, *tensors: Tensor, **kwargs: Any) -> Any:
+    """Scan like Mamba2: x (N, T, H, P), dt (N, T, H), A (H,), B and C (N, T, G, S)."""
+    if states.kernels is None:
+        return function(*tensors, **{**kwargs, "dt_limit": states.time_limits})
+    x, dt, A, B, C = tensors
+    memory, slots, new = _lay_out(kwargs["initial_states"], len(x), *x.shape[2:], B.shape[3])
+    dt = nn.functional.softplus((dt + kwargs["dt_bias"].to(dt.dtype)).float()).clamp(*states.time_limits)
+    return _mamba2(states.kernels, A, kwargs["D"], x, dt, B, C, memory, slots), new
 
 
 def _mamba2(
@@ -486,8 +440,8 @@ def _griffin_block(
 
 # Forward passes of mixers whose own code does not use the cache.
 FORWARDS: dict[str, Callable[..., Any]] = {"RecurrentGemmaRecurrentBlock": _griffin_block}
-# transformers' function -> what makes its stand-in, given the model's states, the function, a mixer's limits.
-STAND_INS: dict[str, Callable[[States, Any, Limit], Callable[..., Any]]] = {
+# transformers' function -> its stand-in
+STAND_INS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_update": _step_of_convolution,
     "torch_chunk_gated_delta_rule": _delta_rule,
     "torch_recurrent_gated_delta_rule": _delta_rule,

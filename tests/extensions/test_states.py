@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from typing import Any
+from functools import cache
 
 import pytest
 import torch
@@ -18,36 +18,51 @@ from tests.laws import check_laws
 from tests.model_table import small_config, small_model
 
 # A gated delta rule, convolutions alone, Mamba2, Mamba beside attention, and Mamba2 that limits time steps.
-KINDS = ["qwen3_5_text", "lfm2", "mamba2", "jamba", pytest.param("zamba2", marks=pytest.mark.slow)]
+ZAMBA2 = pytest.param("zamba2", marks=pytest.mark.slow)
+KINDS = ["qwen3_5_text", "lfm2", "mamba2", "jamba", ZAMBA2]
+TWO_KINDS = [
+    "qwen3_5_text",
+    "mamba2",
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("lfm2", "jamba")),
+    ZAMBA2,
+]
+# By default the settings that make the most of states: preempted, and in small chunks.
+SETTINGS = [
+    pytest.param(
+        settings, marks=() if name in ("with preemption", "in chunks") else pytest.mark.slow, id=name
+    )
+    for name, settings in VARIED_SETTINGS.items()
+]
 LENGTHS = [1, 2, 13, 40, 75, 20]
-NUM_NEW = 16
+NUM_NEW = 12
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_NEW)
 pytestmark = pytest.mark.skipif(
     transformers.__version__ < "5", reason="its layers keep their states elsewhere"
 )
 
 
-MODELS: dict[str, tuple[str, Any]] = {}
+@pytest.fixture(scope="module")
+def model_of(tmp_path_factory):
+    """Return a checkpoint of a kind and its transformers twin, built once."""
 
-
-def model_of(kind, factory):
-    """A checkpoint and its transformers twin, built once."""
-    if kind not in MODELS:
-        path = factory.mktemp(kind)
+    @cache
+    def make(kind):
+        path = tmp_path_factory.mktemp(kind)
         model = small_model(small_config(kind))
         model.save_pretrained(path)
-        model.said = {}  # what `greedy` got of it: nobody changes it any more
-        MODELS[kind] = str(path), model
-    return MODELS[kind]
+        model.said = {}  # `greedy` keeps answers here, because the model does not change
+        return str(path), model
+
+    return make
 
 
 @pytest.fixture
-def served(tmp_path_factory):
-    """Of a kind: a checkpoint, prompts, and transformers' answers to them."""
+def served(model_of):
+    """Return a checkpoint of a kind, prompts, and the answers of transformers."""
 
-    def make(kind, most_tokens=None):
-        path, model = model_of(kind, tmp_path_factory)
-        prompts = [prompt[:most_tokens] for prompt in random_prompts(LENGTHS)]
+    def make(kind, max_tokens=None):
+        path, model = model_of(kind)
+        prompts = [prompt[:max_tokens] for prompt in random_prompts(LENGTHS)]
         return path, prompts, [greedy(model, prompt, NUM_NEW) for prompt in prompts]
 
     return make
@@ -60,26 +75,26 @@ def answers(llm, prompts, params=GREEDY):
 # ---- Tokens --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("settings", VARIED_SETTINGS.values(), ids=VARIED_SETTINGS)
+@pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_greedy_tokens_equal_transformers_whatever_the_settings(kind, settings, served):
-    path, prompts, expected = served(kind, most_tokens=30)
+def test_greedy_tokens_equal_transformers_for_all_settings(kind, settings, served):
+    path, prompts, expected = served(kind, max_tokens=30)
     with LLM(path, **settings) as llm:
         assert answers(llm, prompts) == expected
         assert answers(llm, prompts) == expected  # from the prefix cache, where there is one
 
 
 @pytest.mark.parametrize(
-    "budget", [1, 7, *(pytest.param(budget, marks=pytest.mark.slow) for budget in (3, 1000))]
+    "budget", [7, *(pytest.param(budget, marks=pytest.mark.slow) for budget in (1, 3, 1000))]
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_chunks_of_a_prompt_begin_with_the_state_of_the_one_before(kind, budget, served):
+def test_a_chunk_begins_with_the_state_of_the_chunk_before(kind, budget, served):
     path, prompts, expected = served(kind)
     with LLM(path, num_kv_blocks=200, block_size=4, max_num_batched_tokens=budget) as llm:
         assert answers(llm, prompts) == expected
 
 
-def test_a_state_that_a_layer_also_returns_is_not_taken_for_its_tokens_result(served):
+def test_a_state_that_a_layer_returns_is_no_result_of_its_tokens(served):
     """MiniMax returns its states: the 4 heads of two sequences are as many rows as a step of 8 tokens has."""
     path, prompts, expected = served("minimax")
     with LLM(path, num_kv_blocks=200, block_size=4, max_num_batched_tokens=8) as llm:
@@ -91,22 +106,22 @@ def test_a_state_that_a_layer_also_returns_is_not_taken_for_its_tokens_result(se
 def test_no_more_sequences_run_than_there_are_slots(kind, num_state_slots, served):
     path, prompts, expected = served(kind)
     with LLM(path, num_kv_blocks=200, block_size=4, num_state_slots=num_state_slots) as llm:
-        engine, most = llm.llm_engine, 0
+        engine, max_running = llm.llm_engine, 0
         for i, prompt in enumerate(prompts):
             engine.add_request(str(i), prompt, GREEDY)
         tokens = {}
         while engine.has_unfinished_requests():
             for out in engine.step():
                 tokens[out.request_id] = out.outputs[0].token_ids
-            most = max(most, llm.metrics()["num_running"])
+            max_running = max(max_running, llm.metrics()["num_running"])
             check_laws(engine.scheduler)
         assert [tokens[str(i)] for i in range(len(prompts))] == expected
-        assert most == num_state_slots
+        assert max_running == num_state_slots
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_free_slots_hold_changes_nothing(kind, served):
-    """Not a number, in every slot that no sequence has; and a neighbour that is aborted leaves nothing."""
+def test_contents_of_free_slots_change_nothing(kind, served):
+    """Free slots hold NaNs, and an aborted neighbour leaves nothing behind."""
     path, prompts, expected = served(kind)
     with LLM(path, num_kv_blocks=24, block_size=8, num_state_slots=6, max_num_batched_tokens=30) as llm:
         engine = llm.llm_engine
@@ -132,15 +147,15 @@ def test_samples_of_a_request_have_states_of_their_own(served):
     path, prompts, _ = served("qwen3_5_text")
     params = SamplingParams(n=4, seed=5, max_tokens=12, temperature=1.5)
     tokens = []
-    for settings in VARIED_SETTINGS.values():
-        with LLM(path, **{**settings, "max_model_len": 60}) as llm:
+    for name in ("roomy", "with preemption", "in chunks"):
+        with LLM(path, **VARIED_SETTINGS[name], max_model_len=60) as llm:
             outputs = llm.generate(prompts[:4], params, use_tqdm=False)
             tokens.append([[sample.token_ids for sample in out.outputs] for out in outputs])
     assert all(one == tokens[0] for one in tokens)
     assert len({tuple(sample) for sample in tokens[0][2]}) > 1
 
 
-@pytest.mark.parametrize("kind", [KINDS[0], KINDS[-1]])
+@pytest.mark.parametrize("kind", [KINDS[0], ZAMBA2])
 def test_with_steps_in_flight_the_tokens_are_the_same(kind, served):
     path, prompts, expected = served(kind)
     settings = {"num_kv_blocks": 24, "block_size": 8, "max_num_batched_tokens": 30, "async_scheduling": True}
@@ -151,8 +166,8 @@ def test_with_steps_in_flight_the_tokens_are_the_same(kind, served):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", [*KINDS, "mamba"])
-def test_in_half_precision_they_answer_too_and_chunks_and_neighbours_change_little(kind, dtype, served):
+@pytest.mark.parametrize("kind", [*TWO_KINDS, "mamba"])
+def test_in_half_precision_chunks_and_neighbours_change_little(kind, dtype, served):
     path, prompts, _ = served(kind)
     params, logprobs = SamplingParams(max_tokens=1, prompt_logprobs=0), []
     for settings in ({}, {"max_num_batched_tokens": 16}, {"enforce_eager": True}):
@@ -176,27 +191,19 @@ def test_the_path_of_a_gpu_gives_the_same_tokens(kind, served, in_float32, capsy
     assert "no graphs (its layers have recurrent states)" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_without_kernels_the_tokens_are_the_same(kind, served):
-    path, prompts, expected = served(kind)
-    with LLM(path, num_kv_blocks=24, block_size=8, max_num_batched_tokens=30, enforce_eager=True) as llm:
-        assert llm.llm_engine.runner.model.states.kernels is None
-        assert answers(llm, prompts) == expected
-        assert answers(llm, prompts) == expected
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_log_probabilities_of_chunks_are_those_of_the_whole(kind, served, tmp_path_factory):
+@pytest.mark.parametrize("kind", TWO_KINDS)
+def test_log_probabilities_of_chunks_are_those_of_the_whole(kind, served, model_of):
     path, prompts, _ = served(kind)
-    _, model = model_of(kind, tmp_path_factory)
+    _, model = model_of(kind)
     params = SamplingParams(max_tokens=1, prompt_logprobs=0)
     with torch.no_grad():
         whole = model(torch.tensor([prompts[4]])).logits[0].log_softmax(-1)
     with LLM(path, num_kv_blocks=40, block_size=8, max_num_batched_tokens=16) as llm:
         entries = llm.generate(prompts[4], params, use_tqdm=False)[0].prompt_logprobs
-    for position in range(1, len(prompts[4])):
-        token = prompts[4][position]
-        assert entries[position][token].logprob == pytest.approx(whole[position - 1, token].item(), abs=8e-4)
+    found = [entry[token].logprob for entry, token in zip(entries[1:], prompts[4][1:], strict=True)]
+    assert found == pytest.approx(
+        [whole[i, token].item() for i, token in enumerate(prompts[4][1:])], abs=8e-4
+    )
 
 
 # ---- The prefix cache ----------------------------------------------------------------------------
@@ -223,13 +230,10 @@ def test_a_hit_goes_back_to_the_last_block_whose_state_was_kept(served):
         assert cached([*prompt[:37], *answer, 7])[0] == 64  # 67 tokens; an answer's last full block
 
 
-def test_states_are_not_kept_without_the_prefix_cache(served):
-    path, prompts, expected = served("lfm2")
-    with LLM(path, num_kv_blocks=100, block_size=8, enable_prefix_caching=False) as llm:
-        assert answers(llm, prompts) == expected
-        blocks = llm.llm_engine.scheduler.block_manager
-        assert not blocks.kept_slots
-        assert llm.metrics()["prefix_cache_hits"] == 0
+def test_states_are_not_kept_without_the_prefix_cache():
+    manager = manager_of(enable_prefix_caching=False)
+    assert [*spans_of(manager, sequence(0, range(10)))] == [[(0, 10, 0, 2)]]
+    assert not manager.kept_slots
 
 
 def test_forgetting_prefixes_forgets_their_states(served):
@@ -268,7 +272,7 @@ def sequence(seq_id, tokens, max_tokens=1):
 
 
 def test_at_the_end_of_a_block_a_sequence_leaves_its_slot_to_the_prefix_cache():
-    """The example at the top of extensions/states.py."""
+    """The example of docs/14-states.md."""
     manager = manager_of()
     assert [*spans_of(manager, sequence(0, range(10), max_tokens=4))] == [
         [(0, 8, 0, 3), (8, 10, 3, 2)],
@@ -281,14 +285,14 @@ def test_at_the_end_of_a_block_a_sequence_leaves_its_slot_to_the_prefix_cache():
     assert spans == [(8, 9, 3, 5)]
 
 
-def test_an_answer_keeps_its_last_state_alone_and_the_prompt_s():
+def test_an_output_keeps_its_last_state_and_that_of_the_prompt():
     manager = manager_of(num_state_slots=4)
     for _ in spans_of(manager, sequence(0, range(10), max_tokens=30)):
         assert len(manager.kept_slots) <= 2
     assert len(manager.kept_slots) == 2
 
 
-def test_the_only_kept_state_is_taken_over_where_no_other_slot_is_left():
+def test_the_kept_state_is_taken_over_if_no_other_slot_is_left():
     manager, spans = manager_of(num_state_slots=2), {}
     assert [*spans_of(manager, sequence(0, range(9)))] == [[(0, 8, 0, 3), (8, 9, 3, 2)]]
     scheduler = StatefulScheduler(manager, spans=spans, max_num_batched_tokens=64)
@@ -301,7 +305,7 @@ def test_the_only_kept_state_is_taken_over_where_no_other_slot_is_left():
     assert not manager.kept_slots
 
 
-def test_a_state_that_a_step_reads_gives_way_to_no_other_in_that_step():
+def test_a_state_that_a_step_reads_is_not_evicted_in_that_step():
     manager, spans = manager_of(num_state_slots=3), {}
     assert [*spans_of(manager, sequence(0, range(9)))] == [[(0, 8, 0, 3), (8, 9, 3, 2)]]
     scheduler = StatefulScheduler(manager, spans=spans, max_num_batched_tokens=6)
@@ -313,7 +317,7 @@ def test_a_state_that_a_step_reads_gives_way_to_no_other_in_that_step():
     assert spans == {other: [(6, 10, 4, 4)], seq: [(8, 9, 3, 2)]}
 
 
-def test_an_answer_computed_anew_is_not_taken_for_a_prompt():
+def test_a_recomputed_output_is_a_span_of_its_own():
     seq = sequence(0, range(6), max_tokens=9)
     seq.token_ids += [7, 7, 7]
     first = next(spans_of(manager_of(enable_prefix_caching=False), seq))
@@ -322,10 +326,10 @@ def test_an_answer_computed_anew_is_not_taken_for_a_prompt():
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 
-# ---- What is said, and refused -------------------------------------------------------------------
+# ---- Messages -------------------------------------------------------------------
 
 
-def test_bytes_of_a_sequence_s_states_are_printed_at_the_start(served, capsys):
+def test_the_size_of_states_is_printed_at_the_start(served, capsys):
     path, _, _ = served("qwen3_5_text")
     with LLM(path, num_kv_blocks=9, block_size=8, num_state_slots=5) as llm:
         memory = [x for of_mixer in llm.llm_engine.runner.model.states.memory for x in of_mixer.values()]
@@ -334,15 +338,15 @@ def test_bytes_of_a_sequence_s_states_are_printed_at_the_start(served, capsys):
     assert f"KV cache of 9 blocks of 8 tokens, 5 states of {num_bytes:,} bytes" in capsys.readouterr().err
 
 
-def test_a_model_of_states_alone_has_no_kv_cache_and_takes_prompts_of_any_length(served, capsys):
+def test_a_model_with_states_only_has_no_kv_cache_and_takes_long_prompts(served, capsys):
     path, _, _ = served("mamba2")
-    prompt = random_prompts([5000])[0]
-    with LLM(path, max_num_batched_tokens=512, block_size=8, num_kv_blocks=130) as llm:
+    prompt = random_prompts([1200])[0]
+    with LLM(path, max_num_batched_tokens=128, block_size=8, num_kv_blocks=130) as llm:
         assert "no KV cache, 512 states of" in capsys.readouterr().err
         assert llm.llm_engine.runner.caches == []
         assert llm.llm_engine.max_model_len == 1 << 20
         long = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)[0]
-    with LLM(path, max_num_batched_tokens=5000, max_model_len=5010) as llm:
+    with LLM(path, max_num_batched_tokens=1200, max_model_len=1210) as llm:
         assert answers(llm, [prompt], SamplingParams(temperature=0, max_tokens=3)) == [
             long.outputs[0].token_ids
         ]
@@ -352,21 +356,21 @@ def test_a_model_of_states_alone_has_no_kv_cache_and_takes_prompts_of_any_length
     ("settings", "reason"),
     [
         ({"speculative_config": NGRAM}, "speculative_config .*rejected draft token"),
-        ({"kv_store": "store"}, "kv_store .*K and V alone"),
+        ({"kv_store": "store"}, "kv_store .*only K and V"),
         ({"num_state_slots": 0}, "num_state_slots must be an integer"),
         ({"num_state_slots": 10**12}, "no memory for 1000000000002 states .*lower num_state_slots"),
         ({"num_kv_blocks": None, "kv_cache_bytes": 9000}, "no memory for 3 sequences' states: one takes"),
     ],
 )
-def test_what_does_not_go_with_states_is_refused(settings, reason, served, tmp_path, monkeypatch):
+def test_settings_that_do_not_go_with_states_are_refused(settings, reason, served, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path, _, _ = served("qwen3_5_text")
     with pytest.raises(ValueError, match=reason):
         LLM(path, **{"num_kv_blocks": 9, **settings})
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_memory_is_released_at_once(kind, served, request):
+@pytest.mark.parametrize("kind", TWO_KINDS)
+def test_memory_is_released_at_once(kind, served, request):
     path, prompts, _ = served(kind)
     with LLM(path, num_kv_blocks=100, block_size=8) as llm:
         answers(llm, prompts[:2])
