@@ -1,27 +1,23 @@
 """What the engine does about a CPU: threads on cores of their own, kernels compiled and kept."""
 
-import functools
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import weakref
 from contextlib import suppress
-from pathlib import Path
 
 import psutil
 import pytest
 import torch
 from torch import nn
 
-import nanoengine
 from nanoengine import LLM, SamplingParams
-from nanoengine.backends.cpu.build import FLAGS
+from nanoengine.backends.cpu.build import FLAGS, load_library
 from nanoengine.backends.cpu.device import CPU
-from nanoengine.backends.cpu.kernels import Kernels
+from nanoengine.backends.cpu.kernels import TYPES, Kernels
 from nanoengine.backends.cpu.packed import pack_weights
 from nanoengine.backends.cuda import CUDA
 from nanoengine.config import EngineConfig
@@ -30,48 +26,48 @@ from tests.serving import TIMEOUT, wait_until
 
 # Seen from outside, in a process with as many threads as cores: the tests themselves run on one thread.
 CODE = """
-import json, os, sys, threading, torch
+import json, os, threading, torch
 from nanoengine.backends.cpu.threads import PinnedThreads
 
 x = torch.randn(600, 600)
-pinned = PinnedThreads(**json.loads(sys.argv[1]))
-if len(sys.argv) > 2:
-    torch.set_num_threads(int(sys.argv[2]))
-x @ x
-before = os.sched_getaffinity(0)
+cores = os.sched_getaffinity(0)
 
 
 def places():
     return [sorted(os.sched_getaffinity(int(task))) for task in os.listdir("/proc/self/task")]
 
 
-with pinned:
-    x @ x
-    inside = places()
-    own = sorted(os.sched_getaffinity(0))
-restored = os.sched_getaffinity(0) == before
-other = []
-
-
-def in_another_thread():
+def enter(pinned, num_threads=len(cores)):
+    torch.set_num_threads(num_threads)
     with pinned:
         x @ x
-        other.extend(places())
+        seen = {"own": sorted(os.sched_getaffinity(0)), "inside": places()}
+    return seen | {"is_restored": os.sched_getaffinity(0) == cores}
 
 
-thread = threading.Thread(target=in_another_thread)
+x @ x
+seen = {"disabled": enter(PinnedThreads(enabled=False))}
+seen["too many"] = enter(PinnedThreads(), len(cores) + 1)
+seen["single"] = enter(PinnedThreads(), 1)
+os.environ["GOMP_CPU_AFFINITY"] = "0"
+seen["placed by the user"] = enter(PinnedThreads())
+del os.environ["GOMP_CPU_AFFINITY"]
+pinned = PinnedThreads()
+seen["pinned"] = enter(pinned)
+thread = threading.Thread(target=lambda: seen.update(other=enter(pinned)))
 thread.start()
 thread.join()
-print(json.dumps({"own": own, "inside": inside, "other": other, "restored": restored}))
+print(json.dumps(seen))
 """
+WITHOUT_PLACES = {
+    key: value for key, value in os.environ.items() if not key.startswith(("OMP", "GOMP", "KMP"))
+}
 
 
-@functools.cache
-def run(*arguments, **environment):
-    env = {key: value for key, value in os.environ.items() if not key.startswith(("OMP", "GOMP", "KMP"))}
-    command = [sys.executable, "-c", CODE, *arguments]
-    result = subprocess.run(command, env={**env, **environment}, capture_output=True, text=True, check=True)
-    return json.loads(result.stdout)
+@pytest.fixture(scope="module")
+def seen():
+    command = [sys.executable, "-c", CODE]
+    return json.loads(subprocess.run(command, env=WITHOUT_PLACES, capture_output=True, check=True).stdout)
 
 
 cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
@@ -79,37 +75,24 @@ needs_cores = pytest.mark.skipif(len(cores) < 2, reason="needs Linux and two cor
 
 
 @needs_cores
-def test_every_core_gets_one_thread_and_the_caller_is_let_go():
-    seen = run("{}", str(len(cores)))
-    assert seen["own"] == [cores[0]]
-    assert {place[0] for place in seen["inside"] if len(place) == 1} == set(cores)
-    assert seen["restored"]
+def test_every_core_gets_one_thread_and_the_caller_is_unpinned_at_the_end(seen):
+    assert seen["pinned"]["own"] == [cores[0]]
+    assert {place[0] for place in seen["pinned"]["inside"] if len(place) == 1} == set(cores)
+    assert seen["pinned"]["is_restored"]
 
 
 @needs_cores
-def test_another_thread_s_team_is_pinned_too():
-    seen = run("{}", str(len(cores)))
-    counts = [seen["other"].count([core]) for core in cores]
-    assert counts[0] == 1  # the calling thread alone: the main thread was let go
-    assert all(count == 2 for count in counts[1:])  # a worker of each team
+def test_another_thread_s_team_is_pinned_too(seen):
+    counts = [seen["other"]["inside"].count([core]) for core in cores]
+    assert counts[0] == 1  # the calling thread alone: the main thread is unpinned
+    assert all(count >= 2 for count in counts[1:])  # a worker of each team
 
 
 @needs_cores
-@pytest.mark.parametrize(
-    "arguments",
-    [['{"enabled": false}'], ["{}", str(len(cores) + 1)], pytest.param(["{}", "1"], marks=pytest.mark.slow)],
-)
-def test_nothing_is_changed_where_it_is_not_wanted_or_not_one_thread_per_core(arguments):
-    seen = run(*arguments)
-    assert seen["own"] == cores
-    assert cores in seen["inside"]
-
-
-@needs_cores
-def test_threads_that_the_user_has_placed_stay_there():
-    seen = run("{}", GOMP_CPU_AFFINITY=str(cores[1]))
-    assert {tuple(place) for place in seen["inside"]} <= {(cores[1],), tuple(cores)}
-    assert seen["own"] == [cores[1]]
+@pytest.mark.parametrize("why", ["disabled", "too many", "single", "placed by the user"])
+def test_nothing_is_pinned_if_disabled_or_not_one_thread_per_core_or_the_user_has_placed_them(why, seen):
+    assert seen[why]["own"] == cores
+    assert all(place == cores for place in seen[why]["inside"])
 
 
 # An operator in a thread without workers starts one for each further core.
@@ -146,72 +129,23 @@ print(json.dumps([*seen, num_started(), sum(len(cores) == 1 for cores in pinned)
 
 @needs_cores
 @pytest.mark.slow
-def test_an_engine_without_work_keeps_no_threads_so_that_another_thread_s_have_the_cores():
+def test_an_idle_engine_keeps_no_threads():
     """Two teams on the same cores take turns: a decoding step of a server took 92 ms instead of 57."""
-    env = {key: value for key, value in os.environ.items() if not key.startswith(("OMP", "GOMP", "KMP"))}
     command = [sys.executable, "-c", RESTING, DEMO]
-    result = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    result = subprocess.run(command, env=WITHOUT_PLACES, capture_output=True, check=True)
     others = len(cores) - 1
     # Made; not again; generated; in the middle of a request; aborted; closed. New ones are pinned as well.
     assert json.loads(result.stdout) == [others, 0, others, 0, others, others, len(cores)]
 
 
-UNOPTIMISED = f"{os.environ.get('CXX', 'g++')} -O0"  # compiles in a third of the time
-
-
-def test_kernels_are_compiled_once_and_kept(tmp_path, monkeypatch):
-    monkeypatch.setenv("CXX", UNOPTIMISED)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert Kernels().was_compiled
-    again = Kernels()
-    assert not again.was_compiled
-    assert [path.suffix for path in (tmp_path / "nanoengine").iterdir()] == [".so"]
-    monkeypatch.setattr("nanoengine.backends.cpu.build.FLAGS", FLAGS + " -DOTHER")
-    assert Kernels().was_compiled
-
-
-def test_kernels_are_compiled_for_a_type_when_it_is_asked_for(tmp_path, monkeypatch, default_sigint):
-    monkeypatch.setenv("CXX", UNOPTIMISED)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    kernels = Kernels(torch.bfloat16)
-    before = kernels.seconds
-    assert kernels.serves(torch.bfloat16)
-    assert not kernels.serves(torch.int8)
-    assert len(list((tmp_path / "nanoengine").iterdir())) == 1
-    assert kernels.silu_and_mul(torch.ones(1, 2)).item() == pytest.approx(0.731059)
-    assert len(list((tmp_path / "nanoengine").iterdir())) == 2
-    assert kernels.seconds > before
-    with monkeypatch.context() as patch:  # Ctrl-C while the compiler runs, which is no answer
-        patch.setattr(kernels, "_load", lambda dtype: signal.raise_signal(signal.SIGINT))
-        with pytest.raises(KeyboardInterrupt):
-            kernels.serves(torch.float16)
-    assert kernels.serves(torch.float16)
-    with pytest.raises(RuntimeError, match="no kernels for float64"):
-        Kernels(torch.float64)
-
-
-def test_of_a_type_that_the_compiler_does_not_know_auto_is_float32_with_kernels(tmp_path, monkeypatch):
-    monkeypatch.setenv("CXX", f"{UNOPTIMISED} -U__FLT16_MAX__")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    device = CPU(torch.device("cpu"), EngineConfig(model=DEMO))
-    assert device.choose_dtype(torch.float16) == torch.float32
-    assert device.kernels.serves(torch.float32)
-    assert device._no_kernels is None
-    assert not device.kernels.serves(torch.float16)
-    asked = CPU(torch.device("cpu"), EngineConfig(model=DEMO, dtype="float16"))
-    assert asked.choose_dtype(torch.float16) == torch.float16  # by PyTorch
-    assert asked.kernels is None
-    assert asked._no_kernels == "the compiler does not know float16"
-
-
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    """The kernels, compiled for these tests."""
+    """The kernels, compiled for these tests without optimization. The compiler does not know float16."""
     cache = tmp_path_factory.mktemp("compiled")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CXX", UNOPTIMISED)
+        patch.setenv("CXX", f"{os.environ.get('CXX', 'g++')} -O0 -U__FLT16_MAX__")
         patch.setenv("XDG_CACHE_HOME", str(cache))
-        Kernels()
+        load_library(sum(TYPES.values()))
     return cached_library(cache)
 
 
@@ -232,8 +166,45 @@ def cached_library(cache):
     return path
 
 
+def test_kernels_are_compiled_once_and_kept(quick_compiler, monkeypatch):
+    assert Kernels().was_compiled
+    assert not Kernels().was_compiled
+    assert [path.suffix for path in (quick_compiler / "nanoengine").iterdir()] == [".so"]
+    monkeypatch.setattr("nanoengine.backends.cpu.build.FLAGS", FLAGS + " -DOTHER")
+    assert Kernels().was_compiled
+
+
+def test_kernels_are_compiled_for_a_dtype_when_it_is_first_used(quick_compiler, monkeypatch, default_sigint):
+    kernels = Kernels(torch.bfloat16)
+    before = kernels.seconds
+    assert kernels.serves(torch.bfloat16)
+    assert not kernels.serves(torch.int8)
+    assert len(list((quick_compiler / "nanoengine").iterdir())) == 1
+    with monkeypatch.context() as patch:  # Ctrl-C while the compiler runs does not mean that it failed
+        patch.setattr(kernels, "_load", lambda dtype: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            kernels.serves(torch.float32)
+    assert kernels.silu_and_mul(torch.ones(1, 2)).item() == pytest.approx(0.731059)
+    assert len(list((quick_compiler / "nanoengine").iterdir())) == 2
+    assert kernels.seconds > before
+    with pytest.raises(RuntimeError, match="no kernels for float64"):
+        Kernels(torch.float64)
+
+
+def test_auto_is_float32_with_kernels_if_the_compiler_does_not_know_the_dtype(quick_compiler):
+    device = CPU(torch.device("cpu"), EngineConfig(model=DEMO))
+    assert device.choose_dtype(torch.float16) == torch.float32
+    assert device.kernels.serves(torch.float32)
+    assert device._no_kernels is None
+    assert not device.kernels.serves(torch.float16)
+    asked = CPU(torch.device("cpu"), EngineConfig(model=DEMO, dtype="float16"))
+    assert asked.choose_dtype(torch.float16) == torch.float16  # by PyTorch
+    assert asked.kernels is None
+    assert asked._no_kernels == "the compiler does not know float16"
+
+
 @pytest.mark.parametrize("content", [b"", b"garbage", "half"])
-def test_a_cached_library_that_was_spoiled_is_compiled_again_and_replaced(content, quick_compiler):
+def test_a_corrupt_cached_library_is_compiled_again_and_replaced(content, quick_compiler):
     """Cut short, its pages are missing: loading it was a SIGBUS."""
     Kernels()
     path = cached_library(quick_compiler)
@@ -264,7 +235,7 @@ def cannot_be_written(cache):
         pytest.param(cannot_be_written, marks=pytest.mark.skipif(os.getuid() == 0, reason="root can")),
     ],
 )
-def test_without_a_cache_to_write_to_the_kernels_are_compiled_and_leave_no_file(
+def test_kernels_are_compiled_without_a_writable_cache_and_leave_no_file(
     spoil, quick_compiler, tmp_path, monkeypatch
 ):
     temporary = tmp_path / "temporary"
@@ -298,7 +269,7 @@ def wait_until_ended(pid):
         wait_until(lambda: process.status() == psutil.STATUS_ZOMBIE)
 
 
-def test_a_compiler_that_hangs_is_given_up_with_all_it_started(hanging_compiler, tmp_path, monkeypatch):
+def test_a_compiler_that_hangs_is_killed_with_all_its_processes(hanging_compiler, tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", str(hanging_compiler))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("nanoengine.backends.cpu.build.COMPILER_SECONDS", 1)
@@ -346,7 +317,7 @@ def test_sigterm_while_compiling_leaves_no_file_and_no_process(hanging_compiler,
 @pytest.mark.parametrize(
     ("compiler", "reason"), [("false", "failed"), ("", "no C++ compiler"), ("/no/such/g++", "No such file")]
 )
-def test_without_a_compiler_the_engine_runs_on_pytorch_and_says_so(
+def test_without_a_compiler_the_engine_runs_on_plain_pytorch_and_says_why(
     compiler, reason, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -363,36 +334,22 @@ def test_without_a_compiler_the_engine_runs_on_pytorch_and_says_so(
         )
 
 
-ANSWER = "from nanoengine import LLM; print(LLM('demo').generate('Hello')[0].outputs[0].token_ids)"
-
-
-def test_without_the_folder_an_engine_answers_the_same_by_pytorch_and_a_log_line_says_what_is_missing(
-    tmp_path,
-):
-    package = Path(nanoengine.__file__).parent
-    shutil.copytree(package, tmp_path / "nanoengine", ignore=shutil.ignore_patterns("cpu", "__pycache__"))
-    run = subprocess.run([sys.executable, "-c", ANSWER], cwd=tmp_path, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    with LLM("demo") as llm:
-        assert json.loads(run.stdout) == llm.generate("Hello", use_tqdm=False)[0].outputs[0].token_ids
-    assert "torch attention, " in run.stderr
-    assert run.stderr.count("nanoengine/backends/cpu is missing: no compiled kernels\n") == 1
-
-
-def test_a_plain_weight_is_let_go_before_the_next_is_packed(monkeypatch):
+def test_a_plain_weight_is_freed_before_the_next_is_packed(monkeypatch):
     """Or a model would need twice its memory to be loaded."""
-    model = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(3)], nn.Embedding(4, 4))
-    model[3].weight = model[0].weight
+    linears = [nn.Sequential(nn.Linear(4, 4, bias=False)) for _ in range(3)]
+    model = nn.Sequential(nn.Embedding(4, 4), *linears)
+    model[0].weight = model[1][0].weight
+    del linears
     plain: list[weakref.ref[nn.Module]] = []
-    monkeypatch.setattr("nanoengine.backends.cpu.packed.pack_linear", lambda layer, *_: pack(layer))
 
     def pack(layer, *_):
         assert not any(other() for other in plain)
         plain.append(weakref.ref(layer))
         return nn.Identity()
 
+    monkeypatch.setattr("nanoengine.backends.cpu.packed.pack_linear", pack)
     pack_weights(model, None)
-    assert [type(child) for child in model] == [nn.Identity] * 3 + [nn.Embedding]
+    assert [type(layer[0]) for layer in model[1:]] == [nn.Identity] * 3
     assert len(plain) == 3
 
 
@@ -453,29 +410,14 @@ def test_an_embedding_that_would_change_keeps_its_weight():
     assert torch.equal(model[0](ids), expected)
 
 
-def test_nothing_is_held_until_all_is_packed(monkeypatch):
-    """The last layer that was looked at once was, and with it all experts of that layer."""
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4)) for _ in range(3)])
-    plain: list[weakref.ref[nn.Module]] = []
-
-    def pack(layer, *_):
-        assert not any(other() for other in plain)
-        plain.append(weakref.ref(layer))
-        return nn.Identity()
-
-    monkeypatch.setattr("nanoengine.backends.cpu.packed.pack_linear", pack)
-    pack_weights(model, None)
-    assert len(plain) == 3
-
-
-def test_weights_of_8_bits_take_half_the_memory_say_so_and_change_log_probabilities_little(capfd):
+def test_int8_weights_are_named_and_change_log_probabilities_little(capfd):
     prompt = "What is 27 + 58? 27 + 58 = 85 Count from 3 to 9. 3 4 5 6 7 8 9"
     logprobs = []
     for quantization in (None, "int8"):
         with LLM(str(DEMO), quantization=quantization, dtype="bfloat16") as llm:
             output = llm.generate(prompt, SamplingParams(prompt_logprobs=0, max_tokens=1), use_tqdm=False)[0]
-            told = "bfloat16 with int8 weights on cpu"
-            assert (told in capfd.readouterr().err) == (quantization is not None)
+            line = "bfloat16 with int8 weights on cpu"
+            assert (line in capfd.readouterr().err) == (quantization is not None)
             modules = dict(llm.llm_engine.runner.model.named_modules())  # of a whole layer's kernel, or plain
             (layer,) = (x for name, x in modules.items() if re.search(r"layers\.0\..*down_proj$", name))
             assert layer.packed.dtype == (torch.int8 if quantization else torch.bfloat16)
@@ -485,14 +427,14 @@ def test_weights_of_8_bits_take_half_the_memory_say_so_and_change_log_probabilit
     assert 0 < difference.mean() < 0.1
 
 
-def test_8_bits_are_refused_where_there_are_no_kernels_for_them():
+def test_int8_is_refused_without_kernels():
     with pytest.raises(ValueError, match="quantization='int8' needs compiled kernels: enforce_eager"):
         LLM(str(DEMO), quantization="int8", enforce_eager=True)
     with pytest.raises(ValueError, match="quantization='int8' does not run on cuda"):
         CUDA(torch.device("cuda"), EngineConfig(model="m", quantization="int8"))
 
 
-def test_what_chooses_experts_keeps_its_bits():
+def test_routers_are_not_quantized():
     model = nn.ModuleDict({"gate": nn.Linear(16, 4), "up_proj": nn.Linear(16, 4)}).requires_grad_(False)
     pack_weights(model, Kernels(), bits=8)
     assert [layer.form.bits for layer in model.values()] == [0, 8]
