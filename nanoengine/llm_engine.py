@@ -420,7 +420,7 @@ class LLMEngine(Reloadable):
         ]
         return (
             f"nanoengine: {self.checkpoint.architecture}{part} on {runner.model.code} code, "
-            f"{attention.backend.name} attention{notes}{runner.forward.describe()}, "
+            f"{attention.backend.name} attention{notes}{runner.forward.remark}, "
             + ", ".join(filter(None, remarks))
         )
 

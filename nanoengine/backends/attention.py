@@ -115,8 +115,8 @@ class PagedAttention(ABC):
     ) -> str | None:
         """Run the backend on that device. Return why it cannot compute such layers there, or None if it can.
 
-        All values are one, so all results must be one. Prompts, chunks mixed with decodes, and decodes alone
-        are tried, because a backend may use a different kernel for each.
+        All values are one, so all results must be one. A backend may use different kernels for prompts,
+        chunks mixed with decodes, and decodes alone.
         """
         for spec in dict.fromkeys(specs):
             for query_lens, seq_lens in (((2, 1), (2, 1)), ((1, 2), (3, 3)), ((1, 1), (2, 1))):

@@ -283,7 +283,7 @@ class DecodeGraphs(Forward):
                 self.hidden[:size].copy_(hidden)
 
             self.replays[size, width] = recorder.record(run)
-        self.seconds = time.perf_counter() - start
+        self.remark = f", {len(self.replays)} graphs ({time.perf_counter() - start:.1f} s)"
 
     def shape_for(self, inputs: ModelInputs[Any]) -> tuple[int, int] | None:
         """Return size and width of the smallest graph that holds the batch.
@@ -309,10 +309,6 @@ class DecodeGraphs(Forward):
         self.replays[shape]()
         assert self.hidden is not None
         return self.hidden[: shape[0]]
-
-    def describe(self) -> str:
-        """See the base class."""
-        return f", {len(self.replays)} graphs ({self.seconds:.1f} s)"
 
 
 # ---- All of it together --------------------------------------------------------------------------

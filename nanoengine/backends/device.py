@@ -38,7 +38,7 @@ class Forward:
     """Runs each batch through the model eagerly. The subclass `cuda.DecodeGraphs` replays CUDA graphs."""
 
     def __init__(self, remark: str = "") -> None:
-        self._remark = remark
+        self.remark = remark  # for the user, to be shown after the name of the attention backend
 
     def pad(self, inputs: ModelInputs[np.ndarray]) -> ModelInputs[np.ndarray]:
         """Return the batch, padded to a captured shape if there is one for it."""
@@ -51,10 +51,6 @@ class Forward:
         runner's memory allocated until the garbage collector runs.
         """
         return compute(inputs)
-
-    def describe(self) -> str:
-        """Return a remark for the user, to be shown after the name of the attention backend."""
-        return self._remark
 
 
 class Decodes(NamedTuple):

@@ -301,7 +301,7 @@ class ParallelForward(Forward):
     """Announces each padded batch to the other ranks. Then all ranks compute it, or replay its graph."""
 
     def __init__(self, forward: Forward, ranks: Ranks) -> None:
-        super().__init__()
+        super().__init__(f"{forward.remark}, {ranks.size} ranks")
         self._forward, self._ranks = forward, ranks
 
     def pad(self, inputs: ModelInputs[np.ndarray]) -> ModelInputs[np.ndarray]:
@@ -318,10 +318,6 @@ class ParallelForward(Forward):
         hidden = self._forward(compute, inputs)
         self._ranks.end()
         return hidden
-
-    def describe(self) -> str:
-        """Return the remark of the wrapped forward, and the number of ranks."""
-        return f"{self._forward.describe()}, {self._ranks.size} ranks"
 
 
 class CheckedDownload(Download):

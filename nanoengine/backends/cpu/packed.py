@@ -33,11 +33,10 @@ class PackedLinear(nn.Module):
         self.kernels, self.bias, self.dtype, self.form = kernels, bias, dtype, PLAIN
         if isinstance(weight, Quantized):
             self.form = Form(weight.bits, weight.group, int(weight.zeros is not None))
-            self.out_features, self.in_features = weight.integers.shape
-            packed = kernels.pack_integers(weight)
+            packed, shape = kernels.pack_integers(weight), weight.integers.shape
         else:
-            self.out_features, self.in_features = weight.shape
-            packed = kernels.pack(weight)
+            packed, shape = kernels.pack(weight), weight.shape
+        self.out_features, self.in_features = shape
         self.register_buffer("packed", packed, persistent=False)
 
     @property

@@ -5,7 +5,6 @@ import os
 import re
 from pathlib import Path
 from threading import local
-from types import TracebackType
 
 import torch
 
@@ -22,9 +21,8 @@ class PinnedThreads:
     core, each such barrier lasts a scheduler tick: 8 ms for a product that takes 0.2 ms.
 
     The calling thread is unpinned at the end, because threads that it starts later would inherit its single
-    core. Its workers stay pinned. Nothing is pinned on systems other than Linux, if the number of threads
-    differs from the number of cores that this process may use, or if environment variables place the threads
-    (`PLACED_BY_USER`).
+    core. Its workers stay pinned. Nothing is pinned on systems other than Linux, without one thread for each
+    core that this process may use, or if the user has placed the threads.
     """
 
     def __init__(self, enabled: bool = True) -> None:
@@ -45,9 +43,7 @@ class PinnedThreads:
             self._pinned.cpus = allowed
         os.sched_setaffinity(0, {min(allowed)})
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._allowed is not None:
             os.sched_setaffinity(0, self._allowed)
 
