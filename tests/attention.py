@@ -10,6 +10,16 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 MIXED = [(1, 1), (1, 40), (7, 7), (5, 33), (1, 16), (16, 16), (2, 17), (1, 100), (50, 90)]
 ALL_FRESH = [(1, 1), (7, 7), (300, 300), (16, 16)]
 ALL_DECODES = [(1, 1), (1, 40), (1, 256), (1, 257), (1, 700)]
+SINKS, SLOPES = torch.tensor([-1.0, 0.5, 2.0, 30.0]), torch.tensor([0.5, 0.25, 0.0, 0.01])
+CAPPED, WITH_SINKS, BOTH = {"softcap": 2}, {"sinks": SINKS}, {"softcap": 1.0, "sinks": SINKS}
+WITH_ALIBI = {"alibi_slopes": SLOPES}
+
+
+def case_id(value):
+    """The settings of a case in the test's name."""
+    if isinstance(value, dict):
+        return ",".join(name if isinstance(x, torch.Tensor) else f"{name}={x}" for name, x in value.items())
+    return None
 
 
 def dense(q, k, v, scale, window=None, softcap=None, sinks=None, alibi_slopes=None):

@@ -28,14 +28,14 @@ class Grid(NamedTuple):
 
     blocks: int  # thread blocks
     working: int  # those that have keys to attend to
-    keys: int  # most keys of a block
+    keys: int  # the largest number of keys of a block
 
 
 grids: list[Grid] = []
 NUM_PROCESSORS = 132  # of an H200; each holds two thread blocks
 
 
-def most_keys(head_dim: int) -> int:
+def max_keys(head_dim: int) -> int:
     """Keys that a thread block takes at a time."""
     return 256 if head_dim <= 64 else 128 if head_dim <= 128 else 64
 
@@ -60,9 +60,9 @@ def num_splits(num_tiles: int, num_steps: int) -> int:
 def decode_grid(lens: list[int], heads: int, group: int, head_dim: int, table_tokens: int) -> Grid:
     """Of decodes, one query each; of `heads` by themselves, or of `group` query heads together."""
     tiles = heads * math.ceil(group / 64)
-    num_steps = math.ceil(table_tokens / most_keys(head_dim))
+    num_steps = math.ceil(table_tokens / max_keys(head_dim))
     splits = num_splits(len(lens) * tiles, num_steps)
-    keys = math.ceil(num_steps / splits) * most_keys(head_dim)
+    keys = math.ceil(num_steps / splits) * max_keys(head_dim)
     return Grid(len(lens) * tiles * splits, tiles * sum(math.ceil(n / keys) for n in lens), keys)
 
 
@@ -185,23 +185,10 @@ def varlen(
 
 
 def flash_attn_varlen_func(
-    q,
-    k,
-    v,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
-    block_table=None,
-):
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None,
+    causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False,
+    return_attn_probs=False, block_table=None,
+):  # fmt: skip
     assert dropout_p == 0.0
     assert not return_attn_probs
     calls["varlen contiguous" if block_table is None else "varlen paged"] += 1
@@ -215,26 +202,11 @@ def flash_attn_varlen_func(
 
 
 def flash_attn_with_kvcache(
-    q,
-    k_cache,
-    v_cache,
-    k=None,
-    v=None,
-    rotary_cos=None,
-    rotary_sin=None,
-    cache_seqlens=None,
-    cache_batch_idx=None,
-    cache_leftpad=None,
-    block_table=None,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    rotary_interleaved=True,
-    alibi_slopes=None,
-    num_splits=0,
+    q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None,
+    cache_batch_idx=None, cache_leftpad=None, block_table=None, softmax_scale=None, causal=False,
+    window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, alibi_slopes=None, num_splits=0,
     return_softmax_lse=False,
-):
+):  # fmt: skip
     others = (k, v, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad)
     assert all(x is None for x in others)
     assert not return_softmax_lse
@@ -260,22 +232,9 @@ def flash_attn_with_kvcache(
 
 
 def varlen_attn(
-    query,
-    key,
-    value,
-    cu_seq_q,
-    cu_seq_k,
-    max_q,
-    max_k,
-    *,
-    return_aux=None,
-    scale=None,
-    window_size=(-1, -1),
-    enable_gqa=False,
-    seqused_k=None,
-    block_table=None,
-    num_splits=None,
-):
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None,
+    window_size=(-1, -1), enable_gqa=False, seqused_k=None, block_table=None, num_splits=None,
+):  # fmt: skip
     """Where it splits the keys, only the first sequence's rows are written, as in PyTorch 2.13.
 
     Its heuristic splits where there are few sequences and heads, which a test's few are. The exception
@@ -292,7 +251,7 @@ def varlen_attn(
         assert seqused_k.tolist() == lengths(cu_seq_k)
         heads, kv_heads = query.shape[1], key.shape[2]
         is_packed = max_q == 1 and heads > kv_heads and window_size == (-1, -1)
-        if num_splits != 1 and max_k > most_keys(query.shape[2]) and not is_packed:
+        if num_splits != 1 and max_k > max_keys(query.shape[2]) and not is_packed:
             num_written = 1
         calls["varlen packed"] += is_packed
         if is_packed:

@@ -42,7 +42,7 @@ def same(ours, theirs):
 
 
 @DTYPES
-def test_the_compiled_norm_is_the_norm_and_leaves_its_inputs_alone(dtype):
+def test_rms_norm_equals_the_module_and_keeps_its_inputs(dtype):
     kernels, x, residual = kernels_and_inputs(dtype, (50, 96), (50, 96))
     norm = RMSNorm(96, 1e-5).to(dtype)
     nn.init.normal_(norm.weight)
@@ -57,7 +57,7 @@ def test_the_compiled_norm_is_the_norm_and_leaves_its_inputs_alone(dtype):
 
 @DTYPES
 @pytest.mark.parametrize("head_dim", [2, 22, 128])
-def test_the_compiled_rotation_normalises_and_rotates_a_slice_of_a_projection(dtype, head_dim):
+def test_norm_rotate_normalizes_and_rotates_a_slice_of_a_projection(dtype, head_dim):
     kernels, qkv, cos, sin = kernels_and_inputs(dtype, (9, 7 * head_dim), (9, 1, head_dim), (9, 1, head_dim))
     norm = RMSNorm(head_dim, 1e-5).to(dtype)
     nn.init.normal_(norm.weight)
@@ -67,7 +67,7 @@ def test_the_compiled_rotation_normalises_and_rotates_a_slice_of_a_projection(dt
 
 
 @DTYPES
-def test_the_compiled_activation_is_silu_of_one_half_times_the_other(dtype):
+def test_silu_and_mul_equals_silu_of_one_half_times_the_other(dtype):
     kernels, gate_up = kernels_and_inputs(dtype, (11, 2 * 70))
     gate_up[0, :6] = torch.tensor([0.0, 90.0, -90.0, 1e4, -1e4, 20.0]).to(dtype)
     gate, up = gate_up.chunk(2, dim=-1)
@@ -83,7 +83,7 @@ def packed_product(kernels, x, weight, bias=None):
 @DTYPES
 @pytest.mark.parametrize("num_inputs", [2, 6, 64, 1026])
 @pytest.mark.parametrize("num_outputs", [1, 17, 64, 65, 200])
-def test_a_product_with_a_packed_weight_is_that_with_the_weight(dtype, num_inputs, num_outputs):
+def test_a_product_with_a_packed_weight_equals_the_plain_product(dtype, num_inputs, num_outputs):
     kernels, weight, bias = kernels_and_inputs(dtype, (num_outputs, num_inputs), (num_outputs,))
     assert kernels.can_multiply(weight)
     rounding = torch.finfo(dtype).eps
@@ -95,6 +95,8 @@ def test_a_product_with_a_packed_weight_is_that_with_the_weight(dtype, num_input
             assert out.dtype == dtype
             # Sums are float32's; what is stored has the type's rounding.
             torch.testing.assert_close(out.double(), exact, rtol=rounding, atol=2e-5 + 1e-6 * num_inputs)
+            by_two = packed_product(kernels, x.unflatten(0, (-1, 1)), weight, b)  # rows of any shape
+            assert torch.equal(by_two, out.unsqueeze(1))
 
 
 @DTYPES
@@ -120,7 +122,7 @@ def test_more_rows_than_the_caches_hold_give_the_same(dtype, bits):
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_of_numbers_too_small_to_be_normal_a_row_does_not_depend_on_the_others_either(bits):
+def test_a_row_of_subnormal_numbers_does_not_depend_on_the_other_rows(bits):
     """AMX takes them for 0, and so has to what computes a few rows."""
     kernels, x = kernels_and_inputs(torch.bfloat16, (20, 512))
     weight = quantized(70, 512, bits, 128, has_zeros=True)
@@ -150,7 +152,7 @@ def quantized(num_outputs, num_inputs, bits, group, has_zeros):
 @pytest.mark.parametrize(
     ("num_outputs", "num_inputs", "group"), [(130, 64, 16), (1, 512, 32), (64, 1024, 128), (200, 1040, 16)]
 )
-def test_a_product_with_integers_is_that_with_what_they_stand_for(
+def test_a_product_with_integers_equals_that_with_their_dequantized_weight(
     dtype, has_zeros, bits, num_outputs, num_inputs, group
 ):
     kernels, bias, x = kernels_and_inputs(dtype, (num_outputs,), (100, num_inputs))
@@ -170,7 +172,7 @@ def test_a_product_with_integers_is_that_with_what_they_stand_for(
 
 
 @pytest.mark.parametrize(("bits", "group"), [(8, 128), (4, 32)])
-def test_a_weight_is_rounded_to_integers_as_fine_as_its_groups_allow(bits, group):
+def test_quantization_is_as_exact_as_its_groups_allow(bits, group):
     torch.manual_seed(0)
     weight = torch.randn(70, 1024) * torch.rand(70, 1) * 10
     weight[3], weight[4, :group] = 0, 1e-7 * torch.randn(group)
@@ -196,7 +198,7 @@ def test_a_weight_is_rounded_to_integers_as_fine_as_its_groups_allow(bits, group
         assert ours.sum() < 0.85 * theirs.sum()
 
 
-def test_what_cannot_be_divided_into_groups_is_not_rounded():
+def test_a_weight_that_cannot_be_divided_into_groups_is_not_quantized():
     with pytest.raises(ValueError, match="1100 inputs cannot be divided"):
         quantize(torch.zeros(2, 1100), 4)
     for num_inputs, group in ((1024, 128), (1088, 64), (1056, 32), (1040, 16)):
@@ -204,16 +206,7 @@ def test_what_cannot_be_divided_into_groups_is_not_rounded():
 
 
 @DTYPES
-def test_a_product_takes_rows_of_any_shape(dtype):
-    kernels, weight, x = kernels_and_inputs(dtype, (70, 32), (2, 3, 32))
-    packed = kernels.pack(weight)
-    out = kernels.linear(x, packed, None, 70)
-    assert out.shape == (2, 3, 70)
-    assert torch.equal(out.view(6, 70), kernels.linear(x.view(6, 32), packed, None, 70))
-
-
-@DTYPES
-def test_the_rows_of_a_packed_weight_are_found_again(dtype):
+def test_rows_of_a_packed_weight_are_unpacked(dtype):
     kernels, weight = kernels_and_inputs(dtype, (130, 10))
     packed = kernels.pack(weight)
     rows = torch.tensor([129, 0, 63, 64, 64])
@@ -229,7 +222,7 @@ def test_the_rows_of_a_packed_weight_are_found_again(dtype):
 
 @DTYPES
 @pytest.mark.parametrize("bits", [4, 8])
-def test_rows_of_packed_integers_are_found_again(dtype, bits):
+def test_rows_of_packed_integers_are_unpacked(dtype, bits):
     kernels, bias = kernels_and_inputs(dtype, (130,))
     weight = quantized(130, 96, bits, 32, has_zeros=True)
     packed, rows = PackedLinear(weight, bias, kernels, dtype), torch.tensor([[129, 0, 63], [64, 64, 1]])
@@ -269,7 +262,7 @@ def run_states(kernel, arguments, states):
 @DTYPES
 @pytest.mark.parametrize("silu", [False, True])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_a_convolution_s_step_is_the_next_output_of_the_convolution(dtype, silu, has_bias):
+def test_conv_step_computes_the_convolution_s_next_output(dtype, silu, has_bias):
     kernels, x, weight, bias, states = kernels_and_inputs(dtype, (3, 40), (40, 4), (40,), (6, 40, 4))
     before, last = states.clone(), bias if has_bias else None
     out = kernels.conv_step(x, weight, last, states, (SOURCES, TARGETS), silu)
@@ -283,7 +276,7 @@ def test_a_convolution_s_step_is_the_next_output_of_the_convolution(dtype, silu,
 
 @DTYPES
 @pytest.mark.parametrize("of_rows", [False, True])
-def test_the_compiled_delta_rule_is_that_of_its_definition(dtype, of_rows):
+def test_the_delta_rule_equals_its_definition(dtype, of_rows):
     """With a decay of each head, or of each of its rows."""
     kernels, q, k, v, states = kernels_and_inputs(
         dtype, (3, 5, 2, 16), (3, 5, 2, 16), (3, 5, 4, 9), (6, 4, 16, 9)
@@ -305,7 +298,7 @@ def test_the_compiled_delta_rule_is_that_of_its_definition(dtype, of_rows):
 
 
 @DTYPES
-def test_compiled_mamba2_is_that_of_its_definition(dtype):
+def test_mamba2_equals_its_definition(dtype):
     kernels, x, b, c, states = kernels_and_inputs(
         dtype, (3, 5, 4, 7), (3, 5, 2, 19), (3, 5, 2, 19), (6, 4, 7, 19)
     )
@@ -326,7 +319,7 @@ def test_compiled_mamba2_is_that_of_its_definition(dtype):
 
 
 @DTYPES
-def test_compiled_mamba_is_that_of_its_definition(dtype):
+def test_mamba_equals_its_definition(dtype):
     kernels, x, b, c, states = kernels_and_inputs(dtype, (3, 5, 33), (3, 5, 16), (3, 5, 16), (6, 33, 16))
     states, dt, a = states.float(), torch.rand(3, 5, 33), -torch.rand(33, 16)
 
@@ -343,7 +336,7 @@ def test_compiled_mamba_is_that_of_its_definition(dtype):
     close(last, state)
 
 
-def test_what_the_products_do_not_take_is_left_to_others():
+def test_weights_that_the_products_do_not_support():
     kernels = Kernels()
     assert not kernels.can_multiply(torch.empty(4, 3, dtype=torch.bfloat16))  # two inputs lie side by side
     assert kernels.can_multiply(torch.empty(4, 3))
@@ -375,7 +368,7 @@ def test_a_prompt_s_attention_does_not_depend_on_how_it_is_divided(dtype, settin
 
 
 @DTYPES
-def test_nan_in_a_sequence_s_own_cache_is_not_hidden(dtype):
+def test_nan_in_a_sequence_s_own_cache_is_visible(dtype):
     kernels, q, k, v = kernels_and_inputs(dtype, (2, 4, 8), (4, 2, 2, 8), (4, 2, 2, 8))
     k[1, 0, 0, 0] = float("nan")
     out, tables = torch.zeros_like(q), torch.tensor([[1, 2], [3, 0]], dtype=torch.int32)
@@ -386,49 +379,48 @@ def test_nan_in_a_sequence_s_own_cache_is_not_hidden(dtype):
 
 
 @DTYPES
-def test_a_value_that_is_no_number_reaches_no_query_before_the_tile_of_its_token(dtype):
-    kernels, q, k, v = kernels_and_inputs(dtype, (384, 2, 32), (13, 32, 1, 32), (13, 32, 1, 32))
-    v.view(-1, 32)[32 + 330] = float("nan")
-    out, table = torch.zeros_like(q), torch.arange(1, 13, dtype=torch.int32)
-    kernels.prefill_attention(out, q, KVCache(k, v), table, 384, PLAINLY._replace(window=20))
+@pytest.mark.parametrize(
+    ("length", "token", "window", "sees", "is_blind"),
+    [
+        (384, 330, 20, slice(330, 350), slice(320)),  # tiles before that of the token
+        # Not by what a buffer still holds of it, either: the second span of 44 tokens ends before its place.
+        (300, 50, 225, slice(50, 275), slice(294, None)),  # tiles that see nothing of the first 64 tokens
+    ],
+)
+def test_a_nan_value_does_not_reach_tiles_that_do_not_see_its_token(
+    dtype, length, token, window, sees, is_blind
+):
+    num_blocks = length // 32 + 2
+    shapes = (length, 2, 32), (num_blocks, 32, 1, 32), (num_blocks, 32, 1, 32)
+    kernels, q, k, v = kernels_and_inputs(dtype, *shapes)
+    v.view(-1, 32)[32 + token] = float("nan")
+    out, table = torch.zeros_like(q), torch.arange(1, num_blocks, dtype=torch.int32)
+    kernels.prefill_attention(out, q, KVCache(k, v), table, length, PLAINLY._replace(window=window))
     are_nan = out.isnan().flatten(1).any(1)
-    assert are_nan[330:350].all()
-    assert not are_nan[:320].any()
-
-
-@DTYPES
-def test_a_value_that_is_no_number_reaches_no_query_whose_window_is_beyond_it(dtype):
-    """Not by what a buffer still holds of it, either: the second span of 44 tokens ends before its place."""
-    kernels, q, k, v = kernels_and_inputs(dtype, (300, 2, 32), (11, 32, 1, 32), (11, 32, 1, 32))
-    v.view(-1, 32)[32 + 50] = float("nan")
-    out, table = torch.zeros_like(q), torch.arange(1, 11, dtype=torch.int32)
-    kernels.prefill_attention(out, q, KVCache(k, v), table, 300, PLAINLY._replace(window=225))
-    are_nan = out.isnan().flatten(1).any(1)
-    assert are_nan[50:275].all()
-    assert not are_nan[294:].any()  # whose tiles see nothing of the first 64 tokens
+    assert are_nan[sees].all()
+    assert not are_nan[is_blind].any()
 
 
 LENGTHS = [(1, 1), (1, 40), (7, 7), (5, 33), (1, 300), (16, 16), (1, 17), (50, 90)]  # new tokens, all tokens
 
 
-@DTYPES
-@pytest.mark.parametrize("lengths", [LENGTHS, LENGTHS[:2], LENGTHS[2:4]])
-@pytest.mark.parametrize(
-    ("has_bias", "has_norms", "bits"), [(False, True, 0), (True, False, 8), (True, True, 4)]
-)
-def test_a_layer_in_one_call_computes_what_it_does_in_several_to_the_bit(
-    dtype, lengths, has_bias, has_norms, bits
-):
-    head_dim, intermediate_size = (12, 80) if bits else (10, 70)
-    shape = {"vocab_size": 1, "hidden_size": 48, "num_layers": 1, "rms_norm_eps": 1e-3}
-    shape["intermediate_size"] = intermediate_size
-    heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": head_dim, "qk_norm": has_norms}
-    biases = {"qkv_bias": has_bias, "o_bias": has_bias, "mlp_bias": has_bias}
-    settings = {"rope": {}, "windows": (20,), "tie_word_embeddings": False}
-    layer = DecoderLayer(DecoderConfig(**shape, **heads, **biases, **settings), window=20)
-    num_tokens = sum(new for new, _ in lengths)
-    inputs = [(num_tokens, 48)] * 2, [(num_tokens, 1, head_dim)] * 2, [(90, 8, 2, head_dim)] * 2
-    kernels, x, residual, cos, sin, k, v = kernels_and_inputs(dtype, *itertools.chain(*inputs))
+def layer_and_inputs(dtype, lengths, head_dim, has_bias=False, has_norms=True, bits=0, window=None):
+    """A packed layer, what it gets besides the cache and the attention, the cache, and a batch's metadata."""
+    config = DecoderConfig(
+        **{
+            "vocab_size": 1,
+            "hidden_size": 48,
+            "intermediate_size": 80,
+            "num_layers": 1,
+            "rms_norm_eps": 1e-3,
+        },
+        **{"num_heads": 4, "num_kv_heads": 2, "head_dim": head_dim, "qk_norm": has_norms, "rope": {}},
+        **dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias"), has_bias),
+        **{"windows": (window,), "tie_word_embeddings": False},
+    )
+    layer, num_tokens = DecoderLayer(config, window), sum(new for new, _ in lengths)
+    shapes = [(num_tokens, 48)] * 2, [(num_tokens, 1, head_dim)] * 2, [(90, 8, 2, head_dim)] * 2
+    kernels, *inputs, k, v = kernels_and_inputs(dtype, *itertools.chain(*shapes))
     for weight in layer.to(dtype).requires_grad_(False).parameters():
         weight.normal_(std=0.2)
     pack_weights(layer, kernels, bits)
@@ -436,54 +428,50 @@ def test_a_layer_in_one_call_computes_what_it_does_in_several_to_the_bit(
     for module in (layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm):
         module.kernels = kernels
     tables = (torch.arange(len(lengths) * 38) % 89 + 1).view(len(lengths), 38).int()
-    slots = torch.randperm(90 * 8)[:num_tokens]
-    metadata = metadata_of(lengths, tables, slots)
-    both = metadata._replace(block_tables=[None, tables], slot_mapping=[None, slots])
-    attention = CompiledAttention(metadata, 8, kernels)
-    caches = [KVCache(k.clone(), v.clone(), group=1) for _ in range(2)]
+    metadata = metadata_of(lengths, tables, torch.randperm(90 * 8)[:num_tokens])
+    return kernels, layer, inputs, (k, v), metadata
 
+
+@DTYPES
+@pytest.mark.parametrize("lengths", [LENGTHS, LENGTHS[:2], LENGTHS[2:4]])
+@pytest.mark.parametrize(
+    ("has_bias", "has_norms", "bits"), [(False, True, 0), (True, False, 8), (True, True, 4)]
+)
+def test_a_layer_in_one_call_equals_separate_calls_bit_for_bit(dtype, lengths, has_bias, has_norms, bits):
+    kernels, layer, (x, residual, *rope), kv, metadata = layer_and_inputs(
+        dtype, lengths, 12 if bits else 10, has_bias, has_norms, bits, window=20
+    )
+    attention = CompiledAttention(metadata, 8, kernels)
+    by_group = metadata._replace(block_tables=[None] * 2, slot_mapping=[None, metadata.slot_mapping])
+    groups = GroupedAttention(lambda group, _: None if group.slot_mapping is None else attention, by_group, 8)
+    caches = [KVCache(*(x.clone() for x in kv), group=1) for _ in range(2)]
     for before in (residual, None):
-        several = layer(x, before, cos, sin, caches[0], attention)
-        groups = GroupedAttention(lambda meta, _: attention if meta.slot_mapping is slots else None, both, 8)
-        at_once = CompiledLayer(layer, kernels)(x, before, cos, sin, caches[1], groups)
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(at_once, several, strict=True))
+        separate = layer(x, before, *rope, caches[0], attention)
+        at_once = CompiledLayer(layer, kernels)(x, before, *rope, caches[1], groups)
+        assert all(map(torch.equal, at_once, separate))
         assert at_once[0].isfinite().all()
-    assert torch.equal(caches[0].k, caches[1].k)
-    assert not torch.equal(caches[0].k, k)
-    assert torch.equal(caches[0].v, caches[1].v)
-    assert not torch.equal(caches[0].v, v)
+    for ours, theirs, old in zip((caches[1].k, caches[1].v), (caches[0].k, caches[0].v), kv, strict=True):
+        assert torch.equal(ours, theirs)
+        assert not torch.equal(ours, old)
 
 
 @DTYPES
 # Rows 0 | 1 | 2-8 | 9-13 | 14 | 15-30 | 31-80 are sequences': of each none, the last or all are needed.
 @pytest.mark.parametrize("needed", [[], [30], [0, 8, 14, *range(15, 31)], [*range(31, 81)], [*range(81)]])
 def test_the_last_layer_computes_the_needed_rows_as_it_would_beside_all_others(dtype, needed):
-    shape = {"vocab_size": 1, "hidden_size": 64, "intermediate_size": 64, "num_layers": 1}
-    heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "qk_norm": True, "rms_norm_eps": 1e-3}
-    biases = {"qkv_bias": False, "o_bias": False, "mlp_bias": False}
-    settings = {"rope": {}, "windows": (None,), "tie_word_embeddings": False}
-    layer = DecoderLayer(DecoderConfig(**shape, **heads, **biases, **settings), window=None)
-    inputs = [(81, 64)] * 2, [(81, 1, 16)] * 2, [(90, 8, 2, 16)] * 2
-    kernels, x, residual, cos, sin, k, v = kernels_and_inputs(dtype, *itertools.chain(*inputs))
-    for weight in layer.to(dtype).requires_grad_(False).parameters():
-        weight.normal_(std=0.2)
-    pack_weights(layer, kernels)
-    assert CompiledLayer.can_hold(layer)
     lengths = [(1, 1), (1, 40), (7, 7), (5, 33), (1, 300), (16, 16), (50, 90)]
-    tables = (torch.arange(len(lengths) * 38) % 89 + 1).view(len(lengths), 38).int()
-    metadata = metadata_of(lengths, tables, torch.randperm(90 * 8)[:81])
+    kernels, layer, (x, residual, *rope), kv, metadata = layer_and_inputs(dtype, lengths, 16)
     rows = np.array(needed, dtype=np.int64)
     others = np.setdiff1d(np.arange(81), rows)
     # A prompt's last row alone attends as a decode does, which rounds otherwise.
     is_exact = ~np.isin(rows, [8, 30]) | (len(rows) > 20)
-
     for before in (None, residual):
         caches, results = [], []
         for is_last in (True, False):
             attention = CompiledAttention(metadata._replace(needed_rows=rows), 8, kernels)
-            caches.append(KVCache(k.clone(), v.clone()))
+            caches.append(KVCache(*(x.clone() for x in kv)))
             call = CompiledLayer(layer, kernels, is_last)
-            results.append(call(x, before, cos, sin, caches[-1], attention))
+            results.append(call(x, before, *rope, caches[-1], attention))
         for mine, theirs in zip(*results, strict=True):
             assert not mine[others].any()
             assert torch.equal(mine[rows][is_exact], theirs[rows][is_exact])
@@ -491,7 +479,7 @@ def test_the_last_layer_computes_the_needed_rows_as_it_would_beside_all_others(d
             torch.testing.assert_close(mine[rows], theirs[rows], atol=tolerance, rtol=tolerance)
         assert torch.equal(caches[0].k, caches[1].k)
         assert torch.equal(caches[0].v, caches[1].v)
-        assert not torch.equal(caches[0].v, v)
+        assert not torch.equal(caches[0].v, kv[1])
 
 
 def flags():
@@ -553,7 +541,7 @@ def test_the_kernels_are_right_where_the_system_does_not_grant_amx():
     assert " passed" in result.stdout
 
 
-def test_layers_of_other_bits_groups_and_zeros_that_are_computed_together_keep_their_numbers():
+def test_concatenated_layers_with_other_bits_groups_and_zeros_keep_their_weights():
     torch.manual_seed(0)
     parts = [
         quantized(6, 64, 4, 32, has_zeros=False),

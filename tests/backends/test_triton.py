@@ -20,7 +20,19 @@ from nanoengine.backends import triton as backend
 from nanoengine.backends.attention import Settings
 from nanoengine.backends.kv_cache import KVCache, KVSpec
 from nanoengine.backends.triton import FLOAT32, MAX_PROGRAMS, MAX_SPLITS, MIN_SPAN, TILES, TritonAttention
-from tests.attention import ALL_DECODES, ALL_FRESH, MIXED, check_attention, metadata_of
+from tests.attention import (
+    ALL_DECODES,
+    ALL_FRESH,
+    BOTH,
+    CAPPED,
+    MIXED,
+    SINKS,
+    WITH_ALIBI,
+    WITH_SINKS,
+    case_id,
+    check_attention,
+    metadata_of,
+)
 from tests.helpers import checkpoint, greedy, random_prompts
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -57,7 +69,7 @@ def test_all_of_this_file_passes_under_tritons_interpreter(which):
 
 def test_every_test_that_runs_kernels_runs_on_a_gpu_too():
     for name, test in globals().items():
-        if name.startswith("test_") and {"check", "attend", "try_out", "write_kv"} & set(
+        if name.startswith("test_") and {"check_attention", "attend", "try_out", "write_kv"} & set(
             test.__code__.co_names
         ):
             assert "gpu" in {mark.name for mark in test.pytestmark}, name
@@ -66,111 +78,60 @@ def test_every_test_that_runs_kernels_runs_on_a_gpu_too():
 # ---- Against dense attention ---------------------------------------------------------------------
 
 SHORT = [(1, 1), (1, 40), (5, 33), (7, 7), (1, 17)]
-SINKS = torch.tensor([-1.0, 0.5, 2.0, 30.0])
+AT_THE_EDGES = [(1, n * MIN_SPAN + more) for n, more in ((1, -1), (1, 0), (1, 1), (2, 0), (2, 1))]
+MAX_SPAN = MAX_SPLITS * MIN_SPAN
+FEW_HEADS, SPLIT = [*SHORT, (20, 30), (1, 300)], {"window": 520, "sinks": SINKS}
+HALF = torch.bfloat16
 
-
-check = functools.partial(check_attention, TritonAttention, device=DEVICE)
-
-
-@runs_kernels
-@pytest.mark.parametrize("block_size", [1, 16, *(pytest.param(n, marks=at_length) for n in (3, 256))])
-def test_any_mix_of_prompts_chunks_and_decodes_equals_dense_attention(block_size):
-    check(MIXED, block_size)
-
-
-@runs_kernels
-@pytest.mark.parametrize("lens", [ALL_FRESH, ALL_DECODES, [(5, 300)], [(130, 200), (2, 2)]])
-def test_batches_of_one_kind_and_chunks_of_several_tiles_equal_dense_attention(lens):
-    check(lens, 16)
-
-
-@runs_kernels
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float16, marks=at_length), torch.bfloat16])
-@pytest.mark.parametrize("lens", [MIXED, ALL_DECODES])
-def test_half_precision_equals_dense_attention_within_its_rounding(lens, dtype):
-    check(lens, 16, dtype=dtype)
-
-
-@runs_kernels
-@pytest.mark.parametrize(
-    ("head_dim", "dtype"),
-    [
-        *[(dim, torch.float32) for dim in (8, 20, 128, 300)],
-        *[pytest.param(dim, torch.float32, marks=at_length) for dim in (64, 80, 96, 256)],
-        *[(dim, torch.bfloat16) for dim in (20, 128, 300)],
-    ],
-)
-def test_any_head_dim_works(head_dim, dtype):
-    check(SHORT, 16, head_dim=head_dim, dtype=dtype, stale=float("nan"))
-
-
-@runs_kernels
-@pytest.mark.parametrize(("head_dim", "v_head_dim"), [(24, 16), (16, 24), (192, 128), (40, 300)])
-def test_values_may_be_narrower_or_wider_than_keys(head_dim, v_head_dim):
-    check([*SHORT, (1, 600)], 16, head_dim=head_dim, v_head_dim=v_head_dim)
+CASES = [
+    *((MIXED, {"block_size": size}) for size in (1, 16)),
+    *((lens, {}) for lens in (ALL_FRESH, ALL_DECODES, [(5, 300)], [(130, 200), (2, 2)])),
+    *((lens, {"dtype": HALF}) for lens in (MIXED, ALL_DECODES)),
+    *((SHORT, {"head_dim": dim, "stale": torch.nan}) for dim in (8, 20, 128, 300)),
+    *((SHORT, {"head_dim": dim, "dtype": HALF, "stale": torch.nan}) for dim in (20, 128, 300)),
+    *(([*SHORT, (1, 600)], {"head_dim": k, "v_head_dim": v}) for k, v in ((24, 16), (192, 128), (40, 300))),
+    *((FEW_HEADS, {"heads": n, "kv_heads": k}) for n, k in ((4, 4), (6, 2), (17, 1))),
+    *(([*MIXED, (1, 700), (1, 301), (70, 400)], {"window": window}) for window in (1, 16, 300)),
+    *(([*MIXED, (1, 600)], {"block_size": 8, **settings}) for settings in (CAPPED, WITH_SINKS, BOTH)),
+    *(([*MIXED, (1, 600)], {"window": 9, **settings}) for settings in (WITH_SINKS, WITH_ALIBI)),
+    ([*MIXED, (1, 600)], {**WITH_ALIBI, **BOTH}),
+    *(([*MIXED, (1, 257)], {"block_size": size, "window": 9, "stale": torch.nan}) for size in (3, 16)),
+    *((AT_THE_EDGES, {"stale": torch.nan, **settings}) for settings in ({}, SPLIT)),
+    ([(1, MAX_SPAN + 1)], {"stale": torch.nan}),
+]
+SLOW_CASES = [
+    *((MIXED, {"block_size": size}) for size in (3, 256)),
+    *((lens, {"dtype": torch.float16}) for lens in (MIXED, ALL_DECODES)),
+    *((SHORT, {"head_dim": dim, "stale": torch.nan}) for dim in (64, 80, 96, 256)),
+    ([*SHORT, (1, 600)], {"head_dim": 16, "v_head_dim": 24}),
+    *((FEW_HEADS, {"heads": n, "kv_heads": k}) for n, k in ((8, 1), (3, 3), (71, 1))),
+    *(([*MIXED, (1, 700), (1, 301), (70, 400)], {"window": window}) for window in (5, 1000)),
+    *(([*MIXED, (1, 600)], {"block_size": 8, "window": 9, **settings}) for settings in (CAPPED, BOTH)),
+    ([*MIXED, (1, 600)], {"block_size": 8, **WITH_ALIBI}),
+    *(([*MIXED, (1, 257), (1, 300)], {"block_size": size, "stale": torch.nan}) for size in (3, 16)),
+    ([(1, MAX_SPAN + 1)], {"stale": torch.nan, **SPLIT}),
+    *(([(1, 3 * MAX_SPAN // 2 + 5), (3, 500)], {"stale": torch.nan, **settings}) for settings in ({}, SPLIT)),
+]
 
 
 @runs_kernels
 @pytest.mark.parametrize(
-    ("heads", "kv_heads"),
-    [(4, 4), (6, 2), (17, 1), *(pytest.param(n, k, marks=at_length) for n, k in ((8, 1), (3, 3), (71, 1)))],
+    ("lens", "settings"),
+    [*CASES, *(pytest.param(*case, marks=at_length) for case in SLOW_CASES)],
+    ids=case_id,
 )
-def test_grouped_and_multi_query_heads_read_their_own_kv_head(heads, kv_heads):
-    check([*SHORT, (20, 30), (1, 300)], 16, heads=heads, kv_heads=kv_heads)
-
-
-@runs_kernels
-@pytest.mark.parametrize("window", [1, 16, 300, *(pytest.param(n, marks=at_length) for n in (5, 1000))])
-def test_a_sliding_window_hides_what_is_further_back(window):
-    check([*MIXED, (1, 700), (1, 301), (70, 400)], 16, window=window)
-
-
-@runs_kernels
-@pytest.mark.parametrize("window", [None, 9])
-@pytest.mark.parametrize("settings", [{"softcap": 2}, {"sinks": SINKS}, {"softcap": 1.0, "sinks": SINKS}])
-def test_scores_are_soft_capped_and_sinks_take_their_share(settings, window):
-    check([*MIXED, (1, 600)], 8, window=window, **settings)
-
-
-@runs_kernels
-@pytest.mark.parametrize("settings", [{}, {"window": 9}, {"softcap": 1.0, "sinks": SINKS}])
-def test_alibi_takes_its_slope_per_position_off_a_score(settings):
-    slopes = torch.tensor([0.5, 0.25, 0.0, 0.01])
-    check([*MIXED, (1, 600)], 8, alibi_slopes=slopes, **settings)
-
-
-@runs_kernels
-@pytest.mark.parametrize("block_size", [3, 16])
-@pytest.mark.parametrize("window", [None, 9])
-def test_what_other_sequences_left_in_a_block_is_never_read(block_size, window):
-    check([*MIXED, (1, 257), (1, 300)], block_size, window=window, stale=float("nan"))
-
-
-AT_THE_EDGES = [MIN_SPAN - 1, MIN_SPAN, MIN_SPAN + 1, 2 * MIN_SPAN, 2 * MIN_SPAN + 1]
-
-
-@runs_kernels
-@pytest.mark.parametrize(
-    "lens",
-    [
-        [(1, n) for n in AT_THE_EDGES],
-        [(1, MAX_SPLITS * MIN_SPAN + 1)],
-        pytest.param([(1, 3 * MAX_SPLITS * MIN_SPAN // 2 + 5), (3, 500)], marks=at_length),
-    ],
-)
-@pytest.mark.parametrize("settings", [{}, {"window": 520, "sinks": SINKS}])
-def test_long_decodes_are_split_and_combined(lens, settings):
-    check(lens, 16, stale=float("nan"), **settings)
+def test_any_batch_and_layer_equals_dense_attention(lens, settings):
+    check_attention(TritonAttention, lens, device=DEVICE, **{"block_size": 16, **settings})
 
 
 # ---- A result does not depend on the batch -------------------------------------------------------
 
 
-def attend(seqs, dtype, num_padding=0, most_tokens=0, **settings):
+def attend(seqs, dtype, num_padding=0, max_tokens=0, **settings):
     """The outputs of sequences (seed, new tokens, tokens in all), each drawn from its own seed.
 
     As a CUDA graph has it, there are num_padding tokens in the null block behind them, which is full of NaN,
-    and the longest is said to have most_tokens.
+    and the longest is said to have max_tokens.
     """
     heads, kv_heads, dim, block_size = 6, 2, 16, 16
     num_blocks = sum(-(-total // block_size) for _, _, total in seqs)
@@ -199,7 +160,7 @@ def attend(seqs, dtype, num_padding=0, most_tokens=0, **settings):
     lens = [(length, total) for _, length, total in seqs] + [(1, 1)] * num_padding
     padded = torch.nn.utils.rnn.pad_sequence(tables, batch_first=True).int()
     metadata = metadata_of(lens, padded, torch.cat(slots), DEVICE)
-    metadata = metadata._replace(max_seq_len=max(metadata.max_seq_len, most_tokens))
+    metadata = metadata._replace(max_seq_len=max(metadata.max_seq_len, max_tokens))
     attention = TritonAttention(metadata, block_size)
     q, k, v = (torch.cat(x).to(DEVICE) for x in zip(*new, strict=True))
     cache = KVCache(cache.k.to(DEVICE), cache.v.to(DEVICE))
@@ -246,7 +207,7 @@ def test_keys_and_values_are_written_to_their_slots(heads, k_dim, v_dim, dtype):
 def test_padding_a_batch_of_decodes_for_a_graph_changes_no_bit_of_it():
     seqs = [(0, 1, 700), (1, 1, 5), (3, 1, 256)]
     plain = attend(seqs, torch.float32)
-    padded = attend(seqs, torch.float32, num_padding=3, most_tokens=40_000)
+    padded = attend(seqs, torch.float32, num_padding=3, max_tokens=40_000)
     assert all(torch.equal(a, b) for a, b in zip(plain, padded[:3], strict=True))
 
 
@@ -304,13 +265,13 @@ EVERYTHING = frozenset(("window", "softcap", "sinks", "alibi_slopes"))
 
 
 @runs_kernels
-def test_it_runs_wherever_its_kernels_do():
+def test_it_can_be_used_wherever_its_kernels_run():
     assert TritonAttention.obstacle([SPEC], EVERYTHING) is None
     assert TritonAttention.try_out([SPEC, SPEC], EVERYTHING, 16, torch.device(DEVICE)) is None
 
 
 @runs_kernels
-def test_kernels_that_fail_or_compute_nonsense_are_passed_over(monkeypatch):
+def test_kernels_that_fail_or_compute_wrong_numbers_are_skipped(monkeypatch):
     class Broken:
         def __getitem__(self, grid):
             raise RuntimeError("Failed to find C compiler.\nPlease specify via CC")
@@ -353,10 +314,12 @@ class Recorder:
         return launch
 
 
-def launches_of(monkeypatch, lens, dtype, dim, settings, generation="sm80", heads=8, kv_heads=2, most=0):
+def launches_of(
+    monkeypatch, lens, dtype, dim, settings, generation="sm80", heads=8, kv_heads=2, max_tokens=0
+):
     """The kernels that attend to a batch, each with its arguments, options and grid.
 
-    The longest sequence is said to have `most` tokens.
+    The longest sequence is said to have `max_tokens` tokens.
     """
     recorders = [Recorder(getattr(backend, name)) for name in ("_attend_kernel", "_combine_kernel")]
     with monkeypatch.context() as patch:
@@ -366,7 +329,7 @@ def launches_of(monkeypatch, lens, dtype, dim, settings, generation="sm80", head
         num_tokens = sum(new for new, _ in lens)
         patch.setattr(backend, "generation", lambda device: generation)
         metadata = metadata_of(lens, table, torch.zeros(num_tokens, dtype=torch.int64))
-        metadata = metadata._replace(max_seq_len=max(metadata.max_seq_len, most))
+        metadata = metadata._replace(max_seq_len=max(metadata.max_seq_len, max_tokens))
         q = torch.zeros(num_tokens, heads, dim, dtype=dtype)
         kv = torch.zeros(num_tokens, kv_heads, dim, dtype=dtype)
         cache = KVCache.zeros(KVSpec(kv_heads, dim, dim, dtype), 2, 16, torch.device("cpu"))
@@ -398,7 +361,7 @@ def stack_bytes(compiled, path):
     return int(re.search(r"STACK:(\d+)", used)[1])
 
 
-HALF, WIDE = (torch.bfloat16, 128, 8, 2, ALL_SETTINGS), (torch.bfloat16, 256, 8, 2, PLAIN)
+DENSE, WIDE = (torch.bfloat16, 128, 8, 2, ALL_SETTINGS), (torch.bfloat16, 256, 8, 2, PLAIN)
 NARROW, FULL = (torch.float16, 64, 8, 2, PLAIN), (torch.float32, 128, 8, 2, ALL_SETTINGS)
 ONE_KV_HEAD, TURING = (torch.float16, 64, 71, 1, PLAIN), (torch.float16, 128, 8, 2, ALL_SETTINGS)
 
@@ -408,13 +371,13 @@ ONE_KV_HEAD, TURING = (torch.float16, 64, 71, 1, PLAIN), (torch.float16, 128, 8,
     ("generation", "case"),
     [
         ("sm75", TURING),
-        ("sm80", HALF),
-        ("sm90", HALF),
-        ("gfx942", HALF),
+        ("sm80", DENSE),
+        ("sm90", DENSE),
+        ("gfx942", DENSE),
         *(
             pytest.param(generation, case, marks=at_length)
             for generation in TILES
-            for case in (HALF, WIDE, NARROW, FULL, ONE_KV_HEAD, TURING)
+            for case in (DENSE, WIDE, NARROW, FULL, ONE_KV_HEAD, TURING)
             if (generation, case[0]) != ("sm75", torch.bfloat16)  # float16 there
         ),
     ],
@@ -458,9 +421,9 @@ def test_the_kernels_compile_for_gpus_without_spilling_and_use_their_tensor_core
 
 @compiles
 @pytest.mark.parametrize("num_seqs", [1, 7, 64, 256])
-def test_programs_of_a_captured_decode_have_something_to_do(num_seqs, monkeypatch):
+def test_few_programs_of_a_captured_decode_are_idle(num_seqs, monkeypatch):
     """A grid is for the longest sequences that may come; those at hand have a thousand tokens."""
-    sizes = {"heads": 16, "kv_heads": 8, "most": 40_960}
+    sizes = {"heads": 16, "kv_heads": 8, "max_tokens": 40_960}
     lens = [(1, 1000)] * num_seqs
     launches = launches_of(monkeypatch, lens, torch.bfloat16, 16, PLAIN, **sizes)
     turns = launches[0][3][2]
@@ -471,7 +434,7 @@ def test_programs_of_a_captured_decode_have_something_to_do(num_seqs, monkeypatc
 
 
 @compiles
-def test_no_step_needs_kernels_of_its_own(monkeypatch):
+def test_kernels_are_not_compiled_again_for_another_step(monkeypatch):
     """What differs from step to step is nothing that Triton compiles for."""
     steps = [
         launches_of(monkeypatch, lens, torch.bfloat16, 64, ALL_SETTINGS)
