@@ -12,17 +12,9 @@ import functools
 import itertools
 
 import numpy as np
-import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from nanoengine.backends.device import Attention
 from nanoengine.backends.inputs import BIN_SLOT, ZERO_SLOT
@@ -37,22 +29,24 @@ from tests.laws import chain, check_laws, tables_of
 EOS = 3
 
 
+SIZES = {
+    "block_size": st.sampled_from([1, 2, 4]),
+    "num_blocks": st.integers(2, 12),
+    "max_num_seqs": st.integers(1, 5),
+    "budget": st.sampled_from([1, 2, 5, 64]),
+    "threshold": st.sampled_from([0, 0, 1, 3]),
+    "caching": st.sampled_from([True, True, True, False]),
+}
+
+
 class CoreMachine(RuleBasedStateMachine):
     """The core alone: one block table per sequence, no drafts."""
 
-    @initialize(
-        block_size=st.sampled_from([1, 2, 4]),
-        num_blocks=st.integers(2, 12),
-        max_num_seqs=st.integers(1, 5),
-        budget=st.sampled_from([1, 2, 5, 64]),
-        threshold=st.sampled_from([0, 0, 1, 3]),
-        caching=st.sampled_from([True, True, True, False]),
-        constant_hash=st.booleans(),
-    )
-    def start(self, num_blocks, block_size, max_num_seqs, budget, threshold, caching, constant_hash):
+    @initialize(**SIZES, constant_hash=st.booleans())
+    def start(self, num_blocks, block_size, caching, constant_hash, **limits):
         extra = {"hash_function": lambda content, parent: 7} if constant_hash else {}
         blocks = BlockManager(num_blocks, block_size, enable_prefix_caching=caching, **extra)
-        self.begin(blocks, Scheduler, max_num_seqs, budget, threshold)
+        self.begin(blocks, Scheduler, **limits)
 
     def begin(self, blocks, make_scheduler, max_num_seqs, budget, threshold, windows=(None,)):
         self.block_manager, self.windows = blocks, windows
@@ -256,31 +250,15 @@ class CoreMachine(RuleBasedStateMachine):
 
 
 class ExtendedMachine(CoreMachine):
-    """With windows, and drafts."""
+    """With windows, and draft tokens."""
 
     @initialize(
-        block_size=st.sampled_from([1, 2, 4]),
-        num_blocks=st.integers(2, 12),
-        windows=st.sampled_from([(None,), (3,), (1,), (None, 4), (None, None, 2), (5, 2), (None, 3, 3)]),
-        max_num_seqs=st.integers(1, 5),
-        budget=st.sampled_from([1, 2, 5, 64]),
-        threshold=st.sampled_from([0, 0, 1, 3]),
-        caching=st.sampled_from([True, True, True, False]),
+        **SIZES,
         constant_hash=st.booleans(),
+        windows=st.sampled_from([(None,), (3,), (1,), (None, 4), (None, None, 2), (5, 2), (None, 3, 3)]),
         drafts=st.booleans(),
     )
-    def start(
-        self,
-        num_blocks,
-        block_size,
-        windows,
-        max_num_seqs,
-        budget,
-        threshold,
-        caching,
-        constant_hash,
-        drafts,
-    ):
+    def start(self, num_blocks, block_size, windows, caching, constant_hash, drafts, **limits):
         extra = {"hash_function": lambda content, parent: 7} if constant_hash else {}
         nothing = Attention(None, lambda metadata, block_size: None, [])
         self.runner = WindowedRunner(len(windows), None, None, nothing, None, block_size)
@@ -288,14 +266,13 @@ class ExtendedMachine(CoreMachine):
             num_blocks * len(windows),
             block_size,
             windows=windows,
-            max_chunk_tokens=budget,
+            max_chunk_tokens=limits["budget"],
             more_tables=self.runner.more_tables,
             enable_prefix_caching=caching,
             **extra,
         )
         drafting = functools.partial(DraftingScheduler, propose=self.propose)
-        make_scheduler = drafting if drafts else Scheduler
-        self.begin(blocks, make_scheduler, max_num_seqs, budget, threshold, blocks.windows)
+        self.begin(blocks, drafting if drafts else Scheduler, windows=blocks.windows, **limits)
 
     def make_blocks(self, *arguments, **settings):
         return WindowedBlockManager(*arguments, **settings)
@@ -316,31 +293,24 @@ class StatefulMachine(CoreMachine):
     """With states: a second ledger says after which tokens each slot's is."""
 
     @initialize(
-        block_size=st.sampled_from([1, 2, 4]),
-        num_blocks=st.integers(2, 12),
+        **SIZES,
         windows=st.sampled_from([(None,), (None,), (1,), (None, 4)]),
         num_state_slots=st.integers(1, 9),
-        max_num_seqs=st.integers(1, 5),
-        budget=st.sampled_from([1, 2, 5, 64]),
-        threshold=st.sampled_from([0, 0, 1, 3]),
-        caching=st.sampled_from([True, True, True, False]),
     )
-    def start(
-        self, num_blocks, block_size, windows, num_state_slots, max_num_seqs, budget, threshold, caching
-    ):
+    def start(self, num_blocks, block_size, windows, num_state_slots, caching, **limits):
         nothing = Attention(None, lambda metadata, block_size: None, [])
         self.runner = StatefulRunner(len(windows), None, None, nothing, None, block_size)
         blocks = StatefulBlockManager(
             num_blocks * len(windows),
             block_size,
             windows=windows,
-            max_chunk_tokens=budget,
+            max_chunk_tokens=limits["budget"],
             more_tables=self.runner.more_tables,
             enable_prefix_caching=caching,
             num_state_slots=num_state_slots,
         )
         make_scheduler = functools.partial(StatefulScheduler, spans=self.runner.spans)
-        self.begin(blocks, make_scheduler, max_num_seqs, budget, threshold, blocks.windows)
+        self.begin(blocks, make_scheduler, windows=blocks.windows, **limits)
         self.has_drafts = False
         # slot -> how many tokens its state is after, and whose; None: no sequence's
         self.states = {ZERO_SLOT: (0, None)}
@@ -387,9 +357,3 @@ TestCore = CoreMachine.TestCase
 TestExtended = ExtendedMachine.TestCase
 TestStateful = StatefulMachine.TestCase
 TestCore.settings = TestExtended.settings = TestStateful.settings = BRIEFLY
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("machine", [CoreMachine, ExtendedMachine, StatefulMachine])
-def test_the_laws_hold_at_length(machine):
-    run_state_machine_as_test(machine, settings=settings(BRIEFLY, max_examples=1000))

@@ -7,22 +7,21 @@ import logging
 import sys
 import weakref
 from collections import OrderedDict, deque
-from functools import partial
-from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import settings
+from hypothesis.stateful import invariant
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.apps import viewer
-from nanoengine.engine import BlockManager, Scheduler, Sequence
+from nanoengine.engine import Scheduler
 from nanoengine.extensions import trace
 from nanoengine.extensions.speculate import DraftingScheduler
 from nanoengine.extensions.trace import Tracer
 from nanoengine.extensions.windows import WindowedBlockManager
-from tests.helpers import DEMO, checkpoint, is_busy, make_scheduler, make_sequence, run_step
+from tests.helpers import DEMO, checkpoint, make_scheduler, make_sequence, run_step
 from tests.laws import chain, tables_of
+from tests.test_scheduling_machine import BRIEFLY, CoreMachine, ExtendedMachine
 
 # ---- the checker: it knows the documented schema, and nothing about the writer --------------------
 
@@ -236,9 +235,9 @@ class Replay:
         self.forget_blocks()
 
 
-def group_of(block, tokens, block_size):
+def group_of(block, tokens, manager):
     """Whose K and V a registered block holds: what a group's key adds to the chained hash of the tokens."""
-    key = chain(tokens, block_size)
+    key = chain(tokens, manager.block_size, manager.hash_function)
     assert block.key.content == key.content
     return block.key.hash - key.hash
 
@@ -255,7 +254,7 @@ def compare(replay: Replay, scheduler) -> None:
     assert [block.block_id for block in blocks.empty_blocks] == list(replay.empty)
     assert list(blocks.evictable_blocks) == list(replay.evictable)
     registered = {block.block_id: block for block in blocks.blocks if block.key}
-    groups = {i: group_of(block, replay.content[i], blocks.block_size) for i, block in registered.items()}
+    groups = {i: group_of(block, replay.content[i], blocks) for i, block in registered.items()}
     prefixes = {i: (block.prefix_id, block.parent_id, groups[i]) for i, block in registered.items()}
     assert prefixes == replay.prefixes
     if isinstance(scheduler, DraftingScheduler):
@@ -263,96 +262,41 @@ def compare(replay: Replay, scheduler) -> None:
         assert scheduler.num_accepted.total() == replay.num_accepted
 
 
-def traced(scheduler) -> tuple[Tracer, Replay]:
-    replay = Replay()
-    return Tracer(scheduler, replay.take), replay
-
-
 # ---- workloads of all kinds ----------------------------------------------------------------------
 
-PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
-STEPS = st.tuples(st.just("step"), st.lists(st.sampled_from([0, 1, 0, 1, 3, None]), min_size=5, max_size=5))
-ACTIONS = st.one_of(
-    st.tuples(st.just("add"), PROMPTS, st.integers(-1, 1)),
-    st.tuples(st.just("add"), st.sampled_from([[0, 1] * 4, [0, 1] * 6, [0, 1] * 3 + [1]]), st.just(0)),
-    STEPS,
-    STEPS,
-    st.tuples(st.just("steps"), st.integers(2, 9)),
-    st.tuples(st.just("abort"), st.integers(0, 9)),
-    st.sampled_from([("fail",), ("reset",)]),
-)
+
+class Traced(CoreMachine):
+    """A random walk that replays its trace: the state is compared before each step, and after each rule."""
+
+    def begin(self, *arguments, **settings):
+        super().begin(*arguments, **settings)
+        self.replay = Replay()
+        self.tracer = Tracer(self.scheduler, self.replay.take)
+
+    def launch(self):
+        self.replay_agrees()
+        return super().launch()
+
+    @invariant()
+    def replay_agrees(self):
+        if hasattr(self, "tracer"):
+            self.tracer.end_step()
+            compare(self.replay, self.scheduler)
+            assert {
+                seq.seq_id: seq.finish_reason for seq in self.seqs if seq.is_finished
+            } == self.replay.ended
+
+    def teardown(self):
+        super().teardown()
+        self.replay_agrees()
 
 
-def propose(seq, num_tokens):
-    """Propose 0 or 1, which is right now and then."""
-    return [seq.num_tokens // 3 % 2] * min(3, num_tokens)
+class TracedExtended(Traced, ExtendedMachine):
+    pass
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    block_size=st.sampled_from([1, 2, 4]),
-    num_blocks=st.integers(2, 16),
-    max_num_seqs=st.integers(1, 5),
-    budget=st.sampled_from([2, 5, 64, 64]),
-    threshold=st.sampled_from([0, 0, 3]),
-    caching=st.sampled_from([True, True, True, False]),
-    windows=st.sampled_from([(None,), (3,), (None, 4), (None, 2, 2)]),
-    ahead=st.sampled_from(["", "overlap", "drafts"]),
-    actions=st.lists(ACTIONS, min_size=10, max_size=40),
-)
-def test_a_replay_has_every_table_count_and_queue_after_every_step(
-    block_size, num_blocks, max_num_seqs, budget, threshold, caching, windows, ahead, actions
-):
-    """Also with steps in flight, draft tokens, windows, preemptions, priorities, aborts and failed steps."""
-    blocks: Any = BlockManager(num_blocks, block_size, enable_prefix_caching=caching)
-    if windows != (None,):
-        settings = {"windows": windows, "max_chunk_tokens": budget, "enable_prefix_caching": caching}
-        blocks = WindowedBlockManager(num_blocks, block_size, **settings)
-    make_scheduler = partial(DraftingScheduler, propose=propose) if ahead == "drafts" else Scheduler
-    scheduler = make_scheduler(
-        blocks,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=budget,
-        long_prefill_token_threshold=threshold,
-        max_model_len=24,
-    )
-    tracer, replay = traced(scheduler)
-    seqs: list[Sequence] = []
-    in_flight: deque = deque()
-
-    def step(tokens):
-        batch = scheduler.schedule()
-        if batch.chunks:
-            in_flight.append(batch)
-        while len(in_flight) > (ahead == "overlap" and bool(batch.chunks)):
-            due = in_flight.popleft()
-            scheduler.update(due, [tokens[i % len(tokens)] for i in range(len(due.sampled_seqs))])
-        tracer.end_step()
-        compare(replay, scheduler)
-
-    for kind, *arguments in actions:
-        if kind == "add" and len(arguments[0]) < scheduler.max_num_tokens:
-            seq = make_sequence(len(seqs), *arguments, max_tokens=9)
-            seq.stop_ids = frozenset({3})
-            seqs.append(seq)
-            scheduler.add(seq)
-        elif kind == "step":
-            step(arguments[0])
-        elif kind == "steps":
-            for i in range(arguments[0]):
-                step([i % 2])
-        elif kind == "abort" and is_busy(scheduler):
-            unfinished = scheduler.running + scheduler.waiting
-            scheduler.finish(unfinished[arguments[0] % len(unfinished)], "abort")
-        elif kind == "fail" and is_busy(scheduler):
-            scheduler.schedule()
-            in_flight.clear()
-            scheduler.recover()
-        elif kind == "reset":
-            scheduler.block_manager.reset_prefix_cache()
-        tracer.end_step()
-        compare(replay, scheduler)
-        assert {seq.seq_id: seq.finish_reason for seq in seqs if seq.is_finished} == replay.ended
+TestCore, TestExtended = Traced.TestCase, TracedExtended.TestCase
+TestCore.settings = TestExtended.settings = settings(BRIEFLY, max_examples=30)
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
