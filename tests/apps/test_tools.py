@@ -37,122 +37,75 @@ ADD: dict = {
 CALL = ("tool_calls", {"name": "add", "arguments": {"a": 5, "b": 6}})
 LATER = ("tool_calls", {"name": "add", "arguments": {"note": "7 \u00b5\n"}})
 
-# What a model says, in its format's tags, and what that is. (format of calls, of reasoning, prompt's end)
-SAID: list[tuple[str | None, str | None, str, str, list]] = [
-    ("hermes", None, "", '<tool_call>\n{"name": "add", "arguments": {"a": 5, "b": 6}}\n</tool_call>', [CALL]),
+ADD_5_6 = '{"name": "add", "arguments": {"a": 5, "b": 6}}'
+ADD_NOTE = '{"name": "add", "arguments": {"note": "7 \\u00b5\\n"}}'
+PARAMETERS = "<parameter=a>\n5\n</parameter>\n<parameter=b>6</parameter>\n</function>\n</tool_call>\n"
+CODER = "<tool_call>\n<function=add>\n"
+BROKEN = (
+    'x <tool_call>{"name": "add", "argu',
+    "<tool_call>\n[1]</tool_call> y",
+    '<tool_call>{"name": 5}</tool_call>',
+)
+NAN = '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>'
+HARMONY = ("harmony", "harmony", "")
+HM = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>"
+# (format of calls, format of reasoning, end of the prompt), the model's text, and the parts of the answer
+WRITTEN: list[tuple[tuple[str | None, str | None, str], str, list]] = [
+    (("hermes", None, ""), f"<tool_call>\n{ADD_5_6}\n</tool_call>", [CALL]),
     (
-        "hermes",
-        "deepseek_r1",
-        "",
-        "<think>\nHm.\n</think>\n\n"
-        'So:\n<tool_call>{"name": "add", "arguments": {"a": 5, "b": 6}}</tool_call>\n'
-        '<tool_call>\n{"name": "add", "arguments": {"note": "7 \\u00b5\\n"}}\n</tool_call>\n',
+        ("hermes", "deepseek_r1", ""),
+        "<think>\nHm.\n</think>\n\nSo:\n"
+        f"<tool_call>{ADD_5_6}</tool_call>\n<tool_call>\n{ADD_NOTE}\n</tool_call>\n",
         [("reasoning", "Hm."), ("content", "So:"), CALL, LATER],
     ),
     (
-        "hermes",
-        "deepseek_r1",
-        "<think>\n",
+        ("hermes", "deepseek_r1", "<think>\n"),
         "a < b\n</think>\nYes",
         [("reasoning", "a < b"), ("content", "Yes")],
     ),
-    ("hermes", "deepseek_r1", "<think>\n", "never ends", [("reasoning", "never ends")]),
-    ("hermes", "deepseek_r1", "", "No <b>tags</b>, 1 < 2", [("content", "No <b>tags</b>, 1 < 2")]),
+    (("hermes", "deepseek_r1", "<think>\n"), "never ends", [("reasoning", "never ends")]),
+    (("hermes", "deepseek_r1", ""), "No <b>tags</b>, 1 < 2", [("content", "No <b>tags</b>, 1 < 2")]),
+    *((("hermes", None, ""), text, [("content", text)]) for text in (*BROKEN, NAN)),
     (
-        "hermes",
-        None,
-        "",
-        'x <tool_call>{"name": "add", "argu',
-        [("content", 'x <tool_call>{"name": "add", "argu')],
-    ),
-    ("hermes", None, "", "<tool_call>\n[1]</tool_call> y", [("content", "<tool_call>\n[1]</tool_call> y")]),
-    (
-        "hermes",
-        None,
-        "",
-        '<tool_call>{"name": 5}</tool_call>',
-        [("content", '<tool_call>{"name": 5}</tool_call>')],
-    ),
-    (
-        "hermes",
-        None,
-        "",
-        '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>',
-        [("content", '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>')],
-    ),
-    (
-        "qwen3_coder",
-        None,
-        "",
-        "ok\n<tool_call>\n<function=add>\n<parameter=a>\n5\n</parameter>\n<parameter=b>6</parameter>\n</function>\n"
-        "</tool_call>\n<tool_call>\n<function=add>\n<parameter=note>\n7 µ\n\n</parameter>\n</function>"
-        "\n</tool_call>",
+        ("qwen3_coder", None, ""),
+        f"ok\n{CODER}{PARAMETERS}{CODER}<parameter=note>\n7 µ\n\n</parameter>\n</function>\n</tool_call>",
         [("content", "ok"), CALL, LATER],
     ),
+    (("mistral", None, ""), f"[TOOL_CALLS] [{ADD_5_6}, {ADD_NOTE}]", [CALL, LATER]),
     (
-        "mistral",
-        None,
-        "",
-        '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 5, "b": 6}}, '
-        '{"name": "add", "arguments": {"note": "7 µ\\n"}}]',
-        [CALL, LATER],
-    ),
-    (
-        "mistral",
-        None,
-        "",
+        ("mistral", None, ""),
         'hi[TOOL_CALLS]add[ARGS]{"a": 5, "b": 6}[TOOL_CALLS]add[CALL_ID]x1[ARGS]{"note": "7 µ\\n"}',
         [("content", "hi"), CALL, LATER],
     ),
-    ("llama3_json", None, "", '{"name": "add", "parameters": {"a": "5", "b": 6}}', [CALL]),
-    ("llama3_json", None, "", '<|python_tag|>{"name": "add", "parameters": {"a": 5, "b": 6}}', [CALL]),
-    (
-        "llama3_json",
-        None,
-        "",
-        '{"type": "function", "function": "add", "parameters": {"a": 5, "b": 6}}',
-        [CALL],
+    *(
+        (("llama3_json", None, ""), text, [CALL])
+        for text in (
+            '{"name": "add", "parameters": {"a": "5", "b": 6}}',
+            '<|python_tag|>{"name": "add", "parameters": {"a": 5, "b": 6}}',
+            '{"type": "function", "function": "add", "parameters": {"a": 5, "b": 6}}',
+        )
     ),
-    ("llama3_json", None, "", '{"b": 1} is JSON', [("content", '{"b": 1} is JSON')]),
-    ("llama3_json", None, "", 'It is {"name": 1}', [("content", 'It is {"name": 1}')]),
+    (("llama3_json", None, ""), '{"b": 1} is JSON', [("content", '{"b": 1} is JSON')]),
+    (("llama3_json", None, ""), 'It is {"name": 1}', [("content", 'It is {"name": 1}')]),
     (
-        "harmony",
-        "harmony",
-        "",
-        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.add "
-        '<|constrain|>json<|message|>{"a": 5, "b": 6}',
+        HARMONY,
+        HM + 'commentary to=functions.add <|constrain|>json<|message|>{"a": 5, "b": 6}',
         [("reasoning", "Hm."), CALL],
     ),
     (
-        "harmony",
-        "harmony",
-        "",
+        HARMONY,
         '<|start|>assistant to=functions.add<|channel|>commentary json<|message|>{"a": 5, "b": 6}<|call|>',
         [CALL],
     ),
+    (HARMONY, HM + "final<|message|>Yes.", [("reasoning", "Hm."), ("content", "Yes.")]),
+    (HARMONY, "Not harmonious.", [("content", "Not harmonious.")]),
     (
-        "harmony",
-        "harmony",
-        "",
-        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.",
-        [("reasoning", "Hm."), ("content", "Yes.")],
-    ),
-    ("harmony", "harmony", "", "Not harmonious.", [("content", "Not harmonious.")]),
-    (
-        "gemma4",
-        "gemma4",
-        "",
+        ("gemma4", "gemma4", ""),
         "<|channel>thought\nHm.<channel|>ok<|tool_call>call:add{a:5,b:6}<tool_call|>"
         '<|tool_call>call:add{note:<|"|>7 µ\n<|"|>}<tool_call|>',
         [("reasoning", "Hm."), ("content", "ok"), CALL, LATER],
     ),
-    (
-        "functiongemma",
-        None,
-        "",
-        "<start_function_call>call:add{a:5,b:6}<end_function_call>",
-        [CALL],
-    ),
+    (("functiongemma", None, ""), "<start_function_call>call:add{a:5,b:6}<end_function_call>", [CALL]),
 ]
 
 
@@ -168,61 +121,58 @@ def taken_apart(parser, pieces):
     return found
 
 
-@pytest.mark.parametrize(("calls", "reasoning", "prompt", "text", "expected"), SAID, ids=range(len(SAID)))
-@settings(max_examples=25, deadline=None)
+def parser_of(calls, reasoning=None, prompt="", tools=(ADD,), **settings):
+    return AnswerParser(Formats(calls, reasoning, None, {}), prompt, [*tools], **settings)
+
+
+@pytest.mark.parametrize(("formats", "text", "expected"), WRITTEN, ids=range(len(WRITTEN)))
+@settings(max_examples=15, deadline=None)
 @given(data=st.data())
-def test_an_answer_is_taken_apart_however_it_arrives(calls, reasoning, prompt, text, expected, data):
-    formats = Formats(calls, reasoning, None, {})
-    whole = taken_apart(AnswerParser(formats, prompt, [ADD]), [text])
-    assert whole == expected
-    assert taken_apart(AnswerParser(formats, prompt, [ADD]), text) == expected, "a character at a time"
+def test_an_answer_is_parsed_the_same_in_any_pieces(formats, text, expected, data):
+    assert taken_apart(parser_of(*formats), [text]) == expected
+    assert taken_apart(parser_of(*formats), text) == expected, "a character at a time"
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
     pieces = [text[i:j] for i, j in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    assert taken_apart(AnswerParser(formats, prompt, [ADD]), pieces) == expected
+    assert taken_apart(parser_of(*formats), pieces) == expected
 
 
 def test_without_tools_what_looks_like_a_call_is_text():
     text = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
     for calls in TOOL_FORMATS:
-        parser = AnswerParser(Formats(calls, None, None, {}), "", [])
-        assert taken_apart(parser, [text]) == [("content", text)]
+        assert taken_apart(parser_of(calls, tools=()), [text]) == [("content", text)]
+
+
+WORDS = (
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    '{"name": "add"',
+    "}",
+    ', "arguments": {}',
+    *" a<",
+)
 
 
 @settings(max_examples=200, deadline=None)
-@example(words=["<think>", "</think>", "<tool_call>"], name="hermes")
-@example(words=["<think>", "</think>", "<", "</think>", "<tool_call>"], name="hermes")
+@example(words=["<think>", "</think>", "<tool_call>"], calls="hermes")
+@example(words=["<think>", "</think>", "<", "</think>", "<tool_call>"], calls="hermes")
 @given(
-    words=st.lists(
-        st.sampled_from(
-            [
-                "<think>",
-                "</think>",
-                "<tool_call>",
-                "</tool_call>",
-                '{"name": "add"',
-                "}",
-                ', "arguments": {}',
-                " ",
-                "a",
-                "<",
-            ]
-        ),
-        max_size=12,
-    ),
-    name=st.sampled_from(["hermes", "qwen3_coder", "llama3_json", "mistral"]),
+    words=st.lists(st.sampled_from(WORDS), max_size=12),
+    calls=st.sampled_from(["hermes", "qwen3_coder", "llama3_json", "mistral"]),
 )
-def test_no_text_is_lost_but_tags_and_calls(words, name):
+def test_only_tags_and_calls_are_removed_from_the_text(words, calls):
+    def without_tags(text):
+        return "".join(text.split()).replace("</think>", "").replace("<think>", "")
+
     text = "".join(words)
-    found = taken_apart(AnswerParser(Formats(name, "deepseek_r1", None, {}), "", [ADD]), text)
-    assert found == taken_apart(AnswerParser(Formats(name, "deepseek_r1", None, {}), "", [ADD]), [text])
-    shown = "".join(value for kind, value in found if kind != "tool_calls")
+    found = taken_apart(parser_of(calls, "deepseek_r1"), text)
+    assert found == taken_apart(parser_of(calls, "deepseek_r1"), [text])
     if all(kind != "tool_calls" for kind, _ in found):
-        assert "".join(shown.split()).replace("</think>", "").replace("<think>", "") == "".join(
-            text.split()
-        ).replace("</think>", "").replace("<think>", "")
+        assert without_tags("".join(value for _, value in found)) == without_tags(text)
 
 
-def test_a_tokenizer_s_own_template_goes_first():
+def test_a_tokenizer_s_own_template_takes_precedence():
     own = {
         "defaults": {"role": "assistant"},
         "start_anchor": "<bot>",
@@ -259,11 +209,10 @@ def test_a_tokenizer_s_own_template_goes_first():
         choose_formats(tokenizer)
 
 
-def test_a_required_call_is_read_where_a_format_has_no_grammar():
-    """It is JSON then, behind the thoughts if there are any."""
+def test_a_required_call_is_json_where_a_format_has_no_grammar():
     text = 'Hm.</think>\n\n{"name": "add", "parameters": {"a": 5, "b": 6}}'
     for calls in (None, "mistral", "harmony"):
-        parser = AnswerParser(Formats(calls, "deepseek_r1", None, {}), "<think>\n", [ADD], forced=True)
+        parser = parser_of(calls, "deepseek_r1", "<think>\n", forced=True)
         assert taken_apart(parser, text) == [("reasoning", "Hm."), CALL]
 
 
@@ -296,15 +245,11 @@ def test_references_in_a_tool_s_schema_are_its_own(client, script):
 def test_structured_output_is_content_as_it_is():
     text = '{"t": "<think>x</think><tool_call>{}</tool_call>", "name": "Bob"}'
     for calls in TOOL_FORMATS:
-        formats = Formats(calls, "deepseek_r1", None, {})
-        for said, expected in (
+        for written, expected in (
             (text, [("content", text)]),
             (f"<think>Hm.</think>{text}", [("reasoning", "Hm."), ("content", text)]),
         ):
-            assert taken_apart(AnswerParser(formats, "", [ADD], is_structured=True), said) == expected
-
-
-CODER = "<tool_call>\n<function=add>\n"
+            assert taken_apart(parser_of(calls, "deepseek_r1", is_structured=True), written) == expected
 
 
 @pytest.mark.parametrize(
@@ -333,7 +278,7 @@ def test_no_text_takes_quadratic_time(calls, beginning, unit, piece):
     """Eight times as much takes about eight times as long; 64 times, if it were quadratic."""
 
     def seconds(size):
-        parser, start = AnswerParser(Formats(calls, "deepseek_r1", None, {}), "", [ADD]), time.thread_time()
+        parser, start = parser_of(calls, "deepseek_r1"), time.thread_time()
         text = beginning + unit * (size // len(unit)) + "x"
         for i in range(0, len(text), piece):
             parser.feed(text[i : i + piece])
@@ -344,7 +289,7 @@ def test_no_text_takes_quadratic_time(calls, beginning, unit, piece):
     assert min(seconds(8 * size) for _ in range(2)) < 24 * min(seconds(size) for _ in range(3)) + 0.002
 
 
-def test_an_argument_that_is_no_json_is_handed_over_as_text():
+def test_an_argument_that_is_not_json_stays_text():
     """A set, bytes or an infinite number must not cost the caller the call."""
     array = {
         "type": "function",
@@ -352,15 +297,14 @@ def test_an_argument_that_is_no_json_is_handed_over_as_text():
     }
     for value in ("{1,2}", "b'x'", "...", "1e999", "{[1]}", "{(1, 2): 3}", "[1, b'x']"):
         text = f"<tool_call>\n<function=f>\n<parameter=x>\n{value}\n</parameter>\n</function>\n</tool_call>"
-        parser = AnswerParser(Formats("qwen3_coder", None, None, {}), "", [array])
-        assert taken_apart(parser, [text]) == [("tool_calls", {"name": "f", "arguments": {"x": value}})]
+        assert taken_apart(parser_of("qwen3_coder", tools=[array]), [text]) == [
+            ("tool_calls", {"name": "f", "arguments": {"x": value}})
+        ]
 
 
 def test_a_call_that_was_cut_inside_an_argument_stays_text():
     text = CODER + "<parameter=a>\n5\n</parameter>\n<parameter=b>\n6"
-    assert taken_apart(AnswerParser(Formats("qwen3_coder", None, None, {}), "", [ADD]), text) == [
-        ("content", text)
-    ]
+    assert taken_apart(parser_of("qwen3_coder"), text) == [("content", text)]
 
 
 def test_a_template_whose_regions_open_and_close_without_text_ends():
@@ -372,7 +316,7 @@ def test_a_template_whose_regions_open_and_close_without_text_ends():
     assert "".join(value for _, value in taken_apart(parser, "axb")) == "axb"
 
 
-def test_a_required_call_has_no_arguments_but_those_named():
+def test_a_required_call_has_only_named_arguments():
     parameters = {"type": "object", "properties": {"a": {"type": "object", "properties": {}}}}
     for calls in TOOL_FORMATS:
         formats = Formats(calls, None, None, {"<tool_call>": 77})
@@ -398,7 +342,7 @@ def test_a_required_call_has_no_arguments_but_those_named():
         ("<start_function_call>", "functiongemma", None),
     ],
 )
-def test_formats_are_known_by_the_chat_template(template, calls, reasoning):
+def test_the_chat_template_selects_the_formats(template, calls, reasoning):
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     tokenizer.chat_template = template
     formats = choose_formats(tokenizer)
@@ -406,8 +350,8 @@ def test_formats_are_known_by_the_chat_template(template, calls, reasoning):
     assert str(calls or "left as text") in formats.describe()
     assert choose_formats(tokenizer, "none", "none")[:2] == (None, None)
     assert choose_formats(tokenizer, "openai", "qwen3")[:2] == ("harmony", "deepseek_r1")
-    for names in (("nobody", "auto"), ("auto", "nobody")):
-        with pytest.raises(ValueError, match=r"must be auto, none or of .*got 'nobody'"):
+    for names in (("unheard-of", "auto"), ("auto", "unheard-of")):
+        with pytest.raises(ValueError, match=r"must be auto, none or of .*got 'unheard-of'"):
             choose_formats(tokenizer, *names)
 
 
@@ -468,7 +412,7 @@ def client(running):
 CALL_TEXT = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 40}}\n</tool_call>'
 
 
-def test_a_model_calls_a_tool_until_it_knows(client, script):
+def test_a_model_calls_a_tool_and_answers_with_its_result(client, script):
     script.says = {"42": "It is 42.", "2 and 40": f"<think>\nI add.\n</think>\n\nSo:\n{CALL_TEXT}"}
     messages = [{"role": "user", "content": "What are 2 and 40?"}]
     for _ in range(3):
@@ -488,7 +432,7 @@ def test_a_model_calls_a_tool_until_it_knows(client, script):
     assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant"]
 
 
-def test_a_stream_is_put_together_by_the_client_s_helper(client, script):
+def test_openai_s_stream_helper_reads_calls_and_reasoning(client, script):
     script.says = {"2 and 40": f"<think>\nI add.\n</think>\n\nSo:\n{CALL_TEXT}\n{CALL_TEXT}"}
     messages = [{"role": "user", "content": "What are 2 and 40?"}]
     settings = {"model": "demo", "messages": messages, "tools": [ADD], "max_tokens": 200}
@@ -519,7 +463,7 @@ def test_each_sample_has_calls_of_its_own(client, script):
     assert {choice.message.content for choice in answer.choices} == {None}
 
 
-def test_tools_that_are_not_to_be_called_are_not_shown_and_nothing_is_parsed(client, script):
+def test_with_tool_choice_none_tools_are_not_shown_and_calls_not_parsed(client, script):
     script.says = {"2 and 40": CALL_TEXT}
     messages = [{"role": "user", "content": "What are 2 and 40?"}]
     settings = {"model": "demo", "messages": messages, "max_tokens": 99}
@@ -550,11 +494,11 @@ SCHEMAS: dict = {tool["function"]["name"]: tool["function"]["parameters"] for to
 
 @pytest.mark.parametrize("thinking", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "tell"}}])
-def test_a_call_that_is_required_comes(choice, thinking, client, script):
-    """Whatever the model would have said; thoughts may come before."""
+def test_a_required_call_is_made(choice, thinking, client, script):
+    """The model is steered to something else, and may think before the call."""
     script.says = {"Hello": "I think</think>\n\n{" if thinking else "I would rather talk."}
     names = set()
-    for seed in range(6):
+    for seed in range(3):
         answer = client.chat.completions.create(
             model="demo",
             messages=[{"role": "user", "content": "Hello"}],
@@ -588,7 +532,7 @@ class Person(pydantic.BaseModel):
 def test_a_pydantic_model_is_parsed_by_the_client(thinking, client, script):
     script.says = {"Hello": "I think</think>{"} if thinking else {}
     found = 0
-    for seed in range(8):
+    for seed in range(3):
         try:
             answer = client.chat.completions.parse(
                 model="demo",
@@ -637,72 +581,50 @@ def test_every_spelling_of_structured_outputs_is_served(fields, conforms, path, 
 ENDLESS = {"function": {"name": "f", "parameters": {"properties": {"c": {"$ref": "#"}}, "required": ["c"]}}}
 
 
-@pytest.mark.parametrize(
-    ("fields", "param", "message"),
-    [
-        ({"tools": 5}, "tools", "tools must be a list"),
-        ({"tools": [{}]}, "tools", "tools must hold"),
-        (
-            {"tools": [{"function": {"name": "f", "parameters": 5}}]},
-            "tools",
-            "the JSON schema of an object",
-        ),
-        (
-            {"tools": [{"function": {"name": "f", "parameters": {"type": "string"}}}]},
-            "tools",
-            "schema of an object",
-        ),
-        (
-            {"tools": [{"function": {"name": "f", "parameters": {"properties": [1]}}}]},
-            "tools",
-            "schema of an object",
-        ),
-        ({"tools": [{"function": {"name": "f", "parameters": 0}}]}, "tools", "schema of an object"),
-        ({"tools": [{"type": "web", "function": {"name": "f"}}]}, "tools", '"type": "function"'),
-        ({"tools": [ADD], "tool_choice": {"type": "x", "name": "add"}}, "tool_choice", "must be none, auto"),
-        ({"tools": [ENDLESS], "tool_choice": "required"}, "tools", "no finite text"),
-        ({"structured_outputs": {"foo": 1}}, "structured_outputs", "no field 'foo'"),
-        ({"tool_choice": "required"}, "tool_choice", "tool_choice needs tools"),
-        (
-            {"tools": [ADD], "tool_choice": "sometimes"},
-            "tool_choice",
-            "must be none, auto, required or a tool",
-        ),
-        ({"tools": [ADD], "tool_choice": {"function": {"name": "sub"}}}, "tool_choice", "a tool of .'add'."),
-        (
-            {"tools": [ADD], "tool_choice": "required", "guided_regex": "a"},
-            "tool_choice",
-            "excludes other structured outputs",
-        ),
-        ({"response_format": {"type": "xml"}}, "response_format", "response_format must be"),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}},
-            "response_format",
-            "Unimplemented keys",
-        ),
-        ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema with a schema"),
-        ({"guided_regex": "("}, "guided_regex", "unclosed group"),
-        (
-            {"guided_regex": "a", "structured_outputs": {"regex": "b"}},
-            "guided_regex",
-            "must not be given",
-        ),
-        ({"structured_outputs": {"regx": "b"}}, None, "regx"),
-        ({"logits_processors": ["os:system"]}, None, "has no argument 'logits_processors'"),
-        ({"messages": [{"role": "assistant", "tool_calls": [5]}]}, "messages", "tool_calls must hold"),
-        (
-            {
-                "messages": [
-                    {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
-                ]
-            },
-            "messages",
-            "arguments must be JSON",
-        ),
-    ],
-    ids=range(23),
-)
-def test_what_cannot_be_served_is_refused_by_name(fields, param, message, running):
+def tool(**function):
+    return {"tools": [{"function": {"name": "f", **function}}]}
+
+
+def called(**function):
+    return {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", **function}}]}]}
+
+
+def schema(**schema):
+    return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+
+
+REFUSED: list[tuple[str | None, str, dict]] = [
+    ("tools", "tools must be a list", {"tools": 5}),
+    ("tools", "tools must hold", {"tools": [{}]}),
+    *(
+        ("tools", "the JSON schema of an object", tool(parameters=one))
+        for one in (5, 0, {"type": "string"}, {"properties": [1]})
+    ),
+    ("tools", '"type": "function"', {"tools": [{"type": "web", "function": {"name": "f"}}]}),
+    ("tools", "no finite text", {"tools": [ENDLESS], "tool_choice": "required"}),
+    ("tool_choice", "tool_choice needs tools", {"tool_choice": "required"}),
+    ("tool_choice", "must be none, auto", {"tools": [ADD], "tool_choice": {"type": "x", "name": "add"}}),
+    ("tool_choice", "required or a tool", {"tools": [ADD], "tool_choice": "sometimes"}),
+    ("tool_choice", "a tool of .'add'.", {"tools": [ADD], "tool_choice": {"function": {"name": "sub"}}}),
+    (
+        "tool_choice",
+        "excludes other structured outputs",
+        {"tools": [ADD], "tool_choice": "required", "guided_regex": "a"},
+    ),
+    ("response_format", "response_format must be", {"response_format": {"type": "xml"}}),
+    ("response_format", "json_schema with a schema", {"response_format": {"type": "json_schema"}}),
+    ("response_format", "Unimplemented keys", schema(**{"not": {}})),
+    ("guided_regex", "unclosed group", {"guided_regex": "("}),
+    ("guided_regex", "must not be given", {"guided_regex": "a", "structured_outputs": {"regex": "b"}}),
+    ("structured_outputs", "no field 'foo'", {"structured_outputs": {"foo": 1}}),
+    (None, "has no argument 'logits_processors'", {"logits_processors": ["os:system"]}),
+    ("messages", "tool_calls must hold", {"messages": [{"role": "assistant", "tool_calls": [5]}]}),
+    ("messages", "arguments must be JSON", called(arguments="{")),
+]
+
+
+@pytest.mark.parametrize(("param", "message", "fields"), REFUSED, ids=range(len(REFUSED)))
+def test_a_bad_request_is_refused_by_its_field(param, message, fields, running):
     body = {"messages": [{"role": "user", "content": "Hello"}], **fields}
     answer = http.post(f"{running[0]}/v1/chat/completions", json=body)
     assert answer.status_code == 400, answer.text
@@ -721,13 +643,13 @@ def test_what_cannot_be_served_is_refused_by_name(fields, param, message, runnin
         ("llama3_json", None, {"<|python_tag|>": 5}, [ADD], True),
     ],
 )
-def test_tags_that_are_special_tokens_stay_in_the_text_to_be_read(calls, reasoning, special, tools, keeps):
+def test_special_tokens_stay_in_the_text_if_they_are_tags(calls, reasoning, special, tools, keeps):
     request = ChatRequest(messages=[], tools=tools)
     params = request.fit(SamplingParams(), [{"prompt": ""}], Formats(calls, reasoning, None, special))
     assert params.skip_special_tokens is not keeps
 
 
-def test_a_choice_of_tools_is_read_once():
+def test_a_tool_choice_is_read():
     assert ToolChoice.read(None, None) == ([], False, 0)
     assert ToolChoice.read([ADD], "none") == ([ADD], False, 0)
     assert ToolChoice.read([ADD, OTHER], {"name": "tell"}) == ([OTHER], True, 1)
