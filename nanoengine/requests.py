@@ -14,7 +14,6 @@ from xxhash import xxh3_64_intdigest
 from nanoengine.compat import without_unserved
 from nanoengine.config import EngineConfig
 from nanoengine.detokenizer import Vocabulary
-from nanoengine.engine import BlockManager
 from nanoengine.models.checkpoint import Checkpoint
 from nanoengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from nanoengine.sampling_params import RequestOutputKind, SamplingParams
@@ -57,11 +56,10 @@ class CheckedRequest(NamedTuple):
 class RequestChecker:
     """Validates requests completely, before any part of them is queued."""
 
-    def __init__(
-        self, checkpoint: Checkpoint, config: EngineConfig, max_model_len: int, blocks: BlockManager
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, config: EngineConfig, max_model_len: int, blocks: Any) -> None:
         self.checkpoint, self.config = checkpoint, config
-        self.max_model_len, self.blocks = max_model_len, blocks
+        self.max_model_len = max_model_len
+        self.blocks = blocks  # the engine's BlockManager, for the size of the KV cache
         # A prompt must leave room for one output token, unless the model pools.
         self.max_prompt_len = max_model_len - (checkpoint.pooling is None)
 
@@ -138,8 +136,9 @@ class RequestChecker:
         banned = {ids[0] for ids in bad_words if len(ids) == 1} | (stop_ids if params.min_tokens else set())
         if banned.issuperset(params.allowed_token_ids or range(vocab_size)):
             raise ValueError(
-                f"no token is left to sample: min_tokens={params.min_tokens} bans end-of-sequence and stop "
-                f"tokens, bad_words={params.bad_words}, allowed_token_ids={params.allowed_token_ids}"
+                f"min_tokens={params.min_tokens} bans end-of-sequence and stop tokens, and "
+                f"bad_words={params.bad_words} bans others: no token is left of "
+                f"allowed_token_ids={params.allowed_token_ids}"
             )
         return CheckedRequest(text, token_ids, params, priority, stop_ids, bad_words)
 
