@@ -1,19 +1,9 @@
 """Tensor parallelism: several processes ("ranks") run one model, each with a share of every layer's weights.
 
 Rank 0 is the engine: it alone schedules, samples and serves users. Each other rank holds a `ModelRunner` like
-rank 0's and repeats its forward passes (`follow`). A step with two ranks:
-
-    rank 0                                      rank 1
-    begin(inputs)                       ->      receive the step's inputs
-    embed, layers...         <- all-reduce ->   the same, with its own shares
-    begin(number of rows)               ->      receive the number
-    its part of the head     <- gather ->       its part of the head
-    sample                                      wait for the next message
-
-Attention heads, MLP neurons and the vocabulary are divided among ranks. A share of the heads or neurons gives
-one summand of the layer's output, so each layer needs two all-reduces, and the embedding one more. The
-collectives are NCCL's on GPUs and gloo's on a CPU. Rank 0 sends its messages through multiprocessing
-connections, one to each other rank.
+rank 0's and repeats its forward passes (`follow`). Rank 0 broadcasts a step's inputs before it computes them,
+and then the number of rows whose logits it needs (`Ranks.begin`). Messages use gloo. Other collectives use
+NCCL on GPUs and gloo on a CPU. docs/17-splitting-a-model.md explains what is divided.
 
 A failure inside a forward pass, on any rank, ends the engine: the other ranks wait for a collective that will
 not come. After that you can close the engine and start another one.
@@ -24,9 +14,9 @@ Sources: Megatron-LM, https://arxiv.org/abs/1909.08053; vLLM's model_executor/la
 """
 
 import ctypes
+import multiprocessing.process
 import os
 import pickle
-import secrets
 import signal
 import socket
 import threading
@@ -35,8 +25,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
-from multiprocessing.connection import Client, Connection, Listener
-from typing import Any, NamedTuple
+from functools import partial
+from multiprocessing.util import Finalize
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,7 +39,7 @@ from nanoengine.backends.device import Compute, Decodes, Device, Download, Forwa
 from nanoengine.backends.inputs import ModelInputs, send_inputs
 from nanoengine.config import EngineConfig
 from nanoengine.engine import ModelRunner
-from nanoengine.extensions.processes import CLOSING, Workers
+from nanoengine.extensions.processes import Workers
 from nanoengine.models.checkpoint import Checkpoint
 from nanoengine.models.decoder import Decoder
 from nanoengine.models.shard import Shard
@@ -62,6 +53,7 @@ dist: Any = torch.distributed  # the methods of its process groups are untyped
 LOADING = timedelta(hours=1)  # timeout while ranks load weights
 COLLECTIVE = timedelta(minutes=5)  # rank 0's timeout in a step
 FOREVER = timedelta(days=365)  # the other ranks' timeout: they wait for rank 0, and end when it does
+CLOSING = 5.0  # timeout for the other ranks to end, in seconds
 
 Order = ModelInputs[np.ndarray] | int | None  # compute a step, or the logits of this many rows; None: close
 
@@ -78,7 +70,6 @@ class Ranks:
         store: Any,
         shard: Shard,
         device: torch.device,
-        connections: list["Connection[Any, Any]"],
         *,
         is_one_host: bool,
         workers: Workers | None = None,
@@ -87,7 +78,6 @@ class Ranks:
         self.shard, self.rank, self.size = shard, shard.rank, shard.size
         self.leads = False  # whether to announce computations; true on rank 0 after startup
         self.lost: str | None = None  # why the engine cannot be used anymore
-        self._connections = connections  # on rank 0, to all other ranks; on these, to rank 0
         self._workers = workers
         self._process_id = os.getpid()
         self._num_threads: int | None = None  # PyTorch's number of threads before, to be restored
@@ -154,8 +144,13 @@ class Ranks:
 
     def receive(self) -> Order:
         """Wait for rank 0's next message, and return it."""
-        with self._guard():
-            return self._connections[0].recv()  # type: ignore[no-any-return]
+        number = torch.empty(1, dtype=torch.int64)
+        self._broadcast_message(number)
+        if number <= 0:
+            return -int(number) or None
+        pickled = torch.empty(int(number), dtype=torch.uint8)
+        self._broadcast_message(pickled)
+        return pickle.loads(pickled.numpy().data)  # type: ignore[no-any-return]
 
     def check(self) -> None:
         """Raise EngineDeadError if a rank is lost."""
@@ -165,10 +160,16 @@ class Ranks:
             raise EngineDeadError(f"the engine is of no use any more: {self.lost}")
 
     def _tell(self, order: Order) -> None:
-        message = pickle.dumps(order)
-        with self._guard():
-            for connection in self._connections:
-                connection.send_bytes(message)
+        """Send -R for R rows, 0 for the end, or the length of a step's pickled inputs, and then these."""
+        if isinstance(order, ModelInputs):
+            pickled = torch.frombuffer(bytearray(pickle.dumps(order)), dtype=torch.uint8)
+            self._broadcast_message(torch.tensor([len(pickled)]))
+            self._broadcast_message(pickled)
+        else:
+            self._broadcast_message(torch.tensor([-(order or 0)]))
+
+    def _broadcast_message(self, x: Tensor) -> None:
+        self._wait(lambda: self._control.broadcast([x], dist.BroadcastOptions()))
 
     def _wait(self, start: Callable[[], Any]) -> None:
         with self._guard():
@@ -180,16 +181,12 @@ class Ranks:
         """Turn communication failures into an EngineDeadError that says which rank was lost, and why."""
         try:
             yield
-        except (EOFError, OSError, RuntimeError) as error:
+        except RuntimeError as error:
             cause = self._workers.why() if self._workers is not None else None
-            self.lost = cause or f"the ranks lost each other: {str(error) or 'a connection was closed'}"
+            self.lost = cause or f"the ranks lost each other: {error}"
             raise EngineDeadError(f"the engine is of no use any more: {self.lost}") from error
 
     # -- startup and shutdown
-
-    def around(self, device: Device) -> Any:
-        """Return the device, extended by the communication with the other ranks."""
-        return ParallelDevice(device, self)
 
     def close(self) -> None:
         """Tell the other ranks to end, and wait until the processes started here have ended."""
@@ -217,15 +214,19 @@ class Ranks:
 _alive: "weakref.WeakSet[Ranks]" = weakref.WeakSet()
 
 
-def _keep_groups() -> None:
-    """Leak the process groups in a fork: their destructors would wait for threads that do not exist there."""
+def _disown() -> None:
+    """Leave the ranks to the parent in a fork, which would end them when it exits.
+
+    Leak the process groups: their destructors would wait for threads that do not exist in the fork.
+    """
+    multiprocessing.process._children.clear()  # type: ignore[attr-defined]
     for ranks in _alive:
         for group in (ranks._control, ranks._group):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_keep_groups)
+    os.register_at_fork(after_in_child=_disown)
 
 
 def _queued(options: Any) -> Any:
@@ -336,7 +337,7 @@ class CheckedDownload(Download):
 class ParallelDevice:
     """Wraps a rank's device, and adds the communication between ranks where it is needed."""
 
-    def __init__(self, device: Device, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks, device: Device) -> None:
         self._device, self._ranks = device, ranks
 
     def __getattr__(self, name: str) -> Any:
@@ -384,24 +385,26 @@ def follow(runner: ModelRunner, ranks: Ranks) -> None:
 Start = Callable[..., Started]  # `startup.start_runner` with its choose_runner filled in
 
 
-class Job(NamedTuple):
-    """Holds the arguments of a process that serves a rank."""
+def serve(
+    rank: int,
+    start: Start,
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    max_model_len: int,
+    port: int,
+    num_threads: int | None,
+) -> None:
+    """Serve as a rank of an engine until rank 0 closes. Each process of `Workers` runs this.
 
-    start: Start
-    config: EngineConfig
-    checkpoint: Checkpoint
-    max_model_len: int
-    rank: int
-    port: int  # port of rank 0's store, on the loopback interface
-    num_threads: int | None  # None: PyTorch's default
-
-
-def serve(job: Job, connection: "Connection[Any, Any]") -> None:
-    """Serve as a rank of an engine until rank 0 closes. A process of `Workers` runs this."""
-    store = dist.TCPStore("127.0.0.1", job.port, is_master=False)
-    shard, device = _shard_of(job.config, job.checkpoint, job.rank), job.config.resolve_device()
-    ranks = Ranks(store, shard, device, [connection], is_one_host=True, num_threads=job.num_threads)
-    started = job.start(job.config, job.checkpoint, job.max_model_len, shard=shard, wrap=ranks.around)
+    The port is that of rank 0's store, on the loopback interface.
+    """
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    store.add("ready", 1)
+    shard, device = _shard_of(config, checkpoint, rank), config.resolve_device()
+    ranks = Ranks(store, shard, device, is_one_host=True, num_threads=num_threads)
+    started = start(
+        _on_gpu(config, rank), checkpoint, max_model_len, shard=shard, wrap=partial(ParallelDevice, ranks)
+    )
     follow(started.runner, ranks)
 
 
@@ -433,7 +436,9 @@ def start_ranks(start: Start, config: EngineConfig, checkpoint: Checkpoint, max_
         number, ranks = 0, _start_processes(start, config, checkpoint, max_model_len)
     config = _on_gpu(config, number)
     try:
-        started = start(config, checkpoint, max_model_len, shard=ranks.shard, wrap=ranks.around)
+        started = start(
+            config, checkpoint, max_model_len, shard=ranks.shard, wrap=partial(ParallelDevice, ranks)
+        )
     except BaseException:
         ranks.close()
         raise
@@ -442,7 +447,8 @@ def start_ranks(start: Start, config: EngineConfig, checkpoint: Checkpoint, max_
         ranks.close()
         raise SystemExit(0)
     ranks.leads = True
-    weakref.finalize(started.runner, ranks.close)  # if the engine is never closed, or fails to start
+    # If the engine is never closed, or fails to start. At exit this runs before multiprocessing ends them.
+    Finalize(started.runner, ranks.close, exitpriority=0)
     return started
 
 
@@ -463,22 +469,16 @@ def _start_processes(start: Start, config: EngineConfig, checkpoint: Checkpoint,
             f"tensor_parallel_size={size} needs as many GPUs, there is {torch.cuda.device_count()}"
         )
     num_threads = max(1, torch.get_num_threads() // size) if device.type == "cpu" else None
-    workers = Workers("nanoengine.extensions.parallel", "serve")
+    listener = socket.create_server(("127.0.0.1", 0))  # TCPStore's own would be open to the network
+    port, settings = listener.getsockname()[1], {"is_master": True, "wait_for_workers": False}
+    store = dist.TCPStore("127.0.0.1", port, **settings, master_listen_fd=listener.detach())
+    # Leave out what a rank does not need and pickle may not support.
+    told = start, replace(config, trace=None), replace(checkpoint, tokenizer=None), max_model_len
+    workers = Workers(serve, size - 1, *told, port, num_threads)
     try:
-        listener = socket.create_server(("127.0.0.1", 0))  # TCPStore's own would be open to the network
-        port, settings = listener.getsockname()[1], {"is_master": True, "wait_for_workers": False}
-        store = dist.TCPStore("127.0.0.1", port, **settings, master_listen_fd=listener.detach())
-        for rank in range(1, size):
-            # Leave out what a rank does not need and pickle may not support.
-            told = replace(_on_gpu(config, rank), trace=None), replace(checkpoint, tokenizer=None)
-            workers.start(Job(start, *told, max_model_len, rank, port, num_threads))
-        workers.wait_until_ready()
-        return Ranks(
-            *(store, _shard_of(config, checkpoint, 0), device, workers.connections),
-            is_one_host=True,
-            workers=workers,
-            num_threads=num_threads,
-        )
+        workers.wait_until(lambda: store.add("ready", 0) == size - 1)
+        shard = _shard_of(config, checkpoint, 0)
+        return Ranks(store, shard, device, is_one_host=True, workers=workers, num_threads=num_threads)
     except BaseException:
         workers.stop()
         raise
@@ -501,23 +501,5 @@ def _join_torchrun(config: EngineConfig, checkpoint: Checkpoint) -> Ranks:
     if rank and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by rank 0 only
     is_one_host = os.environ.get("LOCAL_WORLD_SIZE") == str(size)
-    connections = _connect(store, rank, size, is_one_host)
     shard, device = _shard_of(config, checkpoint, rank), config.resolve_device()
-    return Ranks(store, shard, device, connections, is_one_host=is_one_host)
-
-
-def _connect(store: Any, rank: int, size: int, is_one_host: bool) -> list["Connection[Any, Any]"]:
-    """Return this rank's connections: from rank 0 to each other rank, and from each of those to rank 0."""
-    if rank:
-        host = "127.0.0.1" if is_one_host else os.environ["MASTER_ADDR"]
-        port, key = store.get("listener").decode().split()
-        connections = [Client((host, int(port)), authkey=bytes.fromhex(key))]
-    else:
-        key, address = secrets.token_hex(), ("127.0.0.1" if is_one_host else "", 0)
-        with Listener(address, backlog=size, authkey=bytes.fromhex(key)) as listener:
-            store.set("listener", f"{listener.address[1]} {key}")
-            connections = [listener.accept() for _ in range(1, size)]
-    for connection in connections:  # disable Nagle's algorithm: messages follow each other without replies
-        with socket.socket(fileno=os.dup(connection.fileno())) as same:
-            same.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return connections
+    return Ranks(store, shard, device, is_one_host=is_one_host)

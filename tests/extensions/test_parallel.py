@@ -7,16 +7,12 @@ import asyncio
 import contextlib
 import itertools
 import os
-import random
 import signal
 import subprocess
 import sys
 import threading
 import time
-from multiprocessing import Pipe
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import psutil
@@ -28,11 +24,9 @@ from safetensors.torch import load_file
 import nanoengine
 from nanoengine import LLM, AsyncLLM, EngineConfig, SamplingParams
 from nanoengine.backends.cpu.device import CPU
-from nanoengine.backends.device import Attention
 from nanoengine.engine import build_inputs
-from nanoengine.extensions import parallel, processes
+from nanoengine.extensions import parallel
 from nanoengine.extensions.processes import Workers
-from nanoengine.extensions.windows import WindowedRunner
 from nanoengine.models.checkpoint import open_checkpoint
 from nanoengine.models.decoder import DecoderConfig
 from nanoengine.models.shard import Shard
@@ -74,7 +68,7 @@ def path_of(tmp_path_factory):
 
 @pytest.fixture
 def in_threads(monkeypatch):
-    """Ranks are threads; gives the runners of all but rank 0."""
+    """Run ranks as threads; gives the runners of all but rank 0."""
     runners, threads, errors = [], [], []
     follow = parallel.follow
 
@@ -82,20 +76,30 @@ def in_threads(monkeypatch):
         runners.append(runner)
         follow(runner, ranks)
 
-    def serve(job, connection):
-        try:
-            parallel.serve(job, connection)
-        except BaseException as error:
-            errors.append(error)
+    class Threads(Workers):
+        """Runs a function in threads, none of which is ever lost."""
 
-    def start(workers, job):
-        mine, theirs = Pipe()
-        workers.connections.append(mine)
-        name = f"rank {job.rank}"
-        threads.append(threading.Thread(target=serve, args=(job, theirs), name=name, daemon=True))
-        threads[-1].start()
+        def __init__(self, function, num_threads, *arguments):
+            self.cause, self.is_closing, self._is_lost = None, False, threading.Event()
+            for rank in range(1, num_threads + 1):
+                told = function, rank, *arguments
+                thread = threading.Thread(target=self.run, args=told, name=f"rank {rank}", daemon=True)
+                threads.append(thread)
+                thread.start()
 
-    monkeypatch.setattr(Workers, "start", start)
+        def run(self, function, *arguments):
+            try:
+                function(*arguments)
+            except BaseException as error:
+                errors.append(error)
+
+        def why(self):
+            return None
+
+        def stop(self, seconds=0.0):
+            pass
+
+    monkeypatch.setattr(parallel, "Workers", Threads)
     monkeypatch.setattr(parallel, "follow", noted_follow)
     monkeypatch.setattr(parallel, "COLLECTIVE", parallel.timedelta(seconds=TIMEOUT))
     yield runners
@@ -106,11 +110,12 @@ def in_threads(monkeypatch):
     assert not errors
 
 
-def all_seen(llm, num_rounds=2):
-    """What one sees of prompts that share beginnings, drawn in many ways; in the second round as hits."""
-    rng = random.Random(0)
-    vocab = llm.llm_engine.checkpoint.vocab_size
-    prompts = random_prompts([40, 3, 17, 29, 1], vocab=vocab)
+def everything(llm):
+    """Return the tokens of prompts that share prefixes, sampled in many ways, and all log-probabilities.
+
+    The second round hits the prefix cache.
+    """
+    prompts = random_prompts([40, 3, 17, 29, 1], vocab=llm.llm_engine.checkpoint.vocab_size)
     prompts += [[*prompts[0][:20], 5], prompts[0][:33]]
     params = [
         SamplingParams(temperature=0, max_tokens=12, logprobs=3, prompt_logprobs=2),
@@ -118,46 +123,29 @@ def all_seen(llm, num_rounds=2):
         SamplingParams(temperature=0, max_tokens=16),
         SamplingParams(temperature=1, seed=5, top_k=9, repetition_penalty=1.2, max_tokens=9, logprobs=1),
         SamplingParams(temperature=0, max_tokens=18),
-        SamplingParams(temperature=0.5, seed=rng.randrange(99), top_p=0.9, max_tokens=8, prompt_logprobs=0),
+        SamplingParams(temperature=0.5, seed=49, top_p=0.9, max_tokens=8, prompt_logprobs=0),
         SamplingParams(temperature=0, max_tokens=5),
     ]
-    outputs = [out for _ in range(num_rounds) for out in llm.generate(prompts, params, use_tqdm=False)]
-    return [
-        (out.prompt_logprobs, [(c.token_ids, c.finish_reason, c.logprobs) for c in out.outputs])
-        for out in outputs
-    ]
-
-
-def assert_same(found, expected):
-    """Tokens and reasons are equal; log-probabilities up to the order of sums in float32."""
-
-    def assert_near(mine, theirs):
-        assert (mine is None) == (theirs is None)
-        for entry, other in zip(mine or (), theirs or (), strict=True):
-            assert (entry is None) == (other is None)
-            if entry is not None:
-                assert entry.keys() == other.keys()
-                for token_id in entry:
-                    assert entry[token_id].logprob == pytest.approx(other[token_id].logprob, abs=1e-4)
-
-    for (prompt, samples), (other_prompt, others) in zip(found, expected, strict=True):
-        assert [sample[:2] for sample in samples] == [other[:2] for other in others]
-        assert_near(prompt, other_prompt)
-        for sample, other in zip(samples, others, strict=True):
-            assert_near(sample[2], other[2])
+    outputs = [out for _ in range(2) for out in llm.generate(prompts, params, use_tqdm=False)]
+    samples = [sample for out in outputs for sample in out.outputs]
+    tables = [*(out.prompt_logprobs for out in outputs), *(sample.logprobs for sample in samples)]
+    entries = [entry for table in tables for entry in table or () if entry is not None]
+    logprobs = [x.logprob for entry in entries for x in entry.values()]
+    return [(x.token_ids, x.finish_reason) for x in samples], [[*entry] for entry in entries], logprobs
 
 
 def check_ranks(path, size, **settings):
-    """Compare so many ranks with one; returns the metrics of the former."""
+    """Compare `size` ranks with one, and return the metrics of the former."""
     settings = {**TINY_CACHE, **settings}
     with LLM(path, **settings) as llm:
-        expected = all_seen(llm)
+        *expected, expected_logprobs = everything(llm)
     with LLM(path, tensor_parallel_size=size, **settings) as llm:
-        found = all_seen(llm)
+        *found, logprobs = everything(llm)
         metrics = llm.metrics()
         check_laws(llm.llm_engine.scheduler)
         assert metrics["num_free_blocks"] == settings["num_kv_blocks"]
-    assert_same(found, expected)
+    assert found == expected
+    assert logprobs == pytest.approx(expected_logprobs, abs=1e-4)  # sums in another order
     return metrics
 
 
@@ -173,7 +161,7 @@ def shard_of(rank, size, **changes):
     return Shard(DecoderConfig(**{**settings, **changes}), rank, size)
 
 
-def test_a_rank_has_the_rows_or_columns_of_its_heads_neurons_and_words():
+def test_a_rank_has_the_rows_or_columns_of_its_heads_neurons_and_tokens():
     shard = shard_of(1, 2)
     mine = shard.config
     assert (mine.num_heads, mine.num_kv_heads, mine.intermediate_size, mine.vocab_size) == (2, 1, 4, 6)
@@ -194,7 +182,7 @@ def test_a_rank_has_the_rows_or_columns_of_its_heads_neurons_and_words():
     )
 
 
-def test_where_there_are_fewer_kv_heads_than_ranks_several_have_the_same():
+def test_with_fewer_kv_heads_than_ranks_several_ranks_share_one():
     shards = [shard_of(rank, 4) for rank in range(4)]
     assert {shard.config.num_kv_heads for shard in shards} == {1}
     firsts = [shard.slices("model.layers.0.self_attn.k_proj.weight", 2)[0] for shard in shards]
@@ -216,8 +204,8 @@ def test_heads_that_cannot_be_divided_are_refused_with_the_numbers(num_heads, nu
         ({"device": "cpu:0"}, "without an index"),
     ],
 )
-def test_what_cannot_be_divided_is_refused_before_a_process_starts(settings, message, monkeypatch):
-    monkeypatch.setattr(Workers, "start", lambda workers, job: pytest.fail("started"))
+def test_a_model_that_cannot_be_divided_is_refused_before_a_process_starts(settings, message, monkeypatch):
+    monkeypatch.setattr(parallel, "Workers", lambda *arguments: pytest.fail("started"))
     with pytest.raises(ValueError, match=message):
         LLM(DEMO, **{"tensor_parallel_size": 2, **settings})
 
@@ -230,49 +218,20 @@ def test_more_ranks_than_gpus_are_refused_with_the_numbers(monkeypatch):
         parallel.start_ranks(pytest.fail, config, open_checkpoint(str(DEMO)), 64)
 
 
-def sent_between_ranks(order):
-    mine, theirs = Pipe()
-    with mine, theirs:
-        ranks_between(None, [mine]).begin(order)
-        return ranks_between(None, [theirs]).receive()
-
-
-def test_a_step_arrives_as_it_was_sent():
-    rng = random.Random(0)
-
-    def table():
-        return [rng.randrange(1, 2**31) for _ in range(rng.randint(3, 6))]
-
-    for num_groups in (1, 3):
-        seqs = [make_sequence(i, [rng.randrange(99) for _ in range(9)]) for i in range(5)]
-        runner: Any = SimpleNamespace(build_inputs=lambda batch, before: build_inputs(batch, 4, before))
-        if num_groups > 1:
-            nothing = Attention(None, lambda metadata, block_size: None, [])
-            runner = WindowedRunner(num_groups, None, None, nothing, None, 4)
-        for seq in seqs:
-            seq.block_table = table()
-            if num_groups > 1:
-                runner.more_tables[seq] = [table() for _ in range(num_groups - 1)]
-        before = batch_of((seqs[4], 0, 9))
-        batch = batch_of((seqs[0], 2, 9), (seqs[1], 8, 9), (seqs[2], 0, 5), (seqs[4], 9, 10))
-        sent = runner.build_inputs(batch, before)
-        assert sent.metadata.block_tables.ndim == 2 + (num_groups > 1)
-        got = sent_between_ranks(sent)
-        assert len(got.pending_rows) == 1
-        pairs = [(got.input_ids, sent.input_ids), (got.positions, sent.positions)]
-        assert got.metadata.needed_rows is None  # ranks compute all rows
-        metadata = got.metadata._replace(needed_rows=sent.metadata.needed_rows)
-        pairs += [(got.pending_rows, sent.pending_rows), *zip(metadata, sent.metadata, strict=True)]
-        for mine, theirs in pairs:
-            np.testing.assert_array_equal(mine, theirs, strict=isinstance(theirs, np.ndarray))
-
-
 class FakeGroup:
     """A process group that returns nothing to wait for, as NCCL's on the current stream."""
 
+    def __init__(self, is_async=False):
+        self.is_async, self.sent = is_async, None
+
     def broadcast(self, tensors, options):
-        assert (options.rootRank, options.rootTensor) == (0, 0)
-        assert not options.asyncOp
+        assert (options.rootRank, options.rootTensor, options.asyncOp) == (0, 0, self.is_async)
+        if self.sent is None:
+            return
+        if self.is_sending:
+            self.sent.append(tensors[0])
+        else:
+            tensors[0].copy_(self.sent.pop(0))
 
     def allreduce(self, tensors, options):
         assert not options.asyncOp
@@ -281,30 +240,41 @@ class FakeGroup:
         assert not options.asyncOp
 
 
-def ranks_between(group, connections):
+def ranks_between(group):
     ranks = object.__new__(parallel.Ranks)
-    ranks._group, ranks._connections, ranks._workers, ranks.lost, ranks.size = (
-        group,
-        connections,
-        None,
-        None,
-        2,
-    )
+    ranks._group, ranks._control, ranks._workers, ranks.lost, ranks.size = group, group, None, None, 2
     return ranks
 
 
-def test_collectives_run_on_the_stream_of_what_is_before_and_behind_them():
-    ranks, x = ranks_between(FakeGroup(), []), torch.ones(3, 2)
+def sent_between_ranks(order):
+    group = FakeGroup(is_async=True)
+    group.sent, group.is_sending, ranks = [], True, ranks_between(group)
+    ranks.begin(order)
+    group.is_sending = False
+    return ranks.receive()
+
+
+def test_a_step_arrives_as_it_was_sent():
+    seqs = [make_sequence(i, [*range(9)]) for i in range(3)]
+    for seq in seqs:
+        seq.block_table = [seq.seq_id + 1, 7, 8]
+    batch = batch_of((seqs[0], 2, 9), (seqs[1], 8, 9), (seqs[2], 9, 10))
+    sent = build_inputs(batch, 4, batch_of((seqs[2], 0, 9)))
+    got = sent_between_ranks(sent)
+    assert sent_between_ranks(5) == 5  # rows of logits
+    assert len(got.pending_rows) == 1
+    assert got.metadata.needed_rows is None  # ranks compute all rows
+    metadata = got.metadata._replace(needed_rows=sent.metadata.needed_rows)
+    pairs = [(got.input_ids, sent.input_ids), (got.positions, sent.positions)]
+    for ours, theirs in (*pairs, *zip(metadata, sent.metadata, strict=True)):
+        np.testing.assert_array_equal(ours, theirs, strict=isinstance(theirs, np.ndarray))
+
+
+def test_collectives_run_on_the_current_stream():
+    ranks, x = ranks_between(FakeGroup()), torch.ones(3, 2)
     ranks.all_reduce(x)
     ranks.broadcast(x)
     assert ranks.gather(x).shape == (3, 4)
-
-
-def test_a_rank_that_loses_the_connection_to_rank_0_says_so():
-    mine, theirs = Pipe()
-    mine.close()
-    with pytest.raises(EngineDeadError, match="the ranks lost each other: a connection was closed"):
-        ranks_between(None, [theirs]).receive()
 
 
 @pytest.mark.parametrize("name", ["qwen3 with attention bias", "uneven", "qwen2 tied"])
@@ -314,26 +284,20 @@ def test_each_rank_reads_its_own_part_and_all_parts_are_the_whole(name, path_of,
         llm.generate([[1]], SamplingParams(max_tokens=1), use_tqdm=False)  # so that all are at work
         runners = [llm.llm_engine.runner, *in_threads]
         models = [runner.model for runner in runners]
-
-        assert len(models) == 2
-        files = load_file(path / "model.safetensors")
-        sizes = [sum(p.numel() for p in {id(p): p for p in model.parameters()}.values()) for model in models]
-        whole = sum(tensor.numel() for tensor in files.values())
-        assert max(sizes) < 0.55 * whole
         assert [runner.model.kv_specs[0].num_kv_heads for runner in runners] == [1, 1]
+        files = load_file(path / "model.safetensors")
+        whole = sum(tensor.numel() for tensor in files.values())
+        for model in models:
+            assert sum(p.numel() for p in {id(p): p for p in model.parameters()}.values()) < 0.55 * whole
         heads = torch.cat([model.lm_head.layer.weight for model in models])
         head = files.get("lm_head.weight", files["model.embed_tokens.weight"])
-        assert torch.equal(heads[: len(head)], head)
-        assert not heads[len(head) :].any()
-        down = torch.cat([model.layers[1].mlp.down_proj.layer.weight for model in models], dim=1)
-        written = files["model.layers.1.mlp.down_proj.weight"]
-        assert torch.equal(down[:, : written.shape[1]], written)
-        assert not down[:, written.shape[1] :].any()
-        queries = [model.layers[0].self_attn.qkv_proj.weight for model in models]
-        half = files["model.layers.0.self_attn.q_proj.weight"].shape[0] // 2
-        assert torch.equal(
-            torch.cat([q[:half] for q in queries]), files["model.layers.0.self_attn.q_proj.weight"]
-        )
+        down = torch.cat([model.layers[1].mlp.down_proj.layer.weight for model in models], dim=1).T
+        for found, written in ((heads, head), (down, files["model.layers.1.mlp.down_proj.weight"].T)):
+            assert torch.equal(found[: len(written)], written)
+            assert not found[len(written) :].any()
+        queries = files["model.layers.0.self_attn.q_proj.weight"]
+        ours = [model.layers[0].self_attn.qkv_proj.weight[: len(queries) // 2] for model in models]
+        assert torch.equal(torch.cat(ours), queries)
 
 
 # ---- The same tokens -----------------------------------------------------------------------------
@@ -344,20 +308,14 @@ def test_each_rank_reads_its_own_part_and_all_parts_are_the_whole(name, path_of,
     [
         ("llama with biases", 2),
         ("qwen2 sliding from layer 1", 2),
-        *(
-            pytest.param(name, size, marks=pytest.mark.slow)
-            for name, size in (
-                ("llama odd sizes", 3),
-                ("qwen2 tied", 2),
-                ("qwen3 tied, one kv head", 4),
-                ("six heads, one kv head", 3),
-                ("uneven", 2),
-                ("uneven, tied", 4),
-            )
-        ),
+        pytest.param("llama odd sizes", 3, marks=pytest.mark.slow),
+        pytest.param("qwen3 tied, one kv head", 4, marks=pytest.mark.slow),
+        pytest.param("six heads, one kv head", 3, marks=pytest.mark.slow),
+        pytest.param("uneven", 2, marks=pytest.mark.slow),
+        pytest.param("uneven, tied", 4, marks=pytest.mark.slow),
     ],
 )
-def test_ranks_say_what_one_says(name, size, path_of, in_threads):
+def test_ranks_give_the_same_tokens_as_one(name, size, path_of, in_threads):
     check_ranks(path_of(name), size)
 
 
@@ -369,9 +327,9 @@ def test_ranks_say_what_one_says(name, size, path_of, in_threads):
         pytest.param({"async_scheduling": True}, marks=pytest.mark.slow),
         pytest.param({"enforce_eager": True, "max_num_seqs": 2}, marks=pytest.mark.slow),
     ],
-    ids=["in chunks, preempted", "with guesses", "async", "eager"],
+    ids=["in chunks, preempted", "with draft tokens", "async", "eager"],
 )
-def test_ranks_say_what_one_says_however_steps_are_made(settings, path_of, in_threads):
+def test_ranks_give_the_same_tokens_for_all_settings(settings, path_of, in_threads):
     metrics = check_ranks(path_of("qwen2 sliding from layer 1"), 2, **settings)
     assert (metrics["num_preemptions"] > 0) == ("num_kv_blocks" in settings)
     assert metrics["prefix_cache_hits"] > 0
@@ -379,7 +337,7 @@ def test_ranks_say_what_one_says_however_steps_are_made(settings, path_of, in_th
 
 
 @pytest.mark.parametrize("async_scheduling", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_ranks_say_what_one_says_as_a_gpu_is_driven(async_scheduling, path_of, in_threads, in_float32):
+def test_ranks_give_the_same_tokens_on_the_path_of_a_gpu(async_scheduling, path_of, in_threads, in_float32):
     check_ranks(path_of("qwen3"), 2, block_size=256, max_num_seqs=4, async_scheduling=async_scheduling)
     assert in_float32["replay"] > 0
 
@@ -395,7 +353,7 @@ def test_ranks_compute_in_bfloat16_with_packed_weights(path_of, in_threads):
     assert logprobs[0] == pytest.approx(logprobs[1], abs=0.3)
 
 
-def test_random_weights_are_served_by_ranks_too(path_of, in_threads):
+def test_ranks_can_have_random_weights(path_of, in_threads):
     with LLM(path_of("qwen3"), tensor_parallel_size=2, load_format="dummy", **TINY_CACHE) as llm:
         assert len(
             llm.generate([[1, 2]], SamplingParams(max_tokens=4), use_tqdm=False)[0].outputs[0].token_ids
@@ -417,7 +375,7 @@ def test_every_rank_has_as_many_blocks_as_the_one_with_least_memory(path_of, in_
         assert [len(runner.caches[0].k) - 1 for runner in (llm.llm_engine.runner, *in_threads)] == [8, 8]
 
 
-def test_a_failure_outside_the_forward_pass_costs_a_step_and_nothing_else(path_of, in_threads, monkeypatch):
+def test_a_failure_outside_the_forward_pass_costs_only_a_step(path_of, in_threads, monkeypatch):
     with LLM(path_of("qwen3"), tensor_parallel_size=2, **TINY_CACHE) as llm:
         params = SamplingParams(temperature=0, max_tokens=6)
         expected = llm.generate([[1, 2]], params, use_tqdm=False)[0].outputs[0].token_ids
@@ -455,7 +413,7 @@ def ranks_of(process=None):
     ranks = []
     for child in (process or psutil.Process()).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):  # one of another kind, just ended
-            if "extensions.parallel" in " ".join(child.cmdline()):
+            if "multiprocessing.spawn" in " ".join(child.cmdline()):
                 ranks.append(child)
     return ranks
 
@@ -481,7 +439,7 @@ def ranks_in_processes(**settings):
     return LLM(DEMO, **{"tensor_parallel_size": 2, "num_kv_blocks": 50, **settings})
 
 
-def test_ranks_are_processes_that_are_gone_after_close(demo_answer):
+def test_processes_end_with_close(demo_answer):
     num_threads = torch.get_num_threads()
     with ranks_in_processes(distributed_executor_backend="mp") as llm:
         ranks = ranks_of()
@@ -495,18 +453,8 @@ def test_ranks_are_processes_that_are_gone_after_close(demo_answer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "size"),
-    [
-        ("llama with biases", 2),
-        ("qwen2 sliding from layer 1", 2),
-        ("qwen3 tied, one kv head", 2),
-        ("six heads, one kv head", 3),
-        ("uneven, tied", 2),
-    ],
-)
-def test_processes_say_what_one_says(name, size, path_of):
-    check_ranks(path_of(name), size, max_num_batched_tokens=16)
+def test_processes_give_the_same_tokens_as_one_rank(path_of):
+    check_ranks(path_of("uneven, tied"), 2, max_num_batched_tokens=16)
 
 
 @pytest.mark.slow
@@ -547,7 +495,7 @@ def answer_until_lost(llm, act):
 def test_a_killed_rank_is_an_error_that_names_it():
     llm = ranks_in_processes(tensor_parallel_size=4)
     others = ranks_of()
-    said = r"the engine is of no use any more: rank \d \(process \d+\) was killed by signal 9 \(Killed\)"
+    said = r"the engine is of no use any more: rank \d \(process \d+\) terminated with signal SIGKILL"
     with pytest.raises(EngineDeadError, match=said):
         answer_until_lost(llm, psutil.Process.kill)
     with pytest.raises(EngineDeadError, match=said):
@@ -557,30 +505,19 @@ def test_a_killed_rank_is_an_error_that_names_it():
 
 
 @pytest.mark.slow
-def test_a_rank_that_hangs_is_an_error_within_seconds(monkeypatch):
-    llm = ranks_in_processes()
-    monkeypatch.setattr(processes, "SILENCE", 3.0)  # from the rank's next sign of life on; 10 s until then
-    hanging = ranks_of()
-    with pytest.raises(EngineDeadError, match=r"rank 1 .*: it hung, without a sign of life for (3|10) s"):
-        answer_until_lost(llm, psutil.Process.suspend)
-    llm.close()
-    wait_until_gone(hanging)
-
-
-@pytest.mark.slow
-def test_a_rank_that_dies_while_nothing_runs_is_the_next_request_s_error():
+def test_a_rank_that_dies_between_requests_fails_the_next_request():
     with ranks_in_processes() as llm:
         answer(llm)
         (process,) = ranks_of()
         process.terminate()
         wait_until_gone([process])
-        with pytest.raises(EngineDeadError, match=r"rank 1 .* was killed by signal 15 \(Terminated\)"):
+        with pytest.raises(EngineDeadError, match=r"rank 1 .* terminated with signal SIGTERM"):
             answer(llm)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_lost_rank_ends_the_requests_of_an_async_engine_which_says_that_it_does_not_run():
+def test_a_lost_rank_ends_the_requests_of_an_async_engine():
     async def run():
         engine = AsyncLLM(DEMO, tensor_parallel_size=2, num_kv_blocks=50)
         params = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True)
@@ -601,42 +538,38 @@ def test_a_lost_rank_ends_the_requests_of_an_async_engine_which_says_that_it_doe
     assert not ranks_of()
 
 
+def serve_an_exit(*arguments):
+    sys.exit(7)
+
+
+def serve_unconnected(*arguments):
+    parallel.connect = None
+    parallel.serve(*arguments)
+
+
+def serve_a_failing_pass(*arguments):
+    parallel.ParallelForward.__call__ = lambda *_: [][5]
+    parallel.serve(*arguments)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("planted", "said"),
     [
-        ("sys.exit(7)", "rank 1 .* ended with exit code 7"),
-        ("parallel.ParallelDevice = None", "rank 1 .* exit code 1: Traceback[^$]*TypeError: 'NoneType'"),
-        ("import time; time.sleep(99)", "rank 1 .*: it hung, without a sign of life for 2 s"),
+        (serve_an_exit, "rank 1 .* terminated with exit code 7"),
+        (serve_unconnected, "rank 1 .* the following error:\nTraceback[^$]*TypeError: 'NoneType'"),
+        (serve_a_failing_pass, "rank 1 .* the following error:\nTraceback[^$]*IndexError: list index"),
     ],
-    ids=["ends", "raises", "hangs"],
 )
-def test_a_rank_that_does_not_start_is_an_error_with_its_last_words(planted, said, monkeypatch):
-    if "sleep" in planted:
-        monkeypatch.setattr(processes, "STARTING", 2.0)
-    begin, end = processes.START.rsplit(";", 1)
-    code = f"{begin}; import nanoengine.extensions.parallel as parallel; {planted}; {end}"
-    monkeypatch.setattr(processes, "START", code)
-    with pytest.raises(EngineDeadError, match=said):
-        ranks_in_processes()
-    assert not ranks_of()
-
-
-@pytest.mark.slow
-def test_a_forward_pass_that_fails_on_a_rank_is_an_error_with_its_traceback(monkeypatch):
-    begin, end = processes.START.rsplit(";", 1)
-    plant = "parallel.ParallelForward.__call__ = lambda *_: [][5]"
-    code = f"{begin}; import nanoengine.extensions.parallel as parallel; {plant}; {end}"
-    monkeypatch.setattr(processes, "START", code)
-    llm = ranks_in_processes()
-    with pytest.raises(EngineDeadError, match=r"rank 1 .* exit code 1: Traceback[^$]*IndexError: list index"):
+def test_a_rank_that_fails_is_an_error_that_says_how(planted, said, monkeypatch):
+    monkeypatch.setattr(parallel, "serve", planted)
+    with pytest.raises(EngineDeadError, match=said), ranks_in_processes() as llm:
         answer(llm)
-    llm.close()
     assert not ranks_of()
 
 
 @pytest.mark.slow
-def test_a_forward_pass_that_fails_on_rank_0_is_the_end_and_said_so(monkeypatch):
+def test_a_forward_pass_that_fails_on_rank_0_ends_the_engine(monkeypatch):
     llm = ranks_in_processes()
     with monkeypatch.context() as broken:
         broken.setattr(llm.llm_engine.runner, "compute", lambda inputs: 1 / 0)
@@ -699,7 +632,7 @@ def script(code):
 
 
 @pytest.mark.slow
-def test_ctrl_c_is_rank_0_s_alone_and_the_engine_lives_on(demo_answer):
+def test_ctrl_c_reaches_only_rank_0_and_the_engine_lives_on(demo_answer):
     code = """
 try:
     while True:
@@ -732,7 +665,7 @@ def test_no_rank_outlives_rank_0(number, is_stopped):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "seconds"),
-    [(signal.SIGINT, 0.2), (signal.SIGINT, 3), (signal.SIGKILL, 0.2), (signal.SIGKILL, 3)],
+    [(signal.SIGINT, 0.2), (signal.SIGKILL, 3)],
 )
 def test_no_rank_outlives_rank_0_that_ends_while_they_start(number, seconds):
     with script("signal.pause()") as (process, ranks):  # a standard input may be at its end
@@ -769,7 +702,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), answer(12))
 
 
 @pytest.mark.slow
-def test_an_engine_that_nobody_closes_ends_with_its_script(demo_answer):
+def test_an_engine_that_is_not_closed_ends_with_its_script(demo_answer):
     with script("print(answer(12))") as (process, ranks):
         assert process.stdout.readline() == "ready\n"
         assert process.stdout.readline() == f"{demo_answer}\n"
@@ -778,7 +711,7 @@ def test_an_engine_that_nobody_closes_ends_with_its_script(demo_answer):
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's /proc")
-def test_gloo_s_threads_end_with_the_engine_and_not_while_the_interpreter_does():
+def test_threads_of_gloo_end_with_the_engine():
     def threads_of_gloo():
         threads = set()
         for task in Path("/proc/self/task").iterdir():
@@ -796,7 +729,7 @@ def test_gloo_s_threads_end_with_the_engine_and_not_while_the_interpreter_does()
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_closed", [True, False])
-def test_torchrun_s_processes_join_in_one_script(is_closed, demo_answer, tmp_path):
+def test_processes_of_torchrun_join_in_one_script(is_closed, demo_answer, tmp_path):
     again = f"""
 llm.close()
 try:
@@ -820,7 +753,7 @@ except ValueError as error:
     assert "under torchrun a script may have one engine" in "".join(more) or not is_closed
 
 
-def test_torchrun_s_number_of_processes_has_to_be_the_engine_s(monkeypatch):
+def test_the_number_of_torchrun_processes_must_be_the_engine_s(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ValueError, match="must be torchrun's number of processes, 3, got 2"):
