@@ -13,6 +13,8 @@ Source: https://arxiv.org/abs/2211.17192. There drafts have probabilities; here 
 
 from collections import Counter, abc
 from collections.abc import Callable
+from itertools import takewhile
+from operator import eq
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -123,11 +125,9 @@ class NgramProposer:
 
     def __call__(self, seq: Sequence, num_tokens: int) -> list[int]:
         """Return at most num_tokens draft tokens for a sequence."""
-        lookup = self.lookups.get(seq)
-        if lookup is None:
-            lookup = Lookup(*self.config.lookup_lengths, self.config.num_speculative_tokens)
-            self.lookups[seq] = lookup
-        return lookup.propose(seq.token_ids, num_tokens)
+        if seq not in self.lookups:
+            self.lookups[seq] = Lookup(*self.config.lookup_lengths, self.config.num_speculative_tokens)
+        return self.lookups[seq].propose(seq.token_ids, num_tokens)
 
 
 class Lookup:
@@ -177,9 +177,7 @@ class Lookup:
         if not self.drafts or len(token_ids) == self.drafted_at:  # the step failed: nothing was sampled
             return
         actual = token_ids[self.drafted_at : self.drafted_at + len(self.drafts)]
-        num_right = 0
-        while num_right < len(actual) and actual[num_right] == self.drafts[num_right]:
-            num_right += 1
+        num_right = sum(takewhile(bool, map(eq, actual, self.drafts)))
         if num_right:
             self.pause = 1
         elif len(self.drafts) == 1:

@@ -23,7 +23,7 @@ from nanoengine.extensions.speculate import DraftingScheduler
 from nanoengine.extensions.trace import Tracer
 from nanoengine.extensions.windows import WindowedBlockManager
 from tests.browser import chromium
-from tests.helpers import DEMO, make_scheduler, make_sequence, run_step
+from tests.helpers import DEMO, is_busy, make_scheduler, make_sequence, run_step
 from tests.laws import tables_of
 from tests.serving import wait_until
 
@@ -350,57 +350,68 @@ def test_a_run_without_windows_and_drafts_says_nothing_of_them(open_page):
     assert not any(mark.text for mark in browser.find_elements(By.CSS_SELECTOR, "#pool b"))
 
 
+def random_run(scheduler, num_steps=30, chaos=False, on_step=lambda events: None) -> list:
+    """Three sequences arrive every other step; their tokens depend on the position alone.
+
+    With chaos, steps fail, sequences are aborted and the prefix cache is reset.
+    """
+    rng = random.Random(5)
+    events: list = []
+    tracer = Tracer(scheduler, events.append)
+    beginnings = [[rng.randrange(9) for _ in range(16)] for _ in range(2)]
+    step = 0
+    while step < num_steps or is_busy(scheduler):
+        for i in range(3 if step < num_steps and step % 2 == 0 else 0):
+            prompt = rng.choice(beginnings)[: rng.randrange(1, 17)]
+            prompt += [rng.randrange(9) for _ in range(rng.randrange(9))]
+            priority, max_tokens = rng.choice([0, 0, 1]), rng.randrange(1, 20)
+            scheduler.add(make_sequence(3 * step // 2 + i, prompt, priority, max_tokens=max_tokens))
+        step += 1
+        batch = scheduler.schedule()
+        if chaos and step % 47 == 0:
+            scheduler.recover()
+        else:
+            scheduler.update(batch, [seq.seq_id * seq.num_tokens % 7 for seq in batch.sampled_seqs])
+        if chaos and step % 31 == 0 and scheduler.running:
+            scheduler.finish(rng.choice(scheduler.running), "abort")
+        if chaos:
+            scheduler.block_manager.reset_prefix_cache()
+        tracer.end_step()
+        on_step(events)
+    return events
+
+
 @pytest.mark.parametrize("windows", [(None,), (None, 10)])
 def test_it_has_the_engine_s_state_at_any_step_it_jumps_to(open_page, windows):
     """Preemptions, priorities, aborts, a failed step and a reset: the page replays them as the engine did."""
-    rng = random.Random(1)
-    events: list = []
     limits = {"max_num_seqs": 6, "max_num_batched_tokens": 24}
-    if windows == (None,):
-        blocks: Any = BlockManager(24, 4)
-        scheduler: Any = Scheduler(blocks, **limits)
-    else:
-        blocks = WindowedBlockManager(24 * len(windows), 4, windows=windows, max_chunk_tokens=24)
-        scheduler = DraftingScheduler(
-            blocks, lambda seq, num_tokens: [seq.num_tokens % 9] * min(2, num_tokens), **limits
-        )
-    tracer = Tracer(scheduler, events.append)
-    beginnings = [[rng.randrange(9) for _ in range(16)] for _ in range(3)]
-    expected = []
-    for seq_id in range(330):
-        if seq_id < 310 and len(scheduler.waiting) < 4:
-            prompt = rng.choice(beginnings) + [rng.randrange(9) for _ in range(rng.randrange(12))]
-            scheduler.add(
-                make_sequence(seq_id, prompt, rng.choice([0, 0, 1]), max_tokens=rng.randrange(1, 30))
-            )
-        batch = scheduler.schedule()
-        if seq_id % 97 == 96:
-            scheduler.recover()
-        else:
-            scheduler.update(batch, [rng.randrange(9) for _ in batch.sampled_seqs])
-        if seq_id % 31 == 30 and scheduler.running:
-            scheduler.finish(rng.choice(scheduler.running), "abort")
-        blocks.reset_prefix_cache()
-        tracer.end_step()
+    scheduler: Any = Scheduler(BlockManager(13, 4), **limits)
+    if windows != (None,):
+        blocks = WindowedBlockManager(32, 4, windows=windows, max_chunk_tokens=24)
+        scheduler = DraftingScheduler(blocks, lambda seq, n: [seq.num_tokens % 7] * min(2, n), **limits)
+    expected: list = []
+
+    def note(events):
         if len(events) > len(expected) + 1:
-            expected.append(
-                {
-                    "refs": [block.ref_count for block in blocks.blocks],
-                    "tables": [
-                        [seq.seq_id, [list(table) for table in tables_of(blocks, seq)]]
-                        for seq in scheduler.running
-                    ],
-                    "computed": [seq.num_computed_tokens for seq in scheduler.running],
-                    "waiting": [seq.seq_id for seq in scheduler.waiting],
-                    "empty": [block.block_id for block in blocks.empty_blocks],
-                    "evictable": list(blocks.evictable_blocks),
-                    "preemptions": scheduler.num_preemptions,
-                    "hits": [blocks.num_query_hits, blocks.num_query_tokens],
-                }
-            )
+            blocks, running = scheduler.block_manager, scheduler.running
+            state = {
+                "refs": [block.ref_count for block in blocks.blocks],
+                "tables": [
+                    [seq.seq_id, [list(table) for table in tables_of(blocks, seq)]] for seq in running
+                ],
+                "computed": [seq.num_computed_tokens for seq in running],
+                "waiting": [seq.seq_id for seq in scheduler.waiting],
+                "empty": [block.block_id for block in blocks.empty_blocks],
+                "evictable": list(blocks.evictable_blocks),
+                "preemptions": scheduler.num_preemptions,
+                "hits": [blocks.num_query_hits, blocks.num_query_tokens],
+            }
+            expected.append(state)
+
+    events = random_run(scheduler, 60, chaos=True, on_step=note)
     assert scheduler.num_preemptions > 20
     browser = open_page(events)
-    order = rng.sample(range(len(expected)), 60) + list(range(100, 160))
+    order = random.Random(1).sample(range(len(expected)), 60) + list(range(100, 160))
     shown = browser.execute_script(
         """
         return arguments[0].map(index => {
@@ -511,26 +522,8 @@ def test_the_introduction_is_closed_opened_again_and_not_shown_to_whom_a_lesson_
 
 
 def scheduled(num_blocks: int, max_num_batched_tokens: int) -> list:
-    """Three sequences arrive every other step; their tokens depend on the position alone."""
-    rng = random.Random(5)
-    events: list = []
-    scheduler = make_scheduler(
-        num_blocks=num_blocks, block_size=4, max_num_seqs=7, max_num_batched_tokens=max_num_batched_tokens
-    )
-    tracer = Tracer(scheduler, events.append)
-    beginnings = [[rng.randrange(9) for _ in range(16)] for _ in range(2)]
-    step = 0
-    while step < 30 or scheduler.running or scheduler.waiting:
-        for seq_id in range(3 * step // 2, 3 * step // 2 + 3) if step < 30 and step % 2 == 0 else ():
-            prompt = rng.choice(beginnings)[: rng.randrange(1, 17)]
-            prompt += [rng.randrange(9) for _ in range(rng.randrange(9))]
-            seq = make_sequence(seq_id, prompt, rng.choice([0, 0, 1]), max_tokens=rng.randrange(1, 20))
-            scheduler.add(seq)
-        step += 1
-        batch = scheduler.schedule()
-        scheduler.update(batch, [seq.seq_id * seq.num_tokens % 7 for seq in batch.sampled_seqs])
-        tracer.end_step()
-    return events
+    sizes = {"num_blocks": num_blocks, "block_size": 4, "max_num_batched_tokens": max_num_batched_tokens}
+    return random_run(make_scheduler(**sizes, max_num_seqs=7))
 
 
 @pytest.mark.slow
