@@ -40,41 +40,49 @@ from nanoengine.models.decoder import PlainKernels
 from nanoengine.sampling import SamplingRow, draw_rows, draw_tokens, scale_logits, sort_keys
 from nanoengine.startup import open_device
 from tests import doubles
-from tests.attention import ALL_DECODES, ALL_FRESH, MIXED, check_attention, metadata_of
+from tests.attention import (
+    ALL_DECODES,
+    ALL_FRESH,
+    CAPPED,
+    MIXED,
+    WITH_ALIBI,
+    case_id,
+    check_attention,
+    metadata_of,
+)
 from tests.doubles import FakeGPU, decode_grid, grids, varlen_attn
 from tests.helpers import batch_of, checkpoint, greedy, make_sequence, random_prompts
 
-
-@pytest.fixture(params=[FlashAttention, VarlenAttention])
-def check(request, flash_doubles):
-    return functools.partial(check_attention, request.param, block_size=256, dtype=torch.bfloat16)
-
-
-@pytest.mark.parametrize("lens", [MIXED, ALL_FRESH, ALL_DECODES, [(5, 300)], [(300, 700), (2, 2)]])
-@pytest.mark.parametrize("window", [None, 1, 9, 260])
-def test_any_mix_of_prompts_chunks_and_decodes_equals_dense_attention(check, lens, window):
-    check(lens, window=window)
-
-
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 4, 8), (6, 2, 80), (8, 1, 256), (3, 3, 24)])
-def test_any_heads_and_head_dim_that_flash_attn_takes_work(check, heads, kv_heads, head_dim):
-    check(MIXED, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
-
-
-def test_what_other_sequences_left_in_a_block_is_never_read(check):
-    check(ALL_DECODES + MIXED, stale=float("nan"))
-
-
-SLOPES = torch.tensor([0.5, 0.25, 0.0, 0.01])
+OF_BOTH = [
+    *(
+        (lens, {"window": n})
+        for n in (None, 1, 9, 260)
+        for lens in (MIXED, ALL_FRESH, ALL_DECODES, [(5, 300)])
+    ),
+    *(([(300, 700), (2, 2)], {"window": window}) for window in (None, 9)),
+    *(
+        (MIXED, {"heads": n, "kv_heads": k, "head_dim": dim})
+        for n, k, dim in ((4, 4, 8), (6, 2, 80), (8, 1, 256), (3, 3, 24))
+    ),
+    (ALL_DECODES + MIXED, {"stale": torch.nan}),  # what other sequences left in a block
+]
+OF_FLASH_ATTN = [
+    (lens, settings)
+    for lens in (MIXED, ALL_FRESH, ALL_DECODES)
+    for settings in ({**CAPPED, "window": 20}, WITH_ALIBI, {**WITH_ALIBI, "window": 9})
+]
 
 
-@pytest.mark.parametrize("lens", [MIXED, ALL_FRESH, ALL_DECODES])
 @pytest.mark.parametrize(
-    "settings",
-    [{"softcap": 2, "window": 20}, {"alibi_slopes": SLOPES}, {"alibi_slopes": SLOPES, "window": 9}],
+    ("backend", "lens", "settings"),
+    [
+        *((backend, *case) for backend in (FlashAttention, VarlenAttention) for case in OF_BOTH),
+        *((FlashAttention, *case) for case in OF_FLASH_ATTN),
+    ],
+    ids=case_id,
 )
-def test_flash_attn_applies_soft_caps_and_alibi_slopes(flash_doubles, lens, settings):
-    check_attention(FlashAttention, lens, 256, dtype=torch.bfloat16, **settings)
+def test_any_mix_of_prompts_chunks_and_decodes_equals_dense_attention(backend, lens, settings, flash_doubles):
+    check_attention(backend, lens, 256, dtype=torch.bfloat16, **settings)
 
 
 @pytest.mark.parametrize(
@@ -91,8 +99,10 @@ def test_each_kind_of_batch_calls_the_functions_made_for_it(flash_doubles, lens,
     assert flash_doubles == dict.fromkeys(path, 1)
 
 
-def test_decodes_beside_a_chunk_launch_few_idle_thread_blocks(check):
-    check([*[(1, 10 + i) for i in range(40)], (400, 500), (1, 30)])
+@pytest.mark.parametrize("backend", [FlashAttention, VarlenAttention])
+def test_decodes_beside_a_chunk_launch_few_idle_thread_blocks(backend, flash_doubles):
+    lens = [*[(1, 10 + i) for i in range(40)], (400, 500), (1, 30)]
+    check_attention(backend, lens, 256, dtype=torch.bfloat16)
     assert sum(grid.blocks for grid in grids) <= 2 * sum(grid.working for grid in grids)
 
 
@@ -530,9 +540,16 @@ def tried_out(monkeypatch):
 
 
 def test_the_cache_gets_the_memory_that_weights_the_largest_batch_and_others_leave(
-    in_float32, tried_out, qwen3
+    in_float32, tried_out, qwen3, monkeypatch
 ):
     """The card of `doubles.install`: 1 GiB, 256 MiB of it others', 100 MiB at the trial's peak."""
+    drawn, draw = [], nanoengine.sampling.draw_tokens
+
+    def noted(logits, rows, *args):
+        drawn.append((len(rows), rows[0].params))
+        return draw(logits, rows, *args)
+
+    monkeypatch.setattr("nanoengine.sampling.draw_tokens", noted)
     settings = {"max_num_seqs": 20, "max_num_batched_tokens": 1100}
     with LLM(qwen3, attn_backend="flash", gpu_memory_utilization=0.355, **settings) as llm:
         block_bytes = 2 * 2 * 256 * 2 * 32 * 4  # k and v, layers, tokens, kv heads, head_dim, float32
@@ -545,6 +562,12 @@ def test_the_cache_gets_the_memory_that_weights_the_largest_batch_and_others_lea
     assert len(samples.sampled_seqs) == samples.num_tokens == 20
     assert (one_prompt.num_tokens, one_sample.num_tokens) == (511, 1)
     assert all(seconds == 0 for name, seconds in metrics.items() if "seconds" in name)  # was no step
+    num_rows, params = drawn[1]  # with the settings that need most memory
+    assert num_rows == 20
+    assert params.filters
+    assert params.top_k <= 0 < params.top_p < 1  # the whole vocabulary is sorted
+    assert params.edits_logits
+    assert params.logprobs is not None
     # The longest prompts, and one of them, through two layers; and what the backend was tried out with.
     assert in_float32["varlen contiguous"] == 4 + 1
     assert in_float32["with_kvcache"] >= 2  # the most rows, once, beside the captures
@@ -562,25 +585,6 @@ def test_the_trial_batches_are_ones_that_a_scheduler_could_make(
         assert all(1 <= chunk.end <= 511 for chunk in batch.chunks)
     assert prompts.num_tokens == min(budget, 511 * max_num_seqs)
     assert len(samples.chunks) == min(max_num_seqs, budget)
-
-
-def test_the_trial_pass_samples_max_num_seqs_rows_with_the_settings_that_need_most_memory(
-    in_float32, qwen3, monkeypatch
-):
-    drawn, draw = [], nanoengine.sampling.draw_tokens
-
-    def noted(logits, rows, *args):
-        drawn.append((len(rows), rows[0].params))
-        return draw(logits, rows, *args)
-
-    monkeypatch.setattr("nanoengine.sampling.draw_tokens", noted)
-    with LLM(qwen3, max_num_seqs=27, max_num_batched_tokens=64):
-        num_rows, params = drawn[1]
-    assert num_rows == 27
-    assert params.filters
-    assert params.top_k <= 0 < params.top_p < 1  # the whole vocabulary is sorted
-    assert params.edits_logits
-    assert params.logprobs is not None
 
 
 def test_the_trial_pass_compiles_the_sampler_for_one_and_many_rows_in_both_dtypes(
@@ -716,21 +720,21 @@ def test_without_triton_the_flash_backends_write_with_pytorch(monkeypatch):
         monkeypatch.setitem(sys.modules, original.__name__, modules[-1])
         spec.loader.exec_module(modules[-1])
     assert modules[0].triton is None
-    k, slots = torch.randn(3, 2, 8), torch.tensor([5, 11, 4])
+    check_written(modules[1].VarlenAttention)
+
+
+def check_written(backend, **settings):
+    k, v, slots = torch.randn(3, 2, 8), torch.randn(3, 2, 8), torch.tensor([5, 11, 4])
     cache = KVCache(torch.zeros(3, 4, 2, 8), torch.zeros(3, 4, 2, 8))
     metadata = metadata_of([(3, 3)], torch.tensor([[1]]), slots)
-    modules[1].VarlenAttention(metadata, 4)._write(k, k, cache)
+    backend(metadata, 4, **settings)._write(k, v, cache)
     assert torch.equal(cache.k.view(12, 2, 8)[slots], k)
+    assert torch.equal(cache.v.view(12, 2, 8)[slots], v)
 
 
 @pytest.mark.parametrize("use_triton", [False, True])
 def test_keys_and_values_are_written_with_pytorch_or_triton(flash_doubles, use_triton):
-    k, v, slots = torch.randn(3, 2, 8), torch.randn(3, 2, 8), torch.tensor([5, 11, 4])
-    cache = KVCache(torch.zeros(3, 4, 2, 8), torch.zeros(3, 4, 2, 8))
-    metadata = metadata_of([(3, 3)], torch.tensor([[1]]), slots)
-    FlashAttention(metadata, 4, use_triton=use_triton)._write(k, v, cache)
-    assert torch.equal(cache.k.view(12, 2, 8)[slots], k)
-    assert torch.equal(cache.v.view(12, 2, 8)[slots], v)
+    check_written(FlashAttention, use_triton=use_triton)
     assert flash_doubles["write_kv"] == use_triton
 
 

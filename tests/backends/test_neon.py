@@ -10,13 +10,13 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TOOLS = "aarch64-linux-gnu-g++", "qemu-aarch64"  # Debian's g++-aarch64-linux-gnu and qemu-user
-FILES = "test_attention", "test_kernels", "test_model", "test_sampling"
+FILES = "backends/test_attention", "backends/test_kernels", "models/test_decoder", "test_sampling"
 SELECTION = """
     test_attention
     or test_kernels and not instruction_set and not layer_in_one_call and not last_layer
     or test_sampling and kernel_draws
-    or test_model and greedy_tokens and (qwen3-False or biases-False)
-    or test_model and as_exact and False
+    or test_decoder and greedy_tokens and (qwen3-False or biases-False)
+    or test_decoder and as_exact and False
 """
 
 
