@@ -1,7 +1,7 @@
 """Measure engines side by side. No download; the last line printed is one JSON object.
 
 python -m benchmarks                               # nanoengine on this machine's default workload
-python -m benchmarks --workload decode,prefix --engine nanoengine,transformers,transformers-cb
+python -m benchmarks --workload decode,prefix --engine nanoengine,transformers
 python -m benchmarks --engine nanoengine,vllm --python vllm=/path/to/its/venv/bin/python
 python -m benchmarks --engine nanoengine,llama.cpp --python llama.cpp=/path/to/its/venv/bin/python
 python -m benchmarks --engine nanoengine,nano-vllm --python nano-vllm=/path/to/its/venv/bin/python

@@ -7,7 +7,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
 from benchmarks import llama_cpp, nano_vllm
@@ -53,63 +53,33 @@ def summarize(replies: list[dict[str, Any]], prompt_tokens: int, output_tokens: 
         known = [reply[name] for reply in replies if name in reply]
         row[name] = round(statistics.median(known), 4) if known else None
     phases = [reply["phases"] for reply in replies if "phases" in reply]
-    row["phases_s"] = (
-        {p: round(statistics.median(r[p] for r in phases), 4) for p in phases[0]} if phases else None
+    names = phases[0] if phases else ()
+    row["phases_s"] = {p: round(statistics.median(each[p] for each in phases), 4) for p in names} or None
+    row["cuda_peak_bytes"] = max(
+        (r["cuda_peak_bytes"] for r in replies if "cuda_peak_bytes" in r), default=None
     )
-    cuda = [reply["cuda_peak_bytes"] for reply in replies if "cuda_peak_bytes" in reply]
-    row["cuda_peak_bytes"] = max(cuda, default=None)
     return row
 
 
-@dataclass(slots=True)
-class Bench:
-    """Serves one model with several engines that take turns."""
+class Limits:
+    """Measures the machine's limits, and keeps the best: other load on the machine only lowers them."""
 
-    vocab_size: int
-    config: Any  # DecoderConfig; None: a model that the roofline does not cover
-    itemsize: int  # bytes per weight
-    limits: Worker
-    engines: list[Worker] = field(default_factory=list)  # the engines that run now
-    bandwidth: float = 0.0  # bytes per second, the best so far
-    flops: dict[str, float] = field(default_factory=dict)  # rows -> FLOPs per second, the best so far
+    def __init__(self, worker: Worker, checkpoint: Any, itemsize: int) -> None:
+        self.worker, self.config, self.itemsize = worker, checkpoint.decoder_config, itemsize
+        self.bandwidth = 0.0  # bytes per second
+        self.flops: dict[str, float] = {}  # rows -> FLOPs per second
 
-    def warm_up(self, workload: Workload) -> None:
-        """Serve up to 4096 tokens of other prompts, with 8 output tokens each."""
-        prompts = workload.prompts(f"{workload.name}, warm-up", self.vocab_size)
-        totals = itertools.accumulate(map(len, prompts))
-        prompts = prompts[: max(1, sum(total <= 4096 for total in totals))]
-        output_lens = [min(8, num_tokens) for num_tokens in workload.lengths()[1][: len(prompts)]]
-        for worker in self.engines:
-            worker.error = worker.ask([prompts, output_lens]).get("error")
-
-    def measure(self, workload: Workload, repeats: int) -> Iterator[dict[str, Any]]:
-        """Serve a workload, whose requests arrive at once, and yield a row per engine."""
-        prompt_lens, output_lens = workload.lengths()
-        replies: dict[str, list[dict[str, Any]]] = {worker.engine: [] for worker in self.engines}
-        self.warm_up(workload)
-        for run in range(repeats):
-            prompts = workload.prompts(f"{workload.name}, run {run}", self.vocab_size)
-            for worker in self.engines:
-                reply = worker.ask([prompts, output_lens])
-                replies[worker.engine].append(reply)
-                done = reply.get("error") or f"{reply['output_tokens'] / reply['seconds']:.1f} tokens/s"
-                print(
-                    f"{workload.name}, run {run + 1} of {repeats}, {worker.engine}: {done}", file=sys.stderr
-                )
-            self._measure_limits()
-        prompt_tokens = sum(prompt_lens) + workload.shared * len(prompt_lens)
-        for worker in self.engines:
-            row: dict[str, Any] = {"workload": workload.name, "engine": worker.engine}
-            row |= summarize(replies[worker.engine], prompt_tokens, sum(output_lens))
-            if "error" not in row:
-                ideal = self.roofline(workload, worker.engine)
-                row["roofline_share"] = ideal and round(row["output_tokens_per_s"]["median"] / ideal, 4)
-                row["peak_rss_bytes"] = worker.peak_rss_bytes()
-            yield row
+    def measure(self) -> None:
+        """Measure once more."""
+        reply = self.worker.ask([[], []])
+        if "error" in reply:
+            raise RuntimeError(f"the machine's limits cannot be measured: {reply['error']}")
+        self.bandwidth = max(self.bandwidth, reply["bandwidth"])
+        self.flops = {rows: max(rate, self.flops.get(rows, 0.0)) for rows, rate in reply["flops"].items()}
 
     def roofline(self, workload: Workload, engine: str = "") -> float | None:
         """Return an ideal engine's output tokens per second here, with as many weight bits as `engine`."""
-        if self.config is None:
+        if self.config is None:  # it runs on transformers' code, which the roofline does not cover
             return None
         prompt_lens, output_lens = workload.lengths()
         seconds = roofline_seconds(
@@ -124,13 +94,35 @@ class Bench:
         )
         return round(sum(output_lens) / seconds, 2)
 
-    def _measure_limits(self) -> None:
-        """Measure the machine's limits, and keep the best: other load on the machine only lowers them."""
-        reply = self.limits.ask([[], []])
-        if "error" in reply:
-            raise RuntimeError(f"the machine's limits cannot be measured: {reply['error']}")
-        self.bandwidth = max(self.bandwidth, reply["bandwidth"])
-        self.flops = {rows: max(rate, self.flops.get(rows, 0.0)) for rows, rate in reply["flops"].items()}
+
+def measure(
+    workload: Workload, workers: list[Worker], limits: Limits, vocab_size: int, repeats: int
+) -> Iterator[dict[str, Any]]:
+    """Serve a workload with engines in turns, and yield a row per engine."""
+    prompt_lens, output_lens = workload.lengths()
+    # A warm-up: up to 4096 tokens of other prompts, with 8 output tokens each.
+    prompts = workload.prompts(f"{workload.name}, warm-up", vocab_size)
+    totals = itertools.accumulate(map(len, prompts))
+    prompts = prompts[: max(1, sum(total <= 4096 for total in totals))]
+    for worker in workers:
+        worker.error = worker.ask([prompts, [min(8, n) for n in output_lens[: len(prompts)]]]).get("error")
+    replies: dict[str, list[dict[str, Any]]] = {worker.engine: [] for worker in workers}
+    for run in range(repeats):
+        prompts = workload.prompts(f"{workload.name}, run {run}", vocab_size)
+        for worker in workers:
+            reply = worker.ask([prompts, output_lens])
+            replies[worker.engine].append(reply)
+            done = reply.get("error") or f"{reply['output_tokens'] / reply['seconds']:.1f} tokens/s"
+            print(f"{workload.name}, run {run + 1} of {repeats}, {worker.engine}: {done}", file=sys.stderr)
+        limits.measure()
+    prompt_tokens = sum(prompt_lens) + workload.shared * len(prompt_lens)
+    for worker in workers:
+        row: dict[str, Any] = {"workload": workload.name, "engine": worker.engine}
+        row |= summarize(replies[worker.engine], prompt_tokens, sum(output_lens))
+        if "error" not in row:
+            ideal = limits.roofline(workload, worker.engine)
+            row["roofline_share"] = ideal and round(row["output_tokens_per_s"]["median"] / ideal, 4)
+        yield row
 
 
 def bench_model(model: str, workloads: list[Workload], args: argparse.Namespace) -> dict[str, Any]:
@@ -159,14 +151,12 @@ def bench_model(model: str, workloads: list[Workload], args: argparse.Namespace)
             python = args.pythons.get(engine) or args.pythons.get(name) or sys.executable
             worker = start_worker(engine, python, args.threads)
             until.callback(worker.close)
-            given = settings | ({"gguf_type": kind} if name == "llama.cpp" and kind else {})
-            own = PREPARE[name](checkpoint, given, scratch) if name in PREPARE else given
-            reply = worker.ask(own)
+            given = settings | {"gguf_type": kind or None}
+            reply = worker.ask(PREPARE[name](checkpoint, given, scratch) if name in PREPARE else given)
             worker.error, worker.versions = reply.get("error"), reply.get("versions", {})
             return worker
 
-        itemsize = getattr(torch, args.dtype).itemsize
-        bench = Bench(checkpoint.vocab_size, checkpoint.decoder_config, itemsize, start("limits", stack))
+        limits = Limits(start("limits", stack), checkpoint, getattr(torch, args.dtype).itemsize)
         engines: dict[str, Any] = {}
         rows: list[dict[str, Any]] = []
         turns = [args.engine]
@@ -176,21 +166,21 @@ def bench_model(model: str, workloads: list[Workload], args: argparse.Namespace)
             turns = [[engine] for turn in turns for engine in turn]
         for turn in turns:
             with ExitStack() as until:
-                bench.engines = [start(engine, until) for engine in turn]
+                workers = [start(engine, until) for engine in turn]
                 for workload in workloads:
-                    rows += bench.measure(workload, args.repeats)
-                for worker in bench.engines:
-                    about = {"error": worker.error, "versions": worker.versions, "environment": worker.notes}
-                    engines[worker.engine] = about
+                    rows += measure(workload, workers, limits, checkpoint.vocab_size, args.repeats)
+                for each in workers:
+                    about = {"error": each.error, "versions": each.versions, "environment": each.notes}
+                    engines[each.engine] = about
         names = [workload.name for workload in workloads]
         rows.sort(key=lambda row: names.index(row["workload"]))
         return {
             "model": model,
             "engines": engines,
             "limits": {
-                "bandwidth_gb_per_s": round(bench.bandwidth / 1e9, 1),
-                "gemm_gflop_per_s": {rows: round(rate / 1e9) for rows, rate in bench.flops.items()},
-                "roofline_output_tokens_per_s": {w.name: bench.roofline(w) for w in workloads},
+                "bandwidth_gb_per_s": round(limits.bandwidth / 1e9, 1),
+                "gemm_gflop_per_s": {rows: round(rate / 1e9) for rows, rate in limits.flops.items()},
+                "roofline_output_tokens_per_s": {w.name: limits.roofline(w) for w in workloads},
             },
             "results": rows,
         }
@@ -201,11 +191,10 @@ def bench_engines(args: argparse.Namespace) -> dict[str, Any]:
     groups: dict[str, list[Workload]] = {}
     for workload in args.workload:
         groups.setdefault(args.model or workload.shape, []).append(workload)
-    report: dict[str, Any] = {
+    return {
         "machine": machine(args.threads, args.device),
         "dtype": args.dtype,
         "repeats": args.repeats,
         "workloads": [asdict(workload) for workload in args.workload],
         "models": [bench_model(model, workloads, args) for model, workloads in groups.items()],
     }
-    return report

@@ -18,7 +18,6 @@ from typing import Any
 from benchmarks import llama_cpp, nano_vllm
 from benchmarks.ablation import TRICKS, WITHOUT, settings_of
 from benchmarks.runs import (
-    KV_CACHE_BYTES,
     MAX_NUM_BATCHED_TOKENS,
     MAX_NUM_SEQS,
     TEMPERATURE,
@@ -104,7 +103,7 @@ def load_transformers(settings: dict[str, Any]) -> Run:
     """Load transformers' `generate`: static batches with left padding, each as long as its longest output."""
     import torch
 
-    model, _ = transformers_model(settings)
+    model = transformers_model(settings)
 
     def run(prompts: list[list[int]], output_lens: list[int]) -> dict[str, Any]:
         start, steps, output_tokens = time.perf_counter(), 0, 0
@@ -130,48 +129,6 @@ def load_transformers(settings: dict[str, Any]) -> Run:
     return run
 
 
-def load_transformers_cb(settings: dict[str, Any]) -> Run:
-    """Load transformers' continuous batching, as in `generate_batch`, with an output length per request."""
-    import torch
-    from transformers import ContinuousBatchingConfig
-
-    model, generation_config = transformers_model(settings)
-    cb_config = ContinuousBatchingConfig(
-        max_batch_tokens=MAX_NUM_BATCHED_TOKENS, max_requests_per_batch=MAX_NUM_SEQS
-    )
-    if settings["device"] == "cpu":  # the cache of the other engines; by default it would take all memory
-        config, itemsize = model.config, getattr(torch, settings["dtype"]).itemsize
-        token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * itemsize
-        num_tokens = min(KV_CACHE_BYTES // token_bytes, MAX_NUM_SEQS * settings["max_model_len"])
-        cb_config.num_blocks = num_tokens // cb_config.page_size
-
-    def serve(manager: Any, prompts: list[list[int]], output_lens: list[int]) -> list[Any]:
-        for prompt, num_tokens in zip(prompts, output_lens, strict=True):
-            manager.add_request(prompt, max_new_tokens=num_tokens, record_timestamps=True)
-        finished: list[Any] = []
-        while len(finished) < len(prompts):
-            result = manager.get_result(timeout=1)
-            if result is None and not manager.is_running():
-                raise RuntimeError("the generation thread ended")
-            if result is not None and result.error is not None:
-                raise RuntimeError(result.error)
-            if result is not None and result.is_finished():
-                finished.append(result)
-        return finished
-
-    def run(prompts: list[list[int]], output_lens: list[int]) -> dict[str, Any]:
-        with model.continuous_batching_context_manager(
-            generation_config, continuous_batching_config=cb_config, warmup=settings["device"] == "cuda"
-        ) as manager:
-            serve(manager, [[0]], [1])  # the cache is allocated at the first request
-            start = time.perf_counter()
-            outputs = serve(manager, prompts, output_lens)
-            seconds = time.perf_counter() - start
-        return measurements(seconds, [[stamp - start for stamp in out.timestamps] for out in outputs])
-
-    return run
-
-
 def load_limits(settings: dict[str, Any]) -> Run:
     """Return a run that measures the machine's memory bandwidth and matrix rate instead of an engine."""
     from nanoengine.apps.roofline import measure_limits
@@ -184,7 +141,6 @@ LOADERS: dict[str, tuple[str, Callable[[dict[str, Any]], Run]]] = {
     "nanoengine": ("nanoengine", load_stepped),
     **{f"nanoengine-{kind}": ("nanoengine", load_stepped) for kind in ("int8", "int4", *ATTENTION)},
     "transformers": ("transformers", load_transformers),
-    "transformers-cb": ("transformers", load_transformers_cb),
     "vllm": ("vllm", load_stepped),
     "nano-vllm": ("nanovllm", nano_vllm.load),
     **{f"llama.cpp{kind}": ("llama_cpp", llama_cpp.load) for kind in ("", "-q8_0", "-q4_0")},

@@ -19,7 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,6 @@ from benchmarks.models import write_shape, write_tokenizer
 from examples import train_demo
 from nanoengine import LLM, SamplingParams, StructuredOutputsParams
 from nanoengine.apps.workloads import SHAPES
-from nanoengine.sampling import SamplingRow
 
 GiB = 1 << 30
 
@@ -39,6 +38,12 @@ def median_ratio(pairs: list[tuple[float, float]]) -> float:
     return statistics.median(first / second for first, second in pairs)
 
 
+def show(pairs: list[tuple[float, float]]) -> str:
+    """Return the medians of both rates, and the median of their ratios, as text."""
+    first, second = map(statistics.median, zip(*pairs, strict=True))
+    return f"{first:9.1f} {second:9.1f} {median_ratio(pairs):6.2f}x"
+
+
 def random_prompts(rng: random.Random, count: int, length: int, vocab_size: int = 4000) -> list[list[int]]:
     """Return prompts of random token ids."""
     return [[rng.randrange(min(4000, vocab_size)) for _ in range(length)] for _ in range(count)]
@@ -46,31 +51,27 @@ def random_prompts(rng: random.Random, count: int, length: int, vocab_size: int 
 
 # ---- Speculative decoding ------------------------------------------------------------------------
 
-# What the answers are sampled from. How many draft tokens are accepted depends on it.
-TEXTS = {
-    "same": 1,  # one token: as many draft tokens are accepted as possible
-    "coin": 2,  # two tokens: half of the draft tokens fail
-    "random": None,  # all tokens: nothing repeats, which measures the cost of looking
-    "passages": None,  # a chat, in which the model repeats a passage from hundreds of tokens earlier
-}
+# How many tokens the answers are sampled from: the fewer, the more draft tokens are accepted. None: all, so
+# that nothing repeats. Passages are a chat, in which the bundled model repeats a text word for word.
+TEXTS = {"same": 1, "coin": 2, "random": None, "passages": None}
 
 
 def serve_text(llm: LLM, text: str, batch: int, run: str) -> tuple[float, list[list[int]]]:
-    """Serve `batch` requests at once, and return the seconds it took and the answers' tokens."""
+    """Serve `batch` requests at once, and return the output tokens per second and the answers' tokens."""
     rng = random.Random(f"{text} {batch} {run}")
     params = SamplingParams(temperature=0.6, seed=0, max_tokens=128, detokenize=False, ignore_eos=True)
     ask: Callable[..., Any]
     if text == "passages":
         params = SamplingParams(temperature=0, max_tokens=512)
-        questions = [train_demo.ask_passage(rng, 20)[0]] * batch
-        ask = functools.partial(llm.chat, [[{"role": "user", "content": question}] for question in questions])
+        question = {"role": "user", "content": train_demo.ask_passage(rng, 20)[0]}
+        ask = functools.partial(llm.chat, [[question]] * batch)
     else:
         params.allowed_token_ids = list(range(5, 5 + TEXTS[text])) if TEXTS[text] else None
         prompts = random_prompts(rng, batch, 256, llm.llm_engine.checkpoint.vocab_size)
         ask = functools.partial(llm.generate, prompts)
     start = time.perf_counter()
-    outputs = ask(params, use_tqdm=False)
-    return time.perf_counter() - start, [output.outputs[0].token_ids for output in outputs]
+    answers = [output.outputs[0].token_ids for output in ask(params, use_tqdm=False)]
+    return sum(map(len, answers)) / (time.perf_counter() - start), answers
 
 
 def compare_drafts(off: LLM, on: LLM, text: str, batch: int, repeats: int) -> dict[str, Any]:
@@ -78,31 +79,16 @@ def compare_drafts(off: LLM, on: LLM, text: str, batch: int, repeats: int) -> di
     for llm in (off, on):
         serve_text(llm, text, min(batch, 2), "warm-up")
     before, rates, num_different = on.metrics(), [], 0
-    for run in range(repeats):
-        turns = [
-            (llm, *serve_text(llm, text, batch, str(run))) for llm in ((off, on) if run % 2 else (on, off))
-        ]
-        speeds = {llm: sum(map(len, answers)) / seconds for llm, seconds, answers in turns}
-        rates.append((speeds[on], speeds[off]))
-        num_different += sum(a != b for a, b in zip(turns[0][2], turns[1][2], strict=True))
-    names = [f"spec_decode_num_{what}" for what in ("drafts", "draft_tokens", "accepted_tokens")]
-    drafts, drafted, accepted = (int(on.metrics()[name] - before[name]) for name in names)
-    with_drafts, without = map(statistics.median, zip(*rates, strict=True))
-    gain = median_ratio(rates)
-    print(
-        f"{text:9} {batch:5} {without:9.1f} {with_drafts:9.1f} {gain:6.2f}x {drafted:8} {accepted:8}"
-        f"  {num_different}"
-    )
-    return {
-        "text": text,
-        "batch": batch,
-        "output_tokens_per_s": rates,
-        "gain": gain,
-        "drafted": drafted,
-        "accepted": accepted,
-        "mean_acceptance_length": 1 + accepted / drafts if drafts else None,
-        "answers_that_differ": num_different,
-    }
+    for run in map(str, range(repeats)):
+        (fast, ours), (slow, expected) = (serve_text(llm, text, batch, run) for llm in (on, off))
+        rates.append((fast, slow))
+        num_different += sum(a != b for a, b in zip(ours, expected, strict=True))
+    names = [f"spec_decode_num_{what}_tokens" for what in ("draft", "accepted")]
+    drafted, accepted = (int(on.metrics()[name] - before[name]) for name in names)
+    counts = f"{drafted:8} {accepted:8}  {num_different}"
+    print(f"{text:9} {batch:5} {show(rates)} {counts}")
+    result = {"text": text, "batch": batch, "output_tokens_per_s": rates, "gain": median_ratio(rates)}
+    return result | {"drafted": drafted, "accepted": accepted, "answers_that_differ": num_different}
 
 
 def speculate(model: str, settings: dict[str, Any], args: argparse.Namespace) -> Any:
@@ -110,7 +96,7 @@ def speculate(model: str, settings: dict[str, Any], args: argparse.Namespace) ->
     config = {"method": "ngram", "num_speculative_tokens": args.tokens}
     config |= {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
     settings |= {"max_model_len": 1024, "kv_cache_bytes": 2 * GiB, "enable_prefix_caching": False}
-    print("text      batch       off        on    gain  drafted accepted  differ  (output tokens/s)")
+    print("text      batch      with   without   ratio  drafted accepted  differ  (output tokens/s)")
     results = []
     for text in args.text:
         if text == "passages" and args.model is None:
@@ -122,11 +108,9 @@ def speculate(model: str, settings: dict[str, Any], args: argparse.Namespace) ->
 
 # ---- Structured outputs --------------------------------------------------------------------------
 
-ANSWER = 48  # tokens; the schemas require more text than that
-
 
 def schema_of(i: int) -> dict[str, Any]:
-    """Return a different schema for each request."""
+    """Return a different schema for each request, with more text than an answer has room for."""
     properties = {
         f"name_{i}": {"type": "string", "maxLength": 20},
         "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 2},
@@ -138,28 +122,13 @@ def schema_of(i: int) -> dict[str, Any]:
 
 def structured_rate(llm: LLM, batch: int, has_schema: bool) -> float:
     """Serve `batch` requests at once, and return the output tokens per second."""
-    params = [SamplingParams(seed=i, max_tokens=ANSWER, ignore_eos=not has_schema) for i in range(batch)]
+    params = [SamplingParams(seed=i, max_tokens=48, ignore_eos=not has_schema) for i in range(batch)]
     for i, each in enumerate(params):
         each.structured_outputs = StructuredOutputsParams(json=schema_of(i)) if has_schema else None
+    prompts = random_prompts(random.Random(batch), batch, 16)
     start = time.perf_counter()
-    outputs = llm.generate(random_prompts(random.Random(batch), batch, 16), params, use_tqdm=False)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
     return sum(len(output.outputs[0].token_ids) for output in outputs) / (time.perf_counter() - start)
-
-
-def mask_microseconds(llm: LLM) -> float:
-    """Return the median microseconds to apply one constraint's mask, over the positions of an answer."""
-    params = SamplingParams(max_tokens=ANSWER, structured_outputs=StructuredOutputsParams(json=schema_of(0)))
-    prompt, times = [1, 2, 3], []
-    (output,) = llm.generate([prompt], params, use_tqdm=False)
-    (make,) = llm.llm_engine.check(prompt, params).processors
-    constraint, token_ids = make(), prompt + output.outputs[0].token_ids
-    logits = torch.zeros(1, llm.llm_engine.checkpoint.vocab_size)
-    for position in range(len(prompt), len(token_ids)):
-        row = SamplingRow(params, 0, position, token_ids, len(prompt))
-        start = time.perf_counter()
-        constraint.apply(logits, [(0, constraint, row)])
-        times.append(time.perf_counter() - start)
-    return 1e6 * statistics.median(times)
 
 
 def structured(model: str, settings: dict[str, Any], args: argparse.Namespace) -> Any:
@@ -170,16 +139,15 @@ def structured(model: str, settings: dict[str, Any], args: argparse.Namespace) -
     settings |= {"max_model_len": 512, "kv_cache_bytes": 2 * GiB, "enable_prefix_caching": False}
     results = []
     with LLM(model, **settings) as llm:
-        print(f"a mask, applied: {mask_microseconds(llm):.0f} us")
-        print("batch   without     with  ratio  (output tokens/s)")
+        print("batch      with   without   ratio  (output tokens/s)")
         for batch in args.batch:
-            for has_schema in (False, True):  # a warm-up, which also compiles the grammars
-                structured_rate(llm, batch, has_schema)
-            turns = range(args.repeats)
+            # The first pair is a warm-up, which also compiles the grammars.
+            turns = range(1 + args.repeats)
             pairs = [(structured_rate(llm, batch, True), structured_rate(llm, batch, False)) for _ in turns]
-            formed, free = map(statistics.median, zip(*pairs, strict=True))
-            print(f"{batch:5} {free:9.1f} {formed:8.1f} {median_ratio(pairs):6.3f}")
-            results.append({"batch": batch, "output_tokens_per_s": pairs, "ratio": median_ratio(pairs)})
+            print(f"{batch:5} {show(pairs[1:])}")
+            results.append(
+                {"batch": batch, "output_tokens_per_s": pairs[1:], "ratio": median_ratio(pairs[1:])}
+            )
     return results
 
 
@@ -254,15 +222,13 @@ def questions(count: int) -> list[tuple[str, str]]:
     return [asks[i % len(asks)](rng) for i in range(count)]
 
 
-def answered(tokenizer: Any, asked: list[tuple[str, str]]) -> list[Text]:
-    """Return conversations of which only the answers are scored."""
-    texts = []
+def answered(tokenizer: Any, asked: list[tuple[str, str]]) -> Iterator[Text]:
+    """Yield conversations of which only the answers are scored."""
     for question, answer in asked:
         chat = [{"role": "user", "content": question}]
         prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
         ids = tokenizer(prompt).input_ids
-        texts.append((ids + tokenizer(answer).input_ids, len(ids)))
-    return texts
+        yield ids + tokenizer(answer).input_ids, len(ids)
 
 
 def english(tokenizer: Any, path: str | None, num_tokens: int) -> list[Text]:
@@ -290,9 +256,8 @@ def num_right(llm: LLM, asked: list[tuple[str, str]]) -> int:
     return sum(out.outputs[0].text == answer for out, (_, answer) in zip(outputs, asked, strict=True))
 
 
-def weight_bytes(llm: LLM) -> int:
-    """Return the bytes of the model's weights, counting shared ones once."""
-    model = llm.llm_engine.runner.model
+def weight_bytes(model: torch.nn.Module) -> int:
+    """Return the bytes of the weights, counting shared ones once."""
     return sum(
         {x.data_ptr(): x.nbytes for x in (*model.parameters(), *model.buffers()) if not x.is_mkldnn}.values()
     )
@@ -312,11 +277,15 @@ def quality(model: str, settings: dict[str, Any], args: argparse.Namespace) -> A
         with LLM(args.model or "demo", max_model_len=1024, kv_cache_bytes=GiB // 4, **own) as llm:
             texts = {"english": english(llm.get_tokenizer(), args.text, args.tokens)}
             if asked:
-                texts["answers"] = answered(llm.get_tokenizer(), asked)
+                texts["answers"] = list(answered(llm.get_tokenizer(), asked))
             for text, pieces in texts.items():
                 found = log_probabilities(llm, pieces)
                 changes = [abs(x - y) for x, y in zip(found, exact.setdefault(text, found), strict=True)]
-                row = {"text": text, "precision": precision, "weight_bytes": weight_bytes(llm)}
+                row = {
+                    "text": text,
+                    "precision": precision,
+                    "weight_bytes": weight_bytes(llm.llm_engine.runner.model),
+                }
                 row |= {"logprob": statistics.fmean(found), "change": statistics.fmean(changes)}
                 row["right"] = num_right(llm, asked) if text == "answers" else "-"
                 figures = f"{row['logprob']:15.4g}  {row['change']:10.2g}  {row['right']:>5}"

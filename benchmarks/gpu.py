@@ -25,7 +25,7 @@ from benchmarks.models import write_shape
 PIECE_S, ALL_S = 540.0, 2400.0  # time limits in seconds, for one piece and for all pieces
 # Pieces that are a run of `python -m benchmarks`: the engines to compare, and nanoengine's tricks.
 ENGINES = {name: f"nanoengine-{name}" for name in ("flash", "varlen", "triton")}
-ENGINES |= {name: name for name in ("nano-vllm", "vllm", "transformers-cb", "transformers")}
+ENGINES |= {name: name for name in ("nano-vllm", "vllm", "transformers")}
 TRICKS = ("graphs", "fusion", "async scheduling", "prefix caching")
 
 

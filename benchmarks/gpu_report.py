@@ -10,7 +10,6 @@ from benchmarks.report import compare_tricks, hardware, table, trick_cells, vers
 # Output tokens per second on an H200, estimated before this ran on a GPU. Reading the cache takes 4.1 s,
 # weights, kernels and sampling take 1.2 ms in each of 1,024 steps, and the prompts take 0.4 s.
 EXPECTED = {"flash": 23_000, "varlen": 21_900, "triton": 17_300, "vllm": 26_000, "nano-vllm": 19_000}
-OTHERS = ("transformers-cb", "transformers")
 
 
 def load(directory: Path) -> dict[str, dict[str, Any]]:
@@ -57,7 +56,7 @@ def _tests(piece: dict[str, Any]) -> str:
 
 def _served(found: dict[str, dict[str, Any]]) -> str:
     lines = []
-    for name in (*EXPECTED, *OTHERS):
+    for name in (*EXPECTED, "transformers"):
         piece, expected = found.get(name, {"error": "not run"}), EXPECTED.get(name)
         row = piece if "error" in piece else piece["models"][0]["results"][0]
         figures = [row.get("error"), "-", "-", "-"]

@@ -1,5 +1,6 @@
 """Measures the host side: the scheduler and block manager, then whole steps without the device's work."""
 
+import itertools
 import random
 import statistics
 import time
@@ -84,16 +85,14 @@ def admission_us(num_blocks: int, repeats: int) -> dict[str, float]:
 class NoForward(Forward):
     """Replaces a GPU's forward pass: pads batches of decodes as for a CUDA graph, and computes nothing."""
 
-    def __init__(self, table_width: int, block_size: int) -> None:
+    def __init__(self, *sizes: int) -> None:
         super().__init__()
-        self.table_width, self.block_size = table_width, block_size
+        self.sizes = sizes  # blocks in a table, tokens in a block
 
     def pad(self, inputs: Any) -> Any:
         """Pad a batch of decodes as a GPU does, for a graph with room for exactly these sequences."""
         num_seqs = len(inputs.metadata.seq_lens)
-        if len(inputs.input_ids) != num_seqs:
-            return inputs
-        return cuda.pad_decodes(inputs, num_seqs, self.table_width, self.block_size)
+        return cuda.pad_decodes(inputs, num_seqs, *self.sizes) if len(inputs.input_ids) == num_seqs else inputs
 
     def __call__(self, compute: Any, inputs: Any) -> Tensor:
         """Return meaningless hidden states, (T, 1)."""
@@ -108,27 +107,19 @@ def engine_without_device(num_seqs: int, max_model_len: int = 1024) -> Iterator[
     character.
     """
     block_size = 256
+    settings: dict[str, Any] = {"max_num_seqs": num_seqs, "max_model_len": max_model_len}
+    settings |= {"block_size": block_size, "num_kv_blocks": num_seqs * max_model_len // block_size}
     with redirect_stderr(StringIO()):  # hides the engine's startup message
-        engine = LLMEngine(
-            EngineConfig(
-                model="demo",
-                max_num_seqs=num_seqs,
-                max_model_len=max_model_len,
-                max_num_batched_tokens=8192,
-                block_size=block_size,
-                num_kv_blocks=num_seqs * max_model_len // block_size,
-                async_scheduling=True,
-            )
-        )
+        config = EngineConfig(model="demo", max_num_batched_tokens=8192, async_scheduling=True, **settings)
+        engine = LLMEngine(config)
     runner: Any = engine.runner
     text = "A cat sat on the mat, and 3 dogs came by: naïve, 日本 ones. "
     written = engine.checkpoint.tokenizer(text, add_special_tokens=False).input_ids
     tokens = torch.tensor(written * (1 + (num_seqs + len(written)) // len(written)))
-    logits, step = torch.zeros(num_seqs, 1), [0]
+    logits, steps = torch.zeros(num_seqs, 1), itertools.count(1)
 
     def draw(logits: Tensor, metadata: Any) -> tuple[Tensor, Tensor]:
-        step[0] += 1
-        return tokens[step[0] % len(written) :][: len(logits)], logits[:, 0]
+        return tokens[next(steps) % len(written) :][: len(logits)], logits[:, 0]
 
     runner.forward = NoForward(max_model_len // block_size, block_size)
     runner.model.compute_logits = lambda hidden: logits[: len(hidden)]
@@ -164,10 +155,9 @@ def start_decodes(
 
 
 KINDS: dict[str, dict[str, Any]] = {
-    "FINAL_ONLY": {"output_kind": RequestOutputKind.FINAL_ONLY, "detokenize": False},
-    "FINAL_ONLY, text": {"output_kind": RequestOutputKind.FINAL_ONLY},
-    "DELTA": {"output_kind": RequestOutputKind.DELTA, "detokenize": False},
-    "DELTA, text": {"output_kind": RequestOutputKind.DELTA},
+    f"{kind.name}{text}": {"output_kind": kind, "detokenize": bool(text)}
+    for kind in (RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA)
+    for text in ("", ", text")
 }
 PHASES = ("schedule", "inputs", "forward", "sample", "update")
 

@@ -85,7 +85,7 @@ def write_gguf(
     if is_scaled:
         writer.add_tensor("rope_freqs.weight", divisors.numpy())
 
-    model, _ = transformers_model(settings | {"device": "cpu"})
+    model = transformers_model(settings | {"device": "cpu"})
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[family.upper()], config.num_layers)
     dtypes = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
     weight_type = gguf.GGMLQuantizationType[(kind or dtypes[settings["dtype"]]).upper()]

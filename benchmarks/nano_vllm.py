@@ -42,7 +42,7 @@ def write_at_random(checkpoint: "Checkpoint", settings: dict[str, Any], path: Pa
     import tokenizers
     from safetensors.torch import save_file
 
-    model, _ = transformers_model(settings | {"device": "cpu"})
+    model = transformers_model(settings | {"device": "cpu"})
     weights = {name: parameter.contiguous() for name, parameter in model.named_parameters()}  # no tied copies
     save_file(weights, path / "model.safetensors")
     # Copied unchanged: transformers would write field names that its older versions do not know.

@@ -47,7 +47,6 @@ def cells(row: dict[str, Any]) -> dict[str, str]:
         "prefix hits": text("prefix_hit_rate", ".0%"),
         "preemptions": text("preemptions", ".0f"),
         "peak KV use": text("peak_kv_usage", ".0%"),
-        "peak memory, GiB": text("peak_rss_bytes", ".2f", 2**-30),
         "peak CUDA memory, GiB": text("cuda_peak_bytes", ".2f", 2**-30),
     }
     phases: dict[str, float] = row["phases_s"] or {}

@@ -34,8 +34,8 @@ def measurements(seconds: float, stamps: list[list[float]]) -> dict[str, Any]:
     }
 
 
-def transformers_model(settings: dict[str, Any]) -> tuple[Any, Any]:
-    """Return a model and the generation settings of both transformers engines: sampling, no stop token."""
+def transformers_model(settings: dict[str, Any]) -> Any:
+    """Return a model on transformers' code, which samples and does not stop at a token."""
     import torch
     import transformers
 
@@ -50,4 +50,4 @@ def transformers_model(settings: dict[str, Any]) -> tuple[Any, Any]:
     model.generation_config = library.GenerationConfig(
         do_sample=True, temperature=TEMPERATURE, top_k=0, top_p=1.0, pad_token_id=0, eos_token_id=None
     )
-    return model.to(settings["device"]).eval(), model.generation_config
+    return model.to(settings["device"]).eval()

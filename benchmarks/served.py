@@ -8,13 +8,12 @@ Each server runs alone, on the same cores as its clients. Requests arrive evenly
 at once ("saturated"). With --shared, their prompts begin with the same tokens. Otherwise no two runs of a
 server share a prompt, and all servers get the same prompts. The model is a published shape with random
 weights and a byte tokenizer, so that a prompt has as many tokens as its text has bytes. guidellm measures
-when tokens arrive. The table shows the CPU seconds of the server and of guidellm.
+when tokens arrive.
 """
 
 import argparse
 import json
 import os
-import resource
 import socket
 import subprocess
 import sys
@@ -22,7 +21,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +38,8 @@ FIGURES = {"TTFT": "time_to_first_token_ms", "between tokens": "inter_token_late
 
 
 @contextmanager
-def serving(engine: str, python: str, model: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """Start a server, and yield its URL and its process. If it does not start, exit and show its output."""
+def serving(engine: str, python: str, model: str) -> Iterator[str]:
+    """Start a server, and yield its URL. If it does not start, exit and show its output."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -60,7 +59,7 @@ def serving(engine: str, python: str, model: str) -> Iterator[tuple[str, subproc
                     log.seek(0)
                     sys.exit(f"{engine} did not start:\n{log.read().decode(errors='replace')[-2000:]}")
                 time.sleep(0.2)
-            yield url, process
+            yield url
         finally:
             process.terminate()
             process.wait(60)
@@ -68,11 +67,9 @@ def serving(engine: str, python: str, model: str) -> Iterator[tuple[str, subproc
 
 def answers(url: str) -> bool:
     """Return whether a server answers at the URL."""
-    try:
-        with urllib.request.urlopen(url, timeout=5):
-            return True
-    except OSError:
-        return False
+    with suppress(OSError), urllib.request.urlopen(url, timeout=5):
+        return True
+    return False
 
 
 def scenario(
@@ -106,40 +103,28 @@ def load(url: str, model: str, args: argparse.Namespace, rate: float | None, see
     with tempfile.TemporaryDirectory() as scratch:
         config, out = Path(scratch, "scenario.json"), Path(scratch, "report.json")
         config.write_text(json.dumps({"spec": scenario(url, model, args, rate, seed, out)}))
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         command = [args.guidellm, "-m", "guidellm", "run", "--config", str(config), "--disable-console"]
         # The default, ten processes, would take more of the cores that guidellm shares with the server.
         settings = {"HF_HUB_OFFLINE": "1", "GUIDELLM__MAX_WORKER_PROCESSES": "1"}
         run = subprocess.run(command, capture_output=True, text=True, env=os.environ | settings)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
         if run.returncode or not out.is_file():
             raise RuntimeError(f"guidellm failed:\n{(run.stdout + run.stderr)[-2000:]}")
         (benchmark,) = json.loads(out.read_text())["benchmarks"]
-    client_seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return summarize(benchmark, client_seconds)
+    return summarize(benchmark)
 
 
-def summarize(benchmark: dict[str, Any], client_seconds: float) -> dict[str, Any]:
+def summarize(benchmark: dict[str, Any]) -> dict[str, Any]:
     """Reduce guidellm's report of a run to the figures that are compared."""
     metrics = benchmark["metrics"]
     totals = metrics["request_totals"]
     if totals["errored"] or not totals["successful"]:
         raise RuntimeError(f"of guidellm's requests {totals['errored']} failed of {totals['total']}")
-    row: dict[str, Any] = {"requests": totals["successful"], "client_cpu_seconds": round(client_seconds, 2)}
+    row: dict[str, Any] = {"requests": totals["successful"]}
     row["output_tokens_per_s"] = round(metrics["output_tokens_per_second"]["successful"]["mean"], 2)
     for label, name in FIGURES.items():
         percentiles = metrics[name]["successful"]["percentiles"]
         row[f"{label}, ms"] = [round(percentiles[p], 1) for p in ("p50", "p99")]
     return row
-
-
-def cpu_seconds(process: subprocess.Popen[bytes]) -> float:
-    """Return the CPU seconds that a server and its child processes have used."""
-    import psutil
-
-    family = psutil.Process(process.pid)
-    times = [each.cpu_times() for each in (family, *family.children(recursive=True))]
-    return float(sum(one.user + one.system for one in times))
 
 
 def main() -> None:
@@ -172,19 +157,16 @@ def main() -> None:
         write_shape(args.model, model, dtype=args.dtype)
         write_tokenizer(SHAPES[args.model]["vocab_size"], model)
         for engine in engines:
-            with serving(engine, pythons.get(engine, sys.executable), model) as (url, process):
+            with serving(engine, pythons.get(engine, sys.executable), model) as url:
                 load(url, model, args, None, 0)  # a warm-up
                 for seed, rate in enumerate(rates, 1):
-                    before = cpu_seconds(process)
                     row = {"engine": engine, "rate": rate, **load(url, model, args, rate, seed)}
-                    row["server_cpu_seconds"] = round(cpu_seconds(process) - before, 2)
                     rows.append(row)
                     print("; ".join(row_cells(row)), flush=True)
-    head = "server", "requests a second", "output tokens/s", "TTFT p50, p99", "between tokens p50, p99", "cpu"
+    head = "server", "requests a second", "output tokens/s", "TTFT p50, p99", "between tokens p50, p99"
     print(f"\n{table(head, map(row_cells, rows))}")
     place = machine(len(CORES), "cpu")
-    whose = "cpu: seconds of the server, of guidellm with its start"
-    print(f"\n{hardware(place)}; {args.model}, {args.dtype}; {whose}\n")
+    print(f"\n{hardware(place)}; {args.model}, {args.dtype}\n")
     print(json.dumps({"machine": place, "settings": vars(args), "results": rows}))
 
 
@@ -192,8 +174,7 @@ def row_cells(row: dict[str, Any]) -> list[str]:
     """Return a row of the table."""
     rate = "saturated" if row["rate"] is None else f"{row['rate']:g}"
     latencies = [f"{low:.0f}, {high:.0f} ms" for low, high in (row[f"{label}, ms"] for label in FIGURES)]
-    cpu = f"{row['server_cpu_seconds']:.1f}, {row['client_cpu_seconds']:.1f} s"
-    return [row["engine"], rate, f"{row['output_tokens_per_s']:.1f}", *latencies, cpu]
+    return [row["engine"], rate, f"{row['output_tokens_per_s']:.1f}", *latencies]
 
 
 if __name__ == "__main__":

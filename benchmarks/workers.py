@@ -45,20 +45,6 @@ class Worker:
         reply: dict[str, Any] = json.loads(answer)
         return reply
 
-    def peak_rss_bytes(self) -> int | None:
-        """Return the sum of the processes' peak memory, or None if /proc does not report it."""
-        import psutil
-
-        main = psutil.Process(self.process.pid)
-        total = 0
-        for process in (main, *main.children(recursive=True)):
-            try:
-                lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
-            except OSError:
-                return None
-            total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
-        return total
-
     def close(self) -> None:
         """Let the process end, or kill it after 10 s, and kill all processes that it started."""
         self._signal(signal.SIGCONT)

@@ -226,7 +226,6 @@ def test_the_engines_run_side_by_side_on_the_same_requests():
             speed["median"] * (prompt_tokens + output_tokens) / output_tokens, rel=1e-3
         )
         assert row["steps"] == max(workload.lengths()[1])
-        assert row["peak_rss_bytes"] > 2**27
         assert row["roofline_share"] > 0
         assert {"python", "torch", engine} <= result["engines"][engine]["versions"].keys()
     ours = rows["nanoengine"]
@@ -265,9 +264,6 @@ class FakeWorker:
             return {"bandwidth": 1e9, "flops": {"1": 1e9}}
         self.alive.most = max(self.alive.most, len(self.alive))
         return {"seconds": 1.0, "output_tokens": sum(command[1])}
-
-    def peak_rss_bytes(self):
-        return 0
 
     def close(self):
         self.alive.remove(self.engine)
@@ -438,12 +434,12 @@ def test_a_run_of_guidellm_becomes_a_row_unless_a_request_failed():
         "time_to_first_token_ms": of(100.0, 200.0),
         "inter_token_latency_ms": of(10.0, 30.0),
     }
-    row = {"engine": "nanoengine", "rate": None, **served.summarize({"metrics": metrics}, 3.2)}
-    line = served.row_cells(row | {"server_cpu_seconds": 9.0})
-    assert line == ["nanoengine", "saturated", "12.3", "100, 200 ms", "10, 30 ms", "9.0, 3.2 s"]
+    row = {"engine": "nanoengine", "rate": None, **served.summarize({"metrics": metrics})}
+    line = served.row_cells(row)
+    assert line == ["nanoengine", "saturated", "12.3", "100, 200 ms", "10, 30 ms"]
     metrics["request_totals"]["errored"] = 1
     with pytest.raises(RuntimeError, match="1 failed of 4"):
-        served.summarize({"metrics": metrics}, 3.2)
+        served.summarize({"metrics": metrics})
 
 
 def test_a_model_to_be_served_has_a_token_for_each_byte_and_words_for_the_rest(tmp_path):
