@@ -3,12 +3,9 @@
 python -m benchmarks                               # nanoengine on this machine's default workload
 python -m benchmarks --workload decode,prefix --engine nanoengine,transformers
 python -m benchmarks --engine nanoengine,vllm --python vllm=/path/to/its/venv/bin/python
-python -m benchmarks --engine nanoengine,llama.cpp --python llama.cpp=/path/to/its/venv/bin/python
-python -m benchmarks --engine nanoengine,nano-vllm --python nano-vllm=/path/to/its/venv/bin/python
 python -m benchmarks --engine nanoengine-int4,llama.cpp-q4_0 --custom 1:32:128  # 4-bit weights
 python -m benchmarks --custom 64:32-256:16-64:512  # 64 requests, prompts of 32 to 256 tokens after 512 shared
 python -m benchmarks --ablate                      # nanoengine without each of its tricks
-python -m benchmarks --what scheduler              # only the host side: the scheduler, and whole steps
 
 Each engine has a process of its own, and the engines take turns: the first run of each, the second run of
 each, and so on. The others are stopped meanwhile. On a GPU each engine takes nearly all memory, so the second
@@ -73,25 +70,20 @@ def parse_arguments() -> argparse.Namespace:
     def add_names(option: str, known: Collection[str], text: str, **settings: Any) -> None:
         parser.add_argument(option, type=names_of(known), help=f"{text} {', '.join(known)}", **settings)
 
-    parser.add_argument("--what", choices=["engines", "scheduler"], default="engines")
     add_names("--workload", WORKLOADS, "default: small, on a GPU nano; of", default=[])
     parser.add_argument("--custom", type=parse_custom, metavar="REQUESTS:PROMPT:OUTPUT[:SHARED]")
     parser.add_argument("--model", help=f"{', '.join(SHAPES)} (random weights), a directory or a hub id")
     add_names("--engine", ENGINES, "one or more of", default=["nanoengine"])
     parser.add_argument("--python", type=interpreter, action="append", default=[], metavar="ENGINE=PATH")
-    parser.add_argument("--repeats", type=int, help="default: 3, of the scheduler 20")
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=len(CORES))
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     default = "default: all of this device; of"
     add_names("--ablate", TRICKS, default, nargs="?", const=list(TRICKS), metavar="TRICKS")
     args = parser.parse_args()
-    if args.repeats is None:
-        args.repeats = 3 if args.what == "engines" else 20
     if args.repeats < 1 or args.threads < 1:
         parser.error("--repeats and --threads must be at least 1")
-    if args.what == "scheduler":
-        return args
     if any(name.startswith("llama.cpp") for name in args.engine) and importlib.util.find_spec("gguf") is None:
         parser.error("gguf, which writes llama.cpp's model, is not installed: pip install -e '.[bench]'")
     args.pythons = dict(args.python)
@@ -113,27 +105,20 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Run the benchmark, and print the results."""
     args = parse_arguments()
-    report: dict[str, Any]
     started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     # Imported late, so that a wrong option is refused at once, and huggingface_hub reads HF_HUB_OFFLINE.
-    if args.what == "scheduler":
-        from benchmarks.host import bench_scheduler
+    from benchmarks.compare import bench_engines
+    from benchmarks.report import print_tables, print_tricks
 
-        report = bench_scheduler(args.repeats)
-    else:
-        from benchmarks.compare import bench_engines
-        from benchmarks.report import compare_tricks, print_tables, print_tricks
-
-        try:
-            report = bench_engines(args)
-        except (ValueError, OSError) as error:  # a bad model; errors of an engine are in its row instead
-            sys.exit(f"python -m benchmarks: {' '.join(str(error).split())}")
-        print_tables(report)
-        if args.ablate:
-            report["ablation"] = compare_tricks(report)
-            print_tricks(report["ablation"])
-    about = {"what": args.what, "command": command_line(), "started": started}
-    print(json.dumps(about | {"python": platform.python_version(), "machine": platform.machine()} | report))
+    try:
+        report = bench_engines(args)
+    except (ValueError, OSError) as error:  # a bad model; errors of an engine are in its row instead
+        sys.exit(f"python -m benchmarks: {' '.join(str(error).split())}")
+    print_tables(report)
+    if args.ablate:
+        print_tricks(report)
+    about = {"command": command_line(), "started": started, "python": platform.python_version()}
+    print(json.dumps(about | report))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ LATENCIES = ("ttft", "tpot", "itl")
 PREPARE = {"llama.cpp": llama_cpp.prepare, "nano-vllm": nano_vllm.prepare}
 # Bits per weight in the layers and in the head, including scales. Other engines' weights have the dtype.
 BITS = {"int8": (8.125, 8.125), "int4": (4.5, 8.125), "q8_0": (8.5, 8.5), "q4_0": (4.5, 8.5)}
-COUNTERS = ("steps", "batch_mean", "batch_max", "prefix_hit_rate", "preemptions", "peak_kv_usage")
+COUNTERS = ("steps", "prefix_hit_rate", "preemptions")
 
 
 def summarize(replies: list[dict[str, Any]], prompt_tokens: int, output_tokens: int) -> dict[str, Any]:

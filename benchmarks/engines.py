@@ -8,7 +8,6 @@ import importlib.util
 import json
 import os
 import platform
-import statistics
 import sys
 import time
 import traceback
@@ -30,9 +29,7 @@ STATIC_BATCH = 64  # number of requests in one `generate` call
 ATTENTION = ("flash", "varlen", "triton")  # backends on a GPU
 
 
-def drive(
-    engine: Any, prompts: list[list[int]], params: list[Any], after_step: Callable[[list[Any]], None]
-) -> dict[str, Any]:
+def drive(engine: Any, prompts: list[list[int]], params: list[Any]) -> dict[str, Any]:
     """Serve requests with `add_request` and `step`, which nanoengine and vLLM both have."""
     stamps: list[list[float]] = [[] for _ in prompts]
     start = time.perf_counter()
@@ -43,7 +40,6 @@ def drive(
         now = time.perf_counter() - start
         for output in outputs:
             stamps[int(output.request_id)] += [now] * len(output.outputs[0].token_ids)
-        after_step(outputs)
     return measurements(time.perf_counter() - start, stamps)
 
 
@@ -72,27 +68,16 @@ def load_stepped(settings: dict[str, Any]) -> Run:
         kind = RequestOutputKind.DELTA  # an output holds only what the step added
         params = [SamplingParams(max_tokens=n, output_kind=kind, **common) for n in output_lens]
         if is_vllm:
-            return drive(llm.llm_engine, prompts, params, lambda outputs: None)
-        batch_sizes: list[int] = []
-        usages: list[float] = []
-
-        def after_step(outputs: list[Any]) -> None:
-            metrics = llm.metrics()
-            batch_sizes.append(metrics["num_running"] + sum(output.finished for output in outputs))
-            usages.append(metrics["kv_cache_usage"])
-
+            return drive(llm.llm_engine, prompts, params)
         before = llm.metrics()
-        result = drive(llm, prompts, params, after_step)
+        result = drive(llm, prompts, params)
         spent = {name: value - before[name] for name, value in llm.metrics().items()}
         prefix = "seconds_"
         phases = {name.removeprefix(prefix): spent[name] for name in spent if name.startswith(prefix)}
         return result | {
             "steps": spent["num_steps"],
-            "batch_mean": statistics.fmean(batch_sizes),
-            "batch_max": max(batch_sizes),
             "prefix_hit_rate": spent["prefix_cache_hits"] / spent["prefix_cache_queries"],
             "preemptions": spent["num_preemptions"],
-            "peak_kv_usage": max(usages),
             "phases": phases | {"rest": result["seconds"] - sum(phases.values())},
         }
 
@@ -122,15 +107,13 @@ def load_transformers(settings: dict[str, Any]) -> Run:
             "seconds": time.perf_counter() - start,
             "output_tokens": output_tokens,
             "steps": steps,
-            "batch_mean": output_tokens / steps,
-            "batch_max": min(STATIC_BATCH, len(prompts)),
         }
 
     return run
 
 
 def load_limits(settings: dict[str, Any]) -> Run:
-    """Return a run that measures the machine's memory bandwidth and matrix rate instead of an engine."""
+    """Return a run that measures the machine's memory bandwidth and matrix rate."""
     from nanoengine.apps.roofline import measure_limits
 
     return lambda prompts, output_lens: measure_limits(settings["dtype"], settings["device"])

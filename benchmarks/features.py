@@ -1,7 +1,6 @@
 """Measure one feature of nanoengine. No download; the last line printed is one JSON object.
 
 python -m benchmarks.features speculate     # draft tokens, with and without, in turns
-python -m benchmarks.features structured    # a JSON schema for each request, with and without, in turns
 python -m benchmarks.features kvstore       # the first token of a long prompt: computed, from a store, cached
 python -m benchmarks.features quality       # what quantized weights change in log-probabilities
 
@@ -25,23 +24,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.models import write_shape, write_tokenizer
+from benchmarks.models import write_shape
 from examples import train_demo
-from nanoengine import LLM, SamplingParams, StructuredOutputsParams
+from nanoengine import LLM, SamplingParams
 from nanoengine.apps.workloads import SHAPES
 
 GiB = 1 << 30
-
-
-def median_ratio(pairs: list[tuple[float, float]]) -> float:
-    """Return the median of first / second over consecutive runs: the machine's slow changes cancel out."""
-    return statistics.median(first / second for first, second in pairs)
-
-
-def show(pairs: list[tuple[float, float]]) -> str:
-    """Return the medians of both rates, and the median of their ratios, as text."""
-    first, second = map(statistics.median, zip(*pairs, strict=True))
-    return f"{first:9.1f} {second:9.1f} {median_ratio(pairs):6.2f}x"
 
 
 def random_prompts(rng: random.Random, count: int, length: int, vocab_size: int = 4000) -> list[list[int]]:
@@ -85,9 +73,12 @@ def compare_drafts(off: LLM, on: LLM, text: str, batch: int, repeats: int) -> di
         num_different += sum(a != b for a, b in zip(ours, expected, strict=True))
     names = [f"spec_decode_num_{what}_tokens" for what in ("draft", "accepted")]
     drafted, accepted = (int(on.metrics()[name] - before[name]) for name in names)
-    counts = f"{drafted:8} {accepted:8}  {num_different}"
-    print(f"{text:9} {batch:5} {show(rates)} {counts}")
-    result = {"text": text, "batch": batch, "output_tokens_per_s": rates, "gain": median_ratio(rates)}
+    # Ratios of consecutive runs, so that slow changes of the machine's speed cancel out.
+    gain = statistics.median(fast / slow for fast, slow in rates)
+    fast, slow = map(statistics.median, zip(*rates, strict=True))
+    speeds, counts = f"{fast:9.1f} {slow:9.1f} {gain:6.2f}x", f"{drafted:8} {accepted:8}  {num_different}"
+    print(f"{text:9} {batch:5} {speeds} {counts}")
+    result = {"text": text, "batch": batch, "output_tokens_per_s": rates, "gain": gain}
     return result | {"drafted": drafted, "accepted": accepted, "answers_that_differ": num_different}
 
 
@@ -106,60 +97,7 @@ def speculate(model: str, settings: dict[str, Any], args: argparse.Namespace) ->
     return results
 
 
-# ---- Structured outputs --------------------------------------------------------------------------
-
-
-def schema_of(i: int) -> dict[str, Any]:
-    """Return a different schema for each request, with more text than an answer has room for."""
-    properties = {
-        f"name_{i}": {"type": "string", "maxLength": 20},
-        "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 2},
-        "age": {"type": "integer", "minimum": 0, "maximum": 120},
-        "note": {"type": "string", "minLength": 1000},
-    }
-    return {"type": "object", "properties": properties, "required": list(properties)}
-
-
-def structured_rate(llm: LLM, batch: int, has_schema: bool) -> float:
-    """Serve `batch` requests at once, and return the output tokens per second."""
-    params = [SamplingParams(seed=i, max_tokens=48, ignore_eos=not has_schema) for i in range(batch)]
-    for i, each in enumerate(params):
-        each.structured_outputs = StructuredOutputsParams(json=schema_of(i)) if has_schema else None
-    prompts = random_prompts(random.Random(batch), batch, 16)
-    start = time.perf_counter()
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    return sum(len(output.outputs[0].token_ids) for output in outputs) / (time.perf_counter() - start)
-
-
-def structured(model: str, settings: dict[str, Any], args: argparse.Namespace) -> Any:
-    """Measure each batch size."""
-    if args.model is None:
-        eos = write_tokenizer(SHAPES[args.shape]["vocab_size"], model)
-        write_shape(args.shape, model, eos_token_id=eos)
-    settings |= {"max_model_len": 512, "kv_cache_bytes": 2 * GiB, "enable_prefix_caching": False}
-    results = []
-    with LLM(model, **settings) as llm:
-        print("batch      with   without   ratio  (output tokens/s)")
-        for batch in args.batch:
-            # The first pair is a warm-up, which also compiles the grammars.
-            turns = range(1 + args.repeats)
-            pairs = [(structured_rate(llm, batch, True), structured_rate(llm, batch, False)) for _ in turns]
-            print(f"{batch:5} {show(pairs[1:])}")
-            results.append(
-                {"batch": batch, "output_tokens_per_s": pairs[1:], "ratio": median_ratio(pairs[1:])}
-            )
-    return results
-
-
 # ---- The KV store --------------------------------------------------------------------------------
-
-
-def drop_from_page_cache(directory: str) -> None:
-    """Drop the store's files from the page cache, so that reads hit the disk."""
-    os.sync()
-    for file in Path(directory).rglob("*.safetensors"):
-        with file.open("rb") as stream:
-            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def first_tokens(model: str, settings: dict[str, Any], args: argparse.Namespace, run: int) -> dict[str, Any]:
@@ -180,7 +118,10 @@ def first_tokens(model: str, settings: dict[str, Any], args: argparse.Namespace,
         for row, store in ("cold", memory), ("saved to disk", disk), ("memory", memory), ("disk", disk):
             with LLM(model, kv_store=store, **settings) as llm:
                 llm.generate([warm_up], params, use_tqdm=False)
-                drop_from_page_cache(disk)
+                os.sync()
+                for file in Path(disk).rglob("*.safetensors"):
+                    with file.open("rb") as stream:
+                        os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
                 for name in (row, "prefix cache") if row == "memory" else (row,):
                     start = time.perf_counter()
                     (output,) = llm.generate([prompt], params, use_tqdm=False)
@@ -314,7 +255,6 @@ def main(arguments: list[str] | None = None) -> None:
     feature.add_argument("--text", nargs="+", choices=TEXTS, default=[*TEXTS])
     feature.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16], help="requests served at once")
     feature.add_argument("--tokens", type=int, default=4, help="num_speculative_tokens")
-    add(structured, repeats=5).add_argument("--batch", type=int, nargs="+", default=[16, 64])
     feature = add(kvstore, repeats=3)
     feature.add_argument("--prompt", type=int, default=4096, help="tokens")
     feature.add_argument("--memory", default="/dev/shm", help="a directory in memory")

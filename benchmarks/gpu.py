@@ -2,7 +2,6 @@
 
 python -m benchmarks.gpu                             # all pieces, in at most forty minutes: `make gpu`
 python -m benchmarks.gpu tests attention flash vllm  # these pieces again; the report keeps other results
-python -m benchmarks.gpu --report                    # only write the report, from the existing results
 """
 
 import argparse
@@ -13,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -163,12 +161,13 @@ HERE = {"tests": run_tests, "attention": measure_attention, "profile": profile_s
 PIECES = [*HERE, *ENGINES, *(f"without {trick}".replace(" ", "-") for trick in TRICKS)]
 
 
-def command_of(piece: str, device: str, pythons: list[str], workload: list[str]) -> list[str]:
+def command_of(piece: str, device: str, pythons: list[str]) -> list[str]:
     """Return the command of a piece, which ends with a line of JSON."""
     if piece in HERE:
         return [sys.executable, "-m", "benchmarks.gpu", "--device", device, "--piece", piece]
     trick = piece.removeprefix("without-").replace("-", " ")
     chosen = ["--ablate", trick] if trick in TRICKS else ["--engine", ENGINES[piece]]
+    workload = ["--model", "tiny", "--custom", "2:8:4"] if device == "cpu" else ["--workload", "nano"]
     options = ["--device", device, "--repeats", "1", *(f"--python={python}" for python in pythons)]
     return [sys.executable, "-m", "benchmarks", *chosen, *options, *workload]
 
@@ -219,34 +218,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("gpu-report"), help="a directory")
     parser.add_argument("--python", action="append", default=[], metavar="ENGINE=PATH")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: to see that it runs")
-    parser.add_argument("--report", action="store_true", help="write the report alone")
     parser.add_argument("--piece", choices=HERE, help=argparse.SUPPRESS)  # run one here and print it
     args = parser.parse_args()
     if unknown := set(args.pieces).difference(PIECES):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(PIECES)}")
     if args.piece:
-        replies = os.fdopen(os.dup(1), "w")
-        os.dup2(2, 1)  # what engines print goes to the log
-        try:
-            found = HERE[args.piece](args.device)
-        except Exception as error:
-            traceback.print_exc()
-            found = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
-        print(json.dumps(found), file=replies, flush=True)
+        print(json.dumps(HERE[args.piece](args.device)))
         return
-    if not args.report:
-        import torch
+    import torch
 
-        if args.device == "cuda" and not torch.cuda.is_available():
-            sys.exit("this PyTorch sees no GPU")
-        workload = (
-            ["--model", "tiny", "--custom", "2:8:4"] if args.device == "cpu" else ["--workload", "nano"]
-        )
-        run_pieces(
-            args.pieces or PIECES,
-            args.out,
-            lambda name: command_of(name, args.device, args.python, workload),
-        )
+    if args.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("this PyTorch sees no GPU")
+    run_pieces(args.pieces or PIECES, args.out, lambda name: command_of(name, args.device, args.python))
     print(write_report(args.out))
 
 

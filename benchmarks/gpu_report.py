@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import compare_tricks, hardware, table, trick_cells, versions_of
+from benchmarks.report import TRICKS_HEAD, compare_tricks, hardware, table, versions_of
 
 # Output tokens per second on an H200, estimated before this ran on a GPU. Reading the cache takes 4.1 s,
 # weights, kernels and sampling take 1.2 ms in each of 1,024 steps, and the prompts take 0.4 s.
@@ -75,8 +75,8 @@ def _gains(found: dict[str, dict[str, Any]]) -> str:
     lines = [[name, "", piece["error"], ""] for name, piece in pieces.items() if "error" in piece]
     for piece in pieces.values():
         if "error" not in piece:
-            lines += map(trick_cells, compare_tricks(piece))
-    return table(("without", "workload", "output tokens/s with, without", "gain"), lines)
+            lines += compare_tricks(piece)
+    return table(TRICKS_HEAD, lines)
 
 
 def _attention(piece: dict[str, Any]) -> str:

@@ -1,10 +1,15 @@
-"""Measures the host side: the scheduler and block manager, then whole steps without the device's work."""
+"""Measure the host side: the scheduler and block manager, then whole steps without the device's work.
+
+python -m benchmarks.host [REPEATS]    # the last line printed is one JSON object
+"""
 
 import itertools
+import json
 import random
 import statistics
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from functools import partial
 from io import StringIO
@@ -35,11 +40,6 @@ def spread(times: list[float]) -> dict[str, float]:
     return {"median": statistics.median(times), "min": min(times), "max": max(times)}
 
 
-def spread_us(run: Callable[[], float], repeats: int) -> dict[str, float]:
-    """Return the spread of the seconds that `run` returns, in microseconds."""
-    return spread([run() * 1e6 for _ in range(repeats)])
-
-
 def decode_step_us(num_seqs: int, num_blocks: int, repeats: int) -> dict[str, float]:
     """Measure scheduling and updating one decode step."""
     manager = BlockManager(num_blocks, BLOCK_SIZE)
@@ -57,7 +57,7 @@ def decode_step_us(num_seqs: int, num_blocks: int, repeats: int) -> dict[str, fl
 
     step()  # admits all prompts
     # Averaged over whole blocks, so that growth, hashing and registration are included at their true share.
-    return spread_us(lambda: sum(step() for _ in range(BLOCK_SIZE)) / BLOCK_SIZE, repeats)
+    return spread([1e6 * sum(step() for _ in range(BLOCK_SIZE)) / BLOCK_SIZE for _ in range(repeats)])
 
 
 def admission_us(num_blocks: int, repeats: int) -> dict[str, float]:
@@ -76,7 +76,8 @@ def admission_us(num_blocks: int, repeats: int) -> dict[str, float]:
         return elapsed
 
     admit([0] * 32)
-    return spread_us(lambda: admit([rng.randrange(10**6) for _ in range(32)]), repeats * 20)
+    tails = [[rng.randrange(10**6) for _ in range(32)] for _ in range(repeats * 20)]
+    return spread([1e6 * admit(tail) for tail in tails])
 
 
 # ---- Whole steps ---------------------------------------------------------------------------------
@@ -92,7 +93,8 @@ class NoForward(Forward):
     def pad(self, inputs: Any) -> Any:
         """Pad a batch of decodes as a GPU does, for a graph with room for exactly these sequences."""
         num_seqs = len(inputs.metadata.seq_lens)
-        return cuda.pad_decodes(inputs, num_seqs, *self.sizes) if len(inputs.input_ids) == num_seqs else inputs
+        is_decode = len(inputs.input_ids) == num_seqs
+        return cuda.pad_decodes(inputs, num_seqs, *self.sizes) if is_decode else inputs
 
     def __call__(self, compute: Any, inputs: Any) -> Tensor:
         """Return meaningless hidden states, (T, 1)."""
@@ -195,3 +197,7 @@ def bench_scheduler(repeats: int) -> dict[str, Any]:
         lines = [[name, *(f"{value:.2f}" for value in row.values())] for name, row in rows.items()]
         print(f"\n{table([title, *next(iter(rows.values()))], lines)}\n")
     return report
+
+
+if __name__ == "__main__":
+    print(json.dumps(bench_scheduler(int(sys.argv[1]) if len(sys.argv) > 1 else 20)))

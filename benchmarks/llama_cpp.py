@@ -23,9 +23,7 @@ FAMILIES = {"Llama": "llama", "Mistral": "llama", "Qwen2": "qwen2", "Qwen3": "qw
 def prepare(checkpoint: "Checkpoint", settings: dict[str, Any], directory: str) -> dict[str, Any]:
     """Write the model as a GGUF file, and return the settings for `load`, with the cache's size in tokens.
 
-    Raises:
-        ValueError: llama.cpp would compute another model than the checkpoint describes, or its family is not
-            supported here.
+    Raises ValueError if llama.cpp would compute another model than the checkpoint describes.
     """
     config = checkpoint.decoder_config
     if config is None:
@@ -46,9 +44,6 @@ def write_gguf(
 
     Matrices have the run's dtype, or a quantized type like "q4_0", in which case embedding and head are Q8_0.
     Norms and biases are float32, as in llama.cpp's own files. Source: llama.cpp's convert_hf_to_gguf.py.
-
-    Raises:
-        ValueError: the model has sliding windows, or a rope that the file format cannot describe.
     """
     import gguf
     import torch
@@ -132,19 +127,12 @@ CPU_FLAGS = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() 
 
 
 class LlamaCpp:
-    """Runs a model in llama.cpp with continuous batching.
+    """Runs a model in llama.cpp with continuous batching, and one KV cache for all sequences.
 
     A step is one `llama_decode` of the running requests' uncomputed tokens, oldest request first, up to the
     batch limit. llama.cpp does not preempt, so a request waits until there is room for all its tokens.
-
-    Args:
-        path: a GGUF file.
-        threads: number of threads for all computation.
-        cache_tokens: size of the KV cache that all sequences share, in tokens.
-        device: "cpu", or "cuda" to run all layers on a GPU.
-        exact: keep K and V in float32. Otherwise llama.cpp uses its default, flash attention over float16.
-            It has no flash attention over float32, and without it every sequence is multiplied with the
-            keys of all others.
+    `exact` keeps K and V in float32. Otherwise llama.cpp uses its default, flash attention over float16. It
+    has none over float32, and without it every sequence is multiplied with the keys of all others.
     """
 
     def __init__(
@@ -197,8 +185,7 @@ class LlamaCpp:
         requests: list[Request] = []
         running: list[Request] = []
         free_sequences = list(range(MAX_NUM_SEQS))
-        batch_sizes: list[int] = []
-        start = time.perf_counter()
+        num_steps, start = 0, time.perf_counter()
         while running or len(requests) < len(prompts):
             while len(requests) < len(prompts) and free_sequences:
                 prompt = prompts[len(requests)]
@@ -208,7 +195,7 @@ class LlamaCpp:
                 running.append(Request(list(prompt), len(prompt), total, free_sequences.pop()))
                 requests.append(running[-1])
             due = self._decode(running)
-            batch_sizes.append(len(running))
+            num_steps += 1
             for row, request in due:
                 request.tokens.append(api.llama_sampler_sample(sampler, self.context, row))
             now = time.perf_counter() - start
@@ -220,12 +207,8 @@ class LlamaCpp:
                     free_sequences.append(request.sequence)
         seconds = time.perf_counter() - start
         api.llama_sampler_free(sampler)
-        return requests, {
-            "steps": len(batch_sizes),
-            "batch_mean": sum(batch_sizes) / len(batch_sizes),
-            "batch_max": max(batch_sizes),
-            **measurements(seconds, [request.stamps for request in requests]),
-        }
+        stamps = [request.stamps for request in requests]
+        return requests, {"steps": num_steps, **measurements(seconds, stamps)}
 
     def _decode(self, running: list[Request]) -> list[tuple[int, Request]]:
         """Compute uncomputed tokens, oldest request first. Returns (row, request) for those that sample."""

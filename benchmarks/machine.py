@@ -6,32 +6,30 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-_AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
-# Instruction sets for matrix products, the best last, and the flags in /proc/cpuinfo that each needs.
-LEVELS = {
-    "less than AVX2": {"sse2"},
-    "AVX2": {"avx2", "fma"},
-    "AVX-512": _AVX512,
-    "AVX-512 bfloat16": _AVX512 | {"avx512_bf16"},
-    "NEON": {"asimd"},
-    "NEON bfloat16": {"asimd", "bf16"},
+# What matters to matrix products, and its flag in /proc/cpuinfo.
+INSTRUCTIONS = {
+    "avx2": "AVX2",
+    "avx512f": "AVX-512",
+    "avx512_bf16": "AVX-512 bfloat16",
+    "avx_vnni": "AVX VNNI",
+    "avx512_vnni": "AVX-512 VNNI",
+    "amx_bf16": "AMX",
+    "asimd": "NEON",
+    "bf16": "NEON bfloat16",
 }
-# In addition: products of 8-bit integers, and of matrix tiles.
-EXTRAS = {"VNNI": {"avx512_vnni", "avx_vnni"}, "AMX": {"amx_bf16"}}
 # Variables that keep a library from using newer instructions, so that a machine stands in for an older one.
 LIMITS = ("ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA")
 
 
-def instruction_set(flags: set[str], environment: Mapping[str, str] = os.environ) -> str:
-    """Return the instruction set that these flags allow, and the variables that limit it.
+def instruction_sets(flags: set[str], environment: Mapping[str, str] = os.environ) -> str:
+    """Return the instruction sets that these flags stand for, and the variables that limit their use.
 
-    >>> instruction_set({"sse2", "avx2", "fma", "avx_vnni"}, {"ATEN_CPU_CAPABILITY": "default"})
-    'AVX2 + VNNI, limited by ATEN_CPU_CAPABILITY=default'
+    >>> instruction_sets({"sse2", "avx2", "avx512f"}, {"ATEN_CPU_CAPABILITY": "avx2"})
+    'AVX2, AVX-512, limited by ATEN_CPU_CAPABILITY=avx2'
     """
-    levels = [name for name, needed in LEVELS.items() if needed <= flags] or ["unknown instructions"]
-    own = " + ".join([levels[-1], *(name for name, any_of in EXTRAS.items() if any_of & flags)])
+    names = [name for flag, name in INSTRUCTIONS.items() if flag in flags] or ["unknown instructions"]
     limits = " ".join(f"{name}={environment[name]}" for name in LIMITS if name in environment)
-    return f"{own}, limited by {limits}" if limits else own
+    return ", ".join([*names, f"limited by {limits}"] if limits else names)
 
 
 def machine(threads: int, device: str) -> dict[str, Any]:
@@ -47,7 +45,7 @@ def machine(threads: int, device: str) -> dict[str, Any]:
         flags.add("asimd")
     return {
         "cpu": found.get("model name") or platform.processor(),
-        "instructions": instruction_set(flags),
+        "instructions": instruction_sets(flags),
         "cores": os.cpu_count(),
         "threads": threads,
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),

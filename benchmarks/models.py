@@ -1,7 +1,6 @@
 """Writes models to measure: the config of a published shape, and a tokenizer of made-up words."""
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +15,12 @@ def write_shape(shape: str, directory: str | Path, **changes: Any) -> None:
     Path(directory, "config.json").write_text(json.dumps(SHAPES[shape] | changes))
 
 
-def write_tokenizer(vocab_size: int, directory: str | Path) -> int:
-    """Write a tokenizer of all bytes, made-up words and an end token, and return the end token's id.
-
-    It encodes a text as its bytes, and decodes the words too, half of which begin with a space.
-    """
-    rng, words = random.Random(0), dict.fromkeys(sorted(pre_tokenizers.ByteLevel.alphabet()))
-    while len(words) < vocab_size - 1:
-        letters = rng.choices("etaoinshrdlucmfwypvbgk0123456789_.,:{}\"'", k=rng.randrange(1, 9))
-        words["".join([rng.choice(("", "Ġ")), *letters])] = None
+def write_tokenizer(vocab_size: int, directory: str | Path) -> None:
+    """Write a tokenizer of bytes and made-up words, which encodes a text as its bytes."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [*alphabet, *(f"Ġw{number}" for number in range(vocab_size - len(alphabet)))]
     backend = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<eos>"])
     wrap: Any = PreTrainedTokenizerFast
-    wrap(tokenizer_object=backend, eos_token="<eos>").save_pretrained(directory)
-    return vocab_size - 1
+    wrap(tokenizer_object=backend).save_pretrained(directory)

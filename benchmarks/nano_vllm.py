@@ -18,9 +18,8 @@ if TYPE_CHECKING:
 def prepare(checkpoint: "Checkpoint", settings: dict[str, Any], directory: str) -> dict[str, Any]:
     """Return the settings for `load`. A model that is only a config gets random weights and a tokenizer.
 
-    Raises:
-        ValueError: nano-vllm would compute another model than the checkpoint describes. It silently treats
-            every checkpoint as a Qwen3 with default rope and the dtype in the config.
+    Raises ValueError if nano-vllm would compute another model than the checkpoint describes: it silently
+    treats every checkpoint as a Qwen3 with default rope and the dtype in the config.
     """
     config, own = checkpoint.decoder_config, checkpoint.hf_config.dtype
     if config is None or checkpoint.architecture != "Qwen3ForCausalLM":
@@ -31,17 +30,11 @@ def prepare(checkpoint: "Checkpoint", settings: dict[str, Any], directory: str) 
         raise ValueError(f"{checkpoint.path}: nano-vllm computes in the checkpoint's own dtype, {own}")
     if settings["load_format"] != "dummy":
         return settings
-    path = Path(directory, "nano-vllm")
-    path.mkdir()
-    write_at_random(checkpoint, settings, path)
-    return settings | {"model": str(path)}
-
-
-def write_at_random(checkpoint: "Checkpoint", settings: dict[str, Any], path: Path) -> None:
-    """Write a model with the checkpoint's config and random weights, and a tokenizer of one word."""
     import tokenizers
     from safetensors.torch import save_file
 
+    path = Path(directory, "nano-vllm")
+    path.mkdir()
     model = transformers_model(settings | {"device": "cpu"})
     weights = {name: parameter.contiguous() for name, parameter in model.named_parameters()}  # no tied copies
     save_file(weights, path / "model.safetensors")
@@ -52,6 +45,7 @@ def write_at_random(checkpoint: "Checkpoint", settings: dict[str, Any], path: Pa
     tokenizer.save(str(path / "tokenizer.json"))
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": word}
     (path / "tokenizer_config.json").write_text(json.dumps(about))
+    return settings | {"model": str(path)}
 
 
 def load(settings: dict[str, Any]) -> Run:

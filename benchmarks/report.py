@@ -43,10 +43,8 @@ def cells(row: dict[str, Any]) -> dict[str, str]:
         labels[f"{name.upper()} p50 / p90 / p99, ms"] = percentiles or "-"
     labels |= {
         "steps": text("steps", ".0f"),
-        "sequences a step, mean / max": f"{text('batch_mean', '.1f')} / {text('batch_max', '.0f')}",
         "prefix hits": text("prefix_hit_rate", ".0%"),
         "preemptions": text("preemptions", ".0f"),
-        "peak KV use": text("peak_kv_usage", ".0%"),
         "peak CUDA memory, GiB": text("cuda_peak_bytes", ".2f", 2**-30),
     }
     phases: dict[str, float] = row["phases_s"] or {}
@@ -80,16 +78,26 @@ def print_tables(report: dict[str, Any]) -> None:
         limits = result["limits"]
         rates = ", ".join(f"{rate} at {rows} rows" for rows, rate in limits["gemm_gflop_per_s"].items())
         print(f"memory: {limits['bandwidth_gb_per_s']} GB/s; matrix products, GFLOP/s: {rates}")
-        for workload, tokens in limits["roofline_output_tokens_per_s"].items():
-            if tokens is not None:
-                print(f"roofline of {workload}: {tokens} output tokens/s")
+        ideals = limits["roofline_output_tokens_per_s"].items()
+        print("roofline, output tokens/s:", ", ".join(f"{name} {ideal or '-'}" for name, ideal in ideals))
     settings = f"{report['machine']['threads']} threads, {report['dtype']}, runs of each: {report['repeats']}"
     print(f"{hardware(report['machine'])}; {settings}")
 
 
-def compare_tricks(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a row per trick and workload, which compares the engine's row with the next one, without it."""
-    rows = []
+def print_tricks(report: dict[str, Any]) -> None:
+    """Print a table of the gain from each trick."""
+    print(f"\n{table(TRICKS_HEAD, compare_tricks(report))}\n")
+
+
+TRICKS_HEAD = "without", "workload", "output tokens/s with, without", "gain (min to max of the pairs)"
+
+
+def compare_tricks(report: dict[str, Any]) -> list[list[str]]:
+    """Return a table's row per trick and workload: an engine, compared with the next one, without the trick.
+
+    The gain is the median of the pairs' ratios.
+    """
+    lines = []
     for result in report["models"]:
         with_it: dict[str, Any] = {}
         for row in result["results"]:
@@ -97,29 +105,11 @@ def compare_tricks(report: dict[str, Any]) -> list[dict[str, Any]]:
                 with_it[row["workload"]] = row
                 continue
             before = with_it[row["workload"]]
-            compared = {"model": result["model"], "workload": row["workload"]}
-            compared["trick"] = row["engine"].removeprefix(WITHOUT)
-            if error := row.get("error") or before.get("error"):
-                rows.append(compared | {"error": error})
-                continue
-            speeds = [each["runs_tokens_per_s"] for each in (before, row)]
-            compared["with"], compared["without"] = map(statistics.median, speeds)
-            ratios = [fast / slow for fast, slow in zip(*speeds, strict=True)]
-            gains = {"gain": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}
-            rows.append(compared | gains)
-    return rows
-
-
-def trick_cells(row: dict[str, Any]) -> list[str]:
-    """Return a row of the table of tricks, whose gain is the ratio of each pair of runs."""
-    start = [row["trick"], row["workload"]]
-    if "error" in row:
-        return [*start, row["error"], ""]
-    gain = f"{row['gain']:.2f} ({row['min']:.2f} to {row['max']:.2f})"
-    return [*start, f"{row['with']:.1f}, {row['without']:.1f}", gain]
-
-
-def print_tricks(rows: list[dict[str, Any]]) -> None:
-    """Print a table of the gain from each trick."""
-    head = "without", "workload", "output tokens/s with, without", "gain (min to max of the pairs)"
-    print(f"\n{table(head, map(trick_cells, rows))}\n")
+            figures = [row.get("error") or before.get("error"), ""]
+            if figures[0] is None:
+                speeds = [each["runs_tokens_per_s"] for each in (before, row)]
+                ratios = [fast / slow for fast, slow in zip(*speeds, strict=True)]
+                gain = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+                figures = [", ".join(f"{statistics.median(runs):.1f}" for runs in speeds), gain]
+            lines.append([row["engine"].removeprefix(WITHOUT), row["workload"], *figures])
+    return lines

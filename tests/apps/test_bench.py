@@ -20,9 +20,9 @@ from benchmarks import features, gpu, gpu_report, host, served
 from benchmarks.ablation import TRICKS, WITHOUT
 from benchmarks.compare import bench_model
 from benchmarks.engines import load_stepped
-from benchmarks.machine import instruction_set, machine
+from benchmarks.machine import instruction_sets, machine
 from benchmarks.models import write_shape, write_tokenizer
-from benchmarks.report import compare_tricks, hardware, print_tricks
+from benchmarks.report import hardware, print_tricks
 from benchmarks.runs import measurements
 from nanoengine import LLM, SamplingParams
 from nanoengine.apps.bench import percentiles
@@ -229,7 +229,6 @@ def test_the_engines_run_side_by_side_on_the_same_requests():
         assert row["roofline_share"] > 0
         assert {"python", "torch", engine} <= result["engines"][engine]["versions"].keys()
     ours = rows["nanoengine"]
-    assert ours["batch_max"] == 3
     assert ours["ttft_ms"] == sorted(ours["ttft_ms"])
     seconds = output_tokens / ours["output_tokens_per_s"]["median"]
     assert min(ours["phases_s"].values()) > 0
@@ -312,7 +311,6 @@ def test_a_model_on_transformers_code_is_measured_without_a_roofline(tmp_path):
         assert row["output_tokens"] == sum(Workload("", 3, (4, 8), (2, 5)).lengths()[1])
         assert row["roofline_share"] is None
     assert result["limits"]["roofline_output_tokens_per_s"] == {"3:4-8:2-5": None}
-    assert "roofline of" not in printed
     assert "| share of the roofline | - | - |" in squeezed(printed)
 
 
@@ -328,33 +326,21 @@ def test_the_command_bench_serves_its_workload_and_reports_rates_latencies_and_r
     assert 0 < result["bandwidth_gb_per_s"] < 10000
 
 
-X86 = {"sse2", "avx2", "fma"}
-AVX512 = X86 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
-BF16 = AVX512 | {"avx512_vnni", "avx512_bf16"}
-AVX2_EVERYWHERE = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "HOME": "/"}
-
-
 @pytest.mark.parametrize(
     ("flags", "environment", "expected"),
     [
-        ({"sse2"}, {}, "less than AVX2"),
-        (X86, {}, "AVX2"),
-        (AVX512, {}, "AVX-512"),
-        (AVX512 | {"avx512_vnni"}, {}, "AVX-512 + VNNI"),
-        (AVX512 - {"avx512vl"}, {}, "AVX2"),
-        (BF16, {}, "AVX-512 bfloat16 + VNNI"),
-        (BF16 | {"amx_bf16", "amx_tile"}, {}, "AVX-512 bfloat16 + VNNI + AMX"),
-        ({"asimd", "bf16"}, {}, "NEON bfloat16"),
-        (set(), {}, "unknown instructions"),
+        ({"sse2"}, {"HOME": "/"}, "unknown instructions"),
+        ({"avx2", "avx512f", "avx512_bf16", "amx_bf16"}, {}, "AVX2, AVX-512, AVX-512 bfloat16, AMX"),
+        ({"asimd", "bf16"}, {}, "NEON, NEON bfloat16"),
         (
-            BF16,
-            AVX2_EVERYWHERE,
-            "AVX-512 bfloat16 + VNNI, limited by ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2",
+            {"avx2", "avx512f"},
+            {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"},
+            "AVX2, AVX-512, limited by ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2",
         ),
     ],
 )
-def test_a_machine_names_its_instruction_set_and_what_limits_it(flags, environment, expected):
-    assert instruction_set(flags, environment) == expected
+def test_a_machine_names_its_instruction_sets_and_what_limits_them(flags, environment, expected):
+    assert instruction_sets(flags, environment) == expected
 
 
 PLACE = {
@@ -374,13 +360,10 @@ def test_an_ablation_compares_each_engine_with_the_one_beside_it(capsys):
         row("nanoengine without chunks", "decode", 80.0, 100.0) | {"error": "no memory"},
     ]
     report = {"models": [{"model": "tiny", "results": results}]}
-    compared = compare_tricks(report)
-    assert [one.get("error") for one in compared] == [None, "no memory"]
-    assert [compared[0][name] for name in ("gain", "min", "max")] == pytest.approx([1.6, 1.2, 2.0])
-    print_tricks(compared)
-    assert "| pinned threads | decode | 110.0, 75.0 | 1.60 (1.20 to 2.00) |" in squeezed(
-        capsys.readouterr().out
-    )
+    print_tricks(report)
+    printed = squeezed(capsys.readouterr().out)
+    assert "| pinned threads | decode | 110.0, 75.0 | 1.60 (1.20 to 2.00) |" in printed
+    assert "| chunks | decode | no memory | |" in printed
 
 
 @pytest.mark.parametrize("trick", [name for name, trick in TRICKS.items() if "cpu" in trick.devices])
@@ -444,12 +427,11 @@ def test_a_run_of_guidellm_becomes_a_row_unless_a_request_failed():
 
 def test_a_model_to_be_served_has_a_token_for_each_byte_and_words_for_the_rest(tmp_path):
     write_shape("tiny", tmp_path)
-    assert write_tokenizer(4096, tmp_path) == 4095
+    write_tokenizer(4096, tmp_path)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert len(tokenizer("A prompt of 26 characters.").input_ids) == 26
     assert len(tokenizer) == SHAPES["tiny"]["vocab_size"]
-    assert 0 < len(tokenizer.decode([300])) < 10
-    assert tokenizer.eos_token_id == 4095
+    assert tokenizer.decode([300, 4095]) == " w44 w3839"
 
 
 def test_without_guidellm_served_says_how_to_install_it(monkeypatch, capsys):

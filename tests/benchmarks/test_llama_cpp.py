@@ -169,7 +169,7 @@ def test_llama_cpp_s_greedy_tokens_are_ours(name, tmp_path, tmp_path_factory):
     requests, measured = engine.serve(prompts, output_lens, temperature=0)
     assert [request.tokens[request.num_prompt :] for request in requests] == expected
     assert measured["output_tokens"] == sum(output_lens)
-    assert 1 < measured["batch_max"] < 7
+    assert measured["steps"] > max(output_lens)  # not all at once
     assert len(measured["ttft"]) == 7
     with pytest.raises(ValueError, match="needs 520 tokens, the cache has 512"):
         engine.serve([[1] * 500], [20], temperature=0)
