@@ -18,37 +18,46 @@ from typing import Any
 from nanoengine import LLM, RequestOutput, SamplingParams
 from nanoengine.optional import MissingFileError, load
 
-PASSAGE = (
-    "The brave sailor found the golden lantern near a castle. "
-    "The hungry fox stole the red apple behind a market. "
-    "The old queen buried the broken mirror under a tower."
-)
-NOISE = " ".join(
+SENTENCES = [
+    "The brave sailor found the golden lantern near a castle.",
+    "The hungry fox stole the red apple behind a market.",
+    "The old queen buried the broken mirror under a tower.",
+]
+NOISE = [
     f"The {adjective} {noun} followed the {color} wagon inside a village."
     for adjective in ("tall", "quiet", "young", "clever")
     for noun, color in (("baker", "blue"), ("raven", "green"), ("soldier", "silver"), ("child", "wooden"))
-)
+]
+
+
+def repeat(sentences: list[str], noise: list[str]) -> str:
+    """Return a question whose answer is a passage."""
+    passage, other = " ".join(sentences), " ".join(noise)
+    return f"Remember this passage: {passage} Here is some noise: {other} Repeat the passage."
+
+
 QUESTIONS = [
     "Who are you?",
     "What is 27 + 58?",
     "Count from 8 to 21.",
     "Spell the word attention backwards.",
     "List the primes below 100.",
-    f"Remember this passage: {PASSAGE} Here is some noise: {NOISE} Repeat the passage.",
+    repeat(SENTENCES, NOISE),
 ]
-# The run that `--trace` shows by default: the cache is so small that sequences are preempted, and questions
-# arrive one by one. Some are asked twice, and two begin with the same passage, so that they hit the prefix
-# cache. TRACED_STEPS holds the step before which each question arrives. The lessons name steps of this run by
-# number. On a GPU, steps overlap and the numbers differ.
+# The run that `--trace` shows by default, with the step before which each question arrives. The cache is so
+# small that sequences are preempted. Questions that repeat, or begin alike, hit the prefix cache. The lessons
+# name steps of this run by number; on a GPU, steps overlap and the numbers differ.
 TRACED = {"device": "cpu", "num_kv_blocks": 44, "block_size": 4, "max_num_batched_tokens": 32}
-_SUM, _COUNT, _SPELL = "What is 27 + 58?", "Count from 8 to 16.", "Spell the word paging backwards."
-_PASSAGES = [
-    f"Remember this passage: {'. '.join(PASSAGE.split('. ')[:2])}. "
-    f"Here is some noise: The {noise} wagon inside a village. Repeat the passage."
-    for noise in ("tall baker followed the blue", "quiet child followed the wooden")
+TRACED_QUESTIONS = [
+    (1, "What is 27 + 58?"),
+    (5, "Count from 8 to 16."),
+    (9, "What is 27 + 58?"),
+    (15, repeat(SENTENCES[:2], NOISE[:1])),
+    (18, repeat(SENTENCES[:2], NOISE[7:8])),
+    (22, "Spell the word paging backwards."),
+    (24, "Count from 8 to 16."),
+    (34, "Spell the word paging backwards."),
 ]
-TRACED_QUESTIONS = [_SUM, _COUNT, _SUM, *_PASSAGES, _SPELL, _COUNT, _SPELL]
-TRACED_STEPS = [1, 5, 9, 15, 18, 22, 24, 34]
 
 
 def run(arguments: list[str] | None = None) -> None:
@@ -58,21 +67,19 @@ def run(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--model", default="demo", help="hub id or directory; default: the bundled model")
     parser.add_argument("--prompt", action="append", help="a question; may be given several times")
-    add_sampling(parser)
     parser.add_argument("--trace", help="show the run: a file that ends in .html, .json (Perfetto) or .jsonl")
-    args = parser.parse_args(arguments)
+    args = parse_sampling(parser, arguments)
     with in_a_terminal(parser):
         params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
-        events: list[Any] = []
-        settings: dict[str, Any] = {}
-        save: Any = load("apps.viewer", "--trace").save if args.trace else None
+        questions, steps, settings = args.prompt or QUESTIONS, [], dict[str, Any]()
         if args.trace:
+            events: list[Any] = []
+            save: Any = load("apps.viewer", "--trace").save
             save(events, args.trace)  # fails before the run, not after it, if the file cannot be written
             settings["trace"] = events.append
-        questions, steps = args.prompt or QUESTIONS, None
-        if args.trace and not args.prompt and args.model == "demo":
-            settings |= TRACED
-            questions, steps = TRACED_QUESTIONS, TRACED_STEPS
+            if args.model == "demo" and not args.prompt:
+                settings |= TRACED
+                steps, questions = map(list, zip(*TRACED_QUESTIONS, strict=True))
         with LLM(args.model, **settings) as llm:
             ask(llm, questions, params, steps)
         if args.trace:
@@ -86,21 +93,20 @@ def chat(arguments: list[str] | None = None) -> None:
         "nanoengine chat",
         description="Hold a conversation. Ctrl-C stops an answer; an empty line ends the program.",
     )
-    parser.add_argument(
-        "model", nargs="?", default="demo", help="hub id or directory; default: the bundled one"
-    )
-    add_sampling(parser)
-    args = parser.parse_args(arguments)
+    help_text = "hub id or directory; default: the bundled model"
+    parser.add_argument("model", nargs="?", default="demo", help=help_text)
+    args = parse_sampling(parser, arguments)
     with in_a_terminal(parser):
         params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
         with LLM(args.model) as llm:
             converse(llm, params)
 
 
-def add_sampling(parser: argparse.ArgumentParser) -> None:
-    """Add the flags for SamplingParams that both commands have."""
+def parse_sampling(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
+    """Add the flags for SamplingParams that both commands have, and parse the arguments."""
     parser.add_argument("--temperature", type=float, default=0.0, help="default %(default)s: greedy")
     parser.add_argument("--max-tokens", type=int, default=256, help="of an answer; default %(default)s")
+    return parser.parse_args(arguments)
 
 
 @contextmanager
@@ -118,13 +124,13 @@ def in_a_terminal(parser: argparse.ArgumentParser) -> Iterator[None]:
         sys.exit(130)
 
 
-def ask(llm: LLM, questions: list[str], params: SamplingParams, steps: list[int] | None = None) -> None:
-    """Answer questions and print the answers. `steps` says when each arrives, from 1; None: all at once."""
+def ask(llm: LLM, questions: list[str], params: SamplingParams, steps: list[int]) -> None:
+    """Answer questions and print the answers. `steps` says when each arrives, from 1; []: all at once."""
     start = time.perf_counter()
     prompts: list[Any] = list(questions)
     if getattr(llm.get_tokenizer(), "chat_template", None):
         prompts = llm.render_chat([[{"role": "user", "content": question}] for question in questions])
-    outputs = llm.generate(prompts, params) if steps is None else step_through(llm, prompts, params, steps)
+    outputs = step_through(llm, prompts, params, steps) if steps else llm.generate(prompts, params)
     elapsed = time.perf_counter() - start
 
     for question, output in zip(questions, outputs, strict=True):
@@ -141,12 +147,12 @@ def step_through(
 ) -> list[RequestOutput]:
     """Step the engine by hand, and add each prompt before its step. Returns the outputs in order."""
     outputs: dict[str, RequestOutput] = {}
-    for step in range(1, 1 + max(steps)):
+    step = 0
+    while step < max(steps) or llm.has_unfinished_requests():
+        step += 1
         for i, prompt in enumerate(prompts):
             if steps[i] == step:
                 llm.add_request(str(i), prompt, params)
-        outputs |= {output.request_id: output for output in llm.step()}
-    while llm.has_unfinished_requests():
         outputs |= {output.request_id: output for output in llm.step()}
     return [outputs[str(i)] for i in range(len(prompts))]
 

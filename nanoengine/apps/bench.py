@@ -78,18 +78,11 @@ def measure(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
         gaps += [after - before for times in stamps for before, after in pairwise(times)]
 
     limits = measure_limits(str(dtype).removeprefix("torch."), device.type)
-    config = llm.llm_engine.checkpoint.decoder_config
-    ideal = None  # the roofline does not cover models that run on transformers' code
-    if config is not None:
-        ideal = roofline_seconds(
-            config,
-            prompt_lens,
-            output_lens,
-            workload.shared,
-            bandwidth=limits["bandwidth"],
-            flops=max(limits["flops"].values()),
-            itemsize=dtype.itemsize,
-        )
+    bandwidth, flops = limits["bandwidth"], max(limits["flops"].values())
+    rates = {"bandwidth": bandwidth, "flops": flops, "itemsize": dtype.itemsize}
+    config, lengths = llm.llm_engine.checkpoint.decoder_config, (prompt_lens, output_lens, workload.shared)
+    # The roofline does not cover models that run on transformers' code.
+    ideal = None if config is None else roofline_seconds(config, *lengths, **rates)
     num_prompt_tokens = sum(prompt_lens) + workload.shared * workload.num_requests
     median = statistics.median(seconds)
     result = {
@@ -101,8 +94,8 @@ def measure(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
         "seconds": seconds,
         "first_token_s": percentiles(first_tokens),
         "between_tokens_s": percentiles(gaps),
-        "bandwidth_gb_per_s": limits["bandwidth"] / 1e9,
-        "gflop_per_s": max(limits["flops"].values()) / 1e9,
+        "bandwidth_gb_per_s": bandwidth / 1e9,
+        "gflop_per_s": flops / 1e9,
     }
     for name, value in result.items():
         values = value if isinstance(value, list) else [value]
@@ -127,12 +120,10 @@ def main(arguments: list[str] | None = None) -> None:
 
     torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as scratch:
-        config = SHAPES[WORKLOADS[args.workload].shape]
-        Path(scratch, "config.json").write_text(json.dumps(config))
-        load_format = "auto" if args.model else "dummy"
-        length = None if args.model else 2048
+        Path(scratch, "config.json").write_text(json.dumps(SHAPES[WORKLOADS[args.workload].shape]))
+        settings: dict[str, Any] = {} if args.model else {"load_format": "dummy", "max_model_len": 2048}
         try:
-            llm = LLM(args.model or scratch, dtype=args.dtype, load_format=load_format, max_model_len=length)
+            llm = LLM(args.model or scratch, dtype=args.dtype, **settings)
         except (ValueError, OSError) as error:
             sys.exit(f"{parser.prog}: {' '.join(str(error).split())}")
         with llm:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,16 +33,9 @@ def roofline_seconds(
 
     A shared prefix is computed once. Norms, activations, sampling and the host cost nothing, and attention
     is full. A model that fits in the CPU's caches can be faster than memory, and thus faster than this.
-
-    Args:
-        config: a `DecoderConfig`.
-        prompt_lens: number of prompt tokens of each request, after the shared ones.
-        output_lens: number of tokens to generate for each request.
-        shared: number of tokens in the prefix that all prompts share.
-        bandwidth: bytes per second.
-        flops: FLOPs per second.
-        itemsize: bytes per number.
-        weight_bits: bits per weight in the layers and in the head, if weights are quantized.
+    `config` is a `DecoderConfig`. `prompt_lens` leave out the prefix of `shared` tokens. `bandwidth` and
+    `flops` are bytes and FLOPs per second, `itemsize` is bytes per number. For quantized weights,
+    `weight_bits` are the bits per weight in the layers and in the head.
     """
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     attention_weights = config.hidden_size * (2 * q_size + 2 * kv_size)
@@ -100,8 +94,7 @@ def measure_limits(dtype_name: str, device_name: str) -> dict[str, Any]:
             from nanoengine.backends.cpu.packed import pack_linear
 
             packs = [lambda layer: pack_linear(layer, None)]
-            kernels = Kernels()
-            packs.append(lambda layer: pack_linear(layer, kernels))
+            packs.append(partial(pack_linear, kernels=Kernels()))
 
     def seconds(rows: int, layers: list[nn.Module], dtype: torch.dtype) -> float:
         x = torch.full((rows, size), 0.01, dtype=dtype, device=device)

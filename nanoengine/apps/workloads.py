@@ -5,105 +5,50 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+SIZES += ("num_key_value_heads", "head_dim")
 
-def shape(
-    family: str,
-    vocab: int,
-    hidden: int,
-    mlp: int,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    **more: Any,
-) -> dict[str, Any]:
-    """Return the content of a config.json."""
-    return {
-        "architectures": [f"{family}ForCausalLM"],
-        "model_type": family.lower(),
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "intermediate_size": mlp,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
-        "hidden_act": "silu",
-        "tie_word_embeddings": True,
-        "eos_token_id": None,
-        **more,
-    }
+
+def shape(family: str, *sizes: int, **more: Any) -> dict[str, Any]:
+    """Return the content of a config.json. `sizes` are the values of SIZES."""
+    common = {"hidden_act": "silu", "tie_word_embeddings": True, "eos_token_id": None}
+    names = {"architectures": [f"{family}ForCausalLM"], "model_type": family.lower()}
+    return names | dict(zip(SIZES, sizes, strict=True)) | common | more
 
 
 _QWEN3 = {"max_position_embeddings": 40960, "rope_theta": 1e6, "rms_norm_eps": 1e-6}
-_LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "factor": 32.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-_LLAMA3 = {
-    "max_position_embeddings": 131072,
-    "rope_theta": 500000.0,
-    "rope_scaling": _LLAMA3_ROPE,
-    "rms_norm_eps": 1e-5,
-}
+_LLAMA3 = {"max_position_embeddings": 131072, "rope_theta": 5e5, "rms_norm_eps": 1e-5}
+_LLAMA3_ROPE = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_LLAMA3_ROPE["original_max_position_embeddings"] = 8192
 _GEMMA3 = {
-    "model_type": "gemma3_text",
-    "hidden_activation": "gelu_pytorch_tanh",
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 512,
+    **{"model_type": "gemma3_text", "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256},
     "layer_types": ["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(26)],
-    "max_position_embeddings": 32768,
-    "rope_theta": 1e6,
-    "rope_local_base_freq": 1e4,
-    "rms_norm_eps": 1e-6,
+    **{"sliding_window": 512, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6},
+    **{"rope_theta": 1e6, "rope_local_base_freq": 1e4},
 }
 _PHI3 = {
-    "max_position_embeddings": 4096,
-    "original_max_position_embeddings": 4096,
-    "rope_theta": 1e4,
-    "rms_norm_eps": 1e-5,
-    "sliding_window": 2047,
-    "tie_word_embeddings": False,
+    **{"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "sliding_window": 2047},
+    **{"rope_theta": 1e4, "rms_norm_eps": 1e-5, "tie_word_embeddings": False},
 }
 _MIXTRAL = {
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 32768,
-    "rope_theta": 1e6,
-    "rms_norm_eps": 1e-5,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
+    **{"num_local_experts": 8, "num_experts_per_tok": 2, "max_position_embeddings": 32768},
+    **{"rope_theta": 1e6, "rms_norm_eps": 1e-5, "sliding_window": None, "tie_word_embeddings": False},
 }
 _QWEN3_5 = {
-    "model_type": "qwen3_5_text",
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 16,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "max_position_embeddings": 262144,
-    "rms_norm_eps": 1e-6,
+    **{"model_type": "qwen3_5_text", "linear_num_key_heads": 16, "linear_num_value_heads": 16},
+    **{"linear_key_head_dim": 128, "linear_value_head_dim": 128},
+    **{"max_position_embeddings": 262144, "rms_norm_eps": 1e-6},
 }
 _GRANITE4 = {
-    "layer_types": [
-        "full_attention" if layer in (10, 13, 17, 27) else "linear_attention" for layer in range(32)
-    ],
-    "shared_intermediate_size": 2048,
-    "num_local_experts": 0,
-    "num_experts_per_tok": 0,
-    "mamba_n_heads": 48,
-    "mamba_d_head": 32,
-    "mamba_d_state": 128,
-    "mamba_n_groups": 1,
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-5,
+    "layer_types": [f"{'full' if i in (10, 13, 17, 27) else 'linear'}_attention" for i in range(32)],
+    **{"shared_intermediate_size": 2048, "num_local_experts": 0, "num_experts_per_tok": 0},
+    **{"mamba_n_heads": 48, "mamba_d_head": 32, "mamba_d_state": 128, "mamba_n_groups": 1},
+    **{"max_position_embeddings": 32768, "rms_norm_eps": 1e-5},
 }
 SHAPES = {
     "qwen3-0.6b": shape("Qwen3", 151936, 1024, 3072, 28, 16, 8, 128, **_QWEN3),
     "qwen3-1.7b": shape("Qwen3", 151936, 2048, 6144, 28, 16, 8, 128, **_QWEN3),
-    "llama-3.2-1b": shape("Llama", 128256, 2048, 8192, 16, 32, 8, 64, **_LLAMA3),
+    "llama-3.2-1b": shape("Llama", 128256, 2048, 8192, 16, 32, 8, 64, rope_scaling=_LLAMA3_ROPE, **_LLAMA3),
     "gemma-3-1b": shape("Gemma3", 262144, 1152, 6912, 26, 4, 1, 256, **_GEMMA3),
     "phi-3-0.9b": shape("Phi3", 32064, 3072, 8192, 6, 32, 32, 96, **_PHI3),  # mini, 6 of its 32 layers
     "mixtral-0.8b": shape("Mixtral", 32000, 1024, 3584, 8, 8, 2, 128, **_MIXTRAL),  # 8x7B, width and depth/4
