@@ -585,24 +585,38 @@ def raw_blocks(weight, kind):
     return data, torch.from_numpy(gguf.quants.dequantize(data, quant))
 
 
-def write_gguf(path, model, kind, family, tied=False, tokenizer=None, **fields):
-    """A model as llama.cpp's converter writes it; its weights become what the file holds of them."""
-    config, writer = model.config, gguf.GGUFWriter(path, family)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    if getattr(config, "head_dim", None):
-        writer.add_key_length(config.head_dim)
-        writer.add_value_length(config.head_dim)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+def gguf_writer(path, family, **fields):
+    """Start a file with these fields of its family. Two underscores in a name become a dot."""
+    writer = gguf.GGUFWriter(path, family)
+    adders = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     for name, value in fields.items():
-        (writer.add_string if isinstance(value, str) else writer.add_float32)(
-            f"{family}.{name.replace('__', '.')}", value
-        )
+        adders[type(value)](f"{family}.{name.replace('__', '.')}", value)
+    return writer
+
+
+def close(writer, path):
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def write_gguf(path, model, kind, family, tied=False, tokenizer=None, **fields):
+    """Write a model as llama.cpp's converter does. Its weights become what the file's blocks stand for."""
+    config = model.config
+    sizes = {
+        "context_length": config.max_position_embeddings,
+        "block_count": config.num_hidden_layers,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention__head_count": config.num_attention_heads,
+        "attention__head_count_kv": config.num_key_value_heads,
+    }
+    if getattr(config, "head_dim", None):
+        sizes |= dict.fromkeys(("attention__key_length", "attention__value_length"), config.head_dim)
+    numbers = {"rope__freq_base": 10000.0, "attention__layer_norm_rms_epsilon": config.rms_norm_eps}
+    writer = gguf_writer(path, family, **sizes | numbers | fields)
     if tokenizer is not None:
         add_tokenizer(writer, tokenizer)
     for name, parameter in model.state_dict().items():
@@ -618,10 +632,7 @@ def write_gguf(path, model, kind, family, tied=False, tokenizer=None, **fields):
         data, value = raw_blocks(weight, chosen)
         parameter.copy_(from_pairs(value, num_heads))
         writer.add_tensor(gguf_name(name), data, raw_dtype=gguf.GGMLQuantizationType[chosen])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    close(writer, path)
     return model
 
 
