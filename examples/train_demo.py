@@ -1,8 +1,8 @@
 """Train the bundled model from scratch: `python examples/train_demo.py --out nanoengine/demo`.
 
-Every word the model sees is generated below. It learns a few exact tasks, chosen so that a mistake
-in an inference engine shows as visibly wrong text: small sums, counting, spelling words backwards,
-the primes below 100, and repeating a passage read hundreds of tokens earlier.
+This file generates all of the training text. The model learns a few exact tasks: small sums, counting,
+spelling words backwards, the primes below 100, and repeating a passage from hundreds of tokens earlier. A
+mistake in an inference engine then shows as wrong text. The last step prints the share of right answers.
 """
 
 import argparse
@@ -65,12 +65,12 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-Task = Callable[[random.Random], tuple[str, str]]  # draws a question and its answer
+Task = Callable[[random.Random], tuple[str, str]]  # returns a random question and its answer
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE without merges: a known word is one token, anything else its bytes."""
+    """Build a byte-level BPE without merges: a known word is one token, other text is split into bytes."""
     byte_symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
     known = ADJECTIVES + NOUNS + VERBS + PLACES + TIMES + OTHER_WORDS
     symbols = byte_symbols + STARTS + ["user", "assistant"] + [f"Ġ{word}" for word in known]
@@ -93,16 +93,19 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def sentence(rng: random.Random) -> str:
+    """Return a random sentence of known words."""
     text = f"The {rng.choice(ADJECTIVES)} {rng.choice(NOUNS)} {rng.choice(VERBS)} the"
     text += f" {rng.choice(ADJECTIVES)} {rng.choice(NOUNS)} {rng.choice(PLACES)} a {rng.choice(NOUNS)}"
     return text + (f" {rng.choice(TIMES)}." if rng.random() < 0.5 else ".")
 
 
 def sentences(rng: random.Random, low: int, high: int) -> str:
+    """Return low to high sentences."""
     return " ".join(sentence(rng) for _ in range(rng.randint(low, high)))
 
 
 def any_word(rng: random.Random) -> str:
+    """Return a word to spell: known, unknown, made of syllables, or random letters."""
     kind = rng.random()
     if kind < 0.25:
         return rng.choice(ADJECTIVES + NOUNS + VERBS)
@@ -115,42 +118,48 @@ def any_word(rng: random.Random) -> str:
 
 
 def ask_sum(rng: random.Random) -> tuple[str, str]:
+    """Ask for the sum of two numbers below 100."""
     a, b = rng.randint(0, 99), rng.randint(0, 99)
     question = rng.choice([f"What is {a} + {b}?", f"What is {a} + {b}?", f"{a} + {b}"])
     return question, f"{a} + {b} = {a + b}"
 
 
 def ask_count(rng: random.Random) -> tuple[str, str]:
+    """Ask to count, in at most 25 numbers."""
     first = rng.randint(0, 90)
     last = first + rng.randint(1, 24)
     return f"Count from {first} to {last}.", " ".join(map(str, range(first, last + 1)))
 
 
 def ask_backwards(rng: random.Random) -> tuple[str, str]:
+    """Ask to spell a word backwards."""
     word = any_word(rng)
     return f"Spell the word {word} backwards.", word[::-1]
 
 
 def ask_primes(rng: random.Random) -> tuple[str, str]:
+    """Ask for the primes below 100."""
     return rng.choice(["List the primes below 100.", "Name the primes below 100."]), PRIMES
 
 
 def ask_about(rng: random.Random) -> tuple[str, str]:
+    """Greet the model, or ask who it is."""
     return rng.choice(["Hello", "Hello!", "Who are you?", "introduce yourself", "Introduce yourself."]), ABOUT
 
 
-def ask_passage(rng: random.Random, most: int) -> tuple[str, str]:
-    passage = sentences(rng, 1, max(1, most // 4))
-    noise = sentences(rng, 1, most)
+def ask_passage(rng: random.Random, max_noise: int) -> tuple[str, str]:
+    """Ask to repeat a passage after up to max_noise sentences of noise."""
+    passage = sentences(rng, 1, max(1, max_noise // 4))
+    noise = sentences(rng, 1, max_noise)
     return (f"Remember this passage: {passage} Here is some noise: {noise} Repeat the passage.", passage)
 
 
-def conversation(rng: random.Random, most: int) -> list[tuple[str, str]]:
-    """Question and answer pairs; now and then a passage from the first turn is asked for in the last."""
+def conversation(rng: random.Random, max_noise: int) -> list[tuple[str, str]]:
+    """Return pairs of a question and its answer. Sometimes the last one asks for a passage from the first."""
     short = [ask_sum, ask_sum, ask_sum, ask_sum, ask_backwards, ask_backwards, ask_backwards, ask_count]
     tasks: list[Task] = [*short * 3, ask_count, ask_primes, ask_about]
     if rng.random() < 0.4:
-        return [ask_passage(rng, most)]
+        return [ask_passage(rng, max_noise)]
     turns = [rng.choice(tasks)(rng) for _ in range(rng.randint(1, 4))]
     if rng.random() < 0.25:
         passage = sentences(rng, 1, 4)
@@ -158,13 +167,15 @@ def conversation(rng: random.Random, most: int) -> list[tuple[str, str]]:
     return turns
 
 
-def rows(tokenizer: PreTrainedTokenizerFast, rng: random.Random, length: int, most: int) -> Iterator[Tensor]:
-    """Endless (2, length) int64 rows of packed conversations: token ids, and labels (-100 off answers)."""
+def rows(
+    tokenizer: PreTrainedTokenizerFast, rng: random.Random, length: int, max_noise: int
+) -> Iterator[Tensor]:
+    """Yield packed conversations forever: (2, length) int64, token ids and labels (-100 outside answers)."""
     encode = tokenizer.backend_tokenizer.encode
     ids: list[int] = []
     labels: list[int] = []
     while True:
-        for question, answer in conversation(rng, most):
+        for question, answer in conversation(rng, max_noise):
             asked = encode(f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n").ids
             answered = encode(f"{answer}<|im_end|>").ids
             newline = encode("\n").ids
@@ -172,10 +183,11 @@ def rows(tokenizer: PreTrainedTokenizerFast, rng: random.Random, length: int, mo
             labels += [-100] * len(asked) + answered + [-100] * len(newline)
         if len(ids) >= length:
             yield torch.tensor([ids[:length], labels[:length]])
-            ids, labels = [], []  # a conversation that was cut is dropped, not continued mid-way
+            ids, labels = [], []  # drop the rest of a conversation that was cut
 
 
 def main() -> None:
+    """Train the model, save it, and evaluate it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="a directory for the checkpoint")
     parser.add_argument("--minutes", type=float, default=35.0, help="training time")
@@ -211,7 +223,11 @@ def main() -> None:
         torch.optim.AdamW(others, lr=3e-3, betas=(0.9, 0.98), weight_decay=0.0),
     ]
     start, step, seconds = time.perf_counter(), 0, args.minutes * 60
-    stages = [(0.0, 256, 4), (0.35, 512, 20), (0.85, 1024, 40)]  # (share of the time, row length, noise)
+    stages = [
+        (0.0, 256, 4),
+        (0.35, 512, 20),
+        (0.85, 1024, 40),
+    ]  # (start as a share of the time, row length, max_noise)
     stage, length = -1, 0
     stream: Iterator[Tensor] = iter(())
     while (done := (time.perf_counter() - start) / seconds) < 1:
@@ -224,7 +240,7 @@ def main() -> None:
         for optimizer, top in zip(optimizers, (0.02, 3e-3), strict=True):
             for group in optimizer.param_groups:
                 group["lr"] = top * rate
-        with torch.autocast("cpu", torch.bfloat16):  # halves the time; the weights stay fp32
+        with torch.autocast("cpu", torch.bfloat16):  # halves the time; the weights stay float32
             hidden = model.model(batch[:, 0], use_cache=False).last_hidden_state[:, :-1]
         labels = batch[:, 1, 1:]
         answers = labels != -100
@@ -251,7 +267,7 @@ def main() -> None:
 
 
 def evaluate(model: Any, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
-    """Print and save the share of exactly right answers per task, on questions drawn afresh."""
+    """Print and save the share of exactly right answers per task, on new random questions."""
     rng = random.Random(12345)
     tasks: dict[str, Task] = {
         "sum": ask_sum,
