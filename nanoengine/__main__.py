@@ -16,7 +16,7 @@ COMMANDS = {
     "serve": ("apps.server", "main", "serve", "an OpenAI-compatible server, and a page to chat"),
     "bench": ("apps.bench", "main", "", "measure one workload on this machine"),
     "trace": ("apps.viewer", "main", "", "make a page, or a timeline, of a recorded run"),
-    "lab": ("contrib.lab_command", "main", "lab", "the scheduler under a cost model, in place of a device"),
+    "lab": ("contrib.lab_command", "main", "", "the scheduler under a cost model, in place of a device"),
 }
 
 

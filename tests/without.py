@@ -11,7 +11,7 @@ from typing import Any
 
 # Imported once, by the process that all children are forked from.
 PRELOADED = [
-    *("torch", "fastapi.testclient", "uvicorn", "psutil", "tqdm", "rich.table", "safetensors.torch"),
+    *("torch", "fastapi.testclient", "uvicorn", "psutil", "tqdm", "safetensors.torch"),
     *("transformers", "transformers.models.auto", "transformers.models.qwen3.configuration_qwen3"),
     *("transformers.models.auto.tokenization_auto", "transformers.generation.configuration_utils"),
 ]

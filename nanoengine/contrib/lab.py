@@ -16,7 +16,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -62,9 +62,6 @@ def parse_lengths(text: str) -> Lengths:
 
     >>> parse_lengths("40")(random.Random(0)), parse_lengths("16-64")(random.Random(0))
     (40, 40)
-
-    Raises:
-        ValueError: the text is none of these.
     """
     match = re.fullmatch(r"(\d+)(?:-(\d+)|~(\d*\.?\d+))?", text)
     if match is None or int(match[1]) < 1:
@@ -89,18 +86,11 @@ def generate_arrivals(
     num_prefix_tokens: int = 0,
     seed: int = 0,
 ) -> Iterator[Arrival]:
-    """Yield requests at random times, `rate` per second on average.
+    """Yield requests at random times, `rate` per second on average. Equal seeds give equal requests.
 
-    Args:
-        num_requests: number of requests.
-        rate: requests per second.
-        prompt: length of each prompt, without the shared prefix.
-        output: length of each output.
-        burstiness: the shape of the gamma distribution of the gaps between requests. 1 is a Poisson process,
-            less gives bursts, more is steadier. The variance of a gap is Poisson's divided by burstiness.
-        num_prefixes: number of shared prefixes; each prompt begins with one of them.
-        num_prefix_tokens: length of each prefix.
-        seed: equal seeds give equal requests.
+    `burstiness` is the shape of the gamma distribution of the gaps between requests: 1 is a Poisson process,
+    less gives bursts, more is steadier. The variance of a gap is Poisson's divided by burstiness. Each prompt
+    begins with one of the shared prefixes, if there are any, and `prompt` draws the length after it.
 
     Source: `--burstiness` of vLLM's `bench serve`.
     """
@@ -113,12 +103,7 @@ def generate_arrivals(
 
 
 def read_arrivals(path: str) -> list[Arrival]:
-    """Read requests from a JSONL file, and sort them by time.
-
-    Raises:
-        ValueError: a line is not an `Arrival`; the message has the line number.
-        OSError: the file cannot be read.
-    """
+    """Read requests from a JSONL file, and sort them by time. ValueError: a line is not an `Arrival`."""
     arrivals = []
     with open(path, "rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -158,11 +143,7 @@ def shortest_first_with_ageing(seconds_per_token: float) -> Policy:
 
 
 def parse_policy(text: str) -> Policy:
-    """Return a policy by name: fcfs, priority, shortest, or ageing:SECONDS_PER_TOKEN.
-
-    Raises:
-        ValueError: the name is unknown.
-    """
+    """Return a policy by name: fcfs, priority, shortest, or ageing:SECONDS_PER_TOKEN."""
     known = {"fcfs": fcfs, "priority": priority, "shortest": shortest_first}
     if match := re.fullmatch(r"ageing:(\d*\.?\d+)", text):
         return shortest_first_with_ageing(float(match[1]))
@@ -218,7 +199,7 @@ def fit_costs(steps: Iterable[Step]) -> CostModel:
     return CostModel(*costs.tolist())
 
 
-# ---- Servers: a simulation, or a real engine with the same interface -----------------------------
+# ---- Servers: a simulation, or a real engine with the same methods -----------------------------
 
 
 class Served(NamedTuple):
@@ -227,18 +208,6 @@ class Served(NamedTuple):
     seconds: float
     seq_ids: list[int]  # the sequences that got a token
     finished: list[int]  # the ones among them that are complete
-
-
-class Server(Protocol):
-    """Declares what `serve` calls: `Simulation` and `RealEngine` implement it."""
-
-    scheduler: Scheduler
-
-    def add(self, arrival: Arrival, prefix: int, priority: int) -> int:
-        """Queue a request and return its seq_id. `prefix` is a negative number that identifies its prefix."""
-
-    def step(self) -> Served:
-        """Run one step."""
 
 
 class Simulation:
@@ -250,7 +219,10 @@ class Simulation:
         self.params: dict[int, SamplingParams] = {}  # by number of output tokens
 
     def add(self, arrival: Arrival, prefix: int, priority: int) -> int:
-        """Queue a sequence. Its tokens repeat the number of its prefix, then its own seq_id."""
+        """Queue a request and return its seq_id. `prefix` is a negative number that identifies its prefix.
+
+        Its tokens repeat the number of its prefix, then its own seq_id.
+        """
         seq_id, num_shared = next(self.seq_ids), arrival.num_prefix_tokens
         token_ids = [prefix] * num_shared + [seq_id] * (arrival.num_prompt_tokens - num_shared)
         max_tokens = arrival.num_output_tokens
@@ -357,7 +329,7 @@ class Report:
         return self.num_output_tokens / self.seconds
 
 
-def serve(server: Server, arrivals: Iterable[Arrival], policy: Policy = fcfs) -> Report:
+def serve(server: Simulation | RealEngine, arrivals: Iterable[Arrival], policy: Policy = fcfs) -> Report:
     """Serve all arrivals, which must be sorted by time, until the last one finishes.
 
     The clock advances by whole steps. If no request is unfinished, it jumps to the next arrival. A request

@@ -40,8 +40,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 from tqdm import tqdm
 
 from nanoengine.config import EngineConfig
@@ -79,17 +77,13 @@ def cells(report: Report) -> dict[str, str]:
     }
 
 
-def print_table(title: str, reports: dict[str, Report], markdown: bool = False) -> None:
-    """Print a table with one row per setup."""
-    rows = [[name, *cells(report).values()] for name, report in reports.items()]
-    labels = ["", *cells(next(iter(reports.values())))]
-    if markdown:
-        print("", *(f"| {' | '.join(row)} |" for row in (labels, ["---"] * len(labels), *rows)), sep="\n")
-        return
-    table = Table(*labels, title=title)
-    for row in rows:
-        table.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else 180, highlight=False, markup=False).print(table)
+def print_table(title: str, reports: dict[str, Report]) -> None:
+    """Print a Markdown table with one row per setup."""
+    head = {"": "", **cells(next(iter(reports.values())))}
+    rows = [list(head), *([name, *cells(report).values()] for name, report in reports.items())]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rows.insert(1, ["-" * width for width in widths])
+    print(f"\n{title}\n", *(f"| {' | '.join(map(str.ljust, row, widths))} |" for row in rows), sep="\n")
 
 
 def draw(reports: dict[str, Report], path: str) -> None:
@@ -135,18 +129,13 @@ def draw(reports: dict[str, Report], path: str) -> None:
 def argparse_type(parse: Callable[[str], Any]) -> Callable[[str], Any]:
     """Return a parser for argparse, which prints the message of a ValueError."""
 
-    def parse_or_tell(text: str) -> Any:
+    def parse_or_explain(text: str) -> Any:
         try:
             return parse(text)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
-    return parse_or_tell
-
-
-def comma_list(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return a parser of comma-separated values, which drops duplicates."""
-    return argparse_type(lambda text: list(dict.fromkeys(map(parse, text.split(",")))))
+    return parse_or_explain
 
 
 def at_least(low: int) -> Callable[[str], int]:
@@ -157,9 +146,10 @@ def at_least(low: int) -> Callable[[str], int]:
             raise ValueError(f"at least {low} is needed, got {text}")
         return int(text)
 
-    return parse
+    return argparse_type(parse)
 
 
+@argparse_type
 def positive(text: str) -> float:
     """Parse a finite number above zero."""
     if not 0 < float(text) < math.inf:
@@ -167,6 +157,7 @@ def positive(text: str) -> float:
     return float(text)
 
 
+@argparse_type
 def parse_costs(text: str) -> CostModel:
     """Parse STEP,TOKEN,CONTEXT, in seconds."""
     costs = [float(part) for part in text.split(",")]
@@ -175,6 +166,7 @@ def parse_costs(text: str) -> CostModel:
     return CostModel(*costs)
 
 
+@argparse_type
 def named_policy(text: str) -> str:
     """Return the name of a policy, or raise ValueError if it is unknown."""
     parse_policy(text)
@@ -186,12 +178,7 @@ SETTINGS: dict[str, tuple[Callable[[str], Any], Any, str, str]] = {
     "rate": (positive, 30.0, "requests a second", "{:g}/s"),
     "scheduling_policy": (named_policy, "fcfs", "fcfs, priority, shortest, ageing:SECONDS_PER_TOKEN", "{}"),
     "max_num_batched_tokens": (at_least(1), 1024, "token budget of a step", "budget {}"),
-    "long_prefill_token_threshold": (
-        at_least(0),
-        0,
-        "most tokens of one sequence in a step; 0: no limit",
-        "chunks of {}",
-    ),
+    "long_prefill_token_threshold": (at_least(0), 0, "of a sequence in a step; 0: no limit", "chunks of {}"),
     "num_kv_blocks": (at_least(1), 2048, "blocks of the KV cache", "{} blocks"),
     "block_size": (at_least(1), 32, "tokens of a block", "blocks of {}"),
     "max_num_seqs": (at_least(1), 256, "sequences that hold blocks at a time", "{} sequences"),
@@ -201,50 +188,31 @@ SETTINGS: dict[str, tuple[Callable[[str], Any], Any, str, str]] = {
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse and check the options before anything runs."""
     parser = argparse.ArgumentParser(
-        prog="nanoengine lab",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "nanoengine lab", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    one = parser.add_argument_group("what serves: one value each, or several with commas between")
+    one = parser.add_argument_group("the scheduler: one value each, or several with commas between")
     for name, (parse, default, meaning, _) in SETTINGS.items():
-        option = f"--{name.replace('_', '-')}"
-        one.add_argument(
-            option, type=comma_list(parse), default=[default], help=f"{meaning}; default: {default}"
-        )
+        # Equal values are simulated once.
+        values = lambda text, parse=parse: list(dict.fromkeys(map(parse, text.split(","))))  # noqa: E731
+        option, about = f"--{name.replace('_', '-')}", f"{meaning}; default: {default}"
+        one.add_argument(option, type=argparse_type(values), default=[default], help=about)
     one.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True)
-    load = parser.add_argument_group("what arrives")
+    load, lengths = parser.add_argument_group("the requests"), argparse_type(parse_lengths)
     load.add_argument("--trace", metavar="FILE.jsonl", help="arrivals of your own, instead of random ones")
-    load.add_argument("--num-requests", type=argparse_type(at_least(1)), default=1000)
-    load.add_argument(
-        "--burstiness", type=argparse_type(positive), default=1.0, help="1: Poisson; less: in bursts"
-    )
-    load.add_argument(
-        "--prompt", type=argparse_type(parse_lengths), default="100~1", help="N, LOW-HIGH or MEDIAN~SIGMA"
-    )
-    load.add_argument(
-        "--output", type=argparse_type(parse_lengths), default="60~0.7", help="N, LOW-HIGH or MEDIAN~SIGMA"
-    )
-    load.add_argument(
-        "--num-prefixes", type=argparse_type(at_least(0)), default=0, help="prompts begin with one of them"
-    )
-    load.add_argument(
-        "--num-prefix-tokens", type=argparse_type(at_least(1)), default=64, help="how long they are"
-    )
+    load.add_argument("--num-requests", type=at_least(1), default=1000)
+    load.add_argument("--burstiness", type=positive, default=1.0, help="1: Poisson; less: in bursts")
+    load.add_argument("--prompt", type=lengths, default="100~1", help="N, LOW-HIGH or MEDIAN~SIGMA")
+    load.add_argument("--output", type=lengths, default="60~0.7", help="N, LOW-HIGH or MEDIAN~SIGMA")
+    load.add_argument("--num-prefixes", type=at_least(0), default=0, help="prompts begin with one of them")
+    load.add_argument("--num-prefix-tokens", type=at_least(1), default=64, help="length of each prefix")
     load.add_argument("--seed", type=int, default=0)
-    costs = parser.add_mutually_exclusive_group()
+    costs, demo = parser.add_mutually_exclusive_group(), "seconds; default: the bundled model's on two cores"
     costs.add_argument(
-        "--cost",
-        type=argparse_type(parse_costs),
-        default=DEMO_COSTS,
-        metavar="STEP,TOKEN,CONTEXT",
-        help="seconds; default: the bundled model's on two cores",
+        "--cost", type=parse_costs, default=DEMO_COSTS, metavar="STEP,TOKEN,CONTEXT", help=demo
     )
     costs.add_argument("--fit", metavar="MODEL", help="the costs of this model on this machine")
-    parser.add_argument(
-        "--fit-seconds", type=argparse_type(positive), default=20.0, help="of steps to fit to"
-    )
+    parser.add_argument("--fit-seconds", type=positive, default=20.0, help="duration of the steps to fit to")
     parser.add_argument("--plot", metavar="FILE.png", help="draw; needs matplotlib")
-    parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     args = parser.parse_args(arguments)
     if args.plot and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: pip install 'nanoengine[lab]'")
@@ -279,26 +247,17 @@ def main(arguments: list[str] | None = None) -> None:
     reports: dict[str, Report] = {}
     for values in itertools.product(*(getattr(args, name) for name in SETTINGS)):
         setup = dict(zip(SETTINGS, values, strict=True))
+        shared = {name: getattr(args, name) for name in ("num_prefixes", "num_prefix_tokens", "seed")}
         arrivals = args.arrivals or generate_arrivals(
-            args.num_requests,
-            setup["rate"],
-            args.prompt,
-            args.output,
+            *(args.num_requests, setup["rate"], args.prompt, args.output),
             burstiness=args.burstiness,
-            num_prefixes=args.num_prefixes,
-            num_prefix_tokens=args.num_prefix_tokens,
-            seed=args.seed,
+            **shared,
         )
-        scheduler = Scheduler(
-            BlockManager(
-                setup["num_kv_blocks"],
-                setup["block_size"],
-                enable_prefix_caching=args.enable_prefix_caching,
-            ),
-            max_num_seqs=setup["max_num_seqs"],
-            max_num_batched_tokens=setup["max_num_batched_tokens"],
-            long_prefill_token_threshold=setup["long_prefill_token_threshold"],
+        blocks = BlockManager(
+            setup["num_kv_blocks"], setup["block_size"], enable_prefix_caching=args.enable_prefix_caching
         )
+        limits = ("max_num_seqs", "max_num_batched_tokens", "long_prefill_token_threshold")
+        scheduler = Scheduler(blocks, **{name: setup[name] for name in limits})
         name = ", ".join(SETTINGS[name][3].format(setup[name]) for name in varied) or "the lab"
         total = len(args.arrivals) if args.arrivals else args.num_requests
         progress = tqdm(arrivals, name, total, leave=False, disable=None)
@@ -313,10 +272,7 @@ def main(arguments: list[str] | None = None) -> None:
             f"{report.seconds:.0f} s simulated in {took:.1f} s",
             file=sys.stderr,
         )
-    print_table(
-        f"steps of {cost.step:g} s + {cost.token:g} s a token + {cost.context:g} s a token attended to",
-        reports,
-        args.markdown,
-    )
+    costs = f"{cost.step:g} s + {cost.token:g} s a token + {cost.context:g} s a token attended to"
+    print_table(f"steps of {costs}", reports)
     if args.plot:
         draw(reports, args.plot)
