@@ -676,7 +676,7 @@ def test_no_step_hides_text_and_what_happened_is_on_the_screen_with_the_blocks(b
 
 def test_run_refuses_a_trace_of_another_ending_before_it_runs(monkeypatch):
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # what is set for a process of its own
-    with pytest.raises(SystemExit, match=r"a trace is written as .html, .json or .jsonl, got run.txt"):
+    with pytest.raises(SystemExit, match=r"a trace must end in .html, .json or .jsonl, got run.txt"):
         ask.run(["--trace", "run.txt"])
 
 
