@@ -61,17 +61,10 @@ CHOICES = {
     "quantization": (*ONLINE_FORMATS, *FILE_FORMATS),
 }
 # Settings for which None, the default in vLLM, stands for the default here
-NONE_IS_DEFAULT = (
-    "enable_prefix_caching",
-    "enforce_eager",
-    "generation_config",
-    "max_num_seqs",
-    "runner",
-    "seed",
-)
+NULLABLE = "enable_prefix_caching", "enforce_eager", "generation_config", "max_num_seqs", "runner", "seed"
 
 
-@accepts(ENGINE_IGNORES, RENAMED, NONE_IS_DEFAULT)
+@accepts(ENGINE_IGNORES, RENAMED, NULLABLE)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Holds all settings of an engine, like vLLM's EngineArgs. It is immutable.

@@ -1,7 +1,6 @@
 """Defines `SamplingParams`, the parameters of a request, and the checks for values that users pass."""
 
 import inspect
-import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -30,13 +29,9 @@ def check_number(name: str, value: Any, low: float, high: float, open_low: bool 
     limits = f"a number in {'(' if open_low else '['}{low}, {high}]"
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be {limits}, got {value!r}")
-    try:
-        number = float(value)
-    except OverflowError:  # an integer too large for a float
-        number = math.inf
-    if not low <= number <= high or (open_low and number == low):  # false for NaN
+    if not low <= value <= high or (open_low and value == low):  # false for NaN
         raise ValueError(f"{name} must be {limits}, got {value!r}")
-    return number
+    return float(value)
 
 
 def check_bool(name: str, value: Any) -> None:
