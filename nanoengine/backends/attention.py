@@ -123,9 +123,9 @@ class PagedAttention(ABC):
                 try:
                     out = cls._attend_to_ones(spec, settings, block_size, device, query_lens, seq_lens)
                 except Exception as error:  # no such kernel, no C compiler, too little shared memory, ...
-                    return f"it fails here: {first_line(error)}"
+                    return f"it failed when tried: {first_line(error)}"
                 if not bool((out - 1).abs().max() < 0.01):
-                    return "it computes wrong numbers here"
+                    return "it computed wrong results when tried"
         return None
 
     @classmethod

@@ -358,7 +358,7 @@ class CUDA(Device):
         """
         if dtype != torch.bfloat16 or self.config.dtype != "auto" or self.capability >= (8, 0):
             return dtype
-        self.notes.append("float16 instead of bfloat16, which this GPU does not compute in")
+        self.notes.append("float16 instead of bfloat16, which this GPU does not support")
         return torch.float16
 
     def prepare(self, model: Any) -> None:
@@ -434,7 +434,9 @@ class CUDA(Device):
             except RuntimeError:
                 # Before 2.13, PyTorch treats a failed capture as still running forever.
                 # https://github.com/pytorch/pytorch/pull/180395
-                raise ValueError(f"decodes cannot be captured ({reason}); set enforce_eager=True") from error
+                raise ValueError(
+                    f"decode steps cannot be captured ({reason}); set enforce_eager=True"
+                ) from error
             # An error that also occurs without a graph is raised.
             decodes.compute(send_inputs(decodes.inputs, self.send))
             return Forward(f", no graphs ({reason})")

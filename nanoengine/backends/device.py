@@ -116,7 +116,9 @@ class Device:
 
     def __init__(self, device: torch.device, config: EngineConfig) -> None:
         if config.quantization in ONLINE_FORMATS and config.quantization not in self.quantizations:
-            raise ValueError(f"quantization={config.quantization!r} does not run on {device.type}")
+            raise ValueError(
+                f"quantization={config.quantization!r} is supported on a CPU only, not on {device.type}"
+            )
         self.device = device
         self.config = config
         self.notes: list[str] = []  # for the user: what was chosen for this processor, and why
@@ -131,7 +133,7 @@ class Device:
         if dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported():
             return dtype
         name = str(dtype).removeprefix("torch.")
-        self.notes.append(f"float32 instead of {name}, which is emulated here without kernels")
+        self.notes.append(f"float32 instead of {name}, which PyTorch emulates on this CPU")
         return torch.float32
 
     def pack(self, weight: Quantized, bias: Tensor | None, dtype: torch.dtype) -> nn.Module | None:

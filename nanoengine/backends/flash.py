@@ -68,7 +68,7 @@ class FlashKernels(PagedAttention):
                     f"not {k_head_dim} and {v_head_dim}"
                 )
         if missing := settings - cls.settings:
-            return f"it does not compute {', '.join(sorted(missing))}"
+            return f"it does not support {', '.join(sorted(missing))}"
         return cls._import_obstacle()
 
     @classmethod

@@ -140,7 +140,7 @@ def test_an_idle_engine_keeps_no_threads():
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    """The kernels, compiled for these tests without optimization. The compiler does not know float16."""
+    """The kernels, compiled for these tests without optimization. The compiler does not support float16."""
     cache = tmp_path_factory.mktemp("compiled")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CXX", f"{os.environ.get('CXX', 'g++')} -O0 -U__FLT16_MAX__")
@@ -191,7 +191,7 @@ def test_kernels_are_compiled_for_a_dtype_when_it_is_first_used(quick_compiler, 
         Kernels(torch.float64)
 
 
-def test_auto_is_float32_with_kernels_if_the_compiler_does_not_know_the_dtype(quick_compiler):
+def test_auto_is_float32_with_kernels_if_the_compiler_does_not_support_the_dtype(quick_compiler):
     device = CPU(torch.device("cpu"), EngineConfig(model=DEMO))
     assert device.choose_dtype(torch.float16) == torch.float32
     assert device.kernels.serves(torch.float32)
@@ -200,7 +200,7 @@ def test_auto_is_float32_with_kernels_if_the_compiler_does_not_know_the_dtype(qu
     asked = CPU(torch.device("cpu"), EngineConfig(model=DEMO, dtype="float16"))
     assert asked.choose_dtype(torch.float16) == torch.float16  # by PyTorch
     assert asked.kernels is None
-    assert asked._no_kernels == "the compiler does not know float16"
+    assert asked._no_kernels == "the compiler does not support float16"
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage", "half"])
@@ -430,7 +430,7 @@ def test_int8_weights_are_named_and_change_log_probabilities_little(capfd):
 def test_int8_is_refused_without_kernels():
     with pytest.raises(ValueError, match="quantization='int8' needs compiled kernels: enforce_eager"):
         LLM(str(DEMO), quantization="int8", enforce_eager=True)
-    with pytest.raises(ValueError, match="quantization='int8' does not run on cuda"):
+    with pytest.raises(ValueError, match="quantization='int8' is supported on a CPU only, not on cuda"):
         CUDA(torch.device("cuda"), EngineConfig(model="m", quantization="int8"))
 
 

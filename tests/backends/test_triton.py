@@ -297,9 +297,9 @@ def test_kernels_that_fail_or_compute_wrong_numbers_are_skipped(monkeypatch):
 
     try_out = functools.partial(TritonAttention.try_out, [SPEC], frozenset(), 16, torch.device(DEVICE))
     monkeypatch.setattr(backend, "_attend_kernel", Broken())
-    assert try_out() == "it fails here: RuntimeError: Failed to find C compiler."
+    assert try_out() == "it failed when tried: RuntimeError: Failed to find C compiler."
     monkeypatch.setattr(backend, "_attend_kernel", Idle())
-    assert try_out() == "it computes wrong numbers here"
+    assert try_out() == "it computed wrong results when tried"
 
 
 @pytest.mark.skipif(INTERPRETED or ON_GPU, reason="Triton runs here")

@@ -35,7 +35,7 @@ def load_library(types: int) -> tuple[ctypes.CDLL, bool]:
     """
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
-        raise RuntimeError("no C++ compiler (g++, clang++ or $CXX)")
+        raise RuntimeError("no C++ compiler; install g++ or clang++, or set CXX")
     program, *options = compiler.split()
     command = [program, *FLAGS.split(), f"-DTYPES={types}", *options]  # $CXX may say -march=x86-64-v3
     try:

@@ -56,7 +56,7 @@ class Kernels:
         self.seconds += time.perf_counter() - start
         self.was_compiled |= was_compiled
         if not hasattr(library, f"linear_{dtype_name(dtype)}"):
-            raise RuntimeError(f"the compiler does not know {dtype_name(dtype)}")
+            raise RuntimeError(f"the compiler does not support {dtype_name(dtype)}")
         return library
 
     def serves(self, dtype: torch.dtype) -> bool:
