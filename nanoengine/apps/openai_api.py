@@ -193,6 +193,7 @@ class GenerationRequest(BaseModel):
     return_tokens_as_token_ids: bool | None = None  # logprobs show "token_id:17" in place of a token's text
     add_special_tokens: bool | None = None
     request_id: str | None = Field(None, max_length=200)  # part of the answer's id, in each piece of a stream
+    _sent: dict[int, int] = PrivateAttr(default_factory=dict)  # sample's index -> length of its sent text
     _structured_field: str = PrivateAttr("structured_outputs")  # the field that asks for these
 
     def sampling_params(self, defaults: SamplingParams, **own: Any) -> SamplingParams:
@@ -353,28 +354,23 @@ class CompletionRequest(GenerationRequest):
         return params
 
     def choice(
-        self,
-        index: int,
-        completion: CompletionOutput,
-        output: RequestOutput,
-        sent: dict[int, int],
-        tokenizer: Any,
+        self, index: int, completion: CompletionOutput, output: RequestOutput, tokenizer: Any
     ) -> dict[str, Any]:
-        """Return a sample, or its next piece. `sent` maps a sample's index to the length of its sent text."""
-        text, is_first, offset = completion.text, index not in sent, sent.get(index, 0)
+        """Return a sample, or its next piece."""
+        text, is_first, offset = completion.text, index not in self._sent, self._sent.get(index, 0)
         reported: list[tuple[int, dict[int, Logprob] | None]] = []
         if self.echo and is_first:
             prompt = output.prompt
             text = (tokenizer.decode(output.prompt_token_ids) if prompt is None else prompt) + text
             reported += zip(output.prompt_token_ids, output.prompt_logprobs or [], strict=False)
         reported += zip(completion.token_ids, completion.logprobs or [], strict=False)
-        logprobs, sent[index] = None, offset
+        logprobs, self._sent[index] = None, offset
         if self.logprobs is not None:
             texts = [
                 entry[token_id].decoded_token or "" if entry else tokenizer.decode([token_id])
                 for token_id, entry in reported
             ]
-            *offsets, sent[index] = accumulate(map(len, texts), initial=offset)
+            *offsets, self._sent[index] = accumulate(map(len, texts), initial=offset)
             logprobs = {
                 "tokens": [
                     self.token_name(pair[0], name) for pair, name in zip(reported, texts, strict=True)
@@ -470,14 +466,9 @@ class ChatRequest(Conversation, GenerationRequest):
         return self._parsers[index].message(completion, bool(self.stream))
 
     def choice(
-        self,
-        index: int,
-        completion: CompletionOutput,
-        output: RequestOutput,
-        sent: dict[int, int],
-        tokenizer: Any,
+        self, index: int, completion: CompletionOutput, output: RequestOutput, tokenizer: Any
     ) -> dict[str, Any]:
-        """Return a sample, or its next piece. `CompletionRequest.choice` documents `sent`."""
+        """Return a sample, or its next piece."""
         logprobs = None
         if self.logprobs:
             entries = zip(completion.token_ids, completion.logprobs or [], strict=False)
@@ -487,9 +478,9 @@ class ChatRequest(Conversation, GenerationRequest):
                 for token_id, entry in entries
             ]
             logprobs = {"content": content}
-        is_first = index not in sent
+        is_first = index not in self._sent
         role = {"role": "assistant"} if is_first else {}
-        sent[index] = 0
+        self._sent[index] = 0
         message = {"delta" if self.stream else "message": {**role, **self._message(index, completion)}}
         common = self.common(completion, output, is_first)
         if completion.finish_reason == "stop" and index in self._parsers and self._parsers[index].num_calls:

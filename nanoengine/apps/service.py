@@ -31,6 +31,7 @@ from nanoengine.apps.openai_api import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    StreamOptions,
     TokenizeRequest,
     pieces_of,
     refusing,
@@ -47,6 +48,8 @@ from nanoengine.sampling_params import SamplingParams, check_integer
 
 LONG_BODY_BYTES = 2**16  # checking and tokenizing a longer body takes more than a few milliseconds
 T = TypeVar("T")
+Body = CompletionRequest | ChatRequest
+Choices = AsyncGenerator[dict[str, Any]]
 PAGE = Path(__file__).with_name("chat.html")
 PAGE_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; "
@@ -82,9 +85,7 @@ def event(content: Any) -> bytes:
     return b"data: " + to_json(content) + b"\n\n"
 
 
-async def merged(
-    streams: Sequence[AsyncGenerator[RequestOutput]],
-) -> AsyncGenerator[tuple[int, RequestOutput]]:
+async def merged(streams: list[AsyncGenerator[RequestOutput]]) -> AsyncGenerator[tuple[int, RequestOutput]]:
     """Yield the outputs of several requests as they arrive, each with its request's index.
 
     Closing the generator aborts the requests.
@@ -166,7 +167,7 @@ class Service:
         """POST /v1/chat/completions."""
         return await self.answer(body, request)
 
-    async def answer(self, body: CompletionRequest | ChatRequest, request: Request) -> Response:
+    async def answer(self, body: Body, request: Request) -> Response:
         """Answer a request of either API, whole or as a stream."""
         ticket = request.state.ticket
         choices = await self.start(body, request)
@@ -185,9 +186,7 @@ class Service:
             head["prompt_token_ids"] = answer[0]["prompt_token_ids"]
         return JSON({**head, "choices": answer, "usage": ticket.usage()})
 
-    async def start(
-        self, body: CompletionRequest | ChatRequest, request: Request
-    ) -> AsyncGenerator[dict[str, Any]]:
+    async def start(self, body: Body, request: Request) -> Choices:
         """Check the whole request, and return the generator of its choices.
 
         All checks run before the answer begins, so that a refusal can still set the HTTP status.
@@ -198,24 +197,20 @@ class Service:
         self.take_places(body, params.n, ticket)
         needs_grammar = params.structured_outputs is not None or bool(getattr(body, "tools", None))
         pool = self.grammar_checks if needs_grammar else self.checks
-        checked = await self.in_thread(request, self.check, body, params, pool=pool)
+        checked = await self.in_thread(request, partial(self.check, body, params), pool)
         ticket.prompt_tokens = sum(len(one.token_ids) for one in checked)
         return self.choices(body, checked, ticket)
 
     async def in_thread(
-        self,
-        request: Request,
-        function: Callable[..., T],
-        *arguments: Any,
-        pool: ThreadPoolExecutor | None = None,
+        self, request: Request, call: Callable[[], T], pool: ThreadPoolExecutor | None = None
     ) -> T:
-        """Run a function that may take seconds on a long text, in a thread. Long requests run one at a time.
+        """Run a call that may take seconds on a long text, in a thread. Long requests run one at a time.
 
         A call that waits for its turn is cancelled when its client disconnects.
         """
         is_long = len(await request.body()) > LONG_BODY_BYTES
         pool = self.long_checks if is_long else pool or self.checks
-        return await asyncio.get_running_loop().run_in_executor(pool, function, *arguments)
+        return await asyncio.get_running_loop().run_in_executor(pool, call)
 
     def check_model(self, name: str | None) -> None:
         """Raise APIError if a request names a model that is not served."""
@@ -223,7 +218,7 @@ class Service:
             message = f"the model {name!r} does not exist; this server has {self.name!r}"
             raise APIError(404, message, param="model", code="model_not_found")
 
-    def take_places(self, body: CompletionRequest | ChatRequest, n: int, ticket: Ticket) -> None:
+    def take_places(self, body: Body, n: int, ticket: Ticket) -> None:
         """Count the request's samples as running or waiting. `Gate` subtracts them when the request ends.
 
         Raises:
@@ -240,7 +235,7 @@ class Service:
         self.num_samples += num_samples
         ticket.samples = num_samples
 
-    def check(self, body: CompletionRequest | ChatRequest, params: SamplingParams) -> list[CheckedRequest]:
+    def check(self, body: Body, params: SamplingParams) -> list[CheckedRequest]:
         """Return the prompts as checked requests for the engine. Runs in a thread: a long text is slow.
 
         `LLMEngine.check` reads only immutable state, so it is safe outside the engine's thread.
@@ -255,9 +250,7 @@ class Service:
             except RuntimeError as error:  # the engine sleeps or is closed
                 raise unavailable(str(error)) from None
 
-    async def choices(
-        self, body: CompletionRequest | ChatRequest, checked: list[CheckedRequest], ticket: Ticket
-    ) -> AsyncGenerator[dict[str, Any]]:
+    async def choices(self, body: Body, checked: list[CheckedRequest], ticket: Ticket) -> Choices:
         """Yield the engine's outputs as choices of the API, and count their tokens on the ticket.
 
         Closing the generator aborts the requests that still run.
@@ -265,10 +258,8 @@ class Service:
         Raises:
             APIError: the engine failed or is closed.
         """
-        sent: dict[int, int] = {}
-        streams = [
-            self.engine.generate(one, one.params, f"{ticket.id}-{index}") for index, one in enumerate(checked)
-        ]
+        generate, prompts = self.engine.generate, enumerate(checked)
+        streams = [generate(one, one.params, f"{ticket.id}-{index}") for index, one in prompts]
         num_cached = [0] * len(checked)
         async with aclosing(merged(streams)) as outputs:
             async for number, output in outputs:
@@ -285,19 +276,14 @@ class Service:
                         completion = replace(completion, text="", token_ids=[], finish_reason="length")
                     ticket.completion_tokens += len(completion.token_ids)
                     index = number * checked[0].params.n + completion.index
-                    yield body.choice(index, completion, output, sent, self.checkpoint.tokenizer)
+                    yield body.choice(index, completion, output, self.checkpoint.tokenizer)
 
     async def events(
-        self,
-        body: CompletionRequest | ChatRequest,
-        head: dict[str, Any],
-        choices: AsyncGenerator[dict[str, Any]],
-        ticket: Ticket,
+        self, body: Body, head: dict[str, Any], choices: Choices, ticket: Ticket
     ) -> AsyncGenerator[bytes]:
         """Yield the answer as server-sent events."""
-        options = body.stream_options
-        with_usage = options is not None and options.include_usage
-        is_continuous = with_usage and options is not None and options.continuous_usage_stats
+        options = body.stream_options or StreamOptions()
+        with_usage, is_continuous = options.include_usage, options.continuous_usage_stats
         try:
             async with aclosing(choices):
                 async for choice in choices:
