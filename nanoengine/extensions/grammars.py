@@ -34,7 +34,7 @@ from nanoengine.extensions.schemas import checked_grammar, checked_schema, close
 from nanoengine.sampling_params import StructuredOutputsParams
 
 MAX_CHARACTERS = 1 << 16  # length of a grammar: a longer one may take more than a second to compile
-LIMITS = {
+LIMITS: dict[str, Any] = {
     "max_grammar_size": 100_000,  # symbols in a grammar's productions
     "max_items_in_row": 20_000,  # parser items per token: one for each way to continue
     "initial_lexer_fuel": 300_000,  # cost of building the lexer's expressions
@@ -220,10 +220,11 @@ class Trials:
             RuntimeError: the trial failed for another reason.
         """
         with self._lock:
-            if self._process is None or self._process.poll() is not None:
-                self._start()
+            process = self._process
+            if process is None or process.poll() is not None:
+                process = self._process = self._start()
         said = self._ask({"asked": asked, "max_seconds": MAX_SECONDS, "max_bytes": MAX_BYTES})
-        if not said and self._process.poll() is None:  # a limit ended the worker
+        if not said and process.poll() is None:  # a limit ended the worker
             said = json.dumps({"error": too_costly(MAX_SECONDS, MAX_BYTES)}).encode()
         answer = json.loads(said or '{"failure": "its process has ended"}')
         if "failure" in answer:
@@ -232,19 +233,20 @@ class Trials:
             raise ValueError(answer["error"])
         return Tried(**answer)
 
-    def _start(self) -> None:
+    def _start(self) -> subprocess.Popen[bytes]:
         self._control, theirs = socket.socketpair()
         paths = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
         with theirs:
-            self._process = subprocess.Popen(
+            process = subprocess.Popen(
                 [sys.executable, "-m", "nanoengine.extensions.grammars"],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": paths},
                 start_new_session=True,  # Ctrl-C goes to the engine only
             )
-        weakref.finalize(self, end, self._process, self._control)
+        weakref.finalize(self, end, process, self._control)
         self._ask(self.settings)
+        return process
 
     def _ask(self, question: Any) -> bytes:
         """Send a question and return the answer. Returns b"" if the process or its worker has died."""

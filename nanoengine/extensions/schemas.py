@@ -142,8 +142,9 @@ def _with_quotable_patterns(schema: dict[str, Any]) -> dict[str, Any]:
                 f"patternProperties {changed[0]!r} excludes a quote or a backslash: this is enforced only "
                 'with "additionalProperties": false'
             )
-    divisor = schema.get("multipleOf")
-    if type(divisor) in (int, float) and abs(divisor) < float("inf"):
+    divisor: Any = schema.get("multipleOf")
+    is_number = isinstance(divisor, int | float) and not isinstance(divisor, bool)
+    if is_number and abs(divisor) < float("inf"):
         _, digits, exponent = Decimal(str(divisor)).normalize().as_tuple()
         if len(digits) > MAX_DIGITS or not -MAX_DIGITS <= int(exponent) <= MAX_DIGITS - len(digits):
             raise ValueError(

@@ -736,7 +736,7 @@ def test_requests_beyond_max_waiting_get_503_with_retry_after(guarded):
             assert refused.json()["error"]["type"] == "server_error"
         wait_until(lambda: service.num_samples == 0)
         assert client.post(f"{url}/v1/completions", json={"prompt": "a"}).status_code == 200
-        # What could never be served is not told to come back.
+        # A request that can never be served gets 400 instead.
         assert client.post(f"{url}/v1/completions", json={"prompt": "a", "n": 4}).status_code == 400
 
 

@@ -538,7 +538,7 @@ REFUSED = [
     ("structured_outputs: ", {"regex": "(" * 5000 + ")" * 5000}),
     ("structured_outputs: ", {"choice": ["\ud800"]}),
     ("structured_outputs: ", {"grammar": 'start: "a" start'}),
-    ("unknown name", {"grammar": "start: nobody"}),
+    ("unknown name", {"grammar": "start: missing"}),
     ("GBNF", {"grammar": 'root ::= "a" ('}),
     ("structured_outputs: ", {"grammar": "root ::= " + "(" * 5000}),
     *(("below 434", {"grammar": f'start: "a" <[{ids}]> "b"'}) for ids in ("434", "1-500", "^5")),
