@@ -149,7 +149,7 @@ def test_a_whole_piece_is_one_token_for_some_pre_tokenizers(tmp_path):
 
 
 # Pieces that llama.cpp splits differently from the models' own tokenizers. Its expressions know no case
-# outside ASCII, no combining marks in words, no U+3000 in a range, and grouped digits take in the text before.
+# outside ASCII, no combining marks in words, no U+3000 in a range, and groups of digits take in text before.
 CASES = ("ß", "привет", " мир", "हिन्दी")
 LETTERS = (*CASES, "camelCase", "xY", "IMGIMGABCZ")
 APPROXIMATED = {
