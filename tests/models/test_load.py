@@ -1,7 +1,8 @@
-"""Loading: strict about every tensor, clear about every mistake, and without side effects."""
+"""Loading: every tensor is checked, every mistake has a clear error, and nothing else changes."""
 
 import gc
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -53,6 +54,16 @@ def refuse(path, message, error=ValueError, **settings):
     assert (torch.get_default_dtype(), torch.get_default_device()) == before
 
 
+def check_served(path, model, **settings):
+    """Check that greedy tokens equal those of the transformers model. Return the loaded model."""
+    prompts = random_prompts([5, 40])
+    with LLM(str(path), num_kv_blocks=20, block_size=8, dtype="float32", **settings) as llm:
+        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=10), use_tqdm=False)
+        loaded = llm.llm_engine.runner.model
+    assert [out.outputs[0].token_ids for out in outputs] == [greedy(model, p, 10) for p in prompts]
+    return loaded
+
+
 @pytest.mark.parametrize(
     "field",
     [
@@ -61,58 +72,60 @@ def refuse(path, message, error=ValueError, **settings):
     ],
 )
 @pytest.mark.parametrize("value", [-1, 10**15])
-def test_a_size_that_cannot_be_is_refused_by_its_name(copy, field, value):
+def test_impossible_size_is_refused_by_name(copy, field, value):
     edit_config(copy, **{field: value})
     refuse(copy, rf"(?s)config\.json.*{field}.*{value}")
 
 
 @pytest.mark.parametrize("content", ["[]", "[" * 10**5, '{"model": null}', "\xff", ""])
-def test_a_tokenizer_that_cannot_be_read_is_refused_with_its_path(copy, content):
+def test_unreadable_tokenizer_is_refused_with_its_path(copy, content):
     (copy / "tokenizer.json").write_text(content, encoding="latin-1")
     refuse(copy, "the tokenizer in .*model cannot be used: ")
 
 
-def test_a_config_without_architectures_is_of_the_one_its_class_stands_for(copy):
+def test_config_without_architectures_has_that_of_its_class(copy):
     edit_config(copy, architectures=None)
     with LLM(str(copy), num_kv_blocks=4) as llm:
         assert llm.llm_engine.runner.model.code == "nanoengine's"
 
 
 @pytest.mark.parametrize("architectures", [5, [5], "Qwen3ForCausalLM", {"a": 1}])
-def test_architectures_that_are_no_list_of_names_are_refused(copy, architectures):
+def test_architectures_must_be_a_list_of_names(copy, architectures):
     edit_config(copy, architectures=architectures)
     refuse(copy, r"config\.json: architectures must be a list of names")
 
 
+MISSING = "model.layers.1.self_attn.k_proj.weight"
+
+
 @IMPLS
-def test_a_missing_tensor_is_named(copy, impl):
-    edit(copy, lambda t: t.pop("model.layers.1.self_attn.k_proj.weight"))
-    message = r"lacks 1 tensors, the first is 'model\.layers\.1\.self_attn\.k_proj\.weight'"
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(MISSING), rf"lacks 1 tensors, the first is '{MISSING}'"),
+        (lambda t: t.update(mystery=torch.zeros(2)), "'mystery' which the architecture does not have"),
+    ],
+    ids=["missing", "unexpected"],
+)
+def test_missing_or_unexpected_tensor_is_named(copy, change, message, impl):
+    edit(copy, change)
     refuse(copy, message, model_impl=impl)
-
-
-@IMPLS
-def test_an_unexpected_tensor_is_named(copy, impl):
-    edit(copy, lambda t: t.update({"model.layers.0.mystery.weight": torch.zeros(2)}))
-    refuse(copy, r"'model\.layers\.0\.mystery\.weight' which the architecture does not have", model_impl=impl)
 
 
 @IMPLS
 @pytest.mark.parametrize(
     "names", [["model.layers.2.mlp.up_proj.weight"], ["mtp.norm.weight", "model.mtp.0.x"]]
 )
-def test_layers_that_only_guess_ahead_are_left_out_and_said_so(copy, names, impl, caplog, tmp_path_factory):
+def test_draft_layers_are_ignored_and_logged(copy, names, impl, caplog, tmp_path_factory):
     edit(copy, lambda t: t.update((name, torch.zeros(2)) for name in names))
-    with LLM(str(copy), num_kv_blocks=8, model_impl=impl) as llm:
-        output = llm.generate([7, 8], SamplingParams(temperature=0, max_tokens=10), use_tqdm=False)
-    assert output[0].outputs[0].token_ids == greedy(checkpoint(NAME, tmp_path_factory)[1], [7, 8], 10)
+    check_served(copy, checkpoint(NAME, tmp_path_factory)[1], model_impl=impl)
     said = (
         f"ignoring {len(names)} tensors of layers that the config does not have, the first is '{min(names)}'"
     )
     assert said in caplog.text
 
 
-def test_norms_by_their_names_in_tensorflow_are_read_as_transformers_reads_them(copy, tmp_path):
+def test_tensorflow_names_of_norms_are_read_as_transformers_does(copy, tmp_path):
     """It renames `LayerNorm.gamma` alone: a Llama's `norm.gamma` it leaves out, and makes the norm up."""
     edit(copy, lambda t: t.update({"model.norm.gamma": t.pop("model.norm.weight")}))
     report = transformers.AutoModelForCausalLM.from_pretrained(copy, output_loading_info=True)[1]
@@ -126,13 +139,11 @@ def test_norms_by_their_names_in_tensorflow_are_read_as_transformers_reads_them(
     for ours, theirs in (("weight", "gamma"), ("bias", "beta")):
         tensors = {name.replace(f"LayerNorm.{ours}", f"LayerNorm.{theirs}"): x for name, x in tensors.items()}
     save_file(tensors, tmp_path / "bert" / "model.safetensors", metadata={"format": "pt"})
-    with LLM(str(tmp_path / "bert"), num_kv_blocks=8) as llm:
-        output = llm.generate([7, 8], SamplingParams(temperature=0, max_tokens=10), use_tqdm=False)
-    assert output[0].outputs[0].token_ids == greedy(model, [7, 8], 10)
+    check_served(tmp_path / "bert", model)
 
 
 @IMPLS
-def test_a_tensor_of_the_wrong_shape_is_named_with_both_shapes(copy, impl):
+def test_tensor_of_the_wrong_shape_is_named(copy, impl):
     edit(copy, lambda t: t.update({"model.norm.weight": torch.zeros(63)}))
     shapes = r"'model\.norm\.weight' has shape \(63,\), the config asks for \(64,\)"
     other = r"of another shape than the config asks for: .*model\.norm\.weight"
@@ -140,19 +151,19 @@ def test_a_tensor_of_the_wrong_shape_is_named_with_both_shapes(copy, impl):
 
 
 @IMPLS
-def test_a_truncated_file_is_reported_as_damaged(copy, impl):
+def test_truncated_file_is_reported_as_damaged(copy, impl):
     data = (copy / "model.safetensors").read_bytes()
     (copy / "model.safetensors").write_bytes(data[: len(data) // 2])
     refuse(copy, r"is damaged", model_impl=impl)
 
 
 @IMPLS
-def test_a_directory_without_safetensors_is_refused_rather_than_run_uninitialised(copy, impl):
+def test_directory_without_safetensors_is_refused(copy, impl):
     (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
     refuse(copy, r"holds no \*\.safetensors; pickled weights", model_impl=impl)
 
 
-def test_an_empty_directory_a_file_and_a_wrong_path_are_told_apart(tmp_path):
+def test_empty_directory_file_and_wrong_path_have_different_errors(tmp_path):
     refuse(tmp_path, r"holds no config\.json")
     (tmp_path / "file").write_text("x")
     refuse(tmp_path / "file", "got the file")
@@ -160,7 +171,7 @@ def test_an_empty_directory_a_file_and_a_wrong_path_are_told_apart(tmp_path):
     refuse("no-such-model", "neither a directory nor a hub id")
 
 
-def test_a_model_that_is_not_there_is_told_by_its_id_and_where_it_was_looked_for(monkeypatch):
+def test_missing_hub_model_error_names_the_model_and_the_places(monkeypatch):
     refuse("gpt2", r"'gpt2' is neither .* a hub id such as openai-community/gpt2$")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", "/the/cache")
@@ -169,13 +180,13 @@ def test_a_model_that_is_not_there_is_told_by_its_id_and_where_it_was_looked_for
     refuse("nobody/nothing", f"'nobody/nothing' at revision 'v2' {looked}", OSError, revision="v2")
 
 
-def test_a_folder_of_an_adapter_says_what_it_is_an_adapter_of(tmp_path):
+def test_adapter_directory_error_names_the_base_model(tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "Qwen/Qwen3-0.6B"}')
     (tmp_path / "adapter_model.safetensors").write_bytes(b"")
     refuse(tmp_path, "holds a LoRA adapter and no model; load 'Qwen/Qwen3-0.6B' with lora=")
 
 
-def test_a_tokenizer_that_needs_sentencepiece_says_so(copy, monkeypatch):
+def test_tokenizer_that_needs_sentencepiece_says_so(copy, monkeypatch):
     def fail(*_, **__):
         raise ImportError("SentencePieceExtractor requires the SentencePiece library")
 
@@ -201,7 +212,7 @@ SCALED = {name: value for name, value in YARN.items() if name != "rope_theta"}
         ({}, {"rope_theta": 5e4}),
     ],
 )
-def test_overrides_are_as_if_they_stood_in_config_json(overrides, expected, old, copy):
+def test_overrides_equal_an_edited_config_json(overrides, expected, old, copy):
     """Whether the file has rope's settings as transformers 5 writes them or as those before did."""
     whole = json.loads((copy / "config.json").read_text())
     plain = {name: value for name, value in whole.items() if not name.startswith("rope_")}
@@ -233,7 +244,7 @@ def test_overrides_of_a_part_keep_the_rest_of_it(tmp_path):
         LLM(str(tmp_path), hf_overrides=lambda config: config)
 
 
-def test_generation_config_vllm_takes_no_sampling_parameter_from_the_checkpoint(copy):
+def test_generation_config_vllm_ignores_the_sampling_parameters_of_the_checkpoint(copy):
     (copy / "generation_config.json").write_text('{"temperature": 0.25, "eos_token_id": [7, 9]}')
     own, plain = open_checkpoint(str(copy)), open_checkpoint(str(copy), generation_config="vllm")
     assert own.default_sampling_params().temperature == 0.25
@@ -243,15 +254,12 @@ def test_generation_config_vllm_takes_no_sampling_parameter_from_the_checkpoint(
 
 
 @IMPLS
-def test_sharded_files_load_like_a_single_one_and_a_missing_shard_is_named(impl, tmp_path):
+def test_sharded_files_load_and_a_missing_shard_is_named(impl, tmp_path):
     model = hf_model(NAME)
     model.save_pretrained(tmp_path, max_shard_size="60KB")
     shards = sorted(tmp_path.glob("*.safetensors"))
     assert len(shards) > 2
-    prompt = [1, 2, 3]
-    with LLM(str(tmp_path), num_kv_blocks=8, model_impl=impl) as llm:
-        output = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=10), use_tqdm=False)
-    assert output[0].outputs[0].token_ids == greedy(model, prompt, 10)
+    check_served(tmp_path, model, model_impl=impl)
     shards[1].unlink()
     refuse(tmp_path, f"lacks the shard {shards[1].name}", model_impl=impl)
 
@@ -263,16 +271,14 @@ def test_without_an_index_other_files_are_read_only_if_none_is_named_model(copy)
     assert len(open_checkpoint(str(copy)).open_files().headers) == 25
 
 
-def test_a_file_without_tensors_is_refused_rather_than_run_uninitialised(copy):
+def test_file_without_tensors_is_refused(copy):
     save_file({}, copy / "model.safetensors")
     refuse(copy, "lacks 25 tensors")
 
 
 @IMPLS
 @pytest.mark.parametrize("held", ["another head", "the same head", "the head alone"])
-def test_a_tied_model_uses_the_head_its_files_hold_as_transformers_does(
-    held, impl, tmp_path, tmp_path_factory
-):
+def test_tied_model_uses_the_head_in_its_files_as_transformers_does(held, impl, tmp_path, tmp_path_factory):
     if held == "another head" and transformers.__version__ < "5":
         pytest.skip("transformers 4 ties whatever the files hold")
     path, tied = checkpoint("qwen2 tied", tmp_path_factory)
@@ -283,20 +289,15 @@ def test_a_tied_model_uses_the_head_its_files_hold_as_transformers_does(
     if held == "the head alone":
         edit(tmp_path / "model", lambda t: t.pop("model.embed_tokens.weight"))
     reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    expected = greedy(reference, [7, 8], 10)
-    assert (expected == greedy(tied, [7, 8], 10)) == (held != "another head")
-    with LLM(str(tmp_path / "model"), num_kv_blocks=8, model_impl=impl) as llm:
-        model = llm.llm_engine.runner.model
-        if impl == "nanoengine":
-            is_tied = isinstance(model.embed_tokens, PackedEmbedding) or (
-                model.lm_head.weight is model.embed_tokens.weight
-            )
-            assert is_tied == (held != "another head")
-        output = llm.generate([7, 8], SamplingParams(temperature=0, max_tokens=10), use_tqdm=False)
-    assert output[0].outputs[0].token_ids == expected
+    assert (greedy(reference, [7, 8], 10) == greedy(tied, [7, 8], 10)) == (held != "another head")
+    model = check_served(tmp_path / "model", reference, model_impl=impl)
+    if impl == "nanoengine":
+        is_packed = isinstance(model.embed_tokens, PackedEmbedding)
+        is_tied = is_packed or model.lm_head.weight is model.embed_tokens.weight
+        assert is_tied == (held != "another head")
 
 
-def test_tensors_whose_names_only_transformers_knows_are_served_by_its_code(tmp_path, tmp_path_factory):
+def test_tensor_names_that_only_transformers_knows_run_on_its_code(tmp_path, tmp_path_factory):
     """A Llama without the `model.` prefix, for one: the weights decide, the config is the same."""
     path, model = checkpoint("qwen2 tied", tmp_path_factory)
     shutil.copytree(path, tmp_path / "model")
@@ -304,89 +305,73 @@ def test_tensors_whose_names_only_transformers_knows_are_served_by_its_code(tmp_
     bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
     save_file(bare, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
     refuse(tmp_path / "model", r"lacks 26 tensors, the first is 'model\.", model_impl="nanoengine")
-    with LLM(str(tmp_path / "model"), num_kv_blocks=8) as llm:
-        assert isinstance(llm.llm_engine.runner.model, HFModel)
-        output = llm.generate([7, 8], SamplingParams(temperature=0, max_tokens=10), use_tqdm=False)
-    assert output[0].outputs[0].token_ids == greedy(model, [7, 8], 10)
+    assert isinstance(check_served(tmp_path / "model", model), HFModel)
 
 
 @pytest.mark.parametrize("name", ["qwen2 tied", "qwen3"])
-def test_a_body_saved_alone_is_served_where_its_head_is_the_embedding(name, tmp_path, tmp_path_factory):
+def test_body_saved_alone_is_served_if_its_head_is_the_embedding(name, tmp_path, tmp_path_factory):
     path, model = checkpoint(name, tmp_path_factory)
     transformers.AutoModel.from_pretrained(path).save_pretrained(tmp_path)
     if name == "qwen3":
         refuse(tmp_path, r"lacks 25 tensors, the first is 'lm_head\.weight'")
-        return
-    with LLM(str(tmp_path), num_kv_blocks=8) as llm:
-        output = llm.generate([7, 8], SamplingParams(temperature=0, max_tokens=10), use_tqdm=False)
-    assert output[0].outputs[0].token_ids == greedy(model, [7, 8], 10)
+    else:
+        check_served(tmp_path, model)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (b'{"weight_map": {"a', "is not JSON"),
-        (b"\xff\xfe\x00", "is not JSON"),
-        (b"[" * 100_000, "is not JSON"),
-        (b"[]", "must hold a JSON object"),
-        (b"{}", ": weight_map must name the file of each tensor, got None"),
-        (b'{"weight_map": [1]}', ": weight_map must name the file of each tensor"),
-        (b'{"weight_map": {}}', ": weight_map must name the file of each tensor"),
-        (b'{"weight_map": {"a": 3}}', "for 'a', got 3"),
-        (b'{"weight_map": {"a": null}}', "for 'a', got None"),
-        (b'{"weight_map": {"a": "../model.safetensors"}}', "must name a file beside it for 'a'"),
-        (b'{"weight_map": {"a": "."}}', "must name a file beside it for 'a'"),
-    ],
-)
-@IMPLS
-def test_a_broken_index_of_shards_is_refused_by_file_and_field(copy, text, message, impl):
-    (copy / "model.safetensors.index.json").write_bytes(text)
-    refuse(copy, rf"model\.safetensors\.index\.json.*{message}", model_impl=impl)
+INDEX, GENERATION = "model.safetensors.index.json", "generation_config.json"
+BROKEN = [
+    *(
+        (file, text, "is not JSON")
+        for file in (INDEX, GENERATION)
+        for text in (b"{", b"\xff", b"[" * 100_000)
+    ),
+    *((file, b"[1]", "must hold a JSON object") for file in (INDEX, GENERATION)),
+    (INDEX, b"{}", "weight_map must name the file of each tensor, got None"),
+    (INDEX, b'{"weight_map": [1]}', "weight_map must name the file of each tensor"),
+    (INDEX, b'{"weight_map": {}}', "weight_map must name the file of each tensor"),
+    (INDEX, b'{"weight_map": {"a": 3}}', "for 'a', got 3"),
+    (INDEX, b'{"weight_map": {"a": null}}', "for 'a', got None"),
+    (INDEX, b'{"weight_map": {"a": "../model.safetensors"}}', "must name a file beside it for 'a'"),
+    (INDEX, b'{"weight_map": {"a": "."}}', "must name a file beside it for 'a'"),
+    (GENERATION, b'{"temperature": "hot"}', "temperature must be"),
+    (GENERATION, b'{"temperature": -1}', "temperature must be"),
+    (GENERATION, b'{"top_k": 0.5}', "top_k must be"),
+    (GENERATION, b'{"max_new_tokens": 0}', "max_tokens must be"),
+    *(
+        (GENERATION, b'{"eos_token_id": %s}' % x, "eos_token_id must be")
+        for x in (b'"x"', b"[null]", b"true", b"{}")
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (b"{", "is not JSON"),
-        (b"\xff\xfe\x00", "is not JSON"),
-        (b"[1]", "must hold a JSON object"),
-        (b'{"temperature": "hot"}', "temperature must be"),
-        (b'{"temperature": -1}', "temperature must be"),
-        (b'{"top_k": 0.5}', "top_k must be"),
-        (b'{"max_new_tokens": 0}', "max_tokens must be"),
-        (b'{"eos_token_id": "x"}', "eos_token_id must be a token id or a list of them"),
-        (b'{"eos_token_id": [null]}', "eos_token_id must be"),
-        (b'{"eos_token_id": 1.5}', "eos_token_id must be"),
-        (b'{"eos_token_id": true}', "eos_token_id must be"),
-        (b'{"eos_token_id": {}}', "eos_token_id must be"),
-    ],
-)
-def test_a_broken_generation_config_is_refused_by_file_and_field(copy, text, message):
-    (copy / "generation_config.json").write_bytes(text)
-    refuse(copy, rf"generation_config\.json.*{message}")
+@pytest.mark.parametrize(("file", "text", "message"), BROKEN)
+def test_broken_json_file_is_refused_by_file_and_field(copy, file, text, message):
+    (copy / file).write_bytes(text)
+    with pytest.raises(ValueError, match=f"{re.escape(file)}.*{message}"):
+        open_checkpoint(str(copy)).open_files()
 
 
 @pytest.mark.parametrize("positions", [-5, 0, 10**12])
 @IMPLS
-def test_a_number_of_positions_that_cannot_be_is_refused_by_file_and_field(copy, positions, impl):
+def test_impossible_number_of_positions_is_refused(copy, positions, impl):
     edit_config(copy, max_position_embeddings=positions)
     refuse(copy, rf"config\.json: max_position_embeddings must .*, got {positions}$", model_impl=impl)
 
 
 @pytest.mark.parametrize("factor", [1e9, -1.0, 0.0, float("nan"), "4"])
 @IMPLS
-def test_a_rope_factor_that_cannot_be_is_refused_by_file_and_field(copy, factor, impl):
+def test_impossible_rope_factor_is_refused(copy, factor, impl):
     edit_config(copy, rope_parameters={**YARN, "factor": factor}, rope_scaling={**YARN, "factor": factor})
     refuse(copy, r"config\.json: rope's factor.* must be above 0", model_impl=impl)
 
 
-def test_an_unknown_activation_is_refused_by_file_and_field(copy):
+def test_unknown_activation_is_refused(copy):
     edit_config(copy, hidden_act="gulu")
     refuse(copy, r"config\.json's hidden_act 'gulu' is unknown")
     refuse(copy, r"hidden_act 'gulu' is not supported; supported: silu", model_impl="nanoengine")
 
 
-def test_whatever_transformers_makes_of_an_unsound_config_is_a_value_error(copy):
+def test_any_error_of_transformers_about_a_config_is_a_value_error(copy):
     edit_config(copy, num_attention_heads=0)
     for impl in ("nanoengine", "transformers"):
         refuse(copy, "the config asks for|cannot be loaded: ZeroDivisionError", model_impl=impl)
@@ -394,7 +379,7 @@ def test_whatever_transformers_makes_of_an_unsound_config_is_a_value_error(copy)
 
 @pytest.mark.parametrize("dtype", ["int32", "uint8", "bool", "complex64", "float8_e4m3fn"])
 @IMPLS
-def test_weights_that_are_no_plain_floats_are_refused_rather_than_cast(copy, dtype, impl):
+def test_weights_that_are_not_floats_are_refused(copy, dtype, impl):
     name = "model.layers.0.mlp.up_proj.weight"
     edit(copy, lambda t: t.update({name: t[name].to(getattr(torch, dtype))}))
     refuse(copy, rf"holds tensor '{name}' as .*; a weight must be one of F64, F32", model_impl=impl)
@@ -428,14 +413,6 @@ def test_a_quantization_stated_in_a_separate_file_is_read(copy, file, content, w
     refuse(copy, words)
 
 
-def served_like(path, model):
-    """Greedy tokens of the checkpoint equal those of the transformers model."""
-    prompts = random_prompts([5, 40])
-    with LLM(str(path), num_kv_blocks=20, block_size=8, dtype="float32", model_impl="auto") as llm:
-        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=10), use_tqdm=False)
-    assert [out.outputs[0].token_ids for out in outputs] == [greedy(model, p, 10) for p in prompts]
-
-
 @pytest.mark.skipif(transformers.__version__ < "5", reason="dequantizes to bfloat16 alone there")
 def test_mxfp4_weights_are_served_dequantized(tmp_path):
     """The oracle dequantizes by the format's definition: 32 values of 4 bits share an exponent."""
@@ -462,7 +439,7 @@ def test_mxfp4_weights_are_served_dequantized(tmp_path):
     assert len(quantized) == 8
     edit(tmp_path, quantize)
     edit_config(tmp_path, quantization_config={"quant_method": "mxfp4"})
-    served_like(tmp_path, model)
+    check_served(tmp_path, model)
 
 
 ELSEWHERE = torch.device("meta")  # the one device besides the CPU that every machine has; it holds no numbers
@@ -477,9 +454,7 @@ def loaded_on(device, path, **settings):
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
 @pytest.mark.parametrize("name", HF_ARCHITECTURES)
-def test_transformers_fills_a_model_on_its_device_and_not_on_the_host_first(
-    name, load_format, tmp_path_factory
-):
+def test_transformers_fills_a_model_on_its_device(name, load_format, tmp_path_factory):
     path, model = checkpoint(name, tmp_path_factory)
     loaded = loaded_on(ELSEWHERE, path, load_format=load_format)
     assert {x.device for x in (*loaded.parameters(), *loaded.buffers())} == {ELSEWHERE}
@@ -489,9 +464,7 @@ def test_transformers_fills_a_model_on_its_device_and_not_on_the_host_first(
     }
 
 
-def test_without_accelerate_a_model_is_filled_on_the_host_since_transformers_knows_no_other_way(
-    tmp_path_factory, monkeypatch
-):
+def test_without_accelerate_a_model_is_filled_on_the_host(tmp_path_factory, monkeypatch):
     monkeypatch.setattr("nanoengine.models.hf.find_spec", lambda name: None)
     path, _ = checkpoint("gemma", tmp_path_factory)
     assert {x.device.type for x in loaded_on(ELSEWHERE, path).parameters()} == {"cpu"}
@@ -541,17 +514,15 @@ def test_the_host_never_holds_a_model_that_is_loaded_elsewhere(load_format, tmp_
     assert taken < 40 < 90 < size  # transformers 4 reads a file of 20 MB at a time
 
 
-def test_a_mask_that_an_old_checkpoint_saved_as_booleans_is_no_weight(tmp_path, tmp_path_factory):
+def test_boolean_mask_in_an_old_checkpoint_is_ignored(tmp_path, tmp_path_factory):
     path, model = checkpoint("gpt2", tmp_path_factory)
     shutil.copytree(path, tmp_path / "model")
     edit(tmp_path / "model", lambda t: t.update({"transformer.h.0.attn.bias": torch.ones(1, 1, 8, 8).bool()}))
-    with LLM(str(tmp_path / "model"), num_kv_blocks=8) as llm:
-        output = llm.generate([7, 8], SamplingParams(temperature=0, max_tokens=10), use_tqdm=False)
-    assert output[0].outputs[0].token_ids == greedy(model, [7, 8], 10)
+    check_served(tmp_path / "model", model)
 
 
 @pytest.mark.parametrize("name", ["GemmaForCausalLM", "Qwen3ForSequenceClassification"])
-def test_a_config_of_another_architecture_than_it_names_is_refused(copy, name):
+def test_config_of_another_architecture_than_it_names_is_refused(copy, name):
     edit_config(copy, architectures=[name])
     refuse(copy, f"{name} cannot be served: its config is that of Qwen3ForCausalLM", runner="generate")
     refuse(copy, f"'{name}' is not supported; supported: Llama", model_impl="nanoengine", runner="generate")
@@ -569,7 +540,7 @@ def test_an_unknown_rope_type_is_refused_with_its_name(copy, impl):
     refuse(copy, "helix", model_impl=impl)
 
 
-def test_code_that_comes_with_a_checkpoint_is_not_run_unless_trusted(copy):
+def test_code_in_a_checkpoint_runs_only_if_trusted(copy):
     (copy / "mine.py").write_text("raise AssertionError('ran')")
     mine = {"AutoConfig": "mine.MyConfig", "AutoModelForCausalLM": "mine.MyModel"}
     edit_config(copy, auto_map=mine, model_type="mine", architectures=["MyModel"])
@@ -612,22 +583,19 @@ def test_an_unknown_dtype_is_refused(dtype):
         resolve_dtype(dtype, None)
 
 
-def test_every_eos_id_of_the_generation_config_is_known(copy):
-    (copy / "generation_config.json").write_text(
-        json.dumps({"eos_token_id": [5, 9], "temperature": 0.3, "max_new_tokens": 77})
-    )
+def test_eos_ids_come_from_all_configs_and_the_tokenizer(copy):
+    generation = {"eos_token_id": [5, 9], "temperature": 0.3, "max_new_tokens": 77}
+    (copy / "generation_config.json").write_text(json.dumps(generation))
     edit_config(copy, eos_token_id=[7, 500, -1])  # the last two are no tokens
-    _tokenizer_with_eos(3).save_pretrained(copy)
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({f"t{i}": i for i in range(10)}, unk_token="t0")
+    )
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="t3")
+    tokenizer.save_pretrained(copy)
     with LLM(str(copy), num_kv_blocks=4) as llm:
         assert llm.llm_engine.checkpoint.eos_token_ids == (3, 7, 5, 9)
         params = llm.get_default_sampling_params()
     assert (params.temperature, params.top_p, params.max_tokens) == (0.3, 1.0, 77)
-
-
-def _tokenizer_with_eos(eos_id):
-    vocabulary = {f"t{i}": i for i in range(10)}
-    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="t0"))
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=f"t{eos_id}")
 
 
 def test_different_seeds_give_different_dummy_weights(copy):
@@ -644,14 +612,14 @@ def length(family, **changes):
     return Checkpoint(Path(), config, None, None, (), {}).max_model_len
 
 
-def test_a_model_is_made_for_the_positions_its_yarn_factor_gives_or_more():
+def test_yarn_factor_extends_the_positions():
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
     assert length("Llama") == 512
     assert length("Llama", max_position_embeddings=64, rope_parameters=yarn) == 256
     assert length("Llama", max_position_embeddings=1024, rope_parameters=yarn) == 1024
 
 
-def test_rope_types_that_change_with_the_length_are_served_up_to_where_they_change(tmp_path):
+def test_rope_that_depends_on_the_length_limits_the_positions(tmp_path):
     factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
     long_rope = {
         "rope_type": "longrope",
@@ -664,7 +632,7 @@ def test_rope_types_that_change_with_the_length_are_served_up_to_where_they_chan
     assert length("Llama", rope_parameters=dynamic) == 512
 
 
-def test_a_model_that_does_not_say_how_long_it_may_be_asks_for_max_model_len(copy, monkeypatch):
+def test_model_without_positions_needs_max_model_len(copy, monkeypatch):
     monkeypatch.setattr(Checkpoint, "max_model_len", None)
     refuse(copy, "max_model_len must be given")
     with LLM(str(copy), num_kv_blocks=4, max_model_len=100) as llm:
