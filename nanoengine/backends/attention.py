@@ -219,7 +219,7 @@ class GroupedAttention:
         block_size: int,
     ) -> None:
         """Build each group's attention from block_tables[group] and slot_mapping[group]."""
-        self.groups = [
+        self.groups: list[PagedAttention] = [
             build(metadata._replace(block_tables=tables, slot_mapping=slots), block_size)
             for tables, slots in zip(metadata.block_tables, metadata.slot_mapping, strict=True)
         ]

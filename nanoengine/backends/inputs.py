@@ -4,7 +4,7 @@ Shape letters: T tokens in the batch, S sequences, R rows to sample, B block_siz
 """
 
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,10 +81,10 @@ def send_inputs(
     # A CUDA graph reads the first arrays: their addresses must not depend on the number of sampled rows.
     of_states = [] if inputs.states is None else inputs.states[:3]
     of_sampling = inputs.sample_rows, inputs.pending_rows, inputs.pending_samples
-    tensors: Any = send([inputs.input_ids, inputs.positions, *meta[:5], *of_states, *of_sampling])
-    metadata = AttentionMetadata(*tensors[2:7], *meta[5:])
-    states = None if inputs.states is None else StateLayout(*tensors[7:10], inputs.states.parts)
-    return ModelInputs(tensors[0], tensors[1], metadata, *tensors[-3:], states)
+    tensors = send([inputs.input_ids, inputs.positions, *meta[:5], *of_states, *of_sampling])
+    metadata = AttentionMetadata._make([*tensors[2:7], *meta[5:]])
+    states = None if inputs.states is None else StateLayout._make([*tensors[7:10], inputs.states.parts])
+    return ModelInputs._make([*tensors[:2], metadata, *tensors[-3:], states])
 
 
 class SamplingMetadata(NamedTuple):

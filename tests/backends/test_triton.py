@@ -262,7 +262,7 @@ CHUNKS = {"num_kv_blocks": 5, "max_num_batched_tokens": 30}  # and preemption
 def test_greedy_tokens_equal_transformers(model, settings, in_float32, tmp_path_factory):
     path, reference = checkpoint(model, tmp_path_factory)
     shared = random_prompts([20], seed=5)[0]
-    prompts = [*random_prompts([16, 1]), shared + [7] * 5, [*shared, 8, 9]]
+    prompts = [*random_prompts([3, 15, 16, 1]), shared + [7] * 5, [*shared, 8, 9]]
     settings = {"num_kv_blocks": 40, "max_num_seqs": 4, "block_size": 16, **settings}
     with LLM(path, attn_backend="triton", **settings) as llm:
         params = SamplingParams(temperature=0, max_tokens=4)
