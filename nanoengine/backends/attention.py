@@ -81,6 +81,9 @@ class QueryChunk:
     block_table: Tensor  # (blocks,) int32
 
 
+Lengths = tuple[tuple[int, int], tuple[int, int]]  # the new tokens of two sequences, and all their tokens
+
+
 def first_line(error: Exception) -> str:
     """Return the first line of an error, for the user. PyTorch's errors continue with advice and traces."""
     return f"{type(error).__name__}: {error}".strip().splitlines()[0]
@@ -119,9 +122,9 @@ class PagedAttention(ABC):
         chunks mixed with decodes, and decodes alone.
         """
         for spec in dict.fromkeys(specs):
-            for query_lens, seq_lens in (((2, 1), (2, 1)), ((1, 2), (3, 3)), ((1, 1), (2, 1))):
+            for lens in (((2, 1), (2, 1)), ((1, 2), (3, 3)), ((1, 1), (2, 1))):
                 try:
-                    out = cls._attend_to_ones(spec, settings, block_size, device, query_lens, seq_lens)
+                    out = cls._attend_to_ones(spec, settings, block_size, device, lens)
                 except Exception as error:  # no such kernel, no C compiler, too little shared memory, ...
                     return f"it failed when tried: {first_line(error)}"
                 if not bool((out - 1).abs().max() < 0.01):
@@ -130,15 +133,10 @@ class PagedAttention(ABC):
 
     @classmethod
     def _attend_to_ones(
-        cls,
-        spec: KVSpec,
-        settings: frozenset[str],
-        block_size: int,
-        device: torch.device,
-        query_lens: tuple[int, int],
-        seq_lens: tuple[int, int],
+        cls, spec: KVSpec, settings: frozenset[str], block_size: int, device: torch.device, lens: Lengths
     ) -> Tensor:
         """Attend for two sequences of one block each. The block tables are wide enough for split keys."""
+        query_lens, seq_lens = lens
         int32 = partial(torch.tensor, dtype=torch.int32, device=device)
         width, num_heads = -(-4096 // block_size), spec.num_kv_heads
         ends = [(1 + i) * block_size + seq_len for i, seq_len in enumerate(seq_lens)]
@@ -209,17 +207,16 @@ class PagedAttention(ABC):
         """Attend over the cache, which already contains k and v."""
 
 
+# Makes the attention of one step from its metadata and block_size.
+BuildAttention = Callable[[AttentionMetadata[Tensor], int], "PagedAttention | GroupedAttention"]
+
+
 class GroupedAttention:
     """Holds a `PagedAttention` per KV cache group. The model calls it like a single one."""
 
-    def __init__(
-        self,
-        build: Callable[[AttentionMetadata[Tensor], int], Any],
-        metadata: AttentionMetadata[Tensor],
-        block_size: int,
-    ) -> None:
+    def __init__(self, build: BuildAttention, metadata: AttentionMetadata[Tensor], block_size: int) -> None:
         """Build each group's attention from block_tables[group] and slot_mapping[group]."""
-        self.groups: list[PagedAttention] = [
+        self.groups = [
             build(metadata._replace(block_tables=tables, slot_mapping=slots), block_size)
             for tables, slots in zip(metadata.block_tables, metadata.slot_mapping, strict=True)
         ]
@@ -227,10 +224,6 @@ class GroupedAttention:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, **settings: Any) -> Tensor:
         """Attend with the attention of the cache's group, which knows that group's block tables."""
         return self.groups[cache.group](q, k, v, cache, **settings)
-
-
-# Makes the attention of one step from its metadata and block_size.
-BuildAttention = Callable[[AttentionMetadata[Tensor], int], PagedAttention | GroupedAttention]
 
 
 class TorchAttention(PagedAttention):

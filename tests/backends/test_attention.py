@@ -96,7 +96,7 @@ def test_a_decode_s_result_does_not_depend_on_the_batch(dtype):
         out = torch.zeros_like(q)
         lengths = torch.tensor([lens[i] for i in rows], dtype=torch.int32)
         settings = Settings(0.2, None, None, None)
-        kernels.decode_attention(out, q, cache, tables[rows], lengths, torch.tensor(rows), settings)
+        kernels.decode_attention(out, q, cache, (tables[rows], lengths, torch.tensor(rows)), settings)
         return out
 
     together = attend([0, 1, 2, 3, 4])

@@ -373,7 +373,7 @@ def test_nan_in_a_sequence_s_own_cache_is_visible(dtype):
     k[1, 0, 0, 0] = float("nan")
     out, tables = torch.zeros_like(q), torch.tensor([[1, 2], [3, 0]], dtype=torch.int32)
     lengths, rows = torch.tensor([3, 2], dtype=torch.int32), torch.tensor([0, 1])
-    kernels.decode_attention(out, q, KVCache(k, v), tables, lengths, rows, PLAINLY)
+    kernels.decode_attention(out, q, KVCache(k, v), (tables, lengths, rows), PLAINLY)
     assert out[0, :2].isnan().all()
     assert not out[1].isnan().any()
 

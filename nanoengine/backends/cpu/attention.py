@@ -61,7 +61,7 @@ class CompiledAttention(TorchAttention):
         self._kernels.write_kv(cache.k, cache.v, whole_rows(k), whole_rows(v), self.metadata.slot_mapping)
 
     def _decodes(self, out: Tensor, q: Tensor, cache: KVCache, settings: Settings) -> None:
-        self._kernels.decode_attention(out, q, cache, *self._decode_sequences, settings)
+        self._kernels.decode_attention(out, q, cache, self._decode_sequences, settings)
 
     def _chunk(self, out: Tensor, chunk: QueryChunk, q: Tensor, cache: KVCache, settings: Settings) -> None:
         self._kernels.prefill_attention(out, q, cache, chunk.block_table, chunk.seq_len, settings)

@@ -69,21 +69,14 @@ class Kernels:
         return self._libraries[dtype] is not None
 
     def decode_attention(
-        self,
-        out: Tensor,
-        q: Tensor,
-        cache: KVCache,
-        block_tables: Tensor,
-        seq_lens: Tensor,
-        rows: Tensor,
-        settings: Settings,
+        self, out: Tensor, q: Tensor, cache: KVCache, sequences: tuple[Tensor, ...], settings: Settings
     ) -> None:
-        """Attend for sequences with one new token: from `rows` of q (T, H, D), into out (T, H, D').
+        """Attend for sequences with one new token: from rows of q (T, H, D), into out (T, H, D').
 
-        block_tables (S, blocks) and seq_lens (S,) are int32, rows (S,) int64, sinks and slopes (H,) float32.
+        The sequences are block tables (S, blocks) int32, lengths (S,) int32, and rows (S,) int64.
         """
-        sequences = block_tables, seq_lens, rows, len(rows), block_tables.shape[1]
-        self.call("decode_attention", out, q, cache.k, cache.v, *sequences, *_layer(out, q, cache, settings))
+        sizes = *sequences[0].shape, *_layer(out, q, cache, settings)
+        self.call("decode_attention", out, q, cache.k, cache.v, *sequences, *sizes)
 
     def prefill_attention(
         self, out: Tensor, q: Tensor, cache: KVCache, block_table: Tensor, seq_len: int, settings: Settings
