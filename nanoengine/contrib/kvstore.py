@@ -53,14 +53,11 @@ RETRY_SECONDS = 30.0  # how long a store is not called after a failure
 def fingerprint_of(weights: Any, hf_config: Any, layout: Any) -> bytes:
     """Return a hash of everything that K and V depend on, except the tokens and the kernels.
 
-    Args:
-        weights: identifies the weights, their dtype, and their quantization.
-        hf_config: the model's config.
-        layout: the layout of K and V in a block.
+    `weights` identifies the weights, their dtype and their quantization, `layout` how a block stores K and V.
     """
-    config = {
-        k: v for k, v in hf_config.to_dict().items() if k not in ("_name_or_path", "transformers_version")
-    }
+    config = hf_config.to_dict()
+    for name in "_name_or_path", "transformers_version":
+        config.pop(name, None)
     parts = [FORMAT_VERSION, weights, config, layout]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).digest()
 
@@ -77,10 +74,8 @@ def chain_keys(fingerprint: bytes, contents: Iterable[bytes]) -> list[str]:
 def encode(fingerprint: bytes, token_ids: np.ndarray, groups: abc.Sequence[np.ndarray]) -> bytes:
     """Return an entry, in safetensors format.
 
-    Args:
-        fingerprint: 32 bytes.
-        token_ids: (n,) int32, from the start of the sequence to the end of the block.
-        groups: by KV cache group, (bytes,) uint8: K and V of the first layer, of the second...
+    `token_ids`, (n,) int32, reach from the start of the sequence to the end of the block. `groups` holds, by
+    KV cache group, (bytes,) uint8: K and V of the first layer, of the second...
     """
     tensors = {f"group.{i}": group for i, group in enumerate(groups)}
     tensors |= {"fingerprint": np.frombuffer(fingerprint, np.uint8), "token_ids": token_ids}
@@ -92,8 +87,7 @@ def decode(
 ) -> list[np.ndarray] | None:
     """Return the groups that were passed to `encode`, or None for an entry of other tokens or another model.
 
-    Raises:
-        ValueError: the entry is damaged.
+    Raises ValueError if the entry is damaged.
     """
     try:
         tensors = load_tensors(data)
@@ -145,7 +139,7 @@ class RetryGate:
         except Exception as error:
             self._resume_at = time.monotonic() + RETRY_SECONDS
             if not self._has_failed:
-                message = "the KV store cannot be %s, and is left alone for %.0f s at a time: %s: %s"
+                message = "the KV store cannot be %s; it is retried every %.0f s: %s: %s"
                 logging.getLogger(__name__).warning(
                     message, self._what, RETRY_SECONDS, type(error).__name__, error
                 )
@@ -172,14 +166,9 @@ class Snapshot(NamedTuple):
 
 
 class KVConnector:
-    """Copies blocks from a store to the KV cache, and from the KV cache to the store.
+    """Copies blocks from a store, which connectors may share, to a runner's KV cache and back.
 
-    Args:
-        store: may be shared by several connectors.
-        runner: owns the KV cache.
-        specs: what each layer stores.
-        groups: the layers that share a block table.
-        fingerprint: from `fingerprint_of`, 32 bytes.
+    `specs` says what each layer stores, `groups` which layers share a block table.
     """
 
     def __init__(
@@ -220,17 +209,10 @@ class KVConnector:
     def read(
         self, keys: list[str], token_ids: np.ndarray, tables: abc.Sequence[list[int]], start: int, end: int
     ) -> int | None:
-        """Read blocks [start, end) of a sequence into the blocks of its block tables.
+        """Read blocks [start, end) of a sequence into the blocks of its block tables, by group.
 
-        Args:
-            keys: the keys of all blocks of the sequence.
-            token_ids: (n,) int32, the tokens of the blocks before `end`.
-            tables: the sequence's block tables, by group.
-            start: index of the first block to read.
-            end: one after the index of the last.
-
-        Returns:
-            The index of the first block that could not be read, or None if all were.
+        `keys` are those of all its blocks, `token_ids`, (n,) int32, the tokens of the blocks before `end`.
+        Returns the index of the first block that could not be read, or None if all were.
         """
         size = self.runner.block_size
         entries = iter(self._reading.ask(self.store.get, keys[start:end]) or ())
@@ -499,16 +481,7 @@ def connect(
 ) -> KVConnector:
     """Open the store that `EngineConfig.kv_store` specifies, and connect it to a runner's KV cache.
 
-    Args:
-        kv_store: the setting.
-        runner: owns the KV cache.
-        specs: what each layer stores.
-        groups: the layers that share a block table.
-        weights: as in `fingerprint_of`.
-        hf_config: the model's config.
-
-    Raises:
-        ValueError, ImportError: the store cannot be opened.
+    Raises ValueError or ImportError if the store cannot be opened.
     """
     fingerprint = fingerprint_of(weights, hf_config, [runner.block_size, specs, groups])
     return KVConnector(open_store(kv_store), runner, specs, groups, fingerprint)

@@ -169,10 +169,10 @@ def check(
     """Return names, dtypes and shapes, or raise ValueError before memory is allocated for unknown tensors."""
     names, dtypes, given = announced.names, announced.dtype_names, announced.shapes
     if not len(names) == len(dtypes) == len(given):
-        raise ValueError("names, dtype_names and shapes must be of one length")
+        raise ValueError("names, dtype_names and shapes must have the same length")
     for name, dtype, shape in zip(names, dtypes, given, strict=True):
         if shapes.get(name) != tuple(shape):
-            raise ValueError(f"tensor {name!r} has shape {shape}, the model asks for {shapes.get(name)}")
+            raise ValueError(f"tensor {name!r} has shape {shape}, but the model needs {shapes.get(name)}")
         if dtype not in DTYPES:
-            raise ValueError(f"tensor {name!r} is {dtype!r}; a weight must be one of {', '.join(DTYPES)}")
+            raise ValueError(f"tensor {name!r} must be one of {', '.join(DTYPES)}, got {dtype!r}")
     return [(name, DTYPES[dtype], shapes[name]) for name, dtype in zip(names, dtypes, strict=True)]

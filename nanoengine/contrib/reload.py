@@ -61,10 +61,9 @@ def update_weights(engine: LLMEngine, weights: Iterable[tuple[str, Tensor]]) -> 
 
     Names are the checkpoint's. For models on transformers' code, they are those of transformers' parameters.
 
-    Raises:
-        ValueError, TypeError: a tensor is unknown, has another shape or is not floating point, or the
-            engine's weights cannot be replaced. Nothing is changed then.
-        RuntimeError: there are unfinished requests, or the weights sleep.
+    Raises ValueError or TypeError, and changes nothing, if a tensor is unknown, has another shape or is not
+    floating point, or if the engine's weights cannot be replaced. Raises RuntimeError if there are unfinished
+    requests, or if the weights sleep.
     """
     reloader_between_requests(engine).update_weights(weights)
 
@@ -75,11 +74,7 @@ def sleep(engine: LLMEngine, level: int = 1) -> None:
     """Free the KV cache's memory, and with level 2 the weights' memory too. CPU on Linux only.
 
     Until `wake_up`, requests raise RuntimeError. After level 2, `update_weights` must supply every weight
-    before the next request.
-
-    Raises:
-        ValueError: the level is unknown, or the engine's settings do not allow sleep.
-        RuntimeError: there are unfinished requests.
+    before the next request. Raises RuntimeError if there are unfinished requests.
     """
     reloader_between_requests(engine).sleep(level)
 
@@ -87,11 +82,7 @@ def sleep(engine: LLMEngine, level: int = 1) -> None:
 @method
 @uninterrupted()
 def wake_up(engine: LLMEngine, tags: Iterable[str] | None = None) -> None:
-    """Allocate the memory of the "weights" or the "kv_cache" again. None wakes both.
-
-    Raises:
-        ValueError: a tag is unknown.
-    """
+    """Allocate the memory of the "weights" or the "kv_cache" again. None wakes both."""
     reloader_between_requests(engine).wake_up(tags)
 
 
@@ -109,20 +100,9 @@ def collective_rpc(
     args: Iterable[Any] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> list[Any]:
-    """Call a method of the `Worker`, or a function with the worker as its first argument.
+    """Call one of `Worker.METHODS` by name, or a function with the worker as its first argument.
 
-    Args:
-        engine: the engine that the worker belongs to.
-        method: the name of one of `Worker.METHODS`, or a function.
-        timeout: ignored, because the call runs in this process.
-        args: positional arguments.
-        kwargs: keyword arguments.
-
-    Returns:
-        A list with one result.
-
-    Raises:
-        ValueError: there is no such method, or there are several ranks.
+    Returns a list with one result. The call runs in this process, so `timeout` is ignored.
     """
     return [engine.model_executor.call(method, *args, **(kwargs or {}))]
 
@@ -130,7 +110,7 @@ def collective_rpc(
 def reloader_between_requests(engine: LLMEngine) -> "Reloader":
     """Return the engine's reloader; RuntimeError if there are unfinished requests."""
     if engine.has_unfinished_requests():
-        raise RuntimeError("there are unfinished requests: run them to their end, or abort them, first")
+        raise RuntimeError("there are unfinished requests: finish or abort them first")
     return reloader_of(engine)
 
 
@@ -171,23 +151,22 @@ class Run(NamedTuple):
 class Reloader:
     """Replaces a runner's weights and puts the runner to sleep, between requests.
 
-    Raises:
-        ValueError: other processes share the weights or the KV computed with them, or the loaded weights are
-            not the checkpoint's tensors (an adapter was merged, or the checkpoint is quantized).
+    Raises ValueError if other processes share the weights or the KV computed with them, or if the loaded
+    weights are not the checkpoint's tensors (an adapter was merged, or the checkpoint is quantized).
     """
 
     def __init__(
         self, config: EngineConfig, checkpoint: Checkpoint, runner: ModelRunner, blocks: BlockManager
     ) -> None:
-        few_bits = getattr(checkpoint.hf_config, "quantization_config", None) or checkpoint.quant_method
-        for name, is_there in (
-            ("tensor_parallel_size above 1", config.tensor_parallel_size > 1),
-            ("a kv_store", config.kv_store is not None),
-            ("lora", config.lora is not None),
-            ("a checkpoint in few bits", few_bits is not None),
-        ):
-            if is_there:
-                raise ValueError(f"update_weights and sleep are not served with {name}")
+        quantization = getattr(checkpoint.hf_config, "quantization_config", None) or checkpoint.quant_method
+        for name, is_used in {
+            "tensor_parallel_size above 1": config.tensor_parallel_size > 1,
+            "a kv_store": config.kv_store is not None,
+            "lora": config.lora is not None,
+            "a quantized checkpoint": quantization is not None,
+        }.items():
+            if is_used:
+                raise ValueError(f"update_weights and sleep do not work with {name}")
         self.runner, self.blocks = runner, blocks
         self.asleep: set[str] = set()  # a subset of TAGS
         self.missing: set[str] = set()  # tensors that were dropped and not replaced yet
@@ -216,8 +195,8 @@ class Reloader:
             is_packed = isinstance(run.module, PackedLinear) and run.name == "weight"
             if is_packed and not can_load(run.module, run.first, sum(map(len, run.tensors))):
                 raise ValueError(
-                    f"tensor {run.names[0]!r} lies between others of its layer in few bits: "
-                    "give q, k and v, or gate and up, in one call"
+                    f"tensor {run.names[0]!r} shares a quantized layer with others: "
+                    "pass q, k and v, or gate and up, in one call"
                 )
         for run in runs:
             whole = run.tensors[0] if len(run.tensors) == 1 else torch.cat(run.tensors)
@@ -237,18 +216,14 @@ class Reloader:
             place = self.places[first_name][0]
             if tuple(tensor.shape) != place.shape:
                 shape = tuple(tensor.shape)
-                raise ValueError(f"tensor {name!r} has shape {shape}, the model asks for {place.shape}")
+                raise ValueError(f"tensor {name!r} has shape {shape}, but the model needs {place.shape}")
             if not tensor.is_floating_point() or tensor.element_size() < 2:
-                raise TypeError(
-                    f"tensor {name!r} is {tensor.dtype}; a weight must be float16 or wider floats"
-                )
+                raise TypeError(f"tensor {name!r} must have floats of 16 bits or more, got {tensor.dtype}")
             if tensor.is_meta or tensor.layout != torch.strided:
                 raise TypeError(f"tensor {name!r} must be dense and hold numbers")
             tensor = tensor.detach().T if place.is_transposed else tensor.detach()
             if first_name in tensors and not torch.equal(tensors[first_name], tensor):
-                raise ValueError(
-                    f"tensor {name!r} was given twice, or is tied to {first_name!r}, and differs"
-                )
+                raise ValueError(f"tensor {name!r} differs from the one given for {first_name!r}, its tie")
             tensors[first_name] = tensor
         return tensors
 
@@ -306,7 +281,7 @@ class Reloader:
         if type(level) is not int or level not in (1, 2):
             raise ValueError(f"level must be 1 or 2, got {level!r}")
         if self.runner.device.device.type != "cpu":
-            raise ValueError("sleep is served on a CPU alone")
+            raise ValueError("sleep works only on a CPU")
         self.blocks.reset_prefix_cache()
         for tensor in self._cache_memory():
             drop_pages(tensor)
@@ -324,7 +299,7 @@ class Reloader:
         tags = TAGS if tags is None else list(tags)
         for tag in tags:
             if tag not in TAGS:
-                raise ValueError(f"tags must be of {', '.join(TAGS)}, got {tag!r}")
+                raise ValueError(f"a tag must be one of {', '.join(TAGS)}, got {tag!r}")
         if "kv_cache" in self.asleep & {*tags}:
             for tensor in self._cache_memory():
                 tensor.zero_()  # touches each page, so that no step takes the page faults
@@ -339,9 +314,6 @@ class Worker:
 
     Learners reach it with `collective_rpc`, and at
     `llm_engine.model_executor.driver_worker.model_runner.model`: this object is each part of that path.
-
-    Raises:
-        ValueError: there are several ranks.
     """
 
     METHODS = "update_weights", "sleep", "wake_up", "reset_prefix_cache", "tensor_shapes"
@@ -349,7 +321,7 @@ class Worker:
 
     def __init__(self, engine: Any) -> None:
         if engine.config.tensor_parallel_size > 1:
-            raise ValueError("collective_rpc is not served with tensor_parallel_size above 1")
+            raise ValueError("collective_rpc does not work with tensor_parallel_size above 1")
         self.engine, self.device = engine, engine.runner.device.device
         self.update_weights, self.load_weights = engine.update_weights, engine.update_weights
         self.sleep, self.wake_up = engine.sleep, engine.wake_up

@@ -43,13 +43,8 @@ class DirectoryStore:
     it removes the least recently used files, down to nine tenths. Until then the directory may be a little
     larger. Files can be removed at any time, by any process.
 
-    Args:
-        path: created if it does not exist, with access for its owner only.
-        max_bytes: the limit for all files together; None: a tenth of the file system.
-
-    Raises:
-        OSError: the directory cannot be created.
-        TypeError, ValueError: max_bytes is not a number of bytes.
+    The directory is created if it does not exist, with access for its owner only. `max_bytes` is the limit
+    for all files together, by default a tenth of the file system.
     """
 
     max_entry_bytes = 1 << 30  # larger files are ignored; an engine sets the size of its own entries
@@ -162,12 +157,7 @@ def _scan(path: str | Path) -> list[str]:
 class RedisStore:
     """Stores entries in a Redis server, which evicts: set maxmemory, and maxmemory-policy allkeys-lru.
 
-    Args:
-        url: redis://host:port/db; settings of redis-py may follow, such as ?socket_timeout=5.
-
-    Raises:
-        ImportError: redis-py is not installed.
-        ValueError: the URL is invalid.
+    The URL is redis://host:port/db. Settings of redis-py may follow, such as ?socket_timeout=5.
     """
 
     KEYS_PER_CALL = 8  # entries fetched per call: limits how many are fetched in vain
@@ -178,9 +168,8 @@ class RedisStore:
             from redis.backoff import NoBackoff
             from redis.retry import Retry
         except ImportError as error:
-            raise ImportError(
-                "a KV store in Redis needs redis-py: pip install 'nanoengine[redis]'"
-            ) from error
+            message = "a KV store in Redis needs redis-py: pip install 'nanoengine[redis]'"
+            raise ImportError(message) from error
         self.url = url
         # An engine's step may wait for the answer, so a late answer counts as a failure.
         self._redis: Any = Redis.from_url(
@@ -221,11 +210,7 @@ class RedisStore:
 
 
 def open_store(kv_store: Any) -> Store:
-    """Open the store that `EngineConfig.kv_store` specifies.
-
-    Raises:
-        ValueError: the directory cannot be created, or the URL is invalid.
-    """
+    """Open the store that `EngineConfig.kv_store` specifies. ValueError: the directory cannot be created."""
     if isinstance(kv_store, str) and "://" in kv_store:
         return RedisStore(kv_store)
     if not isinstance(kv_store, (str, Path)):
@@ -234,4 +219,4 @@ def open_store(kv_store: Any) -> Store:
     try:
         return DirectoryStore(kv_store)
     except OSError as error:
-        raise ValueError(f"kv_store={str(kv_store)!r} cannot be a directory: {error}") from error
+        raise ValueError(f"kv_store={str(kv_store)!r} cannot be used as a directory: {error}") from error

@@ -17,7 +17,7 @@ from torch import Tensor
 dist: Any = torch.distributed  # the methods of its process groups have no type annotations
 
 LEARNER, ENGINE = range(2)  # ranks
-PATIENCE = timedelta(seconds=60)  # for the other side to connect, and for each tensor
+TIMEOUT = timedelta(seconds=60)  # for the other side to connect, and for each tensor
 
 
 class WeightGroup:
@@ -33,13 +33,12 @@ class WeightGroup:
 
     def __init__(self, address: str, port: int, rank: int) -> None:
         gloo, is_learner = dist.ProcessGroupGloo, rank == LEARNER
-        store = dist.TCPStore(address, port, is_master=is_learner, timeout=PATIENCE, wait_for_workers=False)
+        store = dist.TCPStore(address, port, is_master=is_learner, timeout=TIMEOUT, wait_for_workers=False)
         options = gloo._Options()
-        options._timeout = PATIENCE
+        options._timeout = TIMEOUT
         is_one_host = address in ("127.0.0.1", "localhost")
-        options._devices = [
-            gloo.create_device(hostname="127.0.0.1") if is_one_host else gloo.create_default_device()
-        ]
+        local = {"hostname": "127.0.0.1"}
+        options._devices = [gloo.create_device(**local) if is_one_host else gloo.create_default_device()]
         self._group = gloo(dist.PrefixStore("weights", store), rank, 2, options)
 
     def send(self, tensor: Tensor) -> None:

@@ -12,7 +12,6 @@ import pytest
 
 from nanoengine.config import EngineConfig
 from nanoengine.contrib.lab import (
-    DEMO_COSTS,
     Arrival,
     CostModel,
     RealEngine,
@@ -55,7 +54,7 @@ def test_times_are_those_computed_by_hand():
     # step 1: 4 tokens of A attend to 4:                      1 + .4 + .04 = 1.44, at 1.44
     # step 2: 1 of A to 5, 2 of B (here since 0.5) to 2:      1 + .3 + .07 = 1.37, at 2.81
     # step 3: 1 of A to 6, 1 of B to 3; both are complete:    1 + .2 + .09 = 1.29, at 4.10
-    # step 4: C, which nobody makes wait: 1 token to 1:       1 + .1 + .01 = 1.11, at 11.11
+    # step 4: C, which does not wait: 1 token to 1:       1 + .1 + .01 = 1.11, at 11.11
     assert report.ttft.tolist() == pytest.approx([1.44, 2.31, 1.11])
     assert report.tpot.tolist() == pytest.approx([(1.37 + 1.29) / 2, 1.29, np.nan], nan_ok=True)
     assert report.latency.tolist() == pytest.approx([4.10, 3.60, 1.11])
@@ -87,8 +86,10 @@ def test_the_percentiles_of_the_time_between_tokens_count_each_token():
     assert report.quantiles("itl")[0] < report.quantiles("itl")[2]
 
 
-def test_a_run_of_one_token_has_no_time_between_tokens():
+def test_a_run_of_one_token_has_no_time_between_tokens(tmp_path):
     report = simulate(make_scheduler(), [Arrival(0.0, 3, 1)], COST)
+    draw({"one": report, "two": report}, str(tmp_path / "plot.png"))
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     assert np.isnan(report.quantiles("tpot")).all()
     assert np.isnan(report.quantiles("itl")).all()
 
@@ -96,8 +97,9 @@ def test_a_run_of_one_token_has_no_time_between_tokens():
 # ---- what must hold ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "priority", "shortest", "ageing:0.1"])
-@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize(
+    ("policy", "caching"), [("fcfs", True), ("fcfs", False), ("priority", True), ("ageing:0.1", True)]
+)
 def test_every_request_gets_all_of_its_tokens_and_every_block_comes_back(policy, caching):
     num_preemptions = 0
     for seed in range(3):
@@ -285,7 +287,7 @@ def ttft_under(policy):
     return simulate(scheduler, MIX, CostModel(0.1, 0.001, 0.0), policy).ttft
 
 
-def test_policies_change_who_waits():
+def test_policies_decide_which_requests_wait():
     times = {
         "fcfs": ttft_under(fcfs),
         "shortest": ttft_under(shortest_first),
@@ -299,16 +301,11 @@ def test_policies_change_who_waits():
     # Under ageing a long prompt overtakes what came 19.5 s after it, however much that is.
     assert longest["ageing"] < times["fcfs"].max() + 19.5
 
-
-def test_the_urgent_wait_less():
-    ttft = ttft_under(priority)
+    urgent = ttft_under(priority)
     is_urgent = np.array([arrival.priority == 0 for arrival in MIX])
-    assert ttft[is_urgent].mean() < ttft_under(fcfs).mean() < ttft[~is_urgent].mean()
-
-
-def test_a_policy_of_one_s_own_is_a_function():
-    ttft = ttft_under(lambda arrival: -arrival.num_prompt_tokens)
-    assert ttft[IS_LONG].mean() < ttft_under(fcfs)[IS_LONG].mean()
+    assert urgent[is_urgent].mean() < mean["fcfs"] < urgent[~is_urgent].mean()
+    own = ttft_under(lambda arrival: -arrival.num_prompt_tokens)
+    assert own[IS_LONG].mean() < times["fcfs"][IS_LONG].mean()
 
 
 def test_ageing_is_the_order_by_what_a_prompt_is_worth_at_any_time():
@@ -379,6 +376,7 @@ GOOD = {"arrival_time": 0.0, "num_prompt_tokens": 3, "num_output_tokens": 2}
     ("line", "message"),
     [
         ("{", "Expecting"),
+        (b'{"arrival_time": "\xff"}', "utf-8"),
         ("[1]", "mapping"),
         (json.dumps({"arrival_time": 0.0}), "num_prompt_tokens"),
         (json.dumps(GOOD | {"colour": 1}), "colour"),
@@ -393,7 +391,7 @@ GOOD = {"arrival_time": 0.0, "num_prompt_tokens": 3, "num_output_tokens": 2}
 )
 def test_a_bad_line_is_refused_by_its_number(tmp_path, line, message):
     path = tmp_path / "arrivals.jsonl"
-    path.write_text(f"{json.dumps(GOOD)}\n{line}\n")
+    path.write_bytes(json.dumps(GOOD).encode() + b"\n" + (line if isinstance(line, bytes) else line.encode()))
     with pytest.raises(ValueError, match=f"line 2: .*{message}"):
         read_arrivals(str(path))
 
@@ -444,12 +442,10 @@ def test_the_command_fits_a_model_and_says_how_far_off_it_is(run_lab):
     assert [row for row in rows if row.strip("-")] == ["measured", "the lab", "the lab"]
 
 
-def test_requests_that_do_not_fit_end_the_command_without_a_traceback(run_lab):
+def test_unserved_requests_and_models_end_the_command_without_a_traceback(run_lab):
     with pytest.raises(SystemExit, match="leave room for 33"):
         run_lab("--num-requests", "5", "--num-kv-blocks", "1")
 
-
-def test_a_model_that_is_not_there_ends_the_command_without_a_traceback(run_lab):
     with pytest.raises(SystemExit, match="'/nowhere/model' is neither"):
         run_lab("--fit", "/nowhere/model")
 
@@ -474,15 +470,3 @@ def test_a_wrong_option_is_refused_before_anything_runs(arguments, message, caps
     with pytest.raises(SystemExit):
         parse_arguments(arguments)
     assert message in capsys.readouterr().err
-
-
-def test_a_plot_of_runs_without_second_tokens_is_drawn(tmp_path):
-    report = simulate(make_scheduler(), [Arrival(0.0, 3, 1), Arrival(0.0, 4, 1)], DEMO_COSTS)
-    draw({"one": report, "two": report}, str(tmp_path / "plot.png"))
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_arrivals_that_are_no_utf_8_are_refused_by_their_line(tmp_path):
-    (tmp_path / "arrivals.jsonl").write_bytes(b'{"arrival_time": "\xff"}\n')
-    with pytest.raises(ValueError, match=r"arrivals\.jsonl, line 1: "):
-        read_arrivals(str(tmp_path / "arrivals.jsonl"))

@@ -280,13 +280,13 @@ def meet(url):
 def send(url, group, named, **changes):
     """Announce tensors and broadcast them; gives the server's answer."""
     named = list(named)
-    told = {
+    announced = {
         "names": [name for name, _ in named],
         "dtype_names": [str(x.dtype).removeprefix("torch.") for _, x in named],
         "shapes": [list(x.shape) for _, x in named],
     }
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(http.post, f"{url}/update_weights", json={"update_info": {**told, **changes}})
+        asked = pool.submit(http.post, f"{url}/update_weights", json={"update_info": announced | changes})
         try:
             for _, tensor in named:
                 group.send(tensor)
@@ -321,12 +321,12 @@ def test_weights_come_over_gloo_all_at_the_end_or_not_at_all(learned, tmp_path_f
     ("changes", "message"),
     [
         ({"names": ["lm_head.bias"]}, "tensor 'lm_head.bias' has shape"),
-        ({"shapes": [[10**12, 10**12]]}, "the model asks for (64,)"),
-        ({"dtype_names": ["int8"]}, "is 'int8'; a weight must be one of float64, float32"),
-        ({"dtype_names": []}, "must be of one length"),
+        ({"shapes": [[10**12, 10**12]]}, "the model needs (64,)"),
+        ({"dtype_names": ["int8"]}, "must be one of float64, float32, bfloat16, float16, got 'int8'"),
+        ({"dtype_names": []}, "must have the same length"),
     ],
 )
-def test_what_the_model_does_not_have_is_refused_and_the_learner_does_not_wait(changes, message, learned):
+def test_an_unknown_tensor_is_refused_and_the_learner_does_not_wait(changes, message, learned):
     url, _ = learned
     before, group = ids(ask(url)), meet(url)
     http.post(f"{url}/start_weight_update", json={})

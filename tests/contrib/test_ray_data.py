@@ -77,10 +77,10 @@ def test_a_row_that_cannot_be_served_says_why_and_the_others_are_answered(predic
     assert served == tokens_of(predictor.llm, ["2 3 5", "a b c d"])
 
 
-@pytest.mark.parametrize("unserved", [{"logprobs": 0}, {"prompt_logprobs": 1}])
-def test_what_a_row_has_no_column_for_is_refused(predictor, monkeypatch, unserved):
-    monkeypatch.setattr(predictor, "sampling_params", SamplingParams(**unserved))
-    assert "logprobs None" in predictor(table(["a"])).to_pylist()[0]["error"]
+def test_logprobs_are_refused(predictor, monkeypatch):
+    for unserved in {"logprobs": 0}, {"prompt_logprobs": 1}:
+        monkeypatch.setattr(predictor, "sampling_params", SamplingParams(**unserved))
+        assert "logprobs None" in predictor(table(["a"])).to_pylist()[0]["error"]
 
 
 def test_prompts_may_be_token_ids_or_conversations_and_parameters_a_row_s_own(predictor, monkeypatch):

@@ -89,7 +89,7 @@ def test_a_head_of_its_own_stays_one_whatever_the_config_says(dtype, tmp_path_fa
         assert answers(llm) == replaced
     with LLM(path, **SETTINGS, dtype=dtype) as llm:
         before = answers(llm)
-        with pytest.raises(ValueError, match=r"'lm_head\.weight' was given twice, or is tied to"):
+        with pytest.raises(ValueError, match=r"'lm_head\.weight' differs from the one given for"):
             llm.update_weights(pairs)
         assert answers(llm) == before
         llm.update_weights([("lm_head.weight", pairs[0][1])])  # another name of the same
@@ -148,7 +148,7 @@ def test_a_store_that_outlives_the_weights_is_refused(tmp_path_factory, tmp_path
 
 
 @pytest.mark.slow
-def test_parts_that_share_a_block_in_few_bits_are_given_together(tmp_path):
+def test_tensors_of_one_quantized_layer_are_updated_together(tmp_path):
     config = transformers.Qwen3Config(**{**TINY, "head_dim": 22})  # q, k and v: 88, 44 and 44 rows
     model = transformers.Qwen3ForCausalLM(config)
     model.save_pretrained(tmp_path)
@@ -156,7 +156,7 @@ def test_parts_that_share_a_block_in_few_bits_are_given_together(tmp_path):
     key = "model.layers.0.self_attn.k_proj.weight"
     with LLM(tmp_path, **SETTINGS, quantization="int4") as llm:
         before = answers(llm)
-        with pytest.raises(ValueError, match=f"{key}' lies between others"):
+        with pytest.raises(ValueError, match=f"{key}' shares a quantized layer"):
             llm.update_weights([("model.norm.weight", tensors["model.norm.weight"]), (key, tensors[key])])
         assert answers(llm) == before
         llm.update_weights((key.replace("k_proj", part), tensors[key.replace("k_proj", part)])

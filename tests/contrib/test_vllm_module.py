@@ -74,7 +74,7 @@ def no_vllm(monkeypatch):
 
 
 @pytest.fixture
-def face(no_vllm):
+def vllm_installed(no_vllm):
     vllm_module.install()
 
 
@@ -90,7 +90,7 @@ def alphabet(tmp_path_factory) -> str:
 # ---- the place ----
 
 
-def test_what_scripts_import_is_there(face):
+def test_what_scripts_import_is_there(vllm_installed):
     assert NAMES.keys() == vllm_module.MODULES.keys()
     for module, names in NAMES.items():
         for name in names.split():
@@ -101,7 +101,7 @@ def test_what_scripts_import_is_there(face):
     assert vllm.LLM is LLM
 
 
-def test_what_is_not_there_is_an_error_that_names_it(face):
+def test_what_is_not_there_is_an_error_that_names_it(vllm_installed):
     with pytest.raises(ImportError, match="cannot import name 'PipelineParams' from 'vllm'"):
         from vllm import PipelineParams  # noqa: F401
     with pytest.raises(ImportError, match=r"cannot import name 'cdiv' from 'vllm\.utils'"):
@@ -117,7 +117,7 @@ def test_what_is_not_there_is_an_error_that_names_it(face):
     assert find_spec("vllm.platforms") is None
 
 
-def test_it_is_an_installed_distribution_with_a_version(face):
+def test_it_is_an_installed_distribution_with_a_version(vllm_installed):
     import vllm
 
     assert importlib.metadata.version("vllm") == vllm.__version__
@@ -127,7 +127,7 @@ def test_it_is_an_installed_distribution_with_a_version(face):
     assert importlib.metadata.version("pytest") == pytest.__version__
 
 
-def test_an_installed_vllm_is_not_shadowed_unless_told(no_vllm, tmp_path, monkeypatch):
+def test_an_installed_vllm_is_not_shadowed_without_shadow(no_vllm, tmp_path, monkeypatch):
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "__init__.py").write_text("is_real = True")
     monkeypatch.syspath_prepend(tmp_path)
@@ -168,7 +168,7 @@ def test_a_script_and_a_module_run_with_their_arguments_before_anything_heavy_is
     assert "python -m nanoengine.contrib.vllm_module script.py" in run.stderr
 
 
-def test_its_helpers_do_what_vllm_s_do(face, alphabet, babbler):
+def test_its_helpers_do_what_vllm_s_do(vllm_installed, alphabet, babbler):
     from vllm.logger import init_logger
     from vllm.lora.request import LoRARequest
     from vllm.renderers.hf import resolve_chat_template
@@ -192,7 +192,7 @@ def test_its_helpers_do_what_vllm_s_do(face, alphabet, babbler):
 # ---- EngineArgs on a command line ----
 
 
-def test_every_argument_of_a_parser_goes_to_an_engine_at_its_default(face):
+def test_every_argument_of_a_parser_goes_to_an_engine_at_its_default(vllm_installed):
     from vllm import EngineArgs
     from vllm.utils import FlexibleArgumentParser
 
@@ -202,7 +202,7 @@ def test_every_argument_of_a_parser_goes_to_an_engine_at_its_default(face):
     assert EngineArgs(**vars(args)) == EngineArgs.from_cli_args(args) == EngineArgs(model="m")
 
 
-def test_what_a_command_line_asks_for_is_set_or_refused_by_name(face, capsys):
+def test_what_a_command_line_asks_for_is_set_or_refused_by_name(vllm_installed, capsys):
     from vllm import EngineArgs
     from vllm.utils import FlexibleArgumentParser
 
@@ -251,7 +251,7 @@ def run_generate(argv):
     return llm, params
 
 
-def test_the_basic_and_generate_examples(face, alphabet):
+def test_the_basic_and_generate_examples(vllm_installed, alphabet):
     llm, params = run_generate(["--model", alphabet, "--max-tokens", "3", "--temperature", "0"])
     outputs = llm.generate(PROMPTS, params)
     llm.shutdown()
@@ -259,7 +259,7 @@ def test_the_basic_and_generate_examples(face, alphabet):
     assert [output.outputs[0].text for output in outputs] == ["tuv", "ghi", "def", "\x00" * 3]
 
 
-def test_the_chat_example(face, alphabet):
+def test_the_chat_example(vllm_installed, alphabet):
     llm, params = run_generate(["--model", alphabet, "--max-tokens", "4"])
     conversation = [{"role": "system", "content": "You help."}, {"role": "user", "content": "Hello"}]
     outputs = llm.chat(conversation, params, use_tqdm=False)
@@ -269,7 +269,7 @@ def test_the_chat_example(face, alphabet):
     assert [output.outputs[0].text for output in outputs] == ["bcde"] * 4 + ["yzab"]
 
 
-def test_the_prefix_caching_example(face, alphabet):
+def test_the_prefix_caching_example(vllm_installed, alphabet):
     from vllm import LLM, SamplingParams
     from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -287,7 +287,7 @@ def test_the_prefix_caching_example(face, alphabet):
     cached.shutdown()
 
 
-def test_the_metrics_example(face, alphabet):
+def test_the_metrics_example(vllm_installed, alphabet):
     from vllm import LLM, SamplingParams
     from vllm.v1.metrics.reader import Counter, Gauge, Histogram, Vector
 
@@ -305,7 +305,7 @@ def test_the_metrics_example(face, alphabet):
     llm.shutdown()
 
 
-def test_the_async_streaming_example(face, alphabet):
+def test_the_async_streaming_example(vllm_installed, alphabet):
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.sampling_params import RequestOutputKind, SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -331,7 +331,7 @@ def test_the_async_streaming_example(face, alphabet):
     assert asyncio.run(main()) == ["tuvwxyzab", "ghijklmno", "defghijkl"]
 
 
-def test_the_structured_outputs_example(face, alphabet):
+def test_the_structured_outputs_example(vllm_installed, alphabet):
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
@@ -369,7 +369,7 @@ table ::= "table_1 " | "table_2 "
 
 
 @pytest.mark.parametrize("kind", ["batch", "request", "request, if its engine is on a GPU"])
-def test_the_logits_processor_examples(kind, face, alphabet):
+def test_the_logits_processor_examples(kind, vllm_installed, alphabet):
     """Half of the requests name a token, and get nothing else."""
     from vllm import LLM, SamplingParams
     from vllm.config import VllmConfig
@@ -457,7 +457,7 @@ def test_the_logits_processor_examples(kind, face, alphabet):
     ) + ["efgh"]
 
 
-def test_the_embed_and_score_examples(face, capsys):
+def test_the_embed_and_score_examples(vllm_installed, capsys):
     from vllm import LLM, EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
     from vllm.utils.print_utils import print_embeddings
@@ -475,7 +475,7 @@ def test_the_embed_and_score_examples(face, capsys):
     llm.shutdown()
 
 
-def test_the_reproducibility_example(face, babbler, monkeypatch):
+def test_the_reproducibility_example(vllm_installed, babbler, monkeypatch):
     from vllm import LLM, SamplingParams
 
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -488,7 +488,7 @@ def test_the_reproducibility_example(face, babbler, monkeypatch):
     assert said[0] == said[1]
 
 
-def test_the_llm_engine_example(face, babbler):
+def test_the_llm_engine_example(vllm_installed, babbler):
     from vllm import EngineArgs, LLMEngine, RequestOutput, SamplingParams
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
