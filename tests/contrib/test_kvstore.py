@@ -881,7 +881,7 @@ class StoreMachine(ExtendedMachine):
 
 
 def test_the_scheduler_keeps_its_laws_with_a_store():
-    run_state_machine_as_test(StoreMachine, settings=settings(BRIEFLY, max_examples=40))
+    run_state_machine_as_test(StoreMachine, settings=settings(BRIEFLY, max_examples=15))
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 4), (3,)])

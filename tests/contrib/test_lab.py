@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from nanoengine.config import EngineConfig
+from nanoengine.contrib import lab_command
 from nanoengine.contrib.lab import (
     Arrival,
     CostModel,
@@ -227,19 +228,6 @@ def test_the_lab_decides_as_a_real_engine_does(policy):
     assert lab_report.num_preemptions == real_report.num_preemptions > 0
 
 
-def test_calibration_finds_costs_of_a_real_engine_s_steps_and_serves_the_same_with_both():
-    engine = LLMEngine(EngineConfig(model=DEMO, num_kv_blocks=100, async_scheduling=False))
-    found = calibrate(engine, seconds=0.05)
-    engine.close()
-    assert found.num_steps >= 8
-    assert found.cost.step > 0
-    assert found.step_error > 0
-    measured, simulated = found.measured, found.simulated
-    assert measured.num_requests == simulated.num_requests >= 10
-    assert measured.num_output_tokens == simulated.num_output_tokens > 0
-    assert measured.busy_seconds > 0
-
-
 # ---- the cost model ------------------------------------------------------------------------------
 
 
@@ -432,7 +420,11 @@ def test_the_command_serves_a_file_with_the_costs_it_is_given(tmp_path, run_lab)
     assert "1 requests, 2 steps" in printed.err
 
 
-def test_the_command_fits_a_model_and_says_how_far_off_it_is(run_lab):
+def test_the_command_fits_a_model_and_says_how_far_off_it_is(run_lab, monkeypatch):
+    calibrations = []
+    monkeypatch.setattr(
+        lab_command, "calibrate", lambda *given: calibrations.append(calibrate(*given)) or calibrations[0]
+    )
     printed = run_lab("--fit", str(DEMO), "--fit-seconds", "0.05", "--num-requests", "5").out
     costs = re.search(r"--cost (\S+)", printed)[1].split(",")
     assert len(costs) == 3
@@ -440,6 +432,11 @@ def test_the_command_fits_a_model_and_says_how_far_off_it_is(run_lab):
     assert "a step on average" in printed
     rows = [line.split("|")[1].strip() for line in printed.splitlines() if line.startswith("| ")]
     assert [row for row in rows if row.strip("-")] == ["measured", "the lab", "the lab"]
+    measured, simulated = calibrations[0].measured, calibrations[0].simulated
+    assert calibrations[0].step_error > 0
+    assert measured.num_requests == simulated.num_requests >= 10
+    assert measured.num_output_tokens == simulated.num_output_tokens > 0
+    assert measured.busy_seconds > 0
 
 
 def test_unserved_requests_and_models_end_the_command_without_a_traceback(run_lab):
