@@ -5,8 +5,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-SIZES += ("num_key_value_heads", "head_dim")
+SIZES: tuple[str, ...] = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+SIZES += ("num_attention_heads", "num_key_value_heads", "head_dim")
 
 
 def shape(family: str, *sizes: int, **more: Any) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import transformers
 from torch import nn
 
 import benchmarks.__main__ as command
+import nanoengine
 from benchmarks import features, gpu, gpu_report, host, served
 from benchmarks.ablation import TRICKS, WITHOUT
 from benchmarks.compare import bench_model
@@ -40,13 +41,8 @@ def squeezed(table: str) -> str:
 
 def run_bench(*arguments: str, program: tuple[str, ...] = ("-m", "benchmarks")) -> tuple[str, dict]:
     """What it prints, and its last line."""
-    run = subprocess.run(
-        [sys.executable, *program, "--threads", "1", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        check=True,
-    )
+    command = [sys.executable, *program, "--threads", "1", *arguments]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
     return run.stdout, json.loads(run.stdout.splitlines()[-1])
 
 
@@ -158,7 +154,7 @@ def test_the_limits_are_those_of_the_best_precision_that_is_no_less_accurate(
 
     monkeypatch.setattr("nanoengine.backends.cpu.packed.pack_linear", pack)
     monkeypatch.setattr("nanoengine.apps.roofline.time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    monkeypatch.setattr(torch.Tensor, "fill_", lambda self, value: self)  # a gigabyte that nobody reads
+    monkeypatch.setattr(torch.Tensor, "fill_", lambda self, value: self)  # a gigabyte that is never read
     limits = measure_limits(dtype, "cpu")
     assert limits["bandwidth"] == pytest.approx(bandwidth)
     assert max(limits["flops"].values()) == pytest.approx(flops)
@@ -250,49 +246,53 @@ def test_the_engines_run_side_by_side_on_the_same_requests():
 
 
 class FakeWorker:
-    """Notes when an engine is there."""
+    """Records which engines run at the same time."""
 
-    def __init__(self, engine, alive):
-        self.engine, self.alive, self.error, self.versions, self.notes = engine, alive, None, {}, ""
-        alive.append(engine)
+    def __init__(self, engine, running, peaks):
+        self.engine, self.running, self.peaks = engine, running, peaks
+        self.error, self.versions, self.notes = None, {}, ""
+        running.append(engine)
 
     def ask(self, command):
         if isinstance(command, dict):
             return {"versions": {"python": "3"}}
         if self.engine == "limits":
             return {"bandwidth": 1e9, "flops": {"1": 1e9}}
-        self.alive.most = max(self.alive.most, len(self.alive))
+        self.peaks.append(len(self.running))
         return {"seconds": 1.0, "output_tokens": sum(command[1])}
 
     def close(self):
-        self.alive.remove(self.engine)
+        self.running.remove(self.engine)
 
 
-@pytest.mark.parametrize(("device", "most"), [("cuda", 2), ("cpu", 4)])
-def test_on_a_gpu_engines_are_there_one_after_the_other_and_on_a_cpu_side_by_side(device, most, monkeypatch):
-    """Each takes nearly all of a GPU's memory; the one besides measures the machine's limits."""
-
-    class Alive(list):
-        most = 0
-
-    alive = Alive()
-    monkeypatch.setattr("benchmarks.compare.start_worker", lambda engine, *_: FakeWorker(engine, alive))
-    engines = ["nanoengine", "transformers", "vllm"]
-    args = SimpleNamespace(
-        engine=engines,
-        pythons={},
-        threads=1,
-        dtype="bfloat16",
-        device=device,
-        repeats=2,
-        ablate=None,
+@pytest.mark.parametrize(
+    ("device", "ablate", "max_running"),
+    [
+        ("cuda", None, 2),
+        ("cuda", ["chunks", "graphs"], 2),
+        ("cpu", None, 4),
+        ("cpu", ["chunks", "graphs"], 3),
+    ],
+)
+def test_engines_run_one_at_a_time_on_a_gpu_and_side_by_side_on_a_cpu(
+    device, ablate, max_running, monkeypatch
+):
+    """Each takes nearly all of a GPU's memory; one process more measures the machine's limits."""
+    running, peaks = [], []
+    monkeypatch.setattr(
+        "benchmarks.compare.start_worker", lambda engine, *_: FakeWorker(engine, running, peaks)
     )
+    engines = ["nanoengine", "transformers", "vllm"]
+    args = SimpleNamespace(engine=engines, pythons={}, threads=1, dtype="bfloat16", device=device)
+    args.repeats, args.ablate = 2, ablate
     workloads = [Workload("b", 2, (4, 4), (2, 2)), Workload("a", 2, (4, 4), (3, 3))]
     result = bench_model("tiny", workloads, args)
-    assert (alive.most, list(alive)) == (most, [])
+    assert (max(peaks), running) == (max_running, [])
+    if ablate:
+        engines = ["nanoengine", WITHOUT + "chunks", "nanoengine", WITHOUT + "graphs"]
     measured = [(row["workload"], row["engine"]) for row in result["results"]]
     assert measured == list(itertools.product(["b", "a"], engines))
-    assert list(result["engines"]) == engines
+    assert list(result["engines"]) == list(dict.fromkeys(engines))
 
 
 @pytest.mark.slow
@@ -368,7 +368,7 @@ def test_an_ablation_compares_each_engine_with_the_one_beside_it(capsys):
 
 @pytest.mark.parametrize("trick", [name for name, trick in TRICKS.items() if "cpu" in trick.devices])
 @pytest.mark.slow
-def test_the_engine_without_a_trick_says_the_same(trick):
+def test_the_engine_without_a_trick_gives_the_same_tokens(trick):
     program = f"""
 import json
 from benchmarks.ablation import settings_of
@@ -450,17 +450,19 @@ def test_without_guidellm_served_says_how_to_install_it(monkeypatch, capsys):
         (["--python", "vllm=/nowhere/python"], "/nowhere/python"),
         (["--ablate", "luck"], "unknown: luck; known: prefix caching"),
         (["--repeats", "0"], "at least 1"),
+        (["--engine", "llama.cpp-q4_0"], "is not installed: pip install -e '.[bench]'"),
     ],
 )
 def test_a_wrong_option_is_refused_before_anything_starts(arguments, message, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["benchmarks", *arguments])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(SystemExit):
         command.parse_arguments()
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
-@pytest.mark.parametrize("peers", [[], ["vllm"], ["nano-vllm"], ["vllm", "nano-vllm"]])
+@pytest.mark.parametrize("peers", [["vllm"], ["vllm", "nano-vllm"]])
 def test_make_gpu_compares_with_the_engines_whose_pythons_it_is_given(peers):
     pythons = dict.fromkeys(peers, sys.executable)
     variables = [f"{peer.upper().replace('-', '_')}={python}" for peer, python in pythons.items()]
@@ -471,14 +473,6 @@ def test_make_gpu_compares_with_the_engines_whose_pythons_it_is_given(peers):
     assert shlex.split(line)[3:] == [x for peer in peers for x in ("--python", f"{peer}={sys.executable}")]
 
 
-def test_a_missing_package_is_refused_with_the_remedy(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["benchmarks", "--engine", "llama.cpp-q4_0"])
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(SystemExit):
-        command.parse_arguments()
-    assert "is not installed: pip install -e '.[bench]'" in capsys.readouterr().err
-
-
 def test_the_command_line_is_printed_without_this_machine_s_paths(monkeypatch):
     arguments = ["--engine", "vllm", "--python", "vllm=/home/me/env/vllm/bin/python", "--model", "a b"]
     monkeypatch.setattr(sys, "argv", ["/home/me/benchmarks/__main__.py", *arguments])
@@ -486,7 +480,7 @@ def test_the_command_line_is_printed_without_this_machine_s_paths(monkeypatch):
     assert command.command_line() == expected
 
 
-def test_every_built_in_shape_is_one_the_engine_serves(tmp_path):
+def test_the_engine_serves_every_built_in_shape(tmp_path):
     from nanoengine.models.checkpoint import open_checkpoint
 
     for name, config in SHAPES.items():
@@ -509,7 +503,7 @@ def test_every_built_in_shape_is_one_the_engine_serves(tmp_path):
         )
 
 
-def test_attention_is_timed_by_every_backend_there_is(flash_doubles):
+def test_every_attention_backend_is_timed(flash_doubles):
     batches = {"decodes": [(1, 300), (1, 20)], "mixed": [(1, 300), (5, 400)]}
     found = gpu.measure_attention("cpu", batches)
     assert list(found) == ["flash", "varlen", "triton", "torch"]
@@ -538,7 +532,7 @@ def benched(*rows):
     return {"models": [{"model": "m", "results": results, "engines": engines}], "machine": PLACE}
 
 
-def test_a_piece_that_fails_or_does_not_end_is_an_entry_of_the_gpu_s_report(tmp_path):
+def test_the_gpu_s_report_says_which_piece_failed_or_did_not_end(tmp_path):
     without = benched(("nanoengine", 20_000.0), ("nanoengine without graphs", 5_000.0))
     programs = {
         "flash": f"print('noise'); print({json.dumps(benched(('nanoengine-flash', 20_000.0)))!r})",
@@ -551,7 +545,7 @@ def test_a_piece_that_fails_or_does_not_end_is_an_entry_of_the_gpu_s_report(tmp_
         return [sys.executable, "-c", programs[name]]
 
     gpu.run_pieces(programs.keys() - {"triton"}, tmp_path, command)
-    gpu.run_pieces(["triton"], tmp_path, command, piece_s=2)
+    gpu.run_pieces(["triton"], tmp_path, command, piece_s=1)
     gpu.run_pieces(["vllm"], tmp_path, command, all_s=0)
     page = squeezed(gpu_report.write_report(tmp_path).read_text())
     assert f"{hardware(PLACE)}\n" in page
@@ -559,7 +553,7 @@ def test_a_piece_that_fails_or_does_not_end_is_an_entry_of_the_gpu_s_report(tmp_
     assert "| flash | 23,000 | 20,000 | 0.87 | 50% | 2.0 |" in page
     assert "| varlen | 21,900 | it ended with 1, see varlen.log | - | - | - |" in page
     assert "no such thing" in (tmp_path / "varlen.log").read_text()
-    assert "| triton | 17,300 | it did not end in 2 s | - | - | - |" in page
+    assert "| triton | 17,300 | it did not end in 1 s | - | - | - |" in page
     assert "| vllm | 26,000 | not run | - | - | - |" in page
     assert "| graphs | nano | 20000.0, 5000.0 | 4.00 (4.00 to 4.00) |" in page
     gpu.run_pieces(["varlen"], tmp_path, lambda name: command("flash"))  # one again, and the rest is kept
@@ -638,7 +632,7 @@ def test_the_scheduler_benchmark_prints_what_it_returns(monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_fewer_bits_change_log_probabilities_more_and_take_less(capsys):
+def test_fewer_bits_change_log_probabilities_more_and_need_less_memory(capsys):
     features.main(["quality", "--tokens", "600", "--questions", "8"])
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
     for text in ("english", "answers"):
@@ -662,8 +656,24 @@ def test_log_probabilities_are_those_of_the_tokens_looked_at():
     assert found == pytest.approx(expected, abs=1e-3)
 
 
-def test_weights_of_8_bits_are_an_engine_of_their_own(capfd):
-    settings = {"model": str(DEMO), "dtype": "float32", "load_format": "auto", "max_model_len": 64}
-    run = load_stepped({**settings, "engine": "nanoengine-int8", "device": "cpu"})
-    assert run([[1, 2, 3]], [4])["output_tokens"] == 4
-    assert "float32 with int8 weights" in capfd.readouterr().err
+@pytest.mark.parametrize(
+    ("engine", "expected"),
+    [
+        ("nanoengine", {}),
+        ("nanoengine-int8", {"quantization": "int8"}),
+        ("nanoengine-triton", {"attn_backend": "triton"}),
+        (f"{WITHOUT}prefix caching", {"enable_prefix_caching": False}),
+    ],
+)
+def test_an_engine_s_name_sets_its_weights_attention_and_tricks(engine, expected, monkeypatch):
+    monkeypatch.setattr(nanoengine, "LLM", lambda **settings: given.update(settings))
+    common = {
+        "model": "demo",
+        "dtype": "float32",
+        "load_format": "auto",
+        "max_model_len": 64,
+        "device": "cpu",
+    }
+    given: dict = {}
+    load_stepped(common | {"engine": engine, "threads": 1})
+    assert given == common | expected
