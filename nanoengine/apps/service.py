@@ -431,17 +431,7 @@ def make_app(service: Service, allowed_origins: Sequence[str] = ()) -> FastAPI:
         app.add_middleware(
             CORSMiddleware, allow_origins=allowed_origins, allow_methods=["*"], allow_headers=["*"]
         )
-    routes: list[tuple[str, str, Callable[..., Any]]] = []
-    missing: dict[str, str] = {}  # path whose file in contrib/ is not installed -> error message
-    if service.learner is not None:
-        routes += service.learner.routes()
-    for (module, api), contributed in CONTRIB.items():
-        try:
-            routes += getattr(load(f"contrib.{module}", contributed[0]), api)(service).routes()
-        except MissingFileError as error:
-            missing |= dict.fromkeys(contributed, str(error))
-    for method, path, endpoint in (
-        *routes,
+    routes: list[tuple[str, str, Callable[..., Any]]] = [
         ("POST", "/v1/completions", service.completions),
         ("POST", "/v1/chat/completions", service.chat),
         ("GET", "/v1/models", service.models),
@@ -455,7 +445,16 @@ def make_app(service: Service, allowed_origins: Sequence[str] = ()) -> FastAPI:
         ("GET", "/server_info", service.server_info),
         ("GET", "/metrics", service.metrics),
         ("GET", "/", service.page),
-    ):
+    ]
+    missing: dict[str, str] = {}  # path whose file in contrib/ is not installed -> error message
+    if service.learner is not None:
+        routes += service.learner.routes()
+    for (module, api), contributed in CONTRIB.items():
+        try:
+            routes += getattr(load(f"contrib.{module}", contributed[0]), api)(service).routes()
+        except MissingFileError as error:
+            missing |= dict.fromkeys(contributed, str(error))
+    for method, path, endpoint in routes:
         app.add_api_route(path, endpoint, methods=[method])
     paths = sorted({route.path for route in app.routes if isinstance(route, APIRoute)})
 
