@@ -1,4 +1,4 @@
-"""Downloads, from a stand-in for the hub: which files of a model are fetched."""
+"""Downloads from a local server that plays the hub: which files of a model are fetched."""
 
 import hashlib
 import json
@@ -20,7 +20,7 @@ MODEL = "owner/name"
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Serves one model from a directory, by the calls of huggingface_hub. What it does not know is a 404."""
+    """Serves one model from a directory, with the routes that huggingface_hub uses. All others are a 404."""
 
     protocol_version = "HTTP/1.1"
 
@@ -32,11 +32,8 @@ class Hub(BaseHTTPRequestHandler):
 
     def do_GET(self):
         place = self.path.partition("?")[0]
-        files = {
-            str(file.relative_to(self.server.root)): file.read_bytes()
-            for file in self.server.root.rglob("*")
-            if file.is_file()
-        }
+        root = self.server.root
+        files = {str(x.relative_to(root)): x.read_bytes() for x in root.rglob("*") if x.is_file()}
         if match := re.fullmatch(rf"/{MODEL}/resolve/(main|{COMMIT})/(.+)", place):
             name = match[2]
             if name in files:
@@ -47,16 +44,8 @@ class Hub(BaseHTTPRequestHandler):
             siblings = [{"rfilename": name} for name in files]
             return self.reply({"id": MODEL, "sha": COMMIT, "siblings": siblings})
         elif re.fullmatch(rf"/api/models/{MODEL}/tree/{COMMIT}", place):
-            entries = [
-                {
-                    "type": "file",
-                    "path": name,
-                    "size": len(content),
-                    "oid": hashlib.sha1(content).hexdigest(),
-                }
-                for name, content in files.items()
-            ]
-            return self.reply(entries)
+            entry = {"type": "file", "oid": COMMIT}
+            return self.reply([{**entry, "path": name, "size": len(x)} for name, x in files.items()])
         self.server.unknown.append(self.path)
         return self.reply({"error": "not found"}, status=404)
 
@@ -72,26 +61,19 @@ class Hub(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """A hub whose model is the bundled one, beside files that nobody should fetch."""
+    """A hub whose model is the bundled one, with other files that must not be fetched."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     server.root, server.fetched, server.unknown = tmp_path / "served", set(), []
     shutil.copytree(DEMO, server.root, ignore=shutil.ignore_patterns("*.py", "__pycache__", "accuracy.json"))
-    for name in (
-        "original/model.safetensors",
-        "original/params.json",
-        "onnx/model.onnx",
-        "pytorch_model.bin",
-    ):
+    others = "original/model.safetensors", "original/params.json", "onnx/model.onnx", "pytorch_model.bin"
+    for name in (*others, "consolidated.safetensors"):
         (server.root / name).parent.mkdir(exist_ok=True)
         (server.root / name).write_bytes(b"large")
-    (server.root / "consolidated.safetensors").write_bytes(b"large")
-    Thread(target=server.serve_forever, daemon=True).start()
+    Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
     url = f"http://127.0.0.1:{server.server_port}"
     monkeypatch.setattr(constants, "ENDPOINT", url)
-    template = constants.HUGGINGFACE_CO_URL_TEMPLATE
-    monkeypatch.setattr(
-        constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + template[template.index("/{repo_id}") :]
-    )
+    template = url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     yield server
@@ -116,7 +98,7 @@ def split_in_shards(root):
     (root / "model-of-another-format.safetensors").write_bytes(b"large")
 
 
-def test_a_model_s_configs_and_weights_are_fetched_and_nothing_beside_them(hub):
+def test_only_configs_tokenizer_and_weights_are_fetched(hub):
     with LLM(MODEL, num_kv_blocks=8) as llm:
         (output,) = llm.generate(["Hello"], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 2
@@ -127,7 +109,7 @@ def test_a_model_s_configs_and_weights_are_fetched_and_nothing_beside_them(hub):
     assert not hub.fetched, "they are in the cache"
 
 
-def test_of_several_weights_those_are_fetched_that_the_index_names(hub):
+def test_files_that_the_index_names_are_fetched(hub):
     split_in_shards(hub.root)
     files = open_checkpoint(MODEL).open_files()
     assert hub.fetched == {
@@ -136,19 +118,19 @@ def test_of_several_weights_those_are_fetched_that_the_index_names(hub):
     assert files.headers.keys() == open_checkpoint(str(DEMO)).open_files().headers.keys()
 
 
-def test_weights_of_another_name_are_fetched_where_there_are_no_others(hub):
+def test_weights_with_other_names_are_fetched_if_there_are_no_others(hub):
     (hub.root / "consolidated.safetensors").unlink()
     (hub.root / "model.safetensors").rename(hub.root / "gptq_model-4bit.safetensors")
     open_checkpoint(MODEL).open_files()
     assert hub.fetched == {*CONFIGS, "gptq_model-4bit.safetensors"}
 
 
-def test_random_weights_need_no_download_of_weights(hub):
+def test_dummy_weights_are_not_downloaded(hub):
     with LLM(MODEL, load_format="dummy", num_kv_blocks=8):
         assert hub.fetched == CONFIGS
 
 
-def test_of_another_model_s_tokenizer_the_tokenizer_alone_is_fetched(hub):
+def test_only_the_tokenizer_of_another_model_is_fetched(hub):
     split_in_shards(hub.root)
     (hub.root / "additional_chat_templates").mkdir()
     (hub.root / "additional_chat_templates" / "rag.jinja").write_text("rag")
@@ -157,7 +139,7 @@ def test_of_another_model_s_tokenizer_the_tokenizer_alone_is_fetched(hub):
     assert hub.fetched == {*TOKENIZER, "additional_chat_templates/rag.jinja"}
 
 
-def test_a_pooling_model_s_modules_are_fetched(hub):
+def test_modules_of_a_pooling_model_are_fetched(hub):
     (hub.root / "1_Pooling").mkdir()
     (hub.root / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_mean_tokens": True}))
     modules = [
@@ -169,7 +151,7 @@ def test_a_pooling_model_s_modules_are_fetched(hub):
     assert hub.fetched == {*CONFIGS, "modules.json", "1_Pooling/config.json", "model.safetensors"}
 
 
-def test_one_gguf_file_is_fetched_alone(hub):
+def test_only_the_named_gguf_file_is_fetched(hub):
     (hub.root / "model-Q4_0.gguf").write_bytes(b"GGUF")
     (hub.root / "model-Q8_0.gguf").write_bytes(b"GGUF")
     with pytest.raises(ValueError, match=r"model-Q8_0.gguf cannot be loaded: it ends at byte 4"):
@@ -177,7 +159,10 @@ def test_one_gguf_file_is_fetched_alone(hub):
     assert hub.fetched == {"model-Q8_0.gguf"}
 
 
-def test_what_was_fetched_is_found_without_the_hub(hub, monkeypatch):
+def test_cached_model_is_found_without_the_hub_and_others_raise_oserror(hub, monkeypatch):
+    with pytest.raises(OSError, match=r"'owner/other' was not found"):
+        open_checkpoint("owner/other")
+    assert hub.unknown
     open_checkpoint(MODEL)
     hub.fetched.clear()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -186,9 +171,3 @@ def test_what_was_fetched_is_found_without_the_hub(hub, monkeypatch):
         OSError, match=r"'owner/other' was not found as a directory, in .*cache and at http://127"
     ):
         open_checkpoint("owner/other")
-
-
-def test_a_model_that_the_hub_does_not_have_is_an_oserror(hub):
-    with pytest.raises(OSError, match=r"'owner/other' was not found"):
-        open_checkpoint("owner/other")
-    assert hub.unknown

@@ -1,8 +1,7 @@
 """Random small models whose tensors are saved in random types, against transformers with the same weights.
 
-pytest runs 40 cases, and 200 slow ones.
-`python -m tests.models.test_random_formats --cases 2000`
-runs as many as you like, and prints the seed and the settings of each that fails.
+pytest runs 40 cases, and 200 slow ones, a few on two ranks. To run more:
+`python -m tests.models.test_random_formats --cases 2000` prints the seed and settings of each that fails.
 """
 
 import argparse
@@ -26,23 +25,12 @@ from nanoengine import LLM, SamplingParams
 from tests.helpers import TINY, random_prompts
 from tests.models import test_formats as formats
 
-FAMILIES = {
-    "Llama": "llama",
-    "Mistral": "llama",
-    "Qwen2": "qwen2",
-    "Qwen3": "qwen3",
-}  # by their names in GGUF
+FAMILIES = {"Llama": "llama", "Mistral": "llama", "Qwen2": "qwen2", "Qwen3": "qwen3"}  # their names in GGUF
 KINDS = [*formats.KINDS, *(kind for kind in formats.HALVES if kind not in formats.KINDS), "TQ1_0", "TQ2_0"]
 CONTAINERS = "gguf", "gptq", "awq", "packed", "int8", "float8", "4 bits", "8 bits of bitsandbytes", "fp8"
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-SCALES = (
-    "scales",
-    "weight_scale",
-    "weight_scale_inv",
-    "SCB",
-    "weight.quant_map",
-)  # what weights are multiples of
+SCALES = "scales", "weight_scale", "weight_scale_inv", "SCB", "weight.quant_map"  # factors of the weights
 
 
 class Case:
@@ -62,18 +50,15 @@ class Case:
             choices = [{EMBEDDING}, {HEAD}, {EMBEDDING, HEAD}]
             self.held = choices[0] if self.container == "gguf" else self.rng.choice(choices)
         with torch.no_grad():
-            self.checkpoint = (
-                self._write_gguf(path) if self.container == "gguf" else self._write(path / "model")
-            )
+            write = self._write_gguf if self.container == "gguf" else self._write
+            self.checkpoint = write(path)
         if ranks == 1 and self.rng.random() < 0.4:
             self.lora = path / "adapter"
             self.model = self._adapt()
 
     def __str__(self):
-        """Say what the case is."""
-        sizes = {
-            name: getattr(self.config, name) for name in [*TINY, "head_dim"] if hasattr(self.config, name)
-        }
+        """Return the case's settings."""
+        sizes = {name: getattr(self.config, name, None) for name in [*TINY, "head_dim"]}
         kinds = {name.removeprefix("model."): kind for name, kind in self.kinds.items()}
         adapter = self.adapter if self.lora else None
         return (
@@ -114,20 +99,19 @@ class Case:
         return model
 
     def _write_gguf(self, path):
+        blocks = {kind: gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0] for kind in KINDS}
         for name, weight in self.model.state_dict().items():
-            fitting = [
-                kind
-                for kind in KINDS
-                if weight.shape[-1] % gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0] == 0
-            ]
-            self.kinds[name] = self.rng.choice(fitting)
+            self.kinds[name] = self.rng.choice(
+                [kind for kind in KINDS if weight.shape[-1] % blocks[kind] == 0]
+            )
         tied = self.config.tie_word_embeddings
         file, family = path / "model.gguf", FAMILIES[self.family]
         formats.write_gguf(file, self.model, self.kinds.__getitem__, family, tied=tied)
         return file
 
     def _write(self, path):
-        """Write safetensors; the model's weights become what is saved."""
+        """Write safetensors. The model's weights become those that the files stand for."""
+        path = path / "model"
         if self.held == {EMBEDDING, HEAD}:
             head = self.model.lm_head.weight.clone()
             if self.config.tie_word_embeddings:  # by its config: the files hold a head of its own
@@ -162,8 +146,8 @@ class Case:
         save_file({name: x.contiguous() for name, x in tensors.items()}, path / "model.safetensors")
         return path
 
-    # Each returns what config.json says of a format, and a function that makes the parts of a weight of some
-    # shape and the weight they stand for, or None if the format cannot say that shape.
+    # Each returns the config's settings of a format, and a function from a shape to the parts of a weight and
+    # the weight they stand for, or to None if the format does not support the shape.
 
     def _gptq(self):
         bits, group = self.rng.choice([4, 8]), self._group()
@@ -222,9 +206,8 @@ class Case:
         stated["config_groups"] = {f"group_{i}": group for i, group in enumerate(all_of_them)}
 
         def choose(num_inputs):
-            size, *others = (
-                min(size or num_inputs, num_inputs) for size in self.rng.sample(sizes, len(sizes))
-            )
+            chosen = self.rng.sample(sizes, len(sizes))
+            size, *others = (min(size or num_inputs, num_inputs) for size in chosen)
             counts = [-(-num_inputs // other) for other in others if other != size]
             return None if -(-num_inputs // size) in counts else size  # its scales would not tell
 
@@ -287,15 +270,8 @@ class Case:
         """Compare log-probabilities of a prompt and of a few tokens after it with transformers'."""
         prompt = random_prompts([self.rng.randint(5, 24)], self.rng.random(), self.config.vocab_size)[0]
         params = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=0, logprobs=0)
-        settings = {"lora": self.lora} if self.lora else {}
-        with LLM(
-            str(self.checkpoint),
-            num_kv_blocks=8,
-            dtype=self.dtype,
-            model_impl=self.impl,
-            tensor_parallel_size=self.ranks,
-            **settings,
-        ) as llm:
+        settings = {"dtype": self.dtype, "model_impl": self.impl, "tensor_parallel_size": self.ranks}
+        with LLM(str(self.checkpoint), num_kv_blocks=8, lora=self.lora, **settings) as llm:
             output = llm.generate(prompt, params, use_tqdm=False)[0]
         entries = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
         tokens = [*prompt, *output.outputs[0].token_ids]
@@ -305,9 +281,7 @@ class Case:
             rounded = self._logprobs(deepcopy(self.model).bfloat16(), tokens)
             tolerance = 0.02 + 2 * (rounded - theirs).square().mean().sqrt()
         difference = (ours - theirs).square().mean().sqrt()
-        assert difference <= tolerance, (
-            f"log-probabilities differ by {difference:.3} > {tolerance:.3}: {self}"
-        )
+        assert difference <= tolerance, f"logprobs differ by {difference:.3} > {tolerance:.3}: {self}"
 
     @staticmethod
     @torch.no_grad()
@@ -322,14 +296,10 @@ def check(seed):
         Case(seed, Path(path), ranks=2 if seed % 50 == 49 else 1).check()  # two ranks take seconds
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_a_random_checkpoint_computes_with_what_it_stands_for(seed):
-    check(seed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(40, 240))
-def test_so_do_more_random_checkpoints_some_of_them_on_two_ranks(seed):
+@pytest.mark.parametrize(
+    "seed", [*range(40), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(40, 240))]
+)
+def test_random_checkpoint_computes_with_the_weights_it_stands_for(seed):
     check(seed)
 
 
