@@ -234,11 +234,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size))
         self.eps = eps
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalize the last dimension of x. The result has the shape and dtype of x."""
-        return rms_norm(x, self.weight, self.eps)
-
-    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the norm of x + residual, (T, E), and the sum, which is the next residual."""
         return self.kernels.rms_norm(x, self.weight, self.eps, residual)  # type: ignore[no-any-return]
 
@@ -265,8 +261,7 @@ class Attention(nn.Module):
         q, k, v = (
             part.view(len(x), -1, self.head_dim) for part in self.qkv_proj(x).split(self.sizes, dim=-1)
         )
-        norms = self.q_norm, self.k_norm
-        weights = [None if norm is None else norm.weight for norm in norms]
+        weights = [None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm)]
         eps = 0.0 if self.q_norm is None else self.q_norm.eps
         q, k = self.kernels.norm_rotate_both(q, k, *weights, eps, cos, sin)
         out = attention(q, k, v, cache, scale=self.head_dim**-0.5, window=self.window)
@@ -312,9 +307,9 @@ class DecoderLayer(nn.Module):
         x is the previous layer's output, and residual the sum of everything before that (None in the first
         layer). The addition is left to the next norm, because both together take one pass over memory.
         """
-        x, residual = self.input_layernorm.add(x, residual)
+        x, residual = self.input_layernorm(x, residual)
         x = self.self_attn(x, cos, sin, cache, attention)
-        x, residual = self.post_attention_layernorm.add(x, residual)
+        x, residual = self.post_attention_layernorm(x, residual)
         return self.mlp(x), residual
 
 
@@ -379,7 +374,7 @@ class Decoder(nn.Module):
         residual = None
         for layer, cache in zip(self.layers, caches, strict=True):
             x, residual = layer(x, residual, cos, sin, cache, attention)
-        return self.norm.add(x, residual)[0]
+        return self.norm(x, residual)[0]  # type: ignore[no-any-return]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Return the logits of R tokens: (R, E) -> (R, vocab_size)."""
