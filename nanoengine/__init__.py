@@ -1,12 +1,12 @@
 """nanoengine: a vLLM that you can read in an evening, and run."""
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from nanoengine.optional import load
 
 if TYPE_CHECKING:  # tells type checkers and editors where the names of _NAMES are defined
     from nanoengine.async_llm import *
     from nanoengine.config import *
-    from nanoengine.extensions.pooling import *
     from nanoengine.llm import *
     from nanoengine.llm_engine import *
     from nanoengine.outputs import *
@@ -17,7 +17,7 @@ __version__ = "0.1.0"
 _NAMES = {
     "async_llm": "AsyncLLM AsyncLLMEngine",
     "config": "AsyncEngineArgs EngineArgs EngineConfig",
-    "extensions.pooling": "ClassificationRequestOutput EmbeddingRequestOutput PoolingParams "
+    "contrib.pooling": "ClassificationRequestOutput EmbeddingRequestOutput PoolingParams "
     "PoolingRequestOutput ScoringRequestOutput",
     "llm": "LLM",
     "llm_engine": "LLMEngine",
@@ -33,7 +33,7 @@ def __getattr__(name: str) -> Any:
     """Import a public name at its first use, so that the command's --help does not import PyTorch."""
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"nanoengine.{_MODULE_OF[name]}"), name)
+    return getattr(load(_MODULE_OF[name], name), name)
 
 
 def __dir__() -> list[str]:

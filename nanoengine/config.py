@@ -104,7 +104,7 @@ class EngineConfig:
     # "int8", "int4": quantize the weights of linear layers, on a CPU. Or the checkpoint's own format
     quantization: str | None = None
     lora: str | Path | None = None  # directory with a PEFT adapter, merged into the weights at load time
-    tensor_parallel_size: int = 1  # processes that split every layer's weights: extensions/parallel.py
+    tensor_parallel_size: int = 1  # processes that split every layer's weights: contrib/parallel.py
     load_format: str = "auto"  # "safetensors" means the same; "dummy": random weights, from config.json alone
     # "nanoengine": models/decoder.py; "transformers": its own code; "auto": the first that works
     model_impl: str = "auto"

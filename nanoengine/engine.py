@@ -765,7 +765,7 @@ class ModelRunner:
     ) -> None:
         self.model, self.device, self.attention = model, device, attention
         self.sample, self.block_size = sample, block_size
-        self.report = report_prompts  # reports on prompts; extensions/pooling.py replaces it
+        self.report = report_prompts  # reports on prompts; contrib/pooling.py replaces it
         # Set by startup.py, which sizes the cache by num_kv_blocks, kv_cache_bytes or gpu_memory_utilization.
         self.caches: list[KVCache] = []  # one per layer
         self.forward = Forward()

@@ -66,15 +66,11 @@ class LLMEngine(Reloadable):
         self.checkpoint = open_checkpoint(str(config.model), tokenizer=tokenizer, **settings)
         self.pooler: Any = None  # None: the model generates
         if self.checkpoint.pooling is not None:
-            from nanoengine.extensions.pooling import Pooler
-
-            self.pooler = Pooler(self.checkpoint, config)
+            self.pooler = load("contrib.pooling", "a pooling model").Pooler(self.checkpoint, config)
         self.max_model_len = self.checkpoint.choose_length(config.max_model_len)
         start: Callable[..., Started] = partial(start_runner, choose_runner=choose_runner)
         if config.tensor_parallel_size > 1:
-            from nanoengine.extensions.parallel import start_ranks
-
-            start = partial(start_ranks, start)
+            start = partial(load("contrib.parallel", "tensor_parallel_size").start_ranks, start)
         self.started = start(config, self.checkpoint, self.max_model_len)
         self.core = self._assemble()
         self.runner, self.scheduler = self.core.runner, self.core.scheduler

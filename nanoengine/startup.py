@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,9 +18,6 @@ from nanoengine.models.load import digest_weights, load_model
 from nanoengine.sampling import draw_rows, sample_rows, scale_logits, sort_keys
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.steps import Stopwatch, uninterrupted
-
-if TYPE_CHECKING:  # at run time only parallel.py imports it
-    from nanoengine.models.shard import Shard
 
 MAX_FREE_BLOCKS = 1 << 16  # for models without a KV cache: blocks only identify prefixes
 
@@ -45,7 +42,7 @@ def start_runner(
     max_model_len: int,
     *,
     choose_runner: Callable[[list[KVGroup], bool], Callable[..., ModelRunner]],
-    shard: "Shard | None" = None,
+    shard: Any = None,
     wrap: Callable[[Device], Device] = lambda device: device,
 ) -> Started:
     """Load a model on a device, allocate its KV cache and, if possible, capture CUDA graphs.

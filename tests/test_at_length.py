@@ -8,9 +8,8 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from nanoengine import LLM, AsyncLLM, SamplingParams
-from tests.apps.test_server_load import KEY, MAX_TOKENS, Client, offline_answers
-from tests.extensions.test_parallel import ranks_in_processes, ranks_of
+from nanoengine import LLM, AsyncLLM
+from tests.apps.test_server_load import KEY, Client, offline_answers
 from tests.extensions.test_speculate import NGRAM, Oracle, by_sequence, plain, without_rounding
 from tests.helpers import DEMO, VARIED_SETTINGS, random_params
 from tests.laws import check_laws
@@ -80,30 +79,3 @@ def test_thousand_mixed_requests_are_answered_and_leave_no_state():
         assert http.get(f"{url}/health").status_code == 200
     assert requests.total() == 1000
     assert min(requests[kind] for kind in ("whole", "slow", "leave", "malformed", "huge", "wrong_key")) > 20
-
-
-def test_hundreds_of_requests_to_ranks_equal_those_of_one_rank():
-    rng, expected = random.Random(0), offline_answers()
-    with ranks_in_processes() as llm:
-        aborted, finished = set(), {}
-        for number in range(200):
-            prompt, _ = expected[number % len(expected)]
-            wanted = SamplingParams(temperature=0, max_tokens=rng.randint(1, MAX_TOKENS))
-            llm.add_request(str(number), {"prompt_token_ids": prompt}, wanted)
-        while llm.has_unfinished_requests():
-            finished |= {output.request_id: output for output in llm.step() if output.finished}
-            if rng.random() < 0.4:
-                one = str(rng.randrange(200))
-                if one not in finished:
-                    llm.abort_request(one)
-                    aborted.add(one)
-        assert llm.metrics()["num_free_blocks"] == llm.metrics()["num_blocks"]
-        check_laws(llm.scheduler)
-    assert not ranks_of()
-    assert len(aborted) > 5
-    assert len(finished.keys() - aborted) > 150
-    for request_id in finished.keys() - aborted:
-        said = finished[request_id].outputs[0].token_ids
-        _, answer = expected[int(request_id) % len(expected)]
-        assert said == answer[: len(said)]
-        assert finished[request_id].outputs[0].finish_reason in ("stop", "length")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nanoengine import EngineArgs, SamplingParams
+from nanoengine import EngineArgs, PoolingParams, SamplingParams
 from nanoengine.apps.openai_api import SAMPLED, APIError, ChatRequest, CompletionRequest, sampling_fields
 from nanoengine.apps.server import make_parser
 from nanoengine.compat import (
@@ -18,7 +18,6 @@ from nanoengine.compat import (
     SERVER_IGNORES,
     refuse_unserved,
 )
-from nanoengine.extensions.pooling import PoolingParams
 from nanoengine.llm import LLM
 from nanoengine.optional import load
 from nanoengine.requests import read_prompt

@@ -54,6 +54,11 @@ USES = {
     "contrib.lab": 'main(["lab"])',
     "contrib.lab_command": 'main(["lab"])',
     "contrib.learner": 'main(["serve", "demo", "--port", "0", "--dev-mode"])',
+    "contrib.parallel": 'LLM("demo", tensor_parallel_size=2, **SETTINGS)',
+    "contrib.pooling": 'LLM("demo", runner="pooling", **SETTINGS)',
+    "contrib.pooling_model": 'LLM("demo", runner="pooling", **SETTINGS)',
+    "contrib.processes": 'LLM("demo", tensor_parallel_size=2, **SETTINGS)',
+    "contrib.shard": 'LLM("demo", tensor_parallel_size=2, **SETTINGS)',
     "contrib.processors": 'LLM("demo", logits_processors=[print], **SETTINGS)',
     "contrib.pooling_api": 'message = post("/v1/embeddings")',
     "contrib.ray_data": "from nanoengine.contrib.ray_data import Predictor",
@@ -63,9 +68,6 @@ USES = {
     "contrib.transfer": 'main(["serve", "demo", "--port", "0", "--dev-mode"])',
     "contrib.vllm_module": "import nanoengine.contrib.vllm_module",
     "extensions.grammars": STRUCTURED,
-    "extensions.parallel": 'LLM("demo", tensor_parallel_size=2, **SETTINGS)',
-    "extensions.pooling": 'LLM("demo", runner="pooling", **SETTINGS)',
-    "extensions.processes": 'LLM("demo", tensor_parallel_size=2, **SETTINGS)',
     "extensions.speculate": """
 LLM("demo", speculative_config={"method": "ngram", "num_speculative_tokens": 2}, **SETTINGS)
 """,
@@ -84,8 +86,6 @@ LLM("demo", hf_overrides=windows, **SETTINGS)
     "models.hf": 'LLM("demo", model_impl="transformers", **SETTINGS)',
     "models.linear": 'LLM("demo", model_impl="transformers", **SETTINGS)',
     "models.lora": 'LLM("demo", lora=tmp, **SETTINGS)',
-    "models.pooling": 'LLM("demo", runner="pooling", **SETTINGS)',
-    "models.shard": 'LLM("demo", tensor_parallel_size=2, **SETTINGS)',
     "models.states": LLM_OF_STATES,
 }
 BY_DEFAULT = {

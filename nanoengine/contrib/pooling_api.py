@@ -21,7 +21,7 @@ from nanoengine.apps.openai_api import (
     sampling_fields,
     unavailable,
 )
-from nanoengine.extensions.pooling import PoolingParams, PoolingRequestOutput
+from nanoengine.contrib.pooling import PoolingParams, PoolingRequestOutput
 from nanoengine.requests import check_unicode, split_prompts
 
 # ---- Requests ------------------------------------------------------------------------------------

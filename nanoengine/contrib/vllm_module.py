@@ -66,7 +66,7 @@ MODULES = {
     "vllm.logprobs": "nanoengine.outputs",
     "vllm.lora.request": HERE,
     "vllm.outputs": "nanoengine.outputs",
-    "vllm.pooling_params": "nanoengine.extensions.pooling",
+    "vllm.pooling_params": "nanoengine.contrib.pooling",
     "vllm.renderers.hf": HERE,
     "vllm.sampling_params": "nanoengine.sampling_params",
     "vllm.sequence": "nanoengine.outputs",

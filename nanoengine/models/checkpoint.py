@@ -29,7 +29,6 @@ from nanoengine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # at run time each is imported only for a checkpoint that needs it
     from nanoengine.models.gguf import GGUFFile
-    from nanoengine.models.pooling import Pooling
 
 DEMO = Path(__file__).parent.parent / "demo"  # the bundled model, named "demo"
 GENERATION_CONFIG = "generation_config.json"
@@ -59,7 +58,7 @@ class Checkpoint:
     generation_config: dict[str, Any]
     is_part: bool = False  # True: load only the language model of a multimodal model
     quantization: dict[str, Any] | None = None  # the config's settings, if formats.py reads the weights
-    pooling: "Pooling | None" = None  # how to pool prompts into embeddings or classes; None: generates text
+    pooling: Any = None  # a contrib.pooling_model.Pooling, for embeddings or classes; None: generates text
 
     def open_files(self) -> Reader:
         """Return a reader of the tensors, without those that only draft tokens.
@@ -84,7 +83,7 @@ class Checkpoint:
             self._replace_head(files, self.pooling)
         return files
 
-    def _replace_head(self, files: Files, pooling: "Pooling") -> None:
+    def _replace_head(self, files: Files, pooling: Any) -> None:
         """Drop lm_head: a pooling model has no head, or a classifier's head instead.
 
         If the body was saved without a head, its tensors get the `model.` prefix of a model with a head.
@@ -222,7 +221,7 @@ def open_checkpoint(
     pools = is_classifier or (path / "modules.json").is_file()
     if runner == "pooling" or (runner == "auto" and pools):
         with naming(hf_config):
-            read_pooling = load("models.pooling", "a model that pools").read_pooling
+            read_pooling = load("contrib.pooling_model", "a model that pools").read_pooling
             pooling = read_pooling(path, hf_config, pooler_config)
     whole_config, part = hf_config, language_part(hf_config)
     if part is not None:

@@ -22,7 +22,6 @@ from nanoengine.optional import load
 if TYPE_CHECKING:  # at run time each is imported only for a model that needs it
     from nanoengine.models.hf import HFModel
     from nanoengine.models.lora import Adapter
-    from nanoengine.models.shard import Shard
 
 
 @torch.no_grad()
@@ -33,7 +32,7 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     max_model_len: int,
-    shard: "Shard | None" = None,
+    shard: Any = None,
     pack: Pack = lambda *_: None,
 ) -> "Decoder | HFModel":
     """Build the model and fill every parameter from the checkpoint, or at random (load_format "dummy").
@@ -68,7 +67,7 @@ def _load_decoder(
     dtype: torch.dtype,
     device: torch.device,
     max_model_len: int,
-    shard: "Shard | None",
+    shard: Any,
     pack: Pack,
 ) -> Decoder:
     decoder_config, pooling = checkpoint.decoder_config, checkpoint.pooling
@@ -118,7 +117,7 @@ def _fill_at_random(model: Decoder, seed: int) -> None:
             parameter.normal_(0.0, 0.02, generator=generator)
 
 
-def _fill(model: Decoder, files: Reader, shard: "Shard | None", shapes: dict[str, tuple[int, ...]]) -> None:
+def _fill(model: Decoder, files: Reader, shard: Any, shapes: dict[str, tuple[int, ...]]) -> None:
     """Copy each tensor, or the shard's part of it, from the mapped files, one tensor at a time."""
     wanted: dict[str, list[Tensor]] = {}
     for name, parameter in destinations(model).items():

@@ -1,12 +1,16 @@
-"""The KV store at length: thousands of scheduling steps, and hundreds of damaged entries."""
+"""The KV store and ranks at length: thousands of scheduling steps, damaged entries, and requests."""
 
 import random
 
 import pytest
 
+from nanoengine import SamplingParams
 from nanoengine.contrib.stores import DirectoryStore
+from tests.apps.test_server_load import MAX_TOKENS, offline_answers
 from tests.contrib.test_kvstore import StoreMachine, serve
+from tests.contrib.test_parallel import ranks_in_processes, ranks_of
 from tests.helpers import checkpoint, random_prompts
+from tests.laws import check_laws
 from tests.test_at_length import run_at_length
 
 pytestmark = pytest.mark.slow
@@ -44,3 +48,30 @@ def test_hundreds_of_damaged_entries_of_a_store_change_no_answer(tmp_path_factor
         answers, _, _ = serve(path, store, prompts)
         assert answers == plain_answers
     assert num_damaged > 600
+
+
+def test_hundreds_of_requests_to_ranks_equal_those_of_one_rank():
+    rng, expected = random.Random(0), offline_answers()
+    with ranks_in_processes() as llm:
+        aborted, finished = set(), {}
+        for number in range(200):
+            prompt, _ = expected[number % len(expected)]
+            wanted = SamplingParams(temperature=0, max_tokens=rng.randint(1, MAX_TOKENS))
+            llm.add_request(str(number), {"prompt_token_ids": prompt}, wanted)
+        while llm.has_unfinished_requests():
+            finished |= {output.request_id: output for output in llm.step() if output.finished}
+            if rng.random() < 0.4:
+                one = str(rng.randrange(200))
+                if one not in finished:
+                    llm.abort_request(one)
+                    aborted.add(one)
+        assert llm.metrics()["num_free_blocks"] == llm.metrics()["num_blocks"]
+        check_laws(llm.scheduler)
+    assert not ranks_of()
+    assert len(aborted) > 5
+    assert len(finished.keys() - aborted) > 150
+    for request_id in finished.keys() - aborted:
+        said = finished[request_id].outputs[0].token_ids
+        _, answer = expected[int(request_id) % len(expected)]
+        assert said == answer[: len(said)]
+        assert finished[request_id].outputs[0].finish_reason in ("stop", "length")

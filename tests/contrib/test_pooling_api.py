@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nanoengine import LLM, AsyncLLM
-from tests.extensions.test_pooling import QUIET, classifier
+from tests.contrib.test_pooling import QUIET, classifier
 from tests.helpers import DEMO
 from tests.serving import http, served
 

@@ -24,12 +24,12 @@ from safetensors.torch import load_file
 import nanoengine
 from nanoengine import LLM, AsyncLLM, EngineConfig, SamplingParams
 from nanoengine.backends.cpu.device import CPU
+from nanoengine.contrib import parallel
+from nanoengine.contrib.processes import Workers
+from nanoengine.contrib.shard import Shard
 from nanoengine.engine import build_inputs
-from nanoengine.extensions import parallel
-from nanoengine.extensions.processes import Workers
 from nanoengine.models.checkpoint import open_checkpoint
 from nanoengine.models.decoder import DecoderConfig
-from nanoengine.models.shard import Shard
 from nanoengine.steps import EngineDeadError
 from tests.helpers import DEMO, TINY, batch_of, checkpoint, make_sequence, random_prompts
 from tests.laws import check_laws

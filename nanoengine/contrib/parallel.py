@@ -9,7 +9,7 @@ A failure inside a forward pass, on any rank, ends the engine: the other ranks w
 not come. After that you can close the engine and start another one.
 
 Read top to bottom: communication between ranks, layers, devices, startup. processes.py starts and watches the
-processes of the other ranks. models/shard.py defines which part of the weights a rank has.
+processes of the other ranks. contrib/shard.py defines which part of the weights a rank has.
 Sources: Megatron-LM, https://arxiv.org/abs/1909.08053; vLLM's model_executor/layers/linear.py.
 """
 
@@ -38,11 +38,11 @@ from torch._C._distributed_c10d import AllgatherOptions
 from nanoengine.backends.device import Compute, Decodes, Device, Download, Forward
 from nanoengine.backends.inputs import ModelInputs, send_inputs
 from nanoengine.config import EngineConfig
+from nanoengine.contrib.processes import Workers
+from nanoengine.contrib.shard import Shard
 from nanoengine.engine import ModelRunner
-from nanoengine.extensions.processes import Workers
 from nanoengine.models.checkpoint import Checkpoint
 from nanoengine.models.decoder import Decoder
-from nanoengine.models.shard import Shard
 from nanoengine.startup import Started
 from nanoengine.steps import EngineDeadError
 

@@ -6,7 +6,7 @@ sampled from the output. It is discarded, but ends the sequence.
 
 The hidden state of the last token depends on earlier tokens only through K and V, which the prefix cache may
 have. "MEAN" needs every hidden state, and "CLS" needs that of the first token, so neither uses prefix hits.
-`LLM` and `AsyncLLM` have the user's methods. models/pooling.py reads the checkpoint's settings.
+`LLM` and `AsyncLLM` have the user's methods. contrib/pooling_model.py reads the checkpoint's settings.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -20,10 +20,10 @@ from torch import Tensor
 from nanoengine.backends.device import Download
 from nanoengine.compat import accepts
 from nanoengine.config import EngineConfig
+from nanoengine.contrib.pooling_model import Pooling
 from nanoengine.engine import Chunk
 from nanoengine.engine import Sequence as Sample
 from nanoengine.models.checkpoint import Checkpoint
-from nanoengine.models.pooling import Pooling
 from nanoengine.outputs import RequestOutput
 from nanoengine.requests import RequestChecker, render_chats
 from nanoengine.sampling_params import SamplingParams, check_bool, check_integer

@@ -1,4 +1,4 @@
-"""Splits a decoder's weights among processes ("ranks"). extensions/parallel.py adds the communication.
+"""Splits a decoder's weights among processes ("ranks"). contrib/parallel.py adds the communication.
 
 Source: Megatron-LM, https://arxiv.org/abs/1909.08053
 """

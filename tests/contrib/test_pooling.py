@@ -21,7 +21,7 @@ from nanoengine import (
     SamplingParams,
     ScoringRequestOutput,
 )
-from nanoengine.models.pooling import Pooling, read_pooling
+from nanoengine.contrib.pooling_model import Pooling, read_pooling
 from tests.helpers import DEMO, HF_ARCHITECTURES, TINY, checkpoint, random_prompts
 
 SMALL: dict[str, Any] = {"num_kv_blocks": 40, "block_size": 4}
