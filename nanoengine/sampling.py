@@ -282,76 +282,63 @@ def uniform(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray
     return np.asarray(z * 2.0**-53)
 
 
+# A row, token ids, and one value for all of them or one value each. Token ids with values are distinct.
+Entry = tuple[int, Any, Any]
+
+
 def _edit_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
     """Apply biases, penalties and bans in place. Only the affected entries are touched.
 
-    The edits are collected as (row, token id, value) entries, so that each kind of edit is one operation
-    over the entries of all rows.
+    The entries of all rows are collected first, so that each kind of edit is one operation.
     """
-    biases, repetitions, penalties, allowed, bans = (_Entries() for _ in range(5))
+    biases, repetitions, penalties, allowed, bans = (list[Entry]() for _ in range(5))
     for i, row in enumerate(rows):
         params, num_prompt_tokens = row.params, row.num_prompt_tokens
         if not params.edits_logits:
             continue
         token_ids = row.token_ids[: row.position]
         if params.logit_bias:
-            biases.add(i, list(params.logit_bias), list(params.logit_bias.values()))
+            biases.append((i, list(params.logit_bias), list(params.logit_bias.values())))
         if params.repetition_penalty != 1:
-            repetitions.add(i, np.unique(np.fromiter(token_ids, np.int64)), params.repetition_penalty)
+            repetitions.append((i, np.unique(np.fromiter(token_ids, np.int64)), params.repetition_penalty))
         if params.presence_penalty or params.frequency_penalty:
             output = np.array(token_ids[num_prompt_tokens:], dtype=np.int64)
             made, counts = np.unique(output, return_counts=True)
-            penalties.add(i, made, params.presence_penalty + params.frequency_penalty * counts)
+            penalties.append((i, made, params.presence_penalty + params.frequency_penalty * counts))
         if params.allowed_token_ids is not None:
-            allowed.add(i, params.allowed_token_ids)
+            allowed.append((i, params.allowed_token_ids, 0.0))
         for *beginning, last in row.bad_words:
             start = len(token_ids) - len(beginning)
             if start >= num_prompt_tokens and list(token_ids[start:]) == beginning:
-                bans.add(i, [last], -math.inf)
+                bans.append((i, [last], -math.inf))
         if len(token_ids) - num_prompt_tokens < params.min_tokens:
-            bans.add(i, list(row.stop_ids), -math.inf)
+            bans.append((i, list(row.stop_ids), -math.inf))
     if biases:
-        at, value = biases.tensors(logits)
+        at, value = _to_tensors(biases, logits)
         logits[at] += value
     if repetitions:
-        at, value = repetitions.tensors(logits)
+        at, value = _to_tensors(repetitions, logits)
         logits[at] = torch.where(logits[at] > 0, logits[at] / value, logits[at] * value)
     if penalties:
-        at, value = penalties.tensors(logits)
+        at, value = _to_tensors(penalties, logits)
         logits[at] -= value
     if allowed:
-        at, _ = allowed.tensors(logits)
+        at, _ = _to_tensors(allowed, logits)
         kept = logits[at]
         logits.index_fill_(0, at[0], -math.inf)
         logits[at] = kept
     if bans:
-        at, value = bans.tensors(logits)
+        at, value = _to_tensors(bans, logits)
         logits[at] = value  # a Python number would be copied synchronously
 
 
-class _Entries:
-    """Collects entries of a logits matrix, each with a value. Entries must be distinct if values are used."""
-
-    def __init__(self) -> None:
-        self.rows: list[NDArray[np.int64]] = []
-        self.token_ids: list[NDArray[np.int64]] = []
-        self.values: list[NDArray[np.float64]] = []
-
-    def __bool__(self) -> bool:
-        return bool(self.rows)
-
-    def add(self, row: int, token_ids: Any, values: Any = 0.0) -> None:
-        """Add token ids of a row, with one value for all of them or one value each."""
-        ids = np.asarray(token_ids, dtype=np.int64)
-        self.rows.append(np.full(len(ids), row))
-        self.token_ids.append(ids)
-        self.values.append(np.broadcast_to(np.asarray(values, dtype=np.float64), ids.shape))
-
-    def tensors(self, like: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        """Return the entries as a matrix index, and their values, on `like`'s device and in its dtype."""
-        rows = upload(np.concatenate(self.rows), like.device)
-        token_ids = upload(np.concatenate(self.token_ids), like.device)
-        return (rows, token_ids), upload(np.concatenate(self.values), like.device).to(like.dtype)
+def _to_tensors(entries: list[Entry], like: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Return entries as a matrix index, and their values, on `like`'s device and in its dtype."""
+    ids = [np.asarray(token_ids, dtype=np.int64) for _, token_ids, _ in entries]
+    rows = np.repeat([row for row, _, _ in entries], [len(of_row) for of_row in ids])
+    values = [np.broadcast_to(value, len(of_row)) for (_, _, value), of_row in zip(entries, ids, strict=True)]
+    index = upload(rows, like.device), upload(np.concatenate(ids), like.device)
+    return index, upload(np.concatenate(values).astype(np.float64), like.device).to(like.dtype)
 
 
 def _filter(scaled: Tensor, metadata: SamplingMetadata, rank: Rank = sort_keys) -> None:

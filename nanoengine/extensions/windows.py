@@ -187,15 +187,11 @@ class WindowedBlockManager(BlockManager):
         With a window, the table covers the computed tokens, at least window - 1 positions, and one step. So a
         group starts with as many blocks as it ever holds, except one more if a step begins inside a block.
         """
-        whole = self.num_blocks_for(num_tokens)
-        lengths = []
-        for window in self.windows:
-            if window is not None:
-                reach = max(num_computed_tokens, window - 1) + self.max_chunk_tokens
-                lengths.append(min(whole, self.num_blocks_for(reach)))
-            else:
-                lengths.append(whole)
-        return lengths
+        limits = (
+            num_tokens if window is None else max(num_computed_tokens, window - 1) + self.max_chunk_tokens
+            for window in self.windows
+        )
+        return [self.num_blocks_for(min(num_tokens, limit)) for limit in limits]
 
     def _grow(self, seq: Sequence, num_tokens: int) -> None:
         """See the base class."""
