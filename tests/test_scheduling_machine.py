@@ -10,6 +10,7 @@ there may be draft tokens, right and wrong; the ledger holds what was written fo
 
 import functools
 import itertools
+from typing import Any
 
 import numpy as np
 from hypothesis import HealthCheck, settings
@@ -29,7 +30,7 @@ from tests.laws import chain, check_laws, tables_of
 EOS = 3
 
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "block_size": st.sampled_from([1, 2, 4]),
     "num_blocks": st.integers(2, 12),
     "max_num_seqs": st.integers(1, 5),

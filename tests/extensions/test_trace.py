@@ -539,17 +539,18 @@ def test_perfetto_s_events_are_the_steps_end_to_end(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("content", "message"),
     [
-        ("", "is not a trace: its first line must be a start event"),
-        ('{"event": "step"}\n', "is not a trace: its first line must be a start event"),
-        ('{"event": "start", "version": 99}\n', "has version 99 of the format, but this nanoengine reads 1"),
-        ("PK", "line 1: Expecting value"),
+        (b"", "is not a trace: its first line must be a start event"),
+        (b'{"event": "step"}\n', "is not a trace: its first line must be a start event"),
+        (b'{"event": "start", "version": 99}\n', "has version 99 of the format, but this nanoengine reads 1"),
+        (b"PK", "line 1: Expecting value"),
+        (b'{"event": "\xff"}\n{}\n', "line 1: 'utf-8' codec"),
     ],
 )
-def test_a_file_that_is_no_trace_is_refused_in_one_line(tmp_path, text, message):
+def test_a_file_that_is_no_trace_is_refused_in_one_line(tmp_path, content, message):
     path = tmp_path / "run.jsonl"
-    path.write_text(text)
+    path.write_bytes(content)
     with pytest.raises(SystemExit, match=message):
         viewer.main([str(path), "-o", str(tmp_path / "run.html")])
 
