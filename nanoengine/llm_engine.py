@@ -461,10 +461,11 @@ class LLMEngine(Reloadable):
         """Make outputs for requests that changed, if they are streamed or finished. Forget finished ones."""
         for request in requests:
             is_finished = request.finished
-            if is_finished or request.is_streamed:
-                request.inbox.put(request.output())
-            if is_finished:
+            output = request.output() if is_finished or request.is_streamed else None
+            if is_finished:  # forget it first: a consumer in another thread may look at once
                 self._forget(request)
+            if output is not None:
+                request.inbox.put(output)
 
     def _forget(self, request: Request) -> None:
         self._stats.add(request)
