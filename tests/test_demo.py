@@ -29,6 +29,12 @@ def conversation(question: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": question}]
 
 
+@pytest.fixture(scope="module")
+def llm():
+    with LLM(str(DEMO)) as llm:
+        yield llm
+
+
 @pytest.mark.parametrize(
     "settings",
     [{"quantization": "int8"}, {"block_size": 4, "max_num_batched_tokens": 37, "num_kv_blocks": 150}],
@@ -45,28 +51,25 @@ def test_answers_are_right_with_any_schedule(settings):
     assert sum(right) >= 48
 
 
-def test_passage_is_repeated_from_more_than_two_hundred_tokens_back():
+def test_passage_is_repeated_from_more_than_two_hundred_tokens_back(llm):
     rng = random.Random(5)
     passage, noise = train.sentences(rng, 4, 4), train.sentences(rng, 18, 18)
     question = f"Remember this passage: {passage} Here is some noise: {noise} Repeat the passage."
-    with LLM(str(DEMO)) as llm:
-        noise_tokens = len(llm.get_tokenizer()(noise).input_ids)
-        output = llm.chat(conversation(question), GREEDY, use_tqdm=False)[0]
-    assert noise_tokens > 200
+    output = llm.chat(conversation(question), GREEDY, use_tqdm=False)[0]
+    assert len(llm.get_tokenizer()(noise).input_ids) > 200
     assert output.outputs[0].text == passage
     assert output.outputs[0].finish_reason == "stop"
 
 
-def test_greedy_tokens_equal_transformers():
+def test_greedy_tokens_equal_transformers(llm):
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     model = AutoModelForCausalLM.from_pretrained(DEMO)
     rng = random.Random(3)
     questions = [ask(rng)[0] for ask in TASKS.values()] + ["Tell me about the weather.", "日本語?"]
-    with LLM(str(DEMO)) as llm:
-        outputs = llm.chat([conversation(q) for q in questions], GREEDY, use_tqdm=False)
-    for output in outputs:
+    params = SamplingParams(temperature=0, max_tokens=80)
+    for output in llm.chat([conversation(question) for question in questions], params, use_tqdm=False):
         ids = torch.tensor([output.prompt_token_ids])
-        made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=250, do_sample=False)
+        made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=80, do_sample=False)
         expected = made[0, ids.shape[1] :].tolist()
         assert output.outputs[0].token_ids == expected
         if output.outputs[0].finish_reason == "stop":
@@ -81,7 +84,7 @@ def test_run_answers_its_questions(capsys, monkeypatch):
         assert answer in printed
 
 
-def test_chat_streams_answers_remembers_turns_and_survives_ctrl_c(monkeypatch, capsys):
+def test_chat_streams_answers_remembers_turns_and_survives_ctrl_c(llm, monkeypatch, capsys):
     passage = "The old fox found the red apple near a castle."
     asked = iter([f"Remember this passage: {passage}", "What is 3 + 4?", "again", "Repeat the passage."])
 
@@ -99,9 +102,8 @@ def test_chat_streams_answers_remembers_turns_and_survives_ctrl_c(monkeypatch, c
         return question
 
     monkeypatch.setattr("builtins.input", answer)
-    with LLM(str(DEMO)) as llm:
-        ask.converse(llm, GREEDY)
-        assert not llm.has_unfinished_requests()
+    ask.converse(llm, GREEDY)
+    assert not llm.has_unfinished_requests()
     shown = capsys.readouterr().out
     assert "3 + 4 = 7" in shown
     assert "[stopped]" in shown
