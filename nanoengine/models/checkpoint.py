@@ -61,11 +61,7 @@ class Checkpoint:
     pooling: Any = None  # a contrib.pooling_model.Pooling, for embeddings or classes; None: generates text
 
     def open_files(self) -> Reader:
-        """Return a reader of the tensors, without those that only draft tokens.
-
-        Raises:
-            ValueError: a file is missing or damaged.
-        """
+        """Return a reader of the tensors, without those that only draft tokens."""
         if _is_gguf(self.path):
             return _open_gguf(self.path)
         weight_format = None

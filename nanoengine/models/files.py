@@ -73,11 +73,7 @@ class Files:
         return name in self._parts
 
     def read(self, name: str) -> Tensor | Quantized:
-        """Return a tensor. A tensor that is not quantized stays in the mapped file until it is used.
-
-        Raises:
-            ValueError: the parts of a quantized weight do not fit each other.
-        """
+        """Return a tensor. If it is not quantized, it is a view of the mapped file."""
         if name not in self._parts:
             return self._get(self.headers[name])
         assert self.weight_format is not None

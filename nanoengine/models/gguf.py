@@ -93,9 +93,6 @@ class Header:
     """Reads the metadata and the list of tensors at the start of a GGUF file.
 
     It checks every count, length and offset against the size of the file before using it.
-
-    Raises:
-        ValueError: the file is malformed.
     """
 
     def __init__(self, data: mmap) -> None:

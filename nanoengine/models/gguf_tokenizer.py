@@ -136,17 +136,12 @@ UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # types of tokens
 
 def pre_tokenizer(name: str) -> Any:
     """Build the pre-tokenizer that llama.cpp calls by that name."""
-    splits: list[Any] = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in SPLITS[name]]
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    return pre_tokenizers.Sequence([*splits, byte_level])
+    steps: list[Any] = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in SPLITS[name]]
+    return pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(False, use_regex=False)])
 
 
 def load_byte_level(file: GGUFFile) -> Any:
-    """Build the tokenizer of a file whose tokenizer.ggml.model is "gpt2".
-
-    Raises:
-        ValueError: the vocabulary is invalid, or the pre-tokenizer is not byte-level.
-    """
+    """Build the tokenizer of a file whose tokenizer.ggml.model is "gpt2"."""
     tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(file.strings("tokenizer.ggml.tokens"))]
     vocab = {token: i for i, token in enumerate(tokens)}
     if len(vocab) < len(tokens):

@@ -111,11 +111,9 @@ class Adapter:
 
     @torch.no_grad()
     def merge(self, weights: Mapping[str, Tensor], tied: Collection[str]) -> None:
-        """Change a model's weights, or views of them, in place. Changes are computed in float32.
+        """Change a model's weights, by name, in place. Changes are computed in float32.
 
-        Args:
-            weights: the model's weights, by name.
-            tied: names that shared one weight before it was untied.
+        `tied` are names that shared one weight before it was untied.
 
         Raises:
             ValueError: the adapter changes a weight that the model does not have, or a shape does not fit.
