@@ -6,6 +6,7 @@ The oracle is transformers with the weights that the integers stand for.
 import json
 import re
 from copy import deepcopy
+from functools import partial
 
 import gguf
 import numpy as np
@@ -167,69 +168,45 @@ def scattered(num_inputs):
     return torch.randperm(num_inputs, generator=torch.Generator().manual_seed(num_inputs))
 
 
-GPTQ = {"quant_method": "gptq", "group_size": 32, "sym": False, "desc_act": False}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc_act": False}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
+PACKED, FLOAT8 = compressed("pack-quantized", 4), compressed("float-quantized", 8)
 FP8 = {"quant_method": "fp8", "weight_block_size": [32, 32]}
-BITSANDBYTES = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+write_fp8 = partial(float_quantized, scale_name="weight_scale_inv")
+NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+INT8 = {"quant_method": "bitsandbytes", "load_in_8bit": True}
 # The config's settings, a function that writes a weight, and the bits of the CPU's layers; None: floats
 CHECKPOINTS = {
-    "gptq": ({**GPTQ, "bits": 4}, gptq, 4),
-    "gptq, second version": (
-        {**GPTQ, "bits": 4, "checkpoint_format": "gptq_v2"},
-        lambda shape: gptq(shape, version="gptq_v2"),
-        4,
-    ),
-    "gptq without g_idx": (
-        {**GPTQ, "bits": 8, "group_size": 64},
-        lambda shape: gptq(shape, 8, group=64, has_groups=False),
-        8,
-    ),
-    "gptq in 8 bits": ({**GPTQ, "bits": 8}, lambda shape: gptq(shape, 8), 8),
-    "gptq, one group": ({**GPTQ, "bits": 4, "group_size": -1}, lambda shape: gptq(shape, group=shape[1]), 4),
-    "gptq, inputs in another order": (
-        {**GPTQ, "bits": 4, "desc_act": True},
-        lambda shape: gptq(shape, order=scattered),
-        None,
-    ),
-    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}, awq, 4),
-    "compressed": (compressed("pack-quantized", 4), packed, 4),
-    "compressed, zeros": (compressed("pack-quantized", 4), lambda shape: packed(shape, symmetric=False), 4),
-    "compressed in 8 bits": (compressed("pack-quantized", 8), lambda shape: packed(shape, 8, 0), 8),
+    "gptq": (GPTQ, gptq, 4),
+    "gptq, second version": ({**GPTQ, "checkpoint_format": "gptq_v2"}, partial(gptq, version="gptq_v2"), 4),
+    "gptq, no g_idx": ({**GPTQ, "group_size": 64}, partial(gptq, group=64, has_groups=False), 4),
+    "gptq in 8 bits": ({**GPTQ, "bits": 8}, partial(gptq, bits=8), 8),
+    "gptq, one group": ({**GPTQ, "group_size": -1}, lambda shape: gptq(shape, group=shape[1]), 4),
+    "gptq, inputs in another order": ({**GPTQ, "desc_act": True}, partial(gptq, order=scattered), None),
+    "awq": (AWQ, awq, 4),
+    "compressed": (PACKED, packed, 4),
+    "compressed, zeros": (PACKED, partial(packed, symmetric=False), 4),
+    "compressed in 8 bits": (compressed("pack-quantized", 8), partial(packed, bits=8, group=0), 8),
     "compressed, one scale and zero": (
         compressed("pack-quantized", 8, {"strategy": "tensor"}),
-        lambda shape: packed_whole(shape, 8, symmetric=False),
+        partial(packed_whole, bits=8, symmetric=False),
         None,
     ),
     "compressed, int8": (compressed("int-quantized", 8), int_quantized, 8),
-    "compressed, fp8 of rows": (
-        compressed("float-quantized", 8),
-        lambda shape: float_quantized(shape, (1, None)),
-        None,
-    ),
-    "compressed, fp8": (compressed("float-quantized", 8), float_quantized, None),
-    "compressed, fp8 of blocks": (
-        compressed("float-quantized", 8),
-        lambda shape: float_quantized(shape, (32, 32)),
-        None,
-    ),
-    "fp8": (FP8, lambda shape: float_quantized(shape, (32, 32), "weight_scale_inv"), None),
-    "fp8 of the whole": (
-        {**FP8, "weight_block_size": None},
-        lambda shape: float_quantized(shape, None, "weight_scale_inv"),
-        None,
-    ),
-    "nf4": (BITSANDBYTES, nf4, None),
-    "nf4, scales plain": (BITSANDBYTES, lambda shape: nf4(shape, nested=False), None),
-    "int8 of bitsandbytes": (
-        {"quant_method": "bitsandbytes", "load_in_8bit": True},
-        int8_of_bitsandbytes,
-        None,
-    ),
+    "compressed, fp8 of rows": (FLOAT8, partial(float_quantized, block=(1, None)), None),
+    "compressed, fp8": (FLOAT8, float_quantized, None),
+    "compressed, fp8 of blocks": (FLOAT8, partial(float_quantized, block=(32, 32)), None),
+    "fp8": (FP8, partial(write_fp8, block=(32, 32)), None),
+    "fp8 of the whole": ({**FP8, "weight_block_size": None}, write_fp8, None),
+    "nf4": (NF4, nf4, None),
+    "nf4, scales plain": (NF4, partial(nf4, nested=False), None),
+    "int8 of bitsandbytes": (INT8, int8_of_bitsandbytes, None),
 }
 PROJECTION = r"model\.layers\.\d+\.(self_attn|mlp)\.\w+_proj\.weight"
 
 
 def write(path, stated, writer, model=None, pattern=PROJECTION):
-    """A checkpoint whose projections are in few bits, and its twin in transformers."""
+    """Write a checkpoint whose projections are quantized. Return its transformers twin."""
     torch.manual_seed(1)
     model = model or hf_model("qwen3")
     model.config.architectures = [type(model).__name__]
@@ -249,7 +226,7 @@ def write(path, stated, writer, model=None, pattern=PROJECTION):
 
 
 def check_equal(model, path, dtype="float32", **settings):
-    """The same tokens as transformers, and log-probabilities of a prompt but for rounding."""
+    """Compare tokens and a prompt's logprobs with transformers'. Return the bits of the quantized layers."""
     prompts = random_prompts([3, 17, 40])
     params = SamplingParams(temperature=0, max_tokens=12, prompt_logprobs=0)
     with LLM(str(path), num_kv_blocks=40, dtype=dtype, **settings) as llm:
@@ -291,10 +268,10 @@ def test_quantized_checkpoint_computes_with_the_weights_it_stands_for(name, sett
 @pytest.mark.parametrize(
     ("stated", "writer"),
     [
-        ({**GPTQ, "bits": 4}, lambda shape: gptq(shape, has_groups=False)),
-        ({"quant_method": "awq", "bits": 4}, awq),
-        (compressed("pack-quantized", 4), packed),
-        (compressed("int-quantized", 8), lambda shape: int_quantized(shape, 32)),
+        (GPTQ, partial(gptq, has_groups=False)),
+        (AWQ, awq),
+        (PACKED, packed),
+        (compressed("int-quantized", 8), partial(int_quantized, group=32)),
     ],
     ids=["gptq", "awq", "packed", "int8"],
 )
@@ -303,8 +280,8 @@ def test_group_size_that_does_not_fit_the_file_is_refused(stated, writer, size, 
     for group in stated.get("config_groups", {}).values():
         group["weights"] |= in_groups(size)
     write(tmp_path, {**stated, "group_size": size}, writer)
-    with pytest.raises(ValueError, match=rf"is not sound: scales of shape .* do not fit .* 1 x {size}$"):
-        LLM(str(tmp_path), num_kv_blocks=4, tensor_parallel_size=ranks)
+    message = rf"is not sound: scales of shape .* do not fit .* 1 x {size}$"
+    refuse(tmp_path, message, tensor_parallel_size=ranks)
 
 
 @pytest.mark.parametrize("impl", ["nanoengine", "transformers"])
@@ -333,46 +310,35 @@ def refuse(path, message, **settings):
 
 
 UP = "model.layers.1.mlp.up_proj"
-UNSOUND = {
-    "a part is missing": (
-        lambda t: t.pop(f"{UP}.scales"),
-        f"lacks tensor '{UP}.scales', which '{UP}.qweight'",
+NOT_SOUND = f"tensor '{UP}.weight', gptq, is not sound: "
+UNSOUND = {  # part -> its new value, given all parts
+    "missing": ("scales", lambda t: None, f"lacks tensor '{UP}.scales', which '{UP}.qweight'"),
+    "another type": (
+        "qzeros",
+        lambda t: t("qzeros").float(),
+        f"'{UP}.qzeros' as F32; in gptq it must be one of I32",
     ),
-    "a part is of another type": (
-        lambda t: t.update({f"{UP}.qzeros": t[f"{UP}.qzeros"].float()}),
-        f"holds tensor '{UP}.qzeros' as F32; in gptq it must be one of I32",
-    ),
-    "scales are transposed": (
-        lambda t: t.update({f"{UP}.scales": t[f"{UP}.scales"].T}),
-        f"tensor '{UP}.weight', gptq, is not sound: scales of shape",
-    ),
-    "zeros are of another layer": (
-        lambda t: t.update({f"{UP}.qzeros": t["model.layers.1.mlp.down_proj.qzeros"].clone()}),
-        f"tensor '{UP}.weight', gptq, is not sound: scales of shape",
-    ),
-    "a weight is of another shape": (
-        lambda t: t.update({f"{UP}.qweight": t[f"{UP}.qweight"][:-4]}),
-        f"tensor '{UP}.weight', gptq, is not sound: g_idx does not name",
-    ),
-    "a group does not exist": (
-        lambda t: t.update({f"{UP}.g_idx": t[f"{UP}.g_idx"] + 1}),
-        f"tensor '{UP}.weight', gptq, is not sound: g_idx does not name",
-    ),
+    "transposed": ("scales", lambda t: t("scales").T, f"{NOT_SOUND}scales of shape"),
+    "other zeros": ("qzeros", lambda t: t("qzeros")[:, :-4], f"{NOT_SOUND}scales of shape"),
+    "another shape": ("qweight", lambda t: t("qweight")[:-4], f"{NOT_SOUND}g_idx does not name"),
+    "no such group": ("g_idx", lambda t: t("g_idx") + 1, f"{NOT_SOUND}g_idx does not name"),
 }
 
 
 @pytest.mark.parametrize("name", UNSOUND)
 def test_weight_whose_parts_do_not_fit_is_refused_by_name(name, tmp_path):
-    edit, message = UNSOUND[name]
-    stated, writer, _ = CHECKPOINTS["gptq"]
-    write(tmp_path, stated, writer)
-    change(tmp_path, edit)
+    part, edit, message = UNSOUND[name]
+    write(tmp_path, GPTQ, gptq)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors[f"{UP}.{part}"] = edit(lambda part: tensors[f"{UP}.{part}"])
+    kept = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
+    save_file(kept, tmp_path / "model.safetensors")
     refuse(tmp_path, message)
 
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_bitsandbytes_state_that_does_not_fit_its_weight_is_refused(nested, tmp_path):
-    write(tmp_path, BITSANDBYTES, lambda shape: nf4(shape, nested))
+    write(tmp_path, NF4, lambda shape: nf4(shape, nested))
     name = f"{UP}.weight.quant_state.bitsandbytes__nf4"
     state = json.loads(bytes(load_file(tmp_path / "model.safetensors")[name].tolist()))
     few = "is not sound: 96 scales do not fit 6144"
@@ -408,37 +374,26 @@ def test_bitsandbytes_int8_in_another_order_than_rows_is_refused(impl, tmp_path)
 @pytest.mark.parametrize(
     ("stated", "message"),
     [
-        ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "its group_size is 0"),
+        ({**GPTQ, "group_size": 0}, "its group_size is 0"),
+        ({**GPTQ, "bits": 3}, "with gptq, and its bits is 3; supported: 4, 8"),
+        ({**GPTQ, "checkpoint_format": "marlin"}, "its checkpoint_format is 'marlin'"),
+        ({**GPTQ, "dynamic": {"a": {"bits": 8}}}, "settings of their own"),
+        ({**AWQ, "version": "gemv"}, "with awq, and its version is 'gemv'"),
         (
-            compressed("pack-quantized", 4, {"strategy": "group", "group_size": None}),
+            compressed("pack-quantized", 4, in_groups(None)),
             "its weights' strategy is 'group', of group_size None",
         ),
         (
-            compressed("float-quantized", 8, {"strategy": "block", "block_structure": [128]}),
-            r"its block_structure is \[128\]",
+            compressed("pack-quantized", 4, {"strategy": "tensor_group"}),
+            "its weights' strategy is 'tensor_group'",
         ),
-        (
-            compressed("pack-quantized", 4, {"strategy": "tensor_group", "group_size": 16}),
-            "its weights' strategy is 'tensor_group', of group_size 16",
-        ),
-        ({**FP8, "weight_block_size": [0, 32]}, r"with fp8, and its weight_block_size is \[0, 32\]"),
-        ({"quant_method": "gptq", "bits": 3}, "with gptq, and its bits is 3; supported: 4, 8"),
-        (
-            {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"},
-            "its checkpoint_format is 'marlin'",
-        ),
-        ({"quant_method": "gptq", "bits": 4, "dynamic": {"a": {"bits": 8}}}, "settings of their own"),
-        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "with awq, and its version is 'gemv'"),
+        (compressed("float-quantized", 8, {"strategy": "block"}), "its block_structure is None"),
         (compressed("nvfp4-pack-quantized", 4), "its format is 'nvfp4-pack-quantized'"),
         (compressed("pack-quantized", 3), r"its weights' num_bits are \{3\}; supported: one of \{.*4.*\}"),
-        (
-            compressed("pack-quantized", 4, sparsity_config={"format": "sparse-24"}),
-            "it has a sparsity_config",
-        ),
-        (
-            {"quant_method": "bitsandbytes", "bnb_4bit_quant_type": ["nf4"]},
-            r"bnb_4bit_quant_type is \['nf4'\]",
-        ),
+        ({**PACKED, "sparsity_config": {"format": "sparse-24"}}, "it has a sparsity_config"),
+        ({**FP8, "weight_block_size": [0, 32]}, r"with fp8, and its weight_block_size is \[0, 32\]"),
+        ({**FP8, "weight_block_size": [128]}, r"with fp8, and its weight_block_size is \[128\]"),
+        ({**NF4, "bnb_4bit_quant_type": ["nf4"]}, r"bnb_4bit_quant_type is \['nf4'\]"),
     ],
 )
 def test_unsupported_setting_of_a_format_is_named(stated, message, tmp_path):
