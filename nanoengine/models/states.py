@@ -317,6 +317,7 @@ def _scan_of_mamba(
         rows = (y.transpose(1, 2) for y in (x, dt, B, C))
         out = _mamba(states.kernels, A, *rows, memory, slots).transpose(1, 2)
     else:
+        assert state is not None
         decays = torch.exp(A[None, :, None, :] * dt[..., None])
         inputs = dt[..., None] * B.transpose(1, 2)[:, None].float() * x[..., None].float()
         new, outs = state, []
