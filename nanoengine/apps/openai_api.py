@@ -85,8 +85,7 @@ def refusing(body: BaseModel, param: str | None = None) -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError, RecursionError) as error:
-        word = re.match(r"\w*", str(error))
-        first = word.group() if word else ""
+        first = re.split(r"\W", str(error), maxsplit=1)[0]
         known = first in SAMPLED or first in type(body).model_fields
         if first == "structured_outputs" and isinstance(body, GenerationRequest):
             first = body._structured_field
@@ -510,4 +509,4 @@ class DetokenizeRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
     model: str | None = None
-    tokens: Any
+    tokens: list[int]

@@ -344,11 +344,9 @@ class Service:
         self.check_model(body.model)
         tokenizer = self.need_tokenizer()
         with refusing(body):
-            if not isinstance(body.tokens, list):
-                raise ValueError("tokens must be a list of token ids")
             for token_id in body.tokens:
-                if type(token_id) is not int or not 0 <= token_id < len(tokenizer):
-                    raise ValueError(f"tokens must be ids in [0, {len(tokenizer)}), got {token_id!r}")
+                if not 0 <= token_id < len(tokenizer):
+                    raise ValueError(f"tokens must be ids in [0, {len(tokenizer)}), got {token_id}")
         return JSON({"prompt": await asyncio.to_thread(tokenizer.decode, body.tokens)})
 
     def need_tokenizer(self) -> Any:

@@ -1,6 +1,6 @@
-"""Tools that others wrote, as they are: their programs against the server, and lm-eval on the engine itself.
+"""Unmodified tools of other projects: their programs against the server, and lm-eval on the engine itself.
 
-They live in an environment of their own, which sees this one's packages, PyTorch above all, behind its own.
+They are installed in an environment of their own, which also finds this one's packages, such as PyTorch.
 """
 
 import json
@@ -75,7 +75,7 @@ def run(python, tmp_path):
     return run
 
 
-def test_the_guide_names_the_versions_that_are_tried():
+def test_the_guide_names_the_tested_versions():
     pins = re.findall(r"^([\w-]+)(?:\[\w+\])?==(\S+)$", LISTED.read_text(), re.MULTILINE)
     rows = re.findall(r"^\| ([\w-]+) \| ([\d.]+) \|", GUIDE.read_text(), re.MULTILINE)
     assert pins == rows
@@ -208,10 +208,7 @@ def test_guidellm(path, run, url, tmp_path):
     )
     (measured,) = json.loads((tmp_path / "measured.json").read_text())["benchmarks"]
     requests = measured["requests"]
-    assert {kind: len(requests[kind]) for kind in ("successful", "errored")} == {
-        "successful": 6,
-        "errored": 0,
-    }
+    assert (len(requests["successful"]), len(requests["errored"])) == (6, 0)
     assert {request["output_metrics"]["text_tokens"] for request in requests["successful"]} == {8}
 
 
@@ -279,15 +276,15 @@ def tasks(tmp_path):
 
 
 @pytest.mark.slow
-def test_lm_eval_says_the_same_by_all_three_ways(run, url, tasks, tmp_path):
+def test_lm_eval_gets_the_same_scores_in_all_three_ways(run, url, tasks, tmp_path):
     (tmp_path / "evaluate.py").write_text(LM_EVAL)
     printed = run("-m", "nanoengine.contrib.vllm_module", "evaluate.py", url, DEMO)
-    face, completions, chat = json.loads(printed.splitlines()[-1]).values()
-    assert face["generated"] == completions["generated"] == chat["generated"]
-    assert 0 < face["generated"]["score"] < 1
-    assert 0 < face["chosen"]["score"] < 1
-    assert face["chosen"]["score"] == completions["chosen"]["score"]
-    for ours, theirs in zip(face["chosen"]["answers"], completions["chosen"]["answers"], strict=True):
+    offline, completions, chat = json.loads(printed.splitlines()[-1]).values()
+    assert offline["generated"] == completions["generated"] == chat["generated"]
+    assert 0 < offline["generated"]["score"] < 1
+    assert 0 < offline["chosen"]["score"] < 1
+    assert offline["chosen"]["score"] == completions["chosen"]["score"]
+    for ours, theirs in zip(offline["chosen"]["answers"], completions["chosen"]["answers"], strict=True):
         for (logprob, is_greedy), (other, is_greedy_too) in zip(ours, theirs, strict=True):
             assert logprob == pytest.approx(other, abs=1e-3)
             assert is_greedy == is_greedy_too

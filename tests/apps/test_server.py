@@ -769,17 +769,20 @@ def test_only_the_page_and_health_need_no_key(key, guarded):
     assert http.get(f"{url}/v1/models", headers=KEY).status_code == 200
 
 
-@pytest.mark.parametrize("which", ["one of two", "in a trailer", "in two halves"])
-def test_a_key_in_one_of_two_headers_or_in_a_trailer_is_refused(which, guarded):
-    key, body = b"Authorization: Bearer geh\xc3\xa9im\r\n", b'{"prompt": "a"}'
+KEY_LINE, OTHER_LINE = b"Authorization: Bearer geh\xc3\xa9im\r\n", b"Authorization: Bearer x\r\n"
+HALVES = b"Authorization: Bearer \r\nAuthorization: geh\xc3\xa9im\r\n"
+
+
+@pytest.mark.parametrize(
+    ("headers", "trailer"),
+    [(KEY_LINE + OTHER_LINE, b""), (OTHER_LINE + KEY_LINE, b""), (HALVES, b""), (b"", KEY_LINE)],
+    ids=["first of two", "last of two", "halves", "trailer"],
+)
+def test_a_key_in_one_of_two_headers_or_in_a_trailer_is_refused(headers, trailer, guarded):
+    body = b'{"prompt": "a"}'
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n"
-    if which == "in two halves":
-        head += b"Authorization: Bearer \r\nAuthorization: geh\xc3\xa9im\r\n"
-    elif which == "one of two":
-        head += b"Authorization: Bearer x\r\n" + key
-    trailer = key if which == "in a trailer" else b""
-    answer = answered(guarded[0], head + b"\r\n" + b"%x\r\n%s\r\n0\r\n%s\r\n" % (len(body), body, trailer))
-    assert answer.startswith(b"HTTP/1.1 401 ")
+    chunks = b"%x\r\n%s\r\n0\r\n%s\r\n" % (len(body), body, trailer)
+    assert answered(guarded[0], head + headers + b"\r\n" + chunks).startswith(b"HTTP/1.1 401 ")
 
 
 def answered(url, content):

@@ -45,7 +45,7 @@ def press_send(page):
     page.find_element(By.ID, "send").click()
 
 
-def test_a_question_is_answered_and_the_next_one_knows_it(page, serving, monkeypatch):
+def test_a_question_is_answered_and_sent_again_with_the_next_one(page, serving, monkeypatch):
     bodies = []
     answer = serving[1].answer
     monkeypatch.setattr(
@@ -71,7 +71,7 @@ def test_a_question_is_answered_and_the_next_one_knows_it(page, serving, monkeyp
     wait_until(lambda: find(page, ".message") == [])
 
 
-def test_an_answer_is_shown_as_it_comes_and_stop_ends_it_on_the_server_too(page, serving):
+def test_an_answer_is_streamed_and_stop_also_ends_it_on_the_server(page, serving):
     _, service = serving
     with held_steps(service.engine) as steps:
         write(page, "Count from 1 to 90.")
@@ -93,7 +93,7 @@ def test_an_answer_is_shown_as_it_comes_and_stop_ends_it_on_the_server_too(page,
     assert find(page, ".running") == []
 
 
-def test_a_new_chat_begins_while_an_answer_comes(page, serving):
+def test_a_new_chat_can_begin_during_an_answer(page, serving):
     with held_steps(serving[1].engine):
         write(page, "Count from 1 to 90.")
         press_send(page)
@@ -103,7 +103,7 @@ def test_a_new_chat_begins_while_an_answer_comes(page, serving):
     assert page.execute_script("return messages.length") == 0
 
 
-def test_an_error_is_shown_and_the_question_kept(page, serving):
+def test_an_error_is_shown_and_the_question_is_kept(page, serving):
     page.find_element(By.CSS_SELECTOR, "summary").click()
     tokens = page.find_element(By.ID, "tokens")
     page.execute_script("arguments[0].value = '2.5'", tokens)  # a browser would not send it
@@ -116,7 +116,7 @@ def test_an_error_is_shown_and_the_question_kept(page, serving):
     assert find(page, ".message") == []
 
 
-def test_what_users_and_models_write_is_never_html(browser, tmp_path):
+def test_text_of_users_and_models_is_never_html(browser, tmp_path):
     engine = AsyncLLM(str(chain_checkpoint(tmp_path, MARKUP)), num_kv_blocks=100)
     with served(engine) as (url, service):
         service.checkpoint.tokenizer.chat_template = "{{ messages[-1]['content'] }}"
@@ -129,7 +129,7 @@ def test_what_users_and_models_write_is_never_html(browser, tmp_path):
         assert find(browser, "#x") == []
 
 
-def test_a_key_is_asked_for_and_sent(browser):
+def test_the_page_asks_for_a_key_and_sends_it(browser):
     with served(AsyncLLM(str(DEMO), num_kv_blocks=50), api_key="k") as (url, _):
         browser.get(url)
         wait_until(lambda: find(browser, ".error"))

@@ -44,7 +44,7 @@ def test_openai_s_client_gets_the_offline_embeddings(encoding_format, url, llm):
     assert answer.usage.prompt_tokens == sum(len(one.prompt_token_ids) for one in expected)
 
 
-def test_scores_and_the_order_of_documents_are_the_offline_engine_s(url, llm):
+def test_scores_and_ranks_are_the_offline_engine_s(url, llm):
     expected = [one.outputs.score for one in llm.score(TEXTS[0], TEXTS, **QUIET)]
     for names in ("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"):
         body = dict(zip(names, (TEXTS[0], TEXTS), strict=True))
@@ -56,7 +56,7 @@ def test_scores_and_the_order_of_documents_are_the_offline_engine_s(url, llm):
     assert results == [(i, TEXTS[i]) for i in order]
 
 
-def test_a_classifier_names_the_likeliest_label(tmp_path):
+def test_a_classifier_names_the_most_probable_label(tmp_path):
     labels = {"id2label": {0: "dull", 1: "fine"}, "label2id": {"dull": 0, "fine": 1}}
     classifier("Qwen3", 2, tmp_path, head_dim=16, **labels)
     prompts = [[1, 2, 3], [4, 5]]
@@ -85,7 +85,7 @@ def test_a_classifier_names_the_likeliest_label(tmp_path):
         ("/v1/completions", {"prompt": "a"}, None, "this model embeds its prompts"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_served_is_refused_by_its_field(path, body, param, message, url):
+def test_a_bad_request_is_refused_by_its_field(path, body, param, message, url):
     answer = http.post(f"{url}{path}", json=body)
     error = answer.json()["error"]
     assert answer.status_code in (400, 404)
@@ -93,7 +93,6 @@ def test_what_cannot_be_served_is_refused_by_its_field(path, body, param, messag
     assert re.search(message, error["message"]), error
 
 
-def test_a_model_that_generates_says_how_to_start_one_that_pools():
-    with served(AsyncLLM(str(DEMO), **SETTINGS)) as (url, _):
-        error = http.post(f"{url}/v1/embeddings", json={"input": "a"}).json()["error"]
+def test_a_server_of_a_generating_model_says_how_to_start_one_that_pools(serving):
+    error = http.post(f"{serving[0]}/v1/embeddings", json={"input": "a"}).json()["error"]
     assert error["message"] == "/v1/embeddings needs a server of a model that pools: --runner pooling"
