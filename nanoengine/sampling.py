@@ -252,17 +252,16 @@ def sample_rows(
     The log-probabilities come from the model's own logits or, if reports_processed, from those that tokens
     are drawn from.
     """
-    reported = logits
+    reported = [logits]
 
     def draw_and_report(edited: Tensor, metadata: SamplingMetadata) -> tuple[Tensor, Tensor]:
-        nonlocal reported
         tokens, largest = draw(edited, metadata)
-        reported = process_logits(edited, metadata, tokens)
+        reported[0] = process_logits(edited, metadata, tokens)
         return tokens, largest
 
     reports_drawn = reports_processed and any(number is not None for number in settings.num_logprobs)
     tokens = draw_tokens(logits, rows, draw_and_report if reports_drawn else draw, settings)
-    return tokens, report_samples(reported, settings.num_logprobs, tokens, transfer)
+    return tokens, report_samples(reported[0], settings.num_logprobs, tokens, transfer)
 
 
 Sample = Callable[[Tensor, Sequence[SamplingRow], RowSettings, Transfer], tuple[Tensor, list[LogprobTable]]]
