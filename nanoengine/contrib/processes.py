@@ -3,6 +3,7 @@
 torch.multiprocessing starts fresh interpreters, and reports which process failed first, and how.
 """
 
+import atexit
 import multiprocessing
 import os
 import re
@@ -10,7 +11,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +18,8 @@ import torch.multiprocessing
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from nanoengine.steps import EngineDeadError
+
+_start_processes: Any = start_processes  # untyped
 
 
 class Workers:
@@ -41,8 +43,8 @@ class Workers:
         # `if __name__ == "__main__"`.
         main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
         try:
-            told = function, is_of_main_thread, arguments
-            self._context = start_processes(_run, told, num_processes, join=False, daemon=True)
+            given: Any = (_run, (function, is_of_main_thread, arguments), num_processes)
+            self._context: Any = _start_processes(*given, join=False, daemon=True)
         finally:
             sys.modules["__main__"] = main
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -91,9 +93,14 @@ def _run(index: int, function: Callable[..., None], is_of_main_thread: bool, arg
         # The kernel watches the thread that started it, so this is only safe for the main thread.
         torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # type: ignore[attr-defined]
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    with suppress(EngineDeadError):  # another rank was lost: `Workers` reports that one
+    try:
         function(index + 1, *arguments)
-    os._exit(0)  # at once: there is nothing to clean up
+    except EngineDeadError:  # another rank was lost: `Workers` reports that one
+        pass
+    except Exception:  # torch.multiprocessing saves the traceback for `Workers`
+        atexit.register(os._exit, 1)  # skip the interpreter's shutdown, for which the others would wait
+        raise
+    os._exit(0)
 
 
 def _end_with_parent() -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from multiprocessing import Pipe
 from pathlib import Path
 
 import numpy as np
@@ -199,9 +200,9 @@ def test_heads_that_cannot_be_divided_are_refused_with_the_numbers(num_heads, nu
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"model_impl": "transformers"}, "runs on transformers'"),
+        ({"model_impl": "transformers"}, "runs on transformers' code"),
         ({"tensor_parallel_size": 3}, "4 attention heads and 2 key/value heads"),
-        ({"device": "cpu:0"}, "without an index"),
+        ({"device": "cpu:0"}, "device must have no index"),
     ],
 )
 def test_a_model_that_cannot_be_divided_is_refused_before_a_process_starts(settings, message, monkeypatch):
@@ -214,24 +215,16 @@ def test_more_ranks_than_gpus_are_refused_with_the_numbers(monkeypatch):
     monkeypatch.setattr(EngineConfig, "resolve_device", lambda config: torch.device("cuda"))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     config = EngineConfig(model=DEMO, tensor_parallel_size=2)
-    with pytest.raises(ValueError, match="tensor_parallel_size=2 needs as many GPUs, there is 1"):
+    with pytest.raises(ValueError, match="tensor_parallel_size=2 needs 2 GPUs, found 1"):
         parallel.start_ranks(pytest.fail, config, open_checkpoint(str(DEMO)), 64)
 
 
 class FakeGroup:
     """A process group that returns nothing to wait for, as NCCL's on the current stream."""
 
-    def __init__(self, is_async=False):
-        self.is_async, self.sent = is_async, None
-
     def broadcast(self, tensors, options):
-        assert (options.rootRank, options.rootTensor, options.asyncOp) == (0, 0, self.is_async)
-        if self.sent is None:
-            return
-        if self.is_sending:
-            self.sent.append(tensors[0])
-        else:
-            tensors[0].copy_(self.sent.pop(0))
+        assert (options.rootRank, options.rootTensor) == (0, 0)
+        assert not options.asyncOp
 
     def allreduce(self, tensors, options):
         assert not options.asyncOp
@@ -240,18 +233,23 @@ class FakeGroup:
         assert not options.asyncOp
 
 
-def ranks_between(group):
+def ranks_between(group, connections=()):
     ranks = object.__new__(parallel.Ranks)
-    ranks._group, ranks._control, ranks._workers, ranks.lost, ranks.size = group, group, None, None, 2
+    ranks._group, ranks._connections, ranks._workers, ranks.lost, ranks.size = (
+        group,
+        connections,
+        None,
+        None,
+        2,
+    )
     return ranks
 
 
 def sent_between_ranks(order):
-    group = FakeGroup(is_async=True)
-    group.sent, group.is_sending, ranks = [], True, ranks_between(group)
-    ranks.begin(order)
-    group.is_sending = False
-    return ranks.receive()
+    ours, theirs = Pipe()
+    with ours, theirs:
+        ranks_between(None, [ours]).begin(order)
+        return ranks_between(None, [theirs]).receive()
 
 
 def test_a_step_arrives_as_it_was_sent():
@@ -261,13 +259,19 @@ def test_a_step_arrives_as_it_was_sent():
     batch = batch_of((seqs[0], 2, 9), (seqs[1], 8, 9), (seqs[2], 9, 10))
     sent = build_inputs(batch, 4, batch_of((seqs[2], 0, 9)))
     got = sent_between_ranks(sent)
-    assert sent_between_ranks(5) == 5  # rows of logits
     assert len(got.pending_rows) == 1
     assert got.metadata.needed_rows is None  # ranks compute all rows
     metadata = got.metadata._replace(needed_rows=sent.metadata.needed_rows)
     pairs = [(got.input_ids, sent.input_ids), (got.positions, sent.positions)]
     for ours, theirs in (*pairs, *zip(metadata, sent.metadata, strict=True)):
         np.testing.assert_array_equal(ours, theirs, strict=isinstance(theirs, np.ndarray))
+
+
+def test_a_rank_that_loses_the_connection_to_rank_0_says_so():
+    ours, theirs = Pipe()
+    ours.close()
+    with pytest.raises(EngineDeadError, match="the ranks lost each other: a connection was closed"):
+        ranks_between(None, [theirs]).receive()
 
 
 def test_collectives_run_on_the_current_stream():
@@ -399,7 +403,8 @@ def test_a_rank_that_does_not_take_part_is_an_error_after_a_while(path_of, in_th
     with LLM(path_of("qwen3"), tensor_parallel_size=2, **TINY_CACHE) as llm:
         for _ in range(2):
             with pytest.raises(
-                EngineDeadError, match=r"of no use any more: the ranks lost each other: .*imed out"
+                EngineDeadError,
+                match=r"cannot be used any more, .*: the ranks lost each other: .*imed out",
             ):
                 llm.generate([[1, 2]], use_tqdm=False)
     released.set()
@@ -495,7 +500,7 @@ def answer_until_lost(llm, act):
 def test_a_killed_rank_is_an_error_that_names_it():
     llm = ranks_in_processes(tensor_parallel_size=4)
     others = ranks_of()
-    said = r"the engine is of no use any more: rank \d \(process \d+\) terminated with signal SIGKILL"
+    said = r"the engine cannot be used any more, .*: rank \d \(process \d+\) terminated with signal SIGKILL"
     with pytest.raises(EngineDeadError, match=said):
         answer_until_lost(llm, psutil.Process.kill)
     with pytest.raises(EngineDeadError, match=said):
@@ -575,7 +580,7 @@ def test_a_forward_pass_that_fails_on_rank_0_ends_the_engine(monkeypatch):
         broken.setattr(llm.llm_engine.runner, "compute", lambda inputs: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             answer(llm)
-    with pytest.raises(EngineDeadError, match="of no use any more: rank 0 failed in a forward pass"):
+    with pytest.raises(EngineDeadError, match="start another one: rank 0 failed in a forward pass"):
         answer(llm)
     llm.close()
     assert not ranks_of()
@@ -756,5 +761,5 @@ except ValueError as error:
 def test_the_number_of_torchrun_processes_must_be_the_engine_s(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(ValueError, match="must be torchrun's number of processes, 3, got 2"):
+    with pytest.raises(ValueError, match="must be the number of torchrun's processes, 3, got 2"):
         ranks_in_processes()
