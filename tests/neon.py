@@ -26,7 +26,7 @@ called: set[str] = set()
 
 
 class Emulated(NamedTuple):
-    """A process that computes what it is asked for, until this one ends."""
+    """A process that computes the kernels until this process ends."""
 
     process: subprocess.Popen[bytes]
     exported: set[str]  # the names of its functions

@@ -90,7 +90,7 @@ def test_another_thread_s_team_is_pinned_too(seen):
 
 @needs_cores
 @pytest.mark.parametrize("why", ["disabled", "too many", "single", "placed by the user"])
-def test_nothing_is_pinned_if_disabled_or_not_one_thread_per_core_or_the_user_has_placed_them(why, seen):
+def test_nothing_is_pinned_if_disabled_or_threads_are_not_one_per_core(why, seen):
     assert seen[why]["own"] == cores
     assert all(place == cores for place in seen[why]["inside"])
 

@@ -123,7 +123,7 @@ def decode_graphs(largest):
 @pytest.mark.parametrize("num_seqs", [1, 4, 7, 8, 20, 32])
 @pytest.mark.parametrize("length", [1024, 2049, 4096, 8193, 40_000])
 def test_a_captured_decode_splits_keys_according_to_the_batch_s_length(num_seqs, length):
-    """Of Qwen3-0.6B's heads; the thread blocks were chosen at the capture, for whatever length may come."""
+    """With Qwen3-0.6B's heads. The thread blocks were chosen at the capture, for any length."""
     tables = decode_graphs(32).pad(decodes(num_seqs, -(-length // 256))).metadata.block_tables
     grid = decode_grid([length] * num_seqs + [1] * (len(tables) - num_seqs), 8, 2, 128, tables.shape[1] * 256)
     assert grid.keys <= max(2048, length) or grid.working == grid.blocks
@@ -444,7 +444,7 @@ def streams(monkeypatch):
     return events
 
 
-def test_captures_use_one_stream_of_the_engine_s_own_gpu_and_disturb_no_other_thread(streams):
+def test_captures_use_one_stream_of_the_engine_s_own_gpu(streams):
     config = EngineConfig(model=".", enforce_eager=True)
     devices = [CUDA(torch.device("cuda", i), config) for i in (0, 1)]
     assert [device.capture_stream.device.index for device in devices] == [0, 1]
@@ -464,7 +464,7 @@ def test_captures_use_one_stream_of_the_engine_s_own_gpu_and_disturb_no_other_th
 
 
 @pytest.mark.parametrize("failing", ["what waits", "the capture"])
-def test_what_cannot_be_captured_raises_and_leaves_the_thread_on_its_own_stream(failing, streams):
+def test_a_failed_capture_restores_the_thread_s_stream(failing, streams):
     """Where it waits, before it is captured: not every PyTorch works on after a capture that failed."""
     main, expected = torch.cuda.current_stream(), ("waits", "error")
     if failing == "the capture":

@@ -39,7 +39,7 @@ def test_a_mixed_batch_is_laid_out_flat():
     assert inputs.metadata.has_cached_tokens
 
 
-def test_rows_are_needed_where_a_token_is_drawn_and_all_of_a_prompt_whose_logprobs_are_asked_for():
+def test_needed_rows_are_the_sampled_ones_and_whole_prompts_with_logprobs():
     decode = sequence(0, [10, 11, 12], [7])
     chunk = sequence(1, [20, 21, 22, 23, 24, 25, 26], [3, 5])
     prompt = sequence(2, [30, 31], [9])
@@ -65,7 +65,7 @@ def test_a_batch_has_cached_tokens_if_any_sequence_does():
     assert build_inputs(batch_of((one, 0, 3), (two, 1, 2)), 4).metadata.has_cached_tokens
 
 
-def test_a_pending_token_has_a_row_and_says_which_sample_of_the_step_before_it_will_be():
+def test_a_pending_token_refers_to_a_sample_of_the_previous_step():
     known = sequence(0, [10, 11], [7])
     pending = sequence(1, [20, 21, 22, 23], [3, 5])
     other = sequence(2, [30], [4])
@@ -78,7 +78,7 @@ def test_a_pending_token_has_a_row_and_says_which_sample_of_the_step_before_it_w
     assert inputs.sample_rows.tolist() == [0, 1]
     assert inputs.pending_rows.tolist() == [1]
     assert inputs.pending_samples.tolist() == [1]
-    with pytest.raises(KeyError):  # nobody draws it
+    with pytest.raises(KeyError):  # no step samples it
         build_inputs(batch_of((pending, 4, 5)), 4)
 
 
@@ -93,7 +93,7 @@ def test_decodes_are_padded_with_sequences_in_the_null_block():
     assert padded.metadata.cu_seqlens_k.tolist() == [0, 5, 6, 7, 8]
     assert padded.metadata.seq_lens.tolist() == [5, 1, 1, 1]
     assert padded.metadata.block_tables.tolist() == [[7, 2, 0], [3, 0, 0], [0, 0, 0], [0, 0, 0]]
-    assert padded.sample_rows.tolist() == [0, 1]  # nobody samples from the others
+    assert padded.sample_rows.tolist() == [0, 1]  # the padding is not sampled
     assert [a.dtype for a in arrays_of(padded)] == [a.dtype for a in arrays_of(inputs)]
     assert [a.dtype for a in padded.metadata[:5]] == [a.dtype for a in inputs.metadata[:5]]
     # Kernels are chosen at capture, so for any batch: for full block tables, read out of their blocks.
@@ -101,16 +101,16 @@ def test_decodes_are_padded_with_sequences_in_the_null_block():
     assert padded.metadata.has_cached_tokens
 
 
-@pytest.mark.parametrize("most", [1, 2, 3, 7, 8, 9, 17, 97, 100, 128, 130, 256, 500, 512])
-def test_the_ladder_of_graphs_ends_at_the_largest_batch_and_climbs_in_small_steps(most):
-    sizes = graph_sizes(most)
+@pytest.mark.parametrize("largest", [1, 2, 3, 7, 8, 9, 17, 97, 100, 128, 130, 256, 500, 512])
+def test_graph_sizes_end_at_the_largest_batch_and_grow_in_small_steps(largest):
+    sizes = graph_sizes(largest)
     assert sizes == sorted(set(sizes))
     assert sizes[0] == 1
-    assert sizes[-1] == most
+    assert sizes[-1] == largest
     assert all(above - below <= max(8, below // 8) for below, above in pairwise(sizes))
 
 
-def test_a_batch_over_the_ladder_has_no_graph():
+def test_a_batch_of_more_than_512_has_no_graph():
     assert graph_sizes(1000)[-1] == 512
 
 

@@ -146,7 +146,7 @@ def attend(seqs, dtype, num_padding=0, max_tokens=0, **settings):
     """The outputs of sequences (seed, new tokens, tokens in all), each drawn from its own seed.
 
     As a CUDA graph has it, there are num_padding tokens in the null block behind them, which is full of NaN,
-    and the longest is said to have max_tokens.
+    and max_seq_len is at least max_tokens.
     """
     heads, kv_heads, dim, block_size = 6, 2, 16, 16
     num_blocks = sum(-(-total // block_size) for _, _, total in seqs)
@@ -334,7 +334,7 @@ def launches_of(
 ):
     """The kernels that attend to a batch, each with its arguments, options and grid.
 
-    The longest sequence is said to have `max_tokens` tokens.
+    Their max_seq_len is at least max_tokens.
     """
     recorders = [Recorder(getattr(backend, name)) for name in ("_attend_kernel", "_combine_kernel")]
     with monkeypatch.context() as patch:

@@ -253,7 +253,7 @@ class Kernels:
 
 
 def _layer(out: Tensor, q: Tensor, cache: KVCache, settings: Settings) -> tuple[Any, ...]:
-    """Return what a kernel for attention is told about the layer."""
+    """Return the arguments that describe a layer to a kernel for attention."""
     scale, window, softcap, sinks, alibi_slopes = settings
     sizes = q.shape[1], cache.k.shape[2], q.shape[2], out.shape[2], cache.k.shape[1]
     return *sizes, float(scale), window or 0, float(softcap or 0), sinks, alibi_slopes
