@@ -39,9 +39,6 @@ class Predictor:
             does not depend on the engine that computes it); None: the checkpoint's defaults.
         column: the column of prompts: strings, lists of token ids, or conversations for the chat template.
         settings: fields of `EngineConfig`.
-
-    Raises:
-        TypeError, ValueError: as in `LLM`.
     """
 
     def __init__(
@@ -56,13 +53,7 @@ class Predictor:
         self.sampling_params = sampling_params or self.llm.get_default_sampling_params()
 
     def __call__(self, batch: pa.Table) -> pa.Table:
-        """Complete a batch.
-
-        Raises:
-            TypeError: the batch is not a pyarrow table.
-            ValueError: the batch already has a column of `ANSWER`.
-            Exception: the error of a step, if no row could be computed: then the engine is broken, not a row.
-        """
+        """Complete a batch. If no row could be computed, raise the error of the step."""
         if not isinstance(batch, pa.Table):
             raise TypeError(f'map_batches needs batch_format="pyarrow", got a batch of type {type(batch)}')
         if taken := set(ANSWER.names).intersection(batch.column_names):

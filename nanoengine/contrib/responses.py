@@ -66,18 +66,9 @@ class ResponsesRequest(BaseModel):
             messages = messages_of(self.input)
         if self.instructions is not None:
             messages.insert(0, {"role": "system", "content": self.instructions})
-        return InputChat.model_validate(
-            {
-                **sampling,
-                "model": self.model,
-                "stream": self.stream,
-                "messages": messages,
-                "max_completion_tokens": self.max_output_tokens,
-                "temperature": self.temperature,
-                "top_p": self.top_p,
-                "response_format": form,
-            }
-        )
+        fields = self.model_dump(include={"model", "stream", "temperature", "top_p"})
+        fields |= {"messages": messages, "response_format": form}
+        return InputChat.model_validate(sampling | fields | {"max_completion_tokens": self.max_output_tokens})
 
 
 def messages_of(given: Any) -> list[dict[str, Any]]:
@@ -116,29 +107,18 @@ def text_of(where: str, part: Any) -> dict[str, str]:
 class ResponseStream:
     """Builds a response, as one object or as the events of a stream, in order.
 
-    Args:
-        body: the request.
-        request_id, created, model: fields of the response; `created` is in seconds since the epoch.
+    `created` is in seconds since the epoch.
     """
 
     def __init__(self, body: ResponsesRequest, request_id: str, created: int, model: str) -> None:
+        names = {"instructions", "max_output_tokens", "temperature", "top_p"}
         self.head: dict[str, Any] = {
-            "id": f"resp_{request_id}",
-            "object": "response",
-            "created_at": created,
-            "model": model,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "temperature": body.temperature,
-            "top_p": body.top_p,
-            "error": None,
-            "metadata": {},
-            "parallel_tool_calls": True,
-            "previous_response_id": None,
+            **{"id": f"resp_{request_id}", "object": "response", "created_at": created, "model": model},
+            **body.model_dump(include=names),
             "text": body.text or {"format": {"type": "text"}},
-            "tool_choice": "auto",
-            "tools": [],
-            "truncation": "disabled",
+            **{"error": None, "metadata": {}, "previous_response_id": None, "truncation": "disabled"},
+            **{"tools": [], "tool_choice": "auto", "parallel_tool_calls": True},
+            **{"status": "in_progress", "incomplete_details": None, "output": [], "usage": None},
         }
         self.item_id = f"msg_{request_id}"
         self.text = ""
@@ -146,15 +126,8 @@ class ResponseStream:
 
     def begin(self) -> Iterator[dict[str, Any]]:
         """Yield the events that come before the first piece of text."""
-        response = {
-            **self.head,
-            "status": "in_progress",
-            "incomplete_details": None,
-            "output": [],
-            "usage": None,
-        }
-        yield self._event("response.created", response=response)
-        yield self._event("response.in_progress", response=response)
+        yield self._event("response.created", response=self.head)
+        yield self._event("response.in_progress", response=self.head)
         item = {**self._item("in_progress"), "content": []}
         yield self._event("response.output_item.added", output_index=0, item=item)
         yield self._event("response.content_part.added", **self._place, part=self._part)

@@ -103,11 +103,7 @@ def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
 
 
 def get_tokenizer(tokenizer_name: str | Path, *, tokenizer_mode: str = "auto", **settings: Any) -> Any:
-    """Load a tokenizer from a directory or a hub id. `settings` are passed to `from_pretrained`.
-
-    Raises:
-        ValueError: tokenizer_mode is not "auto" or "hf".
-    """
+    """Load a tokenizer from a directory or a hub id. `settings` are passed to `from_pretrained`."""
     from transformers import AutoTokenizer
 
     if tokenizer_mode not in ("auto", "hf"):
@@ -198,17 +194,13 @@ class Installed(Distribution):
 
 
 def install(shadow: bool = False) -> None:
-    """Make `import vllm` import nanoengine.
-
-    Raises:
-        ImportError: vLLM is already imported, or it is installed and `shadow` is false.
-    """
+    """Make `import vllm` import nanoengine. ImportError: vLLM is imported, or installed without `shadow`."""
     found = find_spec("vllm")
     if found is not None and found.origin == __file__:
         return
     if "vllm" in sys.modules or (found is not None and not shadow):
-        known = "imported already" if "vllm" in sys.modules else "installed: shadow=True goes before it"
-        raise ImportError(f"nanoengine does not take the place of vllm, which is {known}", name="vllm")
+        found_as = "imported already" if "vllm" in sys.modules else "installed: pass shadow=True to hide it"
+        raise ImportError(f"nanoengine cannot stand in for vllm, which is {found_as}", name="vllm")
     sys.meta_path.insert(0, Finder())
 
 

@@ -131,7 +131,7 @@ def test_an_installed_vllm_is_not_shadowed_without_shadow(no_vllm, tmp_path, mon
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "__init__.py").write_text("is_real = True")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ImportError, match="installed: shadow=True goes before it"):
+    with pytest.raises(ImportError, match="installed: pass shadow=True to hide it"):
         vllm_module.install()
     vllm_module.install(shadow=True)
     vllm_module.install()  # again is nothing
