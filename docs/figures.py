@@ -144,18 +144,18 @@ def windows() -> Picture:
 def drafts() -> Picture:
     """Draw chapter 13: five rows and three accepted tokens."""
     p = Picture(
-        "Five rows in one step: two draft tokens are accepted, a third is not, and three tokens are taken",
+        "Five rows in one step: two draft tokens are accepted, a third is not, and three tokens are kept",
         190,
     )
     p.text(130, 48, "computed", "end")
     p.boxes(150, 30, 100, ["d", "e", "f", "x", "y"], "abbbb")
-    p.text(130, 118, "drawn behind", "end")
+    p.text(130, 118, "sampled after", "end")
     p.boxes(150, 100, 100, ["e", "f", "g", "y", "z"], "ccc--")
     for i in range(5):
         p.arrow(200 + 104 * i, 58, 200 + 104 * i, 98)
-    for i, words in enumerate(["as drafted", "as drafted", "not x: taken", "thrown away", "thrown away"]):
+    for i, words in enumerate(["as drafted", "as drafted", "not x: kept", "discarded", "discarded"]):
         p.text(200 + 104 * i, 148, words, "mid soft")
-    p.text(150, 176, "the last known token, and four draft tokens; three tokens are taken: e f g")
+    p.text(150, 176, "the last known token, and four draft tokens; three tokens are kept: e f g")
     return p
 
 
