@@ -15,7 +15,7 @@ COMMANDS = {
     "chat": ("apps.ask", "chat", "", "hold a conversation in the terminal"),
     "serve": ("apps.server", "main", "serve", "an OpenAI-compatible server, and a page to chat"),
     "bench": ("apps.bench", "main", "", "measure one workload on this machine"),
-    "trace": ("apps.viewer", "main", "", "make a page, or a timeline, of a recorded run"),
+    "trace": ("contrib.viewer", "main", "", "make a page, or a timeline, of a recorded run"),
     "lab": ("contrib.lab_command", "main", "", "the scheduler under a cost model, in place of a device"),
 }
 

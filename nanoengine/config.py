@@ -116,7 +116,7 @@ class EngineConfig:
     generation_config: str = "auto"  # default to the checkpoint's sampling parameters; "vllm": to vLLM's
     # For every request: functions as in SamplingParams, or classes as in vLLM V1 (contrib/processors.py)
     logits_processors: list[Any] | None = None
-    # A file for JSON lines, or a function that is called with each event: extensions/trace.py
+    # A file for JSON lines, or a function that is called with each event: contrib/trace.py
     trace: str | Path | Callable[[Any], Any] | None = None
     # Where to keep K and V beyond the life of the process: a directory, "redis://host:port/db", or an object
     # with the methods of `Store` in contrib/stores.py

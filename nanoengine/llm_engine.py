@@ -95,10 +95,8 @@ class LLMEngine(Reloadable):
         self._is_closed, self._owner = False, Owner()
         self._tracer: Any = None
         if config.trace is not None:
-            from nanoengine.extensions.trace import Tracer
-
             requests, model = self._request_of, Path(config.model)
-            self._tracer = Tracer(
+            self._tracer = load("contrib.trace", "trace").Tracer(
                 self.scheduler,
                 config.trace,
                 model=model.resolve().name if model.exists() else str(model),

@@ -43,7 +43,6 @@ USES = {
     "apps.server": SERVE,
     "apps.service": SERVE,
     "apps.tools": SERVE,
-    "apps.viewer": 'main(["run", "--trace", f"{tmp}/run.html"])',
     "apps.workloads": 'main(["bench"])',
     "backends.cpu": ON_A_CPU,
     "backends.cuda": 'import torch; torch.cuda.is_available = lambda: True; LLM("demo", device="cuda:0")',
@@ -66,6 +65,8 @@ USES = {
     "contrib.responses": 'message = post("/v1/responses")',
     "contrib.stores": 'LLM("demo", kv_store=tmp, **SETTINGS)',
     "contrib.transfer": 'main(["serve", "demo", "--port", "0", "--dev-mode"])',
+    "contrib.trace": 'LLM("demo", trace=print, **SETTINGS)',
+    "contrib.viewer": 'main(["run", "--trace", f"{tmp}/run.html"])',
     "contrib.vllm_module": "import nanoengine.contrib.vllm_module",
     "extensions.grammars": STRUCTURED,
     "extensions.speculate": """
@@ -74,7 +75,6 @@ LLM("demo", speculative_config={"method": "ngram", "num_speculative_tokens": 2},
     "extensions.states": LLM_OF_STATES,
     "extensions.schemas": STRUCTURED,
     "extensions.structured": STRUCTURED,
-    "extensions.trace": 'LLM("demo", trace=print, **SETTINGS)',
     "extensions.windows": """
 windows = {"use_sliding_window": True, "sliding_window": 9, "layer_types": ["sliding_attention"] * 4}
 LLM("demo", hf_overrides=windows, **SETTINGS)
@@ -89,7 +89,7 @@ LLM("demo", hf_overrides=windows, **SETTINGS)
     "models.states": LLM_OF_STATES,
 }
 BY_DEFAULT = {
-    "apps.viewer",
+    "contrib.viewer",
     "backends.cpu",
     "contrib",
     "contrib.kvstore",

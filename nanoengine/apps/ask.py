@@ -74,7 +74,7 @@ def run(arguments: list[str] | None = None) -> None:
         questions, steps, settings = args.prompt or QUESTIONS, [], dict[str, Any]()
         if args.trace:
             events: list[Any] = []
-            save: Any = load("apps.viewer", "--trace").save
+            save: Any = load("contrib.viewer", "--trace").save
             save(events, args.trace)  # fails before the run, not after it, if the file cannot be written
             settings["trace"] = events.append
             if args.model == "demo" and not args.prompt:

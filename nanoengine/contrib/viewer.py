@@ -3,7 +3,7 @@
     nanoengine trace run.jsonl -o run.html    # in any browser
     nanoengine trace run.jsonl -o run.json    # Chrome trace events, for ui.perfetto.dev
 
-The trace is what `LLM(..., trace="run.jsonl")` writes; extensions/trace.py explains its fields.
+The trace is what `LLM(..., trace="run.jsonl")` writes; contrib/trace.py explains its fields.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from nanoengine.extensions.trace import VERSION, Event
+from nanoengine.contrib.trace import VERSION, Event
 
 LESSON = "03-paging.md"  # if this lesson is in the page's directory, all lessons are
 
@@ -68,7 +68,7 @@ def page(events: Iterable[Event], lessons: str = "") -> str:
         events: the trace.
         lessons: the file ending of the lessons in the page's directory, to which it links; "": no links.
     """
-    template = files("nanoengine.apps").joinpath("viewer.html").read_text(encoding="utf-8")
+    template = files("nanoengine.contrib").joinpath("viewer.html").read_text(encoding="utf-8")
     # In JSON, "<" occurs only in strings, where the escape means the same. No prompt can close the element.
     data = ",\n".join(json.dumps(event, separators=(",", ":")).replace("<", "\\u003c") for event in events)
     before, after = template.replace("/* lessons */", lessons).split("/* the trace */")

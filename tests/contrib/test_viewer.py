@@ -17,10 +17,11 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 from nanoengine import LLM, SamplingParams, engine
-from nanoengine.apps import ask, viewer
+from nanoengine.apps import ask
+from nanoengine.contrib import viewer
+from nanoengine.contrib.trace import Tracer
 from nanoengine.engine import BlockManager, Scheduler
 from nanoengine.extensions.speculate import DraftingScheduler
-from nanoengine.extensions.trace import Tracer
 from nanoengine.extensions.windows import WindowedBlockManager
 from tests.browser import chromium
 from tests.helpers import DEMO, is_busy, make_scheduler, make_sequence, run_step

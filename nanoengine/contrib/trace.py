@@ -1,4 +1,4 @@
-"""Records what an engine does, step by step, while it runs. apps/viewer.py shows the recording.
+"""Records what an engine does, step by step, while it runs. contrib/viewer.py shows the recording.
 
     LLM(..., trace="run.jsonl")    # JSON lines, or a callable that takes events
 

@@ -13,11 +13,10 @@ from hypothesis import settings
 from hypothesis.stateful import invariant
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.apps import viewer
+from nanoengine.contrib import trace, viewer
+from nanoengine.contrib.trace import Tracer
 from nanoengine.engine import Scheduler
-from nanoengine.extensions import trace
 from nanoengine.extensions.speculate import DraftingScheduler
-from nanoengine.extensions.trace import Tracer
 from nanoengine.extensions.windows import WindowedBlockManager
 from tests.helpers import DEMO, checkpoint, make_scheduler, make_sequence, run_step
 from tests.laws import chain, tables_of
@@ -453,8 +452,8 @@ def test_a_failed_step_is_in_the_trace_with_its_reason(tmp_path, monkeypatch):
 
 
 def test_a_trace_does_not_need_the_file_of_windows(monkeypatch):
-    monkeypatch.setattr("nanoengine.extensions.trace", trace)  # restored after the import below
-    monkeypatch.delitem(sys.modules, "nanoengine.extensions.trace")
+    monkeypatch.setattr("nanoengine.contrib.trace", trace)  # restored after the import below
+    monkeypatch.delitem(sys.modules, "nanoengine.contrib.trace")
     monkeypatch.setitem(sys.modules, "nanoengine.extensions.windows", None)  # as if it were deleted
     events = []
     with LLM(DEMO, num_kv_blocks=20, trace=events.append) as llm:
