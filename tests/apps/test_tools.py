@@ -223,23 +223,17 @@ def test_references_in_a_tool_s_schema_are_its_own(client, script):
         "required": ["name", "b"],
     }
     tool: dict = {"type": "function", "function": {"name": "f", "parameters": parameters}}
-    found = 0
-    for seed in range(6):
-        answer = client.chat.completions.create(
-            model="demo",
-            messages=[{"role": "user", "content": "Hello"}],
-            tools=[tool],
-            tool_choice={"type": "function", "function": {"name": "f"}},
-            temperature=2.0,
-            seed=seed,
-            max_tokens=200,
-            extra_body={"chat_template_kwargs": {"enable_thinking": False}},
-        ).choices[0]
-        if answer.finish_reason == "tool_calls":
-            found += 1
-            arguments = json.loads(answer.message.tool_calls[0].function.arguments)
-            jsonschema.validate(arguments, {"type": "object", **parameters})
-    assert found
+    answer = client.chat.completions.create(
+        **{"model": "demo", "messages": [{"role": "user", "content": "Hello"}], "tools": [tool]},
+        tool_choice={"type": "function", "function": {"name": "f"}},
+        **{"temperature": 2.0, "seed": 0, "n": 6, "max_tokens": 150},
+        extra_body={"chat_template_kwargs": {"enable_thinking": False}},
+    )
+    called = [choice.message for choice in answer.choices if choice.finish_reason == "tool_calls"]
+    assert called
+    for message in called:
+        arguments = json.loads(message.tool_calls[0].function.arguments)
+        jsonschema.validate(arguments, {"type": "object", **parameters})
 
 
 def test_structured_output_is_content_as_it_is():
@@ -497,27 +491,20 @@ SCHEMAS: dict = {tool["function"]["name"]: tool["function"]["parameters"] for to
 def test_a_required_call_is_made(choice, thinking, client, script):
     """The model is steered to something else, and may think before the call."""
     script.says = {"Hello": "I think</think>\n\n{" if thinking else "I would rather talk."}
+    answer = client.chat.completions.create(
+        **{"model": "demo", "messages": [{"role": "user", "content": "Hello"}], "tools": [ADD, OTHER]},
+        **{"tool_choice": choice, "parallel_tool_calls": False},
+        **{"temperature": 2.0, "seed": 0, "n": 6, "max_tokens": 150},
+        extra_body={"chat_template_kwargs": {"enable_thinking": thinking}},
+    )
     names = set()
-    for seed in range(3):
-        answer = client.chat.completions.create(
-            model="demo",
-            messages=[{"role": "user", "content": "Hello"}],
-            tools=[ADD, OTHER],
-            tool_choice=choice,
-            parallel_tool_calls=False,
-            temperature=2.0,
-            seed=seed,
-            max_tokens=250,
-            extra_body={"chat_template_kwargs": {"enable_thinking": thinking}},
-        ).choices[0]
-        if answer.finish_reason == "length":
-            continue
-        assert answer.finish_reason == "tool_calls"
-        (call,) = answer.message.tool_calls
-        jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
-        names.add(call.function.name)
-        if thinking:
-            assert answer.message.reasoning == "I think"
+    for one in answer.choices:
+        if one.finish_reason != "length":
+            assert one.finish_reason == "tool_calls"
+            (call,) = one.message.tool_calls
+            jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
+            names.add(call.function.name)
+            assert getattr(one.message, "reasoning", None) == ("I think" if thinking else None)
     assert names
     assert choice == "required" or names == {"tell"}
 
