@@ -54,7 +54,8 @@ def serve_text(llm: LLM, text: str, batch: int, run: str) -> tuple[float, list[l
         question = {"role": "user", "content": train_demo.ask_passage(rng, 20)[0]}
         ask = functools.partial(llm.chat, [[question]] * batch)
     else:
-        params.allowed_token_ids = list(range(5, 5 + TEXTS[text])) if TEXTS[text] else None
+        count = TEXTS[text]
+        params.allowed_token_ids = list(range(5, 5 + count)) if count else None
         prompts = random_prompts(rng, batch, 256, llm.llm_engine.checkpoint.vocab_size)
         ask = functools.partial(llm.generate, prompts)
     start = time.perf_counter()
@@ -111,7 +112,7 @@ def first_tokens(model: str, settings: dict[str, Any], args: argparse.Namespace,
         prefix cache  the engine of "memory" again: K and V are still in its blocks
     """
     params = SamplingParams(temperature=0, max_tokens=1, detokenize=False, ignore_eos=True)
-    rng, rows = random.Random(run), {}
+    rng, rows = random.Random(run), dict[str, dict[str, Any]]()
     (warm_up,), (prompt,) = random_prompts(rng, 1, 64), random_prompts(rng, 1, args.prompt)
     make = tempfile.TemporaryDirectory
     with make(dir=args.memory) as memory, make(dir=args.disk) as disk:
@@ -222,11 +223,8 @@ def quality(model: str, settings: dict[str, Any], args: argparse.Namespace) -> A
             for text, pieces in texts.items():
                 found = log_probabilities(llm, pieces)
                 changes = [abs(x - y) for x, y in zip(found, exact.setdefault(text, found), strict=True)]
-                row = {
-                    "text": text,
-                    "precision": precision,
-                    "weight_bytes": weight_bytes(llm.llm_engine.runner.model),
-                }
+                row: dict[str, Any] = {"text": text, "precision": precision}
+                row["weight_bytes"] = weight_bytes(llm.llm_engine.runner.model)
                 row |= {"logprob": statistics.fmean(found), "change": statistics.fmean(changes)}
                 row["right"] = num_right(llm, asked) if text == "answers" else "-"
                 figures = f"{row['logprob']:15.4g}  {row['change']:10.2g}  {row['right']:>5}"
