@@ -38,7 +38,7 @@ def write_report(directory: Path) -> Path:
 def _about(pieces: Iterable[dict[str, Any]]) -> list[str]:
     """Name the machines, and the versions of the engines."""
     reports = [piece for piece in pieces if "models" in piece]
-    engines = {}
+    engines: dict[str, str] = {}
     for report in reports:
         for result in report["models"]:
             engines |= {engine: versions_of(about) for engine, about in result["engines"].items()}
