@@ -110,3 +110,9 @@ def test_the_benchmarks_import_no_circle_either():
 
 def test_no_file_is_longer_than_600_lines():
     assert {name for name, path in FILES.items() if len(path.read_text().splitlines()) > MAX_LINES} == LONGER
+
+
+def test_package_without_contrib_has_fewer_than_16500_lines():
+    assert (
+        sum(len(path.read_text().splitlines()) for name, path in FILES.items() if ring_of(name) < 2) < 16_500
+    )
