@@ -350,7 +350,7 @@ class GGUFFile:
 
     def read(self, name: str) -> Tensor | Quantized:
         """Return a tensor."""
-        weight = self._read(self.headers[name].name)
+        weight: Tensor | Quantized = self._read(self.headers[name].name)
         if self.architecture == "llama" and name.split(".")[-2] in ("q_proj", "k_proj"):
             return self._in_halves(weight, "_kv" if "k_proj" in name else "")
         return weight

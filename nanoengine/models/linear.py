@@ -28,8 +28,8 @@ def use_linear_layers(model: nn.Module) -> None:
                 _set_forward(child, lambda self, x, counts: _by_expert(self.weight, x, counts))
             elif all(hasattr(child, needed) for needed in ("_apply_gate", "is_transposed", "gate_up_proj")):
                 if not getattr(child, "has_post_expert_norm", False):
-                    _split(child, "gate_up_proj", child.is_transposed)
-                    _split(child, "down_proj", child.is_transposed)
+                    _split(child, "gate_up_proj", bool(child.is_transposed))
+                    _split(child, "down_proj", bool(child.is_transposed))
                     _set_forward(child, _mix)
             elif _is_router(child):
                 child.float32_linear = _linear(child.weight.float(), None)
