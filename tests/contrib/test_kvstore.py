@@ -523,6 +523,14 @@ def test_an_entry_that_vanishes_while_it_is_read_ends_what_is_found(name, tmp_pa
     assert (answers, cached) == (plain, [88])
 
 
+def test_blocks_that_no_window_sees_need_not_be_in_the_store(tmp_path_factory):
+    path, _ = checkpoint("mistral sliding", tmp_path_factory)
+    store, prompts = MemoryStore(), random_prompts([100])
+    plain, _, _ = serve(path, store, prompts)
+    del store.entries[stored_keys(path, prompts[0])[0]]
+    assert serve(path, store, prompts)[:2] == (plain, [96])
+
+
 def test_a_step_that_failed_is_not_saved(tmp_path_factory, monkeypatch):
     path, _ = checkpoint("qwen3", tmp_path_factory)
     store, prompts = MemoryStore(), random_prompts([80])
