@@ -477,8 +477,8 @@ class LLMEngine(Reloadable):
 
     def _drafts(self) -> tuple[Multiset[int], Multiset[int]]:
         """Return how many draft tokens were computed and how many accepted, by their position in a draft."""
-        scheduler: Any = self.scheduler  # a `DraftingScheduler`, or one without these counters
-        return getattr(scheduler, "num_drafted", Multiset()), getattr(scheduler, "num_accepted", Multiset())
+        none = Multiset[int]()  # a `DraftingScheduler` has these counters
+        return getattr(self.scheduler, "num_drafted", none), getattr(self.scheduler, "num_accepted", none)
 
 
 def describe_windows(started: Started, max_model_len: int) -> str:

@@ -29,7 +29,8 @@ def check_number(name: str, value: Any, low: float, high: float, open_low: bool 
     limits = f"a number in {'(' if open_low else '['}{low}, {high}]"
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be {limits}, got {value!r}")
-    if not low <= value <= high or (open_low and value == low):  # false for NaN
+    number: Any = value  # for mypy, a Real cannot be compared with a float
+    if not low <= number <= high or (open_low and number == low):  # false for NaN
         raise ValueError(f"{name} must be {limits}, got {value!r}")
     return float(value)
 
