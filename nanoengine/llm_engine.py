@@ -477,8 +477,10 @@ class LLMEngine(Reloadable):
 
     def _drafts(self) -> tuple[Multiset[int], Multiset[int]]:
         """Return how many draft tokens were computed and how many accepted, by their position in a draft."""
-        none = Multiset[int]()  # a `DraftingScheduler` has these counters
-        return getattr(self.scheduler, "num_drafted", none), getattr(self.scheduler, "num_accepted", none)
+        scheduler: Any = self.scheduler  # a `DraftingScheduler`, or one without these counters
+        if not hasattr(scheduler, "num_drafted"):
+            return Multiset(), Multiset()
+        return scheduler.num_drafted, scheduler.num_accepted
 
 
 def describe_windows(started: Started, max_model_len: int) -> str:
