@@ -407,7 +407,7 @@ class LLMEngine(Reloadable):
         remarks = [
             f"{str(started.dtype).removeprefix('torch.')}{weights} on {runner.device.device}",
             cache if started.kv_specs else "no KV cache",
-            describe_windows(started, self.max_model_len),
+            describe_windows(started, self.max_model_len) if started.kv_specs else "",
             states if started.num_state_slots else "",
             drafts if config.num_speculative_tokens else "",
             "" if config.kv_store is None else f"KV store {blocks.connector.store}",
@@ -492,6 +492,6 @@ def describe_windows(started: Started, max_model_len: int) -> str:
         )
         return f"layers in groups: {', '.join(groups)}"
     if windows != [None]:
-        return f"a window of {windows[0]}" if windows else ""
+        return f"a window of {windows[0]}"
     has_window = any(spec.window and spec.window < max_model_len for spec in started.kv_specs)
     return "no blocks freed outside a window (the layers' shapes differ)" if has_window else ""

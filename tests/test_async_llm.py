@@ -284,7 +284,7 @@ async def test_step_that_fails_twice_ends_only_the_requests_it_computed(engine, 
         await until(lambda: steps.is_held and engine._commands.qsize() == 4)
     outputs = await asyncio.gather(*jobs)
     assert [o.finish_reason for o in outputs] == ["error", "error", "length", "length", "length"]
-    assert outputs[0].stop_reason == outputs[1].stop_reason == "two steps that computed it failed"
+    assert outputs[0].stop_reason == outputs[1].stop_reason == "two steps failed while computing it"
     assert [o.token_ids for o in outputs[2:]] == tokens[2:5]
     assert engine.llm_engine.metrics()["num_free_blocks"] == 60
 

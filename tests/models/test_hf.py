@@ -378,7 +378,7 @@ def test_llama_4_is_served_up_to_the_length_of_its_chunks(tmp_path):
     config = transformers.Llama4TextConfig(**TINY, attention_chunk_size=100)
     config.save_pretrained(tmp_path)
     settings = {"load_format": "dummy", "num_kv_blocks": 20}
-    with pytest.raises(ValueError, match="max_model_len must be at most the 100 positions"):
+    with pytest.raises(ValueError, match="max_model_len must be at most 100, the model's limit"):
         LLM(str(tmp_path), max_model_len=101, **settings)
     with LLM(str(tmp_path), **settings) as llm:
         assert llm.llm_engine.max_model_len == 100

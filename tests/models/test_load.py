@@ -449,7 +449,7 @@ def loaded_on(device, path, **settings):
     """transformers' model as it comes from it, before anything else could move it."""
     config = EngineConfig(model=str(path), model_impl="transformers", **settings)
     opened = open_checkpoint(config.model, model_impl="transformers")
-    return _load_transformers(opened, config, torch.bfloat16, torch.device(device))
+    return _load_transformers(opened, config, torch.bfloat16, torch.device(device), lambda *_: None)
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
