@@ -244,8 +244,7 @@ STATES = ["qwen3_5_text", "mamba2", "lfm2", "mamba", "olmo_hybrid"]
         *((name, " graphs (") for name in ("qwen3", "qwen2 sliding from layer 1", "llama yarn rope")),
         *((name, "transformers' code") for name in TRANSFORMERS[:3]),
         *(pytest.param(name, "transformers' code", marks=pytest.mark.slow) for name in TRANSFORMERS[3:]),
-        (STATES[0], "no graphs (its layers"),
-        *(pytest.param(name, "no graphs (its layers", marks=pytest.mark.slow) for name in STATES[1:]),
+        *(pytest.param(name, "no graphs (its layers", marks=pytest.mark.slow) for name in STATES),
     ],
 )
 def test_models_of_any_kind_do_not_either(name, expected, fake_gpu, tmp_path_factory):

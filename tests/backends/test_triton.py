@@ -57,7 +57,8 @@ at_length = pytest.mark.slow
 
 
 @compiles
-@pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=at_length)])
+@at_length
+@pytest.mark.parametrize("which", ["not slow", "slow"])
 def test_all_of_this_file_passes_under_tritons_interpreter(which):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", which, __file__]
     env = {**os.environ, "TRITON_INTERPRET": "1"}

@@ -182,7 +182,7 @@ def max_held(llm):
     return max(num_held)
 
 
-BRIEFLY = ("mistral sliding", True), ("gemma3", False), ("gpt-oss", False)  # the other pairs are slow
+BRIEFLY = ("mistral sliding", True), ("gemma3", False)  # the other pairs are slow
 
 
 @pytest.mark.parametrize(
