@@ -7,16 +7,9 @@ from pathlib import Path
 from typing import Any
 
 # What matters to matrix products, and its flag in /proc/cpuinfo.
-INSTRUCTIONS = {
-    "avx2": "AVX2",
-    "avx512f": "AVX-512",
-    "avx512_bf16": "AVX-512 bfloat16",
-    "avx_vnni": "AVX VNNI",
-    "avx512_vnni": "AVX-512 VNNI",
-    "amx_bf16": "AMX",
-    "asimd": "NEON",
-    "bf16": "NEON bfloat16",
-}
+INSTRUCTIONS = {"avx2": "AVX2", "avx512f": "AVX-512", "avx512_bf16": "AVX-512 bfloat16"}
+INSTRUCTIONS |= {"avx_vnni": "AVX VNNI", "avx512_vnni": "AVX-512 VNNI", "amx_bf16": "AMX"}
+INSTRUCTIONS |= {"asimd": "NEON", "bf16": "NEON bfloat16"}
 # Variables that keep a library from using newer instructions, so that a machine stands in for an older one.
 LIMITS = ("ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA")
 

@@ -40,7 +40,6 @@ def transformers_model(settings: dict[str, Any]) -> Any:
     import transformers
 
     library: Any = transformers  # only partly typed
-
     dtype = getattr(torch, settings["dtype"])
     if settings["load_format"] == "dummy":
         config = library.AutoConfig.from_pretrained(settings["model"])

@@ -116,3 +116,7 @@ def test_package_without_contrib_has_fewer_than_16500_lines():
     assert (
         sum(len(path.read_text().splitlines()) for name, path in FILES.items() if ring_of(name) < 2) < 16_500
     )
+
+
+def test_the_benchmarks_have_at_most_2200_lines():
+    assert sum(len(path.read_text().splitlines()) for path in (ROOT / "benchmarks").glob("*.py")) <= 2200
