@@ -7,7 +7,7 @@ BIN := .venv/bin
 run: .venv/installed  ## answer a few questions with the bundled model
 	$(BIN)/python example.py
 
-test: .venv/tested  ## the default tests: CPU, offline, three to four minutes on two cores
+test: .venv/tested  ## the default tests: CPU, offline, about three minutes and a half on two cores
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
 check: .venv/developed  ## what CI runs besides the tests
