@@ -8,7 +8,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, aclosing, suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from copy import copy, deepcopy
 from dataclasses import dataclass, field, fields
 from typing import Any, Self, TypeVar
@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar
 from nanoengine.config import EngineConfig
 from nanoengine.llm_engine import LLMEngine
 from nanoengine.metrics import Metric
-from nanoengine.optional import Reloadable
+from nanoengine.optional import OptionalMethod, Reloadable
 from nanoengine.outputs import RequestOutput
 from nanoengine.requests import CheckedRequest, Prompt
 from nanoengine.sampling_params import check_integer
@@ -133,19 +133,7 @@ class AsyncLLM(Reloadable, AbstractAsyncContextManager["AsyncLLM"]):
                 with suppress(RuntimeError):  # the engine is closed, so the request is aborted already
                     self._send(lambda: self._abort(request_id, mailbox))
 
-    async def encode(
-        self, prompt: Prompt | CheckedRequest, pooling_params: Any, request_id: str, **settings: Any
-    ) -> AsyncGenerator[Any]:
-        """Yield one `PoolingRequestOutput`, the result of a pooling model for a prompt.
-
-        Cancellation and errors work as in `generate`.
-        """
-        pooler = self.llm_engine.pooler
-        if pooler is None:
-            raise ValueError('encode needs a model that pools; make the engine with runner="pooling"')
-        async with aclosing(self.generate(prompt, pooling_params, request_id, **settings)) as outputs:
-            async for output in outputs:
-                yield pooler.output(output, pooling_params)
+    encode = OptionalMethod("contrib.pooling", "encode_async")  # for models that pool
 
     async def abort(self, request_id: str) -> None:
         """Abort a request. Its consumer gets a last output with finish_reason "abort"."""

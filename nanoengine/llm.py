@@ -10,12 +10,12 @@ from typing import Any
 
 from tqdm import tqdm
 
-from nanoengine.compat import refuse_unserved, without_unserved
+from nanoengine.compat import refuse_unserved
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Scheduler
 from nanoengine.llm_engine import LLMEngine
 from nanoengine.metrics import Metric
-from nanoengine.optional import Reloadable
+from nanoengine.optional import OptionalMethod, Reloadable
 from nanoengine.outputs import Inbox, RequestOutput
 from nanoengine.requests import CheckedRequest, Prompt, render_chats, split_prompts
 from nanoengine.sampling_params import RequestOutputKind, SamplingParams
@@ -119,56 +119,11 @@ class LLM(Reloadable, AbstractContextManager["LLM"]):
         settings = {"add_generation_prompt": True, **template_settings}
         return render_chats(messages, self.get_tokenizer(), self.llm_engine.checker.encode, **settings)
 
-    def encode(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        pooling_params: Any = None,
-        *,
-        use_tqdm: bool = True,
-        pooling_task: str | None = None,
-        **unserved: Any,
-    ) -> list[Any]:
-        """Run a pooling model on prompts. Returns one `PoolingRequestOutput` per prompt.
-
-        Its `outputs.data` is an embedding or a classifier's probabilities, a float32 tensor. Pass one
-        `PoolingParams` for all prompts or one per prompt; None is the checkpoint's settings. `pooling_task`
-        is "embed" or "classify"; None is the one that the model supports. Invalid arguments raise as in
-        `generate`.
-        """
-        settings = {"use_tqdm": use_tqdm, "pooling_params": pooling_params, **unserved}
-        return self._pool("encode", prompts, pooling_task, **settings)
-
-    def embed(self, prompts: Prompt | Sequence[Prompt], **settings: Any) -> list[Any]:
-        """Embed prompts, with `use_tqdm` and `pooling_params` as for `encode`.
-
-        In an `EmbeddingRequestOutput`, `outputs.embedding` is a list.
-        """
-        return self._pool("embed", prompts, **settings)
-
-    def classify(self, prompts: Prompt | Sequence[Prompt], **settings: Any) -> list[Any]:
-        """Classify prompts, with `use_tqdm` and `pooling_params` as for `encode`.
-
-        In a `ClassificationRequestOutput`, `outputs.probs` is a list.
-        """
-        return self._pool("classify", prompts, **settings)
-
-    def score(
-        self,
-        data_1: str | Sequence[str],
-        data_2: str | Sequence[str],
-        *,
-        chat_template: str | None = None,
-        **settings: Any,
-    ) -> list[Any]:
-        """Score pairs of texts: one text with each of several, or two lists pairwise.
-
-        A classifier with one label reads both texts of a pair, joined by the tokenizer, or rendered by
-        `chat_template` as messages of a "query" and a "document". For an embedding model the score is the
-        cosine similarity. It is a float, `outputs.score` of a `ScoringRequestOutput` per pair.
-        """
-        checker = self.llm_engine.checker
-        scores = self._pooler("score").plan_scores(data_1, data_2, checker, chat_template)
-        return list(scores.read(self._pool("score", scores.prompts, **settings)))
+    # For models that pool instead of generating text
+    encode = OptionalMethod("contrib.pooling")
+    embed = OptionalMethod("contrib.pooling")
+    classify = OptionalMethod("contrib.pooling")
+    score = OptionalMethod("contrib.pooling")
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the sampling parameters of the checkpoint's generation_config, else vLLM's defaults."""
@@ -247,32 +202,6 @@ class LLM(Reloadable, AbstractContextManager["LLM"]):
         for one in checked:
             one.params.output_kind = kind  # params is the request's own copy
         return checked
-
-    def _pooler(self, call: str) -> Any:
-        if self.llm_engine.pooler is None:
-            raise ValueError(f'{call} needs a model that pools; make the engine with runner="pooling"')
-        return self.llm_engine.pooler
-
-    def _pool(
-        self,
-        call: str,
-        prompts: Any,
-        task: str | None = None,
-        *,
-        use_tqdm: bool = True,
-        pooling_params: Any = None,
-        **unserved: Any,
-    ) -> list[Any]:
-        """Validate a call to a pooling model, and run it."""
-        without_unserved(call, unserved, ("prompts", "use_tqdm", "pooling_params"))
-        pooler, prompt_list = self._pooler(call), split_prompts(prompts)
-        task = call if call in ("embed", "classify") else task
-        params_list = pooler.params_of(pooling_params, len(prompt_list), task)
-        if (num := len(params_list)) != len(prompt_list):
-            raise ValueError(f"pooling_params must be one per prompt: got {num} for {len(prompt_list)}")
-        checked = list(map(self.llm_engine.check, prompt_list, params_list))
-        outputs = self._run(checked, use_tqdm)
-        return [pooler.output(*pair, call) for pair in zip(outputs, params_list, strict=True)]
 
     def _run(self, checked: list[CheckedRequest], use_tqdm: bool) -> list[RequestOutput]:
         """Run a call's requests until they finish, and return their outputs in order."""

@@ -28,22 +28,29 @@ def load(name: str, feature: str) -> Any:
         raise MissingFileError(f"{feature} needs {path}.py, which is not installed") from None
 
 
-class ReloadMethod:
-    """Makes a function of contrib/reload.py a method of the same name, imported at the first access."""
+class OptionalMethod:
+    """Makes a function of an optional module a method, imported at the first access.
+
+    The function has the method's name, or is `function`.
+    """
+
+    def __init__(self, module: str, function: str | None = None) -> None:
+        self.module, self.function = module, function
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
 
     def __get__(self, instance: Any, owner: type) -> Any:
-        function = getattr(load("contrib.reload", f"{owner.__name__}.{self.name}"), self.name)
+        module = load(self.module, f"{owner.__name__}.{self.name}")
+        function = getattr(module, self.function or self.name)
         return function if instance is None else MethodType(function, instance)
 
 
 class Reloadable:
     """Gives an engine the methods that trainers (reinforcement learning) call. Of `AsyncLLM`, await them."""
 
-    update_weights = ReloadMethod()
-    sleep = ReloadMethod()
-    wake_up = ReloadMethod()
-    is_sleeping = ReloadMethod()
-    collective_rpc = ReloadMethod()
+    update_weights = OptionalMethod("contrib.reload")
+    sleep = OptionalMethod("contrib.reload")
+    wake_up = OptionalMethod("contrib.reload")
+    is_sleeping = OptionalMethod("contrib.reload")
+    collective_rpc = OptionalMethod("contrib.reload")

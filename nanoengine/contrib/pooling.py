@@ -6,10 +6,12 @@ sampled from the output. It is discarded, but ends the sequence.
 
 The hidden state of the last token depends on earlier tokens only through K and V, which the prefix cache may
 have. "MEAN" needs every hidden state, and "CLS" needs that of the first token, so neither uses prefix hits.
-`LLM` and `AsyncLLM` have the user's methods. contrib/pooling_model.py reads the checkpoint's settings.
+`LLM` and `AsyncLLM` have the functions at the end as methods. contrib/pooling_model.py reads the checkpoint's
+settings.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -17,15 +19,17 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from nanoengine.async_llm import AsyncLLM
 from nanoengine.backends.device import Download
-from nanoengine.compat import accepts
+from nanoengine.compat import accepts, without_unserved
 from nanoengine.config import EngineConfig
 from nanoengine.contrib.pooling_model import Pooling
 from nanoengine.engine import Chunk
 from nanoengine.engine import Sequence as Sample
+from nanoengine.llm import LLM
 from nanoengine.models.checkpoint import Checkpoint
 from nanoengine.outputs import RequestOutput
-from nanoengine.requests import RequestChecker, render_chats
+from nanoengine.requests import CheckedRequest, Prompt, RequestChecker, render_chats, split_prompts
 from nanoengine.sampling_params import SamplingParams, check_bool, check_integer
 
 TASKS = {"embed": "embeds", "classify": "classifies"}
@@ -332,3 +336,101 @@ def _scored(score: float, *parts: PoolingRequestOutput) -> ScoringRequestOutput:
     token_ids = [token_id for part in parts for token_id in part.prompt_token_ids]
     num_cached_tokens = sum(part.num_cached_tokens for part in parts)
     return ScoringRequestOutput(parts[-1].request_id, ScoringOutput(score), token_ids, num_cached_tokens)
+
+
+# ---- Methods of LLM and AsyncLLM -----------------------------------------------------------------
+
+
+def encode(
+    llm: LLM,
+    prompts: Prompt | Sequence[Prompt],
+    pooling_params: Any = None,
+    *,
+    use_tqdm: bool = True,
+    pooling_task: str | None = None,
+    **unserved: Any,
+) -> list[PoolingRequestOutput]:
+    """Run a pooling model on prompts. Returns one `PoolingRequestOutput` per prompt.
+
+    Its `outputs.data` is an embedding or a classifier's probabilities, a float32 tensor. Pass one
+    `PoolingParams` for all prompts or one per prompt; None is the checkpoint's settings. `pooling_task` is
+    "embed" or "classify"; None is the one that the model supports. Invalid arguments raise as in `generate`.
+    """
+    settings = {"use_tqdm": use_tqdm, "pooling_params": pooling_params, **unserved}
+    return _pool(llm, "encode", prompts, pooling_task, **settings)
+
+
+def embed(llm: LLM, prompts: Prompt | Sequence[Prompt], **settings: Any) -> list[PoolingRequestOutput]:
+    """Embed prompts, with `use_tqdm` and `pooling_params` as for `encode`.
+
+    In an `EmbeddingRequestOutput`, `outputs.embedding` is a list.
+    """
+    return _pool(llm, "embed", prompts, "embed", **settings)
+
+
+def classify(llm: LLM, prompts: Prompt | Sequence[Prompt], **settings: Any) -> list[PoolingRequestOutput]:
+    """Classify prompts, with `use_tqdm` and `pooling_params` as for `encode`.
+
+    In a `ClassificationRequestOutput`, `outputs.probs` is a list.
+    """
+    return _pool(llm, "classify", prompts, "classify", **settings)
+
+
+def score(
+    llm: LLM,
+    data_1: str | Sequence[str],
+    data_2: str | Sequence[str],
+    *,
+    chat_template: str | None = None,
+    **settings: Any,
+) -> list[ScoringRequestOutput]:
+    """Score pairs of texts: one text with each of several, or two lists pairwise.
+
+    A classifier with one label reads both texts of a pair, joined by the tokenizer, or rendered by
+    `chat_template` as messages of a "query" and a "document". For an embedding model the score is the cosine
+    similarity. It is a float, `outputs.score` of a `ScoringRequestOutput` per pair.
+    """
+    checker = llm.llm_engine.checker
+    scores = _pooler(llm, "score").plan_scores(data_1, data_2, checker, chat_template)
+    return scores.read(_pool(llm, "score", scores.prompts, **settings))
+
+
+async def encode_async(
+    llm: AsyncLLM, prompt: Prompt | CheckedRequest, pooling_params: Any, request_id: str, **settings: Any
+) -> AsyncGenerator[PoolingRequestOutput]:
+    """Yield one `PoolingRequestOutput`, the result of a pooling model for a prompt.
+
+    Cancellation and errors work as in `generate`.
+    """
+    pooler = _pooler(llm, "encode")
+    async with aclosing(llm.generate(prompt, pooling_params, request_id, **settings)) as outputs:
+        async for output in outputs:
+            yield pooler.output(output, pooling_params)
+
+
+def _pooler(llm: LLM | AsyncLLM, call: str) -> Pooler:
+    pooler: Pooler | None = llm.llm_engine.pooler
+    if pooler is None:
+        raise ValueError(f'{call} needs a model that pools; make the engine with runner="pooling"')
+    return pooler
+
+
+def _pool(
+    llm: LLM,
+    call: str,
+    prompts: Any,
+    task: str | None = None,
+    *,
+    use_tqdm: bool = True,
+    pooling_params: Any = None,
+    **unserved: Any,
+) -> list[PoolingRequestOutput]:
+    """Validate a call to a pooling model, and run it."""
+    without_unserved(call, unserved, ("prompts", "use_tqdm", "pooling_params"))
+    pooler, prompt_list = _pooler(llm, call), split_prompts(prompts)
+    params_list = pooler.params_of(pooling_params, len(prompt_list), task)
+    if (num := len(params_list)) != len(prompt_list):
+        raise ValueError(f"pooling_params must be one per prompt: got {num} for {len(prompt_list)}")
+    checked = list(map(llm.llm_engine.check, prompt_list, params_list))
+    outputs = llm._run(checked, use_tqdm)
+    return [pooler.output(*pair, call) for pair in zip(outputs, params_list, strict=True)]
