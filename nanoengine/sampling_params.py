@@ -1,14 +1,13 @@
 """Defines `SamplingParams`, the parameters of a request, and the checks for values that users pass."""
 
-import inspect
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from numbers import Integral, Real
 from typing import Any
 
 from nanoengine.compat import SAMPLING_IGNORES, accepts
+from nanoengine.optional import load
 
 
 def check_integer(name: str, value: Any, low: int, high: int = 2**31 - 1) -> int:
@@ -58,18 +57,6 @@ def check_token_ids(name: str, value: Any) -> list[int]:
     if not isinstance(value, list | tuple | set | frozenset):
         raise TypeError(f"{name} must be a list of token ids, got {value!r}")
     return [check_integer(name, item, 0) for item in value]
-
-
-def num_parameters(processor: Any) -> int:
-    """Return how many arguments a logits processor takes. Raises TypeError unless it takes 2 or 3."""
-    for num in (2, 3):
-        with suppress(TypeError, ValueError):  # ValueError: a built-in without a signature
-            inspect.signature(processor).bind(*[None] * num)
-            return num
-    raise TypeError(
-        "logits_processors must take the output's token ids and the logits, or the prompt's token ids before "
-        f"these, got {processor!r}"
-    )
 
 
 LARGEST = 1e30  # far below the overflow of float32
@@ -222,11 +209,8 @@ class SamplingParams:
                 )
             checked["structured_outputs"] = replace(self.structured_outputs)
         if self.logits_processors is not None:
-            if not isinstance(self.logits_processors, list | tuple):
-                raise TypeError(f"logits_processors must be a list, got {self.logits_processors!r}")
-            for processor in self.logits_processors:
-                num_parameters(processor)
-            checked["logits_processors"] = list(self.logits_processors)
+            processors = load("contrib.processors", "logits_processors")
+            checked["logits_processors"] = processors.check_functions(self.logits_processors)
         if self.extra_args is not None and not isinstance(self.extra_args, dict):
             raise TypeError(f"extra_args must be a dict, got {self.extra_args!r}")
         stop = [self.stop] if isinstance(self.stop, str) else [] if self.stop is None else self.stop

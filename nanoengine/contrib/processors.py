@@ -9,10 +9,11 @@ Names and contracts follow vllm/v1/sample/logits_processor.
 """
 
 import importlib
+import inspect
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
@@ -22,12 +23,33 @@ import torch
 from torch import Tensor
 
 from nanoengine.sampling import SamplingRow
-from nanoengine.sampling_params import SamplingParams, num_parameters
+from nanoengine.sampling_params import SamplingParams
 
 T = TypeVar("T")
 RequestLogitsProcessor = Callable[..., Tensor]  # tokens and logits of one row -> logits
 
 # ---- Functions -----------------------------------------------------------------------------------
+
+
+def num_parameters(processor: Any) -> int:
+    """Return how many arguments a logits processor takes. Raises TypeError unless it takes 2 or 3."""
+    for num in (2, 3):
+        with suppress(TypeError, ValueError):  # ValueError: a built-in without a signature
+            inspect.signature(processor).bind(*[None] * num)
+            return num
+    raise TypeError(
+        "logits_processors must take the output's token ids and the logits, or the prompt's token ids before "
+        f"these, got {processor!r}"
+    )
+
+
+def check_functions(given: Any) -> list[Callable[..., Any]]:
+    """Return a request's logits_processors as a list. Raises TypeError if they are not functions."""
+    if not isinstance(given, list | tuple):
+        raise TypeError(f"logits_processors must be a list, got {given!r}")
+    for one in given:
+        num_parameters(one)
+    return list(given)
 
 
 class FunctionProcessor:
