@@ -10,6 +10,7 @@ from typing import Any, Self, TypeVar
 import torch
 
 from nanoengine.compat import ENGINE_IGNORES, INSTEAD, RENAMED, accepts
+from nanoengine.optional import load
 from nanoengine.sampling_params import check_bool, check_integer, check_number
 
 P = TypeVar("P")
@@ -153,41 +154,15 @@ class EngineConfig:
                 f"hf_overrides must be a dict of fields of config.json, got {self.hf_overrides!r}"
             )
         if self.pooler_config is not None:
-            self._check_pooler_config(self.pooler_config)
+            load("contrib.pooling_model", "pooler_config").check_pooler_config(self.pooler_config)
         if self.kv_store is not None:
-            self._check_kv_store()
+            load("contrib.stores", "kv_store").check_config(self)
         if self.lora is not None and (not isinstance(self.lora, str | Path) or not str(self.lora)):
             raise TypeError(f"lora must be a directory with an adapter, got {self.lora!r}")
         if self.lora is not None and self.tensor_parallel_size != 1:
             raise ValueError(f"lora needs tensor_parallel_size=1, got {self.tensor_parallel_size}")
         if self.num_kv_blocks is not None and self.kv_cache_bytes is not None:
             raise ValueError("give num_kv_blocks or kv_cache_bytes, not both")
-
-    @staticmethod
-    def _check_pooler_config(given: Any) -> None:
-        if not isinstance(given, dict) or not given.keys() <= {"pooling_type", "use_activation"}:
-            raise TypeError(f"pooler_config must be a dict of pooling_type and use_activation, got {given!r}")
-        if given.get("pooling_type", "LAST") not in ("LAST", "MEAN", "CLS"):
-            raise ValueError(f"pooling_type must be LAST, MEAN or CLS, got {given['pooling_type']!r}")
-        if "use_activation" in given:
-            check_bool("use_activation", given["use_activation"])
-
-    def _check_kv_store(self) -> None:
-        store = self.kv_store
-        is_store = all(callable(getattr(store, name, None)) for name in ("get", "put", "touch", "delete"))
-        if not is_store and not (isinstance(store, (str, Path)) and str(store)):
-            raise TypeError(
-                "kv_store must be a directory, a redis:// address, or have the methods get, put, touch and "
-                f"delete, got {store!r}"
-            )
-        if not self.enable_prefix_caching:
-            raise ValueError("kv_store needs enable_prefix_caching=True: it adds to the prefix cache")
-        if self.trace is not None:
-            raise ValueError("kv_store cannot be combined with trace, which does not record loaded blocks")
-        if self.tensor_parallel_size != 1:
-            raise ValueError(
-                "kv_store needs tensor_parallel_size=1: a rank only has the K and V of its heads"
-            )
 
     @classmethod
     def add_cli_args(cls, parser: P) -> P:

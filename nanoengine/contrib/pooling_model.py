@@ -15,6 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from nanoengine.models.decoder import architecture_of
 from nanoengine.models.files import read_json
 from nanoengine.models.hf_config import UnsupportedModelError
+from nanoengine.sampling_params import check_bool
 
 # Names in sentence-transformers, in its older files, and in vLLM -> Pooling.kind
 KINDS = {
@@ -39,6 +40,16 @@ class Pooling:
     activation: str  # applied afterwards: "normalize", "softmax", "sigmoid" or "none"
     labels: tuple[str, ...] = ()  # a classifier's labels, in the order of its scores; (): an embedding model
     dimensions: tuple[int, ...] = ()  # sizes to which an embedding may be truncated (Matryoshka)
+
+
+def check_pooler_config(given: Any) -> None:
+    """Raise TypeError or ValueError if `EngineConfig.pooler_config` is malformed."""
+    if not isinstance(given, dict) or not given.keys() <= {"pooling_type", "use_activation"}:
+        raise TypeError(f"pooler_config must be a dict of pooling_type and use_activation, got {given!r}")
+    if given.get("pooling_type", "LAST") not in ("LAST", "MEAN", "CLS"):
+        raise ValueError(f"pooling_type must be LAST, MEAN or CLS, got {given['pooling_type']!r}")
+    if "use_activation" in given:
+        check_bool("use_activation", given["use_activation"])
 
 
 def read_pooling(path: Path, hf_config: Any, pooler_config: dict[str, Any] | None) -> Pooling:

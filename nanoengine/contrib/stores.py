@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
+from nanoengine.config import EngineConfig
 from nanoengine.sampling_params import check_integer
 
 
@@ -220,3 +221,20 @@ def open_store(kv_store: Any) -> Store:
         return DirectoryStore(kv_store)
     except OSError as error:
         raise ValueError(f"kv_store={str(kv_store)!r} cannot be used as a directory: {error}") from error
+
+
+def check_config(config: EngineConfig) -> None:
+    """Raise TypeError or ValueError if a config's kv_store is not a store, or does not go with a setting."""
+    store = config.kv_store
+    is_store = all(callable(getattr(store, name, None)) for name in ("get", "put", "touch", "delete"))
+    if not is_store and not (isinstance(store, (str, Path)) and str(store)):
+        raise TypeError(
+            "kv_store must be a directory, a redis:// address, or have the methods get, put, touch and "
+            f"delete, got {store!r}"
+        )
+    if not config.enable_prefix_caching:
+        raise ValueError("kv_store needs enable_prefix_caching=True: it adds to the prefix cache")
+    if config.trace is not None:
+        raise ValueError("kv_store cannot be combined with trace, which does not record loaded blocks")
+    if config.tensor_parallel_size != 1:
+        raise ValueError("kv_store needs tensor_parallel_size=1: a rank only has the K and V of its heads")
