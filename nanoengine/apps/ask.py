@@ -11,7 +11,7 @@ import io
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,20 +44,6 @@ QUESTIONS = [
     "List the primes below 100.",
     repeat(SENTENCES, NOISE),
 ]
-# The run that `--trace` shows by default, with the step before which each question arrives. The cache is so
-# small that sequences are preempted. Questions that repeat, or begin alike, hit the prefix cache. The lessons
-# name steps of this run by number; on a GPU, steps overlap and the numbers differ.
-TRACED = {"device": "cpu", "num_kv_blocks": 44, "block_size": 4, "max_num_batched_tokens": 32}
-TRACED_QUESTIONS = [
-    (1, "What is 27 + 58?"),
-    (5, "Count from 8 to 16."),
-    (9, "What is 27 + 58?"),
-    (15, repeat(SENTENCES[:2], NOISE[:1])),
-    (18, repeat(SENTENCES[:2], NOISE[7:8])),
-    (22, "Spell the word paging backwards."),
-    (24, "Count from 8 to 16."),
-    (34, "Spell the word paging backwards."),
-]
 
 
 def run(arguments: list[str] | None = None) -> None:
@@ -71,19 +57,19 @@ def run(arguments: list[str] | None = None) -> None:
     args = parse_sampling(parser, arguments)
     with in_a_terminal(parser):
         params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
-        questions, steps, settings = args.prompt or QUESTIONS, [], dict[str, Any]()
+        questions, generate, settings = args.prompt or QUESTIONS, LLM.generate, dict[str, Any]()
         if args.trace:
             events: list[Any] = []
-            save: Any = load("contrib.viewer", "--trace").save
-            save(events, args.trace)  # fails before the run, not after it, if the file cannot be written
+            viewer = load("contrib.viewer", "--trace")
+            viewer.save(events, args.trace)  # now, in case the file cannot be written
             settings["trace"] = events.append
             if args.model == "demo" and not args.prompt:
-                settings |= TRACED
-                steps, questions = map(list, zip(*TRACED_QUESTIONS, strict=True))
+                settings |= viewer.SETTINGS
+                questions, generate = viewer.QUESTIONS, viewer.generate_in_steps
         with LLM(args.model, **settings) as llm:
-            ask(llm, questions, params, steps)
+            ask(llm, questions, params, generate)
         if args.trace:
-            save(events, args.trace)
+            viewer.save(events, args.trace)
             print(f"\n{args.trace} shows {len(events) - 1} steps")
 
 
@@ -124,13 +110,18 @@ def in_a_terminal(parser: argparse.ArgumentParser) -> Iterator[None]:
         sys.exit(130)
 
 
-def ask(llm: LLM, questions: list[str], params: SamplingParams, steps: list[int]) -> None:
-    """Answer questions and print the answers. `steps` says when each arrives, from 1; []: all at once."""
+def ask(
+    llm: LLM,
+    questions: list[str],
+    params: SamplingParams,
+    generate: Callable[..., list[RequestOutput]],
+) -> None:
+    """Answer questions and print the answers. `generate` is `LLM.generate`, or computes the same."""
     start = time.perf_counter()
     prompts: list[Any] = list(questions)
     if getattr(llm.get_tokenizer(), "chat_template", None):
         prompts = llm.render_chat([[{"role": "user", "content": question}] for question in questions])
-    outputs = step_through(llm, prompts, params, steps) if steps else llm.generate(prompts, params)
+    outputs = generate(llm, prompts, params)
     elapsed = time.perf_counter() - start
 
     for question, output in zip(questions, outputs, strict=True):
@@ -140,21 +131,6 @@ def ask(llm: LLM, questions: list[str], params: SamplingParams, steps: list[int]
         print(f"\nQ ({num_tokens} tokens): {question}\nA: {output.outputs[0].text}")
     num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
     print(f"\n{num_tokens} tokens in {elapsed:.2f} s: {num_tokens / elapsed:.0f} tokens/s")
-
-
-def step_through(
-    llm: LLM, prompts: list[Any], params: SamplingParams, steps: list[int]
-) -> list[RequestOutput]:
-    """Step the engine by hand, and add each prompt before its step. Returns the outputs in order."""
-    outputs: dict[str, RequestOutput] = {}
-    step = 0
-    while step < max(steps) or llm.has_unfinished_requests():
-        step += 1
-        for i, prompt in enumerate(prompts):
-            if steps[i] == step:
-                llm.add_request(str(i), prompt, params)
-        outputs |= {output.request_id: output for output in llm.step()}
-    return [outputs[str(i)] for i in range(len(prompts))]
 
 
 def converse(llm: LLM, params: SamplingParams) -> None:
