@@ -13,10 +13,12 @@ from typing import Any
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from nanoengine.models.decoder import architecture_of
-from nanoengine.models.files import read_json
+from nanoengine.models.files import Files, read_json
 from nanoengine.models.hf_config import UnsupportedModelError
+from nanoengine.models.names import EMBEDDING, HEAD
 from nanoengine.sampling_params import check_bool
 
+CLASSIFIER_HEAD = "score.weight"  # takes the place of lm_head
 # Names in sentence-transformers, in its older files, and in vLLM -> Pooling.kind
 KINDS = {
     **{"lasttoken": "LAST", "mean": "MEAN", "cls": "CLS"},
@@ -144,3 +146,19 @@ def _kind(file: Path) -> str:
             f"{file} asks for {', '.join(map(str, modes))}; supported: the last token, the first, the mean"
         )
     return KINDS[modes[0]]
+
+
+def replace_head(files: Files, pooling: Pooling) -> None:
+    """Drop lm_head from a checkpoint's tensors, and put a classifier's head in its place.
+
+    If the body was saved without a head, its tensors get the `model.` prefix of a model with a head.
+    """
+    headers, body = files.headers, EMBEDDING.removeprefix("model.")
+    if body in headers and files.weight_format is None:
+        files.headers = headers = {f"model.{name}": header for name, header in headers.items()}
+    if EMBEDDING in headers:
+        headers.pop(HEAD, None)
+    if pooling.labels:
+        if CLASSIFIER_HEAD not in headers:
+            raise ValueError(f"{files.path} lacks tensor {CLASSIFIER_HEAD!r}, the classifier's head")
+        headers[HEAD] = headers.pop(CLASSIFIER_HEAD)

@@ -23,7 +23,6 @@ from nanoengine.models.hf_config import (
     language_part,
     name_causal_lm,
 )
-from nanoengine.models.names import EMBEDDING, HEAD
 from nanoengine.optional import load
 from nanoengine.sampling_params import SamplingParams
 
@@ -40,7 +39,6 @@ POSITIONS = "max_position_embeddings", "max_seq_len", "seq_length"  # as configs
 DEFAULT_LENGTH = 1 << 20  # default max_model_len of a model without positions
 MAX_POSITIONS = 2**31 - 1  # the attention kernels' lengths are int32
 ROPE = "rope_scaling", "rope_theta"  # rope fields that a config may have
-CLASSIFIER_HEAD = "score.weight"  # takes the place of lm_head
 MATRYOSHKA = "is_matryoshka", "matryoshka_dimensions"  # fields of an embedding model's config
 # Tensors that only draft tokens (MTP). They have names of their own, or are in layers after the model's last.
 DRAFT_TENSORS = re.compile(r"(model\.)?(mtp\w*|layers\.(?P<layer>\d+))\.")
@@ -76,23 +74,8 @@ class Checkpoint:
             for name in unused:
                 del files.headers[name]
         if self.pooling is not None:
-            self._replace_head(files, self.pooling)
+            load("contrib.pooling_model", "a model that pools").replace_head(files, self.pooling)
         return files
-
-    def _replace_head(self, files: Files, pooling: Any) -> None:
-        """Drop lm_head: a pooling model has no head, or a classifier's head instead.
-
-        If the body was saved without a head, its tensors get the `model.` prefix of a model with a head.
-        """
-        headers, body = files.headers, EMBEDDING.removeprefix("model.")
-        if body in headers and files.weight_format is None:
-            files.headers = headers = {f"model.{name}": header for name, header in headers.items()}
-        if EMBEDDING in headers:
-            headers.pop(HEAD, None)
-        if pooling.labels:
-            if CLASSIFIER_HEAD not in headers:
-                raise ValueError(f"{self.path} lacks tensor {CLASSIFIER_HEAD!r}, the classifier's head")
-            headers[HEAD] = headers.pop(CLASSIFIER_HEAD)
 
     def is_draft_tensor(self, name: str) -> bool:
         """Return whether a tensor only serves to draft tokens. transformers ignores these tensors too."""
