@@ -17,7 +17,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from nanoengine.models.checkpoint import open_checkpoint
-from nanoengine.models.hf_config import UnsupportedModelError, language_part
+from nanoengine.models.files import UnsupportedModelError
+from nanoengine.models.hf_config import language_part
 from tests.helpers import GEMMA, GEMMA3N, GEMMA4, TINY, check_served, composite_of
 
 PAGE = Path(__file__).parent.parent / "docs" / "guide" / "models.md"

@@ -13,8 +13,7 @@ from typing import Any
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from nanoengine.models.decoder import architecture_of
-from nanoengine.models.files import Files, read_json
-from nanoengine.models.hf_config import UnsupportedModelError
+from nanoengine.models.files import Files, UnsupportedModelError, read_json
 from nanoengine.models.names import EMBEDDING, HEAD
 from nanoengine.sampling_params import check_bool
 

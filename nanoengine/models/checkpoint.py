@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import constants
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
+from transformers import AutoConfig, AutoTokenizer
 
-from nanoengine.models.decoder import DecoderConfig, architecture_of, rope_settings
-from nanoengine.models.files import Files, Reader, as_value_error, read_json
-from nanoengine.models.hf_config import (
+from nanoengine.models.decoder import SUPPORTED_ARCHITECTURES, DecoderConfig, architecture_of, rope_settings
+from nanoengine.models.files import (
+    Files,
+    Reader,
     UnsupportedModelError,
-    check_config,
+    as_value_error,
     check_fields,
-    language_part,
-    name_causal_lm,
+    read_json,
 )
 from nanoengine.optional import load
 from nanoengine.sampling_params import SamplingParams
@@ -38,8 +38,6 @@ SERVED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 POSITIONS = "max_position_embeddings", "max_seq_len", "seq_length"  # as configs call their number
 DEFAULT_LENGTH = 1 << 20  # default max_model_len of a model without positions
 MAX_POSITIONS = 2**31 - 1  # the attention kernels' lengths are int32
-ROPE = "rope_scaling", "rope_theta"  # rope fields that a config may have
-MATRYOSHKA = "is_matryoshka", "matryoshka_dimensions"  # fields of an embedding model's config
 # Tensors that only draft tokens (MTP). They have names of their own, or are in layers after the model's last.
 DRAFT_TENSORS = re.compile(r"(model\.)?(mtp\w*|layers\.(?P<layer>\d+))\.")
 
@@ -191,18 +189,25 @@ def open_checkpoint(
     gguf = _open_gguf(path) if _is_gguf(path) else None
     hf_config = _read_config(path, trust_remote_code) if gguf is None else gguf.read_config()
     if hf_overrides:
+        from nanoengine.models.hf_config import override
+
         fields = hf_config.to_dict() if gguf is not None else read_json(path / "config.json")
-        fields = _override(fields, deepcopy(hf_overrides), hf_config)  # transformers edits its argument
+        fields = override(fields, deepcopy(hf_overrides), hf_config)  # transformers edits its argument
         with as_value_error(path):
             hf_config = type(hf_config).from_dict({**fields, "name_or_path": str(path)})
-    name_causal_lm(hf_config)
+    whole_config, part = hf_config, None
+    is_text_only = hf_config.get_text_config() is hf_config
+    if architecture_of(hf_config) not in SUPPORTED_ARCHITECTURES or not is_text_only:
+        from nanoengine.models.hf_config import language_part, name_causal_lm
+
+        name_causal_lm(hf_config)
+        part = language_part(hf_config)
     pooling, is_classifier = None, architecture_of(hf_config).endswith("ForSequenceClassification")
     pools = is_classifier or (path / "modules.json").is_file()
     if runner == "pooling" or (runner == "auto" and pools):
         with naming(hf_config):
             read_pooling = load("contrib.pooling_model", "a model that pools").read_pooling
             pooling = read_pooling(path, hf_config, pooler_config)
-    whole_config, part = hf_config, language_part(hf_config)
     if part is not None:
         hf_config = part
     with naming(whole_config):
@@ -223,6 +228,8 @@ def open_checkpoint(
             if model_impl == "nanoengine":
                 raise
     if decoder_config is None:
+        from nanoengine.models.hf_config import check_config
+
         with naming(hf_config):
             check_config(hf_config)
     if tokenizer is not None:
@@ -281,34 +288,6 @@ def _read_config(path: Path, trust_remote_code: bool) -> Any:
         raise ValueError(f"{path / 'config.json'} cannot be used: {error}") from error
     check_fields(path / "config.json", config)
     return config
-
-
-def _override(fields: dict[str, Any], overrides: dict[str, Any], config: Any) -> dict[str, Any]:
-    """Return the fields of a config.json with overrides applied. Overrides of an object are merged into it.
-
-    `config` is transformers' config of the same file. It also has the fields that the file leaves out.
-    """
-    fields, overrides = _with_plain_rope(fields), _with_plain_rope(overrides)
-    for name, value in overrides.items():
-        part = getattr(config, name, None)
-        if part is None and name not in (*fields, *ROPE, *MATRYOSHKA) and not hasattr(config, name):
-            raise ValueError(f"hf_overrides has {name!r}, which is not a field of {type(config).__name__}")
-        if isinstance(value, dict) and isinstance(fields.get(name), dict):
-            is_config = isinstance(part, PretrainedConfig)
-            value = _override(fields[name], value, part) if is_config else {**fields[name], **value}
-        fields[name] = value
-    return fields
-
-
-def _with_plain_rope(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields with rope settings written as before transformers 5, which every version reads."""
-    rope = fields.get("rope_parameters")
-    if not isinstance(rope, dict) or any(isinstance(one, dict) for one in rope.values()):  # per layer type
-        return dict(fields)
-    plain = {name: value for name, value in fields.items() if name != "rope_parameters"}
-    scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
-    theta = {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
-    return plain | theta | {"rope_scaling": scaling}
 
 
 def _load_tokenizer(path: Path, trust_remote_code: bool) -> Any:

@@ -1,4 +1,4 @@
-"""Reads the tensors of a checkpoint's safetensors files by name."""
+"""Reads a checkpoint's safetensors files by name, and has the checks that every checkpoint needs."""
 
 import json
 import re
@@ -180,6 +180,31 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object, got {content!r:.40}")
     return content
+
+
+# Config fields that determine tensor sizes -> their limits, far above any real model's, so that
+# PyTorch can count the elements of a tensor in 64 bits.
+SIZES = {
+    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 2**24),
+    **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"), 2**16),
+}
+
+
+def check_fields(path: Path, hf_config: Any) -> None:
+    """Raise ValueError if an architecture or a size in a config, or in its text config, is invalid."""
+    for config in (hf_config, hf_config.get_text_config(decoder=True)):
+        names = getattr(config, "architectures", None)
+        if not isinstance(names, list | None) or not all(isinstance(name, str) for name in names or ()):
+            raise ValueError(f"{path}: architectures must be a list of names, got {names!r:.99}")
+        for field, limit in SIZES.items():
+            value = vars(config).get(config.attribute_map.get(field, field))
+            sizes = value if isinstance(value, list) else [value]  # one per layer, or one for all
+            if value is not None and not all(isinstance(size, int) and 0 <= size <= limit for size in sizes):
+                raise ValueError(f"{path}: {field} must be an integer in [0, {limit}], got {value!r:.99}")
+
+
+class UnsupportedModelError(ValueError):
+    """Raised if a model cannot be computed over a flat batch with paged attention. The message says why."""
 
 
 @contextmanager

@@ -22,8 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from nanoengine.backends.quantized import Quantized
 from nanoengine.models.decoder import Decoder, DecoderConfig
-from nanoengine.models.files import TensorHeader, as_value_error
-from nanoengine.models.hf_config import UnsupportedModelError, check_fields
+from nanoengine.models.files import TensorHeader, UnsupportedModelError, as_value_error, check_fields
 from nanoengine.models.names import check_fit
 
 try:

@@ -31,11 +31,10 @@ from nanoengine.backends.quantized import Pack, Quantized, floats
 from nanoengine.config import EngineConfig
 from nanoengine.models.checkpoint import SERVED_DTYPES, Checkpoint, naming
 from nanoengine.models.eager import METHODS, replace_attention
-from nanoengine.models.files import PART_NAMES, as_value_error
+from nanoengine.models.files import PART_NAMES, UnsupportedModelError, as_value_error
 from nanoengine.models.hf_config import (
     ATTENTION_NAME,
     ATTENTION_TYPES,
-    UnsupportedModelError,
     attention_implementation,
     check_config,
 )

@@ -1,14 +1,14 @@
-"""Decides from a config whether a model can run on transformers' code. hf.py runs it.
+"""Decides from a config whether a model can run on transformers' code, and applies `hf_overrides`.
 
-This file is separate because hf.py's imports take a second or more, and the models of decoder.py do not need
-them.
+hf.py runs such a model. This file is separate because hf.py's imports take a second or more. It is imported
+for a config that decoder.py does not support, or that is overridden.
 """
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import transformers
+from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -17,6 +17,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from nanoengine.models.decoder import rope_settings
+from nanoengine.models.files import UnsupportedModelError
 
 ATTENTION_TYPES = ("full_attention", "sliding_attention")  # layer types
 # Types of layers with a state (states.py), with a state and attention, and with neither.
@@ -24,6 +25,8 @@ OTHER_TYPES = (
     *("linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding", "hybrid_mamba"),
     *("attention", "moe", "mlp"),
 )
+ROPE = "rope_scaling", "rope_theta"  # rope fields that a config may have
+MATRYOSHKA = "is_matryoshka", "matryoshka_dimensions"  # fields of an embedding model's config
 ATTENTION_NAME = "nanoengine"  # the name under which hf.py registers its attention in transformers
 
 # Multimodal models for whose text config transformers has a causal LM.
@@ -52,10 +55,6 @@ LANGUAGE_PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     # By this model_type transformers knows how the files store the experts.
     "qwen3_vl_moe": ("Qwen3MoeConfig", {"norm_topk_prob": True, "model_type": "qwen3_vl_moe"}),
 }
-
-
-class UnsupportedModelError(ValueError):
-    """Raised if a model cannot be computed over a flat batch with paged attention. The message says why."""
 
 
 def name_causal_lm(config: Any) -> None:
@@ -158,22 +157,29 @@ def attention_implementation(config: Any) -> str:
     raise UnsupportedModelError("its attention is code of its own, which cannot be replaced")
 
 
-# Config fields that determine tensor sizes -> their limits, far above any real model's, so that
-# PyTorch can count the elements of a tensor in 64 bits.
-SIZES = {
-    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 2**24),
-    **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"), 2**16),
-}
+def override(fields: dict[str, Any], overrides: dict[str, Any], config: Any) -> dict[str, Any]:
+    """Return the fields of a config.json with overrides applied. Overrides of an object are merged into it.
+
+    `config` is transformers' config of the same file. It also has the fields that the file leaves out.
+    """
+    fields, overrides = _with_plain_rope(fields), _with_plain_rope(overrides)
+    for name, value in overrides.items():
+        part = getattr(config, name, None)
+        if part is None and name not in (*fields, *ROPE, *MATRYOSHKA) and not hasattr(config, name):
+            raise ValueError(f"hf_overrides has {name!r}, which is not a field of {type(config).__name__}")
+        if isinstance(value, dict) and isinstance(fields.get(name), dict):
+            is_config = isinstance(part, PretrainedConfig)
+            value = override(fields[name], value, part) if is_config else {**fields[name], **value}
+        fields[name] = value
+    return fields
 
 
-def check_fields(path: Path, hf_config: Any) -> None:
-    """Raise ValueError if an architecture or a size in a config, or in its text config, is invalid."""
-    for config in (hf_config, hf_config.get_text_config(decoder=True)):
-        names = getattr(config, "architectures", None)
-        if not isinstance(names, list | None) or not all(isinstance(name, str) for name in names or ()):
-            raise ValueError(f"{path}: architectures must be a list of names, got {names!r:.99}")
-        for field, limit in SIZES.items():
-            value = vars(config).get(config.attribute_map.get(field, field))
-            sizes = value if isinstance(value, list) else [value]  # one per layer, or one for all
-            if value is not None and not all(isinstance(size, int) and 0 <= size <= limit for size in sizes):
-                raise ValueError(f"{path}: {field} must be an integer in [0, {limit}], got {value!r:.99}")
+def _with_plain_rope(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields with rope settings written as before transformers 5, which every version reads."""
+    rope = fields.get("rope_parameters")
+    if not isinstance(rope, dict) or any(isinstance(one, dict) for one in rope.values()):  # per layer type
+        return dict(fields)
+    plain = {name: value for name, value in fields.items() if name != "rope_parameters"}
+    scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
+    theta = {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
+    return plain | theta | {"rope_scaling": scaling}

@@ -15,8 +15,9 @@ from torch import nn
 from nanoengine import LLM, SamplingParams
 from nanoengine.models import hf
 from nanoengine.models.eager import _slopes_of, alibi_slopes
+from nanoengine.models.files import UnsupportedModelError
 from nanoengine.models.hf import HFModel, _Waits
-from nanoengine.models.hf_config import UnsupportedModelError, attention_implementation, language_part
+from nanoengine.models.hf_config import attention_implementation, language_part
 from tests.helpers import (
     ALTERNATING,
     GEMMA,
