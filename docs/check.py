@@ -1,11 +1,11 @@
-"""Checks the engine that you build along with the lessons, one chapter at a time.
+"""Checks the engine that you build along with the lessons, one lesson at a time.
 
     python -m docs.check --stub > my_mini.py    write the file that you fill in
     python -m docs.check 5 my_mini.py           check your functions of lesson 5
     python -m docs.check all my_mini.py         check that the engine answers like transformers
 
-The check of a chapter runs your functions from that chapter, and the solution's from all others. So you can
-do the chapters in any order, and a mistake in one does not fail another.
+The check of a lesson runs your functions from that lesson, and the solution's from all others. So you can
+do the lessons in any order, and a mistake in one does not fail another.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 SOLUTION = Path(__file__).with_name("solution.py")
-CHAPTERS = {
+LESSONS = {
     "3": "Paging: num_blocks_for, slot, may_append",
     "4": "Prefix caching: block_keys, find_prefix, register_full_blocks, allocate",
     "5": "Eviction: hold, take_free_block, free",
@@ -31,14 +31,14 @@ CHAPTERS = {
     "all": "The whole engine, on the bundled model",
 }
 Check = Callable[[Any], None]
-CHECKS: dict[str, list[tuple[str, Check]]] = {chapter: [] for chapter in CHAPTERS}
+CHECKS: dict[str, list[tuple[str, Check]]] = {lesson: [] for lesson in LESSONS}
 
 # ---- the student's file --------------------------------------------------------------------------
 
 
 @cache
 def functions_of(source: str) -> list[tuple[str, str, ast.FunctionDef]]:
-    """Return (chapter, class or "", function) for each function that a lesson leaves to the student."""
+    """Return (lesson, class or "", function) for each function that a lesson leaves to the student."""
     found = []
     for node in ast.parse(source).body:
         owner = node.name if isinstance(node, ast.ClassDef) else ""
@@ -72,17 +72,17 @@ def load(source: str, name: str) -> Any:
     return module
 
 
-def combine(source: str, chapter: str) -> Any:
-    """Return the solution with the student's functions for one chapter, and any additions to its classes.
+def combine(source: str, lesson: str) -> Any:
+    """Return the solution with the student's functions for one lesson, and any additions to its classes.
 
     Raises:
-        AttributeError: a function of the chapter is missing.
+        AttributeError: a function of the lesson is missing.
     """
     mine, solution = load(source, "my_mini"), load(SOLUTION.read_text(), "solution")
-    if chapter == "all":
+    if lesson == "all":
         return mine
     for where, owner, function in functions_of(SOLUTION.read_text()):
-        if where == chapter:
+        if where == lesson:
             ours, theirs = (getattr(module, owner) if owner else module for module in (mine, solution))
             setattr(theirs, function.name, getattr(ours, function.name))
         elif not owner:  # the student's functions call the solution's module-level functions
@@ -93,12 +93,12 @@ def combine(source: str, chapter: str) -> Any:
     return solution
 
 
-def failures(source: str, chapter: str) -> list[str]:
-    """Return a message for each check of the chapter that the student's source fails."""
+def failures(source: str, lesson: str) -> list[str]:
+    """Return a message for each check of the lesson that the student's source fails."""
     found = []
-    for sentence, check in CHECKS[chapter]:
+    for sentence, check in CHECKS[lesson]:
         try:
-            check(combine(source, chapter))
+            check(combine(source, lesson))
         except NotImplementedError:
             found.append(f"{sentence}\n    A function that this check needs is not written yet.")
         except AssertionError as error:
@@ -108,11 +108,11 @@ def failures(source: str, chapter: str) -> list[str]:
     return found
 
 
-def says(chapter: str) -> Callable[[Check], Check]:
-    """Return a decorator that makes a function a check of a chapter. Its docstring is the message."""
+def says(lesson: str) -> Callable[[Check], Check]:
+    """Return a decorator that makes a function a check of a lesson. Its docstring is the message."""
 
     def note(check: Check) -> Check:
-        CHECKS[chapter].append((check.__doc__ or "", check))
+        CHECKS[lesson].append((check.__doc__ or "", check))
         return check
 
     return note
@@ -123,7 +123,7 @@ def expect(what: str, got: object, expected: object) -> None:
     assert got == expected, f"{what}: got {got}, expected {expected}."
 
 
-# ---- the checks, chapter by chapter --------------------------------------------------------------
+# ---- the checks, lesson by lesson --------------------------------------------------------------
 
 
 def letters(text: str) -> list[int]:
@@ -455,22 +455,22 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m docs.check",
         description=__doc__,
-        epilog="chapters:\n" + "\n".join(f"  {chapter:4} {what}" for chapter, what in CHAPTERS.items()),
+        epilog="lessons:\n" + "\n".join(f"  {lesson:4} {what}" for lesson, what in LESSONS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("chapter", nargs="?", choices=CHAPTERS, metavar="chapter")
+    parser.add_argument("lesson", nargs="?", choices=LESSONS, metavar="lesson")
     parser.add_argument("file", nargs="?", type=Path, help="your file; default: the solution")
     parser.add_argument("--stub", action="store_true", help="print the file that you fill in")
     options = parser.parse_args(arguments)
     if options.stub:
         print(stub(), end="")
         return 0
-    if options.chapter is None:
-        parser.error("name a chapter to check, or use --stub")
-    found = failures((options.file or SOLUTION).read_text(), options.chapter)
+    if options.lesson is None:
+        parser.error("name a lesson to check, or use --stub")
+    found = failures((options.file or SOLUTION).read_text(), options.lesson)
     for failure in found:
         print(failure)
-    print(f"{len(CHECKS[options.chapter]) - len(found)} of {len(CHECKS[options.chapter])} checks pass.")
+    print(f"{len(CHECKS[options.lesson]) - len(found)} of {len(CHECKS[options.lesson])} checks pass.")
     return len(found)
 
 

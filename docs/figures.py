@@ -1,4 +1,4 @@
-"""Writes the pictures of chapters 4, 5, 8, 11 to 13 and 15 to 19: python -m docs.figures."""
+"""Writes the pictures of lessons 4, 5, 8, 11 to 13 and 15 to 19: python -m docs.figures."""
 
 import math
 from pathlib import Path
@@ -20,7 +20,7 @@ STYLE = """
 
 
 class Picture:
-    """Draws an SVG, 850 pixels wide, in the style of all chapters. Each call adds to it."""
+    """Draws an SVG, 850 pixels wide, in the style of all lessons. Each call adds to it."""
 
     def __init__(self, title: str, height: int) -> None:
         self.parts = [
@@ -70,7 +70,7 @@ class Picture:
 
 
 def shared_blocks() -> Picture:
-    """Draw chapter 4: two tables point to the same blocks."""
+    """Draw lesson 4: two tables point to the same blocks."""
     p = Picture("Two sequences share the blocks of their common beginning", 226)
     p.text(20, 44, "A's block table", "bold")
     p.boxes(150, 26, 60, ["1", "2", "3"], "aaa")
@@ -92,7 +92,7 @@ def shared_blocks() -> Picture:
 
 
 def free_lists() -> Picture:
-    """Draw chapter 5: two lists of free blocks."""
+    """Draw lesson 5: two lists of free blocks."""
     p = Picture("Free blocks: empty ones are allocated first, then the least recently used", 190)
     p.text(20, 32, "free blocks, in the order of allocation", "bold")
     p.boxes(20, 50, 76, ["4", "5", "6"], "---")
@@ -108,9 +108,9 @@ def free_lists() -> Picture:
 
 
 def preemption() -> Picture:
-    """Draw chapter 8: the blocks in use at each step."""
+    """Draw lesson 8: the blocks in use at each step."""
     p = Picture("B is preempted in step 3 and comes back in step 6", 250)
-    held = [  # the owners of blocks 1 to 5 after each step, as the chapter prints them
+    held = [  # the owners of blocks 1 to 5 after each step, as the lesson prints them
         "aabb-", "aabb-", "aaffa", "aaffa", "aaffa", "ffbbb",
     ]  # fmt: skip
     for block in range(5):
@@ -127,7 +127,7 @@ def preemption() -> Picture:
 
 
 def windows() -> Picture:
-    """Draw chapter 12: the block tables of two groups."""
+    """Draw lesson 12: the block tables of two groups."""
     p = Picture("The group with a window frees old blocks; both groups allocate from one pool", 200)
     p.text(20, 44, "full attention", "bold")
     p.boxes(180, 26, 76, ["1", "2", "3", "4", "5", "6", "13"], "aaaaaaa")
@@ -142,7 +142,7 @@ def windows() -> Picture:
 
 
 def drafts() -> Picture:
-    """Draw chapter 13: five rows and three accepted tokens."""
+    """Draw lesson 13: five rows and three accepted tokens."""
     p = Picture(
         "Five rows in one step: two draft tokens are accepted, a third is not, and three tokens are kept",
         190,
@@ -160,7 +160,7 @@ def drafts() -> Picture:
 
 
 def sampling() -> Picture:
-    """Draw chapter 11: a distribution before and after each edit, computed here."""
+    """Draw lesson 11: a distribution before and after each edit, computed here."""
     logits = [2.0, 1.5, 1.0, 0.0, -1.0, -2.0]
 
     def softmax(values: list[float]) -> list[float]:
@@ -188,7 +188,7 @@ def sampling() -> Picture:
 
 
 def roofline() -> Picture:
-    """Draw chapter 15: the milliseconds of a step against its rows, from the chapter's two limits."""
+    """Draw lesson 15: the milliseconds of a step against its rows, from the lesson's two limits."""
     p = Picture("An 8B model on an H100: a step's time is flat up to about 300 rows, then rises", 300)
     memory, row = 4.776, 2 * 8e9 / 989e12 * 1000
     left, bottom, wide, high = 80, 250, 700, 200
@@ -212,7 +212,7 @@ def roofline() -> Picture:
 
 
 def policies() -> Picture:
-    """Draw chapter 16: three requests in two orders."""
+    """Draw lesson 16: three requests in two orders."""
     p = Picture("Three prompts in two orders: the short ones wait less, the long one waits more", 190)
     orders = ("first come", [("long", 400, "a"), ("short", 80, "b"), ("short", 80, "c")])
     shortest = ("shortest", [("short", 80, "b"), ("short", 80, "c"), ("long", 400, "a")])
@@ -230,7 +230,7 @@ def policies() -> Picture:
 
 
 def ranks() -> Picture:
-    """Draw chapter 17: where ranks meet in a layer."""
+    """Draw lesson 17: where ranks meet in a layer."""
     p = Picture(
         "A layer on two ranks: two pairs of matrices, each cut by columns, then by rows, then summed", 250
     )
@@ -256,7 +256,7 @@ def ranks() -> Picture:
 
 
 def travel() -> Picture:
-    """Draw chapter 18: blocks that travel from one engine to another."""
+    """Draw lesson 18: blocks that travel from one engine to another."""
     p = Picture("Full blocks go from the prefill engine to a store, and from there to the decode engine", 230)
     p.text(20, 30, "prefill", "bold")
     p.text(340, 30, "store: key to block", "bold")
@@ -274,7 +274,7 @@ def travel() -> Picture:
 
 
 def programs() -> Picture:
-    """Draw chapter 19: the grid of programs."""
+    """Draw lesson 19: the grid of programs."""
     p = Picture("A grid of 3 sequences by 4 heads; each program loops over its sequence's blocks", 230)
     p.text(20, 30, "programs", "bold")
     p.text(400, 30, "the blocks that each program reads", "bold")

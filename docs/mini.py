@@ -1,4 +1,4 @@
-"""Chapters 1 to 3 in one file. From the repository's root: python docs/mini.py "What is 27 + 58?"."""
+"""Lessons 1 to 3 in one file. From the repository's root: python docs/mini.py "What is 27 + 58?"."""
 
 import sys
 from itertools import accumulate

@@ -25,16 +25,16 @@ from tests.test_structure import PACKAGE, imports_of
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-CHAPTERS = sorted(DOCS.glob("[0-9]*.md"))
+LESSONS = sorted(DOCS.glob("[0-9]*.md"))
 AT_LENGTH = ("16-a-policy",)  # seconds
 GUIDE = sorted((DOCS / "guide").glob("*.md"))
 READMES = [ROOT / "README.md", ROOT / "README.zh.md"]
 ARTICLE = DOCS / "one-evening.md"
 BUILT = DOCS / "run.html"  # by a command that docs/README.md names
-COURSE = [DOCS / "README.md", DOCS / "glossary.md", ARTICLE, *CHAPTERS]
+COURSE = [DOCS / "README.md", DOCS / "glossary.md", ARTICLE, *LESSONS]
 PAGES = [*READMES, *COURSE, *GUIDE, ROOT / "benchmarks" / "gpu.md"]
 by_name = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-each_chapter = pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda chapter: chapter.stem)
+each_lesson = pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.stem)
 
 
 @pytest.fixture(autouse=True)
@@ -56,14 +56,14 @@ def code_blocks(page: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "chapter",
+    "lesson",
     [
         pytest.param(path, id=path.stem, marks=pytest.mark.slow if path.stem in AT_LENGTH else ())
-        for path in CHAPTERS[:-1]
+        for path in LESSONS[:-1]
     ],
 )
-def test_a_chapter_prints_what_it_says(chapter):
-    run(chapter)
+def test_a_lesson_prints_what_it_says(lesson):
+    run(lesson)
 
 
 def test_the_article_prints_what_it_says_and_says_what_was_measured():
@@ -75,29 +75,29 @@ def test_the_article_prints_what_it_says_and_says_what_was_measured():
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_the_chapter_on_kernels_prints_what_it_says_under_tritons_interpreter():
-    command = [sys.executable, "-c", "from tests.test_docs import CHAPTERS, run; run(CHAPTERS[-1])"]
+def test_the_lesson_on_kernels_prints_what_it_says_under_tritons_interpreter():
+    command = [sys.executable, "-c", "from tests.test_docs import LESSONS, run; run(LESSONS[-1])"]
     result = subprocess.run(
         command, env={**os.environ, "TRITON_INTERPRET": "1"}, cwd=ROOT, capture_output=True, text=True
     )
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_the_kernel_is_the_code_of_its_chapter():
-    shown = re.findall(r"```py\n(.*?)```", CHAPTERS[-1].read_text(), re.DOTALL)
+def test_the_kernel_is_the_code_of_its_lesson():
+    shown = re.findall(r"```py\n(.*?)```", LESSONS[-1].read_text(), re.DOTALL)
     assert "@triton.jit" in shown[0]
     assert shown[0] in (DOCS / "kernel.py").read_text()
 
 
-def test_a_chapter_that_says_something_else_fails(tmp_path):
+def test_a_lesson_that_says_something_else_fails(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("```python\n>>> 1 + 1\n2\n```\n<details>\n\n```python\n>>> 1 + 1\n3\n```\n\n</details>\n")
     with pytest.raises(AssertionError, match=r"Got:\n *2"):
         run(page)
 
 
-def test_the_mini_engine_is_the_code_of_the_first_three_chapters():
-    taught = [block for chapter in CHAPTERS[:3] for block in code_blocks(chapter) if ">>>" not in block]
+def test_the_mini_engine_is_the_code_of_the_first_three_lessons():
+    taught = [block for lesson in LESSONS[:3] for block in code_blocks(lesson) if ">>>" not in block]
     lines = (DOCS / "mini.py").read_text().splitlines()
     assert [line for block in taught for line in block.splitlines() if line] == [
         line for line in lines if line
@@ -161,23 +161,23 @@ def test_what_a_page_points_at_exists(page):
         operator.attrgetter(symbol)(importlib.import_module(module.replace("/", ".")))
 
 
-@each_chapter
-def test_a_chapter_has_code_pointers_an_exercise_and_its_answer(chapter):
-    lesson, exercise = chapter.read_text().split("\n## Exercise\n")
+@each_lesson
+def test_a_lesson_has_code_pointers_an_exercise_and_its_answer(lesson):
+    body, exercise = lesson.read_text().split("\n## Exercise\n")
     question, answer = exercise.split("\n<details><summary>Answer</summary>\n")
     assert question.strip()
-    assert len(SYMBOL.findall(lesson.split("\n## In the engine\n")[1])) >= 2
-    for part in lesson, answer.split("\n</details>\n")[0]:
+    assert len(SYMBOL.findall(body.split("\n## In the engine\n")[1])) >= 2
+    for part in body, answer.split("\n</details>\n")[0]:
         assert "```python\n>>> " in part
 
 
-def test_the_contents_list_every_chapter_in_order_under_its_title():
+def test_the_contents_list_every_lesson_in_order_under_its_title():
     listed = re.findall(
         r"^\| (\d+) \| \[([^\]]+)\]\(([^)]+)\)", (DOCS / "README.md").read_text(), re.MULTILINE
     )
-    assert [name for _, _, name in listed] == [chapter.name for chapter in CHAPTERS]
-    for (number, title, _), chapter in zip(listed, CHAPTERS, strict=True):
-        assert chapter.read_text().startswith(f"# {number}. {title}")
+    assert [name for _, _, name in listed] == [lesson.name for lesson in LESSONS]
+    for (number, title, _), lesson in zip(listed, LESSONS, strict=True):
+        assert lesson.read_text().startswith(f"# {number}. {title}")
 
 
 def test_a_file_of_a_picture_is_what_the_script_draws():
@@ -185,7 +185,7 @@ def test_a_file_of_a_picture_is_what_the_script_draws():
         assert (DOCS / name).read_text() == draw().svg(), f"{name}: python -m docs.figures"
 
 
-def test_the_glossary_is_in_order_and_names_chapters_by_their_numbers():
+def test_the_glossary_is_in_order_and_names_lessons_by_their_numbers():
     rows = re.findall(
         r"^\| ([^|]+) \| .+ \| \[(\d+)\]\((\d+)-", (DOCS / "glossary.md").read_text(), re.MULTILINE
     )
@@ -196,7 +196,7 @@ def test_the_glossary_is_in_order_and_names_chapters_by_their_numbers():
 
 
 def test_each_picture_is_shown_says_what_it_is_and_is_drawn_for_light_and_dark():
-    shown = [name for page in CHAPTERS for name in re.findall(r"!\[[^\]]+\]\(([^)]+)\)", page.read_text())]
+    shown = [name for page in LESSONS for name in re.findall(r"!\[[^\]]+\]\(([^)]+)\)", page.read_text())]
     assert sorted(shown) == sorted(path.name for path in DOCS.glob("*.svg"))
     for name in shown:
         picture = ElementTree.parse(DOCS / name).getroot()
@@ -289,7 +289,7 @@ def test_the_site_is_made_and_its_links_lead_somewhere(tmp_path):
     build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
     made = subprocess.run(build, capture_output=True, text=True, cwd=tmp_path)
     assert made.returncode == 0, made.stderr
-    pages = {page.relative_to(DOCS).with_suffix(".html") for page in [ARTICLE, *CHAPTERS, *GUIDE]}
+    pages = {page.relative_to(DOCS).with_suffix(".html") for page in [ARTICLE, *LESSONS, *GUIDE]}
     for name in {str(page).replace("README", "index") for page in pages} | {"index.html", "run.html"}:
         text = (site / name).read_text()
         assert "```" not in text, "code that was not set as code"

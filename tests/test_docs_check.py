@@ -4,12 +4,12 @@ import re
 
 import pytest
 
-from docs.check import CHAPTERS, CHECKS, SOLUTION, failures, main, stub
+from docs.check import LESSONS, CHECKS, SOLUTION, failures, main, stub
 
 RIGHT = SOLUTION.read_text()
-BY_LETTERS = [chapter for chapter in CHAPTERS if chapter != "all"]
+BY_LETTERS = [lesson for lesson in LESSONS if lesson != "all"]
 
-MISTAKES = {  # chapter, what goes wrong: the right code, the wrong code
+MISTAKES = {  # lesson, what goes wrong: the right code, the wrong code
     ("3", "a block late"): ("-(-num_tokens // self.block_size)", "num_tokens // self.block_size"),
     ("3", "a block early"): ("-(-num_tokens // self.block_size)", "num_tokens // self.block_size + 1"),
     ("3", "the block's number for the slot"): ("* self.block_size + position %", "+ position %"),
@@ -59,30 +59,30 @@ MISTAKES = {  # chapter, what goes wrong: the right code, the wrong code
 }
 
 
-@pytest.mark.parametrize("chapter", [*BY_LETTERS, pytest.param("all", marks=pytest.mark.slow)])
-def test_the_solution_is_right(chapter):
-    assert failures(RIGHT, chapter) == []
+@pytest.mark.parametrize("lesson", [*BY_LETTERS, pytest.param("all", marks=pytest.mark.slow)])
+def test_the_solution_is_right(lesson):
+    assert failures(RIGHT, lesson) == []
 
 
-@pytest.mark.parametrize("chapter", [*BY_LETTERS, pytest.param("all", marks=pytest.mark.slow)])
-def test_nothing_of_the_stub_is_right_and_it_says_so(chapter):
-    found = failures(stub(), chapter)
-    assert len(found) == len(CHECKS[chapter])
+@pytest.mark.parametrize("lesson", [*BY_LETTERS, pytest.param("all", marks=pytest.mark.slow)])
+def test_nothing_of_the_stub_is_right_and_it_says_so(lesson):
+    found = failures(stub(), lesson)
+    assert len(found) == len(CHECKS[lesson])
     assert all("not written yet" in failure for failure in found)
 
 
-@pytest.mark.parametrize(("chapter", "mistake"), MISTAKES)
-def test_a_mistake_is_caught_in_its_chapter_and_in_no_other(chapter, mistake):
-    right, wrong = MISTAKES[chapter, mistake]
+@pytest.mark.parametrize(("lesson", "mistake"), MISTAKES)
+def test_a_mistake_is_caught_in_its_lesson_and_in_no_other(lesson, mistake):
+    right, wrong = MISTAKES[lesson, mistake]
     assert RIGHT.count(right) == 1
     student = RIGHT.replace(right, wrong)
-    assert failures(student, chapter)
-    assert not any(failures(student, other) for other in BY_LETTERS if other != chapter)
+    assert failures(student, lesson)
+    assert not any(failures(student, other) for other in BY_LETTERS if other != lesson)
 
 
-def test_each_chapter_knows_two_mistakes():
-    for chapter in BY_LETTERS:
-        assert sum(where == chapter for where, _ in MISTAKES) >= 2
+def test_each_lesson_knows_two_mistakes():
+    for lesson in BY_LETTERS:
+        assert sum(where == lesson for where, _ in MISTAKES) >= 2
 
 
 def test_the_command_says_what_is_wrong_in_words(tmp_path, capsys):
@@ -96,15 +96,15 @@ def test_the_command_says_what_is_wrong_in_words(tmp_path, capsys):
     )
 
 
-@pytest.mark.parametrize("chapter", BY_LETTERS)
-def test_a_check_that_a_lesson_quotes_exists(chapter):
-    (page,) = SOLUTION.parent.glob(f"{int(chapter):02}-*.md")
+@pytest.mark.parametrize("lesson", BY_LETTERS)
+def test_a_check_that_a_lesson_quotes_exists(lesson):
+    (page,) = SOLUTION.parent.glob(f"{int(lesson):02}-*.md")
     for quote in re.findall(r'The check should fail at "([^"]+)"', " ".join(page.read_text().split())):
-        assert any(quote in sentence for sentence, _ in CHECKS[chapter])
+        assert any(quote in sentence for sentence, _ in CHECKS[lesson])
 
 
-def test_the_help_lists_the_chapters(capsys):
+def test_the_help_lists_the_lessons(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     printed = capsys.readouterr().out
-    assert all(what in printed for what in CHAPTERS.values())
+    assert all(what in printed for what in LESSONS.values())
