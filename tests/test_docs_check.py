@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from docs.check import LESSONS, CHECKS, SOLUTION, failures, main, stub
+from docs.check import CHECKS, LESSONS, SOLUTION, failures, main, stub
 
 RIGHT = SOLUTION.read_text()
 BY_LETTERS = [lesson for lesson in LESSONS if lesson != "all"]
