@@ -7,15 +7,16 @@ Each `EngineCore.step` does the following:
     sampled  = runner.collect(launch)            # wait for the tokens
     advanced = scheduler.update(batch, sampled)  # append tokens, finish sequences, free their blocks
 
-With async scheduling, a step is collected only after the next step was launched, so that the device does not
-wait for the host. The next step then needs tokens that only the device knows: `before` samples those.
+With async scheduling, a step is collected only after the next step has been launched, so that the device does
+not wait for the host. The next step then needs tokens that only the device has: `before` is the launch that
+samples them.
 
 Read top to bottom: Sequence, BlockManager, Scheduler, build_inputs, ModelRunner, EngineCore. Only the
 scheduler and its block manager (or their subclasses) change sequences, queues and blocks, and neither
 touches a tensor. The runner owns the model and the KV cache, and only reads sequences.
 
 llm_engine.py sits above this file: it turns requests into sequences, and their tokens into outputs. Optional
-features live in extensions/: each file there extends these classes without changing them.
+features live in extensions/ and, if few users need them, contrib/. Each extends these classes from outside.
 
 The ideas by name: PagedAttention and automatic prefix caching (BlockManager), continuous batching, chunked
 prefill and recomputation preemption (Scheduler), CUDA graphs (ModelRunner), async scheduling (EngineCore).
@@ -24,16 +25,16 @@ Glossary:
     block           the cache memory for `block_size` consecutive tokens of a sequence
     block_table     a sequence's blocks: the i-th holds its tokens [i * block_size, (i + 1) * block_size)
     slot            one token's place in the cache. With block_size 4 and block_table [7, 2], the token at
-                    position 5 is the second of the second block: slot 2 * 4 + 1 = 9
+                    position 5 is at offset 1 of block_table[1], which is block 2: slot 2 * 4 + 1 = 9
     computed        a token whose K and V are in the cache, or will be once the scheduled steps have run
     registered      a full block that the prefix cache can find
-    hit             a registered block that holds part of a sequence when the sequence is admitted, computed
-                    for another sequence or before a preemption. Each token in the block is a hit too
+    hit             a registered block that a sequence reuses when it is admitted. It was computed for another
+                    sequence, or for this one before a preemption. Each token in the block is a hit too
     token budget    how many tokens one step may compute, `max_num_batched_tokens`
     in flight       a step that was launched and not yet collected
     pending         a token that a step in flight will sample: its position is known, its value is not
     preempt         free a running sequence's blocks; the sequence keeps its tokens and is recomputed later
-    device          the processor that computes: backends/device.py
+    device          the CPU or GPU that runs the model: backends/device.py
 
 Shape letters: T tokens of a step, S sequences, R tokens sampled, P pending tokens, E hidden size.
 """
@@ -83,8 +84,8 @@ class Sequence:
     If the prompt had only 8 tokens, all of them hits, it would be admitted with num_computed_tokens 7: the
     last token is computed again, because its logits choose the next token.
 
-    `num_tokens` includes the pending token of a running sequence. With async scheduling, the next step is
-    scheduled before that token is known, and computes it without its value ever reaching the host first:
+    `num_tokens` includes the pending tokens of a running sequence. With async scheduling, the next step is
+    scheduled before that token is known, and reads its value on the device, not from the host:
 
                           chunk     known tokens  num_computed_tokens  num_tokens  pending positions
         step 1 scheduled  [8, 10)   10            10                   11          10
@@ -103,7 +104,7 @@ class Sequence:
     bad_words: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
     prompt_logprobs: int | None = None  # how many to report per prompt token; None: not requested
     detokenizer: Detokenizer | None = None  # makes the output text and finds stop strings; None: no text
-    processors: tuple[RowProcessor, ...] = ()  # edit its logits, in addition to params
+    processors: tuple[RowProcessor, ...] = ()  # edit the sequence's logits, as params may too
     num_prompt_tokens: int = field(init=False)
 
     # Written by the scheduler.
@@ -133,8 +134,8 @@ class Sequence:
     def num_tokens(self) -> int:
         """Prompt and output, including a pending token.
 
-        When all known tokens are computed, one more is pending: the step that computes the last one samples
-        the next. After a preemption nothing is computed, so a token in flight is not counted.
+        When all known tokens are computed, the one after the last computed token is pending, and is counted.
+        After a preemption nothing is computed, so a token that is still pending is not counted.
         """
         num_known, num_computed = len(self.token_ids), self.num_computed_tokens
         return num_known if num_known > num_computed else num_computed + 1
@@ -171,8 +172,8 @@ class BlockKey(NamedTuple):
 class Block:
     """Describes one physical block. A freed block keeps its key, so it can be hit until it is reused.
 
-    A prefix_id identifies all tokens from the start of a sequence to the end of a block. If two sequences
-    computed the same tokens at the same time, their blocks are twins and share one prefix_id:
+    A prefix_id identifies all tokens from the start of a sequence to the end of a block. Blocks with the same
+    tokens after the same prefix, each computed by its own sequence, are twins and share one prefix_id:
 
         block    tokens     after block    parent_id    prefix_id
         1        a b c d    -              0            1
@@ -194,12 +195,12 @@ class BlockManager:
 
     Block 0 is the null block. It is never allocated: padding points at it, and unwanted K and V go there.
     Every other block is either in use (ref_count is the number of block tables that contain it) or free. Free
-    blocks wait in two queues. Those without registered content are reused first, the most recently freed one
-    before the others, because its memory may still be in the processor's cache. Those with registered content
-    follow, least recently used first. A hit removes its block from the middle of that queue in O(1).
+    blocks wait in two queues. Those without registered content are reused first, last in first out: the most
+    recently freed block may still be in the processor's cache. Those with registered content follow, least
+    recently used first. A hit removes its block from the middle of that queue in O(1).
 
     A hit is verified by content and parent, so a hash collision costs one comparison and never a wrong token.
-    A block whose parent and all of the parent's twins are evicted can no longer be found, and is evicted too.
+    A block whose parent and all of the parent's twins are evicted is never found again, and ages out unused.
 
     vLLM's BlockPool and KVCacheManager in one class. Source: PagedAttention, https://arxiv.org/abs/2309.06180
     """
@@ -234,7 +235,7 @@ class BlockManager:
     def allocate(self, seq: Sequence) -> bool:
         """Give a sequence blocks for all of its tokens: first its prefix cache hits, then free blocks.
 
-        Returns False and changes nothing if there are too few free blocks.
+        Returns False and takes no block if there are too few free blocks.
         """
         hits = self.find_prefix(seq)
         if not self._hold(hits, self.num_blocks_for(seq.num_tokens) - len(hits)):
@@ -299,7 +300,7 @@ class BlockManager:
         """Release all blocks of a sequence, the last block first, so that tails are evicted before prefixes.
 
         A lookup starts at the first block, so a prefix is useful without its tail, but not the reverse.
-        A step in flight may still use these blocks: their next owner computes in a later step.
+        A step in flight may still use these blocks. That is safe: their next owner computes in a later step.
         """
         for block_id in reversed(seq.block_table):
             self._release(block_id)
@@ -346,7 +347,7 @@ class BlockManager:
         return True
 
     def _grow(self, seq: Sequence, num_tokens: int) -> None:
-        """Add free blocks, of which there are enough, until there is room for num_tokens tokens."""
+        """Add blocks until there is room for num_tokens tokens. The caller checks that enough are free."""
         num_new = self.num_blocks_for(num_tokens) - len(seq.block_table)
         seq.block_table += [self._take_free_block() for _ in range(num_new)]
         seq.capacity = len(seq.block_table) * self.block_size
@@ -381,7 +382,7 @@ class BlockManager:
         return None
 
     def _register(self, seq: Sequence, i: int, parent_id: int) -> None:
-        """Register a sequence's i-th block. seq.prefix_id already identifies the tokens up to its end."""
+        """Register a sequence's i-th block. seq.prefix_id must already be that block's prefix_id."""
         block, key = self.blocks[seq.block_table[i]], seq.block_keys[i]
         block.key, block.parent_id, block.prefix_id = key, parent_id, seq.prefix_id
         self.registered_blocks.setdefault(key.hash, {})[block.block_id] = block
@@ -400,7 +401,7 @@ class BlockManager:
             seq.block_keys.append(BlockKey(parent_hash, content))
 
     def _take_free_block(self) -> int:
-        """Return the free block that is cheapest to lose, after unregistering its old content."""
+        """Take the free block that is cheapest to lose, unregister its content, and return its id."""
         if self.empty_blocks:
             block = self.empty_blocks.popleft()
         else:
@@ -419,20 +420,20 @@ class BlockManager:
 
 
 class Chunk(NamedTuple):
-    """Names the tokens [start, end) of a sequence that a step computes."""
+    """The tokens [start, end) of a sequence, which one step computes."""
 
     seq: Sequence
     start: int
     end: int
-    # Whether it reaches the sequence's end, so that a token is sampled. That end moves with the next step.
+    # Whether it reaches the sequence's end, so that a token is sampled. Stored, as the end moves every step.
     samples: bool
-    # The list that [start, end) indexes: the sequence's own, which is one short while the last token is
+    # What [start, end) indexes: the sequence's own list, which lacks the last token while that is
     # pending. With draft tokens it is a copy with the drafts appended (extensions/speculate.py).
     token_ids: list[int]
 
 
 class ScheduledBatch(NamedTuple):
-    """Lists the chunks that one step computes. It is complete when made and never changes."""
+    """Lists the chunks that one step computes. No later step changes it."""
 
     chunks: list[Chunk]
     sampled_seqs: list[Sequence]  # the sequences of the chunks that sample, in order
@@ -444,15 +445,15 @@ class Scheduler:
 
     There is no prefill phase and no decode phase. A sequence has `num_tokens - num_computed_tokens` tokens
     left to compute, and each step spends its token budget on running sequences first, then on waiting ones.
-    A decode has one token left. A long prompt gets what the budget leaves (chunked prefill): with a budget of
+    A decode has one token left. A long prompt gets the rest of the budget (chunked prefill): with a budget of
     4, a prompt of 10 tokens runs as the chunks [0, 4), [4, 8) and [8, 10), and only the last one samples.
-    A prefix hit starts further along, a preempted sequence starts over. Sequences join and leave at every
-    step, which is called continuous batching.
+    A prefix hit lets a sequence start further along. A preempted sequence starts over. Sequences join and
+    leave at every step, which is called continuous batching.
 
     Both queues are sorted by `Sequence.order`. The head of the waiting queue is admitted first, and the
     others wait until it is. When a running sequence needs a block and none is free, the last running sequence
-    is preempted (recomputation preemption). A waiting sequence of any priority preempts none, so that FCFS
-    and priority scheduling are the same code.
+    is preempted (recomputation preemption). A waiting sequence never preempts a running one, whatever its
+    priority, so FCFS and priority scheduling are the same code.
     """
 
     def __init__(
@@ -506,15 +507,15 @@ class Scheduler:
                 budget -= chunk.end - chunk.start
             i += 1
 
-        # After a preemption blocks are scarce: admitting now would only preempt again. A preempted sequence
-        # may have a token in flight too, which it would sample a second time. The next call sees it appended.
+        # After a preemption blocks are scarce: admitting now would only preempt again. Also, a sequence just
+        # preempted may have a pending token, which it would sample again. By the next call it is appended.
         may_admit = num_preemptions == self.num_preemptions
         while may_admit and self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             seq = self.waiting[0]
             if not self.block_manager.allocate(seq):
                 break
             bisect.insort(self.running, seq, key=BY_ORDER)
-            # Briefly in both queues, never in neither: if a signal arrives here, `recover` still finds it.
+            # Insert, then delete: if a signal handler raises in between, `recover` still finds the sequence.
             del self.waiting[0]
             if seq.first_scheduled_time is None:
                 seq.first_scheduled_time = time.monotonic()
@@ -546,7 +547,7 @@ class Scheduler:
         return seq
 
     def _schedule_chunk(self, seq: Sequence, num_tokens: int, budget: int) -> Chunk:
-        """Schedule as many of the sequence's uncomputed tokens as the budget (at least 1) allows."""
+        """Schedule the sequence's uncomputed tokens, limited by budget (at least 1) and max_chunk_tokens."""
         start, limit = seq.num_computed_tokens, self.max_chunk_tokens
         end = num_tokens if num_tokens - start == 1 else min(num_tokens, start + budget, start + limit)
         seq.num_computed_tokens = end
@@ -559,7 +560,7 @@ class Scheduler:
     # -- after the forward pass
 
     def update(self, batch: ScheduledBatch, token_ids: list[int | None]) -> list[Sequence]:
-        """Append the tokens that a step sampled, one per `batch.sampled_seqs`.
+        """Append the tokens that a step sampled, one for each of `batch.sampled_seqs`.
 
         Returns the sequences that received a token or failed without one, not those that finished meanwhile.
         """
@@ -585,8 +586,8 @@ class Scheduler:
             try:
                 stop_string = seq.detokenizer.append(token_id, is_stop_id)  # a stop token has no text
             except Exception:  # fails this sequence alone: the others still get their tokens
-                logging.getLogger(__name__).exception("a tokenizer failed on its own tokens")
-                self.finish(seq, "error", "the tokenizer failed on its own tokens")
+                logging.getLogger(__name__).exception("the tokenizer failed on a sampled token")
+                self.finish(seq, "error", "the tokenizer failed on a sampled token")
                 return
         if stop_string is not None:
             self.finish(seq, "stop", stop_string)
@@ -607,7 +608,7 @@ class Scheduler:
 
         Nothing that the step wrote or registered can be trusted, so the prefix cache is cleared, and all
         sequences are recomputed from their tokens. Which one caused the failure is unknown. A sequence that
-        ran in two failing steps without a new token in between finishes with "error", not to fail forever.
+        ran in two failed steps with no new token in between finishes with "error", or it might fail forever.
         """
         failed = self.running or self.waiting[:1]  # nothing ran: the head of the queue failed to schedule
         again = [seq for seq in failed if self.length_at_failure.get(seq.seq_id) == len(seq.token_ids)]
@@ -631,9 +632,9 @@ def build_inputs(
     """Lay a batch out as arrays. A pure function of integers, with no Python loop over tokens.
 
     backends/inputs.py documents each array. Example with blocks of 4: a sequence with block table [7, 2]
-    decodes token 14 at position 4, and one with block table [3] computes tokens 22, 23 at positions 2, 3.
+    decodes token 31 at position 4, and one with block table [3] computes tokens 22, 23 at positions 2, 3.
 
-        input_ids     14 22 23        cu_seqlens_q  0 1 3    sequence i has rows [cu[i], cu[i + 1])
+        input_ids     31 22 23        cu_seqlens_q  0 1 3    sequence i has rows [cu[i], cu[i + 1])
         positions     4  2  3         seq_lens      5 4      the number of keys each sequence attends to
         slot_mapping  8  14 15        block_tables  [7, 2] [3, 0]
 
@@ -661,9 +662,9 @@ def build_inputs(
     positions = np.arange(batch.num_tokens) - cu_seqlens_q[seq_of_row] + first_positions[seq_of_row]
     block_tables = pad_block_tables([seq.block_table for seq in seqs])
     slot_mapping = map_slots(block_tables, seq_of_row, positions, block_size)
-    # If a whole prompt was hit, its last token is computed again only for its logits. Its K and V are already
-    # in a block that other sequences read. The new ones are written to the null block instead, at the slot
-    # modulo block_size, where nothing reads them.
+    # If all of a sequence's tokens are hits, the last one is computed again only for its logits. Its K and V
+    # are already in a block that other sequences read. The new ones are written to the null block instead, at
+    # the slot modulo block_size, where nothing reads them.
     num_hit_tokens = np.fromiter([seq.num_hit_tokens for seq in seqs], np.int64)
     slot_mapping[positions < num_hit_tokens[seq_of_row]] %= block_size
 
@@ -684,7 +685,7 @@ def build_inputs(
             max_query_len=int(query_lens.max()),
             max_seq_len=int(seq_lens.max()),
             has_cached_tokens=bool(first_positions.any()),
-            # argmax finds the first longer chunk, or the True at the end.
+            # argmax finds the first chunk longer than one token, or the appended True if there is none.
             num_leading_decodes=int(np.append(query_lens > 1, True).argmax()),
             needed_rows=is_needed.nonzero()[0],
         ),
@@ -710,7 +711,7 @@ def pad_block_tables(block_tables: list[list[int]]) -> np.ndarray:
 def map_slots(
     block_tables: np.ndarray, seq_of_row: np.ndarray, positions: np.ndarray, block_size: int
 ) -> np.ndarray:
-    """Return each row's cache slot, (T,) int64, from its sequence's index in block_tables and its position.
+    """Return each row's cache slot, (T,) int64. Row i's block table is block_tables[seq_of_row[i]].
 
     >>> map_slots(np.array([[7, 2], [3, 0]]), np.array([0, 1, 1]), np.array([4, 2, 3]), block_size=4).tolist()
     [8, 14, 15]
@@ -741,15 +742,15 @@ class Sampled(NamedTuple):
 class ModelRunner:
     """Owns the model, the KV cache and the device, and turns a batch into sampled tokens.
 
-    The processor-specific parts are methods of the device, and of the `forward` that it makes at startup:
+    The device-specific parts are methods of the device, and of the `forward` that it makes at startup:
 
         device.running()          a `with` block around all computation: it may pin threads to cores
         device.send(arrays)       returns a step's arrays as device tensors, without waiting for the copy
         device.download(tensor)   starts a copy to the host; its `read()` waits for that copy alone
-        forward.pad(inputs)       CUDA graphs are captured at startup for steps of one token per sequence and
-                                  1, 2, 4, 8, 16, 24, 32, ... up to 512 sequences. A step of 13 is padded to
-                                  16 with rows that write to the null block. Other steps stay as they are
-        forward(compute, inputs)  replays the graph for 16, or calls `compute(inputs)` if there is no graph
+        forward.pad(inputs)       pads a step to the next size that has a CUDA graph, with rows that write to
+                                  the null block: 13 to 16. Graphs exist for steps of one token per sequence
+                                  and 1, 2, 4, 8, 16, 24, 32, ... up to 512 sequences; other steps stay as is
+        forward(compute, inputs)  replays the graph of that size, or calls `compute(inputs)` if there is none
 
     Args:
         model: called with input ids, positions, caches and a step's attention, it returns hidden states,
@@ -833,7 +834,7 @@ class ModelRunner:
 class Collected(NamedTuple):
     """Holds the results of one collected step."""
 
-    advanced: list[Sequence]  # the sequences that received a token: what `Scheduler.update` returned
+    advanced: list[Sequence]  # received a token or failed without one: what `Scheduler.update` returned
     logprobs: Logprobs  # of these sequences, and possibly of others whose samples were discarded
 
 
@@ -850,14 +851,14 @@ class EngineCore:
         self.num_steps = 0  # number of collected steps
 
     def step(self) -> Iterator[Collected]:
-        """Launch one step, and collect the steps that must not stay in flight.
+        """Launch one step, and collect steps until at most `max_in_flight` are in flight.
 
-        A generator, because one call may collect two steps, and the first one's results must reach the caller
-        even if the second raises. Run it to its end. After an exception, call `recover`.
+        A generator, because the results of an early collect must reach the caller even if the launch raises.
+        Run it to its end. After an exception, call `recover`.
         """
         before = self.in_flight[-1] if self.in_flight else None  # at most one step is in flight here
-        # Penalties, bans and processors need all earlier tokens on the host. If a sequence in flight has any,
-        # wait for its token: this step does not overlap with the previous one.
+        # Penalties, bans and processors need all earlier tokens on the host. If a sequence of `before` uses
+        # them, wait for its token first: this step does not overlap with the previous one.
         if before is not None and any(
             seq.params.edits_logits or seq.processors for seq in before.batch.sampled_seqs
         ):
@@ -869,7 +870,7 @@ class EngineCore:
         stopwatch.lap("schedule")
         if batch.chunks:
             self.launch(batch, before)
-        # If nothing was launched there is nothing to overlap with: collect everything.
+        # If nothing was launched, there is nothing to overlap with: collect everything.
         while len(self.in_flight) > (self.max_in_flight if batch.chunks else 0):
             yield self.collect()
 

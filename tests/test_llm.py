@@ -558,7 +558,7 @@ def test_failed_tokenizer_ends_only_its_request(alphabet, caplog):
         finished = {request_id: output.outputs[0] for request_id, output in finish(alphabet).items()}
     assert (finished["0"].text, finished["0"].finish_reason) == ("bc", "length")
     assert (finished["1"].token_ids, finished["1"].finish_reason) == (list(b"cd"), "error")
-    assert finished["1"].stop_reason == "the tokenizer failed on its own tokens"
+    assert finished["1"].stop_reason == "the tokenizer failed on a sampled token"
     assert finished["2"].text == "defg"
     assert [len(completion.logprobs) for completion in finished.values()] == [2, 2, 4]
     assert "flaky" in caplog.text
