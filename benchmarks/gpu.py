@@ -85,19 +85,17 @@ def measure_attention(device: str, batches: dict[str, list[tuple[int, int]]] = B
     """Measure one layer's attention with each backend."""
     import torch
 
-    from nanoengine.backends.attention import TorchAttention
-    from nanoengine.backends.flash import FlashAttention, VarlenAttention
-    from nanoengine.backends.kv_cache import KVSpec
-    from nanoengine.backends.triton import TritonAttention
+    from nanoengine.backends import attention, cuda, flash, kv_cache, triton
 
     where = torch.device(device)
-    specs = [KVSpec(NUM_KV_HEADS, HEAD_DIM, HEAD_DIM, torch.bfloat16)]
+    specs = [kv_cache.KVSpec(NUM_KV_HEADS, HEAD_DIM, HEAD_DIM, torch.bfloat16)]
     found: dict[str, Any] = {}
-    kinds: list[Any] = [FlashAttention, VarlenAttention, TritonAttention, TorchAttention]
+    kinds: list[Any] = [flash.FlashAttention, flash.VarlenAttention]
+    kinds += [triton.TritonAttention, attention.TorchAttention]
     for backend in kinds:
         reason = backend.obstacle(specs, frozenset())
         if reason is None and device == "cuda":
-            reason = backend.try_out(specs, frozenset(), BLOCK_SIZE, where)
+            reason = cuda.try_out(backend, specs, frozenset(), BLOCK_SIZE, where)
         times = {} if reason else {name: attention_ms(backend, lens, where) for name, lens in batches.items()}
         found[backend.name] = times or {"error": reason}
     return found

@@ -12,7 +12,6 @@ values, if different), L cached tokens of a sequence (padded to whole blocks), B
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -81,14 +80,6 @@ class QueryChunk:
     block_table: Tensor  # (blocks,) int32
 
 
-Lengths = tuple[tuple[int, int], tuple[int, int]]  # the new tokens of two sequences, and all their tokens
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error, for the user. PyTorch's errors continue with advice and traces."""
-    return f"{type(error).__name__}: {error}".strip().splitlines()[0]
-
-
 class PagedAttention(ABC):
     """Computes causal attention over the paged cache for one step.
 
@@ -111,59 +102,6 @@ class PagedAttention(ABC):
     def obstacle(cls, specs: Sequence[KVSpec], settings: frozenset[str]) -> str | None:
         """Return why the backend cannot compute layers with these specs and settings, or None if it can."""
         return None
-
-    @classmethod
-    def try_out(
-        cls, specs: Sequence[KVSpec], settings: frozenset[str], block_size: int, device: torch.device
-    ) -> str | None:
-        """Run the backend on that device. Return why it cannot compute such layers there, or None if it can.
-
-        All values are one, so all results must be one. A backend may use different kernels for prompts,
-        chunks mixed with decodes, and decodes alone.
-        """
-        for spec in dict.fromkeys(specs):
-            for lens in (((2, 1), (2, 1)), ((1, 2), (3, 3)), ((1, 1), (2, 1))):
-                try:
-                    out = cls._attend_to_ones(spec, settings, block_size, device, lens)
-                except Exception as error:  # no such kernel, no C compiler, too little shared memory, ...
-                    return f"it failed when tried: {first_line(error)}"
-                if not bool((out - 1).abs().max() < 0.01):
-                    return "it computed wrong results when tried"
-        return None
-
-    @classmethod
-    def _attend_to_ones(
-        cls, spec: KVSpec, settings: frozenset[str], block_size: int, device: torch.device, lens: Lengths
-    ) -> Tensor:
-        """Attend for two sequences of one block each. The block tables are wide enough for split keys."""
-        query_lens, seq_lens = lens
-        int32 = partial(torch.tensor, dtype=torch.int32, device=device)
-        width, num_heads = -(-4096 // block_size), spec.num_kv_heads
-        ends = [(1 + i) * block_size + seq_len for i, seq_len in enumerate(seq_lens)]
-        slots = [slot for n, end in zip(query_lens, ends, strict=True) for slot in range(end - n, end)]
-        metadata = AttentionMetadata(
-            cu_seqlens_q=int32([0, query_lens[0], sum(query_lens)]),
-            cu_seqlens_k=int32([0, seq_lens[0], sum(seq_lens)]),
-            seq_lens=int32(seq_lens),
-            block_tables=int32([[block_id] + [0] * (width - 1) for block_id in (1, 2)]),
-            slot_mapping=torch.tensor(slots, device=device),
-            max_query_len=max(query_lens),
-            max_seq_len=width * block_size,
-            has_cached_tokens=query_lens != seq_lens,
-            num_leading_decodes=0 if query_lens[0] > 1 else query_lens.count(1),
-        )
-        cache = KVCache.zeros(spec, 3, block_size, device)
-        cache.v.fill_(1)
-        k = torch.zeros(len(slots), num_heads, spec.k_head_dim, dtype=spec.dtype, device=device)
-        v = torch.ones(len(slots), num_heads, spec.v_head_dim, dtype=spec.dtype, device=device)
-        return cls(metadata, block_size)(
-            *(k, k, v, cache),
-            scale=1.0,
-            window=2 if "window" in settings else None,
-            softcap=1.0 if "softcap" in settings else None,
-            sinks=torch.full((num_heads,), -torch.inf, device=device) if "sinks" in settings else None,
-            alibi_slopes=torch.ones(num_heads, device=device) if "alibi_slopes" in settings else None,
-        )
 
     def __call__(
         self,

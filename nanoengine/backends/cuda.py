@@ -1,6 +1,6 @@
 """The GPU device: transfers that the host does not wait for, fused kernels, and CUDA graphs.
 
-Top to bottom: transfers, fusion, decode graphs, and `CUDA`, which uses all of them.
+Top to bottom: trying out backends, transfers, fusion, decode graphs, and `CUDA`, which uses all of them.
 """
 
 import bisect
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanoengine.backends.attention import PagedAttention, TorchAttention, first_line
+from nanoengine.backends.attention import PagedAttention, TorchAttention
 from nanoengine.backends.device import (
     Attention,
     Compute,
@@ -30,9 +30,82 @@ from nanoengine.backends.device import (
     Trial,
     host_memory,
 )
-from nanoengine.backends.inputs import ModelInputs, send_inputs
-from nanoengine.backends.kv_cache import KVSpec
+from nanoengine.backends.inputs import AttentionMetadata, ModelInputs, send_inputs
+from nanoengine.backends.kv_cache import KVCache, KVSpec
 from nanoengine.config import EngineConfig
+
+# ---- Trying out attention backends ---------------------------------------------------------------
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error, for the user. PyTorch's errors continue with advice and traces."""
+    return f"{type(error).__name__}: {error}".strip().splitlines()[0]
+
+
+def try_out(
+    backend: type[PagedAttention],
+    specs: Sequence[KVSpec],
+    settings: frozenset[str],
+    block_size: int,
+    device: torch.device,
+) -> str | None:
+    """Run a backend on that device. Return why it cannot compute such layers there, or None if it can.
+
+    All values are one, so all results must be one. The backend may use different kernels for prompts, chunks
+    mixed with decodes, and decodes alone.
+    """
+    for spec in dict.fromkeys(specs):
+        for lens in (((2, 1), (2, 1)), ((1, 2), (3, 3)), ((1, 1), (2, 1))):
+            try:
+                out = _attend_to_ones(backend, spec, settings, block_size, device, lens)
+            except Exception as error:  # no such kernel, no C compiler, too little shared memory, ...
+                return f"it failed when tried: {first_line(error)}"
+            if not bool((out - 1).abs().max() < 0.01):
+                return "it computed wrong results when tried"
+    return None
+
+
+def _attend_to_ones(
+    backend: type[PagedAttention],
+    spec: KVSpec,
+    settings: frozenset[str],
+    block_size: int,
+    device: torch.device,
+    lens: tuple[tuple[int, int], tuple[int, int]],
+) -> Tensor:
+    """Attend for two sequences of one block each, given the numbers of their new tokens and of all tokens.
+
+    The block tables are wide enough for split keys.
+    """
+    query_lens, seq_lens = lens
+    int32 = functools.partial(torch.tensor, dtype=torch.int32, device=device)
+    width, num_heads = -(-4096 // block_size), spec.num_kv_heads
+    ends = [(1 + i) * block_size + seq_len for i, seq_len in enumerate(seq_lens)]
+    slots = [slot for n, end in zip(query_lens, ends, strict=True) for slot in range(end - n, end)]
+    metadata = AttentionMetadata(
+        cu_seqlens_q=int32([0, query_lens[0], sum(query_lens)]),
+        cu_seqlens_k=int32([0, seq_lens[0], sum(seq_lens)]),
+        seq_lens=int32(seq_lens),
+        block_tables=int32([[block_id] + [0] * (width - 1) for block_id in (1, 2)]),
+        slot_mapping=torch.tensor(slots, device=device),
+        max_query_len=max(query_lens),
+        max_seq_len=width * block_size,
+        has_cached_tokens=query_lens != seq_lens,
+        num_leading_decodes=0 if query_lens[0] > 1 else query_lens.count(1),
+    )
+    cache = KVCache.zeros(spec, 3, block_size, device)
+    cache.v.fill_(1)
+    k = torch.zeros(len(slots), num_heads, spec.k_head_dim, dtype=spec.dtype, device=device)
+    v = torch.ones(len(slots), num_heads, spec.v_head_dim, dtype=spec.dtype, device=device)
+    return backend(metadata, block_size)(
+        *(k, k, v, cache),
+        scale=1.0,
+        window=2 if "window" in settings else None,
+        softcap=1.0 if "softcap" in settings else None,
+        sinks=torch.full((num_heads,), -torch.inf, device=device) if "sinks" in settings else None,
+        alibi_slopes=torch.ones(num_heads, device=device) if "alibi_slopes" in settings else None,
+    )
+
 
 # ---- Transfers -----------------------------------------------------------------------------------
 
@@ -395,7 +468,7 @@ class CUDA(Device):
         reason = super().obstacle(backend, specs, settings)
         if reason is None and backend is not TorchAttention:
             block_size = self.config.block_size or self.block_size
-            reason = backend.try_out(specs, settings, block_size, self.device)
+            reason = try_out(backend, specs, settings, block_size, self.device)
         return reason
 
     def running(self) -> AbstractContextManager[object]:

@@ -113,7 +113,7 @@ def fake_gpu(cuda_guard, monkeypatch):
         monkeypatch.setattr(CUDA, name, getattr(doubles.FakeGPU, name))
     monkeypatch.setattr(CUDA, "running", lambda _: contextlib.nullcontext())
     # A trial looks at numbers, of which there are none.
-    monkeypatch.setattr("nanoengine.backends.attention.PagedAttention.try_out", lambda *_: None)
+    monkeypatch.setattr("nanoengine.backends.cuda.try_out", lambda *_: None)
 
     def host_memory(shape, dtype):
         with unset_fake_temporarily():

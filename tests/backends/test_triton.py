@@ -18,6 +18,7 @@ import torch
 from nanoengine import LLM, SamplingParams
 from nanoengine.backends import triton as backend
 from nanoengine.backends.attention import Settings
+from nanoengine.backends.cuda import try_out
 from nanoengine.backends.kv_cache import KVCache, KVSpec
 from nanoengine.backends.triton import FLOAT32, MAX_PROGRAMS, MAX_SPLITS, MIN_SPAN, TILES, TritonAttention
 from tests.attention import (
@@ -283,7 +284,7 @@ EVERYTHING = frozenset(("window", "softcap", "sinks", "alibi_slopes"))
 @runs_kernels
 def test_it_can_be_used_wherever_its_kernels_run():
     assert TritonAttention.obstacle([SPEC], EVERYTHING) is None
-    assert TritonAttention.try_out([SPEC, SPEC], EVERYTHING, 16, torch.device(DEVICE)) is None
+    assert try_out(TritonAttention, [SPEC, SPEC], EVERYTHING, 16, torch.device(DEVICE)) is None
 
 
 @runs_kernels
@@ -296,11 +297,11 @@ def test_kernels_that_fail_or_compute_wrong_numbers_are_skipped(monkeypatch):
         def __getitem__(self, grid):
             return lambda *args, **kwargs: args[0].fill_(0)
 
-    try_out = functools.partial(TritonAttention.try_out, [SPEC], frozenset(), 16, torch.device(DEVICE))
+    try_it = functools.partial(try_out, TritonAttention, [SPEC], frozenset(), 16, torch.device(DEVICE))
     monkeypatch.setattr(backend, "_attend_kernel", Broken())
-    assert try_out() == "it failed when tried: RuntimeError: Failed to find C compiler."
+    assert try_it() == "it failed when tried: RuntimeError: Failed to find C compiler."
     monkeypatch.setattr(backend, "_attend_kernel", Idle())
-    assert try_out() == "it computed wrong results when tried"
+    assert try_it() == "it computed wrong results when tried"
 
 
 @pytest.mark.skipif(INTERPRETED or ON_GPU, reason="Triton runs here")
