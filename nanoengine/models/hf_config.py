@@ -21,18 +21,18 @@ from nanoengine.models.files import UnsupportedModelError
 
 ATTENTION_TYPES = ("full_attention", "sliding_attention")  # layer types
 # Types of layers with a state (states.py), with a state and attention, and with neither.
-OTHER_TYPES = "linear_attention conv mamba hybrid hybrid_sliding hybrid_mamba attention moe mlp".split()
+OTHER_TYPES = (
+    *("linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding", "hybrid_mamba"),
+    *("attention", "moe", "mlp"),
+)
 ROPE = "rope_scaling", "rope_theta"  # rope fields that a config may have
 MATRYOSHKA = "is_matryoshka", "matryoshka_dimensions"  # fields of an embedding model's config
 ATTENTION_NAME = "nanoengine"  # the name under which hf.py registers its attention in transformers
 
 # Multimodal models for whose text config transformers has a causal LM.
-WITH_CAUSAL_LM = frozenset(
-    (
-        "aya_vision cohere2_vision exaone4_5 gemma3 gemma3n gemma4 gemma4_unified idefics3 internvl "
-        "llama4 llava llava_next llava_onevision mistral3 qwen3_5 qwen3_5_moe qwen4_exp smolvlm"
-    ).split()
-)
+_NAMES = "aya_vision cohere2_vision exaone4_5 gemma3 gemma3n gemma4 gemma4_unified idefics3 internvl llama4 "
+_NAMES += "llava llava_next llava_onevision mistral3 qwen3_5 qwen3_5_moe qwen4_exp smolvlm"
+WITH_CAUSAL_LM = {*_NAMES.split()}
 # Other multimodal models -> the config class of their language model, and fields to set in it. The class is a
 # name, because importing it takes a second.
 LANGUAGE_PARTS: dict[str, tuple[str, dict[str, Any]]] = {
