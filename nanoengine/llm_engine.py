@@ -95,15 +95,7 @@ class LLMEngine(Reloadable):
         self._is_closed, self._owner = False, Owner()
         self._tracer: Any = None
         if config.trace is not None:
-            requests, model = self._request_of, Path(config.model)
-            self._tracer = load("contrib.trace", "trace").Tracer(
-                self.scheduler,
-                config.trace,
-                model=model.resolve().name if model.exists() else str(model),
-                request_of=lambda seq_id: str(requests[seq_id].request_id),
-                tokenizer=self.checkpoint.tokenizer,
-                seconds=self.runner.stopwatch.seconds,
-            )
+            self._tracer = load("contrib.trace", "trace").trace_engine(self)
         self._rest()
         print(self.describe(), file=sys.stderr)
 
@@ -128,14 +120,7 @@ class LLMEngine(Reloadable):
         make_scheduler: Callable[..., Scheduler] = Scheduler
         if config.kv_store is not None:
             kvstore = load("contrib.kvstore", "kv_store")
-            settings["connector"] = kvstore.connect(
-                config.kv_store,
-                runner,
-                started.kv_specs,
-                started.kv_groups,
-                weights=(started.weights_digest.hex(), config.quantization),
-                hf_config=self.checkpoint.hf_config,
-            )
+            settings["connector"] = kvstore.connect(config, started, self.checkpoint.hf_config)
             make_blocks, make_core = kvstore.StoringBlockManager, kvstore.StoringCore
         elif started.num_state_slots:
             from nanoengine.extensions.states import StatefulBlockManager, StatefulScheduler

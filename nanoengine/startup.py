@@ -105,7 +105,7 @@ def start_runner(
         decodes = [1] * min(max_num_chunks, max_num_tokens)
         trial = plan_trial(runner, prompts, decodes, make_caches, capture)
         counts = [config.num_kv_blocks, *([] if states is None else [config.num_state_slots])]
-        cache_bytes = device.cache_bytes(trial) if None in counts else 0
+        cache_bytes = config.kv_cache_bytes or (device.free_bytes(trial) if None in counts else 0)
         num_slots, bytes_left = 0, cache_bytes
         if states is not None:
             # For all sequences that can run at once, and as many states again in the prefix cache

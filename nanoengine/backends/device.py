@@ -198,11 +198,6 @@ class Device:
             return f"block_size must be a multiple of {backend.block_multiple}, got {self.config.block_size}"
         return backend.obstacle(specs, settings)
 
-    def cache_bytes(self, trial: Trial) -> int:
-        """Return the size of the KV cache: kv_cache_bytes if set, otherwise the memory that is free."""
-        given = self.config.kv_cache_bytes
-        return self.free_bytes(trial) if given is None else given
-
     def count_blocks(self, block_bytes: int, max_blocks: int, cache_bytes: int) -> int:
         """Return the number of KV cache blocks: num_kv_blocks if set, otherwise as many as fit.
 

@@ -39,9 +39,11 @@ from xxhash import xxh3_128
 
 from nanoengine.backends.device import Download, upload
 from nanoengine.backends.kv_cache import KVGroup, KVSpec
+from nanoengine.config import EngineConfig
 from nanoengine.contrib.stores import DirectoryStore, Store, open_store
 from nanoengine.engine import Collected, EngineCore, Launch, ModelRunner, ScheduledBatch, Scheduler, Sequence
 from nanoengine.extensions.windows import WindowedBlockManager
+from nanoengine.startup import Started
 
 FORMAT_VERSION = 1
 MAX_QUEUED_BYTES = 1 << 30  # of blocks that wait to be written; above this, saving waits for a later step
@@ -470,18 +472,12 @@ class StoringCore(EngineCore):
         super().close()
 
 
-def connect(
-    kv_store: Any,
-    runner: ModelRunner,
-    specs: abc.Sequence[KVSpec],
-    groups: abc.Sequence[KVGroup],
-    *,
-    weights: Any,
-    hf_config: Any,
-) -> KVConnector:
+def connect(config: EngineConfig, started: Started, hf_config: Any) -> KVConnector:
     """Open the store that `EngineConfig.kv_store` specifies, and connect it to a runner's KV cache.
 
     Raises ValueError or ImportError if the store cannot be opened.
     """
+    runner, specs, groups = started.runner, started.kv_specs, started.kv_groups
+    weights = started.weights_digest.hex(), config.quantization
     fingerprint = fingerprint_of(weights, hf_config, [runner.block_size, specs, groups])
-    return KVConnector(open_store(kv_store), runner, specs, groups, fingerprint)
+    return KVConnector(open_store(config.kv_store), runner, specs, groups, fingerprint)

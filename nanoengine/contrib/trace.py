@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoengine.engine import Block, Chunk, ScheduledBatch, Scheduler, Sequence
+from nanoengine.llm_engine import LLMEngine
 
 VERSION = 1
 
@@ -393,3 +394,16 @@ def _token_text(backend: Any, token_id: int) -> str:
     text = str(backend.decode([token_id], skip_special_tokens=False))
     starts_word = str(backend.id_to_token(token_id)).startswith("▁")
     return " " + text if starts_word and not text.startswith(" ") else text
+
+
+def trace_engine(engine: LLMEngine) -> Tracer:
+    """Return the tracer that `EngineConfig.trace` asks for."""
+    model, requests = Path(engine.config.model), engine._request_of
+    return Tracer(
+        engine.scheduler,
+        engine.config.trace,
+        model=model.resolve().name if model.exists() else str(model),
+        request_of=lambda seq_id: str(requests[seq_id].request_id),
+        tokenizer=engine.checkpoint.tokenizer,
+        seconds=engine.runner.stopwatch.seconds,
+    )
