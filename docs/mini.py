@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-W = load_file("nanoengine/demo/model.safetensors")  # a Qwen3 of 4 layers: 4 heads for Q, 2 for K and V, of 64
+W = load_file("nanoengine/demo/model.safetensors")  # Qwen3: 4 layers, 4 query heads, 2 KV heads, head size 64
 TOKENIZER = Tokenizer.from_file("nanoengine/demo/tokenizer.json")
 STOP = TOKENIZER.token_to_id("<|im_end|>")
 
