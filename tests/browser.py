@@ -11,7 +11,7 @@ from selenium import webdriver
 
 @contextmanager
 def chromium(profile: Path, width: int = 1280, height: int = 900) -> Iterator[webdriver.Chrome]:
-    """A browser with an empty profile directory, that asks for nothing of its own and logs its console.
+    """Start a browser with an empty profile, no requests of its own, and a log of its console.
 
     `driver.get_log("browser")` has what pages wrote there; skips the test where there is no browser.
     """

@@ -1,4 +1,4 @@
-"""What every test shares."""
+"""Fixtures and settings that all tests share."""
 
 import os
 import signal
@@ -61,7 +61,7 @@ def serving():
 
 @pytest.fixture
 def url(serving):
-    """The address of that server. The test has to leave no request behind."""
+    """The address of that server. Fails if the test leaves a request unfinished."""
     from tests.serving import is_empty, wait_until
 
     url, service = serving

@@ -24,7 +24,7 @@ calls: Counter[str] = Counter()  # which path was taken how often
 
 
 class Grid(NamedTuple):
-    """What a paged call launches."""
+    """The grid that a paged call launches."""
 
     blocks: int  # thread blocks
     working: int  # those that have keys to attend to
@@ -58,7 +58,7 @@ def num_splits(num_tiles: int, num_steps: int) -> int:
 
 
 def decode_grid(lens: list[int], heads: int, group: int, head_dim: int, table_tokens: int) -> Grid:
-    """Of decodes, one query each; of `heads` by themselves, or of `group` query heads together."""
+    """Return the grid of decodes: of separate `heads`, or of `group` query heads packed together."""
     tiles = heads * math.ceil(group / 64)
     num_steps = math.ceil(table_tokens / max_keys(head_dim))
     splits = num_splits(len(lens) * tiles, num_steps)
@@ -67,7 +67,7 @@ def decode_grid(lens: list[int], heads: int, group: int, head_dim: int, table_to
 
 
 def chunk_grid(query_lens: list[int], max_q: int, heads: int, max_k: int) -> Grid:
-    """Of queries of any number: every sequence gets as many thread blocks as the longest needs."""
+    """Return the grid of any queries: each sequence gets as many thread blocks as the longest needs."""
     working = sum(math.ceil(n / 64) for n in query_lens)
     return Grid(math.ceil(max_q / 64) * len(query_lens) * heads, working * heads, max_k)
 
@@ -153,7 +153,7 @@ def varlen(
     q, k, v, cu_q, cu_k, max_q, max_k, scale, causal, window_size, softcap, block_table,
     num_written=None, alibi_slopes=None,
 ):  # fmt: skip
-    """Of so many sequences the rows are written; None: of all."""
+    """Attend like FlashAttention. Write the rows of the first num_written sequences, or of all."""
     check_tensors(q, k, v)
     check_devices(q, k, v, cu_q, cu_k, *([] if block_table is None else [block_table]))
     check_slopes(alibi_slopes, q)
@@ -172,7 +172,7 @@ def varlen(
         assert sum(key_lens) == len(k)
     else:
         check_pages(k, block_table, num_seqs)
-    out = torch.full_like(q, torch.nan)  # the real one is whatever was in that memory
+    out = torch.full_like(q, torch.nan)  # the real one is uninitialized
     firsts = zip(cu_q.tolist()[:-1], cu_k.tolist()[:-1], strict=True)
     for i, (first, key_first) in itertools.islice(enumerate(firsts), num_written):
         if block_table is None:
@@ -313,7 +313,7 @@ class Event:
 
 
 def host_memory(shape, dtype):
-    """What pins memory needs a GPU."""
+    """Return ordinary memory, because pinned memory needs a GPU."""
     memory = torch.empty(*shape, dtype=dtype)
     return memory, memory.numpy()
 

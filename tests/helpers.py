@@ -234,7 +234,7 @@ def checkpoint(name: str, factory: pytest.TempPathFactory) -> tuple[Path, Any]:
         model = hf_model(name)
         path = factory.mktemp("checkpoint")
         model.save_pretrained(path)
-        model.said = {}  # what `greedy` got of it: nobody changes it any more
+        model.answers = {}  # the cache of `greedy`: the model does not change any more
         _checkpoints[name] = path, model
     return _checkpoints[name]
 
@@ -247,14 +247,14 @@ def composite_of(text_model: Any, config: Any, names: tuple[str, str], path: Pat
 
 
 def greedy(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
-    """What transformers generates."""
-    said, asked = getattr(model, "said", {}), (*prompt, num_tokens)
-    if asked not in said:
+    """Return the tokens that transformers generates, cached if the model has a cache for them."""
+    answers, asked = getattr(model, "answers", {}), (*prompt, num_tokens)
+    if asked not in answers:
         ids = torch.tensor([prompt])
         settings = {"max_new_tokens": num_tokens, "do_sample": False, "pad_token_id": 0}
         out = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
-        said[asked] = out[0, len(prompt) :].tolist()
-    return list(said[asked])
+        answers[asked] = out[0, len(prompt) :].tolist()
+    return list(answers[asked])
 
 
 def random_prompts(lengths: list[int], seed: int = 0, vocab: int = VOCAB) -> list[list[int]]:
@@ -293,7 +293,7 @@ BAD_FIELDS = [
 ]
 
 
-# Settings of an engine under which nothing that a request is told may differ.
+# Settings of an engine that must not change any answer.
 VARIED_SETTINGS: dict[str, dict[str, Any]] = {
     "roomy": {"num_kv_blocks": 200, "block_size": 8},
     "with preemption": {"num_kv_blocks": 24, "block_size": 4, "max_num_seqs": 9},
@@ -507,6 +507,6 @@ def check_served(path: Path, reference: Any, lengths: list[int], num_new: int) -
             holds_blocks = bool(llm.llm_engine.started.kv_specs)
             if llm.llm_engine.started.kv_groups[-1].window is None:
                 break
-    assert bool(counts["num_preemptions"]) == holds_blocks  # without K and V, nobody has to make room
+    assert bool(counts["num_preemptions"]) == holds_blocks  # without a KV cache, no preemption
     assert counts["prefix_cache_hits"] > 0
     return code

@@ -91,7 +91,7 @@ class EmulatedKernels(kernels.Kernels):
 
 
 def extent(tensor: Tensor) -> int:
-    """Bytes from a tensor's first element to behind its last."""
+    """Return the number of bytes from a tensor's first element to the end of its last."""
     if tensor.numel() == 0:
         return 0
     steps = (stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))

@@ -27,7 +27,7 @@ MISTAKES = {  # lesson, what goes wrong: the right code, the wrong code
         "del self.block_of[self.key_of.pop(block)]",
         "self.key_of.pop(block)",
     ),
-    ("6", "a batch that nobody joins"): (
+    ("6", "a batch that no request joins"): (
         "            self.waiting\n",
         "            self.waiting and not chunks\n",
     ),

@@ -256,7 +256,7 @@ def storm(model, num_tasks, max_cancelled):
         assert {type(result) for result in results} == {type(None), asyncio.CancelledError}
         counts["cancelled"] = sum(result is not None for result in results)
         for _ in range(2):
-            await engine.abort("nobody")  # when this returns, the aborts before it have run
+            await engine.abort("unknown")  # when this returns, the aborts before it have run
         metrics = engine.llm_engine.metrics()
         assert not engine.llm_engine.requests
         assert not engine._waiting
@@ -484,8 +484,8 @@ def test_threads_may_use_an_engine_one_after_another(babbler):
         ):
             assert "AsyncLLM" in str(in_a_thread(call))
         llm.abort_request("mine")
-        assert in_a_thread(lambda: llm.add_request("left behind", "b", SEEDED)) is None
-        assert llm.abort_request("left behind")[0].outputs[0].finish_reason == "abort"
+        assert in_a_thread(lambda: llm.add_request("unfinished", "b", SEEDED)) is None
+        assert llm.abort_request("unfinished")[0].outputs[0].finish_reason == "abort"
 
 
 # ---- signals ----

@@ -389,7 +389,7 @@ def test_a_vocabulary_is_sorted_only_for_top_p_without_top_k(monkeypatch):
 
 
 class LiveBytes(TorchDispatchMode):
-    """The most bytes that tensors made under it took at once."""
+    """Records the peak of the bytes that tensors made under it take."""
 
     def __init__(self):
         super().__init__()
@@ -407,7 +407,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def test_no_mix_of_parameters_takes_more_memory_than_the_trial_pass(monkeypatch):
-    """As on a GPU, with filters 64 rows at a time: 256 rows of 152k logits take half a GiB."""
+    """Filters run 64 rows at a time, as on a GPU: 256 rows of 152k logits take half a GiB."""
     num_rows, vocab_size = 256, 4096
     monkeypatch.setattr("nanoengine.sampling.CACHED_LOGITS", FILTERED_ROWS * vocab_size)
     logits = torch.randn(num_rows, vocab_size).bfloat16()
@@ -426,8 +426,8 @@ def test_no_mix_of_parameters_takes_more_memory_than_the_trial_pass(monkeypatch)
         "repetition_penalty": (1, 1.1),
         "logprobs": (None, 20),
     }
-    most = {"top_p": 0.5, "min_p": 0.1, "repetition_penalty": 1.1, "logprobs": 1}
-    trial, peak_processed = peak(**most), peak(processed=True, **most)
+    costly = {"top_p": 0.5, "min_p": 0.1, "repetition_penalty": 1.1, "logprobs": 1}
+    trial, peak_processed = peak(**costly), peak(processed=True, **costly)
     greedy = {"temperature": 0, "repetition_penalty": 1.1, "logprobs": 20}
     for settings in [
         greedy,

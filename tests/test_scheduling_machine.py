@@ -163,7 +163,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     @staticmethod
     def accepted(batch, seq, tokens):
-        """What a sequence is due of a step's draws: up to the first that is not the next draft, or an end."""
+        """Return the draws to accept: up to the first that differs from its draft, or an end."""
         draws = [token for owner, token in zip(batch.sampled_seqs, tokens, strict=True) if owner is seq]
         drafts = max((chunk.token_ids for chunk in batch.chunks if chunk.seq is seq), key=len)
         drafts = drafts[len(seq.token_ids) :]

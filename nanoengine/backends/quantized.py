@@ -143,8 +143,8 @@ class PackedEmbedding(nn.Embedding):
     def of(cls, embedding: nn.Embedding, head: Any) -> nn.Embedding:
         """Return a copy of an embedding that reads from a head with a method `rows`, like a `PackedLinear`.
 
-        Whatever the embedding's class adds is kept, such as Gemma's scale: its `super().forward` becomes
-        that of this class.
+        Keeps what the embedding's class adds, such as Gemma's scale: its `super().forward` becomes that of
+        this class.
         """
         result: Any = copy.copy(embedding)
         kind = type(embedding)

@@ -1,1 +1,1 @@
-"""What the engine may use, an idea a file; each is imported only where it is asked for."""
+"""Optional features of the engine, one per file. Each is imported only when a setting needs it."""

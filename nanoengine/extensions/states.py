@@ -156,9 +156,9 @@ class StatefulBlockManager(WindowedBlockManager):
     def _prefix_id(self, seq: Sequence, position: int) -> int:
         return self.blocks[seq.block_table[position // self.block_size - 1]].prefix_id
 
-    def _longest_beginning(self, seq: Sequence, chain: list[Block], most: int) -> int:
+    def _longest_beginning(self, seq: Sequence, chain: list[Block], limit: int) -> int:
         """Return the longest prefix that ends where a state was kept and leaves one token to compute."""
-        num_blocks = min(most, (seq.num_tokens - 1) // self.block_size)
+        num_blocks = min(limit, (seq.num_tokens - 1) // self.block_size)
         while num_blocks and chain[num_blocks - 1].prefix_id not in self.kept_slots:
             num_blocks -= 1
         return num_blocks

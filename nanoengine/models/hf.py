@@ -176,7 +176,7 @@ class HFModel(nn.Module):
         self.causal_lm = causal_lm.eval().requires_grad_(False)
         body = next((n for n in (causal_lm.base_model_prefix, "model") if n in causal_lm._modules), None)
         if body is None:
-            raise UnsupportedModelError("its body and its head cannot be told apart")
+            raise UnsupportedModelError("its body cannot be separated from its head")
         self.body = causal_lm._modules[body]
         # The head is the whole model with a stand-in body, so that scaling, soft-capping and biases around
         # the head are computed too. It shares every weight with the model.

@@ -40,7 +40,7 @@ def squeezed(table: str) -> str:
 
 
 def run_bench(*arguments: str, program: tuple[str, ...] = ("-m", "benchmarks")) -> tuple[str, dict]:
-    """What it prints, and its last line."""
+    """Run a benchmark. Return its output, and the JSON of its last line."""
     command = [sys.executable, *program, "--threads", "1", *arguments]
     run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
     return run.stdout, json.loads(run.stdout.splitlines()[-1])
@@ -139,7 +139,7 @@ def test_the_roofline_computes_a_shared_prefix_once():
 def test_the_limits_are_those_of_the_best_precision_that_is_no_less_accurate(
     dtype, rates, bandwidth, flops, monkeypatch
 ):
-    """By a clock that layers move: each takes as long as its bytes or its products at these rates."""
+    """Layers advance a fake clock: each takes as long as its bytes or its products at these rates."""
     clock = [0.0]
 
     class Layer(nn.Linear):
@@ -162,7 +162,7 @@ def test_the_limits_are_those_of_the_best_precision_that_is_no_less_accurate(
 
 
 def test_the_limits_of_a_gpu_are_not_those_of_its_launches(monkeypatch):
-    """By a clock as above, with a layer's launch at 6 microseconds and the wait for the end at 30."""
+    """On a fake clock as above, a layer's launch takes 6 microseconds and the wait for the end 30."""
     clock = [0.0]
 
     class Layer(nn.Linear):
@@ -516,7 +516,7 @@ def test_every_attention_backend_is_timed(flash_doubles):
 
 
 def benched(*rows):
-    """What `python -m benchmarks` ends with."""
+    """Return a report such as the one that ends the output of `python -m benchmarks`."""
     results = [
         {
             "workload": "nano",
@@ -596,9 +596,9 @@ def test_the_gpu_s_pieces_run_on_a_cpu_with_small_sizes(tmp_path):
     assert "| prefix caching | 2:8:4 |" in page
 
 
-@pytest.mark.parametrize(("kind", "most"), [("FINAL_ONLY", 8), ("DELTA, text", 20)])
-def test_a_sequence_costs_a_step_few_calls_of_python_functions(kind, most):
-    """Counted, where a time would depend on the machine; what a step costs without any is left out."""
+@pytest.mark.parametrize(("kind", "max_calls"), [("FINAL_ONLY", 8), ("DELTA, text", 20)])
+def test_a_sequence_costs_a_step_few_calls_of_python_functions(kind, max_calls):
+    """Calls are counted because times depend on the machine. A step's fixed cost is subtracted."""
 
     def calls_of_a_step(first, num_seqs):
         host.start_decodes(engine, num_seqs, 8, first, **host.KINDS[kind])
@@ -616,7 +616,7 @@ def test_a_sequence_costs_a_step_few_calls_of_python_functions(kind, most):
 
     with host.engine_without_device(32, max_model_len=256) as engine:
         few, many = calls_of_a_step(0, 8), calls_of_a_step(8, 24)  # of 8 sequences, then of 32
-    assert (many - few) / 24 <= most
+    assert (many - few) / 24 <= max_calls
 
 
 def test_the_scheduler_benchmark_prints_what_it_returns(monkeypatch, capsys):

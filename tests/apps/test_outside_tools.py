@@ -57,7 +57,7 @@ def python(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def run(python, tmp_path):
-    """What a command with the tools' interpreter prints on stdout; it must succeed."""
+    """A function that runs a command with the tools' interpreter and returns its stdout."""
 
     def run(*arguments):
         environment = os.environ | {

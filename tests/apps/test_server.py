@@ -194,8 +194,8 @@ def test_request_id_truncated_prompts_and_empty_messages(url, service):
     assert cut["prompt_token_ids"] == ids[-4:]
     assert cut["token_ids"] == post("completions", prompt=ids[-4:])[1]["token_ids"]
     assert cut["text"].startswith(service.checkpoint.tokenizer.decode(ids[-4:]))
-    _, most = post("completions", prompt=ids * 400, truncate_prompt_tokens=-1)
-    assert most["prompt_token_ids"] == (ids * 400)[-1021:]  # of 1024, less max_tokens
+    _, truncated = post("completions", prompt=ids * 400, truncate_prompt_tokens=-1)
+    assert truncated["prompt_token_ids"] == (ids * 400)[-1021:]  # of 1024, less max_tokens
     for wrong in (0, -2, 1.5):
         refused = http.post(f"{url}/v1/completions", json={"prompt": "a", "truncate_prompt_tokens": wrong})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "truncate_prompt_tokens")
@@ -206,7 +206,7 @@ def test_request_id_truncated_prompts_and_empty_messages(url, service):
 
 @pytest.mark.parametrize("adds", [None, False, True])
 def test_add_special_tokens_decides_about_special_tokens(adds, url, service, monkeypatch):
-    """By a tokenizer that would add one, as the bundled model's does not."""
+    """The tokenizer is changed to add a special token, which the bundled model's does not."""
     tokenizer = service.checkpoint.tokenizer
     template = TemplateProcessing(single="<|im_end|> $A", special_tokens=[("<|im_end|>", 433)])
     monkeypatch.setattr(tokenizer.backend_tokenizer, "post_processor", template)
@@ -786,7 +786,7 @@ def test_a_key_in_one_of_two_headers_or_in_a_trailer_is_refused(headers, trailer
 
 
 def answered(url, content):
-    """What the server says to these bytes, until it says no more."""
+    """Send bytes, and return everything that the server answers."""
     with connected(url) as client:
         client.sendall(content)
         client.shutdown(socket.SHUT_WR)

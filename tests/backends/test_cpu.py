@@ -1,4 +1,4 @@
-"""What the engine does about a CPU: threads on cores of their own, kernels compiled and kept."""
+"""The engine on a CPU: threads pinned to cores, and kernels compiled and cached."""
 
 import json
 import os
@@ -257,7 +257,7 @@ def hanging_compiler(tmp_path):
 
 
 def started_process(compiler):
-    """What the hanging compiler started: its id, once there is one."""
+    """Return the id of the process that the hanging compiler started, or 0 before it has."""
     file = compiler.with_name("g++.pid")
     return int(file.read_text() or 0) if file.exists() else 0
 
@@ -365,7 +365,7 @@ def test_a_layer_in_two_places_is_packed_once():
 
 
 class Scaled(nn.Embedding):
-    """As Gemma's."""
+    """An embedding scaled like Gemma's."""
 
     def forward(self, ids):
         return super().forward(ids) * torch.tensor(3.0).to(self.weight.dtype)

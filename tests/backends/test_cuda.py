@@ -798,7 +798,7 @@ def test_an_older_pytorch_may_compile_for_many_engines(monkeypatch):
 
 
 class Workspaces:
-    """What cuBLAS keeps for each stream; a graph that ends frees its stream's, those of live graphs too."""
+    """Stands in for cuBLAS' workspaces. A graph that ends frees its stream's, even if live graphs use it."""
 
     def __init__(self, monkeypatch):
         self.of_stream, workspaces = {}, self

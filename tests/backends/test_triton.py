@@ -147,8 +147,8 @@ def test_any_batch_and_layer_equals_dense_attention(lens, settings):
 def attend(seqs, dtype, num_padding=0, max_tokens=0, **settings):
     """The outputs of sequences (seed, new tokens, tokens in all), each drawn from its own seed.
 
-    As a CUDA graph has it, there are num_padding tokens in the null block behind them, which is full of NaN,
-    and max_seq_len is at least max_tokens.
+    As in a CUDA graph, num_padding tokens in the null block follow them, which is full of NaN, and
+    max_seq_len is at least max_tokens.
     """
     heads, kv_heads, dim, block_size = 6, 2, 16, 16
     num_blocks = sum(-(-total // block_size) for _, _, total in seqs)
@@ -452,7 +452,7 @@ def test_few_programs_of_a_captured_decode_are_idle(num_seqs, monkeypatch):
 
 @compiles
 def test_kernels_are_not_compiled_again_for_another_step(monkeypatch):
-    """What differs from step to step is nothing that Triton compiles for."""
+    """Triton compiles for none of the arguments that differ from step to step."""
     steps = [
         launches_of(monkeypatch, lens, torch.bfloat16, 64, ALL_SETTINGS)
         for lens in ([(1, 1000), (16, 16)], [(1, 257), *[(1, 3)] * 15, (40, 400)])

@@ -24,7 +24,7 @@ def written(path: Path, directory: Path, **changes: Any) -> tuple[dict[str, Any]
 
 
 def tensors(reader: Any) -> dict[str, torch.Tensor]:
-    """By name, as float32; the file's bytes where NumPy has no such type."""
+    """Return a file's tensors by name, as float32."""
     result = {}
     for tensor in reader.tensors:
         values = torch.from_numpy(tensor.data.copy())
@@ -181,8 +181,8 @@ def test_llama_cpp_samples_by_temperature(tmp_path, tmp_path_factory):
     pytest.importorskip("llama_cpp")
     path, _ = checkpoint("qwen3", tmp_path_factory)
     engine = LlamaCpp(written(path, tmp_path)[0]["model"], threads=1, cache_tokens=2048)
-    for temperature, least, most in ((100.0, 80, 128), (1e-3, 1, 1)):
+    for temperature, low, high in ((100.0, 80, 128), (1e-3, 1, 1)):
         requests, _ = engine.serve([[5, 6, 7]] * 200, [1] * 200, temperature)
         drawn = {request.tokens[-1] for request in requests}
-        assert least <= len(drawn) <= most
+        assert low <= len(drawn) <= high
     engine.close()

@@ -20,7 +20,7 @@ SHAPE = SHAPES["tiny"] | {"dtype": "bfloat16", "vocab_size": 512}
 
 
 def prepared(model, directory, **changes):
-    """What nano-vllm is given in the place of a model, a config at random or a checkpoint."""
+    """Prepare a model, a config with random weights or a checkpoint, for nano-vllm."""
     settings = {"model": str(model), "load_format": "dummy", "dtype": "bfloat16", "max_model_len": 512}
     return prepare(open_checkpoint(str(model)), settings | {"device": "cuda"} | changes, str(directory))
 

@@ -265,7 +265,7 @@ def test_a_server_sleeps_and_wakes_up(learned):
 
 
 def meet(url):
-    """As a learner: a group with the server."""
+    """Form a process group with the server, in the role of a learner."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

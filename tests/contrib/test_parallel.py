@@ -1,4 +1,4 @@
-"""Tensor parallelism: the same tokens whatever the number of ranks, and no rank left behind.
+"""Tensor parallelism: the same tokens for any number of ranks, and no rank outlives its engine.
 
 Most ranks are threads of this process, with groups of their own; what concerns processes is tried with these.
 """
@@ -83,8 +83,8 @@ def in_threads(monkeypatch):
         def __init__(self, function, num_threads, *arguments):
             self.cause, self.is_closing, self._is_lost = None, False, threading.Event()
             for rank in range(1, num_threads + 1):
-                told = function, rank, *arguments
-                thread = threading.Thread(target=self.run, args=told, name=f"rank {rank}", daemon=True)
+                args = function, rank, *arguments
+                thread = threading.Thread(target=self.run, args=args, name=f"rank {rank}", daemon=True)
                 threads.append(thread)
                 thread.start()
 
@@ -435,7 +435,7 @@ def answer(llm, num_tokens=12):
 
 @pytest.fixture(scope="module")
 def demo_answer():
-    """What one rank says."""
+    """The answer of an engine with one rank."""
     with LLM(DEMO, num_kv_blocks=50) as llm:
         return answer(llm)
 
@@ -451,7 +451,7 @@ def test_processes_end_with_close(demo_answer):
         assert len(ranks) == 1
         for process in (psutil.Process(), *ranks):
             sockets = [at for at in process.net_connections() if at.status == psutil.CONN_LISTEN]
-            assert {at.laddr.ip for at in sockets} <= {"127.0.0.1"}  # nobody else's business
+            assert {at.laddr.ip for at in sockets} <= {"127.0.0.1"}  # not reachable from outside
         assert answer(llm) == demo_answer
     assert not ranks_of()
     assert torch.get_num_threads() == num_threads
@@ -595,7 +595,7 @@ def test_no_rank_outlives_a_constructor_that_raises():
 
 BEGIN = f"""
 import signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell has ignored in what it runs behind
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in background processes
 from nanoengine import LLM, AsyncLLM, EngineConfig, SamplingParams
 llm = LLM({str(DEMO)!r}, tensor_parallel_size=2, num_kv_blocks=50, dtype="float32")
 def answer(num_tokens):
@@ -729,7 +729,7 @@ def test_threads_of_gloo_end_with_the_engine():
     with ranks_in_processes() as llm:
         assert len(threads_of_gloo() - before) > 1
     wait_until(lambda: threads_of_gloo() <= before)  # a thread that was joined is listed a moment longer
-    del llm  # what nobody holds would end by itself
+    del llm  # the threads must end while it is still referenced
 
 
 @pytest.mark.slow

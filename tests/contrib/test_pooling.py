@@ -1,4 +1,4 @@
-"""Models that pool: the vectors and scores of transformers, whatever the batch, chunks and prefix hits."""
+"""Pooling models give transformers' vectors and scores, for any batch, chunks and prefix hits."""
 
 import asyncio
 import json
@@ -40,7 +40,7 @@ def pooled(rows: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 def write_modules(path: Path, kind: str, normalize: bool) -> None:
-    """As sentence-transformers saves them."""
+    """Write modules.json and the settings as sentence-transformers saves them."""
     places = {"": "Transformer", "1_Pooling": "Pooling"} | ({"2_Normalize": "Normalize"} if normalize else {})
     parts = [
         {"idx": i, "name": str(i), "path": place, "type": f"sentence_transformers.models.{name}"}

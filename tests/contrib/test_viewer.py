@@ -133,7 +133,7 @@ def text_of(browser, element_id: str) -> str:
 
 
 def labels(browser) -> list[str]:
-    """What each block is said to be, from block 1 on."""
+    """Return the label of each block, from block 1 on."""
     return [
         cell.get_attribute("aria-label") for cell in browser.find_elements(By.CSS_SELECTOR, "#pool .cell")
     ]

@@ -66,7 +66,7 @@ NAMES = {
 
 @pytest.fixture
 def no_vllm(monkeypatch):
-    """As before `install`, and again afterwards."""
+    """Remove `install`'s effects after the test."""
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     yield
     for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:

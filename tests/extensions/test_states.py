@@ -50,7 +50,7 @@ def model_of(tmp_path_factory):
         path = tmp_path_factory.mktemp(kind)
         model = small_model(small_config(kind))
         model.save_pretrained(path)
-        model.said = {}  # `greedy` keeps answers here, because the model does not change
+        model.answers = {}  # `greedy` keeps answers here, because the model does not change
         return str(path), model
 
     return make
@@ -121,7 +121,7 @@ def test_no_more_sequences_run_than_there_are_slots(kind, num_state_slots, serve
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_contents_of_free_slots_change_nothing(kind, served):
-    """Free slots hold NaNs, and an aborted neighbour leaves nothing behind."""
+    """Free slots hold NaNs, and an aborted neighbor leaves no state."""
     path, prompts, expected = served(kind)
     with LLM(path, num_kv_blocks=24, block_size=8, num_state_slots=6, max_num_batched_tokens=30) as llm:
         engine = llm.llm_engine

@@ -327,7 +327,7 @@ def test_drafts_that_a_grammar_forbids_are_not_computed(llm):
     seq = Sequence(0, [1, 2], SamplingParams(), processors=(make(),))
     assert propose(seq, 4) == [a], "there is no choice"
     seq.token_ids.append(a)
-    assert [propose(seq, most) for most in (1, 2, 3, 4)] == [[b], [b, a], [b, a], [b, a]]
+    assert [propose(seq, n) for n in (1, 2, 3, 4)] == [[b], [b, a], [b, a], [b, a]]
     assert propose(Sequence(1, [1, 2], SamplingParams()), 4) == [b, a, c, b], "without a grammar"
     seq.token_ids.append(c)
     assert propose(seq, 4) == [], "what does not conform is for the sampler to refuse"
@@ -789,7 +789,7 @@ def test_a_grammar_is_compiled_once(llm):
 
 
 def test_masks_are_right_to_the_bit(llm):
-    """Of a constraint alone, of one with drafts, and of one whose draft is forbidden."""
+    """Holds for a constraint alone, for one with drafts, and for one whose draft is forbidden."""
     grammars, tokenizer = llm.llm_engine._grammars, llm.get_tokenizer()
     a, b, c = tokenizer.convert_tokens_to_ids(["a", "b", "c"])
     eos = llm.llm_engine.checkpoint.eos_token_ids[0]

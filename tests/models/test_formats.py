@@ -540,7 +540,7 @@ def add_tokenizer(writer, tokenizer):
 
 
 def in_pairs(weight, num_heads):
-    """As llama.cpp turns a head: halves become pairs of neighbours."""
+    """Permute rows as llama.cpp does: the halves of a head become pairs of neighbors."""
     if num_heads is None:
         return weight
     return weight.unflatten(0, (num_heads, 2, -1)).transpose(1, 2).reshape(weight.shape)

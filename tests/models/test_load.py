@@ -176,8 +176,8 @@ def test_missing_hub_model_error_names_the_model_and_the_places(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", "/the/cache")
     looked = r"was not found as a directory, in /the/cache and at https://\S+: "
-    refuse("nobody/nothing", f"'nobody/nothing' {looked}", OSError)
-    refuse("nobody/nothing", f"'nobody/nothing' at revision 'v2' {looked}", OSError, revision="v2")
+    refuse("no-owner/no-model", f"'no-owner/no-model' {looked}", OSError)
+    refuse("no-owner/no-model", f"'no-owner/no-model' at revision 'v2' {looked}", OSError, revision="v2")
 
 
 def test_adapter_directory_error_names_the_base_model(tmp_path):
@@ -195,7 +195,9 @@ def test_tokenizer_that_needs_sentencepiece_says_so(copy, monkeypatch):
     (copy / "tokenizer.model").write_bytes(b"")
     refuse(copy, r"needs sentencepiece: pip install 'nanoengine\[sentencepiece\]'")
     (copy / "tokenizer.json").write_text("{}")
-    refuse(copy, "cannot be used: SentencePieceExtractor")  # whatever it is: there is a tokenizer.json
+    refuse(
+        copy, "cannot be used: SentencePieceExtractor"
+    )  # sentencepiece is not the cause: there is a tokenizer.json
 
 
 SCALED = {name: value for name, value in YARN.items() if name != "rope_theta"}
@@ -280,7 +282,7 @@ def test_file_without_tensors_is_refused(copy):
 @pytest.mark.parametrize("held", ["another head", "the same head", "the head alone"])
 def test_tied_model_uses_the_head_in_its_files_as_transformers_does(held, impl, tmp_path, tmp_path_factory):
     if held == "another head" and transformers.__version__ < "5":
-        pytest.skip("transformers 4 ties whatever the files hold")
+        pytest.skip("transformers 4 ties regardless of the files")
     path, tied = checkpoint("qwen2 tied", tmp_path_factory)
     shutil.copytree(path, tmp_path / "model")
     embedding = tied.get_input_embeddings().weight.detach()

@@ -141,10 +141,10 @@ static inline float add_up(floats lanes) {
   return lanes[0];
 }
 
-// Turns a row of products q . k into weights e^(scale * product - most), in place. Returns the new `most`, which is the
-// largest of these scores and the old `most`, and the sum of the weights. The first key is `distance` positions before
+// Turns a row of products q . k into weights e^(scale * product - peak), in place. Returns the new `peak`, which is the
+// largest of these scores and the old `peak`, and the sum of the weights. The first key is `distance` positions before
 // the query, and ALiBi subtracts *slope per position. The row is overwritten up to a multiple of LANES.
-static std::pair<float, float> exponentials(float* row, int64_t n, float scale, float most, float softcap,
+static std::pair<float, float> exponentials(float* row, int64_t n, float scale, float peak, float softcap,
                                             const float* slope, int64_t distance) {
   if (softcap > 0 || slope) {
     for (int64_t i = 0; i < n; i++) row[i] *= scale;
@@ -159,14 +159,14 @@ static std::pair<float, float> exponentials(float* row, int64_t n, float scale, 
   float largest = -INFINITY;
 #pragma omp simd reduction(max : largest)
   for (int64_t i = 0; i < end; i++) largest = row[i] > largest ? row[i] : largest;
-  most = std::max(most, largest * scale);
+  peak = std::max(peak, largest * scale);
   floats sum{};
   for (int64_t i = 0; i < end; i += LANES) {
-    floats weights = fast_exp(load_as<floats>(row + i) * scale - most);
+    floats weights = fast_exp(load_as<floats>(row + i) * scale - peak);
     memcpy(row + i, &weights, sizeof weights);
     sum += weights;
   }
-  return {most, add_up(sum)};
+  return {peak, add_up(sum)};
 }
 
 // Computes scores[head][t] = q[head] . keys[t][head / G] for q (H, D) and the keys (count, K, D) of up to 16 tokens. The
@@ -305,13 +305,13 @@ static void decode_attention(X* out, const X* q, const X* k_cache, const X* v_ca
     for (int64_t i = 0; i < S * H; i++) {
       int64_t s = i / H, head = i % H, first = first_task[s], last = first_task[s + 1];
       auto totals = [&](int64_t task) { return &results[task * size + H * Dv + 2 * head]; };
-      float most = sinks ? sinks[head] : totals(first)[0];
-      for (int64_t task = first; task < last; task++) most = std::max(most, totals(task)[0]);
-      float sum = sinks ? fast_exp(sinks[head] - most) : 0;
-      for (int64_t task = first; task < last; task++) sum += fast_exp(totals(task)[0] - most) * totals(task)[1];
+      float peak = sinks ? sinks[head] : totals(first)[0];
+      for (int64_t task = first; task < last; task++) peak = std::max(peak, totals(task)[0]);
+      float sum = sinks ? fast_exp(sinks[head] - peak) : 0;
+      for (int64_t task = first; task < last; task++) sum += fast_exp(totals(task)[0] - peak) * totals(task)[1];
       std::fill(row.begin(), row.end(), 0.0f);
       for (int64_t task = first; task < last; task++)
-        add_scaled(row.data(), &results[task * size + head * Dv], fast_exp(totals(task)[0] - most) / sum, Dv);
+        add_scaled(row.data(), &results[task * size + head * Dv], fast_exp(totals(task)[0] - peak) / sum, Dv);
       narrow_row(out + (rows[s] * H + head) * Dv, row.data(), Dv);
     }
   }
@@ -371,7 +371,7 @@ static void prefill_attention(X* out, const X* q, const X* k_cache, const X* v_c
     std::vector<A> queries(G * QUERIES * query_width), keys(padded(SPAN, OUTPUTS) * query_width);
     std::vector<A> values(SPAN * value_width), weights(HEIGHT * ROW);
     std::vector<float> scores(HEIGHT * ROW), sums(G * QUERIES * value_width);
-    std::vector<float> most(G * QUERIES), total(G * QUERIES);
+    std::vector<float> peak(G * QUERIES), total(G * QUERIES);
     std::vector<X> zeros(Dv);
 #ifdef MAY_HAVE_AMX
     std::optional<Amx> amx;
@@ -401,7 +401,7 @@ static void prefill_attention(X* out, const X* q, const X* k_cache, const X* v_c
       each_tile([&](int64_t g, int64_t row, int64_t R, int64_t place) {
         for (int64_t r = 0; r < R; r++)
           convert_row(&queries[(place + r) * query_width], part_q + ((row + r) * H + g) * D, D);
-        std::fill_n(&most[place], R, sinks ? sinks[kv_head * G + g] : -INFINITY);
+        std::fill_n(&peak[place], R, sinks ? sinks[kv_head * G + g] : -INFINITY);
         std::fill_n(&total[place], R, sinks ? 1 : 0);
         std::fill_n(&sums[place * value_width], R * value_width, 0.0f);
       });
@@ -438,17 +438,17 @@ static void prefill_attention(X* out, const X* q, const X* k_cache, const X* v_c
           for (int64_t r = 0; r < R; r++) {
             int64_t low = std::max(window ? position + r + 1 - window : 0, begin) - begin;
             int64_t high = std::min(position + r + 1, end) - begin;
-            float *weight = &scores[r * ROW], before = most[place + r], sum;
+            float *weight = &scores[r * ROW], before = peak[place + r], sum;
             if (low >= high) {
               std::fill_n(weight, SPAN, 0.0f);
               continue;
             }
-            std::tie(most[place + r], sum) = exponentials(weight + low, high - low, scale, before, softcap,
+            std::tie(peak[place + r], sum) = exponentials(weight + low, high - low, scale, before, softcap,
                                                           slopes ? slopes + kv_head * G + g : nullptr,
                                                           position + r - begin - low);
             std::fill(weight, weight + low, 0.0f);
             std::fill(weight + high, weight + SPAN, 0.0f);
-            float factor = fast_exp(before - most[place + r]);
+            float factor = fast_exp(before - peak[place + r]);
             total[place + r] = total[place + r] * factor + sum;
             if (factor != 1)
               for (int64_t i = 0; i < value_width; i++) sums[(place + r) * value_width + i] *= factor;

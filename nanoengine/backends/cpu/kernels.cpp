@@ -197,21 +197,21 @@ static void sample(const X* logits, int64_t* tokens, float* largest, const float
     std::vector<int32_t> kept;
 #pragma omp for schedule(dynamic)
     for (int64_t r = 0; r < R; r++) {
-      float *row = distance.data(), most = -INFINITY;
+      float *row = distance.data(), top = -INFINITY;
       widen_row(row, logits + r * V, V);
       int32_t num_nan = 0;
-#pragma omp simd reduction(max : most) reduction(+ : num_nan)
+#pragma omp simd reduction(max : top) reduction(+ : num_nan)
       for (int64_t i = 0; i < V; i++) {
-        most = row[i] > most ? row[i] : most;
+        top = row[i] > top ? row[i] : top;
         num_nan += row[i] != row[i];
       }
-      largest[r] = num_nan ? NAN : most;
-      if (num_nan || temperature[r] == 0 || std::isinf(most)) {
-        tokens[r] = std::find(row, row + V, most) - row;
+      largest[r] = num_nan ? NAN : top;
+      if (num_nan || temperature[r] == 0 || std::isinf(top)) {
+        tokens[r] = std::find(row, row + V, top) - row;
         continue;
       }
       for (int64_t i = 0; i < V; i++) {
-        row[i] = (most - row[i]) / temperature[r];
+        row[i] = (top - row[i]) / temperature[r];
         weight[i] = row[i] < 87 ? fast_exp(-row[i]) : 0;
       }
       bool is_filtered = min_p[r] > 0 || top_k[r] > 0 || top_p[r] < 1;

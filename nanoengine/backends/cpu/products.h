@@ -310,7 +310,7 @@ template <class A, class W, bool IS_SCALED>
 static constexpr auto TILES = tiles<A, W, IS_SCALED>(std::make_integer_sequence<int, ROWS>());
 
 // Rows are divided into tiles of nearly equal height.
-static inline int64_t num_tiles_of(int64_t rows, int64_t most = ROWS) { return (rows + most - 1) / most; }
+static inline int64_t num_tiles_of(int64_t rows, int64_t limit = ROWS) { return (rows + limit - 1) / limit; }
 static inline std::pair<int64_t, int64_t> tile_of(int64_t rows, int64_t i) {
   return {rows * i / num_tiles_of(rows), rows * (i + 1) / num_tiles_of(rows)};
 }
@@ -659,7 +659,7 @@ static void linear(X* out, const X* x, const void* packed, const X* bias, int64_
   if constexpr (std::is_same_v<X, bf16>)
     if (HAS_AMX) {
       if (bits && T <= FEW) return multiply(float(), std::true_type(), 0, T);
-      int64_t most = std::max(HEIGHT, AMX_INPUTS / I), num_parts = (T + most - 1) / most;
+      int64_t limit = std::max(HEIGHT, AMX_INPUTS / I), num_parts = (T + limit - 1) / limit;
       int64_t rows = num_tiles_of((T + num_parts - 1) / num_parts, HEIGHT) * HEIGHT;
       for (int64_t first = 0; first < T; first += rows) multiply(bf16(), std::true_type(), first, std::min(rows, T - first));
       return;
@@ -689,9 +689,9 @@ static void pack_integers(char* out, const int8_t* integers, const uint16_t* sca
           else
             ((int4x8*)weights)[i / STEP<int4x8> * LANES + lane].all |= (uint32_t(row[i]) & 15)
                                                                        << 4 * (i % STEP<int4x8> * VECTORS + j);
-        uint16_t* behind = (uint16_t*)(weights + form.weight_bytes());
-        behind[o] = scales[n * num_groups + g];
-        if (zeros) behind[OUTPUTS + o] = zeros[n * num_groups + g];
+        uint16_t* params = (uint16_t*)(weights + form.weight_bytes());
+        params[o] = scales[n * num_groups + g];
+        if (zeros) params[OUTPUTS + o] = zeros[n * num_groups + g];
       }
 }
 
@@ -705,9 +705,9 @@ static void unpack_rows(X* out, const char* packed, const int64_t* rows, int64_t
     int64_t o = rows[t] % OUTPUTS, lane = o % LANES, j = o / LANES;
     const char* weights = packed + rows[t] / OUTPUTS * (I / group) * form.group_bytes();
     for (int64_t first = 0; first < I; first += group, weights += form.group_bytes()) {
-      const uint16_t* behind = (const uint16_t*)(weights + form.weight_bytes());
-      float scale = halves(behind + o / LANES * LANES)[lane];
-      float zero = has_zeros ? halves(behind + OUTPUTS + o / LANES * LANES)[lane] : 0;
+      const uint16_t* params = (const uint16_t*)(weights + form.weight_bytes());
+      float scale = halves(params + o / LANES * LANES)[lane];
+      float zero = has_zeros ? halves(params + OUTPUTS + o / LANES * LANES)[lane] : 0;
       for (int64_t i = 0; i < group; i++) {
         float integer = bits == 8 ? ((const int8_t*)weights)[(i / STEP<int8_t> * OUTPUTS + o) * STEP<int8_t> + i % STEP<int8_t>]
                                   : integer_of(((const int4x8*)weights)[i / STEP<int4x8> * LANES + lane],
