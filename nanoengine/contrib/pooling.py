@@ -420,6 +420,7 @@ def _pool(
     call: str,
     prompts: Any,
     task: str | None = None,
+    /,
     *,
     use_tqdm: bool = True,
     pooling_params: Any = None,

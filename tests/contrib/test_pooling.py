@@ -260,6 +260,9 @@ def test_calls_that_do_not_fit_the_model_are_refused(demo):
             call()
     with pytest.raises(TypeError, match="pooling_params must be PoolingParams, got 5"):
         demo.encode("a", 5, **QUIET)
+    for call in demo.embed, demo.classify, demo.encode:
+        with pytest.raises(ValueError, match="task='embed' is not served"):
+            call("a", task="embed", **QUIET)
     with LLM(DEMO, **SMALL) as llm, pytest.raises(ValueError, match="embed needs a model that pools"):
         llm.embed("a", **QUIET)
     for name, value in (
