@@ -187,6 +187,12 @@ class HFModel(nn.Module):
         if attention_implementation(causal_lm.config) == "eager":
             replace_attention(causal_lm)
             causal_lm.config._attn_implementation = ATTENTION_NAME  # so that transformers makes no masks
+        if any(hasattr(module, "create_position_ids_from_input_ids") for module in causal_lm.modules()):
+            logging.getLogger(__name__).warning(
+                "%s runs at positions 0, 1, ..., as in transformers' generate, but was trained from "
+                "pad_token_id + 1 on: its answers may be poor",
+                type(causal_lm).__name__,
+            )
         # PyTorch's grouped matrix products of experts need rows of a multiple of 16 bytes.
         weights = (x for x in causal_lm.parameters() if x.dim() == 3)
         if any(x.shape[-1] * x.element_size() % 16 for x in weights):

@@ -188,6 +188,19 @@ def test_layers_may_store_differently_wide_keys(paged_model, monkeypatch):
     assert [spec[:3] for spec in HFModel(model).kv_specs] == [(2, 16, 16), (1, 16, 16)]
 
 
+@pytest.mark.parametrize(("family", "is_warned"), [("Roberta", True), ("Bert", False)])
+def test_positions_that_differ_from_the_trained_ones_are_logged(family, is_warned, caplog):
+    settings = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    settings |= {"num_attention_heads": 2, "max_position_embeddings": 40, "is_decoder": True}
+    config = getattr(transformers, f"{family}Config")(**settings)
+    HFModel(
+        transformers.AutoModelForCausalLM.from_config(
+            config, attn_implementation=attention_implementation(config)
+        ).eval()
+    )
+    assert ("trained from pad_token_id + 1" in caplog.text) == is_warned
+
+
 def test_the_code_that_runs_is_printed_at_the_start(tmp_path_factory, capsys):
     for name, words in (
         ("gemma", "GemmaForCausalLM on transformers' code"),
