@@ -165,8 +165,9 @@ class Compiler:
         tag = json.loads(given) if isinstance(given, str) else given
         if not (isinstance(tag, dict) and isinstance(tag.get("structures"), list) and tag["structures"]):
             raise ValueError('structural_tag must hold "structures" and "triggers"')
-        triggers = [text for text in tag.get("triggers") or () if isinstance(text, str) and text]
-        tags = []
+        triggers, tags = tag.get("triggers"), []
+        triggers = triggers if isinstance(triggers, list) else []
+        triggers = [text for text in triggers if isinstance(text, str) and text]
         for one in tag["structures"]:
             match one:
                 case {"begin": str(begin), "schema": dict(schema), "end": str(ending)}:

@@ -82,19 +82,16 @@ def check_recursion(schema: Any) -> None:
             references[part["$ref"]] = None
         return part
 
-    def ends(part: Any, path: frozenset[str]) -> bool:
-        """Return whether the part has a finite text that uses no reference of the path. In doubt it has."""
+    def ends(part: Any) -> bool:
+        """Return whether the part has a finite text that uses only references that end. In doubt it has."""
         if not isinstance(part, dict):
             return True
-        reference = part.get("$ref")
-        if isinstance(reference, str) and reference not in ending:
-            if reference in path or not ends(target_of(reference, schema), path | {reference}):
-                return False
-            ending.add(reference)
+        if isinstance(part.get("$ref"), str) and part["$ref"] not in ending:
+            return False
         if part.keys() & {"const", "enum"}:
             return True
         for name in ("anyOf", "oneOf"):
-            if part.get(name) and not any(ends(one, path) for one in part[name]):
+            if part.get(name) and not any(map(ends, part[name])):
                 return False
         needed = [*part.get("allOf", ())]
         if part.get("type") == "object":
@@ -104,15 +101,20 @@ def check_recursion(schema: Any) -> None:
         elif part.get("type") == "array":
             first, num = part.get("prefixItems", []), part.get("minItems", 0)
             needed += first[:num] + ([part.get("items")] if num > len(first) else [])
-        return all(ends(one, path) for one in needed)
+        return all(map(ends, needed))
 
     mapped(schema, note)
-    for reference in references:
-        if not ends({"$ref": reference}, frozenset()):
-            raise ValueError(
-                f"the schema at $ref {reference!r} has no finite text: it always contains itself again; "
-                "make the recursive part optional"
-            )
+    num_ending = -1
+    while num_ending < len(ending):  # the least fixed point
+        num_ending = len(ending)
+        for reference in reversed(references):  # definitions often precede those that they use
+            if reference not in ending and ends(target_of(reference, schema)):
+                ending.add(reference)
+    if endless := [reference for reference in references if reference not in ending]:
+        raise ValueError(
+            f"the schema at $ref {endless[0]!r} has no finite text: it always contains itself again; "
+            "make the recursive part optional"
+        )
 
 
 def target_of(reference: str, schema: Any) -> Any:

@@ -550,7 +550,7 @@ REFUSED = [
     ("uniqueItems", {"structural_tag": TAG}),
     ('"structures" and "triggers"', {"structural_tag": {"format": {"type": "any_text"}}}),
     ("must hold begin, schema and end", {"structural_tag": {"structures": [{"begin": "<f>"}]}}),
-    ("no trigger", {"structural_tag": {**TAG, "triggers": ["<g"]}}),
+    *(("no trigger", {"structural_tag": {**TAG, "triggers": one}}) for one in (["<g"], "<g", 5)),
     # what llguidance would not enforce, or an output could never finish
     *(("multipleOf must have", {"json": {"multipleOf": one}}) for one in (4294967291, 10**9, 1e-9)),
     ("beside U.0000", {"json": {"type": "string", "pattern": r'^([^"]|\x00)$'}}),
@@ -619,15 +619,30 @@ def test_the_trial_process_ends_with_its_engine():
     assert process.poll() == 0
 
 
+def definitions(num, targets_of):
+    """Definitions d0, d1, ..., each an object around one of its targets. The first may be null too."""
+    objects = {
+        f"d{i}": {
+            **{"type": "object", "required": ["a"]},
+            "properties": {"a": {"anyOf": [{"$ref": f"#/$defs/d{j}"} for j in targets_of(i)]}},
+        }
+        for i in range(num)
+    }
+    first = {"anyOf": [objects["d0"], {"type": "null"}]}
+    return {"$ref": "#/$defs/d0", "$defs": objects | {"d0": first}}
+
+
 @pytest.mark.parametrize(
     "asked",
     [
+        {"json": definitions(350, lambda i: [(i + 1) % 350])},  # as long as Python's stack
+        {"json": definitions(12, lambda i: [j for j in range(12) if j != i])},  # with 12! paths
         {"json": {"type": "object", "properties": {"a": {"$ref": "#"}}}},
         {"json": {"type": "array", "items": {"$ref": "#"}}},
         {"json": {"type": ["object", "null"], "properties": {"a": {"$ref": "#"}}, "required": ["a"]}},
         {"json": {"anyOf": [{"type": "array", "items": {"$ref": "#"}, "minItems": 1}, {"enum": [1]}]}},
     ],
-    ids=range(4),
+    ids=range(6),
 )
 def test_recursion_with_a_way_out_is_served(asked, llm):
     ((_, _, reason),) = answers(llm, [SamplingParams(max_tokens=5, structured_outputs=asked)])
