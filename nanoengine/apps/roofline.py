@@ -32,10 +32,9 @@ def roofline_seconds(
                 4 * heads * head_dim per layer for each pair of a token and a token it attends to
 
     A shared prefix is computed once. Norms, activations, sampling and the host cost nothing, and attention
-    is full. A model that fits in the CPU's caches can be faster than memory, and thus faster than this.
-    `config` is a `DecoderConfig`. `prompt_lens` leave out the prefix of `shared` tokens. `bandwidth` and
-    `flops` are bytes and FLOPs per second, `itemsize` is bytes per number. For quantized weights,
-    `weight_bits` are the bits per weight in the layers and in the head.
+    is full. A model that fits in the CPU's caches can be faster than this. `config` is a `DecoderConfig`.
+    `prompt_lens` leave out the prefix of `shared` tokens. `bandwidth` and `flops` are per second, `itemsize`
+    is in bytes. For quantized weights, `weight_bits` are the bits per weight in the layers and in the head.
     """
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     attention_weights = config.hidden_size * (2 * q_size + 2 * kv_size)

@@ -2,13 +2,12 @@
 
 A request passes through these, on its way in and back:
 
-    Connection, Gate            limit headers, time and size, check the key, log a line, notice lost clients
-    CompletionRequest           holds the request in the engine's terms (ChatRequest for a chat)
-    Service.answer              checks the whole request, takes places in the queue, calls `AsyncLLM`
-    CompletionRequest.choice    writes the engine's output in the API's own shape, whole or piece by piece
+    gate.Connection, Gate       limit headers, time and size, checks the key, logs, notices lost clients
+    openai_api.ChatRequest      holds the request in the engine's terms (or CompletionRequest)
+    service.Service.answer      checks the whole request, takes places in the queue, calls `AsyncLLM`
+    ChatRequest.choice          writes the engine's output in the API's own shape, whole or piece by piece
 
-They are in `gate.py`, `openai_api.py`, `service.py`, and `openai_api.py` again. This file is the process
-around them: the command's flags and the graceful shutdown.
+This file is the process around them: the command's flags and the graceful shutdown.
 """
 
 import asyncio

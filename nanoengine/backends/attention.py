@@ -1,9 +1,7 @@
 """Paged attention: write a batch's keys and values into cache blocks, then attend over the blocks.
 
-`TorchAttention` is the backend to read: plain PyTorch, on any device. The fast backends compute the same:
-`cpu.attention.CompiledAttention` with C++ kernels from this repository, `flash.FlashAttention` and
-`flash.VarlenAttention` with flash-attn's kernels on CUDA (from the flash-attn package, or as included in
-PyTorch), and `triton.TritonAttention` with Triton kernels from this repository.
+`TorchAttention` is the backend to read: plain PyTorch, on any device. The fast backends compute the same with
+kernels: those of this repository (cpu/attention.py, triton.py) or flash-attn's (flash.py).
 
 Shape letters: T tokens in the batch, S sequences, H query heads, K key/value heads, D head_dim (D' for the
 values, if different), L cached tokens of a sequence (padded to whole blocks), B block_size.

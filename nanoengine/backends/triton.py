@@ -3,11 +3,9 @@
 A program holds a tile of queries and walks over the keys they see, one tile at a time, with a running softmax
 (FlashAttention). The rows of a tile include all query heads that share a KV head, so that each key is read
 once for all of them. A sequence with one new token has too little work to fill a GPU, so its keys are split
-among programs, and a second kernel combines their results (flash-decoding).
-
-Tiles and splits depend only on the GPU, the layer's shapes and the sequence, so a result is the same bit for
-bit in any batch. Grids are computed from values that the host knows, so that CUDA graphs can capture them.
-
+among programs, and a second kernel combines their results (flash-decoding). Tiles and splits depend only on
+the GPU, the layer's shapes and the sequence, so a result is the same bit for bit in any batch. Grids are
+computed from values that the host knows, so that CUDA graphs can capture them.
 Source: FlashAttention-2, https://arxiv.org/abs/2307.08691; vLLM's `triton_unified_attention.py`.
 """
 
