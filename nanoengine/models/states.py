@@ -1,13 +1,12 @@
 """Runs layers that pass a state from token to token: convolutions, state-space models, linear attention.
 
-Such a layer is called a mixer here. transformers' mixers read their states from transformers' cache and store
-the new ones there, all through the same few methods. `States` gives them a stand-in for that cache, and keeps
-the states in memory with numbered slots, which extensions/states.py assigns to sequences.
+Such a layer is called a mixer here. transformers' mixers read and store their states through a few methods of
+transformers' cache. `States` gives them a stand-in for that cache, and keeps the states in memory with
+numbered slots, which extensions/states.py assigns to sequences.
 
 A mixer takes sequences of one length. So `States.mix` calls it once for all sequences that decode one token,
 (N, 1, E), then once for every other span of a sequence, (1, T, E). A span ends where a state is kept, and at
-the end of the prompt. After a preemption, prompt and output are recomputed in one chunk, but some Mamba2
-models limit the time steps of a prompt and not those of an output.
+the end of the prompt, because some Mamba2 models limit only the time steps of a prompt.
 
 Shape letters: T tokens of a step or span, N sequences of one call, E hidden size.
 """
@@ -98,9 +97,7 @@ class _Call:
         self.states["recurrent", state_idx] = recurrent_states
         return recurrent_states
 
-    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
-        """Return the recurrent state. MiniMax calls it by this name."""
-        return self.get_recurrent_state(layer_idx)
+    get_linear_cache = get_recurrent_state  # MiniMax's name
 
     def set_linear_cache(self, layer_idx: int, states: Tensor) -> None:
         """Store the recurrent state. MiniMax calls it by this name."""
