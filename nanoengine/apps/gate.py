@@ -38,13 +38,10 @@ class Ticket:
 
     def line(self) -> dict[str, Any]:
         """Return the fields of the log line."""
-        known = asdict(self)
+        known = {"time": round(time.time(), 3), **asdict(self)}
         known["seconds"] = time.monotonic() - known.pop("started")
         del known["is_complete"]
-        return {
-            "time": round(time.time(), 3),
-            **{name: round(one, 6) if isinstance(one, float) else one for name, one in known.items()},
-        }
+        return {name: round(one, 6) if isinstance(one, float) else one for name, one in known.items()}
 
     def usage(self) -> dict[str, Any]:
         """Return the token counts in OpenAI's shape."""

@@ -5,9 +5,7 @@ layer's queries, keys and values to it. So the model's own class can compute the
 tokens with explicit positions, without a cache object and without a mask. The registered function attends to
 the same paged KV cache as decoder.py. If a model computes attention in its own code, eager.py replaces that
 code. If some of its layers keep a recurrent state, states.py supplies and stores the states of these layers.
-
-Tokens must not influence each other anywhere else, and the model must not count positions itself. `_probe`
-runs a few tokens through the loaded model, and rejects the model if it does either.
+`_probe` rejects a model if tokens influence each other anywhere else, or if it counts positions itself.
 """
 
 import copy
@@ -375,10 +373,7 @@ def _load_transformers(
         "attn_implementation": attention_implementation(checkpoint.hf_config),
         "trust_remote_code": config.trust_remote_code,
     }
-    if checkpoint.is_part:
-        settings["key_mapping"] = PART_NAMES
     if config.load_format == "dummy":
-        settings.pop("key_mapping", None)
         devices = [device] if device.type == "cuda" else []
         with as_value_error(path), torch.random.fork_rng(devices), device:
             torch.manual_seed(config.seed)
@@ -395,7 +390,8 @@ def _load_transformers(
     elif path.suffix == ".gguf" or checkpoint.quantization is not None:
         auto, source = MODEL_FOR_CAUSAL_LM_MAPPING[type(checkpoint.hf_config)], None  # headers use its names
         settings["state_dict"] = {name: floats(files.read(name), dtype) for name in headers}
-        settings.pop("key_mapping", None)
+    elif checkpoint.is_part:
+        settings["key_mapping"] = PART_NAMES
     with as_value_error(path), _without_report():
         causal_lm, report = auto.from_pretrained(
             source,
