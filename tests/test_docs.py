@@ -105,7 +105,7 @@ def test_the_mini_engine_is_the_code_of_the_first_three_lessons():
     assert len([line for line in lines if line]) < 100
 
 
-def test_the_mini_engine_says_what_transformers_says():
+def test_the_mini_engine_gives_the_tokens_of_transformers():
     from docs.mini import STOP, Engine, ask, generate, generate_cached
 
     questions = [
@@ -128,7 +128,7 @@ def test_the_mini_engine_says_what_transformers_says():
 
 
 @pytest.mark.parametrize("num_beams", [2, 4])
-def test_beam_search_finds_what_transformers_finds(num_beams):
+def test_beam_search_equals_transformers(num_beams):
     from docs.beam_search import beam_search
 
     model = AutoModelForCausalLM.from_pretrained(DEMO, dtype="float32")
@@ -151,7 +151,7 @@ SYMBOL = re.compile(r"\[`([\w.]+)`\]\((?:\.\./)+(nanoengine/[\w/]+)\.py\)")
 
 
 @by_name
-def test_what_a_page_points_at_exists(page):
+def test_links_of_a_page_exist(page):
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     for target in re.findall(r"\]\(([^)]+)\)", text):
         path = target.partition("#")[0]
@@ -180,7 +180,7 @@ def test_the_contents_list_every_lesson_in_order_under_its_title():
         assert lesson.read_text().startswith(f"# {number}. {title}")
 
 
-def test_a_file_of_a_picture_is_what_the_script_draws():
+def test_each_picture_is_what_the_script_draws():
     for name, draw in PICTURES.items():
         assert (DOCS / name).read_text() == draw().svg(), f"{name}: python -m docs.figures"
 

@@ -85,7 +85,7 @@ def test_each_lesson_knows_two_mistakes():
         assert sum(where == lesson for where, _ in MISTAKES) >= 2
 
 
-def test_the_command_says_what_is_wrong_in_words(tmp_path, capsys):
+def test_the_command_explains_what_is_wrong(tmp_path, capsys):
     student = tmp_path / "my_mini.py"
     student.write_text(RIGHT.replace("in reversed(seq.block_table)", "in seq.block_table"))
     assert main(["5", str(student)]) == 1

@@ -75,7 +75,7 @@ def check_no_circle(edges: Iterable[tuple[str, str]]) -> None:
     sorter.prepare()
 
 
-def test_no_import_is_part_of_a_circle():
+def test_there_are_no_circular_imports():
     """Neither files nor folders import each other in a circle."""
     edges = [(name, imported) for name, path in FILES.items() for imported in imports_of(path)]
     assert ("engine", "sampling") in edges
@@ -83,7 +83,7 @@ def test_no_import_is_part_of_a_circle():
     check_no_circle((folder_of(start), folder_of(end)) for start, end in edges)
 
 
-def test_an_inner_ring_imports_an_outer_one_only_when_it_is_used():
+def test_an_inner_ring_imports_an_outer_one_only_inside_functions():
     for name, path in FILES.items():
         for imported in imports_of(path, at_once=True):
             assert ring_of(imported) <= ring_of(name), f"{name} imports {imported}"
@@ -103,7 +103,7 @@ def test_the_core_names_no_setting_no_model_and_no_extension():
         assert not [module for module in imported if module.startswith(UNKNOWN_TO_THE_CORE)], name
 
 
-def test_the_benchmarks_import_no_circle_either():
+def test_the_benchmarks_have_no_circular_imports():
     paths = (ROOT / "benchmarks").glob("*.py")
     check_no_circle((path.stem, imported) for path in paths for imported in imports_of(path, "benchmarks"))
 

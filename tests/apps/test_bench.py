@@ -204,7 +204,7 @@ def test_the_published_roofline_follows_from_the_published_limits():
 
 
 @pytest.mark.slow
-def test_the_engines_run_side_by_side_on_the_same_requests():
+def test_engines_run_side_by_side_on_the_same_requests():
     printed, report = run_bench(
         *("--model", "tiny", "--custom", "3:4-8:2-5", "--repeats", "1"),
         *("--engine", "nanoengine,transformers,vllm,llama.cpp", "--dtype", "float32"),
@@ -395,7 +395,7 @@ with LLM("demo", dtype="float32", num_kv_blocks=50, **settings_of({WITHOUT + tri
 SERVED = {"model": "tiny", "dtype": "float32", "prompt": 32, "output": 8, "requests": 4, "shared": 0}
 
 
-def test_guidellm_is_asked_for_requests_at_a_rate_or_all_at_once_with_a_shared_prefix_or_without():
+def test_guidellm_gets_the_rate_and_the_shared_prefix():
     args = SimpleNamespace(**SERVED)
     asked = served.scenario("http://a", "/model", args, 2.0, 3, Path("/out.json"))
     assert asked["profile"] == {"kind": "constant", "rate": [2.0]}
@@ -425,7 +425,7 @@ def test_a_run_of_guidellm_becomes_a_row_unless_a_request_failed():
         served.summarize({"metrics": metrics})
 
 
-def test_a_model_to_be_served_has_a_token_for_each_byte_and_words_for_the_rest(tmp_path):
+def test_a_random_tokenizer_has_a_token_for_each_byte_and_words_for_the_rest(tmp_path):
     write_shape("tiny", tmp_path)
     write_tokenizer(4096, tmp_path)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
@@ -597,7 +597,7 @@ def test_the_gpu_s_pieces_run_on_a_cpu_with_small_sizes(tmp_path):
 
 
 @pytest.mark.parametrize(("kind", "max_calls"), [("FINAL_ONLY", 8), ("DELTA, text", 20)])
-def test_a_sequence_costs_a_step_few_calls_of_python_functions(kind, max_calls):
+def test_each_sequence_adds_few_python_calls_to_a_step(kind, max_calls):
     """Calls are counted because times depend on the machine. A step's fixed cost is subtracted."""
 
     def calls_of_a_step(first, num_seqs):

@@ -127,7 +127,7 @@ def test_a_chat_gets_the_offline_answer(content, client, llm):
     assert answer.usage.total_tokens == len(expected.prompt_token_ids) + len(expected.outputs[0].token_ids)
 
 
-def test_a_streamed_answer_is_the_whole_one_in_pieces(client):
+def test_the_pieces_of_a_stream_make_up_the_whole_answer(client):
     asked = {"model": "demo", "prompt": PROMPTS, "max_tokens": 12, "n": 2, "seed": 5, "extra_body": WITH_IDS}
     whole = client.completions.create(**asked)
     pieces = list(client.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
@@ -147,7 +147,7 @@ def test_a_streamed_answer_is_the_whole_one_in_pieces(client):
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
-def test_continuous_usage_is_in_every_piece(path, url):
+def test_continuous_usage_is_in_every_chunk(path, url):
     asked = {"prompt": "a b c"} if path == "completions" else {"messages": QUESTION}
     asked |= {"max_tokens": 9, "ignore_eos": True, "stream": True, "return_token_ids": True}
     options = {"include_usage": True, "continuous_usage_stats": True}
@@ -180,7 +180,7 @@ def test_logprobs_can_name_tokens_by_their_ids(url):
         assert entry["token"] == entry["top_logprobs"][0]["token"] == f"token_id:{token_id}"
 
 
-def test_request_id_truncated_prompts_and_empty_messages(url, service):
+def test_request_ids_truncated_prompts_and_empty_messages_are_supported(url, service):
     def post(path, **asked):
         asked = {"max_tokens": 3, "temperature": 0, **WITH_IDS, **asked}
         answer = http.post(f"{url}/v1/{path}", json=asked).json()
@@ -484,7 +484,7 @@ def test_a_bad_completion_request_is_refused_by_its_field(changes, param, url):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_structured_outputs_that_the_request_s_own_bans_leave_no_token_of_are_refused(stream, url):
+def test_structured_outputs_that_conflict_with_bans_are_refused(stream, url):
     asked = {"prompt": "a", "structured_outputs": {"regex": "c[ab]{5}"}, "bad_words": ["a", "b"]}
     answer = http.post(f"{url}/v1/completions", json={**asked, "stream": stream})
     assert answer.status_code == (200 if stream else 400)  # a stream has begun
@@ -569,7 +569,7 @@ def test_the_openai_package_raises_its_own_errors(client, url):
 # ---- the other endpoints ----
 
 
-def test_models_names_the_one_served(client):
+def test_the_models_route_lists_the_served_model(client):
     (model,) = client.models.list()
     assert (model.id, model.max_model_len) == ("demo", 1024)
     assert client.models.retrieve("demo").id == "demo"
@@ -598,7 +598,7 @@ def test_tokenize_and_detokenize_are_the_tokenizer_s(url, llm):
         assert http.post(f"{url}/{path}", json=body).status_code == 400
 
 
-def test_metrics_are_the_engine_s_as_prometheus_reads_them(client, url, service):
+def test_metrics_are_in_the_format_of_prometheus(client, url, service):
     before = {family.name: family for family in families(url)}
     client.completions.create(model="demo", prompt="abc", max_tokens=7, extra_body={"ignore_eos": True})
     after = {family.name: family for family in families(url)}
@@ -650,7 +650,7 @@ ENDLESS = {"prompt": ["a b c", "d e f"], "max_tokens": 900, "ignore_eos": True, 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_away_frees_its_blocks_within_a_step(stream, url, service, caplog):
+def test_a_client_that_disconnects_frees_its_blocks_within_a_step(stream, url, service, caplog):
     caplog.set_level(logging.INFO, "nanoengine.requests")
     with held_steps(service.engine) as steps:
         asked = json.dumps({**ENDLESS, "stream": stream}).encode()
@@ -667,7 +667,7 @@ def test_a_client_that_goes_away_frees_its_blocks_within_a_step(stream, url, ser
     assert line["status"] == (200 if stream else None)
 
 
-def test_a_client_that_goes_away_while_it_sends_leaves_nothing(url, service):
+def test_a_client_that_disconnects_while_sending_leaves_no_request(url, service):
     with connected(url) as client:
         client.sendall(post_in_bytes("/v1/completions", b"x" * 100)[:-99])
     assert http.get(f"{url}/health").status_code == 200
@@ -853,7 +853,7 @@ def test_a_body_that_is_too_large_is_refused(is_chunked, guarded):
     assert http.post(f"{url}/v1/completions", content=exact + " ", headers=headers).status_code == 413
 
 
-def test_short_requests_do_not_wait_for_long_ones_which_leave_with_their_clients(url, service, monkeypatch):
+def test_short_requests_do_not_wait_for_long_ones_which_end_with_their_clients(url, service, monkeypatch):
     begun, may_end, call = [], threading.Event(), PreTrainedTokenizerFast.__call__
 
     def slowly(self, text, **settings):
@@ -876,7 +876,7 @@ def test_short_requests_do_not_wait_for_long_ones_which_leave_with_their_clients
     assert len(begun) == 1
 
 
-def test_slow_grammars_delay_no_other_request_and_leave_with_their_clients(url, service, monkeypatch):
+def test_slow_grammars_delay_no_other_request_and_end_with_their_clients(url, service, monkeypatch):
     grammars, begun, may_end = service.engine.llm_engine._grammars, [], threading.Event()
     compile_grammar = grammars.compile
 

@@ -209,7 +209,7 @@ def test_short_requests_overtake_hostile_ones():
 
 
 @pytest.mark.slow
-def test_hundreds_of_clients_get_complete_and_right_answers():
+def test_hundreds_of_clients_get_complete_and_correct_answers():
     expected = offline_answers()
     seen: Counter[str] = Counter()
     latencies: dict[str, list[float]] = {"first output": [], "between outputs": [], "whole answer": []}

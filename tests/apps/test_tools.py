@@ -128,7 +128,7 @@ def parser_of(calls, reasoning=None, prompt="", tools=(ADD,), **settings):
 @pytest.mark.parametrize(("formats", "text", "expected"), WRITTEN, ids=range(len(WRITTEN)))
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
-def test_an_answer_is_parsed_the_same_in_any_pieces(formats, text, expected, data):
+def test_the_size_of_pieces_does_not_change_the_parsed_answer(formats, text, expected, data):
     assert taken_apart(parser_of(*formats), [text]) == expected
     assert taken_apart(parser_of(*formats), text) == expected, "a character at a time"
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
@@ -136,7 +136,7 @@ def test_an_answer_is_parsed_the_same_in_any_pieces(formats, text, expected, dat
     assert taken_apart(parser_of(*formats), pieces) == expected
 
 
-def test_without_tools_what_looks_like_a_call_is_text():
+def test_without_tools_text_like_a_call_stays_text():
     text = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
     for calls in TOOL_FORMATS:
         assert taken_apart(parser_of(calls, tools=()), [text]) == [("content", text)]
@@ -216,7 +216,7 @@ def test_a_required_call_is_json_where_a_format_has_no_grammar():
         assert taken_apart(parser, text) == [("reasoning", "Hm."), CALL]
 
 
-def test_references_in_a_tool_s_schema_are_its_own(client, script):
+def test_references_in_a_tool_s_schema_stay_within_it(client, script):
     script.says = {"Hello": '<tool_call>\n{"name": "f"'}
     parameters = {
         "properties": {"name": {"enum": [1, 2]}, "b": {"$ref": "#/properties/name"}, "c": {"$ref": "#"}},
@@ -236,7 +236,7 @@ def test_references_in_a_tool_s_schema_are_its_own(client, script):
         jsonschema.validate(arguments, {"type": "object", **parameters})
 
 
-def test_structured_output_is_content_as_it_is():
+def test_structured_output_is_unchanged_content():
     text = '{"t": "<think>x</think><tool_call>{}</tool_call>", "name": "Bob"}'
     for calls in TOOL_FORMATS:
         for written, expected in (
@@ -449,7 +449,7 @@ def test_openai_s_stream_helper_reads_calls_and_reasoning(client, script):
     assert len(one.tool_calls) == 1
 
 
-def test_each_sample_has_calls_of_its_own(client, script):
+def test_each_sample_has_its_own_calls(client, script):
     script.says = {"2 and 40": CALL_TEXT}
     messages = [{"role": "user", "content": "What are 2 and 40?"}]
     answer = client.chat.completions.create(model="demo", messages=messages, tools=[ADD], max_tokens=99, n=3)
@@ -552,7 +552,7 @@ def test_a_pydantic_model_is_parsed_by_the_client(thinking, client, script):
     ids=range(7),
 )
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
-def test_every_spelling_of_structured_outputs_is_served(fields, conforms, path, running, script):
+def test_every_spelling_of_structured_outputs_is_accepted(fields, conforms, path, running, script):
     script.says = {}
     body = {"max_tokens": 60, "temperature": 2.0, "seed": 1, **fields}
     body |= (

@@ -313,7 +313,7 @@ def test_without_a_compiler_plain_pytorch_runs_and_the_line_says_why(in_float32,
     assert in_float32["replay"] > 0  # graphs need no compiler
 
 
-def test_enforce_eager_means_no_triton_either(in_float32, first_line):
+def test_enforce_eager_also_disables_triton(in_float32, first_line):
     assert "nothing fused: enforce_eager" in first_line(enforce_eager=True)
     assert in_float32["write_kv"] == 0
 

@@ -226,7 +226,7 @@ def test_nothing_in_a_step_waits_for_the_gpu_or_leaves_it(settings, fake_gpu, ba
         ),
     ],
 )
-def test_any_parameters_side_by_side_do_not_either(backend, fields, settings, fake_gpu, babbler):
+def test_batches_with_any_parameters_do_not_wait_for_the_gpu(backend, fields, settings, fake_gpu, babbler):
     with fake_gpu:
         line = walk(babbler, fields, attn_backend=backend, **settings)
     assert f"{backend} attention" in line
@@ -247,7 +247,7 @@ STATES = ["qwen3_5_text", "mamba2", "lfm2", "mamba", "olmo_hybrid"]
         *(pytest.param(name, "no graphs (its layers", marks=pytest.mark.slow) for name in STATES),
     ],
 )
-def test_models_of_any_kind_do_not_either(name, expected, fake_gpu, tmp_path_factory):
+def test_models_of_any_kind_do_not_wait_for_the_gpu(name, expected, fake_gpu, tmp_path_factory):
     if name in STATES:
         path = tmp_path_factory.mktemp("states")
         small_model(small_config(name)).save_pretrained(path)
@@ -257,7 +257,7 @@ def test_models_of_any_kind_do_not_either(name, expected, fake_gpu, tmp_path_fac
         assert expected in walk(path, SETTINGS[:3])
 
 
-def test_saving_to_a_kv_store_and_loading_from_it_do_not_either(fake_gpu, tmp_path_factory, monkeypatch):
+def test_saving_to_a_kv_store_and_loading_do_not_wait_for_the_gpu(fake_gpu, tmp_path_factory, monkeypatch):
     kvstore = pytest.importorskip("nanoengine.contrib.kvstore")
     path, _ = checkpoint("qwen2 sliding from layer 1", tmp_path_factory)
     calls = []

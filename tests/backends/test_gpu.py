@@ -191,7 +191,7 @@ def test_no_launch_waits_for_the_gpu(shape, monkeypatch):
         llm.generate(prompts, params, use_tqdm=False)
 
 
-def test_256_sequences_of_top_p_fit_into_the_memory_that_was_planned(shape):
+def test_256_sequences_with_top_p_fit_into_the_planned_memory(shape):
     params = SamplingParams(top_p=0.9, max_tokens=16, ignore_eos=True, logprobs=1)
     with LLM(shape, load_format="dummy") as llm:
         outputs = llm.generate(random_prompts([300] * 256, vocab=4096), params, use_tqdm=False)

@@ -46,7 +46,7 @@ def test_memory_in_large_pages_is_zeros_of_any_shape(shape, dtype):
     assert zeros.sum(dtype=torch.int64) == zeros.numel()
 
 
-def test_without_large_pages_memory_is_as_ever(monkeypatch):
+def test_without_large_pages_memory_is_still_zeroed(monkeypatch):
     monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
     assert not zeros_on_large_pages((1024, 1024), torch.float32).any()
 

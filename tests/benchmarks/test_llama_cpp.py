@@ -90,7 +90,7 @@ def test_a_qwen_file_holds_the_checkpoint_s_tensors_as_they_are(name, tmp_path, 
 
 
 @pytest.mark.parametrize("name", ["llama without gqa", "llama3 rope", "llama with biases"])
-def test_a_llama_file_has_what_rope_turns_together_side_by_side(name, tmp_path, tmp_path_factory):
+def test_a_llama_file_has_rope_pairs_side_by_side(name, tmp_path, tmp_path_factory):
     path, model = checkpoint(name, tmp_path_factory)
     given = {own_name(name): tensor for name, tensor in load_file(path / "model.safetensors").items()}
     held = tensors(written(path, tmp_path)[1])
@@ -143,7 +143,9 @@ def test_random_weights_have_the_config_s_shapes(tmp_path, tmp_path_factory):
         ("llama yarn rope with mscale", "cannot have its yarn rope"),
     ],
 )
-def test_what_llama_cpp_would_compute_otherwise_is_refused(name, message, tmp_path, tmp_path_factory):
+def test_models_that_llama_cpp_would_compute_differently_are_refused(
+    name, message, tmp_path, tmp_path_factory
+):
     path, _ = checkpoint(name, tmp_path_factory)
     with pytest.raises(ValueError, match=message):
         written(path, tmp_path)
@@ -153,7 +155,7 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(name, message, tmp_pa
     "name",
     ["qwen3", "qwen2 tied", "llama without gqa", "llama3 rope", "llama linear rope", "llama with biases"],
 )
-def test_llama_cpp_s_greedy_tokens_are_ours(name, tmp_path, tmp_path_factory):
+def test_llama_cpp_gives_our_greedy_tokens(name, tmp_path, tmp_path_factory):
     """More sequences than fit at once, and a prompt longer than a batch."""
     pytest.importorskip("llama_cpp")
     path, _ = checkpoint(name, tmp_path_factory)

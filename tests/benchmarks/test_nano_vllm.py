@@ -62,7 +62,7 @@ def test_a_checkpoint_is_served_as_it_is(tmp_path, tmp_path_factory):
         ("qwen3", "bfloat16", r"computes in the checkpoint's own dtype, torch\.float32"),
     ],
 )
-def test_what_nano_vllm_would_misread_without_a_word_is_refused(
+def test_models_that_nano_vllm_would_silently_misread_are_refused(
     name, dtype, message, tmp_path, tmp_path_factory
 ):
     path, _ = checkpoint(name, tmp_path_factory)

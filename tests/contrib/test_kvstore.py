@@ -127,7 +127,7 @@ def test_get_returns_entries_up_to_the_first_missing_one(store):
     assert next(iter(store.get(keys[12:]))) == b"and again"
 
 
-def test_a_directory_is_its_owner_s_alone_and_holds_a_file_per_entry(tmp_path):
+def test_a_directory_is_private_and_holds_a_file_per_entry(tmp_path):
     store = DirectoryStore(tmp_path / "a" / "kv")
     store.put("abcd", b"data")
     assert (tmp_path / "a" / "kv").stat().st_mode & 0o777 == 0o700
@@ -140,7 +140,7 @@ def size_of(path):
     return sum(file.stat().st_size for file in path.rglob("*.safetensors"))
 
 
-def test_eviction_takes_the_least_recently_used_and_the_ends_of_prefixes(tmp_path):
+def test_eviction_removes_the_least_recently_used_and_the_ends_of_prefixes(tmp_path):
     store = DirectoryStore(tmp_path, max_bytes=1000)
     keys = [f"{i:02}" * 32 for i in range(10)]
     for key in keys:
@@ -231,7 +231,7 @@ def test_an_entry_is_a_safetensors_file_that_says_what_it_is_for(tmp_path):
     assert [group.tolist() for group in groups] == [group.tolist() for group in GROUPS]
 
 
-def test_an_entry_for_something_else_is_none():
+def test_an_entry_for_another_key_is_a_miss():
     data = encode(FINGERPRINT, TOKENS, GROUPS)
     assert decode(data, FINGERPRINT[::-1], TOKENS, [64, 32]) is None
     assert decode(data, FINGERPRINT, TOKENS[:8], [64, 32]) is None
@@ -271,7 +271,7 @@ def test_a_damaged_entry_is_noticed_wherever_it_is_damaged():
         ("gemma3", "float32"),
     ],
 )
-def test_answers_from_a_store_are_those_without_and_only_the_tail_is_computed(
+def test_answers_are_the_same_with_a_store_and_only_the_tail_is_computed(
     name, dtype, tmp_path_factory, tmp_path
 ):
     path, reference = checkpoint(name, tmp_path_factory)
@@ -294,7 +294,7 @@ def test_answers_from_a_store_are_those_without_and_only_the_tail_is_computed(
 
 
 @pytest.mark.parametrize("name", ["mistral sliding", "gemma3"])
-def test_a_window_takes_no_blocks_for_what_it_does_not_see(name, tmp_path_factory):
+def test_a_window_loads_no_blocks_outside_it(name, tmp_path_factory):
     """Nor is what it had no need to load found afterwards, by a prompt that ends there."""
     path, reference = checkpoint(name, tmp_path_factory)
     store, prompts = MemoryStore(), random_prompts([200])
@@ -322,7 +322,7 @@ def test_the_store_is_imported_only_when_it_is_set(tmp_path_factory, monkeypatch
     assert "nanoengine.contrib.kvstore" in sys.modules
 
 
-def test_what_the_prefix_cache_has_is_not_asked_of_the_store(tmp_path_factory):
+def test_blocks_in_the_prefix_cache_are_not_looked_up_in_the_store(tmp_path_factory):
     path, _ = checkpoint("qwen3", tmp_path_factory)
     store, prompts = MemoryStore(), random_prompts([40, 40])
     serve(path, store, prompts)
@@ -339,7 +339,7 @@ def test_what_the_prefix_cache_has_is_not_asked_of_the_store(tmp_path_factory):
     assert counts["prefix_cache_queries"] == 40 + 40 + 48
 
 
-def test_vllm_s_metrics_have_the_store_s_hits(tmp_path_factory):
+def test_hits_of_the_store_are_in_vllm_s_metrics(tmp_path_factory):
     path, _ = checkpoint("qwen3", tmp_path_factory)
     store = MemoryStore()
     serve(path, store, random_prompts([40]))
@@ -432,7 +432,7 @@ def test_a_collision_of_keys_is_a_miss(tmp_path_factory, tmp_path, monkeypatch):
     assert serve(path, tmp_path, prompts, params)[:2] == (plain, [8, 0])
 
 
-def test_a_full_disk_costs_the_saving_and_no_request(tmp_path_factory, tmp_path, monkeypatch, caplog):
+def test_a_full_disk_stops_saving_and_fails_no_request(tmp_path_factory, tmp_path, monkeypatch, caplog):
     path, _ = checkpoint("qwen3", tmp_path_factory)
     prompts = random_prompts([40, 40, 40])
     plain, _, _ = serve(path, None, prompts)
@@ -465,7 +465,7 @@ def wait_for_writer(llm):
     connector_of(llm)._writer.submit(lambda: None).result()
 
 
-def test_a_directory_that_cannot_be_written_is_read_all_the_same(tmp_path_factory, tmp_path, monkeypatch):
+def test_a_read_only_directory_is_still_read(tmp_path_factory, tmp_path, monkeypatch):
     path, _ = checkpoint("qwen3", tmp_path_factory)
     prompts = random_prompts([40, 40])
     plain, _, _ = serve(path, tmp_path, prompts[:1])
@@ -480,7 +480,7 @@ def read_only(*arguments, **more):
 
 
 @pytest.mark.parametrize(("name", "method"), [("qwen3", "touch"), ("gemma3", "get")])
-def test_reading_that_fails_anywhere_costs_time_only(name, method, tmp_path_factory, caplog):
+def test_a_failed_read_of_the_store_fails_no_request(name, method, tmp_path_factory, caplog):
     path, _ = checkpoint(name, tmp_path_factory)
     store, prompts = MemoryStore(), random_prompts([100, 60])
     plain, _, _ = serve(path, store, prompts)
@@ -506,7 +506,7 @@ def test_reading_that_fails_anywhere_costs_time_only(name, method, tmp_path_fact
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3"])
-def test_an_entry_that_vanishes_while_it_is_read_ends_what_is_found(name, tmp_path_factory):
+def test_an_entry_that_vanishes_while_it_is_read_ends_the_hits(name, tmp_path_factory):
     path, _ = checkpoint(name, tmp_path_factory)
     store, prompts = MemoryStore(), random_prompts([100])
     plain, _, _ = serve(path, store, prompts)
@@ -630,7 +630,7 @@ def test_preempted_sequences_come_back_from_the_store(name, more, tmp_path_facto
         assert engine.metrics()["external_prefix_cache_hits"] == 0, "it counts what requests began with"
 
 
-def test_the_path_of_a_gpu_saves_and_loads_with_graphs_and_pages(in_float32, tmp_path_factory, tmp_path):
+def test_a_store_works_on_the_gpu_path_with_graphs_and_pages(in_float32, tmp_path_factory, tmp_path):
     path, reference = checkpoint("qwen3", tmp_path_factory)
     prompts = random_prompts([20, 300])
     settings = {"num_kv_blocks": 8, "block_size": 256, "max_num_seqs": 5, "max_num_batched_tokens": 100}
@@ -643,7 +643,7 @@ def test_the_path_of_a_gpu_saves_and_loads_with_graphs_and_pages(in_float32, tmp
 
 @pytest.mark.parametrize("is_async", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(("name", "pools"), [("qwen3", (26, 18)), ("gemma3", (31, 26))])
-def test_tight_pools_with_a_store_answer_the_same(name, pools, is_async, tmp_path_factory):
+def test_a_store_changes_no_answer_in_a_tight_pool(name, pools, is_async, tmp_path_factory):
     path, reference = checkpoint(name, tmp_path_factory)
     prompts = random_prompts([50, 61, 40, 70])
     expected = [greedy(reference, prompt, 24) for prompt in prompts]
@@ -679,7 +679,7 @@ def test_blocks_that_found_no_room_in_the_queue_are_saved_later(tmp_path_factory
     assert sum(saved) >= 8
 
 
-def test_settings_that_do_not_go_together_are_refused(tmp_path):
+def test_incompatible_settings_are_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="enable_prefix_caching"):
         EngineConfig(model=DEMO, kv_store=tmp_path, enable_prefix_caching=False)
@@ -762,7 +762,9 @@ def test_one_process_prefills_and_another_decodes(tmp_path_factory, tmp_path):
     assert counts["num_steps"] == 12  # the tail of 4 tokens and the first token took one
 
 
-def test_redis_serves_and_its_death_costs_no_request(tmp_path_factory, tmp_path, caplog, monkeypatch):
+def test_a_redis_store_works_and_its_failure_fails_no_request(
+    tmp_path_factory, tmp_path, caplog, monkeypatch
+):
     monkeypatch.setattr(kvstore, "RETRY_SECONDS", math.inf)
     path, _ = checkpoint("qwen3", tmp_path_factory)
     prompts = random_prompts([100, 40, 50])
@@ -888,12 +890,12 @@ class StoreMachine(ExtendedMachine):
         self.connector.close()
 
 
-def test_the_scheduler_keeps_its_laws_with_a_store():
+def test_scheduler_invariants_hold_with_a_store():
     run_state_machine_as_test(StoreMachine, settings=settings(BRIEFLY, max_examples=15))
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 4), (3,)])
-def test_the_walk_with_a_store_saves_and_loads(windows):
+def test_a_random_walk_with_a_store_saves_and_loads(windows):
     machine = StoreMachine()
     sizes = {"num_blocks": 12, "block_size": 2, "max_num_seqs": 4, "budget": 5, "threshold": 0}
     machine.start(**sizes, windows=windows, caching=True, constant_hash=False, drafts=False)

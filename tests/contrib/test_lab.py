@@ -153,7 +153,7 @@ def test_arrivals_are_drawn_as_the_clock_reaches_them():
     assert max(ahead) == 1  # one that is served, one that is the next
 
 
-def test_the_next_turn_of_a_conversation_hits_the_turn_before_and_its_answer():
+def test_the_next_turn_of_a_conversation_hits_the_previous_turn_and_its_answer():
     """A first turn of 8 tokens and an answer of 9, all of the prefix; the second turn repeats these."""
     turns = [Arrival(0.0, 8, 9, "talk", 8), Arrival(100.0, 20, 1, "talk", 17)]
     report = simulate(make_scheduler(num_blocks=50), turns, COST)
@@ -173,7 +173,7 @@ def test_different_prefixes_share_nothing_and_the_same_one_only_its_length():
 
 
 @pytest.mark.parametrize("arrival", [Arrival(0.0, 33, 1), Arrival(0.0, 20, 14)])
-def test_a_request_that_could_not_get_all_of_its_tokens_is_refused(arrival):
+def test_a_request_that_would_be_cut_short_is_refused(arrival):
     with pytest.raises(ValueError, match="the KV cache and max_model_len leave room for 33"):
         simulate(make_scheduler(), [arrival], COST)
 
@@ -204,7 +204,7 @@ class FakeClock(RealEngine):
 
 
 @pytest.mark.parametrize("policy", [fcfs, priority, shortest_first_with_ageing(0.1)])
-def test_the_lab_decides_as_a_real_engine_does(policy):
+def test_the_lab_makes_the_same_decisions_as_a_real_engine(policy):
     settings = {"max_num_batched_tokens": 24, "long_prefill_token_threshold": 16, "max_num_seqs": 6}
     # Of the block in which a prompt leaves its prefix two tokens are its own: one may be another's by chance.
     arrivals = random_arrivals(40, 0.6, num_prefixes=2, num_prefix_tokens=6)
@@ -296,7 +296,7 @@ def test_policies_decide_which_requests_wait():
     assert own[IS_LONG].mean() < times["fcfs"][IS_LONG].mean()
 
 
-def test_ageing_is_the_order_by_what_a_prompt_is_worth_at_any_time():
+def test_ageing_orders_requests_by_length_and_waiting_time():
     policy, arrivals = shortest_first_with_ageing(0.25), random_arrivals(50, 3.0)
     for now in (20.0, 500.0):
         by_worth = sorted(
@@ -322,7 +322,7 @@ def test_gaps_have_the_mean_of_the_rate_and_the_variance_of_the_burstiness(burst
     assert statistics.pvariance(gaps) == pytest.approx(1 / 4**2 / burstiness, rel=0.1)
 
 
-def test_lengths_are_as_asked_for():
+def test_lengths_follow_the_requested_distribution():
     rng = random.Random(0)
     assert {parse_lengths("7")(rng) for _ in range(9)} == {7}
     assert {parse_lengths("2-5")(rng) for _ in range(200)} == {2, 3, 4, 5}
@@ -439,7 +439,7 @@ def test_the_command_fits_a_model_and_says_how_far_off_it_is(run_lab, monkeypatc
     assert measured.busy_seconds > 0
 
 
-def test_unserved_requests_and_models_end_the_command_without_a_traceback(run_lab):
+def test_unsupported_requests_and_models_end_the_command_without_a_traceback(run_lab):
     with pytest.raises(SystemExit, match="leave room for 33"):
         run_lab("--num-requests", "5", "--num-kv-blocks", "1")
 

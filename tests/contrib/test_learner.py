@@ -32,7 +32,7 @@ def table(tmp_path_factory):
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
-def test_processed_logprobs_are_those_that_tokens_are_drawn_by(enforce_eager, table):
+def test_processed_logprobs_are_those_that_tokens_are_drawn_from(enforce_eager, table):
     path, logits = table
     params = [
         {"temperature": 0.0},
@@ -93,7 +93,7 @@ def processed(
     return logits.log_softmax(-1)
 
 
-def test_a_mode_of_logprobs_that_is_not_served_is_refused():
+def test_an_unsupported_logprobs_mode_is_refused():
     for mode in ("raw_logits", "processed_logits", None):
         with pytest.raises(ValueError, match="logprobs_mode must be one of"):
             LLM(DEMO, logprobs_mode=mode)
@@ -124,7 +124,7 @@ def test_a_learner_reaches_the_model_as_in_vllm(tmp_path_factory, tmp_path):
         assert answers(llm) == wanted
 
 
-def test_collective_rpc_calls_what_the_worker_has_or_a_function(tmp_path_factory):
+def test_collective_rpc_calls_a_method_of_the_worker_or_a_function(tmp_path_factory):
     path, model = checkpoint("qwen3", tmp_path_factory)
     with LLM(path, **SETTINGS) as llm:
         shapes = {name: tuple(x.shape) for name, x in model.named_parameters()}
@@ -190,7 +190,7 @@ PATHS = {
 
 
 @pytest.mark.slow
-def test_a_learner_s_paths_are_there_in_dev_mode_alone_and_behind_the_key(tmp_path_factory):
+def test_routes_for_learners_need_dev_mode_and_the_key(tmp_path_factory):
     path_of_model = str(checkpoint("qwen3", tmp_path_factory)[0])
     for dev_mode, status in ((False, 404), (True, 401)):
         key = {"api_key": "k"} if dev_mode else {}
@@ -295,7 +295,7 @@ def send(url, group, named, **changes):
         return asked.result()
 
 
-def test_weights_come_over_gloo_all_at_the_end_or_not_at_all(learned, tmp_path_factory):
+def test_weights_received_over_gloo_are_applied_at_the_end_or_not_at_all(learned, tmp_path_factory):
     url, service = learned
     before, named = ids(ask(url)), list(other("qwen3").named_parameters())
     group = meet(url)
@@ -461,7 +461,7 @@ print(json.dumps([len(seen), said, trained]))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sleeps", ["sleeps", "stays awake"])
-def test_trl_s_trainer_learns_beside_the_engine_it_changes(sleeps, with_trl, tmp_path):
+def test_trl_s_trainer_updates_an_engine_while_it_trains(sleeps, with_trl, tmp_path):
     num_seen, said, trained = with_trl(COLOCATED, str(DEMO), str(tmp_path), sleeps)
     assert num_seen == 8
     assert said == trained

@@ -191,7 +191,7 @@ def test_with_fewer_kv_heads_than_ranks_several_ranks_share_one():
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "size"), [(4, 2, 3), (6, 2, 3), (12, 4, 6), (4, 4, 8)])
-def test_heads_that_cannot_be_divided_are_refused_with_the_numbers(num_heads, num_kv_heads, size):
+def test_indivisible_heads_are_refused_and_the_error_has_the_numbers(num_heads, num_kv_heads, size):
     numbers = f"{num_heads} attention heads and {num_kv_heads} key/value heads .* tensor_parallel_size={size}"
     with pytest.raises(ValueError, match=numbers):
         shard_of(0, size, num_heads=num_heads, num_kv_heads=num_kv_heads)
@@ -211,7 +211,7 @@ def test_a_model_that_cannot_be_divided_is_refused_before_a_process_starts(setti
         LLM(DEMO, **{"tensor_parallel_size": 2, **settings})
 
 
-def test_more_ranks_than_gpus_are_refused_with_the_numbers(monkeypatch):
+def test_more_ranks_than_gpus_are_refused_and_the_error_has_both_numbers(monkeypatch):
     monkeypatch.setattr(EngineConfig, "resolve_device", lambda config: torch.device("cuda"))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     config = EngineConfig(model=DEMO, tensor_parallel_size=2)
@@ -341,7 +341,7 @@ def test_ranks_give_the_same_tokens_for_all_settings(settings, path_of, in_threa
 
 
 @pytest.mark.parametrize("async_scheduling", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_ranks_give_the_same_tokens_on_the_path_of_a_gpu(async_scheduling, path_of, in_threads, in_float32):
+def test_ranks_give_the_same_tokens_on_the_gpu_path(async_scheduling, path_of, in_threads, in_float32):
     check_ranks(path_of("qwen3"), 2, block_size=256, max_num_seqs=4, async_scheduling=async_scheduling)
     assert in_float32["replay"] > 0
 
@@ -367,7 +367,7 @@ def test_ranks_can_have_random_weights(path_of, in_threads):
 # ---- Together ------------------------------------------------------------------------------------
 
 
-def test_every_rank_has_as_many_blocks_as_the_one_with_least_memory(path_of, in_threads, monkeypatch):
+def test_every_rank_has_as_many_blocks_as_the_rank_with_the_least_memory(path_of, in_threads, monkeypatch):
     def free_bytes(device, trial):
         block_bytes = 2 * 2 * 8 * 1 * 32 * 4  # k and v, layers, tokens, a rank's kv heads, head_dim, float32
         return block_bytes * (9 if threading.current_thread().name == "rank 1" else 40)
@@ -379,7 +379,7 @@ def test_every_rank_has_as_many_blocks_as_the_one_with_least_memory(path_of, in_
         assert [len(runner.caches[0].k) - 1 for runner in (llm.llm_engine.runner, *in_threads)] == [8, 8]
 
 
-def test_a_failure_outside_the_forward_pass_costs_only_a_step(path_of, in_threads, monkeypatch):
+def test_a_failure_outside_the_forward_pass_fails_only_its_step(path_of, in_threads, monkeypatch):
     with LLM(path_of("qwen3"), tensor_parallel_size=2, **TINY_CACHE) as llm:
         params = SamplingParams(temperature=0, max_tokens=6)
         expected = llm.generate([[1, 2]], params, use_tqdm=False)[0].outputs[0].token_ids
@@ -390,7 +390,7 @@ def test_a_failure_outside_the_forward_pass_costs_only_a_step(path_of, in_thread
         assert llm.generate([[1, 2]], params, use_tqdm=False)[0].outputs[0].token_ids == expected
 
 
-def test_a_rank_that_does_not_take_part_is_an_error_after_a_while(path_of, in_threads, monkeypatch):
+def test_a_rank_that_does_not_respond_is_an_error_after_a_timeout(path_of, in_threads, monkeypatch):
     monkeypatch.setattr(parallel, "COLLECTIVE", parallel.timedelta(seconds=1))
     released, follow = threading.Event(), parallel.follow
 
@@ -463,7 +463,7 @@ def test_processes_give_the_same_tokens_as_one_rank(path_of):
 
 
 @pytest.mark.slow
-def test_two_engines_of_ranks_live_side_by_side(demo_answer):
+def test_two_engines_with_ranks_run_side_by_side(demo_answer):
     with ranks_in_processes() as one, ranks_in_processes(async_scheduling=True) as other:
         assert len(ranks_of()) == 2
         answers = {}
@@ -566,7 +566,7 @@ def serve_a_failing_pass(*arguments):
         (serve_a_failing_pass, "rank 1 .* the following error:\nTraceback[^$]*IndexError: list index"),
     ],
 )
-def test_a_rank_that_fails_is_an_error_that_says_how(planted, said, monkeypatch):
+def test_a_failed_rank_is_an_error_that_states_the_cause(planted, said, monkeypatch):
     monkeypatch.setattr(parallel, "serve", planted)
     with pytest.raises(EngineDeadError, match=said), ranks_in_processes() as llm:
         answer(llm)
@@ -637,7 +637,7 @@ def script(code):
 
 
 @pytest.mark.slow
-def test_ctrl_c_reaches_only_rank_0_and_the_engine_lives_on(demo_answer):
+def test_ctrl_c_reaches_only_rank_0_and_the_engine_keeps_working(demo_answer):
     code = """
 try:
     while True:
@@ -672,7 +672,7 @@ def test_no_rank_outlives_rank_0(number, is_stopped):
     ("number", "seconds"),
     [(signal.SIGINT, 0.2), (signal.SIGKILL, 3)],
 )
-def test_no_rank_outlives_rank_0_that_ends_while_they_start(number, seconds):
+def test_no_rank_outlives_rank_0_if_it_ends_during_startup(number, seconds):
     with script("signal.pause()") as (process, ranks):  # a standard input may be at its end
         time.sleep(seconds)
         process.send_signal(number)
@@ -681,7 +681,7 @@ def test_no_rank_outlives_rank_0_that_ends_while_they_start(number, seconds):
 
 
 @pytest.mark.slow
-def test_ranks_live_on_when_the_thread_that_started_them_ends(demo_answer):
+def test_ranks_keep_running_when_the_thread_that_started_them_ends(demo_answer):
     made = []
     thread = threading.Thread(target=lambda: made.append(ranks_in_processes()))
     thread.start()
@@ -692,7 +692,7 @@ def test_ranks_live_on_when_the_thread_that_started_them_ends(demo_answer):
 
 
 @pytest.mark.slow
-def test_a_fork_beside_ranks_ends_and_leaves_them_to_their_engine(demo_answer):
+def test_a_fork_of_an_engine_with_ranks_ends_without_stopping_them(demo_answer):
     code = """
 import os
 child = os.fork()
@@ -758,7 +758,7 @@ except ValueError as error:
     assert "under torchrun a script may have one engine" in "".join(more) or not is_closed
 
 
-def test_the_number_of_torchrun_processes_must_be_the_engine_s(monkeypatch):
+def test_tensor_parallel_size_must_equal_the_number_of_torchrun_processes(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ValueError, match="must be the number of torchrun's processes, 3, got 2"):

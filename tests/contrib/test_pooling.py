@@ -91,7 +91,7 @@ def demo():
         pytest.param("gpt2", "LAST", False, marks=pytest.mark.slow),
     ],
 )
-def test_embeddings_are_those_of_transformers_pooled_as_the_checkpoint_says(
+def test_embeddings_equal_transformers_pooled_as_the_checkpoint_says(
     name, kind, normalize, tmp_path, tmp_path_factory
 ):
     model = embedder(name, kind, normalize, tmp_path_factory, tmp_path)
@@ -122,7 +122,7 @@ def test_embeddings_are_those_of_transformers_pooled_as_the_checkpoint_says(
         pytest.param("GPT2", 4, {}, marks=pytest.mark.slow),
     ],
 )
-def test_class_probabilities_are_those_of_transformers(family, labels, changes, tmp_path):
+def test_class_probabilities_equal_transformers(family, labels, changes, tmp_path):
     model = classifier(family, labels, tmp_path, **changes)
     with torch.no_grad():
         logits = torch.cat([model(torch.tensor([prompt])).logits for prompt in PROMPTS])
@@ -147,7 +147,7 @@ def test_a_prefix_is_hit_only_where_its_hidden_states_are_not_needed(kind, num_h
     torch.testing.assert_close(first.outputs.data, second.outputs.data)
 
 
-def test_a_failed_step_leaves_nothing_in_a_mean():
+def test_a_failed_step_does_not_change_a_mean():
     prompt = random_prompts([40], seed=7)[0]
     settings = {"pooler_config": {"pooling_type": "MEAN"}, "max_num_batched_tokens": 9, **SMALL}
     with LLM(DEMO, runner="pooling", **settings) as llm:
@@ -203,7 +203,7 @@ def test_a_cross_encoder_reads_both_texts_of_a_pair(tmp_path):
     assert [one.prompt_token_ids for one in scores] == ids
 
 
-def test_a_body_saved_alone_needs_no_head(tmp_path, tmp_path_factory):
+def test_a_model_saved_without_a_head_can_pool(tmp_path, tmp_path_factory):
     saved, model = checkpoint("qwen3", tmp_path_factory)
     tensors = load_file(saved / "model.safetensors")
     body = {name.removeprefix("model."): x for name, x in tensors.items() if name != "lm_head.weight"}
@@ -217,7 +217,7 @@ def test_a_body_saved_alone_needs_no_head(tmp_path, tmp_path_factory):
         torch.testing.assert_close(torch.tensor(output.outputs.embedding), expected, **close)
 
 
-def test_requests_from_coroutines_are_pooled_and_one_that_generates_is_refused(demo):
+def test_coroutines_can_pool_and_cannot_generate(demo):
     async def ask() -> list[Any]:
         async with AsyncLLM(str(DEMO), runner="pooling", **SMALL) as engine:
 
@@ -245,7 +245,7 @@ def test_an_embedding_is_cut_only_if_the_checkpoint_allows_it():
             llm.embed("a", pooling_params=PoolingParams(dimensions=9), **QUIET)
 
 
-def test_calls_that_do_not_fit_the_model_are_refused(demo):
+def test_calls_that_the_model_does_not_support_are_refused(demo):
     for call, message in [
         (lambda: demo.generate("a", **QUIET), "this model embeds its prompts; set runner"),
         (lambda: demo.classify("a", **QUIET), "this model embeds its prompts; it cannot classify"),
@@ -316,7 +316,7 @@ def test_pooling_modules_are_read_from_the_checkpoint_files(files, expected, tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["LAST", "MEAN", "CLS"])
-def test_embeddings_are_those_of_sentence_transformers(kind, tmp_path):
+def test_embeddings_equal_sentence_transformers(kind, tmp_path):
     sentence_transformers = pytest.importorskip("sentence_transformers")
     transformers.AutoModelForCausalLM.from_pretrained(DEMO).save_pretrained(tmp_path)
     transformers.AutoTokenizer.from_pretrained(DEMO).save_pretrained(tmp_path)
@@ -332,7 +332,7 @@ def test_embeddings_are_those_of_sentence_transformers(kind, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("by_template", [False, True])
-def test_scores_are_those_of_a_cross_encoder_of_sentence_transformers(by_template, tmp_path):
+def test_scores_equal_sentence_transformers_cross_encoder(by_template, tmp_path):
     sentence_transformers = pytest.importorskip("sentence_transformers")
     tokenizer = transformers.AutoTokenizer.from_pretrained(DEMO)
     tokenizer.pad_token = tokenizer.eos_token

@@ -44,7 +44,7 @@ def test_openai_s_client_gets_the_offline_embeddings(encoding_format, url, llm):
     assert answer.usage.prompt_tokens == sum(len(one.prompt_token_ids) for one in expected)
 
 
-def test_scores_and_ranks_are_the_offline_engine_s(url, llm):
+def test_scores_and_ranks_equal_the_offline_engine(url, llm):
     expected = [one.outputs.score for one in llm.score(TEXTS[0], TEXTS, **QUIET)]
     for names in ("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"):
         body = dict(zip(names, (TEXTS[0], TEXTS), strict=True))
@@ -93,6 +93,6 @@ def test_a_bad_request_is_refused_by_its_field(path, body, param, message, url):
     assert re.search(message, error["message"]), error
 
 
-def test_a_server_of_a_generating_model_says_how_to_start_one_that_pools(serving):
+def test_pooling_routes_of_a_generating_server_say_how_to_start_a_pooling_one(serving):
     error = http.post(f"{serving[0]}/v1/embeddings", json={"input": "a"}).json()["error"]
     assert error["message"] == "/v1/embeddings needs a server of a model that pools: --runner pooling"

@@ -290,7 +290,7 @@ class Returns(LogitsProcessor):
         return self.made[self.kinds[0]](logits)
 
 
-def test_an_engine_s_processor_may_return_any_real_numbers_and_errors_name_the_rest(llm):
+def test_an_engine_s_processor_must_return_real_numbers_of_the_right_shape(llm):
     with LLM(DEMO, num_kv_blocks=100, logits_processors=[Returns]) as other:
 
         def outcome(kind):

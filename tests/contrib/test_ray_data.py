@@ -41,7 +41,7 @@ def table(prompts, **columns):
     return pa.table({"prompt": prompts, "key": list(range(len(prompts))), **columns})
 
 
-def test_rows_keep_their_columns_and_order_and_get_the_engine_s_answers(predictor):
+def test_rows_keep_columns_and_order_and_get_the_engine_s_answers(predictor):
     rows = predictor(table(PROMPTS)).to_pylist()
     expected = predictor.llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     assert [(row["prompt"], row["key"]) for row in rows] == [(p, i) for i, p in enumerate(PROMPTS)]
@@ -127,13 +127,13 @@ def test_rows_whose_step_keeps_failing_are_marked_and_the_rest_answered(monkeypa
     predictor.llm.close()
 
 
-def test_an_engine_that_computes_nothing_more_raises_and_does_not_mark_row_after_row(predictor, monkeypatch):
+def test_a_dead_engine_raises_instead_of_marking_every_row(predictor, monkeypatch):
     failing(predictor, monkeypatch, 10**6)
     with pytest.raises(RuntimeError, match="a planted fault"):
         predictor(table(PROMPTS))
 
 
-def test_prompts_that_begin_alike_meet_in_the_prefix_cache_wherever_they_stand():
+def test_prompts_with_a_common_prefix_hit_the_cache_in_any_order():
     rng = random.Random(0)
     heads = [" ".join(str(rng.randrange(10)) for _ in range(200)) for _ in range(4)]
     prompts = [f"{heads[index % 4]} {index}" for index in range(16)]
@@ -144,7 +144,7 @@ def test_prompts_that_begin_alike_meet_in_the_prefix_cache_wherever_they_stand()
     predictor.llm.close()
 
 
-def test_other_batches_and_taken_columns_are_refused(predictor):
+def test_other_batch_formats_and_taken_columns_are_refused(predictor):
     with pytest.raises(TypeError, match='batch_format="pyarrow"'):
         predictor({"prompt": ["a"]})
     with pytest.raises(ValueError, match=r"columns \['error'\] already"):
@@ -218,7 +218,7 @@ def over_the_cluster(ray, items, directory, **settings):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fatal_step", [None, 30])
-def test_two_workers_give_one_engine_s_tokens_even_if_one_is_killed(ray, tmp_path, fatal_step):
+def test_two_workers_give_the_tokens_of_one_engine_even_if_one_is_killed(ray, tmp_path, fatal_step):
     chats = questions(120)
     with LLM(str(DEMO), **SMALL) as llm:
         expected = tokens_of(llm, llm.render_chat(chats), SamplingParams(temperature=0, max_tokens=40))
@@ -252,9 +252,7 @@ def test_the_guide_s_lines_print_what_it_shows():
 
 
 @pytest.mark.slow
-def test_ray_serve_answers_as_one_engine_whole_or_streamed_and_aborts_for_clients_that_leave(
-    ray, monkeypatch
-):
+def test_ray_serve_answers_like_one_engine_and_aborts_when_clients_disconnect(ray, monkeypatch):
     from ray import serve
 
     with socket.socket() as free:

@@ -56,7 +56,9 @@ def check_replaced(name, tmp_path_factory, tmp_path, one_by_one=False, **setting
      "mixtral", "gpt-oss", "deepseek-v3", "falcon new"],
 )  # fmt: skip
 @pytest.mark.slow
-def test_new_weights_are_as_good_as_loaded_ones(name, dtype, one_by_one, tmp_path_factory, tmp_path):
+def test_new_weights_give_the_same_answers_as_loaded_ones(
+    name, dtype, one_by_one, tmp_path_factory, tmp_path
+):
     check_replaced(name, tmp_path_factory, tmp_path, one_by_one, dtype=dtype)
 
 
@@ -64,17 +66,17 @@ def test_new_weights_are_as_good_as_loaded_ones(name, dtype, one_by_one, tmp_pat
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["qwen3", "qwen3 tied, one kv head", "gemma3", "mixtral"])
 @pytest.mark.slow
-def test_new_weights_are_rounded_as_loaded_ones(name, dtype, bits, tmp_path_factory, tmp_path):
+def test_new_weights_are_rounded_like_loaded_ones(name, dtype, bits, tmp_path_factory, tmp_path):
     check_replaced(name, tmp_path_factory, tmp_path, dtype=dtype, quantization=bits)
 
 
-def test_new_weights_of_a_small_model_are_as_good_as_loaded_ones(tmp_path_factory, tmp_path):
+def test_new_weights_of_a_small_model_give_the_same_answers_as_loaded_ones(tmp_path_factory, tmp_path):
     check_replaced("qwen3", tmp_path_factory, tmp_path, dtype="float32")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_head_of_its_own_stays_one_whatever_the_config_says(dtype, tmp_path_factory, tmp_path):
+def test_an_untied_head_stays_untied_if_the_config_says_tied(dtype, tmp_path_factory, tmp_path):
     path, model = checkpoint("qwen2 tied", tmp_path_factory)
     embedding = model.model.embed_tokens.weight.detach()
     pairs = [("model.embed_tokens.weight", embedding.flip(0)), ("lm_head.weight", embedding.roll(1, 0))]
@@ -98,7 +100,7 @@ def test_a_head_of_its_own_stays_one_whatever_the_config_says(dtype, tmp_path_fa
         ]
 
 
-def test_nothing_changes_where_one_tensor_is_refused(tmp_path_factory):
+def test_nothing_changes_if_one_tensor_is_refused(tmp_path_factory):
     path, model = checkpoint("qwen3", tmp_path_factory)
     name, good = "model.norm.weight", torch.zeros_like(model.model.norm.weight)
     with LLM(path, **SETTINGS) as llm:
@@ -168,7 +170,7 @@ def test_tensors_of_one_quantized_layer_are_updated_together(tmp_path):
 @pytest.mark.parametrize("name", ["qwen3", "gemma3", "mixtral"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.slow
-def test_who_wakes_up_answers_as_before(name, dtype, tmp_path_factory):
+def test_an_engine_that_wakes_up_answers_as_before(name, dtype, tmp_path_factory):
     path, model = checkpoint(name, tmp_path_factory)
     with LLM(path, **SETTINGS, dtype=dtype) as llm:
         before = answers(llm)
@@ -195,7 +197,7 @@ def test_who_wakes_up_answers_as_before(name, dtype, tmp_path_factory):
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is given back on Linux alone")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.slow
-def test_sleep_gives_memory_back(dtype, tmp_path):
+def test_sleep_releases_memory(dtype, tmp_path):
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 16384}
     config = transformers.Qwen3Config(**{**TINY, **sizes}, architectures=["Qwen3ForCausalLM"])
     config.save_pretrained(tmp_path)

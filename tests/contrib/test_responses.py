@@ -62,7 +62,7 @@ def test_vllm_s_sampling_parameters_are_taken_too(client):
     assert response.output_text.startswith(ANSWER)
 
 
-def test_a_text_may_have_a_form(client):
+def test_text_format_selects_structured_outputs(client):
     class Sum(pydantic.BaseModel):
         model_config = {"extra": "forbid"}
         a: int = pydantic.Field(ge=0, le=99)
@@ -71,14 +71,14 @@ def test_a_text_may_have_a_form(client):
     assert isinstance(parsed, Sum)
 
 
-def test_the_answer_goes_into_the_next_input(client):
+def test_an_answer_can_be_part_of_the_next_input(client):
     first = client.responses.create(model="demo", input=QUESTION, temperature=0)
     given = [{"role": "user", "content": QUESTION}, *first.output, {"role": "user", "content": QUESTION}]
     again = client.responses.create(model="demo", input=given, temperature=0)
     assert again.usage.input_tokens > 2 * first.usage.input_tokens
 
 
-def test_an_answer_that_is_cut_is_incomplete(client):
+def test_a_truncated_answer_is_incomplete(client):
     response = client.responses.create(model="demo", input=QUESTION, temperature=0, max_output_tokens=3)
     assert response.status == "incomplete"
     assert response.incomplete_details.reason == "max_output_tokens"
@@ -87,7 +87,7 @@ def test_an_answer_that_is_cut_is_incomplete(client):
 
 
 @pytest.mark.parametrize("max_output_tokens", [None, 3])
-def test_a_stream_s_events_come_in_order_and_end_with_the_whole(max_output_tokens, serving, client):
+def test_a_stream_s_events_are_in_order_and_end_with_the_whole_response(max_output_tokens, serving, client):
     asked = {"model": "demo", "input": QUESTION, "temperature": 0, "max_output_tokens": max_output_tokens}
     whole = client.responses.create(**asked)
     with paced_steps(serving[1].engine):
@@ -173,7 +173,7 @@ def test_noop_values_are_accepted(client):
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_is_not_served_is_refused_by_name(fields, param, message, stream, url):
+def test_unsupported_fields_are_refused_by_name(fields, param, message, stream, url):
     answer = http.post(f"{url}/v1/responses", json={"input": QUESTION, "stream": stream, **fields})
     assert answer.status_code == (404 if param == "model" else 400)
     error = answer.json()["error"]
@@ -182,7 +182,7 @@ def test_what_is_not_served_is_refused_by_name(fields, param, message, stream, u
         raise ValueError(error["message"])
 
 
-def test_a_model_that_cannot_go_on_ends_the_stream_with_an_error(serving, client, monkeypatch):
+def test_a_failed_request_ends_the_stream_with_an_error(serving, client, monkeypatch):
     _, service = serving
     runner = service.engine.llm_engine.runner
 

@@ -472,7 +472,7 @@ def test_an_engine_without_a_trace_is_not_wrapped():
 
 
 @pytest.mark.parametrize("culprit", ["target", "tokenizer"])
-def test_a_target_or_tokenizer_that_fails_ends_the_trace_and_not_the_request(culprit, caplog, monkeypatch):
+def test_a_failing_target_or_tokenizer_ends_the_trace_but_not_the_request(culprit, caplog, monkeypatch):
     events: list = []
 
     def write(event):
@@ -547,7 +547,7 @@ def test_perfetto_s_events_are_the_steps_end_to_end(tmp_path):
         (b'{"event": "\xff"}\n{}\n', "line 1: 'utf-8' codec"),
     ],
 )
-def test_a_file_that_is_no_trace_is_refused_in_one_line(tmp_path, content, message):
+def test_a_file_that_is_not_a_trace_is_refused_in_one_line(tmp_path, content, message):
     path = tmp_path / "run.jsonl"
     path.write_bytes(content)
     with pytest.raises(SystemExit, match=message):

@@ -199,7 +199,7 @@ def check(browser, step: int) -> None:
     assert queue(browser, "waiting") == waiting
 
 
-def test_it_shows_the_right_owners_forwards_and_backwards(open_page):
+def test_the_page_shows_the_right_owners_forwards_and_backwards(open_page):
     browser = open_page(small_run())
     check(browser, 1)
     press(browser, Keys.ARROW_RIGHT)
@@ -220,11 +220,11 @@ def test_it_shows_the_right_owners_forwards_and_backwards(open_page):
 
 
 @pytest.mark.parametrize("length", [0, 1])
-def test_a_trace_of_nothing_says_so(open_page, length):
+def test_an_empty_trace_says_so(open_page, length):
     assert text_of(open_page(small_run()[:length]), "headline") == "Nothing happened in this trace."
 
 
-def test_it_plays_to_the_end_and_stops(open_page):
+def test_the_page_plays_to_the_end_and_stops(open_page):
     browser = open_page(small_run())
     browser.execute_script("document.getElementById('speed').value = '60'")
     press(browser, Keys.SPACE)
@@ -233,7 +233,7 @@ def test_it_plays_to_the_end_and_stops(open_page):
     assert browser.find_element(By.ID, "play").get_attribute("aria-label") == "Play"
 
 
-def test_a_block_tells_its_content_and_chain_to_a_mouse_and_to_the_keyboard(open_page):
+def test_a_block_shows_its_content_and_chain_to_mouse_and_keyboard(open_page):
     browser = open_page(small_run())
     press(browser, Keys.ARROW_RIGHT)
     cells = browser.find_elements(By.CSS_SELECTOR, "#pool .cell")
@@ -315,7 +315,7 @@ def windows_and_drafts() -> list:
     return events
 
 
-def test_it_tells_of_windows_and_drafts_and_shows_a_table_per_group(open_page):
+def test_the_page_describes_windows_and_drafts_and_shows_a_table_per_group(open_page):
     browser = open_page(windows_and_drafts())
     press(browser, Keys.ARROW_RIGHT)
     assert text_of(browser, "groups") == (
@@ -343,7 +343,7 @@ def test_it_tells_of_windows_and_drafts_and_shows_a_table_per_group(open_page):
     )  # the accepted one
 
 
-def test_a_run_without_windows_and_drafts_says_nothing_of_them(open_page):
+def test_the_page_of_a_run_without_windows_and_drafts_does_not_mention_them(open_page):
     browser = open_page(small_run())
     assert not browser.find_element(By.ID, "groups").is_displayed()
     assert not browser.find_element(By.ID, "dotted").is_displayed()
@@ -383,7 +383,7 @@ def random_run(scheduler, num_steps=30, chaos=False, on_step=lambda events: None
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 10)])
-def test_it_has_the_engine_s_state_at_any_step_it_jumps_to(open_page, windows):
+def test_the_page_shows_the_engine_s_state_at_any_step_it_jumps_to(open_page, windows):
     """Preemptions, priorities, aborts, a failed step and a reset: the page replays them as the engine did."""
     limits = {"max_num_seqs": 6, "max_num_batched_tokens": 24}
     scheduler: Any = Scheduler(BlockManager(13, 4), **limits)
@@ -437,7 +437,7 @@ def test_it_has_the_engine_s_state_at_any_step_it_jumps_to(open_page, windows):
 
 
 @pytest.mark.slow
-def test_five_thousand_steps_stay_fluid(open_page):
+def test_five_thousand_steps_stay_responsive(open_page):
     events = long_run(5000)
     browser = open_page(events)
     assert text_of(browser, "of") == "of 5000"
@@ -482,7 +482,7 @@ def test_the_line_of_the_engine_that_acted_is_a_line_of_the_engine():
 
 
 @pytest.mark.slow
-def test_it_jumps_to_the_next_hit_eviction_and_preemption(open_page):
+def test_the_page_jumps_to_the_next_hit_eviction_and_preemption(open_page):
     browser = open_page(small_run())
     enabled = {name: browser.find_element(By.ID, name).is_enabled() for name in ("event", "hit", "eviction")}
     assert enabled == {"event": True, "hit": False, "eviction": True}  # the only hit is in step 1
@@ -494,7 +494,7 @@ def test_it_jumps_to_the_next_hit_eviction_and_preemption(open_page):
     check(browser, 4)
 
 
-def test_a_word_is_explained_where_it_is_pressed(open_page):
+def test_clicking_a_term_explains_it(open_page):
     browser = open_page(small_run())
     word = browser.find_elements(By.CSS_SELECTOR, "#headline .term")[-1]
     before = text_of(browser, "headline")
@@ -506,7 +506,7 @@ def test_a_word_is_explained_where_it_is_pressed(open_page):
 
 
 @pytest.mark.slow
-def test_the_introduction_is_closed_opened_again_and_not_shown_to_whom_a_lesson_sends_to_a_step(
+def test_the_introduction_can_be_closed_and_reopened_and_is_hidden_for_links_to_a_step(
     open_page, recorded_page
 ):
     browser = open_page(small_run())
@@ -528,7 +528,7 @@ def scheduled(num_blocks: int, max_num_batched_tokens: int) -> list:
 
 
 @pytest.mark.slow
-def test_what_the_page_plays_anew_is_what_the_engine_does(open_page):
+def test_the_page_replays_what_the_engine_does(open_page):
     browser = open_page(scheduled(24, 24))
     assert browser.find_element(By.ID, "whatif").is_displayed()
     for limits in (24, 24), (13, 24), (40, 9), (14, 3), (90, 60):
@@ -559,7 +559,7 @@ def summary_of(browser) -> int:
 
 
 @pytest.mark.parametrize("where", ["docs/README.md", "docs/guide/trace.md", "Makefile"])
-def test_the_command_that_makes_the_page_is_named(where):
+def test_the_page_names_the_command_that_makes_it(where):
     assert COMMAND in (ROOT / where).read_text().replace("$(BIN)/", "")
 
 
@@ -610,7 +610,7 @@ def what_happens(event: dict) -> set[str]:
         ("one-evening", "preempted"),
     ],
 )
-def test_the_steps_that_a_lesson_points_at_show_what_it_is_about(lesson, expected, recorded_page):
+def test_the_steps_that_lessons_link_to_show_their_subject(lesson, expected, recorded_page):
     events = events_of(recorded_page.read_text())
     steps = re.findall(r"run\.html#(\d+)", (ROOT / "docs" / f"{lesson}.md").read_text())
     assert steps
@@ -626,9 +626,7 @@ def open_recorded(browser, page: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
-def test_the_tour_has_each_stop_s_sentence_on_the_screen_with_the_blocks_it_speaks_of(
-    browser, recorded_page, width, scheme
-):
+def test_the_tour_shows_each_sentence_together_with_its_blocks(browser, recorded_page, width, scheme):
     with seen_at(browser, width, scheme):
         open_recorded(browser, recorded_page)
         assert browser.execute_script(CLIPPED) == []
@@ -665,7 +663,7 @@ TOUR = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [1280, 390])
-def test_no_step_hides_text_and_what_happened_is_on_the_screen_with_the_blocks(browser, recorded_page, width):
+def test_each_step_shows_its_text_together_with_the_blocks(browser, recorded_page, width):
     with seen_at(browser, width):
         open_recorded(browser, recorded_page)
         browser.find_element(By.ID, "close-intro").click()
@@ -675,7 +673,7 @@ def test_no_step_hides_text_and_what_happened_is_on_the_screen_with_the_blocks(b
             assert browser.execute_script(OFF_SCREEN, "#pool, #pool [data-did], #headline") == [], step + 1
 
 
-def test_run_refuses_a_trace_of_another_ending_before_it_runs(monkeypatch):
+def test_run_refuses_another_file_extension_before_it_starts(monkeypatch):
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # what is set for a process of its own
     with pytest.raises(SystemExit, match=r"a trace must end in .html, .json or .jsonl, got run.txt"):
         ask.run(["--trace", "run.txt"])

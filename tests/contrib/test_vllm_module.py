@@ -90,7 +90,7 @@ def alphabet(tmp_path_factory) -> str:
 # ---- the place ----
 
 
-def test_what_scripts_import_is_there(vllm_installed):
+def test_names_that_scripts_import_exist(vllm_installed):
     assert NAMES.keys() == vllm_module.MODULES.keys()
     for module, names in NAMES.items():
         for name in names.split():
@@ -101,7 +101,7 @@ def test_what_scripts_import_is_there(vllm_installed):
     assert vllm.LLM is LLM
 
 
-def test_what_is_not_there_is_an_error_that_names_it(vllm_installed):
+def test_a_missing_name_is_an_error_that_names_it(vllm_installed):
     with pytest.raises(ImportError, match="cannot import name 'PipelineParams' from 'vllm'"):
         from vllm import PipelineParams  # noqa: F401
     with pytest.raises(ImportError, match=r"cannot import name 'cdiv' from 'vllm\.utils'"):
@@ -117,7 +117,7 @@ def test_what_is_not_there_is_an_error_that_names_it(vllm_installed):
     assert find_spec("vllm.platforms") is None
 
 
-def test_it_is_an_installed_distribution_with_a_version(vllm_installed):
+def test_vllm_is_an_installed_distribution_with_a_version(vllm_installed):
     import vllm
 
     assert importlib.metadata.version("vllm") == vllm.__version__
@@ -168,7 +168,7 @@ def test_a_script_and_a_module_run_with_their_arguments_before_anything_heavy_is
     assert "python -m nanoengine.contrib.vllm_module script.py" in run.stderr
 
 
-def test_its_helpers_do_what_vllm_s_do(vllm_installed, alphabet, babbler):
+def test_helpers_behave_like_vllm_s(vllm_installed, alphabet, babbler):
     from vllm.logger import init_logger
     from vllm.lora.request import LoRARequest
     from vllm.renderers.hf import resolve_chat_template
@@ -192,7 +192,7 @@ def test_its_helpers_do_what_vllm_s_do(vllm_installed, alphabet, babbler):
 # ---- EngineArgs on a command line ----
 
 
-def test_every_argument_of_a_parser_goes_to_an_engine_at_its_default(vllm_installed):
+def test_every_parser_argument_is_accepted_by_an_engine_at_its_default(vllm_installed):
     from vllm import EngineArgs
     from vllm.utils import FlexibleArgumentParser
 
@@ -202,7 +202,7 @@ def test_every_argument_of_a_parser_goes_to_an_engine_at_its_default(vllm_instal
     assert EngineArgs(**vars(args)) == EngineArgs.from_cli_args(args) == EngineArgs(model="m")
 
 
-def test_what_a_command_line_asks_for_is_set_or_refused_by_name(vllm_installed, capsys):
+def test_command_line_settings_take_effect_or_are_refused_by_name(vllm_installed, capsys):
     from vllm import EngineArgs
     from vllm.utils import FlexibleArgumentParser
 
@@ -519,7 +519,7 @@ def test_the_llm_engine_example(vllm_installed, babbler):
 
 @settings(max_examples=20, deadline=None)
 @given(st.randoms(use_true_random=False))
-def test_what_is_known_of_requests_follows_them_through_a_batch(rng: random.Random):
+def test_per_request_state_follows_requests_through_a_batch(rng: random.Random):
     """Against a list of who stands where; every other request needs no state."""
 
     def odd(params, prompt_ids, output_ids):

@@ -229,7 +229,7 @@ def counts(batch) -> Counter:
     return Counter(chunk.seq.seq_id for chunk in batch.chunks)
 
 
-def test_drafts_get_only_what_other_sequences_leave_of_the_budget():
+def test_drafts_use_only_the_budget_that_other_sequences_leave():
     scheduler = make_scheduler(
         num_blocks=50,
         max_num_batched_tokens=8,
@@ -246,7 +246,7 @@ def test_drafts_get_only_what_other_sequences_leave_of_the_budget():
     assert batch.num_tokens == 8
 
 
-def test_only_a_decode_is_followed_by_drafts():
+def test_only_decodes_have_drafts():
     propose = Oracle({0: [9] * 9}, 10, 0.0)
     propose.rng.randint = lambda low, high: 2
     scheduler = make_scheduler(long_prefill_token_threshold=1, scheduler=DraftingScheduler, propose=propose)

@@ -94,7 +94,7 @@ def test_a_chunk_begins_with_the_state_of_the_chunk_before(kind, budget, served)
         assert answers(llm, prompts) == expected
 
 
-def test_a_state_that_a_layer_returns_is_no_result_of_its_tokens(served):
+def test_a_state_that_a_layer_returns_is_not_taken_for_its_output(served):
     """MiniMax returns its states: the 4 heads of two sequences are as many rows as a step of 8 tokens has."""
     path, prompts, expected = served("minimax")
     with LLM(path, num_kv_blocks=200, block_size=4, max_num_batched_tokens=8) as llm:
@@ -179,7 +179,7 @@ def test_in_half_precision_chunks_and_neighbours_change_little(kind, dtype, serv
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_path_of_a_gpu_gives_the_same_tokens(kind, served, in_float32, capsys):
+def test_the_gpu_path_gives_the_same_tokens(kind, served, in_float32, capsys):
     """PyTorch in place of kernels, steps in flight, and the arrays of states in the copy with the others."""
     path, prompts, expected = served(kind)
     settings = {"num_kv_blocks": 8, "block_size": 256, "max_num_seqs": 4, "max_num_batched_tokens": 30}
@@ -209,7 +209,7 @@ def test_log_probabilities_of_chunks_are_those_of_the_whole(kind, served, model_
 # ---- The prefix cache ----------------------------------------------------------------------------
 
 
-def test_a_hit_goes_back_to_the_last_block_whose_state_was_kept(served):
+def test_a_hit_ends_at_the_last_block_whose_state_was_kept(served):
     path, prompts, _ = served("qwen3_5_text")
     prompt = prompts[3]  # of 40 tokens
     with LLM(path, num_kv_blocks=100, block_size=8) as llm:
@@ -236,7 +236,7 @@ def test_states_are_not_kept_without_the_prefix_cache():
     assert not manager.kept_slots
 
 
-def test_forgetting_prefixes_forgets_their_states(served):
+def test_resetting_the_prefix_cache_drops_kept_states(served):
     path, prompts, _ = served("lfm2")
     with LLM(path, num_kv_blocks=100, block_size=8) as llm:
         answers(llm, prompts)
@@ -271,7 +271,7 @@ def sequence(seq_id, tokens, max_tokens=1):
     return Sequence(seq_id, list(tokens), SamplingParams(max_tokens=max_tokens))
 
 
-def test_at_the_end_of_a_block_a_sequence_leaves_its_slot_to_the_prefix_cache():
+def test_at_the_end_of_a_block_a_sequence_gives_its_slot_to_the_prefix_cache():
     """The example of docs/14-states.md."""
     manager = manager_of()
     assert [*spans_of(manager, sequence(0, range(10), max_tokens=4))] == [
@@ -285,7 +285,7 @@ def test_at_the_end_of_a_block_a_sequence_leaves_its_slot_to_the_prefix_cache():
     assert spans == [(8, 9, 3, 5)]
 
 
-def test_an_output_keeps_its_last_state_and_that_of_the_prompt():
+def test_a_finished_request_keeps_its_last_state_and_that_of_the_prompt():
     manager = manager_of(num_state_slots=4)
     for _ in spans_of(manager, sequence(0, range(10), max_tokens=30)):
         assert len(manager.kept_slots) <= 2
@@ -362,7 +362,7 @@ def test_a_model_with_states_only_has_no_kv_cache_and_takes_long_prompts(served,
         ({"num_kv_blocks": None, "kv_cache_bytes": 9000}, "no memory for 3 sequences' states: one takes"),
     ],
 )
-def test_settings_that_do_not_go_with_states_are_refused(settings, reason, served, tmp_path, monkeypatch):
+def test_settings_that_states_do_not_support_are_refused(settings, reason, served, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path, _, _ = served("qwen3_5_text")
     with pytest.raises(ValueError, match=reason):
@@ -393,7 +393,7 @@ def test_memory_is_shared_between_states_and_blocks(served):
         assert states <= 1 << 19
 
 
-def test_mixers_are_known_by_their_code():
+def test_mixers_are_recognized_by_their_code():
     from transformers.models.lfm2 import modeling_lfm2
     from transformers.models.mamba import modeling_mamba
 

@@ -136,7 +136,7 @@ def second():
 
 
 @pytest.mark.parametrize("sampling", SAMPLING)
-def test_a_finished_answer_conforms(sampling, llm):
+def test_a_finished_answer_matches_its_constraint(sampling, llm):
     pairs = [(kind, seed) for kind in KINDS for seed in range(3)]
     found = answers(llm, [asking(kind, seed, **SAMPLING[sampling]) for kind, seed in pairs])
     for kind in KINDS:
@@ -144,7 +144,7 @@ def test_a_finished_answer_conforms(sampling, llm):
         assert check(kind, own) >= (0 if kind in ("json_object", "tags") else 1)
 
 
-def test_an_answer_that_is_cut_is_the_beginning_of_one(llm):
+def test_a_truncated_answer_is_a_prefix_of_a_valid_one(llm):
     for max_tokens in (1, 2, 4):
         for text, _, reason in answers(
             llm, [asking("regex", seed, max_tokens=max_tokens) for seed in range(5)]
@@ -176,7 +176,7 @@ def test_in_bfloat16_a_mask_is_the_same_next_to_rows_computed_in_float32():
         assert answers(llm, [*params, edited])[:-1] == alone
 
 
-def test_streams_and_coroutines_say_the_same(llm, expected):
+def test_streams_and_coroutines_give_the_same_answers(llm, expected):
     params = [asking(kind, 3, temperature=2.0) for kind in KINDS]
     pieces: dict[int, list] = {i: [] for i in range(len(KINDS))}
     for out in llm.stream(["Hello"] * len(KINDS), params):
@@ -278,7 +278,7 @@ def test_a_sequence_whose_mask_is_late_skips_steps_and_delays_no_other(num_block
         assert llm.metrics()["num_steps"] < 40 + 2 * len(late.token_ids), "no empty steps while it waits"
 
 
-def test_a_trial_finds_out_that_a_grammar_is_slow(llm, monkeypatch):
+def test_a_trial_detects_a_slow_grammar(llm, monkeypatch):
     compiler, asked = llm.llm_engine._grammars.compiler, StructuredOutputsParams(regex="a+")
     assert not compiler.compile(asked).is_slow
     monkeypatch.setattr(grammars, "SLOW_SECONDS", -1.0)
@@ -388,7 +388,7 @@ def test_stop_tokens_occur_only_where_the_answer_may_end(llm):
     }
 
 
-def test_a_complete_answer_ends_whatever_the_request_bans(llm):
+def test_a_complete_answer_ends_even_if_the_request_bans_its_end(llm):
     eos = llm.llm_engine.checkpoint.eos_token_ids[0]
     for others in (
         {"min_tokens": 30},
@@ -567,7 +567,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("message", "asked"), REFUSED, ids=range(len(REFUSED)))
-def test_what_cannot_be_enforced_is_refused_within_a_second(message, asked, llm, second):
+def test_unenforceable_constraints_are_refused_within_a_second(message, asked, llm, second):
     start = time.process_time()
     with pytest.raises(ValueError, match=message):
         answers(llm, [SamplingParams(structured_outputs=asked)])
@@ -644,7 +644,7 @@ def definitions(num, targets_of):
     ],
     ids=range(6),
 )
-def test_recursion_with_a_way_out_is_served(asked, llm):
+def test_recursion_with_a_base_case_is_supported(asked, llm):
     ((_, _, reason),) = answers(llm, [SamplingParams(max_tokens=5, structured_outputs=asked)])
     assert reason in ("length", "stop")
 
@@ -722,7 +722,7 @@ def test_a_grammar_that_becomes_too_costly_ends_only_its_request(llm, monkeypatc
     assert check("json", answers(llm, [asking("json")] * 2)) == 2
 
 
-def test_large_schemas_and_choices_are_served(llm):
+def test_large_schemas_and_choices_are_supported(llm):
     many = [f"c{i}" for i in range(4000)]
     members = {f"p{i}": {"type": "boolean"} for i in range(900)}
     large: list[dict] = [
@@ -757,7 +757,7 @@ def test_older_names_are_accepted():
     assert SamplingParams(guided_decoding=None, structured_outputs=None) == SamplingParams()
 
 
-def test_objects_that_do_not_say_otherwise_are_closed():
+def test_objects_are_closed_by_default():
     schema = {
         "properties": {
             "properties": {"type": "object", "properties": {"x": {}}},
@@ -803,7 +803,7 @@ def test_a_grammar_is_compiled_once(llm):
     assert llm.llm_engine._grammars._cached.cache_parameters()["maxsize"] == structured.MAX_GRAMMARS
 
 
-def test_masks_are_right_to_the_bit(llm):
+def test_every_bit_of_a_mask_is_right(llm):
     """Holds for a constraint alone, for one with drafts, and for one whose draft is forbidden."""
     grammars, tokenizer = llm.llm_engine._grammars, llm.get_tokenizer()
     a, b, c = tokenizer.convert_tokens_to_ids(["a", "b", "c"])
@@ -830,7 +830,7 @@ def test_masks_are_right_to_the_bit(llm):
 
 
 @pytest.mark.parametrize("num_padding", [0, 1, 43])
-def test_the_logits_may_be_more_than_the_tokenizer_has(num_padding, tmp_path):
+def test_logits_may_outnumber_the_tokenizer_s_tokens(num_padding, tmp_path):
     size = 257 + num_padding
     path = table_checkpoint(tmp_path, torch.randn(size, size))
     with LLM(path, num_kv_blocks=20) as llm:

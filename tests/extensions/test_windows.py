@@ -58,7 +58,7 @@ def test_a_block_that_no_future_token_sees_is_replaced_by_the_null_block():
     ]
 
 
-def test_a_block_before_the_window_is_the_next_to_be_evicted_and_found_until_then():
+def test_a_block_before_the_window_can_be_hit_until_it_is_evicted_first():
     manager = manager_of(num_blocks=6)
     first = sequence(0, range(11))
     steps = run(manager, first)
@@ -141,7 +141,7 @@ def groups_of(windows, max_model_len=1000, **shapes):
     return [(len(group.layers), group.window) for group in groups], caches
 
 
-def test_groups_have_one_size_and_leave_little_of_a_block_unused():
+def test_groups_have_equal_sizes_and_waste_little_of_a_block():
     assert groups_of([None] * 4)[0] == [(4, None)]
     assert groups_of([8] * 4)[0] == [(4, 8)]
     assert groups_of([8, None] * 6)[0] == [(6, None), (6, 8)]
@@ -150,7 +150,7 @@ def test_groups_have_one_size_and_leave_little_of_a_block_unused():
     assert groups_of([8, 16, None])[0] == [(1, None), (1, 16), (1, 8)]
 
 
-def test_a_window_no_shorter_than_the_longest_sequence_is_none():
+def test_a_window_as_long_as_the_longest_sequence_is_ignored():
     assert groups_of([None, 1000, 1000])[0] == [(3, None)]
     assert groups_of([None, 999, 999])[0] == [(1, None), (1, 999), (1, 999)]
 

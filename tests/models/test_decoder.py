@@ -50,7 +50,9 @@ def test_greedy_tokens_equal_transformers_alone_and_in_a_batch(name, enforce_eag
 @pytest.mark.parametrize(
     "name", ["qwen3", "llama with biases", pytest.param("llama yarn rope", marks=pytest.mark.slow)]
 )
-def test_logprobs_are_as_exact_as_transformers_in_every_dtype(name, dtype, enforce_eager, tmp_path_factory):
+def test_logprobs_are_as_accurate_as_transformers_in_every_dtype(
+    name, dtype, enforce_eager, tmp_path_factory
+):
     """The distance to float32, over a whole prompt, is at most that of transformers' own eager attention."""
     path, reference = checkpoint(name, tmp_path_factory)
     prompt = random_prompts([90])[0]
@@ -96,7 +98,7 @@ def test_packing_the_weights_for_the_cpu_changes_no_result(name, tmp_path_factor
         assert layouts[0] is PackedLinear
 
 
-def test_a_tied_embedding_is_read_out_of_the_packed_head(tmp_path_factory):
+def test_a_tied_embedding_is_read_from_the_packed_head(tmp_path_factory):
     path, reference = checkpoint("qwen3 tied, one kv head", tmp_path_factory)
     with LLM(str(path), dtype="bfloat16", num_kv_blocks=20) as llm:
         model = llm.llm_engine.runner.model

@@ -252,7 +252,7 @@ SETTINGS = [{"model_impl": "transformers"}, {"enforce_eager": True}, {"dtype": "
 
 @pytest.mark.parametrize("settings", [{}, *(pytest.param(x, marks=pytest.mark.slow) for x in SETTINGS)])
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_quantized_checkpoint_computes_with_the_weights_it_stands_for(name, settings, tmp_path, capfd):
+def test_quantized_checkpoint_computes_with_its_dequantized_weights(name, settings, tmp_path, capfd):
     stated, writer, bits = CHECKPOINTS[name]
     model = write(tmp_path, stated, writer)
     if "enforce_eager" in settings:
@@ -570,7 +570,7 @@ def gguf_of(path, name, kind, family, **settings):
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_gguf_file_of_every_type_computes_with_the_weights_it_stands_for(kind, dtype, tmp_path):
+def test_gguf_file_of_every_type_computes_with_its_dequantized_weights(kind, dtype, tmp_path):
     model = gguf_of(tmp_path / "model.gguf", "Qwen3", kind, "qwen3")
     kept = {"Q4_0": {4}, "Q5_0": {8}, "Q8_0": {8}}.get(kind, set())  # float16 scales are exact for these
     if dtype == "bfloat16" and kind in READERS:

@@ -73,7 +73,7 @@ def test_greedy_tokens_equal_transformers_chunked_cached_and_preempted(name, tmp
 @pytest.mark.parametrize(
     "name", ["qwen3", "qwen2 sliding from layer 1", "llama yarn rope", "mistral sliding"]
 )
-def test_the_same_model_through_both_codes_gives_the_same_tokens(name, tmp_path_factory):
+def test_both_implementations_of_a_model_give_the_same_tokens(name, tmp_path_factory):
     path, _ = checkpoint(name, tmp_path_factory)
     prompts, tokens = random_prompts(LENGTHS), {}
     for impl in ("nanoengine", "transformers"):
@@ -159,7 +159,7 @@ def test_alibi_slopes_are_those_of_transformers(num_heads):
         torch.testing.assert_close(alibi_slopes(num_heads), slopes)
 
 
-def test_alibi_slopes_are_where_the_layer_is():
+def test_alibi_slopes_are_on_the_layer_s_device():
     layer = nn.Linear(2, 2, device="meta")
     assert _slopes_of(layer, 4).device == layer.weight.device
     assert _slopes_of(layer, 4) is _slopes_of(layer, 4)  # a CUDA graph finds them again
@@ -308,7 +308,7 @@ WITH_IMAGES_SLOW = [
     ("family", "text", "vision", "code"),
     [*WITH_IMAGES, *(pytest.param(*case, marks=pytest.mark.slow) for case in WITH_IMAGES_SLOW)],
 )
-def test_the_language_part_of_a_model_that_takes_images_is_served(
+def test_the_language_part_of_a_multimodal_model_is_supported(
     family, text, vision, code, tied, tmp_path, capsys
 ):
     torch.manual_seed(0)
@@ -380,7 +380,7 @@ def test_tensors_of_a_language_part_are_checked_strictly(present, name, reason, 
         LLM(str(tmp_path), num_kv_blocks=4, model_impl=impl)
 
 
-def test_a_language_part_that_is_not_served_is_refused_for_its_own_reason(tmp_path):
+def test_an_unsupported_language_part_is_refused_for_its_own_reason(tmp_path):
     transformers.Qwen4ExpConfig().save_pretrained(tmp_path)
     reason = "Qwen4ExpForCausalLM cannot be served: .*layers of type indexed_attention"
     with pytest.raises(UnsupportedModelError, match=reason):
@@ -441,7 +441,7 @@ def test_rounding_in_bfloat16_is_not_mistaken_for_mixing(name, paged_model):
     assert HFModel(paged_model(name, dtype=torch.bfloat16)).kv_specs[0].dtype == torch.bfloat16
 
 
-def test_a_window_that_a_model_applies_by_a_mask_alone_is_not_lost_silently(paged_model):
+def test_a_window_applied_only_by_a_mask_is_not_ignored_silently(paged_model):
     model = paged_model("gemma2")
     model.model.layers[0].self_attn.sliding_window = None
     with pytest.raises(UnsupportedModelError, match=r"sliding_attention layer .* with window None"):
@@ -491,7 +491,7 @@ def test_an_attention_layer_used_twice_has_a_cache_for_each_use(tmp_path_factory
         (lambda x: x.unsqueeze(0) @ x, False),
     ],
 )
-def test_operations_that_wait_for_a_gpu_are_known_without_one(operation, waits):
+def test_operations_that_wait_for_a_gpu_are_detected_without_one(operation, waits):
     x = torch.ones(3)
     with torch.no_grad(), _Waits() as noted:
         operation(x)

@@ -311,7 +311,7 @@ def test_tensor_names_that_only_transformers_knows_run_on_its_code(tmp_path, tmp
 
 
 @pytest.mark.parametrize("name", ["qwen2 tied", "qwen3"])
-def test_body_saved_alone_is_served_if_its_head_is_the_embedding(name, tmp_path, tmp_path_factory):
+def test_model_saved_without_a_head_is_served_if_the_head_is_tied(name, tmp_path, tmp_path_factory):
     path, model = checkpoint(name, tmp_path_factory)
     transformers.AutoModel.from_pretrained(path).save_pretrained(tmp_path)
     if name == "qwen3":
@@ -524,7 +524,7 @@ def test_boolean_mask_in_an_old_checkpoint_is_ignored(tmp_path, tmp_path_factory
 
 
 @pytest.mark.parametrize("name", ["GemmaForCausalLM", "Qwen3ForSequenceClassification"])
-def test_config_of_another_architecture_than_it_names_is_refused(copy, name):
+def test_config_that_names_another_architecture_is_refused(copy, name):
     edit_config(copy, architectures=[name])
     refuse(copy, f"{name} cannot be served: its config is that of Qwen3ForCausalLM", runner="generate")
     refuse(copy, f"'{name}' is not supported; supported: Llama", model_impl="nanoengine", runner="generate")

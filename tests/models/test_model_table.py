@@ -19,5 +19,5 @@ def test_the_table_has_each_type_once_and_is_as_generated():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", TYPES)
-def test_a_type_is_served_with_transformers_tokens_or_refused_as_the_table_says(model_type):
+def test_a_type_gives_transformers_tokens_or_is_refused_as_the_table_says(model_type):
     assert outcome(model_type) == OUTCOMES[model_type], "python -m tests.model_table --write"

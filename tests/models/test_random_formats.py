@@ -299,7 +299,7 @@ def check(seed):
 @pytest.mark.parametrize(
     "seed", [*range(40), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(40, 240))]
 )
-def test_random_checkpoint_computes_with_the_weights_it_stands_for(seed):
+def test_random_checkpoint_computes_with_its_dequantized_weights(seed):
     check(seed)
 
 
