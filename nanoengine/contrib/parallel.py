@@ -27,7 +27,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Connection, Listener, wait
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -100,7 +100,7 @@ class Ranks:
             self._group = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), self.rank, self.size, nccl)
             if workers is not None:
                 workers.on_loss = self._group.abort  # ends kernels that wait for a lost rank
-        self._connections = _connect(store, self.rank, self.size, is_one_host)
+        self._connections = _connect(store, self.rank, self.size, is_one_host, workers)
         _alive.add(self)
 
     # -- collectives: all ranks must call them, in the same order
@@ -207,7 +207,9 @@ class Ranks:
             self._num_threads = None
 
 
-def _connect(store: Any, rank: int, size: int, is_one_host: bool) -> list["Connection[Any, Any]"]:
+def _connect(
+    store: Any, rank: int, size: int, is_one_host: bool, workers: Workers | None
+) -> list["Connection[Any, Any]"]:
     """Return this rank's connections: from rank 0 to each other rank, and from each of those to rank 0."""
     if rank:
         host = "127.0.0.1" if is_one_host else os.environ["MASTER_ADDR"]
@@ -217,7 +219,11 @@ def _connect(store: Any, rank: int, size: int, is_one_host: bool) -> list["Conne
         key, address = secrets.token_hex(), ("127.0.0.1" if is_one_host else "", 0)
         with Listener(address, backlog=size, authkey=bytes.fromhex(key)) as listener:
             store.set("listener", f"{listener.address[1]} {key}")
-            connections = [listener.accept() for _ in range(1, size)]
+            connections, arriving = [], [listener._listener._socket]  # type: ignore[attr-defined]
+            while len(connections) < size - 1:
+                if workers is not None:  # raises if a rank is lost, which `accept` would wait for
+                    workers.wait_until(lambda: bool(wait(arriving, 0)))
+                connections.append(listener.accept())
     for connection in connections:  # disable Nagle's algorithm: messages follow each other without replies
         with socket.socket(fileno=os.dup(connection.fileno())) as same:
             same.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

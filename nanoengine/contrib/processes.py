@@ -10,6 +10,7 @@ import re
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -20,6 +21,8 @@ from torch.multiprocessing.spawn import ProcessException, start_processes
 from nanoengine.steps import EngineDeadError
 
 _start_processes: Any = start_processes  # untyped
+
+STARTING = 300.0  # timeout for a condition that all processes bring about while they start, in seconds
 
 
 class Workers:
@@ -51,14 +54,17 @@ class Workers:
         self._thread.start()
 
     def wait_until(self, is_ready: Callable[[], bool]) -> None:
-        """Wait for a condition that the processes bring about.
+        """Wait for a condition that the processes bring about while they start.
 
         Raises:
-            EngineDeadError: a process was lost. The message includes its traceback.
+            EngineDeadError: a process was lost, and the message includes its traceback, or it takes too long.
         """
+        end = time.monotonic() + STARTING
         while not is_ready():
             if self._is_lost.wait(0.05):
                 raise EngineDeadError(self.cause)
+            if time.monotonic() > end:
+                raise EngineDeadError(f"not all ranks were ready after {STARTING:.0f} s")
 
     def why(self) -> str | None:
         """Return which rank was lost and why, after a failure between ranks, or None if none was lost."""

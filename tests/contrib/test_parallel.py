@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 import nanoengine
 from nanoengine import LLM, AsyncLLM, EngineConfig, SamplingParams
 from nanoengine.backends.cpu.device import CPU
-from nanoengine.contrib import parallel
+from nanoengine.contrib import parallel, processes
 from nanoengine.contrib.processes import Workers
 from nanoengine.contrib.shard import Shard
 from nanoengine.engine import build_inputs
@@ -547,6 +547,15 @@ def serve_an_exit(*arguments):
     sys.exit(7)
 
 
+def serve_an_exit_before_connecting(*arguments):
+    parallel._connect = lambda *_: os._exit(7)
+    parallel.serve(*arguments)
+
+
+def serve_nothing(*arguments):
+    time.sleep(TIMEOUT)
+
+
 def serve_unconnected(*arguments):
     parallel.connect = None
     parallel.serve(*arguments)
@@ -562,6 +571,7 @@ def serve_a_failing_pass(*arguments):
     ("planted", "said"),
     [
         (serve_an_exit, "rank 1 .* terminated with exit code 7"),
+        (serve_an_exit_before_connecting, "rank 1 .* terminated with exit code 7"),
         (serve_unconnected, "rank 1 .* the following error:\nTraceback[^$]*TypeError: 'NoneType'"),
         (serve_a_failing_pass, "rank 1 .* the following error:\nTraceback[^$]*IndexError: list index"),
     ],
@@ -570,6 +580,15 @@ def test_a_failed_rank_is_an_error_that_states_the_cause(planted, said, monkeypa
     monkeypatch.setattr(parallel, "serve", planted)
     with pytest.raises(EngineDeadError, match=said), ranks_in_processes() as llm:
         answer(llm)
+    assert not ranks_of()
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_at_startup_is_an_error_after_a_while(monkeypatch):
+    monkeypatch.setattr(parallel, "serve", serve_nothing)
+    monkeypatch.setattr(processes, "STARTING", 1.0)
+    with pytest.raises(EngineDeadError, match="not all ranks were ready after 1 s"), ranks_in_processes():
+        pass
     assert not ranks_of()
 
 
