@@ -398,6 +398,7 @@ def _token_text(backend: Any, token_id: int) -> str:
 
 def trace_engine(engine: LLMEngine) -> Tracer:
     """Return the tracer that `EngineConfig.trace` asks for."""
+    assert engine.config.trace is not None
     model, requests = Path(engine.config.model), engine._request_of
     return Tracer(
         engine.scheduler,
