@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
@@ -14,12 +14,14 @@ from nanoengine.compat import refuse_unserved
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Scheduler
 from nanoengine.llm_engine import LLMEngine
-from nanoengine.metrics import Metric
 from nanoengine.optional import OptionalMethod, Reloadable
 from nanoengine.outputs import Inbox, RequestOutput
 from nanoengine.requests import CheckedRequest, Prompt, render_chats, split_prompts
 from nanoengine.sampling_params import RequestOutputKind, SamplingParams
 from nanoengine.steps import uninterrupted
+
+if TYPE_CHECKING:  # at run time it is imported when metrics are requested
+    from nanoengine.metrics import Metric
 
 
 class LLM(Reloadable, AbstractContextManager["LLM"]):
@@ -164,7 +166,7 @@ class LLM(Reloadable, AbstractContextManager["LLM"]):
         """Return the values of `LLMEngine.metrics`."""
         return self.llm_engine.metrics()
 
-    def get_metrics(self) -> list[Metric]:
+    def get_metrics(self) -> list["Metric"]:
         """Return the metrics of `LLMEngine.get_metrics`."""
         return self.llm_engine.get_metrics()
 

@@ -15,21 +15,24 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property, partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from nanoengine.backends.kv_cache import KVGroup
 from nanoengine.compat import refuse_unserved
 from nanoengine.config import ONLINE_FORMATS, EngineConfig
 from nanoengine.detokenizer import Vocabulary
 from nanoengine.engine import BlockManager, Collected, EngineCore, ModelRunner, Scheduler, Sequence
-from nanoengine.metrics import Metric, RequestStats, list_metrics
 from nanoengine.models.checkpoint import open_checkpoint
 from nanoengine.optional import Reloadable, load
 from nanoengine.outputs import Inbox, RequestOutput
 from nanoengine.requests import CheckedRequest, Prompt, Request, RequestChecker, random_seed
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.startup import Started, start_runner
+from nanoengine.stats import RequestStats
 from nanoengine.steps import Owner, uninterrupted
+
+if TYPE_CHECKING:  # at run time it is imported when metrics are requested
+    from nanoengine.metrics import Metric
 
 # ---- The engine ----------------------------------------------------------------------------------
 
@@ -366,8 +369,10 @@ class LLMEngine(Reloadable):
             **{f"seconds_{phase}": seconds for phase, seconds in self.runner.stopwatch.seconds.items()},
         }
 
-    def get_metrics(self) -> list[Metric]:
+    def get_metrics(self) -> list["Metric"]:
         """Return these metrics, and histograms of finished requests, in the form of vLLM's metrics reader."""
+        from nanoengine.metrics import list_metrics
+
         _, accepted = self._drafts()
         places = [accepted[place] for place in range(self.config.num_speculative_tokens)]
         return list_metrics(str(self.config.model), self.metrics(), self._stats, places)

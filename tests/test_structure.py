@@ -98,7 +98,7 @@ def test_nothing_imports_contrib_but_its_own_files_and_tests():
 
 
 def test_the_core_names_no_setting_no_model_and_no_extension():
-    for name in ("engine", "sampling", "logprobs", "metrics"):
+    for name in ("engine", "sampling", "logprobs", "metrics", "stats"):
         imported = imports_of(FILES[name])
         assert not [module for module in imported if module.startswith(UNKNOWN_TO_THE_CORE)], name
 
