@@ -400,9 +400,10 @@ def trace_engine(engine: LLMEngine) -> Tracer:
     """Return the tracer that `EngineConfig.trace` asks for."""
     assert engine.config.trace is not None
     model, requests = Path(engine.config.model), engine._request_of
+    target: Any = engine.config.trace
     return Tracer(
         engine.scheduler,
-        engine.config.trace,
+        target,
         model=model.resolve().name if model.exists() else str(model),
         request_of=lambda seq_id: str(requests[seq_id].request_id),
         tokenizer=engine.checkpoint.tokenizer,
