@@ -334,8 +334,8 @@ def cuts_prompts(mini: Any) -> None:
 def draws_at_the_end_only(mini: Any) -> None:
     """A chunk in the middle of a prompt samples nothing. The last chunk samples a token."""
     scheduler, seq = mini.Scheduler(mini.BlockManager(9, 4)), mini.Sequence(letters("abcdefgh"))
-    expect("Draws, 6 of 8 tokens", scheduler.next_chunk(seq, 6).samples, False)
-    expect("Draws, 8 of 8 tokens", scheduler.next_chunk(seq, 8).samples, True)
+    expect("The chunk samples, 6 of 8 tokens", scheduler.next_chunk(seq, 6).samples, False)
+    expect("The chunk samples, 8 of 8 tokens", scheduler.next_chunk(seq, 8).samples, True)
 
 
 @says("7")
