@@ -23,7 +23,7 @@ def prepare(checkpoint: "Checkpoint", settings: dict[str, Any], directory: str) 
     """
     config, own = checkpoint.decoder_config, checkpoint.hf_config.dtype
     if config is None or checkpoint.architecture != "Qwen3ForCausalLM":
-        raise ValueError(f"nano-vllm computes Qwen3ForCausalLM alone, not {checkpoint.architecture}")
+        raise ValueError(f"nano-vllm supports only Qwen3ForCausalLM, got {checkpoint.architecture}")
     if any(config.windows) or config.rope["rope_type"] != "default":
         raise ValueError(f"{checkpoint.path}: nano-vllm has no sliding window and no scaled rope")
     if str(own).removeprefix("torch.") != settings["dtype"]:

@@ -118,7 +118,7 @@ def summarize(benchmark: dict[str, Any]) -> dict[str, Any]:
     metrics = benchmark["metrics"]
     totals = metrics["request_totals"]
     if totals["errored"] or not totals["successful"]:
-        raise RuntimeError(f"of guidellm's requests {totals['errored']} failed of {totals['total']}")
+        raise RuntimeError(f"{totals['errored']} of guidellm's {totals['total']} requests failed")
     row: dict[str, Any] = {"requests": totals["successful"]}
     row["output_tokens_per_s"] = round(metrics["output_tokens_per_second"]["successful"]["mean"], 2)
     for label, name in FIGURES.items():

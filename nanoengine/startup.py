@@ -152,7 +152,7 @@ def count_slots(state_bytes: int, limit: int, cache_bytes: int) -> int:
     if num_slots < 1:
         raise ValueError(
             f"no memory for {NUM_RESERVED_SLOTS + 1} sequences' states: one takes {state_bytes} bytes, and "
-            f"there are {cache_bytes}; give num_state_slots or kv_cache_bytes"
+            f"there are only {cache_bytes}; give num_state_slots or kv_cache_bytes"
         )
     return num_slots
 

@@ -231,7 +231,9 @@ class Service:
                     f"prompt and n must ask for 1 to {self.max_samples} samples, got {num_samples}"
                 )
         if self.num_samples + num_samples > self.max_samples:
-            raise unavailable(f"{self.num_samples} samples run or wait; at most {self.max_samples} may")
+            raise unavailable(
+                f"{self.num_samples} samples are running or waiting; at most {self.max_samples} are allowed"
+            )
         self.num_samples += num_samples
         ticket.samples = num_samples
 

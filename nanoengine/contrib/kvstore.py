@@ -226,7 +226,7 @@ class KVConnector:
                 try:
                     groups = decode(data, self.fingerprint, token_ids[: (i + 1) * size], self.sizes)
                 except ValueError as error:
-                    logging.getLogger(__name__).warning("a damaged entry of the KV store: %s", error)
+                    logging.getLogger(__name__).warning("ignoring a damaged entry of the KV store: %s", error)
                     self._reading.ask(self.store.delete, keys[i])
                     return i
                 if groups is None:

@@ -49,7 +49,7 @@ class Arrival(NamedTuple):
         if not 0 <= self.num_prefix_tokens <= self.num_prompt_tokens:
             raise ValueError(f"num_prefix_tokens must be part of the prompt, got {self.num_prefix_tokens}")
         if self.num_prefix_tokens and self.prefix is None:
-            raise ValueError("num_prefix_tokens says nothing without a prefix")
+            raise ValueError("num_prefix_tokens needs a prefix")
 
 
 Lengths = Callable[[random.Random], int]  # draws a number of tokens

@@ -143,7 +143,7 @@ def at_least(low: int) -> Callable[[str], int]:
 
     def parse(text: str) -> int:
         if int(text) < low:
-            raise ValueError(f"at least {low} is needed, got {text}")
+            raise ValueError(f"must be at least {low}, got {text}")
         return int(text)
 
     return argparse_type(parse)
@@ -153,7 +153,7 @@ def at_least(low: int) -> Callable[[str], int]:
 def positive(text: str) -> float:
     """Parse a finite number above zero."""
     if not 0 < float(text) < math.inf:
-        raise ValueError(f"a number above 0 is needed, got {text}")
+        raise ValueError(f"must be above 0, got {text}")
     return float(text)
 
 
@@ -162,7 +162,7 @@ def parse_costs(text: str) -> CostModel:
     """Parse STEP,TOKEN,CONTEXT, in seconds."""
     costs = [float(part) for part in text.split(",")]
     if len(costs) != 3 or not all(0 <= cost < math.inf for cost in costs) or costs[0] == 0:
-        raise ValueError(f"three numbers of seconds are needed, the first of them above 0, got {text}")
+        raise ValueError(f"must be three numbers of seconds, the first above 0, got {text}")
     return CostModel(*costs)
 
 

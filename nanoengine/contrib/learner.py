@@ -154,7 +154,7 @@ class Learner:
             received, self.received = self.received, None
             with answering():
                 if received is None:
-                    raise ValueError("no weight update was started, or its last part was refused")
+                    raise ValueError("no weight update is in progress; call /start_weight_update first")
                 try:
                     await self.engine.update_weights(received.items())
                 except RuntimeError:

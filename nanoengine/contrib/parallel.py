@@ -155,7 +155,7 @@ class Ranks:
         if self._workers is not None:
             self.lost = self.lost or self._workers.cause
         if self.lost:
-            raise EngineDeadError(f"the engine cannot be used any more, start another one: {self.lost}")
+            raise EngineDeadError(f"the engine has failed, create another one: {self.lost}")
 
     def _tell(self, order: Order) -> None:
         message = pickle.dumps(order)
@@ -176,9 +176,7 @@ class Ranks:
         except (EOFError, OSError, RuntimeError) as error:
             cause = self._workers.why() if self._workers is not None else None
             self.lost = cause or f"the ranks lost each other: {str(error) or 'a connection was closed'}"
-            raise EngineDeadError(
-                f"the engine cannot be used any more, start another one: {self.lost}"
-            ) from error
+            raise EngineDeadError(f"the engine has failed, create another one: {self.lost}") from error
 
     # -- startup and shutdown
 

@@ -250,7 +250,7 @@ class PoolingAPI:
         async def one(index: int) -> PoolingRequestOutput:
             async for output in service.engine.encode(checked[index], params, f"{ticket.id}-{index}"):
                 return output  # type: ignore[no-any-return]
-            raise RuntimeError("the engine ended")
+            raise RuntimeError("the engine has stopped")
 
         tasks = [asyncio.ensure_future(one(index)) for index in range(len(checked))]
         try:

@@ -402,7 +402,7 @@ def drop_pages(tensor: Tensor) -> None:
         OSError: the system refuses.
     """
     if sys.platform != "linux":
-        raise ValueError("memory can be given back on Linux alone")
+        raise ValueError("sleep can release memory only on Linux")
     first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
     start, end = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE, last // mmap.PAGESIZE * mmap.PAGESIZE
     if start < end:

@@ -81,7 +81,7 @@ class Files:
             return self.weight_format.read({end: self._get(part) for end, part in self._parts[name].items()})
         except (ValueError, KeyError, RuntimeError, IndexError, TypeError) as error:
             found = f"tensor {name!r}, {self.weight_format.name},"
-            raise ValueError(f"{self.path}: {found} is not sound: {error}") from error
+            raise ValueError(f"{self.path}: {found} is invalid: {error}") from error
 
     def _get(self, header: TensorHeader) -> Tensor:
         """Return a tensor of a file. The file stays memory-mapped until another file is read."""
@@ -110,7 +110,9 @@ class Files:
             self._parts[f"{base}weight"] = parts
             headers[f"{base}weight"] = header._replace(dtype="F32", shape=None)
         if not self._parts:
-            raise ValueError(f"{self.path}: config.json says {weight_format.name}, but no weight is")
+            raise ValueError(
+                f"{self.path}: config.json says {weight_format.name}, but no weight has this format"
+            )
         for name in [name for name in headers if name.rpartition(".")[2] in weight_format.unused]:
             del headers[name]
 

@@ -157,7 +157,7 @@ def _gptq(stated: dict[str, Any]) -> Format:
     bits = _one_of(stated, "bits", 4, (4, 8))
     is_first_version = _one_of(stated, "checkpoint_format", "gptq", ("gptq", "gptq_v2")) == "gptq"
     if stated.get("dynamic"):
-        raise ValueError("it has settings of their own for some layers (dynamic)")
+        raise ValueError("it has settings per layer (dynamic), which are not supported")
     blocks, middle = _group_size(stated), 1 << (bits - 1)
 
     def read(tensors: Tensors) -> Quantized | Tensor:
@@ -215,9 +215,9 @@ def _compressed(stated: dict[str, Any]) -> Format:
     formats = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
     kind = _one_of(stated, "format", None, formats)
     if (stated.get("sparsity_config") or {}).get("format", "dense") != "dense":
-        raise ValueError("it has a sparsity_config")
+        raise ValueError("it has a sparsity_config, which is not supported")
     if (stated.get("transform_config") or {}).get("config_groups"):
-        raise ValueError("it has a transform_config")
+        raise ValueError("it has a transform_config, which is not supported")
     weights = [(group or {}).get("weights") or {} for group in (stated.get("config_groups") or {}).values()]
     all_bits: set[Any] = {one.get("num_bits") for one in weights}
     supported = {4, 8} if kind == "pack-quantized" else {8}
@@ -248,7 +248,7 @@ def _compressed(stated: dict[str, Any]) -> Format:
         if kind == "int-quantized":
             return _integers(weight, zeros, scales, 8, blocks)
         if zeros is not None and zeros.any():
-            raise ValueError("its floats have a zero point")
+            raise ValueError("its floats have a zero point, which is not supported")
         return _floats(weight, scales, blocks)
 
     name = "compressed-tensors"

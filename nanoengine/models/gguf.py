@@ -287,7 +287,7 @@ class GGUFFile:
             raise ValueError(f"{num_heads} heads of {head_dim} on {num_kv_heads} KV heads are not possible")
         for name in ("attention.value_length", "rope.dimension_count"):
             if self._field(name, head_dim) != head_dim:
-                raise UnsupportedModelError(f"its {name} is not its head_dim, {head_dim}")
+                raise UnsupportedModelError(f"its {name} must equal its head_dim, {head_dim}")
         if self._field("attention.sliding_window"):
             raise UnsupportedModelError("it has sliding windows, but does not state in which layers")
         if "model.embed_tokens.weight" not in self.headers:

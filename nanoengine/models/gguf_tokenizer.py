@@ -145,7 +145,7 @@ def load_byte_level(file: GGUFFile) -> Any:
     tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(file.strings("tokenizer.ggml.tokens"))]
     vocab = {token: i for i, token in enumerate(tokens)}
     if len(vocab) < len(tokens):
-        raise ValueError(f"it has {len(tokens) - len(vocab)} tokens twice")
+        raise ValueError(f"{len(tokens) - len(vocab)} of its tokens are duplicates")
     merges = []
     for merge in file.strings(
         "tokenizer.ggml.merges"

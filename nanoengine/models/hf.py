@@ -408,7 +408,7 @@ def _load_transformers(
         if parameter.dtype not in SERVED_DTYPES:
             raise ValueError(f"{path}: {name!r} is still {parameter.dtype} after loading")
     for entry in report["mismatched_keys"]:  # a name; since transformers 5 with both shapes
-        raise ValueError(f"{path} holds a tensor of another shape than the config asks for: {entry}")
+        raise ValueError(f"{path} holds a tensor of another shape than the config requires: {entry}")
     unexpected = [
         name
         for name in report["unexpected_keys"]

@@ -142,7 +142,7 @@ def _read(files: Reader, name: str, shape: tuple[int, ...]) -> Tensor | Quantize
     weight = files.read(name)
     found = tuple((weight.integers if isinstance(weight, Quantized) else weight).shape)
     if found != shape:
-        raise ValueError(f"tensor {name!r} has shape {found}, the config asks for {shape}")
+        raise ValueError(f"tensor {name!r} has shape {found}, the config requires {shape}")
     return weight
 
 

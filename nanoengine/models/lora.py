@@ -57,7 +57,7 @@ class Adapter:
         self.config = read_json(config_path)
         for field, supported in PLAIN.items():
             if (value := self.config.get(field)) not in supported:
-                raise ValueError(f"{config_path}: {field}={value!r} is not supported")
+                raise ValueError(f"{config_path}: {field} must be one of {supported}, got {value!r}")
         tensors = open_tensors(file)
         self._bases: dict[str, Tensor] = {}  # name -> the base weight or bias of an adapted layer
         self._parts: dict[str, dict[str, Tensor]] = {}  # name -> its A, B and magnitude_vector
@@ -68,7 +68,7 @@ class Adapter:
             if found := re.fullmatch(r"(.+)\.lora_((?:embedding_)?[AB]|magnitude_vector)(\.weight)?", name):
                 self._parts.setdefault(f"{found[1]}.weight", {})[found[2]] = tensor
             elif ".lora_" in name or not saved_name.startswith(PREFIX):
-                raise ValueError(f"{file}: tensor {saved_name!r} is not of plain LoRA or DoRA")
+                raise ValueError(f"{file}: tensor {saved_name!r} is not plain LoRA or DoRA")
             elif ".base_layer." in name:
                 self._bases[name.replace(".base_layer.", ".")] = tensor
             else:
@@ -119,7 +119,7 @@ class Adapter:
             ValueError: the adapter changes a weight that the model does not have, or a shape does not fit.
         """
         if missing := sorted(self.names() - weights.keys()):
-            raise ValueError(f"{self.path} changes {missing[0]!r}, which the model does not have by itself")
+            raise ValueError(f"{self.path} changes {missing[0]!r}, which is not a weight of the model")
         for name, tensor in (*self._bases.items(), *self._whole.items()):
             if tensor.shape != weights[name].shape:
                 found, expected = tuple(tensor.shape), tuple(weights[name].shape)

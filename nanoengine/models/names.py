@@ -36,7 +36,7 @@ def check_fit(model: Decoder, headers: dict[str, TensorHeader], path: Path) -> d
     check_dtypes(headers, shapes)
     for name, shape in shapes.items():
         if headers[name].shape not in (shape, None):
-            raise ValueError(f"tensor {name!r} has shape {headers[name].shape}, the config asks for {shape}")
+            raise ValueError(f"tensor {name!r} has shape {headers[name].shape}, the config requires {shape}")
     return shapes
 
 

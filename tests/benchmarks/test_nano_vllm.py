@@ -56,8 +56,8 @@ def test_a_checkpoint_is_served_as_it_is(tmp_path, tmp_path_factory):
 @pytest.mark.parametrize(
     ("name", "dtype", "message"),
     [
-        ("llama3 rope", "float32", "computes Qwen3ForCausalLM alone, not LlamaForCausalLM"),
-        ("gemma", "float32", "computes Qwen3ForCausalLM alone, not GemmaForCausalLM"),
+        ("llama3 rope", "float32", "supports only Qwen3ForCausalLM, got LlamaForCausalLM"),
+        ("gemma", "float32", "supports only Qwen3ForCausalLM, got GemmaForCausalLM"),
         ("qwen3 yarn rope", "float32", "no sliding window and no scaled rope"),
         ("qwen3", "bfloat16", r"computes in the checkpoint's own dtype, torch\.float32"),
     ],

@@ -374,7 +374,7 @@ GOOD = {"arrival_time": 0.0, "num_prompt_tokens": 3, "num_output_tokens": 2}
         (json.dumps(GOOD | {"arrival_time": "1"}), "arrival_time"),
         (json.dumps(GOOD | {"arrival_time": float("nan")}), "arrival_time"),
         (json.dumps(GOOD | {"prefix": "a", "num_prefix_tokens": 4}), "part of the prompt, got 4"),
-        (json.dumps(GOOD | {"num_prefix_tokens": 2}), "without a prefix"),
+        (json.dumps(GOOD | {"num_prefix_tokens": 2}), "needs a prefix"),
     ],
 )
 def test_a_bad_line_is_refused_by_its_number(tmp_path, line, message):
@@ -450,14 +450,14 @@ def test_unsupported_requests_and_models_end_the_command_without_a_traceback(run
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--rate", "1,0"], "a number above 0 is needed, got 0"),
+        (["--rate", "1,0"], "must be above 0, got 0"),
         (["--rate", "x"], "could not convert"),
         (["--scheduling-policy", "fcfs,fastest"], "got 'fastest'"),
         (["--scheduling-policy", "ageing"], "ageing:SECONDS_PER_TOKEN"),
-        (["--max-num-batched-tokens", "0"], "at least 1 is needed, got 0"),
+        (["--max-num-batched-tokens", "0"], "must be at least 1, got 0"),
         (["--prompt", "9-3"], "in that order"),
         (["--cost", "1,2"], "three numbers"),
-        (["--cost", "0,1,1"], "the first of them above 0"),
+        (["--cost", "0,1,1"], "the first above 0"),
         (["--cost", "1,-1,1"], "three numbers"),
         (["--trace", "/nowhere.jsonl"], "/nowhere.jsonl"),
         (["--fit", "model", "--cost", "1,1,1"], "not allowed with"),

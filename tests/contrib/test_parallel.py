@@ -404,7 +404,7 @@ def test_a_rank_that_does_not_respond_is_an_error_after_a_timeout(path_of, in_th
         for _ in range(2):
             with pytest.raises(
                 EngineDeadError,
-                match=r"cannot be used any more, .*: the ranks lost each other: .*imed out",
+                match=r"the engine has failed, .*: the ranks lost each other: .*imed out",
             ):
                 llm.generate([[1, 2]], use_tqdm=False)
     released.set()
@@ -500,7 +500,7 @@ def answer_until_lost(llm, act):
 def test_a_killed_rank_is_an_error_that_names_it():
     llm = ranks_in_processes(tensor_parallel_size=4)
     others = ranks_of()
-    said = r"the engine cannot be used any more, .*: rank \d \(process \d+\) terminated with signal SIGKILL"
+    said = r"the engine has failed, .*: rank \d \(process \d+\) terminated with signal SIGKILL"
     with pytest.raises(EngineDeadError, match=said):
         answer_until_lost(llm, psutil.Process.kill)
     with pytest.raises(EngineDeadError, match=said):

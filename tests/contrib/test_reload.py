@@ -166,7 +166,7 @@ def test_tensors_of_one_quantized_layer_are_updated_together(tmp_path):
         assert answers(llm) != before
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="memory is given back on Linux alone")
+@pytest.mark.skipif(sys.platform != "linux", reason="sleep can release memory only on Linux")
 @pytest.mark.parametrize("name", ["qwen3", "gemma3", "mixtral"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.slow
@@ -194,7 +194,7 @@ def test_an_engine_that_wakes_up_answers_as_before(name, dtype, tmp_path_factory
         assert answers(llm) == before
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="memory is given back on Linux alone")
+@pytest.mark.skipif(sys.platform != "linux", reason="sleep can release memory only on Linux")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.slow
 def test_sleep_releases_memory(dtype, tmp_path):

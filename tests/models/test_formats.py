@@ -280,7 +280,7 @@ def test_group_size_that_does_not_fit_the_file_is_refused(stated, writer, size, 
     for group in stated.get("config_groups", {}).values():
         group["weights"] |= in_groups(size)
     write(tmp_path, {**stated, "group_size": size}, writer)
-    message = rf"is not sound: scales of shape .* do not fit .* 1 x {size}$"
+    message = rf"is invalid: scales of shape .* do not fit .* 1 x {size}$"
     refuse(tmp_path, message, tensor_parallel_size=ranks)
 
 
@@ -310,7 +310,7 @@ def refuse(path, message, **settings):
 
 
 UP = "model.layers.1.mlp.up_proj"
-NOT_SOUND = f"tensor '{UP}.weight', gptq, is not sound: "
+INVALID = f"tensor '{UP}.weight', gptq, is invalid: "
 UNSOUND = {  # part -> its new value, given all parts
     "missing": ("scales", lambda t: None, f"lacks tensor '{UP}.scales', which '{UP}.qweight'"),
     "another type": (
@@ -318,10 +318,10 @@ UNSOUND = {  # part -> its new value, given all parts
         lambda t: t("qzeros").float(),
         f"'{UP}.qzeros' as F32; in gptq it must be one of I32",
     ),
-    "transposed": ("scales", lambda t: t("scales").T, f"{NOT_SOUND}scales of shape"),
-    "other zeros": ("qzeros", lambda t: t("qzeros")[:, :-4], f"{NOT_SOUND}scales of shape"),
-    "another shape": ("qweight", lambda t: t("qweight")[:-4], f"{NOT_SOUND}g_idx does not name"),
-    "no such group": ("g_idx", lambda t: t("g_idx") + 1, f"{NOT_SOUND}g_idx does not name"),
+    "transposed": ("scales", lambda t: t("scales").T, f"{INVALID}scales of shape"),
+    "other zeros": ("qzeros", lambda t: t("qzeros")[:, :-4], f"{INVALID}scales of shape"),
+    "another shape": ("qweight", lambda t: t("qweight")[:-4], f"{INVALID}g_idx does not name"),
+    "no such group": ("g_idx", lambda t: t("g_idx") + 1, f"{INVALID}g_idx does not name"),
 }
 
 
@@ -341,24 +341,24 @@ def test_bitsandbytes_state_that_does_not_fit_its_weight_is_refused(nested, tmp_
     write(tmp_path, NF4, lambda shape: nf4(shape, nested))
     name = f"{UP}.weight.quant_state.bitsandbytes__nf4"
     state = json.loads(bytes(load_file(tmp_path / "model.safetensors")[name].tolist()))
-    few = "is not sound: 96 scales do not fit 6144"
+    few = "is invalid: 96 scales do not fit 6144"
     for change_to, message in (
         *(({"blocksize": block}, few) for block in (128, 32, 0, -64, 10**12, "64")),
-        ({"shape": [96, 60]}, "is not sound: 3072 bytes do not make a weight of shape"),
-        ({"shape": [64, 96]}, r"has shape \(64, 96\), the config asks for \(96, 64\)"),
-        ({"shape": None}, "is not sound"),
-        *([({"nested_blocksize": 64}, "is not sound: 1 scales do not fit 96 numbers")] if nested else []),
+        ({"shape": [96, 60]}, "is invalid: 3072 bytes do not make a weight of shape"),
+        ({"shape": [64, 96]}, r"has shape \(64, 96\), the config requires \(96, 64\)"),
+        ({"shape": None}, "is invalid"),
+        *([({"nested_blocksize": 64}, "is invalid: 1 scales do not fit 96 numbers")] if nested else []),
     ):
         text = torch.tensor(list(json.dumps({**state, **change_to}).encode()), dtype=torch.uint8)
         change(tmp_path, lambda t, text=text: t.update({name: text}))
         refuse(tmp_path, f"tensor '{UP}.weight'.* {message}")
     change(tmp_path, lambda t: t.update({name: t[name][:-3]}))
-    refuse(tmp_path, f"tensor '{UP}.weight', bitsandbytes, is not sound")
+    refuse(tmp_path, f"tensor '{UP}.weight', bitsandbytes, is invalid")
     if nested:
         text = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
         change(tmp_path, lambda t: t.update({name: text}))
         change(tmp_path, lambda t: t.pop(f"{UP}.weight.nested_absmax"))
-        refuse(tmp_path, "is not sound: absmax is torch.uint8, and nested_absmax")
+        refuse(tmp_path, "is invalid: absmax is torch.uint8, and nested_absmax")
 
 
 @pytest.mark.parametrize("impl", ["nanoengine", "transformers"])
@@ -368,7 +368,7 @@ def test_bitsandbytes_int8_in_another_order_than_rows_is_refused(impl, tmp_path)
     change(tmp_path, lambda t: t.update({f"{UP}.weight_format": torch.tensor(0, dtype=torch.uint8)}))
     LLM(str(tmp_path), num_kv_blocks=4, model_impl=impl).close()
     change(tmp_path, lambda t: t.update({f"{UP}.weight_format": torch.tensor(2, dtype=torch.uint8)}))
-    refuse(tmp_path, f"tensor '{UP}.weight', bitsandbytes, is not sound: weight_format is 2", model_impl=impl)
+    refuse(tmp_path, f"tensor '{UP}.weight', bitsandbytes, is invalid: weight_format is 2", model_impl=impl)
 
 
 @pytest.mark.parametrize(
@@ -377,7 +377,7 @@ def test_bitsandbytes_int8_in_another_order_than_rows_is_refused(impl, tmp_path)
         ({**GPTQ, "group_size": 0}, "its group_size is 0"),
         ({**GPTQ, "bits": 3}, "with gptq, and its bits is 3; supported: 4, 8"),
         ({**GPTQ, "checkpoint_format": "marlin"}, "its checkpoint_format is 'marlin'"),
-        ({**GPTQ, "dynamic": {"a": {"bits": 8}}}, "settings of their own"),
+        ({**GPTQ, "dynamic": {"a": {"bits": 8}}}, "it has settings per layer"),
         ({**AWQ, "version": "gemv"}, "with awq, and its version is 'gemv'"),
         (
             compressed("pack-quantized", 4, in_groups(None)),
@@ -390,7 +390,10 @@ def test_bitsandbytes_int8_in_another_order_than_rows_is_refused(impl, tmp_path)
         (compressed("float-quantized", 8, {"strategy": "block"}), "its block_structure is None"),
         (compressed("nvfp4-pack-quantized", 4), "its format is 'nvfp4-pack-quantized'"),
         (compressed("pack-quantized", 3), r"its weights' num_bits are \{3\}; supported: one of \{.*4.*\}"),
-        ({**PACKED, "sparsity_config": {"format": "sparse-24"}}, "it has a sparsity_config"),
+        (
+            {**PACKED, "sparsity_config": {"format": "sparse-24"}},
+            "it has a sparsity_config, which is not supported",
+        ),
         ({**FP8, "weight_block_size": [0, 32]}, r"with fp8, and its weight_block_size is \[0, 32\]"),
         ({**FP8, "weight_block_size": [128]}, r"with fp8, and its weight_block_size is \[128\]"),
         ({**NF4, "bnb_4bit_quant_type": ["nf4"]}, r"bnb_4bit_quant_type is \['nf4'\]"),
@@ -637,7 +640,7 @@ def test_unsupported_setting_of_a_gguf_file_is_named(tmp_path):
     for fields, words in (
         ({"rope__scaling__type": "longrope"}, "its rope.scaling.type is 'longrope'"),
         ({"attention__sliding_window": 32.0}, "it has sliding windows"),
-        ({"rope__dimension_count": 16.0}, "its rope.dimension_count is not its head_dim, 32"),
+        ({"rope__dimension_count": 16.0}, "its rope.dimension_count must equal its head_dim, 32"),
     ):
         gguf_of(path, "Qwen3", "F32", "qwen3", **fields)
         refuse(path, words)
@@ -789,9 +792,9 @@ def test_adapter_that_is_not_plain_or_does_not_fit_is_refused(tmp_path):
     first = next(name for name in tensors if name.endswith("0.self_attn.q_proj.lora_A.weight"))
     for change, words in (
         ({"use_dora": True}, "use_dora=True, and no magnitude vector of 'model.layers.0.self_attn"),
-        ({"lora_bias": True}, "lora_bias=True is not supported"),
-        ({"peft_type": "LOHA"}, "peft_type='LOHA' is not supported"),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' is not supported"),
+        ({"lora_bias": True}, "lora_bias must be one of .*, got True"),
+        ({"peft_type": "LOHA"}, "peft_type must be one of .*, got 'LOHA'"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights must be one of .*, got 'pissa'"),
         ({"r": 5}, "q_proj has rank 4, the config says 5"),
         ({"lora_alpha": "x"}, "alpha 'x'"),
     ):
@@ -802,12 +805,12 @@ def test_adapter_that_is_not_plain_or_does_not_fit_is_refused(tmp_path):
     for changed, words in (
         ({first: None}, "lacks one of lora_A and lora_B of 'model.layers.0.self_attn.q_proj.weight'"),
         ({first: matrix[:, :-1]}, "do not make 'model.layers.0.self_attn.q_proj.weight'"),
-        ({first.replace("layers.0", "layers.7"): matrix}, "which the model does not have"),
+        ({first.replace("layers.0", "layers.7"): matrix}, "which is not a weight of the model"),
         (
             {first.replace("lora_A", "lora_magnitude_vector"): matrix},
             "use_dora=False, and a magnitude vector",
         ),
-        ({first.replace("lora_A", "lora_C"): matrix}, "is not of plain LoRA or DoRA"),
+        ({first.replace("lora_A", "lora_C"): matrix}, "is not plain LoRA or DoRA"),
     ):
         kept = {name: x.clone() for name, x in {**tensors, **changed}.items() if x is not None}
         save_file(kept, file)

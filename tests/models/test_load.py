@@ -145,8 +145,8 @@ def test_tensorflow_names_of_norms_are_read_as_transformers_does(copy, tmp_path)
 @IMPLS
 def test_tensor_of_the_wrong_shape_is_named(copy, impl):
     edit(copy, lambda t: t.update({"model.norm.weight": torch.zeros(63)}))
-    shapes = r"'model\.norm\.weight' has shape \(63,\), the config asks for \(64,\)"
-    other = r"of another shape than the config asks for: .*model\.norm\.weight"
+    shapes = r"'model\.norm\.weight' has shape \(63,\), the config requires \(64,\)"
+    other = r"of another shape than the config requires: .*model\.norm\.weight"
     refuse(copy, shapes if impl == "nanoengine" else other, model_impl=impl)
 
 
@@ -376,7 +376,7 @@ def test_unknown_activation_is_refused(copy):
 def test_any_error_of_transformers_about_a_config_is_a_value_error(copy):
     edit_config(copy, num_attention_heads=0)
     for impl in ("nanoengine", "transformers"):
-        refuse(copy, "the config asks for|cannot be loaded: ZeroDivisionError", model_impl=impl)
+        refuse(copy, "the config requires|cannot be loaded: ZeroDivisionError", model_impl=impl)
 
 
 @pytest.mark.parametrize("dtype", ["int32", "uint8", "bool", "complex64", "float8_e4m3fn"])
