@@ -202,9 +202,10 @@ class AdapterLogitsProcessor(LogitsProcessor):
         process_dict_updates(self.req_info, batch_update, self._bound)
 
     def apply(self, logits: Tensor) -> Tensor:
-        """See `LogitsProcessor.apply`."""
+        """See `LogitsProcessor.apply`. A function that raises fails its own row; the log says why."""
         for index, function in self.req_info.items():
-            logits[index] = as_logits(function(logits[index]), logits[index], self)
+            with failing(logits, [index], []):
+                logits[index] = as_logits(function(logits[index]), logits[index], self)
         return logits
 
 

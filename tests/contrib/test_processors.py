@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.contrib.processors import (
+    AdapterLogitsProcessor,
     Batch,
     LogitsProcessor,
     Member,
@@ -343,3 +344,18 @@ def test_batch_updates_keep_every_request_at_an_index(seed):
             assert held[index][2] == [7]
             assert held[index][3] is member.output_ids
             assert member.output_ids == outputs[member], "the list that a processor holds grows"
+
+
+class RaisesForOne(AdapterLogitsProcessor):
+    def is_argmax_invariant(self):
+        return False
+
+    def new_req_logits_processor(self, params):
+        return (lambda output_ids, logits: 1 / 0) if params.extra_args else None
+
+
+def test_a_function_of_an_adapter_that_raises_fails_only_its_own_request():
+    many = [SamplingParams(max_tokens=3, ignore_eos=True, extra_args=one) for one in ({"a": 1}, None)]
+    with LLM(DEMO, num_kv_blocks=20, logits_processors=[RaisesForOne]) as llm:
+        outputs = llm.generate(["a", "b"], many, use_tqdm=False)
+    assert [output.outputs[0].finish_reason for output in outputs] == ["error", "length"]
