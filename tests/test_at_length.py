@@ -33,7 +33,7 @@ def run_at_length(machine):
             steps[machine] += 1
             return super().launch()
 
-    seeded = settings(BRIEFLY, max_examples=400, derandomize=True, database=None)
+    seeded = settings(BRIEFLY, max_examples=600, derandomize=True, database=None)
     run_state_machine_as_test(Counted, settings=seeded)
     assert steps.total() > 10_000
 

@@ -196,7 +196,7 @@ def open_checkpoint(
         with as_value_error(path):
             hf_config = type(hf_config).from_dict({**fields, "name_or_path": str(path)})
     whole_config, part = hf_config, None
-    is_text_only = hf_config.get_text_config() is hf_config
+    is_text_only = hf_config.get_text_config(decoder=True) is hf_config
     if architecture_of(hf_config) not in SUPPORTED_ARCHITECTURES or not is_text_only:
         from nanoengine.models.hf_config import language_part, name_causal_lm
 

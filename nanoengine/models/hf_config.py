@@ -65,7 +65,7 @@ def language_part(config: Any) -> Any | None:
     A token of Qwen-VL or GLM-V has three positions. Without images they are equal, so the language model
     computes the same as Qwen's or GLM's.
     """
-    part = config.get_text_config()
+    part = config.get_text_config(decoder=True)  # an encoder-decoder has two
     if part is config:
         return None
     if config.model_type in LANGUAGE_PARTS:

@@ -421,7 +421,7 @@ def test_a_run_of_guidellm_becomes_a_row_unless_a_request_failed():
     line = served.row_cells(row)
     assert line == ["nanoengine", "saturated", "12.3", "100, 200 ms", "10, 30 ms"]
     metrics["request_totals"]["errored"] = 1
-    with pytest.raises(RuntimeError, match="1 failed of 4"):
+    with pytest.raises(RuntimeError, match="1 of guidellm's 4 requests failed"):
         served.summarize({"metrics": metrics})
 
 

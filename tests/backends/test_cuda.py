@@ -20,7 +20,7 @@ import nanoengine.engine
 import nanoengine.sampling
 from nanoengine import LLM, EngineConfig, SamplingParams
 from nanoengine.backends import flash, triton
-from nanoengine.backends.attention import PagedAttention, TorchAttention
+from nanoengine.backends.attention import TorchAttention
 from nanoengine.backends.cpu.device import CPU
 from nanoengine.backends.cuda import (
     CUDA,
@@ -250,7 +250,7 @@ def test_the_compute_capability_is_that_of_the_engine_s_own_gpu(monkeypatch, fla
     monkeypatch.setattr(
         "torch.cuda.get_device_capability", lambda device=None: (9, 0) if device.index else (7, 5)
     )
-    monkeypatch.setattr(PagedAttention, "try_out", lambda *_: None)  # there is no GPU to run on
+    monkeypatch.setattr("nanoengine.backends.cuda.try_out", lambda *_: None)  # there is no GPU to run on
     config = EngineConfig(model=".", enforce_eager=True)
     old, new = (CUDA(torch.device("cuda", i), config) for i in (0, 1))
     assert old.choose_attention([SPEC], frozenset()).backend is TorchAttention
