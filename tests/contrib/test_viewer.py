@@ -523,8 +523,8 @@ def test_the_introduction_can_be_closed_and_reopened_and_is_hidden_for_links_to_
 
 
 def scheduled(num_blocks: int, max_num_batched_tokens: int) -> list:
-    limits = {"max_num_seqs": 7, "max_num_batched_tokens": max_num_batched_tokens}
-    return random_run(make_scheduler(num_blocks, **limits))
+    scheduler = make_scheduler(num_blocks, max_num_seqs=7, max_num_batched_tokens=max_num_batched_tokens)
+    return random_run(scheduler)
 
 
 @pytest.mark.slow
