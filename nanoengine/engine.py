@@ -85,7 +85,7 @@ class Sequence:
     last token is computed again, because its logits choose the next token.
 
     `num_tokens` includes the pending tokens of a running sequence. With async scheduling, the next step is
-    scheduled before that token is known, and reads its value on the device, not from the host:
+    scheduled before its input token is known, and reads that token on the device, not from the host:
 
                           chunk     known tokens  num_computed_tokens  num_tokens  pending positions
         step 1 scheduled  [8, 10)   10            10                   11          10
@@ -118,7 +118,7 @@ class Sequence:
     block_table: list[int] = field(init=False, default_factory=list)  # empty while waiting
     capacity: int = field(init=False, default=0)  # number of tokens its blocks have room for
     num_computed_tokens: int = field(init=False, default=0)
-    num_hit_tokens: int = field(init=False, default=0)  # other sequences may read these slots: read-only
+    num_hit_tokens: int = field(init=False, default=0)  # their slots may be shared: never write them
     num_registered_blocks: int = field(init=False, default=0)  # they come first in the block table
     prefix_id: int = field(init=False, default=0)  # prefix_id of the last registered block: see Block
     block_keys: list["BlockKey"] = field(init=False, default_factory=list)  # full blocks, each hashed once
@@ -132,9 +132,9 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output, including a pending token.
+        """Prompt and output, including pending tokens.
 
-        When all known tokens are computed, the one after the last computed token is pending, and is counted.
+        When every known token is computed, the total is num_computed_tokens + 1: the last one is pending.
         After a preemption nothing is computed, so a token that is still pending is not counted.
         """
         num_known, num_computed = len(self.token_ids), self.num_computed_tokens
@@ -276,7 +276,7 @@ class BlockManager:
     def register_full_blocks(self, seq: Sequence, num_tokens: int) -> None:
         """Register the blocks that the first num_tokens tokens fill. Those tokens must be known.
 
-        This happens when the step that fills them is scheduled, so before they are filled. A hit is safe all
+        May happen once the step that fills them is scheduled, before they are filled. A hit is safe all
         the same: in that step, each layer writes the K and V of the whole batch before any sequence attends,
         and later steps run in order. If the step fails, `clear` removes the registration.
         """
@@ -425,7 +425,7 @@ class Chunk(NamedTuple):
     seq: Sequence
     start: int
     end: int
-    # Whether it reaches the sequence's end, so that a token is sampled. Stored, as the end moves every step.
+    # Whether `end` was the sequence's num_tokens, so that a token is sampled. Stored, as num_tokens grows.
     samples: bool
     # What [start, end) indexes: the sequence's own list, which lacks the last token while that is
     # pending. With draft tokens it is a copy with the drafts appended (extensions/speculate.py).
@@ -433,7 +433,7 @@ class Chunk(NamedTuple):
 
 
 class ScheduledBatch(NamedTuple):
-    """Lists the chunks that one step computes. No later step changes it."""
+    """Lists the chunks that one step computes. Later steps change its sequences, but not the list."""
 
     chunks: list[Chunk]
     sampled_seqs: list[Sequence]  # the sequences of the chunks that sample, in order
@@ -489,7 +489,7 @@ class Scheduler:
     def schedule(self) -> ScheduledBatch:
         """Choose the chunks of the next step, and count their tokens as computed from here on.
 
-        It is never empty while sequences are unfinished and no step is in flight.
+        The batch is never empty while sequences are unfinished and no step is in flight.
         """
         num_preemptions, budget = self.num_preemptions, self.max_num_batched_tokens
         chunks: list[Chunk] = []
@@ -499,7 +499,7 @@ class Scheduler:
         while i < len(self.running) and budget > 0:
             seq = self.running[i]
             num_tokens = seq.num_tokens
-            if num_tokens < seq.max_num_tokens:  # else its last token is pending: nothing left to compute
+            if num_tokens < seq.max_num_tokens:  # else its final token is pending, and is never computed
                 if num_tokens > seq.capacity and not self._make_room(seq):
                     break
                 chunk = self._schedule_chunk(seq, num_tokens, budget)
@@ -508,7 +508,7 @@ class Scheduler:
             i += 1
 
         # After a preemption blocks are scarce: admitting now would only preempt again. Also, a sequence just
-        # preempted may have a pending token, which it would sample again. By the next call it is appended.
+        # preempted might sample a pending token a second time. By the next call, that token is appended.
         may_admit = num_preemptions == self.num_preemptions
         while may_admit and self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             seq = self.waiting[0]
@@ -562,7 +562,7 @@ class Scheduler:
     def update(self, batch: ScheduledBatch, token_ids: list[int | None]) -> list[Sequence]:
         """Append the tokens that a step sampled, one for each of `batch.sampled_seqs`.
 
-        Returns the sequences that received a token or failed without one, not those that finished meanwhile.
+        Returns the sequences that received a token or failed without one. Skips those that had finished.
         """
         advanced = []
         for seq, token_id in zip(batch.sampled_seqs, token_ids, strict=True):
@@ -608,7 +608,7 @@ class Scheduler:
 
         Nothing that the step wrote or registered can be trusted, so the prefix cache is cleared, and all
         sequences are recomputed from their tokens. Which one caused the failure is unknown. A sequence that
-        ran in two failed steps with no new token in between finishes with "error", or it might fail forever.
+        ran in two failed steps with no new token in between finishes with "error", so as not to fail forever.
         """
         failed = self.running or self.waiting[:1]  # nothing ran: the head of the queue failed to schedule
         again = [seq for seq in failed if self.length_at_failure.get(seq.seq_id) == len(seq.token_ids)]
@@ -727,7 +727,7 @@ class Launch(NamedTuple):
     """Holds a launched step: its batch, and where its tokens will be."""
 
     batch: ScheduledBatch
-    tokens: Tensor | None  # (R,) int64, on the device; None: no chunk samples
+    tokens: Tensor | None  # (R,) int64, on the device; None: the step samples nothing
     download: Download | None  # copies the tokens to the host
     reports: Reports  # log-probabilities, if requested
 
@@ -747,8 +747,8 @@ class ModelRunner:
         device.running()          a `with` block around all computation: it may pin threads to cores
         device.send(arrays)       returns a step's arrays as device tensors, without waiting for the copy
         device.download(tensor)   starts a copy to the host; its `read()` waits for that copy alone
-        forward.pad(inputs)       pads a step to the next size that has a CUDA graph, with rows that write to
-                                  the null block: 13 to 16. Graphs exist for steps of one token per sequence
+        forward.pad(inputs)       pads a step to the next size that has a CUDA graph (13 to 16). Added rows
+                                  write to the null block. Graphs exist for steps of one token per sequence
                                   and 1, 2, 4, 8, 16, 24, 32, ... up to 512 sequences; other steps stay as is
         forward(compute, inputs)  replays the graph of that size, or calls `compute(inputs)` if there is none
 
@@ -757,7 +757,7 @@ class ModelRunner:
             (T, E). Its compute_logits turns rows of them into logits. See models/decoder.py and models/hf.py.
         device: the processor that computes.
         attention: builds a step's attention from its metadata. See backends/attention.py.
-        sample: draws one token from each row of logits, as `sample_rows` does.
+        sample: draws one token from each row of logits, as sampling.py's `sample_rows` does.
         block_size: number of tokens per block.
     """
 
@@ -766,7 +766,7 @@ class ModelRunner:
     ) -> None:
         self.model, self.device, self.attention = model, device, attention
         self.sample, self.block_size = sample, block_size
-        self.report = report_prompts  # reports on prompts; contrib/pooling.py replaces it
+        self.report = report_prompts  # prompt log-probabilities; contrib/pooling.py replaces it
         # Set by startup.py, which sizes the cache by num_kv_blocks, kv_cache_bytes or gpu_memory_utilization.
         self.caches: list[KVCache] = []  # one per layer
         self.forward = Forward()
@@ -817,7 +817,7 @@ class ModelRunner:
         return build_inputs(batch, self.block_size, before)
 
     def compute(self, inputs: ModelInputs[Tensor]) -> Tensor:
-        """Return hidden states, (T, E). A device may leave rows that are not needed as zeros."""
+        """Return hidden states, (T, E). A device may leave zeros in the rows that are not needed."""
         attention = self.attention.build(inputs.metadata, self.block_size)
         hidden: Tensor = self.model(inputs.input_ids, inputs.positions, self.caches, attention)
         return hidden
