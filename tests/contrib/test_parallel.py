@@ -599,7 +599,7 @@ def test_a_forward_pass_that_fails_on_rank_0_ends_the_engine(monkeypatch):
         broken.setattr(llm.llm_engine.runner, "compute", lambda inputs: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             answer(llm)
-    with pytest.raises(EngineDeadError, match="start another one: rank 0 failed in a forward pass"):
+    with pytest.raises(EngineDeadError, match="create another one: rank 0 failed in a forward pass"):
         answer(llm)
     llm.close()
     assert not ranks_of()
