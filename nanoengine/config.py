@@ -132,7 +132,7 @@ class EngineConfig:
             if isinstance(item.default, bool) or name == "async_scheduling":
                 check_bool(name, value)
             elif name in LOWEST:
-                check_integer(name, value, LOWEST[name], 2**62)
+                check_integer(name, value, LOWEST[name], 2**62 if item.default is None else 2**31 - 1)
             elif name in CHOICES and value not in CHOICES[name]:
                 raise ValueError(f"{name} must be one of {CHOICES[name]}, got {value!r}")
         check_integer("seed", self.seed, -(2**63), 2**64 - 1)

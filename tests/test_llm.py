@@ -368,6 +368,7 @@ def test_generation_stops_at_max_model_len(path):
     [
         ({"max_num_seq": 3}, TypeError, "max_num_seq"),
         ({"max_num_seqs": 0}, ValueError, "max_num_seqs"),
+        ({"max_num_seqs": 2**31}, ValueError, "max_num_seqs"),
         ({"max_num_batched_tokens": 0}, ValueError, "max_num_batched_tokens"),
         ({"block_size": 0}, ValueError, "block_size"),
         ({"block_size": 16.0}, TypeError, "block_size"),

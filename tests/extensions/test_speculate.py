@@ -1,5 +1,6 @@
 """Speculative decoding: draft tokens change the speed, never what users see."""
 
+import functools
 import itertools
 import random
 from collections import Counter
@@ -30,6 +31,8 @@ from tests.laws import check_laws
 from tests.test_async_scheduling import seen
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+
+drafting_scheduler = functools.partial(make_scheduler, scheduler=DraftingScheduler)
 
 
 class Oracle:
@@ -204,9 +207,7 @@ def test_a_stream_contains_every_token_of_a_burst_once(tmp_path):
 
 
 def test_a_failed_draw_in_a_burst_ends_its_sequence_after_the_tokens_before_it():
-    scheduler = make_scheduler(
-        scheduler=DraftingScheduler, propose=lambda seq, num_tokens: [7, 8, 9][:num_tokens]
-    )
+    scheduler = drafting_scheduler(propose=lambda seq, num_tokens: [7, 8, 9][:num_tokens])
     seq, other = make_sequence(0, [1, 2]), make_sequence(1, [3])
     scheduler.add(seq)
     scheduler.add(other)
@@ -224,18 +225,18 @@ def test_a_failed_draw_in_a_burst_ends_its_sequence_after_the_tokens_before_it()
 # ---- Budget and blocks ------------------------------------------------------------------------------
 
 
+def nines(seq, num_tokens):
+    """Propose as many drafts as there may be."""
+    return [9] * num_tokens
+
+
 def counts(batch) -> Counter:
     """Chunks by sequence."""
     return Counter(chunk.seq.seq_id for chunk in batch.chunks)
 
 
 def test_drafts_use_only_the_budget_that_other_sequences_leave():
-    scheduler = make_scheduler(
-        num_blocks=50,
-        max_num_batched_tokens=8,
-        scheduler=DraftingScheduler,
-        propose=lambda seq, num_tokens: [9] * num_tokens,
-    )
+    scheduler = drafting_scheduler(num_blocks=50, max_num_batched_tokens=8, propose=nines)
     for i in range(3):
         scheduler.add(make_sequence(i, [i]))
     assert counts(run_step(scheduler)) == {0: 6, 1: 1, 2: 1}
@@ -249,18 +250,13 @@ def test_drafts_use_only_the_budget_that_other_sequences_leave():
 def test_only_decodes_have_drafts():
     propose = Oracle({0: [9] * 9}, 10, 0.0)
     propose.rng.randint = lambda low, high: 2
-    scheduler = make_scheduler(long_prefill_token_threshold=1, scheduler=DraftingScheduler, propose=propose)
+    scheduler = drafting_scheduler(long_prefill_token_threshold=1, propose=propose)
     scheduler.add(make_sequence(0, [1, 2, 3]))
     assert [counts(run_step(scheduler, token=9))[0] for _ in range(4)] == [1, 1, 3, 3]
 
 
 def test_no_sequence_is_preempted_for_a_draft():
-    scheduler = make_scheduler(
-        num_blocks=4,
-        block_size=4,
-        scheduler=DraftingScheduler,
-        propose=lambda seq, num_tokens: [9] * num_tokens,
-    )
+    scheduler = drafting_scheduler(num_blocks=4, block_size=4, propose=nines)
     scheduler.add(make_sequence(0, [1] * 3, max_tokens=8))
     scheduler.add(make_sequence(1, [2] * 8, max_tokens=8))
     run_step(scheduler)  # the prompts: one block and two, so one is free
