@@ -107,14 +107,13 @@ class RequestChecker:
             raise ValueError(f'priority must be 0 without scheduling_policy="priority", got {priority}')
         tokenizer, vocab_size = self.checkpoint.tokenizer, self.checkpoint.vocab_size
         params.check_vocabulary(vocab_size)
-        max_logprobs = vocab_size if self.config.max_logprobs == -1 else self.config.max_logprobs
+        allowed = vocab_size if self.config.max_logprobs == -1 else min(self.config.max_logprobs, vocab_size)
+        hint = "raise max_logprobs, -1 allows all" if allowed < vocab_size else "the size of the vocabulary"
         for name, part in (("logprobs", "sample"), ("prompt_logprobs", "prompt")):
             num = getattr(params, name) or 0
-            if (vocab_size if num == -1 else num) > min(max_logprobs, vocab_size):
-                raise ValueError(
-                    f"{name}: requested {part} logprobs of {num}, which is greater than max allowed: "
-                    f"{min(max_logprobs, vocab_size)}; raise max_logprobs, or set it to -1 to allow all"
-                )
+            if (vocab_size if num == -1 else num) > allowed:
+                reason = f"requested {part} logprobs of {num}, which is greater than max allowed: {allowed}"
+                raise ValueError(f"{name}: {reason}; {hint}")
         for name in ("stop", "bad_words"):
             if getattr(params, name) and tokenizer is None:
                 raise ValueError(f"{name} needs a tokenizer, and the checkpoint has none")

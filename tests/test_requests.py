@@ -206,7 +206,10 @@ def test_logprobs_are_limited_by_max_logprobs(settings, limit, path):
                 message = f"{name}: .* {num}, .* greater than max allowed: {limit};"
                 with pytest.raises(ValueError, match=message):
                     llm.generate([1, 2, 3], SamplingParams(**{name: num}), use_tqdm=False)
-    with LLM(path, num_kv_blocks=10, max_logprobs=-1) as llm, pytest.raises(ValueError, match="allowed: 128"):
+    with (
+        LLM(path, num_kv_blocks=10, max_logprobs=-1) as llm,
+        pytest.raises(ValueError, match="allowed: 128; the size of the vocabulary"),
+    ):
         llm.generate([1, 2, 3], SamplingParams(logprobs=129))  # the vocabulary's size
 
 
