@@ -7,9 +7,8 @@ Each `EngineCore.step` does the following:
     sampled  = runner.collect(launch)            # wait for the tokens
     advanced = scheduler.update(batch, sampled)  # append tokens, finish sequences, free their blocks
 
-With async scheduling, a step is collected only after the next step has been launched, so that the device does
-not wait for the host. The next step then needs tokens that only the device has: `before` is the launch that
-samples them.
+With async scheduling, a step is collected only after the next step is launched, so that the device does not
+wait for the host. The next step then needs tokens that only the device has, from the launch `before`.
 
 Read top to bottom: Sequence, BlockManager, Scheduler, build_inputs, ModelRunner, EngineCore. Only the
 scheduler and its block manager (or their subclasses) change sequences, queues and blocks, and neither
