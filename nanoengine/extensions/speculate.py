@@ -45,6 +45,7 @@ class DraftingScheduler(Scheduler):
     def schedule(self) -> ScheduledBatch:
         """See the base class. The chunk of a decode is followed by the chunks of its drafts."""
         chunks, _, num_tokens = super().schedule()
+        self.prepare(chunks, self.max_num_batched_tokens - num_tokens)
         with_drafts: list[Chunk] = []
         for chunk in chunks:
             with_drafts.append(chunk)
@@ -57,20 +58,30 @@ class DraftingScheduler(Scheduler):
         sampled_seqs = [chunk.seq for chunk in with_drafts if chunk.samples]
         return ScheduledBatch(with_drafts, sampled_seqs, num_tokens)
 
+    def prepare(self, chunks: list[Chunk], budget: int) -> None:
+        """Get ready to propose up to `budget` drafts after these chunks. Subclasses may override this."""
+
     def _draft(self, chunk: Chunk, budget: int) -> list[int]:
         """Return the drafts to compute after a chunk, and make room for them in the block table."""
-        seq, start, end, samples, _ = chunk
-        limit = min(budget, seq.max_num_tokens - 1 - end)  # one more token is sampled after the last draft
-        if not samples or end - start > 1 or limit <= 0:
-            return []
-        drafts = self.propose(seq, limit)[:limit]
+        limit = self.limit_of(chunk, budget)
+        drafts = self.propose(chunk.seq, limit)[:limit] if limit > 0 else []
+        return drafts[: self.room_for(chunk, len(drafts))]
+
+    def limit_of(self, chunk: Chunk, budget: int) -> int:
+        """Return how many drafts may follow a chunk. There are none unless it is a decode."""
+        if not chunk.samples or chunk.end - chunk.start > 1:
+            return 0
+        return min(budget, chunk.seq.max_num_tokens - 1 - chunk.end)  # a token is sampled after the last one
+
+    def room_for(self, chunk: Chunk, num_drafts: int) -> int:
+        """Make room in the block table for drafts after a chunk, and return how many fit."""
         # With windows, may_append frees the blocks that no token from num_computed_tokens on sees. This chunk
         # already counts as computed, but its token still needs those blocks: set the count back for the call.
-        seq.num_computed_tokens = start
-        while drafts and not self.block_manager.may_append(seq, end + len(drafts)):
-            drafts = drafts[:-1]
-        seq.num_computed_tokens = end
-        return drafts
+        chunk.seq.num_computed_tokens = chunk.start
+        while num_drafts and not self.block_manager.may_append(chunk.seq, chunk.end + num_drafts):
+            num_drafts -= 1
+        chunk.seq.num_computed_tokens = chunk.end
+        return num_drafts
 
     def update(self, batch: ScheduledBatch, token_ids: list[int | None]) -> list[Sequence]:
         """See the base class. A token sampled after a draft counts if all drafts up to there are right.

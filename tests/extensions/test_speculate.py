@@ -11,9 +11,9 @@ import pytest
 from benchmarks.features import compare_drafts
 from nanoengine import LLM, EngineConfig, SamplingParams
 from nanoengine.config import SpeculativeConfig
+from nanoengine.extensions.metrics import Counter as MetricCounter
+from nanoengine.extensions.metrics import Vector
 from nanoengine.extensions.speculate import MAX_PAUSE, DraftingScheduler, Lookup, NgramProposer, is_draft
-from nanoengine.metrics import Counter as MetricCounter
-from nanoengine.metrics import Vector
 from tests.helpers import (
     DEMO,
     VARIED_SETTINGS,
@@ -36,7 +36,7 @@ drafting_scheduler = functools.partial(make_scheduler, scheduler=DraftingSchedul
 
 
 class Oracle:
-    """Proposes some of what each sequence will say, by its seq_id, with mistakes."""
+    """Proposes some of each sequence's future tokens, by its seq_id, with mistakes."""
 
     def __init__(self, answers: dict[int, list[int]], vocab_size: int, error_rate: float) -> None:
         self.answers, self.vocab_size, self.error_rate = answers, vocab_size, error_rate
@@ -52,7 +52,7 @@ class Oracle:
 
 
 def by_sequence(answers: list) -> dict[int, list[int]]:
-    """The token ids of each sample, by the seq_id it has in a new engine."""
+    """Return the token ids of each sample, by the seq_id it has in a new engine."""
     return dict(enumerate(sample[1] for output in answers for sample in output))
 
 
@@ -72,12 +72,12 @@ def plain(answers: list, wrap: Any = lambda number, abs: number) -> list:
 
 
 def without_rounding(answers: list) -> list:
-    """Expected answers, whose log-probabilities may differ as far as the size of a matrix product matters."""
+    """Return expected answers. Their log-probabilities may differ by rounding."""
     return plain(answers, pytest.approx)
 
 
 def mixed_requests() -> tuple[list[list[int]], list[SamplingParams]]:
-    """Sampled and greedy, with stops, n > 1 and log-probabilities; every third depends on its own past."""
+    """Return sampled and greedy requests, with stops, n > 1 and logprobs. Every third edits its logits."""
     rng = random.Random(2)
     prompts = [[rng.randrange(256) for _ in range(rng.randint(1, 30))] for _ in range(30)]
     params = [random_params(rng) for _ in prompts]
@@ -151,9 +151,7 @@ def test_draft_tokens_run_in_the_graphs_of_decodes(in_float32, tmp_path_factory)
 def test_the_bundled_model_gives_the_same_answers_in_bfloat16():
     """Its attention and products do not depend on how many rows a step has."""
     passage = "The brave sailor found the golden lantern near a castle. The hungry fox stole the red apple."
-    question = (
-        f"Remember this passage: {passage} Here is some noise: The king lost a map. Repeat the passage."
-    )
+    question = f"Remember this passage: {passage} Here is some noise: A king lost a map. Repeat the passage."
     messages = [[{"role": "user", "content": text}] for text in (question, "Count from 3 to 9.")]
     params = [SamplingParams(temperature=t, seed=1, max_tokens=60) for t in (0, 0.9)]
     answers, steps = [], []
@@ -226,12 +224,12 @@ def test_a_failed_draw_in_a_burst_ends_its_sequence_after_the_tokens_before_it()
 
 
 def nines(seq, num_tokens):
-    """Propose as many drafts as there may be."""
+    """Propose as many drafts as allowed."""
     return [9] * num_tokens
 
 
 def counts(batch) -> Counter:
-    """Chunks by sequence."""
+    """Return the number of chunks per sequence."""
     return Counter(chunk.seq.seq_id for chunk in batch.chunks)
 
 
@@ -330,7 +328,7 @@ def test_a_failed_step_with_drafts_loses_nothing(where, tmp_path_factory):
     [
         ({"num_speculative_tokens": 4}, "method"),
         ({"method": "ngram"}, "num_speculative_tokens"),
-        ({"method": "eagle", "num_speculative_tokens": 4}, "must be \"ngram\", got 'eagle'"),
+        ({"method": "eagle", "num_speculative_tokens": 4}, "must be \"ngram\", .* got 'eagle'"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens"),
         ({"method": "ngram", "num_speculative_tokens": 2.5}, "num_speculative_tokens"),
         ({**NGRAM, "prompt_lookup_min": 0}, "prompt_lookup_min"),
@@ -352,17 +350,14 @@ def test_the_lengths_looked_up_are_vllm_s_defaults():
     assert lengths == [(5, 5), (2, 2), (3, 3)]
 
 
-def test_async_scheduling_is_off_with_drafts_and_refused_if_requested(
-    flash_doubles, tmp_path_factory, capsys
-):
-    path, _ = checkpoint("qwen3", tmp_path_factory)
+def test_async_scheduling_is_off_with_drafts_and_refused_if_asked(flash_doubles, qwen3, caplog):
     with pytest.raises(ValueError, match="speculative_config needs async_scheduling=False"):
-        LLM(path, async_scheduling=True, speculative_config=NGRAM)
+        LLM(qwen3, async_scheduling=True, speculative_config=NGRAM)
     settings = {"num_kv_blocks": 8, "attn_backend": "flash", "dtype": "bfloat16", "max_num_seqs": 1}
     for config, num_in_flight in ((None, 1), (NGRAM, 0)):
-        with LLM(path, speculative_config=config, **settings) as llm:
+        with LLM(qwen3, speculative_config=config, **settings) as llm:
             assert llm.llm_engine.core.max_in_flight == num_in_flight
-        noted = "up to 4 draft tokens (ngram), no async scheduling" in capsys.readouterr().err
+        noted = "up to 4 draft tokens (ngram), no async scheduling" in caplog.messages[-1]
         assert noted == (config is not None)
 
 

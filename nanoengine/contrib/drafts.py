@@ -1,0 +1,301 @@
+"""Draft models: a smaller model with the same vocabulary proposes the draft tokens. vLLM's "draft_model".
+
+A block holds the K and V of both models for its tokens. So allocation, prefix hits, preemptions and aborts
+apply to both. But the draft model computes less, in passes of its own: one for all sequences' drafts of one
+depth. `Shadow.num_computed` is how much of a sequence it has computed, and `DraftModel.computed_blocks` tells
+which registered blocks contain its K and V. The first pass of a step also computes what it lacks. Example:
+
+    known tokens  it computes      drafts   sampled    its K and V afterwards
+    a b c         a b c; d; e      d e u    d e f      a b c d e
+    ... d e f     f; g; v          g v w    g h        ... f g v   (the next h overwrites v)
+
+A draft is drawn like the target model's token at its position: with the same settings, the same random number
+and the same grammar. So it is right if the two models' probabilities are close, and always if they are equal.
+Source: https://arxiv.org/abs/2211.17192
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise, takewhile
+from typing import Any, NamedTuple, Self
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+
+from nanoengine.backends.kv_cache import KVGroup, block_bytes
+from nanoengine.config import EngineConfig
+from nanoengine.engine import Block, Chunk, ModelRunner, ScheduledBatch, Sequence
+from nanoengine.extensions.speculate import DraftingScheduler
+from nanoengine.extensions.structured import Constraint
+from nanoengine.models.checkpoint import Checkpoint, open_checkpoint
+from nanoengine.sampling_params import SamplingParams
+from nanoengine.startup import Started, start_runner, trial_batch
+from nanoengine.steps import Stopwatch
+
+FIRST_ODDS = 0.8  # how likely a draft is to be right, before any was tested
+LOWEST_ODDS = 0.4  # a draft that is less likely to be right is not computed
+LEARNING_RATE = 0.1  # of the odds, per tested draft
+RECOVERY_RATE = 1 / 128  # of the odds, per step without drafts: so drafting is tried again after a while
+NUM_ALWAYS = 2  # so few sequences draft whatever it costs
+MARGIN = 1.5  # for others, what drafts cost beyond the passes at startup: longer texts, and the scheduling
+FAR = 1 << 20  # more rows than any pass has
+SAVING = 0.25  # the part of a sequence's remaining time that drafts are assumed to save
+
+# ---- How many drafts to compute ------------------------------------------------------------------
+
+
+class Costs(NamedTuple):
+    """Holds how many seconds a pass of so many decodes takes, measured at startup."""
+
+    num_rows: list[int]  # ascending
+    seconds: list[float]
+
+    @classmethod
+    def measure(cls, runner: ModelRunner, largest: int) -> "Costs":
+        """Time passes of 1, 2, 4, ... decodes, until one takes twice as long as the first."""
+        costs = cls([0], [0.0])
+        while (last := costs.num_rows[-1]) < largest and costs.seconds[-1] <= 2 * costs.seconds[:2][-1]:
+            batch, times = trial_batch([1] * max(1, 2 * last), SamplingParams(), [0]), [time.perf_counter()]
+            for _ in range(3):
+                runner.collect(runner.launch(batch))
+                times.append(time.perf_counter())
+            costs.num_rows.append(batch.num_tokens)
+            costs.seconds.append(min(after - before for before, after in pairwise(times)))
+        (*_, x, last), (*_, y, longest) = costs  # a line goes on from there
+        costs.num_rows.append(FAR)
+        costs.seconds.append(longest + (FAR - last) * (longest - y) / (last - x))
+        runner.stopwatch = Stopwatch()  # these passes do not count as steps
+        return costs
+
+    def of(self, num_rows: int) -> float:
+        """Return the seconds of a pass, on the line between the two nearest measurements."""
+        return float(np.interp(num_rows, *self))
+
+
+def choose_sizes(
+    odds: list[float], limits: list[int], num_rows: int, budget: int, costs: tuple[Costs, Costs]
+) -> list[int]:
+    """Return how many drafts to compute for each of the sequences that decode.
+
+    Drafts of one more depth cost a pass of the draft model and rows of the target model. They are worth it
+    if the tokens that they probably bring would take longer without. One or two sequences always draft.
+
+    Args:
+        odds: by sequence, how likely a draft is to be right if those before it are.
+        limits: by sequence, how many drafts there may be.
+        num_rows: rows that the target model computes in any case.
+        budget: how many drafts there may be in all.
+        costs: of the target model, and of the draft model.
+    """
+    target, draft = costs
+    sizes, tokens, seconds = [0] * len(odds), float(len(odds)), target.of(len(odds))
+    for depth in range(1, max(limits, default=0) + 1):
+        deeper = [i for i, limit in enumerate(limits) if sizes[i] == depth - 1 < limit]
+        deeper = [i for i in deeper if odds[i] ** depth >= LOWEST_ODDS][:budget]
+        gain = sum(odds[i] ** depth for i in deeper)
+        cost = target.of(num_rows + len(deeper)) - target.of(num_rows) + draft.of(len(deeper))
+        if not deeper or (len(odds) > NUM_ALWAYS and gain * seconds < MARGIN * cost * tokens):
+            break
+        for i in deeper:
+            sizes[i] = depth
+        num_rows, budget = num_rows + len(deeper), budget - len(deeper)
+        tokens, seconds = tokens + gain, seconds + cost
+    return sizes
+
+
+# ---- The draft model -----------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class Shadow:
+    """Holds what the draft model knows of a sequence."""
+
+    view: Sequence  # for its runner: the same blocks and settings, and tokens that may end in drafts
+    num_computed: int = 0  # its K and V of so many tokens are in view.block_table
+    num_known: int = 0  # the number of known tokens when it last drafted
+    drafts: list[int] = field(default_factory=list)  # the last drafts, which followed those tokens
+    odds: float = FIRST_ODDS  # how likely a draft is to be right if those before it are
+
+    @classmethod
+    def of(cls, seq: Sequence) -> Self:
+        """Return a new shadow. Its view has grammars of its own, and no other processors."""
+        grammars = [Constraint(x.grammars, x.grammar) for x in seq.processors if isinstance(x, Constraint)]
+        same = {name: getattr(seq, name) for name in ("seed", "stop_ids", "bad_words")}
+        view = Sequence(seq.seq_id, [], replace(seq.params, logprobs=None), processors=(*grammars,), **same)
+        view.num_prompt_tokens = seq.num_prompt_tokens
+        return cls(view)
+
+    def compare(self, token_ids: list[int]) -> None:
+        """Compare the last drafts with the tokens that were sampled, and forget the K and V of wrong ones."""
+        tested = [one == other for one, other in zip(token_ids[self.num_known :], self.drafts, strict=False)]
+        if tested:
+            num_right = len([*takewhile(bool, tested)])
+            for is_right in tested[: num_right + 1]:
+                self.odds += LEARNING_RATE * (is_right - self.odds)
+            self.num_computed = self.num_known + min(num_right, len(self.drafts) - 1)  # the last has none
+            self.drafts = []
+
+
+class DraftRunner(ModelRunner):
+    """Runs the draft model, whose logits may be padded to another width than the target model's."""
+
+    def __init__(self, own_width: int, target_width: int, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.own_width = own_width
+        if missing := target_width - own_width:  # if negative, columns are removed
+            sample, pad = self.sample, partial(torch.nn.functional.pad, pad=(0, missing), value=-torch.inf)
+            self.sample = lambda logits, *others: sample(pad(logits), *others)
+
+    def build_inputs(self, batch: ScheduledBatch, before: ScheduledBatch | None = None) -> Any:
+        """See the base class. Tokens that the draft model lacks, which have no text, become its last one."""
+        inputs = super().build_inputs(batch, before)
+        return inputs._replace(input_ids=inputs.input_ids.clip(max=self.own_width - 1))
+
+
+class DraftModel:
+    """Drafts for all sequences of a step at once."""
+
+    def __init__(self, started: Started, max_model_len: int, max_drafts: int) -> None:
+        self.started, self.runner = started, started.runner
+        self.max_model_len = max_model_len  # limit on the tokens of a sequence that it drafts for
+        self.max_drafts = max_drafts  # limit per sequence and step
+        self.block_bytes = block_bytes(started.kv_specs, started.kv_groups, started.runner.block_size)
+        self.costs: tuple[Costs, Costs]  # of the target model, and of this one
+        self.shadows: WeakKeyDictionary[Sequence, Shadow] = WeakKeyDictionary()
+        self.blocks: list[Block] = []  # the block manager's
+        self.computed_blocks: dict[int, int] = {}  # block_id -> prefix_id of its K and V
+
+    @classmethod
+    def start(cls, config: EngineConfig, target: Checkpoint, max_model_len: int) -> Self:
+        """Load the draft model of `speculative_config`. Raises ValueError if it does not fit the target."""
+        asked: Any = config.speculation
+        if config.tensor_parallel_size > 1:
+            raise ValueError("a draft model needs tensor_parallel_size=1")
+        own: dict[str, Any] = {"revision": asked.revision, "quantization": asked.quantization}
+        own |= {"model": str(asked.model), "dtype": asked.dtype or config.dtype, "num_kv_blocks": 1}
+        names = "tokenizer gguf_file kv_cache_bytes lora kv_store trace speculative_config hf_overrides"
+        config = replace(config, **{name: None for name in names.split()} | own)
+        same = {name: getattr(config, name) for name in ("model_impl", "trust_remote_code", "load_format")}
+        checkpoint = open_checkpoint(own["model"], revision=asked.revision, generation_config="vllm", **same)
+        check_vocabulary(checkpoint, target)
+        length = min(max_model_len, checkpoint.choose_length(None))
+        choose: Any = lambda *_: partial(DraftRunner, checkpoint.vocab_size, target.vocab_size)  # noqa: E731
+        group: Any = lambda specs, _: [KVGroup([*range(len(specs))], None)]  # noqa: E731  one block table
+        started = start_runner(config, checkpoint, length, choose_runner=choose, group=group)
+        if started.num_state_slots:
+            raise ValueError(f"the draft model {asked.model} has recurrent states, which take no draft back")
+        return cls(started, length, asked.num_speculative_tokens)
+
+    def make_scheduler(self, target: Started, max_num_seqs: int) -> Callable[..., DraftingScheduler]:
+        """Allocate K and V for the target model's blocks, time both models, and return the scheduler."""
+        self.started.allocate(target.num_blocks)
+        most = min(max_num_seqs, target.max_num_batched_tokens)
+        self.costs = Costs.measure(target.runner, most), Costs.measure(self.runner, most)
+        return partial(ModelDraftingScheduler, draft_model=self)
+
+    def follow(self, seq: Sequence, blocks: list[Block]) -> Shadow:
+        """Return a sequence's shadow, up to date with its tokens and blocks."""
+        if blocks is not self.blocks:  # the block manager was cleared, and its prefix_ids start anew
+            self.blocks, self.computed_blocks = blocks, {}
+        shadow = self.shadows.get(seq) or self.shadows.setdefault(seq, Shadow.of(seq))
+        shadow.compare(seq.token_ids)
+        if shadow.view.block_table is not seq.block_table:  # it was admitted, perhaps after a preemption
+            shadow.view.block_table, shadow.num_computed = seq.block_table, 0
+        size = self.runner.block_size
+        for block_id in seq.block_table[shadow.num_computed // size : seq.num_registered_blocks]:
+            if self.computed_blocks.get(block_id) != blocks[block_id].prefix_id:
+                break
+            shadow.num_computed = (shadow.num_computed // size + 1) * size
+        # Compute at least one token: its logits choose the first draft.
+        shadow.num_computed = min(shadow.num_computed, len(seq.token_ids) - 1)
+        return shadow
+
+    def pays(self, seq: Sequence, num_seqs: int) -> bool:
+        """Return whether the rest of a sequence is worth computing the tokens that this model lacks."""
+        (target, draft), num_tokens = self.costs, len(seq.token_ids)
+        cost = (num_tokens - self.shadows[seq].num_computed) * draft.of(FAR) / FAR
+        saved = SAVING * (seq.max_num_tokens - num_tokens) * target.of(num_seqs) / num_seqs
+        return num_seqs <= NUM_ALWAYS or cost <= saved
+
+    def draft(self, sizes: dict[Sequence, int]) -> dict[Sequence, list[int]]:
+        """Return up to so many drafts per sequence: none if it lacks more tokens than a pass may have."""
+        drafts: dict[Sequence, list[int]] = {}
+        size, shadows = self.runner.block_size, self.shadows
+        budget, chunks = self.started.max_num_batched_tokens, list[Chunk]()
+        for seq in sorted(sizes, key=lambda seq: len(seq.token_ids) - shadows[seq].num_computed):
+            shadow = self.follow(seq, self.blocks)  # again: it may use what this pass computes for others
+            num_known = len(seq.token_ids)
+            start, end = shadow.num_computed, min(num_known, shadow.num_computed + budget)
+            if start == end:
+                break
+            for block_id in seq.block_table[start // size :]:
+                self.computed_blocks.pop(block_id, None)
+            # Before they are computed: see `BlockManager.register_full_blocks`.
+            first = min(start, shadow.num_known) // size
+            for block_id in seq.block_table[first : min(end // size, seq.num_registered_blocks)]:
+                self.computed_blocks[block_id] = self.blocks[block_id].prefix_id
+            shadow.num_computed, shadow.num_known, shadow.drafts = end, num_known, []
+            shadow.view.token_ids = list(seq.token_ids)
+            self.runner.rows.counts.forget(shadow.view)  # the last drafts may be wrong
+            chunks.append(Chunk(shadow.view, start, end, end == num_known, shadow.view.token_ids))
+            budget -= end - start
+            if end == num_known:
+                drafts[seq] = shadow.drafts
+        while chunks:
+            views = [chunk.seq for chunk in chunks if chunk.samples]
+            batch = ScheduledBatch(chunks, views, sum(chunk.end - chunk.start for chunk in chunks))
+            drawn = dict(zip(views, self.runner.collect(self.runner.launch(batch)).token_ids, strict=True))
+            chunks = []
+            for seq, so_far in drafts.items():
+                view = shadows[seq].view
+                token_id = drawn.get(view)
+                if token_id is not None and token_id not in seq.stop_ids:  # else it has no more drafts
+                    so_far.append(token_id)
+                    view.token_ids.append(token_id)
+                    if len(so_far) < sizes[seq]:
+                        end = len(view.token_ids)
+                        chunks.append(Chunk(view, end - 1, end, True, view.token_ids))
+        return drafts
+
+
+def check_vocabulary(draft: Checkpoint, target: Checkpoint) -> None:
+    """Raise a ValueError that says where the models' vocabularies differ, unless they are the same."""
+    ours, theirs = (one.tokenizer.get_vocab() if one.tokenizer else {} for one in (draft, target))
+    if differing := ours.items() ^ theirs.items():
+        token, _ = min(differing, key=lambda item: item[::-1])
+        raise ValueError(
+            f"the draft model {draft.path} has another vocabulary than {target.path}: the id of {token!r} is "
+            f"{ours.get(token)} in the draft model, and {theirs.get(token)} in the target"
+        )
+
+
+class ModelDraftingScheduler(DraftingScheduler):
+    """Lets the draft model draft for a step, once its decodes are known."""
+
+    def __init__(self, block_manager: Any, draft_model: DraftModel, **settings: Any) -> None:
+        drafts: dict[Sequence, list[int]] = {}  # of the step that is being scheduled
+        super().__init__(block_manager, propose=lambda seq, _: drafts.get(seq, []), **settings)
+        self.draft_model, self.drafts = draft_model, drafts
+
+    def prepare(self, chunks: list[Chunk], budget: int) -> None:
+        """See the base class. The drafts are computed here."""
+        model, decodes, limits = self.draft_model, dict[Sequence, Chunk](), list[int]()
+        for chunk in chunks:
+            limit = min(self.limit_of(chunk, budget), model.max_drafts, model.max_model_len - chunk.end)
+            grammars = [one.grammar for one in chunk.seq.processors if isinstance(one, Constraint)]
+            if limit > 0 and all(one.takes_back and not one.is_slow for one in grammars):
+                decodes[chunk.seq] = chunk
+                limits.append(limit)
+        shadows = [model.follow(seq, self.block_manager.blocks) for seq in decodes]
+        limits = [n * model.pays(seq, len(decodes)) for n, seq in zip(limits, decodes, strict=True)]
+        num_rows, odds = self.max_num_batched_tokens - budget, [shadow.odds for shadow in shadows]
+        sizes = choose_sizes(odds, limits, num_rows, budget, model.costs)
+        for shadow, size in zip(shadows, sizes, strict=True):
+            shadow.odds += 0 if size else RECOVERY_RATE * (FIRST_ODDS - shadow.odds)
+        pairs = zip(decodes.values(), sizes, strict=True)
+        fitting = {chunk.seq: self.room_for(chunk, size) for chunk, size in pairs}
+        self.drafts.clear()
+        self.drafts.update(model.draft({seq: size for seq, size in fitting.items() if size}))
