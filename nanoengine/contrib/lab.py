@@ -47,7 +47,7 @@ class Arrival(NamedTuple):
         if self.num_prompt_tokens < 1 or self.num_output_tokens < 1:
             raise ValueError("num_prompt_tokens and num_output_tokens must be at least 1")
         if not 0 <= self.num_prefix_tokens <= self.num_prompt_tokens:
-            raise ValueError(f"num_prefix_tokens must be part of the prompt, got {self.num_prefix_tokens}")
+            raise ValueError(f"num_prefix_tokens must fit into the prompt, got {self.num_prefix_tokens}")
         if self.num_prefix_tokens and self.prefix is None:
             raise ValueError("num_prefix_tokens needs a prefix")
 
@@ -65,13 +65,13 @@ def parse_lengths(text: str) -> Lengths:
     """
     match = re.fullmatch(r"(\d+)(?:-(\d+)|~(\d*\.?\d+))?", text)
     if match is None or int(match[1]) < 1:
-        raise ValueError(f"lengths are N, LOW-HIGH or MEDIAN~SIGMA, from 1 on, got {text!r}")
+        raise ValueError(f"a length must be N, LOW-HIGH or MEDIAN~SIGMA, at least 1, got {text!r}")
     low, high = int(match[1]), int(match[2] or match[1])
     if match[3] is not None:
         sigma = float(match[3])
         return lambda rng: max(1, round(low * np.exp(sigma * min(3.0, rng.gauss()))))
     if high < low:
-        raise ValueError(f"LOW-HIGH must be in that order, got {text!r}")
+        raise ValueError(f"in LOW-HIGH, LOW must be at most HIGH, got {text!r}")
     return lambda rng: rng.randint(low, high)
 
 
@@ -148,7 +148,7 @@ def parse_policy(text: str) -> Policy:
     if match := re.fullmatch(r"ageing:(\d*\.?\d+)", text):
         return shortest_first_with_ageing(float(match[1]))
     if text not in known:
-        raise ValueError(f"policies are fcfs, priority, shortest and ageing:SECONDS_PER_TOKEN, got {text!r}")
+        raise ValueError(f"policy must be fcfs, priority, shortest or ageing:SECONDS_PER_TOKEN, got {text!r}")
     return known[text]
 
 

@@ -42,6 +42,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from nanoengine.apps.flags import FlexibleArgumentParser
 from nanoengine.config import EngineConfig
 from nanoengine.contrib.lab import (
     DEMO_COSTS,
@@ -187,7 +188,7 @@ SETTINGS: dict[str, tuple[Callable[[str], Any], Any, str, str]] = {
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse and check the options before anything runs."""
-    parser = argparse.ArgumentParser(
+    parser = FlexibleArgumentParser(
         "nanoengine lab", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     one = parser.add_argument_group("the scheduler: one value each, or several with commas between")
@@ -198,7 +199,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         one.add_argument(option, type=argparse_type(values), default=[default], help=about)
     one.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True)
     load, lengths = parser.add_argument_group("the requests"), argparse_type(parse_lengths)
-    load.add_argument("--trace", metavar="FILE.jsonl", help="arrivals of your own, instead of random ones")
+    load.add_argument("--trace", metavar="FILE.jsonl", help="your own arrivals, instead of random ones")
     load.add_argument("--num-requests", type=at_least(1), default=1000)
     load.add_argument("--burstiness", type=positive, default=1.0, help="1: Poisson; less: in bursts")
     load.add_argument("--prompt", type=lengths, default="100~1", help="N, LOW-HIGH or MEDIAN~SIGMA")
@@ -211,9 +212,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--cost", type=parse_costs, default=DEMO_COSTS, metavar="STEP,TOKEN,CONTEXT", help=demo
     )
     costs.add_argument("--fit", metavar="MODEL", help="the costs of this model on this machine")
-    parser.add_argument("--fit-seconds", type=positive, default=20.0, help="duration of the steps to fit to")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw; needs matplotlib")
-    args = parser.parse_args(arguments)
+    parser.add_argument("--fit-seconds", type=positive, default=20.0, help="how long to measure steps")
+    parser.add_argument("--plot", metavar="FILE.png", help="write a figure; needs matplotlib")
+    args: argparse.Namespace = parser.parse_args(arguments)
     if args.plot and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: pip install 'nanoengine[lab]'")
     try:

@@ -2,20 +2,26 @@
 
     nanoengine trace run.jsonl -o run.html    # in any browser
     nanoengine trace run.jsonl -o run.json    # Chrome trace events, for ui.perfetto.dev
+    nanoengine trace -o live.html             # the same page, with the bundled model instead of a trace
 
 The trace is what `LLM(..., trace="run.jsonl")` writes; contrib/trace.py explains its fields.
 """
 
-import argparse
+import base64
+import gzip
 import json
-import sys
+import re
 from collections.abc import Iterable, Iterator
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from safetensors.numpy import load as load_tensors
+
 from nanoengine import LLM, RequestOutput, SamplingParams
 from nanoengine.apps.ask import NOISE, SENTENCES, repeat
+from nanoengine.apps.flags import FlexibleArgumentParser
 from nanoengine.contrib.trace import VERSION, Event
 
 # The run that `run --trace` shows by default. The cache is so small that sequences are preempted.
@@ -33,6 +39,7 @@ QUESTIONS = [
     "Spell the word paging backwards.",
 ]
 STEPS = 1, 5, 9, 15, 18, 22, 24, 34  # the step before which each question arrives
+PAGE = files("nanoengine.contrib").joinpath("page")
 LESSON = "03-paging.md"  # if this lesson is in the page's directory, all lessons are
 
 
@@ -73,15 +80,17 @@ def load(path: str | Path) -> list[Event]:
     return events
 
 
-def save(events: Iterable[Event], path: str | Path) -> None:
+def save(events: Iterable[Event], path: str | Path, model: Any = None) -> None:
     """Write a trace in the format of the name's ending: .jsonl, .html (a page), .json (Chrome trace events).
+
+    With a model, as `pack_model` returns it, the page runs the engine.
 
     Raises:
         ValueError: the ending is another one.
     """
     path = Path(path)
     if path.suffix == ".html":
-        text = page(events, ".md" if (path.parent / LESSON).exists() else "")
+        text = page(events, ".md" if (path.parent / LESSON).exists() else "", model)
     elif path.suffix == ".json":
         text = json.dumps({"traceEvents": list(chrome_events(events)), "displayTimeUnit": "ms"})
     elif path.suffix == ".jsonl":
@@ -91,18 +100,53 @@ def save(events: Iterable[Event], path: str | Path) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def page(events: Iterable[Event], lessons: str = "") -> str:
+def page(events: Iterable[Event], lessons: str = "", model: Any = None) -> str:
     """Return a trace as one self-contained HTML page, which works offline.
 
     Args:
         events: the trace.
         lessons: the file ending of the lessons in the page's directory, to which it links; "": no links.
+        model: what `pack_model` returns, for a page that runs the engine; None: it shows the trace.
     """
-    template = files("nanoengine.contrib").joinpath("viewer.html").read_text(encoding="utf-8")
-    # In JSON, "<" occurs only in strings, where the escape means the same. No prompt can close the element.
-    data = ",\n".join(json.dumps(event, separators=(",", ":")).replace("<", "\\u003c") for event in events)
-    before, after = template.replace("/* lessons */", lessons).split("/* the trace */")
-    return f"{before}[{data}]{after}"
+
+    def embed(value: Any) -> str:
+        # In JSON, "<" occurs only in strings, where the escape means the same. No prompt can end the page.
+        return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
+
+    def join(*names: str) -> str:
+        return "".join(PAGE.joinpath(name).read_text(encoding="utf-8") for name in names)
+
+    is_live = model is not None
+    code = join("state.js", "story.js", "draw.js", "run.js", *(["live.js"] if is_live else []))
+    parts = {
+        "style": join("page.css"),
+        "words": embed(json.loads(join("words.json"))),
+        "model": embed(model),
+        "trace": "[" + ",\n".join(map(embed, events)) + "]",
+        "engine": join("engine.js", *(["model.js"] if is_live else [])),
+        "code": code.replace("/* lessons */", lessons),
+    }
+    return re.sub(r"/\* (\w+) \*/", lambda place: parts[place[1]], join("page.html"))
+
+
+def pack_model() -> dict[str, Any]:
+    """Return the bundled model for the live page: its config, tokenizer, and weights as float16.
+
+    The weights are the base64 of gzip of all numbers' low bytes, then all high bytes, which compress well.
+    """
+    demo = files("nanoengine.demo")
+    tensors = load_tensors(demo.joinpath("model.safetensors").read_bytes())
+    numbers = np.concatenate([tensor.astype(np.float16).ravel() for tensor in tensors.values()])
+    planes = numbers.astype("<f2").view(np.uint8).reshape(-1, 2).T.tobytes()
+    return {
+        "config": json.loads(demo.joinpath("config.json").read_text()),
+        "stop_ids": json.loads(demo.joinpath("generation_config.json").read_text())["eos_token_id"],
+        "tokenizer": json.loads(demo.joinpath("tokenizer.json").read_text()),
+        "shapes": {
+            name.removeprefix("model.").removesuffix(".weight"): one.shape for name, one in tensors.items()
+        },
+        "weights": base64.b64encode(gzip.compress(planes, mtime=0)).decode(),
+    }
 
 
 def chrome_events(events: Iterable[Event]) -> Iterator[dict[str, Any]]:
@@ -158,12 +202,15 @@ def chrome_events(events: Iterable[Event]) -> Iterator[dict[str, Any]]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Convert a trace to the format that the output's name ends with."""
-    parser = argparse.ArgumentParser(prog="nanoengine trace", description=main.__doc__)
-    parser.add_argument("trace", type=Path, help="JSON lines, as LLM(..., trace=...) writes them")
+    """Convert a trace to the format that the output's name ends with, or make the page of the live engine."""
+    parser = FlexibleArgumentParser("nanoengine trace", description=main.__doc__)
+    help_text = "JSON lines, as LLM(..., trace=...) writes them; default: a page that runs the bundled model"
+    parser.add_argument("trace", type=Path, nargs="?", help=help_text)
     parser.add_argument("-o", "--output", type=Path, required=True, help="run.html, or run.json for Perfetto")
     args = parser.parse_args(arguments)
+    if args.trace is None and args.output.suffix != ".html":
+        parser.error("only a page (.html) can be made without a trace")
     try:
-        save(load(args.trace), args.output)
+        save(load(args.trace) if args.trace else [], args.output, None if args.trace else pack_model())
     except (OSError, ValueError) as error:
-        sys.exit(f"{parser.prog}: {error}")
+        parser.error(str(error))

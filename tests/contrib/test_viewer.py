@@ -33,7 +33,7 @@ COMMAND = "nanoengine run --trace docs/run.html"
 
 
 def events_of(page: str) -> list:
-    """The trace that a page holds."""
+    """Return the trace that a page holds."""
     found = re.search(r'<script type="application/json" id="trace">(.*?)</script>', page, re.DOTALL)
     assert found is not None
     events: list = json.loads(found[1])
@@ -41,7 +41,7 @@ def events_of(page: str) -> list:
 
 
 def small_run() -> list:
-    """Blocks of 2, 5 of them; four steps that can be followed by hand."""
+    """Run four steps that can be followed by hand, with 5 blocks of 2 tokens."""
     events: list = []
     scheduler = make_scheduler(num_blocks=5, block_size=2, max_num_batched_tokens=6)
     tracer = Tracer(scheduler, events.append)
@@ -63,7 +63,7 @@ def browser(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def recorded_page(tmp_path_factory):
-    """The page that lessons link to, made beside a copy of them by the command that they name."""
+    """Return the page that lessons link to, created beside a copy of them by the command they name."""
     folder = tmp_path_factory.mktemp("clone")
     shutil.copytree(ROOT / "docs", folder / "docs", ignore=shutil.ignore_patterns("run.html"))
     with pytest.MonkeyPatch.context() as patch:
@@ -75,7 +75,7 @@ def recorded_page(tmp_path_factory):
 
 @pytest.fixture
 def open_page(browser, tmp_path):
-    """Opens the page of some events; at the end of the test its console has to be empty."""
+    """Open the page of some events. At the end of the test, its console must be empty."""
 
     def open_page(events):
         path = tmp_path / "run.html"
@@ -90,7 +90,7 @@ def open_page(browser, tmp_path):
 
 @contextmanager
 def seen_at(browser, width: int, scheme: str = "light"):
-    """The page on a screen of this width, light or dark."""
+    """Yield the page on a screen of this width, light or dark."""
     size = {
         "width": width,
         "height": 900 if width > 500 else 844,
@@ -247,9 +247,7 @@ def test_a_block_shows_its_content_and_chain_to_mouse_and_keyboard(open_page):
     ActionChains(browser).move_to_element(browser.find_element(By.ID, "headline")).perform()
     assert text_of(browser, "detail").startswith("Point at a block")
     browser.execute_script("arguments[0].focus()", cells[0])
-    assert text_of(browser, "detail").startswith(
-        "Block 1 is held by A and B (ref count 2).\nTokens 0 to 1 of A"
-    )
+    assert text_of(browser, "detail").startswith("Block 1 is held by A and B (ref count 2).\nTokens 0 to 1")
     press(browser, Keys.ARROW_RIGHT)
     press(browser, Keys.ARROW_RIGHT)
     assert text_of(browser, "detail") == of_block_3
@@ -274,7 +272,7 @@ def test_no_text_of_a_prompt_can_become_part_of_the_page(open_page):
     browser = open_page(events)
     assert browser.title == "nanoengine, step by step"
     assert evil in text_of(browser, "rest")
-    assert browser.execute_script("return document.scripts.length") == 2
+    assert browser.execute_script("return document.scripts.length") == 5
     events[1]["changes"].insert(0, {"change": "fail", "error": evil})
     browser = open_page(events)
     assert evil in text_of(browser, "headline")
@@ -282,7 +280,7 @@ def test_no_text_of_a_prompt_can_become_part_of_the_page(open_page):
 
 
 def long_run(num_steps: int) -> list:
-    """A pool that is always nearly full, and prompts that begin alike."""
+    """Run prompts with equal beginnings in a pool that is always nearly full."""
     rng = random.Random(0)
     events: list = []
     scheduler = make_scheduler(num_blocks=256, block_size=8, max_num_seqs=24, max_num_batched_tokens=128)
@@ -300,7 +298,7 @@ def long_run(num_steps: int) -> list:
 
 
 def windows_and_drafts() -> list:
-    """Blocks of 2; a group sees all, another 3 tokens; of three draft tokens, once, one is accepted."""
+    """Run with blocks of 2, full attention and a window of 3. Once, one of three draft tokens is accepted."""
     events: list = []
     scheduler = DraftingScheduler(
         WindowedBlockManager(20, 2, windows=(None, 3), max_chunk_tokens=4),
@@ -338,9 +336,7 @@ def test_the_page_describes_windows_and_drafts_and_shows_a_table_per_group(open_
     assert text_of(browser, "batch-count") == "0 prefill + 1 decode + 3 drafts of 4 tokens"
     drafts = browser.find_elements(By.CSS_SELECTOR, "#batch .draft")
     assert [draft.get_attribute("title") for draft in drafts] == [f"A: draft token: #{i}" for i in (9, 5, 6)]
-    assert (
-        labels(browser)[8] == "Block 9, held by A, ref count 1, 1 of 2 tokens, group g1"
-    )  # the accepted one
+    assert labels(browser)[8] == "Block 9, held by A, ref count 1, 1 of 2 tokens, group g1"  # the accepted
 
 
 def test_the_page_of_a_run_without_windows_and_drafts_does_not_mention_them(open_page):
@@ -471,14 +467,12 @@ def test_nothing_is_wider_than_the_screen(open_page, width):
 
 
 def test_the_line_of_the_engine_that_acted_is_a_line_of_the_engine():
-    template = Path(viewer.__file__).with_name("viewer.html").read_text()
-    table = template.split("const CODE = {")[1].split("};")[0]
-    lines = re.findall(r'^  (\w+): \["([\w.]+)", "(.*)"\],$', table, re.MULTILINE)
-    assert len(lines) == table.count('["')
-    for _, symbol, line in lines:
+    words = json.loads(viewer.PAGE.joinpath("words.json").read_text())
+    for symbol, line, *_ in [*words["code"].values(), *words["inputs"].values()]:
         source = inspect.getsource(functools.reduce(getattr, symbol.split("."), engine))
         assert line in (one.strip() for one in source.splitlines()), symbol
-    assert {name for name, _, _ in lines} >= set(re.findall(r'\], "([a-z]+)"\)', template))
+    story = viewer.PAGE.joinpath("story.js").read_text()
+    assert all(f'"{name}"' in story for name in words["code"])
 
 
 @pytest.mark.slow
@@ -506,9 +500,7 @@ def test_clicking_a_term_explains_it(open_page):
 
 
 @pytest.mark.slow
-def test_the_introduction_can_be_closed_and_reopened_and_is_hidden_for_links_to_a_step(
-    open_page, recorded_page
-):
+def test_the_introduction_closes_and_reopens_and_is_hidden_for_links_to_a_step(open_page, recorded_page):
     browser = open_page(small_run())
     intro = browser.find_element(By.ID, "intro")
     assert intro.is_displayed()
@@ -533,9 +525,7 @@ def test_the_page_replays_what_the_engine_does(open_page):
     assert browser.find_element(By.ID, "whatif").is_displayed()
     for limits in (24, 24), (13, 24), (40, 9), (14, 3), (90, 60):
         expected = [event["changes"] for event in scheduled(*limits)[1:]]
-        played = browser.execute_script(
-            "return replay(...arguments).slice(1).map(step => step.changes)", *limits
-        )
+        played = browser.execute_script("return replay(...arguments).slice(1).map(x => x.changes)", *limits)
         for change in [change for changes in expected + played for change in changes]:
             change.pop("max_num_tokens", None)  # of the pool: the answers fit into any of these
         assert played == expected, limits
@@ -551,7 +541,7 @@ def test_the_page_replays_what_the_engine_does(open_page):
 
 
 def summary_of(browser) -> int:
-    """How many preemptions were recorded."""
+    """Return the number of preemptions that were recorded."""
     return int(browser.execute_script("return summary(recorded).preemptions"))
 
 
@@ -587,7 +577,7 @@ def test_the_command_builds_a_page_that_shows_everything_and_links_to_the_lesson
 
 
 def what_happens(event: dict) -> set[str]:
-    """A step's events that lessons point at."""
+    """Return the events of a step to which lessons link."""
     found = set()
     for change in event["changes"]:
         if change["change"] == "admit":
@@ -673,7 +663,19 @@ def test_each_step_shows_its_text_together_with_the_blocks(browser, recorded_pag
             assert browser.execute_script(OFF_SCREEN, "#pool, #pool [data-did], #headline") == [], step + 1
 
 
-def test_run_refuses_another_file_extension_before_it_starts(monkeypatch):
+def test_run_shows_preemptions_of_any_model_in_a_small_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    path = str(tmp_path / "run.jsonl")
+    prompts = [
+        word for question in ("Count from 8 to 60.", "Count from 9 to 60.") for word in ("--prompt", question)
+    ]
+    ask.run([str(DEMO), "--trace", path, "--block-size", "4", "--num-kv-blocks", "30", *prompts])
+    whys = [change.get("why") for event in viewer.load(path)[1:] for change in event["changes"]]
+    assert "preempted" in whys
+
+
+def test_run_refuses_another_file_extension_before_it_starts(monkeypatch, capsys):
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # what is set for a process of its own
-    with pytest.raises(SystemExit, match=r"a trace must end in .html, .json or .jsonl, got run.txt"):
+    with pytest.raises(SystemExit):
         ask.run(["--trace", "run.txt"])
+    assert "a trace must end in .html, .json or .jsonl, got run.txt" in capsys.readouterr().err
