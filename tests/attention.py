@@ -1,5 +1,7 @@
 """Paged attention held against dense attention, on any backend and device."""
 
+from collections.abc import Sequence
+
 import torch
 
 from nanoengine.backends.inputs import AttentionMetadata
@@ -16,14 +18,14 @@ WITH_ALIBI = {"alibi_slopes": SLOPES}
 
 
 def case_id(value):
-    """The settings of a case in the test's name."""
+    """Return the settings of a case, for the test's name."""
     if isinstance(value, dict):
         return ",".join(name if isinstance(x, torch.Tensor) else f"{name}={x}" for name, x in value.items())
     return None
 
 
 def dense(q, k, v, scale, window=None, softcap=None, sinks=None, alibi_slopes=None):
-    """Causal attention of the last len(q) positions over k and v, in float64."""
+    """Compute causal attention of the last len(q) positions over k and v, in float64."""
     q, k, v = q.double(), k.double(), v.double()
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
@@ -40,7 +42,9 @@ def dense(q, k, v, scale, window=None, softcap=None, sinks=None, alibi_slopes=No
     return torch.einsum("hqk,khd->qhd", weights / total, v)
 
 
-def metadata_of(lens, tables, slots, device="cpu"):
+def metadata_of(
+    lens: Sequence[tuple[int, int]], tables: torch.Tensor, slots: torch.Tensor, device: str = "cpu"
+) -> AttentionMetadata[torch.Tensor]:
     new, total = (torch.tensor([0, *column]).cumsum(0).int() for column in zip(*lens, strict=True))
     return AttentionMetadata(
         cu_seqlens_q=new.to(device),

@@ -8,6 +8,7 @@ It needs Debian's g++-aarch64-linux-gnu and qemu-user.
 
 import ctypes
 import functools
+import os
 import re
 import struct
 import subprocess
@@ -21,12 +22,13 @@ from torch import Tensor
 from nanoengine.backends.cpu import build, device, kernels, packed
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
+PROCESSOR = os.environ.get("NEON_PROCESSOR", "armv8.2-a+dotprod")  # what the compiler calls it
 DRIVER = Path(__file__).parent / "neon.cpp"
 called: set[str] = set()
 
 
 class Emulated(NamedTuple):
-    """A process that computes the kernels until this process ends."""
+    """Runs the kernels in a process of its own, until this process ends."""
 
     process: subprocess.Popen[bytes]
     exported: set[str]  # the names of its functions
@@ -39,7 +41,7 @@ def start() -> Emulated:
     directory = tempfile.TemporaryDirectory()
     flags = [flag for flag in build.FLAGS.split() if flag not in ("-march=native", "-shared", "-fPIC")]
     includes = [f"-I{build.SOURCE.parent}", f"-I{directory.name}"]
-    command = [COMPILER, *flags, "-march=armv8.2-a", "-static", *includes]
+    command = [COMPILER, *flags, f"-march={PROCESSOR}", "-static", *includes]
     source = subprocess.check_output([*command, "-E", "-P", str(build.SOURCE)], text=True)
     exported = set(re.findall(r'extern "C" decltype\([^;]*\) (\w+);', source))
     Path(directory.name, "kernels.inc").write_text("\n".join(f"ENTRY({name})" for name in exported))
@@ -50,9 +52,11 @@ def start() -> Emulated:
 
 
 class EmulatedKernels(kernels.Kernels):
-    """The kernels, each call of which goes to that process and back."""
+    """Forwards each call of a kernel to that process."""
 
     num_outputs = 16  # four registers of four
+    has_one_thread = False
+    are_integers_fast = True
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self.process = start().process
@@ -99,13 +103,13 @@ def extent(tensor: Tensor) -> int:
 
 
 def pytest_configure() -> None:
-    """Before any test is imported."""
+    """Install the emulated kernels before any test is imported."""
     kernels.Kernels = device.Kernels = EmulatedKernels  # type: ignore[misc, attr-defined]
     # A call of a whole layer hands addresses over. It calls these same functions.
     packed.CompiledLayer.can_hold = staticmethod(lambda layer: False)  # type: ignore[method-assign]
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Tell which kernels the tests called."""
+    """Print which kernels the tests called."""
     missed = {name for name in start().exported - called if not name.startswith("decoder_layer")}
     terminalreporter.write_line(f"NEON: {len(called)} kernels called; not called: {sorted(missed)}")

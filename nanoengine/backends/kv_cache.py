@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanoengine.backends.memory import resident_zeros
+from nanoengine.backends.memory import zeros_on_large_pages
 
 
 class KVSpec(NamedTuple):
@@ -84,7 +84,7 @@ class KVCache:
         """Allocate a cache filled with zeros."""
         sizes = num_blocks, block_size, spec.num_kv_heads
         shapes = [(*sizes, head_dim) for head_dim in (spec.k_head_dim, spec.v_head_dim)]
-        k, v = (resident_zeros(shape, spec.dtype, device) for shape in shapes)
+        k, v = (zeros_on_large_pages(shape, spec.dtype, device) for shape in shapes)
         return cls(k, v)
 
 

@@ -1,4 +1,4 @@
-"""CPU memory: keep freed memory instead of returning it to the system, and use large pages."""
+"""CPU memory: how much there is, in large pages, and kept when it is freed."""
 
 import ctypes
 import math
@@ -6,7 +6,10 @@ import mmap
 import platform
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -25,31 +28,63 @@ def keep_freed_memory() -> None:
         mallopt(m_trim_threshold, 1 << 30)
 
 
-def resident_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate zeros that steps read and write. On a CPU the pages are large, and touched here.
+class Available(NamedTuple):
+    """Says how much memory this process may still take."""
 
-    Raises:
-        RuntimeError: there is not enough memory.
+    num_bytes: int
+    limit: str  # what sets the limit, for the user; "": the machine
+
+    def __str__(self) -> str:
+        return f"{self.num_bytes / 2**30:.1f} GiB available{self.limit and f' ({self.limit})'}"
+
+
+def available_memory(root: Path = Path("/")) -> Available:
+    """Return the smallest of the machine's available memory and what the process's cgroups have left.
+
+    A cgroup has left what its limit exceeds its use by, as in a container. Cached files do not count as used:
+    the system drops them when memory is needed. Reads cgroups of version 1 and 2, under `root`.
     """
-    if device.type == "cpu":
-        return zeros_on_large_pages(shape, dtype).zero_()
-    return torch.zeros(*shape, dtype=dtype, device=device)
+    found = [Available(psutil.virtual_memory().available, "")]
+    memberships = root / "proc/self/cgroup"
+    for line in memberships.read_text().splitlines() if memberships.is_file() else ():
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            base, names, total = root / "sys/fs/cgroup", ("memory.max", "memory.current"), ""
+        elif "memory" in controllers.split(","):
+            base, total = root / "sys/fs/cgroup/memory", "total_"
+            names = "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        group = base / path.lstrip("/")  # in a container this folder may be missing: then `base` is the group
+        for folder in (group, *group.parents):  # the limits of its ancestors apply too
+            with suppress(OSError, ValueError):  # no limit: the file is missing or says "max"
+                limit, used = (int((folder / name).read_text()) for name in names)
+                counts = dict(row.split() for row in (folder / "memory.stat").read_text().splitlines())
+                cached = sum(int(counts[f"{total}{kind}_file"]) for kind in ("active", "inactive"))
+                words = f"the cgroup's limit is {limit / 2**30:.1f} GiB"
+                found.append(Available(max(0, limit - used + cached), words))
+            if folder == base:
+                break
+    return min(found)
 
 
+CPU = torch.device("cpu")
 LARGE_PAGE = 2 << 20  # bytes
 
 
-def zeros_on_large_pages(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Allocate zeros in large pages as far as Linux provides them, and in small pages otherwise.
+def zeros_on_large_pages(shape: Sequence[int], dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
+    """Allocate zeros. On a CPU they are in large pages as far as Linux provides them, else in small pages.
 
     Memory that each step reads from end to end needs an address translation every 2 MiB, not every 4 KiB.
+    The pages of an anonymous mapping are zeros without being written. A page takes memory, and the time to
+    clear it, when it is first written to: a KV cache of 4 GiB is allocated in no time.
 
     Raises:
         RuntimeError: there is not enough memory.
     """
     size = math.prod(shape) * dtype.itemsize
-    if not hasattr(mmap, "MADV_HUGEPAGE") or size < LARGE_PAGE:
-        return torch.zeros(shape, dtype=dtype)
+    if device.type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE") or size < LARGE_PAGE:
+        return torch.zeros(tuple(shape), dtype=dtype, device=device)
     try:
         memory = mmap.mmap(-1, size + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError):  # not enough memory: PyTorch's error says it better

@@ -26,7 +26,7 @@ from tests.attention import (
 
 @pytest.fixture(params=["torch", "compiled"])
 def check(request):
-    """A check of either backend of a CPU."""
+    """Return a function that checks one of the CPU's two backends."""
     return functools.partial(check_attention, on_cpu if request.param == "compiled" else TorchAttention)
 
 

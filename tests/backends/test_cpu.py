@@ -19,6 +19,7 @@ from nanoengine.backends.cpu.build import FLAGS, load_library
 from nanoengine.backends.cpu.device import CPU
 from nanoengine.backends.cpu.kernels import TYPES, Kernels
 from nanoengine.backends.cpu.packed import pack_weights
+from nanoengine.backends.cpu.threads import place
 from nanoengine.backends.cuda import CUDA
 from nanoengine.config import EngineConfig
 from tests.helpers import DEMO
@@ -59,9 +60,7 @@ thread.start()
 thread.join()
 print(json.dumps(seen))
 """
-WITHOUT_PLACES = {
-    key: value for key, value in os.environ.items() if not key.startswith(("OMP", "GOMP", "KMP"))
-}
+WITHOUT_PLACES = {key: x for key, x in os.environ.items() if not key.startswith(("OMP", "GOMP", "KMP"))}
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +92,48 @@ def test_another_thread_s_team_is_pinned_too(seen):
 def test_nothing_is_pinned_if_disabled_or_threads_are_not_one_per_core(why, seen):
     assert seen[why]["own"] == cores
     assert all(place == cores for place in seen[why]["inside"])
+
+
+def describe(system, **files):
+    """Write the files of each CPU, as Linux does."""
+    for path, values in files.items():
+        for cpu, value in enumerate(values):
+            name = "cpu_capacity" if path == "capacity" else f"topology/{path}"
+            file = system / f"cpu{cpu}" / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(f"{value}\n")
+
+
+SIBLINGS = ["0,4", "1,5", "2,6", "3,7"] * 2
+LAYOUTS = {
+    "two threads a core": {"thread_siblings_list": SIBLINGS},
+    "two sockets": {"thread_siblings_list": SIBLINGS, "physical_package_id": [0, 1, 0, 1, 0, 1, 0, 1]},
+    "neighbours": {"thread_siblings_list": ["0-1", "0-1", "2-3", "2-3", "4-5", "4-5", "6-7", "6-7"]},
+    "large and small": {"capacity": [446, 446, 1024, 1024, 446, 446, 1024, 1024]},
+    "not described": {},
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_threads", "allowed", "expected"),
+    [
+        ("two threads a core", 4, range(8), (0, 1, 2, 3)),
+        ("two threads a core", 8, range(8), tuple(range(8))),
+        ("two threads a core", 3, range(8), ()),  # another process may have three as well
+        ("two threads a core", 2, [5, 7], (5, 7)),  # a container's
+        ("two threads a core", 2, [1, 5, 7], (1, 7)),
+        ("two sockets", 4, range(8), (0, 2, 1, 3)),
+        ("neighbours", 4, range(8), (0, 2, 4, 6)),
+        ("large and small", 4, range(8), (2, 3, 6, 7)),
+        ("large and small", 8, range(8), tuple(range(8))),
+        ("large and small", 2, range(8), ()),
+        ("not described", 8, range(8), tuple(range(8))),
+        ("not described", 4, range(8), ()),
+    ],
+)
+def test_each_core_gets_a_thread_before_any_gets_two(layout, num_threads, allowed, expected, tmp_path):
+    describe(tmp_path, **LAYOUTS[layout])
+    assert place(num_threads, frozenset(allowed), tmp_path) == expected
 
 
 # An operator in a thread without workers starts one for each further core.
@@ -140,7 +181,7 @@ def test_an_idle_engine_keeps_no_threads():
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    """The kernels, compiled for these tests without optimization. The compiler does not support float16."""
+    """Return the kernels, compiled without optimization by a compiler that does not support float16."""
     cache = tmp_path_factory.mktemp("compiled")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CXX", f"{os.environ.get('CXX', 'g++')} -O0 -U__FLT16_MAX__")
@@ -151,7 +192,7 @@ def compiled(tmp_path_factory):
 
 @pytest.fixture
 def quick_compiler(compiled, tmp_path, monkeypatch):
-    """One that has compiled them already."""
+    """Install a compiler that copies the compiled library. Returns its cache, which is empty."""
     script = f'#!/bin/sh\n[ "$1" = --version ] && exit\nfor last; do :; done\ncp {compiled} "$last"\n'
     (tmp_path / "g++").write_text(script)
     (tmp_path / "g++").chmod(0o755)
@@ -216,6 +257,26 @@ def test_a_corrupt_cached_library_is_compiled_again_and_replaced(content, quick_
     assert cached_library(quick_compiler).read_bytes() == good
 
 
+WITHOUT_OPENMP = """#!/bin/sh
+for option; do
+  [ "$option" = -fopenmp ] && echo "clang: error: unsupported option '-fopenmp'" >&2 && exit 1
+done
+exec g++ "$@" -O0
+"""
+
+
+def test_kernels_use_one_thread_if_the_compiler_does_not_support_openmp(tmp_path, monkeypatch, caplog):
+    (tmp_path / "clang").write_text(WITHOUT_OPENMP)
+    (tmp_path / "clang").chmod(0o755)
+    monkeypatch.setenv("CXX", str(tmp_path / "clang"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with LLM(str(DEMO), num_kv_blocks=20) as llm:
+        assert "kernels use one thread: the compiler does not support OpenMP" in caplog.messages[-1]
+        device = llm.llm_engine.runner.device
+        assert device.kernels.silu_and_mul(torch.ones(1, 2)).item() == pytest.approx(0.731059)
+        assert not Kernels().was_compiled
+
+
 HANGING = '#!/bin/sh\n[ "$1" = --version ] && exit\nsleep 987 & echo $! > "$0.pid"\nwait\n'
 
 
@@ -235,9 +296,7 @@ def cannot_be_written(cache):
         pytest.param(cannot_be_written, marks=pytest.mark.skipif(os.getuid() == 0, reason="root can")),
     ],
 )
-def test_kernels_are_compiled_without_a_writable_cache_and_leave_no_file(
-    spoil, quick_compiler, tmp_path, monkeypatch
-):
+def test_kernels_compile_without_a_cache_and_leave_no_file(spoil, quick_compiler, tmp_path, monkeypatch):
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
@@ -263,7 +322,7 @@ def started_process(compiler):
 
 
 def wait_until_ended(pid):
-    """A process that was killed may take a moment."""
+    """Wait until a process has ended: a killed one may take a moment."""
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
         wait_until(lambda: process.status() == psutil.STATUS_ZOMBIE)
@@ -317,8 +376,8 @@ def test_sigterm_while_compiling_leaves_no_file_and_no_process(hanging_compiler,
 @pytest.mark.parametrize(
     ("compiler", "reason"), [("false", "failed"), ("", "no C++ compiler"), ("/no/such/g++", "No such file")]
 )
-def test_without_a_compiler_the_engine_runs_on_plain_pytorch_and_says_why(
-    compiler, reason, tmp_path, monkeypatch, capsys
+def test_without_a_compiler_pytorch_runs_and_the_log_says_why(
+    compiler, reason, tmp_path, monkeypatch, caplog
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", compiler)
@@ -326,12 +385,9 @@ def test_without_a_compiler_the_engine_runs_on_plain_pytorch_and_says_why(
         monkeypatch.setattr("shutil.which", lambda _: None)
     with LLM(str(DEMO), num_kv_blocks=20) as llm:
         assert llm.llm_engine.runner.device.kernels is None
-        assert "torch attention (not compiled: " in (line := capsys.readouterr().err)
+        assert "torch attention (not compiled: " in (line := caplog.messages[-1])
         assert reason in line
-        assert (
-            len(llm.generate([5, 6], SamplingParams(max_tokens=3), use_tqdm=False)[0].outputs[0].token_ids)
-            == 3
-        )
+        assert len(llm.generate([5], SamplingParams(max_tokens=3))[0].outputs[0].token_ids) == 3
 
 
 def test_a_plain_weight_is_freed_before_the_next_is_packed(monkeypatch):
@@ -372,14 +428,14 @@ class Scaled(nn.Embedding):
 
 
 class Unlike(nn.Embedding):
-    """Its rows are not those of its weight."""
+    """An embedding whose rows are not those of its weight."""
 
     def forward(self, ids):
         return super().forward((ids + 1) % 4)
 
 
 class Curious(nn.Embedding):
-    """It looks at its weight itself."""
+    """An embedding that reads its weight itself."""
 
     def forward(self, ids):
         return self.weight[ids]
@@ -410,14 +466,14 @@ def test_an_embedding_that_would_change_keeps_its_weight():
     assert torch.equal(model[0](ids), expected)
 
 
-def test_int8_weights_are_named_and_change_log_probabilities_little(capfd):
+def test_int8_weights_are_named_and_change_log_probabilities_little(caplog):
     prompt = "What is 27 + 58? 27 + 58 = 85 Count from 3 to 9. 3 4 5 6 7 8 9"
     logprobs = []
     for quantization in (None, "int8"):
         with LLM(str(DEMO), quantization=quantization, dtype="bfloat16") as llm:
             output = llm.generate(prompt, SamplingParams(prompt_logprobs=0, max_tokens=1), use_tqdm=False)[0]
-            line = "bfloat16 with int8 weights on cpu"
-            assert (line in capfd.readouterr().err) == (quantization is not None)
+            line = "bfloat16 with int8 weights "
+            assert (line in caplog.messages[-1]) == (quantization is not None)
             modules = dict(llm.llm_engine.runner.model.named_modules())  # of a whole layer's kernel, or plain
             (layer,) = (x for name, x in modules.items() if re.search(r"layers\.0\..*down_proj$", name))
             assert layer.packed.dtype == (torch.int8 if quantization else torch.bfloat16)
@@ -427,11 +483,34 @@ def test_int8_weights_are_named_and_change_log_probabilities_little(capfd):
     assert 0 < difference.mean() < 0.1
 
 
+@pytest.mark.parametrize(
+    ("settings", "bits"),
+    [
+        ({}, 0),
+        ({"activations": "auto"}, 8),
+        ({"activations": "auto", "dtype": "float32"}, 0),
+        ({"dtype": "float32", "activations": "int8"}, 8),
+    ],
+)
+def test_activations_are_rounded_if_it_is_faster_and_the_log_says_so(settings, bits, monkeypatch, caplog):
+    monkeypatch.setattr(Kernels, "are_integers_fast", True)
+    with LLM(
+        str(DEMO), **{"quantization": "int4", "dtype": "bfloat16", "num_kv_blocks": 20} | settings
+    ) as llm:
+        forms = [getattr(module, "form", None) for module in llm.llm_engine.runner.model.modules()]
+        assert {form.activation_bits for form in forms if form and form.bits} == {bits}
+    assert (" with int4 weights and int8 activations on cpu" in caplog.messages[-1]) == bool(bits)
+
+
 def test_int8_is_refused_without_kernels():
     with pytest.raises(ValueError, match="quantization='int8' needs compiled kernels: enforce_eager"):
         LLM(str(DEMO), quantization="int8", enforce_eager=True)
     with pytest.raises(ValueError, match="quantization='int8' is supported on a CPU only, not on cuda"):
         CUDA(torch.device("cuda"), EngineConfig(model="m", quantization="int8"))
+    with pytest.raises(ValueError, match="activations='int8' needs compiled kernels: enforce_eager"):
+        LLM(str(DEMO), activations="int8", enforce_eager=True)
+    with pytest.raises(ValueError, match="activations='int8' is supported on a CPU only, not on cuda"):
+        CUDA(torch.device("cuda"), EngineConfig(model="m", activations="int8"))
 
 
 def test_routers_are_not_quantized():

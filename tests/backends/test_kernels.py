@@ -20,8 +20,10 @@ from nanoengine.backends.attention import GroupedAttention, Settings
 from nanoengine.backends.cpu.attention import CompiledAttention
 from nanoengine.backends.cpu.kernels import PLAIN, Kernels
 from nanoengine.backends.cpu.packed import CompiledLayer, PackedLinear, pack_weights
+from nanoengine.backends.cpu.quantize import quantize
+from nanoengine.backends.cpu.scans import StateKernels
 from nanoengine.backends.kv_cache import KVCache
-from nanoengine.backends.quantized import Quantized, quantize
+from nanoengine.backends.quantized import Quantized
 from nanoengine.models.decoder import DecoderConfig, DecoderLayer, RMSNorm, rotate
 from tests.attention import metadata_of
 
@@ -35,7 +37,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.
 
 
 def same(ours, theirs):
-    """Equal but for the last bit here and there, where an intermediate lay between two roundings."""
+    """Assert that values are equal, but for a few last bits where an intermediate was rounded otherwise."""
     tolerance = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 1.2e-3}[ours.dtype]
     torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
     assert (ours != theirs).float().mean() < (1 if ours.dtype == torch.float32 else 0.02)
@@ -136,7 +138,7 @@ def test_a_row_of_subnormal_numbers_does_not_depend_on_the_other_rows(bits):
 
 
 def quantized(num_outputs, num_inputs, bits, group, has_zeros):
-    """Any integers with any scales, and in one place the extreme ones."""
+    """Return random integers and scales, and the extreme ones in one place."""
     low, shape = -(1 << (bits - 1)), (num_outputs, num_inputs // group)
     integers = torch.randint(low, -low, (num_outputs, num_inputs), dtype=torch.int8)
     integers[0, :2] = torch.tensor([low, -low - 1])
@@ -231,20 +233,17 @@ def test_rows_of_packed_integers_are_unpacked(dtype, bits):
 
 # ---- Layers with states --------------------------------------------------------------------------
 
-SOURCES, TARGETS = (
-    torch.tensor([2, 0, 5]),
-    torch.tensor([2, 4, 1]),
-)  # in place, to another, from and to another
+SOURCES, TARGETS = torch.tensor([2, 0, 5]), torch.tensor([2, 4, 1])  # in place, or to another
 
 
 def close(ours, theirs):
-    """Sums in another order."""
+    """Assert that values are equal up to the order of sums."""
     tolerance = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}[ours.dtype]
     torch.testing.assert_close(ours, theirs.to(ours.dtype), rtol=tolerance, atol=tolerance)
 
 
 def run_states(kernel, arguments, states):
-    """A kernel on whole sequences, and token by token, the same to the bit: outputs, states."""
+    """Run a kernel on whole sequences and token by token, with the same bits. Returns outputs and states."""
     whole, stepwise = states.clone(), states.clone()
     out = kernel(*arguments, whole, (SOURCES, TARGETS))
     rows, sources = [], SOURCES
@@ -265,7 +264,7 @@ def run_states(kernel, arguments, states):
 def test_conv_step_computes_the_convolution_s_next_output(dtype, silu, has_bias):
     kernels, x, weight, bias, states = kernels_and_inputs(dtype, (3, 40), (40, 4), (40,), (6, 40, 4))
     before, last = states.clone(), bias if has_bias else None
-    out = kernels.conv_step(x, weight, last, states, (SOURCES, TARGETS), silu)
+    out = StateKernels(kernels).conv_step(x, weight, last, states, (SOURCES, TARGETS), silu)
     inputs = torch.cat((before[SOURCES], x.unsqueeze(-1)), -1)
     expected = nn.functional.conv1d(inputs.float(), weight.float().unsqueeze(1), groups=40)[..., -1]
     expected = (expected + (bias.float() if has_bias else 0)).to(dtype)
@@ -285,7 +284,7 @@ def test_the_delta_rule_equals_its_definition(dtype, of_rows):
     decay, beta = -torch.rand(3, 5, 4, 16 if of_rows else 1), torch.rand(3, 5, 4)
     # the kernel takes (N, T, H) for a decay of each head
     arguments = q, k, v, decay if of_rows else decay[..., 0].contiguous(), beta
-    out, last = run_states(kernels.delta_rule, arguments, states)
+    out, last = run_states(StateKernels(kernels).delta_rule, arguments, states)
     q, k = (nn.functional.normalize(x.float(), dim=-1).repeat_interleave(2, 2) for x in (q, k))
     state, rows = states[SOURCES], []
     for t in range(5):
@@ -305,7 +304,7 @@ def test_mamba2_equals_its_definition(dtype):
     states, dt, a, d = states.float(), torch.rand(3, 5, 4), -torch.rand(4), torch.randn(4)
 
     def kernel(x, dt, b, c, *state):
-        return kernels.mamba2(x, dt, a, b, c, d, *state)
+        return StateKernels(kernels).mamba2(x, dt, a, b, c, d, *state)
 
     out, last = run_states(kernel, (x, dt, b, c), states)
     x, b, c = x.float(), b.float().repeat_interleave(2, 2), c.float().repeat_interleave(2, 2)
@@ -324,7 +323,7 @@ def test_mamba_equals_its_definition(dtype):
     states, dt, a = states.float(), torch.rand(3, 5, 33), -torch.rand(33, 16)
 
     def kernel(x, dt, b, c, *state):
-        return kernels.mamba(x, dt, a, b, c, *state)
+        return StateKernels(kernels).mamba(x, dt, a, b, c, *state)
 
     out, last = run_states(kernel, (x, dt, b, c), states)
     state, rows = states[SOURCES], []
@@ -387,9 +386,7 @@ def test_nan_in_a_sequence_s_own_cache_is_visible(dtype):
         (300, 50, 225, slice(50, 275), slice(294, None)),  # tiles that see nothing of the first 64 tokens
     ],
 )
-def test_a_nan_value_does_not_reach_tiles_that_do_not_see_its_token(
-    dtype, length, token, window, sees, is_blind
-):
+def test_a_nan_value_reaches_only_tiles_that_see_its_token(dtype, length, token, window, sees, is_blind):
     num_blocks = length // 32 + 2
     shapes = (length, 2, 32), (num_blocks, 32, 1, 32), (num_blocks, 32, 1, 32)
     kernels, q, k, v = kernels_and_inputs(dtype, *shapes)
@@ -404,8 +401,8 @@ def test_a_nan_value_does_not_reach_tiles_that_do_not_see_its_token(
 LENGTHS = [(1, 1), (1, 40), (7, 7), (5, 33), (1, 300), (16, 16), (1, 17), (50, 90)]  # new tokens, all tokens
 
 
-def layer_and_inputs(dtype, lengths, head_dim, has_bias=False, has_norms=True, bits=0, window=None):
-    """A packed layer, what it gets besides the cache and the attention, the cache, and a batch's metadata."""
+def layer_and_inputs(dtype, lengths, head_dim, has_bias=False, has_norms=True, bits=(0, 0), window=None):
+    """Return a packed layer, its inputs, the cache, and a batch's metadata."""
     config = DecoderConfig(
         **{
             "vocab_size": 1,
@@ -423,7 +420,7 @@ def layer_and_inputs(dtype, lengths, head_dim, has_bias=False, has_norms=True, b
     kernels, *inputs, k, v = kernels_and_inputs(dtype, *itertools.chain(*shapes))
     for weight in layer.to(dtype).requires_grad_(False).parameters():
         weight.normal_(std=0.2)
-    pack_weights(layer, kernels, bits)
+    pack_weights(layer, kernels, *bits)
     assert CompiledLayer.can_hold(layer)
     for module in (layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm):
         module.kernels = kernels
@@ -435,11 +432,12 @@ def layer_and_inputs(dtype, lengths, head_dim, has_bias=False, has_norms=True, b
 @DTYPES
 @pytest.mark.parametrize("lengths", [LENGTHS, LENGTHS[:2], LENGTHS[2:4]])
 @pytest.mark.parametrize(
-    ("has_bias", "has_norms", "bits"), [(False, True, 0), (True, False, 8), (True, True, 4)]
+    ("has_bias", "has_norms", "bits"),  # of weights and of activations
+    [(False, True, (0, 0)), (True, False, (8, 0)), (True, True, (4, 0)), (True, True, (4, 8))],
 )
 def test_a_layer_in_one_call_equals_separate_calls_bit_for_bit(dtype, lengths, has_bias, has_norms, bits):
     kernels, layer, (x, residual, *rope), kv, metadata = layer_and_inputs(
-        dtype, lengths, 12 if bits else 10, has_bias, has_norms, bits, window=20
+        dtype, lengths, 12 if any(bits) else 10, has_bias, has_norms, bits, window=20
     )
     attention = CompiledAttention(metadata, 8, kernels)
     by_group = metadata._replace(block_tables=[None] * 2, slot_mapping=[None, metadata.slot_mapping])
@@ -501,7 +499,7 @@ INSTRUCTION_SETS = {
 def test_the_kernels_are_right_compiled_for_another_instruction_set(name):
     if INSTRUCTION_SETS[name] not in flags() or not shutil.which("g++"):
         pytest.skip(f"needs g++ and a processor with {INSTRUCTION_SETS[name]}")
-    files = [__file__, str(Path(__file__).with_name("test_attention.py"))]
+    files = [__file__, *map(str, map(Path(__file__).with_name, ("test_attention.py", "test_integers.py")))]
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *files],
         env={**os.environ, "CXX": f"g++ -march={name}"},

@@ -10,27 +10,44 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TOOLS = "aarch64-linux-gnu-g++", "qemu-aarch64"  # Debian's g++-aarch64-linux-gnu and qemu-user
-FILES = "backends/test_attention", "backends/test_kernels", "models/test_decoder", "test_sampling"
+FILES = (
+    *("backends/test_attention", "backends/test_integers", "backends/test_kernels"),
+    *("models/test_decoder", "test_sampling"),
+)
 SELECTION = """
-    test_attention
+    test_attention or test_integers
     or test_kernels and not instruction_set and not layer_in_one_call and not last_layer
-    or test_sampling and kernel_draws
+    or test_sampling and kernel_samples
     or test_decoder and greedy_tokens and (qwen3-False or biases-False)
     or test_decoder and as_exact and False
 """
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not all(map(shutil.which, TOOLS)), reason=f"needs {' and '.join(TOOLS)}")
-def test_every_kernel_computes_the_same_compiled_for_neon():
-    """Attention, products and element-wise work by themselves, then whole models' tokens."""
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "tests.neon", "-k", " ".join(SELECTION.split())]
-        + [f"tests/{name}.py" for name in FILES],
+def run(files, selection, processor):
+    """Run tests with kernels compiled for a processor, in the emulator. Return what they print."""
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "tests.neon", "-k", " ".join(selection.split())]
+        + [f"tests/{name}.py" for name in files],
         capture_output=True,
         text=True,
         cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "2"},
+        env=os.environ | {"OMP_NUM_THREADS": "2", "NEON_PROCESSOR": processor},
     )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "not called: []" in run.stdout
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+needs_tools = pytest.mark.skipif(not all(map(shutil.which, TOOLS)), reason=f"needs {' and '.join(TOOLS)}")
+
+
+@pytest.mark.slow
+@needs_tools
+def test_every_kernel_computes_the_same_compiled_for_neon():
+    """Attention, products and element-wise work by themselves, then whole models' tokens."""
+    assert "not called: []" in run(FILES, SELECTION, "armv8.2-a+dotprod")
+
+
+@pytest.mark.slow
+@needs_tools
+def test_products_of_integers_are_the_same_without_the_dot_product_instructions():
+    assert " passed" in run(["backends/test_integers"], "equals_its_definition", "armv8.2-a")

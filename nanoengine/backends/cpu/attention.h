@@ -141,11 +141,14 @@ static inline float add_up(floats lanes) {
   return lanes[0];
 }
 
-// Turns a row of products q . k into weights e^(scale * product - peak), in place. Returns the new `peak`, which is the
-// largest of these scores and the old `peak`, and the sum of the weights. The first key is `distance` positions before
-// the query, and ALiBi subtracts *slope per position. The row is overwritten up to a multiple of LANES.
-static std::pair<float, float> exponentials(float* row, int64_t n, float scale, float peak, float softcap,
-                                            const float* slope, int64_t distance) {
+// Decodes and prompts call the same compiled code: inlined twice, the compiler might round a*b + c*d in two ways.
+#define ONE_COPY __attribute__((noinline)) static
+
+// Turns a row of products q . k into weights e^(scale * product - peak), in place. Returns `peak`, which is the largest of
+// these scores, and the sum of the weights. The first key is `distance` positions before the query, and ALiBi subtracts
+// *slope per position. The row is overwritten up to a multiple of LANES.
+ONE_COPY std::pair<float, float> exponentials(float* row, int64_t n, float scale, float softcap, const float* slope,
+                                              int64_t distance) {
   if (softcap > 0 || slope) {
     for (int64_t i = 0; i < n; i++) row[i] *= scale;
     if (softcap > 0)
@@ -159,7 +162,7 @@ static std::pair<float, float> exponentials(float* row, int64_t n, float scale, 
   float largest = -INFINITY;
 #pragma omp simd reduction(max : largest)
   for (int64_t i = 0; i < end; i++) largest = row[i] > largest ? row[i] : largest;
-  peak = std::max(peak, largest * scale);
+  float peak = largest * scale;
   floats sum{};
   for (int64_t i = 0; i < end; i += LANES) {
     floats weights = fast_exp(load_as<floats>(row + i) * scale - peak);
@@ -240,6 +243,7 @@ static void add_values(float* sums, const X* weights, const X* values, const X* 
   }
 }
 
+#ifndef EXACT  // else see exact.h
 // The new token of sequence i, row rows[i] of q (T, H, D), attends to the last `window` (0: all) of the sequence's
 // seq_lens[i] tokens. K and V are read in place. A long sequence is divided into tasks of SPAN tokens each, with weights
 // of their own, and the results are combined at the end: flash-decoding (https://pytorch.org/blog/flash-decoding). Spans
@@ -291,7 +295,7 @@ static void decode_attention(X* out, const X* q, const X* k_cache, const X* v_ca
       for (int64_t head = 0; head < H; head++) {
         float* mine = &scores[head * ROW];
         std::tie(totals[2 * head], totals[2 * head + 1]) = exponentials(
-            mine, end - begin, scale, -INFINITY, softcap, slopes ? slopes + head : nullptr, seq_lens[s] - 1 - begin);
+            mine, end - begin, scale, softcap, slopes ? slopes + head : nullptr, seq_lens[s] - 1 - begin);
         narrow_row(&weights[head * ROW], mine, end - begin);
       }
       each_run([&](int64_t offset, int64_t slot, int64_t next, int64_t count) {
@@ -316,6 +320,7 @@ static void decode_attention(X* out, const X* q, const X* k_cache, const X* v_ca
     }
   }
 }
+#endif
 
 // These pack K and V like the weights of a product: K as a weight with tokens as outputs, V with tokens as inputs.
 template <class A, class X>
@@ -351,10 +356,41 @@ static void pack_row(A* __restrict to, const X* __restrict token, const X* __res
     widen_row(to, token, n);
 }
 
+// Packs the keys of a span's tokens [first, end) like a weight, in blocks of OUTPUTS tokens.
+template <class A, class Token>
+static void pack_keys(A* keys, Token token, int64_t first, int64_t end, int64_t D) {
+  constexpr int64_t PAIR = STEP<A>;
+  int64_t width = (D + PAIR - 1) / PAIR * PAIR, together = D % (LANES * PAIR) ? 1 : LANES;
+  for (int64_t i = first / together * together; i < end; i += together) {
+    A* to = &keys[i / OUTPUTS * OUTPUTS * width + i % OUTPUTS * PAIR];
+    if (together == 1) pack_column(to, token(i), D);
+    else pack_columns(to, [&](int64_t j) { return token(std::clamp(i + j, first, end - 1)); }, D);
+  }
+}
+
+// Adds the values of a span, weighted with the span's own peak, to those of earlier spans. What has the smaller peak is
+// scaled down: flash-attention (https://arxiv.org/abs/2205.14135).
+ONE_COPY void merge(float* sums, float& peak, float& total, const float* of_span, float span_peak, float span_total,
+                    int64_t n) {
+  float before = peak;
+  peak = std::max(peak, span_peak);
+  float kept = fast_exp(before - peak), added = fast_exp(span_peak - peak);
+  total *= kept;
+  add_scaled(&total, &span_total, added, 1);
+  if (kept != 1)
+    for (int64_t i = 0; i < n; i++) sums[i] *= kept;
+  add_scaled(sums, of_span, added, n);
+}
+
+template <class X>
+static void write_mean(X* out, const float* sums, float total, int64_t n) {
+  float inverse = 1 / total;
+  for (int64_t i = 0; i < n; i++) out[i] = narrow<X>(sums[i] * inverse);
+}
+
 // The last T tokens of a sequence, q and out (T, H, ..), attend to the sequence's `length` tokens. Keys are processed in
-// spans, packed like the weights of a product. If a later span has a larger score, the results of earlier spans are
-// scaled down: flash-attention (https://arxiv.org/abs/2205.14135). Spans begin at the same positions for every chunk, and
-// keys that a query does not see add 0, so the result does not depend on how the prompt was divided.
+// spans, packed like the weights of a product. Spans begin at the same positions for every chunk, and keys that a query does
+// not see add 0, so the result does not depend on how the prompt was divided.
 template <class X>
 static void prefill_attention(X* out, const X* q, const X* k_cache, const X* v_cache, const int32_t* table, int64_t T,
                               int64_t length, int64_t H, int64_t K, int64_t D, int64_t Dv, int64_t B, float scale,
@@ -371,7 +407,9 @@ static void prefill_attention(X* out, const X* q, const X* k_cache, const X* v_c
     std::vector<A> queries(G * QUERIES * query_width), keys(padded(SPAN, OUTPUTS) * query_width);
     std::vector<A> values(SPAN * value_width), weights(HEIGHT * ROW);
     std::vector<float> scores(HEIGHT * ROW), sums(G * QUERIES * value_width);
-    std::vector<float> peak(G * QUERIES), total(G * QUERIES);
+    std::vector<float> peak(G * QUERIES), total(G * QUERIES), of_span(HEIGHT * value_width);
+    std::array<std::pair<float, float>, HEIGHT> span_totals;  // each row's peak and sum of weights
+    std::array<bool, HEIGHT> sees;                            // whether a row sees any of the span's tokens
     std::vector<X> zeros(Dv);
 #ifdef MAY_HAVE_AMX
     std::optional<Amx> amx;
@@ -412,13 +450,7 @@ static void prefill_attention(X* out, const X* q, const X* k_cache, const X* v_c
           int64_t slot = int64_t(table[position / B]) * B + position % B;
           return cache + (slot * K + kv_head) * width;
         };
-        for (int64_t i = start - begin, next; i < end - begin; i = next) {
-          A* to = &keys[i / OUTPUTS * OUTPUTS * query_width + i % OUTPUTS * PAIR];
-          bool are_many = D % (LANES * PAIR) == 0 && i % LANES == 0 && i + LANES <= end - begin;
-          next = i + (are_many ? LANES : 1);
-          if (are_many) pack_columns(to, [&](int64_t j) { return token(k_cache, begin + i + j, D); }, D);
-          else pack_column(to, token(k_cache, begin + i, D), D);
-        }
+        pack_keys(keys.data(), [&](int64_t i) { return token(k_cache, begin + i, D); }, start - begin, end - begin, D);
         if (start > begin) std::fill(values.begin(), values.end(), narrow<A>(0));  // their weight is 0
         for (int64_t i = (start - begin) / PAIR * PAIR; i < padded(end - begin, together); i += PAIR) {
           bool is_there = start <= begin + i && begin + i < end;
@@ -438,21 +470,18 @@ static void prefill_attention(X* out, const X* q, const X* k_cache, const X* v_c
           for (int64_t r = 0; r < R; r++) {
             int64_t low = std::max(window ? position + r + 1 - window : 0, begin) - begin;
             int64_t high = std::min(position + r + 1, end) - begin;
-            float *weight = &scores[r * ROW], before = peak[place + r], sum;
-            if (low >= high) {
+            float* weight = &scores[r * ROW];
+            sees[r] = low < high;
+            if (!sees[r]) {
               std::fill_n(weight, SPAN, 0.0f);
               continue;
             }
-            std::tie(peak[place + r], sum) = exponentials(weight + low, high - low, scale, before, softcap,
-                                                          slopes ? slopes + kv_head * G + g : nullptr,
-                                                          position + r - begin - low);
+            span_totals[r] = exponentials(weight + low, high - low, scale, softcap,
+                                          slopes ? slopes + kv_head * G + g : nullptr, position + r - begin - low);
             std::fill(weight, weight + low, 0.0f);
             std::fill(weight + high, weight + SPAN, 0.0f);
-            float factor = fast_exp(before - peak[place + r]);
-            total[place + r] = total[place + r] * factor + sum;
-            if (factor != 1)
-              for (int64_t i = 0; i < value_width; i++) sums[(place + r) * value_width + i] *= factor;
           }
+          std::fill_n(of_span.data(), R * value_width, 0.0f);
           int64_t inputs = padded(seen, together) - unseen;
           const A* weight_rows;
           if constexpr (std::is_same_v<A, float>) {
@@ -462,16 +491,18 @@ static void prefill_attention(X* out, const X* q, const X* k_cache, const X* v_c
             for (int64_t r = 0; r < R; r++) narrow_row(&weights[r * ROW], &scores[r * ROW + unseen], inputs);
           }
           for (int64_t block = 0; block < value_width; block += OUTPUTS)
-            multiply(R, &sums[place * value_width + block], value_width, weight_rows, ROW,
-                     &values[block * SPAN + unseen * OUTPUTS], inputs);
+            multiply(R, &of_span[block], value_width, weight_rows, ROW, &values[block * SPAN + unseen * OUTPUTS],
+                     inputs);
+          for (int64_t r = 0; r < R; r++)
+            if (sees[r])
+              merge(&sums[(place + r) * value_width], peak[place + r], total[place + r], &of_span[r * value_width],
+                    span_totals[r].first, span_totals[r].second, Dv);
         });
       }
       for (int64_t g = 0; g < G; g++)
         for (int64_t t = 0; t < rows; t++) {
           int64_t r = g * QUERIES + t;
-          float inverse = 1 / total[r];
-          X* to = out + ((part * QUERIES + t) * H + kv_head * G + g) * Dv;
-          for (int64_t d = 0; d < Dv; d++) to[d] = narrow<X>(sums[r * value_width + d] * inverse);
+          write_mean(out + ((part * QUERIES + t) * H + kv_head * G + g) * Dv, &sums[r * value_width], total[r], Dv);
         }
     }
   }

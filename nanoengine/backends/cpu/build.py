@@ -12,10 +12,13 @@ import tempfile
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from nanoengine.steps import uninterrupted
+from nanoengine.steps import phase, uninterrupted
 
 SOURCE = Path(__file__).parent / "kernels.cpp"
-HEADERS = [SOURCE.with_name(name) for name in ("attention.h", "products.h", "states.h")]
+HEADERS = [
+    SOURCE.with_name(name)
+    for name in ("attention.h", "exact.h", "integers.h", "linear.h", "products.h", "states.h")
+]
 # The parts of -ffast-math that preserve NaN, infinity, and the order of sums, which decides the last bit.
 FLAGS = (
     "-O3 -march=native -std=c++17 -fopenmp -shared -fPIC -fno-math-errno -fno-trapping-math -fno-signed-zeros"
@@ -27,17 +30,28 @@ def load_library(types: int) -> tuple[ctypes.CDLL, bool]:
 
     A library's name contains its own digest, so that a truncated file is not loaded.
 
+    If the compiler does not support OpenMP, as Apple's does not, the kernels use one thread.
+
     Returns:
         The library, and whether it was compiled now.
 
     Raises:
         RuntimeError: there is no compiler, or the compiler fails.
     """
+    try:
+        return _load(types, FLAGS)
+    except RuntimeError as error:
+        if "-fopenmp" not in str(error).partition(" failed: ")[2]:
+            raise
+        return _load(types, FLAGS.replace("-fopenmp", "-fopenmp-simd"))
+
+
+def _load(types: int, flags: str) -> tuple[ctypes.CDLL, bool]:
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         raise RuntimeError("no C++ compiler; install g++ or clang++, or set CXX")
     program, *options = compiler.split()
-    command = [program, *FLAGS.split(), f"-DTYPES={types}", *options]  # $CXX may say -march=x86-64-v3
+    command = [program, *flags.split(), f"-DTYPES={types}", *options]  # $CXX may say -march=x86-64-v3
     try:
         version = _run([program, *options, "--version"], tempfile.gettempdir())
         sources = [path.read_text() for path in (SOURCE, *HEADERS)]
@@ -52,7 +66,8 @@ def load_library(types: int) -> tuple[ctypes.CDLL, bool]:
         writable = cache if cache is not None and os.access(cache, os.W_OK) else None
         with tempfile.TemporaryDirectory(dir=writable) as directory:
             path = Path(directory) / "kernels.so"
-            _run([*command, str(SOURCE), "-o", str(path)], directory)
+            with phase("compiling", "compiling the kernels for this processor, once"):
+                _run([*command, str(SOURCE), "-o", str(path)], directory)
             if writable is not None:  # atomically: another process may do the same
                 path = path.replace(writable / f"{name}-{_digest(path.read_bytes())}.so")
             return ctypes.CDLL(str(path)), True

@@ -58,7 +58,14 @@ class CPU(Device):
         if self.kernels is None or not self.kernels.serves(dtype) or group is None:
             return None
         weight = weight.regrouped(group)
-        return PackedLinear(weight, bias, self.kernels, dtype) if weight.fits(dtype) else None
+        if not weight.fits(dtype):
+            return None
+        return PackedLinear(weight, bias, self.kernels, dtype, self._activation_bits(dtype))
+
+    def _activation_bits(self, dtype: torch.dtype) -> int:
+        """Return 8 if products with quantized weights round activations to 8 bits, else 0."""
+        is_faster = self.kernels is not None and self.kernels.are_integers_fast and dtype != torch.float32
+        return {"auto": 8 * is_faster, "int8": 8, "float": 0}[self.config.activations]
 
     def prepare(self, model: Any) -> None:
         """See the base class."""
@@ -69,13 +76,18 @@ class CPU(Device):
                 self.kernels, self._no_kernels = None, f"there are no kernels for {dtype_name(dtype)}"
         self.draw = None if self.kernels is None else self.kernels.sample
         if has_states:
-            model.states.kernels = self.kernels
+            from nanoengine.backends.cpu.scans import StateKernels
+
+            model.states.kernels = self.kernels and StateKernels(self.kernels)
         quantization = self.config.quantization if self.config.quantization in ONLINE_FORMATS else None
         if quantization is not None and self.kernels is None:
             raise ValueError(f"quantization={quantization!r} needs compiled kernels: {self._no_kernels}")
+        if self.config.activations == "int8" and self.kernels is None:
+            raise ValueError(f"activations='int8' needs compiled kernels: {self._no_kernels}")
         if not model.replaceable:
             model.use_linear_layers()
-        pack_weights(model, self.kernels, int((quantization or "int0").removeprefix("int")))
+        bits = int((quantization or "int0").removeprefix("int"))
+        pack_weights(model, self.kernels, bits, self._activation_bits(next(model.parameters()).dtype))
         if model.replaceable and self.kernels is not None:
             model.use_kernels(self.kernels)
             for i, layer in enumerate(model.layers):
@@ -96,6 +108,13 @@ class CPU(Device):
         if attention.backend is not CompiledAttention:
             return attention
         assert self.kernels is not None
+        if (num_threads := torch.get_num_threads()) > 1:
+            cpus = ", ".join(map(str, self.threads.cpus))
+            attention.notes.append(
+                f"{num_threads} threads {f'pinned to CPUs {cpus}' if cpus else 'not pinned'}"
+            )
+        if self.kernels.has_one_thread:
+            attention.notes.append("kernels use one thread: the compiler does not support OpenMP")
         if self.kernels.was_compiled:
             attention.notes.append(f"compiled now, {self.kernels.seconds:.1f} s")
         return attention._replace(build=functools.partial(CompiledAttention, kernels=self.kernels))

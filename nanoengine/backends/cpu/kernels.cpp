@@ -1,6 +1,6 @@
 // CPU kernels for what PyTorch has no fast operator: products that read each weight from memory once for all rows
-// (products.h), attention over cache blocks (attention.h), and layers with recurrent state (states.h). This file has the
-// element-wise work between two products, each in one pass over memory, a whole layer in one call, and sampling.
+// (linear.h, of floats in products.h and of integers in integers.h), attention over cache blocks (attention.h), and layers
+// with recurrent state (states.h). This file has the element-wise work between two products, each in one pass over memory, a whole layer in one call, and sampling.
 // build.py compiles this file if there is a compiler, and kernels.py calls it through ctypes. Everything here also
 // exists in plain PyTorch, in backends/attention.py, models/decoder.py and sampling.py, or in transformers.
 //
@@ -10,6 +10,10 @@
 #include <cfloat>
 
 #include "attention.h"
+#ifdef EXACT
+#include "exact.h"
+#endif
+#include "linear.h"
 #include "states.h"
 
 // ---- Between attention and products --------------------------------------------------------------
@@ -231,7 +235,7 @@ struct Layer {  // addresses, null if there is none, and sizes: E hidden, M of t
   struct Linear {
     const void* packed;
     const X* bias;
-    int64_t bits, group, has_zeros;  // see `Form`
+    Form form;
   };
   Linear qkv, o, gate_up, down;
   const X *input_norm, *q_norm, *k_norm, *post_norm;
@@ -260,7 +264,8 @@ static void decoder_layer(X* out, X* total, const X* x, const X* residual, const
       *layer;
   auto [slots, tables, seq_lens, rows, S, blocks, B, num_chunks, chunks, needed, num_needed] = *batch;
   auto multiply = [&T](X* out, const X* x, auto weight, int64_t I, int64_t N) {
-    linear(out, x, weight.packed, weight.bias, T, I, N, weight.bits, weight.group, weight.has_zeros);
+    auto [bits, group, has_zeros, activation_bits] = weight.form;
+    linear(out, x, weight.packed, weight.bias, T, I, N, bits, group, has_zeros, activation_bits);
   };
   static thread_local std::vector<X> kept;
   int64_t width = (H + 2 * K) * D, size = T * (2 * E + width + (2 * H + K) * D + 3 * M);
@@ -339,3 +344,11 @@ extern "C" const int64_t outputs;  // in a block of a packed weight
 const int64_t outputs = OUTPUTS;
 extern "C" const bool amx;  // whether bfloat16 products use AMX
 const bool amx = HAS_AMX;
+extern "C" const bool one_thread;  // whether the compiler does not support OpenMP
+#ifdef _OPENMP
+const bool one_thread = false;
+#else
+const bool one_thread = true;
+#endif
+extern "C" const bool integers_are_fast;  // whether rounded activations make products with quantized weights faster
+const bool integers_are_fast = HAS_DOT && !HAS_AMX;

@@ -24,11 +24,11 @@ class Form(NamedTuple):
     bits: int = 0  # 0: in the dtype of x
     group: int = 0
     has_zeros: int = 0
+    activation_bits: int = 0  # 8: the kernel rounds the rows of x, and multiplies integers. 0: floats
 
 
 PLAIN = Form()
 TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 4}  # the values of TYPES in kernels.cpp
-Slots = tuple[Tensor, Tensor]  # the slots that N sequences' states are read from and written to: (N,) int64
 
 
 class Kernels:
@@ -45,6 +45,7 @@ class Kernels:
         self.was_compiled, self.seconds = False, 0.0
         self._functions: dict[tuple[str, torch.dtype], Callable[..., None]] = {}
         self.library = self._load(dtype)
+        self.has_one_thread = ctypes.c_bool.in_dll(self.library, "one_thread").value  # no OpenMP
         self._libraries: dict[torch.dtype, ctypes.CDLL | None] = {dtype: self.library}  # None: not available
 
     def _load(self, dtype: torch.dtype) -> ctypes.CDLL:
@@ -143,7 +144,12 @@ class Kernels:
         rows[-1, : len(rest)] = rest
         return packed if step > 1 else packed.squeeze(-1)
 
-    def pack_integers(self, quantized: Quantized) -> Tensor:
+    @functools.cached_property
+    def are_integers_fast(self) -> bool:
+        """Whether products with quantized weights are faster if the kernel rounds the rows of x to 8 bits."""
+        return ctypes.c_bool.in_dll(self.library, "integers_are_fast").value
+
+    def pack_integers(self, quantized: Quantized, activation_bits: int) -> Tensor:
         """Pack a quantized weight (N, I) as (blocks, bytes): groups of integers, scales and zeros."""
         integers, scales, zeros, bits = quantized
         (num_outputs, num_inputs), num_groups = integers.shape, scales.shape[1]
@@ -151,7 +157,7 @@ class Kernels:
         of_output = num_inputs * bits // 8 + 2 * num_groups * (1 if zeros is None else 2)
         packed = zeros_on_large_pages((num_blocks, self.num_outputs * of_output), torch.int8)
         halves = [None if x is None else x.half().contiguous() for x in (scales, zeros)]
-        sizes = num_outputs, num_inputs, bits, quantized.group
+        sizes = num_outputs, num_inputs, bits, quantized.group, activation_bits
         self.call("pack_integers", packed, integers.contiguous(), *halves, *sizes)
         return packed
 
@@ -181,51 +187,6 @@ class Kernels:
         num_rows, width = gate_up.shape
         out = gate_up.new_empty(num_rows, width // 2)
         self.call("silu_and_mul", out, gate_up, num_rows, width // 2)
-        return out
-
-    def conv_step(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, slots: Slots, silu: bool
-    ) -> Tensor:
-        """Return a causal convolution's next output (N, C) for x (N, C).
-
-        weight is (C, W), states are (slots, C, W).
-        """
-        out = torch.empty_like(x)
-        self.call("conv_step", out, x, weight, bias, states, *slots, *x.shape, weight.shape[1], int(silu))
-        return out
-
-    def delta_rule(
-        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, states: Tensor, slots: Slots
-    ) -> Tensor:
-        """Return the gated delta rule's outputs (N, T, H, V) for q and k (N, T, K, D) and v (N, T, H, V).
-
-        decay (N, T, H) or (N, T, H, D), beta (N, T, H) and states (slots, H, D, V) are float32.
-        """
-        out = torch.empty_like(v)
-        sizes = *v.shape[:3], *k.shape[2:], v.shape[3], decay.numel() // beta.numel()
-        self.call("delta_rule", out, q, k, v, decay, beta, states, *slots, *sizes)
-        return out
-
-    def mamba2(
-        self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, states: Tensor, slots: Slots
-    ) -> Tensor:
-        """Return Mamba2's outputs (N, T, H, P) for x (N, T, H, P), b and c (N, T, G, S).
-
-        dt (N, T, H), a and d (H,), and states (slots, H, P, S) are float32.
-        """
-        out = torch.empty_like(x)
-        self.call("mamba2", out, x, dt, a, b, c, d, states, *slots, *x.shape, *b.shape[2:])
-        return out
-
-    def mamba(
-        self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, states: Tensor, slots: Slots
-    ) -> Tensor:
-        """Return Mamba's outputs (N, T, I) for x (N, T, I), b and c (N, T, S).
-
-        dt (N, T, I), a (I, S) and states (slots, I, S) are float32.
-        """
-        out = torch.empty_like(x)
-        self.call("mamba", out, x, dt, a, b, c, states, *slots, *x.shape, b.shape[2])
         return out
 
     def sample(self, logits: Tensor, metadata: SamplingMetadata) -> tuple[Tensor, Tensor]:

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from nanoengine.backends.attention import GroupedAttention, PagedAttention
+from nanoengine.backends.cores import on_all_cores
 from nanoengine.backends.cpu.attention import CompiledAttention
 from nanoengine.backends.cpu.kernels import PLAIN, Form, Kernels, as_int64
 from nanoengine.backends.kv_cache import KVCache
-from nanoengine.backends.quantized import PackedEmbedding, Quantized, grouped, quantize
+from nanoengine.backends.quantized import PackedEmbedding, Quantized, grouped
 
 
 class PackedLinear(nn.Module):
@@ -22,18 +23,24 @@ class PackedLinear(nn.Module):
         bias: (out,) or None.
         kernels: for them `can_multiply(weight)` is true, or the weight is quantized.
         dtype: of inputs and outputs.
+        activation_bits: 8 if the kernel rounds inputs for products with quantized weights.
     """
 
     packed: Tensor
 
     def __init__(
-        self, weight: Tensor | Quantized, bias: Tensor | None, kernels: Kernels, dtype: torch.dtype
+        self,
+        weight: Tensor | Quantized,
+        bias: Tensor | None,
+        kernels: Kernels,
+        dtype: torch.dtype,
+        activation_bits: int = 0,
     ) -> None:
         super().__init__()
         self.kernels, self.bias, self.dtype, self.form = kernels, bias, dtype, PLAIN
         if isinstance(weight, Quantized):
-            self.form = Form(weight.bits, weight.group, int(weight.zeros is not None))
-            packed, shape = kernels.pack_integers(weight), weight.integers.shape
+            self.form = Form(weight.bits, weight.group, int(weight.zeros is not None), activation_bits)
+            packed, shape = kernels.pack_integers(weight, activation_bits), weight.integers.shape
         else:
             packed, shape = kernels.pack(weight), weight.shape
         self.out_features, self.in_features = shape
@@ -55,25 +62,6 @@ class PackedLinear(nn.Module):
         return self.kernels.linear(x, self.packed, self.bias, self.out_features, self.form)
 
 
-class OneDNNLinear(nn.Module):
-    """A linear layer with its bfloat16 weight in oneDNN's layout.
-
-    `nn.Linear` reorders the weight at every call, which takes longer than the product of a small batch.
-    """
-
-    def __init__(self, layer: nn.Linear) -> None:
-        super().__init__()
-        self.bias = layer.bias
-        self.weight = layer.weight.new_empty(0, layer.in_features)  # some models read its dtype
-        self.shape = layer.weight.shape
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer: (T, in) -> (T, out)."""
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
-        return out
-
-
 def pack_embedding(embedding: nn.Embedding, head: PackedLinear) -> nn.Embedding:
     """Return an embedding that reads its rows from a packed head, or itself if results differ."""
     result, ids = PackedEmbedding.of(embedding, head), torch.arange(min(64, head.out_features))
@@ -86,7 +74,9 @@ def pack_embedding(embedding: nn.Embedding, head: PackedLinear) -> nn.Embedding:
     return embedding
 
 
-def pack_linear(layer: nn.Linear, kernels: Kernels | None, bits: int = 0) -> nn.Module:
+def pack_linear(
+    layer: nn.Linear, kernels: Kernels | None, bits: int = 0, activation_bits: int = 0
+) -> nn.Module:
     """Return the layer with its weight in the fastest layout, which may be the layer itself.
 
     Results are equal up to rounding. The weight is quantized if `bits` is 4 or 8 and the number of inputs
@@ -94,11 +84,16 @@ def pack_linear(layer: nn.Linear, kernels: Kernels | None, bits: int = 0) -> nn.
     """
     weight: Tensor = layer.weight
     if kernels is not None and bits and grouped(layer.in_features) is not None:
-        return PackedLinear(quantize(weight, bits), layer.bias, kernels, weight.dtype)
+        from nanoengine.backends.cpu.quantize import quantize
+
+        return PackedLinear(quantize(weight, bits), layer.bias, kernels, weight.dtype, activation_bits)
     if kernels is not None and kernels.can_multiply(weight):
         return PackedLinear(weight, layer.bias, kernels, weight.dtype)
-    is_bfloat16 = weight.dtype == torch.bfloat16
-    return OneDNNLinear(layer) if is_bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported() else layer
+    if weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        from nanoengine.backends.cpu.onednn import OneDNNLinear
+
+        return OneDNNLinear(layer)
+    return layer
 
 
 # Names of routers, which are not quantized, and of heads, which are quantized to 8 bits but not to 4. Other
@@ -107,7 +102,7 @@ ROUTERS = ("float32_linear", "gate", "router", "shared_expert_gate")
 HEADS = ("lm_head", "embed_out", "output_projection")
 
 
-def pack_weights(model: nn.Module, kernels: Kernels | None, bits: int = 0) -> None:
+def pack_weights(model: nn.Module, kernels: Kernels | None, bits: int = 0, activation_bits: int = 0) -> None:
     """Replace a model's linear layers by packed ones, and embeddings that are tied to one of them.
 
     Layers are replaced one at a time, and each plain weight is freed before the next layer is packed.
@@ -122,16 +117,19 @@ def pack_weights(model: nn.Module, kernels: Kernels | None, bits: int = 0) -> No
             elif isinstance(child, nn.Embedding):
                 embeddings.setdefault(id(child.weight), []).append((parent, name))
     parent = child = model  # the last ones would keep a plain weight in memory
-    while linears:
+
+    def replace(_: int) -> None:
         layer, places = linears.popitem()
         names = {name for _, name in places}
         max_bits = 0 if names & {*ROUTERS} else 8 if names & {*HEADS} else bits
-        packed = pack_linear(layer, kernels, bits and max_bits)
+        packed = pack_linear(layer, kernels, bits and max_bits, activation_bits)
         for parent, name in places:
             setattr(parent, name, packed)
         if isinstance(packed, PackedLinear):
             for parent, name in embeddings.get(id(layer.weight), ()):
                 setattr(parent, name, pack_embedding(getattr(parent, name), packed))
+
+    on_all_cores("packing weights", replace, range(len(linears)))
 
 
 class CompiledLayer(nn.Module):

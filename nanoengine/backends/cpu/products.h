@@ -12,7 +12,6 @@
 #include <utility>
 #include <vector>
 
-#include <omp.h>
 #ifdef __x86_64__
 #include <immintrin.h>
 #endif
@@ -531,9 +530,10 @@ constexpr bool HAS_AMX = false;
 constexpr int64_t AMX_PART = 0;
 #endif
 
-// Describes how a packed weight is stored: as X (bits 0), or as integers of that many bits.
+// Describes how a packed weight is stored: as X (bits 0), or as integers of that many bits, which are multiplied by
+// activations as floats (0), or rounded to 8 bits (integers.h).
 struct Form {
-  int64_t bits, group, has_zeros;
+  int64_t bits, group, has_zeros, activation_bits;
 
   int64_t weight_bytes() const { return group * OUTPUTS * bits / 8; }
   int64_t group_bytes() const { return weight_bytes() + OUTPUTS * 2 * (1 + has_zeros); }
@@ -542,6 +542,30 @@ struct Form {
 // With this many rows or more, threads take blocks dynamically, so that a thread on a busy core gets fewer blocks. With
 // fewer rows, memory is the bottleneck, and each thread gets consecutive blocks.
 constexpr int64_t TURNS_FROM = 64;
+
+// Calls add(block) for each block of OUTPUTS outputs, in a parallel region: it adds to the thread's sums (T, OUTPUTS), which
+// begin as the bias, and end in out (T, N).
+template <class X, class Add>
+static void for_each_block(X* out, const X* bias, float* sums, int64_t T, int64_t N, Add add) {
+  auto compute = [&](int64_t first) {
+    int64_t width = std::min(OUTPUTS, N - first);
+    float start[OUTPUTS] = {};
+    if (bias) widen_row(start, bias + first, width);
+    for (int64_t t = 0; t < T; t++) memcpy(&sums[t * OUTPUTS], start, sizeof start);
+    add(first / OUTPUTS);
+    for (int64_t t = 0; t < T; t++) {
+      if (width == OUTPUTS) narrow_row(out + t * N + first, &sums[t * OUTPUTS], OUTPUTS);
+      else narrow_row(out + t * N + first, &sums[t * OUTPUTS], width);
+    }
+  };
+  if (T < TURNS_FROM) {
+#pragma omp for schedule(static)
+    for (int64_t first = 0; first < N; first += OUTPUTS) compute(first);
+  } else {
+#pragma omp for schedule(dynamic)
+    for (int64_t first = 0; first < N; first += OUTPUTS) compute(first);
+  }
+}
 
 // Computes out (T, N) = x (T, I) times a packed weight + bias, multiplied as A. Each block is read from memory once, and
 // stays in the L2 cache for all rows. The order of a row's sums does not depend on the other rows, so neither does its
@@ -592,12 +616,8 @@ static void product(X* out, const X* x, const W* packed, Form form, const X* bia
     std::optional<Amx> amx;
     if (IN_AMX_ORDER) amx.emplace(height, std::min(group, DEPTH), group % DEPTH);
 #endif
-    auto compute = [&](int64_t first) {
-      int64_t width = std::min(OUTPUTS, N - first);
-      float start[OUTPUTS] = {};
-      if (bias) widen_row(start, bias + first, width);
-      for (int64_t t = 0; t < T; t++) memcpy(&sums[t * OUTPUTS], start, sizeof start);
-      const char* block = (const char*)packed + first / OUTPUTS * block_bytes;
+    for_each_block(out, bias, sums.data(), T, N, [&](int64_t index) {
+      const char* block = (const char*)packed + index * block_bytes;
       for (int64_t input = 0; input < I; input += part) {
         int64_t inputs = std::min(part, I - input), bytes = block_bytes * inputs / I;
         const A* own = rows + input * (BY_AMX ? height : 1);
@@ -627,93 +647,6 @@ static void product(X* out, const X* x, const W* packed, Form form, const X* bia
         if (is_widened) multiply<A, A, IS_SCALED>(sums.data(), own, stride, wide.data(), groups, T, block, bytes);
         else multiply<A, W, IS_SCALED>(sums.data(), own, stride, weights, groups, T, block, bytes);
       }
-      for (int64_t t = 0; t < T; t++) {
-        if (width == OUTPUTS) narrow_row(out + t * N + first, &sums[t * OUTPUTS], OUTPUTS);
-        else narrow_row(out + t * N + first, &sums[t * OUTPUTS], width);
-      }
-    };
-    if (T < TURNS_FROM) {
-#pragma omp for schedule(static)
-      for (int64_t first = 0; first < N; first += OUTPUTS) compute(first);
-    } else {
-#pragma omp for schedule(dynamic)
-      for (int64_t first = 0; first < N; first += OUTPUTS) compute(first);
-    }
-  }
-}
-
-template <class X>
-static void linear(X* out, const X* x, const void* packed, const X* bias, int64_t T, int64_t I, int64_t N, int64_t bits,
-                   int64_t group, int64_t has_zeros) {
-  if (!T) return;
-  Form form{bits, group, has_zeros};
-  auto multiply = [=](auto input, auto in_amx_order, int64_t first, int64_t rows) {
-    using A = decltype(input);
-    X* to = out + first * N;
-    const X* from = x + first * I;
-    if (bits == 8) product<A, in_amx_order>(to, from, (const int8_t*)packed, form, bias, rows, I, N);
-    else if (bits == 4) product<A, in_amx_order>(to, from, (const int4x8*)packed, form, bias, rows, I, N);
-    else product<A, in_amx_order>(to, from, (const X*)packed, form, bias, rows, I, N);
-  };
-#ifdef MAY_HAVE_AMX
-  if constexpr (std::is_same_v<X, bf16>)
-    if (HAS_AMX) {
-      if (bits && T <= FEW) return multiply(float(), std::true_type(), 0, T);
-      int64_t limit = std::max(HEIGHT, AMX_INPUTS / I), num_parts = (T + limit - 1) / limit;
-      int64_t rows = num_tiles_of((T + num_parts - 1) / num_parts, HEIGHT) * HEIGHT;
-      for (int64_t first = 0; first < T; first += rows) multiply(bf16(), std::true_type(), first, std::min(rows, T - first));
-      return;
-    }
-#endif
-  multiply(Input<X>(), std::false_type(), 0, T);
-}
-
-// ---- Quantized weights ---------------------------------------------------------------------------
-
-// Packs integers (N, I), and scales and zeros (N, I / group) as float16 bits, the way `product` reads them. `out` must be
-// zeros.
-static void pack_integers(char* out, const int8_t* integers, const uint16_t* scales, const uint16_t* zeros, int64_t N,
-                          int64_t I, int64_t bits, int64_t group) {
-  Form form{bits, group, zeros != nullptr};
-  int64_t num_groups = I / group;
-#pragma omp parallel for schedule(static)
-  for (int64_t block = 0; block < (N + OUTPUTS - 1) / OUTPUTS; block++)
-    for (int64_t n = block * OUTPUTS; n < std::min(N, (block + 1) * OUTPUTS); n++)
-      for (int64_t g = 0; g < num_groups; g++) {
-        char* weights = out + (block * num_groups + g) * form.group_bytes();
-        const int8_t* row = integers + n * I + g * group;
-        int64_t o = n % OUTPUTS, lane = o % LANES, j = o / LANES;
-        for (int64_t i = 0; i < group; i++)
-          if (bits == 8)
-            weights[(i / STEP<int8_t> * OUTPUTS + o) * STEP<int8_t> + i % STEP<int8_t>] = row[i];
-          else
-            ((int4x8*)weights)[i / STEP<int4x8> * LANES + lane].all |= (uint32_t(row[i]) & 15)
-                                                                       << 4 * (i % STEP<int4x8> * VECTORS + j);
-        uint16_t* params = (uint16_t*)(weights + form.weight_bytes());
-        params[o] = scales[n * num_groups + g];
-        if (zeros) params[OUTPUTS + o] = zeros[n * num_groups + g];
-      }
-}
-
-// Unpacks rows of such a weight into out (n, I).
-template <class X>
-static void unpack_rows(X* out, const char* packed, const int64_t* rows, int64_t n, int64_t I, int64_t bits,
-                        int64_t group, int64_t has_zeros) {
-  Form form{bits, group, has_zeros};
-#pragma omp parallel for schedule(static)
-  for (int64_t t = 0; t < n; t++) {
-    int64_t o = rows[t] % OUTPUTS, lane = o % LANES, j = o / LANES;
-    const char* weights = packed + rows[t] / OUTPUTS * (I / group) * form.group_bytes();
-    for (int64_t first = 0; first < I; first += group, weights += form.group_bytes()) {
-      const uint16_t* params = (const uint16_t*)(weights + form.weight_bytes());
-      float scale = halves(params + o / LANES * LANES)[lane];
-      float zero = has_zeros ? halves(params + OUTPUTS + o / LANES * LANES)[lane] : 0;
-      for (int64_t i = 0; i < group; i++) {
-        float integer = bits == 8 ? ((const int8_t*)weights)[(i / STEP<int8_t> * OUTPUTS + o) * STEP<int8_t> + i % STEP<int8_t>]
-                                  : integer_of(((const int4x8*)weights)[i / STEP<int4x8> * LANES + lane],
-                                               i % STEP<int4x8> * VECTORS + j);
-        out[t * I + first + i] = narrow<X>((integer - zero) * scale);
-      }
-    }
+    });
   }
 }

@@ -1,8 +1,10 @@
 """Pinned threads: each of PyTorch's OpenMP threads stays on its own core while a step runs."""
 
 import ctypes
+import functools
 import os
 import re
+from collections.abc import Set
 from pathlib import Path
 from threading import local
 
@@ -11,6 +13,7 @@ import torch
 # OpenMP's environment variables for thread placement. If one is set, the user has placed the threads.
 PLACED_BY_USER = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 
+SYSTEM = Path("/sys/devices/system/cpu")
 PAUSE_SOFT = 1  # OpenMP's omp_pause_soft: its settings stay as they are
 
 
@@ -21,27 +24,30 @@ class PinnedThreads:
     core, each such barrier lasts a scheduler tick: 8 ms for a product that takes 0.2 ms.
 
     The calling thread is unpinned at the end, because threads that it starts later would inherit its single
-    core. Its workers stay pinned. Nothing is pinned on systems other than Linux, without one thread for each
-    core that this process may use, or if the user has placed the threads.
+    core. Its workers stay pinned. Nothing is pinned on systems other than Linux, if `place` finds no CPUs, or
+    if the user has placed the threads.
     """
 
     def __init__(self, enabled: bool = True) -> None:
         can = hasattr(os, "sched_setaffinity") and not any(name in os.environ for name in PLACED_BY_USER)
         self._openmp, self._pins = _loaded_openmp(), enabled and can
-        self._pinned = local()  # .cpus: the cores of the calling thread's own workers
+        self._pinned = local()  # .cpus: those that the calling thread's workers are pinned to
+        self.cpus: tuple[int, ...] = ()  # of the threads of the team, inside the block; (): not pinned
 
     def __enter__(self) -> None:
         self._allowed: set[int] | None = None
+        self.cpus = ()
         if self._openmp is None or not self._pins or torch.get_num_threads() == 1:
             return
         allowed = os.sched_getaffinity(0)
-        if torch.get_num_threads() != len(allowed):
+        self.cpus = place(torch.get_num_threads(), frozenset(allowed))
+        if not self.cpus:
             return
         self._allowed = allowed
-        if getattr(self._pinned, "cpus", None) != allowed:
-            self._pin(sorted(allowed))
-            self._pinned.cpus = allowed
-        os.sched_setaffinity(0, {min(allowed)})
+        if getattr(self._pinned, "cpus", None) != self.cpus:
+            self._pin(self.cpus)
+            self._pinned.cpus = self.cpus
+        os.sched_setaffinity(0, {self.cpus[0]})
 
     def __exit__(self, *error: object) -> None:
         if self._allowed is not None:
@@ -57,7 +63,7 @@ class PinnedThreads:
         if self._openmp is not None and hasattr(self._openmp, "omp_pause_resource_all"):
             self._openmp.omp_pause_resource_all(PAUSE_SOFT)
 
-    def _pin(self, cpus: list[int]) -> None:
+    def _pin(self, cpus: tuple[int, ...]) -> None:
         """Make each thread of the team pin itself, in a parallel region of GCC's OpenMP interface."""
         openmp = self._openmp
         assert openmp is not None
@@ -68,11 +74,45 @@ class PinnedThreads:
         openmp.GOMP_parallel(ctypes.CFUNCTYPE(None, ctypes.c_void_p)(pin_myself), None, len(cpus), 0)
 
 
-def _loaded_openmp() -> ctypes.CDLL | None:
-    """Return the OpenMP library that PyTorch loaded, if it has GCC's entry point.
+@functools.cache
+def place(num_threads: int, allowed: Set[int], system: Path = SYSTEM) -> tuple[int, ...]:
+    """Return one of the allowed CPUs for each thread, or () if threads should not be pinned.
 
-    LLVM's and Intel's libraries have it too.
+    Threads are pinned if there is one for each CPU, for each core, or for each of the largest cores. With
+    fewer threads, another process may use the other cores, and the two must not choose the same ones. The
+    CPUs of a core share its arithmetic units, so with one thread for each core, no two threads share a core.
+    Threads with consecutive numbers are on the same socket.
+
+    Args:
+        num_threads: of the team.
+        allowed: the CPUs that this process may use.
+        system: where Linux describes the CPUs. A CPU that is not described counts as a core of its own.
     """
+    cores: dict[str, tuple[int, int, int]] = {}  # of each: capacity (negative), socket, first CPU
+    for cpu in sorted(allowed):
+        capacity = -int(_read(system / f"cpu{cpu}/cpu_capacity", "0"))  # Arm's large cores, before small ones
+        socket = int(_read(system / f"cpu{cpu}/topology/physical_package_id", "0"))
+        siblings = _read(system / f"cpu{cpu}/topology/thread_siblings_list", str(cpu))
+        cores.setdefault(siblings, (capacity, socket, cpu))
+    ordered = sorted(cores.values())
+    num_large = sum(capacity == ordered[0][0] for capacity, _, _ in ordered)
+    if num_threads == len(allowed):
+        return tuple(sorted(allowed))
+    if num_threads in (len(ordered), num_large):
+        return tuple(cpu for _, _, cpu in ordered[:num_threads])
+    return ()
+
+
+def _read(file: Path, default: str) -> str:
+    """Return what a file says, or the default if it cannot be read."""
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return default
+
+
+def _loaded_openmp() -> ctypes.CDLL | None:
+    """Return the OpenMP library that PyTorch loaded, if it has GCC's entry point. LLVM's has it too."""
     torch.get_num_threads()
     maps = Path("/proc/self/maps")
     paths = re.findall(r"\S*lib(?:gomp|iomp5|omp)\b\S*\.so\S*", maps.read_text()) if maps.exists() else []

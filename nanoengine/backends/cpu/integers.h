@@ -1,0 +1,216 @@
+// Products of integers: quantized weights times activations that are rounded to 8 bits, in groups of inputs. The sum of
+// a group's products is an exact integer, whatever instructions compute it. Groups are added in order, in float, and
+// multiplications and additions are rounded separately, so every processor computes the same bits.
+// tests/backends/test_integers.py has the definition in NumPy.
+
+#pragma once
+
+#include <cmath>
+
+#include "products.h"
+#ifdef __ARM_FEATURE_DOTPROD
+#include <arm_neon.h>
+#endif
+
+// A register of 32-bit lanes holds an output's weights for INPUTS consecutive inputs, 8 bits each. Packed int8 has this
+// layout: (ceil(N / OUTPUTS), I / INPUTS, OUTPUTS, INPUTS). In packed int4, two vectors of outputs share a register: the
+// first one's weights are the low halves of the bytes. Each weight is stored as integer + OFFSET, because VNNI takes
+// unsigned weights. The sum of a group's activations, times -OFFSET, is added back.
+constexpr int64_t INPUTS = 4;
+template <class W>
+constexpr int32_t OFFSET = 8;
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+constexpr bool HAS_DOT = true;
+template <>
+constexpr int32_t OFFSET<int8_t> = 128;
+#elif defined(__AVX2__) || defined(__ARM_FEATURE_DOTPROD)
+constexpr bool HAS_DOT = true;
+template <>
+constexpr int32_t OFFSET<int8_t> = 0;
+#else
+constexpr bool HAS_DOT = false;  // computes the same, slowly
+template <>
+constexpr int32_t OFFSET<int8_t> = 0;
+#endif
+template <class W>
+constexpr int64_t STEP_BYTES = OUTPUTS * INPUTS / (std::is_same_v<W, int4x8> ? 2 : 1);
+
+// Returns the weights of vector j.
+static inline integers bytes_of(const int8_t* step, int j) { return load_as<integers>(step + j * LANES * INPUTS); }
+static inline integers bytes_of(const int4x8* step, int j) {
+  bits both = load_as<bits>(step + j / 2 * LANES);
+  return (integers)((j % 2 ? both >> 4 : both) & 0x0f0f0f0f);
+}
+
+// Adds to each lane the sum of products of INPUTS weights and activations.
+template <class W>
+static inline integers add_dot(integers sum, integers weights, integers x) {
+#if defined(__AVX512VNNI__)
+  return (integers)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, (__m512i)x);
+#elif defined(__AVXVNNI__)
+  return (integers)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)weights, (__m256i)x);
+#elif defined(__AVX512BW__)  // pairs of products are added in 16 bits: at most 2 * 128 * 127
+  __m512i w = (__m512i)weights, signed_x = (__m512i)x;
+  if constexpr (!OFFSET<W>) {
+    signed_x = _mm512_mask_sub_epi8(signed_x, _mm512_movepi8_mask(w), __m512i{}, signed_x);
+    w = _mm512_abs_epi8(w);
+  }
+  __m512i pairs = _mm512_maddubs_epi16(w, signed_x);
+  return sum + (integers)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+#elif defined(__AVX2__)
+  __m256i w = (__m256i)weights, signed_x = (__m256i)x;
+  if constexpr (!OFFSET<W>) signed_x = _mm256_sign_epi8(signed_x, w), w = _mm256_abs_epi8(w);
+  __m256i pairs = _mm256_maddubs_epi16(w, signed_x);
+  return sum + (integers)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#elif defined(__ARM_FEATURE_DOTPROD)
+  return (integers)vdotq_s32((int32x4_t)sum, (int8x16_t)weights, (int8x16_t)x);
+#else
+  for (int shift = 24; shift >= 0; shift -= 8) sum += (weights << shift >> 24) * (x << shift >> 24);
+  return sum;
+#endif
+}
+
+// Returns a product as it is rounded to float. Otherwise the compiler would fuse it with an addition, where it can.
+static inline floats rounded_product(floats a, floats b) {
+  floats product = a * b;
+#if defined(__AVX512F__)
+  asm("" : "+v"(product));
+#elif defined(__AVX__)
+  asm("" : "+x"(product));
+#elif defined(__aarch64__)
+  asm("" : "+w"(product));
+#endif
+  return product;
+}
+
+// Activations, rounded. An activation is integer * scale of its group.
+struct Rounded {
+  int64_t stride, groups;        // bytes from row to row; groups in a row
+  std::vector<int8_t> integers;  // (T, stride)
+  std::vector<float> scales;     // (T, groups)
+  std::vector<int32_t> sums;     // (T, groups): sums of a group's integers
+  void resize(int64_t T, int64_t I, int64_t group) {
+    // Rows are one cache line further apart. Otherwise, for many widths, a tile's rows would share one L1 cache set.
+    stride = I + 64, groups = I / group;
+    if (int64_t(integers.size()) < T * stride) integers.resize(T * stride);
+    if (int64_t(scales.size()) < T * groups) scales.resize(T * groups), sums.resize(T * groups);
+  }
+};
+
+// Rounds a group to multiples of its largest absolute value / 127. A group whose values are not all finite gets the scale
+// NaN. One whose values are all below TINY is 0: the reciprocal of its scale could be infinite.
+constexpr float TINY = 0x1p-100f;
+template <class X>
+static void round_group(int8_t* __restrict out, float& scale, int32_t& sum, const X* __restrict x, int64_t n) {
+  float wide[128];
+  widen_row(wide, x, n);
+  int32_t largest = 0;  // bits of absolute values have the order of their numbers, and NaN has the largest
+#pragma omp simd reduction(max : largest)
+  for (int64_t i = 0; i < n; i++) {
+    int32_t bits;
+    memcpy(&bits, wide + i, 4);
+    largest = std::max(largest, bits & 0x7fffffff);
+  }
+  float size;
+  memcpy(&size, &largest, 4);
+  bool is_finite = largest < 0x7f800000, is_zero = !is_finite || size < TINY;
+  scale = is_finite ? is_zero ? 0 : size / 127 : NAN;
+  float inverse = is_zero ? 0 : 127 / size;
+  sum = 0;
+  if (is_zero) {
+    memset(out, 0, n);
+    return;
+  }
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < n; i++) {
+    int32_t integer = int32_t(std::nearbyint(wide[i] * inverse));
+    out[i] = integer;
+    sum += integer;
+  }
+}
+
+// Adds to R rows of sums, OUTPUTS wide, the product of rows of x from `first` on and a block's weights. Meanwhile, for
+// each group, `lines` cache lines are prefetched from `next` on.
+template <class W, bool HAS_ZEROS, int R>
+static void multiply_integers(float* sums, const Rounded& x, int64_t first, const char* block, const Form& form,
+                              const char* next, int64_t lines) {
+  const int64_t stride = x.stride, groups = x.groups, group = form.group;
+  const int8_t* from = x.integers.data() + first * stride;
+  const float* scales = x.scales.data() + first * groups;
+  const int32_t* x_sums = x.sums.data() + first * groups;
+  for (int64_t g = 0; g < groups; g++, scales++, x_sums++) {
+    asm("" ::: "memory");  // otherwise the compiler keeps totals in registers, and the integers' sums on the stack
+    integers sum[R][VECTORS];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+      for (int j = 0; j < VECTORS; j++) sum[r][j] = integers{} - OFFSET<W> * x_sums[r * groups];
+    for (int64_t line = 0; line < lines; line++, next += 64) __builtin_prefetch(next, 0, 2);
+    const char* step = block;
+    for (int64_t i = 0; i < group; i += 4 * INPUTS)
+#pragma GCC unroll 4
+      for (int k = 0; k < 4; k++, from += INPUTS, step += STEP_BYTES<W>) {
+        integers weights[VECTORS];
+#pragma GCC unroll 4
+        for (int j = 0; j < VECTORS; j++) weights[j] = bytes_of((const W*)step, j);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+          int32_t four;
+          memcpy(&four, from + r * stride, 4);
+#pragma GCC unroll 4
+          for (int j = 0; j < VECTORS; j++) sum[r][j] = add_dot<W>(sum[r][j], weights[j], integers{} + four);
+        }
+      }
+    const uint16_t* params = (const uint16_t*)(block + form.weight_bytes());
+#pragma GCC unroll 4
+    for (int j = 0; j < VECTORS; j++) {
+      floats scale = halves(params + j * LANES), zero{};
+      if (HAS_ZEROS) zero = halves(params + OUTPUTS + j * LANES);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) {
+        floats exact = __builtin_convertvector(sum[r][j], floats);
+        if (HAS_ZEROS) exact -= rounded_product(zero, floats{} + float(x_sums[r * groups]));
+        floats_anywhere* total = (floats_anywhere*)(sums + r * OUTPUTS + j * LANES);
+        *total += rounded_product(exact, scale * scales[r * groups]);
+      }
+    }
+    block += form.group_bytes();
+  }
+}
+
+template <class W, bool HAS_ZEROS, int... R>
+static constexpr auto integer_tiles(std::integer_sequence<int, R...>) {
+  return std::array{&multiply_integers<W, HAS_ZEROS, R + 1>...};
+}
+template <class W, bool HAS_ZEROS>
+static constexpr auto INTEGER_TILES = integer_tiles<W, HAS_ZEROS>(std::make_integer_sequence<int, ROWS>());
+
+// Computes out (T, N) = x (T, I), rounded, times packed integers + bias. Blocks are read as in `product`.
+template <class W, class X>
+static void integer_product(X* out, const X* x, const char* packed, const Form& form, const X* bias, int64_t T, int64_t I,
+                            int64_t N) {
+  static thread_local Rounded kept;  // kept between calls: new memory takes longer than the work
+  kept.resize(T, I, form.group);
+  Rounded& rows = kept;
+  int64_t block_bytes = I / form.group * form.group_bytes(), num_tiles = num_tiles_of(T);
+  int64_t fetching = std::min<int64_t>(num_tiles, 4), times = rows.groups * fetching;
+  int64_t lines = (block_bytes / 64 + times - 1) / times;
+  auto multiply = form.has_zeros ? INTEGER_TILES<W, true>.data() : INTEGER_TILES<W, false>.data();
+#pragma omp parallel
+  {
+#pragma omp for schedule(static)
+    for (int64_t place = 0; place < T * rows.groups; place++) {
+      int64_t t = place / rows.groups, i = place % rows.groups * form.group;
+      round_group(&rows.integers[t * rows.stride + i], rows.scales[place], rows.sums[place], x + t * I + i, form.group);
+    }
+    static thread_local std::vector<float> sums;
+    sums.resize(T * OUTPUTS);
+    for_each_block(out, bias, sums.data(), T, N, [&](int64_t block) {
+      const char *from = packed + block * block_bytes, *next = from + block_bytes;
+      for (int64_t i = 0; i < num_tiles; i++, next += lines * rows.groups * 64) {
+        auto [begin, end] = tile_of(T, i);
+        multiply[end - begin - 1](&sums[begin * OUTPUTS], rows, begin, from, form, next, i < fetching ? lines : 0);
+      }
+    });
+  }
+}

@@ -1,0 +1,99 @@
+// Linear layers: products with packed weights, plain or quantized, and how quantized weights are packed.
+// Shape letters: T tokens, I inputs, N outputs of a layer.
+
+#pragma once
+
+#include "integers.h"
+
+template <class X>
+static void linear(X* out, const X* x, const void* packed, const X* bias, int64_t T, int64_t I, int64_t N, int64_t bits,
+                   int64_t group, int64_t has_zeros, int64_t activation_bits) {
+  if (!T) return;
+  Form form{bits, group, has_zeros, activation_bits};
+  if (activation_bits) {
+    if (bits == 8) integer_product<int8_t>(out, x, (const char*)packed, form, bias, T, I, N);
+    else integer_product<int4x8>(out, x, (const char*)packed, form, bias, T, I, N);
+    return;
+  }
+  auto multiply = [=](auto input, auto in_amx_order, int64_t first, int64_t rows) {
+    using A = decltype(input);
+    X* to = out + first * N;
+    const X* from = x + first * I;
+    if (bits == 8) product<A, in_amx_order>(to, from, (const int8_t*)packed, form, bias, rows, I, N);
+    else if (bits == 4) product<A, in_amx_order>(to, from, (const int4x8*)packed, form, bias, rows, I, N);
+    else product<A, in_amx_order>(to, from, (const X*)packed, form, bias, rows, I, N);
+  };
+#ifdef MAY_HAVE_AMX
+  if constexpr (std::is_same_v<X, bf16>)
+    if (HAS_AMX) {
+      if (bits && T <= FEW) return multiply(float(), std::true_type(), 0, T);
+      int64_t limit = std::max(HEIGHT, AMX_INPUTS / I), num_parts = (T + limit - 1) / limit;
+      int64_t rows = num_tiles_of((T + num_parts - 1) / num_parts, HEIGHT) * HEIGHT;
+      for (int64_t first = 0; first < T; first += rows) multiply(bf16(), std::true_type(), first, std::min(rows, T - first));
+      return;
+    }
+#endif
+  multiply(Input<X>(), std::false_type(), 0, T);
+}
+
+// ---- Quantized weights ---------------------------------------------------------------------------
+
+// Where a block keeps the integer of input i of a group and output o of the block, and what it adds to the integer.
+struct Place {
+  int64_t byte, shift;
+  int32_t offset;
+};
+static inline Place place_of(const Form& form, int64_t i, int64_t o) {
+  int64_t lane = o % LANES, j = o / LANES, step = form.activation_bits ? INPUTS : STEP<int8_t>;
+  if (form.bits == 8)
+    return {(i / step * OUTPUTS + o) * step + i % step, 0, form.activation_bits ? OFFSET<int8_t> : 0};
+  if (form.activation_bits)
+    return {(i / INPUTS * (VECTORS / 2) + j / 2) * LANES * INPUTS + lane * INPUTS + i % INPUTS, j % 2 * 4, OFFSET<int4x8>};
+  int64_t k = i % STEP<int4x8> * VECTORS + j;  // as in int4x8
+  return {(i / STEP<int4x8> * LANES + lane) * 4 + k / 2, k % 2 * 4, 0};
+}
+
+// Packs integers (N, I), and scales and zeros (N, I / group) as float16 bits, the way the products read them. `out` must
+// be zeros.
+static void pack_integers(char* out, const int8_t* integers, const uint16_t* scales, const uint16_t* zeros, int64_t N,
+                          int64_t I, int64_t bits, int64_t group, int64_t activation_bits) {
+  Form form{bits, group, zeros != nullptr, activation_bits};
+  int64_t num_groups = I / group;
+#pragma omp parallel for schedule(static)
+  for (int64_t block = 0; block < (N + OUTPUTS - 1) / OUTPUTS; block++)
+    for (int64_t n = block * OUTPUTS; n < std::min(N, (block + 1) * OUTPUTS); n++)
+      for (int64_t g = 0; g < num_groups; g++) {
+        char* weights = out + (block * num_groups + g) * form.group_bytes();
+        int64_t o = n % OUTPUTS;
+        for (int64_t i = 0; i < group; i++) {
+          auto [byte, shift, offset] = place_of(form, i, o);
+          weights[byte] |= (integers[n * I + g * group + i] + offset) << shift & (bits == 8 ? 255 : 15 << shift);
+        }
+        uint16_t* params = (uint16_t*)(weights + form.weight_bytes());
+        params[o] = scales[n * num_groups + g];
+        if (zeros) params[OUTPUTS + o] = zeros[n * num_groups + g];
+      }
+}
+
+// Unpacks rows of such a weight into out (n, I).
+template <class X>
+static void unpack_rows(X* out, const char* packed, const int64_t* rows, int64_t n, int64_t I, int64_t bits,
+                        int64_t group, int64_t has_zeros, int64_t activation_bits) {
+  Form form{bits, group, has_zeros, activation_bits};
+#pragma omp parallel for schedule(static)
+  for (int64_t t = 0; t < n; t++) {
+    int64_t o = rows[t] % OUTPUTS, lane = o % LANES;
+    const char* weights = packed + rows[t] / OUTPUTS * (I / group) * form.group_bytes();
+    for (int64_t first = 0; first < I; first += group, weights += form.group_bytes()) {
+      const uint16_t* params = (const uint16_t*)(weights + form.weight_bytes());
+      float scale = halves(params + o / LANES * LANES)[lane];
+      float zero = has_zeros ? halves(params + OUTPUTS + o / LANES * LANES)[lane] : 0;
+      for (int64_t i = 0; i < group; i++) {
+        auto [byte, shift, offset] = place_of(form, i, o);
+        uint32_t integer = (uint8_t(weights[byte]) >> shift) - offset;
+        float number = int32_t(integer << (32 - bits)) >> (32 - bits);  // drops what else the byte holds
+        out[t * I + first + i] = narrow<X>((number - zero) * scale);
+      }
+    }
+  }
+}
