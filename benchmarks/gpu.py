@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_report import write_report
-from benchmarks.models import write_shape
 
 PIECE_S, ALL_S = 540.0, 2400.0  # time limits in seconds, for one piece and for all pieces
 # Pieces that are a run of `python -m benchmarks`: the engines to compare, and nanoengine's tricks.
@@ -30,10 +28,14 @@ TRICKS = ("graphs", "fusion", "async scheduling", "prefix caching")
 def run_tests(device: str) -> dict[str, Any]:
     """Run the tests that are marked for a GPU, which include every compiled kernel's."""
     options = ["-m", "gpu", "-q", "-rfEs", "--no-header", "-p", "no:cacheprovider"]
-    done = subprocess.run([sys.executable, "-m", "pytest", *options], capture_output=True, text=True)
-    lines = done.stdout.strip().splitlines()
+    command = [sys.executable, "-m", "pytest", *options, "tests/backends/test_gpu.py", "tests"]
+    lines = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout or ():
+            print(line, end="", file=sys.stderr, flush=True)  # to the log, for when the time is up
+            lines.append(line.rstrip())
     notes = [line for line in lines if line.startswith(("FAILED", "ERROR", "SKIPPED"))]
-    return {"summary": lines[-1] if lines else done.stderr[-500:], "notes": notes}
+    return {"summary": lines[-1] if lines else "pytest printed nothing", "notes": notes}
 
 
 # ---- Attention -----------------------------------------------------------------------------------
@@ -87,75 +89,21 @@ def measure_attention(device: str, batches: dict[str, list[tuple[int, int]]] = B
 
     from nanoengine.backends import attention, cuda, flash, kv_cache, triton
 
-    where = torch.device(device)
+    where, none = torch.device(device), frozenset[str]()
     specs = [kv_cache.KVSpec(NUM_KV_HEADS, HEAD_DIM, HEAD_DIM, torch.bfloat16)]
     found: dict[str, Any] = {}
     kinds: list[Any] = [flash.FlashAttention, flash.VarlenAttention]
     kinds += [triton.TritonAttention, attention.TorchAttention]
     for backend in kinds:
-        reason = backend.obstacle(specs, frozenset())
-        if reason is None and device == "cuda":
-            reason = cuda.try_out(backend, specs, frozenset(), BLOCK_SIZE, where)
+        reason = backend.obstacle(specs, none) or cuda.try_out(backend, specs, none, BLOCK_SIZE, where)
         times = {} if reason else {name: attention_ms(backend, lens, where) for name, lens in batches.items()}
         found[backend.name] = times or {"error": reason}
     return found
 
 
-# ---- A profile of decode steps -------------------------------------------------------------------
-
-NUM_SEQS, NUM_STEPS = 64, 50
-SAMPLINGS: dict[str, dict[str, Any]] = {
-    "decodes": {},
-    "decodes, top_p": {"top_p": 0.9},
-    "decodes, top_k": {"top_k": 20, "top_p": 0.95},
-}
-
-
-def profile_steps(device: str) -> dict[str, Any]:
-    """Profile decode steps: how busy the GPU is, and which kernels take its time. Traces only the GPU."""
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
-    from nanoengine import LLM, SamplingParams
-
-    is_cuda = device == "cuda"
-    activity = ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU
-    wait: Callable[[], None] = torch.cuda.synchronize if is_cuda else lambda: None
-    attribute = "self_device_time_total" if is_cuda else "self_cpu_time_total"
-    found = {}
-    with tempfile.TemporaryDirectory() as directory:
-        write_shape("qwen3-0.6b" if is_cuda else "tiny", directory)
-        settings: dict[str, Any] = {"load_format": "dummy", "dtype": "bfloat16", "device": device}
-        with LLM(directory, max_model_len=1024, **settings) as llm:
-            for name, sampling in SAMPLINGS.items():
-                params = SamplingParams(max_tokens=2 * NUM_STEPS, ignore_eos=True, **sampling)
-                for i in range(NUM_SEQS):
-                    llm.add_request(str(i), [1 + i] * 300, params)
-                for _ in range(NUM_STEPS // 2):
-                    llm.step()
-                wait()
-                with profile(activities=[activity]) as profiler:
-                    start = time.perf_counter()
-                    for _ in range(NUM_STEPS):
-                        llm.step()
-                    wait()
-                    seconds = time.perf_counter() - start
-                while llm.has_unfinished_requests():
-                    llm.step()
-                events = [e for e in profiler.key_averages() if e.device_type.name == activity.name]
-                spent = {event.key[:60]: getattr(event, attribute) / 1e3 for event in events}
-                slowest = sorted(spent, key=spent.__getitem__, reverse=True)[:12]
-                found[f"{NUM_SEQS} {name}"] = {
-                    "ms_per_step": 1e3 * seconds / NUM_STEPS,
-                    "busy": sum(spent.values()) / 1e3 / seconds,
-                    "kernels_ms_per_step": {key: spent[key] / NUM_STEPS for key in slowest},
-                }
-    return found
-
-
 # ---- Running the pieces --------------------------------------------------------------------------
 
-HERE = {"tests": run_tests, "attention": measure_attention, "profile": profile_steps}
+HERE = {"tests": run_tests, "attention": measure_attention}
 PIECES = [*HERE, *ENGINES, *(f"without {trick}".replace(" ", "-") for trick in TRICKS)]
 
 

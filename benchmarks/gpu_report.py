@@ -25,7 +25,6 @@ def write_report(directory: Path) -> Path:
         "Served: nano-vllm's benchmark": _served(found),
         "The gain from each part": _gains(found),
         "Attention of a layer, ms": _attention(found.get("attention", {})),
-        "Decode steps under a profiler": _profile(found.get("profile", {})),
     }
     lines = ["# On a GPU: what was measured", *_about(found.values())]
     for title, text in sections.items():
@@ -88,14 +87,3 @@ def _attention(piece: dict[str, Any]) -> str:
         figures = [f"{times[name]:.3f}" if name in times else "" for name in names]
         rows.append([backend, *figures, times.get("error", "")])
     return table(("", *names, "why not"), rows)
-
-
-def _profile(piece: dict[str, Any]) -> str:
-    if missing := _missing(piece):
-        return missing
-    rows = [(name, f"{step['ms_per_step']:.2f}", f"{step['busy']:.0%}") for name, step in piece.items()]
-    tables = [table(("steps", "ms", "share of it that the GPU is busy (expected: over 95 %)"), rows)]
-    for name, step in piece.items():
-        spent = [(f"`{kernel}`", f"{ms:.3f}") for kernel, ms in step["kernels_ms_per_step"].items()]
-        tables.append(table((f"kernel, {name}", "ms a step"), spent))
-    return "\n\n".join(tables)

@@ -1,4 +1,4 @@
-"""Turns logits into tokens: edits and bans, temperature, filters, then one draw per row.
+"""Turns logits into tokens: edits and bans, temperature, filters, then one sample per row.
 
 Shape letters: R rows (sequences that get a token this step), V vocabulary.
 """
@@ -6,6 +6,7 @@ Shape letters: R rows (sequences that get a token this step), V vocabulary.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanoengine.backends.device import upload
-from nanoengine.backends.inputs import SamplingMetadata
+from nanoengine.backends.inputs import ModelInputs, SamplingMetadata
 from nanoengine.logprobs import LogprobTable, Transfer, report_samples
 from nanoengine.sampling_params import SamplingParams
 
@@ -25,17 +26,20 @@ class SamplingRow:
 
     params: SamplingParams
     seed: int  # 64 bits; seed and position together determine the row's random number
-    position: int  # position of the token to draw
-    # Tokens of the sequence, possibly beyond position. All before position, if anything edits logits.
+    position: int  # position of the token to sample
+    # Tokens of the sequence, possibly beyond position. The last one before position is missing if it is
+    # pending, but not if there are bad words or processors.
     token_ids: Sequence[int]
     num_prompt_tokens: int
     stop_ids: frozenset[int] = frozenset()  # banned until min_tokens
     bad_words: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
     processors: tuple["RowProcessor", ...] = ()  # edit the row's logits, in addition to params
+    depth: int = 0  # how many draft tokens of the sequence are before position
+    seq: Any = None  # the sequence; None: all tokens before position are known
 
     @property
     def output_ids(self) -> Sequence[int]:
-        """The output tokens before the token to draw."""
+        """The output tokens before the token to sample."""
         return self.token_ids[self.num_prompt_tokens : self.position]
 
 
@@ -50,7 +54,7 @@ class RowProcessor(Protocol):
         """Edit logits, (R, V), in place. They are float32; a mask may get the model's dtype instead.
 
         A processor that fails must not raise, because the other rows go on. It records its `failure`, and
-        leaves logits from which no token can be drawn: NaN, or all -inf.
+        leaves logits from which no token can be sampled: NaN, or all -inf.
 
         Args:
             logits: the logits of all rows of the step.
@@ -66,7 +70,12 @@ def why_undrawn(processors: Sequence[RowProcessor]) -> str:
 
 
 class RowSettings:
-    """Holds the sampling parameters of a step's rows as arrays, to be reused while the rows stay the same."""
+    """Holds the sampling parameters of rows as arrays, to be reused while the rows stay the same."""
+
+    first = 0  # the index of the first of these rows in the step
+    last: Tensor  # the last token of each row of the step, int64, for penalties
+    penalties: Any = None  # made when they are first applied
+    counts: Any = None  # the sequences' `TokenCounts`, for penalties
 
     def __init__(self, rows: Sequence[SamplingRow]) -> None:
         params = [row.params for row in rows]
@@ -78,6 +87,8 @@ class RowSettings:
         self.min_p = np.array([p.min_p for p in params], dtype=np.float32)
         self.num_logprobs = [p.logprobs for p in params]
         self.edit_logits = any(p.edits_logits for p in params)
+        self.edited = [i for i, p in enumerate(params) if p.biases_or_bans]
+        self.penalizes = any(p.penalizes for p in params)
         self.processors = {type(processor) for row in rows for processor in row.processors}
 
     def metadata(self, positions: Sequence[int]) -> SamplingMetadata:
@@ -86,29 +97,49 @@ class RowSettings:
         return SamplingMetadata(self.temperature, self.top_k, self.top_p, self.min_p, u)
 
 
+SAMPLED_ROWS = 256  # rows turned into logits and sampled at a time: a row is as wide as the vocabulary
+
+
 class CachedRows:
     """Caches a step's rows and settings for as long as consecutive steps sample the same sequences."""
 
     def __init__(self) -> None:
+        self.max_num_seqs = self.max_model_len = 0  # startup.py sets the limits
         self._seqs: list[Any] = []
         self._rows: list[SamplingRow] = []
-        self._settings = RowSettings([])
+        self._settings: list[RowSettings] = []
 
-    def of(self, batch: Any) -> tuple[list[SamplingRow], RowSettings]:
-        """Return the rows and settings of a batch. They are valid until the next call."""
-        if self._seqs != batch.sampled_seqs:  # sequences compare by identity
-            self._seqs = batch.sampled_seqs
-            self._rows = [
-                SamplingRow(
-                    s.params, s.seed, 0, [], s.num_prompt_tokens, s.stop_ids, s.bad_words, s.processors
-                )
-                for s in batch.sampled_seqs
-            ]
-            self._settings = RowSettings(self._rows)
+    @cached_property
+    def counts(self) -> Any:
+        """The counts of all sequences' tokens, made for the first penalty."""
+        from nanoengine.edits import TokenCounts  # most requests edit nothing
+
+        return TokenCounts(self.max_num_seqs, self.max_model_len)
+
+    def of(self, batch: Any, inputs: ModelInputs[Tensor]) -> Iterator[tuple[list[SamplingRow], RowSettings]]:
+        """Yield the rows and settings of SAMPLED_ROWS rows at a time. They are valid until the next call.
+
+        `inputs` is the batch on the device. Its pending tokens have been filled in.
+        """
         sampled = [chunk for chunk in batch.chunks if chunk.samples]
+        starts = range(0, len(sampled), SAMPLED_ROWS)
+        if self._seqs != batch.sampled_seqs:  # sequences compare by identity
+            self._seqs, self._rows, before = batch.sampled_seqs, [], None
+            for s in self._seqs:
+                row = SamplingRow(s.params, s.seed, 0, [], s.num_prompt_tokens, s.stop_ids, s.bad_words)
+                row.processors, row.seq = s.processors, s
+                row.depth = 1 + self._rows[-1].depth if s is before else 0
+                self._rows.append(row)
+                before = s
+            parts = [self._rows[start : start + SAMPLED_ROWS] for start in starts]
+            self._settings = [RowSettings(part) for part in parts]
         for row, chunk in zip(self._rows, sampled, strict=True):
             row.position, row.token_ids = chunk.end, chunk.token_ids
-        return self._rows, self._settings
+        for first, settings in zip(starts, self._settings, strict=True):
+            settings.first = first
+            if settings.penalizes:
+                settings.counts, settings.last = self.counts, inputs.input_ids[inputs.sample_rows]
+            yield self._rows[first : first + SAMPLED_ROWS], settings
 
 
 Scale = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -116,7 +147,6 @@ Rank = Callable[[Tensor], Tensor]  # `sort_keys`, or a fused version of it
 Draw = Callable[[Tensor, SamplingMetadata], tuple[Tensor, Tensor]]
 
 CACHED_LOGITS = 1 << 20  # number of float32 logits that fit in a CPU's caches
-MAX_SELECTED = 1024  # largest top_k for which a selection is cheaper than a sort
 FILTERED_ROWS = 64  # rows filtered at a time on a GPU and for log-probabilities, to limit memory
 
 
@@ -146,10 +176,10 @@ def sort_keys(logits: Tensor) -> Tensor:
 def draw_rows(
     logits: Tensor, metadata: SamplingMetadata, scale: Scale = scale_logits, rank: Rank = sort_keys
 ) -> tuple[Tensor, Tensor]:
-    """Draw a token per row in PyTorch. Returns the tokens, (R,) int64, and each row's largest logit, (R,).
+    """Sample a token per row in PyTorch. Returns the tokens, (R,) int64, and each row's largest logit, (R,).
 
     The largest logit is NaN if any logit of the row is NaN. The order is temperature, then min_p, top_k and
-    top_p, then one draw. The host does not wait for a GPU.
+    top_p, then one sample. The host does not wait for a GPU.
     """
     if not metadata.temperature.any():
         tokens = logits.argmax(-1)
@@ -157,8 +187,7 @@ def draw_rows(
     # On a CPU, process a few rows at a time, so that they stay in cache from one operation to the next.
     size = max(1, CACHED_LOGITS // logits.shape[1])
     if logits.is_cuda:
-        filters = (metadata.top_k > 0) | (metadata.top_p < 1) | (metadata.min_p > 0)
-        size = FILTERED_ROWS if filters.any() else len(logits)
+        size = FILTERED_ROWS if _filters(metadata) else len(logits)
     parts = [_draw_part(part, of_part, scale, rank) for part, of_part in _split(logits, metadata, size)]
     tokens, largest = (torch.cat(columns) for columns in zip(*parts, strict=True))
     return tokens, largest
@@ -173,15 +202,12 @@ def _split(
 
 
 def draw_tokens(
-    logits: Tensor,
-    rows: Sequence[SamplingRow],
-    draw: Draw = draw_rows,
-    settings: RowSettings | None = None,
+    logits: Tensor, rows: Sequence[SamplingRow], draw: Draw = draw_rows, settings: RowSettings | None = None
 ) -> Tensor:
-    """Draw a token per row, without waiting for a GPU. A row's token does not depend on the other rows.
+    """Sample a token per row, without waiting for a GPU. A row's token does not depend on the other rows.
 
     The order is vLLM's: biases, penalties, bans and processors, then temperature, then min_p, top_k and
-    top_p, then one draw.
+    top_p, then one sample.
 
     Args:
         logits: (R, V), any floating dtype, not modified.
@@ -197,7 +223,10 @@ def draw_tokens(
     needs_float32 = settings.edit_logits or not all(one.is_mask for one in processors)
     if needs_float32 or processors:
         logits = logits.to(torch.float32 if needs_float32 else logits.dtype, copy=True)
-        _edit_logits(logits, rows)
+        if settings.edit_logits:
+            from nanoengine.edits import edit_logits
+
+            edit_logits(logits, rows, settings)
         for kind in sorted(processors, key=lambda kind: kind.is_mask):
             found = ((i, one, row) for i, row in enumerate(rows) for one in row.processors)
             kind.apply(logits, [item for item in found if type(item[1]) is kind])
@@ -207,7 +236,7 @@ def draw_tokens(
 
 
 def read_tokens(tokens: Tensor) -> list[int | None]:
-    """Return the tokens that `draw_tokens` drew as integers, and None for rows that could not be sampled."""
+    """Return the tokens of `draw_tokens` as integers, and None for rows that could not be sampled."""
     return [None if token_id < 0 else token_id for token_id in tokens.tolist()]
 
 
@@ -224,9 +253,9 @@ def _draw_part(logits: Tensor, metadata: SamplingMetadata, scale: Scale, rank: R
 
 
 def process_logits(logits: Tensor, metadata: SamplingMetadata, tokens: Tensor) -> Tensor:
-    """Return the logits that tokens are drawn from: divided by temperature (greedy: 1), and filtered to -inf.
+    """Return the logits to sample from: divided by temperature (greedy: 1), and filtered to -inf.
 
-    The drawn tokens, (R,) int64, are never filtered out here, although a kernel that sums in another order
+    The sampled tokens, (R,) int64, are never filtered out here, although a kernel that sums in another order
     may place the limit differently. Shapes: (R, V) -> (R, V) float32.
     """
     divisors = np.where(metadata.temperature == 0, np.float32(1), metadata.temperature)
@@ -247,10 +276,10 @@ def sample_rows(
     *,
     reports_processed: bool = False,
 ) -> tuple[Tensor, list[LogprobTable]]:
-    """Draw tokens like `draw_tokens`, and queue the requested log-probabilities for the host.
+    """Sample tokens like `draw_tokens`, and queue the requested log-probabilities for the host.
 
     The log-probabilities come from the model's own logits or, if reports_processed, from those that tokens
-    are drawn from.
+    are sampled from.
     """
     reported = [logits]
 
@@ -261,7 +290,7 @@ def sample_rows(
 
     reports_drawn = reports_processed and any(number is not None for number in settings.num_logprobs)
     tokens = draw_tokens(logits, rows, draw_and_report if reports_drawn else draw, settings)
-    return tokens, report_samples(reported[0], settings.num_logprobs, tokens, transfer)
+    return tokens, report_samples(reported[0], settings.num_logprobs, tokens, transfer, settings.first)
 
 
 Sample = Callable[[Tensor, Sequence[SamplingRow], RowSettings, Transfer], tuple[Tensor, list[LogprobTable]]]
@@ -270,7 +299,7 @@ Sample = Callable[[Tensor, Sequence[SamplingRow], RowSettings, Transfer], tuple[
 def uniform(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.float64]:
     """Return one number in [0, 1) per (seed, position): the splitmix64 generator, indexed.
 
-    The numbers are keyed by position and not drawn from a stream, so that they survive preemption and do
+    The numbers are keyed by position and not taken from a stream, so that they survive preemption and do
     not depend on the batch. Shapes: (R,) uint64 each -> (R,) float64.
     Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (2014).
     """
@@ -281,122 +310,23 @@ def uniform(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray
     return np.asarray(z * 2.0**-53)
 
 
-# A row, token ids, and one value for all of them or one value each. Token ids with values are distinct.
-Entry = tuple[int, Any, Any]
-
-
-def _edit_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
-    """Apply biases, penalties and bans in place. Only the affected entries are touched.
-
-    The entries of all rows are collected first, so that each kind of edit is one operation.
-    """
-    biases, repetitions, penalties, allowed, bans = (list[Entry]() for _ in range(5))
-    for i, row in enumerate(rows):
-        params, num_prompt_tokens = row.params, row.num_prompt_tokens
-        if not params.edits_logits:
-            continue
-        token_ids = row.token_ids[: row.position]
-        if params.logit_bias:
-            biases.append((i, list(params.logit_bias), list(params.logit_bias.values())))
-        if params.repetition_penalty != 1:
-            repetitions.append((i, np.unique(np.fromiter(token_ids, np.int64)), params.repetition_penalty))
-        if params.presence_penalty or params.frequency_penalty:
-            output = np.array(token_ids[num_prompt_tokens:], dtype=np.int64)
-            made, counts = np.unique(output, return_counts=True)
-            penalties.append((i, made, params.presence_penalty + params.frequency_penalty * counts))
-        if params.allowed_token_ids is not None:
-            allowed.append((i, params.allowed_token_ids, 0.0))
-        for *beginning, last in row.bad_words:
-            start = len(token_ids) - len(beginning)
-            if start >= num_prompt_tokens and list(token_ids[start:]) == beginning:
-                bans.append((i, [last], -math.inf))
-        if len(token_ids) - num_prompt_tokens < params.min_tokens:
-            bans.append((i, list(row.stop_ids), -math.inf))
-    if biases:
-        at, value = _to_tensors(biases, logits)
-        logits[at] += value
-    if repetitions:
-        at, value = _to_tensors(repetitions, logits)
-        logits[at] = torch.where(logits[at] > 0, logits[at] / value, logits[at] * value)
-    if penalties:
-        at, value = _to_tensors(penalties, logits)
-        logits[at] -= value
-    if allowed:
-        at, _ = _to_tensors(allowed, logits)
-        kept = logits[at]
-        logits.index_fill_(0, at[0], -math.inf)
-        logits[at] = kept
-    if bans:
-        at, value = _to_tensors(bans, logits)
-        logits[at] = value  # a Python number would be copied synchronously
-
-
-def _to_tensors(entries: list[Entry], like: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Return entries as a matrix index, and their values, on `like`'s device and in its dtype."""
-    ids = [np.asarray(token_ids, dtype=np.int64) for _, token_ids, _ in entries]
-    rows = np.repeat([row for row, _, _ in entries], [len(of_row) for of_row in ids])
-    values = [np.broadcast_to(value, len(of_row)) for (_, _, value), of_row in zip(entries, ids, strict=True)]
-    index = upload(rows, like.device), upload(np.concatenate(ids), like.device)
-    return index, upload(np.concatenate(values).astype(np.float64), like.device).to(like.dtype)
-
-
 def _filter(scaled: Tensor, metadata: SamplingMetadata, rank: Rank = sort_keys) -> None:
-    """Set the tokens that min_p, top_k and top_p cut off to -inf, in place. The most probable one stays.
+    """Set the tokens that min_p, top_k and top_p cut off to -inf, in place."""
+    if _filters(metadata):
+        from nanoengine.edits import filter_logits
 
-    Each row's largest value must be 0. Equal logits rank by index, as in a stable sort, so that the other
-    rows of the batch cannot change which of them stay.
-    """
-    temperature, top_k, top_p, min_p, _ = metadata
-
-    def of(numbers: NDArray[Any], rows: NDArray[np.intp]) -> Tensor:
-        return upload(numbers[rows], scaled.device).unsqueeze(1)
-
-    is_sampled = temperature > 0
-    (unlikely,) = np.nonzero(is_sampled & (min_p > 0))
-    if len(unlikely):
-        at = upload(unlikely, scaled.device)
-        kept = scaled[at]
-        scaled[at] = kept.masked_fill(kept.exp() < of(min_p, unlikely), -math.inf)
-    (with_k,) = np.nonzero(is_sampled & (top_k > 0))
-    (without_k,) = np.nonzero(is_sampled & (top_k == 0) & (top_p < 1))
-    for rows in (with_k, without_k):
-        if not len(rows):
-            continue
-        at = upload(rows, scaled.device)
-        logits = scaled[at]
-        num = int(top_k[rows].max())
-        if 0 < num <= MAX_SELECTED:  # no need to sort the whole vocabulary
-            order = _select_top(logits, num, rank)
-            values = logits.gather(1, order)
-        else:
-            values, order = logits.sort(dim=-1, descending=True, stable=True)
-        if rows is with_k:
-            ranks = torch.arange(values.shape[1], device=values.device)
-            values.masked_fill_(ranks >= of(top_k, rows), -math.inf)
-        del logits  # edited in place and freed early: memory use peaks here
-        probs = values.softmax(-1)
-        beyond = probs.cumsum(-1).sub_(probs) >= of(top_p, rows)
-        del probs
-        beyond[:, :1].fill_(False)  # the most probable stays, even if top_p is 0 in float32
-        values.masked_fill_(beyond, -math.inf)
-        scaled[at] = scaled.new_full((len(rows), scaled.shape[1]), -math.inf).scatter_(1, order, values)
+        filter_logits(scaled, metadata, rank)
 
 
-def _select_top(logits: Tensor, num: int, rank: Rank) -> Tensor:
-    """Return the indices of each row's num largest logits, in stable descending order: (R, num) int64.
-
-    The input is (R, V) float32. `topk` may choose among equal values arbitrarily, so it gets distinct
-    integer keys instead.
-    """
-    top = rank(logits).topk(min(num, logits.shape[1])).values
-    return 0x7FFFFFFF - (top & 0xFFFFFFFF)
+def _filters(metadata: SamplingMetadata) -> bool:
+    return bool(((metadata.top_k > 0) | (metadata.top_p < 1) | (metadata.min_p > 0)).any())
 
 
 def _pick(weights: Tensor, u: Tensor) -> Tensor:
     """Sample by inverse CDF in two levels: first a chunk of the vocabulary, then a token within it.
 
     A cumulative sum over the whole vocabulary would cost five times as much, and `torch.multinomial`
-    thirty times. A token of weight 0 is never drawn. `weights` (R, V) float32, `u` (R,) float64.
+    thirty times. A token of weight 0 is never sampled. `weights` (R, V) float32, `u` (R,) float64.
     """
     num_rows, vocab_size = weights.shape
     # Most vocabulary sizes are multiples of 64 or more. Others are padded, which takes a copy.

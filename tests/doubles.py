@@ -6,6 +6,7 @@ time. Sources: flash-attn 2.8's `flash_attn_interface.py` and the checks of `csr
 """
 
 import importlib.machinery
+import importlib.util
 import itertools
 import math
 import sys
@@ -24,7 +25,7 @@ calls: Counter[str] = Counter()  # which path was taken how often
 
 
 class Grid(NamedTuple):
-    """The grid that a paged call launches."""
+    """Describes the grid that a paged call launches."""
 
     blocks: int  # thread blocks
     working: int  # those that have keys to attend to
@@ -36,7 +37,7 @@ NUM_PROCESSORS = 132  # of an H200; each holds two thread blocks
 
 
 def max_keys(head_dim: int) -> int:
-    """Keys that a thread block takes at a time."""
+    """The number of keys that a thread block processes at a time."""
     return 256 if head_dim <= 64 else 128 if head_dim <= 128 else 64
 
 
@@ -73,7 +74,7 @@ def chunk_grid(query_lens: list[int], max_q: int, heads: int, max_k: int) -> Gri
 
 
 def attend(q, k, v, scale, causal, window_size, softcap, alibi_slopes=None):
-    """Bottom-right aligned: the last query sits at the last key. A row that sees nothing is zero."""
+    """Attend with the last query at the last key (bottom-right aligned). A row without keys is 0."""
     shift = len(k) - len(q)
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.double(), k.double()) * scale
@@ -235,7 +236,7 @@ def varlen_attn(
     query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None,
     window_size=(-1, -1), enable_gqa=False, seqused_k=None, block_table=None, num_splits=None,
 ):  # fmt: skip
-    """Where it splits the keys, only the first sequence's rows are written, as in PyTorch 2.13.
+    """If it splits the keys, it writes only the first sequence's rows, as in PyTorch 2.13.
 
     Its heuristic splits where there are few sequences and heads, which a test's few are. The exception
     are decodes of grouped heads without a mask: their queries are laid out as a batch before.
@@ -277,7 +278,7 @@ def write_kv(k_cache, v_cache, k, v, slots):
 
 
 class GraphRecorder:
-    """A capture that is replayed by running it again: on the same tensors, wherever they lie."""
+    """Replays a capture by running it again on the same tensors."""
 
     def __init__(self, stream):
         assert stream is FakeGPU.capture_stream
@@ -294,7 +295,7 @@ class GraphRecorder:
 
 
 class FakeGPU(CUDA):
-    """A CPU that is driven as a GPU is; what only a GPU has is as for any other device."""
+    """A CPU that the engine drives like a GPU. What only a GPU has is as on any other device."""
 
     capability = (9, 0)
     capture_stream = object()
@@ -319,17 +320,18 @@ def host_memory(shape, dtype):
 
 
 def install(monkeypatch) -> Counter[str]:
-    """Put the doubles in the place of what they stand for; returns the count of calls by path."""
+    """Install the doubles in place of the originals. Returns the count of calls by path."""
     monkeypatch.setattr("nanoengine.backends.cuda.GraphRecorder", GraphRecorder)
     monkeypatch.setattr("nanoengine.backends.cuda.fuse", lambda function: function)
     monkeypatch.setattr("nanoengine.backends.cuda.new_event", Event)
     monkeypatch.setattr("nanoengine.backends.cuda.host_memory", host_memory)
     monkeypatch.setattr("nanoengine.backends.cpu.device.CPU", FakeGPU)
-    memory = {  # of a card of 1 GiB, of which something else holds a quarter
+    memory = {  # of a card of 1 GiB, of which something else holds 64 MiB, and this process 30 MiB
         "reset_peak_memory_stats": None,
         "empty_cache": None,
         "max_memory_allocated": 100 << 20,
-        "mem_get_info": (700 << 20, 1 << 30),
+        "mem_get_info": (960 << 20, 1 << 30),
+        "memory_allocated": 30 << 20,
         "memory_reserved": 68 << 20,
     }
     for name, value in memory.items():
@@ -341,7 +343,10 @@ def install(monkeypatch) -> Counter[str]:
     module.flash_attn_with_kvcache = flash_attn_with_kvcache
     monkeypatch.setitem(sys.modules, "flash_attn", module)
     monkeypatch.setattr("nanoengine.backends.flash.write_kv", write_kv)
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    if importlib.util.find_spec(name := "torch.nn.attention.varlen") is None:  # an older PyTorch
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+        monkeypatch.setattr(torch.nn.attention, "varlen", sys.modules[name], raising=False)
+    monkeypatch.setattr(f"{name}.varlen_attn", varlen_attn, raising=False)
     calls.clear()
     grids.clear()
     return calls

@@ -7,11 +7,14 @@ import bisect
 import functools
 import gc
 import inspect
+import math
+import sysconfig
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -35,6 +38,11 @@ from nanoengine.backends.kv_cache import KVCache, KVSpec
 from nanoengine.config import EngineConfig
 
 # ---- Trying out attention backends ---------------------------------------------------------------
+
+
+def gib(num_bytes: int) -> str:
+    """Return a size for the user."""
+    return f"{num_bytes / 2**30:.1f} GiB"
 
 
 def first_line(error: Exception) -> str:
@@ -198,7 +206,9 @@ def fusion_obstacle(device: torch.device) -> str | None:
     try:
         fuse(torch.square)(torch.zeros(1, device=device))
     except Exception as error:  # any failure will do: plain PyTorch computes the same
-        return first_line(error)
+        header = Path(sysconfig.get_paths()["include"], "Python.h")
+        missing = "" if header.is_file() else f"; {header} is missing: install python3-dev"
+        return first_line(error) + missing
     return None
 
 
@@ -393,13 +403,13 @@ class CUDA(Device):
     block_size = 256
     max_num_batched_tokens = 8192
     async_scheduling = True
-    more_memory = "raise gpu_memory_utilization or lower max_num_batched_tokens"
     living: ClassVar["weakref.WeakSet[CUDA]"] = weakref.WeakSet()  # devices whose engine is not closed
 
     def __init__(self, device: torch.device, config: EngineConfig) -> None:
         super().__init__(device, config)
         self.staging: Staging | None = None
         self.living.add(self)
+        self.before = self._memory()  # without this engine
         self.no_fusion = "enforce_eager" if config.enforce_eager else fusion_obstacle(device)
 
     @functools.cached_property
@@ -460,12 +470,18 @@ class CUDA(Device):
     ) -> str | None:
         """See the base class."""
         from nanoengine.backends.flash import FlashKernels
+        from nanoengine.backends.triton import TritonAttention
 
         if issubclass(backend, FlashKernels) and self.capability < (8, 0):
             return "it needs a GPU of the Ampere generation or later"
         if backend.name == "triton" and self.no_fusion:  # Triton and its compiler, or enforce_eager
             return self.no_fusion
         reason = super().obstacle(backend, specs, settings)
+        is_undivided = backend.name == "varlen" and bool(settings & {"window", "ungrouped"})
+        if reason is None and is_undivided and self.config.attn_backend == "auto":
+            reason = "it does not divide the keys of such layers among processors, which triton does"
+            if self.obstacle(TritonAttention, specs, settings) is not None:
+                reason = None
         if reason is None and backend is not TorchAttention:
             block_size = self.config.block_size or self.block_size
             reason = try_out(backend, specs, settings, block_size, self.device)
@@ -514,28 +530,65 @@ class CUDA(Device):
             decodes.compute(send_inputs(decodes.inputs, self.send))
             return Forward(f", no graphs ({reason})")
 
+    def find_memory(self) -> None:
+        """See the base class."""
+
+    def _memory(self) -> tuple[int, int, int]:
+        """Return the GPU's free bytes, and those that this process has allocated and holds."""
+        free_bytes, _ = torch.cuda.mem_get_info(self.device)
+        allocated_bytes = torch.cuda.memory_allocated(self.device)
+        return free_bytes, allocated_bytes, torch.cuda.memory_reserved(self.device)
+
     def free_bytes(self, trial: Trial) -> int:
-        """Return what gpu_memory_utilization leaves after the weights, the largest steps and the graphs."""
-        try:
-            with trial.caches() as cache_bytes:
-                torch.cuda.reset_peak_memory_stats(self.device)
+        """Return what gpu_memory_utilization leaves after the weights, the largest steps and the graphs.
+
+        Only what this engine takes is subtracted, not what other engines and processes hold.
+        """
+        free_before, allocated_before, held_before = self.before
+        _, total_bytes = torch.cuda.mem_get_info(self.device)
+        share = self.config.gpu_memory_utilization
+        figures = f"{self.device} has {gib(total_bytes)}, of which {gib(free_before)} were free at the start"
+        usable_bytes = int(total_bytes * share)
+        if usable_bytes > free_before:
+            raise ValueError(
+                f"gpu_memory_utilization={share} is {gib(usable_bytes)}: {figures}; "
+                f"set it to at most {math.floor(100 * free_before / total_bytes) / 100}"
+            )
+        with self._trying(trial), trial.caches() as cache_bytes:
+            torch.cuda.reset_peak_memory_stats(self.device)
+            trial.compute()
+            peak_bytes = torch.cuda.max_memory_allocated(self.device) - cache_bytes - allocated_before
+            torch.cuda.empty_cache()
+            before, _, _ = self._memory()
+            graphs = trial.capture()
+            graph_bytes = before - self._memory()[0]
+            del graphs
+        torch.cuda.empty_cache()
+        free_bytes, _, held_bytes = self._memory()
+        beside = max(0, free_before - free_bytes - (held_bytes - held_before))  # not PyTorch's: libraries
+        self.more_memory = (
+            f"{figures}, gpu_memory_utilization={share} is {gib(usable_bytes)}, weights and the largest step "
+            f"take {gib(peak_bytes)}, graphs {gib(graph_bytes)}, libraries {gib(beside)}; raise "
+            "gpu_memory_utilization or lower max_num_batched_tokens"
+        )
+        return usable_bytes - peak_bytes - graph_bytes - beside
+
+    def warm_up(self, trial: Trial) -> None:
+        """See the base class."""
+        if not self.no_fusion:
+            with self._trying(trial), trial.caches():
                 trial.compute()
-                peak_bytes = torch.cuda.max_memory_allocated(self.device) - cache_bytes
-                torch.cuda.empty_cache()
-                before, _ = torch.cuda.mem_get_info(self.device)
-                graphs = trial.capture()
-                after, _ = torch.cuda.mem_get_info(self.device)
-                del graphs
+
+    @contextmanager
+    def _trying(self, trial: Trial) -> Iterator[None]:
+        """Turn a lack of memory into an error that says what to lower."""
+        try:
+            yield
         except torch.OutOfMemoryError as error:
             raise ValueError(
                 f"no memory on {self.device} for the largest batch, {trial.what}; "
                 "lower max_num_batched_tokens, max_num_seqs or max_model_len, or set enforce_eager=True"
             ) from error
-        torch.cuda.empty_cache()
-        free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
-        others_bytes = total_bytes - free_bytes - torch.cuda.memory_reserved(self.device)
-        usable_bytes = int(total_bytes * self.config.gpu_memory_utilization)
-        return usable_bytes - peak_bytes - (before - after) - others_bytes
 
     def release(self) -> None:
         """See the base class."""

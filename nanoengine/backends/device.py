@@ -9,15 +9,15 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
-import psutil
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanoengine.backends.attention import BuildAttention, PagedAttention, TorchAttention
 from nanoengine.backends.inputs import ModelInputs, SamplingMetadata
 from nanoengine.backends.kv_cache import KVSpec
-from nanoengine.backends.quantized import Quantized
+from nanoengine.backends.memory import Available, available_memory
+from nanoengine.backends.quantized import Pack
 from nanoengine.config import ONLINE_FORMATS, EngineConfig
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -110,7 +110,9 @@ class Device:
     block_size: ClassVar[int] = 32
     max_num_batched_tokens: ClassVar[int] = 1024
     async_scheduling: ClassVar[bool] = False
-    more_memory: ClassVar[str] = "free some memory"  # advice to the user
+    more_memory: str = "free some memory"  # advice to the user
+    # Returns a layer that computes with a quantized weight, or None to have it dequantized; None: all are.
+    pack: Pack | None = None
     # A kernel that replaces `sampling.draw_rows`; None: there is none.
     draw: Callable[[Tensor, SamplingMetadata], tuple[Tensor, Tensor]] | None = None
 
@@ -119,6 +121,8 @@ class Device:
             raise ValueError(
                 f"quantization={config.quantization!r} is supported on a CPU only, not on {device.type}"
             )
+        if config.activations == "int8" and not self.quantizations:
+            raise ValueError(f"activations='int8' is supported on a CPU only, not on {device.type}")
         self.device = device
         self.config = config
         self.notes: list[str] = []  # for the user: what was chosen for this processor, and why
@@ -135,10 +139,6 @@ class Device:
         name = str(dtype).removeprefix("torch.")
         self.notes.append(f"float32 instead of {name}, which PyTorch emulates on this CPU")
         return torch.float32
-
-    def pack(self, weight: Quantized, bias: Tensor | None, dtype: torch.dtype) -> nn.Module | None:
-        """Return a linear layer that computes with a quantized weight, or None to have it dequantized."""
-        return None
 
     def prepare(self, model: Any) -> None:
         """Give a loaded model the kernels and the weight layout that are fastest on this device."""
@@ -219,12 +219,19 @@ class Device:
             raise ValueError(f"no memory for the KV cache: one block takes {block_bytes} bytes; {remedy}")
         return num_blocks
 
+    def find_memory(self) -> Available | None:
+        """Return the memory that may still be taken; None: it becomes known only when it is taken."""
+        return available_memory()
+
     def free_bytes(self, trial: Trial) -> int:
         """Return how much memory the KV cache may use, in addition to the weights and the largest steps.
 
         On a CPU it is half of the available memory, but at most 4 GiB as in vLLM. A model's ranks share it.
         """
-        return min(psutil.virtual_memory().available // 2, 4 << 30) // self.config.tensor_parallel_size
+        return min(available_memory().num_bytes // 2, 4 << 30) // self.config.tensor_parallel_size
+
+    def warm_up(self, trial: Trial) -> None:
+        """Run the trial if that compiles anything. Called where the cache has a given size."""
 
     def release(self) -> None:
         """Return memory to the system. Called after the tensors are deleted."""

@@ -67,7 +67,7 @@ class FlashKernels(PagedAttention):
                     "head_dim must be the same for K and V, a multiple of 8 and at most 256, "
                     f"not {k_head_dim} and {v_head_dim}"
                 )
-        if missing := settings - cls.settings:
+        if missing := settings - cls.settings - {"ungrouped"}:
             return f"it does not support {', '.join(sorted(missing))}"
         return cls._import_obstacle()
 

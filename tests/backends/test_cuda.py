@@ -32,7 +32,7 @@ from nanoengine.backends.cuda import (
     fuse,
     graph_sizes,
 )
-from nanoengine.backends.device import Decodes
+from nanoengine.backends.device import Decodes, Trial
 from nanoengine.backends.flash import FlashAttention, VarlenAttention
 from nanoengine.backends.kv_cache import KVCache, KVSpec
 from nanoengine.engine import ModelRunner, build_inputs
@@ -107,14 +107,14 @@ def test_decodes_beside_a_chunk_launch_few_idle_thread_blocks(backend, flash_dou
 
 
 def decodes(num_seqs, num_blocks=1):
-    """The inputs of a batch of decodes of the same sequence."""
+    """Return the inputs of a batch of decodes of the same sequence."""
     seq = make_sequence(0, [1] * 3)
     seq.block_table = [1] * num_blocks
     return build_inputs(batch_of(*[(seq, 2, 3)] * num_seqs), 256)
 
 
 def decode_graphs(largest):
-    """Graphs in which nothing is captured."""
+    """Return graphs that capture nothing."""
     recorder = types.SimpleNamespace(record=lambda run: None)
     steps = Decodes(decodes(1), lambda inputs: torch.zeros(len(inputs.input_ids), 1), largest, 160, 256, [])
     return DecodeGraphs(steps, recorder, lambda arrays: [torch.from_numpy(array) for array in arrays])
@@ -164,7 +164,7 @@ NO_FLASH, NO_TRITON = "not flash: flash-attn cannot be imported", "not triton: T
 
 
 def lacks(*which, monkeypatch):
-    """Take away what may be missing on a machine."""
+    """Remove what a machine may lack."""
     for missing in which:
         if missing == "ampere":
             monkeypatch.setattr(FakeGPU, "capability", (7, 5))
@@ -211,7 +211,7 @@ def no_triton(function):
         ),
     ],
 )
-def test_the_next_backend_runs_and_says_what_the_faster_ones_lack(
+def test_the_next_backend_says_what_faster_ones_lack(
     missing, spec, settings, chosen, reasons, flash_doubles, monkeypatch
 ):
     """This is the guide's table."""
@@ -224,14 +224,23 @@ def test_the_next_backend_runs_and_says_what_the_faster_ones_lack(
         assert "\n" not in note
 
 
+@pytest.mark.parametrize("setting", ["window", "ungrouped"])
+@pytest.mark.parametrize(("asked", "chosen"), [("auto", "triton"), ("varlen", "varlen")])
+def test_triton_precedes_varlen_where_varlen_would_not_split_keys(
+    setting, asked, chosen, flash_doubles, monkeypatch
+):
+    lacks("flash_attn", monkeypatch=monkeypatch)
+    monkeypatch.setattr("nanoengine.backends.triton.TritonAttention.obstacle", lambda *_: None)
+    monkeypatch.setattr("nanoengine.backends.cuda.try_out", lambda *_: None)
+    device = FakeGPU(torch.device("cpu"), EngineConfig(model=".", attn_backend=asked))
+    assert device.choose_attention([SPEC], frozenset([setting])).backend.name == chosen
+    assert asked != "auto" or device.choose_attention([SPEC], frozenset()).backend.name == "varlen"
+
+
 @pytest.mark.parametrize(
     ("kind", "settings", "reason"),
     [
-        (
-            FakeGPU,
-            {"block_size": 16, "attn_backend": "flash"},
-            "block_size must be a multiple of 256, got 16",
-        ),
+        (FakeGPU, {"block_size": 16, "attn_backend": "flash"}, "block_size must .* of 256, got 16"),
         (CPU, {"attn_backend": "flash"}, "it does not run on cpu"),
         (CPU, {"attn_backend": "compiled", "enforce_eager": True}, "enforce_eager"),
     ],
@@ -247,9 +256,7 @@ def test_a_chosen_backend_that_cannot_run_is_an_error(kind, settings, reason, fl
 
 
 def test_the_compute_capability_is_that_of_the_engine_s_own_gpu(monkeypatch, flash_doubles):
-    monkeypatch.setattr(
-        "torch.cuda.get_device_capability", lambda device=None: (9, 0) if device.index else (7, 5)
-    )
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0) if device.index else (7, 5))
     monkeypatch.setattr("nanoengine.backends.cuda.try_out", lambda *_: None)  # there is no GPU to run on
     config = EngineConfig(model=".", enforce_eager=True)
     old, new = (CUDA(torch.device("cuda", i), config) for i in (0, 1))
@@ -269,18 +276,13 @@ def test_the_gpu_is_the_current_one_of_the_thread_that_makes_the_engine(device, 
 # ---- The first line ------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def qwen3(tmp_path_factory):
-    return checkpoint("qwen3", tmp_path_factory)[0]
-
-
 ANSWER = SamplingParams(temperature=0, max_tokens=4)
 SMALL = {"num_kv_blocks": 20, "max_num_seqs": 2, "max_num_batched_tokens": 64}
 
 
 @pytest.fixture
-def first_line(qwen3, tmp_path_factory, capsys):
-    """A function that answers two prompts as transformers does, and returns what `LLM` printed."""
+def first_line(qwen3, tmp_path_factory, caplog):
+    """Return a function that answers two prompts as transformers does, and the line it logged."""
 
     def run(**settings):
         with LLM(qwen3, **SMALL, **settings) as llm:
@@ -288,7 +290,7 @@ def first_line(qwen3, tmp_path_factory, capsys):
         reference = checkpoint("qwen3", tmp_path_factory)[1]
         expected = [greedy(reference, prompt, 4) for prompt in ([1, 2, 3], [4])]
         assert [out.outputs[0].token_ids for out in outputs] == expected
-        return capsys.readouterr().err
+        return caplog.messages[-1]
 
     return run
 
@@ -306,9 +308,13 @@ def test_without_a_compiler_plain_pytorch_runs_and_the_line_says_why(in_float32,
         return call
 
     monkeypatch.setattr("nanoengine.backends.cuda.fuse", broken)
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": "/no"})
     in_float32.clear()
     line = first_line()
-    assert "flash attention (nothing fused: RuntimeError: Failed to find C compiler.)" in line
+    assert (
+        "flash attention (nothing fused: RuntimeError: Failed to find C compiler.; /no/Python.h is mis"
+        in line
+    )
     assert in_float32["write_kv"] == 0
     assert in_float32["replay"] > 0  # graphs need no compiler
 
@@ -362,9 +368,7 @@ def test_a_step_that_also_fails_without_a_capture_is_an_error_at_startup(flash_d
         device.capture(Decodes(build_inputs(batch_of((seq, 0, 1)), 256), compute, 8, 1, 256, []))
 
 
-def test_a_backend_that_cannot_read_pages_is_skipped_before_the_first_request(
-    in_float32, first_line, monkeypatch
-):
+def test_a_backend_that_cannot_read_pages_is_skipped_at_the_start(in_float32, first_line, monkeypatch):
     """PyTorch for AMD has a varlen_attn of the same signature, whose kernels refuse a block table."""
     monkeypatch.setitem(sys.modules, "flash_attn", None)
 
@@ -384,12 +388,10 @@ def test_a_backend_that_computes_wrong_numbers_is_skipped(in_float32, first_line
     assert "varlen attention (not flash: it computed wrong results when tried)" in first_line()
 
 
-def test_a_model_that_waits_for_the_gpu_runs_eagerly_and_the_line_says_so(
-    in_float32, tmp_path_factory, capsys
-):
+def test_a_model_that_waits_for_the_gpu_is_eager_and_the_log_says_so(in_float32, tmp_path_factory, caplog):
     with LLM(checkpoint("llama, dynamic rope", tmp_path_factory)[0], **SMALL) as llm:
         llm.generate([[1, 2, 3]], ANSWER, use_tqdm=False)
-    assert "flash attention, no graphs (the model waits for the GPU)," in capsys.readouterr().err
+    assert "flash attention, no graphs (the model waits for the GPU)," in caplog.messages[-1]
     assert in_float32["replay"] == 0
 
 
@@ -397,7 +399,7 @@ def test_a_model_that_waits_for_the_gpu_runs_eagerly_and_the_line_says_so(
 
 
 class FakeStream:
-    """Notes what waits for what."""
+    """Records which stream waits for which."""
 
     def __init__(self, device=None):
         self.device, self.waited_for = device, []
@@ -408,7 +410,7 @@ class FakeStream:
 
 @pytest.fixture
 def streams(monkeypatch):
-    """PyTorch's streams and graphs, as far as the recorder uses them; returns every event in order."""
+    """Replace the streams and graphs that the recorder uses. Returns every event in order."""
     events: list = []
     current = [FakeStream()]
     monkeypatch.setattr("torch.cuda.Stream", FakeStream)
@@ -444,7 +446,7 @@ def streams(monkeypatch):
     return events
 
 
-def test_captures_use_one_stream_of_the_engine_s_own_gpu(streams):
+def test_captures_use_one_stream_of_the_engine_s_own_gpu(flash_doubles, streams):
     config = EngineConfig(model=".", enforce_eager=True)
     devices = [CUDA(torch.device("cuda", i), config) for i in (0, 1)]
     assert [device.capture_stream.device.index for device in devices] == [0, 1]
@@ -528,7 +530,7 @@ def test_no_graph_is_larger_than_a_step_may_be(model, in_float32, tmp_path_facto
 
 @pytest.fixture
 def tried_out(monkeypatch):
-    """The batches that an engine launches; before its first step, those that tell how much memory is left."""
+    """Return the batches that an engine launches. Before the first step, these measure its memory."""
     batches, launch = [], ModelRunner.launch
 
     def launch_and_note(runner, batch, before=None):
@@ -539,10 +541,8 @@ def tried_out(monkeypatch):
     return batches
 
 
-def test_the_cache_gets_the_memory_that_weights_the_largest_batch_and_others_leave(
-    in_float32, tried_out, qwen3, monkeypatch
-):
-    """The card of `doubles.install`: 1 GiB, 256 MiB of it others', 100 MiB at the trial's peak."""
+def test_the_cache_gets_the_memory_that_weights_and_batches_leave(in_float32, tried_out, qwen3, monkeypatch):
+    """The card of `doubles.install`: 1 GiB, 100 MiB at the trial's peak, 30 MiB of them from before."""
     drawn, draw = [], nanoengine.sampling.draw_tokens
 
     def noted(logits, rows, *args):
@@ -551,10 +551,10 @@ def test_the_cache_gets_the_memory_that_weights_the_largest_batch_and_others_lea
 
     monkeypatch.setattr("nanoengine.sampling.draw_tokens", noted)
     settings = {"max_num_seqs": 20, "max_num_batched_tokens": 1100}
-    with LLM(qwen3, attn_backend="flash", gpu_memory_utilization=0.355, **settings) as llm:
+    with LLM(qwen3, attn_backend="flash", gpu_memory_utilization=0.0773, **settings) as llm:
         block_bytes = 2 * 2 * 256 * 2 * 32 * 4  # k and v, layers, tokens, kv heads, head_dim, float32
         trial_cache = 3 * block_bytes  # two blocks for a prompt of 511 tokens, and the null block
-        usable = int((1 << 30) * 0.355) - ((100 << 20) - trial_cache) - (256 << 20)
+        usable = int((1 << 30) * 0.0773) - ((70 << 20) - trial_cache)
         metrics = llm.metrics()
     assert metrics["num_blocks"] == usable // block_bytes - 1
     prompts, samples, one_prompt, one_sample = tried_out
@@ -573,10 +573,74 @@ def test_the_cache_gets_the_memory_that_weights_the_largest_batch_and_others_lea
     assert in_float32["with_kvcache"] >= 2  # the most rows, once, beside the captures
 
 
-@pytest.mark.parametrize(("max_num_seqs", "budget"), [(1, 100), (3, 2000), (50, 20), (7, 511)])
-def test_the_trial_batches_are_ones_that_a_scheduler_could_make(
-    max_num_seqs, budget, in_float32, tried_out, qwen3
+@pytest.mark.parametrize(
+    ("others", "here", "share", "expected"),
+    [
+        (0, 0, 0.9, 90 - 21),
+        (0, 45, 0.45, 45 - 21),  # beside an engine of the same size in this process
+        (45, 0, 0.45, 45 - 21),  # and in another process
+        (30, 0, 0.6, 60 - 21),
+        (30, 5, 0.7, r"GiB: cuda:0 has 100.0 GiB, of which 65.0 GiB were free .* at most 0.65"),
+        (
+            0,
+            0,
+            0.22,
+            r"one block takes .* step take 17.0 GiB, graphs 1.0 GiB, libraries 3.0 GiB; raise gpu_mem",
+        ),
+    ],
+)
+def test_an_engine_is_charged_for_what_it_takes_itself(
+    others, here, share, expected, flash_doubles, monkeypatch
 ):
+    """A card of 100 GiB, weights of 15, 2 for the largest step, 1 for graphs and 3 for cuBLAS and others."""
+    taken = {"others": others, "allocated": here, "libraries": 0, "graphs": 0, "peak": 0}
+
+    def gibs(*names):
+        return sum(taken[name] for name in names) << 30
+
+    def take(**more):
+        taken.update({name: taken[name] + number for name, number in more.items()})
+
+    cuda = "torch.cuda."
+    everything = "others", "allocated", "libraries", "graphs"
+    monkeypatch.setattr(f"{cuda}mem_get_info", lambda _: ((100 << 30) - gibs(*everything), 100 << 30))
+    monkeypatch.setattr(f"{cuda}max_memory_allocated", lambda _: gibs("allocated", "peak"))
+    for name in ("memory_allocated", "memory_reserved"):
+        monkeypatch.setattr(f"{cuda}{name}", lambda _: gibs("allocated"))
+    config = EngineConfig(model=".", gpu_memory_utilization=share, enforce_eager=True)
+    device = CUDA(torch.device("cuda", 0), config)
+    take(allocated=15)
+
+    @contextlib.contextmanager
+    def caches():
+        take(allocated=4)
+        yield 4 << 30
+        take(allocated=-4)
+
+    trial = Trial("prompts", caches, lambda: take(peak=2, libraries=3), lambda: take(graphs=1) or Graphs())
+    Graphs = type("Graphs", (), {"__del__": lambda _: take(graphs=-1)})
+    if isinstance(expected, int):
+        assert device.free_bytes(trial) == expected << 30
+    else:
+        with pytest.raises(ValueError, match=expected):
+            device.count_blocks(1 << 30, 99, device.free_bytes(trial))
+
+
+@pytest.mark.parametrize(
+    ("name", "loads"), [("qwen3", "load._load_decoder"), ("gemma2", "hf._load_transformers")]
+)
+def test_too_little_memory_for_the_weights_is_an_error_with_their_size(
+    name, loads, flash_doubles, tmp_path_factory, monkeypatch
+):
+    path, _ = checkpoint(name, tmp_path_factory)
+    error = torch.OutOfMemoryError("Tried to allocate 9 B.")
+    monkeypatch.setattr(f"nanoengine.models.{loads}", raising(error))
+    with pytest.raises(ValueError, match=r"weights: they take 8.0 GiB in float32; Tried to allocate"):
+        LLM(path, load_format="dummy", dtype="float32", hf_overrides={"vocab_size": 1 << 24})
+
+
+@pytest.mark.parametrize(("max_num_seqs", "budget"), [(1, 100), (3, 2000), (50, 20), (7, 511)])
+def test_a_scheduler_could_make_the_trial_batches(max_num_seqs, budget, in_float32, tried_out, qwen3):
     with LLM(qwen3, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget):
         prompts, samples, *_ = tried_out
     for batch in tried_out:
@@ -587,9 +651,8 @@ def test_the_trial_batches_are_ones_that_a_scheduler_could_make(
     assert len(samples.chunks) == min(max_num_seqs, budget)
 
 
-def test_the_trial_pass_compiles_the_sampler_for_one_and_many_rows_in_both_dtypes(
-    flash_doubles, qwen3, monkeypatch
-):
+@pytest.mark.parametrize("size", [{}, {"num_kv_blocks": 9}, {"kv_cache_bytes": 1 << 20}])
+def test_the_trial_pass_compiles_the_sampler_for_one_and_many_rows(size, flash_doubles, qwen3, monkeypatch):
     """PyTorch compiles for a size of one apart; logits that are edited are float32."""
     compiled = set()
 
@@ -602,7 +665,7 @@ def test_the_trial_pass_compiles_the_sampler_for_one_and_many_rows_in_both_dtype
         return call
 
     monkeypatch.setattr("nanoengine.backends.cuda.fuse", compile_noted)
-    with LLM(qwen3, dtype="bfloat16", max_model_len=20, max_num_batched_tokens=64, max_num_seqs=3):
+    with LLM(qwen3, dtype="bfloat16", max_model_len=20, max_num_batched_tokens=64, max_num_seqs=3, **size):
         assert compiled == {(dtype, more) for dtype in (torch.bfloat16, torch.float32) for more in (0, 1)}
 
 
@@ -614,9 +677,7 @@ def test_the_trial_pass_compiles_the_sampler_for_one_and_many_rows_in_both_dtype
         ((8, 0), "auto", "bfloat16"),
     ],
 )
-def test_bfloat16_by_default_is_float16_before_ampere(
-    capability, dtype, expected, flash_doubles, monkeypatch
-):
+def test_default_bfloat16_is_float16_before_ampere(capability, dtype, expected, flash_doubles, monkeypatch):
     monkeypatch.setattr(FakeGPU, "capability", capability)
     device = FakeGPU(torch.device("cpu"), EngineConfig(model=".", dtype=dtype))
     assert str(device.choose_dtype(torch.bfloat16)) == f"torch.{expected}"
@@ -704,7 +765,7 @@ def test_arrays_are_not_overwritten_before_they_are_copied(late_gpu):
     assert second.tolist() == [4, 5, 6]
 
 
-def test_steps_run_on_the_engine_s_own_gpu():
+def test_steps_run_on_the_engine_s_own_gpu(flash_doubles):
     device = CUDA(torch.device("cuda", 1), EngineConfig(model=".", enforce_eager=True))
     running = device.running()
     assert isinstance(running, torch.cuda.device)
@@ -771,6 +832,7 @@ def test_a_layer_calls_four_compiled_functions_that_compute_the_same(compiler, m
     assert calls == step * 4
 
 
+@pytest.mark.xfail(torch.__version__ < "2.10", reason="its compiler counts other graphs")
 def test_no_engine_loses_its_fusion_to_earlier_engines_in_the_process():
     """PyTorch gives up on a function that was compiled eight times, and calls it as it is, without a word."""
     graphs: list = []
@@ -832,9 +894,7 @@ class Workspaces:
         monkeypatch.setattr("tests.doubles.FakeGPU.release", CUDA.release)
 
 
-def test_graphs_keep_what_cublas_needs_until_the_last_engine_is_closed(
-    in_float32, qwen3, monkeypatch, request
-):
+def test_graphs_keep_what_cublas_needs_until_the_last_engine_closes(in_float32, qwen3, monkeypatch, request):
     gc.collect()
     gc.freeze()  # collecting what other tests left would take a second each time
     request.addfinalizer(gc.unfreeze)
@@ -852,11 +912,9 @@ def test_graphs_keep_what_cublas_needs_until_the_last_engine_is_closed(
 
 
 @COMPILERS
-def test_the_compiled_sampler_draws_the_same_tokens_as_the_plain_one(compiler):
+def test_the_compiled_sampler_samples_the_same_tokens_as_the_plain_one(compiler):
     generator = torch.Generator().manual_seed(0)
-    compiled, keys = (
-        torch.compile(function, dynamic=True, backend=compiler) for function in (scale_logits, sort_keys)
-    )
+    compiled, keys = (torch.compile(one, dynamic=True, backend=compiler) for one in (scale_logits, sort_keys))
     settings = [
         {},
         {"temperature": 0},

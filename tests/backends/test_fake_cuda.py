@@ -41,7 +41,7 @@ namespace c10::impl { C10_REGISTER_GUARD_IMPL(CUDA, NoOpDeviceGuardImpl<DeviceTy
 
 @pytest.fixture(scope="session")
 def cuda_guard(tmp_path_factory):
-    """PyTorch without CUDA cannot slice CUDA tensors, not even fake ones, until it has a device guard."""
+    """Give PyTorch without CUDA a device guard, without which it cannot slice even fake CUDA tensors."""
     if torch.version.cuda or torch.version.hip:
         return
     torch_path = Path(torch.__file__).parent
@@ -74,7 +74,7 @@ class Watch(TorchDispatchMode):
 
 
 def on_the_gpu(model, device):
-    """Its parameters and buffers without their numbers, on the device; tied ones stay tied."""
+    """Move its parameters and buffers to the device, without their numbers. Tied ones stay tied."""
     moved = {}
 
     def move(x):
@@ -98,14 +98,14 @@ def on_the_gpu(model, device):
 
 
 def attend(q, *tensors):
-    """A kernel as far as shapes and devices go."""
+    """Do what a kernel does to shapes and devices."""
     assert {x.device for x in tensors} == {q.device} == {torch.device("cuda", 0)}
     return torch.empty_like(q)
 
 
 @pytest.fixture
 def fake_gpu(cuda_guard, monkeypatch):
-    """`LLM(device="cuda")` runs on fake tensors, inside the context that this returns."""
+    """Return a context in which `LLM(device="cuda")` runs on fake tensors."""
     doubles.install(monkeypatch)  # streams, captures, memory figures
     monkeypatch.setattr("nanoengine.backends.cpu.device.CPU", CPU)
     monkeypatch.setattr("nanoengine.config.EngineConfig.resolve_device", lambda _: torch.device("cuda", 0))
@@ -185,7 +185,7 @@ SETTINGS = [
 
 
 def walk(path, fields, prompt_lengths=None, **settings):
-    """Prompts at once, in chunks and beside decodes, decodes in graphs and not, pending tokens."""
+    """Run prompts at once, in chunks and beside decodes, decodes in graphs and not, pending tokens."""
     defaults = {
         "num_kv_blocks": 40,
         "max_num_batched_tokens": 64,
@@ -270,7 +270,7 @@ def test_saving_to_a_kv_store_and_loading_do_not_wait_for_the_gpu(fake_gpu, tmp_
 
         return call
 
-    monkeypatch.setattr("nanoengine.startup.digest_weights", lambda model: b"")
+    monkeypatch.setattr("nanoengine.models.weights.digest_weights", lambda model: b"")
     for name in ("_copy_out", "_write_block"):
         monkeypatch.setattr(kvstore.KVConnector, name, watched(getattr(kvstore.KVConnector, name)))
     groups = [np.zeros(size, np.uint8) for size in [2 * 256 * 2 * 16 * 2] * 2]  # K and V of a layer each

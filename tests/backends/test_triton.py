@@ -35,6 +35,7 @@ from tests.attention import (
     metadata_of,
 )
 from tests.helpers import checkpoint, greedy, random_prompts
+from tests.launches import TARGETS, Recorder, compile_launch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ON_GPU = torch.cuda.is_available() and not INTERPRETED
@@ -45,7 +46,7 @@ if importlib.util.find_spec("triton") is None:
 
 
 def runs_kernels(test):
-    """On a GPU too: `make gpu` runs what has the mark."""
+    """Mark a test that also runs on a GPU, by `make gpu`."""
     reason = "run again under Triton's interpreter"
     return pytest.mark.gpu(pytest.mark.skipif(not (INTERPRETED or ON_GPU), reason=reason)(test))
 
@@ -145,7 +146,7 @@ def test_any_batch_and_layer_equals_dense_attention(lens, settings):
 
 
 def attend(seqs, dtype, num_padding=0, max_tokens=0, **settings):
-    """The outputs of sequences (seed, new tokens, tokens in all), each drawn from its own seed.
+    """Return the outputs of sequences (seed, new tokens, all tokens), each random with its own seed.
 
     As in a CUDA graph, num_padding tokens in the null block follow them, which is full of NaN, and
     max_seq_len is at least max_tokens.
@@ -313,28 +314,11 @@ def test_without_a_gpu_or_without_triton_the_reason_is_named(monkeypatch):
 
 # ---- Compiling, which needs no GPU ---------------------------------------------------------------
 
-TYPES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int32: "*i32"}
-
-
-class Recorder:
-    """A kernel whose launches are kept."""
-
-    def __init__(self, kernel):
-        self.kernel, self.launches = kernel, []
-
-    def __getitem__(self, grid):
-        def launch(*args, **kwargs):
-            options = {name: kwargs.pop(name) for name in ("num_stages", "num_warps") if name in kwargs}
-            named = dict(zip(self.kernel.arg_names, args, strict=False), **kwargs)
-            self.launches.append((named, options, grid))
-
-        return launch
-
 
 def launches_of(
     monkeypatch, lens, dtype, dim, settings, generation="sm80", heads=8, kv_heads=2, max_tokens=0
 ):
-    """The kernels that attend to a batch, each with its arguments, options and grid.
+    """Return the kernels that attend to a batch, each with its arguments, options and grid.
 
     Their max_seq_len is at least max_tokens.
     """
@@ -356,18 +340,10 @@ def launches_of(
 
 ALL_SETTINGS = Settings(0.1, 600, 2.0, torch.zeros(8), torch.zeros(8))
 PLAIN = Settings(0.1, None, None, None)
-# What compiles for it, and its shared memory, of the smallest GPU of the generation.
-TARGETS = {
-    "sm75": (("cuda", 75, 32), 64 << 10),
-    "sm80": (("cuda", 80, 32), 99 << 10),  # of sm86
-    "sm89": (("cuda", 89, 32), 99 << 10),
-    "sm90": (("cuda", 90, 32), 227 << 10),
-    "gfx942": (("hip", "gfx942", 64), 64 << 10),
-}
 
 
 def stack_bytes(compiled, path):
-    """Memory that a thread has beside its registers: what did not fit into them."""
+    """Return the bytes of a thread that did not fit into its registers."""
     if "amdgcn" in compiled.asm:
         return int(re.search(r"private_segment_fixed_size: (\d+)", compiled.asm["amdgcn"])[1])
     import triton
@@ -402,34 +378,14 @@ ONE_KV_HEAD, TURING = (torch.float16, 64, 71, 1, PLAIN), (torch.float16, 128, 8,
 def test_the_kernels_compile_for_gpus_without_spilling_and_use_their_tensor_cores(
     generation, case, monkeypatch, tmp_path
 ):
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, compile
-
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # compiled, not found
     dtype, dim, heads, kv_heads, settings = case
-    target, shared_bytes = TARGETS[generation]
     sizes = {"heads": heads, "kv_heads": kv_heads, "generation": generation}
     launches = launches_of(monkeypatch, [(1, 1000), (3, 3)], dtype, dim, settings, **sizes)
     assert len(launches) == 3
     for kernel, named, options, _ in launches:
-        constant = {param.name for param in kernel.params if param.is_constexpr}
-        constants = {name: x for name, x in named.items() if name in constant or x is None}
-        signature = {
-            name: "constexpr"
-            if name in constants
-            else TYPES[x.dtype]
-            if isinstance(x, torch.Tensor)
-            else {float: "fp32", int: "i32"}[type(x)]
-            for name, x in named.items()
-        }
-        aligned = {
-            (param.num,): [["tt.divisibility", 16]]
-            for param in kernel.params
-            if isinstance(named[param.name], torch.Tensor) and not param.do_not_specialize_on_alignment
-        }
-        source = ASTSource(kernel, signature, constants, aligned)
-        compiled = compile(source, target=GPUTarget(*target), options=options)
-        assert compiled.metadata.shared <= shared_bytes
+        compiled = compile_launch(kernel, named, options, generation)
+        assert compiled.metadata.shared <= TARGETS[generation][1]
         assert stack_bytes(compiled, tmp_path / "kernel.cubin") == 0
         if "ROWS" in named and dtype != torch.float32 and generation != "sm75":
             code = compiled.asm.get("ptx") or compiled.asm["amdgcn"]
@@ -453,6 +409,8 @@ def test_few_programs_of_a_captured_decode_are_idle(num_seqs, monkeypatch):
 @compiles
 def test_kernels_are_not_compiled_again_for_another_step(monkeypatch):
     """Triton compiles for none of the arguments that differ from step to step."""
+    (slots,) = (param for param in backend._write_kv_kernel.params if param.name == "slots")
+    assert slots.do_not_specialize_on_alignment
     steps = [
         launches_of(monkeypatch, lens, torch.bfloat16, 64, ALL_SETTINGS)
         for lens in ([(1, 1000), (16, 16)], [(1, 257), *[(1, 3)] * 15, (40, 400)])

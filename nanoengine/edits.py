@@ -1,0 +1,261 @@
+"""Edits logits before sampling: biases, penalties, bans of tokens, and the filters min_p, top_k and top_p.
+
+Shape letters: R rows, P rows with penalties, V vocabulary.
+"""
+
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nanoengine.backends.device import upload
+from nanoengine.backends.inputs import SamplingMetadata
+
+# ---- Penalties -----------------------------------------------------------------------------------
+
+IN_PROMPT, LARGEST_COUNT = -0x8000, 0x7FFF  # the sign bit of a count, and its other bits
+MAX_ENTRIES = 1 << 20  # tokens penalized at a time, to limit memory
+
+
+class TokenCounts:
+    """Counts the tokens of running sequences on the device, because the last one may be pending.
+
+    Each step adds a token per sequence. Other tokens are uploaded when a sequence is new here, and when
+    tokens that were counted are dropped, as after a failed step.
+
+    A sequence takes 2 bytes per token of the vocabulary, and 4 per token of its longest text: 256 sequences
+    of a model with 152k tokens and a max_model_len of 40k take 120 MB.
+    """
+
+    def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
+        self.shape = max_num_seqs, max_model_len
+        self.counts: Tensor | None = (
+            None  # (slots, V) int16: occurrences in the output, and the IN_PROMPT bit
+        )
+        self.token_ids: Tensor  # (slots, max_model_len) int32: prompt and output. What follows has no effect
+        self.num_counted = np.zeros(max_num_seqs, np.int64)  # tokens counted in each slot; 0: count anew
+        self.owners: list[Any] = [lambda: None] * max_num_seqs  # weak references to sequences
+        self.slots: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # sequence -> slot
+
+    def place(self, seqs: Sequence[Any]) -> list[int]:
+        """Return the slot of each sequence. A new one takes the slot of one that ended or does not run."""
+        if new := [seq for seq in dict.fromkeys(seqs) if seq not in self.slots]:
+            taken = {self.slots.get(seq) for seq in seqs}
+            free = [slot for slot in range(len(self.owners)) if slot not in taken]
+            free.sort(key=lambda slot: bool((owner := self.owners[slot]()) and owner.block_table))
+            for seq, slot in zip(new, free, strict=False):
+                if (owner := self.owners[slot]()) is not None:
+                    del self.slots[owner]
+                self.owners[slot], self.slots[seq] = weakref.ref(seq), slot
+                self.num_counted[slot] = 0
+        return [self.slots[seq] for seq in seqs]
+
+    def forget(self, seq: Any) -> None:
+        """Count a sequence's tokens anew in the next step: some of them have changed."""
+        if seq in self.slots:
+            self.num_counted[self.slots[seq]] = 0
+
+    def upload(self, row: Any, slot: int) -> None:
+        """Count the tokens of a `SamplingRow` that are certain to be known, without those counted before."""
+        assert self.counts is not None
+        start, num_prompt_tokens, counts = self.num_counted[slot], row.num_prompt_tokens, self.counts[slot]
+        self.num_counted[slot] = 0  # in case of an error
+        if start == 0 or start >= row.position:
+            start = 0
+            counts.zero_()
+        known = np.array(row.token_ids[start : max(row.position - 1, num_prompt_tokens)], np.int64)
+        made, numbers = np.unique(known[max(0, num_prompt_tokens - start) :], return_counts=True)
+        token_ids = upload(known, counts.device)
+        self.token_ids[slot, start : start + len(known)] = token_ids
+        counts.index_fill_(0, token_ids[: max(0, num_prompt_tokens - start)], IN_PROMPT)
+        _add(counts, (upload(made, counts.device),), upload(numbers, counts.device))
+
+
+def _add(counts: Tensor, at: tuple[Tensor, ...], numbers: Tensor) -> None:
+    """Add to the counts at these distinct places, up to the largest count."""
+    before = counts[at].int()
+    counts[at] = (before + torch.minimum(numbers, LARGEST_COUNT - (before & LARGEST_COUNT))).short()
+
+
+class Penalties:
+    """Penalizes rows in consecutive steps that sample the same sequences.
+
+    Args:
+        rows: `SamplingRow`s. The rows of a sequence's drafts follow its own.
+        counts: the counts of the rows' sequences.
+        first: the index of the first of these rows in the step.
+    """
+
+    def __init__(self, rows: Sequence[Any], counts: TokenCounts, first: int) -> None:
+        found = [i for i, row in enumerate(rows) if row.params.penalizes]
+        found.sort(key=lambda i: -rows[i].position)  # rows of similar length are edited together
+        self.rows, self.counts, places = [rows[i] for i in found], counts, np.array(found)
+        seqs = [row.seq for row in self.rows]
+        self.slots = np.arange(len(found)) if seqs[0] is None else np.array(counts.place(seqs))
+        depths = np.array([row.depth for row in self.rows])
+        self.known = np.flatnonzero(depths == 0)  # the rows whose last token is not a draft
+        # Other rows also count the drafts before theirs, which are the last tokens of the rows in between.
+        nth = np.arange(1, 1 + depths.max())
+        drafts = np.where(nth > depths[:, None], -1, (first + places - depths)[:, None] + nth)
+        names = "repetition_penalty", "presence_penalty", "frequency_penalty"
+        values = np.array([[getattr(row.params, name) for name in names] for row in self.rows])
+        self.arrays = np.stack((places, first + places, self.slots)), self.known, drafts, values
+        self.on_device: list[Tensor] = []
+
+    def apply(self, logits: Tensor, last: Tensor) -> None:
+        """Count the last token of each row, and edit the logits, (R, V) float32, in place.
+
+        `last` holds the last token of each row of the step, int64.
+        """
+        counts, device = self.counts, logits.device
+        if counts.counts is None:
+            size, max_model_len = counts.shape
+            counts.counts = torch.zeros(size, logits.shape[1], dtype=torch.int16, device=device)
+            counts.token_ids = torch.zeros(size, max_model_len, dtype=torch.int32, device=device)
+        self.on_device = self.on_device or [upload(array, device) for array in self.arrays]
+        (places, in_step, slots), known, drafts, values = self.on_device
+
+        positions = np.array([row.position for row in self.rows])
+        is_output = np.array([row.position > row.num_prompt_tokens for row in self.rows])
+        mine, ends = self.slots[self.known], positions[self.known]
+        for i in self.known[(counts.num_counted[mine] != ends - 1) | ~is_output[self.known]]:
+            counts.upload(self.rows[i], self.slots[i])
+        counts.num_counted[mine] = 0  # in case of an error
+        at, numbers = upload(np.stack((positions - 1, is_output)), device)
+        counts.token_ids[slots, at] = last[in_step].int()
+        _add(counts.counts, (slots[known], last[in_step[known]]), numbers[known])
+        counts.num_counted[mine] = ends
+
+        drafted, start = torch.where(drafts < 0, -1, last[drafts]), 0
+        while start < len(positions):
+            part = slice(start, start + max(1, MAX_ENTRIES // int(positions[start:].max())))
+            slot, place = slots[part].unsqueeze(1), places[part].unsqueeze(1)
+            # A token that occurs several times gets the same result each time.
+            token_ids = counts.token_ids[:, : positions[part].max()][slots[part]].long()
+            found, edited = counts.counts[slot, token_ids].int(), logits[place, token_ids]
+            times = found & LARGEST_COUNT
+            for draft in drafted[part].unsqueeze(2).unbind(1):
+                times += token_ids == draft
+            repetition, presence, frequency = values[part].unsqueeze(1).unbind(2)
+            repetition = repetition.to(edited.dtype)
+            repeated = torch.where(edited > 0, edited / repetition, edited * repetition)
+            edited = torch.where((found < 0) | (times > 0), repeated, edited)
+            edited -= ((times > 0) * presence + times * frequency).to(edited.dtype)
+            logits[place, token_ids] = edited
+            start = part.stop
+
+
+# ---- All edits -----------------------------------------------------------------------------------
+
+# A row, token ids, and one value for all of them or one value each. Token ids with values are distinct.
+Entry = tuple[int, Any, Any]
+
+
+def edit_logits(logits: Tensor, rows: Sequence[Any], settings: Any) -> None:
+    """Apply the biases, penalties and bans of `SamplingRow`s in place. Only the affected entries are touched.
+
+    The entries of all rows are collected first, so that each kind of edit is one operation.
+    """
+    biases, allowed, bans = (list[Entry]() for _ in range(3))
+    for i in settings.edited:
+        row, params = rows[i], rows[i].params
+        if params.logit_bias:
+            biases.append((i, list(params.logit_bias), list(params.logit_bias.values())))
+        if params.allowed_token_ids is not None:
+            allowed.append((i, params.allowed_token_ids, 0.0))
+        for *beginning, last in row.bad_words:
+            start = row.position - len(beginning)
+            if start >= row.num_prompt_tokens and list(row.token_ids[start : row.position]) == beginning:
+                bans.append((i, [last], -math.inf))
+        if row.position - row.num_prompt_tokens < params.min_tokens:
+            bans.append((i, list(row.stop_ids), -math.inf))
+    if biases:
+        at, value = _to_tensors(biases, logits)
+        logits[at] += value
+    if settings.penalizes:
+        if settings.counts is None:  # rows without sequences
+            settings.counts = TokenCounts(len(rows), max(row.position for row in rows))
+            last = [row.token_ids[row.position - 1] if row.position else 0 for row in rows]
+            settings.last = upload(np.array(last), logits.device)
+        if settings.penalties is None:
+            settings.penalties = Penalties(rows, settings.counts, settings.first)
+        settings.penalties.apply(logits, settings.last)
+    if allowed:
+        at, _ = _to_tensors(allowed, logits)
+        kept = logits[at]
+        logits.index_fill_(0, at[0], -math.inf)
+        logits[at] = kept
+    if bans:
+        at, value = _to_tensors(bans, logits)
+        logits[at] = value  # a Python number would be copied synchronously
+
+
+def _to_tensors(entries: list[Entry], like: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Return entries as a matrix index, and their values, on `like`'s device and in its dtype."""
+    ids = [np.asarray(token_ids, dtype=np.int64) for _, token_ids, _ in entries]
+    rows = np.repeat([row for row, _, _ in entries], [len(of_row) for of_row in ids])
+    values = [np.broadcast_to(value, len(of_row)) for (_, _, value), of_row in zip(entries, ids, strict=True)]
+    index = upload(rows, like.device), upload(np.concatenate(ids), like.device)
+    return index, upload(np.concatenate(values).astype(np.float64), like.device).to(like.dtype)
+
+
+# ---- Filters --------------------------------------------------------------------------------------
+
+MAX_SELECTED = 1024  # largest top_k for which a selection is cheaper than a sort
+
+
+def filter_logits(scaled: Tensor, metadata: SamplingMetadata, rank: Callable[[Tensor], Tensor]) -> None:
+    """Set the tokens that min_p, top_k and top_p cut off to -inf, in place. The most probable one stays.
+
+    Each row's largest value must be 0. Equal logits rank by index, as in a stable sort, so that the other
+    rows of the batch cannot change which of them stay. `rank` is sampling.py's `sort_keys`, or does the same.
+    """
+    temperature, top_k, top_p, min_p, _ = metadata
+
+    def of(numbers: NDArray[Any], rows: NDArray[np.intp]) -> Tensor:
+        return upload(numbers[rows], scaled.device).unsqueeze(1)
+
+    is_sampled = temperature > 0
+    (unlikely,) = np.nonzero(is_sampled & (min_p > 0))
+    if len(unlikely):
+        at = upload(unlikely, scaled.device)
+        kept = scaled[at]
+        scaled[at] = kept.masked_fill(kept.exp() < of(min_p, unlikely), -math.inf)
+    (with_k,) = np.nonzero(is_sampled & (top_k > 0))
+    (without_k,) = np.nonzero(is_sampled & (top_k == 0) & (top_p < 1))
+    for rows in (with_k, without_k):
+        if not len(rows):
+            continue
+        at = upload(rows, scaled.device)
+        logits = scaled[at]
+        num = int(top_k[rows].max())
+        if 0 < num <= MAX_SELECTED:  # no need to sort the whole vocabulary
+            order = _select_top(logits, num, rank)
+            values = logits.gather(1, order)
+        else:
+            values, order = logits.sort(dim=-1, descending=True, stable=True)
+        if rows is with_k:
+            ranks = torch.arange(values.shape[1], device=values.device)
+            values.masked_fill_(ranks >= of(top_k, rows), -math.inf)
+        del logits  # edited in place and freed early: memory use peaks here
+        probs = values.softmax(-1)
+        beyond = probs.cumsum(-1).sub_(probs) >= of(top_p, rows)
+        del probs
+        beyond[:, :1].fill_(False)  # the most probable stays, even if top_p is 0 in float32
+        values.masked_fill_(beyond, -math.inf)
+        scaled[at] = scaled.new_full((len(rows), scaled.shape[1]), -math.inf).scatter_(1, order, values)
+
+
+def _select_top(logits: Tensor, num: int, rank: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the indices of each row's num largest logits, in stable descending order: (R, num) int64.
+
+    The input is (R, V) float32. `topk` may choose among equal values arbitrarily, so it gets distinct
+    integer keys instead.
+    """
+    top = rank(logits).topk(min(num, logits.shape[1])).values
+    return 0x7FFFFFFF - (top & 0xFFFFFFFF)

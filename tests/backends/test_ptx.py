@@ -1,0 +1,290 @@
+"""Triton's kernels, compiled for GPUs and executed by tests/ptx.py, which needs no GPU."""
+
+import functools
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanoengine.backends import triton as backend
+from tests.attention import ALL_DECODES, MIXED, SINKS, SLOPES, case_id, check_attention
+from tests.launches import Emulated, obstacle
+from tests.ptx import Cta, Fault, GlobalMemory, Kernel
+
+if reason := obstacle():
+    pytest.skip(reason, allow_module_level=True)
+
+KERNELS = "_attend_kernel", "_combine_kernel", "_write_kv_kernel"
+HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
+BATCH = [(1, 100), (3, 3), (20, 90)]
+ALL = {"window": 70, "softcap": 2.0, "sinks": SINKS.repeat(2), "alibi_slopes": SLOPES.repeat(2)}
+
+
+def execute(generation, lens, dtype, edit=None, module=backend, **settings):
+    """Check attention computed by emulated kernels. Splits are small, a program computes several of them, and
+    memory that nobody has written is NaN.
+    """
+    emulated = [Emulated(getattr(module, name), generation, edit) for name in KERNELS]
+    with pytest.MonkeyPatch.context() as patch:
+        for name, kernel in zip(KERNELS, emulated, strict=True):
+            patch.setattr(module, name, kernel)
+        patch.setattr(module, "generation", lambda device: generation)
+        patch.setattr(module, "MIN_SPAN", 64)
+        patch.setattr(module, "MAX_PROGRAMS", 2 * len(lens))
+        unwritten = functools.partial(torch.full, fill_value=torch.nan)
+        patch.setattr(torch, "empty", lambda *shape, **kwargs: unwritten(shape, **kwargs))
+        patch.setattr(torch.Tensor, "new_empty", lambda x, *shape: unwritten(shape, dtype=x.dtype))
+        settings = {"heads": 8, "head_dim": 64, "stale": torch.nan, **settings}
+        check_attention(module.TritonAttention, lens, settings.pop("block_size", 16), dtype=dtype, **settings)
+    return emulated
+
+
+WIDE, NARROW, ODD = {"head_dim": 256}, {"head_dim": 24, "v_head_dim": 16}, {"head_dim": 80, "heads": 6}
+SHARED = {"heads": 71, "kv_heads": 1}
+
+
+@pytest.mark.parametrize(
+    ("generation", "lens", "dtype", "settings"),
+    [
+        ("sm75", BATCH, HALF, {}),
+        ("sm80", BATCH, BRAIN, {}),
+        ("sm80", BATCH, FULL, {}),
+        ("sm90", BATCH, BRAIN, {"head_dim": 128}),
+        ("sm90", [(1, 200), (1, 31)], HALF, ALL),
+        *(
+            pytest.param(*case, settings, marks=pytest.mark.slow)
+            for case in [
+                *(("sm75", lens, HALF) for lens in (MIXED, ALL_DECODES)),
+                *((g, lens, BRAIN) for g in ("sm80", "sm89", "sm90") for lens in (MIXED, ALL_DECODES)),
+                *((g, BATCH, FULL) for g in ("sm80", "sm89", "sm90")),
+            ]
+            for settings in ({"head_dim": 128}, ALL)
+        ),
+        *(
+            pytest.param(generation, BATCH, HALF, settings, marks=pytest.mark.slow)
+            for generation in ("sm75", "sm80", "sm89", "sm90")
+            for settings in (WIDE, NARROW, ODD, SHARED, {"block_size": 3, "kv_heads": 8})
+        ),
+    ],
+    ids=case_id,
+)
+def test_what_triton_compiles_for_a_gpu_equals_dense_attention(generation, lens, dtype, settings):
+    execute(generation, lens, dtype, **settings)
+
+
+@pytest.mark.parametrize("dtype", [HALF, FULL])
+@pytest.mark.parametrize("widths", [(3, 16, 16), (2, 24, 16), (1, 11, 7)])
+def test_compiled_code_writes_keys_and_values_to_their_slots_and_nowhere_else(dtype, widths, monkeypatch):
+    monkeypatch.setattr(backend, "_write_kv_kernel", Emulated(backend._write_kv_kernel, "sm80"))
+    heads, *dims = widths
+    qkv = torch.randn(5, 48 + heads * sum(dims)).to(dtype)
+    kv = [x.unflatten(1, (heads, -1)) for x in qkv[:, 48:].split([heads * dim for dim in dims], dim=1)]
+    caches = [torch.randn(4, 4, heads, dim).to(dtype) for dim in dims]
+    expected, slots = [cache.clone() for cache in caches], torch.tensor([9, 0, 15, 4, 6])
+    for cache, x in zip(expected, kv, strict=True):
+        cache.flatten(0, 1)[slots] = x
+    backend.write_kv(*caches, *kv, slots)
+    assert all(map(torch.equal, caches, expected))
+    for too_far in ([9, 16, 15, 4, 6], [9, -1, 15, 4, 6]):
+        with pytest.raises(Fault, match="outside of every tensor"):
+            backend.write_kv(*caches, *kv, torch.tensor(too_far))
+    with pytest.raises(Fault, match="race: this launch stores the same"):
+        backend.write_kv(*caches, *kv, torch.tensor([9, 9, 15, 4, 6]))
+
+
+# ---- What the interpreter notices ----------------------------------------------------------------
+
+PTX = """.visible .entry kernel(
+	.param .u64 .ptr .global kernel_param_0,
+	.param .u64 .ptr .global kernel_param_1
+)
+.reqntid 64
+{{
+	.reg .pred %p<4>; .reg .b16 %rs<4>; .reg .b32 %r<9>; .reg .b64 %rd<9>;
+	ld.param.b64 %rd1, [kernel_param_0];
+	ld.param.b64 %rd2, [kernel_param_1];
+	mov.u32 %r1, %tid.x;
+	mad.wide.u32 %rd3, %r1, 4, %rd1;
+	mad.wide.u32 %rd4, %r1, 4, %rd2;
+	shl.b32 %r2, %r1, 2;
+	xor.b32 %r3, %r2, 128;
+	setp.lt.u32 %p1, %r1, 32;
+	{body};
+$end:
+	ret;
+"""
+
+
+def run_ptx(*body):
+    """Run 64 threads. Thread i has i in %r1, 4i in %r2, (4i) ^ 128 in %r3, and i < 32 in %p1. %rd3 is the
+    address of its input, which is i, and %rd4 of its output.
+    """
+    source, out = torch.arange(64, dtype=torch.int32), torch.zeros(64, dtype=torch.int32)
+    memory = GlobalMemory([(source, True), (out, True)])
+    kernel = Kernel(PTX.format(body=";\n\t".join(body)), shared=256)
+    Cta(kernel, memory, memory.addresses, (0, 0, 0), (1, 1, 1)).run()
+    memory.copy_back()
+    return out
+
+
+STORE, BARRIER, LOAD_OTHER = "st.shared.b32 [%r2], %r1", "bar.sync 0", "ld.shared.b32 %r4, [%r3]"
+LOAD_NEXT = "xor.b32 %r3, %r2, 4", "ld.shared.b32 %r4, [%r3]"
+COPY = "cp.async.ca.shared.global [%r2], [%rd3], 0x4, 4", "cp.async.commit_group"
+WAIT = "cp.async.wait_group 0"
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (["add.sat.s32 %r4, %r1, %r1"], r"unknown opcode add\.sat\.s32 in line 16"),
+        (["add.s32 %r4, %r5, %r1"], "%r5 is read before it is written, in line 16"),
+        (["add.s64 %rd5, %rd3, %r1"], "%r1 has another size"),
+        (["ld.global.b32 %r4, [%rd3 + 4]"], "outside of every tensor"),
+        (["st.global.b32 [%rd4 + -4], %r1"], "outside of every tensor"),
+        (["ld.global.b32 %r4, [%rd3 + 2]"], "not aligned to 4 bytes"),
+        (["st.global.b32 [%rd2], %r1"], "race: two threads store"),
+        (["st.global.b32 [%rd4], %r1", "st.global.b32 [%rd4], %r1"], "race: this launch stores"),
+        (["st.global.b32 [%rd3], %r1", "ld.global.b32 %r4, [%rd3]"], "race: this launch stores"),
+        (["st.shared.b32 [%r2 + 4], %r1"], "outside of the memory"),
+        (["ld.shared.b32 %r4, [%r2]"], "shared memory that was not written"),
+        ([STORE, LOAD_OTHER], "race: read of what another thread wrote"),
+        ([STORE, "st.shared.b32 [%r3], %r1"], "race: write to what another thread wrote"),
+        ([STORE, BARRIER, LOAD_OTHER, STORE], "race: write to what another thread read"),
+        (["mov.b32 %r4, 0", "st.shared.b32 [%r4], %r1"], "race: two threads write different values"),
+        ([*COPY, "ld.shared.b32 %r4, [%r2]"], "before cp.async.wait_group"),
+        ([*COPY, BARRIER, LOAD_OTHER], "before cp.async.wait_group"),
+        ([*COPY, STORE], "before cp.async.wait_group"),
+        ([*COPY, "cp.async.wait_group 1", "ld.shared.b32 %r4, [%r2]"], "before cp.async.wait_group"),
+        ([*COPY, BARRIER, WAIT, LOAD_OTHER], "race: read of what another thread wrote"),
+        ([STORE, "bar.warp.sync -1", LOAD_OTHER], "race: read of what another thread wrote"),
+        ([STORE, *LOAD_NEXT], "race: read of what another thread wrote"),
+        ([STORE, "bar.warp.sync -1", *LOAD_NEXT, STORE], "race: write to what another thread read"),
+        ([STORE, BARRIER, "ld.shared.b32 %r4, [0]", "bar.warp.sync -1", STORE], "thread read"),
+        (["@%p1 bra $end"], "threads diverge"),
+        (["@!%p1 bar.sync 0"], "threads diverge"),
+    ],
+)
+def test_a_kernel_that_breaks_a_rule_faults_at_its_line(body, message):
+    with pytest.raises(Fault, match=message):
+        run_ptx(*body)
+
+
+def test_barriers_and_waits_in_their_places_are_no_faults():
+    for body in ([STORE, BARRIER, LOAD_OTHER, BARRIER, STORE], [*COPY, WAIT, BARRIER, LOAD_OTHER]):
+        assert run_ptx(*body, "st.global.b32 [%rd4], %r4").tolist() == [i ^ 32 for i in range(64)]
+    body = STORE, "bar.warp.sync -1", *LOAD_NEXT, "bar.warp.sync -1", STORE, "st.global.b32 [%rd4], %r4"
+    assert run_ptx(*body).tolist() == [i ^ 1 for i in range(64)]
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (["sub.s32 %r4, %r1, 9", "div.s32 %r5, %r4, 4"], lambda i: int((i - 9) / 4)),
+        (["neg.s32 %r4, %r1", "shr.s32 %r5, %r4, 40"], lambda i: -1 if i else 0),
+        (["shl.b32 %r5, %r1, 32"], lambda i: 0),
+        (["bfe.s32 %r5, %r1, 1, 3"], lambda i: (i >> 1 & 7) - (8 if i >> 1 & 4 else 0)),
+        (["bfe.u32 %r5, %r1, 1, 3"], lambda i: i >> 1 & 7),
+        (["mul.hi.u32 %r5, %r1, 0x80000000"], lambda i: i // 2),
+        (["neg.s32 %r4, %r1", "min.u32 %r5, %r4, 7"], lambda i: 7 if i else 0),
+        (["neg.s32 %r4, %r1", "max.s32 %r5, %r4, -7"], lambda i: max(-i, -7)),
+        (["mul.wide.s32 %rd5, %r1, -4", "shr.s64 %rd6, %rd5, 1", "cvt.u32.u64 %r5, %rd6"], lambda i: -2 * i),
+        (["@%p1 mov.b32 %r1, 5", "mov.b32 %r5, %r1"], lambda i: 5 if i < 32 else i),
+        (["shfl.sync.bfly.b32 %r5, %r1, 3, 31, -1"], lambda i: i ^ 3),
+        (["shfl.sync.idx.b32 %r5, %r1, 3, 31, -1"], lambda i: i // 32 * 32 + 3),
+        (["cvt.rn.f32.s32 %r4, %r1", "ex2.approx.ftz.f32 %r5, %r4"], lambda i: i + 127 << 23),
+        (["add.s32 %r4, %r1, 0x3f800000", "cvt.rn.bf16x2.f32 %r5, %r4, %r4"], lambda i: 0x3F803F80),
+        (["setp.neu.f32 %p2, 0f7FC00000, 0f7FC00000", "selp.b32 %r5, 1, 0, %p2"], lambda i: 1),
+        (["max.f32 %r5, 0f7FC00000, 0f3F800000"], lambda i: 0x3F800000),
+        (["cvt.u16.u32 %rs1, %r1", "mov.b32 %r5, {%rs1, %rs1}"], lambda i: i << 16 | i),
+    ],
+)  # fmt: skip
+def test_an_instruction_computes_what_the_manual_says(body, expected):
+    assert run_ptx(*body, "st.global.b32 [%rd4], %r5").tolist() == [expected(i) for i in range(64)]
+
+
+MUTATIONS = {
+    "no barrier": (r"\tbar\.(warp\.)?sync[^;]*;", lambda match: ""),
+    "no fence": (r"\t(fence\.proxy\.async\.shared::cta|wgmma\.fence\.sync\.aligned);", lambda match: ""),
+    "a group too few": (r"(\.wait_group\S*\s+)(\d)", lambda match: f"{match[1]}{int(match[2]) + 1}"),
+}
+# What may be missing, by the line of the kernel that it was compiled from.
+REDUNDANT = {
+    # After the loop nothing reads the shared memory that the last copies, all of zeros, write.
+    ("a group too few", "for first in range(begin, end, KEYS):"),
+    # The queries lie apart from what the first copies write. The loop has a barrier and a fence of its own
+    # between copies and products, and these also follow the stores of the queries.
+    ("no barrier", "k_cache + cache_rows[None, :] * K_DIM + k_dims[:, None],"),
+    ("no fence", "scores = _dot(queries, keys, UPCAST) * scale"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("generation", "dtype", "head_dim"),
+    [("sm75", HALF, 64), ("sm80", BRAIN, 64), ("sm80", FULL, 64), ("sm90", BRAIN, 128), ("sm90", BRAIN, 24)],
+)
+def test_every_barrier_fence_and_wait_is_missed_if_it_is_missing(generation, dtype, head_dim):
+    lines = Path(backend.__file__).read_text().splitlines()
+    run = functools.partial(execute, generation, [(1, 300), (20, 250), (1, 40)], dtype, head_dim=head_dim)
+    seen, survivors = {}, []
+    run(lambda ptx, named: seen.setdefault(str(named.get("DECODE", named.keys())), ptx))
+    for original in seen.values():
+        for kind, (pattern, replacement) in MUTATIONS.items():
+            for match in re.finditer(pattern, original):
+                mutant = original[: match.start()] + replacement(match) + original[match.end() :]
+                try:
+                    run(lambda ptx, named, pair=(original, mutant): pair[1] if ptx == pair[0] else ptx)
+                except Fault:
+                    continue
+                place = re.findall(r"triton\.py:(\d+):\d+(?: \])*$", mutant[: match.start()], re.MULTILINE)
+                survivors.append((kind, lines[int(place[-1]) - 1].strip()))
+    assert set(survivors) <= REDUNDANT, survivors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("correct", "wrong"),
+    [
+        ("slot = tl.load(slots + token)", "slot = tl.load(slots + token) + 1"),
+        ("mask=offsets < K_WIDTH", "mask=offsets <= K_WIDTH"),
+        ("mask=offsets < V_WIDTH", "mask=offsets < V_WIDTH - 1"),
+        ("positions < end", "positions <= end"),
+        ("positions < end", "positions < end - 1"),
+        ("positions // BLOCK_SIZE", "(positions + 1) // BLOCK_SIZE"),
+        ("positions % BLOCK_SIZE", "(positions + 1) % BLOCK_SIZE"),
+        ("blocks.to(tl.int64)", "(blocks + 1).to(tl.int64)"),
+        ("distance >= 0", "distance >= -1"),
+        ("distance >= 0", "distance >= 1"),
+        ("distance < window", "distance <= window"),
+        ("token + 1 - window", "token + 2 - window"),
+        ("(k_dims < K_DIM)[None, :],", "(k_dims <= K_DIM)[None, :],"),
+        ("(k_dims < K_DIM)[:, None],", "(k_dims <= K_DIM)[:, None],"),
+        ("(k_dims < K_DIM)[:, None],", "(k_dims < K_DIM - 1)[:, None],"),
+        ("& (v_dims < V_DIM)[None, :]\n        if splits", "& (v_dims <= V_DIM)[None, :]\n        if splits"),
+        ("(tokens < query_len)", "(tokens <= query_len)"),
+        ("(tokens < query_len)", "(tokens < query_len - 1)"),
+        ("(heads < H // K)", "(heads <= H // K)"),
+        ("(token >= query_len)", "(token >= query_len - 1)"),
+        ("tl.minimum(token + TOKENS, query_len)", "tl.minimum(token + TOKENS, query_len - 1)"),
+        ("splits * span < num_keys", "splits * span <= num_keys"),
+        ("splits * span < num_keys", "splits * span < num_keys - span"),
+        ("(num_keys <= span)", "(num_keys < span)"),
+        ("mask=is_dim\n", "mask=dims <= V_DIM\n"),
+        ("- seq) * TOKENS", "- seq) * TOKENS + 1"),
+    ],
+)  # fmt: skip
+def test_an_index_or_a_mask_that_is_off_by_one_is_noticed(correct, wrong, tmp_path):
+    source = Path(backend.__file__).read_text()
+    assert correct in source
+    (tmp_path / "mutant.py").write_text(source.replace(correct, wrong))
+    spec = importlib.util.spec_from_file_location("mutant", tmp_path / "mutant.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    batch = [(1, 200), (1, 192), (1, 64), (22, 112), (3, 3)]  # splits of 64; a tile has 21 tokens
+    shape = SHARED if "heads" in correct else {"heads": 6, "head_dim": 24, "v_head_dim": 20}
+    run = functools.partial(execute, "sm80", batch, BRAIN, **shape)
+    with pytest.raises((Fault, AssertionError)):
+        run(module=module), run(module=module, window=70)
+    run(), run(window=70)

@@ -1,0 +1,121 @@
+"""Launches of Triton kernels without a GPU: recorded, compiled for a GPU, or executed as PTX."""
+
+import importlib.metadata
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.ptx import Cta, GlobalMemory, Kernel
+
+TYPES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
+TYPES |= {torch.int32: "*i32", torch.int64: "*i64"}
+# What compiles for it, and its shared memory, of the smallest GPU of the generation.
+TARGETS: dict[str, tuple[tuple[Any, ...], int]] = {
+    "sm75": (("cuda", 75, 32), 64 << 10),
+    "sm80": (("cuda", 80, 32), 99 << 10),  # of sm86
+    "sm89": (("cuda", 89, 32), 99 << 10),
+    "sm90": (("cuda", 90, 32), 227 << 10),
+    "gfx942": (("hip", "gfx942", 64), 64 << 10),
+}
+
+
+OPTIONS: list[str] = ["num_stages", "num_warps"]
+
+
+def obstacle() -> str | None:
+    """Return why kernels cannot be executed as PTX. Triton 3.5 leaves out a fence before wgmma."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return "what is interpreted is not compiled"
+    release = tuple(map(int, importlib.metadata.version("triton").split(".")[:2]))
+    return None if release >= (3, 7) else "Triton is older than 3.7"
+
+
+class Recorder:
+    """A kernel whose launches are kept: the arguments by name, the options, and the grid."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.launches: list[tuple[dict[str, Any], dict[str, int], tuple[int, ...]]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
+            named = dict(zip(self.kernel.arg_names, args, strict=False), **kwargs)
+            self.launch(named, options, grid)
+
+        return launch
+
+    def launch(self, named: dict[str, Any], options: dict[str, int], grid: tuple[int, ...]) -> None:
+        self.launches.append((named, options, grid))
+
+
+def compile_launch(kernel: Any, named: dict[str, Any], options: dict[str, int], generation: str) -> Any:
+    """Compile a kernel for a launch as Triton does on a GPU of the generation."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    constant = {param.name for param in kernel.params if param.is_constexpr}
+    constants = {name: x for name, x in named.items() if name in constant or x is None}
+    signature = {
+        name: "constexpr"
+        if name in constants
+        else TYPES[x.dtype]
+        if isinstance(x, torch.Tensor)
+        else {float: "fp32", int: "i32"}[type(x)]
+        for name, x in named.items()
+    }
+    aligned = {
+        (param.num,): [["tt.divisibility", 16]]
+        for param in kernel.params
+        if isinstance(named[param.name], torch.Tensor) and not param.do_not_specialize_on_alignment
+    }
+    source = ASTSource(kernel, signature, constants, aligned)
+    return compile(source, target=GPUTarget(*TARGETS[generation][0]), options=options)
+
+
+class Emulated(Recorder):
+    """A kernel that is compiled for a generation of GPUs and executed as PTX, after `edit` has changed it."""
+
+    def __init__(self, kernel: Any, generation: str, edit: Callable[..., str] | None = None) -> None:
+        super().__init__(kernel)
+        self.generation, self.edit = generation, edit
+
+    def launch(self, named: dict[str, Any], options: dict[str, int], grid: tuple[int, ...]) -> None:
+        super().launch(named, options, grid)
+        ctas, memory = self.ctas(named, options, grid)
+        for cta in ctas:
+            cta.run()
+        memory.copy_back()
+
+    def ctas(
+        self, named: dict[str, Any], options: dict[str, int], grid: tuple[int, ...]
+    ) -> tuple[Iterator[Cta], GlobalMemory]:
+        """Return the programs of a launch, none of which has started, and the memory that they share."""
+        compiled = compile_launch(self.kernel, named, options, self.generation)
+        ptx = compiled.asm["ptx"]
+        kernel = Kernel(self.edit(ptx, named) if self.edit else ptx, compiled.metadata.shared)
+        params = {param.name: param for param in self.kernel.params}
+        memory = GlobalMemory(
+            (x, not params[name].do_not_specialize_on_alignment)
+            for name, x in named.items()
+            if isinstance(x, torch.Tensor)
+        )
+        addresses = iter(memory.addresses)
+        arguments = [
+            next(addresses)
+            if isinstance(x, torch.Tensor)
+            else np.float32(x)
+            if type(x) is float
+            else np.int32(x)
+            for name, x in named.items()
+            if x is not None and not params[name].is_constexpr
+        ]
+        x, y, z = shape = (*grid, 1, 1)[:3]
+        indices = ((i, j, k) for k in range(z) for j in range(y) for i in range(x))
+        return (Cta(kernel, memory, arguments, index, shape) for index in indices), memory
