@@ -8,16 +8,16 @@ Each `EngineCore.step` does the following:
     advanced = scheduler.update(batch, sampled)  # append tokens, finish sequences, free their blocks
 
 With async scheduling, a step is collected only after the next step is launched, so that the device does not
-wait for the host. The next step then needs tokens that only the device has, from the launch `before`.
+wait for the host. The next step then reads the tokens that the previous one samples on the device.
 
 Read top to bottom: Sequence, BlockManager, Scheduler, build_inputs, ModelRunner, EngineCore. Only the
 scheduler and its block manager (or their subclasses) change sequences, queues and blocks, and neither
 touches a tensor. The runner owns the model and the KV cache, and only reads sequences.
 
 llm_engine.py sits above this file: it turns requests into sequences, and their tokens into outputs. Optional
-features live in extensions/ and, if few users need them, contrib/. Each extends these classes from outside.
+features live in extensions/ and, if few users need them, contrib/. This file imports neither.
 
-The ideas by name: PagedAttention and automatic prefix caching (BlockManager), continuous batching, chunked
+Each idea's class: PagedAttention and automatic prefix caching (BlockManager), continuous batching, chunked
 prefill and recomputation preemption (Scheduler), CUDA graphs (ModelRunner), async scheduling (EngineCore).
 
 Glossary:
@@ -28,7 +28,7 @@ Glossary:
     computed        a token whose K and V are in the cache, or will be once the scheduled steps have run
     registered      a full block that the prefix cache can find
     hit             a registered block that a sequence reuses when it is admitted. It was computed for another
-                    sequence, or for this one before a preemption. Each token in the block is a hit too
+                    sequence, or for this one before a preemption. Its tokens are called hits too
     token budget    how many tokens one step may compute, `max_num_batched_tokens`
     in flight       a step that was launched and not yet collected
     pending         a token that a step in flight will sample: its position is known, its value is not
@@ -59,7 +59,7 @@ from nanoengine.backends.inputs import AttentionMetadata, ModelInputs, send_inpu
 from nanoengine.backends.kv_cache import KVCache
 from nanoengine.detokenizer import Detokenizer
 from nanoengine.logprobs import Logprobs, Reports, report_prompts
-from nanoengine.sampling import CachedRows, RowProcessor, Sample, read_tokens, why_undrawn
+from nanoengine.sampling import SAMPLED_ROWS, CachedRows, RowProcessor, Sample, read_tokens, why_undrawn
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.steps import Stopwatch
 
@@ -103,7 +103,7 @@ class Sequence:
     bad_words: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
     prompt_logprobs: int | None = None  # how many to report per prompt token; None: not requested
     detokenizer: Detokenizer | None = None  # makes the output text and finds stop strings; None: no text
-    processors: tuple[RowProcessor, ...] = ()  # edit the sequence's logits, as params may too
+    processors: tuple[RowProcessor, ...] = ()  # edit the logits, in addition to what params asks for
     num_prompt_tokens: int = field(init=False)
 
     # Written by the scheduler.
@@ -117,8 +117,8 @@ class Sequence:
     block_table: list[int] = field(init=False, default_factory=list)  # empty while waiting
     capacity: int = field(init=False, default=0)  # number of tokens its blocks have room for
     num_computed_tokens: int = field(init=False, default=0)
-    num_hit_tokens: int = field(init=False, default=0)  # their slots may be shared: never write them
-    num_registered_blocks: int = field(init=False, default=0)  # they come first in the block table
+    num_hit_tokens: int = field(init=False, default=0)  # never write to their slots: the blocks may be shared
+    num_registered_blocks: int = field(init=False, default=0)  # they come first in block_table
     prefix_id: int = field(init=False, default=0)  # prefix_id of the last registered block: see Block
     block_keys: list["BlockKey"] = field(init=False, default_factory=list)  # full blocks, each hashed once
     # num_computed_tokens at the first admission: reported to the user as cached tokens.
@@ -133,15 +133,15 @@ class Sequence:
     def num_tokens(self) -> int:
         """Prompt and output, including pending tokens.
 
-        When every known token is computed, the total is num_computed_tokens + 1: the last one is pending.
-        After a preemption nothing is computed, so a token that is still pending is not counted.
+        If every known token is computed, one more token is pending: the total is num_computed_tokens + 1.
+        After a preemption, num_computed_tokens is 0, so a token that is still pending is not counted.
         """
         num_known, num_computed = len(self.token_ids), self.num_computed_tokens
         return num_known if num_known > num_computed else num_computed + 1
 
     @property
     def num_output_tokens(self) -> int:
-        """The number of tokens sampled so far, without a pending one."""
+        """The number of tokens sampled so far, without pending ones."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
@@ -171,14 +171,14 @@ class BlockKey(NamedTuple):
 class Block:
     """Describes one physical block. A freed block keeps its key, so it can be hit until it is reused.
 
-    A prefix_id identifies all tokens from the start of a sequence to the end of a block. Blocks with the same
-    tokens after the same prefix, each computed by its own sequence, are twins and share one prefix_id:
+    A prefix_id identifies all tokens from the start of a sequence to the end of a block. Twins are blocks
+    that hold the same tokens after the same prefix, each computed separately. They share one prefix_id:
 
         block    tokens     after block    parent_id    prefix_id
         1        a b c d    -              0            1
         2        e f g h    1              1            2
         3        a b c d    -              0            1            twin of 1
-        4        e f g h    3              1            2            twin of 2: both are found after 1 or 3
+        4        e f g h    3              1            2            twin of 2: either can follow 1 or 3
         5        e f g h    -              0            3            the same tokens after another prefix
     """
 
@@ -192,16 +192,16 @@ class Block:
 class BlockManager:
     """Allocates cache blocks, shares blocks with the same prefix, and evicts the least recently used.
 
-    Block 0 is the null block. It is never allocated: padding points at it, and unwanted K and V go there.
+    Block 0 is the null block. It is never allocated: padding refers to it, and it receives unwanted K and V.
     Every other block is either in use (ref_count is the number of block tables that contain it) or free. Free
-    blocks wait in two queues. Those without registered content are reused first, last in first out: the most
-    recently freed block may still be in the processor's cache. Those with registered content follow, least
+    blocks wait in two queues. Those without registered content are reused first, as a stack: the most
+    recently freed block may still be in the CPU's cache. Those with registered content follow, least
     recently used first. A hit removes its block from the middle of that queue in O(1).
 
-    A hit is verified by content and parent, so a hash collision costs one comparison and never a wrong token.
-    A block whose parent and all of the parent's twins are evicted is never found again, and ages out unused.
+    A hit is verified by content and parent, so a hash collision cannot cause a wrong hit.
+    Once a block's parent and all of the parent's twins are evicted, the block is never found again.
 
-    vLLM's BlockPool and KVCacheManager in one class. Source: PagedAttention, https://arxiv.org/abs/2309.06180
+    This class combines vLLM's BlockPool and KVCacheManager. Source: PagedAttention, https://arxiv.org/abs/2309.06180
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class BlockManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.hash_function = hash_function
-        self.num_query_tokens = 0  # prefix cache statistics, over first admissions
+        self.num_query_tokens = 0  # prefix cache statistics: only first admissions count
         self.num_query_hits = 0
         self.clear()
 
@@ -225,7 +225,7 @@ class BlockManager:
         self.blocks = [Block(block_id) for block_id in range(self.num_blocks + 1)]
         self.empty_blocks = deque(self.blocks[1:])  # free, without registered content
         self.evictable_blocks: OrderedDict[int, Block] = OrderedDict()  # free, and registered
-        # hash -> the blocks with that hash, by id: twins, and different contents whose hashes collide.
+        # hash -> the blocks with that hash, by id: twins, and blocks whose hashes collide.
         self.registered_blocks: dict[int, dict[int, Block]] = {}
         self.next_prefix_id = 1
 
@@ -245,7 +245,7 @@ class BlockManager:
         return True
 
     def find_prefix(self, seq: Sequence) -> list[Block]:
-        """Return the longest chain of registered blocks that holds the start of the sequence."""
+        """Return the registered blocks that match the sequence's first blocks, up to the first miss."""
         # Log-probabilities of prompt tokens need logits, which the cache does not hold.
         if not self.enable_prefix_caching or seq.prompt_logprobs is not None:
             return []
@@ -273,11 +273,11 @@ class BlockManager:
         return True
 
     def register_full_blocks(self, seq: Sequence, num_tokens: int) -> None:
-        """Register the blocks that the first num_tokens tokens fill. Those tokens must be known.
+        """Register each block that is full after num_tokens tokens. Those tokens must be known.
 
-        May happen once the step that fills them is scheduled, before they are filled. A hit is safe all
-        the same: in that step, each layer writes the K and V of the whole batch before any sequence attends,
-        and later steps run in order. If the step fails, `clear` removes the registration.
+        Blocks may be registered when the step that fills them is scheduled, before it runs. Hits on them are
+        safe: in that step, each layer writes the K and V of the whole batch before any sequence attends, and
+        later steps run after it. If the step fails, `clear` removes the registration.
         """
         if not self.enable_prefix_caching:
             return
@@ -298,7 +298,7 @@ class BlockManager:
     def free(self, seq: Sequence) -> None:
         """Release all blocks of a sequence, the last block first, so that tails are evicted before prefixes.
 
-        A lookup starts at the first block, so a prefix is useful without its tail, but not the reverse.
+        A lookup starts at the first block, so a tail whose prefix was evicted could never be hit.
         A step in flight may still use these blocks. That is safe: their next owner computes in a later step.
         """
         for block_id in reversed(seq.block_table):
@@ -335,7 +335,7 @@ class BlockManager:
         return self.num_blocks * self.block_size
 
     def _hold(self, hits: list[Block], num_new: int) -> bool:
-        """Add a reference to each hit if num_new free blocks remain afterwards. Return whether they do."""
+        """Add a reference to each hit if that leaves at least num_new free blocks. Return whether it does."""
         num_revived = sum(block.ref_count == 0 for block in hits)  # free now, in use afterwards
         if num_new + num_revived > self.num_free_blocks:
             return False
@@ -364,7 +364,7 @@ class BlockManager:
             self.num_query_hits += seq.num_computed_tokens
 
     def _release(self, block_id: int) -> None:
-        """Drop one reference to a block, and queue the block as free if it was the last."""
+        """Drop one reference to a block. If none is left, queue the block as free."""
         block = self.blocks[block_id]
         block.ref_count -= 1
         if block.ref_count == 0:
@@ -400,7 +400,7 @@ class BlockManager:
             seq.block_keys.append(BlockKey(parent_hash, content))
 
     def _take_free_block(self) -> int:
-        """Take the free block that is cheapest to lose, unregister its content, and return its id."""
+        """Take an empty block, or else evict the least recently used one. Return its id."""
         if self.empty_blocks:
             block = self.empty_blocks.popleft()
         else:
@@ -424,15 +424,15 @@ class Chunk(NamedTuple):
     seq: Sequence
     start: int
     end: int
-    # Whether `end` was the sequence's num_tokens, so that a token is sampled. Stored, as num_tokens grows.
+    # Whether a token is sampled: true if `end` was num_tokens when this chunk was scheduled.
     samples: bool
-    # What [start, end) indexes: the sequence's own list, which lacks the last token while that is
-    # pending. With draft tokens it is a copy with the drafts appended (extensions/speculate.py).
+    # The list that [start, end) indexes: the sequence's token_ids, which lack any pending token. With draft
+    # tokens, it is a copy with the drafts appended (extensions/speculate.py).
     token_ids: list[int]
 
 
 class ScheduledBatch(NamedTuple):
-    """Lists the chunks that one step computes. Later steps change its sequences, but not the list."""
+    """Lists the chunks that one step computes. It never changes, though its sequences do."""
 
     chunks: list[Chunk]
     sampled_seqs: list[Sequence]  # the sequences of the chunks that sample, in order
@@ -446,13 +446,13 @@ class Scheduler:
     left to compute, and each step spends its token budget on running sequences first, then on waiting ones.
     A decode has one token left. A long prompt gets the rest of the budget (chunked prefill): with a budget of
     4, a prompt of 10 tokens runs as the chunks [0, 4), [4, 8) and [8, 10), and only the last one samples.
-    A prefix hit lets a sequence start further along. A preempted sequence starts over. Sequences join and
-    leave at every step, which is called continuous batching.
+    Prefix hits leave fewer tokens to compute. A preempted sequence starts over. Sequences join and leave at
+    every step, which is called continuous batching.
 
-    Both queues are sorted by `Sequence.order`. The head of the waiting queue is admitted first, and the
-    others wait until it is. When a running sequence needs a block and none is free, the last running sequence
-    is preempted (recomputation preemption). A waiting sequence never preempts a running one, whatever its
-    priority, so FCFS and priority scheduling are the same code.
+    Both queues are sorted by `Sequence.order`. Only the head of the waiting queue may be admitted; the others
+    wait behind it. When a running sequence needs a block and none is free, the last running sequence is
+    preempted (recomputation preemption). A waiting sequence never preempts a running one, regardless of
+    priority. Equal priorities run first come, first served (FCFS).
     """
 
     def __init__(
@@ -470,14 +470,14 @@ class Scheduler:
         self.max_chunk_tokens = long_prefill_token_threshold or max_num_batched_tokens  # 0: no limit
         # A sequence that fills every block can still sample one last token, which is never computed.
         self.max_num_tokens = min(max_model_len, block_manager.max_computable_tokens + 1)
-        self.waiting: list[Sequence] = []  # hold no blocks
-        self.running: list[Sequence] = []  # hold at least one block each
+        self.waiting: list[Sequence] = []  # these sequences hold no blocks
+        self.running: list[Sequence] = []  # these hold at least one block each
         self.num_preemptions = 0
-        # seq_id -> length of each sequence that ran when a step last failed, for `recover`.
+        # The sequences of the last failed step, for `recover`: seq_id -> number of known tokens.
         self.length_at_failure: dict[int, int] = {}
 
     def add(self, seq: Sequence) -> None:
-        """Queue a sequence. Its prompt must leave room for one output token: at most max_num_tokens - 1."""
+        """Queue a sequence. Its prompt must be shorter than max_num_tokens: one output token has to fit."""
         assert 0 < seq.num_prompt_tokens < self.max_num_tokens
         wanted, limit = seq.params.max_tokens, self.max_num_tokens
         seq.max_num_tokens = limit if wanted is None else min(limit, seq.num_prompt_tokens + wanted)
@@ -486,19 +486,19 @@ class Scheduler:
     # -- before the forward pass
 
     def schedule(self) -> ScheduledBatch:
-        """Choose the chunks of the next step, and count their tokens as computed from here on.
+        """Choose the chunks of the next step, and count their tokens as computed.
 
         The batch is never empty while sequences are unfinished and no step is in flight.
         """
         num_preemptions, budget = self.num_preemptions, self.max_num_batched_tokens
         chunks: list[Chunk] = []
 
-        # An index, because preemption shortens the list from its tail during this loop.
+        # Loop by index: a preemption in the loop removes the last element.
         i = 0
         while i < len(self.running) and budget > 0:
             seq = self.running[i]
             num_tokens = seq.num_tokens
-            if num_tokens < seq.max_num_tokens:  # else its final token is pending, and is never computed
+            if num_tokens < seq.max_num_tokens:  # else its final token is pending; no step has to compute it
                 if num_tokens > seq.capacity and not self._make_room(seq):
                     break
                 chunk = self._schedule_chunk(seq, num_tokens, budget)
@@ -506,8 +506,8 @@ class Scheduler:
                 budget -= chunk.end - chunk.start
             i += 1
 
-        # After a preemption blocks are scarce: admitting now would only preempt again. Also, a sequence just
-        # preempted might sample a pending token a second time. By the next call, that token is appended.
+        # Admit nothing after a preemption: blocks are scarce, so another could follow. A preempted sequence
+        # could also sample its pending token twice. By the next call, that token is appended.
         may_admit = num_preemptions == self.num_preemptions
         while may_admit and self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             seq = self.waiting[0]
@@ -528,7 +528,7 @@ class Scheduler:
         """Grow a running sequence's block table, preempting from the tail while too few blocks are free.
 
         Sequences after this one are not scheduled yet, so no scheduled sequence is preempted. Returns False
-        if the tail was this sequence itself.
+        if this sequence itself was preempted.
         """
         while not self.block_manager.may_append(seq, seq.num_tokens):
             if self._preempt_last() is seq:
@@ -546,7 +546,7 @@ class Scheduler:
         return seq
 
     def _schedule_chunk(self, seq: Sequence, num_tokens: int, budget: int) -> Chunk:
-        """Schedule the sequence's uncomputed tokens, limited by budget (at least 1) and max_chunk_tokens."""
+        """Schedule the sequence's uncomputed tokens, up to max_chunk_tokens and the budget (above 0)."""
         start, limit = seq.num_computed_tokens, self.max_chunk_tokens
         end = num_tokens if num_tokens - start == 1 else min(num_tokens, start + budget, start + limit)
         seq.num_computed_tokens = end
@@ -561,7 +561,7 @@ class Scheduler:
     def update(self, batch: ScheduledBatch, token_ids: list[int | None]) -> list[Sequence]:
         """Append the tokens that a step sampled, one for each of `batch.sampled_seqs`.
 
-        Returns the sequences that received a token or failed without one. Skips those that had finished.
+        Returns the sequences that received a token or failed without one. Skips sequences that had finished.
         """
         advanced = []
         for seq, token_id in zip(batch.sampled_seqs, token_ids, strict=True):
@@ -584,7 +584,7 @@ class Scheduler:
         if seq.detokenizer is not None:
             try:
                 stop_string = seq.detokenizer.append(token_id, is_stop_id)  # a stop token has no text
-            except Exception:  # fails this sequence alone: the others still get their tokens
+            except Exception:  # only this sequence fails: the others still get their tokens
                 logging.getLogger(__name__).exception("the tokenizer failed on a sampled token")
                 self.finish(seq, "error", "the tokenizer failed on a sampled token")
                 return
@@ -603,13 +603,12 @@ class Scheduler:
         self.block_manager.free(seq)
 
     def recover(self) -> None:
-        """Put every unfinished sequence back into the waiting queue after a step failed.
+        """After a failed step, clear the cache and put every unfinished sequence back into the waiting queue.
 
-        Nothing that the step wrote or registered can be trusted, so the prefix cache is cleared, and all
-        sequences are recomputed from their tokens. Which one caused the failure is unknown. A sequence that
-        ran in two failed steps with no new token in between finishes with "error", so as not to fail forever.
+        Nothing that the step wrote can be trusted. A sequence finishes with "error" if it was in two failed
+        steps without a new token between them, or if its last token was appended before it could finish.
         """
-        failed = self.running or self.waiting[:1]  # nothing ran: the head of the queue failed to schedule
+        failed = self.running or self.waiting[:1]  # if none ran, scheduling the head of the queue failed
         again = [seq for seq in failed if self.length_at_failure.get(seq.seq_id) == len(seq.token_ids)]
         self.length_at_failure = {seq.seq_id: len(seq.token_ids) for seq in failed}
         unfinished = {seq.seq_id: seq for seq in self.running + self.waiting if not seq.is_finished}
@@ -617,9 +616,10 @@ class Scheduler:
         self.block_manager.clear()
         for seq in unfinished.values():
             self.block_manager.forget(seq)
-        for seq in again:
-            if not seq.is_finished:
-                self.finish(seq, "error", "two steps failed while computing it")
+            has_stopped = seq.stop_ids.intersection(seq.token_ids[seq.num_prompt_tokens :])
+            if seq in again or has_stopped or len(seq.token_ids) >= seq.max_num_tokens:
+                num_steps = "two steps" if seq in again else "a step"
+                self.finish(seq, "error", f"{num_steps} failed while computing it")
 
 
 # ---- build_inputs: a scheduled batch as arrays ---------------------------------------------------
@@ -628,7 +628,7 @@ class Scheduler:
 def build_inputs(
     batch: ScheduledBatch, block_size: int, before: ScheduledBatch | None = None
 ) -> ModelInputs[np.ndarray]:
-    """Lay a batch out as arrays. A pure function of integers, with no Python loop over tokens.
+    """Lay a batch out as arrays. This is a pure function of integers, with no Python loop over tokens.
 
     backends/inputs.py documents each array. Example with blocks of 4: a sequence with block table [7, 2]
     decodes token 31 at position 4, and one with block table [3] computes tokens 22, 23 at positions 2, 3.
@@ -662,8 +662,8 @@ def build_inputs(
     block_tables = pad_block_tables([seq.block_table for seq in seqs])
     slot_mapping = map_slots(block_tables, seq_of_row, positions, block_size)
     # If all of a sequence's tokens are hits, the last one is computed again only for its logits. Its K and V
-    # are already in a block that other sequences read. The new ones are written to the null block instead, at
-    # the slot modulo block_size, where nothing reads them.
+    # are already in a block that other sequences read, so the new ones are written at the same offset of the
+    # null block, block 0, where nothing reads them.
     num_hit_tokens = np.fromiter([seq.num_hit_tokens for seq in seqs], np.int64)
     slot_mapping[positions < num_hit_tokens[seq_of_row]] %= block_size
 
@@ -746,17 +746,16 @@ class ModelRunner:
         device.running()          a `with` block around all computation: it may pin threads to cores
         device.send(arrays)       returns a step's arrays as device tensors, without waiting for the copy
         device.download(tensor)   starts a copy to the host; its `read()` waits for that copy alone
-        forward.pad(inputs)       pads a step to the next size that has a CUDA graph (13 to 16). Added rows
-                                  write to the null block. Graphs exist for steps of one token per sequence
-                                  and 1, 2, 4, 8, 16, 24, 32, ... up to 512 sequences; other steps stay as is
+        forward.pad(inputs)       pads a batch of decodes to a size that has a CUDA graph: 13 become 16.
+                                  Padding rows write to the null block. Other steps are not padded
         forward(compute, inputs)  replays the graph of that size, or calls `compute(inputs)` if there is none
 
     Args:
-        model: called with input ids, positions, caches and a step's attention, it returns hidden states,
-            (T, E). Its compute_logits turns rows of them into logits. See models/decoder.py and models/hf.py.
+        model: maps (input ids, positions, caches, a step's attention) to hidden states, (T, E). Its
+            compute_logits turns rows of them into logits. See models/decoder.py and models/hf.py.
         device: the processor that computes.
         attention: builds a step's attention from its metadata. See backends/attention.py.
-        sample: draws one token from each row of logits, as sampling.py's `sample_rows` does.
+        sample: samples one token from each row of logits, as sampling.py's `sample_rows` does.
         block_size: number of tokens per block.
     """
 
@@ -769,8 +768,8 @@ class ModelRunner:
         # Set by startup.py, which sizes the cache by num_kv_blocks, kv_cache_bytes or gpu_memory_utilization.
         self.caches: list[KVCache] = []  # one per layer
         self.forward = Forward()
-        self.stopwatch = Stopwatch()
         self.rows = CachedRows()
+        self.stopwatch = Stopwatch()
 
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch, before: Launch | None = None) -> Launch:
@@ -782,22 +781,26 @@ class ModelRunner:
             if len(arrays.pending_rows):
                 assert before is not None
                 assert before.tokens is not None
-                # -1 marks a token that could not be sampled. The sequence fails, and this result is dropped.
-                drawn = before.tokens[inputs.pending_samples].clamp(min=0)
-                inputs.input_ids[inputs.pending_rows] = drawn
+                # -1: no token could be sampled. The sequence will fail, and its result is dropped.
+                sampled = before.tokens[inputs.pending_samples].clamp(min=0)
+                inputs.input_ids[inputs.pending_rows] = sampled
             self.stopwatch.lap("inputs")
             hidden = self.forward(self.compute, inputs)
             compute_logits, download = self.model.compute_logits, self.device.download
-            of_prompts = self.report(batch.chunks, hidden, compute_logits, download)
+            prompt_reports = self.report(batch.chunks, hidden, compute_logits, download)
             if not batch.sampled_seqs:
                 self.stopwatch.lap("forward")
-                return Launch(batch, None, None, Reports([], of_prompts))
-            logits = compute_logits(hidden[inputs.sample_rows])
-            self.stopwatch.lap("forward")
-            tokens, of_samples = self.sample(logits, *self.rows.of(batch), download)
-            launch = Launch(batch, tokens, download(tokens), Reports(of_samples, of_prompts))
-            self.stopwatch.lap("sample")
-            return launch
+                return Launch(batch, None, None, Reports([], prompt_reports))
+            results = []
+            parts = torch.split(hidden[inputs.sample_rows], SAMPLED_ROWS)
+            for part, of_part in zip(parts, self.rows.of(batch, inputs), strict=True):
+                logits = compute_logits(part)
+                self.stopwatch.lap("forward")
+                results.append(self.sample(logits, *of_part, download))
+                self.stopwatch.lap("sample")
+            tokens = torch.cat([tokens for tokens, _ in results])
+            reports = Reports([table for _, tables in results for table in tables], prompt_reports)
+            return Launch(batch, tokens, download(tokens), reports)
 
     @torch.inference_mode()
     def collect(self, launch: Launch) -> Sampled:
@@ -816,14 +819,14 @@ class ModelRunner:
         return build_inputs(batch, self.block_size, before)
 
     def compute(self, inputs: ModelInputs[Tensor]) -> Tensor:
-        """Return hidden states, (T, E). A device may leave zeros in the rows that are not needed."""
+        """Return hidden states, (T, E). Rows that are not in needed_rows may be zeros."""
         attention = self.attention.build(inputs.metadata, self.block_size)
         hidden: Tensor = self.model(inputs.input_ids, inputs.positions, self.caches, attention)
         return hidden
 
     def close(self) -> None:
         """Release the model, the cache and the graphs."""
-        self.model, self.caches, self.forward = None, [], Forward()
+        self.model, self.caches, self.forward, self.rows = None, [], Forward(), CachedRows()
         self.device.release()
 
 
@@ -833,14 +836,14 @@ class ModelRunner:
 class Collected(NamedTuple):
     """Holds the results of one collected step."""
 
-    advanced: list[Sequence]  # received a token or failed without one: what `Scheduler.update` returned
+    advanced: list[Sequence]  # what `Scheduler.update` returned: they received a token or failed
     logprobs: Logprobs  # of these sequences, and possibly of others whose samples were discarded
 
 
 class EngineCore:
-    """Runs the scheduler and the runner step by step. The name is vLLM V1's.
+    """Runs the scheduler and the runner step by step. It is named after vLLM V1's EngineCore.
 
-    When `step` returns, at most `max_in_flight` steps are in flight: 0, or 1 with async scheduling.
+    After a complete `step`, at most `max_in_flight` steps are in flight: 0, or 1 with async scheduling.
     """
 
     def __init__(self, scheduler: Scheduler, runner: ModelRunner, max_in_flight: int = 0) -> None:
@@ -852,15 +855,12 @@ class EngineCore:
     def step(self) -> Iterator[Collected]:
         """Launch one step, and collect steps until at most `max_in_flight` are in flight.
 
-        A generator, because the results of an early collect must reach the caller even if the launch raises.
-        Run it to its end. After an exception, call `recover`.
+        This is a generator, so that results collected before the launch reach the caller even if it
+        raises. Iterate it to the end. After an exception, call `recover`.
         """
         before = self.in_flight[-1] if self.in_flight else None  # at most one step is in flight here
-        # Penalties, bans and processors need all earlier tokens on the host. If a sequence of `before` uses
-        # them, wait for its token first: this step does not overlap with the previous one.
-        if before is not None and any(
-            seq.params.edits_logits or seq.processors for seq in before.batch.sampled_seqs
-        ):
+        # Bad words and processors read all earlier tokens on the host: wait for the tokens of `before`.
+        if before is not None and any(seq.bad_words or seq.processors for seq in before.batch.sampled_seqs):
             yield self.collect()
             before = None
         stopwatch = self.runner.stopwatch

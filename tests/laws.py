@@ -14,13 +14,13 @@ from nanoengine.engine import BlockKey, BlockManager, Scheduler, Sequence
 
 
 def extension(file: str, name: str) -> Any:
-    """A class of an extension that is in use. Otherwise (), which no object is an instance of."""
+    """Return an extension's class if it is in use. Otherwise return (), which has no instances."""
     module = sys.modules.get(f"nanoengine.extensions.{file}")
     return getattr(module, name) if module else ()
 
 
 def tables_of(manager: BlockManager, seq: Sequence) -> list[list[int]]:
-    """A sequence's block tables, one per group of layers; none while it waits."""
+    """Return a sequence's block tables, one per group of layers; none while it waits."""
     if isinstance(manager, extension("windows", "WindowedBlockManager")):
         tables: list[list[int]] = manager.tables_of(seq)
         return tables
@@ -32,7 +32,7 @@ def chain(
     block_size: int,
     hash_function: Callable[[bytes, int], int] = xxh3_64_intdigest,
 ) -> BlockKey:
-    """The key of the last of the blocks that the tokens fill, by the definition."""
+    """Return the key of the last block that the tokens fill, by the definition."""
     key = BlockKey(0, b"")
     for i in range(0, len(token_ids), block_size):
         content = array("i", token_ids[i : i + block_size]).tobytes()
@@ -41,7 +41,7 @@ def chain(
 
 
 def check_blocks(manager: BlockManager, sequences: Iterable[Sequence]) -> None:
-    """Every block is where it belongs; `sequences` are all that hold blocks."""
+    """Assert that every block is where it belongs. `sequences` are all that hold blocks."""
     sequences = list(sequences)
     tables = [table for seq in sequences for table in tables_of(manager, seq)]
     uses = Counter(block_id for table in tables for block_id in table if block_id)
@@ -52,33 +52,30 @@ def check_blocks(manager: BlockManager, sequences: Iterable[Sequence]) -> None:
     assert all(block.key is None for block in manager.empty_blocks)
     assert all(block.key is not None for block in manager.evictable_blocks.values())
     findable = {b.block_id: b for blocks in manager.registered_blocks.values() for b in blocks.values()}
-    assert findable == {b.block_id: b for b in manager.blocks if b.key is not None}
+    keyed = {b.block_id: b for b in manager.blocks if b.key is not None}
+    assert findable == keyed, "a block with a key is not in the map, or the reverse"
     assert all(b.block_id in manager.registered_blocks[b.key.hash] for b in findable.values() if b.key)
     assert all(manager.registered_blocks.values()), "a hash without blocks was left behind"
     for seq in sequences:
         shortest = min(map(len, tables_of(manager, seq)), default=0)
         assert seq.capacity == shortest * manager.block_size
-        assert seq.num_computed_tokens <= seq.capacity
+        assert seq.num_computed_tokens <= seq.capacity, "more computed tokens than room"
     if isinstance(manager, extension("windows", "WindowedBlockManager")):
         assert manager.more_tables.keys() == set(sequences), "tables of a sequence without blocks"
     if isinstance(manager, extension("states", "StatefulBlockManager")):
         assert manager.held.keys() == set(sequences), "a sequence runs without a state, or waits with one"
-        slots = [
-            *manager.free_slots,
-            *manager.kept_slots.values(),
-            *(held.slot for held in manager.held.values()),
-        ]
+        slots = [*manager.free_slots, *manager.kept_slots.values(), *(x.slot for x in manager.held.values())]
         usable = range(NUM_RESERVED_SLOTS, NUM_RESERVED_SLOTS + manager.num_state_slots)
         assert sorted(slots) == [*usable], "a slot is lost, or has two uses"
 
 
 def check_laws(scheduler: Scheduler) -> None:
-    """The queues and the blocks agree with each other."""
+    """Assert that the queues and the blocks agree with each other."""
     for queue in (scheduler.waiting, scheduler.running):
         assert not any(seq.is_finished for seq in queue)
         orders = [seq.order for seq in queue]
         assert all(before < after for before, after in itertools.pairwise(orders))
     assert not any(seq.block_table or seq.capacity for seq in scheduler.waiting)
     assert all(seq.block_table for seq in scheduler.running)
-    assert len(scheduler.running) <= scheduler.max_num_seqs
+    assert len(scheduler.running) <= scheduler.max_num_seqs, "more sequences run than max_num_seqs"
     check_blocks(scheduler.block_manager, scheduler.running)

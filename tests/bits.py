@@ -1,0 +1,94 @@
+"""Gives the same requests to engines with random schedules, and compares all log-probabilities bit for bit.
+
+python -m tests.bits --schedules 10000
+"""
+
+import argparse
+import random
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from examples.bits import answer
+from nanoengine import SamplingParams
+from tests.helpers import hf_model, random_prompts
+
+KINDS = "qwen3", "llama3 rope"
+FORMS: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"dtype": "float32", "quantization": "int8"},
+    "int4": {"dtype": "float32", "quantization": "int4"},
+    "int4 over bfloat16": {"dtype": "bfloat16", "quantization": "int4"},
+}
+DRAFTS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+
+
+def requests(number: int = 40) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Return requests of 1 to 130 tokens. Some share a beginning, and some repeat themselves."""
+    rng = random.Random(0)
+    prompts = random_prompts([130, *(rng.randint(1, 130) for _ in range(number - 1))])
+    for i in range(0, number, 3):
+        prompts[i][:60] = prompts[0][: min(60, len(prompts[i]))]
+        prompts[i - 1] = (prompts[i][-7:] * 9)[: len(prompts[i - 1])]
+    settings = [(rng.choice([0, 1]), rng.choice([None, None, 1]), i) for i in range(number)]
+    return prompts, [
+        SamplingParams(
+            temperature=heat, prompt_logprobs=asked, seed=i, logprobs=2, max_tokens=6, ignore_eos=True
+        )
+        for heat, asked, i in settings
+    ]
+
+
+def schedule(rng: random.Random, store: Path) -> dict[str, Any]:
+    """Return settings of an engine that must not change any log-probability."""
+    block_size = rng.choice([1, 3, 8, 16, 64])
+    extra: dict[str, Any] = rng.choice([{"async_scheduling": True}, DRAFTS, {"kv_store": str(store)}])
+    return {
+        "block_size": block_size,
+        "num_kv_blocks": -(-512 // block_size) + rng.choice([1, 500]),
+        "max_num_seqs": rng.choice([1, 2, 7, 64]),
+        "max_num_batched_tokens": rng.choice([3, 7, 33, 1024]),
+        "enable_prefix_caching": "kv_store" in extra or rng.random() < 0.7,
+        "num_threads": rng.choice([1, 2]),
+        **extra,
+    }
+
+
+def find_difference(
+    kind: str, form: str, numbers: range, directory: Path, num_requests: int = 40
+) -> dict[str, Any] | None:
+    """Return the first of these schedules under which a log-probability differs, or None if none does."""
+    model = directory / kind
+    if not model.exists():
+        hf_model(kind).save_pretrained(model)
+    prompts, params = requests(num_requests)
+    common = {**FORMS[form], "pin_threads": False}
+    expected = next(answer(str(model), prompts, params, **common))
+    for number in numbers:
+        settings = schedule(random.Random(number), directory / f"store of {kind} in {form}")
+        for cache, given in zip(
+            ("cold", "warm"), answer(str(model), prompts, params, **common, **settings), strict=True
+        ):
+            differing = [i for i, (a, b) in enumerate(zip(expected, given, strict=True)) if a != b]
+            if differing:
+                return {"number": number, "cache": cache, "requests": differing, **settings}
+    return None
+
+
+def main() -> None:
+    """Run the schedules, shared among all kinds and forms. Exit with the first that differs."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--schedules", type=int, default=1000)
+    share = -(-parser.parse_args().schedules // (len(KINDS) * len(FORMS)))
+    with tempfile.TemporaryDirectory() as directory:
+        for kind in KINDS:
+            for form in FORMS:
+                if found := find_difference(kind, form, range(share), Path(directory)):
+                    sys.exit(f"{kind}, {form}: {found}")
+                print(f"{kind}, {form}: {share} schedules, one answer", flush=True)
+
+
+if __name__ == "__main__":
+    main()

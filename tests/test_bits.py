@@ -1,0 +1,56 @@
+"""One answer, to the bit: what docs/guide/bits.md promises."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from nanoengine import LLM, SamplingParams
+from tests.backends.test_kernels import INSTRUCTION_SETS, flags
+from tests.bits import FORMS, KINDS, find_difference
+from tests.helpers import checkpoint, random_prompts
+
+
+@pytest.fixture(autouse=True)
+def exact(monkeypatch):
+    monkeypatch.setenv("CXX", f"{os.environ.get('CXX', 'g++')} -DEXACT")
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_schedule_changes_a_bit_of_a_log_probability(kind, form, tmp_path):
+    assert find_difference(kind, form, range(1), tmp_path, 10) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_none_of_four_schedules_changes_a_bit_of_forty_requests(kind, form, tmp_path):
+    assert find_difference(kind, form, range(100, 104), tmp_path) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", INSTRUCTION_SETS)
+def test_no_schedule_changes_a_bit_with_another_instruction_set(name):
+    if INSTRUCTION_SETS[name] not in flags() or not shutil.which("g++"):
+        pytest.skip(f"needs g++ and a processor with {INSTRUCTION_SETS[name]}")
+    command = [sys.executable, "-m", "tests.bits", "--schedules", "10"]
+    result = subprocess.run(
+        command, env={**os.environ, "CXX": f"g++ -DEXACT -march={name}"}, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_prompt_logprobs_of_a_sampled_answer_are_those_of_its_generation(dtype, tmp_path_factory):
+    path, _ = checkpoint("qwen3", tmp_path_factory)
+    prompts = random_prompts([1, 40, 300])
+    sampled = SamplingParams(temperature=1, seed=3, max_tokens=24, ignore_eos=True, logprobs=2)
+    with LLM(path, dtype=dtype, pin_threads=False) as llm:
+        answers = [x.outputs[0] for x in llm.generate(prompts, sampled, use_tqdm=False)]
+        whole = [[*prompt, *answer.token_ids] for prompt, answer in zip(prompts, answers, strict=True)]
+        scored = llm.generate(whole, SamplingParams(max_tokens=1, prompt_logprobs=2), use_tqdm=False)
+    for prompt, answer, output in zip(prompts, answers, scored, strict=True):
+        assert output.prompt_logprobs[len(prompt) :] == answer.logprobs

@@ -1,0 +1,81 @@
+"""The bugs of other engines in docs/bugs.md: each is planted, and its run and the named tests fail."""
+
+import subprocess
+import sys
+from importlib import import_module
+
+import pytest
+from hypothesis import Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from docs.bugs import ROOT, main, planted, read_page, run
+from tests.test_scheduling_machine import AT_LENGTH
+
+BUGS = read_page()
+by_title = pytest.mark.parametrize("bug", BUGS, ids=lambda bug: f"{bug.number}")
+# A walk that fails is not made shorter here: it only has to fail.
+FIRST_FAILURE = settings(AT_LENGTH, phases=[Phase.generate], report_multiple_bugs=False)
+WALKS = [(bug, ledger) for bug in BUGS for ledger in bug.ledgers]
+TESTS = [(bug, test) for bug in BUGS for test in bug.tests]
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def test_the_page_numbers_its_bugs_and_names_what_catches_each():
+    assert [bug.number for bug in BUGS] == [*range(1, len(BUGS) + 1)]
+    assert all(bug.diff and bug.run and bug.symptom and bug.tests + bug.ledgers for bug in BUGS)
+
+
+@by_title
+def test_a_run_shows_its_bug_and_prints_what_the_page_says_without_it(bug):
+    assert run(bug.run) == ("", "")
+    with planted(bug.diff):
+        assert run(bug.run)[1] == bug.symptom
+    assert run(bug.run) == ("", ""), "the bug is still planted"
+
+
+def test_a_hunk_that_does_not_fit_the_engine_is_an_error():
+    diff = "+++ b/nanoengine/engine.py\n@@ nowhere @@\n-    no such line\n"
+    with pytest.raises(ValueError, match="0 places in nanoengine/engine"), planted(diff):
+        pass
+
+
+def test_the_command_lists_the_bugs_and_shows_one(capsys):
+    assert main([]) == 0
+    assert capsys.readouterr().out.splitlines() == [f"{bug.number:2}  {bug.title}" for bug in BUGS]
+    assert main(["3"]) == 0
+    shown = capsys.readouterr().out
+    assert BUGS[2].diff in shown
+    assert shown.endswith(BUGS[2].symptom)
+    assert main(["0"]) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("bug", "ledger"), WALKS, ids=lambda value: getattr(value, "number", value))
+def test_the_ledger_catches_a_bug(bug, ledger):
+    with planted(bug.diff):
+        machine = getattr(import_module("tests.test_scheduling_machine"), ledger)
+        with pytest.raises((AssertionError, LookupError)):
+            run_state_machine_as_test(machine, settings=FIRST_FAILURE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("bug", "test"), TESTS, ids=lambda value: getattr(value, "number", "test"))
+def test_a_named_test_fails_with_the_bug(bug, test):
+    command = [
+        sys.executable,
+        "-m",
+        "docs.bugs",
+        str(bug.number),
+        test,
+        "-m",
+        "",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+    ]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 1, result.stdout + result.stderr  # 1: tests failed; 2 to 5: none ran

@@ -1,0 +1,64 @@
+"""The simulation of whole servers in simulate.py: its laws hold, and it finds planted bugs."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.bottle import expected_token
+from tests.simulate import Script, Visit, breaks, pool, run, truth, write
+
+# Scripts that once broke a law
+FOUND = {
+    "a request is checked before the engine closes, and added after": Script(
+        {"block_size": 1, "num_kv_blocks": 160, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+        | {"max_concurrent_requests": 2},
+        (
+            Visit(0.0, ((0, False),), cuts=3, pause=0.01),
+            Visit(0.0, ((29, True),)),
+            Visit(0.0793, ((0, False),)),
+        ),
+        stop=0.1221,
+        drain=0.05,
+        chance=156352392,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_script_that_once_broke_a_law_keeps_all_laws(name):
+    run(FOUND[name])
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(100), pytest.param(range(100, 1100), marks=pytest.mark.slow)], ids=str
+)
+def test_simulated_servers_keep_all_laws(seeds):
+    broken = {seed: law for seed in seeds if (law := breaks(write(seed)))}
+    assert not broken
+
+
+def test_true_answers_are_those_of_the_definition():
+    greedy = {"prompt", "max_tokens", "temperature", "seed", "ignore_eos", "return_token_ids"}
+    plain = [
+        i for i, (_, body) in enumerate(pool()) if body.get("temperature") == 0 and body.keys() <= greedy
+    ]
+    plain = [i for i in plain if isinstance(pool()[i][1]["prompt"][0], int)]
+    assert plain
+    for index in plain:
+        tokens = list(pool()[index][1]["prompt"])
+        for choice in truth(index)[0]:
+            for token_id in choice["token_ids"]:
+                assert token_id == expected_token(tokens)
+                tokens.append(token_id)
+
+
+def test_seed_replays_the_same_bytes_in_another_process():
+    digests = []
+    for hash_seed in "1", "2":
+        command = [sys.executable, "-m", "tests.simulate", "--seed", "12"]
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        digests.append(done.stdout.splitlines()[1])
+    assert digests[0] == digests[1] == run(write(12))
