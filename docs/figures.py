@@ -1,4 +1,4 @@
-"""Writes the pictures of lessons 4, 5, 8, 11 to 13 and 15 to 19: python -m docs.figures."""
+"""Writes the pictures of lessons 4 to 6 and 8 to 19: python -m docs.figures."""
 
 import math
 from pathlib import Path
@@ -9,11 +9,14 @@ STYLE = """
     .panel { fill: #ffffff; stroke: #d0d7de }
     .a { fill: #9ecbff } .b { fill: #ffd8a8 } .c { fill: #b7e4c7 } .d { fill: #e5c7f5 }
     .none { fill: none; stroke: #8c959f } .line { fill: none; stroke: #8c959f; stroke-width: 1.5 }
+    .shade { fill: #9ecbff; opacity: 0.25 } .shade2 { fill: #ffd8a8; opacity: 0.35 }
+    .thick { fill: none; stroke: #1f2328; stroke-width: 4 }
     .soft { fill: #59636e } .mid { text-anchor: middle } .end { text-anchor: end } .bold { font-weight: 600 }
     @media (prefers-color-scheme: dark) {
       text { fill: #f0f6fc }
       .panel { fill: #0d1117; stroke: #3d444d }
       .a { fill: #1f5fae } .b { fill: #9a5b13 } .c { fill: #23733f } .d { fill: #7a3f9d }
+      .shade { fill: #1f5fae } .shade2 { fill: #9a5b13 } .thick { stroke: #f0f6fc }
       .soft { fill: #9198a1 }
     }
   """
@@ -48,9 +51,9 @@ class Picture:
         for i, (word, kind) in enumerate(zip(words, kinds, strict=True)):
             self.box(x + i * (width + 4), y, width, word, "none" if kind == "-" else kind)
 
-    def path(self, data: str) -> None:
-        """Add a line."""
-        self.parts.append(f'  <path class="line" d="{data}"/>')
+    def path(self, data: str, kind: str = "line") -> None:
+        """Add a line, or an area of that kind."""
+        self.parts.append(f'  <path class="{kind}" d="{data}"/>')
 
     def arrow(self, x: float, y: float, to_x: float, to_y: float) -> None:
         """Add a straight arrow."""
@@ -87,7 +90,9 @@ def shared_blocks() -> Picture:
         p.arrow(180 + 64 * i, 52, 210 + 175 * column, 98)
     for i, column in enumerate([0, 1, 3]):
         p.arrow(180 + 64 * i, 186, 210 + 175 * column, 128)
-    p.text(690, 172, "in use by 2, 2, 1 and 1", "soft")
+    for i, users in enumerate(["2x", "2x", "1x", "1x"]):
+        p.text(290 + 175 * i, 118 if i else 140, users, "bold" if i < 2 else "soft")
+    p.text(690, 172, "2x: in use by two", "soft")
     return p
 
 
@@ -103,7 +108,8 @@ def free_lists() -> Picture:
     p.arrow(262, 63, 322, 63)
     p.text(20, 140, "a hit removes a block from the list, wherever it is, and the block is in use again")
     p.text(20, 166, "when the block is freed again, it goes to the right end")
-    p.arrow(690, 63, 790, 63)
+    p.arrow(790, 63, 680, 63)
+    p.text(735, 44, "freed again", "soft mid")
     return p
 
 
@@ -169,21 +175,25 @@ def sampling() -> Picture:
 
     shares = softmax(logits)
     top_p = [share if sum(shares[:i]) < 0.8 else 0.0 for i, share in enumerate(shares)]
+    min_p = [share if share >= 0.3 * max(shares) else 0.0 for share in shares]
     panels = [
         ("unchanged", shares),
         ("temperature 0.5", softmax([value / 0.5 for value in logits])),
         ("temperature 2", softmax([value / 2 for value in logits])),
         ("top_k 2", [share / sum(shares[:2]) if i < 2 else 0.0 for i, share in enumerate(shares)]),
         ("top_p 0.8", [share / sum(top_p) for share in top_p]),
+        ("min_p 0.3", [share / sum(min_p) for share in min_p]),
     ]
-    p = Picture("A distribution of six tokens before and after temperature, top_k and top_p", 230)
+    p = Picture("A distribution of six tokens before and after temperature, top_k, top_p and min_p", 445)
     for i, (name, values) in enumerate(panels):
-        x = 24 + 164 * i
-        p.text(x, 30, name, "bold")
+        x, y = 30 + 276 * (i % 3), 215 * (i // 3)
+        p.text(x, y + 30, name, "bold")
         for j, value in enumerate(values):
-            p.box(x + 24 * j, 190 - 160 * value, 20, "", "abcdab"[j], 160 * value)
-            p.text(x + 24 * j + 10, 210, "ABCDEF"[j], "mid soft")
-        p.path(f"M{x} 190 h144")
+            p.box(x + 40 * j, y + 190 - 150 * value, 34, "", "abcdab"[j], 150 * value)
+            if value:
+                p.text(x + 40 * j + 17, y + 185 - 150 * value, f"{value:.2f}".lstrip("0"), "mid soft")
+            p.text(x + 40 * j + 17, y + 210, "ABCDEF"[j], "mid soft")
+        p.path(f"M{x} {y + 190} h236")
     return p
 
 
@@ -196,6 +206,13 @@ def roofline() -> Picture:
     def at(rows: float, ms: float) -> str:
         return f"{left + wide * rows / 600:.1f} {bottom - high * ms / 10:.1f}"
 
+    edge, floor = f"{left + wide} {bottom}", f"{left} {bottom}"
+    balance = memory / row
+    p.path(f"M{at(0, memory)} L{at(balance, memory)} L{at(balance, 0)} L{floor} Z", "shade")
+    p.path(f"M{at(balance, memory)} L{at(600, 600 * row)} L{edge} L{at(balance, 0)} Z", "shade2")
+    p.path(f"M{at(0, memory)} L{at(balance, memory)} L{at(600, 600 * row)}", "thick")
+    p.text(170, 243, "memory-bound: more rows are free", "soft")
+    p.text(540, 225, "compute-bound", "soft")
     p.path(f"M{left} {bottom - high} V{bottom} H{left + wide}")
     p.path(f"M{at(0, memory)} L{at(600, memory)}")
     p.path(f"M{at(0, 0)} L{at(600, 600 * row)}")
@@ -203,7 +220,7 @@ def roofline() -> Picture:
         p.text(left + wide * rows / 600, bottom + 20, str(rows), "mid soft")
     for ms in 0, 5, 10:
         p.text(left - 8, bottom - high * ms / 10 + 5, str(ms), "end soft")
-    p.text(20, 30, "milliseconds of a step: the higher of the two lines", "bold")
+    p.text(20, 30, "milliseconds of a step: the higher of the two lines (bold)", "bold")
     p.text(left + wide, bottom + 40, "rows of a step (an 8B model in bfloat16, no context)", "end")
     p.text(110, 146, "reading the weights")
     p.text(590, 90, "arithmetic", "end")
@@ -212,19 +229,23 @@ def roofline() -> Picture:
 
 
 def policies() -> Picture:
-    """Draw lesson 16: three requests in two orders."""
-    p = Picture("Three prompts in two orders: the short ones wait less, the long one waits more", 190)
-    orders = ("first come", [("long", 400, "a"), ("short", 80, "b"), ("short", 80, "c")])
-    shortest = ("shortest", [("short", 80, "b"), ("short", 80, "c"), ("long", 400, "a")])
-    for i, (name, jobs) in enumerate([orders, shortest]):
-        x, y = 130.0, 40.0 + 70 * i
+    """Draw lesson 16: five requests in two orders, and how long each waits."""
+    p = Picture("Shortest first: four short requests wait less, and the long one waits longer", 230)
+    arrivals = {"L": 0.0, "A": 0.0, "B": 0.0, "C": 1.5, "D": 2.5}
+    for i, (name, order) in enumerate([("first come", "LABCD"), ("shortest", "ABCDL")]):
+        x, y, clock = 130.0, 40.0 + 80 * i, 0.0
         p.text(20, y + 18, name, "bold")
-        for words, width, kind in jobs:
-            p.box(x, y, width - 4, words, kind)
-            p.text(x + width - 4, y + 46, f"{(x + width - 130) / 80:g}", "end soft")
-            x += width
+        for letter in order:
+            seconds = 5 if letter == "L" else 1
+            clock += seconds
+            p.box(x, y, 72 * seconds - 4, letter, {"L": "a", "A": "b", "B": "b"}.get(letter, "c"))
+            x += 72 * seconds
+            p.text(x - 6, y + 46, f"waits {clock - arrivals[letter]:g}", "end soft")
+    p.text(20, 202, "L takes 5 seconds, the others 1. L, A and B arrive at 0, C at 1.5 and D at 2.5.")
     p.text(
-        130, 178, "below each prompt: the time of its first token. Median 6, then 2; longest 7 in both orders"
+        20,
+        222,
+        "Median wait 6.5, then 1.5. Longest wait 7, then 9: L waits while shorter ones keep arriving.",
     )
     return p
 
@@ -285,20 +306,151 @@ def programs() -> Picture:
         p.boxes(110, y, 56, [f"head {head}" for head in range(4)], kind * 4)
         p.arrow(354, y + 13, 394, y + 13)
         p.boxes(400, y, 70, list(table), kind * len(table))
-    p.text(630, 68, "21 tokens: five slots of block 7", "soft")
+    p.text(630, 68, "21 tokens: 5 of block 7's 8 slots", "soft")
     p.text(482, 124, "1 token", "soft")
     p.text(556, 180, "16 tokens", "soft")
     p.text(20, 222, "heads 0 and 1 read KV head 0, heads 2 and 3 read KV head 1", "soft")
     return p
 
 
+def whole_engine() -> Picture:
+    """Draw lesson 6: the parts of an engine, and what passes between them in a step."""
+    p = Picture("A step: requests, scheduler, block tables, model runner, sampler, and back", 250)
+    places = [
+        (20, 84, "requests", "prompts", "a"), (180, 148, "scheduler", "waiting, running", "b"),
+        (410, 148, "model runner", "one forward pass", "c"), (660, 148, "sampler", "a token per row", "d"),
+    ]  # fmt: skip
+    for x, width, name, what, kind in places:
+        p.box(x, 60, width, name, kind, 40)
+        p.text(x + width / 2, 118, what, "mid soft")
+    for x, to, words in (106, 178, ""), (330, 408, "a batch"), (560, 658, "logits"):
+        p.arrow(x, 80, to, 80)
+        p.text((x + to) / 2, 72, words, "mid soft")
+    p.box(180, 170, 148, "block manager", "b", 40)
+    p.box(410, 170, 148, "KV cache", "c", 40)
+    p.arrow(254, 124, 254, 168)
+    p.text(246, 152, "allocate, free", "end soft")
+    p.arrow(484, 124, 484, 168)
+    p.text(492, 152, "write, attend", "soft")
+    p.arrow(330, 190, 408, 190)
+    p.text(369, 182, "tables", "mid soft")
+    p.path("M734 60 V28 H254 V52")
+    p.arrow(254, 44, 254, 58)
+    p.text(494, 22, "sampled tokens: append them, finish sequences, free blocks", "mid soft")
+    p.text(20, 238, "integers only on the left; tensors on the right", "soft")
+    return p
+
+
+def flat_rows() -> Picture:
+    """Draw lesson 9: the rows of a batch, and the blocks that each attends to."""
+    p = Picture("The rows of a batch belong to sequences, which reach their blocks through their tables", 230)
+    p.text(20, 44, "rows", "bold")
+    p.boxes(120, 26, 56, ["A", "e", "f", "g", "h", "i"], "abbbbb")
+    for i, position in enumerate("401234"):
+        p.text(148 + 60 * i, 70, position, "mid soft")
+    p.text(20, 70, "positions", "soft")
+    p.text(20, 96, "cu_seqlens_q", "soft")
+    for x, words in (128, "0"), (182, "1"), (480, "6"):
+        p.text(x, 96, words, "mid soft")
+    p.text(20, 160, "blocks", "bold")
+    p.boxes(120, 142, 150, ["1: abcd", "2: A...", "3: efgh", "4: ijk."], "aabb")
+    p.arrow(148, 76, 190, 138)
+    p.arrow(148, 76, 340, 138)
+    p.arrow(330, 102, 500, 138)
+    p.arrow(330, 102, 650, 138)
+    p.text(190, 190, "A's table: 1, 2; seq_len 5", "soft")
+    p.text(500, 190, "B's table: 3, 4; seq_len 5", "soft")
+    p.text(20, 218, "letters are tokens; j and k are B's next chunk, so their slots are still empty", "soft")
+    return p
+
+
+def padding() -> Picture:
+    """Draw lesson 10: three sequences in the graph for four."""
+    p = Picture(
+        "Three sequences run in the CUDA graph for four; the fourth row points to the null block", 200
+    )
+    rows = [
+        ("A", "a", "7", "1 0 0"),
+        ("B", "b", "13", "2 3 0"),
+        ("C", "c", "17", "4 0 0"),
+        ("padding", "none", "0", "0 0 0"),
+    ]
+    for x, words in (150, "token"), (310, "writes to slot"), (470, "block table"), (640, "output"):
+        p.text(x, 30, words, "bold")
+    for i, (name, kind, slot, table) in enumerate(rows):
+        y = 42 + 34 * i
+        p.text(20, y + 18, f"row {i}", "soft")
+        p.box(150, y, 110, name, kind)
+        p.box(310, y, 110, slot, kind)
+        p.box(470, y, 110, table, kind)
+        p.text(640, y + 18, "sampled" if i < 3 else "dropped", "" if i < 3 else "soft")
+    p.text(640, 190, "slot 0 is in block 0, the null block", "soft end")
+    return p
+
+
+def regions() -> Picture:
+    """Draw lesson 12: memory regions that the layers of all groups share."""
+    p = Picture(
+        "Five memory regions: region i holds the i-th layer of every group; a block has one owner", 262
+    )
+    p.text(20, 30, "one pool", "bold")
+    owners = ["full", "window", "window 2", "full", "free"]
+    for i, (owner, kind) in enumerate(zip(owners, "abcan", strict=True)):
+        p.text(192 + 130 * i, 30, f"block {i + 7}: {owner}", "mid soft")
+        for region in range(5):
+            layers = {"a": 5 + 6 * region, "b": region, "c": 6 + region}
+            words = f"layer {layers[kind]}" if kind in layers else ""
+            p.box(132 + 130 * i, 42 + 36 * region, 120, words, kind if words else "none", 30)
+    for region in range(5):
+        p.text(20, 62 + 36 * region, f"region {region}", "soft")
+    p.text(
+        20,
+        246,
+        "a block is the same place in all five regions, and only the group that allocated it writes there",
+    )
+    return p
+
+
+def state_slots() -> Picture:
+    """Draw lesson 14: the states of one sequence, and those that are kept."""
+    p = Picture("A recurrent state goes from slot to slot; those at the ends of full blocks are kept", 210)
+    p.text(20, 44, "tokens", "bold")
+    p.boxes(120, 26, 128, ["abcd", "efgh", "ij A A", "A"], "aaab")
+    for i, block in enumerate("1234"):
+        p.text(184 + 132 * i, 70, f"block {block}", "mid soft")
+    p.text(20, 128, "states", "bold")
+    places = [
+        (92, "slot 0", "none", "zeros"),
+        (340, "slot 3", "c", "after 8: kept"),
+        (476, "slot 2", "c", "after 12: kept"),
+        (620, "slot 4", "b", "A continues"),
+    ]
+    for x, name, kind, words in places:
+        p.box(x, 110, 80, name, kind)
+        p.text(x + 40, 156, words, "mid soft")
+    for x, to in (174, 338), (422, 474), (558, 618):
+        p.arrow(x, 123, to, 123)
+    p.text(
+        20,
+        192,
+        "each part of a chunk reads one slot and writes another, so a kept state is never overwritten",
+        "soft",
+    )
+    return p
+
+
 PICTURES = {
     "04-sharing.svg": shared_blocks,
     "05-free-lists.svg": free_lists,
+    "06-engine.svg": whole_engine,
     "08-preemption.svg": preemption,
+    "09-rows.svg": flat_rows,
+    "10-padding.svg": padding,
     "11-distributions.svg": sampling,
     "12-groups.svg": windows,
+    "12-regions.svg": regions,
     "13-drafts.svg": drafts,
+    "14-slots.svg": state_slots,
     "15-roofline.svg": roofline,
     "16-policies.svg": policies,
     "17-ranks.svg": ranks,

@@ -19,6 +19,7 @@ def on_config(config: Any) -> Any:
         {"Contents": "README.md"},
         {"In one evening": "one-evening.md"},
         {"A run, step by step": "run.html"},
+        {"The engine in this tab": "live.html"},
         {"Lessons": lessons + others},
         {"Guide": ["guide/README.md", *(page for page in guide if page != "guide/README.md")]},
     ]
@@ -41,8 +42,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_post_build(config: Any) -> None:
-    """Make the page of a run link to the lessons' HTML pages instead of their Markdown files."""
-    page = Path(config["site_dir"]) / "run.html"
-    page.write_text(
-        page.read_text(encoding="utf-8").replace('lessons = ".md"', 'lessons = ".html"'), encoding="utf-8"
-    )
+    """Make the two pages of a run link to the lessons' HTML pages instead of their Markdown files."""
+    for name in ("run.html", "live.html"):
+        page = Path(config["site_dir"]) / name
+        page.write_text(
+            page.read_text(encoding="utf-8").replace('lessons = ".md"', 'lessons = ".html"'), encoding="utf-8"
+        )

@@ -1,9 +1,10 @@
-"""Lessons 3 to 8 and 13 as one small engine in plain PyTorch: the solution to what docs/check.py checks.
+"""Lessons 3 to 13 and 20 as one small engine in plain PyTorch: the solution to what docs/check.py checks.
 
 You write the functions with a docstring that begins with "Lesson". `python -m docs.check --stub` prints this
 file without their bodies. From the repository's root: python -m docs.solution "What is 27 + 58?".
 """
 
+import hashlib
 import sys
 from typing import NamedTuple
 
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor
 
 from docs.mini import STOP, TOKENIZER, ask, attention, model
+
+Part = tuple[Tensor, Tensor, Tensor]  # lesson 9: the largest score, the sum of the weights, the weighted sum
 
 
 class Sequence:
@@ -32,7 +35,7 @@ class BlockManager:
         self.ref_counts = [0] * num_blocks  # how many block tables contain each block
         self.empty_blocks = list(
             reversed(range(num_blocks))
-        )  # free, without registered content; the last is taken first
+        )  # free, without registered content; the last is allocated first
         self.evictable_blocks: dict[int, None] = {}  # free and registered; a dict keeps the order of freeing
         self.block_of: dict[int, int] = {}  # key -> the block registered under it
         self.key_of: dict[int, int] = {}  # registered block -> its key
@@ -104,7 +107,7 @@ class BlockManager:
         return True
 
     def hold(self, block: int) -> None:
-        """Lesson 5: count one more block table that contains this block. If it was free, it no longer is."""
+        """Lesson 4: count one more block table that contains this block. If it was free, it no longer is."""
         self.evictable_blocks.pop(block, None)
         self.ref_counts[block] += 1
 
@@ -222,12 +225,13 @@ class Scheduler:
         self.num_preemptions += 1
         return seq
 
-    def update(self, chunks: list[Chunk], drawn: list[list[int]]) -> None:
+    def update(self, chunks: list[Chunk], sampled: list[list[int]]) -> None:
         """Lesson 6: append the sampled tokens, one list per chunk; finish sequences and free their blocks.
 
         `accept` says how many tokens of each list count. A sequence finishes at STOP or at its max_tokens.
+        After a step that samples, all of a sequence's tokens but the last count as computed.
         """
-        for chunk, tokens in zip(chunks, drawn, strict=True):
+        for chunk, tokens in zip(chunks, sampled, strict=True):
             seq = chunk.seq
             for token in accept(chunk.drafts, tokens):
                 seq.token_ids.append(token)
@@ -261,15 +265,28 @@ def lookup(token_ids: list[int], num_draft_tokens: int) -> list[int]:
     return []
 
 
-def accept(drafts: list[int], drawn: list[int]) -> list[int]:
+def accept(drafts: list[int], sampled: list[int]) -> list[int]:
     """Lesson 13: return the sampled tokens that count: up to and including the first that is not its draft.
 
     If all drafts are right, all sampled tokens count.
     """
     num_true = 0
-    while num_true < len(drafts) and drafts[num_true] == drawn[num_true]:
+    while num_true < len(drafts) and drafts[num_true] == sampled[num_true]:
         num_true += 1
-    return drawn[: num_true + 1]
+    return sampled[: num_true + 1]
+
+
+def verify(draft: int, p: Tensor, q: Tensor, u: float, v: float) -> int:
+    """Lesson 13: return the draft token or another one, so that the result is distributed as p.
+
+    The draft was sampled from q (V,), and p (V,) are the model's probabilities. u and v are random numbers in
+    [0, 1). Accept the draft with probability p / q, by u. Otherwise sample, by v, from the part of p that
+    q does not cover.
+    """
+    if u * q[draft] < p[draft]:
+        return draft
+    rest = (p - q).clamp(min=0)
+    return int((rest.cumsum(0) <= v * rest.sum()).sum())
 
 
 class Engine:
@@ -306,11 +323,11 @@ class Engine:
         token_ids = [token for chunk_tokens in tokens for token in chunk_tokens]
         flat = [position for where in positions for position in where]
         best = model(token_ids, flat, attend).argmax(-1).tolist()  # type: ignore[no-untyped-call]
-        drawn = []
+        sampled = []
         for chunk, where in zip(chunks, positions, strict=True):
-            behind, best = best[: len(where)], best[len(where) :]
-            drawn.append(behind[chunk.end - chunk.start - 1 :] if chunk.samples else [])
-        self.scheduler.update(chunks, drawn)
+            after, best = best[: len(where)], best[len(where) :]
+            sampled.append(after[chunk.end - chunk.start - 1 :] if chunk.samples else [])
+        self.scheduler.update(chunks, sampled)
         self.num_steps += 1
 
     def generate(self, prompts: list[list[int]], max_tokens: int = 60) -> list[list[int]]:
@@ -321,6 +338,136 @@ class Engine:
         while not all(seq.is_finished for seq in seqs):
             self.step()
         return [seq.token_ids[seq.num_prompt_tokens :] for seq in seqs]
+
+
+# ---- parts of other lessons, which the engine above does not use ---------------------------------
+
+
+def merge(one: Part, other: Part) -> Part:
+    """Lesson 9: merge the attention of one token to two groups of keys.
+
+    A part is (largest score, sum of the weights, weighted sum of the values), of shapes (heads,), (heads,)
+    and (heads, head_dim). A weight is exp(score - largest score of the part).
+    """
+    largest = torch.maximum(one[0], other[0])
+    a, b = (one[0] - largest).exp(), (other[0] - largest).exp()
+    return largest, a * one[1] + b * other[1], a.unsqueeze(1) * one[2] + b.unsqueeze(1) * other[2]
+
+
+def attend_blocks(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: list[int], seq_len: int
+) -> Tensor:
+    """Lesson 9: return one token's attention to the first seq_len tokens, block by block, with `merge`.
+
+    Shapes: q and the result (query heads, head_dim), each cache (blocks, block_size, KV heads, head_dim).
+    Consecutive query heads share a KV head. Scores are divided by the square root of head_dim.
+    """
+    (num_heads, head_dim), (_, block_size, num_kv_heads, _) = q.shape, k_cache.shape
+    part = torch.full((num_heads,), -torch.inf), torch.zeros(num_heads), torch.zeros_like(q)
+    for i, start in enumerate(range(0, seq_len, block_size)):
+        filled = min(block_size, seq_len - start)
+        k, v = (cache[block_table[i], :filled] for cache in (k_cache, v_cache))
+        k, v = (x.repeat_interleave(num_heads // num_kv_heads, dim=1) for x in (k, v))
+        scores = torch.einsum("hd,thd->ht", q, k) / head_dim**0.5
+        largest = scores.amax(1)
+        weights = (scores - largest.unsqueeze(1)).exp()
+        part = merge(part, (largest, weights.sum(1), torch.einsum("ht,thd->hd", weights, v)))
+    return part[2] / part[1].unsqueeze(1)
+
+
+def random_number(seed: int, position: int) -> float:
+    """Lesson 11: return a number in [0, 1) that depends on seed and position, and on nothing else.
+
+    The numbers of neighbouring seeds and positions look unrelated. The first 53 bits of a hash of both
+    numbers, divided by 2 ** 53, are such a number.
+    """
+    digest = hashlib.sha256(f"{seed},{position}".encode()).digest()
+    return int.from_bytes(digest[:6], "big") / 2**48
+
+
+def keep_probable(probabilities: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """Lesson 11: return probabilities (V,) with improbable tokens at 0, rescaled to a sum of 1.
+
+    First drop tokens less probable than min_p times the most probable one. Then keep the top_k most probable
+    ones (0: all) and rescale. Then keep the most probable ones until their sum reaches top_p.
+    """
+    shares, order = probabilities.sort(descending=True)
+    shares = shares * (shares >= min_p * shares[0])
+    if top_k:
+        shares[top_k:] = 0
+    shares = shares / shares.sum()
+    shares = shares * (shares.cumsum(0) - shares < top_p - 1e-6)
+    return torch.zeros_like(shares).scatter(0, order, shares / shares.sum())
+
+
+def sample(
+    logits: Tensor, temperature: float, u: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> int:
+    """Lesson 11: return a token for logits (V,): the best one at temperature 0, else by the random number u.
+
+    Divide the logits by the temperature, and call `keep_probable` with the probabilities.
+    """
+    if temperature == 0:
+        return int(logits.argmax())
+    shares = keep_probable((logits / temperature).softmax(0), top_k, top_p, min_p)
+    tokens = shares.nonzero().flatten()
+    place = int((shares[tokens].cumsum(0) <= u).sum())
+    return int(tokens[min(place, len(tokens) - 1)])  # the sum of all may round to less than 1
+
+
+def num_skipped_blocks(position: int, window: int, block_size: int) -> int:
+    """Lesson 12: return how many of a table's first blocks no token from this position on attends to.
+
+    A token attends to itself and to the window - 1 tokens before it.
+    """
+    return max(0, position - window + 1) // block_size
+
+
+def window_hit(found: list[bool], window: int, block_size: int) -> int:
+    """Lesson 12: return the number of blocks in the longest prefix that a window's layer can continue from.
+
+    found[i] says whether block i of the prompt is cached. A prefix is a hit if all of its blocks to which the
+    token after it attends are cached.
+    """
+    for length in range(len(found), 0, -1):
+        if all(found[num_skipped_blocks(length * block_size, window, block_size) : length]):
+            return length
+    return 0
+
+
+def quantize(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Lesson 20: round a weight (N, I) to integers from 0 to 15, and return (integers, scales, zeros).
+
+    The weight is about integer * scale + zero. Each group of group_size inputs of a row has a scale and a
+    zero: its smallest number becomes 0 and its largest 15. If all are equal, the scale is 1. Shapes:
+    integers (N, I) in uint8, scales and zeros (N, I // group_size).
+    """
+    groups = weight.view(len(weight), -1, group_size)
+    zeros = groups.amin(2)
+    scales = (groups.amax(2) - zeros) / 15
+    scales[scales == 0] = 1
+    integers = (groups - zeros.unsqueeze(2)) / scales.unsqueeze(2)
+    return integers.round().to(torch.uint8).flatten(1), scales, zeros
+
+
+def pack(integers: Tensor) -> Tensor:
+    """Lesson 20: return integers (N, I) from 0 to 15 as bytes (N, I // 2).
+
+    A byte holds two columns: the first one in its low 4 bits, the second one in its high 4 bits.
+    """
+    return integers[:, ::2] | integers[:, 1::2] << 4
+
+
+def unpack(packed: Tensor) -> Tensor:
+    """Lesson 20: undo `pack`."""
+    return torch.stack((packed & 15, packed >> 4), dim=2).flatten(1)
+
+
+def multiply(x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+    """Lesson 20: return rows x (R, I) times the quantized weight: (R, N)."""
+    groups = unpack(packed).float().view(len(packed), scales.shape[1], -1)
+    weight = groups * scales.unsqueeze(2) + zeros.unsqueeze(2)
+    return x @ weight.flatten(1).T
 
 
 if __name__ == "__main__":

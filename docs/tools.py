@@ -44,33 +44,35 @@ def states(scheduler: Scheduler, seq: Sequence) -> str:
     return ", state " + ", ".join(f"[{start}, {end}) {a} -> {b}" for start, end, a, b in spans)
 
 
-def step(scheduler: Scheduler, draw: Callable[[Sequence, str], str] = lambda seq, before: name(seq)) -> None:
+def step(
+    scheduler: Scheduler, sample: Callable[[Sequence, str], str] = lambda seq, before: name(seq)
+) -> None:
     """Run one step, and print each of its chunks, then which sequences were preempted, finished or wait.
 
-    `draw` is the model: it returns the letter that follows a sequence's text, including draft tokens.
+    `sample` is the model: it returns the letter that follows a sequence's text, including draft tokens.
     """
     running = list(scheduler.running)
     batch = scheduler.schedule()
-    drawn = []
+    sampled = []
     for chunk in batch.chunks:
         seq, start, end = chunk.seq, chunk.start, chunk.end
         before = "".join(map(chr, chunk.token_ids[:end]))
         if chunk.samples:
-            drawn.append(draw(seq, before))
-        verb = "tries" if is_draft(chunk) else "computes"
+            sampled.append(sample(seq, before))
+        verb = "verifies" if is_draft(chunk) else "computes"
         print(
             f"{name(seq)} {verb} [{start}, {end}) {before[start:]} in blocks {tables(scheduler, seq)}"
             + states(scheduler, seq)
-            + (f", draws {drawn[-1]}" if chunk.samples else "")
+            + (f", samples {sampled[-1]}" if chunk.samples else "")
         )
     for seq in running:
         if seq not in scheduler.running:
             print(f"{name(seq)} is preempted")
     num_before = {seq: len(seq.token_ids) for seq in batch.sampled_seqs}
-    advanced = scheduler.update(batch, [ord(letter) for letter in drawn])
+    advanced = scheduler.update(batch, [ord(letter) for letter in sampled])
     for seq in advanced:
         if batch.sampled_seqs.count(seq) > 1:
-            print(f"{name(seq)} takes {text(seq, num_before[seq])}")
+            print(f"{name(seq)} keeps {text(seq, num_before[seq])}")
         if seq.is_finished:
             print(f"{name(seq)} ends: {text(seq)}")
     if scheduler.waiting:
@@ -83,7 +85,7 @@ def show(manager: BlockManager) -> None:
         users = f"in use by {block.ref_count}" if block.ref_count else "free"
         print(f"{block.block_id} {content(block)} {users}")
     free = [*manager.empty_blocks, *manager.evictable_blocks.values()]
-    print("next to be taken:", *(block.block_id for block in free))
+    print("allocated next:", *(block.block_id for block in free))
 
 
 def content(block: Block) -> str:

@@ -1,62 +1,30 @@
 """The track to build: the solution is right, the stub is not, and the mistakes people make are caught."""
 
+import ast
+import importlib.util
 import re
+import shutil
 
 import pytest
 
-from docs.check import CHECKS, LESSONS, SOLUTION, failures, main, stub
+from docs import decode, matvec
+from docs.check import LESSONS, SOLUTION, failures, functions_of, main, stub
+from docs.checks import CHECKS
 
 RIGHT = SOLUTION.read_text()
 BY_LETTERS = [lesson for lesson in LESSONS if lesson != "all"]
 
-MISTAKES = {  # lesson, what goes wrong: the right code, the wrong code
-    ("3", "a block late"): ("-(-num_tokens // self.block_size)", "num_tokens // self.block_size"),
-    ("3", "a block early"): ("-(-num_tokens // self.block_size)", "num_tokens // self.block_size + 1"),
-    ("3", "the block's number for the slot"): ("* self.block_size + position %", "+ position %"),
-    ("4", "hash without the parent"): ("hash((keys[-1] if keys else None, *", "hash((None, *"),
-    ("4", "no token left to compute"): (
-        "min(seq.num_hit_tokens, len(seq.token_ids) - 1)",
-        "seq.num_hit_tokens",
-    ),
-    ("4", "a hit on a free block counted as room"): ("num_new + num_revived >", "num_new >"),
-    ("4", "register what is not computed"): ("seq.token_ids[: seq.num_computed_tokens]", "seq.token_ids"),
-    ("5", "the head first"): ("in reversed(seq.block_table)", "in seq.block_table"),
-    ("5", "the count of users forgotten"): ("self.ref_counts[block] += 1", "pass"),
-    ("5", "a revived block left among the free"): ("self.evictable_blocks.pop(block, None)", "pass"),
-    ("5", "evicted content found still"): (
-        "del self.block_of[self.key_of.pop(block)]",
-        "self.key_of.pop(block)",
-    ),
-    ("6", "a batch that no request joins"): (
-        "            self.waiting\n",
-        "            self.waiting and not chunks\n",
-    ),
-    ("6", "one more than may run"): ("len(self.running) < self.max", "len(self.running) <= self.max"),
-    ("6", "blocks never freed"): (
-        "self.running.remove(seq)\n                    self.block_manager.free(seq)",
-        "self.running.remove(seq)",
-    ),
-    ("6", "the stop token ignored"): ("token == STOP or ", ""),
-    ("7", "a draw in a prompt's middle"): ("end == len(seq.token_ids), [])", "True, [])"),
-    ("7", "each prompt whole"): (
-        "end = min(len(seq.token_ids), seq.num",
-        "end = max(len(seq.token_ids), seq.num",
-    ),
-    ("7", "hits computed again"): ("return Chunk(seq, seq.num_computed_tokens,", "return Chunk(seq, 0,"),
-    ("8", "the oldest gives way"): ("seq = self.running.pop()", "seq = self.running.pop(0)"),
-    ("8", "to the end of the queue"): ("self.waiting.insert(0, seq)", "self.waiting.append(seq)"),
-    ("8", "blocks kept"): (
-        "seq = self.running.pop()\n        self.block_manager.free(seq)",
-        "seq = self.running.pop()\n        seq.num_computed_tokens = 0",
-    ),
-    ("13", "every draft believed"): ("drawn[: num_true + 1]", "drawn"),
-    ("13", "the draw at the miss thrown away"): ("drawn[: num_true + 1]", "drawn[:num_true]"),
-    ("13", "the first place instead of the latest"): (
-        "range(len(token_ids) - 1, 1, -1)",
-        "range(2, len(token_ids))",
-    ),
-    ("13", "drafts in a prompt's middle"): ("if not chunk.samples or num", "if num"),
-}
+
+def mistakes():
+    """Yield (lesson, what is wrong, the right code, the wrong code) from docs/mistakes.diff."""
+    for item in re.split("^@@ ", SOLUTION.with_name("mistakes.diff").read_text(), flags=re.MULTILINE)[1:]:
+        head, *lines = item.rstrip("\n").splitlines()
+        right, wrong = ("\n".join(line[1:] for line in lines if line[0] == sign) for sign in "-+")
+        yield *head.split(" ", 1), right, wrong
+
+
+MISTAKES = list(mistakes())
+assert all(right in RIGHT for _, _, right, _ in MISTAKES)
 
 
 @pytest.mark.parametrize("lesson", [*BY_LETTERS, pytest.param("all", marks=pytest.mark.slow)])
@@ -68,21 +36,42 @@ def test_the_solution_is_right(lesson):
 def test_nothing_of_the_stub_is_right_and_it_says_so(lesson):
     found = failures(stub(), lesson)
     assert len(found) == len(CHECKS[lesson])
-    assert all("not written yet" in failure for failure in found)
+    assert all("is not written yet" in failure for failure in found)
 
 
-@pytest.mark.parametrize(("lesson", "mistake"), MISTAKES)
-def test_a_mistake_is_caught_in_its_lesson_and_in_no_other(lesson, mistake):
-    right, wrong = MISTAKES[lesson, mistake]
+@pytest.mark.parametrize("last", BY_LETTERS)
+def test_a_file_filled_up_to_a_lesson_passes_the_checks_up_to_it_without_the_solution(last):
+    for lesson in BY_LETTERS[: BY_LETTERS.index(last) + 1]:
+        assert failures(stub(int(last)), lesson, alone=True) == []
+
+
+@pytest.mark.parametrize(
+    ("lesson", "right", "wrong"),
+    [pytest.param(lesson, right, wrong, id=f"{lesson} {what}") for lesson, what, right, wrong in MISTAKES],
+)
+def test_a_mistake_is_caught(lesson, right, wrong):
     assert RIGHT.count(right) == 1
-    student = RIGHT.replace(right, wrong)
-    assert failures(student, lesson)
+    assert failures(RIGHT.replace(right, wrong), lesson, most=0.5)
+
+
+@pytest.mark.parametrize("lesson", BY_LETTERS)
+def test_mistakes_in_a_lesson_fail_no_other_lesson(lesson):
+    student = RIGHT
+    for _, _, function in reversed(functions_of(RIGHT)):
+        if ast.get_docstring(function).startswith(f"Lesson {lesson}:"):
+            lines = student.splitlines()
+            lines[function.body[1].lineno - 1 : function.end_lineno] = [
+                " " * function.body[0].col_offset + "1 / 0"
+            ]
+            student = "\n".join(lines)
+    assert len(failures(student, lesson)) == len(CHECKS[lesson])
     assert not any(failures(student, other) for other in BY_LETTERS if other != lesson)
 
 
-def test_each_lesson_knows_two_mistakes():
+def test_each_lesson_knows_five_mistakes_for_each_of_its_functions():
     for lesson in BY_LETTERS:
-        assert sum(where == lesson for where, _ in MISTAKES) >= 2
+        functions = sum(where == lesson for where, _, _ in functions_of(RIGHT))
+        assert sum(where == lesson for where, *_ in MISTAKES) >= 5 * functions
 
 
 def test_the_command_explains_what_is_wrong(tmp_path, capsys):
@@ -92,8 +81,108 @@ def test_the_command_explains_what_is_wrong(tmp_path, capsys):
     assert capsys.readouterr().out == (
         "A freed sequence's last block is evicted first: 8 of its 12 letters can still be hit.\n"
         "    Blocks hit: got 0, expected 2.\n"
-        "4 of 5 checks pass.\n"
+        f"{len(CHECKS['5']) - 1} of {len(CHECKS['5'])} checks pass.\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "line"),
+    [
+        ("return [][num_tokens]", "Your code raised IndexError: list index out of range"),
+        ("while True: pass", "Your code was stopped after 0.2 seconds. Does a loop never end?"),
+        ("raise NotImplementedError", "`num_blocks_for` is not written yet."),
+    ],
+)
+def test_the_student_s_own_line_is_shown_and_an_endless_loop_is_stopped(wrong, line):
+    student = RIGHT.replace("return -(-num_tokens // self.block_size)", wrong)
+    shown = failures(student, "3", most=0.2)[0].splitlines()
+    number = student.splitlines().index("        " + wrong) + 1
+    assert shown[1].strip() == line
+    assert shown[2:] == (
+        [] if "written" in line else [f"    my_mini.py, line {number}, in num_blocks_for: {wrong}"]
+    )
+
+
+def test_a_file_that_does_not_compile_is_reported_once(tmp_path, capsys):
+    student = tmp_path / "my_mini.py"
+    student.write_text("x = 1\ndef f(:\n")
+    assert main(["5", str(student)]) == 1
+    assert capsys.readouterr().out == f"{student}, line 2: invalid syntax\n"
+
+
+def test_a_block_too_many_is_explained_and_a_long_answer_is_shortened():
+    greedy = failures(RIGHT.replace("if num_new > self.num_free_blocks", "if num_new > 99"), "3")
+    assert any("if no block is free" in failure for failure in greedy)
+    endless = failures(RIGHT.replace("self.running.remove(seq)", "pass"), "6")
+    assert all(len(failure) < 600 for failure in endless)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "what"),
+    [
+        ("", "", "times as fast as NumPy"),
+        ("bytes[i + j] >> 4", "(bytes[i + j] & 240)", "differs from `multiply`"),
+        ("float(bytes[i + j] & 15)", "float(bytes[i + j])", "differs from `multiply`"),
+        (" + zeros[n * num_groups + g] * sum", "", "differs from `multiply`"),
+        ("scales[n * num_groups + g]", "scales[n]", "differs from `multiply`"),
+        ("x + g * group_size", "x", "differs from `multiply`"),
+        ("out[n] = total", "out[0] = total", "differs from `multiply`"),
+        ("out[n] = total", "out[n << 40] = total", "crashed"),
+        ("n < num_outputs; n++", "n < num_outputs;", "Does a loop never end?"),
+        ("float total = 0;", "float total = 0", "expected"),
+        (matvec.SOLUTION.read_text(), matvec.stub(), "differs from `multiply`"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
+def test_a_student_s_kernel_is_checked_in_another_process(right, wrong, what, tmp_path, capfd):
+    student, source = tmp_path / "my_matvec.cpp", matvec.SOLUTION.read_text()
+    assert right in source
+    student.write_text(source.replace(right, wrong) if right else source)
+    assert matvec.main(student, most=8) == (1 if right else 0)
+    printed = capfd.readouterr()
+    assert what in printed.out + printed.err
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "what"),
+    [
+        ("", "", "3.9 times as many"),
+        (
+            "        k = tl.load(",
+            "        for _ in range(GROUP): k = tl.load(",
+            "Load each block of K and V once",
+        ),
+        (
+            "v_cache + where, mask=seen[:, None], other=0.0",
+            "v_cache + where, mask=seen[:, None]",
+            "no `other`",
+        ),
+        (", mask=seen[:, None], other=0.0", "", "a slot that its sequence does not use"),
+        ('tl.where(seen[None, :], scores, float("-inf"))', "scores", "are minus infinity"),
+        ("weighted * shrink[:, None] +", "weighted +", "Both sums shrink"),
+        ("tl.cdiv(seq_len, BLOCK_SIZE)", "seq_len // BLOCK_SIZE", "The last block counts up to"),
+        ("tl.load(block_tables + seq * table_width + i)", "(i + seq)", "contains NaN"),
+        ("+ kv_head) * GROUP + heads[", "* GROUP + kv_head) + num_kv_heads * heads[", "KV head h belongs to"),
+        ("tl.max(scores, axis=1)", "tl.max(scores)", "its own largest score"),
+        (" + kv_head) * HEAD_DIM", ") * HEAD_DIM", "a vector for each KV head"),
+        ("tl.float32) * scale", "tl.float32)", "Look at the scale"),
+        ("k_cache + where", "k_cache + (where << 40)", "crashed"),
+        ("        largest = new_largest", "        while True: pass", "Does a loop never end?"),
+        ("places < seq_len", "place < seq_len", "line 33, in grouped_kernel: seen ="),
+        (decode.SOLUTION.read_text(), decode.stub(), "not written"),
+    ],
+)
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.slow
+def test_a_student_s_triton_kernel_is_checked_in_another_process(right, wrong, what, tmp_path, capfd):
+    student, source = tmp_path / "my_kernel.py", decode.SOLUTION.read_text()
+    assert right in source
+    student.write_text(source.replace(right, wrong) if right else source)
+    assert decode.main(student, most=10 if "while" in wrong else 60) == (1 if right else 0)
+    printed = capfd.readouterr()
+    assert what in printed.out
+    assert not printed.err
 
 
 @pytest.mark.parametrize("lesson", BY_LETTERS)

@@ -1,0 +1,286 @@
+"""Checks the parts around the scheduler: attention, sampling, windows, verification, quantization."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from docs.checks import expect, says
+
+
+def random_tensor(*shape: int, seed: int = 0) -> Tensor:
+    """Return normal random numbers, always the same ones."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def expect_close(what: str, got: Tensor, expected: Tensor, atol: float = 1e-4) -> None:
+    """Raise an AssertionError unless the tensors have one shape and are equal up to rounding."""
+    expect(f"{what}, the shape", tuple(got.shape), tuple(expected.shape))
+    apart = float((got.double() - expected.double()).abs().max())
+    assert apart <= atol, f"{what}: differs by up to {apart:.2g}."
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return the attention of one token, q (H, D), to k and v (T, K, D)."""
+    k, v = (x.repeat_interleave(len(q) // x.shape[1], dim=1) for x in (k, v))
+    scores = torch.einsum("hd,thd->ht", q, k) / q.shape[1] ** 0.5
+    return torch.einsum("ht,thd->hd", scores.softmax(1), v)
+
+
+def part_of(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the part of an attention with scores (H, T) and values (H, T, D)."""
+    weights = (scores - scores.amax(1, keepdim=True)).exp()
+    return scores.amax(1), weights.sum(1), torch.einsum("ht,htd->hd", weights, v)
+
+
+@says("9")
+def merges_parts(mini: Any) -> None:
+    """Two parts are merged at the larger of their largest scores: the other part's sums shrink."""
+    scores, v = 5 * random_tensor(2, 6), random_tensor(2, 6, 3, seed=1)
+    for split in 1, 3, 5:
+        parts = part_of(scores[:, :split], v[:, :split]), part_of(scores[:, split:], v[:, split:])
+        for one, other in parts, parts[::-1]:
+            for what, got, expected in zip(
+                ("The largest score", "The sum of the weights", "The weighted sum"),
+                mini.merge(one, other),
+                part_of(scores, v),
+                strict=True,
+            ):
+                expect_close(what, got, expected)
+
+
+@says("9")
+def merges_large_scores(mini: Any) -> None:
+    """Scores of several hundreds do not overflow: only differences to the largest score are exponentiated."""
+    v = random_tensor(1, 2, 3)
+    scores = torch.tensor([[300.0, 301.0]])
+    merged = mini.merge(part_of(scores[:, :1], v[:, :1]), part_of(scores[:, 1:], v[:, 1:]))
+    expect_close(
+        "The result", merged[2] / merged[1].unsqueeze(1), (scores.softmax(1).unsqueeze(2) * v).sum(1)
+    )
+
+
+@says("9")
+def attends_through_the_table(mini: Any) -> None:
+    """Position p is in block block_table[p // block_size]. Slots after the last token are never read.
+
+    With 4 query heads and 2 KV heads, query heads 0 and 1 read KV head 0. Scores are divided by the square
+    root of head_dim.
+    """
+    for seq_len, heads in (10, 4), (8, 4), (1, 2), (11, 2):
+        caches = random_tensor(2, 9, 4, 2, 8)
+        table = [5, 2, 7]
+        k, v = (cache[table].flatten(0, 1)[:seq_len].clone() for cache in caches)
+        used = torch.zeros(9 * 4, dtype=torch.bool)
+        used[[table[i // 4] * 4 + i % 4 for i in range(seq_len)]] = True
+        caches.flatten(1, 2)[:, ~used] = float("nan")
+        q = 3 * random_tensor(heads, 8, seed=1)
+        got = mini.attend_blocks(q, caches[0], caches[1], table, seq_len)
+        expect_close(f"Attention to {seq_len} tokens with {heads} query heads", got, dense(q, k, v))
+
+
+@says("11")
+def numbers_are_a_function(mini: Any) -> None:
+    """The number depends on seed and position only: a call between two equal calls changes nothing."""
+    first = mini.random_number(7, 8)
+    for other in (1, 2), (7, 9):
+        mini.random_number(*other)
+    expect("random_number(7, 8), the second time", mini.random_number(7, 8), first)
+
+
+@says("11")
+def numbers_differ(mini: Any) -> None:
+    """Another seed or another position gives another number, also if the two are exchanged."""
+    numbers = {mini.random_number(seed, position) for seed in range(30) for position in range(30)}
+    assert len(numbers) > 890, f"900 pairs of seed and position give only {len(numbers)} different numbers."
+
+
+@says("11")
+def numbers_are_uniform(mini: Any) -> None:
+    """The numbers are in [0, 1), spread evenly, and those of neighbouring positions are unrelated."""
+    rows = torch.tensor([[mini.random_number(seed, i) for i in range(200)] for seed in range(20)])
+    assert float(rows.min()) >= 0, "A number is below 0."
+    assert float(rows.max()) < 1, "A number is 1 or more."
+    counts = torch.histc(rows, 10, 0, 1)
+    assert float(counts.min()) > 320, f"4,000 numbers in ten equal intervals: {counts.int().tolist()}."
+    assert float(counts.max()) < 480, f"4,000 numbers in ten equal intervals: {counts.int().tolist()}."
+    for what, one, other in ("positions", rows[:, 1:], rows[:, :-1]), ("seeds", rows[1:], rows[:-1]):
+        related = float(torch.corrcoef(torch.stack((one.flatten(), other.flatten())))[0, 1])
+        assert abs(related) < 0.1, f"The numbers of neighbouring {what} have a correlation of {related:.2f}."
+
+
+def expect_kept(mini: Any, shares: list[float], settings: dict[str, Any], expected: list[float]) -> None:
+    """Compare what `keep_probable` returns."""
+    given = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} | settings
+    before = torch.tensor(shares, dtype=torch.float64)
+    got = mini.keep_probable(before, **given)
+    rounded = [round(share, 3) for share in got.tolist()]
+    expect(f"{shares} with {settings}", rounded, expected)
+    expect("The given probabilities, afterwards", before.tolist(), shares)
+
+
+@says("11")
+def keeps_the_top_k(mini: Any) -> None:
+    """top_k keeps the k most probable tokens, wherever they are, and 0 keeps all. The rest sums to 1."""
+    shares = [0.1, 0.5, 0.15, 0.25]
+    expect_kept(mini, shares, {"top_k": 2}, [0, 0.667, 0, 0.333])
+    expect_kept(mini, shares, {"top_k": 1}, [0, 1, 0, 0])
+    expect_kept(mini, shares, {"top_k": 0}, shares)
+    expect_kept(mini, shares, {"top_k": 9}, shares)
+
+
+@says("11")
+def keeps_until_top_p(mini: Any) -> None:
+    """top_p keeps tokens until their sum reaches p: the token that reaches it is kept too."""
+    shares = [0.1, 0.5, 0.15, 0.25]
+    expect_kept(mini, shares, {"top_p": 0.6}, [0, 0.667, 0, 0.333])
+    expect_kept(mini, shares, {"top_p": 0.75}, [0, 0.667, 0, 0.333])
+    expect_kept(mini, shares, {"top_p": 0.1}, [0, 1, 0, 0])
+    expect_kept(mini, shares, {"top_p": 1.0}, shares)
+
+
+@says("11")
+def keeps_what_min_p_allows(mini: Any) -> None:
+    """min_p is relative to the most probable token: 0.5 drops tokens less than half as probable."""
+    shares = [0.1, 0.5, 0.15, 0.25]
+    expect_kept(mini, shares, {"min_p": 0.5}, [0, 0.667, 0, 0.333])
+    expect_kept(mini, shares, {"min_p": 0.25}, [0, 0.556, 0.167, 0.278])
+
+
+@says("11")
+def keeps_in_order(mini: Any) -> None:
+    """min_p is first, then top_k, then top_p, which sees probabilities that sum to 1 again."""
+    expect_kept(mini, [0.4, 0.3, 0.2, 0.1], {"top_k": 2, "top_p": 0.5}, [1, 0, 0, 0])
+    expect_kept(mini, [0.4, 0.3, 0.2, 0.1], {"min_p": 0.5, "top_p": 0.7}, [0.571, 0.429, 0, 0])
+
+
+@says("11")
+def samples_by_intervals(mini: Any) -> None:
+    """The sampled token is the one whose interval contains u. Temperature 0 takes the best one."""
+    logits = torch.tensor([0.1, 0.5, 0.15, 0.25], dtype=torch.float64).log()
+    for u, token in (0.0, 0), (0.05, 0), (0.3, 1), (0.62, 2), (0.76, 3), (1 - 1e-12, 3):
+        expect(f"The token for u = {u}", mini.sample(logits, 1.0, u), token)
+    expect("The token at temperature 0", mini.sample(logits, 0, 0.99), 1)
+    expect("The token for u = 0.0 with top_k 2", mini.sample(logits, 1.0, 0.0, top_k=2), 1)
+    expect("The token for u nearly 1 with top_k 1", mini.sample(logits, 1.0, 1 - 1e-12, top_k=1), 1)
+
+
+@says("11")
+def samples_with_temperature(mini: Any) -> None:
+    """The temperature divides the logits: a low one favours probable tokens. It comes before top_p."""
+    logits = torch.tensor([0.4, 0.6], dtype=torch.float64).log()
+    for temperature, u, token in (0.5, 0.32, 1), (1.0, 0.32, 0), (2.0, 0.44, 0), (2.0, 0.46, 1):
+        expect(f"The token for u = {u} at {temperature}", mini.sample(logits, temperature, u), token)
+    expect("The token at 0.5 with top_p 0.65", mini.sample(logits, 0.5, 0.0, top_p=0.65), 1)
+
+
+@says("12")
+def skips_blocks(mini: Any) -> None:
+    """With a window of 6, position 16 attends to 11 to 16: it needs neither block 0 nor block 1."""
+    for position, window, block_size, expected in [
+        (16, 6, 4, 2), (17, 6, 4, 3), (5, 6, 4, 0), (0, 6, 4, 0), (9, 6, 4, 1), (8, 6, 4, 0), (20, 1, 4, 5),
+        (16, 6, 3, 3), (1000, 128, 16, 54),
+    ]:  # fmt: skip
+        what = f"Skipped blocks of {block_size} at position {position} with a window of {window}"
+        expect(what, mini.num_skipped_blocks(position, window, block_size), expected)
+
+
+@says("12")
+def hits_need_the_window_only(mini: Any) -> None:
+    """A prefix is a hit if the blocks that its next token attends to are cached. Earlier ones may be gone."""
+    for found, expected in [
+        ("yyyyy", 5), ("nnnyy", 5), ("nyyny", 3), ("nnyny", 0), ("ynnnn", 1), ("yynny", 2), ("nnnnn", 0),
+        ("", 0), ("nnyyn", 4),
+    ]:  # fmt: skip
+        hit = mini.window_hit([letter == "y" for letter in found], 6, 4)
+        expect(f"Blocks hit, where y is cached in {found!r} (window 6, blocks of 4)", hit, expected)
+    expect("Blocks hit with a window of 1", mini.window_hit([False, False], 1, 4), 2)
+    expect("Blocks hit with blocks of 3", mini.window_hit([False, True, True], 6, 3), 3)
+
+
+@says("13")
+def verifies_in_proportion(mini: Any) -> None:
+    """A verified token is distributed as p, whatever q the draft was sampled from."""
+    p = torch.tensor([0.5, 0.2, 0.3], dtype=torch.float64)
+    grid = [(i + 0.5) / 30 for i in range(30)]
+    for q in [0.2, 0.7, 0.1], [0.5, 0.2, 0.3], [0.0, 1.0, 0.0]:
+        shares = torch.zeros(3, dtype=torch.float64)
+        for draft, share in enumerate(q):
+            for u in grid if share else []:
+                for v in grid[1::3]:
+                    token = mini.verify(draft, p, torch.tensor(q, dtype=torch.float64), u, v)
+                    shares[token] += share / 300
+        expect_close(f"The distribution with q = {q}", shares, p, atol=0.03)
+
+
+@says("13")
+def accepts_what_p_prefers(mini: Any) -> None:
+    """A draft that p gives more probability than q is always accepted."""
+    p, q = torch.tensor([0.6, 0.4]), torch.tensor([0.3, 0.7])
+    expect("The token", {mini.verify(0, p, q, u / 10, 0.9) for u in range(10)}, {0})
+    expect("The token, p(draft) = 0", mini.verify(0, torch.tensor([0.0, 1.0]), q, 0.0, 0.5), 1)
+
+
+@says("20")
+def rounds_to_the_grid(mini: Any) -> None:
+    """A group's smallest number becomes 0 and its largest 15. No number is off by over half a scale."""
+    weight = random_tensor(3, 64) + 1
+    for group_size in 16, 32:
+        integers, scales, zeros = mini.quantize(weight.clone(), group_size)
+        expect(
+            "The shapes of integers and scales",
+            (integers.shape, scales.shape),
+            ((3, 64), (3, 64 // group_size)),
+        )
+        expect("The dtype of the integers", integers.dtype, torch.uint8)
+        groups = integers.view(3, -1, group_size)
+        expect("The smallest integer of each group", set(groups.amin(2).flatten().tolist()), {0})
+        expect("The largest integer of each group", set(groups.amax(2).flatten().tolist()), {15})
+        again = groups * scales.unsqueeze(2) + zeros.unsqueeze(2)
+        off = ((again.flatten(1) - weight).abs().view(groups.shape) / scales.unsqueeze(2)).max()
+        assert float(off) <= 0.501, (
+            f"A number is off by {float(off):.2f} scales. Rounding is off by at most 0.5."
+        )
+
+
+@says("20")
+def groups_are_separate(mini: Any) -> None:
+    """A group along a row has its own scale: a large number spoils only its group. Equal numbers work."""
+    weight = random_tensor(2, 32)
+    weight[0, 0], weight[1, 16:] = 100.0, 0.25
+    integers, scales, zeros = mini.quantize(weight.clone(), 16)
+    again = (integers.view(2, 2, 16) * scales.unsqueeze(2) + zeros.unsqueeze(2)).flatten(1)
+    expect_close("The group next to a large number", again[0, 16:], weight[0, 16:], atol=0.2)
+    expect_close("A group of equal numbers", again[1, 16:], weight[1, 16:])
+    expect("The scale of a group of equal numbers", scales[1, 1].item(), 1.0)
+
+
+@says("20")
+def packs_two_in_a_byte(mini: Any) -> None:
+    """Columns 0 and 1 share the first byte: column 0 in the low 4 bits, column 1 in the high 4 bits."""
+    integers = torch.tensor([[1, 2, 15, 0], [7, 8, 0, 15]], dtype=torch.uint8)
+    packed = mini.pack(integers.clone())
+    expect("The bytes of [[1, 2, 15, 0], [7, 8, 0, 15]]", packed.tolist(), [[33, 15], [135, 240]])
+    expect("The dtype", packed.dtype, torch.uint8)
+
+
+@says("20")
+def unpacks(mini: Any) -> None:
+    """`unpack` returns the columns in the order that `pack` got them."""
+    packed = torch.tensor([[33, 15], [135, 240]], dtype=torch.uint8)
+    expect("The integers", mini.unpack(packed).tolist(), [[1, 2, 15, 0], [7, 8, 0, 15]])
+
+
+@says("20")
+def multiplies(mini: Any) -> None:
+    """X times the packed weight is x times the numbers that the integers stand for, one row or several."""
+    for rows, num_outputs, num_inputs, group_size in (1, 5, 64, 32), (3, 4, 32, 8):
+        x, seed = random_tensor(rows, num_inputs, seed=1), rows
+        integers = (random_tensor(num_outputs, num_inputs, seed=seed) * 4 + 8).round().clamp(0, 15)
+        packed = (integers[:, ::2] + 16 * integers[:, 1::2]).to(torch.uint8)
+        scales = random_tensor(num_outputs, num_inputs // group_size, seed=2).abs()
+        zeros = random_tensor(num_outputs, num_inputs // group_size, seed=3)
+        weight = integers.view(num_outputs, -1, group_size) * scales.unsqueeze(2) + zeros.unsqueeze(2)
+        expect_close(
+            "The product", mini.multiply(x, packed, scales, zeros), x @ weight.flatten(1).T, atol=1e-3
+        )
