@@ -6,6 +6,8 @@ python -m benchmarks --engine nanoengine,vllm --python vllm=/path/to/its/venv/bi
 python -m benchmarks --engine nanoengine-int4,llama.cpp-q4_0 --custom 1:32:128  # 4-bit weights
 python -m benchmarks --custom 64:32-256:16-64:512  # 64 requests, prompts of 32 to 256 tokens after 512 shared
 python -m benchmarks --ablate                      # nanoengine without each of its tricks
+python -m benchmarks --what load --model MODEL     # where the time goes before the first token
+python -m benchmarks --what bits --dtype float32   # whether schedules change a log-probability
 
 Each engine has a process of its own, and the engines take turns: the first run of each, the second run of
 each, and so on. The others are stopped meanwhile. On a GPU each engine takes nearly all memory, so the second
@@ -29,7 +31,9 @@ from typing import Any
 
 from benchmarks.ablation import TRICKS
 from benchmarks.engines import ENGINES
+from benchmarks.load import bench_load
 from benchmarks.runs import CORES
+from examples.bits import main as print_bits
 from nanoengine.apps.workloads import SHAPES, WORKLOADS, parse_custom
 
 
@@ -63,13 +67,13 @@ def interpreter(text: str) -> tuple[str, str]:
 
 def parse_arguments() -> argparse.Namespace:
     """Parse the options, and check them before anything starts."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
 
     def add_names(option: str, known: Collection[str], text: str, **settings: Any) -> None:
         parser.add_argument(option, type=names_of(known), help=f"{text} {', '.join(known)}", **settings)
 
+    parser.add_argument("--what", choices=["engines", "load", "bits"], default="engines")
     add_names("--workload", WORKLOADS, "default: small, on a GPU nano; of", default=[])
     parser.add_argument("--custom", type=parse_custom, metavar="REQUESTS:PROMPT:OUTPUT[:SHARED]")
     parser.add_argument("--model", help=f"{', '.join(SHAPES)} (random weights), a directory or a hub id")
@@ -105,6 +109,10 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Run the benchmark, and print the results."""
     args = parse_arguments()
+    if args.what == "load":
+        return print(json.dumps(bench_load(args.model or "demo", args.repeats)))
+    if args.what == "bits":
+        return print_bits(args.model or "demo", args.dtype)
     started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     # Imported late, so that a wrong option is refused at once, and huggingface_hub reads HF_HUB_OFFLINE.
     from benchmarks.compare import bench_engines

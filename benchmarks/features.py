@@ -39,9 +39,10 @@ def random_prompts(rng: random.Random, count: int, length: int, vocab_size: int 
 
 # ---- Speculative decoding ------------------------------------------------------------------------
 
-# How many tokens the answers are sampled from: the fewer, the more draft tokens are accepted. None: all, so
-# that nothing repeats. Passages are a chat, in which the bundled model repeats a text word for word.
-TEXTS = {"same": 1, "coin": 2, "random": None, "passages": None}
+# How many tokens the answers are sampled from: the fewer, the more draft tokens are accepted. None: all. In
+# passages, the bundled model repeats a text word for word. English continues Python's documentation.
+TEXTS = {"same": 1, "coin": 2, "random": None, "passages": None, "english": None}
+NGRAM = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 
 
 def serve_text(llm: LLM, text: str, batch: int, run: str) -> tuple[float, list[list[int]]]:
@@ -57,6 +58,8 @@ def serve_text(llm: LLM, text: str, batch: int, run: str) -> tuple[float, list[l
         count = TEXTS[text]
         params.allowed_token_ids = list(range(5, 5 + count)) if count else None
         prompts = random_prompts(rng, batch, 256, llm.llm_engine.checkpoint.vocab_size)
+        if text == "english":
+            prompts = [ids for ids, _ in rng.sample(english(llm.get_tokenizer(), None, 20_000)[:-1], batch)]
         ask = functools.partial(llm.generate, prompts)
     start = time.perf_counter()
     answers = [output.outputs[0].token_ids for output in ask(params, use_tqdm=False)]
@@ -85,8 +88,7 @@ def compare_drafts(off: LLM, on: LLM, text: str, batch: int, repeats: int) -> di
 
 def speculate(model: str, settings: dict[str, Any], args: argparse.Namespace) -> Any:
     """Measure each text and batch size."""
-    config = {"method": "ngram", "num_speculative_tokens": args.tokens}
-    config |= {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
+    config = args.config | {"num_speculative_tokens": args.tokens}
     settings |= {"max_model_len": 1024, "kv_cache_bytes": 2 * GiB, "enable_prefix_caching": False}
     print("text      batch      with   without   ratio  drafted accepted  differ  (output tokens/s)")
     results = []
@@ -146,13 +148,15 @@ def kvstore(model: str, settings: dict[str, Any], args: argparse.Namespace) -> A
 
 # ---- The quality of quantized weights ------------------------------------------------------------
 
-# Quantized weights are computed with in float32, so that only their rounding differs.
+# Quantized weights are computed with in float32, so that only rounding differs. "+a8": activations in 8 bits.
 PRECISIONS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
     "int8": {"dtype": "float32", "quantization": "int8"},
     "int4": {"dtype": "float32", "quantization": "int4"},
 }
+PRECISIONS |= {f"{name}+a8": PRECISIONS[name] | {"activations": "int8"} for name in ("int8", "int4")}
+OF_GGUF = {"float32": PRECISIONS["float32"], "16": {"activations": "float"}, "16+a8": {"activations": "int8"}}
 Text = tuple[list[int], int]  # token ids, and how many of the first ones are not scored
 
 
@@ -206,16 +210,12 @@ def weight_bytes(model: torch.nn.Module) -> int:
 
 
 def quality(model: str, settings: dict[str, Any], args: argparse.Namespace) -> Any:
-    """Measure the log-probabilities of the same texts, and the bytes, in each precision.
-
-    The bundled model knows few English words. So English shows the effect of rounding on a text that a model
-    predicts badly, and its own answers show the effect on a text that it predicts well.
-    """
+    """Measure the log-probabilities of the same texts, and the bytes, in each precision."""
     asked = [] if args.model else questions(args.questions)
     exact: dict[str, list[float]] = {}
     results = []
     print("text     precision  log-probability  changes by  right     MB", flush=True)
-    for precision, own in PRECISIONS.items():
+    for precision, own in (OF_GGUF if model.endswith(".gguf") else PRECISIONS).items():
         with LLM(args.model or "demo", max_model_len=1024, kv_cache_bytes=GiB // 4, **own) as llm:
             texts = {"english": english(llm.get_tokenizer(), args.text, args.tokens)}
             if asked:
@@ -250,9 +250,10 @@ def main(arguments: list[str] | None = None) -> None:
         return feature
 
     feature = add(speculate, repeats=5)
-    feature.add_argument("--text", nargs="+", choices=TEXTS, default=[*TEXTS])
+    feature.add_argument("--text", nargs="+", choices=TEXTS, default=[*TEXTS][:4])
     feature.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16], help="requests served at once")
     feature.add_argument("--tokens", type=int, default=4, help="num_speculative_tokens")
+    feature.add_argument("--config", type=json.loads, default=NGRAM, help="speculative_config, as JSON")
     feature = add(kvstore, repeats=3)
     feature.add_argument("--prompt", type=int, default=4096, help="tokens")
     feature.add_argument("--memory", default="/dev/shm", help="a directory in memory")
@@ -270,8 +271,7 @@ def main(arguments: list[str] | None = None) -> None:
             results = args.run(args.model or scratch, settings, args)
         except (ValueError, OSError) as error:  # the model cannot be loaded, or a directory is missing
             sys.exit(f"{parser.prog}: {' '.join(str(error).split())}")
-    about = {name: value for name, value in vars(args).items() if name != "run"}
-    print(json.dumps(about | {"results": results}))
+    print(json.dumps({name: x for name, x in vars(args).items() if name != "run"} | {"results": results}))
 
 
 if __name__ == "__main__":

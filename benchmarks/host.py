@@ -118,7 +118,7 @@ def engine_without_device(num_seqs: int, max_model_len: int = 1024) -> Iterator[
     text = "A cat sat on the mat, and 3 dogs came by: naïve, 日本 ones. "
     written = engine.checkpoint.tokenizer(text, add_special_tokens=False).input_ids
     tokens = torch.tensor(written * (1 + (num_seqs + len(written)) // len(written)))
-    logits, steps = torch.zeros(num_seqs, 1), itertools.count(1)
+    logits, steps = torch.zeros(num_seqs, engine.checkpoint.vocab_size), itertools.count(1)
 
     def draw(logits: Tensor, metadata: Any) -> tuple[Tensor, Tensor]:
         return tokens[next(steps) % len(written) :][: len(logits)], logits[:, 0]
@@ -161,6 +161,8 @@ KINDS: dict[str, dict[str, Any]] = {
     for kind in (RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA)
     for text in ("", ", text")
 }
+# The CPU also edits the logits, which a GPU would do.
+KINDS["FINAL_ONLY, repetition_penalty"] = {**KINDS["FINAL_ONLY"], "repetition_penalty": 1.1}
 PHASES = ("schedule", "inputs", "forward", "sample", "update")
 
 

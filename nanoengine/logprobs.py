@@ -55,12 +55,12 @@ def tabulate_logprobs(logits: Tensor, token_ids: Tensor, num_logprobs: int) -> T
 
 
 def report_samples(
-    logits: Tensor, requested: Sequence[int | None], tokens: Tensor, transfer: Transfer
+    logits: Tensor, requested: Sequence[int | None], tokens: Tensor, transfer: Transfer, first: int = 0
 ) -> list[LogprobTable]:
     """Queue the requested log-probabilities of sampled tokens.
 
     Shapes: logits (R, V), tokens (R,) int64. `requested` has the number of log-probabilities per
-    row, or None.
+    row, or None. `first` is the index of the first of these rows in the step.
     """
     by_number: dict[int, list[int]] = {}
     for i, num_logprobs in enumerate(requested):
@@ -71,7 +71,7 @@ def report_samples(
         at = upload(np.array(rows), logits.device)
         # -1 marks a row that could not be sampled. Its row in the table is never read.
         table = tabulate_logprobs(logits[at], tokens[at].clamp(min=0), num_logprobs)
-        tables.append(LogprobTable(rows, transfer(table)))
+        tables.append(LogprobTable([first + row for row in rows], transfer(table)))
     return tables
 
 
@@ -92,10 +92,7 @@ LOGPROB_ROWS = 256  # prompt rows turned into logits at a time: a row is as wide
 
 
 def report_prompts(
-    chunks: Iterable[Any],
-    hidden: Tensor,
-    compute_logits: Callable[[Tensor], Tensor],
-    transfer: Transfer,
+    chunks: Iterable[Any], hidden: Tensor, compute_logits: Callable[[Tensor], Tensor], transfer: Transfer
 ) -> list[PromptReport]:
     """Queue log-probabilities of the prompt tokens that a step predicts, for sequences that request them.
 

@@ -14,10 +14,10 @@ from nanoengine.backends.kv_cache import KVCache, KVGroup, KVSpec, block_bytes, 
 from nanoengine.config import FILE_FORMATS, EngineConfig
 from nanoengine.engine import Chunk, ModelRunner, ScheduledBatch, Sequence
 from nanoengine.models.checkpoint import Checkpoint, resolve_dtype
-from nanoengine.models.load import digest_weights, load_model
+from nanoengine.models.load import load_model
 from nanoengine.sampling import draw_rows, sample_rows, scale_logits, sort_keys
 from nanoengine.sampling_params import SamplingParams
-from nanoengine.steps import Stopwatch, uninterrupted
+from nanoengine.steps import Stopwatch, phase, uninterrupted
 
 MAX_FREE_BLOCKS = 1 << 16  # for models without a KV cache: blocks only identify prefixes
 
@@ -34,6 +34,8 @@ class Started(NamedTuple):
     weights_digest: bytes  # identifies the weights to a KV store
     num_state_slots: int  # slots for recurrent states, without the reserved ones; 0: the model has none
     state_bytes: int  # bytes of one sequence's recurrent state
+    memory: str  # for the user: what the cache takes, and what was available; "" if the user chose the size
+    allocate: Callable[[int], None]  # replaces the KV cache by one of so many blocks
 
 
 def start_runner(
@@ -44,15 +46,18 @@ def start_runner(
     choose_runner: Callable[[list[KVGroup], bool], Callable[..., ModelRunner]],
     shard: Any = None,
     wrap: Callable[[Device], Device] = lambda device: device,
+    group: Callable[[list[KVSpec], int], list[KVGroup]] = group_layers,
+    beside_bytes: int = 0,
 ) -> Started:
     """Load a model on a device, allocate its KV cache and, if possible, capture CUDA graphs.
 
     `choose_runner` returns the runner's class, from the groups of layers and whether any have states. If
     several processes share one model, `shard` is the part to load, and `wrap` adds the communication between
-    the processes to the device.
+    the processes to the device. `group` divides the layers into groups. A draft model's K and V take
+    beside_bytes per block.
 
     Raises:
-        ValueError: the checkpoint or a setting cannot be served, or there is too little memory.
+        ValueError: the checkpoint or a setting is not supported, or there is too little memory.
     """
     written = config.quantization if config.quantization in FILE_FORMATS else None
     if config.quantization is not None and checkpoint.quant_method != written:
@@ -62,38 +67,54 @@ def start_runner(
         )
     device = wrap(open_device(config))
     torch_device = device.device
-    dtype = device.choose_dtype(resolve_dtype(config.dtype, checkpoint.hf_config))
+    with phase("kernels"):
+        dtype = device.choose_dtype(resolve_dtype(config.dtype, checkpoint.hf_config))
     where: dict[str, Any] = {"dtype": dtype, "device": torch_device, "max_model_len": max_model_len}
-    model = load_model(checkpoint, config, **where, shard=shard, pack=device.pack)
-    digest = digest_weights(model) if config.kv_store is not None else b""  # before `prepare` packs them
+    with phase("weights"):
+        try:
+            model = load_model(checkpoint, config, **where, shard=shard, pack=device.pack)
+        except torch.OutOfMemoryError as error:
+            from nanoengine.models.weights import describe_weights
+
+            needed = describe_weights(checkpoint, config, dtype, shard)
+            raise ValueError(f"no memory on {torch_device} for the weights: {needed}; {error}") from error
+    digest = b""
+    if config.kv_store is not None:
+        from nanoengine.models.weights import digest_weights
+
+        digest = digest_weights(model)  # before `prepare` packs them
     specs = model.kv_specs
-    groups = group_layers(specs, max_model_len)
+    groups = group(specs, max_model_len)
     states = getattr(model, "states", None)
-    state_bytes = 0 if states is None else states.slot_bytes
-    device.prepare(model)
+    has_states, state_bytes = states is not None, 0 if states is None else states.slot_bytes
+    with phase("packing"):
+        device.prepare(model)
     draw = device.draw or partial(draw_rows, scale=device.fuse(scale_logits), rank=device.fuse(sort_keys))
     is_processed = config.logprobs_mode == "processed_logprobs"
     sample = partial(sample_rows, draw=draw, reports_processed=is_processed)
     block_size = config.block_size or device.block_size
     max_num_tokens = config.max_num_batched_tokens or device.max_num_batched_tokens
-    max_num_chunks = config.max_num_seqs * (1 + config.num_speculative_tokens)
+    rows_per_seq = 1 + config.num_speculative_tokens
+    max_num_chunks = config.max_num_seqs * rows_per_seq
     table_width = -(-max_model_len // block_size)  # blocks of the longest sequence
     with uninterrupted(), device.running():  # a backend may run a trial on the GPU
         attention = device.choose_attention(specs, model.attention_settings)
         device.reserve(max_num_tokens, max_num_chunks, len(groups), table_width)
         runner = choose_runner(groups, states is not None)(model, device, attention, sample, block_size)
+        runner.rows.max_num_seqs, runner.rows.max_model_len = config.max_num_seqs, max_model_len
 
+        # The result refers to these functions: they reach the model, which `close` releases, by the runner.
         def make_caches(num_blocks: int, num_slots: int = 0) -> list[KVCache]:
-            if states is not None:
-                states.allocate(num_slots + NUM_RESERVED_SLOTS, torch_device)
+            if has_states:
+                runner.model.states.allocate(num_slots + NUM_RESERVED_SLOTS, torch_device)
             return new_caches(specs, groups, num_blocks, block_size, torch_device)
 
         @torch.inference_mode()
         def capture() -> Forward:
-            parts = ("attention", attention.backend), ("model", model)
-            obstacles = ["its layers have recurrent states"] if states is not None else []
+            parts = ("attention", attention.backend), ("model", runner.model)
+            obstacles = ["its layers have recurrent states"] if has_states else []
             obstacles += [f"the {name} waits for the GPU" for name, part in parts if not part.capturable]
-            decode = runner.build_inputs(_batch([1], SamplingParams(), [0], samples=False))
+            decode = runner.build_inputs(trial_batch([1], SamplingParams(), [0], samples=False))
             largest = min(max_num_chunks, max_num_tokens)
             return device.capture(
                 Decodes(decode, runner.compute, largest, table_width, block_size, obstacles)
@@ -102,25 +123,46 @@ def start_runner(
         longest = min(max_model_len - 1, max_num_tokens)  # leaves room for an output token
         prompts = [longest] * (max_num_tokens // longest) + [max_num_tokens % longest]
         prompts = [length for length in prompts if length][: config.max_num_seqs]
-        decodes = [1] * min(max_num_chunks, max_num_tokens)
-        trial = plan_trial(runner, prompts, decodes, make_caches, capture)
+        decodes = [1] * max(1, min(max_num_chunks, max_num_tokens) // rows_per_seq)
+        trial = plan_trial(runner, prompts, decodes, rows_per_seq, make_caches, capture)
         counts = [config.num_kv_blocks, *([] if states is None else [config.num_state_slots])]
-        cache_bytes = config.kv_cache_bytes or (device.free_bytes(trial) if None in counts else 0)
+        is_sized = config.kv_cache_bytes is not None or None not in counts
+        cache_bytes = config.kv_cache_bytes or (0 if is_sized else device.free_bytes(trial))
+        if is_sized:
+            device.warm_up(trial)
         num_slots, bytes_left = 0, cache_bytes
         if states is not None:
             # For all sequences that can run at once, and as many states again in the prefix cache
             share = cache_bytes // (2 if specs else 1)
-            num_slots = config.num_state_slots or count_slots(state_bytes, 2 * config.max_num_seqs, share)
+            num_slots = config.num_state_slots or states.count_slots(2 * config.max_num_seqs, share)
             bytes_left -= (num_slots + NUM_RESERVED_SLOTS) * state_bytes
+        one_bytes = block_bytes(specs, groups, block_size) + beside_bytes if specs else 0
         if specs:
             max_blocks = config.max_num_seqs * table_width * len(groups)
-            num_blocks = device.count_blocks(block_bytes(specs, groups, block_size), max_blocks, bytes_left)
+            num_blocks = device.count_blocks(one_bytes, max_blocks, bytes_left)
         else:
             num_blocks = config.num_kv_blocks or MAX_FREE_BLOCKS
-        runner.caches = make_caches(num_blocks, num_slots)
-        runner.forward = capture()
+        taken = (num_blocks + 1) * one_bytes + (num_slots + NUM_RESERVED_SLOTS) * state_bytes
+        memory = device.find_memory()
+        if memory is not None and taken > memory.num_bytes // config.tensor_parallel_size:
+            asked = f"{num_slots + NUM_RESERVED_SLOTS} states and " if num_slots else ""
+            raise ValueError(
+                f"no memory for {asked}a KV cache of {num_blocks} blocks of {block_size} tokens, "
+                f"{taken / 2**30:.1f} GiB in all: there are {memory}; "
+                f"lower {'num_state_slots, ' if num_slots else ''}num_kv_blocks or kv_cache_bytes"
+            )
+        is_chosen = memory is not None and None in counts and config.kv_cache_bytes is None
+        shown = f"{taken / 2**30:.1f} GiB of the {memory}" if is_chosen else ""
+
+    def allocate(num_blocks: int) -> None:
+        with phase("KV cache"), uninterrupted(), device.running():
+            runner.caches = make_caches(num_blocks, num_slots)
+            runner.forward = capture()
+
+    allocate(num_blocks)
     runner.stopwatch = Stopwatch()  # trial runs do not count as steps
-    return Started(runner, num_blocks, max_num_tokens, dtype, specs, groups, digest, num_slots, state_bytes)
+    sizes = num_blocks, max_num_tokens, dtype, specs, groups, digest, num_slots, state_bytes
+    return Started(runner, *sizes, shown, allocate)
 
 
 def open_device(config: EngineConfig) -> Device:
@@ -142,39 +184,30 @@ def open_device(config: EngineConfig) -> Device:
     return CPU(device, config)
 
 
-def count_slots(state_bytes: int, limit: int, cache_bytes: int) -> int:
-    """Return how many sequences' recurrent states fit in cache_bytes, up to `limit`.
-
-    Raises:
-        ValueError: not a single one fits.
-    """
-    num_slots = min(cache_bytes // state_bytes - NUM_RESERVED_SLOTS, limit)
-    if num_slots < 1:
-        raise ValueError(
-            f"no memory for {NUM_RESERVED_SLOTS + 1} sequences' states: one takes {state_bytes} bytes, and "
-            f"there are only {cache_bytes}; give num_state_slots or kv_cache_bytes"
-        )
-    return num_slots
-
-
 def plan_trial(
     runner: ModelRunner,
     prompts: list[int],
     decodes: list[int],
+    rows_per_seq: int,
     make_caches: Callable[[int], list[KVCache]],
     capture: Callable[[], Forward],
 ) -> Trial:
     """Return a trial of the steps that need the most memory: the longest prompts, and the most decodes.
 
-    `prompts` and `decodes` are the chunk lengths of these steps. The runner has no caches yet.
+    `prompts` and `decodes` are the chunk lengths of these steps. With draft tokens, each decode has
+    rows_per_seq rows. The runner has no caches yet.
     """
     block_ids = list(range(1, -(-prompts[0] // runner.block_size) + 1))  # shared by all sequences
     most_work = SamplingParams(top_p=0.5, min_p=0.1, repetition_penalty=1.1, logprobs=1)
     # Fused functions are compiled once for many rows and once for one row: now, not at the first request.
+    sizes = (prompts, decodes, rows_per_seq), (prompts[:1], decodes[:1], 1)
     batches = [
-        _batch(lengths, params, block_ids)
-        for prompt_lengths, decode_lengths in ((prompts, decodes), (prompts[:1], decodes[:1]))
-        for lengths, params in ((prompt_lengths, SamplingParams(top_k=20)), (decode_lengths, most_work))
+        trial_batch(lengths, params, block_ids, rows=rows)
+        for of_prompts, of_decodes, num_rows in sizes
+        for lengths, params, rows in (
+            (of_prompts, SamplingParams(top_k=20), 1),
+            (of_decodes, most_work, num_rows),
+        )
     ]
 
     @contextmanager
@@ -193,11 +226,13 @@ def plan_trial(
     return Trial(f"{len(prompts)} prompts of up to {prompts[0]} tokens", caches, compute, capture)
 
 
-def _batch(
-    lengths: list[int], params: SamplingParams, block_table: list[int], samples: bool = True
+def trial_batch(
+    lengths: list[int], params: SamplingParams, block_table: list[int], samples: bool = True, rows: int = 1
 ) -> ScheduledBatch:
-    """Return a batch of chunks of these lengths. Each starts at position 0, and all share the same blocks."""
-    seq = Sequence(0, [0] * max(lengths), params)
-    seq.block_table = block_table
-    chunks = [Chunk(seq, 0, length, samples, seq.token_ids) for length in lengths]
-    return ScheduledBatch(chunks, [seq] * len(chunks) if samples else [], sum(lengths))
+    """Return a batch of sequences of these lengths, which share the same blocks, each with so many rows."""
+    chunks: list[Chunk] = []
+    for length in lengths:
+        seq = Sequence(len(chunks), [0] * length, params)
+        seq.block_table = block_table
+        chunks += [Chunk(seq, 0, length, samples, seq.token_ids)] * rows
+    return ScheduledBatch(chunks, [chunk.seq for chunk in chunks] if samples else [], rows * sum(lengths))

@@ -1,6 +1,6 @@
-"""Every type of causal language model in transformers, built small and served: the guide's table of models.
+"""Builds and runs a small model of each causal type in transformers, for the guide's table of models.
 
-python -m tests.model_table llama t5 mamba   # what becomes of these types
+python -m tests.model_table llama t5 mamba   # the outcome for these types
 python -m tests.model_table --write          # of all, into docs/guide/models.md; two minutes
 """
 
@@ -148,7 +148,7 @@ NUM_NEW = 16
 
 
 def small_config(model_type: str) -> Any:
-    """A config of the type whose model has a few million parameters, where its sizes are its own."""
+    """Return a config of the type whose model has a few million parameters."""
     config_class = CONFIG_MAPPING[model_type]
     known = {*inspect.signature(config_class.__init__).parameters, *config_class.attribute_map}
     sizes = {name: value for name, value in SMALL.items() if name in known}
@@ -158,7 +158,7 @@ def small_config(model_type: str) -> Any:
 
 
 def small_model(config: Any) -> Any:
-    """Random float32 weights, the same at every call; wide ones, so that no comparison hangs on a tie.
+    """Return a model with random float32 weights, the same at every call, wide enough to avoid ties.
 
     Raises:
         UnsupportedModelError: it is not small.
@@ -166,7 +166,7 @@ def small_model(config: Any) -> Any:
     with torch.device("meta"):
         num_parameters = sum(x.numel() for x in AutoModelForCausalLM.from_config(config).parameters())
     if num_parameters > MAX_PARAMETERS:
-        raise UnsupportedModelError("cannot be served: not tried, since no small one can be made")
+        raise UnsupportedModelError("is not supported: not tested, because it cannot be made small")
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
@@ -177,13 +177,13 @@ def small_model(config: Any) -> Any:
 
 
 def outcome(model_type: str) -> str:
-    """`decoder.py` or `hf.py` by whose code it is served, else the reason why not.
+    """Return `decoder.py` or `hf.py`, whichever runs the type, or the reason why it is refused.
 
-    Served means that greedy tokens of five prompts equal those of transformers' generate: in chunks, with
+    A type is supported if greedy tokens of five prompts equal those of transformers' generate: chunked, with
     preemptions, and once more from the prefix cache.
 
     Raises:
-        AssertionError: it is served, and gives other tokens.
+        AssertionError: it is supported, and gives other tokens.
         Exception: it was not refused, and could not be built small.
     """
     with tempfile.TemporaryDirectory() as path:
@@ -202,15 +202,13 @@ def outcome(model_type: str) -> str:
                 composite_of(model, config, (r"^model\.", "model.language_model."), Path(path))
             return SERVED[check_served(Path(path), model, LENGTHS, NUM_NEW) == "transformers'"]
         except UnsupportedModelError as error:
-            return str(error).partition("cannot be served: ")[2]
+            return str(error).partition("is not supported: ")[2]
 
 
 def table(outcomes: dict[str, str]) -> str:
-    """Types by outcome, in Markdown."""
+    """Return the types by outcome, as a Markdown table."""
     version = ".".join(transformers.__version__.split(".")[:2])
-    reasons = sorted(
-        set(outcomes.values()) - set(SERVED), key=lambda reason: (reason.startswith("not"), reason)
-    )
+    reasons = sorted(set(outcomes.values()) - set(SERVED), key=lambda why: (why.startswith("not"), why))
     lines = [f"| code | `model_type` ({len(outcomes)} in transformers {version}) |", "|---|---|"]
     for result in (*SERVED, *reasons):
         types = ", ".join(model_type for model_type, one in outcomes.items() if one == result)
@@ -219,7 +217,7 @@ def table(outcomes: dict[str, str]) -> str:
 
 
 def read_table() -> tuple[str, dict[str, str]]:
-    """The version of transformers that the page's table is about, and its outcomes."""
+    """Return the version of transformers that the page's table is about, and its outcomes."""
     caption, _, *rows = PAGE.read_text().partition(MARKS[0])[2].partition(MARKS[1])[0].splitlines()
     outcomes = {}
     for row in rows:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from huggingface_hub import constants
 from transformers import AutoConfig, AutoTokenizer
 
 from nanoengine.models.decoder import SUPPORTED_ARCHITECTURES, DecoderConfig, architecture_of, rope_settings
@@ -25,6 +24,7 @@ from nanoengine.models.files import (
 )
 from nanoengine.optional import load
 from nanoengine.sampling_params import SamplingParams
+from nanoengine.steps import phase
 
 if TYPE_CHECKING:  # at run time each is imported only for a checkpoint that needs it
     from nanoengine.models.gguf import GGUFFile
@@ -32,7 +32,6 @@ if TYPE_CHECKING:  # at run time each is imported only for a checkpoint that nee
 DEMO = Path(__file__).parent.parent / "demo"  # the bundled model, named "demo"
 GENERATION_CONFIG = "generation_config.json"
 GGUF = "a GGUF file"
-DEQUANTIZED = ("mxfp4",)  # schemes that transformers dequantizes while loading
 TOKENIZER_FILES = "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json"
 SERVED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 POSITIONS = "max_position_embeddings", "max_seq_len", "seq_length"  # as configs call their number
@@ -55,15 +54,18 @@ class Checkpoint:
     is_part: bool = False  # True: load only the language model of a multimodal model
     quantization: dict[str, Any] | None = None  # the config's settings, if formats.py reads the weights
     pooling: Any = None  # a contrib.pooling_model.Pooling, for embeddings or classes; None: generates text
+    gguf: "GGUFFile | None" = None  # the open file: its header is parsed once
 
     def open_files(self) -> Reader:
         """Return a reader of the tensors, without those that only draft tokens."""
-        if _is_gguf(self.path):
-            return _open_gguf(self.path)
-        weight_format = None
-        if self.quantization is not None:
-            weight_format = load("models.formats", "a quantized checkpoint").choose_format(self.quantization)
-        files = Files(self.path, weight_format, self.is_part)
+        if self.gguf is not None:
+            return self.gguf if self.gguf.is_current() else _open_gguf(self.path)
+        rename = load("models.hf_config", "a multimodal model").name_in_part if self.is_part else None
+        if self.quantization is None:
+            files = Files(self.path, rename)
+        else:
+            formats = load("models.formats", "a quantized checkpoint")
+            files = formats.QuantizedFiles(self.path, rename, formats.choose_format(self.quantization))
         if unused := [name for name in files.headers if self.is_draft_tensor(name)]:
             logging.getLogger(__name__).warning(
                 "%s: ignoring %d tensors of layers that the config does not have, the first is %r",
@@ -85,7 +87,7 @@ class Checkpoint:
     @property
     def quant_method(self) -> str | None:
         """The format of the quantized weights; None: the weights are not quantized."""
-        if _is_gguf(self.path):
+        if self.gguf is not None:
             return "gguf"
         stated = self.quantization or getattr(self.hf_config, "quantization_config", None)
         return None if stated is None else str(stated["quant_method"])
@@ -186,8 +188,10 @@ def open_checkpoint(
         OSError: a hub id cannot be found, or the hub cannot be reached.
     """
     path = _resolve(model, revision, gguf_file, with_weights=load_format != "dummy")
-    gguf = _open_gguf(path) if _is_gguf(path) else None
-    hf_config = _read_config(path, trust_remote_code) if gguf is None else gguf.read_config()
+    with phase("header"):
+        gguf = _open_gguf(path) if _is_gguf(path) else None
+    with phase("config"):
+        hf_config = _read_config(path, trust_remote_code) if gguf is None else gguf.read_config()
     if hf_overrides:
         from nanoengine.models.hf_config import override
 
@@ -213,10 +217,12 @@ def open_checkpoint(
     with naming(whole_config):
         quantization, is_quantized = _choose_reader(path, whole_config, model_impl)
         if is_quantized and part is not None:
-            raise UnsupportedModelError("its weights are quantized, and it takes more than text")
+            raise UnsupportedModelError("quantized multimodal models are not supported")
         if quantization is not None:
             for config in (whole_config, hf_config):  # else transformers would use the format's own package
                 config.__dict__.pop("quantization_config", None)
+    generation_path = path / GENERATION_CONFIG
+    generation = read_json(generation_path) if generation_path.is_file() else {}
     decoder_config = None
     if model_impl != "transformers" and not is_quantized:
         try:
@@ -237,9 +243,8 @@ def open_checkpoint(
         if loaded is None:
             raise ValueError(f"tokenizer {tokenizer!r} holds none of {', '.join(TOKENIZER_FILES)}")
     else:
-        loaded = _load_tokenizer(path, trust_remote_code) if gguf is None else _load_gguf_tokenizer(gguf)
-    generation_path = path / GENERATION_CONFIG
-    generation = read_json(generation_path) if generation_path.is_file() else {}
+        with phase("tokenizer"):
+            loaded = _load_tokenizer(path, trust_remote_code) if gguf is None else _load_gguf_tokenizer(gguf)
     eos: list[int] = []
     for name, ids in (
         ("the tokenizer", getattr(loaded, "eos_token_id", None)),
@@ -256,7 +261,7 @@ def open_checkpoint(
         generation = {}
     checkpoint = Checkpoint(
         *(path, hf_config, decoder_config, loaded, tuple(known), generation, part is not None),
-        *(quantization, pooling),
+        *(quantization, pooling, gguf),
     )
     checkpoint.default_sampling_params()  # raise its errors now
     return checkpoint
@@ -318,22 +323,8 @@ def _choose_reader(path: Path, hf_config: Any, model_impl: str) -> tuple[dict[st
             stated = content.get("quantization") or {"quant_method": "gptq", **content}
     if not stated:
         return None, False
-    scheme = stated.get("quant_method") or stated.get("quant_algo") or "an unnamed scheme"
-    formats = load("models.formats", "a quantized checkpoint")
-    try:
-        if formats.choose_format(stated) is not None:
-            return stated, False
-    except ValueError as error:
-        raise UnsupportedModelError(f"its weights are quantized with {scheme}, and {error}") from None
-    if scheme not in DEQUANTIZED:
-        served = ", ".join((*formats.FORMATS, *DEQUANTIZED))
-        raise UnsupportedModelError(f"its weights are quantized with {scheme}; supported: {served}")
-    if model_impl == "nanoengine":
-        raise UnsupportedModelError(
-            f'its weights are quantized with {scheme}, which needs model_impl="transformers"'
-        )
-    hf_config.quantization_config = {**stated, "dequantize": True}
-    return None, True
+    choose = load("models.formats", "a quantized checkpoint").choose_reader
+    return choose(stated, hf_config, model_impl)  # type: ignore[no-any-return]
 
 
 @contextmanager
@@ -342,7 +333,7 @@ def naming(hf_config: Any) -> Iterator[None]:
     try:
         yield
     except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"{architecture_of(hf_config)} cannot be served: {error}") from error
+        raise UnsupportedModelError(f"{architecture_of(hf_config)} is not supported: {error}") from error
 
 
 def _resolve(
@@ -369,18 +360,9 @@ def _resolve(
         raise ValueError(f"a model must be a directory, a hub id or a .gguf file, got the file {model!r}")
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise ValueError(f"{model!r} is neither a directory nor a hub id such as openai-community/gpt2")
-    from nanoengine.models import download  # only hub models need it
+    from nanoengine.models.download import fetch  # only hub models need it
 
-    try:
-        if gguf_file is not None:
-            return download.fetch_file(model, revision, gguf_file)
-        if for_tokenizer:
-            return download.fetch_tokenizer(model, revision)
-        return download.fetch_model(model, revision, with_weights)
-    except OSError as error:
-        at = "" if revision is None else f" at revision {revision!r}"
-        places = f"as a directory, in {constants.HF_HUB_CACHE} and at {constants.ENDPOINT}"
-        raise OSError(f"{model!r}{at} was not found {places}: {error}") from error
+    return fetch(model, revision, gguf_file, with_weights, for_tokenizer)
 
 
 def resolve_dtype(dtype: str | torch.dtype, hf_config: Any) -> torch.dtype:

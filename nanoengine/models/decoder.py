@@ -344,8 +344,13 @@ class Decoder(nn.Module):
 
     @property
     def attention_settings(self) -> frozenset[str]:
-        """The settings, other than a scale, that the layers pass to attention."""
-        return frozenset(("window",) if any(w is not None for w in self.config.windows) else ())
+        """The settings, other than a scale, that the layers pass to attention.
+
+        They include "ungrouped" if each query head has a KV head of its own.
+        """
+        has_windows = any(window is not None for window in self.config.windows)
+        is_ungrouped = self.config.num_heads == self.config.num_kv_heads
+        return frozenset(["window"] * has_windows + ["ungrouped"] * is_ungrouped)
 
     def use_kernels(self, kernels: Any) -> None:
         """Use these kernels for the element-wise operations. They match `PlainKernels` up to rounding."""

@@ -3,7 +3,7 @@
 import glob
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
+from huggingface_hub import constants, snapshot_download
 
 from nanoengine.models.files import read_json
 
@@ -19,17 +19,23 @@ TOKENIZERS = [
 OTHER_FOLDERS = ["[!0-9a]*/*", "[0-9][!_]*/*", "a[!d]*/*"]
 
 
-def fetch_file(model: str, revision: str | None, name: str) -> Path:
-    """Download one file of a hub model. Return its path."""
-    return Path(snapshot_download(model, revision=revision, allow_patterns=[glob.escape(name)])) / name
+def fetch(
+    model: str, revision: str | None, gguf_file: str | None, with_weights: bool, for_tokenizer: bool
+) -> Path:
+    """Download a hub model, only its tokenizer, or one GGUF file. Return the path, or raise OSError."""
+    try:
+        if gguf_file is not None:
+            return _fetch(model, revision, [glob.escape(gguf_file)]) / gguf_file
+        if for_tokenizer:
+            return _fetch(model, revision, TOKENIZERS, OTHER_FOLDERS)
+        return _fetch_model(model, revision, with_weights)
+    except OSError as error:
+        at = "" if revision is None else f" at revision {revision!r}"
+        places = f"as a directory, in {constants.HF_HUB_CACHE} and at {constants.ENDPOINT}"
+        raise OSError(f"{model!r}{at} was not found {places}: {error}") from error
 
 
-def fetch_tokenizer(model: str, revision: str | None) -> Path:
-    """Download a hub model's tokenizer. Return the model's directory."""
-    return _fetch(model, revision, TOKENIZERS, OTHER_FOLDERS)
-
-
-def fetch_model(model: str, revision: str | None, with_weights: bool) -> Path:
+def _fetch_model(model: str, revision: str | None, with_weights: bool) -> Path:
     """Download a hub model's configs, its tokenizer and, if requested, its weights. Return its directory.
 
     The weights are the files that the index names. Without an index they are model*.safetensors, or else
@@ -49,5 +55,5 @@ def fetch_model(model: str, revision: str | None, with_weights: bool) -> Path:
     return path
 
 
-def _fetch(model: str, revision: str | None, patterns: list[str], ignored: list[str]) -> Path:
+def _fetch(model: str, revision: str | None, patterns: list[str], ignored: list[str] | None = None) -> Path:
     return Path(snapshot_download(model, revision=revision, allow_patterns=patterns, ignore_patterns=ignored))

@@ -1,27 +1,15 @@
 """Reads a checkpoint's safetensors files by name, and has the checks that every checkpoint needs."""
 
 import json
-import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nanoengine.backends.quantized import Quantized
-
-if TYPE_CHECKING:  # formats.py is imported only for a quantized checkpoint
-    from nanoengine.models.formats import Format
-
-# Names of the language model's tensors in a multimodal checkpoint -> names in the language model alone.
-PART_NAMES = {
-    r"^model\.(language_model|text_model)\.": "model.",
-    r"^language_model\.model\.": "model.",
-    r"^model\.(?=(embed_tokens|layers|norm)\.)": "model.",  # the published Qwen2-VL
-    r"^(language_model\.)?lm_head\.": "lm_head.",
-}
 
 
 class TensorHeader(NamedTuple):
@@ -46,75 +34,34 @@ class Reader(Protocol):
 
 
 class Files:
-    """Reads a checkpoint's tensors by name. A quantized weight made of several tensors appears as one.
+    """Reads a checkpoint's tensors by name. The subclass `formats.QuantizedFiles` reads quantized weights.
 
-    Args:
-        path: the checkpoint's directory.
-        weight_format: the format of the quantized weights; None: the weights are not quantized.
-        is_part: read only the language model's tensors of a multimodal checkpoint, by that model's own names.
+    `rename` returns a tensor's name in the model, or None for a tensor of a part that is not loaded.
 
     Raises:
-        ValueError: a file is missing or damaged, two files hold the same tensor, or a part of a quantized
-            weight is missing or has the wrong dtype.
+        ValueError: a file is missing or damaged, or two files hold the same tensor.
     """
 
-    def __init__(self, path: Path, weight_format: "Format | None" = None, is_part: bool = False) -> None:
-        self.path, self.weight_format = path, weight_format
-        self.headers = _read_headers(path, is_part)
-        self._parts: dict[
-            str, dict[str, TensorHeader]
-        ] = {}  # weight -> its parts, by the ends of their names
+    def __init__(self, path: Path, rename: Callable[[str], str | None] | None = None) -> None:
+        self.path = path
+        self.headers = _read_headers(path, rename)
         self._opened: tuple[Path, Any] | None = None
-        if weight_format is not None:
-            self._combine_parts(weight_format)
 
     def is_quantized(self, name: str) -> bool:
         """Return whether a weight is quantized."""
-        return name in self._parts
+        return False
 
     def read(self, name: str) -> Tensor | Quantized:
         """Return a tensor. If it is not quantized, it is a view of the mapped file."""
-        if name not in self._parts:
-            return self._get(self.headers[name])
-        assert self.weight_format is not None
-        try:
-            return self.weight_format.read({end: self._get(part) for end, part in self._parts[name].items()})
-        except (ValueError, KeyError, RuntimeError, IndexError, TypeError) as error:
-            found = f"tensor {name!r}, {self.weight_format.name},"
-            raise ValueError(f"{self.path}: {found} is invalid: {error}") from error
+        return self._get(self.headers[name])
 
     def _get(self, header: TensorHeader) -> Tensor:
         """Return a tensor of a file. The file stays memory-mapped until another file is read."""
-        if self._opened is None or self._opened[0] != header.file:
-            self._opened = header.file, open_tensors(header.file)
-        result: Tensor = self._opened[1].get_tensor(header.name)
+        opened = self._opened  # other threads read too
+        if opened is None or opened[0] != header.file:
+            opened = self._opened = header.file, open_tensors(header.file)
+        result: Tensor = opened[1].get_tensor(header.name)
         return result
-
-    def _combine_parts(self, weight_format: "Format") -> None:
-        """Replace the headers of a quantized weight's parts by one header for the weight."""
-        first, headers = weight_format.parts[0], self.headers
-        for name, header in list(headers.items()):
-            if not name.endswith(f".{first.end}") or header.dtype not in first.dtypes:
-                continue
-            base, parts = name.removesuffix(first.end), {}
-            for part in weight_format.parts:
-                if (found := headers.pop(base + part.end, None)) is not None:
-                    if found.dtype not in part.dtypes:
-                        raise ValueError(
-                            f"{found.file} holds tensor {base + part.end!r} as {found.dtype}; "
-                            f"in {weight_format.name} it must be one of {', '.join(part.dtypes)}"
-                        )
-                    parts[part.end] = found
-                elif not part.is_optional:
-                    raise ValueError(f"{self.path} lacks tensor {base + part.end!r}, which {name!r} needs")
-            self._parts[f"{base}weight"] = parts
-            headers[f"{base}weight"] = header._replace(dtype="F32", shape=None)
-        if not self._parts:
-            raise ValueError(
-                f"{self.path}: config.json says {weight_format.name}, but no weight has this format"
-            )
-        for name in [name for name in headers if name.rpartition(".")[2] in weight_format.unused]:
-            del headers[name]
 
 
 def open_tensors(file: Path) -> Any:
@@ -125,12 +72,12 @@ def open_tensors(file: Path) -> Any:
         raise ValueError(f"{file} is damaged or not a safetensors file: {error}") from error
 
 
-def _read_headers(path: Path, is_part: bool) -> dict[str, TensorHeader]:
+def _read_headers(path: Path, rename: Callable[[str], str | None] | None) -> dict[str, TensorHeader]:
     headers: dict[str, TensorHeader] = {}
     for file in _tensor_files(path):
         tensors = open_tensors(file)
         for saved_name in tensors.keys():  # noqa: SIM118 (not a dict)
-            name = _name_in_part(saved_name) if is_part else saved_name
+            name = saved_name if rename is None else rename(saved_name)
             if name is None or name.endswith("rotary_emb.inv_freq"):  # a buffer in old Llama checkpoints
                 continue
             if name in headers:
@@ -138,14 +85,6 @@ def _read_headers(path: Path, is_part: bool) -> dict[str, TensorHeader]:
             tensor = tensors.get_slice(saved_name)
             headers[name] = TensorHeader(file, saved_name, tensor.get_dtype(), tuple(tensor.get_shape()))
     return headers
-
-
-def _name_in_part(name: str) -> str | None:
-    """Return a tensor's name in the language model alone; None: it belongs to another part."""
-    for pattern, prefix in PART_NAMES.items():
-        if re.match(pattern, name):
-            return re.sub(pattern, prefix, name)
-    return None
 
 
 def _tensor_files(path: Path) -> list[Path]:

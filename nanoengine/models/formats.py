@@ -11,12 +11,17 @@ G groups of inputs.
 import json
 import math
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from nanoengine.backends.quantized import Quantized
+from nanoengine.backends.cores import on_all_cores
+from nanoengine.backends.quantized import Pack, PackedEmbedding, Quantized, floats
+from nanoengine.models.decoder import Decoder
+from nanoengine.models.files import Files, Reader, TensorHeader, UnsupportedModelError
+from nanoengine.models.names import saved_names, source_of
 
 Tensors = Mapping[str, Tensor]  # the parts of one weight, by the ends of their names
 Block = tuple[int | None, int | None]  # outputs and inputs that share a scale; None: all of them
@@ -202,7 +207,7 @@ def _block_of(weights: dict[str, Any]) -> Block | None:
     for name, shared in ((None, None), ("tensor", (None, None)), ("channel", (1, None))):
         if strategy == name:
             return shared
-    raise ValueError(f"its weights' strategy is {strategy!r}, of group_size {size!r}")
+    raise ValueError(f"its strategy {strategy!r} with group_size {size!r} is not supported")
 
 
 def _block_size(block: Any, field: str) -> Block:
@@ -233,7 +238,7 @@ def _compressed(stated: dict[str, Any]) -> Format:
         num_outputs, num_inputs = tensors["weight_shape"].tolist()
         numbers, zeros = unpack(tensors["weight_packed"], bits), tensors.get("weight_zero_point")
         if len(numbers) != num_outputs or not 0 <= numbers.shape[1] - num_inputs < 32 // bits:
-            raise ValueError(f"weight_shape is {num_outputs, num_inputs}, of integers {tuple(numbers.shape)}")
+            raise ValueError(f"weight_shape {num_outputs, num_inputs} does not fit {tuple(numbers.shape)}")
         middle = 1 << (bits - 1)
         if zeros is not None and zeros.dtype == torch.int32:  # else int8, not packed
             zeros = unpack(zeros.T.contiguous(), bits).T[:num_outputs] - middle
@@ -299,7 +304,7 @@ def _bitsandbytes(stated: dict[str, Any]) -> Format:
         state = json.loads(bytes(tensors[state_end].tolist()))
         scales, halves = tensors["weight.absmax"].flatten(), tensors["weight"].flatten().long()
         if ("weight.nested_absmax" in tensors) != (scales.dtype == torch.uint8):
-            raise ValueError(f"absmax is {scales.dtype}, and nested_absmax is the scale of integers")
+            raise ValueError(f"absmax is {scales.dtype}; uint8 needs nested_absmax, floats exclude it")
         if "weight.nested_absmax" in tensors:
             table, of_blocks = tensors["weight.nested_quant_map"], tensors["weight.nested_absmax"]
             larger = _spread(of_blocks, state["nested_blocksize"], len(scales))
@@ -335,3 +340,124 @@ FORMATS = {
     "bitsandbytes": _bitsandbytes,
     "fp8": _fp8,
 }
+DEQUANTIZED = ("mxfp4",)  # schemes that transformers dequantizes while loading
+
+
+# ---- Checkpoints and layers with quantized weights -----------------------------------------------
+
+
+def choose_reader(stated: Any, hf_config: Any, model_impl: str) -> tuple[dict[str, Any] | None, bool]:
+    """Return the settings if this file reads the weights, else None, and whether transformers dequantizes."""
+    scheme = stated.get("quant_method") or stated.get("quant_algo") or "an unnamed scheme"
+    try:
+        if choose_format(stated) is not None:
+            return stated, False
+    except ValueError as error:
+        raise UnsupportedModelError(f"its weights are quantized with {scheme}, and {error}") from None
+    if scheme not in DEQUANTIZED:
+        served = ", ".join((*FORMATS, *DEQUANTIZED))
+        raise UnsupportedModelError(f"its weights are quantized with {scheme}; supported: {served}")
+    if model_impl == "nanoengine":
+        raise UnsupportedModelError(
+            f'its weights are quantized with {scheme}, which needs model_impl="transformers"'
+        )
+    hf_config.quantization_config = {**stated, "dequantize": True}
+    return None, True
+
+
+class QuantizedFiles(Files):
+    """Reads a quantized checkpoint's tensors by name. A weight made of several tensors has one header.
+
+    Raises:
+        ValueError: a part of a quantized weight is missing or has the wrong dtype.
+    """
+
+    def __init__(self, path: Path, rename: Callable[[str], str | None] | None, weight_format: Format) -> None:
+        super().__init__(path, rename)
+        self.weight_format = weight_format
+        self._parts: dict[str, dict[str, TensorHeader]] = {}  # weight -> parts, by the ends of their names
+        headers, first = self.headers, weight_format.parts[0]
+        for name, header in list(headers.items()):
+            if not name.endswith(f".{first.end}") or header.dtype not in first.dtypes:
+                continue
+            base, parts = name.removesuffix(first.end), {}
+            for part in weight_format.parts:
+                if (found := headers.pop(base + part.end, None)) is not None:
+                    if found.dtype not in part.dtypes:
+                        raise ValueError(
+                            f"{found.file} holds tensor {base + part.end!r} as {found.dtype}; "
+                            f"in {weight_format.name} it must be one of {', '.join(part.dtypes)}"
+                        )
+                    parts[part.end] = found
+                elif not part.is_optional:
+                    raise ValueError(f"{self.path} lacks tensor {base + part.end!r}, which {name!r} needs")
+            self._parts[f"{base}weight"] = parts
+            headers[f"{base}weight"] = header._replace(dtype="F32", shape=None)
+        if not self._parts:
+            raise ValueError(
+                f"{self.path}: config.json says {weight_format.name}, but no weight has this format"
+            )
+        for name in [name for name in headers if name.rpartition(".")[2] in weight_format.unused]:
+            del headers[name]
+
+    def is_quantized(self, name: str) -> bool:
+        """See the base class."""
+        return name in self._parts
+
+    def read(self, name: str) -> Tensor | Quantized:
+        """See the base class."""
+        if name not in self._parts:
+            return super().read(name)
+        try:
+            return self.weight_format.read({end: self._get(part) for end, part in self._parts[name].items()})
+        except (ValueError, KeyError, RuntimeError, IndexError, TypeError) as error:
+            found = f"tensor {name!r}, {self.weight_format.name},"
+            raise ValueError(f"{self.path}: {found} is invalid: {error}") from error
+
+
+def find_quantized(model: Decoder, files: Reader, changed: set[str]) -> dict[str, list[str]]:
+    """Return the layers with quantized weights in the files, and the names of these weights there.
+
+    These layers lose their weight parameters, so no memory is allocated for them. Layers that an adapter
+    changes are left out: their weights are dequantized.
+    """
+    quantized = {}
+    for path, layer in model.named_modules():
+        if isinstance(layer, nn.Linear | nn.Embedding):
+            own_names = saved_names(f"{path}.weight")
+            names = [source_of(name, files) for name in own_names]
+            if all(map(files.is_quantized, names)) and not changed & {*own_names}:
+                quantized[path] = names
+    for path in quantized:
+        model.get_submodule(path).register_parameter("weight", None)
+    return quantized
+
+
+def fill_quantized(
+    model: Decoder,
+    quantized: dict[str, list[str]],
+    read: Callable[[str], Any],
+    pack: Pack | None,
+    dtype: torch.dtype,
+) -> None:
+    """Replace these layers by what `pack` returns, or dequantize their weights. Tied layers share one."""
+
+    def make(path: str) -> nn.Module | nn.Parameter:
+        parts = [read(name) for name in quantized[path]]
+        if pack is not None and all(isinstance(part, Quantized) for part in parts):
+            layer: Any = model.get_submodule(path)
+            if (packed := pack(Quantized.cat(parts), getattr(layer, "bias", None), dtype)) is not None:
+                return packed
+        weight = torch.cat([floats(part, dtype) for part in parts]).to(model.norm.weight.device)
+        return nn.Parameter(weight, requires_grad=False)
+
+    paths = {tuple(names): path for path, names in reversed(quantized.items())}  # the first layer of each
+    made = dict(zip(paths, on_all_cores("packing weights", make, paths.values()), strict=True))
+    for path, names in quantized.items():
+        layer, new = model.get_submodule(path), made[tuple(names)]
+        if isinstance(new, nn.Parameter):
+            layer.weight = new
+        else:
+            model.set_submodule(
+                path, PackedEmbedding.of(layer, new) if isinstance(layer, nn.Embedding) else new
+            )

@@ -7,6 +7,7 @@ Sources: ggml's docs/gguf.md; gguf-py/gguf/quants.py and constants.py for the la
 """
 
 import math
+import os
 import re
 import struct
 from collections.abc import Callable
@@ -195,6 +196,7 @@ class GGUFFile:
         self.path = path
         with as_value_error(path):
             with path.open("rb") as file:
+                self._version = _version(os.fstat(file.fileno()))
                 header = Header(mmap(file.fileno(), 0, access=ACCESS_READ))
             self.fields, self._data, self._tensors = header.fields, header.data, header.tensors
             num_files = self.fields.get("split.count")
@@ -213,6 +215,14 @@ class GGUFFile:
                     dtype = kind if kind in INTEGERS else "F32"
                     self.headers[name] = TensorHeader(path, own_name, dtype, tensor.shape)
             self._check_sizes()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the path: another rank opens the file itself."""
+        return GGUFFile, (self.path,)
+
+    def is_current(self) -> bool:
+        """Return whether the file at this path is still the one that was opened."""
+        return self.path.is_file() and self._version == _version(self.path.stat())
 
     def _check_sizes(self) -> None:
         """Check the stated numbers of layers, tokens and merges, so that no layer gets lost."""
@@ -328,7 +338,7 @@ class GGUFFile:
         if kind == "none":
             return rope
         if kind not in ("linear", "yarn"):
-            raise UnsupportedModelError(f"its rope.scaling.type is {kind!r}")
+            raise UnsupportedModelError(f"its rope.scaling.type {kind!r} is not supported")
         factor = float(self._number("rope.scaling.factor", None, 1.0, 1e38))
         rope |= {"rope_type": kind, "factor": factor}
         if kind == "yarn":
@@ -379,6 +389,11 @@ class GGUFFile:
             integers, scales, zeros, bits = weight
             return Quantized(integers[rows], scales[rows], None if zeros is None else zeros[rows], bits)
         return weight[rows]
+
+
+def _version(stat: os.stat_result) -> tuple[int, ...]:
+    """Return what differs between a file and another one that replaces it."""
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def saved_name(name: str) -> str:

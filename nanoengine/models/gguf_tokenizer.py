@@ -107,11 +107,7 @@ TABLE: dict[str, tuple[str, ...]] = {
         r"\p{N}+",
     ),
     "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", EAST_ASIAN, r"\p{N}"),
-    "deepseek-v3 hunyuan-dense joyai-llm hy_v4": (
-        r"\p{N}{1,3}",
-        HAN_AND_KANA,
-        rf"{MARKED}[\r\n]*|{SPACES}",
-    ),
+    "deepseek-v3 hunyuan-dense joyai-llm hy_v4": (r"\p{N}{1,3}", HAN_AND_KANA, rf"{MARKED}[\r\n]*|{SPACES}"),
     "spark2_5": (r"\p{N}{1,3}", HAN_AND_KANA, rf"{MARKED}|[\r\n]|\s+(?!\S)|\s+", r"\p{N}"),
     "afmoe": (r"\p{N}+", r"\p{N}{1,3}(?=(?:\p{N}{3})*\z)", ASIAN, rf"{MARKED}[\r\n]*|{SPACES}"),
     "chameleon": (

@@ -29,10 +29,11 @@ from nanoengine.backends.quantized import Pack, Quantized, floats
 from nanoengine.config import EngineConfig
 from nanoengine.models.checkpoint import SERVED_DTYPES, Checkpoint, naming
 from nanoengine.models.eager import METHODS, replace_attention
-from nanoengine.models.files import PART_NAMES, UnsupportedModelError, as_value_error
+from nanoengine.models.files import UnsupportedModelError, as_value_error
 from nanoengine.models.hf_config import (
     ATTENTION_NAME,
     ATTENTION_TYPES,
+    PART_NAMES,
     attention_implementation,
     check_config,
 )
@@ -70,13 +71,13 @@ def _attention_forward(
     query is (1, H, T, D), key and value are (1, K, T, D).
     """
     if attention_mask is not None:
-        raise UnsupportedModelError("it builds an attention mask of its own")
+        raise UnsupportedModelError("it builds its own attention mask, which is not supported")
     # Some models pass is_causal=False for a single token, which needs no mask.
     if (is_causal is False and query.shape[2] > 1) or getattr(module, "is_causal", True) is False:
         raise UnsupportedModelError("its attention is not causal")
     used = {name for name, x in others.items() if x is not None and x is not False}
     if unknown := sorted(used - _HARMLESS):
-        raise UnsupportedModelError(f"its attention takes {', '.join(unknown)}")
+        raise UnsupportedModelError(f"its attention uses {', '.join(unknown)}, which is not supported")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     settings = {"scale": scale, "window": sliding_window, "softcap": softcap, "sinks": s_aux}
@@ -265,7 +266,8 @@ class HFModel(nn.Module):
 
         def record(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
             self.kv_specs.append(KVSpec(k.shape[1], k.shape[2], v.shape[2], k.dtype, settings.get("window")))
-            self.attention_settings |= {name for name, x in settings.items() if x is not None} - {"scale"}
+            settings |= {"scale": None, "ungrouped": q.shape[1] == k.shape[1] or None}
+            self.attention_settings |= {name for name, x in settings.items() if x is not None}
             return stand_in(q, k, v)
 
         def stand_in(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
@@ -294,14 +296,14 @@ class HFModel(nn.Module):
         num_layers, num_calls = config.num_hidden_layers, len(self.kv_specs)
         if num_calls != num_layers and self.states is None:
             raise UnsupportedModelError(
-                f"its {num_layers} layers attend {num_calls} times in a way that can be replaced"
+                f"its {num_layers} layers make {num_calls} replaceable calls of attention instead of one each"
             )
         if config.model_type not in METHODS:  # eager.py takes windows from fields of other names
             self._check_windows(max_model_len)
         if _differ([x[-1:] for x in first], [x[-1:] for x in among_others]):
-            raise UnsupportedModelError("it mixes tokens outside attention")
+            raise UnsupportedModelError("its tokens interact outside attention")
         if _differ(first, [x.flip(0) for x in backwards]):
-            raise UnsupportedModelError("it takes positions from a token's place in the batch")
+            raise UnsupportedModelError("it takes a token's index in the batch for its position")
         self.capturable = waits.first is None  # a CUDA graph cannot capture a wait
 
     def _check_windows(self, max_model_len: int | None) -> None:
@@ -318,7 +320,7 @@ class HFModel(nn.Module):
         is_whole = configured and max_model_len is not None and configured >= max_model_len
         for layer_type, window in zip(layer_types, windows, strict=True):
             if layer_type.startswith("sliding") != (window is not None) and not (window is None and is_whole):
-                raise UnsupportedModelError(f"a {layer_type} layer asks for attention with window {window}")
+                raise UnsupportedModelError(f"a {layer_type} layer attends with window {window}")
 
 
 def _differ(these: list[Tensor], those: list[Tensor]) -> bool:
@@ -335,7 +337,7 @@ def load_hf(
     dtype: torch.dtype,
     device: torch.device,
     max_model_len: int,
-    pack: Pack,
+    pack: Pack | None,
 ) -> HFModel:
     """Load a model with transformers' code.
 
@@ -353,19 +355,14 @@ def load_hf(
 
 
 def _load_transformers(
-    checkpoint: Checkpoint,
-    config: EngineConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    pack: Pack,
+    checkpoint: Checkpoint, config: EngineConfig, dtype: torch.dtype, device: torch.device, pack: Pack | None
 ) -> Any:
     """Return a transformers causal LM with its parameters read from files, or random (load_format "dummy").
 
     The model is filled on the device, one tensor at a time, so that the host never holds all of it. Without
     accelerate, transformers fills it on the host first.
     """
-    path = checkpoint.path
-    pooling = checkpoint.pooling
+    path, pooling = checkpoint.path, checkpoint.pooling
     has_labels = pooling is not None and bool(pooling.labels)
     auto: Any = AutoModelForSequenceClassification if has_labels else AutoModelForCausalLM
     settings: dict[str, Any] = {
@@ -384,7 +381,7 @@ def _load_transformers(
     headers = files.headers
     source: str | None = str(path)
     if has_labels and checkpoint.quant_method is not None:
-        raise UnsupportedModelError("its weights are quantized, and it is a classifier on transformers' code")
+        raise UnsupportedModelError("quantized classifiers are not supported on transformers' code")
     if getattr(files, "is_known", True) is False:  # a GGUF file of a family that transformers reads
         source, settings["gguf_file"] = str(path.parent), path.name
     elif path.suffix == ".gguf" or checkpoint.quantization is not None:
@@ -430,6 +427,8 @@ def _load_transformers(
             parameters = dict(causal_lm.named_parameters())
         adapter.merge(parameters, tied)
         changed = adapter.names(tied)
+    if pack is None:
+        return causal_lm
     layers = dict(causal_lm.named_modules())
     for name in filter(files.is_quantized, () if "gguf_file" in settings else headers):
         layer_name = name.removesuffix(".weight")

@@ -4,6 +4,7 @@ hf.py runs such a model. This file is separate because hf.py's imports take a se
 for a config that decoder.py does not support, or that is overridden.
 """
 
+import re
 import sys
 from typing import Any
 
@@ -43,6 +44,14 @@ LANGUAGE_PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_vl": ("Qwen3Config", {}),
     # By this model_type transformers knows how the files store the experts.
     "qwen3_vl_moe": ("Qwen3MoeConfig", {"norm_topk_prob": True, "model_type": "qwen3_vl_moe"}),
+}
+
+# Names of the language model's tensors in a multimodal checkpoint -> names in the language model alone.
+PART_NAMES = {
+    r"^model\.(language_model|text_model)\.": "model.",
+    r"^language_model\.model\.": "model.",
+    r"^model\.(?=(embed_tokens|layers|norm)\.)": "model.",  # the published Qwen2-VL
+    r"^(language_model\.)?lm_head\.": "lm_head.",
 }
 
 
@@ -87,6 +96,14 @@ def language_part(config: Any) -> Any | None:
     return part
 
 
+def name_in_part(name: str) -> str | None:
+    """Return a tensor's name in the language model alone; None: it belongs to another part."""
+    for pattern, prefix in PART_NAMES.items():
+        if re.match(pattern, name):
+            return re.sub(pattern, prefix, name)
+    return None
+
+
 def check_config(config: Any) -> None:
     """Reject an unsupported model by its config, before any weight is read.
 
@@ -94,11 +111,11 @@ def check_config(config: Any) -> None:
         UnsupportedModelError: the model is not supported. The message says why.
     """
     if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModelError("it is an encoder-decoder")
+        raise UnsupportedModelError("it is an encoder-decoder; only decoder-only models are supported")
     parts = {"vision_config", "audio_config"} & {*getattr(config, "sub_configs", ())}
     if config.get_text_config() is not config or parts:
         raise UnsupportedModelError(
-            "it takes more than text (images, audio); only text-only models are served"
+            "it takes images or audio, and running only its language model is not supported"
         )
     attention_implementation(config)
     from transformers.activations import ACT2FN  # imported late: it takes a second
@@ -107,7 +124,7 @@ def check_config(config: Any) -> None:
     known = {*ATTENTION_TYPES, *OTHER_TYPES, *(["chunked_attention"] if is_llama4 else [])}
     unknown = set(getattr(config, "layer_types", None) or []) - known
     if unknown:
-        raise UnsupportedModelError(f"it has layers of type {', '.join(sorted(unknown))}")
+        raise UnsupportedModelError(f"layers of type {', '.join(sorted(unknown))} are not supported")
     for field in ("hidden_act", "hidden_activation", "activation_function"):
         name = getattr(config, field, None)
         if isinstance(name, str) and name not in ACT2FN:
@@ -115,7 +132,7 @@ def check_config(config: Any) -> None:
     # `_probe` cannot detect this, because the factor is 1 at its positions. hf.py passes Llama 4 positions.
     if getattr(config, "attn_temperature_tuning", False) and not is_llama4:
         raise UnsupportedModelError(
-            "attn_temperature_tuning scales queries by a token's place in the batch, not by its position"
+            "attn_temperature_tuning scales queries by a token's index in the batch, not by its position"
         )
     for rope in rope_settings(config):
         if rope["rope_type"] not in ("default", *ROPE_INIT_FUNCTIONS):
@@ -130,7 +147,9 @@ def attention_implementation(config: Any) -> str:
         raise UnsupportedModelError("transformers has no causal language model for it")
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if model_class.__name__ not in (getattr(config, "architectures", None) or [model_class.__name__]):
-        raise UnsupportedModelError(f"its config is that of {model_class.__name__}, another kind of model")
+        raise UnsupportedModelError(
+            f"its config belongs to {model_class.__name__}, but its architectures name another model"
+        )
     if hasattr(sys.modules[model_class.__module__], "ALL_ATTENTION_FUNCTIONS"):
         return ATTENTION_NAME
     from nanoengine.models.eager import METHODS  # imported late: few models need it
@@ -142,8 +161,10 @@ def attention_implementation(config: Any) -> str:
     if "linear_attention" in (getattr(config, "layer_types", None) or ()):
         return "eager"  # it has no attention
     if getattr(config, "num_attention_heads", None) is None:
-        raise UnsupportedModelError("it has no attention, and its states are code of its own")
-    raise UnsupportedModelError("its attention is code of its own, which cannot be replaced")
+        raise UnsupportedModelError(
+            "it has no attention, and stores its recurrent states in a way of its own"
+        )
+    raise UnsupportedModelError("its attention does not use transformers' interface and cannot be replaced")
 
 
 def override(fields: dict[str, Any], overrides: dict[str, Any], config: Any) -> dict[str, Any]:

@@ -3,20 +3,20 @@
 This file loads the models of decoder.py. hf.py loads all other models with transformers' code.
 """
 
-import itertools
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from xxhash import xxh3_128
 
-from nanoengine.backends.quantized import Pack, PackedEmbedding, Quantized, floats
+from nanoengine.backends.cores import on_all_cores
+from nanoengine.backends.quantized import Pack, Quantized, floats
 from nanoengine.config import EngineConfig
 from nanoengine.models.checkpoint import Checkpoint
 from nanoengine.models.decoder import Decoder
 from nanoengine.models.files import Reader
-from nanoengine.models.names import TIED_TO, MisfitError, check_fit, destinations, saved_names
+from nanoengine.models.names import TIED_TO, MisfitError, check_fit, destinations, source_of
 from nanoengine.optional import load
 
 if TYPE_CHECKING:  # at run time each is imported only for a model that needs it
@@ -33,12 +33,12 @@ def load_model(
     device: torch.device,
     max_model_len: int,
     shard: Any = None,
-    pack: Pack = lambda *_: None,
+    pack: Pack | None = None,
 ) -> "Decoder | HFModel":
     """Build the model and fill every parameter from the checkpoint, or at random (load_format "dummy").
 
-    A shard is the part of a decoder that one rank holds. `pack` turns quantized weights into layers. It
-    returns None if the device has no such layer.
+    A shard is the part of a decoder that one rank holds. `pack` turns quantized weights into layers, or
+    returns None for those to dequantize. Without it, all are dequantized.
 
     Raises:
         ValueError: a tensor is missing, unexpected or of the wrong shape, a file is damaged, or the
@@ -68,7 +68,7 @@ def _load_decoder(
     device: torch.device,
     max_model_len: int,
     shard: Any,
-    pack: Pack,
+    pack: Pack | None,
 ) -> Decoder:
     decoder_config, pooling = checkpoint.decoder_config, checkpoint.pooling
     assert decoder_config is not None
@@ -89,7 +89,10 @@ def _load_decoder(
     # If the files hold both a head and an embedding, the two may differ, so each is read by its own name.
     tied = TIED_TO if is_tied and (files is None or not TIED_TO.keys() <= files.headers.keys()) else {}
     changed = set() if adapter is None else adapter.names(tied)
-    quantized = _find_quantized(model, files, changed) if files is not None and shard is None else {}
+    quantized: dict[str, list[str]] = {}  # layer -> names of its quantized weights
+    if files is not None and shard is None and any(map(files.is_quantized, files.headers)):
+        formats = load("models.formats", "a quantized checkpoint")
+        quantized = formats.find_quantized(model, files, changed)
     model = model.to_empty(device=device).eval().requires_grad_(False)  # this unties the weights
     if tied and (adapter is None or not adapter.unties(tied)):
         model.lm_head.weight = model.embed_tokens.weight
@@ -97,7 +100,8 @@ def _load_decoder(
         _fill_at_random(model, config.seed + (shard.rank if shard is not None else 0))
     else:
         _fill(model, files, shard, shapes)
-        _fill_quantized(model, quantized, files, shapes, pack, dtype)
+        if quantized:
+            formats.fill_quantized(model, quantized, partial(_read, files, shapes), pack, dtype)
     if adapter is not None:
         adapter.merge(destinations(model), tied)
     # As transformers' `tie_weights` does: a head in the files is used, even if the config says tied.
@@ -121,82 +125,24 @@ def _fill(model: Decoder, files: Reader, shard: Any, shapes: dict[str, tuple[int
     """Copy each tensor, or the shard's part of it, from the mapped files, one tensor at a time."""
     wanted: dict[str, list[Tensor]] = {}
     for name, parameter in destinations(model).items():
-        wanted.setdefault(_source(name, files), []).append(parameter)
-    for name in files.headers:
+        wanted.setdefault(source_of(name, files), []).append(parameter)
+
+    def fill(name: str) -> None:
         for filled in wanted.get(name, ()):  # empty for a quantized weight
-            weight = _read(files, name, shapes[name])
+            weight = _read(files, shapes, name)
             if shard is not None:
                 whole = floats(weight, torch.float32) if isinstance(weight, Quantized) else weight
                 weight = whole[shard.slices(name, filled.dim())]
                 filled = filled.zero_()[tuple(slice(length) for length in weight.shape)]
             filled.copy_(floats(weight, filled.dtype))  # a share that was rounded up ends in zeros
 
-
-def _source(name: str, files: Reader) -> str:
-    """Return the name of the tensor that fills a weight. Files may hold only one of two tied weights."""
-    return TIED_TO[name] if name in TIED_TO and name not in files.headers else name
+    on_all_cores("reading weights", fill, files.headers)
 
 
-def _read(files: Reader, name: str, shape: tuple[int, ...]) -> Tensor | Quantized:
+def _read(files: Reader, shapes: dict[str, tuple[int, ...]], name: str) -> Tensor | Quantized:
     """Return a tensor, and check its shape: the header of a quantized weight does not state it."""
     weight = files.read(name)
     found = tuple((weight.integers if isinstance(weight, Quantized) else weight).shape)
-    if found != shape:
-        raise ValueError(f"tensor {name!r} has shape {found}, the config requires {shape}")
+    if found != shapes[name]:
+        raise ValueError(f"tensor {name!r} has shape {found}, the config requires {shapes[name]}")
     return weight
-
-
-def _find_quantized(model: Decoder, files: Reader, changed: set[str]) -> dict[str, list[str]]:
-    """Return the layers with quantized weights in the files, and the names of these weights there.
-
-    These layers lose their weight parameters, so no memory is allocated for them. Layers that an adapter
-    changes are left out: their weights are dequantized.
-    """
-    quantized = {}
-    for path, layer in model.named_modules():
-        if isinstance(layer, nn.Linear | nn.Embedding):
-            own_names = saved_names(f"{path}.weight")
-            names = [_source(name, files) for name in own_names]
-            if all(map(files.is_quantized, names)) and not changed & {*own_names}:
-                quantized[path] = names
-    for path in quantized:
-        model.get_submodule(path).register_parameter("weight", None)
-    return quantized
-
-
-def _fill_quantized(
-    model: Decoder,
-    quantized: dict[str, list[str]],
-    files: Reader,
-    shapes: dict[str, tuple[int, ...]],
-    pack: Pack,
-    dtype: torch.dtype,
-) -> None:
-    """Replace these layers by what `pack` returns, or dequantize their weights. Tied layers share one."""
-    made: dict[tuple[str, ...], nn.Module | nn.Parameter] = {}
-    for path, names in quantized.items():
-        layer: Any = model.get_submodule(path)
-        new = made.get(tuple(names))
-        if new is None:
-            parts: Any = [_read(files, name, shapes[name]) for name in names]
-            if all(isinstance(part, Quantized) for part in parts):
-                new = pack(Quantized.cat(parts), getattr(layer, "bias", None), dtype)
-            if new is None:
-                weight = torch.cat([floats(part, dtype) for part in parts]).to(model.norm.weight.device)
-                new = nn.Parameter(weight, requires_grad=False)
-            made[tuple(names)] = new
-        if isinstance(new, nn.Parameter):
-            layer.weight = new
-        else:
-            model.set_submodule(
-                path, PackedEmbedding.of(layer, new) if isinstance(layer, nn.Embedding) else new
-            )
-
-
-def digest_weights(model: torch.nn.Module) -> bytes:
-    """Return a hash of all weights with their names, dtypes and shapes."""
-    digest = xxh3_128()
-    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return digest.digest()

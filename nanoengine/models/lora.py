@@ -105,7 +105,7 @@ class Adapter:
         alpha, stated = own("alpha_pattern", "lora_alpha"), own("rank_pattern", "r")
         if not isinstance(alpha, int | float) or stated != rank:
             raise ValueError(
-                f"{self.path}: {module} has rank {rank}, the config says {stated}, alpha {alpha!r}"
+                f"{self.path}: {module} has rank {rank}, but the config has {stated} and alpha {alpha!r}"
             )
         return float(alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank))
 
@@ -137,11 +137,11 @@ class Adapter:
         is_embedding, shape = "embedding_A" in parts or "embedding_B" in parts, tuple(weight.shape)
         ends = ["embedding_B", "embedding_A"] if is_embedding else ["A", "B"]
         if parts.keys() - {"magnitude_vector"} != {*ends}:
-            raise ValueError(f"{self.path} lacks one of lora_{min(ends)} and lora_{max(ends)} of {name!r}")
+            raise ValueError(f"{self.path} lacks lora_{min(ends)} or lora_{max(ends)} for {name!r}")
         magnitude, is_dora = parts.get("magnitude_vector"), bool(self.config.get("use_dora"))
         if (magnitude is not None) != is_dora:
             found = "no" if magnitude is None else "a"
-            raise ValueError(f"{self.path} has use_dora={is_dora}, and {found} magnitude vector of {name!r}")
+            raise ValueError(f"{self.path} has use_dora={is_dora}, but {found} magnitude vector for {name!r}")
         a, b = (parts[end].float() for end in ends)
         if is_embedding and a.dim() == b.dim() == 2:  # PEFT stores them transposed
             a, b = a.T, b.T

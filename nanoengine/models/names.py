@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nanoengine.models.decoder import Decoder
-from nanoengine.models.files import TensorHeader
+from nanoengine.models.files import Reader, TensorHeader
 
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")  # safetensors' names
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -78,3 +78,8 @@ def destinations(model: Decoder) -> dict[str, Tensor]:
         parts = torch.split(parameter, rows[fused]) if fused in rows else [parameter]
         result |= zip(saved_names(name), parts, strict=True)
     return result
+
+
+def source_of(name: str, files: Reader) -> str:
+    """Return the name of the tensor that fills a weight. Files may hold only one of two tied weights."""
+    return TIED_TO[name] if name in TIED_TO and name not in files.headers else name

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from nanoengine.backends.inputs import ZERO_SLOT, StateLayout
-from nanoengine.backends.memory import resident_zeros
+from nanoengine.backends.inputs import NUM_RESERVED_SLOTS, ZERO_SLOT, StateLayout
+from nanoengine.backends.memory import zeros_on_large_pages
 
 NO_LIMITS = 0.0, math.inf  # minimum and maximum of Mamba2's time steps
 # The mixers' argument that takes transformers' cache: its name from transformers 5.24 on, and before.
@@ -146,6 +146,20 @@ class States:
         """The size of all states of one sequence."""
         return sum(spec.num_bytes for specs in self.specs for spec in specs.values())
 
+    def count_slots(self, limit: int, cache_bytes: int) -> int:
+        """Return for how many sequences cache_bytes can hold the states, up to `limit`.
+
+        Raises:
+            ValueError: not a single one fits.
+        """
+        num_slots = min(cache_bytes // self.slot_bytes - NUM_RESERVED_SLOTS, limit)
+        if num_slots < 1:
+            raise ValueError(
+                f"no memory for {NUM_RESERVED_SLOTS + 1} sequences' states: one takes {self.slot_bytes} "
+                f"bytes, and there are only {cache_bytes}; give num_state_slots or kv_cache_bytes"
+            )
+        return num_slots
+
     def allocate(self, num_slots: int, device: torch.device) -> None:
         """Allocate memory for num_slots slots, including the reserved ones.
 
@@ -156,7 +170,7 @@ class States:
         try:
             self.memory = [
                 {
-                    key: resident_zeros((num_slots, *spec.shape), spec.dtype, device)
+                    key: zeros_on_large_pages((num_slots, *spec.shape), spec.dtype, device)
                     for key, spec in specs.items()
                 }
                 for specs in self.specs
@@ -295,6 +309,9 @@ def _lay_out(state: Any, *shape: int) -> tuple[Tensor, tuple[Tensor, Tensor], An
     return memory, (slots, slots), memory
 
 
+SCANNED_TOKENS = 64  # tokens scanned at a time, to limit memory: each has a state of its own
+
+
 def _scan_of_mamba(
     states: States, function: Any, *tensors: Tensor, D: Tensor, z: Tensor, delta_bias: Any, **kwargs: Any
 ) -> Any:
@@ -304,8 +321,6 @@ def _scan_of_mamba(
     """
     x, dt, A, B, C = tensors
     state = next(states.initial, None)
-    if states.kernels is None and state is None:
-        return function(*tensors, D=D, z=z, delta_bias=delta_bias, **kwargs)
     if delta_bias is not None:
         dt = dt + delta_bias.to(dt.dtype)[:, None]
     dt = nn.functional.softplus(dt)
@@ -314,14 +329,21 @@ def _scan_of_mamba(
         rows = (y.transpose(1, 2) for y in (x, dt, B, C))
         out = _mamba(states.kernels, A, *rows, memory, slots).transpose(1, 2)
     else:
-        assert state is not None
-        decays = torch.exp(A[None, :, None, :] * dt[..., None])
-        inputs = dt[..., None] * B.transpose(1, 2)[:, None].float() * x[..., None].float()
-        new, outs = state, []
-        for t in range(x.shape[2]):
-            new = decays[:, :, t] * new + inputs[:, :, t]
-            outs.append((new.to(x.dtype) @ C[:, :, t, None])[..., 0])
-        out = torch.stack(outs, -1)
+        new = x.new_zeros(len(x), *A.shape, dtype=torch.float32) if state is None else state.float()
+        outs = []
+        for first in range(0, x.shape[2], SCANNED_TOKENS):
+            of_x, of_dt, of_B, of_C = (y[..., first : first + SCANNED_TOKENS] for y in (x, dt, B, C))
+            decays = torch.exp(A[None, :, None, :] * of_dt[..., None]).float()
+            after = of_dt[..., None] * of_B.transpose(1, 2)[:, None].float() * of_x[..., None].float()
+            after[:, :, 0] += decays[:, :, 0] * new
+            distance = 1  # each round adds what the tokens so far before have left (Hillis and Steele's scan)
+            while distance < after.shape[2]:
+                after[:, :, distance:] += decays[:, :, distance:] * after[:, :, :-distance]
+                decays[:, :, distance:] *= decays[:, :, :-distance].clone()
+                distance *= 2
+            outs.append(torch.einsum("nits,nst->nit", after.to(x.dtype), of_C))
+            new = after[:, :, -1]
+        out = torch.cat(outs, -1)
     return (out + x * D[:, None]) * nn.functional.silu(z), new
 
 

@@ -12,12 +12,13 @@ from benchmarks.llama_cpp import LlamaCpp, prepare
 from nanoengine import LLM, SamplingParams
 from nanoengine.models.checkpoint import open_checkpoint
 from tests.helpers import checkpoint, random_prompts
+from tests.models.test_formats import gguf_name
 
 gguf = pytest.importorskip("gguf")
 
 
 def written(path: Path, directory: Path, **changes: Any) -> tuple[dict[str, Any], Any]:
-    """The settings for the engine's process, and the file as gguf reads it."""
+    """Return the settings for the engine's process, and the file as gguf reads it."""
     settings = {"model": str(path), "load_format": "auto", "dtype": "float32", "max_model_len": 512} | changes
     own = prepare(open_checkpoint(str(path)), settings, str(directory))
     return own, gguf.GGUFReader(own["model"])
@@ -34,37 +35,10 @@ def tensors(reader: Any) -> dict[str, torch.Tensor]:
     return result
 
 
-# In Hugging Face's words and in llama.cpp's.
-NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-
-
-def own_name(name: str) -> str:
-    module, kind = name.rsplit(".", 1)
-    if module.startswith("model.layers."):
-        _, _, layer, module = module.split(".", 3)
-        return f"blk.{layer}.{NAMES[module]}.{kind}"
-    return f"{NAMES[module]}.{kind}"
-
-
 @pytest.mark.parametrize("name", ["qwen3", "qwen2 tied", "qwen3 tied, one kv head"])
 def test_a_qwen_file_holds_the_checkpoint_s_tensors_as_they_are(name, tmp_path, tmp_path_factory):
     path, _ = checkpoint(name, tmp_path_factory)
-    given = {own_name(name): tensor for name, tensor in load_file(path / "model.safetensors").items()}
+    given = {gguf_name(name): tensor for name, tensor in load_file(path / "model.safetensors").items()}
     _, reader = written(path, tmp_path)
     held = tensors(reader)
     assert held.keys() == given.keys()
@@ -92,7 +66,7 @@ def test_a_qwen_file_holds_the_checkpoint_s_tensors_as_they_are(name, tmp_path, 
 @pytest.mark.parametrize("name", ["llama without gqa", "llama3 rope", "llama with biases"])
 def test_a_llama_file_has_rope_pairs_side_by_side(name, tmp_path, tmp_path_factory):
     path, model = checkpoint(name, tmp_path_factory)
-    given = {own_name(name): tensor for name, tensor in load_file(path / "model.safetensors").items()}
+    given = {gguf_name(name): tensor for name, tensor in load_file(path / "model.safetensors").items()}
     held = tensors(written(path, tmp_path)[1])
     divisors = held.pop("rope_freqs.weight", None)
     head_dim = 16
@@ -113,10 +87,9 @@ def test_a_llama_file_has_rope_pairs_side_by_side(name, tmp_path, tmp_path_facto
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_matrices_are_rounded_to_the_run_s_dtype_and_vectors_are_not(dtype, tmp_path, tmp_path_factory):
-    path, _ = checkpoint("qwen3", tmp_path_factory)
-    given = {own_name(name): tensor for name, tensor in load_file(path / "model.safetensors").items()}
-    own, reader = written(path, tmp_path, dtype=dtype)
+def test_matrices_are_rounded_to_the_run_s_dtype_and_vectors_are_not(dtype, tmp_path, qwen3):
+    given = {gguf_name(name): tensor for name, tensor in load_file(qwen3 / "model.safetensors").items()}
+    own, reader = written(qwen3, tmp_path, dtype=dtype)
     for name, tensor in tensors(reader).items():
         assert torch.equal(tensor, given[name].to(getattr(torch, dtype)).float()), name
     types = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
@@ -126,12 +99,11 @@ def test_matrices_are_rounded_to_the_run_s_dtype_and_vectors_are_not(dtype, tmp_
     assert own["cache_tokens"] == min((4 << 30) // token_bytes, 256 * 512)
 
 
-def test_random_weights_have_the_config_s_shapes(tmp_path, tmp_path_factory):
-    path, _ = checkpoint("qwen3", tmp_path_factory)
-    (tmp_path / "config.json").write_bytes((path / "config.json").read_bytes())
+def test_random_weights_have_the_config_s_shapes(tmp_path, qwen3):
+    (tmp_path / "config.json").write_bytes((qwen3 / "config.json").read_bytes())
     held = tensors(written(tmp_path, tmp_path, load_format="dummy")[1])
-    given = load_file(path / "model.safetensors")
-    assert {name: x.shape for name, x in held.items()} == {own_name(n): x.shape for n, x in given.items()}
+    given = load_file(qwen3 / "model.safetensors")
+    assert {name: x.shape for name, x in held.items()} == {gguf_name(n): x.shape for n, x in given.items()}
     assert 0.1 < held["blk.0.attn_q.weight"].std() < 0.5  # TINY's initializer_range is 0.25
 
 
@@ -143,9 +115,7 @@ def test_random_weights_have_the_config_s_shapes(tmp_path, tmp_path_factory):
         ("llama yarn rope with mscale", "cannot have its yarn rope"),
     ],
 )
-def test_models_that_llama_cpp_would_compute_differently_are_refused(
-    name, message, tmp_path, tmp_path_factory
-):
+def test_models_that_llama_cpp_computes_differently_are_refused(name, message, tmp_path, tmp_path_factory):
     path, _ = checkpoint(name, tmp_path_factory)
     with pytest.raises(ValueError, match=message):
         written(path, tmp_path)
@@ -178,11 +148,10 @@ def test_llama_cpp_gives_our_greedy_tokens(name, tmp_path, tmp_path_factory):
     engine.close()
 
 
-def test_llama_cpp_samples_by_temperature(tmp_path, tmp_path_factory):
+def test_llama_cpp_samples_by_temperature(tmp_path, qwen3):
     """A wide temperature draws about evenly: 200 draws of 128 tokens hit most of those they should."""
     pytest.importorskip("llama_cpp")
-    path, _ = checkpoint("qwen3", tmp_path_factory)
-    engine = LlamaCpp(written(path, tmp_path)[0]["model"], threads=1, cache_tokens=2048)
+    engine = LlamaCpp(written(qwen3, tmp_path)[0]["model"], threads=1, cache_tokens=2048)
     for temperature, low, high in ((100.0, 80, 128), (1e-3, 1, 1)):
         requests, _ = engine.serve([[5, 6, 7]] * 200, [1] * 200, temperature)
         drawn = {request.tokens[-1] for request in requests}

@@ -47,9 +47,8 @@ def test_a_shape_is_served_with_random_weights_and_a_tokenizer_beside_it(is_tied
     assert measured["seconds"] > 0
 
 
-def test_a_checkpoint_is_served_as_it_is(tmp_path, tmp_path_factory):
-    path, _ = checkpoint("qwen3", tmp_path_factory)
-    assert prepared(path, tmp_path, load_format="auto", dtype="float32")["model"] == str(path)
+def test_a_checkpoint_is_served_as_it_is(tmp_path, qwen3):
+    assert prepared(qwen3, tmp_path, load_format="auto", dtype="float32")["model"] == str(qwen3)
     assert not list(tmp_path.iterdir())
 
 
@@ -62,9 +61,7 @@ def test_a_checkpoint_is_served_as_it_is(tmp_path, tmp_path_factory):
         ("qwen3", "bfloat16", r"computes in the checkpoint's own dtype, torch\.float32"),
     ],
 )
-def test_models_that_nano_vllm_would_silently_misread_are_refused(
-    name, dtype, message, tmp_path, tmp_path_factory
-):
+def test_models_that_nano_vllm_would_misread_are_refused(name, dtype, message, tmp_path, tmp_path_factory):
     path, _ = checkpoint(name, tmp_path_factory)
     with pytest.raises(ValueError, match=message):
         prepared(path, tmp_path, dtype=dtype)

@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.backends.cpu.packed import OneDNNLinear, PackedLinear
+from nanoengine.backends.cpu.onednn import OneDNNLinear
+from nanoengine.backends.cpu.packed import PackedLinear
 from nanoengine.models.decoder import DecoderConfig, RMSNorm
 from tests.helpers import ARCHITECTURES, TINY, checkpoint, greedy, random_prompts
 
@@ -50,15 +51,11 @@ def test_greedy_tokens_equal_transformers_alone_and_in_a_batch(name, enforce_eag
 @pytest.mark.parametrize(
     "name", ["qwen3", "llama with biases", pytest.param("llama yarn rope", marks=pytest.mark.slow)]
 )
-def test_logprobs_are_as_accurate_as_transformers_in_every_dtype(
-    name, dtype, enforce_eager, tmp_path_factory
-):
+def test_logprobs_are_as_accurate_as_transformers_in_any_dtype(name, dtype, enforce_eager, tmp_path_factory):
     """The distance to float32, over a whole prompt, is at most that of transformers' own eager attention."""
     path, reference = checkpoint(name, tmp_path_factory)
     prompt = random_prompts([90])[0]
-    theirs = AutoModelForCausalLM.from_pretrained(
-        path, dtype=getattr(torch, dtype), attn_implementation="eager"
-    )
+    theirs = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
     with torch.no_grad():
         exact = reference(torch.tensor([prompt])).logits[0].log_softmax(-1)
         theirs_error = theirs(torch.tensor([prompt])).logits[0].float().log_softmax(-1) - exact
@@ -67,7 +64,7 @@ def test_logprobs_are_as_accurate_as_transformers_in_every_dtype(
     with LLM(str(path), dtype=dtype, **settings) as llm:
         entries = llm.generate(prompt, params, use_tqdm=False)[0].prompt_logprobs
     error = torch.tensor(
-        [x.logprob - exact[i, t] for i, entry in enumerate(entries[1:]) for t, x in entry.items()]
+        [x.logprob - exact[i, t] for i, one in enumerate(entries[1:]) for t, x in one.items()]
     )
     assert len(error) >= 89 * 100
     assert error.square().mean().sqrt() <= 1.1 * theirs_error[:-1].square().mean().sqrt() + 1e-5
@@ -107,15 +104,6 @@ def test_a_tied_embedding_is_read_from_the_packed_head(tmp_path_factory):
         assert not any(name.startswith("embed") for name, _ in model.named_parameters())
         ids = torch.tensor([0, 5, 5, reference.config.vocab_size - 1])
         assert torch.equal(model.embed_tokens(ids), reference.get_input_embeddings().weight[ids].bfloat16())
-
-
-def test_the_same_forward_pass_twice_gives_the_same_logits(tmp_path_factory):
-    """In-place norms once corrupted the residual in float32."""
-    path, _ = checkpoint("qwen3", tmp_path_factory)
-    params = SamplingParams(temperature=0, max_tokens=1, logprobs=0)
-    with LLM(str(path), num_kv_blocks=20, enable_prefix_caching=False) as llm:
-        first, second = (llm.generate([5, 6, 7], params, use_tqdm=False)[0] for _ in range(2))
-    assert first.outputs[0].cumulative_logprob == second.outputs[0].cumulative_logprob
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import multiprocessing
+import pickle
 import random
 import struct
 import sys
@@ -20,7 +21,7 @@ from tokenizers import models, pre_tokenizers, trainers
 
 from nanoengine.backends.quantized import floats
 from nanoengine.models.checkpoint import open_checkpoint
-from nanoengine.models.gguf import SCALARS, GGUFFile
+from nanoengine.models.gguf import SCALARS, GGUFFile, Header
 from nanoengine.models.gguf_tokenizer import SPLITS, load_byte_level, pre_tokenizer
 from tests.helpers import TINY
 from tests.models.test_formats import close, gguf_writer, merging_tokenizer, write_gguf
@@ -42,7 +43,7 @@ def texts(count, pieces=PIECES):
 
 @pytest.fixture(scope="module")
 def vocabulary():
-    """Tokens and merges that were learned without splitting, so that each split changes the tokens."""
+    """Return tokens and merges that were learned without splitting, so that each split changes the tokens."""
     learner = tokenizers.Tokenizer(models.BPE())
     learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     trainer = trainers.BpeTrainer(
@@ -224,7 +225,7 @@ class Parts:
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory):
-    """A small model with a tokenizer."""
+    """Return a small model with a tokenizer."""
     path = tmp_path_factory.mktemp("sound") / "model.gguf"
     tokenizer = merging_tokenizer()
     torch.manual_seed(0)
@@ -258,6 +259,22 @@ def check_right(path, checkpoint, tensors):
     if checkpoint.tokenizer is not None:
         tokens = fields["tokenizer.ggml.tokens"]
         assert checkpoint.tokenizer.convert_ids_to_tokens(list(range(len(tokens)))) == tokens
+
+
+def test_a_header_is_parsed_once_until_the_file_changes(sound, tmp_path, monkeypatch):
+    parsed, parse = [], Header.__init__
+    monkeypatch.setattr(
+        Header, "__init__", lambda self, data: (parsed.append(len(data)), parse(self, data))[1]
+    )
+    path = tmp_path / "model.gguf"
+    path.write_bytes(sound.read_bytes())
+    checkpoint, tensors = load(path)
+    check_right(path, checkpoint, tensors)
+    assert len(parsed) == 1
+    path.write_bytes(sound.read_bytes() + bytes(32))
+    checkpoint.open_files()
+    assert len(parsed) == 2
+    assert pickle.loads(pickle.dumps(checkpoint.gguf)).headers == checkpoint.gguf.headers
 
 
 VALUES = (0, 1, 2, 3, 5, 255, 1 << 16, 10**7, (1 << 31) - 1)
@@ -300,7 +317,7 @@ def change(parts, rng):
 
 
 def mutants(sound, count):
-    """Files with changed bytes before the first tensor, and files with a changed structure."""
+    """Yield files with changed bytes before the first tensor, and files with a changed structure."""
     content, rng = sound.read_bytes(), random.Random(0)
     header = content.index(b"blk.1.ffn_up.weight") + 40
     for _ in range(count // 2):

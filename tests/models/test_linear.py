@@ -5,7 +5,6 @@ import weakref
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
 from nanoengine import LLM, SamplingParams
@@ -15,7 +14,6 @@ from nanoengine.models.linear import use_linear_layers
 from tests.helpers import VOCAB, checkpoint, greedy, hf_model, random_prompts
 
 MIXTURES = ["qwen2-moe", "qwen3-moe", "mixtral", "gpt-oss", "olmoe", "granite-moe", "deepseek-v3", "phimoe"]
-pytestmark = pytest.mark.skipif(transformers.__version__ < "5", reason="experts are linear layers there")
 
 
 def experts_of(model):

@@ -34,7 +34,7 @@ SCALES = "scales", "weight_scale", "weight_scale_inv", "SCB", "weight.quant_map"
 
 
 class Case:
-    """A model, a checkpoint of it and perhaps an adapter, all drawn from a seed."""
+    """A random model, a checkpoint of it and perhaps an adapter, all made from a seed."""
 
     def __init__(self, seed, path, ranks=1):
         self.rng, self.ranks = random.Random(seed), ranks
@@ -101,9 +101,7 @@ class Case:
     def _write_gguf(self, path):
         blocks = {kind: gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0] for kind in KINDS}
         for name, weight in self.model.state_dict().items():
-            self.kinds[name] = self.rng.choice(
-                [kind for kind in KINDS if weight.shape[-1] % blocks[kind] == 0]
-            )
+            self.kinds[name] = self.rng.choice([one for one in KINDS if weight.shape[-1] % blocks[one] == 0])
         tied = self.config.tie_word_embeddings
         file, family = path / "model.gguf", FAMILIES[self.family]
         formats.write_gguf(file, self.model, self.kinds.__getitem__, family, tied=tied)
@@ -196,7 +194,7 @@ class Case:
         return stated, write
 
     def _groups(self, form, bits):
-        """One or two sizes of groups in a config, and a function that chooses one of them for a layer."""
+        """Return one or two group sizes in a config, and a function that chooses one for a layer."""
         sizes = [self._group() for _ in range(self.rng.choice([1, 1, 2]))]
         all_of_them = []
         for size in sizes:

@@ -1,0 +1,136 @@
+"""A real model, SmolLM2-135M-Instruct as a GGUF file, compared with transformers and used end to end.
+
+`python tests/fetch_model.py` fetches the file.
+"""
+
+import json
+import pydoc_data.topics
+import subprocess
+import sys
+
+import jsonschema
+import openai
+import pytest
+import torch
+import transformers
+from tokenizers import pre_tokenizers
+
+from nanoengine import LLM, AsyncLLM, SamplingParams
+from tests.fetch_model import place
+from tests.serving import served
+
+MODEL = place()
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not MODEL.is_file(), reason=f"needs {MODEL}: python tests/fetch_model.py"),
+]
+# Real English, which every Python has: the beginnings of pages of its documentation.
+TOPICS = [pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics)]
+PROMPTS = [" ".join(topic.split()[8:40]) for topic in TOPICS if len(topic) > 400][:30]
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+GREEDY = SamplingParams(temperature=0, max_tokens=24)
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM(MODEL, dtype="float32", max_model_len=1024) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """The same weights on transformers' code, dequantized."""
+    from transformers import GgufConfig
+
+    settings = {"gguf_file": MODEL.name, "dtype": torch.float32}
+    model = transformers.AutoModelForCausalLM
+    return model.from_pretrained(
+        MODEL.parent, quantization_config=GgufConfig(dequantize=True), **settings
+    ).eval()
+
+
+@torch.no_grad()
+def test_greedy_tokens_and_log_probabilities_are_those_of_transformers(llm, reference):
+    assert len(PROMPTS) == 30
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1)
+    for output in llm.generate(PROMPTS, params, use_tqdm=False):
+        prompt, (completion,) = output.prompt_token_ids, output.outputs
+        logits = reference(torch.tensor([prompt + completion.token_ids])).logits[0, len(prompt) - 1 : -1]
+        # Each token is the likeliest after the ones before it, so by induction the answers are equal.
+        assert logits.argmax(-1).tolist() == completion.token_ids
+        theirs = logits.log_softmax(-1).amax(-1).tolist()
+        ours = [row[i].logprob for row, i in zip(completion.logprobs, completion.token_ids, strict=True)]
+        assert ours == pytest.approx(theirs, abs=1e-4)
+
+
+def test_tokens_and_the_template_are_those_of_transformers(llm):
+    ours = llm.get_tokenizer()
+    theirs = transformers.AutoTokenizer.from_pretrained(MODEL.parent, gguf_file=MODEL.name)
+    # transformers ignores that the file names "smollm": SmolLM2's tokenizer.json splits digits first.
+    steps = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    theirs.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    texts = [
+        *TOPICS[:60],
+        "12345 naïve café 日本語 🙂\n\n\tdef f(x):\n    return x",
+        "<|im_start|>user\nHi<|im_end|>",
+    ]
+    for text in texts:
+        ids = ours(text).input_ids
+        assert ids == theirs(text).input_ids
+        assert ours.decode(ids) == theirs.decode(ids)
+    chat = [{"role": "system", "content": "Be brief."}, *QUESTION]
+    rendered = ours.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert rendered == theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert rendered.endswith("What is the capital of France?<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_answers_with_a_json_schema_validate_at_temperature_1(llm):
+    schema = {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "maxLength": 20},
+            "size": {"enum": ["small", "large"]},
+            "rank": {"type": "integer", "minimum": 1, "maximum": 99},
+            "is_capital": {"type": "boolean"},
+        },
+        "required": ["city", "size", "rank", "is_capital"],
+        "additionalProperties": False,
+    }
+    params = [
+        SamplingParams(temperature=1, seed=seed, max_tokens=300, structured_outputs={"json": schema})
+        for seed in range(30)
+    ]
+    outputs = llm.chat([QUESTION] * 30, params, use_tqdm=False)
+    for output in outputs:
+        assert output.outputs[0].finish_reason == "stop"
+        jsonschema.validate(json.loads(output.outputs[0].text), schema)
+    assert len({output.outputs[0].text for output in outputs}) > 5
+
+
+def test_ngram_drafts_change_no_token(llm):
+    config = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+    params = SamplingParams(temperature=0, max_tokens=64)
+    expected = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)]
+    with LLM(MODEL, dtype="float32", max_model_len=1024, speculative_config=config) as drafting:
+        outputs = drafting.generate(PROMPTS, params, use_tqdm=False)
+        assert [output.outputs[0].token_ids for output in outputs] == expected
+        assert drafting.metrics()["spec_decode_num_accepted_tokens"] > 0
+
+
+def test_chat_and_server_give_the_answer_of_the_engine(tmp_path):
+    with LLM(MODEL, max_model_len=1024) as llm:
+        answer = llm.chat(QUESTION, GREEDY, use_tqdm=False)[0].outputs[0].text
+    assert "Paris" in answer
+    command = [sys.executable, "-m", "nanoengine", "chat", str(MODEL), "--max-tokens", "24"]
+    question = QUESTION[0]["content"]
+    chat = subprocess.run(command, input=f"{question}\n", capture_output=True, text=True, check=True)
+    assert answer in chat.stdout
+    with (
+        served(AsyncLLM(MODEL, max_model_len=1024)) as (url, _),
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        settings = {"model": client.models.list().data[0].id, "messages": QUESTION, "temperature": 0}
+        whole = client.chat.completions.create(max_tokens=24, **settings)
+        assert whole.choices[0].message.content == answer
+        events = client.chat.completions.create(max_tokens=24, stream=True, **settings)
+        assert "".join(event.choices[0].delta.content or "" for event in events if event.choices) == answer
