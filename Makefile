@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: run test check site gpu clean
+.PHONY: run test lowest check site gpu clean
 
 run: .venv/installed  ## answer a few questions with the bundled model
 	$(BIN)/python example.py
@@ -10,13 +10,21 @@ run: .venv/installed  ## answer a few questions with the bundled model
 test: .venv/tested  ## the default tests: CPU, offline, about three minutes and a half on two cores
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
+lowest:  ## the default tests with the lowest version of every dependency that pyproject.toml allows
+	$(PYTHON) -m venv .venv/lowest
+	.venv/lowest/bin/pip install --quiet 'uv>=0.9'
+	.venv/lowest/bin/uv pip install --quiet --python .venv/lowest/bin/python --resolution lowest-direct \
+	  --editable '.[test]' 'setuptools>=77'
+	.venv/lowest/bin/python -m pytest -n auto --dist worksteal
+
 check: .venv/developed  ## what CI runs besides the tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-site: .venv/site  ## the lessons, the guide and the page of a run for a host of static files: site/index.html
+site: .venv/site  ## the lessons, the guide, the page of a run and the live page for a host of static files: site/index.html
 	$(BIN)/nanoengine run --trace docs/run.html
+	$(BIN)/nanoengine trace -o docs/live.html
 	$(BIN)/mkdocs build --strict
 
 # VLLM=path/to/python, of an environment with vLLM, adds it to the comparison; likewise NANO_VLLM.
@@ -43,4 +51,4 @@ gpu: .venv/tested  ## everything that only a GPU can prove, into gpu-report/repo
 	touch $@
 
 clean:
-	rm -rf .venv site docs/run.html .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	rm -rf .venv site docs/run.html docs/live.html .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info

@@ -1,5 +1,6 @@
 """nanoengine: a vLLM that you can read in an evening, and run."""
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from nanoengine.optional import load
@@ -13,7 +14,14 @@ if TYPE_CHECKING:  # tells type checkers and editors where the names of _NAMES a
     from nanoengine.requests import *
     from nanoengine.sampling_params import *
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
+# Log lines from level INFO up go to stderr, unless the program gives Python's root logger a handler
+_log, _handler = logging.getLogger(__name__), logging.StreamHandler()
+_handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+_handler.addFilter(lambda record: not logging.root.handlers)
+_log.addHandler(_handler)
+if _log.level == logging.NOTSET:
+    _log.setLevel(logging.INFO)
 _NAMES = {
     "async_llm": "AsyncLLM AsyncLLMEngine",
     "config": "AsyncEngineArgs EngineArgs EngineConfig",

@@ -3,7 +3,6 @@
 A subcommand's module is imported when it runs, so that listing them needs neither PyTorch nor an extra.
 """
 
-import argparse
 import sys
 
 from nanoengine import __version__
@@ -22,8 +21,10 @@ COMMANDS = {
 
 def main(arguments: list[str] | None = None) -> None:
     """Run a subcommand with the arguments that follow its name. Without one, list all subcommands."""
+    from nanoengine.apps.flags import FlexibleArgumentParser
+
     arguments = sys.argv[1:] if arguments is None else arguments
-    parser = argparse.ArgumentParser(
+    parser = FlexibleArgumentParser(
         "nanoengine",
         description="A minimal LLM inference engine.",
         epilog="`demo` as a model is the bundled one. `nanoengine COMMAND --help` has a command's options.",
@@ -46,7 +47,12 @@ def main(arguments: list[str] | None = None) -> None:
         if not extra:
             raise
         sys.exit(f"nanoengine {command} needs {error.name}: pip install 'nanoengine[{extra}]'")
-    getattr(app, function)(arguments[1:])
+    except KeyboardInterrupt:
+        sys.exit(130)
+    try:
+        getattr(app, function)(arguments[1:])
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Defines how unknown argument names are handled, so that scripts and clients written for vLLM run.
 
-A name that resembles a served one is a typo: it raises TypeError at any value. Any other unknown name is
+A name that resembles a supported one is a typo: it raises TypeError at any value. Any other unknown name is
 ignored if its value is a no-op, such as None or False, and refused otherwise. `INSTEAD` names alternatives.
 """
 
@@ -8,40 +8,39 @@ import difflib
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from inspect import signature
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-MAX_UNSERVED = 300  # limit on unknown names per call: each is compared with every served name
+MAX_UNSERVED = 300  # limit on unknown names per call: each is compared with every supported name
 T = TypeVar("T")
+P = ParamSpec("P")
 
 RENAMED = {"num_gpu_blocks_override": "num_kv_blocks", "kv_cache_memory_bytes": "kv_cache_bytes"}
 
 # Name in vLLM or OpenAI -> what to write here instead, then the accepted values, if not those of the rule
 INSTEAD: dict[str, tuple[Any, ...]] = {
     "attention_backend": ("use attn_backend",),
-    "best_of": ("ask for n samples with logprobs and keep the best", 1),
-    "compilation_config": ("enforce_eager=True turns compiled kernels and graphs off", {}),
-    "data_parallel_size": ("start a process per device", 1),
-    "distributed_executor_backend": ("leave it out: ranks are processes", "mp", "uni", "external_launcher"),
-    "enable_chunked_prefill": ("set max_num_batched_tokens to at least the longest prompt", True),
-    "enable_lora": ("give lora=..., which is merged into the weights", False),
-    "include_reasoning": ("read content alone", True),
-    "kv_cache_dtype": ("the cache has the model's dtype: set dtype", "auto"),
+    "best_of": ("request n samples with logprobs and keep the best", 1),
+    "compilation_config": ("set enforce_eager=True to turn off compiled kernels and graphs", {}),
+    "data_parallel_size": ("start one process per device", 1),
+    "distributed_executor_backend": ("leave it out; ranks are processes", "mp", "uni", "external_launcher"),
+    "enable_chunked_prefill": ("set max_num_batched_tokens to at least the longest prompt's length", True),
+    "enable_lora": ("pass lora=...; the adapter is merged into the weights", False),
+    "include_reasoning": ("read only content", True),
+    "kv_cache_dtype": ("set dtype, which the cache shares with the model", "auto"),
     "kv_transfer_config": ("set kv_store",),
-    "limit_mm_per_prompt": ("only text is served",),
-    "lora_request": ("give lora=..., which is merged into the weights",),
-    "max_loras": ("give lora=..., which is merged into the weights", 1),
-    "optimization_level": ("enforce_eager=True turns compiled kernels and graphs off", 2),
+    "limit_mm_per_prompt": ("prompts are text only",),
+    "lora_request": ("pass lora=...; the adapter is merged into the weights",),
+    "max_loras": ("pass lora=...; the adapter is merged into the weights", 1),
+    "optimization_level": ("set enforce_eager=True to turn off compiled kernels and graphs", 2),
     "pipeline_parallel_size": ("set tensor_parallel_size", 1),
     "previous_response_id": ("send the conversation as input",),
     "profiler_config": ("set trace, or use a profiler on the process",),
-    "reasoning_effort": ("use chat_template_kwargs, if the model's template has a switch", "none"),
     "rope_scaling": ("set it in hf_overrides",),
     "task": ('set runner="pooling"', "auto", "generate"),
     "thinking_token_budget": ("use max_tokens", -1),
-    "tokenizer_mode": ("the tokenizer is the one transformers loads", "auto", "hf"),
-    "tools": ("use /v1/chat/completions with tools",),
+    "tokenizer_mode": ("leave it out; transformers loads the tokenizer", "auto", "hf"),
     "truncation": ("shorten the input", "disabled"),
-    "verbosity": ("say it in a message", "medium"),
+    "verbosity": ("ask for it in a message", "medium"),
 }
 # Names that are accepted at any value, because outputs do not depend on them here.
 ENGINE_IGNORES = (
@@ -50,7 +49,7 @@ ENGINE_IGNORES = (
 )
 SAMPLING_IGNORES = ("spaces_between_special_tokens",)
 SERVER_IGNORES = ("enable_prompt_tokens_details",)
-REQUEST_IGNORES = ("metadata", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "user")
+REQUEST_IGNORES = ("metadata", "prompt_cache_key", "safety_identifier", "user")
 
 
 def is_noop_value(value: Any) -> bool:
@@ -73,15 +72,15 @@ def without_unserved(
     ignored: Iterable[str] = (),
     renamed: Mapping[str, str] = {},
 ) -> dict[str, Any]:
-    """Return the settings that are served, under their names here. Drops unknown ones that are a no-op.
+    """Return the supported settings, under their names here. Drops unknown ones that are a no-op.
 
     Raises:
-        TypeError: a name is a typo of a served one, is unknown and not a no-op, or is given twice.
-        ValueError: a name of `INSTEAD` has a value that is not served. The message names the alternative.
+        TypeError: a name is a typo of a supported one, is unknown and not a no-op, or is given twice.
+        ValueError: a name of `INSTEAD` has an unsupported value. The message names the alternative.
     """
     served, left = {*served, *renamed}, dict[str, Any]()
     if len(given.keys() - served) > MAX_UNSERVED:
-        raise TypeError(f"{whose} has more than {MAX_UNSERVED} arguments that are not served")
+        raise TypeError(f"{whose} has more than {MAX_UNSERVED} unknown arguments")
     for name, value in given.items():
         if name in renamed and value is None:
             continue
@@ -95,12 +94,12 @@ def without_unserved(
             # The types count too: 1 == True, and 0 == False.
             is_off = any(type(value) is type(one) and value == one for one in (None, *accepted))
             if not is_off and (accepted or not is_noop_value(value)):
-                raise ValueError(f"{name}={value!r:.80} is not served: {instead}")
+                raise ValueError(f"{name}={value!r:.80} is not supported; {instead}")
         elif name not in ignored:
             if near := difflib.get_close_matches(str(name)[:100], served, 1, 0.8):
                 raise TypeError(f"{whose} has no argument {name!r}; did you mean {near[0]!r}?")
             if not is_noop_value(value):
-                raise TypeError(f"{whose} has no argument {name!r}: {name}={value!r:.80} is not served")
+                raise TypeError(f"{whose} has no argument {name!r}; {name}={value!r:.80} is not supported")
     return left
 
 
@@ -123,15 +122,22 @@ def accepts(
         served = signature(make).parameters.keys() - {"self"}
 
         @wraps(make)
-        def __init__(self: T, **given: Any) -> None:
+        def __init__(self: T, *model: Any, **given: Any) -> None:
             if not given.keys() <= served:
                 given = without_unserved(cls.__name__, given, served, ignored, renamed)
             for name in optional:
                 if name in given and given[name] is None:
                     del given[name]
-            make(self, **given)
+            make(self, *model, **given)
 
         cls.__init__ = __init__  # type: ignore[assignment]
         return cls
 
     return decorate
+
+
+def takes(
+    config: Callable[P, object],
+) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
+    """Return a decorator for an `__init__` that type checkers and editors give a config's parameters."""
+    return lambda init: init

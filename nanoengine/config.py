@@ -3,15 +3,15 @@
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar, get_args
 
 import torch
 
 from nanoengine.compat import ENGINE_IGNORES, INSTEAD, RENAMED, accepts
 from nanoengine.optional import load
-from nanoengine.sampling_params import check_bool, check_integer, check_number
+from nanoengine.sampling_params import check_bool, check_integer, check_number, choices
 
 P = TypeVar("P")
 
@@ -21,15 +21,22 @@ P = TypeVar("P")
 class SpeculativeConfig:
     """Holds the settings of speculative decoding. Names and defaults are vLLM's."""
 
-    method: str  # "ngram": draft what followed the last tokens at an earlier occurrence (prompt lookup)
     num_speculative_tokens: int  # limit on draft tokens per sequence and step
+    # "ngram": draft what followed the last tokens at an earlier occurrence (prompt lookup). "draft_model",
+    # the default if there is a model: draft what that model says
+    method: str | None = None
+    model: str | Path | None = None  # the draft model: hub id, directory or GGUF file; it has the same tokens
+    revision: str | None = None  # of the draft model, like the two below. None: as in `EngineConfig`
+    dtype: str | torch.dtype | None = None  # None: the dtype setting of the target model
+    quantization: str | None = None
     prompt_lookup_min: int | None = None  # shortest n-gram to look up; None: prompt_lookup_max, or 5
     prompt_lookup_max: int | None = None  # longest n-gram to look up; None: prompt_lookup_min, or 5
 
     def __post_init__(self) -> None:
         """Check ranges."""
-        if self.method != "ngram":
-            raise ValueError(f'speculative_config["method"] must be "ngram", got {self.method!r}')
+        if self.method not in (("ngram",) if self.model is None else ("draft_model", None)):
+            wanted = '"ngram", or "draft_model" with a model' if self.model is None else '"draft_model"'
+            raise ValueError(f'speculative_config["method"] must be {wanted}, got {self.method!r}')
         check_integer("num_speculative_tokens", self.num_speculative_tokens, 1)
         for name in ("prompt_lookup_min", "prompt_lookup_max"):
             if getattr(self, name) is not None:
@@ -45,22 +52,13 @@ class SpeculativeConfig:
         return low or high or 5, high or low or 5
 
 
-ONLINE_FORMATS = "int8", "int4"  # for weights that are quantized while they are loaded
-FILE_FORMATS = "gptq", "awq", "compressed-tensors", "bitsandbytes", "gguf", "fp8", "mxfp4"
+Online = Literal["int8", "int4"]  # for weights that are quantized while they are loaded
+InFiles = Literal["gptq", "awq", "compressed-tensors", "bitsandbytes", "gguf", "fp8", "mxfp4"]
+ONLINE_FORMATS, FILE_FORMATS = get_args(Online), get_args(InFiles)
 
 SIZES = "max_num_seqs", "max_num_batched_tokens", "block_size", "num_kv_blocks", "kv_cache_bytes"
-LOWEST = dict.fromkeys((*SIZES, "num_state_slots", "tensor_parallel_size"), 1)
+LOWEST = dict.fromkeys((*SIZES, "num_state_slots", "tensor_parallel_size", "max_concurrent_requests"), 1)
 LOWEST |= {"max_model_len": 2, "max_logprobs": -1, "long_prefill_token_threshold": 0}
-CHOICES = {
-    "scheduling_policy": ("fcfs", "priority"),
-    "logprobs_mode": ("raw_logprobs", "processed_logprobs"),
-    "generation_config": ("auto", "vllm"),
-    "runner": ("auto", "generate", "pooling"),
-    "load_format": ("auto", "safetensors", "dummy"),
-    "model_impl": ("auto", "vllm", "nanoengine", "transformers"),  # "vllm", a value of vLLM's, means "auto"
-    "attn_backend": ("auto", "flash", "varlen", "triton", "compiled", "torch"),
-    "quantization": (*ONLINE_FORMATS, *FILE_FORMATS),
-}
 # Settings for which None, the default in vLLM, stands for the default here
 NULLABLE = "enable_prefix_caching", "enforce_eager", "generation_config", "max_num_seqs", "runner", "seed"
 
@@ -74,53 +72,62 @@ class EngineConfig:
         ValueError, TypeError: a setting is out of range or not supported. The message names it.
     """
 
-    model: str | Path  # hub id or directory
-    tokenizer: str | Path | None = None  # hub id or directory; None: the model's own
-    revision: str | None = None  # branch, tag or commit of a hub model
-    gguf_file: str | None = None  # which GGUF file to load from the directory or the hub
-    dtype: str | torch.dtype = "auto"  # "auto": the checkpoint's own
-    device: str = "auto"  # "auto": CUDA if available, else the CPU
-    seed: int = 0  # for requests without their own seed
-    max_model_len: int | None = None  # prompt plus output, in tokens; None: the model's maximum
-    block_size: int | None = None  # tokens; None: 32 on a CPU, 256 on a GPU
-    num_kv_blocks: int | None = None  # usable blocks; the null block is added to these
-    kv_cache_bytes: int | None = None  # instead of num_kv_blocks; neither: sized by the free memory
-    # For models with recurrent states: how many states to hold, for running sequences and the prefix cache
+    # The comments are the help of `nanoengine serve`, and the table in docs/guide/settings.md
+
+    model: str | Path = field(kw_only=False)  # hub id, directory or GGUF file; "demo": the bundled model
+    tokenizer: str | Path | None = None  # hub id or directory of the tokenizer; by default the model's own
+    revision: str | None = None  # branch, tag or commit of a hub model; by default the main branch
+    gguf_file: str | None = None  # name of the GGUF file to load, if the directory or hub model has several
+    dtype: str | torch.dtype = "auto"  # of the weights, such as "bfloat16"; "auto": the checkpoint's own
+    device: str = "auto"  # "cpu", "cuda" or "cuda:1"; "auto": CUDA if it is available, else the CPU
+    seed: int = 0  # seed of requests without one of their own
+    max_model_len: int | None = None  # limit on prompt plus output, in tokens; by default the model's maximum
+    block_size: int | None = None  # tokens per block of the KV cache; by default 32 on a CPU, 256 on a GPU
+    num_kv_blocks: int | None = None  # blocks of the KV cache; by default as many as the memory holds
+    kv_cache_bytes: int | None = None  # size of the KV cache in bytes, in place of num_kv_blocks
+    # recurrent states to hold, of running and cached sequences; by default twice max_num_seqs, if they fit
     num_state_slots: int | None = None
-    gpu_memory_utilization: float = 0.9  # share of a GPU's memory for weights, activations and cache
-    max_num_seqs: int = 256  # limit on running sequences
-    max_num_batched_tokens: int | None = None  # token budget of a step; None: 1024 on a CPU, 8192 on a GPU
-    max_logprobs: int = 20  # limit on the logprobs a request may ask for per token; -1: no limit
-    # "raw_logprobs": of the model's logits; "processed_logprobs": of the logits that tokens are drawn from
-    logprobs_mode: str = "raw_logprobs"
+    gpu_memory_utilization: float = 0.9  # share of a GPU's memory for weights, activations and KV cache
+    max_num_seqs: int = 256  # limit on sequences that run at the same time
+    max_num_batched_tokens: int | None = None  # token budget of a step; by default 1024 on a CPU, else 8192
+    max_logprobs: int = 20  # limit on the log-probabilities a request may ask for per token; -1: no limit
+    # log-probabilities of the model's logits, or of the logits that tokens are sampled from
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
     long_prefill_token_threshold: int = 0  # limit on the tokens of one sequence per step; 0: no limit
-    enable_prefix_caching: bool = True
-    scheduling_policy: str = "fcfs"  # or "priority": a lower number runs first
+    enable_prefix_caching: bool = True  # reuse the KV blocks of prompts that begin with the same tokens
+    # order of waiting requests: as they arrive, or by priority, where a lower number runs first
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     pin_threads: bool = True  # on a CPU: pin each PyTorch thread to a core while a step runs
-    # "flash", "varlen", "triton", "compiled" or "torch"; "auto": the fastest that supports the model
-    attn_backend: str = "auto"
+    # code that computes attention; "auto": the fastest that supports the model
+    attn_backend: Literal["auto", "flash", "varlen", "triton", "compiled", "torch"] = "auto"
     enforce_eager: bool = False  # plain PyTorch: no compiled kernels, no CUDA graphs
-    async_scheduling: bool | None = None  # schedule a step while the previous one runs; None: on a GPU
-    speculative_config: dict[str, Any] | None = None  # the fields of `SpeculativeConfig`
-    # "int8", "int4": quantize the weights of linear layers, on a CPU. Or the checkpoint's own format
-    quantization: str | None = None
+    async_scheduling: bool | None = None  # schedule a step while another runs; by default on a GPU only
+    # speculative decoding: "method", "num_speculative_tokens" and the other fields of `SpeculativeConfig`
+    speculative_config: dict[str, Any] | None = None
+    # int8, int4: quantize the weights of linear layers, on a CPU; others assert the checkpoint's own format
+    quantization: Online | InFiles | None = None
+    # inputs of quantized layers, on a CPU: rounded to 8 bits by groups ("int8"), or as they are ("float");
+    # "auto": int8 in 16-bit dtypes, if the processor is faster with integers
+    activations: Literal["auto", "int8", "float"] = "float"
     lora: str | Path | None = None  # directory with a PEFT adapter, merged into the weights at load time
-    tensor_parallel_size: int = 1  # processes that split every layer's weights: contrib/parallel.py
-    load_format: str = "auto"  # "safetensors" means the same; "dummy": random weights, from config.json alone
-    # "nanoengine": models/decoder.py; "transformers": its own code; "auto": the first that works
-    model_impl: str = "auto"
-    trust_remote_code: bool = False
-    # "generate" text, or "pooling": embed, classify, score. "auto" decides by the checkpoint
-    runner: str = "auto"
+    tensor_parallel_size: int = 1  # number of processes that split the weights of every layer
+    # "dummy": random weights, from config.json alone; "auto" and "safetensors": the checkpoint's
+    load_format: Literal["auto", "safetensors", "dummy"] = "auto"
+    # whose code runs the model; "auto" and "vllm": nanoengine's if it supports the model, else transformers'
+    model_impl: Literal["auto", "vllm", "nanoengine", "transformers"] = "auto"
+    trust_remote_code: bool = False  # run Python code from the checkpoint
+    # generate text, or embed, classify and score ("pooling"); "auto": decided by the checkpoint
+    runner: Literal["auto", "generate", "pooling"] = "auto"
     pooler_config: dict[str, Any] | None = None  # "pooling_type": LAST, MEAN or CLS; "use_activation"
     hf_overrides: dict[str, Any] | None = None  # fields that override the checkpoint's config.json
-    generation_config: str = "auto"  # default to the checkpoint's sampling parameters; "vllm": to vLLM's
-    # For every request: functions as in SamplingParams, or classes as in vLLM V1 (contrib/processors.py)
+    # default sampling parameters: "auto": the checkpoint's; "vllm": vLLM's
+    generation_config: Literal["auto", "vllm"] = "auto"
+    # for every request: functions as in SamplingParams, or classes as in vLLM V1 (contrib/processors.py)
     logits_processors: list[Any] | None = None
-    # A file for JSON lines, or a function that is called with each event: contrib/trace.py
+    # record what each step did: a file for JSON lines, or a function to call with each event
     trace: str | Path | Callable[[Any], Any] | None = None
-    # Where to keep K and V beyond the life of the process: a directory, "redis://host:port/db", or an object
-    # with the methods of `Store` in contrib/stores.py
+    # keep K and V beyond the life of the process: a directory, "redis://host:port/db", or an object with the
+    # methods of `Store` in contrib/stores.py
     kv_store: Any = None
 
     def __post_init__(self) -> None:
@@ -133,8 +140,8 @@ class EngineConfig:
                 check_bool(name, value)
             elif name in LOWEST:
                 check_integer(name, value, LOWEST[name], 2**62 if item.default is None else 2**31 - 1)
-            elif name in CHOICES and value not in CHOICES[name]:
-                raise ValueError(f"{name} must be one of {CHOICES[name]}, got {value!r}")
+            elif (allowed := choices(item.type)) and value not in allowed:
+                raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
         check_integer("seed", self.seed, -(2**63), 2**64 - 1)
         check_number("gpu_memory_utilization", self.gpu_memory_utilization, 0, 1, open_low=True)
         if self.speculation is not None and self.async_scheduling:
@@ -170,10 +177,8 @@ class EngineConfig:
 
         Settings in `compat.INSTEAD` get their defaults, because vLLM's scripts read them.
         """
-        from nanoengine.flags import add_flags  # only commands need it
-
         target: Any = parser
-        add_flags(target, cls)
+        load("apps.flags", "a command-line flag").add_flags(target, cls)
         target.set_defaults(**{name: row[1] if row[1:] else None for name, row in INSTEAD.items()})
         target.set_defaults(
             **{item.name: item.default for item in fields(cls) if item.default is not MISSING}

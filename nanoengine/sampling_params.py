@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, get_args
 
 from nanoengine.compat import SAMPLING_IGNORES, accepts
 from nanoengine.optional import load
@@ -57,6 +57,17 @@ def check_token_ids(name: str, value: Any) -> list[int]:
     if not isinstance(value, list | tuple | set | frozenset):
         raise TypeError(f"{name} must be a list of token ids, got {value!r}")
     return [check_integer(name, item, 0) for item in value]
+
+
+def choices(hint: Any) -> tuple[str, ...]:
+    """Return the strings of a Literal, alone or in a union.
+
+    >>> from typing import Literal
+    >>> choices(Literal["int8", "int4"] | None)
+    ('int8', 'int4')
+    """
+    kinds = [one for kind in get_args(hint) for one in get_args(kind) or (kind,)]
+    return tuple(one for one in kinds if isinstance(one, str))
 
 
 LARGEST = 1e30  # far below the overflow of float32
@@ -132,39 +143,43 @@ class SamplingParams:
         TypeError, ValueError: a field has the wrong type or is out of range.
     """
 
-    n: int = 1  # samples per prompt; they share the prompt's full blocks
-    temperature: float = 1.0  # 0 is greedy
+    n: int = 1  # samples per prompt, which share the blocks of its KV cache
+    temperature: float = 1.0  # randomness; 0 takes the most probable token (greedy)
     top_p: float = 1.0  # keep the most probable tokens up to and including the one that crosses top_p
     top_k: int = 0  # keep the k most probable tokens; 0 or -1: all
     min_p: float = 0.0  # keep tokens at least min_p times as probable as the most probable one
-    seed: int | None = None  # None or -1: derived from the engine's seed
+    seed: int | None = None  # seed of the request; None or -1: derived from the engine's seed
     presence_penalty: float = 0.0  # subtracted once from the logit of each token in the output
     frequency_penalty: float = 0.0  # subtracted from a token's logit per occurrence in the output
     repetition_penalty: float = 1.0  # divides positive and multiplies negative logits of tokens already seen
     logit_bias: dict[int, float] | None = None  # added to the logits of these token ids
     allowed_token_ids: list[int] | None = None  # no other token may be sampled
     bad_words: list[str] | None = None  # words that never appear in full in the output
-    max_tokens: int | None = 16  # limit on the output; None: up to max_model_len
+    max_tokens: int | None = 16  # limit on the output, in tokens; None: up to max_model_len
     min_tokens: int = 0  # no end of sequence, stop token or stop string before this many output tokens
-    ignore_eos: bool = False
+    ignore_eos: bool = False  # go on after the token that ends a sequence
     stop: str | list[str] | None = None  # ends the output before the first of these strings
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool = False
+    stop_token_ids: list[int] | None = None  # ends the output after any of these tokens
+    include_stop_str_in_output: bool = False  # keep the stop string at the end of the text
     logprobs: int | None = None  # report the sampled token and this many most probable ones; -1: all
     truncate_prompt_tokens: int | None = None  # keep this many of the prompt's last tokens; -1: what fits
     prompt_logprobs: int | None = None  # like logprobs, for the prompt's tokens; disables prefix cache hits
     detokenize: bool = True  # False: token ids only, text stays empty
-    skip_special_tokens: bool = True
-    structured_outputs: StructuredOutputsParams | None = None  # or a dict of its fields
-    # Each is called before each token, with (output token ids, logits) or (prompt token ids, output token
-    # ids, logits), and returns the logits to sample from. Logits are (V,) float32.
+    skip_special_tokens: bool = True  # leave tokens such as the end of sequence out of the text
+    # what the output must match, such as a JSON schema; a dict of its fields works too
+    structured_outputs: StructuredOutputsParams | None = None
+    # functions called before each token, with (output token ids, logits) or (prompt token ids, output token
+    # ids, logits), that return the logits to sample from: (V,) float32
     logits_processors: list[Callable[..., Any]] | None = None
     extra_args: dict[str, Any] | None = None  # for the engine's logits processors to read
-    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE  # what `LLM.step` returns
+    # what each output of `LLM.step` holds: everything so far, only what is new, or the final result
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     # Derived at construction, because every step reads them. A request's copy never changes.
     stop_strings: tuple[str, ...] = field(init=False, repr=False, compare=False)  # `stop` as a tuple
     edits_logits: bool = field(init=False, repr=False, compare=False)  # before temperature and filters
+    penalizes: bool = field(init=False, repr=False, compare=False)  # tokens that occurred before
+    biases_or_bans: bool = field(init=False, repr=False, compare=False)  # some tokens
     filters: bool = field(init=False, repr=False, compare=False)  # top_k, top_p or min_p has an effect
 
     def __post_init__(self) -> None:
@@ -223,7 +238,8 @@ class SamplingParams:
             raise TypeError(f"output_kind must be a RequestOutputKind, got {self.output_kind!r}")
         penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty
         edits = self.logit_bias or self.allowed_token_ids or self.bad_words or self.min_tokens
-        checked["edits_logits"] = penalties != (0, 0, 1) or bool(edits)
+        checked["penalizes"], checked["biases_or_bans"] = penalties != (0, 0, 1), bool(edits)
+        checked["edits_logits"] = checked["penalizes"] or checked["biases_or_bans"]
         checked["filters"] = self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
         for name, value in checked.items():  # the values in plain types, and the derived fields
             setattr(self, name, value)

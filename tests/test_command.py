@@ -9,8 +9,9 @@ import sysconfig
 import tarfile
 import tomllib
 import zipfile
-from contextlib import suppress
+from email import message_from_bytes
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -49,9 +50,44 @@ def test_command_gets_the_arguments_after_its_name(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         main(["--version"])
     assert capsys.readouterr().out == f"{nanoengine.__version__}\n"
-    with pytest.raises(SystemExit):
-        main(["sreve"])
-    assert "invalid choice: 'sreve'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("sreve", "did you mean serve?"),
+        ("--vresion", "did you mean --version?"),
+        ("serve demo --prot 80", "did you mean --port?"),
+        ("serve demo --attn_backend=falsh", "did you mean flash?"),
+        ("serve demo --max-num-seqs 0", "max_num_seqs must be an integer in [1, 2147483647], got 0"),
+        ("serve demo --hf-overrides {a", "--hf-overrides: must be JSON, got '{a'"),
+        ("serve /no/such/model", "'/no/such/model' is neither a directory nor a hub id"),
+        ("bench --workload decoed", "did you mean decode?"),
+        ("bench --model /no/such/model", "'/no/such/model' is neither a directory nor a hub id"),
+        ("trace --ouput x.html", "did you mean 'output'?"),
+        ("trace /no/such.jsonl -o x.html", "No such file or directory: '/no/such.jsonl'"),
+        ("lab --rat 5 --num-requets 3", "did you mean 'num_requests'?"),
+        ("lab --rate -1", "--rate: must be above 0, got -1"),
+    ],
+)
+def test_a_wrong_use_of_a_command_prints_one_line_and_exits_with_2(line, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(line.split())
+    (printed,) = capsys.readouterr().err.splitlines()
+    assert printed.startswith("nanoengine")
+    assert said in printed
+    assert ended.value.code == 2
+
+
+@pytest.mark.parametrize(
+    "loaded",
+    [Mock(side_effect=KeyboardInterrupt), Mock(**{"return_value.main.side_effect": KeyboardInterrupt})],
+)
+def test_ctrl_c_ends_a_command_with_130_while_it_loads_and_while_it_runs(loaded, monkeypatch):
+    monkeypatch.setattr("nanoengine.__main__.load", loaded)
+    with pytest.raises(SystemExit) as ended:
+        main(["lab"])
+    assert ended.value.code == 130
 
 
 def test_demo_is_the_bundled_model_in_any_folder(tmp_path, monkeypatch):
@@ -103,9 +139,7 @@ def test_later_python_compiles_all_sources_without_warnings(version):
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    imported = {
-        name for path in sources for name in re.findall(r"^ *(?:import|from) (\w+)", path.read_text(), re.M)
-    }
+    imported = {x for one in sources for x in re.findall(r"^ *(?:import|from) (\w+)", one.read_text(), re.M)}
     assert imported & sys.stdlib_module_names <= {*run("-c", READ, *sources).split()}
     assert "an OpenAI-compatible server" in run("-m", "nanoengine", "--help")
 
@@ -115,7 +149,7 @@ def test_later_python_compiles_all_sources_without_warnings(version):
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """A folder with a wheel and a source distribution of the files under version control."""
+    """Return a folder with a wheel and a source distribution of the files under version control."""
     where = tmp_path_factory.mktemp("built")
     files = subprocess.run(
         ["git", "ls-files", "-coz", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
@@ -131,9 +165,26 @@ def built(tmp_path_factory):
     return where
 
 
+@pytest.mark.slow
+def test_wheel_holds_these_files_and_says_what_it_is_and_needs(built):
+    name = f"nanoengine-{nanoengine.__version__}"
+    with zipfile.ZipFile(built / f"{name}-py3-none-any.whl") as wheel:
+        files = {Path(path) for path in wheel.namelist()}
+        said = message_from_bytes(wheel.read(f"{name}.dist-info/METADATA"))
+    assert {path.parts[0] for path in files} == {"nanoengine", f"{name}.dist-info"}
+    kinds = {path.suffix for path in files if path.parts[0] == "nanoengine"}
+    assert " ".join(sorted(kinds)) == ".cpp .css .h .html .jinja .js .json .py .safetensors .typed"
+    assert Path("nanoengine/py.typed") in files
+    assert (said["License-Expression"], said["Author"]) == ("MIT", "nanoengine contributors")
+    assert "Typing :: Typed" in said.get_all("Classifier")
+    needed = {re.split(r"\W", one)[0] for one in said.get_all("Requires-Dist") if "extra ==" not in one}
+    packages = "torch transformers tokenizers safetensors huggingface_hub numpy xxhash tqdm psutil"
+    assert needed == set(packages.split())
+
+
 @pytest.fixture(scope="module")
 def installed(built, tmp_path_factory):
-    """The `bin` of an environment with the wheel, and with the dependencies of this environment."""
+    """Return the `bin` of an environment with the wheel, and with the dependencies of this environment."""
     path = tmp_path_factory.mktemp("installed")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", path], check=True)
     wheel = next(built.glob("*.whl"))
@@ -149,7 +200,7 @@ def installed(built, tmp_path_factory):
 
 @pytest.fixture
 def clean(tmp_path, monkeypatch):
-    """Settings for a process in an empty folder that does not see this checkout."""
+    """Return settings for a process in an empty folder that cannot import this checkout."""
     monkeypatch.delenv("PYTHONPATH", raising=False)
     return {"cwd": tmp_path, "text": True}
 
@@ -177,25 +228,37 @@ def test_wheel_has_a_working_command(installed, tmp_path, clean):
 
 @pytest.mark.slow
 def test_chat_of_the_wheel_works_in_a_terminal(installed, clean):
+    """It has a history, and pasted lines are one message."""
     import pty  # not on Windows
 
     ours, theirs = pty.openpty()
     command = [installed / "nanoengine", "chat", "demo"]
     chat = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, **clean)
     os.close(theirs)
-    os.write(ours, b"What is 3 + 4?\n\n")
     shown = b""
-    with suppress(OSError):  # the chat ended, which Linux reports as EIO
-        while b"bye" not in shown:
+
+    def read_until(pattern):
+        nonlocal shown
+        while not (found := re.search(pattern, shown)):
             shown += os.read(ours, 1024)
+        shown = shown[found.end() :]
+
+    for keys, answer in (
+        (b"What is 3 + 4?\r", rb"3 \+ 4 = 7"),
+        (b"\033[A\r", rb"3 \+ 4 = 7"),
+        (b"\033[200~What is\n40 + 5?\033[201~\r", rb"= \d+"),
+        (b"\r", rb"bye"),
+    ):
+        read_until(rb"> ")
+        os.write(ours, keys)
+        read_until(answer)
     assert chat.wait(TIMEOUT) == 0
-    assert b"3 + 4 = 7" in shown
     os.close(ours)
 
 
 @pytest.mark.slow
 def test_server_of_the_wheel_answers(installed, clean):
-    command = [installed / "nanoengine", "serve", "demo", "--port", "0", "--disable-log-requests"]
+    command = [installed / "nanoengine", "serve", "--port", "0", "--disable-log-requests"]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, **clean)
     try:
         for line in server.stderr:
@@ -219,6 +282,7 @@ def test_source_distribution_is_complete(built):
     source = {str(path.relative_to(built / "source")) for path in (built / "source").rglob("*")}
     left = {name for name in source - packed if not name.startswith(("build", "nanoengine.egg-info"))}
     assert not left
+    assert packed - source == {"PKG-INFO", "setup.cfg"}
     (unpacked,) = (built / "unpacked").iterdir()
     backend = "from setuptools import build_meta as b; b.build_wheel('../..')"
     first = next(built.glob("*.whl"))

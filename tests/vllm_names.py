@@ -49,15 +49,14 @@ tool_parser_plugin tool_server trust_request_chat_template uds uvicorn_log_level
 CHAT = """
 audio cache_salt chat_template documents echo function_call functions guided_decoding_backend
 include_reasoning kv_transfer_params media_io_kwargs metadata mm_processor_kwargs modalities prediction
-prompt_cache_key prompt_cache_retention reasoning_effort return_prompt_text return_token_offsets
+prompt_cache_key prompt_cache_retention return_prompt_text return_token_offsets
 safety_identifier service_tier session_id store suffix user verbosity web_search_options
 """
 
 RESPONSES = """
 background context_management conversation include max_tool_calls metadata moderation
-parallel_tool_calls previous_response_id prompt prompt_cache_key prompt_cache_options
-prompt_cache_retention reasoning safety_identifier service_tier store stream_options tool_choice tools
-top_logprobs truncation user
+previous_response_id prompt prompt_cache_key prompt_cache_options prompt_cache_retention
+safety_identifier service_tier store stream_options top_logprobs truncation user
 """
 
 POOLING = """

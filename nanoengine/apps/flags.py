@@ -1,21 +1,28 @@
-"""Turns settings into command-line flags, and applies the rule of compat.py to flags that are not served."""
+"""Turns settings into command-line flags, and applies the rule of compat.py to unsupported flags."""
 
 import argparse
+import difflib
+import inspect
 import json
+import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, fields
-from typing import Any, get_args, get_type_hints
+from typing import Any, NoReturn, get_args
 
 from nanoengine.compat import ENGINE_IGNORES, RENAMED, SERVER_IGNORES, without_unserved
+from nanoengine.sampling_params import choices
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
     """Parses flags with dashes or underscores, and treats vLLM's other flags by the rule of compat.py."""
 
+    given: Sequence[str] = ()  # the command line, for `error`
+
     def parse_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
         """Parse like argparse. Unknown flags whose value is a no-op are ignored."""
-        given = [with_dashes(argument) for argument in (sys.argv[1:] if args is None else args)]
+        self.given = given = [with_dashes(argument) for argument in (sys.argv[1:] if args is None else args)]
         if self._subparsers is None:  # otherwise the subparsers know the flags
             given, unserved = self._split(given)
             served = {flag[2:].replace("-", "_") for flag in self._option_string_actions}
@@ -23,13 +30,23 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
                 ignored = ENGINE_IGNORES + SERVER_IGNORES
                 without_unserved(self.prog, unserved, served, ignored)
             except (TypeError, ValueError) as error:
-                self.exit(2, f"{self.prog}: error: {error}\n")
+                self.error(str(error))
         return super().parse_args(given, namespace)
 
     def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
         """Parse like argparse, with underscores accepted in flags."""
         given = sys.argv[1:] if args is None else args
         return super().parse_known_args(list(map(with_dashes, given)), namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with 2, after one line that also names the flag or choice nearest to an unknown one."""
+        known = [*self._option_string_actions, *(str(x) for one in self._actions for x in one.choices or ())]
+        flags = [argument.partition("=")[0] for argument in self.given if argument.startswith("--")]
+        for word in (*flags, *re.findall(r"invalid choice: '(.*?)'", message)):
+            near = difflib.get_close_matches(word, known, 1, 0.75)
+            if near and word not in known and "did you mean" not in message:
+                message += f"; did you mean {near[0]}?"
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
 
     def _split(self, given: list[str]) -> tuple[list[str], dict[str, Any]]:
         """Remove unknown flags from a command line. Returns the other arguments, and the flags as settings.
@@ -77,20 +94,55 @@ def value_of(text: str) -> Any:
         return text
 
 
+def parse_json(text: str) -> Any:
+    """Parse the value of a flag that takes JSON."""
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be JSON, got {text!r}: {error}") from None
+
+
+def describe(config: type[Any]) -> dict[str, str]:
+    """Return what each field of a dataclass does: the comment above it, or at the end of its line."""
+    found, above = dict[str, str](), list[str]()
+    with suppress(OSError):  # the sources are not installed
+        for line in inspect.getsource(config).splitlines():
+            if line.startswith("    # "):
+                above.append(line[6:])
+                continue
+            if match := re.match(r"    (\w+): .*?(?:  # (.*))?$", line):
+                found[match[1]] = " ".join([*above, match[2] or ""]).strip()
+            above = []
+    return found
+
+
 def add_flags(parser: argparse._ActionsContainer, config: type[Any]) -> None:
     """Add a flag for each field of a dataclass. Flags that are not given do not appear in the namespace."""
-    hints = get_type_hints(config)
+    texts = describe(config)
     for item in fields(config):
-        kinds = get_args(hints[item.name]) or (hints[item.name],)
+        kinds = get_args(item.type) or (item.type,)
         settings: dict[str, Any] = {"type": next((kind for kind in (int, float) if kind in kinds), str)}
         names = [getattr(kind, "__origin__", kind) for kind in kinds]
         if dict in names:
-            settings = {"type": json.loads, "metavar": "JSON"}
+            settings = {"type": parse_json, "metavar": "JSON"}
         if list in names:
             settings = {"nargs": "+"}
         if bool in kinds:
             settings = {"action": argparse.BooleanOptionalAction}
-        settings["help"] = "the same as MODEL" if item.default is MISSING else f"default: {item.default}"
+        if allowed := choices(item.type):
+            settings = {"choices": allowed}
+        default = "" if item.default in (None, MISSING) else f" (default: {item.default})"
+        settings["help"] = texts.get(item.name, "").replace("%", "%%") + default
         names = [item.name, *(old for old, new in RENAMED.items() if new == item.name)]
         flags = ["--" + name.replace("_", "-") for name in names]
         parser.add_argument(*flags, dest=item.name, default=argparse.SUPPRESS, **settings)
+
+
+def settings_of(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, config: type[Any]
+) -> dict[str, Any]:
+    """Return the values of the flags that `add_flags` added. The model is the bundled one by default."""
+    settings = {item.name: getattr(args, item.name) for item in fields(config) if item.name in args}
+    if "model" in settings and args.model_tag is not None:
+        parser.error(f"give the model once: {parser.prog} MODEL")
+    return {"model": args.model_tag or "demo"} | settings
