@@ -10,17 +10,20 @@ from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, suppress
 from copy import copy, deepcopy
-from dataclasses import dataclass, field, fields
-from typing import Any, Self, TypeVar
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from nanoengine.config import EngineConfig
+from nanoengine.compat import ENGINE_IGNORES, RENAMED, accepts, takes
+from nanoengine.config import NULLABLE, EngineConfig
 from nanoengine.llm_engine import LLMEngine
-from nanoengine.metrics import Metric
 from nanoengine.optional import OptionalMethod, Reloadable
 from nanoengine.outputs import RequestOutput
 from nanoengine.requests import CheckedRequest, Prompt
-from nanoengine.sampling_params import check_integer
 from nanoengine.steps import EngineDeadError
+
+if TYPE_CHECKING:  # at run time it is imported when metrics are requested
+    from nanoengine.extensions.metrics import Metric
 
 T = TypeVar("T")
 
@@ -30,25 +33,38 @@ class _Mailbox:
     """Holds the output that one consumer has not taken yet. Later outputs are merged into it."""
 
     loop: asyncio.AbstractEventLoop
-    arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    outgoing: dict[asyncio.AbstractEventLoop, list[tuple["_Mailbox", RequestOutput]]]  # shared by all
     output: RequestOutput | None = None
+    waiter: asyncio.Future[None] | None = None  # the consumer waits for its result
 
     def put(self, output: RequestOutput) -> None:
-        """Deliver an output. The engine's thread calls this."""
-        with suppress(RuntimeError):  # the consumer's event loop is closed: drop the output
-            self.loop.call_soon_threadsafe(self._put, output)
+        """Add an output to those that `AsyncLLM._deliver` sends. The engine's thread calls this."""
+        self.outgoing.setdefault(self.loop, []).append((self, output))
 
-    def _put(self, output: RequestOutput) -> None:
-        self.output = output if self.output is None else self.output.merged_with(output)
-        self.arrived.set()
+    @staticmethod
+    def receive(outputs: list[tuple["_Mailbox", RequestOutput]]) -> None:
+        """Wake the consumers of these outputs. Their event loop calls this."""
+        for mailbox, output in outputs:
+            mailbox.output = output if mailbox.output is None else mailbox.output.merged_with(output)
+            if mailbox.waiter is not None and not mailbox.waiter.done():
+                mailbox.waiter.set_result(None)
 
     async def take(self) -> RequestOutput:
         """Wait for an output, and return it."""
-        await self.arrived.wait()
-        self.arrived.clear()
+        if self.output is None:
+            self.waiter = self.loop.create_future()
+            await self.waiter
         output, self.output = self.output, None
         assert output is not None
         return output
+
+
+@accepts(ENGINE_IGNORES, RENAMED, NULLABLE)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AsyncConfig(EngineConfig):
+    """Holds the settings of an `AsyncLLM`: those of an engine, and a limit."""
+
+    max_concurrent_requests: int = 1024  # limit on requests in the engine; further ones wait in `generate`
 
 
 class AsyncLLM(Reloadable, AbstractAsyncContextManager["AsyncLLM"]):
@@ -64,13 +80,16 @@ class AsyncLLM(Reloadable, AbstractAsyncContextManager["AsyncLLM"]):
     ...             print(out.outputs[0].text)
     """
 
-    def __init__(self, model: str, *, max_concurrent_requests: int = 1024, **settings: Any) -> None:
-        self._max_concurrent_requests = check_integer("max_concurrent_requests", max_concurrent_requests, 1)
-        self.llm_engine = LLMEngine(EngineConfig(model=model, **settings))  # only the thread steps it
+    @takes(AsyncConfig)
+    def __init__(self, model: str | Path, **settings: Any) -> None:
+        config = AsyncConfig(model=model, **settings)
+        self._max_concurrent_requests = config.max_concurrent_requests
+        self.llm_engine = LLMEngine(config)  # only the thread steps it
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._checks = ThreadPoolExecutor(1, "nanoengine-checks")  # one thread: requests keep their order
         self._closed, self._lock = False, threading.Lock()
         self._waiting: deque[Callable[[], None]] = deque()  # requests beyond the limit; only for the thread
+        self._outgoing: dict[Any, Any] = {}  # outputs that `_deliver` will send; only for the thread
         self._thread = threading.Thread(target=self._run, name="nanoengine", daemon=True)
         self._thread.start()
         atexit.register(self.close)  # a thread that computes during interpreter shutdown would crash
@@ -101,7 +120,7 @@ class AsyncLLM(Reloadable, AbstractAsyncContextManager["AsyncLLM"]):
             ValueError, TypeError: the id is in use, or the request cannot be served.
             RuntimeError: the engine is closed.
         """
-        mailbox = _Mailbox(loop := asyncio.get_running_loop())
+        mailbox = _Mailbox(loop := asyncio.get_running_loop(), self._outgoing)
         checked = prompt
         if not isinstance(prompt, CheckedRequest):
             if self._closed:
@@ -139,7 +158,7 @@ class AsyncLLM(Reloadable, AbstractAsyncContextManager["AsyncLLM"]):
         """Abort a request. Its consumer gets a last output with finish_reason "abort"."""
         await self._call(lambda: self._abort(request_id))
 
-    async def get_metrics(self) -> list[Metric]:
+    async def get_metrics(self) -> list["Metric"]:
         """Return the metrics of `LLMEngine.get_metrics`, read between two steps."""
         return await self._call(self.llm_engine.get_metrics)
 
@@ -202,6 +221,7 @@ class AsyncLLM(Reloadable, AbstractAsyncContextManager["AsyncLLM"]):
             with self._lock:
                 self._closed = True
             self.llm_engine.close()
+            self._deliver()
             while not self._commands.empty():
                 if (command := self._commands.get()) is not None:
                     command()
@@ -220,6 +240,7 @@ class AsyncLLM(Reloadable, AbstractAsyncContextManager["AsyncLLM"]):
         num_places = self._max_concurrent_requests - len(self.llm_engine.requests)
         for _ in range(min(len(self._waiting), num_places)):
             self._waiting.popleft()()
+        self._deliver()
         return True
 
     def _step(self) -> None:
@@ -229,6 +250,14 @@ class AsyncLLM(Reloadable, AbstractAsyncContextManager["AsyncLLM"]):
             raise  # ends all requests and the thread
         except BaseException:  # including panics, as in `_call`
             logging.getLogger(__name__).exception("a step failed and is computed again")
+        self._deliver()
+
+    def _deliver(self) -> None:
+        """Send the outputs since the last call to their consumers, with one callback per event loop."""
+        for loop, outputs in self._outgoing.items():
+            with suppress(RuntimeError):  # the event loop is closed: drop its outputs
+                loop.call_soon_threadsafe(_Mailbox.receive, outputs)
+        self._outgoing.clear()
 
     def _abort(self, request_id: str, mailbox: _Mailbox | None = None) -> None:
         """Abort a request, unless its id belongs to another mailbox by now."""

@@ -23,9 +23,16 @@ http = httpx.Client(timeout=TIMEOUT, limits=httpx.Limits(max_keepalive_connectio
 COMMON = ("--model", str(DEMO), "--port", "0", "--num-kv-blocks", "100")
 
 
+def free_port() -> int:
+    """Return a port that no process listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 @contextmanager
 def served(engine, origins=(), **settings):
-    """The server in a thread of this process; its address and its service."""
+    """Yield the address and the service of a server in a thread of this process."""
     service = Service(engine, name="demo", **settings)
     server = Server(service, 0, origins, port=0, log_level="warning")
     service.server = server  # for tests that send it a signal
@@ -40,12 +47,12 @@ def served(engine, origins=(), **settings):
 
 
 def connected(url):
-    """A socket that is connected to the server."""
+    """Return a socket that is connected to the server."""
     return socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=TIMEOUT)
 
 
 def post_in_bytes(path, body):
-    """A POST as bytes, for clients that misbehave."""
+    """Return a POST as bytes, for clients that misbehave."""
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
@@ -74,7 +81,7 @@ def num_running(service):
 
 
 class Steps:
-    """An engine's steps, each of which waits for a permit."""
+    """Makes each step of an engine wait for a permit."""
 
     def __init__(self):
         self.num_begun = self.num_permitted = 0
@@ -92,7 +99,7 @@ class Steps:
         self._permits.release(number)
 
     def permit_until(self, condition):
-        """Permit one step after the other until the condition holds while a step waits."""
+        """Permit steps one by one until the condition holds while a step waits."""
         wait_until(lambda: self.is_held)
         while not condition():
             self.permit(1)
@@ -121,7 +128,7 @@ def before_each_step(engine, function):
 
 @contextmanager
 def held_steps(engine):
-    """Until the end of the block, steps begin only as they are permitted."""
+    """Let steps begin only with a permit, until the end of the block."""
     steps = Steps()
     with before_each_step(engine, steps.begin):
         try:
@@ -132,7 +139,7 @@ def held_steps(engine):
 
 @contextmanager
 def paced_steps(engine):
-    """A step begins when the outputs of the one before are taken, so a token's text is one piece."""
+    """Begin each step when the previous one's outputs are taken, so that each token's text is one piece."""
 
     def wait_for_consumers(batch):
         for mailbox in [request.inbox for request in [*engine.llm_engine.requests.values()]]:
@@ -147,7 +154,7 @@ def paced_steps(engine):
 
 @contextmanager
 def command(*flags, stdout=subprocess.PIPE, **environment):
-    """The command in a process of its own; gives the process and its address."""
+    """Run the command in a process of its own. Yields the process and its address."""
     process = subprocess.Popen(
         [sys.executable, "-m", "nanoengine", "serve", *COMMON, *flags],
         stdout=stdout,

@@ -1,8 +1,9 @@
 """Ask questions or chat in the terminal: `nanoengine run` and `nanoengine chat`.
 
 nanoengine run                                                          # the bundled model: no download
-nanoengine run --model Qwen/Qwen3-0.6B --prompt "introduce yourself"
+nanoengine run Qwen/Qwen3-0.6B --prompt "introduce yourself"
 nanoengine run --trace run.html                                         # a page that shows the run
+nanoengine run Qwen/Qwen3-0.6B --trace run.html --num-kv-blocks 20      # a small cache: preemptions
 nanoengine chat Qwen/Qwen3-0.6B
 """
 
@@ -12,10 +13,14 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from nanoengine import LLM, RequestOutput, SamplingParams
+from nanoengine import LLM, CompletionOutput, RequestOutput, SamplingParams
+from nanoengine.apps.flags import FlexibleArgumentParser, add_flags, settings_of
+from nanoengine.config import EngineConfig
 from nanoengine.optional import MissingFileError, load
 
 SENTENCES = [
@@ -48,25 +53,26 @@ QUESTIONS = [
 
 def run(arguments: list[str] | None = None) -> None:
     """Run the command `nanoengine run`: answer the questions, and save a trace if requested."""
-    parser = argparse.ArgumentParser(
-        "nanoengine run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", default="demo", help="hub id or directory; default: the bundled model")
+    parser = make_parser("nanoengine run", str(__doc__), max_tokens=256)
     parser.add_argument("--prompt", action="append", help="a question; may be given several times")
     parser.add_argument("--trace", help="show the run: a file that ends in .html, .json (Perfetto) or .jsonl")
-    args = parse_sampling(parser, arguments)
+    args = parser.parse_args(arguments)
     with in_a_terminal(parser):
         params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
-        questions, generate, settings = args.prompt or QUESTIONS, LLM.generate, dict[str, Any]()
+        questions, generate, settings = (
+            args.prompt or QUESTIONS,
+            LLM.generate,
+            settings_of(parser, args, EngineConfig),
+        )
         if args.trace:
             events: list[Any] = []
             viewer = load("contrib.viewer", "--trace")
             viewer.save(events, args.trace)  # now, in case the file cannot be written
             settings["trace"] = events.append
-            if args.model == "demo" and not args.prompt:
-                settings |= viewer.SETTINGS
+            if settings["model"] == "demo" and not args.prompt:
+                settings = viewer.SETTINGS | settings
                 questions, generate = viewer.QUESTIONS, viewer.generate_in_steps
-        with LLM(args.model, **settings) as llm:
+        with LLM(**{"max_num_seqs": len(questions)} | settings) as llm:  # the cache is sized for them
             ask(llm, questions, params, generate)
         if args.trace:
             viewer.save(events, args.trace)
@@ -75,24 +81,49 @@ def run(arguments: list[str] | None = None) -> None:
 
 def chat(arguments: list[str] | None = None) -> None:
     """Run the command `nanoengine chat`: hold a conversation."""
-    parser = argparse.ArgumentParser(
-        "nanoengine chat",
-        description="Hold a conversation. Ctrl-C stops an answer; an empty line ends the program.",
-    )
-    help_text = "hub id or directory; default: the bundled model"
-    parser.add_argument("model", nargs="?", default="demo", help=help_text)
-    args = parse_sampling(parser, arguments)
+    about = "Hold a conversation. Ctrl-C stops an answer. An empty line, or Ctrl-D, ends the program."
+    parser = make_parser("nanoengine chat", about, max_tokens=2048)
+    parser.add_argument("--system", metavar="TEXT", help="the system message, which begins the conversation")
+    parser.add_argument("--verbose", action="store_true", help="print the tokens/s after each answer")
+    args = parser.parse_args(arguments)
+    with suppress(ImportError):  # Windows has no readline
+        import readline  # from now on, `input` has a history and editing keys
+
+        readline.parse_and_bind("set enable-bracketed-paste on")  # pasted lines are one message
     with in_a_terminal(parser):
         params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
-        with LLM(args.model) as llm:
-            converse(llm, params)
+        with LLM(
+            **{"max_num_seqs": 1} | settings_of(parser, args, EngineConfig)
+        ) as llm:  # the cache is sized for one
+            if not getattr(llm.get_tokenizer(), "chat_template", None):
+                model = llm.llm_engine.config.model
+                raise ValueError(
+                    f"{model} has no chat template, so it cannot hold a conversation; "
+                    f"`nanoengine run {model} --prompt TEXT` continues a text"
+                )
+            converse(llm, params, args.system, args.verbose)
 
 
-def parse_sampling(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
-    """Add the flags for SamplingParams that both commands have, and parse the arguments."""
+def make_parser(command: str, about: str, max_tokens: int) -> FlexibleArgumentParser:
+    """Return a parser for the flags that both commands have: sampling, and one per EngineConfig field."""
+    parser = FlexibleArgumentParser(
+        command,
+        "%(prog)s [MODEL] [--FLAG VALUE ...]",
+        about,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        conflict_handler="resolve",  # `run` has a --trace of its own
+        allow_abbrev=False,
+    )
+    what = "directory, hub id or GGUF file; default: the bundled model"
+    parser.add_argument("model_tag", metavar="MODEL", nargs="?", help=what)
     parser.add_argument("--temperature", type=float, default=0.0, help="default %(default)s: greedy")
-    parser.add_argument("--max-tokens", type=int, default=256, help="of an answer; default %(default)s")
-    return parser.parse_args(arguments)
+    parser.add_argument(
+        "--max-tokens", type=int, default=max_tokens, help="limit per answer; default %(default)s"
+    )
+    add_flags(
+        parser.add_argument_group("engine", "settings of the engine: fields of EngineConfig"), EngineConfig
+    )
+    return parser
 
 
 @contextmanager
@@ -104,8 +135,8 @@ def in_a_terminal(parser: argparse.ArgumentParser) -> Iterator[None]:
         sys.stdin.reconfigure(errors="surrogateescape")  # the engine then refuses bytes that are not text
     try:
         yield
-    except (MissingFileError, ValueError, OSError) as error:  # a bad option, model or file
-        sys.exit(f"{parser.prog}: {' '.join(str(error).split())}")
+    except (MissingFileError, TypeError, ValueError, OSError) as error:  # a bad option, model or file
+        parser.error(str(error))
     except KeyboardInterrupt:
         sys.exit(130)
 
@@ -128,34 +159,80 @@ def ask(
         num_tokens = len(output.prompt_token_ids)
         if len(question) > 300:
             question = f"{question[:240]} [...] {question[-30:]}"
-        print(f"\nQ ({num_tokens} tokens): {question}\nA: {output.outputs[0].text}")
+        answer = output.outputs[0]
+        end = cut_mark(answer, len(answer.token_ids))
+        print(f"\nQ ({num_tokens} tokens): {question}\nA: {answer.text}{end}")
     num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
     print(f"\n{num_tokens} tokens in {elapsed:.2f} s: {num_tokens / elapsed:.0f} tokens/s")
 
 
-def converse(llm: LLM, params: SamplingParams) -> None:
+def cut_mark(completion: CompletionOutput, num_tokens: int) -> str:
+    """Return what to print after an answer of `num_tokens` tokens: a remark if a limit cut it off."""
+    return f" [cut at {num_tokens} tokens]" if completion.finish_reason == "length" else ""
+
+
+def converse(llm: LLM, params: SamplingParams, system: str | None = None, verbose: bool = False) -> None:
     """Hold a conversation in the terminal, and print the answers as they stream."""
-    messages: list[dict[str, str]] = []
+    beginning = [{"role": "system", "content": system}] if system else []
+    messages = beginning.copy()
+    parse, params = thought_parser(llm, params)
     while True:
+        print()
         try:
-            question = input("\n> ")
+            question = input("> ")
         except (EOFError, KeyboardInterrupt):
             question = ""
         if not question:
             print("bye")
             return
         messages.append({"role": "user", "content": question})
-        answer = ""
+        answer, thoughts, num_tokens, start = "", "", 0, time.perf_counter()
         try:
-            for output in llm.stream(llm.render_chat(messages), params):
+            prompts = llm.render_chat(messages)
+            message = parse(prompts[0]["prompt"])
+            for output in llm.stream(prompts, params):
                 for completion in output.outputs:
-                    answer += completion.text
-                    print(completion.text, end="", flush=True)
+                    num_tokens += len(completion.token_ids)
+                    piece = message(completion)
+                    if thought := piece.get("reasoning", ""):
+                        print(dimmed(thought), end="", flush=True)
+                    if thoughts and not answer and piece["content"]:
+                        print("\n")
+                    thoughts, answer = thoughts + thought, answer + piece["content"]
+                    print(piece["content"], end=cut_mark(completion, num_tokens), flush=True)
         except KeyboardInterrupt:
             print(" [stopped]", end="")
         except ValueError as error:  # the conversation is longer than the model's limit, or is not text
             print(f"{error}; starting over", end="")
-            messages.clear()
+            messages = beginning.copy()
             continue
         print()
+        if verbose:
+            seconds = time.perf_counter() - start
+            print(dimmed(f"{num_tokens} tokens in {seconds:.1f} s: {num_tokens / seconds:.1f} tokens/s"))
         messages.append({"role": "assistant", "content": answer})
+
+
+def dimmed(text: str) -> str:
+    """Return the text as a terminal shows it in a fainter color, or unchanged if stdout is no terminal."""
+    return f"\033[2m{text}\033[22m" if sys.stdout.isatty() else text
+
+
+# A function of a prompt, which returns a function that splits pieces of the answer into content and reasoning
+Parse = Callable[[str], Callable[[CompletionOutput], dict[str, str]]]
+
+
+def thought_parser(llm: LLM, params: SamplingParams) -> tuple[Parse, SamplingParams]:
+    """Return a function that separates thoughts from answers, and parameters that keep the tags it needs."""
+    with suppress(ImportError):  # deleted, or transformers is too old: thoughts are part of the answer
+        tools = load("apps.tools", "chat")
+        formats = tools.choose_formats(llm.get_tokenizer())._replace(tools=None)
+        if formats.reasoning or formats.template:
+            if formats.keeps_special_tokens:
+                params = replace(params, skip_special_tokens=False)
+
+            def parse(prompt: str) -> Callable[[CompletionOutput], dict[str, str]]:
+                return partial(tools.AnswerParser(formats, prompt, []).message, is_stream=True)
+
+            return parse, params
+    return lambda prompt: lambda completion: {"content": completion.text}, params

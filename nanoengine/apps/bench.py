@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from nanoengine import LLM, RequestOutputKind, SamplingParams
+from nanoengine.apps.flags import FlexibleArgumentParser
 from nanoengine.apps.roofline import measure_limits, roofline_seconds
 from nanoengine.apps.workloads import SHAPES, WORKLOADS
 
@@ -105,12 +106,12 @@ def measure(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> None:
     """Parse the arguments, load the model and measure it."""
-    parser = argparse.ArgumentParser(
+    parser = FlexibleArgumentParser(
         "nanoengine bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     default = "nano" if torch.cuda.is_available() else "small"
     parser.add_argument("--workload", choices=WORKLOADS, default=default)
-    parser.add_argument("--model", help="a directory or a hub id; default: the workload's, at random")
+    parser.add_argument("--model", help="directory or hub id; default: the workload's, with random weights")
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=CORES)
@@ -125,6 +126,6 @@ def main(arguments: list[str] | None = None) -> None:
         try:
             llm = LLM(args.model or scratch, dtype=args.dtype, **settings)
         except (ValueError, OSError) as error:
-            sys.exit(f"{parser.prog}: {' '.join(str(error).split())}")
+            parser.error(str(error))
         with llm:
             print(json.dumps(measure(llm, args)))

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any, ClassVar
 
@@ -21,8 +21,9 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
 from nanoengine.apps.tools import MANY, AnswerParser, Formats, ToolChoice, listed
 from nanoengine.compat import MAX_UNSERVED, REQUEST_IGNORES, SAMPLING_IGNORES, without_unserved
+from nanoengine.extensions.chats import render_chats
 from nanoengine.outputs import CompletionOutput, Logprob, RequestOutput
-from nanoengine.requests import check_unicode, render_chats, split_prompts
+from nanoengine.requests import check_unicode, split_prompts
 from nanoengine.sampling_params import RequestOutputKind, SamplingParams
 
 MAX_STRINGS = 64  # limit for `stop` and for `bad_words`: each string is searched for at every token
@@ -120,6 +121,7 @@ class Conversation(BaseModel):
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Any = None
     tool_choice: Any = None
+    reasoning_effort: str | None = None  # a variable of some templates, such as gpt-oss's
 
     def render(
         self, tokenizer: Any, encode: Callable[[str, bool], list[int]] | None = None
@@ -134,6 +136,8 @@ class Conversation(BaseModel):
         # must not replace the template.
         if reserved := settings.keys() & inspect.signature(tokenizer.apply_chat_template).parameters:
             raise ValueError(f"chat_template_kwargs must not hold {sorted(reserved)}")
+        if self.reasoning_effort not in (None, "none"):
+            settings.setdefault("reasoning_effort", self.reasoning_effort)
         settings["continue_final_message"] = goes_on = bool(self.continue_final_message)
         adds = self.add_generation_prompt
         settings["add_generation_prompt"] = not goes_on if adds is None else adds
@@ -192,8 +196,12 @@ class GenerationRequest(BaseModel):
     return_tokens_as_token_ids: bool | None = None  # logprobs show "token_id:17" in place of a token's text
     add_special_tokens: bool | None = None
     request_id: str | None = Field(None, max_length=200)  # part of the answer's id, in each piece of a stream
-    _sent: dict[int, int] = PrivateAttr(default_factory=dict)  # sample's index -> length of its sent text
     _structured_field: str = PrivateAttr("structured_outputs")  # the field that asks for these
+
+    @cached_property  # not a private attribute, which takes microseconds to read, for each token
+    def sent(self) -> dict[int, int]:
+        """The length of the text that was sent, by the sample's index."""
+        return {}
 
     def sampling_params(self, defaults: SamplingParams, **own: Any) -> SamplingParams:
         """Return the request's SamplingParams. `own` holds those that each API spells in its own way.
@@ -222,7 +230,7 @@ class GenerationRequest(BaseModel):
                 structured |= asked
                 self._structured_field = "response_format"
             if structured and "structured_outputs" in given:
-                raise ValueError("structured_outputs must not be given with response_format or guided_...")
+                raise ValueError("structured_outputs cannot be combined with response_format or guided_...")
             if structured:
                 given["structured_outputs"] = structured
             for name in ("logprobs", "prompt_logprobs"):  # the engine checks the upper limit
@@ -232,9 +240,9 @@ class GenerationRequest(BaseModel):
                 if isinstance(given.get(name), list) and len(given[name]) > MAX_STRINGS:
                     raise ValueError(f"{name} must hold at most {MAX_STRINGS} strings")
             if self.stream and self.prompt_logprobs is not None:
-                raise ValueError("prompt_logprobs are not streamed")
+                raise ValueError("prompt_logprobs needs stream=false")
             if self.stream_options is not None and not self.stream:
-                raise ValueError("stream_options need stream=true")
+                raise ValueError("stream_options needs stream=true")
             kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
             return replace(defaults, output_kind=kind, **given)
 
@@ -356,20 +364,20 @@ class CompletionRequest(GenerationRequest):
         self, index: int, completion: CompletionOutput, output: RequestOutput, tokenizer: Any
     ) -> dict[str, Any]:
         """Return a sample, or its next piece."""
-        text, is_first, offset = completion.text, index not in self._sent, self._sent.get(index, 0)
+        text, is_first, offset = completion.text, index not in self.sent, self.sent.get(index, 0)
         reported: list[tuple[int, dict[int, Logprob] | None]] = []
         if self.echo and is_first:
             prompt = output.prompt
             text = (tokenizer.decode(output.prompt_token_ids) if prompt is None else prompt) + text
             reported += zip(output.prompt_token_ids, output.prompt_logprobs or [], strict=False)
         reported += zip(completion.token_ids, completion.logprobs or [], strict=False)
-        logprobs, self._sent[index] = None, offset
+        logprobs, self.sent[index] = None, offset
         if self.logprobs is not None:
             texts = [
                 entry[token_id].decoded_token or "" if entry else tokenizer.decode([token_id])
                 for token_id, entry in reported
             ]
-            *offsets, self._sent[index] = accumulate(map(len, texts), initial=offset)
+            *offsets, self.sent[index] = accumulate(map(len, texts), initial=offset)
             logprobs = {
                 "tokens": [
                     self.token_name(pair[0], name) for pair, name in zip(reported, texts, strict=True)
@@ -418,14 +426,13 @@ class ChatRequest(Conversation, GenerationRequest):
     top_logprobs: int | None = None
     parallel_tool_calls: bool | None = None
     _new_parser: Callable[[], AnswerParser] | None = PrivateAttr(None)  # None: the whole text is content
-    _parsers: dict[int, AnswerParser] = PrivateAttr(default_factory=dict)  # by the sample's index
 
     def params(self, defaults: SamplingParams, recommended: int | None) -> SamplingParams:
         """Return the request's SamplingParams. `recommended` is the checkpoint's own `max_new_tokens`."""
         limits = (self.max_completion_tokens, self.max_tokens, recommended)
         max_tokens = next((limit for limit in limits if limit is not None), None)
         if self.top_logprobs and not self.logprobs:
-            raise APIError(400, "top_logprobs need logprobs=true", param="top_logprobs")
+            raise APIError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
         num_logprobs = (self.top_logprobs or 0) if self.logprobs else None
         return self.sampling_params(defaults, max_tokens=max_tokens, logprobs=num_logprobs)
 
@@ -458,11 +465,17 @@ class ChatRequest(Conversation, GenerationRequest):
 
     def _message(self, index: int, completion: CompletionOutput) -> dict[str, Any]:
         """Return the text fields and tool calls of a sample's message, or of its next piece."""
-        if self._new_parser is None:
+        if index not in self.parsers:
+            self.parsers[index] = self._new_parser and self._new_parser()
+        parser = self.parsers[index]
+        if parser is None:
             return {"content": completion.text}
-        if index not in self._parsers:
-            self._parsers[index] = self._new_parser()
-        return self._parsers[index].message(completion, bool(self.stream))
+        return parser.message(completion, bool(self.stream))
+
+    @cached_property
+    def parsers(self) -> dict[int, AnswerParser | None]:
+        """The parsers of the samples, by their indices."""
+        return {}
 
     def choice(
         self, index: int, completion: CompletionOutput, output: RequestOutput, tokenizer: Any
@@ -477,12 +490,12 @@ class ChatRequest(Conversation, GenerationRequest):
                 for token_id, entry in entries
             ]
             logprobs = {"content": content}
-        is_first = index not in self._sent
+        is_first = index not in self.sent
         role = {"role": "assistant"} if is_first else {}
-        self._sent[index] = 0
+        self.sent[index] = 0
         message = {"delta" if self.stream else "message": {**role, **self._message(index, completion)}}
         common = self.common(completion, output, is_first)
-        if completion.finish_reason == "stop" and index in self._parsers and self._parsers[index].num_calls:
+        if completion.finish_reason == "stop" and (parser := self.parsers[index]) and parser.num_calls:
             common["finish_reason"] = "tool_calls"
         return {"index": index, **message, "logprobs": logprobs, **common}
 

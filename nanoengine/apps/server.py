@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server over `AsyncLLM`: `nanoengine serve MODEL`, with the extra `serve`.
+"""An OpenAI-compatible server over `AsyncLLM`: `nanoengine serve [MODEL]`, with the extra `serve`.
 
 A request passes through these, on its way in and back:
 
@@ -14,26 +14,27 @@ import asyncio
 import gc
 import logging
 import os
+import signal
 import sys
 import time
 from argparse import ArgumentTypeError
 from collections.abc import Sequence
-from dataclasses import fields
 from inspect import signature
 from types import FrameType
 from typing import Any
 
 import uvicorn
 
+from nanoengine.apps.flags import FlexibleArgumentParser, add_flags, settings_of, value_of
 from nanoengine.apps.gate import Connection
 from nanoengine.apps.service import Service, make_app
 from nanoengine.apps.tools import REASONING_FORMATS, TOOL_FORMATS
 from nanoengine.async_llm import AsyncLLM
 from nanoengine.config import EngineConfig
-from nanoengine.flags import FlexibleArgumentParser, add_flags, value_of
 from nanoengine.optional import MissingFileError
 from nanoengine.sampling_params import check_strings
 
+REPORT_SECONDS = 10  # between two lines about the engine's load
 CLOSE_SECONDS = 5  # how long clients have to read their last answer when the server shuts down
 
 
@@ -50,18 +51,37 @@ class Server(uvicorn.Server):
         app = make_app(service, allowed_origins)
         super().__init__(uvicorn.Config(app, http=Connection, access_log=False, **settings))
         self.service, self.drain_seconds = service, drain_seconds
-        self.deadline = 0.0
+        self.deadline, self.is_interrupted = 0.0, False
+        self.reported, self.counts = time.monotonic(), (0, 0)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Start draining on the first SIGINT or SIGTERM, and exit on the second."""
-        self.should_exit = self.service.is_draining
+        self.should_exit, self.is_interrupted = self.service.is_draining, sig == signal.SIGINT
         self.deadline = time.monotonic() + self.drain_seconds
         self.service.is_draining = True
 
     async def on_tick(self, counter: int) -> bool:
         """Decide whether to stop. Uvicorn calls this ten times a second, and stops if it returns True."""
+        if time.monotonic() - self.reported >= REPORT_SECONDS:
+            self.report()
         late = self.service.num_samples == 0 or time.monotonic() > self.deadline
         return await super().on_tick(counter) or (self.service.is_draining and late)
+
+    def report(self) -> None:
+        """Log the rates since the last report, the queues and the cache, unless nothing ran."""
+        engine, now, before = self.service.engine.llm_engine, time.monotonic(), self.counts
+        scheduler, blocks = engine.scheduler, engine.scheduler.block_manager
+        self.counts = engine.num_prompt_tokens, engine.num_generation_tokens
+        if self.counts != before or scheduler.running:
+            rates = [
+                (new - old) / (now - self.reported) for new, old in zip(self.counts, before, strict=True)
+            ]
+            logging.getLogger("uvicorn.error").info(
+                "%.1f prompt tokens/s, %.1f output tokens/s, %d running, %d waiting, KV cache %.1f%% in use",
+                *(*rates, len(scheduler.running), len(scheduler.waiting)),
+                100 * (1 - blocks.num_free_blocks / blocks.num_blocks),
+            )
+        self.reported = now
 
     async def shutdown(self, sockets: Any = None) -> None:
         """Close the engine, which ends the remaining requests with an error, and then the server."""
@@ -72,10 +92,15 @@ class Server(uvicorn.Server):
 def make_parser() -> FlexibleArgumentParser:
     """Return a parser for the command's flags: the server's own, and one for each EngineConfig field."""
     parser = FlexibleArgumentParser(
-        "nanoengine serve", "%(prog)s MODEL [--FLAG VALUE ...]", "Serve a model.", allow_abbrev=False
+        "nanoengine serve", "%(prog)s [MODEL] [--FLAG VALUE ...]", "Serve a model.", allow_abbrev=False
     )
     add = parser.add_argument
-    add("model_tag", metavar="MODEL", nargs="?", help="directory, hub id, or demo, the bundled model")
+    add(
+        "model_tag",
+        metavar="MODEL",
+        nargs="?",
+        help="directory, hub id or GGUF file; default: the bundled model",
+    )
     add("--host", default="127.0.0.1", help="default %(default)s: only this machine can connect")
     add("--port", type=parse_port, default=8000, help="default %(default)s; 0 picks a free port")
     add("--served-model-name", dest="name", help="the model name that clients use; default: MODEL")
@@ -95,7 +120,7 @@ def make_parser() -> FlexibleArgumentParser:
     add("--dev-mode", action="store_true", help=dev_mode)
     drain = "time for running requests to finish on shutdown; default %(default)s"
     add("--drain-seconds", type=float, default=30, help=drain)
-    engine = parser.add_argument_group("engine", "EngineConfig's fields; config.py explains each")
+    engine = parser.add_argument_group("engine", "settings of the engine: fields of EngineConfig")
     add_flags(engine, EngineConfig)
     return parser
 
@@ -120,21 +145,18 @@ def parse_origins(text: str) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Serve until a signal arrives. The request log goes to stdout, everything else to stderr."""
     parser = make_parser()
-    given = vars(parser.parse_args(argv))
-    settings = {item.name: given[item.name] for item in fields(EngineConfig) if item.name in given}
-    if ("model" in settings) == (given["model_tag"] is not None):
-        parser.error("give the model once: nanoengine serve MODEL")
-    settings.setdefault("model", given["model_tag"])
+    args = parser.parse_args(argv)
+    settings, given = settings_of(parser, args, EngineConfig), vars(args)
     try:
         engine = AsyncLLM(max_concurrent_requests=2**31 - 1, **settings)  # the service limits them instead
         names = given.keys() & signature(Service).parameters.keys()
         service = Service(engine, **{name: given[name] for name in names})
-        print(f"nanoengine: {service.formats.describe()}", file=sys.stderr)
+        logging.getLogger("nanoengine").info(service.formats.describe())
     except (MissingFileError, OSError, TypeError, ValueError) as error:
         parser.error(str(error))
     log = logging.getLogger("nanoengine.requests")
     log.addHandler(logging.StreamHandler(sys.stdout))
-    log.setLevel(logging.INFO)
+    log.propagate = False
     server = Server(
         service,
         given["drain_seconds"],
@@ -151,3 +173,5 @@ def main(argv: Sequence[str] | None = None) -> None:
         server.run()
     finally:
         engine.close()
+    if server.is_interrupted:
+        sys.exit(130)

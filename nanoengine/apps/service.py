@@ -40,7 +40,7 @@ from nanoengine.apps.openai_api import (
 )
 from nanoengine.apps.tools import choose_formats
 from nanoengine.async_llm import AsyncLLM
-from nanoengine.metrics import Counter, Gauge, Histogram, Metric, Vector
+from nanoengine.extensions.metrics import Counter, Gauge, Histogram, Metric, Vector
 from nanoengine.optional import MissingFileError, load
 from nanoengine.outputs import RequestOutput
 from nanoengine.requests import CheckedRequest, check_unicode
@@ -76,8 +76,15 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events. `Gate` cancels this call when the client disconnects."""
+        connection = scope["state"].get("connection")  # None under a server other than ours
         async with aclosing(self.events):
-            await self.stream_response(send)
+            await send(
+                {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+            )
+            async for content in self.events:
+                if connection is None or not connection.write_chunk(content):
+                    await send({"type": "http.response.body", "body": content, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
 
 
 def event(content: Any) -> bytes:
@@ -90,6 +97,11 @@ async def merged(streams: list[AsyncGenerator[RequestOutput]]) -> AsyncGenerator
 
     Closing the generator aborts the requests.
     """
+    if len(streams) == 1:  # needs no task per output
+        async with aclosing(streams[0]) as outputs:
+            async for output in outputs:
+                yield 0, output
+        return
     waiting = {asyncio.ensure_future(anext(stream)): index for index, stream in enumerate(streams)}
     try:
         while waiting:
@@ -112,7 +124,7 @@ class Service:
 
     Args:
         engine: computes the answers. The caller closes it.
-        name: the model name that clients use. None: the engine's model name.
+        name: the model name that clients use. None: the names that `names_of` returns.
         api_key: the key that clients must send. None: no key is needed.
         max_waiting: how many samples may wait in addition to the `max_num_seqs` that run.
         max_body_bytes: limit on the body of a request.
@@ -140,7 +152,8 @@ class Service:
         self.engine, self.api_key, self.max_body_bytes = engine, api_key, max_body_bytes
         self.learner = load("contrib.learner", "--dev-mode").Learner(engine) if dev_mode else None
         self.checkpoint, config = engine.llm_engine.checkpoint, engine.llm_engine.config
-        self.name = str(config.model) if name is None else name
+        self.names = names_of(str(config.model)) if name is None else [name]
+        self.name = self.names[0]
         self.defaults = self.checkpoint.default_sampling_params()
         if chat_template is not None:
             path = Path(chat_template)
@@ -214,7 +227,7 @@ class Service:
 
     def check_model(self, name: str | None) -> None:
         """Raise APIError if a request names a model that is not served."""
-        if name not in (None, self.name):
+        if name not in (None, *self.names):
             message = f"the model {name!r} does not exist; this server has {self.name!r}"
             raise APIError(404, message, param="model", code="model_not_found")
 
@@ -263,22 +276,27 @@ class Service:
         generate, prompts = self.engine.generate, enumerate(checked)
         streams = [generate(one, one.params, f"{ticket.id}-{index}") for index, one in prompts]
         num_cached = [0] * len(checked)
-        async with aclosing(merged(streams)) as outputs:
-            async for number, output in outputs:
-                if ticket.first_output_seconds is None:
-                    ticket.first_output_seconds = time.monotonic() - ticket.started
-                num_cached[number] = output.num_cached_tokens
-                ticket.cached_tokens = sum(num_cached)
-                for completion in output.outputs:
-                    if completion.finish_reason == "abort":
-                        raise unavailable("the server is shutting down")
-                    if completion.finish_reason == "error":
-                        raise body.failure(checked[number].params, completion.stop_reason)
-                    if body.is_echo_alone:
-                        completion = replace(completion, text="", token_ids=[], finish_reason="length")
-                    ticket.completion_tokens += len(completion.token_ids)
-                    index = number * checked[0].params.n + completion.index
-                    yield body.choice(index, completion, output, self.checkpoint.tokenizer)
+        try:
+            async with aclosing(merged(streams)) as outputs:
+                async for number, output in outputs:
+                    if ticket.first_output_seconds is None:
+                        ticket.first_output_seconds = time.monotonic() - ticket.started
+                    num_cached[number] = output.num_cached_tokens
+                    ticket.cached_tokens = sum(num_cached)
+                    for completion in output.outputs:
+                        if completion.finish_reason == "abort":
+                            raise unavailable("the server is shutting down")
+                        if completion.finish_reason == "error":
+                            raise body.failure(checked[number].params, completion.stop_reason)
+                        if body.is_echo_alone:
+                            completion = replace(completion, text="", token_ids=[], finish_reason="length")
+                        ticket.completion_tokens += len(completion.token_ids)
+                        index = number * checked[0].params.n + completion.index
+                        yield body.choice(index, completion, output, self.checkpoint.tokenizer)
+        except RuntimeError as error:
+            if self.engine.is_running:
+                raise
+            raise unavailable(str(error)) from None  # closed after the request's check
 
     async def events(
         self, body: Body, head: dict[str, Any], choices: Choices, ticket: Ticket
@@ -371,7 +389,7 @@ class Service:
         return JSON({"version": __version__})
 
     async def server_info(self) -> Response:
-        """GET /server_info: the engine's description of itself, which it also prints at startup."""
+        """GET /server_info: the engine's description of itself, which it also logs at startup."""
         engine = self.engine.llm_engine.describe()
         info: dict[str, Any] = {"version": __version__, "model": self.name, "engine": engine}
         if self.learner is not None:  # trl reads this field
@@ -389,7 +407,25 @@ class Service:
 
     async def page(self) -> Response:
         """GET /: a page to chat with the model, in one file that loads nothing from elsewhere."""
-        return HTMLResponse(PAGE.read_text(), headers={"Content-Security-Policy": PAGE_POLICY})
+        text = PAGE.read_text()
+        if self.checkpoint.generation_config.get("temperature") is not None:  # else the page's own default
+            text = text.replace('placeholder="0.7"', f'placeholder="{self.defaults.temperature}"')
+        return HTMLResponse(text, headers={"Content-Security-Policy": PAGE_POLICY})
+
+
+def names_of(model: str) -> list[str]:
+    """Return the names under which clients find a model. The first one is the name that they are told.
+
+    That is the name of the file or directory, so that no client gets a path. Of a hub id it is the whole id,
+    because clients look for the tokenizer under it.
+
+    >>> names_of("Qwen/Qwen3-0.6B")
+    ['Qwen/Qwen3-0.6B', 'Qwen3-0.6B']
+    """
+    path = Path(model)
+    if path.exists():
+        return [path.stem if path.is_file() else path.absolute().name, model]
+    return [model, path.name]
 
 
 FAMILIES: dict[type[Metric], Any] = {
@@ -465,7 +501,7 @@ def make_app(service: Service, allowed_origins: Sequence[str] = ()) -> FastAPI:
             headers = {"allow": error.headers["Allow"]} if error.headers and "Allow" in error.headers else {}
             is_unknown = error.status_code == 404
             path = request.url.path
-            message = missing.get(path, f"{path} is not served; served are {', '.join(paths)}")
+            message = missing.get(path, f"{path} does not exist; the paths are {', '.join(paths)}")
             error = APIError(error.status_code, message if is_unknown else str(error.detail), **headers)
         elif not isinstance(error, APIError):
             error = APIError(500, "the server failed")  # the reason is in the server's log only

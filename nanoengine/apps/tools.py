@@ -238,7 +238,7 @@ def chosen(setting: str, name: str, marks: dict[str, str], template: str) -> str
     if name == "auto":
         return next((known for known, mark in marks.items() if mark in template), None)
     if name not in (*marks, "none"):
-        raise ValueError(f"{setting} must be auto, none or of {[*marks]}, got {name!r}")
+        raise ValueError(f"{setting} must be auto, none or one of {[*marks]}, got {name!r}")
     return None if name == "none" else name
 
 
@@ -563,7 +563,7 @@ class ToolChoice(NamedTuple):
                 name in names and choice.get("type", "function") == "function"
             ):
                 return cls([tools[names.index(name)]], True, 1)
-        raise ValueError(f"tool_choice must be none, auto, required or a tool of {names}, got {choice!r}")
+        raise ValueError(f"tool_choice must be none, auto, required or one of {names}, got {choice!r}")
 
     def constrain(
         self, asked: StructuredOutputsParams | None, formats: Formats, prompt: str, parallel: bool
@@ -571,7 +571,7 @@ class ToolChoice(NamedTuple):
         """Return the structured outputs for an answer to this prompt, with a preamble for reasoning."""
         if self.max_required:
             if asked is not None:
-                raise ValueError("tool_choice requires a call, which excludes other structured outputs")
+                raise ValueError("tool_choice requires a tool call, which excludes other structured outputs")
             many = parallel and self.max_required > 1
             asked = StructuredOutputsParams(grammar=formats.required_calls(self.tools, many))
         if asked is None or asked.preamble is not None:

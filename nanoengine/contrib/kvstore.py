@@ -478,6 +478,6 @@ def connect(config: EngineConfig, started: Started, hf_config: Any) -> KVConnect
     Raises ValueError or ImportError if the store cannot be opened.
     """
     runner, specs, groups = started.runner, started.kv_specs, started.kv_groups
-    weights = started.weights_digest.hex(), config.quantization
+    weights = started.weights_digest.hex(), config.quantization, config.activations
     fingerprint = fingerprint_of(weights, hf_config, [runner.block_size, specs, groups])
     return KVConnector(open_store(config.kv_store), runner, specs, groups, fingerprint)

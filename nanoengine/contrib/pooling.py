@@ -26,10 +26,11 @@ from nanoengine.config import EngineConfig
 from nanoengine.contrib.pooling_model import Pooling
 from nanoengine.engine import Chunk
 from nanoengine.engine import Sequence as Sample
+from nanoengine.extensions.chats import render_chats
 from nanoengine.llm import LLM
 from nanoengine.models.checkpoint import Checkpoint
 from nanoengine.outputs import RequestOutput
-from nanoengine.requests import CheckedRequest, Prompt, RequestChecker, render_chats, split_prompts
+from nanoengine.requests import CheckedRequest, Prompt, RequestChecker, split_prompts
 from nanoengine.sampling_params import SamplingParams, check_bool, check_integer
 
 TASKS = {"embed": "embeds", "classify": "classifies"}

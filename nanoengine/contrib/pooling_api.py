@@ -14,13 +14,7 @@ from fastapi import Request
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict
 
-from nanoengine.apps.openai_api import (
-    JSON,
-    APIError,
-    refusing,
-    sampling_fields,
-    unavailable,
-)
+from nanoengine.apps.openai_api import JSON, APIError, refusing, sampling_fields, unavailable
 from nanoengine.contrib.pooling import PoolingParams, PoolingRequestOutput
 from nanoengine.requests import check_unicode, split_prompts
 

@@ -153,7 +153,7 @@ def replace_head(files: Files, pooling: Pooling) -> None:
     If the body was saved without a head, its tensors get the `model.` prefix of a model with a head.
     """
     headers, body = files.headers, EMBEDDING.removeprefix("model.")
-    if body in headers and files.weight_format is None:
+    if body in headers and not hasattr(files, "weight_format"):
         files.headers = headers = {f"model.{name}": header for name, header in headers.items()}
     if EMBEDDING in headers:
         headers.pop(HEAD, None)

@@ -75,7 +75,7 @@ class FunctionProcessor:
 
 @contextmanager
 def failing(logits: Tensor, rows: Sequence[int], processors: Iterable[Any]) -> Iterator[None]:
-    """Make an exception in the block the failure of these rows and processors: nothing is drawn for them."""
+    """Turn an exception in the block into a failure of these rows and processors. They get no token."""
     try:
         yield
     except Exception as error:

@@ -8,7 +8,11 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import pyarrow as pa
+try:
+    import pyarrow as pa
+except ModuleNotFoundError:
+    message = "nanoengine.contrib.ray_data needs Ray Data: pip install 'nanoengine[ray]'"
+    raise ModuleNotFoundError(message, name="pyarrow") from None
 
 from nanoengine.llm import LLM
 from nanoengine.sampling_params import RequestOutputKind, SamplingParams
@@ -99,7 +103,7 @@ class Predictor:
         prompt, params = row[self.column], self.sampling_params
         params = (params if isinstance(params, SamplingParams) else params(row)).clone()
         if params.n != 1 or params.logprobs is not None or params.prompt_logprobs is not None:
-            raise ValueError("a row has one answer, of text and tokens: n must be 1, and logprobs None")
+            raise ValueError("n must be 1 and logprobs None: a row has room for the tokens of one answer")
         params.output_kind = RequestOutputKind.FINAL_ONLY
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
             [prompt] = self.llm.render_chat([prompt])

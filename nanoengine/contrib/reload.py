@@ -24,8 +24,10 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from nanoengine.async_llm import AsyncLLM
-from nanoengine.backends.cpu.packed import CompiledLayer, OneDNNLinear, PackedLinear
-from nanoengine.backends.quantized import PackedEmbedding, quantize
+from nanoengine.backends.cpu.onednn import OneDNNLinear
+from nanoengine.backends.cpu.packed import CompiledLayer, PackedLinear
+from nanoengine.backends.cpu.quantize import quantize
+from nanoengine.backends.quantized import PackedEmbedding
 from nanoengine.config import EngineConfig
 from nanoengine.engine import BlockManager, ModelRunner
 from nanoengine.llm_engine import LLMEngine
@@ -223,7 +225,7 @@ class Reloader:
                 raise TypeError(f"tensor {name!r} must be dense and hold numbers")
             tensor = tensor.detach().T if place.is_transposed else tensor.detach()
             if first_name in tensors and not torch.equal(tensors[first_name], tensor):
-                raise ValueError(f"tensor {name!r} differs from the one given for {first_name!r}, its tie")
+                raise ValueError(f"tensor {name!r} differs from {first_name!r}, to which it is tied")
             tensors[first_name] = tensor
         return tensors
 
@@ -388,8 +390,10 @@ def _are_blocks(layer: PackedLinear, first: int, end: int) -> bool:
 
 
 def _pack(layer: PackedLinear, weight: Tensor) -> Tensor:
-    weight, bits = weight.to(layer.packed.device, layer.dtype), layer.form.bits
-    return layer.kernels.pack_integers(quantize(weight, bits)) if bits else layer.kernels.pack(weight)
+    weight, form = weight.to(layer.packed.device, layer.dtype), layer.form
+    if not form.bits:
+        return layer.kernels.pack(weight)
+    return layer.kernels.pack_integers(quantize(weight, form.bits), form.activation_bits)
 
 
 def drop_pages(tensor: Tensor) -> None:

@@ -31,7 +31,7 @@ from typing import Any
 
 from nanoengine import __all__ as PUBLIC
 from nanoengine import __version__
-from nanoengine.flags import FlexibleArgumentParser
+from nanoengine.apps.flags import FlexibleArgumentParser
 
 __all__ = [
     "FlexibleArgumentParser",
@@ -78,7 +78,7 @@ MODULES = {
     "vllm.utils.print_utils": HERE,
     "vllm.v1.engine.async_llm": "nanoengine.async_llm",
     "vllm.v1.engine.llm_engine": "nanoengine.llm_engine",
-    "vllm.v1.metrics.reader": "nanoengine.metrics",
+    "vllm.v1.metrics.reader": "nanoengine.extensions.metrics",
     "vllm.v1.sample.logits_processor": PROCESSORS,
     "vllm.v1.sample.logits_processor.builtin": PROCESSORS,
     "vllm.v1.sample.logits_processor.interface": PROCESSORS,

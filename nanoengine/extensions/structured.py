@@ -66,10 +66,10 @@ class Grammars:
             import llguidance  # noqa: F401
         except ImportError:
             raise ValueError(
-                "structured_outputs need the package llguidance: pip install 'nanoengine[structured]'"
+                "structured_outputs needs the package llguidance: pip install 'nanoengine[structured]'"
             ) from None
         if tokenizer is None:
-            raise ValueError("structured_outputs need a tokenizer and the checkpoint has none")
+            raise ValueError("structured_outputs needs a tokenizer, and the checkpoint has none")
         self.vocab_size = vocab_size
         backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         backend.no_padding()

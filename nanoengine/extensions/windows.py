@@ -73,6 +73,11 @@ class WindowedBlockManager(BlockManager):
         self.more_tables: MoreTables = {} if more_tables is None else more_tables
         super().__init__(num_blocks, block_size, **settings)
 
+    def clear(self) -> None:
+        """See the base class."""
+        super().clear()
+        self.more_tables.clear()
+
     def tables_of(self, seq: Sequence) -> list[list[int]]:
         """Return a sequence's block tables, by group, or an empty list while the sequence waits."""
         more = self.more_tables.get(seq)
@@ -125,10 +130,7 @@ class WindowedBlockManager(BlockManager):
     # -- growth
 
     def may_append(self, seq: Sequence, num_tokens: int) -> bool:
-        """See the base class. In any case, this first frees the blocks that no future token sees.
-
-        Future tokens begin at `seq.num_computed_tokens`.
-        """
+        """See the base class. First, this frees the blocks that no token from num_computed_tokens on sees."""
         self._remove_skipped_blocks(seq)
         lengths = self._table_lengths(seq.num_computed_tokens, num_tokens)
         pairs = zip(lengths, self.tables_of(seq), strict=True)
@@ -261,3 +263,15 @@ class WindowedRunner(ModelRunner):
         slots = np.stack([map_slots(table, seq_of_row, positions, size) for table in block_tables])
         slots[:, meta.slot_mapping < size] %= size  # discard in all groups what the base class discards
         return inputs._replace(metadata=meta._replace(block_tables=block_tables, slot_mapping=slots))
+
+
+def describe_windows(windows: list[int | None]) -> str:
+    """Describe to the user the windows of a model's groups, in which some layer has a window."""
+    if windows == [None]:
+        return "no blocks freed outside a window (the layers' shapes differ)"
+    if len(windows) == 1:
+        return f"a window of {windows[0]}"
+    groups = (
+        f"{windows.count(w)} {f'with a window of {w}' if w else 'full'}" for w in dict.fromkeys(windows)
+    )
+    return f"layers in groups: {', '.join(groups)}"

@@ -17,7 +17,8 @@ from filelock import FileLock
 from tests.helpers import DEMO
 
 ROOT = DEMO.parent.parent
-LISTED, GUIDE = ROOT / "tests" / "outside_tools.txt", ROOT / "docs" / "guide" / "tools.md"
+LISTED, AGENTS = (ROOT / "tests" / f"outside_{name}.txt" for name in ("tools", "agents"))
+GUIDE = ROOT / "docs" / "guide" / "tools.md"
 QUESTION, ANSWER = "What is 27 + 58?", "27 + 58 = 85"
 START = """
 import json, sys, pydantic
@@ -35,19 +36,21 @@ print(json.dumps(said))
 
 
 @pytest.fixture(scope="module")
-def python(tmp_path_factory) -> Path:
-    """The interpreter of an environment with the tools, made once for all of pytest's processes."""
+def python(request, tmp_path_factory) -> Path:
+    """Return the interpreter of an environment with the tools, made once for all of pytest's processes."""
+    listed: Path = getattr(request, "param", LISTED)
     where: Path = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         where = where.parent
-    path, done = where / "tools", where / "tools.log"
-    with FileLock(where / "tools.lock"):
+    path: Path = where / listed.stem
+    done = where / f"{listed.stem}.log"
+    with FileLock(where / f"{listed.stem}.lock"):
         if not done.exists():
             subprocess.run([sys.executable, "-m", "venv", path], check=True)
             (site,) = path.glob("lib/python*/site-packages")
             (site / "outer.pth").write_text(sysconfig.get_path("purelib"))
             command = [str(path / "bin" / "python"), "-m", "pip", "install", "--no-compile"]
-            made = subprocess.run([*command, "-r", str(LISTED)], capture_output=True, text=True)
+            made = subprocess.run([*command, "-r", str(listed)], capture_output=True, text=True)
             done.write_text(made.stderr if made.returncode else "")
     if "(from versions: none)" in done.read_text():  # as pip says where it reaches no index
         pytest.skip(f"needs PyPI: {done.read_text()[-300:]}")
@@ -57,7 +60,7 @@ def python(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def run(python, tmp_path):
-    """A function that runs a command with the tools' interpreter and returns its stdout."""
+    """Return a function that runs a command with the tools' interpreter and returns its stdout."""
 
     def run(*arguments):
         environment = os.environ | {
@@ -76,7 +79,8 @@ def run(python, tmp_path):
 
 
 def test_the_guide_names_the_tested_versions():
-    pins = re.findall(r"^([\w-]+)(?:\[\w+\])?==(\S+)$", LISTED.read_text(), re.MULTILINE)
+    text = LISTED.read_text() + AGENTS.read_text()
+    pins = re.findall(r"^([\w-]+)(?:\[\w+\])?==(\S+)$", text, re.MULTILINE)
     rows = re.findall(r"^\| ([\w-]+) \| ([\d.]+) \|", GUIDE.read_text(), re.MULTILINE)
     assert pins == rows
 
@@ -197,6 +201,45 @@ for mode in (Mode.TOOLS, Mode.JSON_SCHEMA):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("python", [AGENTS], indirect=True, ids=["openai-agents"])
+def test_agents_sdk(run, url):
+    """An agent calls a function, whose output the bundled model takes for its next question."""
+    program = """
+import asyncio
+from typing import Literal
+from agents import Agent, ModelSettings, Runner, function_tool
+from agents import set_default_openai_client, set_tracing_disabled
+from openai import AsyncOpenAI
+set_tracing_disabled(True)
+called = []
+
+@function_tool
+def ask(number: Literal[1, 2]) -> str:
+    "Get a question."
+    called.append(number)
+    return "Spell the word paging backwards."
+
+def agent():  # with a client of its own: a client belongs to one event loop
+    set_default_openai_client(AsyncOpenAI(base_url=url, api_key="none", max_retries=0))
+    settings = ModelSettings(tool_choice="required", temperature=0, parallel_tool_calls=False)
+    return Agent(name="Quiz", instructions="Be brief.", tools=[ask], model="demo", model_settings=settings)
+
+async def stream():
+    run = Runner.run_streamed(agent(), question)
+    kinds = [event.item.type async for event in run.stream_events() if event.type == "run_item_stream_event"]
+    return kinds, run.final_output
+
+said = {"whole": Runner.run_sync(agent(), question).final_output, "streamed": asyncio.run(stream())}
+said["called"] = called
+"""
+    said = said_by(run, url, program)
+    kinds = ["tool_call_item", "tool_call_output_item", "message_output_item"]
+    assert said["streamed"] == [kinds, "gnigap"]
+    assert said["whole"] == "gnigap"
+    assert len(said["called"]) == 2
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
 def test_guidellm(path, run, url, tmp_path):
     run(
@@ -247,9 +290,7 @@ for way, model_args, tasks in (
     ("local-chat-completions", f"{server}/chat/completions", ["generated"]),
 ):
     manager = TaskManager(include_path=".")
-    made = lm_eval.simple_evaluate(
-        way, model_args=model_args, tasks=tasks, task_manager=manager, apply_chat_template=True
-    )
+    made = lm_eval.simple_evaluate(way, model_args, tasks, task_manager=manager, apply_chat_template=True)
     said[way] = {
         task: {
             "score": made["results"][task][{"chosen": "acc,none", "generated": "exact_match,none"}[task]],
@@ -263,7 +304,7 @@ print(json.dumps(said))
 
 @pytest.fixture
 def tasks(tmp_path):
-    """Sums, of which the model knows some: a choice among answers, and an answer of its own."""
+    """Write tasks on sums, some of which the model knows: multiple choice, and free answers."""
     sums = [(3, 4), (27, 58), (40, 41), (12, 99), (5, 6), (123, 456), (8, 9), (7, 7)]
     lines = []
     for a, b in sums:

@@ -35,7 +35,7 @@ def questions() -> list[str]:
 
 
 def offline_answers() -> list[tuple[list[int], list[int]]]:
-    """Prompt and answer of each question, as token ids."""
+    """Return the prompt and the answer of each question, as token ids."""
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
     with LLM(DEMO, num_kv_blocks=200) as llm:
         chats = [[{"role": "user", "content": question}] for question in questions()]
@@ -47,7 +47,7 @@ KINDS = "whole", "stream", "slow", "leave", "malformed", "huge", "wrong_key"
 
 
 class Client:
-    """One of many, each with its own kind of manners; what it sees goes into shared lists."""
+    """Behaves in one of several ways, good or bad, and adds what it sees to shared lists."""
 
     def __init__(self, port, expected, seed, seen, latencies):
         self.port, self.expected, self.seen, self.latencies = port, expected, seen, latencies
@@ -95,7 +95,7 @@ class Client:
         return int(line.split()[1])
 
     async def pieces(self, reader):
-        """Token ids as they come; the body is chunked, and a chunk is an event."""
+        """Yield token ids as they arrive. The body is chunked, with an event per chunk."""
         while line := await reader.readline():
             if line.startswith(b"data: {"):
                 (choice,) = json.loads(line[6:])["choices"]
@@ -222,7 +222,7 @@ def test_hundreds_of_clients_get_complete_and_correct_answers():
         async def main():
             start = time.monotonic()
             clients = [
-                Client(int(url.rsplit(":", 1)[1]), expected, seed, seen, latencies) for seed in range(CLIENTS)
+                Client(int(url.split(":")[2]), expected, seed, seen, latencies) for seed in range(CLIENTS)
             ]
 
             async def watch():

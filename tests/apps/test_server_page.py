@@ -6,7 +6,7 @@ from selenium.webdriver.common.keys import Keys
 
 from nanoengine import AsyncLLM
 from tests.browser import chromium
-from tests.helpers import DEMO, chain_checkpoint
+from tests.helpers import DEMO, THINKING_TEMPLATE, chain_checkpoint, thinking_checkpoint
 from tests.serving import held_steps, is_empty, served, wait_until
 
 MARKUP = "<b id=x>"
@@ -62,7 +62,7 @@ def test_a_question_is_answered_and_sent_again_with_the_next_one(page, serving, 
     write(page, "What is 3 + 4?")
     press_send(page)
     wait_until(lambda: len(find(page, ".note")) == 2)
-    assert [message["content"] for message in bodies[1].messages] == [
+    assert [one["content"] for one in bodies[1].messages] == [
         "What is 27 + 58?",
         "27 + 58 = 85",
         "What is 3 + 4?",
@@ -138,6 +138,44 @@ def test_the_page_asks_for_a_key_and_sends_it(browser):
         wait_until(lambda: texts(browser, "#model") == ["demo"])
 
 
+CODE = "Add `a` and `b`:\n\n```python\ndef f(a, b):\n    return a + b\n```\n\nor:\n```\n1 + 2\n```"
+
+
+def test_code_is_in_monospace_in_whatever_pieces_it_arrives(page):
+    element = page.execute_script("return show('message', '')")
+    for end in range(len(CODE) + 1):
+        page.execute_script("write(arguments[0], arguments[1])", element, CODE[:end])
+    assert texts(page, ".message pre") == ["def f(a, b):\n    return a + b\n", "1 + 2\n"]
+    assert texts(page, ".message code") == ["a", "b"]
+    assert texts(page, ".message") == ["Add a and b:\n\ndef f(a, b):\n    return a + b\n\nor:\n1 + 2\n"]
+
+
+def test_thoughts_are_folded_and_temperature_is_the_checkpoint_s_or_moderate(browser, tmp_path, monkeypatch):
+    engine = AsyncLLM(str(thinking_checkpoint(tmp_path)), num_kv_blocks=100)
+    engine.llm_engine.checkpoint.tokenizer.chat_template = THINKING_TEMPLATE
+    with served(engine) as (url, service):
+        bodies = []
+        answer = service.answer
+        monkeypatch.setattr(
+            service, "answer", lambda body, ticket: (bodies.append(body), answer(body, ticket))[1]
+        )
+        browser.get(url)
+        find(browser, "summary")[0].click()
+        browser.find_element(By.ID, "tokens").send_keys("6")
+        for number in (1, 2):
+            write(browser, "o" + Keys.ENTER)
+            wait_until(lambda number=number: len(texts(browser, ".note")) == number)
+        assert texts(browser, ".message") == ["o", "So"] * 2
+        assert texts(browser, ".thoughts > div") == ["hm"] * 2
+        assert not find(browser, ".thoughts > div")[0].is_displayed()
+        assert bodies[1].messages[1]["content"] == "So"
+        assert bodies[1].temperature == 0.7
+        monkeypatch.setitem(service.checkpoint.generation_config, "temperature", 0.3)
+        service.defaults.temperature = 0.3
+        browser.get(url)
+        assert browser.find_element(By.ID, "temperature").get_attribute("placeholder") == "0.3"
+
+
 @pytest.mark.parametrize("width", [320, 390, 1280])
 def test_the_page_fits_its_window(width, browser, serving):
     browser.execute_cdp_cmd(
@@ -146,7 +184,10 @@ def test_the_page_fits_its_window(width, browser, serving):
     )
     browser.get(serving[0])
     find(browser, "summary")[0].click()
-    browser.execute_script("show('message user', 'x'.repeat(500)); show('message', 'word '.repeat(900))")
+    browser.execute_script("show('message user', 'x'.repeat(500))")
+    browser.execute_script(
+        "write(show('message', ''), `${'word '.repeat(900)}\\n\\`\\`\\`\\n${'x'.repeat(900)}`)"
+    )
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width
     for selector in ("#text", "#send", "#new", "#system", "#key"):
         box = find(browser, selector)[0].rect

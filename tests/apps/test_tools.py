@@ -285,10 +285,7 @@ def test_no_text_takes_quadratic_time(calls, beginning, unit, piece):
 
 def test_an_argument_that_is_not_json_stays_text():
     """A set, bytes or an infinite number must not cost the caller the call."""
-    array = {
-        "type": "function",
-        "function": {"name": "f", "parameters": {"properties": {"x": {"type": "array"}}}},
-    }
+    array = {"function": {"name": "f", "parameters": {"properties": {"x": {"type": "array"}}}}}
     for value in ("{1,2}", "b'x'", "...", "1e999", "{[1]}", "{(1, 2): 3}", "[1, b'x']"):
         text = f"<tool_call>\n<function=f>\n<parameter=x>\n{value}\n</parameter>\n</function>\n</tool_call>"
         assert taken_apart(parser_of("qwen3_coder", tools=[array]), [text]) == [
@@ -314,12 +311,8 @@ def test_a_required_call_has_only_named_arguments():
     parameters = {"type": "object", "properties": {"a": {"type": "object", "properties": {}}}}
     for calls in TOOL_FORMATS:
         formats = Formats(calls, None, None, {"<tool_call>": 77})
-        grammar = formats.required_calls(
-            [{"function": {"name": "f", "parameters": parameters}}, ADD], many=True
-        )
-        assert (
-            grammar.count('"additionalProperties": false') == 3
-        )  # of both calls, and of what they are given
+        grammar = formats.required_calls([{"function": {"name": "f", "parameters": parameters}}, ADD], True)
+        assert grammar.count('"additionalProperties": false') == 3  # of both calls, and of their arguments
         assert ("<[77]>" in grammar) == (calls == "hermes"), "a special token by its id"
 
 
@@ -345,7 +338,7 @@ def test_the_chat_template_selects_the_formats(template, calls, reasoning):
     assert choose_formats(tokenizer, "none", "none")[:2] == (None, None)
     assert choose_formats(tokenizer, "openai", "qwen3")[:2] == ("harmony", "deepseek_r1")
     for names in (("unheard-of", "auto"), ("auto", "unheard-of")):
-        with pytest.raises(ValueError, match=r"must be auto, none or of .*got 'unheard-of'"):
+        with pytest.raises(ValueError, match=r"must be auto, none or one of .*got 'unheard-of'"):
             choose_formats(tokenizer, *names)
 
 
@@ -365,7 +358,7 @@ TEMPLATE = """
 
 
 class Script:
-    """Has the bundled model say what the test wants, given the end of the conversation."""
+    """Makes the bundled model generate the test's text, chosen by the end of the conversation."""
 
     def __init__(self):
         self.says = {}
@@ -441,9 +434,7 @@ def test_openai_s_stream_helper_reads_calls_and_reasoning(client, script):
         assert len({call.id for call in message.tool_calls}) == 2
     done = [event.name for event in events if event.type == "tool_calls.function.arguments.done"]
     assert done == ["add", "add"]
-    deltas = [
-        event.chunk.choices[0].delta for event in events if event.type == "chunk" and event.chunk.choices
-    ]
+    deltas = [one.chunk.choices[0].delta for one in events if one.type == "chunk" and one.chunk.choices]
     assert "".join(getattr(delta, "reasoning", None) or "" for delta in deltas) == "I add."
     one = client.chat.completions.create(**settings, parallel_tool_calls=False).choices[0].message
     assert len(one.tool_calls) == 1
@@ -555,9 +546,7 @@ def test_a_pydantic_model_is_parsed_by_the_client(thinking, client, script):
 def test_every_spelling_of_structured_outputs_is_accepted(fields, conforms, path, running, script):
     script.says = {}
     body = {"max_tokens": 60, "temperature": 2.0, "seed": 1, **fields}
-    body |= (
-        {"prompt": "Hello"} if path == "completions" else {"messages": [{"role": "user", "content": "Hello"}]}
-    )
+    body |= {"prompt": "Hi"} if path == "completions" else {"messages": [{"role": "user", "content": "Hi"}]}
     answer = http.post(f"{running[0]}/v1/{path}", json=body)
     assert answer.status_code == 200, answer.text
     (choice,) = answer.json()["choices"]
@@ -591,18 +580,14 @@ REFUSED: list[tuple[str | None, str, dict]] = [
     ("tools", "no finite text", {"tools": [ENDLESS], "tool_choice": "required"}),
     ("tool_choice", "tool_choice needs tools", {"tool_choice": "required"}),
     ("tool_choice", "must be none, auto", {"tools": [ADD], "tool_choice": {"type": "x", "name": "add"}}),
-    ("tool_choice", "required or a tool", {"tools": [ADD], "tool_choice": "sometimes"}),
-    ("tool_choice", "a tool of .'add'.", {"tools": [ADD], "tool_choice": {"function": {"name": "sub"}}}),
-    (
-        "tool_choice",
-        "excludes other structured outputs",
-        {"tools": [ADD], "tool_choice": "required", "guided_regex": "a"},
-    ),
+    ("tool_choice", "required or one of", {"tools": [ADD], "tool_choice": "sometimes"}),
+    ("tool_choice", "one of .'add'.", {"tools": [ADD], "tool_choice": {"function": {"name": "sub"}}}),
+    ("tool_choice", "excludes other", {"tools": [ADD], "tool_choice": "required", "guided_regex": "a"}),
     ("response_format", "response_format must be", {"response_format": {"type": "xml"}}),
     ("response_format", "json_schema with a schema", {"response_format": {"type": "json_schema"}}),
     ("response_format", "Unimplemented keys", schema(**{"not": {}})),
     ("guided_regex", "unclosed group", {"guided_regex": "("}),
-    ("guided_regex", "must not be given", {"guided_regex": "a", "structured_outputs": {"regex": "b"}}),
+    ("guided_regex", "cannot be combined", {"guided_regex": "a", "structured_outputs": {"regex": "b"}}),
     ("structured_outputs", "no field 'foo'", {"structured_outputs": {"foo": 1}}),
     (None, "has no argument 'logits_processors'", {"logits_processors": ["os:system"]}),
     ("messages", "tool_calls must hold", {"messages": [{"role": "assistant", "tool_calls": [5]}]}),

@@ -1,10 +1,9 @@
-"""A learner beside the engine: log-probabilities that tokens are drawn by, weights by HTTP, trl itself."""
+"""A learner beside the engine: log-probabilities to sample from, weights by HTTP, trl itself."""
 
 import asyncio
 import json
 import math
 import os
-import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -19,20 +18,20 @@ from nanoengine import LLM, AsyncLLM, SamplingParams
 from nanoengine.contrib.transfer import LEARNER, WeightGroup
 from tests.contrib.test_reload import SETTINGS, answers, other
 from tests.helpers import DEMO, checkpoint, table_checkpoint
-from tests.serving import command, held_steps, http, served, until, wait_until
+from tests.serving import command, free_port, held_steps, http, served, until, wait_until
 
-# ---- Log-probabilities that tokens are drawn by ----
+# ---- Log-probabilities that tokens are sampled from ----
 
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory):
-    """A model whose next-token logits are those of a table, and the table."""
+    """Return a model whose next-token logits are those of a table, and the table."""
     logits = torch.randn(260, 260, generator=torch.Generator().manual_seed(0))
     return str(table_checkpoint(tmp_path_factory.mktemp("table"), logits, ("a", "b", "c"))), logits
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
-def test_processed_logprobs_are_those_that_tokens_are_drawn_from(enforce_eager, table):
+def test_processed_logprobs_are_those_that_tokens_are_sampled_from(enforce_eager, table):
     path, logits = table
     params = [
         {"temperature": 0.0},
@@ -72,7 +71,7 @@ def processed(
     bad_words=None,
     presence_penalty=0.0,  # of the output, which is empty
 ):
-    """In vLLM's order, as it is written down: no code of ours."""
+    """Return processed log-probabilities, in vLLM's documented order and without nanoengine's code."""
     for token_id, bias in (logit_bias or {}).items():
         logits[token_id] += bias
     for token_id in prompt:
@@ -108,11 +107,8 @@ def test_a_learner_reaches_the_model_as_in_vllm(tmp_path_factory, tmp_path):
     model.save_pretrained(tmp_path)
     with LLM(tmp_path, **SETTINGS) as llm:
         wanted = answers(llm)
-    of_trl = {
-        "enable_sleep_mode": True,
-        "distributed_executor_backend": "external_launcher",
-        "model_impl": "vllm",
-    }
+    of_trl = {"enable_sleep_mode": True, "model_impl": "vllm"}
+    of_trl["distributed_executor_backend"] = "external_launcher"
     with LLM(checkpoint("qwen3", tmp_path_factory)[0], **SETTINGS, **of_trl) as llm:
         llm.sleep(level=2)
         llm.wake_up(tags=["weights"])
@@ -129,9 +125,7 @@ def test_collective_rpc_calls_a_method_of_the_worker_or_a_function(tmp_path_fact
     with LLM(path, **SETTINGS) as llm:
         shapes = {name: tuple(x.shape) for name, x in model.named_parameters()}
         assert llm.collective_rpc("tensor_shapes") == [shapes]
-        assert llm.collective_rpc(
-            lambda worker, x, *, y: (worker.rank, x + y), args=(1,), kwargs={"y": 2}
-        ) == [(0, 3)]
+        assert llm.collective_rpc(lambda it, x, y: (it.rank, x + y), args=(1,), kwargs={"y": 2}) == [(0, 3)]
         assert llm.collective_rpc("sleep", kwargs={"level": 1}) == [None]
         assert llm.is_sleeping()
         llm.collective_rpc("wake_up", args=(["weights", "kv_cache"],))
@@ -140,16 +134,15 @@ def test_collective_rpc_calls_a_method_of_the_worker_or_a_function(tmp_path_fact
                 llm.collective_rpc(method)
 
 
-def test_coroutines_change_weights_and_sleep_between_requests(tmp_path_factory):
-    path, _ = checkpoint("qwen3", tmp_path_factory)
+def test_coroutines_change_weights_and_sleep_between_requests(qwen3):
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-    with LLM(path, **SETTINGS) as llm:
+    with LLM(qwen3, **SETTINGS) as llm:
         before = llm.generate([[1, 2, 3]], params, use_tqdm=False)[0].outputs[0].token_ids
         llm.update_weights(other("qwen3").named_parameters())
         after = llm.generate([[1, 2, 3]], params, use_tqdm=False)[0].outputs[0].token_ids
 
     async def main():
-        async with AsyncLLM(str(path), **SETTINGS) as engine:
+        async with AsyncLLM(str(qwen3), **SETTINGS) as engine:
 
             async def ask(name, num_tokens=6):
                 asked = replace(params, max_tokens=num_tokens)
@@ -203,10 +196,9 @@ def test_routes_for_learners_need_dev_mode_and_the_key(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def learned(tmp_path_factory):
-    """A server of a small model for a learner, and its service."""
-    path, _ = checkpoint("qwen3", tmp_path_factory)
-    with served(AsyncLLM(str(path), **SETTINGS), dev_mode=True) as (url, service):
+def learned(qwen3):
+    """Yield the address and the service of a server with a small model, for a learner."""
+    with served(AsyncLLM(str(qwen3), **SETTINGS), dev_mode=True) as (url, service):
         yield url, service
 
 
@@ -222,7 +214,7 @@ def ids(answer):
 
 @contextmanager
 def while_a_request_runs(url, service):
-    """A request runs until the end of the block; gives a function that posts between two of its steps."""
+    """Keep a request running until the end of the block. Yields a function that posts between two steps."""
     asked = {"prompt": [1, 2], "max_tokens": 200, "ignore_eos": True, "stream": True}
     with (
         ThreadPoolExecutor(1) as pool,
@@ -266,9 +258,7 @@ def test_a_server_sleeps_and_wakes_up(learned):
 
 def meet(url):
     """Form a process group with the server, in the role of a learner."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     where = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(http.post, f"{url}/init_weight_transfer_engine", json={"init_info": where})
@@ -278,7 +268,7 @@ def meet(url):
 
 
 def send(url, group, named, **changes):
-    """Announce tensors and broadcast them; gives the server's answer."""
+    """Announce tensors and broadcast them. Returns the server's answer."""
     named = list(named)
     announced = {
         "names": [name for name, _ in named],
@@ -401,9 +391,7 @@ print(json.dumps(said))
 @pytest.mark.slow
 def test_trl_s_client_generates_scores_and_updates_weights(with_trl):
     flags = "--dev-mode --max-logprobs -1 --logprobs-mode processed_logprobs --dtype float32"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     with command(*flags.split(), stdout=subprocess.DEVNULL) as (_, url):
         said = with_trl(CLIENT, url, str(port), str(DEMO))
     params = SamplingParams(temperature=0, max_tokens=20)

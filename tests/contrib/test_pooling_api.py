@@ -75,7 +75,7 @@ def test_a_classifier_names_the_most_probable_label(tmp_path):
         ("/v1/embeddings", {"input": []}, "input", "input must hold at least one token"),
         ("/v1/embeddings", {"input": "a", "dimensions": 3}, "dimensions", "dimensions must be among"),
         ("/v1/embeddings", {"input": "a", "encoding_format": "x"}, "encoding_format", "'float' or 'base64'"),
-        ("/v1/embeddings", {"input": "a", "messages": [1]}, None, "messages=.* is not served"),
+        ("/v1/embeddings", {"input": "a", "messages": [1]}, None, "messages=.* is not supported"),
         ("/v1/embeddings", {"input": "a", "inputs": "b"}, None, "did you mean"),
         ("/v1/embeddings", {"input": "a", "model": "other"}, "model", "does not exist"),
         ("/classify", {"input": "a"}, None, "task must be 'embed'"),

@@ -142,34 +142,26 @@ def test_all_requests_of_a_step_may_fail(llm):
     assert reason == "no token could be sampled: RuntimeError: planted"
 
 
-@pytest.mark.parametrize(
-    "wrong", [5, [5], [lambda logits: logits], ["a.b:c"], [lambda a, b, c, d: d]], ids=range(5)
-)
+@pytest.mark.parametrize("wrong", [5, [5], [lambda x: x], ["a.b:c"], [lambda a, b, c, d: d]], ids=range(5))
 def test_anything_but_functions_is_a_type_error(wrong):
     with pytest.raises(TypeError, match="logits_processors must"):
         SamplingParams(logits_processors=wrong)
 
 
-@pytest.mark.parametrize("settings", [{"async_scheduling": True}, {"num_kv_blocks": 6, "block_size": 4}])
-def test_functions_work_with_async_scheduling_and_preemption(settings, llm):
+@pytest.mark.parametrize(
+    "settings",
+    [{"async_scheduling": True}, {"num_kv_blocks": 6, "block_size": 4}, {"speculative_config": NGRAM}],
+)
+def test_functions_work_with_async_scheduling_preemption_and_drafts(settings):
     def alternate(output_ids, logits):
         return only(50 + len(output_ids) % 3)(output_ids, logits)
 
-    params = SamplingParams(logits_processors=[alternate], max_tokens=9)
-    with LLM(DEMO, **{"num_kv_blocks": 100} | settings) as other:
-        expected = [50, 51, 52] * 3
-        assert token_ids(other, params, ["Hello", "a", "abc"]) == [expected] * 3
-        assert (other.metrics()["num_preemptions"] > 0) == ("block_size" in settings)
-
-
-def test_functions_are_called_for_draft_tokens():
-    def alternate(output_ids, logits):
-        return only(50 + len(output_ids) % 3)(output_ids, logits)
-
-    with LLM(DEMO, num_kv_blocks=100, speculative_config=NGRAM) as llm:
-        params = SamplingParams(logits_processors=[alternate], max_tokens=20)
-        assert token_ids(llm, params) == [([50, 51, 52] * 7)[:20]]
-        assert llm.metrics()["spec_decode_num_accepted_tokens"] > 0
+    params = SamplingParams(logits_processors=[alternate], max_tokens=12)
+    with LLM(DEMO, **{"num_kv_blocks": 100} | settings) as llm:
+        assert token_ids(llm, params, ["Hello", "a", "abc"]) == [[50, 51, 52] * 4] * 3
+        metrics = llm.metrics()
+    assert (metrics["num_preemptions"] > 0) == ("block_size" in settings)
+    assert (metrics["spec_decode_num_accepted_tokens"] > 0) == ("speculative_config" in settings)
 
 
 # ---- Processors of an engine ----

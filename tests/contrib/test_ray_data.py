@@ -4,7 +4,6 @@ import os
 import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -18,12 +17,18 @@ from examples import train_demo as train
 from nanoengine import LLM, SamplingParams
 from nanoengine.contrib.ray_data import ANSWER, Predictor
 from tests.helpers import DEMO
-from tests.serving import http, wait_until
+from tests.serving import free_port, http, wait_until
 
 ROOT = Path(__file__).parents[2]
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 PROMPTS = ["a b c d", "What is 27 + 58?", "2 3 5", "What is 27 + 58?!"]
 SMALL = {"num_kv_blocks": 200}
+
+
+def test_without_ray_the_pip_line_is_named():
+    code = "import sys; sys.modules['pyarrow'] = None; import nanoengine.contrib.ray_data"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert run.stderr.endswith("ray_data needs Ray Data: pip install 'nanoengine[ray]'\n")
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +102,7 @@ def test_prompts_may_be_token_ids_or_conversations_and_parameters_a_row_s_own(pr
 
 
 def failing(predictor, monkeypatch, times):
-    """The next `times` steps raise."""
+    """Make the next `times` steps raise."""
     launch, left = predictor.llm.llm_engine.runner.launch, iter(range(times))
 
     def sometimes(*args):
@@ -155,7 +160,7 @@ def test_other_batch_formats_and_taken_columns_are_refused(predictor):
 
 
 class Watched(Predictor):
-    """Leaves a file per engine in a directory, which holds its number of threads; may kill itself, once."""
+    """Writes each engine's number of threads to a file of a directory. May kill itself once."""
 
     def __init__(self, directory, *args, fatal_step=None, **settings):
         super().__init__(*args, **settings)
@@ -255,9 +260,7 @@ def test_the_guide_s_lines_print_what_it_shows():
 def test_ray_serve_answers_like_one_engine_and_aborts_when_clients_disconnect(ray, monkeypatch):
     from ray import serve
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     monkeypatch.chdir(ROOT)
     serve.start(http_options={"port": port})
     script = guide_blocks()[2].replace("num_replicas=2", "num_replicas=1").replace('"nano', f'"{ROOT}/nano')

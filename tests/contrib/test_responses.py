@@ -1,9 +1,12 @@
 """/v1/responses, by OpenAI's own client: the chat's answers in another shape."""
 
+import json
+
 import openai
 import pydantic
 import pytest
 
+from nanoengine.contrib.responses import ResponsesRequest, ResponseStream
 from tests.serving import http, paced_steps
 
 QUESTION = "What is 27 + 58?"
@@ -120,6 +123,68 @@ def test_the_client_s_own_stream_helper_gathers_the_text(client):
         assert stream.get_final_response().output_text == text == ANSWER
 
 
+ADD = {
+    "type": "function",
+    "name": "add",
+    "description": None,
+    "strict": True,
+    "parameters": {
+        "type": "object",
+        "properties": {name: {"type": "integer", "minimum": 0, "maximum": 9} for name in "ab"},
+        "required": ["a", "b"],
+    },
+}
+
+
+def test_a_function_is_called_and_its_output_is_part_of_the_next_input(client):
+    asked = {"model": "demo", "temperature": 0, "tools": [ADD]}
+    first = client.responses.create(
+        **asked, input=QUESTION, tool_choice="required", parallel_tool_calls=False
+    )
+    (call,) = first.output
+    assert (call.type, call.name, call.status, first.status) == (
+        "function_call",
+        "add",
+        "completed",
+        "completed",
+    )
+    assert json.loads(call.arguments).keys() == {"a", "b"}
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "85"}
+    said = {"role": "assistant", "content": "So:"}
+    given = [{"role": "user", "content": QUESTION}, said, call, result]
+    second = client.responses.create(**asked, input=given, reasoning={"effort": "low", "summary": "auto"})
+    function = {"name": "add", "arguments": call.arguments}
+    calls = {"tool_calls": [{"id": call.call_id, "type": "function", "function": function}]}
+    messages = [given[0], said | calls, {"role": "tool", "tool_call_id": call.call_id, "content": "85"}]
+    chat = client.chat.completions.create(model="demo", temperature=0, messages=messages)
+    assert second.output_text == chat.choices[0].message.content
+    assert second.usage.input_tokens == chat.usage.prompt_tokens
+    assert second.tools[0].name == "add"
+
+
+def test_the_items_of_a_stream_are_text_and_calls_in_order():
+    stream = ResponseStream(ResponsesRequest(input=QUESTION), "1", 0, "demo")
+    call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    pieces = [{"content": "So"}, {"content": ":"}, {"content": None, "tool_calls": [call]}, {"content": "!"}]
+    usage = dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens", "prompt_tokens_details"))
+    events = [event for piece in pieces for event in stream.piece(piece)] + [*stream.end("stop", usage)]
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    message = ["output_item.added", "content_part.added", "output_text.delta"]
+    end = ["output_text.done", "content_part.done", "output_item.done"]
+    called = ["output_item.added", "function_call_arguments.delta", "function_call_arguments.done", end[-1]]
+    assert kinds == [*message, "output_text.delta", *end, *called, *message, *end, "completed"]
+    output = events[-1]["response"]["output"]
+    assert [event["item"] for event in events if event["type"].endswith("item.done")] == output
+    begun = [event["item"] for event in events if event["type"].endswith("item.added")]
+    assert [item["id"] for item in begun] == [item["id"] for item in output]
+    assert len({item["id"] for item in output}) == 3
+    assert [event["output_index"] for event in events[:-1]] == [0] * 7 + [1] * 4 + [2] * 6
+    assert [item["content"][0]["text"] for item in (output[0], output[2])] == ["So:", "!"]
+    expected = {"type": "function_call", "call_id": "call_1", "name": "add", "arguments": '{"a": 1}'}
+    assert output[1] == {**expected, "id": "fc_call_1", "status": "completed"}
+    assert begun[1] == output[1] | {"arguments": "", "status": "in_progress"}
+
+
 def test_noop_values_are_accepted(client):
     response = client.responses.create(
         model="demo",
@@ -146,11 +211,14 @@ def test_noop_values_are_accepted(client):
     ("fields", "param", "message"),
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id", "send the conversation as input"),
-        ({"tools": [{"type": "function", "name": "add"}]}, "tools", "use /v1/chat/completions with tools"),
-        ({"text": {"verbosity": "low"}}, "text", "say it in a message"),
+        ({"tools": [{"type": "web_search"}]}, "tools", "tools must hold functions only, got"),
+        ({"tools": [{"type": "function", "name": ""}]}, "tools", "tools must hold .*name"),
+        ({"tool_choice": "required"}, "tool_choice", "tool_choice needs tools"),
+        ({"reasoning": {"budget": 9}}, "reasoning", "has no argument 'budget'"),
+        ({"text": {"verbosity": "low"}}, "text", "ask for it in a message"),
         ({"text": {"format": {"type": "yaml"}}}, "response_format", "must be of type text, json_object"),
         ({"text": {"format": 5}}, "text", "text.format must be an object, got 5"),
-        ({"store": True}, "store", "store=True is not served"),
+        ({"store": True}, "store", "store=True is not supported"),
         ({"n": 2}, "n", "has no argument 'n'"),
         ({"top_k": "5"}, "top_k", "top_k must be an integer"),
         ({"top_kk": 5}, "top_kk", "has no argument 'top_kk'; did you mean 'top_k'"),
@@ -162,7 +230,7 @@ def test_noop_values_are_accepted(client):
         ({"input": None}, "input", "input must be text"),
         ({"input": "a" * 10_000}, "input", "prompt has 10"),
         ({"input": [{"role": "tool", "content": "a"}]}, "input", r"input\[0\].role must be one of user"),
-        ({"input": [{"type": "function_call_output"}]}, "input", r"input\[0\] must be a message"),
+        ({"input": [{"type": "function_call_output"}]}, "input", r"input\[0\] must be a message or a"),
         ({"input": [{"role": "user", "content": 5}]}, "input", r"input\[0\].content must be text .*got 5"),
         ({"input": [{"role": "user"}]}, "input", r"input\[0\].content must be text"),
         (

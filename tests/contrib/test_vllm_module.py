@@ -7,7 +7,6 @@ import argparse
 import asyncio
 import importlib
 import importlib.metadata
-import json
 import os
 import random
 import subprocess
@@ -169,12 +168,14 @@ def test_a_script_and_a_module_run_with_their_arguments_before_anything_heavy_is
 
 
 def test_helpers_behave_like_vllm_s(vllm_installed, alphabet, babbler):
+    from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.logger import init_logger
     from vllm.lora.request import LoRARequest
     from vllm.renderers.hf import resolve_chat_template
     from vllm.tokenizers import get_tokenizer
     from vllm.utils import random_uuid
 
+    cleanup_dist_env_and_memory()
     assert len({random_uuid() for _ in range(9)}) == 9
     assert int(random_uuid(), 16) < 2**128
     assert init_logger("a.b").name == "a.b"
@@ -185,7 +186,7 @@ def test_helpers_behave_like_vllm_s(vllm_installed, alphabet, babbler):
     assert resolve_chat_template(tokenizer, None, None, model_config=None) == tokenizer.chat_template
     assert resolve_chat_template(tokenizer, "mine", None, model_config=None) == "mine"
     assert resolve_chat_template(get_tokenizer(babbler), None, None, model_config=None) is None
-    with LLM(alphabet) as llm, pytest.raises(ValueError, match="which is merged into the weights"):
+    with LLM(alphabet) as llm, pytest.raises(ValueError, match="the adapter is merged into the weights"):
         llm.generate("a", lora_request=LoRARequest("finetuned", 1, "a/path"))
 
 
@@ -215,9 +216,9 @@ def test_command_line_settings_take_effect_or_are_refused_by_name(vllm_installed
     assert EngineArgs.from_cli_args(args) == EngineArgs(model="m", **asked)
     assert args.max_tokens == 5
     for flags, message in (
-        ("--enable-lora", "enable_lora=True is not served: give lora"),
-        ("--pipeline-parallel-size 2", "pipeline_parallel_size=2 is not served"),
-        ("--kv-cache-dtype fp8", "kv_cache_dtype='fp8' is not served"),
+        ("--enable-lora", "enable_lora=True is not supported; pass lora"),
+        ("--pipeline-parallel-size 2", "pipeline_parallel_size=2 is not supported"),
+        ("--kv-cache-dtype fp8", "kv_cache_dtype='fp8' is not supported"),
     ):
         with pytest.raises(SystemExit):
             parser.parse_args(flags.split())
@@ -230,7 +231,7 @@ def test_command_line_settings_take_effect_or_are_refused_by_name(vllm_installed
 
 
 def run_generate(argv):
-    """generate.py, and chat.py: flags in a group, and parameters that are changed where a flag says so."""
+    """Run generate.py and chat.py: flags in a group, and parameters that flags change."""
     from vllm import LLM, EngineArgs
     from vllm.utils import FlexibleArgumentParser
 
@@ -269,42 +270,6 @@ def test_the_chat_example(vllm_installed, alphabet):
     assert [output.outputs[0].text for output in outputs] == ["bcde"] * 4 + ["yzab"]
 
 
-def test_the_prefix_caching_example(vllm_installed, alphabet):
-    from vllm import LLM, SamplingParams
-    from vllm.distributed import cleanup_dist_env_and_memory
-
-    prompts = ["You are an expert school principal. " * 3 + prompt for prompt in PROMPTS]
-    params = SamplingParams(temperature=0.0)
-    regular = LLM(model=alphabet, enable_prefix_caching=False, gpu_memory_utilization=0.4, num_kv_blocks=50)
-    expected = [output.outputs[0].text for output in regular.generate(prompts, params)]
-    del regular
-    cleanup_dist_env_and_memory()
-    cached = LLM(model=alphabet, enable_prefix_caching=True, gpu_memory_utilization=0.4, num_kv_blocks=50)
-    cached.generate(prompts[0], params)
-    outputs = cached.generate(prompts, params)
-    assert [output.outputs[0].text for output in outputs] == expected
-    assert all(output.num_cached_tokens > 0 for output in outputs)
-    cached.shutdown()
-
-
-def test_the_metrics_example(vllm_installed, alphabet):
-    from vllm import LLM, SamplingParams
-    from vllm.v1.metrics.reader import Counter, Gauge, Histogram, Vector
-
-    llm = LLM(model=alphabet, disable_log_stats=False)
-    llm.generate(PROMPTS, SamplingParams(temperature=0.8, top_p=0.95))
-    shown = {}
-    for metric in llm.get_metrics():
-        if isinstance(metric, Gauge | Counter):
-            shown[metric.name] = metric.value
-        elif isinstance(metric, Vector):
-            shown[metric.name] = metric.values
-        elif isinstance(metric, Histogram):
-            shown[metric.name] = (metric.sum, metric.count, *metric.buckets.items())
-    assert shown["vllm:generation_tokens"] == 64
-    llm.shutdown()
-
-
 def test_the_async_streaming_example(vllm_installed, alphabet):
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -335,80 +300,27 @@ def test_the_structured_outputs_example(vllm_installed, alphabet):
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
-    schema = {
-        "type": "object",
-        "properties": {"car_type": {"enum": ["sedan", "SUV"]}},
-        "required": ["car_type"],
-    }
-    grammar = """
-root ::= select_statement
-select_statement ::= "SELECT " column " from " table
-column ::= "col_1 " | "col_2 "
-table ::= "table_1 " | "table_2 "
-"""
+    regex = StructuredOutputsParams(regex=r"\w+@\w+\.com\n")
+    bias = {ord("@"): 20.0, ord("."): 20.0}
+    params = SamplingParams(structured_outputs=regex, max_tokens=50, stop=["\n"], logit_bias=bias)
     llm = LLM(model=alphabet, max_model_len=200)
-    answers = []
-    for form in (
-        {"choice": ["Positive", "Negative"]},
-        {"regex": r"\w+@\w+\.com\n"},
-        {"json": schema},
-        {"grammar": grammar},
-    ):
-        params = SamplingParams(
-            structured_outputs=StructuredOutputsParams(**form),
-            max_tokens=50,
-            stop=["\n"] if "regex" in form else None,
-            logit_bias={ord("@"): 20.0, ord("."): 20.0} if "regex" in form else None,
-        )
-        answers.append(llm.generate("Classify this: ", sampling_params=params)[0].outputs[0].text)
+    answer = llm.generate("Classify this: ", sampling_params=params)[0].outputs[0].text
     llm.shutdown()
-    assert answers[0] in ("Positive", "Negative")
-    assert answers[1].endswith(".com")
-    assert json.loads(answers[2])["car_type"] in ("sedan", "SUV")
-    assert answers[3].startswith("SELECT col_")
+    assert answer.endswith(".com")
 
 
-@pytest.mark.parametrize("kind", ["batch", "request", "request, if its engine is on a GPU"])
+@pytest.mark.parametrize("kind", ["request", "request, if its engine is on a GPU"])
 def test_the_logits_processor_examples(kind, vllm_installed, alphabet):
     """Half of the requests name a token, and get nothing else."""
     from vllm import LLM, SamplingParams
     from vllm.config import VllmConfig
-    from vllm.v1.sample.logits_processor import (
-        AdapterLogitsProcessor,
-        BatchUpdate,
-        LogitsProcessor,
-        RequestLogitsProcessor,
-    )
-    from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+    from vllm.v1.sample.logits_processor import AdapterLogitsProcessor, RequestLogitsProcessor
 
     def target(params: SamplingParams):
         token_id = params.extra_args and params.extra_args.get("target_token")
         if token_id is not None and not isinstance(token_id, int):
             raise ValueError(f"target_token {token_id} is not an int")
         return token_id
-
-    class OfBatch(LogitsProcessor):
-        @classmethod
-        def validate_params(cls, params: SamplingParams):
-            target(params)
-
-        def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool):
-            self.req_info: dict[int, int] = {}
-
-        def is_argmax_invariant(self) -> bool:
-            return False
-
-        def update_state(self, batch_update: BatchUpdate | None):
-            process_dict_updates(self.req_info, batch_update, lambda params, _, __: target(params))
-
-        def apply(self, logits: torch.Tensor) -> torch.Tensor:
-            if not self.req_info:
-                return logits
-            rows, columns = torch.tensor(list(self.req_info)), torch.tensor(list(self.req_info.values()))
-            kept = logits[rows, columns].clone()
-            logits[rows] = float("-inf")
-            logits[rows, columns] = kept
-            return logits
 
     class OfRequest(AdapterLogitsProcessor):
         @classmethod
@@ -439,7 +351,7 @@ def test_the_logits_processor_examples(kind, vllm_installed, alphabet):
         def new_req_logits_processor(self, params: SamplingParams) -> RequestLogitsProcessor | None:
             return super().new_req_logits_processor(params) if self.is_cuda else None
 
-    made = {"batch": OfBatch, "request": OfRequest}.get(kind, OnGPU)
+    made = OfRequest if kind == "request" else OnGPU
     greedy = {"temperature": 0.0, "max_tokens": 4}
     params = [
         SamplingParams(**greedy, extra_args={"target_token": ord("!")}),
@@ -473,19 +385,6 @@ def test_the_embed_and_score_examples(vllm_installed, capsys):
     scores = [output.outputs.score for output in llm.score("What is it?", ["What is it?", "zzz"])]
     assert scores[0] == pytest.approx(1) != scores[1]
     llm.shutdown()
-
-
-def test_the_reproducibility_example(vllm_installed, babbler, monkeypatch):
-    from vllm import LLM, SamplingParams
-
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    said = []
-    for _ in range(2):
-        llm = LLM(model=babbler, num_kv_blocks=50)
-        outputs = llm.generate(PROMPTS, SamplingParams(temperature=0.8, top_p=0.95))
-        said.append([output.outputs[0].text for output in outputs])
-        llm.shutdown()
-    assert said[0] == said[1]
 
 
 def test_the_llm_engine_example(vllm_installed, babbler):
