@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from nanoengine.compat import refuse_unserved
+from nanoengine.compat import refuse_unserved, takes
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Scheduler
 from nanoengine.llm_engine import LLMEngine
 from nanoengine.optional import OptionalMethod, Reloadable
 from nanoengine.outputs import Inbox, RequestOutput
-from nanoengine.requests import CheckedRequest, Prompt, render_chats, split_prompts
+from nanoengine.requests import CheckedRequest, Prompt, split_prompts
 from nanoengine.sampling_params import RequestOutputKind, SamplingParams
 from nanoengine.steps import uninterrupted
 
 if TYPE_CHECKING:  # at run time it is imported when metrics are requested
-    from nanoengine.metrics import Metric
+    from nanoengine.extensions.metrics import Metric
 
 
 class LLM(Reloadable, AbstractContextManager["LLM"]):
@@ -34,9 +34,10 @@ class LLM(Reloadable, AbstractContextManager["LLM"]):
 
     Raises:
         TypeError: an argument does not exist.
-        ValueError: a setting or checkpoint cannot be served. No memory stays allocated.
+        ValueError: a setting or checkpoint is not supported. No memory stays allocated.
     """
 
+    @takes(EngineConfig)
     def __init__(self, model: str | Path, **settings: Any) -> None:
         self.llm_engine = LLMEngine(EngineConfig(model=model, **settings))
         self._numbers = itertools.count()  # request ids of its own calls; users' ids are strings
@@ -63,7 +64,7 @@ class LLM(Reloadable, AbstractContextManager["LLM"]):
             unserved: vLLM's other arguments, accepted if they are a no-op. compat.py documents the rule.
 
         Raises:
-            ValueError, TypeError: a prompt or parameter cannot be served. No request was queued. After
+            ValueError, TypeError: a prompt or parameter is invalid. No request was queued. After
                 any other exception, this call's requests are aborted and the engine stays usable.
         """
         refuse_unserved(self.generate, unserved)
@@ -118,6 +119,8 @@ class LLM(Reloadable, AbstractContextManager["LLM"]):
 
     def render_chat(self, messages: Sequence[Any], **template_settings: Any) -> list[dict[str, Any]]:
         """Render conversations with the chat template. Returns prompts for `generate` and the like."""
+        from nanoengine.extensions.chats import render_chats
+
         settings = {"add_generation_prompt": True, **template_settings}
         return render_chats(messages, self.get_tokenizer(), self.llm_engine.checker.encode, **settings)
 

@@ -8,7 +8,6 @@ engine at a time. `Inbox` holds outputs that were not returned yet.
 
 import itertools
 import logging
-import sys
 import time
 from collections import Counter as Multiset
 from collections.abc import Callable, Iterable, Iterator
@@ -29,10 +28,10 @@ from nanoengine.requests import CheckedRequest, Prompt, Request, RequestChecker,
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.startup import Started, start_runner
 from nanoengine.stats import RequestStats
-from nanoengine.steps import Owner, uninterrupted
+from nanoengine.steps import Owner, log, uninterrupted
 
 if TYPE_CHECKING:  # at run time it is imported when metrics are requested
-    from nanoengine.metrics import Metric
+    from nanoengine.extensions.metrics import Metric
 
 # ---- The engine ----------------------------------------------------------------------------------
 
@@ -57,7 +56,7 @@ class LLMEngine(Reloadable):
     with an `LLMEngine`.
 
     Raises:
-        ValueError: a setting or checkpoint cannot be served. No memory stays allocated.
+        ValueError: a setting or checkpoint is not supported. No memory stays allocated.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -74,6 +73,11 @@ class LLMEngine(Reloadable):
         start: Callable[..., Started] = partial(start_runner, choose_runner=choose_runner)
         if config.tensor_parallel_size > 1:
             start = partial(load("contrib.parallel", "tensor_parallel_size").start_ranks, start)
+        self.draft_model: Any = None
+        if config.speculation is not None and config.speculation.model is not None:
+            drafts = load("contrib.drafts", "a draft model")
+            self.draft_model = drafts.DraftModel.start(config, self.checkpoint, self.max_model_len)
+            start = partial(start, beside_bytes=self.draft_model.block_bytes)
         self.started = start(config, self.checkpoint, self.max_model_len)
         self.core = self._assemble()
         self.runner, self.scheduler = self.core.runner, self.core.scheduler
@@ -90,17 +94,15 @@ class LLMEngine(Reloadable):
         self._stats = RequestStats(self.max_model_len)  # of finished requests
         self._processors: Any = None  # the engine's logits processors; a request may add its own
         if config.logits_processors:
-            processors = load("contrib.processors", "logits_processors")
-            self._processors = processors.EngineProcessors(
-                config.logits_processors, config, self.runner.device.device
-            )
+            make = load("contrib.processors", "logits_processors").EngineProcessors
+            self._processors = make(config.logits_processors, config, self.runner.device.device)
         self.reloader: Any = None  # set by contrib/reload.py when weights are replaced or the engine sleeps
         self._is_closed, self._owner = False, Owner()
         self._tracer: Any = None
         if config.trace is not None:
             self._tracer = load("contrib.trace", "trace").trace_engine(self)
         self._rest()
-        print(self.describe(), file=sys.stderr)
+        log.info(self.describe())
 
     def _assemble(self) -> EngineCore:
         """Make the block manager, scheduler and core: plain classes, or the extensions that are needed."""
@@ -114,6 +116,8 @@ class LLMEngine(Reloadable):
                 if getattr(config, name) is not None:
                     raise ValueError(f"{name} does not support models with recurrent states: {reason}")
         windows = [group.window for group in started.kv_groups]
+        if self.draft_model is not None:
+            windows[0] = None  # the draft model uses the blocks of the first group, and may see every token
         settings: dict[str, Any] = {"enable_prefix_caching": config.enable_prefix_caching}
         if windows != [None] or config.kv_store is not None or started.num_state_slots:
             settings |= {"windows": windows, "max_chunk_tokens": started.max_num_batched_tokens}
@@ -137,14 +141,15 @@ class LLMEngine(Reloadable):
             make_blocks = WindowedBlockManager
         blocks = make_blocks(started.num_blocks, runner.block_size, **settings)
 
-        is_async = runner.device.async_scheduling
-        if config.speculation is not None:
+        is_async = runner.device.async_scheduling and config.speculation is None
+        if self.draft_model is not None:
+            make_scheduler = self.draft_model.make_scheduler(started, config.max_num_seqs)
+        elif config.speculation is not None:
             from nanoengine.extensions.speculate import DraftingScheduler, NgramProposer
             from nanoengine.extensions.structured import GrammarProposer
 
             propose = GrammarProposer(NgramProposer(config.speculation), config.num_speculative_tokens)
             make_scheduler = partial(DraftingScheduler, propose=propose)
-            is_async = False
         scheduler = make_scheduler(
             blocks,
             max_num_seqs=config.max_num_seqs,
@@ -371,7 +376,7 @@ class LLMEngine(Reloadable):
 
     def get_metrics(self) -> list["Metric"]:
         """Return these metrics, and histograms of finished requests, in the form of vLLM's metrics reader."""
-        from nanoengine.metrics import list_metrics
+        from nanoengine.extensions.metrics import list_metrics
 
         _, accepted = self._drafts()
         places = [accepted[place] for place in range(self.config.num_speculative_tokens)]
@@ -384,26 +389,35 @@ class LLMEngine(Reloadable):
         blocks: Any = self.scheduler.block_manager
         notes = f" ({'; '.join(attention.notes)})" if attention.notes else ""
         part = " (its language model: images are left out)" if self.checkpoint.is_part else ""
-        forms = (getattr(module, "form", None) for module in runner.model.modules())
+        forms = {getattr(module, "form", None) for module in runner.model.modules()}
         bits = " and ".join(map(str, sorted({form.bits for form in forms if form and form.bits})))
+        is_rounded = any(form and form.activation_bits for form in forms)
         is_online = bits and config.quantization in ONLINE_FORMATS
         weights = f" with {config.quantization} weights" if is_online else ""
         if (written := self.checkpoint.quant_method) is not None:
             weights = f" with {written} weights" + (f" in {bits} bits" if bits else ", dequantized,")
+        weights += " and int8 activations" if is_rounded else ""
         weights += "" if config.lora is None else f" and the adapter {Path(config.lora).name}"
         cache = f"KV cache of {started.num_blocks} blocks of {runner.block_size} tokens"
         states = f"{started.num_state_slots} states of {started.state_bytes:,} bytes"
-        drafts = f"up to {config.num_speculative_tokens} draft tokens (ngram), no async scheduling"
+        windows = ""
+        if any(spec.window and spec.window < self.max_model_len for spec in started.kv_specs):
+            from nanoengine.extensions.windows import describe_windows
+
+            windows = describe_windows([group.window for group in started.kv_groups])
+        proposer = getattr(config.speculation, "model", None) or "ngram"
+        drafts = f"up to {config.num_speculative_tokens} draft tokens ({proposer}), no async scheduling"
         remarks = [
             f"{str(started.dtype).removeprefix('torch.')}{weights} on {runner.device.device}",
             cache if started.kv_specs else "no KV cache",
-            describe_windows(started, self.max_model_len) if started.kv_specs else "",
+            windows,
             states if started.num_state_slots else "",
+            started.memory,
             drafts if config.num_speculative_tokens else "",
             "" if config.kv_store is None else f"KV store {blocks.connector.store}",
         ]
         return (
-            f"nanoengine: {self.checkpoint.architecture}{part} on {runner.model.code} code, "
+            f"{self.checkpoint.architecture}{part} on {runner.model.code} code, "
             f"{attention.backend.name} attention{notes}{runner.forward.remark}, "
             + ", ".join(filter(None, remarks))
         )
@@ -417,6 +431,8 @@ class LLMEngine(Reloadable):
             self._tracer.close()
         self._outputs.clear()
         self.core.close()
+        if self.draft_model is not None:
+            self.draft_model.runner.close()
         self._rest()
 
     shutdown = close  # vLLM's name
@@ -471,17 +487,3 @@ class LLMEngine(Reloadable):
         if not hasattr(scheduler, "num_drafted"):
             return Multiset(), Multiset()
         return scheduler.num_drafted, scheduler.num_accepted
-
-
-def describe_windows(started: Started, max_model_len: int) -> str:
-    """Describe to the user which layers have a sliding window, and whether blocks outside it are freed."""
-    windows = [group.window for group in started.kv_groups]
-    if len(windows) > 1:
-        groups = (
-            f"{windows.count(w)} {f'with a window of {w}' if w else 'full'}" for w in dict.fromkeys(windows)
-        )
-        return f"layers in groups: {', '.join(groups)}"
-    if windows != [None]:
-        return f"a window of {windows[0]}"
-    has_window = any(spec.window and spec.window < max_model_len for spec in started.kv_specs)
-    return "no blocks freed outside a window (the layers' shapes differ)" if has_window else ""

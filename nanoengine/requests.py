@@ -1,4 +1,4 @@
-"""Checks requests, renders chats to prompts, and turns the tokens of sequences into outputs."""
+"""Checks requests, and turns the tokens of sequences into outputs."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +32,6 @@ class TokensPrompt(TypedDict):
     prompt: NotRequired[str]
 
 
-MAX_RENDERED = 2**26  # limit on the characters that a chat template may write
 LONG_TEXT, PIECE = 2**16, 2**14  # a longer text is first tokenized in pieces; both in characters
 USUAL_CHARS = 8  # few tokens have more characters than this
 
@@ -254,87 +253,6 @@ def bad_word_ids(bad_words: Sequence[str], tokenizer: Any, vocab_size: int) -> t
     return tuple(results)
 
 
-def render_chats(
-    messages: Any,
-    tokenizer: Any,
-    encode: Callable[[str, bool], list[int]] | None = None,
-    /,
-    **template_settings: Any,
-) -> list[dict[str, Any]]:
-    """Render one conversation (a list of messages), or a list of them, with the chat template.
-
-    A message's content is a string or a list of text parts. If the template expects strings, the parts are
-    joined with newlines, as in vLLM. `encode` is `RequestChecker.encode`. Without it, any length is accepted.
-
-    Raises:
-        ValueError: the tokenizer has no template, or messages are malformed or contain anything but text.
-    """
-    if tokenizer is None or not (tokenizer.chat_template or template_settings.get("chat_template")):
-        raise ValueError("the checkpoint has no chat template; give chat_template or use generate")
-    if not isinstance(messages, Sequence) or not messages:
-        raise ValueError(f"messages must be a list of messages or of conversations, got {messages!r}")
-    conversations = [messages] if isinstance(messages[0], dict) else messages
-    prompts = []
-    for conversation in conversations:
-        for message in conversation:
-            if not isinstance(message, dict) or "role" not in message:
-                raise ValueError(
-                    f'each of messages must be a dict with "role" and "content", got {message!r}'
-                )
-        has_parts = any(isinstance(message.get("content"), list) for message in conversation)
-        join = has_parts and not reads_parts(tokenizer, template_settings.get("chat_template"))
-        conversation = [normalize(message, join) for message in conversation]
-        text = check_unicode("messages", apply_template(tokenizer, conversation, **template_settings))
-        # The template writes the special tokens itself.
-        token_ids = encode(text, False) if encode else tokenizer(text, add_special_tokens=False).input_ids
-        prompts.append({"prompt": text, "prompt_token_ids": token_ids})
-    return prompts
-
-
-def apply_template(tokenizer: Any, conversation: Sequence[Any], **settings: Any) -> str:
-    """Return the conversation as text, rendered by the chat template.
-
-    Raises:
-        ValueError: the template, which is a program, raises an exception or writes too much.
-    """
-    try:
-        text: str = tokenizer.apply_chat_template(conversation, tokenize=False, **settings)
-    except Exception as error:
-        raise ValueError(f"messages do not fit the model's chat template: {error!r}") from error
-    if len(text) > MAX_RENDERED:
-        raise ValueError(f"messages must render to at most {MAX_RENDERED} characters, got {len(text)}")
-    return text
-
-
-def normalize(message: dict[str, Any], join: bool) -> dict[str, Any]:
-    """Return the message with its text parts, joined on request. Raises ValueError for other parts.
-
-    A content of None becomes "", as in vLLM. Next to tool calls it stays None for the template.
-    """
-    content = message.get("content", "")
-    if not isinstance(content, list):
-        is_empty = content is None and not message.get("tool_calls")
-        return message | {"content": ""} if is_empty else message
-    parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
-    for part in parts:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise ValueError(
-                f'content must hold parts {{"type": "text", "text": ...}} only: images and audio are not '
-                f"served, got {part!r:.80}"
-            )
-    return message | {"content": "\n".join(part["text"] for part in parts) if join else parts}
-
-
-def reads_parts(tokenizer: Any, chat_template: str | None) -> bool:
-    """Return whether a template renders content parts. One that expects strings fails or prints the list."""
-    probe = [{"role": "user", "content": [{"type": "text", "text": "probe-of-parts"}]}]
-    try:
-        text = apply_template(tokenizer, probe, chat_template=chat_template)
-    except ValueError:  # the template cannot handle a list where it expects a string
-        return False
-    return "probe-of-parts" in text and "'type'" not in text
-
-
 def random_seed(params: SamplingParams, index: int, engine_seed: int, seq_id: int) -> int:
     """Return the 64-bit seed of a sample, derived from the request's seed or, without one, the engine's."""
     unseeded = params.seed is None or params.seed == -1
@@ -391,12 +309,7 @@ class Request:
     """Tracks a request: its samples, its log-probabilities and its timestamps."""
 
     def __init__(
-        self,
-        request_id: Any,
-        source: CheckedRequest,
-        seqs: Sequence[Any],
-        vocabulary: Vocabulary,
-        inbox: Any,
+        self, request_id: Any, source: CheckedRequest, seqs: Sequence[Any], vocabulary: Vocabulary, inbox: Any
     ) -> None:
         self.request_id = request_id  # a string from a user, an integer from a call of `LLM`
         self.source = source

@@ -1,4 +1,4 @@
-"""Collects statistics of finished requests. metrics.py reports them.
+"""Collects statistics of finished requests. extensions/metrics.py reports them.
 
 Source of names and buckets: vllm/v1/metrics/loggers.py.
 """
@@ -62,6 +62,7 @@ class RequestStats:
         if None in (scheduled, first, end):
             return
         lengths = [sample.seq.num_output_tokens for sample in samples]
+        longest = max(lengths)
         values = {
             "request_prompt_tokens": [len(request.source.token_ids)],
             "request_generation_tokens": lengths,
@@ -69,9 +70,7 @@ class RequestStats:
             "request_params_max_tokens": [] if params.max_tokens is None else [params.max_tokens],
             "time_to_first_token_seconds": [first - arrived],
             "inter_token_latency_seconds": chain(*(sample.latencies for sample in samples)),
-            "request_time_per_output_token_seconds": [
-                (end - first) / (n - 1) for n in [max(lengths)] if n > 1
-            ],
+            "request_time_per_output_token_seconds": [(end - first) / (longest - 1)] if longest > 1 else [],
             "e2e_request_latency_seconds": [end - arrived],
             "request_queue_time_seconds": [scheduled - arrived],
             "request_inference_time_seconds": [end - scheduled],

@@ -1,12 +1,20 @@
-"""Helpers around the engine's steps: delaying Ctrl-C, ownership by one thread, and timing."""
+"""Helpers around startup and steps: delaying Ctrl-C, ownership by one thread, timing, and progress."""
 
+import logging
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any, TypeVar
+
+from tqdm import tqdm
+
+Item = TypeVar("Item")
+log = logging.getLogger("nanoengine")
 
 
 @contextmanager
@@ -117,3 +125,19 @@ class Stopwatch:
         now = time.perf_counter()
         self.seconds[phase] += now - self._started
         self._started = now
+
+
+@contextmanager
+def phase(name: str, note: str = "") -> Iterator[None]:
+    """Log how long the block takes, at level DEBUG. On a terminal, a note announces a long block."""
+    if note and sys.stderr.isatty():
+        log.info(note)
+    start = time.perf_counter()
+    yield
+    log.debug("%s: %.2f s", name, time.perf_counter() - start)
+
+
+def bar(what: str, items: Iterable[Item], total: int | None = None) -> "tqdm[Item]":
+    """Return an iterator over the items. On a terminal it shows a bar if it takes longer than a second."""
+    settings: dict[str, Any] = {"delay": 1, "leave": False, "disable": None, "total": total}
+    return tqdm(items, what, file=sys.stderr, **settings)

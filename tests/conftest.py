@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests import doubles
-from tests.helpers import table_checkpoint
+from tests.helpers import checkpoint, table_checkpoint
 
 # The models are tiny, and threads that share a busy core make each step wait milliseconds.
 torch.set_num_threads(1)
@@ -16,21 +16,27 @@ torch.set_num_threads(1)
 def pytest_collection_modifyitems(items):
     if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
         for item in items:
-            if "gpu" in item.keywords:
+            if item.get_closest_marker("gpu"):  # `keywords` also holds the names of folders
                 item.add_marker(pytest.mark.skip(reason="needs CUDA"))
 
 
 @pytest.fixture(scope="session")
 def babbler(tmp_path_factory):
-    """A model that says anything, bytes of broken characters included."""
+    """Return a model that samples any token, including bytes of incomplete characters."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(260, 260, generator=generator)
     return str(table_checkpoint(tmp_path_factory.mktemp("babbler"), logits, words=("é", "日本", " the")))
 
 
+@pytest.fixture(scope="session")
+def qwen3(tmp_path_factory):
+    """Return the directory of a tiny Qwen3."""
+    return checkpoint("qwen3", tmp_path_factory)[0]
+
+
 @pytest.fixture
 def default_sigint():
-    """Ctrl-C as in a program of its own: a test run in the background of a shell has it ignored."""
+    """Handle Ctrl-C as a program does: a shell's background jobs, such as a test run, ignore it."""
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, previous)
@@ -38,20 +44,20 @@ def default_sigint():
 
 @pytest.fixture
 def flash_doubles(monkeypatch):
-    """A GPU with flash-attn, varlen_attn and graphs, played by the CPU; gives the count of calls by path."""
+    """Let the CPU act as a GPU with flash-attn, varlen_attn and graphs. Returns the calls per path."""
     return doubles.install(monkeypatch)
 
 
 @pytest.fixture
 def in_float32(flash_doubles, monkeypatch):
-    """Exact comparison with transformers needs the one dtype that flash-attn does not have."""
+    """Let flash-attn's doubles compute in float32, for exact comparisons with transformers."""
     monkeypatch.setattr("nanoengine.backends.flash.FlashKernels.dtypes", (torch.float32,))
     return flash_doubles
 
 
 @pytest.fixture(scope="session")
 def serving():
-    """A server of the bundled model in a thread of this process: its address and its service."""
+    """Yield the address and the service of a server of the bundled model, in a thread of this process."""
     from nanoengine import AsyncLLM
     from tests.serving import served
 
@@ -61,7 +67,7 @@ def serving():
 
 @pytest.fixture
 def url(serving):
-    """The address of that server. Fails if the test leaves a request unfinished."""
+    """Yield the address of that server. Fails if the test leaves a request unfinished."""
     from tests.serving import is_empty, wait_until
 
     url, service = serving

@@ -204,16 +204,10 @@ HF_ARCHITECTURES: dict[str, tuple[str, dict]] = {
 
 
 def hf_model(name: str) -> Any:
-    """A transformers model with random float32 weights, the same at every call."""
+    """Return a transformers model with random float32 weights, the same at every call."""
     family, changes = {**ARCHITECTURES, **HF_ARCHITECTURES}[name]
     torch.manual_seed(0)
     settings = {**TINY, **changes}
-    if "rope_parameters" in settings and transformers.__version__ < "5":
-        rope = dict(settings.pop("rope_parameters"))
-        theta = rope.pop("rope_theta")
-        if rope["rope_type"] == "longrope":  # Phi3's config of those days takes exactly these
-            rope = {"type": "longrope", **{key: rope[key] for key in ("short_factor", "long_factor")}}
-        settings |= {"rope_theta": theta, "rope_scaling": rope}
     config = getattr(transformers, f"{family}Config")(**settings)
     # Eager, since it alone computes soft-capping and sinks. Falcon's adds ALiBi twice.
     attention = "sdpa" if family == "Falcon" else "eager"
@@ -229,7 +223,7 @@ _checkpoints: dict[str, tuple[Path, Any]] = {}
 
 
 def checkpoint(name: str, factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """A saved tiny model and its transformers twin, built once per test run."""
+    """Return a saved tiny model and its transformers twin, built once per test run."""
     if name not in _checkpoints:
         model = hf_model(name)
         path = factory.mktemp("checkpoint")
@@ -361,13 +355,13 @@ def make_scheduler(
 
 
 def admit(manager: BlockManager, seq: Sequence) -> list[int]:
-    """Allocate, which has to succeed; returns the block table."""
+    """Allocate blocks, which must succeed. Returns the block table."""
     assert manager.allocate(seq)
     return seq.block_table
 
 
 class Lines:
-    """Inside `with` it counts the lines of Python that run in files named like `where`; at one it strikes."""
+    """Counts the Python lines that run inside `with` in files named like `where`, and strikes at one."""
 
     def __init__(self, where: str = "/nanoengine/", at: int = 0, strike: Callable[[], object] = int) -> None:
         self.where, self.at, self.strike = where, at, strike
@@ -395,12 +389,12 @@ def ctrl_c() -> None:
 
 
 def is_busy(scheduler: Scheduler) -> bool:
-    """Whether any sequence waits or runs."""
+    """Return whether any sequence waits or runs."""
     return bool(scheduler.waiting or scheduler.running)
 
 
 def run_step(scheduler: Scheduler, token: int = 1):
-    """One step in which every sequence that is due a token gets `token`."""
+    """Run a step in which every sequence that samples gets `token`."""
     batch = scheduler.schedule()
     scheduler.update(batch, [token] * len(batch.sampled_seqs))
     check_laws(scheduler)
@@ -408,7 +402,7 @@ def run_step(scheduler: Scheduler, token: int = 1):
 
 
 def batch_of(*chunks: tuple[Sequence, int, int]) -> ScheduledBatch:
-    """A batch of (sequence, start, end), as the scheduler would make it."""
+    """Return a batch of (sequence, start, end), as the scheduler would make it."""
     made = [
         Chunk(seq, start, end, end == max(len(seq.token_ids), start + 1), seq.token_ids)
         for seq, start, end in chunks
@@ -418,9 +412,9 @@ def batch_of(*chunks: tuple[Sequence, int, int]) -> ScheduledBatch:
 
 
 def sample(logits: torch.Tensor, rows: list) -> tuple[list, list]:
-    """A step's sampling, as the runner does it: per row the token id, and what was asked to be reported.
+    """Sample as the runner does. Returns the token id of each row, and the requested reports.
 
-    The kernel has to draw the same tokens.
+    The kernel must sample the same tokens.
     """
     tokens = draw_tokens(logits, rows)
     assert draw_tokens(logits, rows, Kernels().sample).tolist() == tokens.tolist()
@@ -431,7 +425,7 @@ def sample(logits: torch.Tensor, rows: list) -> tuple[list, list]:
 
 
 def byte_tokenizer(words: tuple[str, ...] = ()) -> transformers.PreTrainedTokenizerFast:
-    """Ids 0 to 255 are the bytes, 256 is <eos>, then `words`, each one token."""
+    """Return a tokenizer: ids 0 to 255 are the bytes, 256 is <eos>, then each of `words` is a token."""
     symbols = {byte: symbol for symbol, byte in zip(*_byte_alphabet(), strict=True)}
     vocabulary = {symbols[byte]: byte for byte in range(256)} | {"<eos>": 256}
     for word in words:
@@ -444,14 +438,14 @@ def byte_tokenizer(words: tuple[str, ...] = ()) -> transformers.PreTrainedTokeni
 
 
 def _byte_alphabet() -> tuple[list[str], list[int]]:
-    """GPT-2's printable stand-ins for bytes, and the bytes they stand for."""
+    """Return GPT-2's printable stand-ins for bytes, and the bytes that they stand for."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return [chr(b) for b in printable] + [chr(256 + i) for i in range(len(others))], printable + others
 
 
 def table_checkpoint(path: Path, logits: torch.Tensor, words: tuple[str, ...] = ()) -> Path:
-    """A real checkpoint whose next-token logits are exactly `logits[last token]`, (V, V) float32.
+    """Return a checkpoint whose next-token logits are exactly `logits[last token]`, (V, V) float32.
 
     Attention and MLP add nothing, the embedding is the identity, so the head reads off the table.
     """
@@ -474,13 +468,24 @@ def table_checkpoint(path: Path, logits: torch.Tensor, words: tuple[str, ...] = 
 
 
 def chain_checkpoint(path: Path, text: str, words: tuple[str, ...] = ()) -> Path:
-    """A checkpoint that, greedily, says `text` after its first token, over and over."""
+    """Return a checkpoint that greedily repeats `text` after its first token."""
     ids = byte_tokenizer(words)(text).input_ids
     assert len(set(ids)) == len(ids), "each token decides the next, so none may occur twice"
     logits = torch.zeros(257 + len(words), 257 + len(words))
     for this, following in zip(ids, [*ids[1:], ids[0]], strict=True):
         logits[this, following] = 20.0
     return table_checkpoint(path, logits, words)
+
+
+def thinking_checkpoint(path: Path) -> Path:
+    """A checkpoint that, greedily, says "<think>hm</think>So" after the letter o, over and over."""
+    logits = torch.zeros(259, 259)
+    for this, following in itertools.pairwise([*b"o", 257, *b"hm", 258, *b"So"]):
+        logits[this, following] = 20.0
+    return table_checkpoint(path, logits, ("<think>", "</think>"))
+
+
+THINKING_TEMPLATE = "{# <think> #}{{ messages[-1]['content'] }}"
 
 
 def check_served(path: Path, reference: Any, lengths: list[int], num_new: int) -> str:
@@ -494,7 +499,7 @@ def check_served(path: Path, reference: Any, lengths: list[int], num_new: int) -
     params = SamplingParams(temperature=0, max_tokens=num_new)
     counts: Counter[str] = Counter()
     for num_kv_blocks in (24, 16, 96):  # how many are tight depends on the windows
-        settings = {"num_kv_blocks": num_kv_blocks, "block_size": 8, "max_num_batched_tokens": 30}
+        settings: Any = {"num_kv_blocks": num_kv_blocks, "block_size": 8, "max_num_batched_tokens": 30}
         with LLM(str(path), **settings) as llm:
             model: Any = llm.llm_engine.runner.model
             code: str = model.code

@@ -1,6 +1,6 @@
 """A stand-in for nano-vllm, written from its sources at commit bb823b3; it refuses what they would misread.
 
-It builds the model that they build, fills it from the files as they do, and draws tokens of no meaning.
+It builds the model that they build, fills it from the files as they do, and samples meaningless tokens.
 Source: https://github.com/GeeeekExplorer/nano-vllm
 """
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 
 @dataclass(slots=True)
@@ -26,7 +26,7 @@ class SamplingParams:
 
 @dataclass(slots=True)
 class Config:
-    """The real one is given only those of `LLM`'s arguments that it has; here others are errors."""
+    """Takes `LLM`'s arguments. The real class gets only those that it has; here the others are errors."""
 
     model: str
     max_num_batched_tokens: int = 16384
@@ -43,28 +43,10 @@ class Config:
 
 
 def parameters_of(config) -> dict[str, torch.Size]:
-    """Every parameter's shape, those that are packed in nano-vllm in their parts."""
-    hidden, head_dim = config.hidden_size, config.head_dim
-    q, kv = (n * head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
-    layer = {
-        "input_layernorm": (hidden,),
-        "post_attention_layernorm": (hidden,),
-        "self_attn.q_proj": (q, hidden),
-        "self_attn.k_proj": (kv, hidden),
-        "self_attn.v_proj": (kv, hidden),
-        "self_attn.o_proj": (hidden, q),
-        "self_attn.q_norm": (head_dim,),
-        "self_attn.k_norm": (head_dim,),
-        "mlp.gate_proj": (config.intermediate_size, hidden),
-        "mlp.up_proj": (config.intermediate_size, hidden),
-        "mlp.down_proj": (hidden, config.intermediate_size),
-    }
-    shapes = {"model.embed_tokens": (config.vocab_size, hidden), "model.norm": (hidden,)}
-    if not config.tie_word_embeddings:
-        shapes["lm_head"] = shapes["model.embed_tokens"]
-    for i in range(config.num_hidden_layers):
-        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
-    return {f"{name}.weight": torch.Size(shape) for name, shape in shapes.items()}
+    """Return every parameter's shape. Parameters that nano-vllm packs are listed by their parts."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return {name: parameter.shape for name, parameter in model.named_parameters()}
 
 
 class LLM:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from nanoengine import LLM, AsyncEngineArgs, AsyncLLM, RequestOutputKind, SamplingParams, requests
-from tests.helpers import DEMO, checkpoint, failing_calls, random_prompts
+from tests.helpers import DEMO, failing_calls, random_prompts
 from tests.serving import TIMEOUT, held_steps, until
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
@@ -18,22 +18,17 @@ SETTINGS = {"block_size": 16, "num_kv_blocks": 60}
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return str(checkpoint("qwen3", tmp_path_factory)[0])
-
-
-@pytest.fixture(scope="module")
-def expected(path):
+def expected(qwen3):
     prompts = random_prompts([5, 20, 33, 1, 60, 17])
-    with LLM(path, **SETTINGS) as llm:
+    with LLM(qwen3, **SETTINGS) as llm:
         outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
     return prompts, [output.outputs[0].token_ids for output in outputs]
 
 
 @pytest.fixture(scope="module")
-def shared(path):
-    """An engine for tests that leave it empty."""
-    engine = AsyncLLM(path, **SETTINGS)
+def shared(qwen3):
+    """Yield an engine for tests that leave it empty."""
+    engine = AsyncLLM(qwen3, **SETTINGS)
     yield engine
     assert engine.llm_engine.metrics()["num_free_blocks"] == 60
     engine.close()
@@ -44,14 +39,14 @@ def with_engine(test=None, /, **settings):
     if test is None:
         return lambda test: with_engine(test, **settings)
 
-    async def run_alone(path, prompts, tokens):
-        async with AsyncLLM(path, **SETTINGS, **settings) as engine:
+    async def run_alone(qwen3, prompts, tokens):
+        async with AsyncLLM(qwen3, **SETTINGS, **settings) as engine:
             await test(engine, prompts, tokens)
 
     if settings:
 
-        def run(path, expected):
-            asyncio.run(run_alone(path, *expected))
+        def run(qwen3, expected):
+            asyncio.run(run_alone(qwen3, *expected))
     else:
 
         def run(shared, expected):
@@ -80,6 +75,16 @@ def collect_all(engine, prompts, params=GREEDY, name="r"):
 async def test_many_coroutines_get_the_tokens_of_generate(engine, prompts, tokens):
     for params in (GREEDY, DELTA):
         assert await collect_all(engine, prompts, params) == tokens
+
+
+@with_engine
+async def test_outputs_of_a_step_reach_an_event_loop_in_one_call(engine, prompts, tokens):
+    loop, calls = asyncio.get_running_loop(), []
+    send = loop.call_soon_threadsafe
+    loop.call_soon_threadsafe = lambda call, *args: (calls.append(call.__name__), send(call, *args))
+    before = engine.llm_engine.core.num_steps
+    assert await collect_all(engine, prompts, DELTA) == tokens
+    assert 20 <= calls.count("receive") <= engine.llm_engine.core.num_steps - before
 
 
 class Listener:
@@ -120,10 +125,10 @@ async def test_logits_processors_are_not_copied(engine, prompts, tokens):
 
 
 @pytest.mark.parametrize("name", ["trace", "kv_store"])
-def test_objects_in_engine_args_are_not_copied(name, path, expected):
+def test_objects_in_engine_args_are_not_copied(name, qwen3, expected):
     listener = Listener()
     given = {"trace": listener.take, "kv_store": listener}[name]
-    args = AsyncEngineArgs(model=path, **{name: given}, **SETTINGS)
+    args = AsyncEngineArgs(model=qwen3, **{name: given}, **SETTINGS)
 
     async def main():
         async with AsyncLLM.from_engine_args(args) as engine:
@@ -243,12 +248,12 @@ async def test_bad_requests_and_duplicate_ids_raise_in_their_caller(engine, prom
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
-def test_step_that_fails_once_is_computed_again(async_scheduling, path, expected, caplog):
-    # A penalty requires the previous step to be collected first: its outputs exist when the launch fails.
-    penalized = SamplingParams(temperature=0, max_tokens=20, repetition_penalty=1.1)
+def test_step_that_fails_once_is_computed_again(async_scheduling, qwen3, expected, caplog):
+    # A processor requires the previous step to be collected first: its outputs exist when the launch fails.
+    processed = SamplingParams(temperature=0, max_tokens=20, logits_processors=[lambda ids, logits: logits])
 
     async def main():
-        async with AsyncLLM(path, async_scheduling=async_scheduling, **SETTINGS) as engine:
+        async with AsyncLLM(qwen3, async_scheduling=async_scheduling, **SETTINGS) as engine:
             step = engine._step
 
             def wait_or_step():
@@ -258,7 +263,7 @@ def test_step_that_fails_once_is_computed_again(async_scheduling, path, expected
             engine._step = wait_or_step
             with failing_calls(engine.llm_engine.runner, "launch", {0, 2, 5}):
                 answers = collect_all(engine, expected[0])
-                *_, other = await asyncio.gather(answers, collect(engine, [1, 2], penalized, "penalized"))
+                *_, other = await asyncio.gather(answers, collect(engine, [1, 2], processed, "processed"))
             assert await answers == expected[1]
             assert len(other) == 20
             assert caplog.text.count("RuntimeError: flaky") == 3
@@ -305,9 +310,9 @@ async def test_last_chunk_that_always_fails_ends_its_request(engine, prompts, to
     assert await asyncio.wait_for(poisoned, TIMEOUT) == []
 
 
-def test_engine_serves_several_event_loops(path, expected):
+def test_engine_serves_several_event_loops(qwen3, expected):
     """More requests than places, so that requests of different loops wait for each other."""
-    engine = AsyncLLM(path, max_concurrent_requests=2, **SETTINGS)
+    engine = AsyncLLM(qwen3, max_concurrent_requests=2, **SETTINGS)
 
     async def main(name):
         return await asyncio.wait_for(collect_all(engine, expected[0], name=name), TIMEOUT)
@@ -339,9 +344,9 @@ async def test_request_cancelled_while_it_waits_never_runs(engine, prompts, toke
     assert engine.llm_engine.metrics()["generation_tokens"] == 40
 
 
-def test_closed_engine_ends_running_requests_and_rejects_others(path, expected):
+def test_closed_engine_ends_running_requests_and_rejects_others(qwen3, expected):
     async def main():
-        engine = AsyncLLM(path, max_concurrent_requests=1, **SETTINGS)
+        engine = AsyncLLM(qwen3, max_concurrent_requests=1, **SETTINGS)
 
         async def consume(request_id):
             return [out async for out in engine.generate(expected[0][0], ENDLESS, request_id)]
@@ -378,9 +383,9 @@ async def test_flood_of_bad_requests_does_not_block_others(engine, prompts, toke
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5])
-def test_invalid_max_concurrent_requests_is_rejected(value, path):
+def test_invalid_max_concurrent_requests_is_rejected(value, qwen3):
     with pytest.raises((ValueError, TypeError), match="max_concurrent_requests"):
-        AsyncLLM(path, max_concurrent_requests=value, **SETTINGS)
+        AsyncLLM(qwen3, max_concurrent_requests=value, **SETTINGS)
 
 
 @with_engine(max_concurrent_requests=2)
@@ -418,9 +423,9 @@ async def test_metrics_are_read_between_steps(engine, prompts, tokens):
 
 
 @pytest.mark.filterwarnings("ignore:Exception in thread")
-def test_dead_thread_ends_all_requests(path, expected):
+def test_dead_thread_ends_all_requests(qwen3, expected):
     async def main():
-        engine = AsyncLLM(path, max_concurrent_requests=2, **SETTINGS)
+        engine = AsyncLLM(qwen3, max_concurrent_requests=2, **SETTINGS)
         assert engine.is_running
         jobs = (collect(engine, p, ENDLESS, f"r{i}") for i, p in enumerate(expected[0]))
         ends = asyncio.gather(*jobs, return_exceptions=True)

@@ -18,6 +18,7 @@ ON_A_GPU = """
 import torch
 from nanoengine import EngineConfig
 from nanoengine.backends.cuda import CUDA
+CUDA._memory = lambda self: None
 CUDA(torch.device("cuda"), EngineConfig(model="demo", enforce_eager=True)).backends
 """
 ON_A_CPU = """
@@ -27,7 +28,7 @@ handler = logging.Handler()
 handler.emit = lambda record: lines.append(record.getMessage())
 logging.getLogger("nanoengine").addHandler(handler)
 LLM("demo", **SETTINGS).close()
-(message,) = lines
+message = lines[0]
 """
 STRUCTURED = """
 params = SamplingParams(structured_outputs={"regex": "a"})
@@ -37,6 +38,7 @@ LLM("demo", **SETTINGS).generate("Hello", params, use_tqdm=False)
 USES = {
     "apps.ask": 'main(["run"])',
     "apps.bench": 'main(["bench"])',
+    "apps.flags": SERVE,
     "apps.gate": SERVE,
     "apps.openai_api": SERVE,
     "apps.roofline": 'main(["bench"])',
@@ -49,6 +51,9 @@ USES = {
     "backends.flash": ON_A_GPU,
     "backends.triton": ON_A_GPU,
     "contrib": 'LLM("demo", kv_store=tmp, **SETTINGS)',
+    "contrib.drafts": """
+LLM("demo", speculative_config={"model": "demo", "num_speculative_tokens": 2}, **SETTINGS)
+""",
     "contrib.kvstore": 'LLM("demo", kv_store=tmp, **SETTINGS)',
     "contrib.lab": 'main(["lab"])',
     "contrib.lab_command": 'main(["lab"])',
@@ -68,7 +73,9 @@ USES = {
     "contrib.trace": 'LLM("demo", trace=print, **SETTINGS)',
     "contrib.viewer": 'main(["run", "--trace", f"{tmp}/run.html"])',
     "contrib.vllm_module": "import nanoengine.contrib.vllm_module",
+    "extensions.chats": 'LLM("demo", **SETTINGS).chat([{"role": "user", "content": "Hello"}])',
     "extensions.grammars": STRUCTURED,
+    "extensions.metrics": 'LLM("demo", **SETTINGS).get_metrics()',
     "extensions.speculate": """
 LLM("demo", speculative_config={"method": "ngram", "num_speculative_tokens": 2}, **SETTINGS)
 """,
@@ -106,7 +113,7 @@ def test_every_optional_file_is_tried():
 
 @pytest.fixture(scope="module")
 def forks():
-    """Processes forked from one that has imported PyTorch and transformers, once."""
+    """Return a context that forks processes from one that has imported PyTorch and transformers."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context
@@ -135,7 +142,7 @@ def names(tmp_path_factory):
 
 
 def copy_without(missing, where):
-    """A copy of the package in links, bytecode included, without a file or a folder."""
+    """Return a copy of the package in links, bytecode included, without a file or a folder."""
     (where / "nanoengine").mkdir()
     gone = PACKAGE / missing.replace(".", "/")
     for path in PACKAGE.iterdir():
@@ -165,7 +172,7 @@ def in_child(forks, copy, use, names):
 
 @pytest.fixture(scope="module")
 def expected(forks, names, tmp_path_factory):
-    """The answers of the whole package, in which nothing is missing."""
+    """Return the answers of the whole package, in which nothing is missing."""
     whole = copy_without("nothing", tmp_path_factory.mktemp("whole"))
     tokens, message = in_child(forks, whole, "", names)
     assert message == "nothing"

@@ -3,6 +3,7 @@
 import json
 import random
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from examples import train_demo as train
 from nanoengine import LLM, SamplingParams
 from nanoengine.apps import ask
-from tests.helpers import DEMO
+from tests.helpers import DEMO, THINKING_TEMPLATE, thinking_checkpoint
 
 ROOT = Path(__file__).parent.parent
 GREEDY = SamplingParams(temperature=0, max_tokens=250)
@@ -37,7 +38,10 @@ def llm():
 
 @pytest.mark.parametrize(
     "settings",
-    [{"quantization": "int8"}, {"block_size": 4, "max_num_batched_tokens": 37, "num_kv_blocks": 150}],
+    [
+        {"quantization": "int8", "activations": "int8"},
+        {"block_size": 4, "max_num_batched_tokens": 37, "num_kv_blocks": 150},
+    ],
 )
 def test_answers_are_right_with_any_schedule(settings):
     """Attention or block mistakes would show as wrong text: 48 of 50 new questions must be right."""
@@ -49,16 +53,6 @@ def test_answers_are_right_with_any_schedule(settings):
             assert llm.metrics()["num_preemptions"] > 0
     right = [out.outputs[0].text == answer for out, (_, answer) in zip(outputs, asked, strict=True)]
     assert sum(right) >= 48
-
-
-def test_passage_is_repeated_from_more_than_two_hundred_tokens_back(llm):
-    rng = random.Random(5)
-    passage, noise = train.sentences(rng, 4, 4), train.sentences(rng, 18, 18)
-    question = f"Remember this passage: {passage} Here is some noise: {noise} Repeat the passage."
-    output = llm.chat(conversation(question), GREEDY, use_tqdm=False)[0]
-    assert len(llm.get_tokenizer()(noise).input_ids) > 200
-    assert output.outputs[0].text == passage
-    assert output.outputs[0].finish_reason == "stop"
 
 
 def test_greedy_tokens_equal_transformers(llm):
@@ -110,9 +104,49 @@ def test_chat_streams_answers_remembers_turns_and_survives_ctrl_c(llm, monkeypat
     assert passage in shown
 
 
+def test_chat_dims_thoughts_forgets_them_and_says_where_an_answer_was_cut(tmp_path, monkeypatch, capsys):
+    conversations = []
+    asked = iter(["ao", "bo", "a" * 999, "co"])
+    monkeypatch.setattr("builtins.input", lambda _: next(asked, ""))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    with LLM(str(thinking_checkpoint(tmp_path)), num_kv_blocks=20) as llm:
+        llm.get_tokenizer().chat_template = THINKING_TEMPLATE
+        render = llm.render_chat
+        monkeypatch.setattr(
+            llm, "render_chat", lambda given: (conversations.append([*given]), render(given))[1]
+        )
+        ask.converse(llm, SamplingParams(temperature=0, max_tokens=6), "Be brief.", verbose=True)
+    shown = capsys.readouterr().out.replace("\033[22m\033[2m", "")
+    assert shown.count("\n\033[2mhm\033[22m\n\nSo [cut at 6 tokens]\n\033[2m6 tokens in ") == 3
+    first = [("system", "Be brief."), ("user", "ao"), ("assistant", "So"), ("user", "bo")]
+    conversations = [[(one["role"], one["content"]) for one in given] for given in conversations]
+    assert conversations[1] == first
+    assert conversations[3] == [("system", "Be brief."), ("user", "co")]  # the one before was too long
+
+
 def test_checkpoint_is_small_and_made_by_the_training_script():
     assert sum(file.stat().st_size for file in DEMO.iterdir() if file.is_file()) < 8_000_000
     accuracy = json.loads((DEMO / "accuracy.json").read_text())
     assert set(TASKS) < set(accuracy)
     made = json.loads(train.build_tokenizer().backend_tokenizer.to_str())
     assert made["model"] == json.loads((DEMO / "tokenizer.json").read_text())["model"]
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "limit"),
+    [
+        (ask.chat, [], 1),
+        (ask.chat, ["--max-num-seqs", "7"], 7),
+        (ask.run, ["--prompt", "one"], 1),
+        (ask.run, ["--prompt", "one", "--prompt", "two"], 2),
+    ],
+)
+def test_run_and_chat_size_the_engine_for_what_they_ask(command, arguments, limit, monkeypatch, capsys):
+    def engine(self, **settings):
+        raise ValueError(f"max_num_seqs is {settings['max_num_seqs']}")
+
+    monkeypatch.setattr(LLM, "__init__", engine)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    with pytest.raises(SystemExit):
+        command(arguments)
+    assert f"max_num_seqs is {limit}" in capsys.readouterr().err

@@ -1,6 +1,5 @@
 """Hostile requests, signals and threads: none of them may change another request's answer."""
 
-import asyncio
 import io
 import os
 import random
@@ -9,10 +8,8 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 import warnings
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -23,14 +20,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nanoengine import LLM, AsyncLLM, SamplingParams
+from nanoengine import LLM, SamplingParams
 from nanoengine.apps import ask
 from nanoengine.backends.cpu.threads import PinnedThreads
 from nanoengine.detokenizer import MAX_PENDING, Detokenizer
 from nanoengine.sampling import SamplingRow, draw_tokens
 from tests.helpers import BAD_FIELDS, DEMO, Lines, byte_tokenizer, ctrl_c, table_checkpoint
 from tests.laws import check_laws
-from tests.serving import TIMEOUT, held_steps, wait_until
+from tests.serving import TIMEOUT
 
 ROOT = Path(__file__).parent.parent
 SEEDED = SamplingParams(temperature=1.0, seed=3, max_tokens=12, ignore_eos=True)
@@ -69,7 +66,7 @@ def run_beside(llm, intruder):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A model with random answers, and one token less than its tokenizer."""
+    """Return a model with random answers, whose vocabulary lacks the tokenizer's last token."""
     logits = torch.randn(260, 260, generator=torch.Generator().manual_seed(0))
     path = table_checkpoint(tmp_path_factory.mktemp("model"), logits)
     byte_tokenizer(("é", "日本", " the", "beyond")).save_pretrained(path)
@@ -78,7 +75,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=[False, True], ids=["step by step", "async scheduling"])
 def engine(request, model):
-    """An engine, and its answer to each bystander alone."""
+    """Yield an engine, and its answer to each bystander alone."""
     settings = {"num_kv_blocks": 60, "block_size": 16, "max_logprobs": -1}
     with LLM(model, async_scheduling=request.param, **settings) as llm:
         alone = [llm.generate(prompt, params, use_tqdm=False)[0] for prompt, params in BYSTANDERS]
@@ -145,7 +142,7 @@ def test_text_that_makes_the_tokenizer_panic_is_rejected(field, engine, monkeypa
     ],
 )
 def test_chat_template_that_fails_or_writes_too_much_is_a_value_error(template, message, engine, monkeypatch):
-    monkeypatch.setattr("nanoengine.requests.MAX_RENDERED", 5000)
+    monkeypatch.setattr("nanoengine.extensions.chats.MAX_RENDERED", 5000)
     for content in ("hello", [{"type": "text", "text": "hello"}]):
         with pytest.raises(ValueError, match=message):
             engine[0].chat([{"role": "user", "content": content}], chat_template=template)
@@ -213,127 +210,6 @@ def test_no_request_changes_the_tokens_of_another(engine, requests):
 
 
 # ---- many requests ----
-
-
-def storm(model, num_tasks, max_cancelled):
-    """Run many coroutines on one engine with few blocks, and check every answer.
-
-    Returns:
-        The numbers of tasks that were answered, cancelled and rejected for their id, and of preemptions.
-    """
-    rng = random.Random(0)
-    prompts = [[rng.randrange(250) for _ in range(rng.randint(1, 40))] for _ in range(12)]
-    params = [
-        SamplingParams(temperature=i % 2, seed=i, max_tokens=20 + i, ignore_eos=True) for i in range(12)
-    ]
-    with LLM(model, num_kv_blocks=60, block_size=4) as llm:
-        expected = [out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)]
-
-    async def main():
-        engine = AsyncLLM(model, num_kv_blocks=60, block_size=4, max_concurrent_requests=30)
-        counts = Counter()
-
-        async def consume(number):
-            i, request_id = number % 12, f"r{number - number % 5 // 4}"  # every fifth takes its neighbour's
-            try:
-                outputs = [output async for output in engine.generate(prompts[i], params[i], request_id)]
-            except ValueError:
-                counts["duplicate"] += 1
-            else:
-                assert outputs[-1].outputs[0].token_ids == expected[i]
-                counts["answered"] += 1
-
-        tasks = [asyncio.create_task(consume(number)) for number in range(num_tasks)]
-        num_struck = 0
-        with held_steps(engine) as steps:  # the engine makes no more steps than the loop has turns
-            while rest := [task for task in tasks if not task.done()]:
-                if rng.random() < 0.3 and num_struck < max_cancelled:
-                    rng.choice(rest).cancel()
-                    num_struck += 1
-                steps.permit(1)
-                await asyncio.sleep(rng.choice([0, 0.001, 0.01]))
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-        assert {type(result) for result in results} == {type(None), asyncio.CancelledError}
-        counts["cancelled"] = sum(result is not None for result in results)
-        for _ in range(2):
-            await engine.abort("unknown")  # when this returns, the aborts before it have run
-        metrics = engine.llm_engine.metrics()
-        assert not engine.llm_engine.requests
-        assert not engine._waiting
-        await asyncio.to_thread(engine.close)
-        assert metrics["num_free_blocks"] == 60
-        assert counts.total() == num_tasks
-        return counts | {"preempted": metrics["num_preemptions"]}
-
-    return asyncio.run(main())
-
-
-@pytest.mark.parametrize("size", [1, pytest.param(6, marks=pytest.mark.slow)])
-def test_cancellations_duplicate_ids_and_preemptions_change_no_answer(size, model):
-    counts = storm(model, 150 * size, 50 * size)
-    assert counts["preempted"] > 10 * size
-    assert counts["answered"] > 50 * size
-    assert counts["cancelled"] > 20 * size
-    assert counts["duplicate"] > 5 * size
-
-
-def test_invalid_logits_affect_only_their_own_request(engine):
-    llm, alone = engine
-    runner = llm.llm_engine.runner
-    launch, compute_logits, rng = runner.launch, runner.model.compute_logits, random.Random(0)
-
-    def launch_poisoned(batch, before):
-        poisoned = [i for i, seq in enumerate(batch.sampled_seqs) if seq.token_ids[0] == ord("!")]
-
-        def poison(hidden):
-            logits = compute_logits(hidden)
-            if poisoned:
-                value = rng.choice([float("nan"), float("inf"), -float("inf")])
-                logits[poisoned, rng.randrange(260) :] = value
-            return logits
-
-        runner.model.compute_logits = poison
-        return launch(batch, before)
-
-    runner.launch = launch_poisoned
-    try:
-        for seed in range(8):
-            params = SamplingParams(temperature=seed % 3, seed=seed, max_tokens=9, top_k=seed % 4, n=2)
-            assert run_beside(llm, lambda llm, p=params: llm.add_request("!", "!", p))[0] == alone
-    finally:
-        runner.launch, runner.model.compute_logits = launch, compute_logits
-
-
-@pytest.fixture(scope="module")
-def tiny_expected(model):
-    prompts = [[5] * 11, [5] * 11 + [6] * 7, [7], [5] * 24]
-    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-    with LLM(model, num_kv_blocks=200) as llm:
-        return prompts, params, answers(llm.generate(prompts, params, use_tqdm=False))
-
-
-@pytest.mark.parametrize(
-    ("num_kv_blocks", "block_size", "others"),
-    [
-        (12, 4, {}),
-        (12, 4, {"max_num_seqs": 1}),
-        (12, 4, {"max_num_batched_tokens": 1}),
-        (13, 4, {"max_num_batched_tokens": 3, "async_scheduling": True}),
-        (48, 1, {"long_prefill_token_threshold": 2}),
-        (3, 16, {"enable_prefix_caching": False}),
-    ],
-)
-def test_requests_finish_in_a_tiny_kv_cache(num_kv_blocks, block_size, others, model, tiny_expected):
-    prompts, params, expected = tiny_expected
-    with LLM(model, num_kv_blocks=num_kv_blocks, block_size=block_size, **others) as llm:
-        for i in range(8):
-            llm.add_request(str(i), prompts[i % 4], params)
-        finished = {}
-        for _ in range(8 * 60 * 4):
-            if not llm.has_unfinished_requests():
-                break
-            finished |= {out.request_id: out for out in llm.step() if out.finished}
-        assert answers(finished[str(i)] for i in range(8)) == expected * 2
 
 
 @pytest.mark.parametrize("backwards", [False, True])
@@ -408,47 +284,13 @@ def test_characters_among_invalid_bytes_are_kept():
 # ---- threads ----
 
 
-def test_second_thread_is_rejected_while_the_first_has_requests(babbler):
-    with LLM(babbler, num_kv_blocks=60) as llm:
-        expected = answers(llm.generate(["a", "b"], SEEDED, use_tqdm=False))
-        results, refusals, barrier = [], [], threading.Barrier(4)
-        launch = llm.llm_engine.runner.launch
-
-        def launch_later(*args):
-            wait_until(lambda: refusals)  # another thread has come
-            return launch(*args)
-
-        llm.llm_engine.runner.launch = launch_later
-
-        def work():
-            barrier.wait()
-            for _ in range(10):
-                try:
-                    results.append(answers(llm.generate(["a", "b"], SEEDED, use_tqdm=False)))
-                except RuntimeError as error:
-                    refusals.append(str(error))
-
-        with ThreadPoolExecutor(4) as pool:
-            for future in [pool.submit(work) for _ in range(4)]:
-                future.result()
-        assert len(results) + len(refusals) == 40
-        assert results
-        assert refusals
-        assert all(result == expected for result in results)
-        assert all("AsyncLLM" in message for message in refusals)
-        assert answers(llm.generate(["a", "b"], SEEDED, use_tqdm=False)) == expected
-        assert llm.metrics()["num_free_blocks"] == 60
-
-
 def test_fork_cannot_use_the_engine(babbler):
     """A fork has none of the threads that compute, and would wait for them forever."""
     with LLM(babbler, num_kv_blocks=60) as llm:
         expected = answers(llm.generate("a", SEEDED, use_tqdm=False))
         heard, said = os.pipe()
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", DeprecationWarning
-            )  # from Python 3.12 on, of a fork beside threads
+            warnings.simplefilter("ignore", DeprecationWarning)  # from 3.12 on, of a fork beside threads
             child = os.fork()
         if not child:
             try:
@@ -589,6 +431,10 @@ def without_tokenizer(tmp_path_factory):
         ("-m nanoengine run --max-tokens 0", "max_tokens must be"),
         ("-m nanoengine run --temperature nan", "temperature must be"),
         ("-m nanoengine run --model {without_tokenizer}", "the checkpoint has no tokenizer"),
+        ("-m nanoengine run demo --model demo", "give the model once: nanoengine run MODEL"),
+        ("-m nanoengine chat demo --max-model-length 9", "did you mean 'max_model_len'"),
+        ("-m nanoengine chat demo --hf-overrides [1]", "hf_overrides must be a dict"),
+        ("-m nanoengine chat {without_tokenizer}", "has no chat template, so it cannot hold a conversation"),
         ("-m nanoengine bench --model /nope", "is neither a directory nor a hub id"),
         ("-m nanoengine bench --threads 0", "must be at least 1"),
         ("-m benchmarks --model /nope", "is neither a directory nor a hub id"),

@@ -15,7 +15,7 @@ TEXT = "The quick brown fox jumps over the lazy dog — café, naïve, 日本語
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    """A byte-level BPE with tokens of several characters and of parts of characters."""
+    """Return a byte-level BPE with tokens of several characters and of parts of characters."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -28,7 +28,7 @@ def tokenizer() -> Tokenizer:
 
 
 def fed(tokenizer, token_ids, prompt_ids=(), **params):
-    """A detokenizer that has received these tokens, and is finished."""
+    """Return a detokenizer that has received these tokens, and is finished."""
     detokenizer = Detokenizer(tokenizer, list(prompt_ids), SamplingParams(**params))
     for token_id in token_ids:
         detokenizer.append(token_id)
@@ -141,7 +141,7 @@ def test_only_the_end_of_the_text_is_searched_for_stop_strings(tokenizer):
 
 @pytest.fixture(scope="module")
 def sentencepiece_like() -> Tokenizer:
-    """Words begin with a visible space, and unknown characters fall back to bytes, as in Llama 2."""
+    """Return a tokenizer with a visible space before words and a byte fallback, as in Llama 2."""
     words = ["▁Hello", "▁world", "▁a", "b", "c", "▁", "!", "▁caf"]
     vocabulary = {"<unk>": 0, **{f"<0x{byte:02X}>": byte + 1 for byte in range(256)}}
     vocabulary |= {word: 257 + i for i, word in enumerate(words)}

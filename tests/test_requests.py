@@ -24,13 +24,8 @@ from tests.helpers import DEMO, chain_checkpoint, checkpoint, random_params, ran
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return str(checkpoint("qwen3", tmp_path_factory)[0])
-
-
-@pytest.fixture(scope="module")
 def llm(babbler):
-    """An engine with random answers, for tests that leave it empty."""
+    """Yield an engine with random answers, for tests that leave it empty."""
     with LLM(babbler, num_kv_blocks=60, block_size=8, max_num_seqs=16) as llm:
         yield llm
         assert llm.metrics()["num_free_blocks"] == 60
@@ -125,9 +120,7 @@ def test_step_serves_an_open_stream_too(llm):
 
 
 def test_step_returns_outputs_of_the_requested_kind(tmp_path):
-    asked = [
-        (SamplingParams(temperature=0, max_tokens=4, output_kind=kind), kind) for kind in RequestOutputKind
-    ]
+    asked = [(SamplingParams(temperature=0, max_tokens=4, output_kind=one), one) for one in RequestOutputKind]
     asked.append((SamplingParams(temperature=0, max_tokens=20, stop="def"), "stop"))
     with LLM(str(chain_checkpoint(tmp_path, "abcdefgh")), num_kv_blocks=10) as llm:
         for params, name in asked:
@@ -176,20 +169,20 @@ def test_no_schedule_changes_prompt_logprobs(budget, num_kv_blocks, tmp_path_fac
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_prompt_logprobs_of_a_neighbor_change_no_bit(dtype, path):
+def test_prompt_logprobs_of_a_neighbor_change_no_bit(dtype, qwen3):
     prompts = random_prompts([20, 33])
     params = SamplingParams(temperature=0, max_tokens=4, logprobs=2)
     asking = SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=0)
-    with LLM(path, num_kv_blocks=20, dtype=dtype, enable_prefix_caching=False) as llm:
+    with LLM(qwen3, num_kv_blocks=20, dtype=dtype, enable_prefix_caching=False) as llm:
         alone = llm.generate(prompts[0], params, use_tqdm=False)[0]
         beside = llm.generate(prompts, [params, asking], use_tqdm=False)
     assert beside[0].outputs[0].logprobs == alone.outputs[0].logprobs
     assert beside[1].prompt_logprobs is not None
 
 
-def test_minus_one_reports_all_logprobs(path):
+def test_minus_one_reports_all_logprobs(qwen3):
     params = SamplingParams(temperature=0, max_tokens=1, logprobs=-1, prompt_logprobs=-1)
-    with LLM(path, num_kv_blocks=10, max_logprobs=-1) as llm:
+    with LLM(qwen3, num_kv_blocks=10, max_logprobs=-1) as llm:
         output = llm.generate([1, 2, 3], params, use_tqdm=False)[0]
     assert len(output.outputs[0].logprobs[0]) == len(output.prompt_logprobs[1]) == 128
 
@@ -197,8 +190,8 @@ def test_minus_one_reports_all_logprobs(path):
 @pytest.mark.parametrize(
     ("settings", "limit"), [({}, 20), ({"max_logprobs": 3}, 3), ({"max_logprobs": 0}, 0)]
 )
-def test_logprobs_are_limited_by_max_logprobs(settings, limit, path):
-    with LLM(path, num_kv_blocks=10, **settings) as llm:
+def test_logprobs_are_limited_by_max_logprobs(settings, limit, qwen3):
+    with LLM(qwen3, num_kv_blocks=10, **settings) as llm:
         for name in ("logprobs", "prompt_logprobs"):
             params = SamplingParams(temperature=0, max_tokens=1, **{name: limit})
             assert len(llm.generate([1, 2, 3], params, use_tqdm=False)[0].outputs[0].token_ids) == 1
@@ -207,7 +200,7 @@ def test_logprobs_are_limited_by_max_logprobs(settings, limit, path):
                 with pytest.raises(ValueError, match=message):
                     llm.generate([1, 2, 3], SamplingParams(**{name: num}), use_tqdm=False)
     with (
-        LLM(path, num_kv_blocks=10, max_logprobs=-1) as llm,
+        LLM(qwen3, num_kv_blocks=10, max_logprobs=-1) as llm,
         pytest.raises(ValueError, match="allowed: 128; the size of the vocabulary"),
     ):
         llm.generate([1, 2, 3], SamplingParams(logprobs=129))  # the vocabulary's size
@@ -278,8 +271,8 @@ def test_request_finishes_with_its_last_sample(tmp_path):
     assert len(set(ended)) > 2
 
 
-def test_queue_time_ends_when_a_request_is_scheduled(path):
-    with LLM(path, num_kv_blocks=10, max_num_seqs=1) as llm:
+def test_queue_time_ends_when_a_request_is_scheduled(qwen3):
+    with LLM(qwen3, num_kv_blocks=10, max_num_seqs=1) as llm:
         launch, launched_at = llm.llm_engine.runner.launch, []
 
         def noted(*arguments):
@@ -341,7 +334,7 @@ def test_token_ids_must_be_integers_in_the_vocabulary():
 
 
 def tokenizer_of(normalizer=None, pre_tokenizer=None, model=None):
-    """A tokenizer of bytes in which "ab" is a token too, or of another model."""
+    """Return another model's tokenizer, or one of bytes in which "ab" is a token too."""
     alphabet = sorted(ByteLevel.alphabet())
     bytewise = BPE({word: i for i, word in enumerate([*alphabet, "ab"])}, [("a", "b")])
     backend = tokenizers.Tokenizer(bytewise if model is None else model)

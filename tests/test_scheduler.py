@@ -7,7 +7,7 @@ import pytest
 
 from nanoengine.engine import Sequence
 from nanoengine.sampling_params import SamplingParams
-from tests.helpers import Lines, is_busy, make_scheduler, make_sequence, run_step
+from tests.helpers import failing_calls, is_busy, make_scheduler, make_sequence, run_step
 from tests.laws import check_laws
 
 
@@ -40,15 +40,6 @@ def test_running_sequences_are_served_before_waiting_ones_are_admitted():
         batch = run_step(scheduler)
         assert chunks_of(batch)[0] == (0, arrival + 1, arrival + 2)  # it gets its token anyway
         assert batch.num_tokens == 5
-
-
-def test_decode_and_a_prompt_chunk_share_a_step():
-    scheduler = make_scheduler(num_blocks=20, max_num_batched_tokens=6)
-    scheduler.add(make_sequence(0, [1, 2, 3]))
-    scheduler.add(make_sequence(1, list(range(10, 20))))
-    assert chunks_of(run_step(scheduler)) == [(0, 0, 3), (1, 0, 3)]
-    assert chunks_of(run_step(scheduler)) == [(0, 3, 4), (1, 3, 8)]
-    assert chunks_of(run_step(scheduler)) == [(0, 4, 5), (1, 8, 10)]
 
 
 def test_the_long_prefill_threshold_caps_each_sequence():
@@ -130,35 +121,6 @@ def test_under_pressure_few_tokens_are_computed_more_than_once():
             num_computed += run_step(scheduler).num_tokens
         num_needed += sum(seq.num_tokens - 1 for seq in seqs)
     assert 1.4 < num_computed / num_needed < 1.55
-
-
-def priorities_of(scheduler):
-    """The priorities and ids of sequences in the order in which they run, one at a time, to their end."""
-    order = []
-    while is_busy(scheduler):
-        order += [seq.order for seq, _, _, _, _ in run_step(scheduler).chunks]
-    return order
-
-
-def test_the_waiting_queue_keeps_its_order_when_requests_leave_its_middle():
-    scheduler = make_scheduler(num_blocks=50, max_num_seqs=1)
-    seqs = [make_sequence(i, [i], priority=(i * 7) % 10, max_tokens=1) for i in range(10)]
-    for seq in [*seqs, *(make_sequence(i, [1], priority=9, max_tokens=1) for i in (13, 11, 12))]:
-        scheduler.add(seq)
-    for i in (0, 3, 6):  # priorities 0, 1 and 2
-        scheduler.finish(seqs[i], "abort")
-    order = priorities_of(scheduler)
-    assert [priority for priority, _ in order] == [3, 4, 5, 6, 7, 8, 9, 9, 9, 9]
-    assert [seq_id for _, seq_id in order[-3:]] == [11, 12, 13]  # equal priorities: by arrival
-
-
-def test_recover_keeps_priorities():
-    scheduler = make_scheduler(num_blocks=50, max_num_seqs=2)
-    for i in range(10):
-        scheduler.add(make_sequence(i, [i], priority=-i, max_tokens=1))
-    scheduler.schedule()
-    scheduler.recover()
-    assert [priority for priority, _ in priorities_of(scheduler)] == [*range(-9, 1)]
 
 
 def test_a_preempted_sequence_keeps_its_tokens_and_starts_over_from_its_cached_prefix():
@@ -256,41 +218,13 @@ def test_priority_admits_the_lowest_number_first_and_preempts_the_highest():
     assert finished == [1, 2, 0]
 
 
-def test_blocks_registered_by_a_failed_step_are_never_hit():
-    scheduler = make_scheduler()
-    first = make_sequence(0, list(range(8)), max_tokens=3)
-    scheduler.add(first)
-    scheduler.schedule()  # registers both blocks; then the forward pass fails
+@pytest.mark.parametrize(("token", "length"), [(1, 9), (5, 2)])
+def test_a_sequence_ends_if_a_step_fails_between_its_last_token_and_its_end(token, length):
+    scheduler = make_scheduler(num_blocks=2)
+    stopping = Sequence(0, [9] * (length - 1), SamplingParams(max_tokens=None), stop_ids=frozenset({5}))
+    scheduler.add(stopping)
+    with failing_calls(scheduler, "finish", {0}), pytest.raises(RuntimeError):
+        run_step(scheduler, token)
     scheduler.recover()
-    check_laws(scheduler)
-    assert scheduler.block_manager.num_free_blocks == 8
-    scheduler.add(make_sequence(1, list(range(8))))
-    assert chunks_of(run_step(scheduler)) == [(0, 0, 8), (1, 7, 8)]  # computed, then shared
-
-
-@pytest.mark.parametrize("interrupted_after", range(0, 240, 3))
-def test_recover_repairs_a_scheduler_that_was_interrupted_at_any_line(interrupted_after):
-    """A signal's handler may raise between any two lines, a timeout for one: stop at the n-th of a step."""
-    scheduler = make_scheduler(num_blocks=6)
-    seqs = [make_sequence(i, [i] * 7, max_tokens=3 + i) for i in range(4)]
-    for seq in seqs[:3]:
-        scheduler.add(seq)
-    for _ in range(2):
-        run_step(scheduler)
-    scheduler.add(seqs[3])  # beside growth and a preemption, an admission once there is room
-
-    def time_out():
-        raise TimeoutError
-
-    try:
-        with Lines("/engine.py", at=interrupted_after + 1, strike=time_out):
-            for _ in range(3):
-                batch = scheduler.schedule()
-                scheduler.update(batch, [1] * len(batch.sampled_seqs))
-    except TimeoutError:
-        scheduler.recover()
-    check_laws(scheduler)
-    while is_busy(scheduler):
-        run_step(scheduler)
-    assert scheduler.block_manager.num_free_blocks == 6
-    assert all(seq.is_finished for seq in seqs)
+    assert (len(stopping.token_ids), stopping.finish_reason) == (length, "error")
+    assert not is_busy(scheduler)

@@ -13,15 +13,21 @@ import itertools
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from nanoengine.backends.device import Attention
-from nanoengine.backends.inputs import BIN_SLOT, ZERO_SLOT
 from nanoengine.engine import BlockManager, ScheduledBatch, Scheduler, Sequence, build_inputs
 from nanoengine.extensions.speculate import DraftingScheduler
-from nanoengine.extensions.states import StatefulBlockManager, StatefulRunner, StatefulScheduler
 from nanoengine.extensions.windows import WindowedBlockManager, WindowedRunner
 from nanoengine.sampling_params import SamplingParams
 from tests.helpers import is_busy
@@ -41,7 +47,7 @@ SIZES: dict[str, Any] = {
 
 
 class CoreMachine(RuleBasedStateMachine):
-    """The core alone: one block table per sequence, no drafts."""
+    """Tests the core alone: one block table per sequence, and no drafts."""
 
     @initialize(**SIZES, constant_hash=st.booleans())
     def start(self, num_blocks, block_size, caching, constant_hash, **limits):
@@ -87,12 +93,12 @@ class CoreMachine(RuleBasedStateMachine):
             self.scheduler.add(seq)
 
     def build_inputs(self, batch, before):
-        """Block tables (G, S, most blocks) and slots (G, T), and the other arrays."""
+        """Return block tables (G, S, most blocks), slots (G, T), and the other arrays."""
         inputs = build_inputs(batch, self.block_manager.block_size, before)
         return inputs.metadata.block_tables[None], inputs.metadata.slot_mapping[None], inputs
 
     def write(self, batch, before):
-        """Do to the ledger what the model does to the cache, then read all that may be read."""
+        """Change the ledger as the model changes the cache, then read every slot that may be read."""
         size = self.block_manager.block_size
         block_tables, slot_mapping, inputs = self.build_inputs(batch, before)
         owners = [chunk for chunk in batch.chunks for _ in range(chunk.start, chunk.end)]
@@ -136,7 +142,7 @@ class CoreMachine(RuleBasedStateMachine):
                 assert block.key.hash == key.hash + group, "a hit would be another group's"
 
     def launch(self):
-        """Schedule and compute a step; returns it with the one whose tokens are due now, if any."""
+        """Schedule and compute a step. Returns it, and the step to collect now, if any."""
         before, self.in_flight = self.in_flight, None
         batch = self.scheduler.schedule()
         assert batch.chunks or before is not None, "work is left but nothing was scheduled"
@@ -149,6 +155,9 @@ class CoreMachine(RuleBasedStateMachine):
         return batch, before
 
     def collect(self, batch, tokens):
+        for seq, _, end, samples, token_ids in batch.chunks:
+            if samples and token_ids is seq.token_ids and not seq.is_finished:
+                assert end == len(token_ids), "a token is sampled twice, or for another position"
         due = [seq for seq in dict.fromkeys(batch.sampled_seqs) if not seq.is_finished]
         expected = {seq: [*seq.token_ids, *self.accepted(batch, seq, tokens)] for seq in due}
         assert self.scheduler.update(batch, tokens) == due
@@ -163,7 +172,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     @staticmethod
     def accepted(batch, seq, tokens):
-        """Return the draws to accept: up to the first that differs from its draft, or an end."""
+        """Return the samples to accept: up to the first that differs from its draft, or an end."""
         draws = [token for owner, token in zip(batch.sampled_seqs, tokens, strict=True) if owner is seq]
         drafts = max((chunk.token_ids for chunk in batch.chunks if chunk.seq is seq), key=len)
         drafts = drafts[len(seq.token_ids) :]
@@ -198,18 +207,14 @@ class CoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: is_busy(self.scheduler))
     @rule(data=st.data())
     def fail_a_step(self, data):
-        """The forward pass dies: part of it was written, nothing of it may be read later."""
+        """Fail the forward pass after part of it was written. None of it may be read later."""
         self.data = data
         batch = self.scheduler.schedule()
         slots = self.build_inputs(batch, self.in_flight)[1] if batch.chunks else np.empty(0)
         for slot in slots.flat:
             self.slots[int(slot)] = -1, (-1,)
-        self.spoil()
         self.scheduler.recover()
         self.in_flight, self.unknown = None, []
-
-    def spoil(self):
-        """Do to other ledgers what such a pass may have written."""
 
     @precondition(lambda self: is_busy(self.scheduler))
     @rule(data=st.data())
@@ -229,7 +234,7 @@ class CoreMachine(RuleBasedStateMachine):
             check_laws(self.scheduler)
 
     def teardown(self):
-        """Every request finishes and every block is freed."""
+        """Check that every request finishes and every block is freed."""
         if not hasattr(self, "scheduler"):
             return
         self.run_to_the_end()
@@ -251,7 +256,7 @@ class CoreMachine(RuleBasedStateMachine):
 
 
 class ExtendedMachine(CoreMachine):
-    """With windows, and draft tokens."""
+    """Adds windows and draft tokens."""
 
     @initialize(
         **SIZES,
@@ -290,71 +295,16 @@ class ExtendedMachine(CoreMachine):
         return inputs.metadata.block_tables, inputs.metadata.slot_mapping, inputs
 
 
-class StatefulMachine(CoreMachine):
-    """With states: a second ledger says after which tokens each slot's is."""
-
-    @initialize(
-        **SIZES,
-        windows=st.sampled_from([(None,), (None,), (1,), (None, 4)]),
-        num_state_slots=st.integers(1, 9),
-    )
-    def start(self, num_blocks, block_size, windows, num_state_slots, caching, **limits):
-        nothing = Attention(None, lambda metadata, block_size: None, [])
-        self.runner = StatefulRunner(len(windows), None, None, nothing, None, block_size)
-        blocks = StatefulBlockManager(
-            num_blocks * len(windows),
-            block_size,
-            windows=windows,
-            max_chunk_tokens=limits["budget"],
-            more_tables=self.runner.more_tables,
-            enable_prefix_caching=caching,
-            num_state_slots=num_state_slots,
-        )
-        make_scheduler = functools.partial(StatefulScheduler, spans=self.runner.spans)
-        self.begin(blocks, make_scheduler, windows=blocks.windows, **limits)
-        self.has_drafts = False
-        # slot -> how many tokens its state is after, and whose; None: no sequence's
-        self.states = {ZERO_SLOT: (0, None)}
-
-    def build_inputs(self, batch, before):
-        inputs = self.runner.build_inputs(batch, before)
-        self.layout = inputs.states
-        return inputs.metadata.block_tables, inputs.metadata.slot_mapping, inputs
-
-    def write(self, batch, before):
-        super().write(batch, before)
-        layout = self.layout
-        owners = [(c, p) for c in batch.chunks for p in range(c.start, c.end)]
-        decodes = [*zip(layout.decode_rows, layout.decode_sources, layout.decode_targets, strict=True)]
-        parts = [(first, end, source, target) for first, end, source, target, _ in layout.parts]
-        rows = [row for first, end, *_ in parts for row in range(first, end)] + [*layout.decode_rows]
-        assert sorted(rows) == [*range(len(owners))], "a row is left out, or computed twice"
-        sources = {row: self.states[source] for row, source, _ in decodes}  # all are read, then written
-        for row, _, target in decodes:
-            chunk, position = owners[row]
-            self.follow(sources[row], chunk, position, position + 1, target)
-        for first, end, source, target in parts:
-            chunk, position = owners[first]
-            self.follow(self.states[source], chunk, position, position + end - first, target)
-
-    def follow(self, state, chunk, start, end, target):
-        """A part of a chunk is computed from a state, which has to be the one before it."""
-        num_tokens, owner = state
-        assert num_tokens == start, "a state of another position"
-        if owner is not chunk.seq and owner is not None:  # a pending token that it is after is known by now
-            assert owner.token_ids[:start] == chunk.seq.token_ids[:start], "a state of other tokens"
-            assert len(owner.token_ids) >= start, "a state after unknown tokens"
-        assert target not in (ZERO_SLOT, BIN_SLOT)
-        self.states[target] = end, chunk.seq
-
-    def spoil(self):
-        self.states = dict.fromkeys(self.states, (-1, None)) | {ZERO_SLOT: (0, None)}
-
-
 BRIEFLY = settings(
     max_examples=50, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestCore = CoreMachine.TestCase
 TestExtended = ExtendedMachine.TestCase
-TestStateful = StatefulMachine.TestCase
-TestCore.settings = TestExtended.settings = TestStateful.settings = BRIEFLY
+TestCore.settings = TestExtended.settings = BRIEFLY
+AT_LENGTH = settings(BRIEFLY, max_examples=600, derandomize=True, database=None)  # over 10,000 steps
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("machine", [CoreMachine, ExtendedMachine])
+def test_thousands_of_scheduling_steps_agree_with_the_ledger(machine):
+    run_state_machine_as_test(machine, settings=AT_LENGTH)

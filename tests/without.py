@@ -16,7 +16,7 @@ PRELOADED = [
     *("transformers.models.auto.tokenization_auto", "transformers.generation.configuration_utils"),
 ]
 PROMPTS = ["What is 27 + 58?", "The old queen buried the"]
-SETTINGS = {"num_kv_blocks": 20, "max_num_seqs": 4, "pin_threads": False}
+SETTINGS: dict[str, Any] = {"num_kv_blocks": 20, "max_num_seqs": 4, "pin_threads": False}
 
 
 def try_copy(connection: Connection, copy: str, use: str, names: dict[str, Any]) -> None:

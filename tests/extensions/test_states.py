@@ -1,21 +1,22 @@
 """States: models whose layers hand a state from token to token, beside paged K and V or without any."""
 
 import gc
+import types
 import weakref
 from functools import cache
 
 import pytest
 import torch
-import transformers
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.backends.inputs import NUM_RESERVED_SLOTS, ZERO_SLOT
 from nanoengine.engine import Sequence
 from nanoengine.extensions.states import StatefulBlockManager, StatefulScheduler
-from nanoengine.models.hf import is_mixer
-from tests.helpers import VARIED_SETTINGS, greedy, random_prompts
+from nanoengine.models.states import _scan_of_mamba
+from tests.helpers import VARIED_SETTINGS, greedy, make_sequence, random_prompts, run_step
 from tests.laws import check_laws
 from tests.model_table import small_config, small_model
+from tests.test_sampling import LiveBytes
 
 # A gated delta rule, convolutions alone, Mamba2, Mamba beside attention, and Mamba2 that limits time steps.
 ZAMBA2 = pytest.param("zamba2", marks=pytest.mark.slow)
@@ -36,9 +37,6 @@ SETTINGS = [
 LENGTHS = [1, 2, 13, 40, 75, 20]
 NUM_NEW = 12
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_NEW)
-pytestmark = pytest.mark.skipif(
-    transformers.__version__ < "5", reason="its layers keep their states elsewhere"
-)
 
 
 @pytest.fixture(scope="module")
@@ -143,28 +141,6 @@ def test_contents_of_free_slots_change_nothing(kind, served):
         assert [tokens[str(i)] for i in range(len(prompts))] == expected
 
 
-def test_samples_of_a_request_have_states_of_their_own(served):
-    path, prompts, _ = served("qwen3_5_text")
-    params = SamplingParams(n=4, seed=5, max_tokens=12, temperature=1.5)
-    tokens = []
-    for name in ("roomy", "with preemption", "in chunks"):
-        with LLM(path, **VARIED_SETTINGS[name], max_model_len=60) as llm:
-            outputs = llm.generate(prompts[:4], params, use_tqdm=False)
-            tokens.append([[sample.token_ids for sample in out.outputs] for out in outputs])
-    assert all(one == tokens[0] for one in tokens)
-    assert len({tuple(sample) for sample in tokens[0][2]}) > 1
-
-
-@pytest.mark.parametrize("kind", [KINDS[0], ZAMBA2])
-def test_with_steps_in_flight_the_tokens_are_the_same(kind, served):
-    path, prompts, expected = served(kind)
-    settings = {"num_kv_blocks": 24, "block_size": 8, "max_num_batched_tokens": 30, "async_scheduling": True}
-    with LLM(path, **settings) as llm:
-        assert answers(llm, prompts) == expected
-        assert answers(llm, prompts) == expected
-        assert llm.metrics()["num_preemptions"] > 0
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", [*TWO_KINDS, "mamba"])
 def test_in_half_precision_chunks_and_neighbours_change_little(kind, dtype, served):
@@ -179,7 +155,7 @@ def test_in_half_precision_chunks_and_neighbours_change_little(kind, dtype, serv
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_gpu_path_gives_the_same_tokens(kind, served, in_float32, capsys):
+def test_the_gpu_path_gives_the_same_tokens(kind, served, in_float32, caplog):
     """PyTorch in place of kernels, steps in flight, and the arrays of states in the copy with the others."""
     path, prompts, expected = served(kind)
     settings = {"num_kv_blocks": 8, "block_size": 256, "max_num_seqs": 4, "max_num_batched_tokens": 30}
@@ -188,22 +164,30 @@ def test_the_gpu_path_gives_the_same_tokens(kind, served, in_float32, capsys):
         assert answers(llm, prompts) == expected
     with LLM(path, attn_backend="flash", **settings) as llm:
         assert answers(llm, prompts) == expected
-    assert "no graphs (its layers have recurrent states)" in capsys.readouterr().err
+    assert "no graphs (its layers have recurrent states)" in caplog.messages[-1]
 
 
-@pytest.mark.parametrize("kind", TWO_KINDS)
-def test_log_probabilities_of_chunks_are_those_of_the_whole(kind, served, model_of):
-    path, prompts, _ = served(kind)
-    _, model = model_of(kind)
-    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
-    with torch.no_grad():
-        whole = model(torch.tensor([prompts[4]])).logits[0].log_softmax(-1)
-    with LLM(path, num_kv_blocks=40, block_size=8, max_num_batched_tokens=16) as llm:
-        entries = llm.generate(prompts[4], params, use_tqdm=False)[0].prompt_logprobs
-    found = [entry[token].logprob for entry, token in zip(entries[1:], prompts[4][1:], strict=True)]
-    assert found == pytest.approx(
-        [whole[i, token].item() for i, token in enumerate(prompts[4][1:])], abs=8e-4
+@pytest.mark.parametrize("has_state", [False, True])
+def test_the_scan_of_many_tokens_holds_the_states_of_few(has_state):
+    torch.manual_seed(0)
+    num_tokens, (x, dt), (b, c) = 150, torch.randn(2, 2, 12, 150), torch.randn(2, 2, 5, 150)
+    A, D, z = -torch.rand(12, 5) * 9, torch.rand(12), torch.ones(2, 12, 150)
+    state = torch.randn(2, 12, 5) if has_state else None
+    states = types.SimpleNamespace(kernels=None, initial=iter([state] if has_state else []))
+    with LiveBytes() as mode:
+        out, new = _scan_of_mamba(states, None, x, dt, A, b, c, D=D, z=z, delta_bias=None)
+    assert mode.peak < 2 * 12 * num_tokens * 5 * 4 * 3
+    expected, h, steps = (
+        [],
+        torch.zeros(2, 12, 5) if state is None else state,
+        torch.nn.functional.softplus(dt),
     )
+    for t in range(num_tokens):
+        h = torch.exp(A * steps[:, :, t, None]) * h + (steps * x)[:, :, t, None] * b[:, None, :, t]
+        expected.append((h * c[:, None, :, t]).sum(-1))
+    assert torch.allclose(new, h, atol=1e-5)
+    expected = (torch.stack(expected, -1) + x * D[:, None]) * torch.nn.functional.silu(z)
+    assert torch.allclose(out, expected, atol=1e-4)
 
 
 # ---- The prefix cache ----------------------------------------------------------------------------
@@ -256,7 +240,7 @@ def manager_of(num_state_slots=9, num_blocks=20, block_size=4, **settings):
 
 
 def spans_of(manager, seq, budget=64):
-    """A sequence alone: each step's spans."""
+    """Run a sequence alone. Returns each step's spans."""
     spans = {}
     scheduler = StatefulScheduler(manager, spans=spans, max_num_batched_tokens=budget)
     scheduler.add(seq)
@@ -329,20 +313,20 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 # ---- Messages -------------------------------------------------------------------
 
 
-def test_the_size_of_states_is_printed_at_the_start(served, capsys):
+def test_the_size_of_states_is_logged_at_the_start(served, caplog):
     path, _, _ = served("qwen3_5_text")
     with LLM(path, num_kv_blocks=9, block_size=8, num_state_slots=5) as llm:
         memory = [x for of_mixer in llm.llm_engine.runner.model.states.memory for x in of_mixer.values()]
     assert all(len(x) == 5 + NUM_RESERVED_SLOTS for x in memory)
     num_bytes = sum(x[0].nbytes for x in memory)
-    assert f"KV cache of 9 blocks of 8 tokens, 5 states of {num_bytes:,} bytes" in capsys.readouterr().err
+    assert f"KV cache of 9 blocks of 8 tokens, 5 states of {num_bytes:,} bytes" in caplog.messages[-1]
 
 
-def test_a_model_with_states_only_has_no_kv_cache_and_takes_long_prompts(served, capsys):
+def test_a_model_with_states_only_has_no_kv_cache_and_takes_long_prompts(served, caplog):
     path, _, _ = served("mamba2")
     prompt = random_prompts([1200])[0]
     with LLM(path, max_num_batched_tokens=128, block_size=8, num_kv_blocks=130) as llm:
-        assert "no KV cache, 512 states of" in capsys.readouterr().err
+        assert "no KV cache, 512 states of" in caplog.messages[-1]
         assert llm.llm_engine.runner.caches == []
         assert llm.llm_engine.max_model_len == 1 << 20
         long = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)[0]
@@ -393,11 +377,11 @@ def test_memory_is_shared_between_states_and_blocks(served):
         assert states <= 1 << 19
 
 
-def test_mixers_are_recognized_by_their_code():
-    from transformers.models.lfm2 import modeling_lfm2
-    from transformers.models.mamba import modeling_mamba
-
-    assert is_mixer(modeling_lfm2.Lfm2ShortConv)
-    assert is_mixer(modeling_mamba.MambaMixer)
-    assert not is_mixer(modeling_lfm2.Lfm2Attention)
-    assert not is_mixer(torch.nn.Linear)
+def test_a_state_that_includes_the_whole_prompt_is_no_hit():
+    """The last prompt token is computed again for its logits, and the state would then include it twice."""
+    manager = StatefulBlockManager(8, 4, num_state_slots=6, windows=(None,), max_chunk_tokens=99)
+    scheduler = StatefulScheduler(manager, spans={})
+    for seq_id in (0, 1):
+        scheduler.add(make_sequence(seq_id, list(range(8)), max_tokens=2))
+        assert run_step(scheduler).chunks[0][1:3] == (0, 8)
+        assert run_step(scheduler).chunks[0][1:3] == (8, 9)
