@@ -29,7 +29,7 @@ from nanoengine.backends.cpu.kernels import Form, Kernels
 from nanoengine.backends.quantized import Quantized
 
 SOLUTION = Path(__file__).with_name("matvec.cpp")
-AT_LEAST = 5.0  # times as fast as NumPy with the same packed weights
+AT_LEAST = 2.5  # times as fast as NumPy with the same packed weights. Two plain loops reach 1.3.
 
 
 def stub() -> str:
