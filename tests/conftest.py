@@ -35,6 +35,12 @@ def qwen3(tmp_path_factory):
 
 
 @pytest.fixture
+def exact_kernels(monkeypatch):
+    """Compile kernels with which log-probabilities are equal to the bit under any schedule."""
+    monkeypatch.setenv("CXX", f"{os.environ.get('CXX', 'g++')} -DEXACT")
+
+
+@pytest.fixture
 def default_sigint():
     """Handle Ctrl-C as a program does: a shell's background jobs, such as a test run, ignore it."""
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -12,10 +12,7 @@ from tests.backends.test_kernels import INSTRUCTION_SETS, flags
 from tests.bits import FORMS, KINDS, find_difference
 from tests.helpers import checkpoint, random_prompts
 
-
-@pytest.fixture(autouse=True)
-def exact(monkeypatch):
-    monkeypatch.setenv("CXX", f"{os.environ.get('CXX', 'g++')} -DEXACT")
+pytestmark = pytest.mark.usefixtures("exact_kernels")
 
 
 @pytest.mark.parametrize("form", FORMS)
