@@ -3,6 +3,9 @@
 import os
 import signal
 
+# Read when PyTorch loads OpenMP: threads that spin at a barrier starve the tests of other workers.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import pytest
 import torch
 
