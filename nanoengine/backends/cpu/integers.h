@@ -89,7 +89,7 @@ struct Rounded {
   std::vector<int8_t> integers;  // (T, stride)
   std::vector<float> scales;     // (T, groups)
   std::vector<int32_t> sums;     // (T, groups): sums of a group's integers
-  void resize(int64_t T, int64_t I, int64_t group) {
+  void reserve_rows(int64_t T, int64_t I, int64_t group) {
     // Rows are one cache line further apart. Otherwise, for many widths, a tile's rows would share one L1 cache set.
     stride = I + 64, groups = I / group;
     if (int64_t(integers.size()) < T * stride) integers.resize(T * stride);
@@ -190,7 +190,7 @@ template <class W, class X>
 static void integer_product(X* out, const X* x, const char* packed, const Form& form, const X* bias, int64_t T, int64_t I,
                             int64_t N) {
   static thread_local Rounded kept;  // kept between calls: new memory takes longer than the work
-  kept.resize(T, I, form.group);
+  kept.reserve_rows(T, I, form.group);
   Rounded& rows = kept;
   int64_t block_bytes = I / form.group * form.group_bytes(), num_tiles = num_tiles_of(T);
   int64_t fetching = std::min<int64_t>(num_tiles, 4), times = rows.groups * fetching;
