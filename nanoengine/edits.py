@@ -1,4 +1,4 @@
-"""Edits logits before sampling: biases, penalties, bans of tokens, and the filters min_p, top_k and top_p.
+"""Edits logits before sampling: biases, penalties, banned tokens, and the filters min_p, top_k and top_p.
 
 Shape letters: R rows, P rows with penalties, V vocabulary.
 """
@@ -25,11 +25,11 @@ MAX_ENTRIES = 1 << 20  # tokens penalized at a time, to limit memory
 class TokenCounts:
     """Counts the tokens of running sequences on the device, because the last one may be pending.
 
-    Each step adds a token per sequence. Other tokens are uploaded when a sequence is new here, and when
-    tokens that were counted are dropped, as after a failed step.
+    Each step adds one token per sequence. All of a sequence's tokens are uploaded when it is first seen, and
+    whenever its counts no longer match its tokens, for example after a failed step.
 
-    A sequence takes 2 bytes per token of the vocabulary, and 4 per token of its longest text: 256 sequences
-    of a model with 152k tokens and a max_model_len of 40k take 120 MB.
+    A slot takes 2 bytes per token of the vocabulary and 4 bytes per token of max_model_len. For 256 slots, a
+    vocabulary of 152k tokens and a max_model_len of 40k, that is 120 MB.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
@@ -37,13 +37,13 @@ class TokenCounts:
         self.counts: Tensor | None = (
             None  # (slots, V) int16: occurrences in the output, and the IN_PROMPT bit
         )
-        self.token_ids: Tensor  # (slots, max_model_len) int32: prompt and output. What follows has no effect
-        self.num_counted = np.zeros(max_num_seqs, np.int64)  # tokens counted in each slot; 0: count anew
+        self.token_ids: Tensor  # (slots, max_model_len) int32: prompt and output; later entries are unused
+        self.num_counted = np.zeros(max_num_seqs, np.int64)  # tokens counted in each slot; 0: recount
         self.owners: list[Any] = [lambda: None] * max_num_seqs  # weak references to sequences
         self.slots: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # sequence -> slot
 
     def place(self, seqs: Sequence[Any]) -> list[int]:
-        """Return the slot of each sequence. A new one takes the slot of one that ended or does not run."""
+        """Return each sequence's slot. A new one takes that of one that ended or is not running."""
         if new := [seq for seq in dict.fromkeys(seqs) if seq not in self.slots]:
             taken = {self.slots.get(seq) for seq in seqs}
             free = [slot for slot in range(len(self.owners)) if slot not in taken]
@@ -56,12 +56,12 @@ class TokenCounts:
         return [self.slots[seq] for seq in seqs]
 
     def forget(self, seq: Any) -> None:
-        """Count a sequence's tokens anew in the next step: some of them have changed."""
+        """Recount a sequence's tokens in the next step, because some of them have changed."""
         if seq in self.slots:
             self.num_counted[self.slots[seq]] = 0
 
     def upload(self, row: Any, slot: int) -> None:
-        """Count the tokens of a `SamplingRow` that are certain to be known, without those counted before."""
+        """Count a row's tokens that are not counted yet, up to the last one, which may be pending."""
         assert self.counts is not None
         start, num_prompt_tokens, counts = self.num_counted[slot], row.num_prompt_tokens, self.counts[slot]
         self.num_counted[slot] = 0  # in case of an error
@@ -77,7 +77,7 @@ class TokenCounts:
 
 
 def _add(counts: Tensor, at: tuple[Tensor, ...], numbers: Tensor) -> None:
-    """Add to the counts at these distinct places, up to the largest count."""
+    """Add numbers to the counts at these distinct places, and stop at LARGEST_COUNT."""
     before = counts[at].int()
     counts[at] = (before + torch.minimum(numbers, LARGEST_COUNT - (before & LARGEST_COUNT))).short()
 
@@ -86,8 +86,8 @@ class Penalties:
     """Penalizes rows in consecutive steps that sample the same sequences.
 
     Args:
-        rows: `SamplingRow`s. The rows of a sequence's drafts follow its own.
-        counts: the counts of the rows' sequences.
+        rows: `SamplingRow`s. After a sequence's first row come its rows for draft tokens.
+        counts: the token counts of the rows' sequences.
         first: the index of the first of these rows in the step.
     """
 
@@ -99,7 +99,7 @@ class Penalties:
         self.slots = np.arange(len(found)) if seqs[0] is None else np.array(counts.place(seqs))
         depths = np.array([row.depth for row in self.rows])
         self.known = np.flatnonzero(depths == 0)  # the rows whose last token is not a draft
-        # Other rows also count the drafts before theirs, which are the last tokens of the rows in between.
+        # The other rows also count drafts: the last tokens of the sequence's rows from depth 1 to their own.
         nth = np.arange(1, 1 + depths.max())
         drafts = np.where(nth > depths[:, None], -1, (first + places - depths)[:, None] + nth)
         names = "repetition_penalty", "presence_penalty", "frequency_penalty"
@@ -152,7 +152,7 @@ class Penalties:
 
 # ---- All edits -----------------------------------------------------------------------------------
 
-# A row, token ids, and one value for all of them or one value each. Token ids with values are distinct.
+# A row, its token ids, and a value for all of them or one for each. Ids with a value each must be distinct.
 Entry = tuple[int, Any, Any]
 
 
@@ -210,10 +210,10 @@ MAX_SELECTED = 1024  # largest top_k for which a selection is cheaper than a sor
 
 
 def filter_logits(scaled: Tensor, metadata: SamplingMetadata, rank: Callable[[Tensor], Tensor]) -> None:
-    """Set the tokens that min_p, top_k and top_p cut off to -inf, in place. The most probable one stays.
+    """Set the logits that min_p, top_k and top_p exclude to -inf, in place. The most probable token stays.
 
-    Each row's largest value must be 0. Equal logits rank by index, as in a stable sort, so that the other
-    rows of the batch cannot change which of them stay. `rank` is sampling.py's `sort_keys`, or does the same.
+    Each row's largest logit must be 0. Equal logits rank by index, as in a stable sort, so that the other
+    rows of the batch cannot change which of them stay. `rank` is sampling.py's `sort_keys` or an equivalent.
     """
     temperature, top_k, top_p, min_p, _ = metadata
 

@@ -8,7 +8,7 @@ Each `EngineCore.step` does the following:
     advanced = scheduler.update(batch, sampled)  # append tokens, finish sequences, free their blocks
 
 With async scheduling, a step is collected only after the next step is launched, so that the device does not
-wait for the host. The next step then reads the tokens that the previous one samples on the device.
+wait for the host. The next step then takes its input tokens from the device, where they are sampled.
 
 Read top to bottom: Sequence, BlockManager, Scheduler, build_inputs, ModelRunner, EngineCore. Only the
 scheduler and its block manager (or their subclasses) change sequences, queues and blocks, and neither
@@ -35,7 +35,7 @@ Glossary:
     preempt         free a running sequence's blocks; the sequence keeps its tokens and is recomputed later
     device          the CPU or GPU that runs the model: backends/device.py
 
-Shape letters: T tokens of a step, S sequences, R tokens sampled, P pending tokens, E hidden size.
+Shape letters: T tokens in a step, S sequences, R sampled tokens, P pending tokens, E hidden size.
 """
 
 import bisect
@@ -103,7 +103,7 @@ class Sequence:
     bad_words: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
     prompt_logprobs: int | None = None  # how many to report per prompt token; None: not requested
     detokenizer: Detokenizer | None = None  # makes the output text and finds stop strings; None: no text
-    processors: tuple[RowProcessor, ...] = ()  # edit the logits, in addition to what params asks for
+    processors: tuple[RowProcessor, ...] = ()  # they edit the logits after the edits that params asks for
     num_prompt_tokens: int = field(init=False)
 
     # Written by the scheduler.
@@ -118,9 +118,9 @@ class Sequence:
     capacity: int = field(init=False, default=0)  # number of tokens its blocks have room for
     num_computed_tokens: int = field(init=False, default=0)
     num_hit_tokens: int = field(init=False, default=0)  # never write to their slots: the blocks may be shared
-    num_registered_blocks: int = field(init=False, default=0)  # they come first in block_table
+    num_registered_blocks: int = field(init=False, default=0)  # the first ones of block_table
     prefix_id: int = field(init=False, default=0)  # prefix_id of the last registered block: see Block
-    block_keys: list["BlockKey"] = field(init=False, default_factory=list)  # full blocks, each hashed once
+    block_keys: list["BlockKey"] = field(init=False, default_factory=list)  # one per full block hashed so far
     # num_computed_tokens at the first admission: reported to the user as cached tokens.
     num_cached_tokens: int | None = field(init=False, default=None)
 
@@ -426,8 +426,8 @@ class Chunk(NamedTuple):
     end: int
     # Whether a token is sampled: true if `end` was num_tokens when this chunk was scheduled.
     samples: bool
-    # The list that [start, end) indexes: the sequence's token_ids, which lack any pending token. With draft
-    # tokens, it is a copy with the drafts appended (extensions/speculate.py).
+    # The list that [start, end) refers to: the sequence's own token_ids, where pending tokens are missing.
+    # With draft tokens, it is a copy with the drafts appended (extensions/speculate.py).
     token_ids: list[int]
 
 
@@ -506,8 +506,8 @@ class Scheduler:
                 budget -= chunk.end - chunk.start
             i += 1
 
-        # Admit nothing after a preemption: blocks are scarce, so another could follow. A preempted sequence
-        # could also sample its pending token twice. By the next call, that token is appended.
+        # Admit nothing after a preemption: blocks are scarce. A preempted sequence must also wait until its
+        # pending token is appended, before the next call. Readmitted now, it would sample that token twice.
         may_admit = num_preemptions == self.num_preemptions
         while may_admit and self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             seq = self.waiting[0]
@@ -561,7 +561,7 @@ class Scheduler:
     def update(self, batch: ScheduledBatch, token_ids: list[int | None]) -> list[Sequence]:
         """Append the tokens that a step sampled, one for each of `batch.sampled_seqs`.
 
-        Returns the sequences that received a token or failed without one. Skips sequences that had finished.
+        Returns the sequences that received a token or failed without one. Skips those already finished.
         """
         advanced = []
         for seq, token_id in zip(batch.sampled_seqs, token_ids, strict=True):
@@ -606,7 +606,7 @@ class Scheduler:
         """After a failed step, clear the cache and put every unfinished sequence back into the waiting queue.
 
         Nothing that the step wrote can be trusted. A sequence finishes with "error" if it was in two failed
-        steps without a new token between them, or if its last token was appended before it could finish.
+        steps without a new token between them, or if it already has its last token but had not finished.
         """
         failed = self.running or self.waiting[:1]  # if none ran, scheduling the head of the queue failed
         again = [seq for seq in failed if self.length_at_failure.get(seq.seq_id) == len(seq.token_ids)]
@@ -751,8 +751,8 @@ class ModelRunner:
         forward(compute, inputs)  replays the graph of that size, or calls `compute(inputs)` if there is none
 
     Args:
-        model: maps (input ids, positions, caches, a step's attention) to hidden states, (T, E). Its
-            compute_logits turns rows of them into logits. See models/decoder.py and models/hf.py.
+        model: maps (input ids, positions, caches, a step's attention) to hidden states, (T, E). Its method
+            compute_logits turns hidden states into logits. See models/decoder.py and models/hf.py.
         device: the processor that computes.
         attention: builds a step's attention from its metadata. See backends/attention.py.
         sample: samples one token from each row of logits, as sampling.py's `sample_rows` does.
@@ -836,8 +836,8 @@ class ModelRunner:
 class Collected(NamedTuple):
     """Holds the results of one collected step."""
 
-    advanced: list[Sequence]  # what `Scheduler.update` returned: they received a token or failed
-    logprobs: Logprobs  # of these sequences, and possibly of others whose samples were discarded
+    advanced: list[Sequence]  # returned by `Scheduler.update`: these received a token or failed
+    logprobs: Logprobs  # for these sequences, and possibly for others whose samples were discarded
 
 
 class EngineCore:

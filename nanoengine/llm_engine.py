@@ -3,7 +3,7 @@
 `LLMEngine` chooses the block manager, the scheduler, the runner and the core, from engine.py or from
 extensions/, and runs the `EngineCore` step by step. Three helpers are used throughout. `uninterrupted` delays
 a Ctrl-C to the end of a block, so that no state is left half changed. `Owner` lets only one thread use the
-engine at a time. `Inbox` holds outputs that were not returned yet.
+engine at a time. `Inbox` holds outputs that have not been returned yet.
 """
 
 import itertools
@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # at run time it is imported when metrics are requested
 
 
 def choose_runner(groups: list[KVGroup], has_states: bool = False) -> Callable[..., ModelRunner]:
-    """Return the runner's class for layers in these groups, some of which may have recurrent states."""
+    """Return the runner class for layers in these groups. Some layers may have recurrent states."""
     if has_states:
         from nanoengine.extensions.states import StatefulRunner
 
@@ -52,8 +52,8 @@ def choose_runner(groups: list[KVGroup], has_states: bool = False) -> Callable[.
 class LLMEngine(Reloadable):
     """Queues requests and returns their outputs, one step at a time. Names are vLLM's.
 
-    Only one thread may use it at a time: use `AsyncLLM` for several. `LLM` generates, chats and streams
-    with an `LLMEngine`.
+    Only one thread may use it at a time: use `AsyncLLM` for several threads. `LLM` generates, chats and
+    streams with an `LLMEngine`.
 
     Raises:
         ValueError: a setting or checkpoint is not supported. No memory stays allocated.
@@ -87,11 +87,11 @@ class LLMEngine(Reloadable):
         self.checker = RequestChecker(self.checkpoint, config, self.max_model_len, blocks)
         self.requests: dict[Any, Request] = {}  # unfinished, by request_id. Read it only
         self._request_of: dict[int, Request] = {}  # the same requests, by the seq_id of each sequence
-        self._outputs = Inbox()  # for `step`, of requests without an inbox of their own
+        self._outputs = Inbox()  # the outputs that `step` returns: of requests added without an inbox
         self._vocabulary = Vocabulary(self.checkpoint.tokenizer)
         self._seq_ids = itertools.count()
         self.num_prompt_tokens = self.num_generation_tokens = 0
-        self._stats = RequestStats(self.max_model_len)  # of finished requests
+        self._stats = RequestStats(self.max_model_len)  # counts finished requests
         self._processors: Any = None  # the engine's logits processors; a request may add its own
         if config.logits_processors:
             make = load("contrib.processors", "logits_processors").EngineProcessors
@@ -117,7 +117,7 @@ class LLMEngine(Reloadable):
                     raise ValueError(f"{name} does not support models with recurrent states: {reason}")
         windows = [group.window for group in started.kv_groups]
         if self.draft_model is not None:
-            windows[0] = None  # the draft model uses the blocks of the first group, and may see every token
+            windows[0] = None  # the draft model uses the first group's blocks, and may attend to all tokens
         settings: dict[str, Any] = {"enable_prefix_caching": config.enable_prefix_caching}
         if windows != [None] or config.kv_store is not None or started.num_state_slots:
             settings |= {"windows": windows, "max_chunk_tokens": started.max_num_batched_tokens}
@@ -199,7 +199,7 @@ class LLMEngine(Reloadable):
             self.reloader.check_ready()
 
     def _processors_of(self, checked: CheckedRequest) -> Iterator[Callable[[], Any]]:
-        """Yield factories of a sample's logits processors: the request's, the engine's, the grammar's."""
+        """Yield a factory per logits processor of a sample: the request's, the engine's, the grammar's."""
         params = checked.params
         if params.logits_processors:
             processors = load("contrib.processors", "logits_processors")
@@ -230,8 +230,8 @@ class LLMEngine(Reloadable):
     ) -> None:
         """Queue a request, given as a prompt or as the result of `check`. `step` computes it.
 
-        The request keeps a copy of its parameters. `step` returns its outputs, unless `inbox` is given, whose
-        method `put` then receives each output.
+        The request keeps a copy of its parameters. `step` returns its outputs. If `inbox` is given, its
+        method `put` receives them instead.
 
         Raises:
             ValueError, TypeError: the id is in use, or the request cannot be served.
@@ -278,7 +278,7 @@ class LLMEngine(Reloadable):
     def step(self) -> list[RequestOutput]:
         """Run one step, and return an output for each request that received a token or finished.
 
-        With async scheduling the tokens are those of the previous step, so the first call returns none.
+        With async scheduling, the tokens are those of the previous step, so the first call returns no output.
 
         Raises:
             Exception: the forward pass raised this exception. Every request keeps its tokens, stays queued,
@@ -288,7 +288,7 @@ class LLMEngine(Reloadable):
         self.advance()
         return self._outputs.take(self._outputs)
 
-    @uninterrupted()  # a Ctrl-C takes effect at the end: no output is lost
+    @uninterrupted()  # a Ctrl-C takes effect at the end, so that no output is lost
     def advance(self) -> None:
         """Run one step like `step`, and put the outputs into the inboxes of their requests."""
         self._owner.claim()
@@ -310,8 +310,8 @@ class LLMEngine(Reloadable):
         """Abort requests, given one id or several, and free their blocks. Unknown ids are ignored.
 
         Returns:
-            The requests' last outputs, with all that was not returned yet. finish_reason is "abort" for
-            samples that were unfinished.
+            The requests' last outputs, including everything that was not returned before. finish_reason is
+            "abort" for samples that were unfinished.
         """
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         requests = [self.requests[i] for i in dict.fromkeys(ids) if i in self.requests]
@@ -342,12 +342,12 @@ class LLMEngine(Reloadable):
         return load("contrib.reload", "model_executor").Worker(self)
 
     def metrics(self) -> dict[str, int | float]:
-        """Return counters since the start, and the current state of the queues and the cache.
+        """Return counters since the engine started, and the current state of the queues and the cache.
 
         `seconds_*` are the total times of the phases of a step: schedule, inputs (building arrays and copying
         them to the device), forward (up to the logits), sample, and update (the scheduler's update, and
-        detokenization). On CUDA, forward only queues kernels. Sampling waits for them, so that the time they
-        take counts as sampling.
+        detokenization). On CUDA, forward only queues kernels. Reading the sampled tokens waits for the
+        kernels, so their time counts as sample.
         """
         scheduler, blocks = self.scheduler, self.scheduler.block_manager
         drafted, accepted = self._drafts()
@@ -369,7 +369,7 @@ class LLMEngine(Reloadable):
             "spec_decode_num_drafts": num_drafts,
             "spec_decode_num_draft_tokens": drafted.total(),
             "spec_decode_num_accepted_tokens": num_accepted,
-            # As vLLM counts: tokens per decode that had drafts, the accepted ones and the one sampled anyway.
+            # As in vLLM: tokens per decode with drafts, the accepted ones plus the one sampled after them.
             "spec_decode_mean_acceptance_length": 1 + num_accepted / num_drafts if num_drafts else 0.0,
             **{f"seconds_{phase}": seconds for phase, seconds in self.runner.stopwatch.seconds.items()},
         }
@@ -383,12 +383,12 @@ class LLMEngine(Reloadable):
         return list_metrics(str(self.config.model), self.metrics(), self._stats, places)
 
     def describe(self) -> str:
-        """Describe the engine to the user: model code, attention and why not a faster one, device, cache."""
+        """Describe the engine to the user: model code, attention backend, device, weights and cache."""
         config, started, runner = self.config, self.started, self.runner
         attention = runner.attention
         blocks: Any = self.scheduler.block_manager
         notes = f" ({'; '.join(attention.notes)})" if attention.notes else ""
-        part = " (its language model: images are left out)" if self.checkpoint.is_part else ""
+        part = " (only its language model: no images)" if self.checkpoint.is_part else ""
         forms = {getattr(module, "form", None) for module in runner.model.modules()}
         bits = " and ".join(map(str, sorted({form.bits for form in forms if form and form.bits})))
         is_rounded = any(form and form.activation_bits for form in forms)
@@ -440,7 +440,7 @@ class LLMEngine(Reloadable):
     # -- helpers
 
     def _rest(self) -> None:
-        """Let any thread make the next request. Called when no request is unfinished."""
+        """Let any thread make the next request. Called when all requests have finished."""
         self.runner.device.rest()
         self._owner.release()
 
@@ -466,7 +466,7 @@ class LLMEngine(Reloadable):
         for request in requests:
             is_finished = request.finished
             output = request.output() if is_finished or request.is_streamed else None
-            if is_finished:  # forget it first: a consumer in another thread may look at once
+            if is_finished:  # forget it first: a consumer in another thread may use the output immediately
                 self._forget(request)
             if output is not None:
                 request.inbox.put(output)
@@ -482,7 +482,7 @@ class LLMEngine(Reloadable):
             del self._request_of[seq_id]
 
     def _drafts(self) -> tuple[Multiset[int], Multiset[int]]:
-        """Return how many draft tokens were computed and how many accepted, by their position in a draft."""
+        """Return how many draft tokens were computed and how many were accepted, by position in the draft."""
         scheduler: Any = self.scheduler  # a `DraftingScheduler`, or one without these counters
         if not hasattr(scheduler, "num_drafted"):
             return Multiset(), Multiset()

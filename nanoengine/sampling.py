@@ -1,4 +1,4 @@
-"""Turns logits into tokens: edits and bans, temperature, filters, then one sample per row.
+"""Turns logits into tokens: edits, temperature, filters, then one sample per row.
 
 Shape letters: R rows (sequences that get a token this step), V vocabulary.
 """
@@ -27,15 +27,15 @@ class SamplingRow:
     params: SamplingParams
     seed: int  # 64 bits; seed and position together determine the row's random number
     position: int  # position of the token to sample
-    # Tokens of the sequence, possibly beyond position. The last one before position is missing if it is
-    # pending, but not if there are bad words or processors.
+    # The sequence's tokens, possibly beyond position. The one just before position may be pending and then
+    # is missing. It is never missing if there are bad words or processors.
     token_ids: Sequence[int]
     num_prompt_tokens: int
     stop_ids: frozenset[int] = frozenset()  # banned until min_tokens
     bad_words: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
-    processors: tuple["RowProcessor", ...] = ()  # edit the row's logits, in addition to params
-    depth: int = 0  # how many draft tokens of the sequence are before position
-    seq: Any = None  # the sequence; None: all tokens before position are known
+    processors: tuple["RowProcessor", ...] = ()  # they edit the row's logits after the edits of params
+    depth: int = 0  # number of the sequence's draft tokens before position
+    seq: Any = None  # the sequence; None: the row has none, and all tokens before position are known
 
     @property
     def output_ids(self) -> Sequence[int]:
@@ -53,13 +53,13 @@ class RowProcessor(Protocol):
     def apply(logits: Tensor, items: Sequence[tuple[int, Any, SamplingRow]]) -> None:
         """Edit logits, (R, V), in place. They are float32; a mask may get the model's dtype instead.
 
-        A processor that fails must not raise, because the other rows go on. It records its `failure`, and
+        A processor that fails must not raise, because the other rows continue. It records its `failure`, and
         leaves logits from which no token can be sampled: NaN, or all -inf.
 
         Args:
             logits: the logits of all rows of the step.
             items: (row index, processor, row) for each row that has a processor of this class. A sequence
-                with draft tokens has several consecutive rows, each one token longer than the last.
+                with draft tokens has consecutive rows, each one token longer than the one before.
         """
 
 
@@ -70,7 +70,7 @@ def why_undrawn(processors: Sequence[RowProcessor]) -> str:
 
 
 class RowSettings:
-    """Holds the sampling parameters of rows as arrays, to be reused while the rows stay the same."""
+    """Holds the sampling parameters of rows as arrays. They are reused while the rows stay the same."""
 
     first = 0  # the index of the first of these rows in the step
     last: Tensor  # the last token of each row of the step, int64, for penalties
@@ -111,15 +111,15 @@ class CachedRows:
 
     @cached_property
     def counts(self) -> Any:
-        """The counts of all sequences' tokens, made for the first penalty."""
+        """The token counts of all sequences, created when the first penalty needs them."""
         from nanoengine.edits import TokenCounts  # most requests edit nothing
 
         return TokenCounts(self.max_num_seqs, self.max_model_len)
 
     def of(self, batch: Any, inputs: ModelInputs[Tensor]) -> Iterator[tuple[list[SamplingRow], RowSettings]]:
-        """Yield the rows and settings of SAMPLED_ROWS rows at a time. They are valid until the next call.
+        """Yield rows and their settings, SAMPLED_ROWS rows at a time. They are valid until the next call.
 
-        `inputs` is the batch on the device. Its pending tokens have been filled in.
+        `inputs` is the batch on the device, with pending tokens filled in.
         """
         sampled = [chunk for chunk in batch.chunks if chunk.samples]
         starts = range(0, len(sampled), SAMPLED_ROWS)
@@ -176,7 +176,7 @@ def sort_keys(logits: Tensor) -> Tensor:
 def draw_rows(
     logits: Tensor, metadata: SamplingMetadata, scale: Scale = scale_logits, rank: Rank = sort_keys
 ) -> tuple[Tensor, Tensor]:
-    """Sample a token per row in PyTorch. Returns the tokens, (R,) int64, and each row's largest logit, (R,).
+    """Sample one token per row in PyTorch. Return tokens, (R,) int64, and each row's largest logit, (R,).
 
     The largest logit is NaN if any logit of the row is NaN. The order is temperature, then min_p, top_k and
     top_p, then one sample. The host does not wait for a GPU.
@@ -204,7 +204,7 @@ def _split(
 def draw_tokens(
     logits: Tensor, rows: Sequence[SamplingRow], draw: Draw = draw_rows, settings: RowSettings | None = None
 ) -> Tensor:
-    """Sample a token per row, without waiting for a GPU. A row's token does not depend on the other rows.
+    """Sample one token per row, without waiting for a GPU. A row's token does not depend on the other rows.
 
     The order is vLLM's: biases, penalties, bans and processors, then temperature, then min_p, top_k and
     top_p, then one sample.
@@ -253,10 +253,10 @@ def _draw_part(logits: Tensor, metadata: SamplingMetadata, scale: Scale, rank: R
 
 
 def process_logits(logits: Tensor, metadata: SamplingMetadata, tokens: Tensor) -> Tensor:
-    """Return the logits to sample from: divided by temperature (greedy: 1), and filtered to -inf.
+    """Return the logits that tokens are sampled from: divided by temperature, with excluded tokens at -inf.
 
-    The sampled tokens, (R,) int64, are never filtered out here, although a kernel that sums in another order
-    may place the limit differently. Shapes: (R, V) -> (R, V) float32.
+    Greedy rows are divided by 1. `tokens`, (R,) int64, are the sampled ones. They are never excluded here, as
+    they could be if a kernel adds probabilities in another order. Shapes: (R, V) -> (R, V) float32.
     """
     divisors = np.where(metadata.temperature == 0, np.float32(1), metadata.temperature)
     scaled, _ = scale_logits(logits, upload(divisors, logits.device).unsqueeze(1))
@@ -278,8 +278,8 @@ def sample_rows(
 ) -> tuple[Tensor, list[LogprobTable]]:
     """Sample tokens like `draw_tokens`, and queue the requested log-probabilities for the host.
 
-    The log-probabilities come from the model's own logits or, if reports_processed, from those that tokens
-    are sampled from.
+    The log-probabilities come from the model's own logits or, if reports_processed, from the edited and
+    filtered logits.
     """
     reported = [logits]
 
@@ -311,7 +311,7 @@ def uniform(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray
 
 
 def _filter(scaled: Tensor, metadata: SamplingMetadata, rank: Rank = sort_keys) -> None:
-    """Set the tokens that min_p, top_k and top_p cut off to -inf, in place."""
+    """Set the logits that min_p, top_k and top_p exclude to -inf, in place."""
     if _filters(metadata):
         from nanoengine.edits import filter_logits
 
@@ -329,7 +329,7 @@ def _pick(weights: Tensor, u: Tensor) -> Tensor:
     thirty times. A token of weight 0 is never sampled. `weights` (R, V) float32, `u` (R,) float64.
     """
     num_rows, vocab_size = weights.shape
-    # Most vocabulary sizes are multiples of 64 or more. Others are padded, which takes a copy.
+    # Most vocabulary sizes are divisible by a power of two from 64 up. Others are padded, which takes a copy.
     divisor = math.gcd(vocab_size, 512)
     chunk_size = divisor if divisor >= 64 else max(1, math.isqrt(vocab_size))
     if missing := -vocab_size % chunk_size:

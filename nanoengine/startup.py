@@ -34,8 +34,8 @@ class Started(NamedTuple):
     weights_digest: bytes  # identifies the weights to a KV store
     num_state_slots: int  # slots for recurrent states, without the reserved ones; 0: the model has none
     state_bytes: int  # bytes of one sequence's recurrent state
-    memory: str  # for the user: what the cache takes, and what was available; "" if the user chose the size
-    allocate: Callable[[int], None]  # replaces the KV cache by one of so many blocks
+    memory: str  # tells the user what the cache takes of which memory; "" if the user chose the size
+    allocate: Callable[[int], None]  # replaces the KV cache with one of the given number of blocks
 
 
 def start_runner(
@@ -51,10 +51,10 @@ def start_runner(
 ) -> Started:
     """Load a model on a device, allocate its KV cache and, if possible, capture CUDA graphs.
 
-    `choose_runner` returns the runner's class, from the groups of layers and whether any have states. If
-    several processes share one model, `shard` is the part to load, and `wrap` adds the communication between
-    the processes to the device. `group` divides the layers into groups. A draft model's K and V take
-    beside_bytes per block.
+    `choose_runner` is given the groups of layers and whether the model has recurrent states, and returns the
+    runner class. If several processes share one model, `shard` is the part to load, and `wrap` adds the
+    communication between them to the device. `group` divides the layers into groups. beside_bytes is how
+    much a draft model's K and V add to each block.
 
     Raises:
         ValueError: the checkpoint or a setting is not supported, or there is too little memory.
@@ -63,7 +63,7 @@ def start_runner(
     if config.quantization is not None and checkpoint.quant_method != written:
         found = checkpoint.quant_method or "unquantized"
         raise ValueError(
-            f"quantization={config.quantization!r} does not fit the checkpoint, whose weights are {found}"
+            f"quantization={config.quantization!r} does not match the checkpoint, whose weights are {found}"
         )
     device = wrap(open_device(config))
     torch_device = device.device
@@ -77,7 +77,7 @@ def start_runner(
             from nanoengine.models.weights import describe_weights
 
             needed = describe_weights(checkpoint, config, dtype, shard)
-            raise ValueError(f"no memory on {torch_device} for the weights: {needed}; {error}") from error
+            raise ValueError(f"no room on {torch_device} for the weights: {needed}; {error}") from error
     digest = b""
     if config.kv_store is not None:
         from nanoengine.models.weights import digest_weights
@@ -103,7 +103,7 @@ def start_runner(
         runner = choose_runner(groups, states is not None)(model, device, attention, sample, block_size)
         runner.rows.max_num_seqs, runner.rows.max_model_len = config.max_num_seqs, max_model_len
 
-        # The result refers to these functions: they reach the model, which `close` releases, by the runner.
+        # `Started` keeps these functions, so they must not hold the model: `close` releases the runner's.
         def make_caches(num_blocks: int, num_slots: int = 0) -> list[KVCache]:
             if has_states:
                 runner.model.states.allocate(num_slots + NUM_RESERVED_SLOTS, torch_device)
@@ -132,7 +132,7 @@ def start_runner(
             device.warm_up(trial)
         num_slots, bytes_left = 0, cache_bytes
         if states is not None:
-            # For all sequences that can run at once, and as many states again in the prefix cache
+            # One state per sequence that can run at once, and as many again for the prefix cache.
             share = cache_bytes // (2 if specs else 1)
             num_slots = config.num_state_slots or states.count_slots(2 * config.max_num_seqs, share)
             bytes_left -= (num_slots + NUM_RESERVED_SLOTS) * state_bytes
@@ -147,8 +147,8 @@ def start_runner(
         if memory is not None and taken > memory.num_bytes // config.tensor_parallel_size:
             asked = f"{num_slots + NUM_RESERVED_SLOTS} states and " if num_slots else ""
             raise ValueError(
-                f"no memory for {asked}a KV cache of {num_blocks} blocks of {block_size} tokens, "
-                f"{taken / 2**30:.1f} GiB in all: there are {memory}; "
+                f"too little memory for {asked}a KV cache of {num_blocks} blocks of {block_size} tokens: "
+                f"{taken / 2**30:.1f} GiB needed, {memory}; "
                 f"lower {'num_state_slots, ' if num_slots else ''}num_kv_blocks or kv_cache_bytes"
             )
         is_chosen = memory is not None and None in counts and config.kv_cache_bytes is None
@@ -195,11 +195,11 @@ def plan_trial(
     """Return a trial of the steps that need the most memory: the longest prompts, and the most decodes.
 
     `prompts` and `decodes` are the chunk lengths of these steps. With draft tokens, each decode has
-    rows_per_seq rows. The runner has no caches yet.
+    rows_per_seq rows. The runner must not have caches yet.
     """
     block_ids = list(range(1, -(-prompts[0] // runner.block_size) + 1))  # shared by all sequences
     most_work = SamplingParams(top_p=0.5, min_p=0.1, repetition_penalty=1.1, logprobs=1)
-    # Fused functions are compiled once for many rows and once for one row: now, not at the first request.
+    # Fused functions are compiled once for many rows and once for one row. Do both now, before any request.
     sizes = (prompts, decodes, rows_per_seq), (prompts[:1], decodes[:1], 1)
     batches = [
         trial_batch(lengths, params, block_ids, rows=rows)
@@ -229,7 +229,7 @@ def plan_trial(
 def trial_batch(
     lengths: list[int], params: SamplingParams, block_table: list[int], samples: bool = True, rows: int = 1
 ) -> ScheduledBatch:
-    """Return a batch of sequences of these lengths, which share the same blocks, each with so many rows."""
+    """Return a batch of sequences of these lengths in the same blocks. Each chunk occurs `rows` times."""
     chunks: list[Chunk] = []
     for length in lengths:
         seq = Sequence(len(chunks), [0] * length, params)

@@ -1,4 +1,4 @@
-"""One answer, to the bit: what docs/guide/bits.md promises."""
+"""The same answer, to the last bit: what docs/guide/bits.md promises."""
 
 import os
 import shutil

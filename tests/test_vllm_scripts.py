@@ -361,7 +361,7 @@ def test_metrics_count_by_reason_label_and_bucket(alphabet):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"quantization": "awq"}, "'awq' does not fit the checkpoint, whose weights are unquantized"),
+        ({"quantization": "awq"}, "'awq' does not match the checkpoint, whose weights are unquantized"),
         ({"quantization": "hqq"}, r"quantization must be one of \('int8', 'int4', .*\), got 'hqq'"),
         ({"kv_cache_dtype": "fp8"}, "set dtype"),
         ({"enable_chunked_prefill": False}, "max_num_batched_tokens"),

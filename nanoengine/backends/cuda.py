@@ -586,7 +586,7 @@ class CUDA(Device):
             yield
         except torch.OutOfMemoryError as error:
             raise ValueError(
-                f"no memory on {self.device} for the largest batch, {trial.what}; "
+                f"too little memory on {self.device} for the largest batch, {trial.what}; "
                 "lower max_num_batched_tokens, max_num_seqs or max_model_len, or set enforce_eager=True"
             ) from error
 

@@ -216,7 +216,7 @@ class Device:
         if config.kv_cache_bytes is None:
             num_blocks, remedy = min(num_blocks, max_blocks), self.more_memory
         if num_blocks < 1:
-            raise ValueError(f"no memory for the KV cache: one block takes {block_bytes} bytes; {remedy}")
+            raise ValueError(f"no room for the KV cache: one block takes {block_bytes} bytes; {remedy}")
         return num_blocks
 
     def find_memory(self) -> Available | None:

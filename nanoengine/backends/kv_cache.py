@@ -108,7 +108,7 @@ def new_caches(
         memory = [KVCache.zeros(specs[layer], num_blocks + 1, block_size, device) for layer in largest.layers]
     except RuntimeError as error:  # including torch.OutOfMemoryError, on a GPU
         raise ValueError(
-            f"no memory for a KV cache of {num_blocks} blocks of {block_size} tokens; "
+            f"too little memory for a KV cache of {num_blocks} blocks of {block_size} tokens; "
             "lower num_kv_blocks or kv_cache_bytes"
         ) from error
     caches = {

@@ -155,7 +155,7 @@ class States:
         num_slots = min(cache_bytes // self.slot_bytes - NUM_RESERVED_SLOTS, limit)
         if num_slots < 1:
             raise ValueError(
-                f"no memory for {NUM_RESERVED_SLOTS + 1} sequences' states: one takes {self.slot_bytes} "
+                f"no room for {NUM_RESERVED_SLOTS + 1} sequences' states: one takes {self.slot_bytes} "
                 f"bytes, and there are only {cache_bytes}; give num_state_slots or kv_cache_bytes"
             )
         return num_slots
@@ -177,7 +177,7 @@ class States:
             ]
         except RuntimeError as error:  # torch.OutOfMemoryError on a GPU is one
             raise ValueError(
-                f"no memory for {num_slots} states of {self.slot_bytes} bytes; lower num_state_slots"
+                f"too little memory for {num_slots} states of {self.slot_bytes} bytes; lower num_state_slots"
             ) from error
 
     @contextmanager

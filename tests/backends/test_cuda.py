@@ -346,7 +346,7 @@ def test_a_failed_capture_leaves_eager_steps_and_the_line_says_why(in_float32, f
 @pytest.mark.parametrize(
     ("error", "num_kv_blocks", "match"),
     [
-        (torch.OutOfMemoryError("CUDA out of memory."), None, "no memory on cpu for the largest batch"),
+        (torch.OutOfMemoryError("CUDA out of memory."), None, "too little memory on cpu for the largest"),
         (CANNOT_CAPTURE, 20, r"cannot be captured \(RuntimeError: .*; set enforce_eager=True"),
     ],
 )

@@ -160,7 +160,7 @@ def test_in_a_real_cgroup_the_cache_is_sized_by_its_limit():
         command = [sys.executable, "-c", script]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
         assert re.search(r"0\.[234] GiB of the 0\.[3-9] GiB available \(the cgroup's limit is", done.stderr)
-        assert "ValueError: no memory for a KV cache of 200000 blocks" in done.stderr
+        assert "ValueError: too little memory for a KV cache of 200000 blocks" in done.stderr
     finally:
         with suppress(OSError):
             group.rmdir()

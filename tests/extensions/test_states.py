@@ -342,8 +342,8 @@ def test_a_model_with_states_only_has_no_kv_cache_and_takes_long_prompts(served,
         ({"speculative_config": NGRAM}, "speculative_config .*rejected draft token"),
         ({"kv_store": "store"}, "kv_store .*only K and V"),
         ({"num_state_slots": 0}, "num_state_slots must be an integer"),
-        ({"num_state_slots": 10**12}, "no memory for 1000000000002 states .*lower num_state_slots"),
-        ({"num_kv_blocks": None, "kv_cache_bytes": 9000}, "no memory for 3 sequences' states: one takes"),
+        ({"num_state_slots": 10**12}, "too little memory for 1000000000002 states .*lower num_state_slots"),
+        ({"num_kv_blocks": None, "kv_cache_bytes": 9000}, "no room for 3 sequences' states: one takes"),
     ],
 )
 def test_settings_that_states_do_not_support_are_refused(settings, reason, served, tmp_path, monkeypatch):

@@ -311,7 +311,7 @@ def test_the_language_part_of_multimodal_models_is_served(family, text, vision, 
     for impl in ["auto"] if code == "transformers'" else ["auto", "transformers"]:
         with LLM(str(tmp_path), model_impl=impl, **settings) as llm:
             assert llm.llm_engine.runner.model.code == (code if impl == "auto" else "transformers'")
-            assert "(its language model: images are left out) on " in llm.llm_engine.describe()
+            assert "(only its language model: no images) on " in llm.llm_engine.describe()
             assert "UNEXPECTED" not in capsys.readouterr().err  # transformers' report of what is left out
             outputs = llm.generate(prompts, params, use_tqdm=False)
         assert [out.outputs[0].token_ids for out in outputs] == expected
