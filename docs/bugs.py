@@ -97,7 +97,7 @@ class _Finder(MetaPathFinder):
 
 @contextmanager
 def planted(diff: str) -> Iterator[None]:
-    """Import the package anew within this block, with the bug. Afterwards all modules are as before."""
+    """Import the package again within this block, with the bug. Afterwards all modules are as before."""
 
     def take() -> dict[str, ModuleType]:
         ours = [name for name in sys.modules if name.split(".")[0] in ("nanoengine", "docs", "tests")]

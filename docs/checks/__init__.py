@@ -1,4 +1,4 @@
-"""What docs/check.py checks. A check is a function of a student's module; its docstring says what is true."""
+"""The checks that docs/check.py runs: functions of a student's module. A docstring says what must hold."""
 
 import random
 import reprlib
@@ -68,7 +68,7 @@ def release(blocks: Any, seq: Any) -> None:
 
 
 def expect_books_to_agree(blocks: Any, seqs: list[Any]) -> None:
-    """Check what is true of a block manager after every call."""
+    """Check what must hold for a block manager after every call."""
     users = Counter(block for seq in seqs for block in seq.block_table)
     for block in range(blocks.num_blocks):
         expect(

@@ -39,7 +39,7 @@ def grows_in_time(mini: Any) -> None:
     """
     blocks, seq = mini.BlockManager(5, 4), mini.Sequence([])
     for num_tokens, num_blocks in (4, 1), (5, 2), (8, 2), (3, 2), (16, 4):
-        expect("The answer of may_append", blocks.may_append(seq, num_tokens), True)
+        expect("The result of may_append", blocks.may_append(seq, num_tokens), True)
         expect(f"Blocks of {num_tokens} tokens", len(seq.block_table), num_blocks)
     expect("Different blocks in the table", len(set(seq.block_table)), 4)
     expect("Free blocks of 5", blocks.num_free_blocks, 1)
@@ -52,11 +52,11 @@ def grows_wholly_or_not(mini: Any) -> None:
     The last free block may be taken, and no block is needed where the table has room.
     """
     blocks, seq = mini.BlockManager(2, 4), mini.Sequence([])
-    expect("The answer of may_append, 3 blocks of 2", blocks.may_append(seq, 9), False)
+    expect("The result of may_append, 3 blocks of 2", blocks.may_append(seq, 9), False)
     expect("Free blocks afterwards", blocks.num_free_blocks, 2)
-    expect("The answer of may_append, 2 blocks of 2", blocks.may_append(seq, 8), True)
-    expect("The answer of may_append, with room in the table", blocks.may_append(seq, 8), True)
-    expect("The answer of may_append, none left", blocks.may_append(seq, 9), False)
+    expect("The result of may_append, 2 blocks of 2", blocks.may_append(seq, 8), True)
+    expect("The result of may_append, with room in the table", blocks.may_append(seq, 8), True)
+    expect("The result of may_append, none left", blocks.may_append(seq, 9), False)
     expect("Blocks in the table", len(seq.block_table), 2)
 
 
@@ -205,7 +205,7 @@ def holds_before_it_takes(mini: Any) -> None:
     seq = mini.Sequence(letters("abcdefghij"))
     hits = blocks.find_prefix(seq)
     blocks.take_free_block = watched
-    expect("The answer of allocate", blocks.allocate(seq), True)
+    expect("The result of allocate", blocks.allocate(seq), True)
 
 
 @says("4")
@@ -217,25 +217,25 @@ def refuses_wholly(mini: Any) -> None:
     blocks = mini.BlockManager(3, 4)
     a = admit(mini, blocks, "abcdefgh")
     seq = mini.Sequence(letters("abcdefghijkl"))
-    expect("The answer of allocate, 2 hits in use, 1 needed and 1 empty", blocks.allocate(seq), True)
+    expect("The result of allocate, 2 hits in use, 1 needed and 1 empty", blocks.allocate(seq), True)
     release(blocks, seq)
     release(blocks, a)
     seq = mini.Sequence(letters("abcdefghijklm"))
-    expect("The answer of allocate, with 2 hits, 2 more needed and 1 empty", blocks.allocate(seq), False)
+    expect("The result of allocate, with 2 hits, 2 more needed and 1 empty", blocks.allocate(seq), False)
     expect("Free blocks afterwards", blocks.num_free_blocks, 3)
     expect(
         "Its block table, hits and computed tokens", vars(seq), vars(mini.Sequence(letters("abcdefghijklm")))
     )
     expect_books_to_agree(blocks, [])
     expect(
-        "The answer of allocate, where all just fits",
+        "The result of allocate, where all just fits",
         blocks.allocate(mini.Sequence(letters("abcdefghijkl"))),
         True,
     )
 
 
 def churn(mini: Any, seed: int, num_blocks: int, block_size: int, free: Callable[[Any, Any], None]) -> None:
-    """Admit and free random sequences, and check the books and every hit."""
+    """Admit and free random sequences, and check the counts, the lists and every hit."""
     rng, content = random.Random(seed), dict[int, str]()
     blocks, seqs = mini.BlockManager(num_blocks, block_size), list[Any]()
     for _ in range(60):
@@ -280,7 +280,7 @@ def counts_users(mini: Any) -> None:
 
 @says("5")
 def counts_a_block_that_is_taken(mini: Any) -> None:
-    """A block that is taken has one user, an empty one and an evicted one alike."""
+    """A block that is taken has one user, whether it was empty or evicted."""
     blocks = mini.BlockManager(2, 4)
     release(blocks, admit(mini, blocks, "abcd"))
     taken = [blocks.take_free_block(), blocks.take_free_block()]

@@ -90,7 +90,7 @@ def numbers_are_a_function(mini: Any) -> None:
 
 @says("11")
 def numbers_differ(mini: Any) -> None:
-    """Another seed or another position gives another number, also if the two are exchanged."""
+    """Another seed or another position gives another number, even if the two are swapped."""
     numbers = {mini.random_number(seed, position) for seed in range(30) for position in range(30)}
     assert len(numbers) > 890, f"900 pairs of seed and position give only {len(numbers)} different numbers."
 
@@ -200,7 +200,7 @@ def hits_need_the_window_only(mini: Any) -> None:
 
 @says("13")
 def verifies_in_proportion(mini: Any) -> None:
-    """A verified token is distributed as p, whatever q the draft was sampled from."""
+    """A verified token is distributed as p, for any q that the draft was sampled from."""
     p = torch.tensor([0.5, 0.2, 0.3], dtype=torch.float64)
     grid = [(i + 0.5) / 30 for i in range(30)]
     for q in [0.2, 0.7, 0.1], [0.5, 0.2, 0.3], [0.0, 1.0, 0.0]:
@@ -215,7 +215,7 @@ def verifies_in_proportion(mini: Any) -> None:
 
 @says("13")
 def accepts_what_p_prefers(mini: Any) -> None:
-    """A draft that p gives more probability than q is always accepted."""
+    """A draft to which p gives more probability than q does is always accepted."""
     p, q = torch.tensor([0.6, 0.4]), torch.tensor([0.3, 0.7])
     expect("The token", {mini.verify(0, p, q, u / 10, 0.9) for u in range(10)}, {0})
     expect("The token, p(draft) = 0", mini.verify(0, torch.tensor([0.0, 1.0]), q, 0.0, 0.5), 1)
@@ -273,7 +273,7 @@ def unpacks(mini: Any) -> None:
 
 @says("20")
 def multiplies(mini: Any) -> None:
-    """X times the packed weight is x times the numbers that the integers stand for, one row or several."""
+    """The product equals x times the numbers that the integers stand for, for any number of rows."""
     for rows, num_outputs, num_inputs, group_size in (1, 5, 64, 32), (3, 4, 32, 8):
         x, seed = random_tensor(rows, num_inputs, seed=1), rows
         integers = (random_tensor(num_outputs, num_inputs, seed=seed) * 4 + 8).round().clamp(0, 15)

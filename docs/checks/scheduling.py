@@ -244,7 +244,7 @@ def preempts_as_often_as_needed(mini: Any) -> None:
     scheduler = crowded(mini)
     first = scheduler.running[0]
     first.token_ids += letters("aaaaa")
-    expect("The answer of make_room, two more blocks needed", scheduler.make_room(first), True)
+    expect("The result of make_room, two more blocks needed", scheduler.make_room(first), True)
     expect("Preemptions", scheduler.num_preemptions, 2)
     expect("Running", [text_of(seq) for seq in scheduler.running], [text_of(first)])
     expect("Waiting, in order of arrival", [text_of(seq) for seq in scheduler.waiting], ["bbbb", "cccc"])
@@ -260,16 +260,16 @@ def preempts_itself(mini: Any) -> None:
     scheduler = crowded(mini)
     *others, last = scheduler.running
     last.token_ids += letters("c")
-    expect("The answer of make_room", scheduler.make_room(last), False)
+    expect("The result of make_room", scheduler.make_room(last), False)
     expect("Running", [text_of(seq) for seq in scheduler.running], [text_of(seq) for seq in others])
     expect("Preemptions", scheduler.num_preemptions, 1)
 
 
 @says("8")
 def preempts_only_if_needed(mini: Any) -> None:
-    """If there is a free block, or room in the last one, nobody is preempted.
+    """If there is a free block, or room in the last one, no sequence is preempted.
 
-    preempt_last says whom it took.
+    preempt_last returns the sequence that it preempted.
     """
     scheduler = mini.Scheduler(mini.BlockManager(4, 4))
     for text in "aaaa", "bbb":
@@ -278,9 +278,9 @@ def preempts_only_if_needed(mini: Any) -> None:
     first, second = scheduler.running
     for seq in first, second:
         seq.token_ids.append(ord("x"))
-        expect("The answer of make_room", scheduler.make_room(seq), True)
+        expect("The result of make_room", scheduler.make_room(seq), True)
     expect("Preemptions", scheduler.num_preemptions, 0)
-    expect("The answer of preempt_last", scheduler.preempt_last() is second, True)
+    expect("The result of preempt_last", scheduler.preempt_last() is second, True)
 
 
 @says("8")
@@ -299,11 +299,11 @@ def all_end(mini: Any) -> None:
 @says("13")
 def accepts_up_to_the_first_miss(mini: Any) -> None:
     """With drafts e f x and samples e f g z, e f g count: none after the first wrong draft."""
-    expect("Taken", mini.accept(letters("efx"), letters("efgz")), letters("efg"))
-    expect("Taken, all drafts right", mini.accept(letters("ef"), letters("efg")), letters("efg"))
-    expect("Taken, first draft wrong, second right", mini.accept(letters("xf"), letters("efg")), letters("e"))
-    expect("Taken, no drafts", mini.accept([], letters("e")), letters("e"))
-    expect("Taken, no drafts and no samples", mini.accept([], []), [])
+    expect("Accepted", mini.accept(letters("efx"), letters("efgz")), letters("efg"))
+    expect("Accepted, all drafts right", mini.accept(letters("ef"), letters("efg")), letters("efg"))
+    expect("Accepted, only the second right", mini.accept(letters("xf"), letters("efg")), letters("e"))
+    expect("Accepted, no drafts", mini.accept([], letters("e")), letters("e"))
+    expect("Accepted, no drafts and no samples", mini.accept([], []), [])
 
 
 @says("13")

@@ -1,16 +1,17 @@
 """Draft models: a smaller model with the same vocabulary proposes the draft tokens. vLLM's "draft_model".
 
 A block holds the K and V of both models for its tokens. So allocation, prefix hits, preemptions and aborts
-apply to both. But the draft model computes less, in passes of its own: one for all sequences' drafts of one
-depth. `Shadow.num_computed` is how much of a sequence it has computed, and `DraftModel.computed_blocks` tells
-which registered blocks contain its K and V. The first pass of a step also computes what it lacks. Example:
+apply to both. But the draft model computes fewer tokens, in passes of its own: one pass per depth, for all
+sequences. `Shadow.num_computed` is the number of a sequence's tokens that it has computed, and
+`DraftModel.computed_blocks` contains the registered blocks that hold its K and V. The first pass of a step
+also computes the known tokens that it has not computed yet. Example, with one pass between semicolons:
 
     known tokens  it computes      drafts   sampled    its K and V afterwards
     a b c         a b c; d; e      d e u    d e f      a b c d e
     ... d e f     f; g; v          g v w    g h        ... f g v   (the next h overwrites v)
 
-A draft is drawn like the target model's token at its position: with the same settings, the same random number
-and the same grammar. So it is right if the two models' probabilities are close, and always if they are equal.
+A draft is sampled like the target model's token at its position: with the same settings, random number and
+grammar. So a draft is often right if the two models' probabilities are close, and always if they are equal.
 Source: https://arxiv.org/abs/2211.17192
 """
 
@@ -39,16 +40,16 @@ FIRST_ODDS = 0.8  # how likely a draft is to be right, before any was tested
 LOWEST_ODDS = 0.4  # a draft that is less likely to be right is not computed
 LEARNING_RATE = 0.1  # of the odds, per tested draft
 RECOVERY_RATE = 1 / 128  # of the odds, per step without drafts: so drafting is tried again after a while
-NUM_ALWAYS = 2  # so few sequences draft whatever it costs
-MARGIN = 1.5  # for others, what drafts cost beyond the passes at startup: longer texts, and the scheduling
+NUM_ALWAYS = 2  # up to this many sequences have drafts regardless of the cost
+MARGIN = 1.5  # for more sequences: drafts cost more than was measured, with longer texts and scheduling
 FAR = 1 << 20  # more rows than any pass has
-SAVING = 0.25  # the part of a sequence's remaining time that drafts are assumed to save
+SAVING = 0.25  # the share of a sequence's remaining time that drafts are assumed to save
 
 # ---- How many drafts to compute ------------------------------------------------------------------
 
 
 class Costs(NamedTuple):
-    """Holds how many seconds a pass of so many decodes takes, measured at startup."""
+    """Holds how many seconds a pass takes for different numbers of decodes, measured at startup."""
 
     num_rows: list[int]  # ascending
     seconds: list[float]
@@ -64,14 +65,14 @@ class Costs(NamedTuple):
                 times.append(time.perf_counter())
             costs.num_rows.append(batch.num_tokens)
             costs.seconds.append(min(after - before for before, after in pairwise(times)))
-        (*_, x, last), (*_, y, longest) = costs  # a line goes on from there
+        (*_, x, last), (*_, y, longest) = costs  # larger passes are extrapolated from the last two
         costs.num_rows.append(FAR)
         costs.seconds.append(longest + (FAR - last) * (longest - y) / (last - x))
         runner.stopwatch = Stopwatch()  # these passes do not count as steps
         return costs
 
     def of(self, num_rows: int) -> float:
-        """Return the seconds of a pass, on the line between the two nearest measurements."""
+        """Return the seconds of a pass, interpolated between the two nearest measurements."""
         return float(np.interp(num_rows, *self))
 
 
@@ -80,15 +81,16 @@ def choose_sizes(
 ) -> list[int]:
     """Return how many drafts to compute for each of the sequences that decode.
 
-    Drafts of one more depth cost a pass of the draft model and rows of the target model. They are worth it
-    if the tokens that they probably bring would take longer without. One or two sequences always draft.
+    Drafts of one more depth cost a pass of the draft model and rows of the target model. They are computed
+    if the tokens that they are expected to add would take longer without them. For one or two sequences, the
+    cost is ignored.
 
     Args:
-        odds: by sequence, how likely a draft is to be right if those before it are.
-        limits: by sequence, how many drafts there may be.
+        odds: by sequence, how likely a draft is to be right if the drafts before it are right.
+        limits: by sequence, the most drafts that it may have.
         num_rows: rows that the target model computes in any case.
-        budget: how many drafts there may be in all.
-        costs: of the target model, and of the draft model.
+        budget: the most drafts for all sequences together.
+        costs: the costs of the target model, and of the draft model.
     """
     target, draft = costs
     sizes, tokens, seconds = [0] * len(odds), float(len(odds)), target.of(len(odds))
@@ -111,17 +113,17 @@ def choose_sizes(
 
 @dataclass(slots=True, eq=False)
 class Shadow:
-    """Holds what the draft model knows of a sequence."""
+    """Holds the draft model's state for one sequence."""
 
-    view: Sequence  # for its runner: the same blocks and settings, and tokens that may end in drafts
-    num_computed: int = 0  # its K and V of so many tokens are in view.block_table
-    num_known: int = 0  # the number of known tokens when it last drafted
-    drafts: list[int] = field(default_factory=list)  # the last drafts, which followed those tokens
-    odds: float = FIRST_ODDS  # how likely a draft is to be right if those before it are
+    view: Sequence  # given to the runner: the same blocks and settings, and tokens that may end in drafts
+    num_computed: int = 0  # view.block_table has the draft model's K and V of this many tokens
+    num_known: int = 0  # the number of known tokens when the last drafts were computed
+    drafts: list[int] = field(default_factory=list)  # the last drafts, which follow those tokens
+    odds: float = FIRST_ODDS  # how likely a draft is to be right if the drafts before it are right
 
     @classmethod
     def of(cls, seq: Sequence) -> Self:
-        """Return a new shadow. Its view has grammars of its own, and no other processors."""
+        """Return a new shadow. Its view has its own copy of the grammar, and no other processors."""
         grammars = [Constraint(x.grammars, x.grammar) for x in seq.processors if isinstance(x, Constraint)]
         same = {name: getattr(seq, name) for name in ("seed", "stop_ids", "bad_words")}
         view = Sequence(seq.seq_id, [], replace(seq.params, logprobs=None), processors=(*grammars,), **same)
@@ -129,7 +131,7 @@ class Shadow:
         return cls(view)
 
     def compare(self, token_ids: list[int]) -> None:
-        """Compare the last drafts with the tokens that were sampled, and forget the K and V of wrong ones."""
+        """Compare the last drafts with the sampled tokens, and discard the K and V of wrong drafts."""
         tested = [one == other for one, other in zip(token_ids[self.num_known :], self.drafts, strict=False)]
         if tested:
             num_right = len([*takewhile(bool, tested)])
@@ -140,7 +142,7 @@ class Shadow:
 
 
 class DraftRunner(ModelRunner):
-    """Runs the draft model, whose logits may be padded to another width than the target model's."""
+    """Runs the draft model. Pads or cuts its logits to the width of the target model's logits."""
 
     def __init__(self, own_width: int, target_width: int, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -150,30 +152,34 @@ class DraftRunner(ModelRunner):
             self.sample = lambda logits, *others: sample(pad(logits), *others)
 
     def build_inputs(self, batch: ScheduledBatch, before: ScheduledBatch | None = None) -> Any:
-        """See the base class. Tokens that the draft model lacks, which have no text, become its last one."""
+        """See the base class. Token ids beyond own_width, which have no text, become the last id below it."""
         inputs = super().build_inputs(batch, before)
         return inputs._replace(input_ids=inputs.input_ids.clip(max=self.own_width - 1))
 
 
 class DraftModel:
-    """Drafts for all sequences of a step at once."""
+    """Computes drafts for all sequences of a step at once."""
 
     def __init__(self, started: Started, max_model_len: int, max_drafts: int) -> None:
         self.started, self.runner = started, started.runner
-        self.max_model_len = max_model_len  # limit on the tokens of a sequence that it drafts for
+        self.max_model_len = max_model_len  # longer sequences have no drafts
         self.max_drafts = max_drafts  # limit per sequence and step
         self.block_bytes = block_bytes(started.kv_specs, started.kv_groups, started.runner.block_size)
-        self.costs: tuple[Costs, Costs]  # of the target model, and of this one
+        self.costs: tuple[Costs, Costs]  # the costs of the target model, and of this one
         self.shadows: WeakKeyDictionary[Sequence, Shadow] = WeakKeyDictionary()
         self.blocks: list[Block] = []  # the block manager's
         self.computed_blocks: dict[int, int] = {}  # block_id -> prefix_id of its K and V
 
     @classmethod
     def start(cls, config: EngineConfig, target: Checkpoint, max_model_len: int) -> Self:
-        """Load the draft model of `speculative_config`. Raises ValueError if it does not fit the target."""
+        """Load the draft model of `speculative_config`.
+
+        Raises:
+            ValueError: the draft model or a setting does not work with the target model.
+        """
         asked: Any = config.speculation
         if config.tensor_parallel_size > 1:
-            raise ValueError("a draft model needs tensor_parallel_size=1")
+            raise ValueError(f"a draft model needs tensor_parallel_size=1, got {config.tensor_parallel_size}")
         own: dict[str, Any] = {"revision": asked.revision, "quantization": asked.quantization}
         own |= {"model": str(asked.model), "dtype": asked.dtype or config.dtype, "num_kv_blocks": 1}
         names = "tokenizer gguf_file kv_cache_bytes lora kv_store trace speculative_config hf_overrides"
@@ -186,7 +192,10 @@ class DraftModel:
         group: Any = lambda specs, _: [KVGroup([*range(len(specs))], None)]  # noqa: E731  one block table
         started = start_runner(config, checkpoint, length, choose_runner=choose, group=group)
         if started.num_state_slots:
-            raise ValueError(f"the draft model {asked.model} has recurrent states, which take no draft back")
+            raise ValueError(
+                f"the draft model {asked.model} has recurrent states, from which a rejected draft token "
+                "cannot be removed"
+            )
         return cls(started, length, asked.num_speculative_tokens)
 
     def make_scheduler(self, target: Started, max_num_seqs: int) -> Callable[..., DraftingScheduler]:
@@ -198,7 +207,7 @@ class DraftModel:
 
     def follow(self, seq: Sequence, blocks: list[Block]) -> Shadow:
         """Return a sequence's shadow, up to date with its tokens and blocks."""
-        if blocks is not self.blocks:  # the block manager was cleared, and its prefix_ids start anew
+        if blocks is not self.blocks:  # the block manager was cleared, and its prefix_ids start again at 1
             self.blocks, self.computed_blocks = blocks, {}
         shadow = self.shadows.get(seq) or self.shadows.setdefault(seq, Shadow.of(seq))
         shadow.compare(seq.token_ids)
@@ -214,19 +223,22 @@ class DraftModel:
         return shadow
 
     def pays(self, seq: Sequence, num_seqs: int) -> bool:
-        """Return whether the rest of a sequence is worth computing the tokens that this model lacks."""
+        """Return whether drafts will save more time than it takes to compute a sequence's known tokens."""
         (target, draft), num_tokens = self.costs, len(seq.token_ids)
         cost = (num_tokens - self.shadows[seq].num_computed) * draft.of(FAR) / FAR
         saved = SAVING * (seq.max_num_tokens - num_tokens) * target.of(num_seqs) / num_seqs
         return num_seqs <= NUM_ALWAYS or cost <= saved
 
     def draft(self, sizes: dict[Sequence, int]) -> dict[Sequence, list[int]]:
-        """Return up to so many drafts per sequence: none if it lacks more tokens than a pass may have."""
+        """Return drafts for each sequence, at most `sizes` of them.
+
+        A sequence has no drafts if its known tokens that are not computed yet exceed the budget of a pass.
+        """
         drafts: dict[Sequence, list[int]] = {}
         size, shadows = self.runner.block_size, self.shadows
         budget, chunks = self.started.max_num_batched_tokens, list[Chunk]()
         for seq in sorted(sizes, key=lambda seq: len(seq.token_ids) - shadows[seq].num_computed):
-            shadow = self.follow(seq, self.blocks)  # again: it may use what this pass computes for others
+            shadow = self.follow(seq, self.blocks)  # again: it may hit blocks that this pass computes
             num_known = len(seq.token_ids)
             start, end = shadow.num_computed, min(num_known, shadow.num_computed + budget)
             if start == end:
@@ -267,16 +279,16 @@ def check_vocabulary(draft: Checkpoint, target: Checkpoint) -> None:
     if differing := ours.items() ^ theirs.items():
         token, _ = min(differing, key=lambda item: item[::-1])
         raise ValueError(
-            f"the draft model {draft.path} has another vocabulary than {target.path}: the id of {token!r} is "
-            f"{ours.get(token)} in the draft model, and {theirs.get(token)} in the target"
+            f"the draft model {draft.path} and {target.path} must have the same vocabulary: the id of "
+            f"{token!r} is {ours.get(token)} in the draft model, and {theirs.get(token)} in the target model"
         )
 
 
 class ModelDraftingScheduler(DraftingScheduler):
-    """Lets the draft model draft for a step, once its decodes are known."""
+    """Computes a step's drafts with the draft model, once its decodes are known."""
 
     def __init__(self, block_manager: Any, draft_model: DraftModel, **settings: Any) -> None:
-        drafts: dict[Sequence, list[int]] = {}  # of the step that is being scheduled
+        drafts: dict[Sequence, list[int]] = {}  # the drafts of the step that is being scheduled
         super().__init__(block_manager, propose=lambda seq, _: drafts.get(seq, []), **settings)
         self.draft_model, self.drafts = draft_model, drafts
 

@@ -337,7 +337,7 @@ def test_blocks_are_counted_with_the_k_and_v_of_both_models(target):
 
 def test_another_vocabulary_is_refused_and_the_error_says_where_it_differs(target, tmp_path):
     other = str(talker(tmp_path, words=("é", "日本", " a")))
-    message = "the id of 'Ġa' is 259 in the draft model, and None in the target"
+    message = "the id of 'Ġa' is 259 in the draft model, and None in the target model"
     with pytest.raises(ValueError, match=message):
         LLM(target, **with_drafts(other))
 

@@ -1,5 +1,5 @@
-// Attention over cache blocks: one new token each of many sequences, or many new tokens of one sequence. The same in
-// PyTorch: backends/attention.py.
+// Attention over cache blocks, for one new token of each of many sequences, or for many new tokens of one sequence.
+// backends/attention.py does the same in PyTorch.
 // Shape letters: T tokens, S sequences, H query heads, K key/value heads, G = H / K, D head_dim (Dv for the values),
 // B block_size.
 
@@ -368,8 +368,8 @@ static void pack_keys(A* keys, Token token, int64_t first, int64_t end, int64_t 
   }
 }
 
-// Adds the values of a span, weighted with the span's own peak, to those of earlier spans. What has the smaller peak is
-// scaled down: flash-attention (https://arxiv.org/abs/2205.14135).
+// Adds the values of a span, weighted relative to the span's own peak, to the sums of earlier spans. The one with the
+// smaller peak is scaled down first: flash-attention (https://arxiv.org/abs/2205.14135).
 ONE_COPY void merge(float* sums, float& peak, float& total, const float* of_span, float span_peak, float span_total,
                     int64_t n) {
   float before = peak;

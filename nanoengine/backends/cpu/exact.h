@@ -1,12 +1,13 @@
-// Decodes in the order of sums of prefill_attention, for kernels compiled with -DEXACT (docs/guide/bits.md).
+// Attention for decodes that adds in the same order as prefill_attention: for kernels compiled with -DEXACT
+// (docs/guide/bits.md).
 // Shape letters as in attention.h.
 
 #pragma once
 
 #include "attention.h"
 
-// Computes sums[head] += weights[head][t] * values[t][head / G] for four tokens, token after token as a product adds its
-// inputs. sums are (H, width), and values four of (K, width).
+// Computes sums[head] += weights[head][t] * values[t][head / G] for four tokens, in the order in which a matrix product
+// adds its inputs. sums is (H, width), and values has four arrays (K, width).
 template <class A>
 static void add_in_order(float* sums, const A* weights, const A* const* values, int64_t H, int64_t K, int64_t width) {
   for (int64_t head = 0; head < H; head++, sums += width, weights += ROW) {
@@ -42,7 +43,7 @@ static void add_in_order(float* sums, const A* weights, const A* const* values, 
 // The new token of sequence i, row rows[i] of q (T, H, D), attends to the last `window` (0: all) of the sequence's
 // seq_lens[i] tokens. A long sequence is divided into tasks of SPAN tokens each, with weights of their own, and the
 // results are merged at the end: flash-decoding (https://pytorch.org/blog/flash-decoding). Spans and the order of sums
-// are those of prefill_attention, so results are equal to the last bit, but with AMX, which has another order.
+// are those of prefill_attention, so results are equal to the last bit, except with AMX.
 template <class X>
 static void decode_attention(X* out, const X* q, const X* k_cache, const X* v_cache, const int32_t* block_tables,
                              const int32_t* seq_lens, const int64_t* rows, int64_t S, int64_t blocks, int64_t H,

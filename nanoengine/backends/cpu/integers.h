@@ -1,5 +1,5 @@
 // Products of integers: quantized weights times activations that are rounded to 8 bits, in groups of inputs. The sum of
-// a group's products is an exact integer, whatever instructions compute it. Groups are added in order, in float, and
+// a group's products is an exact integer, with any instructions. Groups are added in order, in float, and
 // multiplications and additions are rounded separately, so every processor computes the same bits.
 // tests/backends/test_integers.py has the definition in NumPy.
 
@@ -70,7 +70,7 @@ static inline integers add_dot(integers sum, integers weights, integers x) {
 #endif
 }
 
-// Returns a product as it is rounded to float. Otherwise the compiler would fuse it with an addition, where it can.
+// Returns a product, rounded to float. Without this function, the compiler may fuse the product with an addition.
 static inline floats rounded_product(floats a, floats b) {
   floats product = a * b;
 #if defined(__AVX512F__)
@@ -104,7 +104,7 @@ template <class X>
 static void round_group(int8_t* __restrict out, float& scale, int32_t& sum, const X* __restrict x, int64_t n) {
   float wide[128];
   widen_row(wide, x, n);
-  int32_t largest = 0;  // bits of absolute values have the order of their numbers, and NaN has the largest
+  int32_t largest = 0;  // compared as bits: absolute values have the same order as their bits, and NaN is the largest
 #pragma omp simd reduction(max : largest)
   for (int64_t i = 0; i < n; i++) {
     int32_t bits;

@@ -1,6 +1,7 @@
-// CPU kernels for what PyTorch has no fast operator: products that read each weight from memory once for all rows
-// (linear.h, of floats in products.h and of integers in integers.h), attention over cache blocks (attention.h), and layers
-// with recurrent state (states.h). This file has the element-wise work between two products, each in one pass over memory, a whole layer in one call, and sampling.
+// CPU kernels for operations that PyTorch lacks or computes slowly: products that read each weight from memory once
+// for all rows (linear.h, of floats in products.h and of integers in integers.h), attention over cache blocks
+// (attention.h), and layers with recurrent state (states.h). This file has the element-wise work between two products,
+// each in one pass over memory, a whole layer in one call, and sampling.
 // build.py compiles this file if there is a compiler, and kernels.py calls it through ctypes. Everything here also
 // exists in plain PyTorch, in backends/attention.py, models/decoder.py and sampling.py, or in transformers.
 //
@@ -148,8 +149,8 @@ static int64_t pick(int64_t n, double& target, Weight weight) {
   return last;
 }
 
-// Samples one of the tokens that min_p, top_k and top_p keep of V, with the random number u, given the distance and
-// weight of each token.
+// Samples one of the tokens that min_p, top_k and top_p keep, with the random number u, given the distance and weight
+// of each of the V tokens.
 static int64_t draw_filtered(std::vector<int32_t>& kept, std::vector<float>& nearest, const float* distance,
                              const float* weight, int64_t top_k, float top_p, float min_p, double u, int64_t V) {
   float furthest = INFINITY;  // bound for the top k: k chunks have a token at most that far

@@ -63,7 +63,7 @@ class PackedLinear(nn.Module):
 
 
 def pack_embedding(embedding: nn.Embedding, head: PackedLinear) -> nn.Embedding:
-    """Return an embedding that reads its rows from a packed head, or itself if results differ."""
+    """Return an embedding that reads its rows from a packed head, or itself if the results would differ."""
     result, ids = PackedEmbedding.of(embedding, head), torch.arange(min(64, head.out_features))
     plain: Any = copy.copy(embedding)  # with the head's weights, which may be quantized
     plain._parameters = {"weight": nn.Parameter(head.rows(ids), requires_grad=False)}

@@ -543,8 +543,8 @@ struct Form {
 // fewer rows, memory is the bottleneck, and each thread gets consecutive blocks.
 constexpr int64_t TURNS_FROM = 64;
 
-// Calls add(block) for each block of OUTPUTS outputs, in a parallel region: it adds to the thread's sums (T, OUTPUTS), which
-// begin as the bias, and end in out (T, N).
+// Calls add(block) for each block of OUTPUTS outputs, in a parallel region. `add` adds to the thread's sums (T, OUTPUTS),
+// which start as the bias, and are copied to out (T, N) afterwards.
 template <class X, class Add>
 static void for_each_block(X* out, const X* bias, float* sums, int64_t T, int64_t N, Add add) {
   auto compute = [&](int64_t first) {

@@ -29,7 +29,7 @@ def quantize(weight: Tensor, bits: int) -> Quantized:
         divisors = torch.tensor([127.0])
     else:
         divisors = torch.tensor([sign * (8 - cut) for sign in (1, -1) for cut in (0.0, 0.5, 1.0, 1.5)])
-    # In parts that stay in the processor's caches.
+    # Work on parts that fit in the processor's caches.
     parts = torch.split(weight, max(1, (1 << 18) // (weight.shape[1] * len(divisors))))
     made = [_nearest(part.float().view(len(part), -1, group), bits, divisors) for part in parts]
     integers, scales = (torch.cat(tensors) for tensors in zip(*made, strict=True))
