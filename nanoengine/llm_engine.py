@@ -8,13 +8,13 @@ engine at a time. `Inbox` holds outputs that have not been returned yet.
 
 import itertools
 import logging
+import math
 import time
-from collections import Counter as Multiset
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property, partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from nanoengine.backends.kv_cache import KVGroup
 from nanoengine.compat import refuse_unserved
@@ -22,16 +22,13 @@ from nanoengine.config import ONLINE_FORMATS, EngineConfig
 from nanoengine.detokenizer import Vocabulary
 from nanoengine.engine import BlockManager, Collected, EngineCore, ModelRunner, Scheduler, Sequence
 from nanoengine.models.checkpoint import open_checkpoint
-from nanoengine.optional import Reloadable, load
+from nanoengine.optional import OptionalMethod, Reloadable, load
 from nanoengine.outputs import Inbox, RequestOutput
 from nanoengine.requests import CheckedRequest, Prompt, Request, RequestChecker, random_seed
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.startup import Started, start_runner
 from nanoengine.stats import RequestStats
 from nanoengine.steps import Owner, log, uninterrupted
-
-if TYPE_CHECKING:  # at run time it is imported when metrics are requested
-    from nanoengine.extensions.metrics import Metric
 
 # ---- The engine ----------------------------------------------------------------------------------
 
@@ -341,46 +338,8 @@ class LLMEngine(Reloadable):
         """A stand-in for vLLM's executor, with the attributes that trainers use."""
         return load("contrib.reload", "model_executor").Worker(self)
 
-    def metrics(self) -> dict[str, int | float]:
-        """Return counters since the engine started, and the current state of the queues and the cache.
-
-        `seconds_*` are the total times of the phases of a step: schedule, inputs (building arrays and copying
-        them to the device), forward (up to the logits), sample, and update (the scheduler's update, and
-        detokenization). On CUDA, forward only queues kernels. Reading the sampled tokens waits for the
-        kernels, so their time counts as sample.
-        """
-        scheduler, blocks = self.scheduler, self.scheduler.block_manager
-        drafted, accepted = self._drafts()
-        num_drafts, num_accepted = drafted[0], accepted.total()
-        return {
-            "num_running": len(scheduler.running),
-            "num_waiting": len(scheduler.waiting),
-            "num_blocks": blocks.num_blocks,
-            "num_free_blocks": blocks.num_free_blocks,
-            "kv_cache_usage": 1 - blocks.num_free_blocks / blocks.num_blocks,
-            "num_preemptions": scheduler.num_preemptions,
-            "prefix_cache_queries": blocks.num_query_tokens,
-            "prefix_cache_hits": blocks.num_query_hits,
-            "external_prefix_cache_queries": getattr(blocks, "num_external_query_tokens", 0),  # KV store
-            "external_prefix_cache_hits": getattr(blocks, "num_external_hit_tokens", 0),
-            "prompt_tokens": self.num_prompt_tokens,
-            "generation_tokens": self.num_generation_tokens,
-            "num_steps": self.core.num_steps,
-            "spec_decode_num_drafts": num_drafts,
-            "spec_decode_num_draft_tokens": drafted.total(),
-            "spec_decode_num_accepted_tokens": num_accepted,
-            # As in vLLM: tokens per decode with drafts, the accepted ones plus the one sampled after them.
-            "spec_decode_mean_acceptance_length": 1 + num_accepted / num_drafts if num_drafts else 0.0,
-            **{f"seconds_{phase}": seconds for phase, seconds in self.runner.stopwatch.seconds.items()},
-        }
-
-    def get_metrics(self) -> list["Metric"]:
-        """Return these metrics, and histograms of finished requests, in the form of vLLM's metrics reader."""
-        from nanoengine.extensions.metrics import list_metrics
-
-        _, accepted = self._drafts()
-        places = [accepted[place] for place in range(self.config.num_speculative_tokens)]
-        return list_metrics(str(self.config.model), self.metrics(), self._stats, places)
+    metrics = OptionalMethod("extensions.metrics")
+    get_metrics = OptionalMethod("extensions.metrics")
 
     def describe(self) -> str:
         """Describe the engine to the user: model code, attention backend, device, weights and cache."""
@@ -450,16 +409,27 @@ class LLMEngine(Reloadable):
         stopwatch.start()
         now = time.monotonic()
         of_samples, of_prompts = collected.logprobs
-        for seq_id, report in of_prompts.items():
-            if seq_id in self._request_of:  # else it was aborted meanwhile
-                self._request_of[seq_id].take_prompt_report(report)
         requests: dict[Any, Request] = {}
+        for seq_id, report in of_prompts.items():
+            known = self._request_of.get(seq_id)  # None: the request was aborted meanwhile
+            if known is not None and known.take_prompt_report(report):
+                requests[known.request_id] = known
+                self._fail(known.samples[seq_id].seq)
         for seq in collected.advanced:
             request = self._request_of[seq.seq_id]
             requests[request.request_id] = request
             self.num_generation_tokens += request.take_tokens(seq, of_samples.get(seq.seq_id, ()), now)
+            if math.isnan(request.samples[seq.seq_id].cumulative_logprob):
+                self._fail(seq)
         self._hand_over(requests.values())
         stopwatch.lap("update")
+
+    def _fail(self, seq: Sequence) -> None:
+        """Finish a sequence whose log-probabilities are NaN. Its last token may have finished it already."""
+        if not seq.is_finished:
+            self.scheduler.finish(seq, "error")
+        reason = "a log-probability is NaN: the logits are NaN or infinite"
+        seq.finish_reason, seq.stop_reason = "error", reason
 
     def _hand_over(self, requests: Iterable[Request]) -> None:
         """Make outputs for requests that changed, if they are streamed or finished. Forget finished ones."""
@@ -480,10 +450,3 @@ class LLMEngine(Reloadable):
         del self.requests[request.request_id]
         for seq_id in request.samples:
             del self._request_of[seq_id]
-
-    def _drafts(self) -> tuple[Multiset[int], Multiset[int]]:
-        """Return how many draft tokens were computed and how many were accepted, by position in the draft."""
-        scheduler: Any = self.scheduler  # a `DraftingScheduler`, or one without these counters
-        if not hasattr(scheduler, "num_drafted"):
-            return Multiset(), Multiset()
-        return scheduler.num_drafted, scheduler.num_accepted

@@ -1,5 +1,6 @@
 """Checks requests, and turns the tokens of sequences into outputs."""
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -361,18 +362,20 @@ class Request:
             self.metrics = replace(self.metrics, finished_time=now)
         return sample.num_taken - first
 
-    def take_prompt_report(self, report: Any) -> None:
+    def take_prompt_report(self, report: Any) -> bool:
         """Add log-probabilities of prompt tokens, or the result of pooling the prompt.
 
         After a preemption the prompt is computed again. Entries that are already known are skipped.
+        Returns whether a new log-probability is NaN. A NaN among a row's logits makes all of the row NaN.
         """
         if isinstance(report, Tensor):
             self.pooled = report
-            return
+            return False
         first, entries = report
-        num_known = len(self.prompt_logprobs) - first
-        self.vocabulary.name(entries[num_known:])
-        self.prompt_logprobs += entries[num_known:]
+        new = entries[len(self.prompt_logprobs) - first :]
+        self.vocabulary.name(new)
+        self.prompt_logprobs += new
+        return any(math.isnan(next(iter(entry.values())).logprob) for entry in new)
 
     def output(self) -> RequestOutput:
         """Return the request's current output. For DELTA, it holds only samples and tokens that are new."""

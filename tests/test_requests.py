@@ -1,6 +1,7 @@
 """The life of a request: streaming, chat, prompt log-probabilities, bad words, errors of one request."""
 
 import itertools
+import math
 import random
 import time
 from collections import Counter
@@ -238,12 +239,13 @@ def test_logit_bias_and_allowed_token_ids_restrict_the_output(llm):
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_invalid_logits_end_only_their_request(async_scheduling, tmp_path, caplog):
     model = str(chain_checkpoint(tmp_path, "abcdef"))
-    with LLM(model, num_kv_blocks=10, async_scheduling=async_scheduling) as llm:
+    settings = {"num_kv_blocks": 10, "max_num_batched_tokens": 8, "long_prefill_token_threshold": 3}
+    with LLM(model, **settings, async_scheduling=async_scheduling) as llm:
         compute_logits = llm.llm_engine.runner.model.compute_logits
 
         def broken_after_x(hidden):
             logits = compute_logits(hidden)
-            logits[hidden[:, ord("x")] > 1] = float("nan")  # the hidden state spells the last token
+            logits[hidden[:, ord("x")] > 1, ord("z")] = torch.nan  # the hidden state spells the last token
             return logits
 
         llm.llm_engine.runner.model.compute_logits = broken_after_x
@@ -254,6 +256,20 @@ def test_invalid_logits_end_only_their_request(async_scheduling, tmp_path, caplo
             assert (bad.outputs[0].finish_reason, bad.outputs[0].token_ids) == ("error", [])
             assert bad.outputs[0].stop_reason.startswith("no token could be sampled: the logits are NaN")
         assert caplog.text.count(f"failed: {bad.outputs[0].stop_reason}") == 2
+        # The logits that the prompt's log-probabilities come from, in an early and in the last chunk.
+        for prompt, n, max_tokens in itertools.product(("xaaaaa", "aaaaxa"), (1, 2), (1, 4)):
+            params = SamplingParams(prompt_logprobs=0, temperature=0, n=n, max_tokens=max_tokens)
+            good, bad = llm.generate(["aaaaa", prompt], params, use_tqdm=False)
+            found = [next(iter(entry.values())).logprob for entry in bad.prompt_logprobs[1:]]
+            assert [math.isnan(one) for one in found].index(True) == prompt.index("x")
+            assert len(good.prompt_logprobs) == 5
+            assert {c.text for c in good.outputs} == {"bcde"[:max_tokens]}
+            reason = "a log-probability is NaN: the logits are NaN or infinite"
+            assert (bad.outputs[0].finish_reason, bad.outputs[0].stop_reason) == ("error", reason)
+            assert all(c.finish_reason == "length" for c in bad.outputs[1:])
+        masked = SamplingParams(allowed_token_ids=[97], temperature=0, max_tokens=9, logprobs=0)
+        completion = llm.generate(["x"], masked, use_tqdm=False)[0].outputs[0]
+        assert (completion.finish_reason, completion.stop_reason) == ("error", reason)
         assert llm.metrics()["num_free_blocks"] == 10
 
 

@@ -23,6 +23,12 @@ FOUND = {
         drain=0.05,
         chance=156352392,
     ),
+    "log-probabilities of a prompt are NaN": Script(
+        {"block_size": 1, "num_kv_blocks": 100, "max_num_seqs": 1, "max_num_batched_tokens": 8},
+        (Visit(0.0, ((24, False),)), Visit(0.4711, ((25, False),))),
+        ((22, "logits"),),
+        chance=411435068,
+    ),
 }
 
 

@@ -1,11 +1,12 @@
-"""Turns an engine's counts, and what stats.py collects, into the metrics of vLLM's reader.
+"""Reads an engine's counters, and turns them and what stats.py collects into the metrics of vLLM's reader.
 
 Source of names and types: vllm/v1/metrics/reader.py.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import Counter as Multiset
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any, cast
 
 from nanoengine.stats import Observations, RequestStats
 
@@ -58,22 +59,59 @@ def histogram(name: str, observed: Observations, labels: dict[str, str]) -> Hist
     return Histogram(name, dict(labels), up_to[-1], observed.sum, dict(zip(limits, up_to, strict=True)))
 
 
-def list_metrics(
-    model: str, counts: Mapping[str, int | float], stats: RequestStats, accepted_drafts: Sequence[int]
-) -> list[Metric]:
-    """Return all metrics, from the result of `LLMEngine.metrics` and the statistics of finished requests.
+def metrics(engine: Any) -> dict[str, int | float]:
+    """Return an `LLMEngine`'s counters since it started, and the current state of the queues and the cache.
 
-    `accepted_drafts` are accepted draft tokens by position in the draft. Empty: no speculative decoding.
+    `seconds_*` are the total times of the phases of a step: schedule, inputs (building arrays and copying
+    them to the device), forward (up to the logits), sample, and update (the scheduler's update, and
+    detokenization). On CUDA, forward only queues kernels. Reading the sampled tokens waits for the kernels,
+    so their time counts as sample.
     """
-    labels = {"model_name": model, "engine": "0"}
+    scheduler, blocks = engine.scheduler, engine.scheduler.block_manager
+    drafted, accepted = drafts(engine)
+    num_drafts, num_accepted = drafted[0], accepted.total()
+    return {
+        "num_running": len(scheduler.running),
+        "num_waiting": len(scheduler.waiting),
+        "num_blocks": blocks.num_blocks,
+        "num_free_blocks": blocks.num_free_blocks,
+        "kv_cache_usage": 1 - blocks.num_free_blocks / blocks.num_blocks,
+        "num_preemptions": scheduler.num_preemptions,
+        "prefix_cache_queries": blocks.num_query_tokens,
+        "prefix_cache_hits": blocks.num_query_hits,
+        "external_prefix_cache_queries": getattr(blocks, "num_external_query_tokens", 0),  # KV store
+        "external_prefix_cache_hits": getattr(blocks, "num_external_hit_tokens", 0),
+        "prompt_tokens": engine.num_prompt_tokens,
+        "generation_tokens": engine.num_generation_tokens,
+        "num_steps": engine.core.num_steps,
+        "spec_decode_num_drafts": num_drafts,
+        "spec_decode_num_draft_tokens": drafted.total(),
+        "spec_decode_num_accepted_tokens": num_accepted,
+        # As in vLLM: tokens per decode with drafts, the accepted ones plus the one sampled after them.
+        "spec_decode_mean_acceptance_length": 1 + num_accepted / num_drafts if num_drafts else 0.0,
+        **{f"seconds_{phase}": seconds for phase, seconds in engine.runner.stopwatch.seconds.items()},
+    }
+
+
+def drafts(engine: Any) -> tuple[Multiset[int], Multiset[int]]:
+    """Return how many draft tokens were computed and how many were accepted, by position in the draft."""
+    scheduler, none = engine.scheduler, cast(Any, Multiset())  # only a `DraftingScheduler` counts
+    return getattr(scheduler, "num_drafted", none), getattr(scheduler, "num_accepted", none)
+
+
+def get_metrics(engine: Any) -> list[Metric]:
+    """Return an engine's `metrics`, and histograms of finished requests, in the form of vLLM's reader."""
+    stats: RequestStats = engine._stats
+    labels, counts = {"model_name": str(engine.config.model), "engine": "0"}, metrics(engine)
     gauges = ("requests_running", "running"), ("requests_waiting", "waiting")
     counters = [f"{kind}prefix_cache_{what}" for kind in ("", "external_") for what in ("queries", "hits")]
     counters += ["num_preemptions", "prompt_tokens", "generation_tokens"]
     vectors: list[Metric] = []
-    if accepted_drafts:
+    if (num_places := engine.config.num_speculative_tokens) > 0:
         counters += [f"spec_decode_num_{what}" for what in ("drafts", "draft_tokens", "accepted_tokens")]
         name = "vllm:spec_decode_num_accepted_tokens_per_pos"
-        vectors.append(Vector(name, dict(labels), list(accepted_drafts)))
+        accepted = drafts(engine)[1]
+        vectors.append(Vector(name, dict(labels), [accepted[place] for place in range(num_places)]))
     return [
         *(Gauge(f"vllm:num_{name}", dict(labels), float(counts[f"num_{ours}"])) for name, ours in gauges),
         Gauge("vllm:kv_cache_usage_perc", dict(labels), counts["kv_cache_usage"]),
