@@ -1,4 +1,4 @@
-"""Measures several engines that serve one model in turns, and compares them with the roofline."""
+"""Measures engines that serve the same model, in turns, and compares them with the roofline."""
 
 import argparse
 import itertools

@@ -238,7 +238,7 @@ class LLMEngine(Reloadable):
         if not isinstance(request_id, str):
             raise TypeError(f"request_id must be a string, got {request_id!r}")
         if request_id in self.requests or request_id in self._outputs:
-            raise ValueError(f"request_id {request_id!r} is in use")
+            raise ValueError(f"request_id {request_id!r} is already in use")
         if not isinstance(prompt, CheckedRequest):
             params = self.checkpoint.default_sampling_params() if params is None else params
             prompt = self.check(prompt, params, priority)

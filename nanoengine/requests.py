@@ -69,8 +69,8 @@ class RequestChecker:
         """Tokenize a prompt's text, or a pair of texts that the tokenizer joins.
 
         A text that is probably too long is first tokenized in pieces, and rejected as soon as they have far
-        more tokens than fit: a text of many megabytes is rejected early. With is_cut, the prompt is truncated
-        later, and any length is accepted.
+        more tokens than fit, so a text of many megabytes is rejected early. With is_cut, any length is
+        accepted, because the prompt is truncated later.
 
         Raises:
             ValueError: the text is far too long, or the tokenizer fails on it.
@@ -84,8 +84,8 @@ class RequestChecker:
                     num_tokens += len(tokenizer(one[i : i + PIECE], add_special_tokens=False).input_ids)
                     if num_tokens > 2 * self.max_prompt_len:  # cutting adds only a few tokens
                         raise ValueError(
-                            f"prompt has {num_chars} characters, which are more tokens than max_model_len="
-                            f"{self.max_model_len} leaves for it; shorten it or raise max_model_len"
+                            f"prompt has {num_chars} characters, which is too many tokens for max_model_len="
+                            f"{self.max_model_len}; shorten it or raise max_model_len"
                         )
             token_ids: list[int] = tokenizer(
                 text, text_pair=pair, add_special_tokens=add_special_tokens

@@ -195,7 +195,7 @@ class SamplingParams:
         for name in ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens"):
             check_bool(name, getattr(self, name))
         if self.truncate_prompt_tokens == 0:
-            raise ValueError("truncate_prompt_tokens must be at least 1, or -1 for what fits, got 0")
+            raise ValueError("truncate_prompt_tokens must be at least 1, or -1 for as many as fit, got 0")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens must be at most max_tokens={self.max_tokens}, got {self.min_tokens}"

@@ -242,7 +242,7 @@ async def test_bad_requests_and_duplicate_ids_raise_in_their_caller(engine, prom
         await until(lambda: engine._commands.qsize() == 2)
         steps.permit()
         for job in jobs:
-            with pytest.raises(ValueError, match="'a' is in use"):
+            with pytest.raises(ValueError, match="'a' is already in use"):
                 await job
     assert await running == tokens[0]
 

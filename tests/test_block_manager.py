@@ -64,7 +64,7 @@ def test_growth_is_refused_when_no_block_is_free():
     assert seq.block_table == [1]
 
 
-def test_a_prompt_of_whole_blocks_repeated_recomputes_one_token_and_stores_nothing():
+def test_a_repeated_prompt_of_whole_blocks_recomputes_one_token_and_stores_nothing():
     manager = manager_of()
     first, second = (make_sequence(i, list(range(8))) for i in range(2))
     compute(manager, first)

@@ -253,7 +253,7 @@ def test_the_chinese_readme_has_the_code_the_links_and_the_numbers_of_the_other(
 
 
 @pytest.mark.parametrize("readme", READMES, ids=lambda readme: readme.name)
-def test_readme_s_figures_stand_in_the_page_that_has_their_commands(readme):
+def test_the_figures_of_readme_are_on_the_page_that_has_their_commands(readme):
     page = (DOCS / "guide" / "performance.md").read_text()
     rows = re.findall(r"^\| [^|]+(\| [\d., ]+\| [\d., ]+\| [\d., ]+\|)$", readme.read_text(), re.MULTILINE)
     assert len(rows) == 5

@@ -33,7 +33,7 @@ def test_the_solution_is_right(lesson):
 
 
 @pytest.mark.parametrize("lesson", [*BY_LETTERS, pytest.param("all", marks=pytest.mark.slow)])
-def test_nothing_of_the_stub_is_right_and_it_says_so(lesson):
+def test_the_stub_passes_no_check_and_says_so(lesson):
     found = failures(stub(), lesson)
     assert len(found) == len(CHECKS[lesson])
     assert all("is not written yet" in failure for failure in found)
@@ -110,7 +110,7 @@ def test_a_file_that_does_not_compile_is_reported_once(tmp_path, capsys):
     assert capsys.readouterr().out == f"{student}, line 2: invalid syntax\n"
 
 
-def test_a_block_too_many_is_explained_and_a_long_answer_is_shortened():
+def test_an_extra_block_is_explained_and_a_long_answer_is_shortened():
     greedy = failures(RIGHT.replace("if num_new > self.num_free_blocks", "if num_new > 99"), "3")
     assert any("if no block is free" in failure for failure in greedy)
     endless = failures(RIGHT.replace("self.running.remove(seq)", "pass"), "6")

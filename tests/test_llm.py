@@ -468,7 +468,7 @@ def test_requests_can_be_added_stepped_and_aborted(llm, prompts, expected):
     llm.add_request("b", prompts[4], GREEDY)
     first = [(o.request_id, len(o.outputs[0].token_ids), o.finished) for o in llm.step()]
     assert first == [("a", 1, False), ("b", 1, False)]
-    with pytest.raises(ValueError, match="'a' is in use"):
+    with pytest.raises(ValueError, match="'a' is already in use"):
         llm.add_request("a", prompts[0], GREEDY)
     llm.abort_request(["a", "unknown"])
     llm.abort_request("a")
@@ -484,7 +484,7 @@ def test_generate_keeps_outputs_of_added_requests(llm, prompts, expected):
     llm.add_request("0", prompts[2], params)
     assert tokens(llm, [prompts[3]], GREEDY) == [expected[0][3]]  # "0" finishes meanwhile
     assert llm.has_unfinished_requests()
-    with pytest.raises(ValueError, match="'0' is in use"):  # until its last output is returned
+    with pytest.raises(ValueError, match="'0' is already in use"):  # until its last output is returned
         llm.add_request("0", [3], params)
     (output,) = llm.step()
     assert (output.request_id, output.outputs[0].token_ids) == ("0", expected[0][2][:2])

@@ -45,7 +45,7 @@ def test_simulated_servers_keep_all_laws(seeds):
     assert not broken
 
 
-def test_true_answers_are_those_of_the_definition():
+def test_the_expected_answers_follow_the_definition():
     greedy = {"prompt", "max_tokens", "temperature", "seed", "ignore_eos", "return_token_ids"}
     plain = [
         i for i, (_, body) in enumerate(pool()) if body.get("temperature") == 0 and body.keys() <= greedy

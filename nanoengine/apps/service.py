@@ -414,7 +414,7 @@ class Service:
 
 
 def names_of(model: str) -> list[str]:
-    """Return the names under which clients find a model. The first one is the name that they are told.
+    """Return the names under which clients find a model. The server reports the first one.
 
     That is the name of the file or directory, so that no client gets a path. Of a hub id it is the whole id,
     because clients look for the tokenizer under it.

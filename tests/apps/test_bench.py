@@ -136,7 +136,7 @@ def test_the_roofline_computes_a_shared_prefix_once():
         ("float32", {torch.float32: (19e9, 180e9)}, 19e9, 180e9),  # bfloat16 would be less accurate
     ],
 )
-def test_the_limits_are_those_of_the_best_precision_as_accurate(dtype, rates, bandwidth, flops, monkeypatch):
+def test_the_limits_are_those_of_the_fastest_accurate_precision(dtype, rates, bandwidth, flops, monkeypatch):
     """Layers advance a fake clock: each takes as long as its bytes or its products at these rates."""
     clock = [0.0]
 

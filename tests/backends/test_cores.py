@@ -37,7 +37,7 @@ def test_each_thread_runs_its_operators_alone_and_the_setting_comes_back(three_t
     assert seen == [3, 3]
 
 
-def test_an_error_ends_the_work(three_threads):
+def test_an_error_in_one_thread_ends_the_work(three_threads):
     done = []
 
     def work(item):

@@ -456,7 +456,7 @@ def test_a_tied_embedding_of_any_class_is_held_once_and_gives_the_same_bits(kind
     assert weight() is None
 
 
-def test_an_embedding_that_would_change_keeps_its_weight():
+def test_an_embedding_whose_result_would_change_keeps_its_weight():
     kernels, ids = Kernels(), torch.arange(4)
     model = nn.ModuleList([Curious(4, 6), nn.Linear(6, 4, bias=False)]).requires_grad_(False)
     model[0].weight = model[1].weight

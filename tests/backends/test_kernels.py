@@ -496,7 +496,7 @@ INSTRUCTION_SETS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", INSTRUCTION_SETS)
-def test_the_kernels_are_right_compiled_for_another_instruction_set(name):
+def test_the_kernels_are_right_when_compiled_for_another_instruction_set(name):
     if INSTRUCTION_SETS[name] not in flags() or not shutil.which("g++"):
         pytest.skip(f"needs g++ and a processor with {INSTRUCTION_SETS[name]}")
     files = [__file__, *map(str, map(Path(__file__).with_name, ("test_attention.py", "test_integers.py")))]

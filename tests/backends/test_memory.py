@@ -69,7 +69,7 @@ def test_without_large_pages_memory_is_still_zeroed(monkeypatch):
     assert not zeros_on_large_pages((1024, 1024), torch.float32).any()
 
 
-def test_more_memory_than_there_is_is_a_runtime_error():
+def test_allocating_more_memory_than_there_is_raises_a_runtime_error():
     for size in (1 << 50, 1 << 62):
         with pytest.raises(RuntimeError):
             zeros_on_large_pages((size,), torch.int8)

@@ -171,7 +171,7 @@ def test_a_kernel_that_breaks_a_rule_faults_at_its_line(body, message):
         run_ptx(*body)
 
 
-def test_barriers_and_waits_in_their_places_are_no_faults():
+def test_kernels_with_all_barriers_and_waits_have_no_faults():
     for body in ([STORE, BARRIER, LOAD_OTHER, BARRIER, STORE], [*COPY, WAIT, BARRIER, LOAD_OTHER]):
         assert run_ptx(*body, "st.global.b32 [%rd4], %r4").tolist() == [i ^ 32 for i in range(64)]
     body = STORE, "bar.warp.sync -1", *LOAD_NEXT, "bar.warp.sync -1", STORE, "st.global.b32 [%rd4], %r4"
@@ -225,7 +225,7 @@ REDUNDANT = {
     ("generation", "dtype", "head_dim"),
     [("sm75", HALF, 64), ("sm80", BRAIN, 64), ("sm80", FULL, 64), ("sm90", BRAIN, 128), ("sm90", BRAIN, 24)],
 )
-def test_every_barrier_fence_and_wait_is_missed_if_it_is_missing(generation, dtype, head_dim):
+def test_removing_any_barrier_fence_or_wait_is_noticed(generation, dtype, head_dim):
     lines = Path(backend.__file__).read_text().splitlines()
     run = functools.partial(execute, generation, [(1, 300), (20, 250), (1, 40)], dtype, head_dim=head_dim)
     seen, survivors = {}, []

@@ -406,7 +406,7 @@ def test_a_collision_of_keys_is_a_miss(qwen3, tmp_path, monkeypatch):
     assert serve(qwen3, tmp_path, prompts, params)[:2] == (plain, [8, 0])
 
 
-def test_a_full_disk_stops_saving_and_fails_no_request(qwen3, tmp_path, monkeypatch, caplog):
+def test_a_full_disk_stops_saving_but_no_request_fails(qwen3, tmp_path, monkeypatch, caplog):
     caplog.set_level("WARNING", "nanoengine")
     prompts = random_prompts([40, 40, 40])
     plain, _, _ = serve(qwen3, None, prompts)
@@ -453,7 +453,7 @@ def read_only(*arguments, **more):
 
 
 @pytest.mark.parametrize(("name", "method"), [("qwen3", "touch"), ("gemma3", "get")])
-def test_a_failed_read_of_the_store_fails_no_request(name, method, tmp_path_factory, caplog):
+def test_no_request_fails_if_the_store_cannot_be_read(name, method, tmp_path_factory, caplog):
     caplog.set_level("WARNING", "nanoengine")
     path, _ = checkpoint(name, tmp_path_factory)
     store, prompts = MemoryStore(), random_prompts([100, 60])

@@ -163,7 +163,7 @@ def shard_of(rank, size, **changes):
     return Shard(DecoderConfig(**{**settings, **changes}), rank, size)
 
 
-def test_a_rank_has_the_rows_or_columns_of_its_heads_neurons_and_tokens():
+def test_each_rank_has_the_rows_or_columns_of_its_heads_neurons_and_tokens():
     shard = shard_of(1, 2)
     mine = shard.config
     assert (mine.num_heads, mine.num_kv_heads, mine.intermediate_size, mine.vocab_size) == (2, 1, 4, 6)

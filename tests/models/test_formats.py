@@ -263,7 +263,7 @@ def test_quantized_checkpoint_computes_with_its_dequantized_weights(name, settin
 
 
 def test_quantized_weights_are_read_once_where_all_are_dequantized(tmp_path, monkeypatch):
-    """As on a GPU, which has no layers that compute with them."""
+    """No layer computes with integers here, as on a GPU."""
     model = write(tmp_path, *CHECKPOINTS["gptq"][:2])
     names, read = [], QuantizedFiles.read
     monkeypatch.setattr(CPU, "pack", None)
