@@ -70,7 +70,7 @@ class Limits:
         self.flops: dict[str, float] = {}  # rows -> FLOPs per second
 
     def measure(self) -> None:
-        """Measure once more."""
+        """Measure again."""
         reply = self.worker.ask([[], []])
         if "error" in reply:
             raise RuntimeError(f"the machine's limits cannot be measured: {reply['error']}")

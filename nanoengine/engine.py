@@ -98,7 +98,7 @@ class Sequence:
     params: SamplingParams
     _: KW_ONLY
     priority: int = 0  # lower runs first
-    seed: int = 0  # 64 bits; seed and position together determine the random number used there
+    seed: int = 0  # 64 bits; the random number for a token depends only on seed and position
     stop_ids: frozenset[int] = frozenset()  # sampling one of these ends the sequence
     bad_words: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
     prompt_logprobs: int | None = None  # how many to report per prompt token; None: not requested

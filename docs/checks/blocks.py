@@ -142,7 +142,7 @@ def registers_full_blocks_only(mini: Any) -> None:
 
 @says("4")
 def registers_once_per_key(mini: Any) -> None:
-    """One block per key: of two blocks with the same tokens, only the first one is registered.
+    """A key has one block: of two blocks with the same tokens, only the first one is registered.
 
     Two sequences that compute the same tokens at the same time have such blocks. If both were registered,
     an eviction would look for a key that is gone.

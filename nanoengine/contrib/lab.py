@@ -137,7 +137,7 @@ def shortest_first(arrival: Arrival) -> int:
 
 
 def shortest_first_with_ageing(seconds_per_token: float) -> Policy:
-    """Return a policy that is shortest first, with each prompt token worth so many seconds of waiting."""
+    """Return a policy that is shortest first. Each prompt token counts as seconds_per_token of waiting."""
     # Priorities are integers: microseconds.
     return lambda arrival: round(1e6 * (arrival.arrival_time + seconds_per_token * arrival.num_prompt_tokens))
 

@@ -5,7 +5,7 @@ A learner sends weights in four calls. The third may be repeated:
     /init_weight_transfer_engine    connect to the learner, which is rank 0 of a group of two
     /start_weight_update
     /update_weights                 announces tensors, which the learner broadcasts meanwhile: `WeightGroup`
-    /finish_weight_update           replace the engine's weights by all of the tensors, or by none
+    /finish_weight_update           replace the engine's weights with all of the tensors, or with none
 """
 
 import asyncio

@@ -59,7 +59,7 @@ def method(function: Callable[..., Any]) -> Callable[..., Any]:
 @method
 @uninterrupted()
 def update_weights(engine: LLMEngine, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Replace all or some weights by tensors of the same names and shapes, and clear the prefix cache.
+    """Replace all or some weights with tensors of the same names and shapes, and clear the prefix cache.
 
     Names are the checkpoint's. For models on transformers' code, they are those of transformers' parameters.
 

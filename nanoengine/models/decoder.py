@@ -186,7 +186,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class PlainKernels:
-    """Computes the element-wise operations in PyTorch. A device may replace them by faster, fused kernels."""
+    """Computes the element-wise operations in PyTorch. A device may replace them with fused kernels."""
 
     @staticmethod
     def rms_norm(
@@ -317,7 +317,7 @@ class Decoder(nn.Module):
     """The whole model. Parameters have Hugging Face's names without `model.`, except for the fused layers."""
 
     code = "nanoengine's"  # shown to the user: whose code runs the model
-    replaceable = True  # a device may replace the element-wise operations by faster ones
+    replaceable = True  # a device may replace the element-wise operations with faster ones
     capturable = True  # a forward pass never waits for the device, so a CUDA graph can capture it
     kernels: Any = PlainKernels
 

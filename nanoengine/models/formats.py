@@ -440,7 +440,7 @@ def fill_quantized(
     pack: Pack | None,
     dtype: torch.dtype,
 ) -> None:
-    """Replace these layers by what `pack` returns, or dequantize their weights. Tied layers share one."""
+    """Replace these layers with what `pack` returns, or dequantize their weights. Tied layers share one."""
 
     def make(path: str) -> nn.Module | nn.Parameter:
         parts = [read(name) for name in quantized[path]]

@@ -160,7 +160,7 @@ class _GivenHidden(nn.Module):
 
     @property
     def decoder(self) -> "_GivenHidden":
-        """This module: OPT's head calls `model.decoder`."""
+        """The module itself, because OPT's head calls `model.decoder`."""
         return self
 
 
@@ -256,10 +256,10 @@ class HFModel(nn.Module):
     def _probe(self, max_model_len: int | None) -> None:
         """Find out what each layer stores, and reject a model that would be computed wrongly.
 
-        The trial passes replace attention by a function of each token alone. Layers with states treat each
+        The trial passes replace attention with a function of each token alone. Layers with states treat each
         token as a sequence of its own. If tokens still influence each other, the model mixes them elsewhere
         and would mix the sequences of a flat batch. If a token's index in the batch matters, the model counts
-        positions itself. All passes have the same shape, so that they round alike.
+        positions itself. All passes have the same shape, so that they round in the same way.
         """
         config = self.causal_lm.config
         seen: list[Tensor] = []  # of one pass: queries and keys of each layer, (T, ..)

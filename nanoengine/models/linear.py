@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 
 def use_linear_layers(model: nn.Module) -> None:
-    """Replace a model's products with weights by `nn.Linear` layers. Unknown modules are left unchanged."""
+    """Turn a model's products with weights into `nn.Linear` layers. Unknown modules are left unchanged."""
     for module in list(model.modules()):
         for name, child in module.named_children():
             if isinstance(child, Conv1D):  # GPT-2's
@@ -54,7 +54,7 @@ def _set_forward(module: nn.Module, forward: Any) -> None:
 
 
 def _split(experts: nn.Module, name: str, is_transposed: bool = False) -> None:
-    """Replace a parameter of all experts by one layer per expert."""
+    """Replace a parameter of all experts with one layer per expert."""
     weights, biases = getattr(experts, name), getattr(experts, f"{name}_bias", None)
     if is_transposed:
         weights = weights.transpose(1, 2)

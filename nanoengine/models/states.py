@@ -128,7 +128,7 @@ class States:
 
     def __init__(self, mixers: list[nn.Module]) -> None:
         self.specs: list[dict[Key, StateSpec]] = []  # one per mixer, in call order; set by `probe`
-        self.memory: list[Memory] = []  # likewise
+        self.memory: list[Memory] = []  # one per mixer, made by `allocate`
         self.kernels: Any = None  # the CPU backend's; None: compute with transformers' code
         # Neither self nor the stand-in functions may refer to a mixer: a reference cycle would keep the
         # weights in memory until the garbage collector runs.
@@ -273,7 +273,7 @@ def _spec_of(mixer: Any, key: Key, state: Tensor) -> StateSpec:
 
 
 def _take_over(mixer: nn.Module, states: States) -> None:
-    """Replace a mixer's forward pass by one that computes a flat batch through `States.mix`."""
+    """Replace a mixer's forward pass with one that computes a flat batch through `States.mix`."""
     kind = type(mixer)
     forward: Any = FORWARDS.get(kind.__name__) or inspect.unwrap(kind.forward)
     stand_ins = {

@@ -691,7 +691,7 @@ def test_large_schemas_and_choices_are_supported(llm):
 
 
 def test_grammars_that_cannot_be_rolled_back_get_no_drafts():
-    """Those with limits of llguidance's own; with drafts they would fail."""
+    """The grammar has a limit (max_tokens) that llguidance enforces itself. With drafts it would fail."""
     speculative = {"method": "ngram", "num_speculative_tokens": 4}
     asked = {"grammar": 'start: a "!"\na[max_tokens=3]: /.*/'}
     params = [SamplingParams(seed=i, max_tokens=40, structured_outputs=asked) for i in range(4)]

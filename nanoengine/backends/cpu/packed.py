@@ -103,7 +103,7 @@ HEADS = ("lm_head", "embed_out", "output_projection")
 
 
 def pack_weights(model: nn.Module, kernels: Kernels | None, bits: int = 0, activation_bits: int = 0) -> None:
-    """Replace a model's linear layers by packed ones, and embeddings that are tied to one of them.
+    """Replace a model's linear layers with packed ones, and embeddings that are tied to one of them.
 
     Layers are replaced one at a time, and each plain weight is freed before the next layer is packed.
     """
