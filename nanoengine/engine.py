@@ -846,7 +846,7 @@ class EngineCore:
     After a complete `step`, at most `max_in_flight` steps are in flight: 0, or 1 with async scheduling.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: ModelRunner, max_in_flight: int = 0) -> None:
+    def __init__(self, scheduler: Scheduler, runner: ModelRunner, max_in_flight: int) -> None:
         self.scheduler, self.runner = scheduler, runner
         self.max_in_flight = max_in_flight
         self.in_flight: deque[Launch] = deque()  # launched and not yet collected

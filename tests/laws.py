@@ -79,3 +79,7 @@ def check_laws(scheduler: Scheduler) -> None:
     assert all(seq.block_table for seq in scheduler.running)
     assert len(scheduler.running) <= scheduler.max_num_seqs, "more sequences run than max_num_seqs"
     check_blocks(scheduler.block_manager, scheduler.running)
+    if isinstance(scheduler, extension("states", "StatefulScheduler")):
+        written = {span.target: seq for seq, spans in scheduler.spans.items() for span in spans}
+        uses = [(slot, seq) for seq, spans in scheduler.spans.items() for span in spans for slot in span[2:]]
+        assert all(written.get(slot, seq) is seq for slot, seq in uses), "two sequences share a written state"

@@ -268,10 +268,10 @@ def test_nothing_is_hashed_or_found_with_prefix_caching_off():
 
 def test_hit_statistics_count_the_tokens_of_first_admissions():
     manager = manager_of()
-    for seq_id in range(2):
+    for seq_id in range(3):
         seq = make_sequence(seq_id, list(range(10)))
         compute(manager, seq)
         manager.free(seq)
         admit(manager, seq)  # as after a preemption
         manager.free(seq)
-    assert (manager.num_query_tokens, manager.num_query_hits) == (20, 8)
+    assert (manager.num_query_tokens, manager.num_query_hits) == (30, 16)

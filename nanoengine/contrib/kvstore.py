@@ -443,7 +443,7 @@ class StoringBlockManager(WindowedBlockManager):
 class StoringCore(EngineCore):
     """Copies out the blocks that a step fills at launch, and saves them once the step has succeeded."""
 
-    def __init__(self, scheduler: Scheduler, runner: ModelRunner, max_in_flight: int = 0) -> None:
+    def __init__(self, scheduler: Scheduler, runner: ModelRunner, max_in_flight: int) -> None:
         super().__init__(scheduler, runner, max_in_flight)
         assert isinstance(scheduler.block_manager, StoringBlockManager)
         self.blocks, self.connector = scheduler.block_manager, scheduler.block_manager.connector

@@ -144,7 +144,6 @@ class StatefulBlockManager(WindowedBlockManager):
         if slot is None:
             return
         self.kept_slots[prefix_id] = held.slot
-        self.in_use.add(prefix_id)
         held.slot = slot
         if position > seq.num_prompt_tokens:  # of the output, keep only the last state
             if held.kept is not None and held.kept not in self.in_use and held.kept in self.kept_slots:

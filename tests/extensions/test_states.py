@@ -269,11 +269,12 @@ def test_at_the_end_of_a_block_a_sequence_gives_its_slot_to_the_prefix_cache():
     assert spans == [(8, 9, 3, 5)]
 
 
-def test_a_finished_request_keeps_its_last_state_and_that_of_the_prompt():
-    manager = manager_of(num_state_slots=4)
+@pytest.mark.parametrize(("num_state_slots", "num_kept"), [(4, 2), (2, 1)])
+def test_a_finished_request_keeps_its_last_state_and_that_of_the_prompt(num_state_slots, num_kept):
+    manager = manager_of(num_state_slots)
     for _ in spans_of(manager, sequence(0, range(10), max_tokens=30)):
-        assert len(manager.kept_slots) <= 2
-    assert len(manager.kept_slots) == 2
+        assert len(manager.kept_slots) <= num_kept
+    assert len(manager.kept_slots) == num_kept
 
 
 def test_the_kept_state_is_taken_over_if_no_other_slot_is_left():
@@ -299,6 +300,17 @@ def test_a_state_that_a_step_reads_is_not_evicted_in_that_step():
     scheduler.add(seq)
     scheduler.schedule()  # the other comes first, and would keep its state of 8 tokens in slot 3
     assert spans == {other: [(6, 10, 4, 4)], seq: [(8, 9, 3, 2)]}
+
+
+def test_a_state_that_a_step_writes_is_not_evicted_in_that_step():
+    spans = {}
+    scheduler = StatefulScheduler(manager_of(num_state_slots=3), spans=spans)
+    one, two = sequence(0, range(9)), sequence(1, range(50, 59))
+    scheduler.add(one)
+    scheduler.add(two)
+    scheduler.schedule()
+    assert spans == {one: [(0, 8, 0, 4), (8, 9, 4, 2)], two: [(0, 9, 0, 3)]}
+    check_laws(scheduler)
 
 
 def test_a_recomputed_output_is_a_span_of_its_own():

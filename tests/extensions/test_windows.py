@@ -8,7 +8,7 @@ import torch
 from nanoengine import LLM, SamplingParams
 from nanoengine.backends.kv_cache import KVSpec, group_layers, new_caches
 from nanoengine.engine import Scheduler, Sequence
-from nanoengine.extensions.windows import WindowedBlockManager
+from nanoengine.extensions.windows import WindowedBlockManager, describe_windows
 from tests.helpers import checkpoint, greedy, random_prompts
 from tests.laws import check_laws
 
@@ -85,6 +85,8 @@ def test_a_window_of_one_token_finds_the_blocks_after_a_hit():
     last = sequence(2, range(14))
     assert manager.allocate(last)
     assert last.num_computed_tokens == 12
+    hits = manager.find_groups(sequence(3, range(12)))[0]  # the last token is computed again, and sees itself
+    assert [block.block_id > 0 for block in hits] == [False] * 5 + [True]
 
 
 def test_a_hybrid_finds_a_prefix_without_the_blocks_before_its_window():
@@ -238,3 +240,5 @@ def test_the_first_line_names_the_windows(tmp_path_factory, caplog):
     ):
         LLM(str(checkpoint(name, tmp_path_factory)[0]), num_kv_blocks=20, block_size=8).close()
         assert caplog.messages[-1].endswith(ending)
+    groups = describe_windows([None, 24, 24, 8])
+    assert groups == "layers in groups: 1 full, 2 with a window of 24, 1 with a window of 8"
