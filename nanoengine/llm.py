@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # at run time it is imported when metrics are requested
 class LLM(Reloadable, AbstractContextManager["LLM"]):
     """Runs a model offline. Its arguments are the settings of `EngineConfig`. Names are vLLM's.
 
-    Only one thread may use it at a time: use `AsyncLLM` for several.
+    Only one thread may use it at a time: use `AsyncLLM` for several threads.
 
     >>> with LLM("Qwen/Qwen3-0.6B") as llm:  # doctest: +SKIP
     ...     print(llm.generate("Hello", SamplingParams(max_tokens=8))[0].outputs[0].text)

@@ -84,7 +84,7 @@ class RequestOutput:
 
 
 class Inbox(dict[Any, RequestOutput]):
-    """Maps a request_id to its output that was not taken yet. Later outputs are merged into it."""
+    """Maps a request_id to its output that has not been taken yet. Later outputs are merged into it."""
 
     def put(self, output: RequestOutput) -> None:
         """Add an output, or merge it into the one that is already there."""
@@ -92,5 +92,5 @@ class Inbox(dict[Any, RequestOutput]):
         self[output.request_id] = output if before is None else before.merged_with(output)
 
     def take(self, request_ids: Iterable[Any]) -> list[RequestOutput]:
-        """Remove and return the outputs of these requests, where there are any."""
+        """Remove and return the outputs of these requests, if there are any."""
         return [self.pop(request_id) for request_id in list(request_ids) if request_id in self]

@@ -340,7 +340,7 @@ class Request:
         return any(sample.has_news for sample in self.samples.values())
 
     def take_tokens(self, seq: Any, logprobs: Sequence[dict[int, Logprob]], now: float) -> int:
-        """Record what a step brought to a sequence, which already contains it: tokens, or a failure.
+        """Record a step's result for a sequence: new tokens, already in its token_ids, or a failure.
 
         `logprobs` has one entry per new token, possibly followed by unused ones, or none if not requested.
         Returns the number of new tokens.

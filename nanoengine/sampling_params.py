@@ -92,7 +92,7 @@ class RequestOutputKind(Enum):
 
 @dataclass(slots=True, kw_only=True)
 class StructuredOutputsParams:
-    """Constrains the output to one of the first six fields. Names are vLLM's. Enforced by llguidance.
+    """Constrains the output by one of the first six fields. Names are vLLM's. llguidance enforces it.
 
     Raises:
         TypeError, ValueError: none or several of the six fields are given, or a field has the wrong type.

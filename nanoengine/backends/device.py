@@ -111,7 +111,7 @@ class Device:
     max_num_batched_tokens: ClassVar[int] = 1024
     async_scheduling: ClassVar[bool] = False
     more_memory: str = "free some memory"  # advice to the user
-    # Returns a layer that computes with a quantized weight, or None to have it dequantized; None: all are.
+    # Returns a layer that computes with a quantized weight, or None to dequantize it. If None, all are.
     pack: Pack | None = None
     # A kernel that replaces `sampling.draw_rows`; None: there is none.
     draw: Callable[[Tensor, SamplingMetadata], tuple[Tensor, Tensor]] | None = None

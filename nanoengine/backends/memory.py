@@ -41,8 +41,8 @@ class Available(NamedTuple):
 def available_memory(root: Path = Path("/")) -> Available:
     """Return the smallest of the machine's available memory and what the process's cgroups have left.
 
-    A cgroup has left what its limit exceeds its use by, as in a container. Cached files do not count as used:
-    the system drops them when memory is needed. Reads cgroups of version 1 and 2, under `root`.
+    A cgroup, such as a container's, has its limit minus its use left. Cached files do not count as used: the
+    system drops them when memory is needed. Reads cgroups of version 1 and 2, under `root`.
     """
     found = [Available(psutil.virtual_memory().available, "")]
     memberships = root / "proc/self/cgroup"
@@ -77,7 +77,7 @@ def zeros_on_large_pages(shape: Sequence[int], dtype: torch.dtype, device: torch
 
     Memory that each step reads from end to end needs an address translation every 2 MiB, not every 4 KiB.
     The pages of an anonymous mapping are zeros without being written. A page takes memory, and the time to
-    clear it, when it is first written to: a KV cache of 4 GiB is allocated in no time.
+    clear it, when it is first written to. So allocating a KV cache of 4 GiB takes almost no time.
 
     Raises:
         RuntimeError: there is not enough memory.

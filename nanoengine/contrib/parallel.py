@@ -232,7 +232,7 @@ _alive: "weakref.WeakSet[Ranks]" = weakref.WeakSet()
 
 
 def _disown() -> None:
-    """Leave the ranks to the parent in a fork, which would end them when it exits.
+    """Leave the ranks to the parent process. Called in a fork, whose exit would otherwise end them.
 
     Leak the process groups: their destructors would wait for threads that do not exist in the fork.
     """
