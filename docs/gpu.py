@@ -19,7 +19,7 @@ Edit = Callable[[str], str]
 
 
 def write_kv_launch(k: torch.Tensor, v: torch.Tensor, slots: list[int], num_slots: int) -> Any:
-    """Return the launch that writes k and v, (T, width) each, to new caches of so many slots."""
+    """Return the launch that writes k and v, (T, width) each, to new caches of num_slots slots."""
     k_cache, v_cache = (torch.zeros(num_slots, 1, x.shape[1], dtype=x.dtype) for x in (k, v))
     recorder = Recorder(backend._write_kv_kernel)
     with patch.object(backend, "_write_kv_kernel", recorder):
@@ -49,7 +49,7 @@ def compiled(launch: Any, edit: Edit = str, generation: str = "sm80") -> tuple[l
 
 
 def run_until(program: Cta, opcode: str) -> Instruction:
-    """Execute instructions until the next one has an opcode that begins so, and return that one."""
+    """Execute instructions until the next opcode begins with this prefix, and return that instruction."""
     while program.next is not None:
         instruction = program.kernel.code[program.next]
         if instruction.text.split(" ")[instruction.predicate is not None].startswith(opcode):

@@ -120,7 +120,7 @@ def check(source: Path) -> None:
 
 
 def main(source: Path = SOLUTION, most: int = 30) -> int:
-    """Run `check` in another process, for at most that many seconds of processor time: it may never end.
+    """Run `check` in another process, because it may never end. Limit its seconds of processor time.
 
     Returns 0 if the kernel passes.
     """
