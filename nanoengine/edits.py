@@ -43,7 +43,7 @@ class TokenCounts:
         self.slots: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # sequence -> slot
 
     def place(self, seqs: Sequence[Any]) -> list[int]:
-        """Return each sequence's slot. A new one takes that of one that ended or is not running."""
+        """Return each sequence's slot. A new sequence takes a slot whose owner ended or is not running."""
         if new := [seq for seq in dict.fromkeys(seqs) if seq not in self.slots]:
             taken = {self.slots.get(seq) for seq in seqs}
             free = [slot for slot in range(len(self.owners)) if slot not in taken]
@@ -77,7 +77,7 @@ class TokenCounts:
 
 
 def _add(counts: Tensor, at: tuple[Tensor, ...], numbers: Tensor) -> None:
-    """Add numbers to the counts at these distinct places, and stop at LARGEST_COUNT."""
+    """Add numbers to the counts at these distinct places. Counts stop at LARGEST_COUNT."""
     before = counts[at].int()
     counts[at] = (before + torch.minimum(numbers, LARGEST_COUNT - (before & LARGEST_COUNT))).short()
 

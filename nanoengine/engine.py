@@ -103,7 +103,7 @@ class Sequence:
     bad_words: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
     prompt_logprobs: int | None = None  # how many to report per prompt token; None: not requested
     detokenizer: Detokenizer | None = None  # makes the output text and finds stop strings; None: no text
-    processors: tuple[RowProcessor, ...] = ()  # they edit the logits after the edits that params asks for
+    processors: tuple[RowProcessor, ...] = ()  # applied to the logits after the edits in params
     num_prompt_tokens: int = field(init=False)
 
     # Written by the scheduler.
@@ -118,7 +118,7 @@ class Sequence:
     capacity: int = field(init=False, default=0)  # number of tokens its blocks have room for
     num_computed_tokens: int = field(init=False, default=0)
     num_hit_tokens: int = field(init=False, default=0)  # never write to their slots: the blocks may be shared
-    num_registered_blocks: int = field(init=False, default=0)  # the first ones of block_table
+    num_registered_blocks: int = field(init=False, default=0)  # the first blocks in block_table
     prefix_id: int = field(init=False, default=0)  # prefix_id of the last registered block: see Block
     block_keys: list["BlockKey"] = field(init=False, default_factory=list)  # one per full block hashed so far
     # num_computed_tokens at the first admission: reported to the user as cached tokens.
@@ -606,7 +606,7 @@ class Scheduler:
         """After a failed step, clear the cache and put every unfinished sequence back into the waiting queue.
 
         Nothing that the step wrote can be trusted. A sequence finishes with "error" if it was in two failed
-        steps without a new token between them, or if it already has its last token but had not finished.
+        steps without a new token between them, or if it already has its last token but was not finished.
         """
         failed = self.running or self.waiting[:1]  # if none ran, scheduling the head of the queue failed
         again = [seq for seq in failed if self.length_at_failure.get(seq.seq_id) == len(seq.token_ids)]

@@ -33,7 +33,7 @@ class SamplingRow:
     num_prompt_tokens: int
     stop_ids: frozenset[int] = frozenset()  # banned until min_tokens
     bad_words: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
-    processors: tuple["RowProcessor", ...] = ()  # they edit the row's logits after the edits of params
+    processors: tuple["RowProcessor", ...] = ()  # applied to the row's logits after the edits in params
     depth: int = 0  # number of the sequence's draft tokens before position
     seq: Any = None  # the sequence; None: the row has none, and all tokens before position are known
 

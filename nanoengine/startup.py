@@ -34,7 +34,7 @@ class Started(NamedTuple):
     weights_digest: bytes  # identifies the weights to a KV store
     num_state_slots: int  # slots for recurrent states, without the reserved ones; 0: the model has none
     state_bytes: int  # bytes of one sequence's recurrent state
-    memory: str  # tells the user what the cache takes of which memory; "" if the user chose the size
+    memory: str  # for the user: "4.0 GiB of the 15.1 GiB available"; "" if the user chose the size
     allocate: Callable[[int], None]  # replaces the KV cache with one of the given number of blocks
 
 
@@ -103,7 +103,7 @@ def start_runner(
         runner = choose_runner(groups, states is not None)(model, device, attention, sample, block_size)
         runner.rows.max_num_seqs, runner.rows.max_model_len = config.max_num_seqs, max_model_len
 
-        # `Started` keeps these functions, so they must not hold the model: `close` releases the runner's.
+        # `Started` keeps these functions. They reach the model by way of the runner, so `close` can free it.
         def make_caches(num_blocks: int, num_slots: int = 0) -> list[KVCache]:
             if has_states:
                 runner.model.states.allocate(num_slots + NUM_RESERVED_SLOTS, torch_device)
