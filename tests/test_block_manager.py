@@ -2,8 +2,6 @@
 
 import random
 
-import pytest
-
 from nanoengine.engine import BlockManager
 from tests.helpers import Lines, admit, make_sequence
 from tests.laws import check_blocks
@@ -37,33 +35,6 @@ def test_blocks_are_handed_out_in_order_and_never_the_null_block():
     assert not manager.allocate(make_sequence(2, [1]))
 
 
-@pytest.mark.parametrize("block_size", [1, 2, 3, 4])
-def test_a_table_has_exactly_the_blocks_that_its_tokens_need(block_size):
-    manager = manager_of(num_blocks=12, block_size=block_size)
-    seq = make_sequence(0, [1])
-    admit(manager, seq)
-    for _ in range(11):
-        seq.token_ids.append(2)
-        assert manager.may_append(seq, seq.num_tokens)
-        num_blocks = -(-seq.num_tokens // block_size)
-        assert len(seq.block_table) == num_blocks
-        assert manager.may_append(seq, seq.num_tokens)  # nothing more to grow
-        assert len(seq.block_table) == num_blocks
-        other = make_sequence(1, seq.token_ids)
-        assert len(admit(manager_of(num_blocks=12, block_size=block_size), other)) == num_blocks
-    check_blocks(manager, [seq])
-
-
-def test_growth_is_refused_when_no_block_is_free():
-    manager = manager_of(num_blocks=1)
-    seq = make_sequence(0, [1, 2, 3, 4])
-    admit(manager, seq)
-    assert manager.may_append(seq, seq.num_tokens)
-    seq.token_ids.append(5)
-    assert not manager.may_append(seq, seq.num_tokens)
-    assert seq.block_table == [1]
-
-
 def test_a_repeated_prompt_of_whole_blocks_recomputes_one_token_and_stores_nothing():
     manager = manager_of()
     first, second = (make_sequence(i, list(range(8))) for i in range(2))
@@ -73,15 +44,6 @@ def test_a_repeated_prompt_of_whole_blocks_recomputes_one_token_and_stores_nothi
     assert second.num_hit_tokens == 8  # the eighth token's K and V are not written again
     assert manager.num_free_blocks == 6
     check_blocks(manager, [first, second])
-
-
-def test_a_partial_block_is_never_shared():
-    manager = manager_of()
-    first, second = (make_sequence(i, list(range(7))) for i in range(2))
-    admit(manager, first)
-    manager.register_full_blocks(first, 7)
-    assert admit(manager, second) == [1, 3]
-    assert second.num_computed_tokens == second.num_hit_tokens == 4
 
 
 def test_evicting_one_of_two_equal_blocks_leaves_the_other_findable():
@@ -182,23 +144,6 @@ def test_each_full_block_of_a_sequence_is_hashed_once():
     assert len(hashed) == 3
 
 
-def test_each_key_is_seeded_with_the_previous_one():
-    calls = []
-
-    def recording_hash(content: bytes, parent: int) -> int:
-        calls.append((list(memoryview(content).cast("i")), parent))
-        return 100 + len(calls)
-
-    manager = manager_of(hash_function=recording_hash)
-    seq = make_sequence(0, list(range(8)))
-    admit(manager, seq)
-    for token in range(8, 12):
-        seq.token_ids.append(token)
-        manager.may_append(seq, seq.num_tokens)
-    manager.register_full_blocks(seq, 12)
-    assert calls == [([0, 1, 2, 3], 0), ([4, 5, 6, 7], 101), ([8, 9, 10, 11], 102)]
-
-
 def test_a_hit_among_the_free_blocks_costs_the_same_in_any_pool():
     """Counts lines of Python instead of timing: nothing is searched, and no entry accumulates."""
     lines = []
@@ -242,17 +187,6 @@ def test_refused_allocation_changes_nothing():
     assert before == state(manager)
     assert (big.block_table, big.num_computed_tokens, big.num_cached_tokens) == ([], 0, None)
     assert (manager.num_query_tokens, manager.num_query_hits) == (4, 0)
-
-
-def test_resetting_the_prefix_cache_is_refused_while_a_block_is_in_use():
-    manager = manager_of()
-    seq = make_sequence(0, [1] * 4)
-    compute(manager, seq)
-    assert not manager.reset_prefix_cache()
-    manager.free(seq)
-    assert manager.reset_prefix_cache()
-    assert manager.find_prefix(make_sequence(1, [1] * 4)) == []
-    check_blocks(manager, [])
 
 
 def test_nothing_is_hashed_or_found_with_prefix_caching_off():
