@@ -8,11 +8,10 @@ time. Sources: flash-attn 2.8's `flash_attn_interface.py` and the checks of `csr
 import importlib.machinery
 import importlib.util
 import itertools
-import math
 import sys
 import types
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,53 +23,9 @@ from nanoengine.backends.flash import FlashKernels
 calls: Counter[str] = Counter()  # which path was taken how often
 
 
-class Grid(NamedTuple):
-    """Describes the grid that a paged call launches."""
-
-    blocks: int  # thread blocks
-    working: int  # those that have keys to attend to
-    keys: int  # the largest number of keys of a block
-
-
-grids: list[Grid] = []
-NUM_PROCESSORS = 132  # of an H200; each holds two thread blocks
-
-
 def max_keys(head_dim: int) -> int:
     """The number of keys that a thread block processes at a time."""
     return 256 if head_dim <= 64 else 128 if head_dim <= 128 else 64
-
-
-def num_splits(num_tiles: int, num_steps: int) -> int:
-    """Among how many thread blocks a tile's keys are divided, which a block takes in num_steps in all.
-
-    The fewest that keep the processors nearly as busy as any number does. Source: `num_splits_heuristic`.
-    """
-    slots = 2 * NUM_PROCESSORS
-    if num_tiles >= 0.8 * slots:
-        return 1
-    ways = [
-        n
-        for n in range(1, min(128, slots, num_steps) + 1)
-        if n == 1 or math.ceil(num_steps / n) != math.ceil(num_steps / (n - 1))
-    ]
-    busy = {n: num_tiles * n / slots / math.ceil(num_tiles * n / slots) for n in ways}
-    return next(n for n in ways if busy[n] >= 0.85 * max(busy.values()))
-
-
-def decode_grid(lens: list[int], heads: int, group: int, head_dim: int, table_tokens: int) -> Grid:
-    """Return the grid of decodes: of separate `heads`, or of `group` query heads packed together."""
-    tiles = heads * math.ceil(group / 64)
-    num_steps = math.ceil(table_tokens / max_keys(head_dim))
-    splits = num_splits(len(lens) * tiles, num_steps)
-    keys = math.ceil(num_steps / splits) * max_keys(head_dim)
-    return Grid(len(lens) * tiles * splits, tiles * sum(math.ceil(n / keys) for n in lens), keys)
-
-
-def chunk_grid(query_lens: list[int], max_q: int, heads: int, max_k: int) -> Grid:
-    """Return the grid of any queries: each sequence gets as many thread blocks as the longest needs."""
-    working = sum(math.ceil(n / 64) for n in query_lens)
-    return Grid(math.ceil(max_q / 64) * len(query_lens) * heads, working * heads, max_k)
 
 
 def attend(q, k, v, scale, causal, window_size, softcap, alibi_slopes=None):
@@ -193,8 +148,6 @@ def flash_attn_varlen_func(
     assert dropout_p == 0.0
     assert not return_attn_probs
     calls["varlen contiguous" if block_table is None else "varlen paged"] += 1
-    if block_table is not None:
-        grids.append(chunk_grid(lengths(cu_seqlens_q), max_seqlen_q, q.shape[1], max_seqlen_k))
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     return varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
@@ -218,11 +171,6 @@ def flash_attn_with_kvcache(
     check_int32(cache_seqlens, num_seqs)
     check_pages(k_cache, block_table, num_seqs)
     check_slopes(alibi_slopes, q)
-    heads, kv_heads = q.shape[2], k_cache.shape[2]
-    is_packed = query_len == 1 and heads > kv_heads and window_size == (-1, -1) and alibi_slopes is None
-    shape = (kv_heads, heads // kv_heads) if is_packed else (heads, 1)
-    table_tokens = block_table.shape[1] * k_cache.shape[1]
-    grids.append(decode_grid(cache_seqlens.tolist(), *shape, head_dim, table_tokens))
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     out = torch.full_like(q, torch.nan)
     for i, length in enumerate(cache_seqlens.tolist()):
@@ -255,12 +203,6 @@ def varlen_attn(
         if num_splits != 1 and max_k > max_keys(query.shape[2]) and not is_packed:
             num_written = 1
         calls["varlen packed"] += is_packed
-        if is_packed:
-            table_tokens = block_table.shape[1] * key.shape[1]
-            sizes = kv_heads, heads // kv_heads, query.shape[2], table_tokens
-            grids.append(decode_grid(lengths(cu_seq_k), *sizes))
-        else:
-            grids.append(chunk_grid(lengths(cu_seq_q), max_q, heads, max_k))
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     return varlen(
         query, key, value, cu_seq_q, cu_seq_k, max_q, max_k,
@@ -348,5 +290,4 @@ def install(monkeypatch) -> Counter[str]:
         monkeypatch.setattr(torch.nn.attention, "varlen", sys.modules[name], raising=False)
     monkeypatch.setattr(f"{name}.varlen_attn", varlen_attn, raising=False)
     calls.clear()
-    grids.clear()
     return calls

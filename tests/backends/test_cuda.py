@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import gc
 import importlib.util
 import re
 import sys
@@ -39,7 +38,6 @@ from nanoengine.engine import ModelRunner, build_inputs
 from nanoengine.models.decoder import PlainKernels
 from nanoengine.sampling import SamplingRow, draw_rows, draw_tokens, scale_logits, sort_keys
 from nanoengine.startup import open_device
-from tests import doubles
 from tests.attention import (
     ALL_DECODES,
     ALL_FRESH,
@@ -50,7 +48,7 @@ from tests.attention import (
     check_attention,
     metadata_of,
 )
-from tests.doubles import FakeGPU, decode_grid, grids, varlen_attn
+from tests.doubles import FakeGPU, varlen_attn
 from tests.helpers import batch_of, checkpoint, greedy, make_sequence, random_prompts
 
 OF_BOTH = [
@@ -99,13 +97,6 @@ def test_each_kind_of_batch_calls_the_functions_made_for_it(flash_doubles, lens,
     assert flash_doubles == dict.fromkeys(path, 1)
 
 
-@pytest.mark.parametrize("backend", [FlashAttention, VarlenAttention])
-def test_decodes_beside_a_chunk_launch_few_idle_thread_blocks(backend, flash_doubles):
-    lens = [*[(1, 10 + i) for i in range(40)], (400, 500), (1, 30)]
-    check_attention(backend, lens, 256, dtype=torch.bfloat16)
-    assert sum(grid.blocks for grid in grids) <= 2 * sum(grid.working for grid in grids)
-
-
 def decodes(num_seqs, num_blocks=1):
     """Return the inputs of a batch of decodes of the same sequence."""
     seq = make_sequence(0, [1] * 3)
@@ -120,16 +111,6 @@ def decode_graphs(largest):
     return DecodeGraphs(steps, recorder, lambda arrays: [torch.from_numpy(array) for array in arrays])
 
 
-@pytest.mark.parametrize("num_seqs", [1, 4, 7, 8, 20, 32])
-@pytest.mark.parametrize("length", [1024, 2049, 4096, 8193, 40_000])
-def test_a_captured_decode_splits_keys_according_to_the_batch_s_length(num_seqs, length):
-    """With Qwen3-0.6B's heads. The thread blocks were chosen at the capture, for any length."""
-    tables = decode_graphs(32).pad(decodes(num_seqs, -(-length // 256))).metadata.block_tables
-    grid = decode_grid([length] * num_seqs + [1] * (len(tables) - num_seqs), 8, 2, 128, tables.shape[1] * 256)
-    assert grid.keys <= max(2048, length) or grid.working == grid.blocks
-    assert 4 * grid.working >= grid.blocks
-
-
 @pytest.mark.parametrize("max_num_seqs", [1, 5, 13, 40])
 def test_a_batch_is_padded_to_the_next_graph_if_it_is_all_decodes(max_num_seqs):
     graphs = decode_graphs(max_num_seqs)
@@ -140,8 +121,9 @@ def test_a_batch_is_padded_to_the_next_graph_if_it_is_all_decodes(max_num_seqs):
         assert len(graphs.pad(decodes(count)).input_ids) == min(s for s in graphs.sizes if s >= count)
         mixed = build_inputs(batch_of((seq, 1, 3), *[(seq, 2, 3)] * (count - 1)), 256)
         assert graphs.pad(mixed) is mixed
-    larger = decodes(max_num_seqs + 1)
-    assert graphs.pad(larger) is larger
+    assert graphs.pad(larger := decodes(max_num_seqs + 1)) is larger
+    wide = graphs.pad(decodes(max_num_seqs, 9)).metadata.block_tables
+    assert wide.shape[1] == (160 if max_num_seqs == 40 else 32)  # the next of `graph_widths`, not the widest
 
 
 @pytest.mark.parametrize("kv_heads", [4, 1])
@@ -202,13 +184,7 @@ def no_triton(function):
         ([], WIDE, {}, "torch", ["at most 256, not 264 and 264", "264 and 264", NO_TRITON]),
         (["triton"], SPEC, {}, "flash", ["nothing fused: RuntimeError: no Triton"]),
         (["triton", "flash_attn"], SPEC, {}, "varlen", [NO_FLASH, "nothing fused"]),
-        (
-            ["triton", "ampere"],
-            SPEC,
-            {},
-            "torch",
-            ["flash", "varlen", "triton: .* no Triton", "nothing fused"],
-        ),
+        (["triton", "ampere"], SPEC, {}, "torch", ["flash", "varlen", "triton: .* no Tri", "nothing fused"]),
     ],
 )
 def test_the_next_backend_says_what_faster_ones_lack(
@@ -448,8 +424,10 @@ def streams(monkeypatch):
 
 def test_captures_use_one_stream_of_the_engine_s_own_gpu(flash_doubles, streams):
     config = EngineConfig(model=".", enforce_eager=True)
-    devices = [CUDA(torch.device("cuda", i), config) for i in (0, 1)]
-    assert [device.capture_stream.device.index for device in devices] == [0, 1]
+    devices = [CUDA(torch.device("cuda", i), config) for i in (0, 1, 1)]
+    assert [device.capture_stream.device.index for device in devices] == [0, 1, 1]
+    # A graph that ends frees what cuBLAS holds for its stream, even if live graphs of the stream use it.
+    assert devices[1].capture_stream is not devices[2].capture_stream
     stream, main = devices[1].capture_stream, torch.cuda.current_stream()
     assert devices[1].capture_stream is stream  # for the trial capture and the real one
     recorder = GraphRecorder(stream)
@@ -581,12 +559,7 @@ def test_the_cache_gets_the_memory_that_weights_and_batches_leave(in_float32, tr
         (45, 0, 0.45, 45 - 21),  # and in another process
         (30, 0, 0.6, 60 - 21),
         (30, 5, 0.7, r"GiB: cuda:0 has 100.0 GiB, of which 65.0 GiB were free .* at most 0.65"),
-        (
-            0,
-            0,
-            0.22,
-            r"one block takes .* step take 17.0 GiB, graphs 1.0 GiB, libraries 3.0 GiB; raise gpu_mem",
-        ),
+        (0, 0, 0.22, "one block takes .* step take 17.0 GiB, graphs 1.0 GiB, libraries 3.0 GiB; raise gpu_"),
     ],
 )
 def test_an_engine_is_charged_for_what_it_takes_itself(
@@ -671,11 +644,7 @@ def test_the_trial_pass_compiles_the_sampler_for_one_and_many_rows(size, flash_d
 
 @pytest.mark.parametrize(
     ("capability", "dtype", "expected"),
-    [
-        ((7, 5), "auto", "float16"),
-        ((7, 5), "bfloat16", "bfloat16"),
-        ((8, 0), "auto", "bfloat16"),
-    ],
+    [((7, 5), "auto", "float16"), ((7, 5), "bfloat16", "bfloat16"), ((8, 0), "auto", "bfloat16")],
 )
 def test_default_bfloat16_is_float16_before_ampere(capability, dtype, expected, flash_doubles, monkeypatch):
     monkeypatch.setattr(FakeGPU, "capability", capability)
@@ -793,12 +762,6 @@ def check_written(backend, **settings):
     assert torch.equal(cache.v.view(12, 2, 8)[slots], v)
 
 
-@pytest.mark.parametrize("use_triton", [False, True])
-def test_keys_and_values_are_written_with_pytorch_or_triton(flash_doubles, use_triton):
-    check_written(FlashAttention, use_triton=use_triton)
-    assert flash_doubles["write_kv"] == use_triton
-
-
 # ---- Compiled functions --------------------------------------------------------------------------
 
 # aot_eager traces as inductor does, and compiles nothing.
@@ -859,63 +822,23 @@ def test_an_older_pytorch_may_compile_for_many_engines(monkeypatch):
         assert torch._dynamo.config.recompile_limit == 64
 
 
-class Workspaces:
-    """Stands in for cuBLAS' workspaces. A graph that ends frees its stream's, even if live graphs use it."""
-
-    def __init__(self, monkeypatch):
-        self.of_stream, workspaces = {}, self
-        monkeypatch.setattr("torch._C._cuda_clearCublasWorkspaces", self.of_stream.clear, raising=False)
-
-        class Recorder:
-            def __init__(self, stream):
-                self.stream = stream
-                gc.collect()  # real graphs do not refer to what they were captured from
-
-            def record(self, run):
-                run()
-                used = workspaces.of_stream.setdefault(self.stream, object())
-                stream = self.stream
-
-                class Graph:
-                    def __call__(self):
-                        assert workspaces.of_stream.get(stream) is used, "its workspace was freed"
-                        run()
-
-                    def __del__(self):
-                        workspaces.of_stream.pop(stream, None)
-
-                return Graph()
-
-        monkeypatch.setattr("nanoengine.backends.cuda.GraphRecorder", Recorder)
-        monkeypatch.setattr(
-            "tests.doubles.FakeGPU.capture_stream", functools.cached_property(lambda _: object())
-        )
-        doubles.FakeGPU.capture_stream.__set_name__(doubles.FakeGPU, "capture_stream")
-        monkeypatch.setattr("tests.doubles.FakeGPU.release", CUDA.release)
-
-
-def test_graphs_keep_what_cublas_needs_until_the_last_engine_closes(in_float32, qwen3, monkeypatch, request):
-    gc.collect()
-    gc.freeze()  # collecting what other tests left would take a second each time
-    request.addfinalizer(gc.unfreeze)
-    workspaces = Workspaces(monkeypatch)
+def test_what_cublas_holds_is_freed_with_the_last_engine(flash_doubles, monkeypatch):
+    freed: list = []
+    monkeypatch.setattr("torch._C._cuda_clearCublasWorkspaces", lambda: freed.append(1), raising=False)
     monkeypatch.setattr(CUDA, "living", weakref.WeakSet())
-    settings = {"max_num_seqs": 2, "max_model_len": 32, "max_num_batched_tokens": 64}
-    with LLM(qwen3, **settings) as first:  # it tries its captures out before it makes them
-        expected = first.generate([[1, 2, 3]], ANSWER, use_tqdm=False)[0].outputs[0].token_ids
-        with LLM(qwen3, **settings) as second:
-            assert len(workspaces.of_stream) == 2
-        second.close()
-        assert first.generate([[1, 2, 3]], ANSWER, use_tqdm=False)[0].outputs[0].token_ids == expected
-        workspaces.of_stream[object()] = object()  # of a PyTorch that leaves it when a graph ends
-    assert not workspaces.of_stream
+    config = EngineConfig(model=".", enforce_eager=True)
+    first, second = (CUDA(torch.device("cuda", 0), config) for _ in range(2))
+    second.release()
+    assert not freed
+    first.release()
+    assert freed
 
 
 @COMPILERS
 def test_the_compiled_sampler_samples_the_same_tokens_as_the_plain_one(compiler):
     generator = torch.Generator().manual_seed(0)
     compiled, keys = (torch.compile(one, dynamic=True, backend=compiler) for one in (scale_logits, sort_keys))
-    settings = [
+    fields = [
         {},
         {"temperature": 0},
         {"temperature": 1e-30},
@@ -926,9 +849,7 @@ def test_the_compiled_sampler_samples_the_same_tokens_as_the_plain_one(compiler)
         logits = (torch.randn(num_rows, 640, generator=generator) * 3).bfloat16()
         if num_rows == 20:
             logits[4, 9] = float("nan")
-        rows = [
-            SamplingRow(SamplingParams(**settings[i % 5]), 100 + i, 2, [1, 2], 1) for i in range(num_rows)
-        ]
+        rows = [SamplingRow(SamplingParams(**fields[i % 5]), 100 + i, 2, [1, 2], 1) for i in range(num_rows)]
         expected = draw_tokens(logits, rows)
         draw = functools.partial(draw_rows, scale=compiled, rank=keys)
         assert torch.equal(draw_tokens(logits, rows, draw), expected)
