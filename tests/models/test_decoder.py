@@ -1,12 +1,11 @@
 """The decoder against transformers, on tiny random checkpoints of every family it serves."""
 
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from nanoengine import LLM, SamplingParams
@@ -127,12 +126,6 @@ def test_an_unsupported_setting_is_an_error_that_lists_the_supported_ones(change
         DecoderConfig.from_hf(config)
 
 
-def test_a_llama_checkpoint_is_not_built_as_qwen3():
-    llama = DecoderConfig.from_hf(LlamaConfig(**TINY, architectures=["LlamaForCausalLM"]))
-    qwen = DecoderConfig.from_hf(Qwen3Config(**TINY, architectures=["Qwen3ForCausalLM"]))
-    assert (llama.qk_norm, qwen.qk_norm) == (False, True)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_norm_rounds_where_transformers_does(dtype):
     ours, theirs = RMSNorm(64, 1e-6).to(dtype), LlamaRMSNorm(64, 1e-6).to(dtype)
@@ -141,11 +134,3 @@ def test_the_norm_rounds_where_transformers_does(dtype):
     before = x.clone()
     assert torch.equal(ours(x)[0], theirs(x))
     assert torch.equal(x, before)
-
-
-def test_rope_settings_in_the_format_of_transformers_4_are_understood():
-    fields = {**LlamaConfig(**TINY, architectures=["LlamaForCausalLM"]).to_dict(), "rope_parameters": None}
-    scaling = {"type": "linear", "factor": 4.0}
-    config = SimpleNamespace(**{**fields, "rope_theta": 5000.0, "rope_scaling": scaling})
-    rope = DecoderConfig.from_hf(config).rope
-    assert (rope["rope_type"], rope["rope_theta"], rope["factor"]) == ("linear", 5000.0, 4.0)

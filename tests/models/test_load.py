@@ -90,11 +90,74 @@ BAD_CONFIGS = [
 ]
 
 
+MISSING, UP = "model.layers.1.self_attn.k_proj.weight", "model.layers.0.mlp.up_proj.weight"
+WEIGHTS, NORM, GPTQ = "model.safetensors", "model.norm.weight", "quantize_config.json"
+
+
+def tensors(change):
+    return lambda path: edit(path, change)
+
+
+def config(**changes):
+    return lambda path: edit_config(path, **changes)
+
+
+def content(name, holds):
+    return lambda path: (path / name).write_text(json.dumps(holds))
+
+
+# What is done to a checkpoint, and the error, or both errors where implementations differ
+DAMAGES = [
+    *((config(**changes), message) for changes, message in BAD_CONFIGS),
+    (config(num_attention_heads=0), "the config requires|cannot be loaded: ZeroDivisionError"),
+    (
+        config(hidden_act="gulu"),
+        ("'gulu' is not supported; supported: silu", r"json's hidden_act 'gulu' is unkn"),
+    ),
+    *(
+        (
+            config(architectures=[name]),
+            (
+                f"'{name}' is not supported; supported: Llama",
+                f"{name} is not supported: its config belongs to Q",
+            ),
+        )
+        for name in ("GemmaForCausalLM", "Qwen3ForSequenceClassification")
+    ),
+    (tensors(lambda t: t.pop(MISSING)), rf"lacks 1 tensors, the first is '{MISSING}'"),
+    (tensors(lambda t: t.update(mystery=torch.zeros(2))), "'mystery' which the architecture does not have"),
+    (
+        tensors(lambda t: t.update({NORM: torch.zeros(63)})),
+        (
+            rf"'{NORM}' has shape \(63,\), the config requires \(64,\)",
+            rf"of another shape than the config requires: .*{NORM}",
+        ),
+    ),
+    *(
+        (
+            tensors(lambda t, dtype=dtype: t.update({UP: t[UP].to(dtype)})),
+            rf"holds tensor '{UP}' as .*; a weight must be one of F64, F32",
+        )
+        for dtype in (torch.int32, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn)
+    ),
+    (lambda path: save_file({}, path / WEIGHTS), "lacks 25 tensors"),
+    (lambda path: (path / WEIGHTS).write_bytes((path / WEIGHTS).read_bytes()[:-9000]), "is damaged"),
+    (
+        lambda path: (path / WEIGHTS).rename(path / "pytorch_model.bin"),
+        r"holds no \*\.safetensors; pickled weights",
+    ),
+    (content(GPTQ, {"bits": 4, "group_size": 128}), "config.json says gptq, but no"),
+    (content(GPTQ, {"bits": 3}), "quantized with gptq, and its bits is 3; supported: 4, 8"),
+    (content("hf_quant_config.json", {"quantization": {"quant_algo": "NVFP4"}}), "quantized with NVFP4;"),
+]
+
+
 @IMPLS
-@pytest.mark.parametrize(("changes", "message"), BAD_CONFIGS)
-def test_config_that_cannot_be_served_is_refused_by_field(copy, changes, message, impl):
-    edit_config(copy, **changes)
-    refuse(copy, message, model_impl=impl)
+@pytest.mark.parametrize(("damage", "message"), DAMAGES, ids=range(len(DAMAGES)))
+def test_a_checkpoint_that_cannot_be_served_is_refused_by_field_tensor_or_file(copy, damage, message, impl):
+    damage(copy)
+    message = message if isinstance(message, str) else message[impl == "transformers"]
+    refuse(copy, message, model_impl=impl, runner="generate")
 
 
 @pytest.mark.parametrize("content", ["[]", "[" * 10**5, '{"model": null}', "\xff", ""])
@@ -107,23 +170,6 @@ def test_config_without_architectures_has_that_of_its_class(copy):
     edit_config(copy, architectures=None)
     with LLM(str(copy), num_kv_blocks=4) as llm:
         assert llm.llm_engine.runner.model.code == "nanoengine's"
-
-
-MISSING = "model.layers.1.self_attn.k_proj.weight"
-
-
-@IMPLS
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda t: t.pop(MISSING), rf"lacks 1 tensors, the first is '{MISSING}'"),
-        (lambda t: t.update(mystery=torch.zeros(2)), "'mystery' which the architecture does not have"),
-    ],
-    ids=["missing", "unexpected"],
-)
-def test_missing_or_unexpected_tensor_is_named(copy, change, message, impl):
-    edit(copy, change)
-    refuse(copy, message, model_impl=impl)
 
 
 @IMPLS
@@ -152,27 +198,6 @@ def test_tensorflow_names_of_norms_are_read_as_transformers_does(copy, tmp_path)
         tensors = {name.replace(f"LayerNorm.{ours}", f"LayerNorm.{theirs}"): x for name, x in tensors.items()}
     save_file(tensors, tmp_path / "bert" / "model.safetensors", metadata={"format": "pt"})
     check_served(tmp_path / "bert", model)
-
-
-@IMPLS
-def test_tensor_of_the_wrong_shape_is_named(copy, impl):
-    edit(copy, lambda t: t.update({"model.norm.weight": torch.zeros(63)}))
-    shapes = r"'model\.norm\.weight' has shape \(63,\), the config requires \(64,\)"
-    other = r"of another shape than the config requires: .*model\.norm\.weight"
-    refuse(copy, shapes if impl == "nanoengine" else other, model_impl=impl)
-
-
-@IMPLS
-def test_truncated_file_is_reported_as_damaged(copy, impl):
-    data = (copy / "model.safetensors").read_bytes()
-    (copy / "model.safetensors").write_bytes(data[: len(data) // 2])
-    refuse(copy, r"is damaged", model_impl=impl)
-
-
-@IMPLS
-def test_directory_without_safetensors_is_refused(copy, impl):
-    (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
-    refuse(copy, r"holds no \*\.safetensors; pickled weights", model_impl=impl)
 
 
 def test_empty_directory_file_and_wrong_path_have_different_errors(tmp_path):
@@ -281,11 +306,6 @@ def test_without_an_index_other_files_are_read_only_if_none_is_named_model(copy)
     assert len(open_checkpoint(str(copy)).open_files().headers) == 25
 
 
-def test_file_without_tensors_is_refused(copy):
-    save_file({}, copy / "model.safetensors")
-    refuse(copy, "lacks 25 tensors")
-
-
 @IMPLS
 @pytest.mark.parametrize("held", ["another head", "the same head", "the head alone"])
 def test_tied_model_uses_the_head_in_its_files_as_transformers_does(held, impl, tmp_path, tmp_path_factory):
@@ -353,39 +373,6 @@ def test_broken_json_file_is_refused_by_file_and_field(copy, file, text, message
     (copy / file).write_bytes(text)
     with pytest.raises(ValueError, match=f"{re.escape(file)}.*{message}"):
         open_checkpoint(str(copy)).open_files()
-
-
-def test_unknown_activation_is_refused(copy):
-    edit_config(copy, hidden_act="gulu")
-    refuse(copy, r"config\.json's hidden_act 'gulu' is unknown")
-    refuse(copy, r"hidden_act 'gulu' is not supported; supported: silu", model_impl="nanoengine")
-
-
-def test_any_error_of_transformers_about_a_config_is_a_value_error(copy):
-    edit_config(copy, num_attention_heads=0)
-    for impl in ("nanoengine", "transformers"):
-        refuse(copy, "the config requires|cannot be loaded: ZeroDivisionError", model_impl=impl)
-
-
-@pytest.mark.parametrize("dtype", ["int32", "uint8", "bool", "complex64", "float8_e4m3fn"])
-@IMPLS
-def test_weights_that_are_not_floats_are_refused(copy, dtype, impl):
-    name = "model.layers.0.mlp.up_proj.weight"
-    edit(copy, lambda t: t.update({name: t[name].to(getattr(torch, dtype))}))
-    refuse(copy, rf"holds tensor '{name}' as .*; a weight must be one of F64, F32", model_impl=impl)
-
-
-@pytest.mark.parametrize(
-    ("file", "content", "words"),
-    [
-        ("quantize_config.json", {"bits": 4, "group_size": 128}, "config.json says gptq, but no"),
-        ("quantize_config.json", {"bits": 3}, "quantized with gptq, and its bits is 3; supported: 4, 8"),
-        ("hf_quant_config.json", {"quantization": {"quant_algo": "NVFP4"}}, "quantized with NVFP4;"),
-    ],
-)
-def test_a_quantization_stated_in_a_separate_file_is_read(copy, file, content, words):
-    (copy / file).write_text(json.dumps(content))
-    refuse(copy, words)
 
 
 @pytest.mark.skipif(transformers.__version__ < "5", reason="dequantizes to bfloat16 alone there")
@@ -495,13 +482,6 @@ def test_boolean_mask_in_an_old_checkpoint_is_ignored(tmp_path, tmp_path_factory
     shutil.copytree(path, tmp_path / "model")
     edit(tmp_path / "model", lambda t: t.update({"transformer.h.0.attn.bias": torch.ones(1, 1, 8, 8).bool()}))
     check_served(tmp_path / "model", model)
-
-
-@pytest.mark.parametrize("name", ["GemmaForCausalLM", "Qwen3ForSequenceClassification"])
-def test_config_that_names_another_architecture_is_refused(copy, name):
-    edit_config(copy, architectures=[name])
-    refuse(copy, f"{name} is not supported: its config belongs to Qwen3ForCausalLM", runner="generate")
-    refuse(copy, f"'{name}' is not supported; supported: Llama", model_impl="nanoengine", runner="generate")
 
 
 def test_a_classifier_without_its_head_is_refused(copy):

@@ -1,16 +1,14 @@
 """Random small models whose tensors are saved in random types, against transformers with the same weights.
 
-pytest runs 40 cases, and 200 slow ones, a few on two ranks. To run more:
-`python -m tests.models.test_random_formats --cases 2000` prints the seed and settings of each that fails.
+pytest runs 40 cases, and 200 slow ones, a few on two ranks. To run more: `CASES=2000 pytest -n auto -m slow`
+with this file. A failure prints the case's settings.
 """
 
-import argparse
 import json
 import math
+import os
 import random
-import sys
 import tempfile
-import traceback
 import warnings
 from copy import deepcopy
 from pathlib import Path
@@ -25,6 +23,7 @@ from nanoengine import LLM, SamplingParams
 from tests.helpers import TINY, random_prompts
 from tests.models import test_formats as formats
 
+NUM_CASES = int(os.environ.get("CASES", 240))
 FAMILIES = {"Llama": "llama", "Mistral": "llama", "Qwen2": "qwen2", "Qwen3": "qwen3"}  # their names in GGUF
 KINDS = [*formats.KINDS, *(kind for kind in formats.HALVES if kind not in formats.KINDS), "TQ1_0", "TQ2_0"]
 CONTAINERS = "gguf", "gptq", "awq", "packed", "int8", "float8", "4 bits", "8 bits of bitsandbytes", "fp8"
@@ -288,34 +287,10 @@ class Case:
         return logits[range(len(tokens) - 1), tokens[1:]]
 
 
-def check(seed):
+@pytest.mark.parametrize(
+    "seed", [*range(40), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(40, NUM_CASES))]
+)
+def test_random_checkpoint_computes_with_its_dequantized_weights(seed):
     with tempfile.TemporaryDirectory() as path, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT's, about tied weights
         Case(seed, Path(path), ranks=2 if seed % 50 == 49 else 1).check()  # two ranks take seconds
-
-
-@pytest.mark.parametrize(
-    "seed", [*range(40), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(40, 240))]
-)
-def test_random_checkpoint_computes_with_its_dequantized_weights(seed):
-    check(seed)
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cases", type=int, default=2000, help="how many")
-    parser.add_argument("--first", type=int, default=0, help="the first one's seed")
-    args = parser.parse_args()
-    failed = []
-    for seed in range(args.first, args.first + args.cases):
-        try:
-            check(seed)
-        except Exception:
-            failed.append(seed)
-            print(f"seed {seed}:", traceback.format_exc(), file=sys.stderr)
-    print(f"{len(failed)} of {args.cases} cases failed: {failed}")
-    sys.exit(bool(failed))
-
-
-if __name__ == "__main__":
-    main()
