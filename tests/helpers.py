@@ -343,6 +343,14 @@ def failing_calls(
         delattr(owner, name)
 
 
+def finish(llm: LLM) -> dict[str, Any]:
+    """Step until no request is left. Returns the last outputs by request_id."""
+    finished: dict[str, Any] = {}
+    while llm.has_unfinished_requests():
+        finished |= {output.request_id: output for output in llm.step() if output.finished}
+    return finished
+
+
 def make_sequence(seq_id: int, token_ids: list[int], priority: int = 0, **params) -> Sequence:
     params.setdefault("max_tokens", 100)
     return Sequence(seq_id, token_ids, SamplingParams(**params), priority=priority)

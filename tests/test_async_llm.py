@@ -370,38 +370,10 @@ def test_closed_engine_ends_running_requests_and_rejects_others(qwen3, expected)
     asyncio.run(main())
 
 
-@with_engine
-async def test_flood_of_bad_requests_does_not_block_others(engine, prompts, tokens):
-    async def flood():
-        while not job.done():
-            with pytest.raises(ValueError, match="prompt is empty"):
-                await collect(engine, [], GREEDY, "bad")
-
-    job = asyncio.create_task(collect(engine, prompts[0], GREEDY, "good"))
-    await asyncio.wait_for(asyncio.gather(*(flood() for _ in range(50))), TIMEOUT)
-    assert await job == tokens[0]
-
-
 @pytest.mark.parametrize("value", [0, -1, 1.5])
 def test_invalid_max_concurrent_requests_is_rejected(value, qwen3):
     with pytest.raises((ValueError, TypeError), match="max_concurrent_requests"):
         AsyncLLM(qwen3, max_concurrent_requests=value, **SETTINGS)
-
-
-@with_engine(max_concurrent_requests=2)
-async def test_number_of_concurrent_requests_is_limited(engine, prompts, tokens):
-    numbers, add = [], engine.llm_engine.add_request
-
-    def counting_add(*arguments, **keywords):
-        add(*arguments, **keywords)
-        numbers.append(len(engine.llm_engine.requests))
-
-    engine.llm_engine.add_request = counting_add
-    with held_steps(engine) as steps:  # until all requests are queued
-        answers = collect_all(engine, prompts)
-        await until(lambda: steps.is_held and engine._commands.qsize() == 5)
-    assert await answers == tokens
-    assert max(numbers) == 2
 
 
 @with_engine

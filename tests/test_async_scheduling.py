@@ -13,6 +13,7 @@ from tests.helpers import (
     chain_checkpoint,
     checkpoint,
     failing_calls,
+    finish,
     greedy,
     random_params,
     random_prompts,
@@ -198,8 +199,6 @@ def test_an_aborted_request_gets_nothing_from_the_step_in_flight(tmp_path_factor
         (aborted,) = llm.abort_request("a")
         assert len(aborted.outputs[0].token_ids) == 1
         llm.add_request("a", [6], params)  # the id is free at once
-        outputs = {}
-        while llm.has_unfinished_requests():
-            outputs |= {o.request_id: o.outputs[0].token_ids for o in llm.step()}
+        outputs = {request_id: output.outputs[0].token_ids for request_id, output in finish(llm).items()}
         assert outputs == {"a": greedy(reference, [6], 9), "b": greedy(reference, [4, 5], 9)}
         assert llm.metrics()["num_free_blocks"] == 30

@@ -15,17 +15,13 @@ from tests.helpers import checkpoint, random_prompts
 pytestmark = pytest.mark.usefixtures("exact_kernels")
 
 
+@pytest.mark.parametrize(
+    ("schedules", "num_requests"), [(range(1), 10), pytest.param(range(100, 104), 40, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_schedule_changes_a_bit_of_a_log_probability(kind, form, tmp_path):
-    assert find_difference(kind, form, range(1), tmp_path, 10) is None
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_none_of_four_schedules_changes_a_bit_of_forty_requests(kind, form, tmp_path):
-    assert find_difference(kind, form, range(100, 104), tmp_path) is None
+def test_no_schedule_changes_a_bit_of_a_log_probability(kind, form, schedules, num_requests, tmp_path):
+    assert find_difference(kind, form, schedules, tmp_path, num_requests) is None
 
 
 @pytest.mark.slow

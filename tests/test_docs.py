@@ -78,11 +78,6 @@ def test_the_article_prints_what_it_says_and_says_what_was_measured():
     assert [figure for figure in re.findall(r"\d+\.\d+", prose) if figure not in measured] == []
 
 
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
-)
-
-
 @pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
 def test_the_lesson_on_ptx_prints_what_it_says():
     run(READABLE_GPU)

@@ -24,7 +24,6 @@ from nanoengine import LLM, SamplingParams
 from nanoengine.apps import ask
 from nanoengine.backends.cpu.threads import PinnedThreads
 from nanoengine.detokenizer import MAX_PENDING, Detokenizer
-from nanoengine.sampling import SamplingRow, draw_tokens
 from tests.helpers import BAD_FIELDS, DEMO, Lines, byte_tokenizer, ctrl_c, table_checkpoint
 from tests.laws import check_laws
 from tests.serving import TIMEOUT
@@ -86,13 +85,6 @@ def engine(request, model):
 once = pytest.mark.parametrize("engine", [True], indirect=True)
 
 # ---- a request that cannot be sampled ----
-
-
-@pytest.mark.parametrize("top_p", [1e-300, 1e-46, 1e-38])
-def test_tiny_top_p_keeps_the_most_probable_token(top_p):
-    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
-    rows = [SamplingRow(SamplingParams(top_p=top_p), seed, 5, [1], 1) for seed in range(3)]
-    assert draw_tokens(logits, rows).tolist() == logits.argmax(-1).tolist()
 
 
 @once

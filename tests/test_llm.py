@@ -7,15 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from nanoengine import LLM, RequestOutputKind, SamplingParams
+from nanoengine import LLM, RequestOutputKind, SamplingParams, TextPrompt, TokensPrompt
 from tests.helpers import (
-    BAD_FIELDS,
     VOCAB,
     Lines,
     chain_checkpoint,
     checkpoint,
     ctrl_c,
     failing_calls,
+    finish,
     greedy,
     random_prompts,
 )
@@ -58,14 +58,6 @@ def alphabet(tmp_path_factory):
     path = chain_checkpoint(tmp_path_factory.mktemp("alphabet"), "abcdefgh")
     with LLM(str(path), num_kv_blocks=20, max_model_len=64) as llm:
         yield llm
-
-
-def finish(llm):
-    """Step until no request is left. Returns the last outputs by request_id."""
-    finished = {}
-    while llm.has_unfinished_requests():
-        finished |= {output.request_id: output for output in llm.step() if output.finished}
-    return finished
 
 
 def tokens(llm, prompts, params):
@@ -147,9 +139,10 @@ def test_every_form_of_prompt_and_params_is_accepted(alphabet):
         outputs = alphabet.generate(one, params, use_tqdm=False)
         assert [out.outputs[0].text for out in outputs] == ["bcd"]
         assert outputs[0].prompt_token_ids == [97]
-    mixed = alphabet.generate(["a", {"prompt": "c"}, [100]], [params] * 3, use_tqdm=False)
-    assert [out.outputs[0].text for out in mixed] == ["bcd", "def", "efg"]
-    assert [out.prompt for out in mixed] == ["a", "c", None]
+    shown = TokensPrompt(prompt_token_ids=[98], prompt="shown")
+    mixed = alphabet.generate(["a", TextPrompt(prompt="c"), [100], shown], [params] * 4, use_tqdm=False)
+    assert [out.outputs[0].text for out in mixed] == ["bcd", "def", "efg", "cde"]
+    assert [out.prompt for out in mixed] == ["a", "c", None, "shown"]
     assert alphabet.generate(["a", "b"], use_tqdm=False)[1].outputs[0].finish_reason == "length"
 
 
@@ -174,19 +167,6 @@ def test_end_of_sequence_stop_tokens_and_min_tokens(tmp_path):
         assert run(stop="c", min_tokens=1, ignore_eos=True)[2:] == ("stop", "c")
         # Seen too early, it is not found later either, not even beside a longer one.
         assert run(stop=["b", "z" * 30], min_tokens=3, max_tokens=4, ignore_eos=True)[2] == "length"
-
-
-def test_logprobs_have_the_text_of_their_tokens(alphabet):
-    params = SamplingParams(temperature=0, max_tokens=3, logprobs=2)
-    completion = alphabet.generate("a", params, use_tqdm=False)[0].outputs[0]
-    assert [next(iter(e.values())).decoded_token for e in completion.logprobs] == ["b", "c", "d"]
-    assert all(
-        len(entry) == 2 and entry[t].rank == 1
-        for entry, t in zip(completion.logprobs, completion.token_ids, strict=True)
-    )
-    total = sum(e[t].logprob for e, t in zip(completion.logprobs, completion.token_ids, strict=True))
-    assert completion.cumulative_logprob == pytest.approx(total)
-    assert total == pytest.approx(0, abs=1e-3)
 
 
 # ---- bad requests ----
@@ -232,20 +212,6 @@ def test_bad_request_is_rejected_and_does_not_affect_others(prompt, message, alp
     assert finish(alphabet)["neighbor"].outputs[0].text == "bcdef"
 
 
-def test_bad_parameters_between_steps_do_not_affect_a_running_request(alphabet):
-    bad, num_tokens = list(BAD_FIELDS), 60
-    assert len(bad) > 100
-    alphabet.add_request("neighbor", "a", SamplingParams(temperature=0, max_tokens=num_tokens))
-    while alphabet.has_unfinished_requests():
-        for name, value in bad[:3]:
-            with pytest.raises((ValueError, TypeError), match=name):
-                alphabet.generate(["fine", "b"], SamplingParams(**{name: value}), use_tqdm=False)
-        del bad[:3]
-        final = alphabet.step()
-    assert not bad, "not all of them were tried"
-    assert final[0].outputs[0].text == ("bcdefgha" * 8)[:num_tokens]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -282,19 +248,6 @@ def test_prompt_larger_than_the_cache_is_rejected(qwen3):
         with pytest.raises(ValueError, match=r"13 tokens but the KV cache holds 12"):
             llm.generate([[1] * 5, [1] * 13], GREEDY, use_tqdm=False)
         assert tokens(llm, [[1] * 5], SamplingParams(temperature=0, max_tokens=2))[0]
-
-
-def test_sequence_that_outgrows_the_cache_ends_with_length(qwen3, tmp_path_factory):
-    with LLM(qwen3, block_size=4, num_kv_blocks=3) as llm:
-        long, short = llm.generate(
-            [[1, 2, 3], [4]],
-            [SamplingParams(temperature=0, max_tokens=200), SamplingParams(temperature=0, max_tokens=4)],
-            use_tqdm=False,
-        )
-    reference = checkpoint("qwen3", tmp_path_factory)[1]
-    assert long.outputs[0].finish_reason == "length"
-    assert long.outputs[0].token_ids == greedy(reference, [1, 2, 3], 10)
-    assert short.outputs[0].token_ids == greedy(reference, [4], 4)
 
 
 def test_generation_stops_at_max_model_len(qwen3):
@@ -514,19 +467,6 @@ def test_failed_stream_leaves_no_output(babbler):
                 list(llm.stream([[1], [2]], params))
             assert not llm.has_unfinished_requests()
             assert llm.step() == []
-
-
-def test_metrics_count_tokens_and_steps(qwen3):
-    with LLM(qwen3, block_size=16, num_kv_blocks=30) as llm:
-        outputs = llm.generate([[1] * 20, [2] * 10], SamplingParams(max_tokens=5), use_tqdm=False)
-        metrics = llm.metrics()
-        assert metrics["prompt_tokens"] == 30
-        assert metrics["generation_tokens"] == sum(len(o.outputs[0].token_ids) for o in outputs)
-        assert metrics["num_steps"] == 5
-        assert (metrics["num_running"], metrics["num_waiting"], metrics["kv_cache_usage"]) == (0, 0, 0)
-        times = outputs[0].metrics
-        assert times.arrival_time <= times.first_scheduled_time <= times.first_token_time
-        assert times.first_token_time <= times.finished_time
 
 
 def test_seconds_of_the_phases_add_up(qwen3, monkeypatch):

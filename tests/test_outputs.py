@@ -124,14 +124,6 @@ def test_cached_texts_of_tokens_change_no_text(tokenizer):
         assert not any(slow.texts.values())
 
 
-def test_stop_string_before_min_tokens_is_not_found_later(tokenizer):
-    detokenizer = Detokenizer(tokenizer, [], SamplingParams(stop=["b", "xxxxxx"], min_tokens=2))
-    ids = [tokenizer.encode(letter).ids[0] for letter in "abcb"]
-    found = [detokenizer.append(token_id) for token_id in ids]
-    detokenizer.finish()
-    assert (found, detokenizer.text) == ([None, None, None, "b"], "abc")
-
-
 def test_only_the_end_of_the_text_is_searched_for_stop_strings(tokenizer):
     detokenizer = Detokenizer(tokenizer, [], SamplingParams(stop=["abcdefghij"]))
     for token_id in tokenizer.encode(TEXT * 20).ids:

@@ -107,16 +107,6 @@ def test_answers_with_a_json_schema_validate_at_temperature_1(llm):
     assert len({output.outputs[0].text for output in outputs}) > 5
 
 
-def test_ngram_drafts_change_no_token(llm):
-    config = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
-    params = SamplingParams(temperature=0, max_tokens=64)
-    expected = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)]
-    with LLM(MODEL, dtype="float32", max_model_len=1024, speculative_config=config) as drafting:
-        outputs = drafting.generate(PROMPTS, params, use_tqdm=False)
-        assert [output.outputs[0].token_ids for output in outputs] == expected
-        assert drafting.metrics()["spec_decode_num_accepted_tokens"] > 0
-
-
 def test_chat_and_server_give_the_answer_of_the_engine(tmp_path):
     with LLM(MODEL, max_model_len=1024) as llm:
         answer = llm.chat(QUESTION, GREEDY, use_tqdm=False)[0].outputs[0].text

@@ -21,7 +21,6 @@ from nanoengine.sampling import (
     _filter,
     draw_rows,
     sample_rows,
-    uniform,
 )
 from nanoengine.sampling_params import SamplingParams
 from tests.helpers import BAD_FIELDS, sample
@@ -132,13 +131,6 @@ def test_a_distribution_over_many_chunks_of_the_vocabulary_is_followed(vocab_siz
     assert chi_square_fits(drawn, logits.double().softmax(0).tolist())
 
 
-def test_greedy_takes_the_most_probable_token_in_any_batch():
-    fields = {"temperature": 0}, {"temperature": 1.0}, {"temperature": 0, "top_k": 1}
-    rows = [row(**one) for one in (*fields, {"temperature": 0, "logit_bias": {3: 50.0}})]
-    tokens = sample(LOGITS.expand(4, -1), rows)[0]
-    assert (tokens[0], *tokens[2:]) == (1, 1, 3)
-
-
 def test_a_row_samples_the_same_alone_and_in_any_batch():
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(16, 500, generator=generator)
@@ -229,36 +221,12 @@ def test_random_numbers_at_the_ends_of_their_interval_draw_a_possible_token(u, m
     assert sample(logits, [row()])[0][0] in (3, 700)
 
 
-def test_uniform_numbers_depend_on_seed_and_position_and_fill_the_interval():
-    seeds = np.arange(1000, dtype=np.uint64)
-    positions = np.zeros(1000, dtype=np.uint64)
-    numbers = uniform(seeds, positions)
-    assert ((numbers >= 0) & (numbers < 1)).all()
-    assert len(set(numbers.tolist())) == 1000
-    assert abs(numbers.mean() - 0.5) < 0.03
-    assert np.array_equal(numbers, uniform(seeds, positions))
-    assert not np.array_equal(numbers, uniform(seeds, positions + np.uint64(1)))
-
-
 def greedy_after(**fields):
     token_ids = fields.pop("token_ids", (0,))
     num_prompt_tokens = fields.pop("num_prompt_tokens", 1)
     stop_ids = fields.pop("stop_ids", ())
     params = SamplingParams(temperature=0, **fields)
     return sample(LOGITS.unsqueeze(0), [row(params, token_ids, num_prompt_tokens, stop_ids=stop_ids)])
-
-
-def test_penalties_count_the_tokens_vllm_counts():
-    # Token 1 (2.0) leads token 4 (1.5) leads token 2 (1.0).
-    assert greedy_after(token_ids=[1])[0] == [1]
-    assert greedy_after(token_ids=[1], repetition_penalty=1.5)[0] == [4]  # prompt counts: 1.33
-    assert greedy_after(token_ids=[0, 1], repetition_penalty=1.5)[0] == [4]  # output too
-    assert greedy_after(token_ids=[1], presence_penalty=2.0)[0] == [1]  # the prompt does not
-    assert greedy_after(token_ids=[0, 1], presence_penalty=0.4)[0] == [1]
-    assert greedy_after(token_ids=[0, 1, 1, 1], presence_penalty=0.4)[0] == [1]  # once only
-    assert greedy_after(token_ids=[0, 1], presence_penalty=0.6)[0] == [4]
-    assert greedy_after(token_ids=[0, 1], frequency_penalty=0.3)[0] == [1]
-    assert greedy_after(token_ids=[0, 1, 1], frequency_penalty=0.3)[0] == [4]  # per occurrence
 
 
 def test_repetition_penalty_multiplies_negative_logits():

@@ -14,18 +14,13 @@ import pytest
 
 from nanoengine import (
     LLM,
-    AsyncEngineArgs,
     AsyncLLM,
-    AsyncLLMEngine,
     EngineArgs,
     RequestOutput,
-    RequestOutputKind,
     SamplingParams,
-    TextPrompt,
-    TokensPrompt,
 )
 from nanoengine.extensions.metrics import Counter, Gauge, Histogram
-from tests.helpers import byte_tokenizer, chain_checkpoint
+from tests.helpers import byte_tokenizer, chain_checkpoint, finish
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 GREEDY = SamplingParams(temperature=0, max_tokens=3)
@@ -82,18 +77,6 @@ def test_settings_of_vllm_that_change_nothing_are_accepted():
     assert EngineArgs(model="m", num_gpu_blocks_override=7).num_kv_blocks == 7
 
 
-def test_params_may_change_before_and_between_calls(llm):
-    params = llm.get_default_sampling_params()
-    params.temperature = 0.0
-    answers = []
-    for params.max_tokens in (1, 4):
-        answers += texts(llm.generate("a", params))
-    longer = params.clone()
-    longer.max_tokens = 5
-    answers += texts(llm.generate(["a", "a"], [params, longer]))
-    assert answers == ["b", "bcde", "bcde", "bcdef"]
-
-
 def test_changed_fields_take_effect(llm):
     params = SamplingParams(temperature=0, max_tokens=8)
     params.stop = "f"
@@ -119,10 +102,7 @@ def test_request_keeps_the_params_it_was_given(llm):
     params.stop_token_ids.append(ord("s"))
     params.temperature = "hot"
     streamed = "".join(output.outputs[0].text for output in stream)
-    outputs = {}
-    while llm.has_unfinished_requests():
-        outputs |= {output.request_id: output for output in llm.step()}
-    assert outputs["a"].outputs[0].text == "bcdefg"
+    assert finish(llm)["a"].outputs[0].text == "bcdefg"
     assert streamed == "stuvw"
 
 
@@ -157,15 +137,6 @@ def test_params_of_vllm_that_change_nothing_are_accepted():
     off |= dict.fromkeys(("extra_args", "logits_processors", "thinking_token_budget"))
     params = SamplingParams(spaces_between_special_tokens=True, flat_logprobs=False, **off)
     assert params == SamplingParams()
-
-
-def test_prompts_as_typed_dicts(llm):
-    ids = llm.get_tokenizer().encode("xa")
-    shown = TokensPrompt(prompt_token_ids=[97], prompt="shown")
-    prompts = [TextPrompt(prompt="a"), TokensPrompt(prompt_token_ids=ids), shown]
-    outputs = llm.generate(prompts, sampling_params=GREEDY, use_tqdm=False, lora_request=None, priority=None)
-    assert texts(outputs) == ["bcd"] * 3
-    assert [output.prompt for output in outputs] == ["a", None, "shown"]
 
 
 def test_no_prompts_give_no_outputs(llm):
@@ -255,24 +226,6 @@ def test_args_can_be_passed_as_a_dict(alphabet):
 
 
 # ---- AsyncLLM ----
-
-
-def test_async_requests_may_share_and_change_a_params_object(alphabet):
-    async def main():
-        engine = AsyncLLMEngine.from_engine_args(AsyncEngineArgs(model=alphabet, disable_log_requests=True))
-        params = SamplingParams(temperature=0, output_kind=RequestOutputKind.FINAL_ONLY)
-
-        async def ask(length):
-            params.max_tokens = length
-            generator = engine.generate("a", params, f"request-{length}", lora_request=None)
-            return [output.outputs[0].text async for output in generator][-1]
-
-        try:
-            return await asyncio.gather(*(ask(length) for length in range(1, 9)))
-        finally:
-            engine.shutdown()
-
-    assert asyncio.run(main()) == [LETTERS[1 : length + 1] for length in range(1, 9)]
 
 
 def test_async_request_keeps_its_params_while_it_waits(alphabet):

@@ -97,6 +97,9 @@ def test_a_product_with_a_packed_weight_equals_the_plain_product(dtype, num_inpu
             assert out.dtype == dtype
             # Sums are float32's; what is stored has the type's rounding.
             torch.testing.assert_close(out.double(), exact, rtol=rounding, atol=2e-5 + 1e-6 * num_inputs)
+            assert torch.equal(
+                packed_product(kernels, x[3:5], weight, b), out[3:5]
+            )  # whatever the others are
             by_two = packed_product(kernels, x.unflatten(0, (-1, 1)), weight, b)  # rows of any shape
             assert torch.equal(by_two, out.unsqueeze(1))
 

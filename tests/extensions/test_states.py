@@ -82,16 +82,6 @@ def test_greedy_tokens_equal_transformers_for_all_settings(kind, settings, serve
         assert answers(llm, prompts) == expected  # from the prefix cache, where there is one
 
 
-@pytest.mark.parametrize(
-    "budget", [7, *(pytest.param(budget, marks=pytest.mark.slow) for budget in (1, 3, 1000))]
-)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_chunk_begins_with_the_state_of_the_chunk_before(kind, budget, served):
-    path, prompts, expected = served(kind)
-    with LLM(path, num_kv_blocks=200, block_size=4, max_num_batched_tokens=budget) as llm:
-        assert answers(llm, prompts) == expected
-
-
 def test_a_state_that_a_layer_returns_is_not_taken_for_its_output(served):
     """MiniMax returns its states: the 4 heads of two sequences are as many rows as a step of 8 tokens has."""
     path, prompts, expected = served("minimax")

@@ -23,7 +23,7 @@ from nanoengine.engine import Sequence
 from nanoengine.extensions import grammars, structured
 from nanoengine.extensions.schemas import closed
 from nanoengine.extensions.structured import Constraint
-from tests.helpers import DEMO, table_checkpoint
+from tests.helpers import DEMO, failing_calls, finish, table_checkpoint
 
 PERSON = {
     "type": "object",
@@ -156,14 +156,6 @@ def test_each_of_n_samples_has_a_grammar_of_its_own(llm):
     assert all(map(KINDS["json"][1], texts))
 
 
-def test_requests_of_a_batch_do_not_affect_each_other(llm):
-    alone = [answers(llm, [asking(kind, temperature=2.0)])[0] for kind in KINDS]
-    free = SamplingParams(temperature=1.0, seed=5, max_tokens=30)
-    freely = answers(llm, [free])
-    mixed = answers(llm, [*(asking(kind, temperature=2.0) for kind in KINDS), free])
-    assert mixed == [*alone, *freely]
-
-
 def test_in_bfloat16_a_mask_is_the_same_next_to_rows_computed_in_float32():
     params = [asking(kind, temperature=2.0, max_tokens=20) for kind in ("json", "regex", "lark")]
     edited = SamplingParams(temperature=1.0, presence_penalty=0.5, max_tokens=20)
@@ -244,8 +236,7 @@ def test_a_sequence_whose_mask_is_late_skips_steps_and_delays_no_other(num_block
         while "later" not in found:  # its first mask is known
             found |= {out.request_id: out for out in llm.step() if out.finished}
         may_end.set()
-        while "late" not in found:
-            found |= {out.request_id: out for out in llm.step() if out.finished}
+        found |= finish(llm)
         late = found["late"].outputs[0]
         assert (late.text, late.token_ids, late.finish_reason) == expected_one
         assert llm.metrics()["num_steps"] < 40 + 2 * len(late.token_ids), "no empty steps while it waits"
@@ -305,27 +296,15 @@ def test_drafts_that_a_grammar_forbids_are_not_computed(llm):
 
 
 def test_a_failed_step_is_computed_again_with_the_same_result(llm, expected):
-    launch, calls = llm.llm_engine.runner.launch, []
-
-    def failing(*args):
-        result = launch(*args)
-        calls.append(0)
-        if len(calls) == 5:
-            raise RuntimeError("planted")
-        return result
-
-    llm.llm_engine.runner.launch = failing
-    try:
+    with failing_calls(llm.llm_engine.runner, "launch", {4}, at_end=True):
         for i, kind in enumerate(KINDS):
             llm.add_request(str(i), "Hello", asking(kind, 3, temperature=2.0))
-        found = {int(out.request_id): out.outputs[0] for _ in range(4) for out in llm.step()}
-        with pytest.raises(RuntimeError, match="planted"):
+        found = {out.request_id: out for _ in range(4) for out in llm.step()}
+        with pytest.raises(RuntimeError, match="flaky"):
             llm.step()
-        while llm.has_unfinished_requests():
-            found |= {int(out.request_id): out.outputs[0] for out in llm.step()}
-    finally:
-        del llm.llm_engine.runner.launch
-    assert [found[i].token_ids for i in range(len(KINDS))] == [token_ids for _, token_ids, _ in expected]
+        found |= finish(llm)
+    answered = [found[str(i)].outputs[0].token_ids for i in range(len(KINDS))]
+    assert answered == [token_ids for _, token_ids, _ in expected]
 
 
 @pytest.mark.slow
