@@ -1,6 +1,7 @@
 """The decoder against transformers, on tiny random checkpoints of every family it serves."""
 
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -124,6 +125,14 @@ def test_an_unsupported_setting_is_an_error_that_lists_the_supported_ones(change
     config = LlamaConfig(**{**TINY, "architectures": ["LlamaForCausalLM"], **changes})
     with pytest.raises(ValueError, match=message):
         DecoderConfig.from_hf(config)
+
+
+def test_rope_settings_in_the_format_of_transformers_4_are_understood():
+    fields = {**LlamaConfig(**TINY, architectures=["LlamaForCausalLM"]).to_dict(), "rope_parameters": None}
+    scaling = {"type": "linear", "factor": 4.0}
+    config = SimpleNamespace(**{**fields, "rope_theta": 5000.0, "rope_scaling": scaling})
+    rope = DecoderConfig.from_hf(config).rope
+    assert (rope["rope_type"], rope["rope_theta"], rope["factor"]) == ("linear", 5000.0, 4.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
