@@ -350,6 +350,14 @@ def test_changed_file_loads_correctly_or_raises_value_error(sound, tmp_path):
     assert max(durations) < 50 * sorted(durations[:5])[2]
 
 
+def test_overlapping_tensors_are_refused(sound, tmp_path):
+    parts = Parts(sound)
+    parts.tensors[1][3] = parts.tensors[0][3]
+    (tmp_path / "model.gguf").write_bytes(parts.join())
+    with pytest.raises(ValueError, match="is not aligned or overlaps another tensor"):
+        load(tmp_path / "model.gguf")
+
+
 def array(element, length, data=b""):
     return 9, struct.pack("<IQ", element, length) + data
 
