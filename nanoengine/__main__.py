@@ -3,6 +3,8 @@
 A subcommand's module is imported when it runs, so that listing them needs neither PyTorch nor an extra.
 """
 
+import os
+import signal
 import sys
 
 from nanoengine import __version__
@@ -39,16 +41,17 @@ def main(arguments: list[str] | None = None) -> None:
         parser.print_help()
         return
     module, function, extra, _ = COMMANDS[command]
+    handler = signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # an import may lose a KeyboardInterrupt
     try:
         app = load(module, f"nanoengine {command}")
     except MissingFileError as error:
-        sys.exit(str(error))
+        parser.error(str(error))
     except ModuleNotFoundError as error:
         if not extra:
             raise
-        sys.exit(f"nanoengine {command} needs {error.name}: pip install 'nanoengine[{extra}]'")
-    except KeyboardInterrupt:
-        sys.exit(130)
+        parser.error(f"nanoengine {command} needs {error.name}: pip install 'nanoengine[{extra}]'")
+    finally:
+        signal.signal(signal.SIGINT, handler)
     try:
         getattr(app, function)(arguments[1:])
     except KeyboardInterrupt:

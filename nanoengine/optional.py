@@ -6,7 +6,7 @@ from typing import Any
 
 
 class MissingFileError(ImportError):
-    """Raised when a feature needs a file of nanoengine that is not installed."""
+    """Raised when a feature needs a file of nanoengine, or a package, that is not installed."""
 
 
 def load(name: str, feature: str) -> Any:

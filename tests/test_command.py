@@ -3,6 +3,8 @@
 import os
 import re
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -33,11 +35,18 @@ def test_list_of_commands_needs_neither_pytorch_nor_an_extra():
         assert len(re.findall(rf"^ +{name} +{re.escape(what)}$", run.stdout, re.MULTILINE)) == 2
 
 
-def test_missing_extra_is_named(monkeypatch):
+def test_missing_extra_is_named(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "uvicorn", None)  # makes its import fail
     monkeypatch.delitem(sys.modules, "nanoengine.apps.server", raising=False)
-    with pytest.raises(SystemExit, match=r"serve needs uvicorn: pip install 'nanoengine\[serve\]'"):
+    with pytest.raises(SystemExit):
         main(["serve", "demo"])
+    monkeypatch.setitem(sys.modules, "redis", None)
+    with pytest.raises(SystemExit) as ended:
+        main(["run", "--kv-store", "redis://localhost/0"])
+    assert ended.value.code == 2
+    serve, run = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert serve == "nanoengine: error: nanoengine serve needs uvicorn: pip install 'nanoengine[serve]'"
+    assert run.endswith("a KV store in Redis needs redis-py: pip install 'nanoengine[redis]'")
 
 
 def test_command_gets_the_arguments_after_its_name(monkeypatch, capsys):
@@ -62,12 +71,18 @@ def test_command_gets_the_arguments_after_its_name(monkeypatch, capsys):
         ("serve demo --max-num-seqs 0", "max_num_seqs must be an integer in [1, 2147483647], got 0"),
         ("serve demo --hf-overrides {a", "--hf-overrides: must be JSON, got '{a'"),
         ("serve /no/such/model", "'/no/such/model' is neither a directory nor a hub id"),
+        ("serve demo --tool-call-parser hermse", "did you mean hermes?"),
+        ("serve demo --drain-seconds nan", "drain_seconds must be a number in [0, inf], got nan"),
+        ("serve demo --allowed-origins [1]", "allowed_origins must hold strings only, got 1"),
         ("bench --workload decoed", "did you mean decode?"),
         ("bench --model /no/such/model", "'/no/such/model' is neither a directory nor a hub id"),
         ("trace --ouput x.html", "did you mean 'output'?"),
         ("trace /no/such.jsonl -o x.html", "No such file or directory: '/no/such.jsonl'"),
         ("lab --rat 5 --num-requets 3", "did you mean 'num_requests'?"),
         ("lab --rate -1", "--rate: must be above 0, got -1"),
+        ("lab --fit /no/such/model", "'/no/such/model' is neither a directory nor a hub id"),
+        ("lab --num-requests 5 --num-kv-blocks 1", "leave room for 33"),
+        ("lab --plot /no/such.folder/x.png", "No such file or directory: '/no/such.folder/x.png'"),
     ],
 )
 def test_a_wrong_use_of_a_command_prints_one_line_and_exits_with_2(line, said, capsys):
@@ -79,15 +94,29 @@ def test_a_wrong_use_of_a_command_prints_one_line_and_exits_with_2(line, said, c
     assert ended.value.code == 2
 
 
-@pytest.mark.parametrize(
-    "loaded",
-    [Mock(side_effect=KeyboardInterrupt), Mock(**{"return_value.main.side_effect": KeyboardInterrupt})],
-)
-def test_ctrl_c_ends_a_command_with_130_while_it_loads_and_while_it_runs(loaded, monkeypatch):
-    monkeypatch.setattr("nanoengine.__main__.load", loaded)
-    with pytest.raises(SystemExit) as ended:
-        main(["lab"])
-    assert ended.value.code == 130
+def test_serve_refuses_an_address_in_use_before_it_loads_the_model(monkeypatch, capsys):
+    monkeypatch.setattr("nanoengine.apps.server.AsyncLLM", Mock(side_effect=AssertionError))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(SystemExit) as ended:
+            main(["serve", "--port", str(port)])
+    expected = f"nanoengine serve: error: cannot listen on 127.0.0.1:{port}: Address already in use\n"
+    assert (ended.value.code, capsys.readouterr().err) == (2, expected)
+
+
+def test_ctrl_c_ends_a_command_with_130_while_it_loads_and_while_it_runs(monkeypatch):
+    """While it loads, at once: inside an import, Python may print a KeyboardInterrupt and go on."""
+    before = signal.getsignal(signal.SIGINT)
+    press = Mock(side_effect=lambda *_: signal.raise_signal(signal.SIGINT))
+    ends = Mock(side_effect=SystemExit(130))
+    monkeypatch.setattr("os._exit", ends)
+    for loaded in (press, Mock(**{"return_value.main": press})):
+        monkeypatch.setattr("nanoengine.__main__.load", loaded)
+        with pytest.raises(SystemExit) as ended:
+            main(["lab"])
+        assert ended.value.code == 130
+        assert ends.call_count == 1  # in the first case only
+        assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_demo_is_the_bundled_model_in_any_folder(tmp_path, monkeypatch):

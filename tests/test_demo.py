@@ -5,6 +5,7 @@ import random
 import signal
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -97,6 +98,9 @@ def test_chat_streams_answers_remembers_turns_and_survives_ctrl_c(llm, monkeypat
 
     monkeypatch.setattr("builtins.input", answer)
     ask.converse(llm, GREEDY)
+    monkeypatch.setattr("builtins.input", Mock(side_effect=KeyboardInterrupt))  # Ctrl-C at the prompt
+    with pytest.raises(KeyboardInterrupt):
+        ask.converse(llm, GREEDY)
     assert not llm.has_unfinished_requests()
     shown = capsys.readouterr().out
     assert "3 + 4 = 7" in shown

@@ -81,7 +81,7 @@ def run(arguments: list[str] | None = None) -> None:
 
 def chat(arguments: list[str] | None = None) -> None:
     """Run the command `nanoengine chat`: hold a conversation."""
-    about = "Hold a conversation. Ctrl-C stops an answer. An empty line, or Ctrl-D, ends the program."
+    about = "Hold a conversation. Ctrl-C stops an answer. An empty line, Ctrl-D or Ctrl-C ends the program."
     parser = make_parser("nanoengine chat", about, max_tokens=2048)
     parser.add_argument("--system", metavar="TEXT", help="the system message, which begins the conversation")
     parser.add_argument("--verbose", action="store_true", help="print the tokens/s after each answer")
@@ -180,7 +180,7 @@ def converse(llm: LLM, params: SamplingParams, system: str | None = None, verbos
         print()
         try:
             question = input("> ")
-        except (EOFError, KeyboardInterrupt):
+        except EOFError:
             question = ""
         if not question:
             print("bye")

@@ -6,9 +6,10 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, fields
+from functools import wraps
 from typing import Any, NoReturn, get_args
 
 from nanoengine.compat import ENGINE_IGNORES, RENAMED, SERVER_IGNORES, without_unserved
@@ -92,6 +93,19 @@ def value_of(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return text
+
+
+def argparse_type(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return a parser for argparse, which prints the message of a ValueError or TypeError."""
+
+    @wraps(parse)
+    def parse_or_explain(text: str) -> Any:
+        try:
+            return parse(text)
+        except (TypeError, ValueError) as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parse_or_explain
 
 
 def parse_json(text: str) -> Any:

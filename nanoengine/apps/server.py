@@ -13,11 +13,12 @@ This file is the process around them: the command's flags and the graceful shutd
 import asyncio
 import gc
 import logging
+import math
 import os
 import signal
+import socket
 import sys
 import time
-from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from inspect import signature
 from types import FrameType
@@ -25,14 +26,14 @@ from typing import Any
 
 import uvicorn
 
-from nanoengine.apps.flags import FlexibleArgumentParser, add_flags, settings_of, value_of
+from nanoengine.apps.flags import FlexibleArgumentParser, add_flags, argparse_type, settings_of, value_of
 from nanoengine.apps.gate import Connection
 from nanoengine.apps.service import Service, make_app
-from nanoengine.apps.tools import REASONING_FORMATS, TOOL_FORMATS
+from nanoengine.apps.tools import REASONING_FORMATS, SAME, TOOL_FORMATS
 from nanoengine.async_llm import AsyncLLM
 from nanoengine.config import EngineConfig
 from nanoengine.optional import MissingFileError
-from nanoengine.sampling_params import check_strings
+from nanoengine.sampling_params import check_number, check_strings
 
 REPORT_SECONDS = 10  # between two lines about the engine's load
 CLOSE_SECONDS = 5  # how long clients have to read their last answer when the server shuts down
@@ -109,9 +110,11 @@ def make_parser() -> FlexibleArgumentParser:
     waiting = "samples that may wait in addition to the max-num-seqs that run; more get a 503"
     add("--max-waiting", type=int, default=1024, help=waiting)
     add("--max-body-bytes", type=int, default=4 * 2**20, help="default %(default)s")
-    for name, formats in (("tool-call", TOOL_FORMATS), ("reasoning", REASONING_FORMATS)):
-        known = f"auto, by the chat template; none; or {', '.join(formats)}"
-        add(f"--{name}-parser", default="auto", help=f"default %(default)s: {known}")
+    calls, thoughts = ("tool-call", "tool calls", TOOL_FORMATS), ("reasoning", "reasoning", REASONING_FORMATS)
+    for name, what, formats in (calls, thoughts):
+        choose: dict[str, Any] = {"choices": ["auto", "none", *formats], "default": "auto"}
+        text = f"how the model writes {what}; default %(default)s: by the chat template"
+        add(f"--{name}-parser", type=lambda given: SAME.get(given, given), help=text, **choose)
     add("--enable-auto-tool-choice", action="store_true", help="no effect: tool calls are always parsed")
     add("--chat-template", help="a file, or the template itself, in place of the tokenizer's")
     origins = 'web pages that may call this server from a browser, a list, or ["*"] for any; default: none'
@@ -119,19 +122,37 @@ def make_parser() -> FlexibleArgumentParser:
     dev_mode = "serve routes that put the engine to sleep and replace its weights; for trusted networks only"
     add("--dev-mode", action="store_true", help=dev_mode)
     drain = "time for running requests to finish on shutdown; default %(default)s"
-    add("--drain-seconds", type=float, default=30, help=drain)
+    add("--drain-seconds", type=parse_seconds, default=30, help=drain)
     engine = parser.add_argument_group("engine", "settings of the engine: fields of EngineConfig")
     add_flags(engine, EngineConfig)
     return parser
 
 
+@argparse_type
 def parse_port(text: str) -> int:
     """Return a port number, checked because a socket silently keeps only the lowest 16 bits."""
     if not text.isdecimal() or int(text) >= 2**16:
-        raise ArgumentTypeError(f"must be an integer in [0, 65535], got {text!r}")
+        raise ValueError(f"must be an integer in [0, 65535], got {text!r}")
     return int(text)
 
 
+def try_address(host: str, port: int) -> None:
+    """Raise OSError if the server cannot listen there, so that nobody waits for the model first."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        socket.create_server(address, family=family).close()
+    except OSError as error:
+        reason = str(error.strerror).partition(" (while")[0]  # what follows names the address again
+        raise OSError(f"cannot listen on {host}:{port}: {reason}") from None
+
+
+@argparse_type
+def parse_seconds(text: str) -> float:
+    """Return a number of seconds."""
+    return check_number("drain_seconds", float(text), 0, math.inf)
+
+
+@argparse_type
 def parse_origins(text: str) -> list[str]:
     """Return the origins in a JSON list of strings, or in a single string.
 
@@ -148,6 +169,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     settings, given = settings_of(parser, args, EngineConfig), vars(args)
     try:
+        try_address(given["host"], given["port"])
         engine = AsyncLLM(max_concurrent_requests=2**31 - 1, **settings)  # the service limits them instead
         names = given.keys() & signature(Service).parameters.keys()
         service = Service(engine, **{name: given[name] for name in names})

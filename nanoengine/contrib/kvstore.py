@@ -475,7 +475,7 @@ class StoringCore(EngineCore):
 def connect(config: EngineConfig, started: Started, hf_config: Any) -> KVConnector:
     """Open the store that `EngineConfig.kv_store` specifies, and connect it to a runner's KV cache.
 
-    Raises ValueError or ImportError if the store cannot be opened.
+    Raises ValueError or MissingFileError if the store cannot be opened.
     """
     runner, specs, groups = started.runner, started.kv_specs, started.kv_groups
     weights = started.weights_digest.hex(), config.quantization, config.activations

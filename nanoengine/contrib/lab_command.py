@@ -42,7 +42,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from nanoengine.apps.flags import FlexibleArgumentParser
+from nanoengine.apps.flags import FlexibleArgumentParser, argparse_type
 from nanoengine.config import EngineConfig
 from nanoengine.contrib.lab import (
     DEMO_COSTS,
@@ -57,6 +57,7 @@ from nanoengine.contrib.lab import (
 )
 from nanoengine.engine import BlockManager, Scheduler
 from nanoengine.llm_engine import LLMEngine
+from nanoengine.optional import MissingFileError
 
 
 def cells(report: Report) -> dict[str, str]:
@@ -125,18 +126,6 @@ def draw(reports: dict[str, Report], path: str) -> None:
         axes[axis].set_yticks([])
     axes["A"].legend(fontsize="small")
     figure.savefig(path, dpi=120)
-
-
-def argparse_type(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return a parser for argparse, which prints the message of a ValueError."""
-
-    def parse_or_explain(text: str) -> Any:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return parse_or_explain
 
 
 def at_least(low: int) -> Callable[[str], int]:
@@ -217,8 +206,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     args: argparse.Namespace = parser.parse_args(arguments)
     if args.plot and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: pip install 'nanoengine[lab]'")
+    args.error = parser.error
     try:
         args.arrivals = read_arrivals(args.trace) if args.trace else None
+        if args.plot:
+            open(args.plot, "ab").close()  # now, in case the file cannot be written
     except (OSError, ValueError) as error:
         parser.error(str(error))
     if args.trace:
@@ -228,10 +220,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def fit(model: str, seconds: float) -> CostModel:
     """Return a model's costs on this machine. Print them, and how far the lab is off with them."""
-    try:
-        engine = LLMEngine(EngineConfig(model=model, async_scheduling=False))
-    except (ValueError, OSError) as error:  # the model does not exist, or is not supported
-        raise SystemExit(f"--fit: {error}") from None
+    engine = LLMEngine(EngineConfig(model=model, async_scheduling=False))
     found = calibrate(engine, seconds)
     engine.close()
     print(f"fitted to {found.num_steps} steps: --cost {','.join(f'{cost:.3g}' for cost in found.cost)}")
@@ -241,8 +230,16 @@ def fit(model: str, seconds: float) -> CostModel:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Simulate every combination of the settings, and print a table with one row for each."""
+    """Run the command `nanoengine lab`."""
     args = parse_arguments(arguments)
+    try:
+        compare(args)
+    except (MissingFileError, OSError, TypeError, ValueError) as error:  # a bad model, request or file
+        args.error(str(error))
+
+
+def compare(args: argparse.Namespace) -> None:
+    """Simulate every combination of the settings, and print a table with one row for each."""
     cost = fit(args.fit, args.fit_seconds) if args.fit else args.cost
     varied = [name for name in SETTINGS if len(getattr(args, name)) > 1]
     reports: dict[str, Report] = {}
@@ -266,7 +263,7 @@ def main(arguments: list[str] | None = None) -> None:
         try:
             reports[name] = simulate(scheduler, progress, cost, parse_policy(setup["scheduling_policy"]))
         except ValueError as error:
-            raise SystemExit(f"{name}: {error}") from None
+            raise ValueError(f"{name}: {error}") from None
         took, report = time.perf_counter() - start, reports[name]
         print(
             f"{name}: {report.num_requests} requests, {report.num_steps} steps, "

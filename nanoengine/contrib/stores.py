@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nanoengine.config import EngineConfig
+from nanoengine.optional import MissingFileError
 from nanoengine.sampling_params import check_integer
 
 
@@ -170,7 +171,7 @@ class RedisStore:
             from redis.retry import Retry
         except ImportError as error:
             message = "a KV store in Redis needs redis-py: pip install 'nanoengine[redis]'"
-            raise ImportError(message) from error
+            raise MissingFileError(message) from error
         self.url = url
         # An engine's step may wait for the answer, so a late answer counts as a failure.
         self._redis: Any = Redis.from_url(

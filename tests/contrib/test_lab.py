@@ -429,14 +429,6 @@ def test_the_command_fits_a_model_and_says_how_far_off_it_is(run_lab, monkeypatc
     assert measured.busy_seconds > 0
 
 
-def test_unsupported_requests_and_models_end_the_command_without_a_traceback(run_lab):
-    with pytest.raises(SystemExit, match="leave room for 33"):
-        run_lab("--num-requests", "5", "--num-kv-blocks", "1")
-
-    with pytest.raises(SystemExit, match="'/nowhere/model' is neither"):
-        run_lab("--fit", "/nowhere/model")
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
