@@ -201,4 +201,5 @@ def test_a_sequence_ends_if_a_step_fails_between_its_last_token_and_its_end(toke
         run_step(scheduler, token)
     scheduler.recover()
     assert (len(stopping.token_ids), stopping.finish_reason) == (length, "error")
+    assert stopping.stop_reason == "a step failed while computing it"
     assert not is_busy(scheduler)

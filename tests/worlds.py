@@ -230,12 +230,14 @@ class World:
 
     def write_states(self, rows: list, layout: Any) -> None:
         arrays = (layout.decode_rows, layout.decode_sources, layout.decode_targets)
-        decodes = [(row, row + 1, *slots) for row, *slots in zip(*(x.tolist() for x in arrays), strict=True)]
-        parts = decodes + [part[:4] for part in layout.parts]
+        rows_and_slots = zip(*(x.tolist() for x in arrays), strict=True)
+        parts = [(row, row + 1, *slots, False) for row, *slots in rows_and_slots]
+        sources = {first: self.cache[STATE, source] for first, _, source, _, _ in parts}  # read before writes
+        parts += layout.parts
         assert sorted(i for first, end, *_ in parts for i in range(first, end)) == [*range(len(rows))]
-        sources = {first: self.cache[STATE, source] for first, _, source, _ in decodes}  # read before writes
-        for first, end, source, target in parts:
+        for first, end, source, target, is_prompt in parts:
             chunk, _, start = rows[first]
+            assert is_prompt == (start < chunk.seq.num_prompt_tokens)
             held = sources.get(first, self.cache[STATE, source])
             assert held == (STATE, tuple(chunk.token_ids[:start])), "a state of other tokens"
             assert target not in (ZERO_SLOT, BIN_SLOT)
@@ -288,7 +290,7 @@ class World:
             end = seq.num_computed_tokens
             for group, table in enumerate(tables_of(self.blocks, seq)):
                 self.check_read(group, table, end, end, seq.token_ids)
-        prefixes: dict[int, tuple[int, ...]] = {}
+        prefixes: dict[int, tuple[int, ...]] = {0: ()}
         for block in self.blocks.blocks:
             if block.key is not None:
                 last = block.block_id * BLOCK_SIZE + BLOCK_SIZE - 1

@@ -54,7 +54,7 @@ def test_decodes_at_the_beginning_of_a_batch_are_counted():
     one, two, three = (make_sequence(i, [1] * 5) for i in range(3))
     for seq in (one, two, three):
         seq.block_table = [1, 2]
-    a, b, chunk = (one, 4, 5), (two, 2, 3), (three, 1, 4)
+    a, b, chunk = (one, 4, 5), (two, 2, 3), (three, 1, 3)
     for chunks, expected in [((a, b), 2), ((a, b, chunk), 2), ((a, chunk, b), 1), ((chunk, a), 0)]:
         assert build_inputs(batch_of(*chunks), 4).metadata.num_leading_decodes == expected
 

@@ -201,7 +201,10 @@ def test_drafts_use_only_the_budget_that_other_sequences_leave():
     scheduler = drafting_scheduler(num_blocks=50, max_num_batched_tokens=8, propose=nines)
     for i in range(3):
         scheduler.add(make_sequence(i, [i]))
+    prepared = []
+    scheduler.prepare = lambda chunks, budget: prepared.append((len(chunks), budget))
     assert counts(run_step(scheduler)) == {0: 6, 1: 1, 2: 1}
+    assert prepared == [(3, 5)]
     scheduler.add(make_sequence(3, [3] * 4))
     batch = run_step(scheduler)
     assert [(c.seq.seq_id, c.start, c.end) for c in batch.chunks if not is_draft(c)][-1] == (3, 0, 4)

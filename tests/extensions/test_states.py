@@ -225,7 +225,7 @@ def test_resetting_the_prefix_cache_drops_kept_states(served):
 
 
 def manager_of(num_state_slots=9, num_blocks=20, block_size=4, **settings):
-    settings |= {"windows": (None,), "max_chunk_tokens": 64, "num_state_slots": num_state_slots}
+    settings = {"windows": (None,), "max_chunk_tokens": 64, "num_state_slots": num_state_slots} | settings
     return StatefulBlockManager(num_blocks, block_size, **settings)
 
 
@@ -301,6 +301,17 @@ def test_a_state_that_a_step_writes_is_not_evicted_in_that_step():
     scheduler.schedule()
     assert spans == {one: [(0, 8, 0, 4), (8, 9, 4, 2)], two: [(0, 9, 0, 3)]}
     check_laws(scheduler)
+
+
+def test_a_kept_state_without_the_blocks_of_a_window_is_no_hit():
+    manager = manager_of(windows=(None, 3))
+    for _ in spans_of(manager, sequence(0, range(9), max_tokens=8)):
+        pass
+    seq = sequence(1, range(10))
+    assert [len(blocks) for blocks in manager.find_groups(seq)] == [2, 2]
+    for _ in range(len(manager.empty_blocks) + 2):  # then those before the window go first
+        manager._take_free_block()
+    assert manager.find_groups(seq) == [[], []]
 
 
 def test_a_recomputed_output_is_a_span_of_its_own():

@@ -105,6 +105,19 @@ def test_a_hybrid_finds_a_prefix_without_the_blocks_before_its_window():
     hits = manager.find_groups(sequence(1, range(12)))
     assert [len(blocks) for blocks in hits] == [6, 6]
     assert [block.block_id > 0 for block in hits[1]] == [False] * 4 + [True] * 2
+    assert manager.find_groups(sequence(1, range(7))) == [[], []]  # any prefix of these needs a lost block
+
+
+def test_a_hit_in_a_hybrid_counts_the_blocks_after_its_window():
+    manager = manager_of(num_blocks=12, windows=(None, 3))
+    for _ in run(manager, sequence(0, range(12))):
+        pass
+    other, seq = sequence(1, [50]), sequence(2, [*range(12), 50, 51, 52, 53])
+    assert manager.allocate(other)
+    assert not manager.allocate(seq)  # 7 blocks are hit and 4 are new, and 10 are free
+    manager.free(other)
+    assert manager.allocate(seq)
+    assert seq.num_computed_tokens == 12
 
 
 def test_a_prompt_longer_than_the_pool_is_admitted_if_all_layers_have_windows():
@@ -120,6 +133,7 @@ def test_a_prompt_longer_than_the_pool_is_admitted_if_all_layers_have_windows():
 def test_a_hybrid_s_longest_sequence_leaves_room_for_its_windows():
     manager = manager_of(num_blocks=20, windows=(None, 3, 3))  # 4 for either window at most, 12 for the rest
     assert manager.max_computable_tokens == 24
+    assert manager_of(num_blocks=21, windows=(None, None, 3)).max_computable_tokens == 16
     with pytest.raises(AssertionError):
         Scheduler(manager).add(sequence(0, range(25)))
     seq = sequence(1, range(20), max_tokens=100)
@@ -240,5 +254,6 @@ def test_the_first_line_names_the_windows(tmp_path_factory, caplog):
     ):
         LLM(str(checkpoint(name, tmp_path_factory)[0]), num_kv_blocks=20, block_size=8).close()
         assert caplog.messages[-1].endswith(ending)
+    assert describe_windows([None]) == "no blocks freed outside a window (the layers' shapes differ)"
     groups = describe_windows([None, 24, 24, 8])
     assert groups == "layers in groups: 1 full, 2 with a window of 24, 1 with a window of 8"
