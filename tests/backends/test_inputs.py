@@ -112,33 +112,3 @@ def test_graph_sizes_end_at_the_largest_batch_and_grow_in_small_steps(largest):
 
 def test_a_batch_of_more_than_512_has_no_graph():
     assert graph_sizes(1000)[-1] == 512
-
-
-def test_a_token_recomputed_after_a_full_hit_is_written_to_the_null_block():
-    hit = sequence(0, list(range(8)), [4, 6], num_hit_tokens=8)
-    inputs = build_inputs(batch_of((hit, 7, 8)), 4)
-    assert inputs.positions.tolist() == [7]
-    assert inputs.metadata.slot_mapping[0] < 4
-    assert inputs.metadata.seq_lens.tolist() == [8]
-
-
-def test_tokens_after_a_partial_hit_are_written():
-    hit = sequence(0, list(range(10)), [4, 6, 8], num_hit_tokens=8)
-    assert build_inputs(batch_of((hit, 8, 10)), 4).metadata.slot_mapping.tolist() == [32, 33]
-
-
-@pytest.mark.parametrize("block_size", [1, 3, 16])
-def test_slots_follow_the_definition_for_any_block_size(block_size):
-    rng = np.random.default_rng(0)
-    chunks = []
-    for seq_id in range(5):
-        length = int(rng.integers(2, 60))
-        blocks = -(-length // block_size)
-        seq = sequence(seq_id, list(range(length)), (rng.permutation(200)[:blocks] + 1).tolist())
-        chunks.append((seq, int(rng.integers(0, length)), length))
-    expected = [
-        seq.block_table[p // block_size] * block_size + p % block_size
-        for seq, start, end in chunks
-        for p in range(start, end)
-    ]
-    assert build_inputs(batch_of(*chunks), block_size).metadata.slot_mapping.tolist() == expected
