@@ -384,14 +384,8 @@ def test_bitsandbytes_int8_in_another_order_than_rows_is_refused(impl, tmp_path)
         ({**GPTQ, "checkpoint_format": "marlin"}, "its checkpoint_format is 'marlin'"),
         ({**GPTQ, "dynamic": {"a": {"bits": 8}}}, "it has settings per layer"),
         ({**AWQ, "version": "gemv"}, "with awq, and its version is 'gemv'"),
-        (
-            compressed("pack-quantized", 4, in_groups(None)),
-            "its strategy 'group' with group_size None",
-        ),
-        (
-            compressed("pack-quantized", 4, {"strategy": "tensor_group"}),
-            "its strategy 'tensor_group' with",
-        ),
+        (compressed("pack-quantized", 4, in_groups(None)), "its strategy 'group' with group_size None"),
+        (compressed("pack-quantized", 4, {"strategy": "tensor_group"}), "its strategy 'tensor_group' with"),
         (compressed("float-quantized", 8, {"strategy": "block"}), "its block_structure is None"),
         (compressed("nvfp4-pack-quantized", 4), "its format is 'nvfp4-pack-quantized'"),
         (compressed("pack-quantized", 3), r"its weights' num_bits are \{3\}; supported: one of \{.*4.*\}"),
@@ -650,29 +644,37 @@ def test_unsupported_setting_of_a_gguf_file_is_named(tmp_path):
 
 # ---- Adapters ------------------------------------------------------------------------------------
 
-ADAPTERS = {
-    "attention": {"r": 4, "lora_alpha": 12, "target_modules": ["q_proj", "v_proj"]},
-    "all layers, scaled by the root": {
-        "r": 8,
-        "lora_alpha": 4,
-        "use_rslora": True,
-        "target_modules": "all-linear",
-    },
-    "ranks of their own": {
-        "r": 4,
-        "lora_alpha": 8,
-        "target_modules": ["q_proj", "down_proj"],
-        "rank_pattern": {"layers.1.mlp.down_proj": 2, "q_proj": 6},
-        "alpha_pattern": {"down_proj": 3},
-    },
-    "dora": {"r": 4, "lora_alpha": 12, "target_modules": ["q_proj", "down_proj"], "use_dora": True},
-    "head and biases": {
-        "r": 4,
-        "lora_alpha": 8,
-        "target_modules": ["o_proj"],
-        "modules_to_save": ["lm_head"],
-        "bias": "all",
-    },
+BIASED, TIED = "qwen3 with attention bias", "qwen2 tied"
+ADAPTERS: dict[str, tuple[str, dict]] = {  # the base, and PEFT's settings
+    "attention": (BIASED, {"r": 4, "lora_alpha": 12, "target_modules": ["q_proj", "v_proj"]}),
+    "all layers, scaled by the root": (BIASED, {"r": 8, "use_rslora": True, "target_modules": "all-linear"}),
+    "ranks of their own": (
+        BIASED,
+        {
+            "target_modules": ["q_proj", "down_proj"],
+            "rank_pattern": {"layers.1.mlp.down_proj": 2, "q_proj": 6},
+            "alpha_pattern": {"down_proj": 3},
+        },
+    ),
+    "dora": (BIASED, {"lora_alpha": 12, "target_modules": ["q_proj", "down_proj"], "use_dora": True}),
+    "head and biases": (
+        BIASED,
+        {"target_modules": ["o_proj"], "modules_to_save": ["lm_head"], "bias": "all"},
+    ),
+    "embedding for another": (TIED, {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}),
+    "head for another": (TIED, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
+    "both for others": (
+        TIED,
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    ),
+    "lora of the embedding": (TIED, {"target_modules": ["embed_tokens", "k_proj"], "lora_alpha": 3}),
+    "lora of the head": (TIED, {"target_modules": ["lm_head"]}),
+    "lora of both": (TIED, {"target_modules": ["embed_tokens", "lm_head"]}),
+    "lora of both, tied": (
+        TIED,
+        {"target_modules": ["embed_tokens", "lm_head"], "ensure_weight_tying": True},
+    ),
+    "dora of both": (TIED, {"target_modules": ["embed_tokens", "lm_head", "down_proj"], "use_dora": True}),
 }
 
 
@@ -696,35 +698,18 @@ def saved_base(name, path):
     return model
 
 
-@pytest.mark.parametrize("impl", ["nanoengine", "transformers"])
-@pytest.mark.parametrize("name", ADAPTERS)
-def test_adapter_is_merged_as_peft_does(name, impl, tmp_path, caplog):
-    model = saved_base("qwen3 with attention bias", tmp_path)
-    merged = adapter_of(model, tmp_path / "adapter", ADAPTERS[name])
-    assert not check_equal(merged, tmp_path / "base", lora=tmp_path / "adapter", model_impl=impl)
-    assert "and the adapter adapter on cpu" in caplog.text
-
-
-END_ADAPTERS = {
-    "the embedding in another's place": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
-    "the head in another's place": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
-    "both": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
-    "lora of the embedding": {"target_modules": ["embed_tokens", "k_proj"], "lora_alpha": 3},
-    "lora of the head": {"target_modules": ["lm_head"]},
-    "lora of both": {"target_modules": ["embed_tokens", "lm_head"]},
-    "lora of both, tied": {"target_modules": ["embed_tokens", "lm_head"], "ensure_weight_tying": True},
-    "dora of both": {"target_modules": ["embed_tokens", "lm_head", "down_proj"], "use_dora": True},
-}
-
-
 @pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's, about tied weights
 @pytest.mark.parametrize("impl", ["nanoengine", "transformers"])
-@pytest.mark.parametrize("name", END_ADAPTERS)
-def test_adapter_of_a_tied_embedding_or_head_leaves_the_other_as_peft_does(name, impl, tmp_path):
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_adapter_is_merged_and_leaves_the_other_name_of_a_tied_weight_as_peft_does(
+    name, impl, tmp_path, caplog
+):
     """The oracle is PEFT's forward pass: its merged model would change both names of a tied weight."""
-    model = saved_base("qwen2 tied", tmp_path)
-    tuned = adapter_of(model, tmp_path / "adapter", {"r": 4, **END_ADAPTERS[name]}, is_merged=False)
-    check_equal(tuned, tmp_path / "base", lora=tmp_path / "adapter", model_impl=impl)
+    base, settings = ADAPTERS[name]
+    model = saved_base(base, tmp_path)
+    tuned = adapter_of(model, tmp_path / "adapter", {"r": 4, **settings}, is_merged=False)
+    assert not check_equal(tuned, tmp_path / "base", lora=tmp_path / "adapter", model_impl=impl)
+    assert "and the adapter adapter on cpu" in caplog.text
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -761,7 +746,7 @@ def test_adapter_unties_a_quantized_embedding(targets, tmp_path):
 def test_quantized_layers_that_an_adapter_changes_are_dequantized(impl, tmp_path):
     stated, writer, bits = CHECKPOINTS["gptq"]
     model = write(tmp_path / "base", stated, writer)
-    merged = adapter_of(model, tmp_path / "adapter", ADAPTERS["attention"])
+    merged = adapter_of(model, tmp_path / "adapter", ADAPTERS["attention"][1])
     assert check_equal(merged, tmp_path / "base", lora=str(tmp_path / "adapter"), model_impl=impl) == {bits}
 
 
@@ -772,7 +757,7 @@ def test_adapter_that_is_not_plain_or_does_not_fit_is_refused(tmp_path):
         refuse(tmp_path / "base", words, lora=path)
 
     refuse_adapter(r"lora must be the directory of a PEFT adapter: .* has no adapter_config.json")
-    adapter_of(model, path, ADAPTERS["attention"])
+    adapter_of(model, path, ADAPTERS["attention"][1])
     config_path, file = path / "adapter_config.json", path / "adapter_model.safetensors"
     config, tensors = json.loads(config_path.read_text()), load_file(file)
     first = next(name for name in tensors if name.endswith("0.self_attn.q_proj.lora_A.weight"))
