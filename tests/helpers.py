@@ -149,15 +149,11 @@ HF_ARCHITECTURES: dict[str, tuple[str, dict]] = {
     "gpt-neo": ("GPTNeo", {"attention_types": [[["global", "local"], 1]], "window_size": WINDOW}),
     "starcoder2": ("Starcoder2", {"sliding_window": WINDOW}),
     "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0]}),
-    "qwen2-moe": (
-        "Qwen2Moe",
-        {**MOE, "num_experts": 4, "shared_expert_intermediate_size": 48},
-    ),
+    "qwen2-moe": ("Qwen2Moe", {**MOE, "num_experts": 4, "shared_expert_intermediate_size": 48}),
     "qwen3-moe": ("Qwen3Moe", {**MOE, "num_experts": 4, "head_dim": 16}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": WINDOW}),
     "gpt-oss": ("GptOss", {**ALTERNATING, "num_local_experts": 4, "head_dim": 16, "num_experts_per_tok": 2}),
     "glm": ("Glm", {"head_dim": 16}),
-    "glm4": ("Glm4", {"head_dim": 16}),
     "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
     "granite-moe": ("GraniteMoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "deepseek-v3": (
@@ -178,10 +174,6 @@ HF_ARCHITECTURES: dict[str, tuple[str, dict]] = {
     ),
     "persimmon": ("Persimmon", {}),
     "exaone4": ("Exaone4", ALTERNATING),
-    "ernie4.5": ("Ernie4_5", {"use_bias": True}),
-    "seed-oss": ("SeedOss", {"head_dim": 16}),
-    "arcee": ("Arcee", {}),
-    "helium": ("Helium", {"head_dim": 16}),
     "phimoe": ("Phimoe", {"num_local_experts": 4}),
     "phi3 longrope": (
         "Phi3",

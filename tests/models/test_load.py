@@ -567,13 +567,8 @@ def test_yarn_factor_extends_the_positions():
 
 
 def test_rope_that_depends_on_the_length_limits_the_positions(tmp_path):
-    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
-    long_rope = {
-        "rope_type": "longrope",
-        "rope_theta": 1e4,
-        "original_max_position_embeddings": 64,
-        **factors,
-    }
+    long_rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64}
+    long_rope |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
     assert length("Phi3", rope_parameters=long_rope, original_max_position_embeddings=64) == 64
     dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
     assert length("Llama", rope_parameters=dynamic) == 512
