@@ -20,19 +20,9 @@ def chromium(profile: Path, width: int = 1280, height: int = 900) -> Iterator[we
         pytest.skip("needs Debian's packages chromium and chromium-driver")
     options = webdriver.ChromeOptions()
     options.binary_location = binary
-    for switch in (
-        "headless",
-        "no-sandbox",
-        "disable-gpu",
-        "disable-quic",
-        "disable-dev-shm-usage",
-        "no-first-run",
-        "disable-background-networking",
-        "disable-component-update",
-        "disable-sync",
-        f"user-data-dir={profile}",
-        f"window-size={width},{height}",
-    ):
+    switches = "headless no-sandbox disable-gpu disable-quic disable-dev-shm-usage no-first-run "
+    switches += "disable-background-networking disable-component-update disable-sync"
+    for switch in (*switches.split(), f"user-data-dir={profile}", f"window-size={width},{height}"):
         options.add_argument(f"--{switch}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     browser = webdriver.Chrome(options, webdriver.ChromeService(driver))

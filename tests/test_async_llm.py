@@ -88,7 +88,7 @@ async def test_outputs_of_a_step_reach_an_event_loop_in_one_call(engine, prompts
 
 
 class Listener:
-    """Records what it is given as a logits processor, a trace or a store. Its lock forbids copies."""
+    """Records what it is given as a logits processor or a trace. Its lock forbids copies."""
 
     def __init__(self):
         self.given, self.lock = [], threading.Lock()
@@ -99,18 +99,6 @@ class Listener:
 
     def take(self, event):
         self.given.append(event)
-
-    def get(self, keys):
-        return iter(())
-
-    def put(self, key, data):
-        self.given.append(key)
-
-    def touch(self, keys):
-        return [False for _ in keys]
-
-    def delete(self, key):
-        raise AssertionError("nothing was stored")
 
 
 @with_engine
@@ -124,11 +112,9 @@ async def test_logits_processors_are_not_copied(engine, prompts, tokens):
     assert listener.given == [*range(20)]
 
 
-@pytest.mark.parametrize("name", ["trace", "kv_store"])
-def test_objects_in_engine_args_are_not_copied(name, qwen3, expected):
+def test_objects_in_engine_args_are_not_copied(qwen3, expected):
     listener = Listener()
-    given = {"trace": listener.take, "kv_store": listener}[name]
-    args = AsyncEngineArgs(model=qwen3, **{name: given}, **SETTINGS)
+    args = AsyncEngineArgs(model=qwen3, trace=listener.take, **SETTINGS)
 
     async def main():
         async with AsyncLLM.from_engine_args(args) as engine:

@@ -65,17 +65,7 @@ def test_the_ledger_catches_a_bug(bug, ledger):
 @pytest.mark.slow
 @pytest.mark.parametrize(("bug", "test"), TESTS, ids=lambda value: getattr(value, "number", "test"))
 def test_a_named_test_fails_with_the_bug(bug, test):
-    command = [
-        sys.executable,
-        "-m",
-        "docs.bugs",
-        str(bug.number),
-        test,
-        "-m",
-        "",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-    ]
+    pytest_options = ["-m", "", "-q", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "docs.bugs", str(bug.number), test, *pytest_options]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 1, result.stdout + result.stderr  # 1: tests failed; 2 to 5: none ran

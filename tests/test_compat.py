@@ -137,8 +137,7 @@ def test_mistyped_flag_ends_the_command_in_one_line(flag, capsys):
 
 
 @pytest.mark.parametrize(
-    "flags",
-    ["--disable-log-requests", "--kv-cache-dtype auto", "--no-enable-lora", "--uds= --swap_space 4"],
+    "flags", ["--disable-log-requests", "--kv-cache-dtype auto", "--no-enable-lora", "--uds= --swap_space 4"]
 )
 def test_unserved_flags_may_precede_and_follow_the_model(flags):
     for line in (f"demo {flags} --seed 5", f"{flags} --seed 5 demo"):

@@ -180,8 +180,7 @@ def expected(forks, names, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "missing",
-    [pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.slow) for name in USES],
+    "missing", [pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.slow) for name in USES]
 )
 def test_a_file_can_be_deleted(missing, forks, names, expected, tmp_path):
     tokens, message = in_child(forks, copy_without(missing, tmp_path), USES[missing], names)

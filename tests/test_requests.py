@@ -182,13 +182,6 @@ def test_prompt_logprobs_of_a_neighbor_change_no_bit(dtype, qwen3):
     assert beside[1].prompt_logprobs is not None
 
 
-def test_minus_one_reports_all_logprobs(qwen3):
-    params = SamplingParams(temperature=0, max_tokens=1, logprobs=-1, prompt_logprobs=-1)
-    with LLM(qwen3, num_kv_blocks=10, max_logprobs=-1) as llm:
-        output = llm.generate([1, 2, 3], params, use_tqdm=False)[0]
-    assert len(output.outputs[0].logprobs[0]) == len(output.prompt_logprobs[1]) == 128
-
-
 @pytest.mark.parametrize(
     ("settings", "limit"), [({}, 20), ({"max_logprobs": 3}, 3), ({"max_logprobs": 0}, 0)]
 )
@@ -201,11 +194,15 @@ def test_logprobs_are_limited_by_max_logprobs(settings, limit, qwen3):
                 message = f"{name}: .* {num}, .* greater than max allowed: {limit};"
                 with pytest.raises(ValueError, match=message):
                     llm.generate([1, 2, 3], SamplingParams(**{name: num}), use_tqdm=False)
-    with (
-        LLM(qwen3, num_kv_blocks=10, max_logprobs=-1) as llm,
-        pytest.raises(ValueError, match="allowed: 128; the size of the vocabulary"),
-    ):
-        llm.generate([1, 2, 3], SamplingParams(logprobs=129))  # the vocabulary's size
+
+
+def test_minus_one_reports_and_allows_all_logprobs_of_the_vocabulary(qwen3):
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=-1, prompt_logprobs=-1)
+    with LLM(qwen3, num_kv_blocks=10, max_logprobs=-1) as llm:
+        output = llm.generate([1, 2, 3], params, use_tqdm=False)[0]
+        assert len(output.outputs[0].logprobs[0]) == len(output.prompt_logprobs[1]) == 128
+        with pytest.raises(ValueError, match="allowed: 128; the size of the vocabulary"):
+            llm.generate([1, 2, 3], SamplingParams(logprobs=129))
 
 
 # ---- sampling features end to end ----

@@ -14,6 +14,17 @@ def chunks_of(batch):
     return [(seq.seq_id, start, end) for seq, start, end, _, _ in batch.chunks]
 
 
+def finished_order(scheduler):
+    """Run the scheduler to its end. Returns the seq_ids in the order in which the sequences finish."""
+    finished = []
+    while is_busy(scheduler):
+        batch = scheduler.schedule()
+        advanced = scheduler.update(batch, [1] * len(batch.sampled_seqs))
+        finished += [seq.seq_id for seq in advanced if seq.is_finished]
+        check_laws(scheduler)
+    return finished
+
+
 def test_a_long_prompt_is_chunked_by_the_budget_and_samples_only_at_its_end():
     scheduler = make_scheduler(max_num_batched_tokens=4)
     scheduler.add(make_sequence(0, list(range(10))))
@@ -73,13 +84,7 @@ def test_the_last_running_sequence_is_preempted_and_returns_to_the_head_of_the_q
     assert chunks_of(batch) == [(0, 8, 9)]
     assert scheduler.num_preemptions == 1
     assert [seq.seq_id for seq in scheduler.waiting] == [1, 2]
-    finished = []
-    while is_busy(scheduler):
-        batch = scheduler.schedule()
-        advanced = scheduler.update(batch, [1] * len(batch.sampled_seqs))
-        finished += [seq.seq_id for seq in advanced if seq.is_finished]
-        check_laws(scheduler)
-    assert finished == [0, 1, 2]
+    assert finished_order(scheduler) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("priority", [0, -1])
@@ -184,12 +189,7 @@ def test_priority_admits_the_lowest_number_first_and_preempts_the_highest():
     assert [seq.seq_id for seq, _, _, _, _ in run_step(scheduler).chunks] == [1, 2]
     run_step(scheduler)
     assert chunks_of(run_step(scheduler)) == [(1, 8, 9)]  # 2 was preempted, not 1
-    finished = []
-    while is_busy(scheduler):
-        batch = scheduler.schedule()
-        advanced = scheduler.update(batch, [1] * len(batch.sampled_seqs))
-        finished += [seq.seq_id for seq in advanced if seq.is_finished]
-    assert finished == [1, 2, 0]
+    assert finished_order(scheduler) == [1, 2, 0]
 
 
 @pytest.mark.parametrize(("token", "length"), [(1, 9), (5, 2)])

@@ -202,13 +202,11 @@ def walk(path, fields, prompt_lengths=None, **settings):
         return llm.llm_engine.describe()
 
 
-# Side by side below, and each alone where it takes a path of its own; the others alone at length.
+# Side by side below, and each alone where it takes a path of its own
 ALONE = [SETTINGS[0], SETTINGS[1], {"top_k": 5}, {"top_p": 0.9}, {"logprobs": 3}, {"prompt_logprobs": 2}]
 
 
-@pytest.mark.parametrize(
-    "settings", [pytest.param(s, marks=[] if s in ALONE else pytest.mark.slow) for s in SETTINGS], ids=str
-)
+@pytest.mark.parametrize("settings", ALONE, ids=str)
 def test_nothing_in_a_step_waits_for_the_gpu_or_leaves_it(settings, fake_gpu, babbler):
     with fake_gpu:
         assert "flash attention, " in walk(babbler, [settings, {}, settings])

@@ -1,10 +1,8 @@
 """The same on a real GPU: `pytest -m gpu`."""
 
-import json
-
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.backends.attention import TorchAttention
@@ -24,24 +22,10 @@ GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
 @pytest.fixture
 def shape(tmp_path):
     """Return a model of two layers with the large models' head_dim and random weights."""
-    config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "vocab_size": 4096,
-        "hidden_size": 512,
-        "intermediate_size": 1024,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "hidden_act": "silu",
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
-        "tie_word_embeddings": True,
-        "dtype": "bfloat16",
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    sizes = {"vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 4096}
+    others = {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True, "dtype": "bfloat16"}
+    Qwen3Config(**sizes, **others, head_dim=128).save_pretrained(tmp_path)
     return tmp_path
 
 

@@ -105,15 +105,6 @@ def test_a_product_with_a_packed_weight_equals_the_plain_product(dtype, num_inpu
 
 
 @DTYPES
-def test_a_row_of_a_product_does_not_depend_on_the_other_rows(dtype):
-    """To the last bit, so that no sampled token can."""
-    kernels, weight, x = kernels_and_inputs(dtype, (130, 1100), (120, 1100))
-    together = packed_product(kernels, x, weight)
-    for rows in ([7], [0, 39], range(13), range(50)):
-        assert torch.equal(packed_product(kernels, x[rows], weight), together[rows])
-
-
-@DTYPES
 @pytest.mark.parametrize("bits", [0, 4])
 def test_more_rows_than_the_caches_hold_give_the_same(dtype, bits):
     kernels, weight, x = kernels_and_inputs(dtype, (70, 8192), (150, 8192))

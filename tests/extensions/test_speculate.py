@@ -112,22 +112,6 @@ def test_draft_tokens_run_in_the_graphs_of_decodes(in_float32, tmp_path_factory)
     assert in_float32["replay"] - replays > metrics["num_steps"] / 2
 
 
-def test_the_bundled_model_gives_the_same_answers_in_bfloat16():
-    """Its attention and products do not depend on how many rows a step has."""
-    passage = "The brave sailor found the golden lantern near a castle. The hungry fox stole the red apple."
-    question = f"Remember this passage: {passage} Here is some noise: A king lost a map. Repeat the passage."
-    messages = [[{"role": "user", "content": text}] for text in (question, "Count from 3 to 9.")]
-    params = [SamplingParams(temperature=t, seed=1, max_tokens=60) for t in (0, 0.9)]
-    answers, steps = [], []
-    for config in (None, NGRAM):
-        with LLM(DEMO, dtype="bfloat16", num_kv_blocks=60, speculative_config=config) as llm:
-            outputs = llm.chat(messages, params, use_tqdm=False)
-            answers.append([out.outputs[0].token_ids for out in outputs])
-            steps.append(llm.metrics()["num_steps"])
-    assert answers[0] == answers[1]
-    assert steps[1] < 0.8 * steps[0], steps
-
-
 # ---- Bursts: several tokens in a step ------------------------------------------------------------
 
 

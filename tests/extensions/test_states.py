@@ -3,14 +3,13 @@
 import gc
 import types
 import weakref
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.backends.inputs import NUM_RESERVED_SLOTS, ZERO_SLOT
-from nanoengine.engine import Sequence
 from nanoengine.extensions.states import StatefulBlockManager, StatefulScheduler
 from nanoengine.models.states import _scan_of_mamba
 from tests.helpers import VARIED_SETTINGS, greedy, make_sequence, random_prompts, run_step
@@ -241,8 +240,7 @@ def spans_of(manager, seq, budget=64):
         check_laws(scheduler)
 
 
-def sequence(seq_id, tokens, max_tokens=1):
-    return Sequence(seq_id, list(tokens), SamplingParams(max_tokens=max_tokens))
+sequence = partial(make_sequence, max_tokens=1)
 
 
 def test_at_the_end_of_a_block_a_sequence_gives_its_slot_to_the_prefix_cache():

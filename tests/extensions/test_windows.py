@@ -1,15 +1,16 @@
 """Sliding windows: blocks before the window are freed, and groups of layers share one pool."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.backends.kv_cache import KVSpec, group_layers, new_caches
-from nanoengine.engine import Scheduler, Sequence
+from nanoengine.engine import Scheduler
 from nanoengine.extensions.windows import WindowedBlockManager, describe_windows
-from tests.helpers import checkpoint, greedy, random_prompts
+from tests.helpers import checkpoint, greedy, make_sequence, random_prompts
 from tests.laws import check_laws
 
 BLOCK_SIZE = 8
@@ -38,8 +39,7 @@ def run(manager, seq, budget=4):
         check_laws(scheduler)
 
 
-def sequence(seq_id, tokens, max_tokens=1):
-    return Sequence(seq_id, list(tokens), SamplingParams(max_tokens=max_tokens))
+sequence = partial(make_sequence, max_tokens=1)
 
 
 # ---- Blocks, by hand -----------------------------------------------------------------------------
@@ -230,20 +230,6 @@ def test_tokens_beyond_the_window_equal_those_of_transformers(name, enforce_eage
             for count in counts:
                 counts[count] += llm.metrics()[count]
     assert all(counts.values()), counts
-
-
-@pytest.mark.parametrize(("name", "enforce_eager"), [("mistral sliding", False), ("gemma3", True)])
-def test_the_content_of_the_null_block_has_no_effect(name, enforce_eager, tmp_path_factory):
-    path, reference = checkpoint(name, tmp_path_factory)
-    prompt = random_prompts([100])[0]
-    settings = {"num_kv_blocks": 60, "block_size": BLOCK_SIZE, "max_num_batched_tokens": BUDGET}
-    with LLM(str(path), **settings, enforce_eager=enforce_eager) as llm:
-        for cache in llm.llm_engine.runner.caches:
-            cache.k[0], cache.v[0] = torch.nan, torch.nan
-        for _ in range(2):  # prompt chunks, decodes; then the same after hits
-            output = llm.generate(prompt, GREEDY, use_tqdm=False)[0]
-            assert output.outputs[0].token_ids == greedy(reference, prompt, 40)
-        assert output.num_cached_tokens == 96
 
 
 def test_the_first_line_names_the_windows(tmp_path_factory, caplog):
