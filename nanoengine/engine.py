@@ -8,16 +8,16 @@ Each `EngineCore.step` does the following:
     advanced = scheduler.update(batch, sampled)  # append tokens, finish sequences, free their blocks
 
 With async scheduling, a step is collected only after the next step is launched, so that the device does not
-wait for the host. The next step then takes its input tokens from the device, where they are sampled.
+wait for the host. The next step then takes any token that the host does not have yet from the device.
 
 Read top to bottom: Sequence, BlockManager, Scheduler, build_inputs, ModelRunner, EngineCore. Only the
 scheduler and its block manager (or their subclasses) change sequences, queues and blocks, and neither
 touches a tensor. The runner owns the model and the KV cache, and only reads sequences.
 
 llm_engine.py sits above this file: it turns requests into sequences, and their tokens into outputs. Optional
-features live in extensions/ and, if few users need them, contrib/. This file imports neither.
+features live in extensions/, or in contrib/ if few users need them. This file imports neither.
 
-Each idea's class: PagedAttention and automatic prefix caching (BlockManager), continuous batching, chunked
+What lives where: PagedAttention and automatic prefix caching (BlockManager), continuous batching, chunked
 prefill and recomputation preemption (Scheduler), CUDA graphs (ModelRunner), async scheduling (EngineCore).
 
 Glossary:
@@ -31,7 +31,7 @@ Glossary:
                     sequence, or for this one before a preemption. Its tokens are called hits too
     token budget    how many tokens one step may compute, `max_num_batched_tokens`
     in flight       a step that was launched and not yet collected
-    pending         a token that a step in flight will sample: its position is known, its value is not
+    pending         a token that a scheduled step will sample: its position is known, its value is not
     preempt         free a running sequence's blocks; the sequence keeps its tokens and is recomputed later
     device          the CPU or GPU that runs the model: backends/device.py
 
@@ -81,10 +81,10 @@ class Sequence:
         one more       [5, 6, 9, 3]  14            8               13                   3
 
     If the prompt had only 8 tokens, all of them hits, it would be admitted with num_computed_tokens 7: the
-    last token is computed again, because its logits choose the next token.
+    last token is computed again, because its logits are needed to sample the next token.
 
     `num_tokens` includes the pending tokens of a running sequence. With async scheduling, the next step is
-    scheduled before its input token is known, and reads that token on the device, not from the host:
+    scheduled before its input token is known, and takes that token from the device, not from the host:
 
                           chunk     known tokens  num_computed_tokens  num_tokens  pending positions
         step 1 scheduled  [8, 10)   10            10                   11          10
@@ -103,7 +103,7 @@ class Sequence:
     bad_words: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
     prompt_logprobs: int | None = None  # how many to report per prompt token; None: not requested
     detokenizer: Detokenizer | None = None  # makes the output text and finds stop strings; None: no text
-    processors: tuple[RowProcessor, ...] = ()  # applied to the logits after the edits in params
+    processors: tuple[RowProcessor, ...] = ()  # applied to the logits after the edits that params asks for
     num_prompt_tokens: int = field(init=False)
 
     # Written by the scheduler.
@@ -118,7 +118,7 @@ class Sequence:
     capacity: int = field(init=False, default=0)  # number of tokens its blocks have room for
     num_computed_tokens: int = field(init=False, default=0)
     num_hit_tokens: int = field(init=False, default=0)  # never write to their slots: the blocks may be shared
-    num_registered_blocks: int = field(init=False, default=0)  # the first blocks in block_table
+    num_registered_blocks: int = field(init=False, default=0)  # counted from the start of block_table
     prefix_id: int = field(init=False, default=0)  # prefix_id of the last registered block: see Block
     block_keys: list["BlockKey"] = field(init=False, default_factory=list)  # one per full block hashed so far
     # num_computed_tokens at the first admission: reported to the user as cached tokens.
@@ -133,7 +133,7 @@ class Sequence:
     def num_tokens(self) -> int:
         """Prompt and output, including pending tokens.
 
-        If every known token is computed, one more token is pending: the total is num_computed_tokens + 1.
+        Once all known tokens are computed, exactly one token after the computed ones is pending.
         After a preemption, num_computed_tokens is 0, so a token that is still pending is not counted.
         """
         num_known, num_computed = len(self.token_ids), self.num_computed_tokens
@@ -141,7 +141,7 @@ class Sequence:
 
     @property
     def num_output_tokens(self) -> int:
-        """The number of tokens sampled so far, without pending ones."""
+        """The number of tokens sampled so far, not counting pending ones."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
@@ -151,7 +151,7 @@ class Sequence:
 
     @property
     def order(self) -> tuple[int, int]:
-        """The sort key of both queues, smallest first. Equal priorities run first come, first served."""
+        """The sort key of both queues, smallest first. Within a priority, first come is first served."""
         return self.priority, self.seq_id
 
 
@@ -169,7 +169,7 @@ class BlockKey(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """Describes one physical block. A freed block keeps its key, so it can be hit until it is reused.
+    """Describes one physical block. A freed block keeps its key, so it can be hit until it is evicted.
 
     A prefix_id identifies all tokens from the start of a sequence to the end of a block. Twins are blocks
     that hold the same tokens after the same prefix, each computed separately. They share one prefix_id:
@@ -178,7 +178,7 @@ class Block:
         1        a b c d    -              0            1
         2        e f g h    1              1            2
         3        a b c d    -              0            1            twin of 1
-        4        e f g h    3              1            2            twin of 2: either can follow 1 or 3
+        4        e f g h    3              1            2            twin of 2, as 3 is of 1
         5        e f g h    -              0            3            the same tokens after another prefix
     """
 
@@ -190,7 +190,7 @@ class Block:
 
 
 class BlockManager:
-    """Allocates cache blocks, shares blocks with the same prefix, and evicts the least recently used.
+    """Allocates cache blocks, lets sequences share prefixes, and evicts the least recently used blocks.
 
     Block 0 is the null block. It is never allocated: padding refers to it, and it receives unwanted K and V.
     Every other block is either in use (ref_count is the number of block tables that contain it) or free. Free
@@ -273,11 +273,11 @@ class BlockManager:
         return True
 
     def register_full_blocks(self, seq: Sequence, num_tokens: int) -> None:
-        """Register each block that is full after num_tokens tokens. Those tokens must be known.
+        """Register each block that the first num_tokens tokens fill. Those tokens must be known.
 
         Blocks may be registered when the step that fills them is scheduled, before it runs. Hits on them are
         safe: in that step, each layer writes the K and V of the whole batch before any sequence attends, and
-        later steps run after it. If the step fails, `clear` removes the registration.
+        the device runs steps in order. If the step fails, `clear` removes the registration.
         """
         if not self.enable_prefix_caching:
             return
@@ -331,7 +331,7 @@ class BlockManager:
 
     @property
     def max_computable_tokens(self) -> int:
-        """The length of the longest sequence that fits when it runs alone."""
+        """The number of tokens of one sequence that fit in the cache when it runs alone."""
         return self.num_blocks * self.block_size
 
     def _hold(self, hits: list[Block], num_new: int) -> bool:
@@ -356,7 +356,7 @@ class BlockManager:
         seq.num_registered_blocks = len(hits)
         seq.prefix_id = hits[-1].prefix_id if hits else 0
         seq.num_hit_tokens = len(hits) * self.block_size
-        # Compute at least one token, even if all are hits: its logits choose the next token.
+        # Compute at least one token, even if all are hits: sampling needs its logits.
         seq.num_computed_tokens = min(seq.num_hit_tokens, seq.num_tokens - 1)
         if seq.num_cached_tokens is None:
             seq.num_cached_tokens = seq.num_computed_tokens
@@ -400,7 +400,7 @@ class BlockManager:
             seq.block_keys.append(BlockKey(parent_hash, content))
 
     def _take_free_block(self) -> int:
-        """Take an empty block, or else evict the least recently used one. Return its id."""
+        """Take an empty block, or else evict the least recently used registered block. Return its id."""
         if self.empty_blocks:
             block = self.empty_blocks.popleft()
         else:
@@ -426,7 +426,7 @@ class Chunk(NamedTuple):
     end: int
     # Whether a token is sampled: true if `end` was num_tokens when this chunk was scheduled.
     samples: bool
-    # The list that [start, end) refers to: the sequence's own token_ids, where pending tokens are missing.
+    # The list that [start, end) refers to: the sequence's own token_ids, which lack pending tokens.
     # With draft tokens, it is a copy with the drafts appended (extensions/speculate.py).
     token_ids: list[int]
 
@@ -440,14 +440,14 @@ class ScheduledBatch(NamedTuple):
 
 
 class Scheduler:
-    """Decides in each step how many tokens of which sequences to compute.
+    """Decides, for each step, which sequences to compute and how many tokens of each.
 
     There is no prefill phase and no decode phase. A sequence has `num_tokens - num_computed_tokens` tokens
     left to compute, and each step spends its token budget on running sequences first, then on waiting ones.
-    A decode has one token left. A long prompt gets the rest of the budget (chunked prefill): with a budget of
+    A decode has one token left. A long prompt gets what the budget allows (chunked prefill): with a budget of
     4, a prompt of 10 tokens runs as the chunks [0, 4), [4, 8) and [8, 10), and only the last one samples.
-    Prefix hits leave fewer tokens to compute. A preempted sequence starts over. Sequences join and leave at
-    every step, which is called continuous batching.
+    Prefix hits leave fewer tokens to compute. A preempted sequence starts over. Sequences may join and
+    leave at any step (continuous batching).
 
     Both queues are sorted by `Sequence.order`. Only the head of the waiting queue may be admitted; the others
     wait behind it. When a running sequence needs a block and none is free, the last running sequence is
@@ -473,7 +473,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []  # these sequences hold no blocks
         self.running: list[Sequence] = []  # these hold at least one block each
         self.num_preemptions = 0
-        # The sequences of the last failed step, for `recover`: seq_id -> number of known tokens.
+        # The sequences running at the last failure, for `recover`: seq_id -> number of known tokens.
         self.length_at_failure: dict[int, int] = {}
 
     def add(self, seq: Sequence) -> None:
@@ -506,8 +506,8 @@ class Scheduler:
                 budget -= chunk.end - chunk.start
             i += 1
 
-        # Admit nothing after a preemption: blocks are scarce. A preempted sequence must also wait until its
-        # pending token is appended, before the next call. Readmitted now, it would sample that token twice.
+        # Admit nothing after a preemption: blocks are scarce. And a preempted sequence may have a pending
+        # token, which is appended before the next call. Readmitted now, it would sample that token again.
         may_admit = num_preemptions == self.num_preemptions
         while may_admit and self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             seq = self.waiting[0]
@@ -546,7 +546,7 @@ class Scheduler:
         return seq
 
     def _schedule_chunk(self, seq: Sequence, num_tokens: int, budget: int) -> Chunk:
-        """Schedule the sequence's uncomputed tokens, up to max_chunk_tokens and the budget (above 0)."""
+        """Schedule uncomputed tokens, up to max_chunk_tokens and the budget, which must be above 0."""
         start, limit = seq.num_computed_tokens, self.max_chunk_tokens
         end = num_tokens if num_tokens - start == 1 else min(num_tokens, start + budget, start + limit)
         seq.num_computed_tokens = end
@@ -605,8 +605,8 @@ class Scheduler:
     def recover(self) -> None:
         """After a failed step, clear the cache and put every unfinished sequence back into the waiting queue.
 
-        Nothing that the step wrote can be trusted. A sequence finishes with "error" if it was in two failed
-        steps without a new token between them, or if it already has its last token but was not finished.
+        Nothing that the step wrote can be trusted. A sequence finishes with "error" if it was running in two
+        failed steps in a row and got no new token, or if it already has its last token but was not finished.
         """
         failed = self.running or self.waiting[:1]  # if none ran, scheduling the head of the queue failed
         again = [seq for seq in failed if self.length_at_failure.get(seq.seq_id) == len(seq.token_ids)]
@@ -628,7 +628,7 @@ class Scheduler:
 def build_inputs(
     batch: ScheduledBatch, block_size: int, before: ScheduledBatch | None = None
 ) -> ModelInputs[np.ndarray]:
-    """Lay a batch out as arrays. This is a pure function of integers, with no Python loop over tokens.
+    """Lay a batch out as arrays. It changes nothing, touches no tensor, and has no Python loop over tokens.
 
     backends/inputs.py documents each array. Example with blocks of 4: a sequence with block table [7, 2]
     decodes token 31 at position 4, and one with block table [3] computes tokens 22, 23 at positions 2, 3.
@@ -734,14 +734,14 @@ class Launch(NamedTuple):
 class Sampled(NamedTuple):
     """Holds the tokens that a step sampled."""
 
-    token_ids: list[int | None]  # one per `batch.sampled_seqs`; None: no token could be sampled
+    token_ids: list[int | None]  # one for each of `batch.sampled_seqs`; None: no token could be sampled
     logprobs: Logprobs
 
 
 class ModelRunner:
     """Owns the model, the KV cache and the device, and turns a batch into sampled tokens.
 
-    The device-specific parts are methods of the device, and of the `forward` that it makes at startup:
+    Device-specific parts are methods of the device, and of `forward`, which the device makes at startup:
 
         device.running()          a `with` block around all computation: it may pin threads to cores
         device.send(arrays)       returns a step's arrays as device tensors, without waiting for the copy
@@ -765,7 +765,7 @@ class ModelRunner:
         self.model, self.device, self.attention = model, device, attention
         self.sample, self.block_size = sample, block_size
         self.report = report_prompts  # prompt log-probabilities; contrib/pooling.py replaces it
-        # Set by startup.py, which sizes the cache by num_kv_blocks, kv_cache_bytes or gpu_memory_utilization.
+        # startup.py sets both. It sizes caches from num_kv_blocks, kv_cache_bytes or gpu_memory_utilization.
         self.caches: list[KVCache] = []  # one per layer
         self.forward = Forward()
         self.rows = CachedRows()
@@ -855,11 +855,11 @@ class EngineCore:
     def step(self) -> Iterator[Collected]:
         """Launch one step, and collect steps until at most `max_in_flight` are in flight.
 
-        This is a generator, so that results collected before the launch reach the caller even if it
-        raises. Iterate it to the end. After an exception, call `recover`.
+        This is a generator, so that results collected before a launch that raises still reach the caller.
+        Iterate it to the end. After an exception, call `recover`.
         """
         before = self.in_flight[-1] if self.in_flight else None  # at most one step is in flight here
-        # Bad words and processors read all earlier tokens on the host: wait for the tokens of `before`.
+        # Bad words and processors need all earlier tokens on the host: wait for the tokens of `before`.
         if before is not None and any(seq.bad_words or seq.processors for seq in before.batch.sampled_seqs):
             yield self.collect()
             before = None
@@ -889,7 +889,7 @@ class EngineCore:
         return Collected(advanced, sampled.logprobs)
 
     def recover(self) -> None:
-        """Recompute every sequence from the tokens it has, after a step raised an exception."""
+        """After a failed step, drop the steps in flight and queue every unfinished sequence again."""
         self.in_flight.clear()
         self.scheduler.recover()
 
