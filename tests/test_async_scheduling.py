@@ -176,15 +176,15 @@ def test_penalized_tokens_are_those_of_transformers(settings, penalized, monkeyp
 
 
 def test_a_sequence_that_stops_is_computed_once_more_without_effect(tmp_path):
-    with LLM(chain_checkpoint(tmp_path, "abcdef"), num_kv_blocks=9, async_scheduling=True) as llm:
+    with LLM(chain_checkpoint(tmp_path, "a\0cdef"), num_kv_blocks=9, async_scheduling=True) as llm:
         events = recorded(llm)
         params = SamplingParams(temperature=0, max_tokens=50, stop="cd")
         (output,) = llm.generate("a", params, use_tqdm=False)
-        assert (output.outputs[0].text, output.outputs[0].finish_reason) == ("b", "stop")
-        assert [kind for kind, _ in events].count("launch") == 4  # b, c, d, and one that is discarded
+        assert (output.outputs[0].text, output.outputs[0].finish_reason) == ("\0", "stop")
+        assert [kind for kind, _ in events].count("launch") == 4  # \0, c, d, and one that is discarded
         assert llm.metrics()["generation_tokens"] == 3
-        again = llm.generate(["a", "b"], params, use_tqdm=False)
-        assert [out.outputs[0].text for out in again] == ["b", ""]
+        again = llm.generate(["a", "\0"], params, use_tqdm=False)
+        assert [out.outputs[0].text for out in again] == ["\0", ""]
         assert llm.metrics()["num_free_blocks"] == 9
 
 

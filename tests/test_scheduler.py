@@ -42,6 +42,8 @@ def test_running_sequences_are_served_before_waiting_ones_are_admitted():
         batch = run_step(scheduler)
         assert chunks_of(batch)[0] == (0, arrival + 1, arrival + 2)  # it gets its token anyway
         assert batch.num_tokens == 5
+    scheduler.max_num_batched_tokens = 2  # fewer than run
+    assert [end - start for _, start, end in chunks_of(run_step(scheduler))] == [1, 1]
 
 
 def test_the_long_prefill_threshold_caps_each_sequence():
@@ -117,7 +119,8 @@ def test_a_preempted_sequence_keeps_its_tokens_and_starts_over_from_its_cached_p
     batch = run_step(scheduler, token=9)
     # Of its two full blocks the tail was evicted for the first sequence, the head is hit.
     assert chunks_of(batch) == [(1, 4, 9)]
-    assert second.num_preemptions == 1
+    scheduler._preempt_last()
+    assert second.num_preemptions == scheduler.num_preemptions == 2
 
 
 @pytest.mark.parametrize(

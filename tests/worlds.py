@@ -238,7 +238,9 @@ class World:
         for first, end, source, target, is_prompt in parts:
             chunk, _, start = rows[first]
             assert is_prompt == (start < chunk.seq.num_prompt_tokens)
-            assert (first in sources) == (not is_prompt and chunk.end - chunk.start == 1), "a decode is no part"
+            assert (first in sources) == (not is_prompt and chunk.end - chunk.start == 1), (
+                "a decode is no part"
+            )
             held = sources.get(first, self.cache[STATE, source])
             assert held == (STATE, tuple(chunk.token_ids[:start])), "a state of other tokens"
             assert target not in (ZERO_SLOT, BIN_SLOT)

@@ -339,7 +339,7 @@ def proposed(text: str, shortest: int = 2, longest: int = 3, num_tokens: int = 3
         ("abab", "aba"),  # on and on
         ("aaa", "aaa"),
         ("abcdef", ""),
-        ("abcda", ""),  # one token is too few
+        ("xabcda", ""),  # one token is too few
         ("a", ""),
         ("", ""),
     ],

@@ -56,6 +56,9 @@ def test_a_block_that_no_future_token_sees_is_replaced_by_the_null_block():
         [0, 0, 0, 0, 0, 6, 7],  # 12 sees from 10 on
         [0, 0, 0, 0, 0, 6, 7],
     ]
+    seq = sequence(0, range(4), max_tokens=2)
+    tables = [[*seq.block_table] for _ in run(manager_of(block_size=1, budget=2), seq, budget=2)]
+    assert tables == [[1, 2, 3, 4], [1, 2, 3, 4], [0, 0, 3, 4, 5]]
 
 
 def test_a_block_before_the_window_can_be_hit_until_it_is_evicted_first():
