@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from copy import copy
 from dataclasses import fields
 from pathlib import Path
@@ -31,7 +31,7 @@ from nanoengine.apps import server
 from nanoengine.apps.openai_api import ChatRequest, to_json
 from nanoengine.apps.server import make_parser
 from nanoengine.apps.service import Service, make_app, names_of
-from tests.helpers import DEMO
+from tests.helpers import DEMO, failing_calls
 from tests.serving import (
     COMMON,
     TIMEOUT,
@@ -242,6 +242,8 @@ def test_the_server_describes_itself_and_allowed_origins_may_call_it(llm):
         assert llm.get_tokenizer().decode(written) == "What is 27 + 58?|"
     with pytest.raises(ValueError, match=r"chat_template must be a file or a template, got '/no/where'"):
         Service(engine, chat_template="/no/where")
+    with pytest.raises(ValueError, match="api_key must not be empty"):
+        Service(None, api_key="")
 
 
 def test_a_stream_is_the_same_over_each_version_of_http_and_under_another_server(url, service):
@@ -273,32 +275,6 @@ def test_a_streamed_chat_begins_with_its_role_and_ends_with_its_reason(client):
     assert [piece.delta.role for piece in pieces] == ["assistant"] + [None] * (len(pieces) - 1)
     assert "".join(piece.delta.content for piece in pieces) == "27 + 58 = 85"
     assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["stop"]
-
-
-def test_many_async_clients_at_once_each_get_their_own_answer(url, llm):
-    prompts = [f"{number} {number + 1} {number + 2}" for number in range(24)]
-    expected = ids_of(llm, prompts, temperature=0, max_tokens=20)
-
-    async def main():
-        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
-
-            async def ask(prompt):
-                tokens = []
-                stream = await client.completions.create(
-                    model="demo",
-                    prompt=prompt,
-                    temperature=0,
-                    max_tokens=20,
-                    stream=True,
-                    extra_body=WITH_IDS,
-                )
-                async for piece in stream:
-                    tokens += piece.choices[0].token_ids
-                return tokens
-
-            return await asyncio.gather(*map(ask, prompts))
-
-    assert asyncio.run(main()) == expected
 
 
 @pytest.mark.parametrize(
@@ -359,38 +335,25 @@ def test_the_guide_s_examples_print_what_it_shows(url):
 # ---- log-probabilities, in each API's shape ----
 
 
-def test_a_completion_s_logprobs_are_the_offline_ones(client, llm):
-    params = SamplingParams(temperature=0, max_tokens=6, logprobs=3)
-    expected = llm.generate(PROMPTS[0], params, use_tqdm=False)[0].outputs[0]
-    answer = client.completions.create(
-        model="demo", prompt=PROMPTS[0], temperature=0, max_tokens=6, logprobs=3
-    )
-    logprobs = answer.choices[0].logprobs
-    sampled = [entry[token] for entry, token in zip(expected.logprobs, expected.token_ids, strict=True)]
-    assert logprobs.tokens == [one.decoded_token for one in sampled]
-    assert logprobs.token_logprobs == pytest.approx([one.logprob for one in sampled], abs=1e-4)
-    for top, entry in zip(logprobs.top_logprobs, expected.logprobs, strict=True):
-        assert top == pytest.approx({one.decoded_token: one.logprob for one in entry.values()}, abs=1e-4)
-    lengths = [len(token) for token in logprobs.tokens]
-    assert logprobs.text_offset == [sum(lengths[:count]) for count in range(len(lengths))]
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_echo_shows_the_prompt_and_its_logprobs_before_the_answer(stream, client, llm):
-    params = SamplingParams(temperature=0, max_tokens=4, logprobs=1, prompt_logprobs=1)
+    params = SamplingParams(temperature=0, max_tokens=4, logprobs=3, prompt_logprobs=3)
     expected = llm.generate(PROMPTS[1], params, use_tqdm=False)[0]
-    asked = {"prompt": PROMPTS[1], "temperature": 0, "max_tokens": 4, "logprobs": 1, "echo": True}
+    asked = {"prompt": PROMPTS[1], "temperature": 0, "max_tokens": 4, "logprobs": 3, "echo": True}
     answer = client.completions.create(model="demo", **asked, stream=stream)
     choices = [piece.choices[0] for piece in answer] if stream else answer.choices
     tokens = [token for choice in choices for token in choice.logprobs.tokens]
     values = [value for choice in choices for value in choice.logprobs.token_logprobs]
     offsets = [offset for choice in choices for offset in choice.logprobs.text_offset]
+    tops = [top for choice in choices for top in choice.logprobs.top_logprobs]
     assert "".join(choice.text for choice in choices) == PROMPTS[1] + expected.outputs[0].text
     ids = expected.prompt_token_ids
     theirs = [entry[i].logprob for entry, i in zip(expected.prompt_logprobs[1:], ids[1:], strict=True)]
     sampled = zip(expected.outputs[0].logprobs, expected.outputs[0].token_ids, strict=True)
     assert values[0] is None
     assert values[1:] == pytest.approx([*theirs, *(entry[i].logprob for entry, i in sampled)], abs=1e-4)
+    for top, entry in zip(tops[len(ids) :], expected.outputs[0].logprobs, strict=True):
+        assert top == pytest.approx({one.decoded_token: one.logprob for one in entry.values()}, abs=1e-4)
     assert "".join(tokens[: len(ids)]) == PROMPTS[1]
     assert offsets == [sum(map(len, tokens[:count])) for count in range(len(tokens))]
 
@@ -442,10 +405,8 @@ def test_prompt_logprobs_have_vllm_s_shape(client, llm):
 # ---- what is refused, and what means off ----
 
 REFUSED = [
-    ({"temperature": -1}, "temperature"),
     ({"temperature": "hot"}, "temperature"),
-    ({"top_p": 0}, "top_p"),
-    ({"n": 0}, "n"),
+    ({"temperature": float("nan")}, "temperature"),
     ({"n": 10**400}, "n"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": 2.5}, "max_tokens"),
@@ -454,9 +415,7 @@ REFUSED = [
     ({"logprobs": True}, "logprobs"),
     ({"prompt_logprobs": 1000}, "prompt_logprobs"),
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
-    ({"stop": [""]}, "stop"),
     ({"stop": ["a"] * 65}, "stop"),
-    ({"stop": 5}, "stop"),
     ({"logit_bias": {"x": 1}}, "logit_bias"),
     ({"logit_bias": {"5": 1, "05": 2}}, "logit_bias"),
     ({"logit_bias": {"٣": 1}}, "logit_bias"),
@@ -480,22 +439,36 @@ REFUSED = [
     ({"prompt": ["a"] * 2000}, "prompt"),
     ({"temprature": 1}, "temprature"),
     ({"output_kind": 1}, "output_kind"),
-    ({"best_of": 2}, "best_of"),
     ({"suffix": "x"}, "suffix"),
     ({"tools": [{}]}, "tools"),
-    ({"response_format": {"type": "xml"}}, "response_format"),
     ({"structured_outputs": 5}, "structured_outputs"),
-    ({"temperature": float("nan")}, "temperature"),
+    ({"messages": []}, "messages"),
+    ({"messages": "hello"}, "messages"),
+    ({"messages": ["hello"]}, "messages"),
+    ({"messages": [{"content": "hello"}]}, "messages"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
+    ({"messages": [{"role": "user", "content": "word " * 3000}]}, "messages"),
+    ({"messages": QUESTION, "top_logprobs": 2}, "top_logprobs"),
+    ({"messages": QUESTION, "logprobs": True, "top_logprobs": 21}, "logprobs"),
+    ({"messages": QUESTION, "logprobs": 1}, "logprobs"),
+    ({"messages": QUESTION, "chat_template": "{{ 1 }}"}, "chat_template"),
+    ({"messages": QUESTION, "request_id": "x" * 201}, "request_id"),
+    ({"messages": QUESTION, "chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
+    ({"messages": QUESTION, "echo": True}, "echo"),
+    ({"messages": QUESTION, "reasoning_effort": 5}, "reasoning_effort"),
 ]
 
 
 @pytest.mark.parametrize(("changes", "param"), REFUSED, ids=[f"{i}-{r[1]}" for i, r in enumerate(REFUSED)])
-def test_a_bad_completion_request_is_refused_by_its_field(changes, param, url):
-    body = json.dumps({"prompt": "a", "max_tokens": 1, **changes})
-    answer = http.post(f"{url}/v1/completions", content=body, headers={"content-type": "application/json"})
+def test_a_bad_request_is_refused_by_its_field(changes, param, url):
+    is_chat = "messages" in changes
+    body = json.dumps({"max_tokens": 1, **({} if is_chat else {"prompt": "a"}), **changes})
+    path = "chat/completions" if is_chat else "completions"
+    answer = http.post(f"{url}/v1/{path}", content=body, headers={"content-type": "application/json"})
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["type"]) == (400, param, "invalid_request_error")
-    assert param in error["message"]
+    assert is_chat or param in error["message"]
     assert len(error["message"]) <= 1000
 
 
@@ -507,47 +480,6 @@ def test_structured_outputs_that_conflict_with_bans_are_refused(stream, url):
     error = json.loads(answer.text.split("data: ")[-2])["error"] if stream else answer.json()["error"]
     assert (error["param"], error["type"]) == ("structured_outputs", "invalid_request_error")
     assert "bad_words" in error["message"]
-
-
-@pytest.mark.parametrize(
-    ("changes", "param"),
-    [
-        ({"messages": []}, "messages"),
-        ({"messages": "hello"}, "messages"),
-        ({"messages": ["hello"]}, "messages"),
-        ({"messages": [{"content": "hello"}]}, "messages"),
-        ({"messages": [{"role": "user", "content": 5}]}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
-        ({"messages": [{"role": "user", "content": "word " * 3000}]}, "messages"),
-        ({"top_logprobs": 2}, "top_logprobs"),
-        ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
-        ({"logprobs": 1}, "logprobs"),
-        ({"chat_template": "{{ 1 }}"}, "chat_template"),
-        ({"request_id": "x" * 201}, "request_id"),
-        ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
-        ({"echo": True}, "echo"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"reasoning_effort": 5}, "reasoning_effort"),
-    ],
-)
-def test_a_bad_chat_request_is_refused_by_its_field(changes, param, url):
-    answer = http.post(f"{url}/v1/chat/completions", json={"messages": QUESTION, "max_tokens": 1, **changes})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
-
-
-def test_fields_with_no_op_values_are_accepted(client):
-    off = {"tools": [], "response_format": {"type": "text"}, "user": "me", "store": False, "seed": None}
-    off |= {
-        "service_tier": "auto",
-        "tool_choice": "none",
-        "metadata": {"a": "b"},
-        "audio": None,
-        "stop": None,
-    }
-    answer = client.chat.completions.create(
-        model="demo", messages=QUESTION, temperature=0, extra_body={**off, "best_of": 1, "echo": False}
-    )
-    assert answer.choices[0].message.content == "27 + 58 = 85"
 
 
 @pytest.mark.parametrize(
@@ -565,9 +497,8 @@ def test_a_lone_surrogate_becomes_a_json_escape():
 
 
 def test_the_openai_package_raises_its_own_errors(client, url):
-    with pytest.raises(openai.BadRequestError, match="temperature must be a number") as caught:
+    with pytest.raises(openai.BadRequestError, match="temperature must be a number"):
         client.completions.create(model="demo", prompt="a", temperature=-3)
-    assert caught.value.param == "temperature"
     with pytest.raises(openai.NotFoundError, match="does not exist") as caught:
         client.completions.create(model="gpt-4", prompt="a")
     assert caught.value.code == "model_not_found"
@@ -613,9 +544,8 @@ def test_reasoning_effort_is_a_variable_of_the_template(llm):
 
 
 def test_max_tokens_beyond_max_model_len_are_clamped(client):
-    answer = client.completions.create(
-        model="demo", prompt="a", max_tokens=10**6, extra_body={"ignore_eos": True}
-    )
+    asked = {"model": "demo", "prompt": [64] * 1000, "max_tokens": 10**6, "extra_body": {"ignore_eos": True}}
+    answer = client.completions.create(**asked)
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage.total_tokens == 1024
 
@@ -727,27 +657,6 @@ def test_a_client_that_disconnects_frees_its_blocks_within_a_step(stream, url, s
     line = json.loads(caplog.records[-1].message)
     assert line["disconnected"]
     assert line["status"] == (200 if stream else None)
-
-
-def test_a_client_that_disconnects_while_sending_leaves_no_request(url, service):
-    with connected(url) as client:
-        client.sendall(post_in_bytes("/v1/completions", b"x" * 100)[:-99])
-    assert http.get(f"{url}/health").status_code == 200
-
-
-def test_a_slow_reader_loses_nothing_and_delays_no_other(url, service, llm):
-    (expected,) = ids_of(llm, "a b c", temperature=0, max_tokens=80, ignore_eos=True)
-    asked = {"prompt": "a b c", "max_tokens": 80, "ignore_eos": True, "temperature": 0, "stream": True}
-    tokens = []
-    with httpx.stream("POST", f"{url}/v1/completions", json={**asked, **WITH_IDS}, timeout=TIMEOUT) as answer:
-        lines = answer.iter_lines()
-        first = next(lines)
-        assert ids_of_server(url, "zzz", max_tokens=5)  # others are served meanwhile
-        wait_until(lambda: is_empty(service))  # the engine is done long before the reader
-        for line in itertools.chain([first], lines):
-            if line.startswith("data: {"):
-                tokens += json.loads(line[6:])["choices"][0]["token_ids"]
-    assert tokens == expected
 
 
 def test_a_reader_that_stops_reading_is_disconnected(monkeypatch, caplog):
@@ -915,54 +824,38 @@ def test_a_body_that_is_too_large_is_refused(is_chunked, guarded):
     assert http.post(f"{url}/v1/completions", content=exact + " ", headers=headers).status_code == 413
 
 
-def test_short_requests_do_not_wait_for_long_ones_which_end_with_their_clients(url, service, monkeypatch):
-    begun, may_end, call = [], threading.Event(), PreTrainedTokenizerFast.__call__
+@pytest.mark.parametrize("what", ["texts", "grammars"])
+def test_slow_checks_delay_no_other_request_and_end_with_their_clients(what, url, service, monkeypatch):
+    begun, may_end = [], threading.Event()
+    if what == "texts":
+        owner, name, pool, num_threads = PreTrainedTokenizerFast, "__call__", service.long_checks, 1
+    else:
+        owner, name = service.engine.llm_engine._grammars, "compile"
+        pool, num_threads = service.grammar_checks, 2
+    check = getattr(owner, name)
 
-    def slowly(self, text, **settings):
-        if len(text) > 10**5:
-            begun.append(text)
+    def slowly(*asked, **settings):
+        if what == "grammars" or len(asked[1]) > 10**5:
+            begun.append(asked)
             assert may_end.wait(TIMEOUT)
-        return call(self, text, **settings)
+        return check(*asked, **settings)
 
-    monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", slowly)
-    body = post_in_bytes("/tokenize", json.dumps({"prompt": "a" * 10**6}).encode())
+    monkeypatch.setattr(owner, name, slowly)
     with ExitStack() as clients:
-        for _ in range(4):
-            clients.enter_context(connected(url)).sendall(body)
-        wait_until(lambda: begun and service.long_checks._work_queue.qsize() == 3)
+        for i in range(num_threads + 4):
+            body = {"prompt": "a" * 10**6}
+            if what == "grammars":
+                body = {"prompt": "a", "structured_outputs": {"regex": f"{i}"}}
+            path = "/tokenize" if what == "texts" else "/v1/completions"
+            sent = post_in_bytes(path, json.dumps(body).encode())
+            clients.enter_context(connected(url)).sendall(sent)
+        wait_until(lambda: len(begun) == num_threads and pool._work_queue.qsize() == 4)
         assert http.post(f"{url}/tokenize", json={"prompt": "a"}).json()["count"] == 1
         assert ids_of_server(url, "a", max_tokens=1)
     wait_until(lambda: not service.server.server_state.tasks)
     may_end.set()
-    service.long_checks.submit(int).result(TIMEOUT)
-    assert len(begun) == 1
-
-
-def test_slow_grammars_delay_no_other_request_and_end_with_their_clients(url, service, monkeypatch):
-    grammars, begun, may_end = service.engine.llm_engine._grammars, [], threading.Event()
-    compile_grammar = grammars.compile
-
-    def slowly(asked):
-        begun.append(asked)
-        assert may_end.wait(TIMEOUT)
-        return compile_grammar(asked)
-
-    monkeypatch.setattr(grammars, "compile", slowly)
-    with ExitStack() as clients:
-        for i in range(6):
-            body = json.dumps({"prompt": "a", "structured_outputs": {"regex": f"{i}"}}).encode()
-            clients.enter_context(connected(url)).sendall(post_in_bytes("/v1/completions", body))
-        wait_until(lambda: len(begun) == 2 and service.grammar_checks._work_queue.qsize() == 4)
-        assert ids_of_server(url, "a", max_tokens=1)
-    wait_until(lambda: not service.server.server_state.tasks)
-    may_end.set()
-    service.grammar_checks.submit(int).result(TIMEOUT)
-    assert len(begun) == 2
-
-
-def test_an_empty_key_is_refused():
-    with pytest.raises(ValueError, match="api_key must not be empty"):
-        Service(None, api_key="")
+    pool.submit(int).result(TIMEOUT)
+    assert len(begun) == num_threads
 
 
 def test_a_log_line_describes_the_request_without_its_contents(client, url, caplog):
@@ -988,36 +881,20 @@ def test_a_log_line_describes_the_request_without_its_contents(client, url, capl
 # ---- faults ----
 
 
-@contextmanager
-def failing_steps(service, how_many):
-    runner = service.engine.llm_engine.runner
-    launch, count = runner.launch, itertools.count()
-
-    def fail(*args):
-        if next(count) < how_many:
-            raise RuntimeError("injected")
-        return launch(*args)
-
-    runner.launch = fail
-    try:
-        yield
-    finally:
-        del runner.launch
-
-
 def test_a_step_that_fails_twice_is_an_error_and_the_server_goes_on(client, service, caplog):
     asked = {"model": "demo", "prompt": "a b c", "temperature": 0, "max_tokens": 5}
+    runner = service.engine.llm_engine.runner
     expected = client.completions.create(**asked).choices[0].text
     with (
-        failing_steps(service, 2),
+        failing_calls(runner, "launch", range(2)),
         pytest.raises(openai.InternalServerError, match="two steps failed while computing it") as caught,
     ):
         client.completions.create(**asked)
     assert caught.value.status_code == 500
-    assert "injected" not in str(caught.value)
-    with failing_steps(service, 2), pytest.raises(openai.APIError, match="could not compute"):
+    assert "flaky" not in str(caught.value)
+    with failing_calls(runner, "launch", range(2)), pytest.raises(openai.APIError, match="could not compute"):
         list(client.completions.create(**asked, stream=True))
-    with failing_steps(service, 1):
+    with failing_calls(runner, "launch", range(1)):
         assert client.completions.create(**asked).choices[0].text == expected
     assert client.completions.create(**asked).choices[0].text == expected
 
@@ -1173,6 +1050,9 @@ def test_requests_that_outlast_drain_seconds_end_with_an_error(stream):
         (["serve", "demo", "--enable-lora"], "enable_lora=True is not supported; pass lora=..."),
         (["serve", "demo", "--such-flag"], "such_flag=True is not supported"),
         (["serve", "demo", "--allowed-origins", "[5]"], "argument --allowed-origins"),
+        (["serve", "--port=99999"], "argument --port: must be an integer in [0, 65535], got '99999'"),
+        (["serve", "--port=-1"], "argument --port: must be an integer in [0, 65535], got '-1'"),
+        (["serve", "--port=http"], "argument --port: must be an integer in [0, 65535], got 'http'"),
     ],
 )
 def test_a_command_that_cannot_serve_says_why(flags, message, capsys):
@@ -1180,14 +1060,3 @@ def test_a_command_that_cannot_serve_says_why(flags, message, capsys):
         main(flags)
     assert caught.value.code != 0
     assert message in capsys.readouterr().err + str(caught.value)
-
-
-@pytest.mark.parametrize("port", ["99999", "-1", "http"])
-def test_an_invalid_port_is_refused_in_one_line(port, capsys):
-    """A socket takes the lowest 16 bits: 99999 was served as 34463."""
-    with pytest.raises(SystemExit) as caught:
-        main(["serve", f"--port={port}"])
-    assert caught.value.code == 2
-    assert capsys.readouterr().err.splitlines() == [
-        f"nanoengine serve: error: argument --port: must be an integer in [0, 65535], got '{port}'"
-    ]

@@ -45,12 +45,17 @@ def press_send(page):
     page.find_element(By.ID, "send").click()
 
 
-def test_a_question_is_answered_and_sent_again_with_the_next_one(page, serving, monkeypatch):
-    bodies = []
-    answer = serving[1].answer
+def bodies_sent_to(service, monkeypatch):
+    """Return a list that grows by the body of each request."""
+    bodies, answer = [], service.answer
     monkeypatch.setattr(
-        serving[1], "answer", lambda body, ticket: (bodies.append(body), answer(body, ticket))[1]
+        service, "answer", lambda body, ticket: (bodies.append(body), answer(body, ticket))[1]
     )
+    return bodies
+
+
+def test_a_question_is_answered_and_sent_again_with_the_next_one(page, serving, monkeypatch):
+    bodies = bodies_sent_to(serving[1], monkeypatch)
     wait_until(lambda: texts(page, "#model") == ["demo"])
     page.find_element(By.CSS_SELECTOR, "summary").click()
     page.find_element(By.ID, "temperature").send_keys("0")
@@ -62,11 +67,8 @@ def test_a_question_is_answered_and_sent_again_with_the_next_one(page, serving, 
     write(page, "What is 3 + 4?")
     press_send(page)
     wait_until(lambda: len(find(page, ".note")) == 2)
-    assert [one["content"] for one in bodies[1].messages] == [
-        "What is 27 + 58?",
-        "27 + 58 = 85",
-        "What is 3 + 4?",
-    ]
+    sent = [one["content"] for one in bodies[1].messages]
+    assert sent == ["What is 27 + 58?", "27 + 58 = 85", "What is 3 + 4?"]
     page.find_element(By.ID, "new").click()
     wait_until(lambda: find(page, ".message") == [])
 
@@ -154,11 +156,7 @@ def test_thoughts_are_folded_and_temperature_is_the_checkpoint_s_or_moderate(bro
     engine = AsyncLLM(str(thinking_checkpoint(tmp_path)), num_kv_blocks=100)
     engine.llm_engine.checkpoint.tokenizer.chat_template = THINKING_TEMPLATE
     with served(engine) as (url, service):
-        bodies = []
-        answer = service.answer
-        monkeypatch.setattr(
-            service, "answer", lambda body, ticket: (bodies.append(body), answer(body, ticket))[1]
-        )
+        bodies = bodies_sent_to(service, monkeypatch)
         browser.get(url)
         find(browser, "summary")[0].click()
         browser.find_element(By.ID, "tokens").send_keys("6")

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from nanoengine import AsyncLLM, SamplingParams
 from nanoengine.apps.openai_api import ChatRequest
-from nanoengine.apps.tools import TOOL_FORMATS, AnswerParser, Formats, ToolChoice, choose_formats
+from nanoengine.apps.tools import TOOL_FORMATS, AnswerParser, Formats, choose_formats
 from tests.helpers import DEMO
 from tests.serving import http, served
 
@@ -47,6 +47,7 @@ BROKEN = (
     '<tool_call>{"name": 5}</tool_call>',
 )
 NAN = '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>'
+CUT = CODER + "<parameter=a>\n5\n</parameter>\n<parameter=b>\n6"
 HARMONY = ("harmony", "harmony", "")
 HM = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>"
 # (format of calls, format of reasoning, end of the prompt), the model's text, and the parts of the answer
@@ -66,6 +67,7 @@ WRITTEN: list[tuple[tuple[str | None, str | None, str], str, list]] = [
     (("hermes", "deepseek_r1", "<think>\n"), "never ends", [("reasoning", "never ends")]),
     (("hermes", "deepseek_r1", ""), "No <b>tags</b>, 1 < 2", [("content", "No <b>tags</b>, 1 < 2")]),
     *((("hermes", None, ""), text, [("content", text)]) for text in (*BROKEN, NAN)),
+    (("qwen3_coder", None, ""), CUT, [("content", CUT)]),
     (
         ("qwen3_coder", None, ""),
         f"ok\n{CODER}{PARAMETERS}{CODER}<parameter=note>\n7 µ\n\n</parameter>\n</function>\n</tool_call>",
@@ -142,16 +144,7 @@ def test_without_tools_text_like_a_call_stays_text():
         assert taken_apart(parser_of(calls, tools=()), [text]) == [("content", text)]
 
 
-WORDS = (
-    "<think>",
-    "</think>",
-    "<tool_call>",
-    "</tool_call>",
-    '{"name": "add"',
-    "}",
-    ', "arguments": {}',
-    *" a<",
-)
+WORDS = *"}a< ", "<think>", "</think>", "<tool_call>", "</tool_call>", '{"name": "add"', ', "arguments": {}'
 
 
 @settings(max_examples=200, deadline=None)
@@ -293,11 +286,6 @@ def test_an_argument_that_is_not_json_stays_text():
         ]
 
 
-def test_a_call_that_was_cut_inside_an_argument_stays_text():
-    text = CODER + "<parameter=a>\n5\n</parameter>\n<parameter=b>\n6"
-    assert taken_apart(parser_of("qwen3_coder"), text) == [("content", text)]
-
-
 def test_a_template_whose_regions_open_and_close_without_text_ends():
     own = {
         "start_anchor": "<bot>",
@@ -369,9 +357,7 @@ class Script:
         text = next((text for words, text in self.says.items() if words in asked), None)
         if text is not None:
             wanted = self.tokenizer(text, add_special_tokens=False).input_ids
-            token_id = (
-                wanted[len(output_ids)] if len(output_ids) < len(wanted) else self.tokenizer.eos_token_id
-            )
+            token_id = dict(enumerate(wanted)).get(len(output_ids), self.tokenizer.eos_token_id)
             logits += 1000.0 * (logits.new_tensor(range(len(logits))) == token_id)
         return logits
 
@@ -399,9 +385,12 @@ def client(running):
 CALL_TEXT = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 40}}\n</tool_call>'
 
 
+ASKED: dict = {"model": "demo", "messages": [{"role": "user", "content": "What are 2 and 40?"}]}
+
+
 def test_a_model_calls_a_tool_and_answers_with_its_result(client, script):
     script.says = {"42": "It is 42.", "2 and 40": f"<think>\nI add.\n</think>\n\nSo:\n{CALL_TEXT}"}
-    messages = [{"role": "user", "content": "What are 2 and 40?"}]
+    messages = [*ASKED["messages"]]
     for _ in range(3):
         answer = client.chat.completions.create(model="demo", messages=messages, tools=[ADD], max_tokens=120)
         choice = answer.choices[0]
@@ -421,8 +410,7 @@ def test_a_model_calls_a_tool_and_answers_with_its_result(client, script):
 
 def test_openai_s_stream_helper_reads_calls_and_reasoning(client, script):
     script.says = {"2 and 40": f"<think>\nI add.\n</think>\n\nSo:\n{CALL_TEXT}\n{CALL_TEXT}"}
-    messages = [{"role": "user", "content": "What are 2 and 40?"}]
-    settings = {"model": "demo", "messages": messages, "tools": [ADD], "max_tokens": 200}
+    settings = ASKED | {"tools": [ADD], "max_tokens": 200}
     whole = client.chat.completions.create(**settings).choices[0]
     with client.chat.completions.stream(**settings) as stream:
         events = list(stream)
@@ -440,18 +428,9 @@ def test_openai_s_stream_helper_reads_calls_and_reasoning(client, script):
     assert len(one.tool_calls) == 1
 
 
-def test_each_sample_has_its_own_calls(client, script):
-    script.says = {"2 and 40": CALL_TEXT}
-    messages = [{"role": "user", "content": "What are 2 and 40?"}]
-    answer = client.chat.completions.create(model="demo", messages=messages, tools=[ADD], max_tokens=99, n=3)
-    assert [len(choice.message.tool_calls) for choice in answer.choices] == [1, 1, 1]
-    assert {choice.message.content for choice in answer.choices} == {None}
-
-
 def test_with_tool_choice_none_tools_are_not_shown_and_calls_not_parsed(client, script):
     script.says = {"2 and 40": CALL_TEXT}
-    messages = [{"role": "user", "content": "What are 2 and 40?"}]
-    settings = {"model": "demo", "messages": messages, "max_tokens": 99}
+    settings = ASKED | {"max_tokens": 99}
     plain = client.chat.completions.create(**settings)
     none = client.chat.completions.create(**settings, tools=[ADD], tool_choice="none")
     assert none.choices[0].message.content == plain.choices[0].message.content == CALL_TEXT
@@ -619,9 +598,3 @@ def test_special_tokens_stay_in_the_text_if_they_are_tags(calls, reasoning, spec
     request = ChatRequest(messages=[], tools=tools)
     params = request.fit(SamplingParams(), [{"prompt": ""}], Formats(calls, reasoning, None, special))
     assert params.skip_special_tokens is not keeps
-
-
-def test_a_tool_choice_is_read():
-    assert ToolChoice.read(None, None) == ([], False, 0)
-    assert ToolChoice.read([ADD], "none") == ([ADD], False, 0)
-    assert ToolChoice.read([ADD, OTHER], {"name": "tell"}) == ([OTHER], True, 1)

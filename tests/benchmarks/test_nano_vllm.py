@@ -1,19 +1,16 @@
 """nano-vllm as an engine of the benchmarks: the checkpoint it is given, and what it is asked."""
 
 import json
-import shutil
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 import tests.nanovllm
 from benchmarks.nano_vllm import load, prepare
 from nanoengine.apps.workloads import SHAPES
 from nanoengine.models.checkpoint import open_checkpoint
-from tests.apps.test_bench import run_bench
 from tests.helpers import checkpoint
 
 SHAPE = SHAPES["tiny"] | {"dtype": "bfloat16", "vocab_size": 512}
@@ -65,20 +62,3 @@ def test_models_that_nano_vllm_would_misread_are_refused(name, dtype, message, t
     path, _ = checkpoint(name, tmp_path_factory)
     with pytest.raises(ValueError, match=message):
         prepared(path, tmp_path, dtype=dtype)
-
-
-@pytest.mark.slow
-def test_nano_vllm_is_measured_beside_nanoengine(tmp_path, monkeypatch):
-    shutil.copy(tests.nanovllm.__file__, tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    printed, report = run_bench(
-        *("--model", "tiny", "--custom", "3:4-8:2-5", "--repeats", "1"),
-        *("--engine", "nanoengine,nano-vllm"),
-    )
-    (result,) = report["models"]
-    ours, theirs = result["results"]
-    assert (ours["engine"], theirs["engine"]) == ("nanoengine", "nano-vllm")
-    assert theirs["output_tokens"] == ours["output_tokens"]
-    assert theirs["ttft_ms"] is None
-    assert result["engines"]["nano-vllm"]["versions"]["torch"] == torch.__version__
-    assert "tiny, 3:4-8:2-5\n" in printed

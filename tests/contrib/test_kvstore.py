@@ -1,12 +1,10 @@
 """The KV store returns blocks that were computed before, and its failures cost no request."""
 
-import contextlib
 import errno
 import itertools
 import json
 import math
 import os
-import resource
 import shutil
 import signal
 import socket
@@ -23,7 +21,6 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule, run_state_machine_as_test
-from safetensors import safe_open
 
 from nanoengine import LLM, EngineConfig, SamplingParams
 from nanoengine.backends.device import Download
@@ -171,8 +168,13 @@ def test_the_files_of_a_killed_writer_are_removed_after_an_hour(tmp_path):
     assert (tmp_path / "notes.txt").exists()
 
 
-def disk_full(*arguments):
-    raise OSError(errno.ENOSPC, "No space left on device")
+def failing_with(code):
+    """Return a function of a file system that fails."""
+
+    def fail(*arguments, **more):
+        raise OSError(code, os.strerror(code))
+
+    return fail
 
 
 WRITER = """
@@ -217,16 +219,6 @@ def test_writers_share_a_directory_and_may_be_killed_at_any_time(tmp_path):
 
 FINGERPRINT, TOKENS = bytes(range(32)), np.arange(16, dtype=np.int32)
 GROUPS = [np.arange(64, dtype=np.uint8), np.arange(32, dtype=np.uint8)]
-
-
-def test_an_entry_is_a_safetensors_file_that_says_what_it_is_for(tmp_path):
-    data = encode(FINGERPRINT, TOKENS, GROUPS)
-    (tmp_path / "entry.safetensors").write_bytes(data)
-    with safe_open(tmp_path / "entry.safetensors", framework="np") as entry:
-        assert entry.get_tensor("token_ids").tolist() == TOKENS.tolist()
-        assert entry.get_tensor("fingerprint").tobytes() == FINGERPRINT
-    groups = decode(data, FINGERPRINT, TOKENS, [64, 32])
-    assert [group.tolist() for group in groups] == [group.tolist() for group in GROUPS]
 
 
 def test_an_entry_for_another_key_is_a_miss():
@@ -412,7 +404,7 @@ def test_a_full_disk_stops_saving_but_no_request_fails(qwen3, tmp_path, monkeypa
     plain, _, _ = serve(qwen3, None, prompts)
     monkeypatch.setattr(kvstore, "RETRY_SECONDS", math.inf)
     with monkeypatch.context() as patch, LLM(str(qwen3), kv_store=tmp_path, **SETTINGS) as llm:
-        patch.setattr(os, "replace", disk_full)
+        patch.setattr(os, "replace", failing_with(errno.ENOSPC))
         for i in (0, 1):
             connector_of(llm)._writing._resume_at = 0.0
             output = llm.generate([prompts[i]], GREEDY, use_tqdm=False)[0]
@@ -443,13 +435,9 @@ def test_a_read_only_directory_is_still_read(qwen3, tmp_path, monkeypatch):
     prompts = random_prompts([40, 40])
     plain, _, _ = serve(qwen3, tmp_path, prompts[:1])
     for name in ("utime", "replace"):
-        monkeypatch.setattr(os, name, read_only)
+        monkeypatch.setattr(os, name, failing_with(errno.EROFS))
     answers, cached, _ = serve(qwen3, tmp_path, prompts)
     assert (answers[:1], cached) == (plain, [39, 0])
-
-
-def read_only(*arguments, **more):
-    raise OSError(errno.EROFS, "Read-only file system")
 
 
 @pytest.mark.parametrize(("name", "method"), [("qwen3", "touch"), ("gemma3", "get")])
@@ -458,22 +446,17 @@ def test_no_request_fails_if_the_store_cannot_be_read(name, method, tmp_path_fac
     path, _ = checkpoint(name, tmp_path_factory)
     store, prompts = MemoryStore(), random_prompts([100, 60])
     plain, _, _ = serve(path, store, prompts)
+    get = store.get
 
-    class Broken(MemoryStore):
-        def get(self, keys):
-            for i, data in enumerate(super().get(keys)):
-                if i == 3:
-                    raise ConnectionError("gone")
-                yield data
+    def fail(keys):
+        raise ConnectionError("gone")
 
-        def touch(self, keys):
-            if method == "touch":
-                raise ConnectionError("gone")
-            return super().touch(keys)
+    def fail_at_the_third(keys):
+        yield from itertools.islice(get(keys), 3)
+        fail(keys)
 
-    broken = Broken()
-    broken.entries = store.entries
-    answers, cached, _ = serve(path, broken, prompts)
+    setattr(store, method, fail if method == "touch" else fail_at_the_third)
+    answers, cached, _ = serve(path, store, prompts)
     assert (answers, cached) == (plain, [0, 0])
     assert all("gone" in record.message for record in caplog.records)
     assert 1 <= len(caplog.records) <= 2  # one for reading, and one for writing where that fails too
@@ -484,17 +467,9 @@ def test_an_entry_that_vanishes_while_it_is_read_ends_the_hits(name, tmp_path_fa
     path, _ = checkpoint(name, tmp_path_factory)
     store, prompts = MemoryStore(), random_prompts([100])
     plain, _, _ = serve(path, store, prompts)
-    keys = stored_keys(path, prompts[0])
-
-    class Vanishing(MemoryStore):
-        def touch(self, keys_):
-            return [True] * len(keys_) if keys[10] in self.entries else super().touch(keys_)
-
-    vanishing = Vanishing()
-    vanishing.entries = dict(store.entries)
-    del vanishing.entries[keys[11]]
-    answers, cached, _ = serve(path, vanishing, prompts)
-    assert (answers, cached) == (plain, [88])
+    del store.entries[stored_keys(path, prompts[0])[11]]
+    store.touch = lambda keys: [True] * len(keys)
+    assert serve(path, store, prompts)[:2] == (plain, [88])
 
 
 def test_blocks_that_no_window_sees_need_not_be_in_the_store(tmp_path_factory):
@@ -539,13 +514,10 @@ def test_the_last_blocks_of_a_failed_request_are_not_saved(qwen3):
         engine.runner.model.compute_logits = compute
         wait_for_writer(llm)
         assert set(store.entries) == set(stored_keys(qwen3, prompts[0][:24]))
-        # NaN in the blocks themselves, though tokens came out.
-        for cache in engine.runner.caches[:1]:
-            cache.v.fill_(torch.nan)
         connector = connector_of(llm)
         snapshot = connector.snapshot
 
-        def poisoned(filled):
+        def poisoned(filled):  # NaN in the blocks themselves, though tokens came out
             engine.runner.caches[0].v[:] = torch.nan
             return snapshot(filled)
 
@@ -553,17 +525,6 @@ def test_the_last_blocks_of_a_failed_request_are_not_saved(qwen3):
         llm.generate([prompts[1]], SamplingParams(max_tokens=1), use_tqdm=False)
         wait_for_writer(llm)
     assert len(store.entries) == 3
-
-
-def test_an_aborted_request_s_blocks_serve_the_next(qwen3):
-    store, prompts = MemoryStore(), random_prompts([80])
-    plain, _, _ = serve(qwen3, None, prompts)
-    with LLM(str(qwen3), kv_store=store, **SETTINGS) as llm:
-        llm.llm_engine.add_request("a", {"prompt_token_ids": prompts[0]}, GREEDY)
-        llm.llm_engine.step()
-        llm.llm_engine.step()
-        llm.llm_engine.abort_request("a")
-    assert serve(qwen3, store, prompts)[:2] == (plain, [56])  # two steps of 30
 
 
 @pytest.mark.parametrize(
@@ -670,45 +631,9 @@ def test_incompatible_settings_are_refused(tmp_path):
 def test_the_first_line_names_the_store_and_no_password(tmp_path, caplog):
     LLM(DEMO, kv_store=tmp_path, num_kv_blocks=10).shutdown()
     assert caplog.messages[-1].endswith(f"KV store {tmp_path}")
-    for address in (
-        "redis://user:secret@somewhere:1/2",
-        "redis://somewhere:1/2?password=secret",
-        "redis://somewhere:1/2?username=user&password=sec@ret",
-        "redis://:se?cret@somewhere:1/2",
-    ):
-        try:
-            shown = str(RedisStore(address))
-        except ValueError:  # one that redis-py cannot read
-            continue
-        assert shown == "somewhere:1/2"
+    for address in ("user:secret@somewhere:1/2", "somewhere:1/2?username=user&password=sec@ret"):
+        assert str(RedisStore(f"redis://{address}")) == "somewhere:1/2"
     assert str(RedisStore("redis://somewhere")) == "somewhere:6379/0"
-
-
-@pytest.mark.parametrize("kind", ["pipe", "directory", "holes", "socket"])
-def test_a_file_that_cannot_be_an_entry_is_a_miss(kind, tmp_path, qwen3):
-    """Nothing is waited for, and nothing large is read: the answer is the same, computed."""
-    prompt = random_prompts([100])[0]
-    answers, _, _ = serve(qwen3, tmp_path, [prompt])
-    files = sorted(tmp_path.rglob("*.safetensors"))
-    assert len(files) > 3
-    for file in files:
-        file.unlink()
-        if kind == "pipe":
-            os.mkfifo(file)
-        elif kind == "directory":
-            file.mkdir()
-        elif kind == "socket":
-            with socket.socket(socket.AF_UNIX) as endpoint, contextlib.chdir(file.parent):
-                endpoint.bind(file.name[-60:])
-            os.rename(file.parent / file.name[-60:], file)
-        else:
-            with open(file, "wb") as stream:
-                stream.truncate(3 << 30)
-    before, num_open = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, len(os.listdir("/proc/self/fd"))
-    found, cached, _ = serve(qwen3, tmp_path, [prompt])
-    assert (found, cached) == (answers, [0])
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20, "KiB"
-    assert len(os.listdir("/proc/self/fd")) <= num_open
 
 
 PREFILL = """
@@ -791,8 +716,6 @@ class LedgerConnector(KVConnector):
 class WatchedBlockManager(StoringBlockManager):
     """Checks what each admission loads."""
 
-    num_loaded = 0
-
     def allocate(self, seq):
         admitted = super().allocate(seq)
         if admitted:
@@ -806,7 +729,6 @@ class WatchedBlockManager(StoringBlockManager):
         before = seq.num_computed_tokens
         super()._load(seq)
         assert before <= seq.num_computed_tokens
-        self.num_loaded += seq.num_computed_tokens - before
 
 
 class StoreMachine(ExtendedMachine):
@@ -862,17 +784,3 @@ class StoreMachine(ExtendedMachine):
 )
 def test_scheduler_invariants_hold_with_a_store(how):
     run_state_machine_as_test(StoreMachine, settings=how)
-
-
-@pytest.mark.parametrize("windows", [(None,), (None, 4), (3,)])
-def test_a_random_walk_with_a_store_saves_and_loads(windows):
-    machine = StoreMachine()
-    sizes = {"num_blocks": 12, "block_size": 2, "max_num_seqs": 4, "budget": 5, "threshold": 0}
-    machine.start(**sizes, windows=windows, caching=True, constant_hash=False, drafts=False)
-    for _ in range(2):
-        machine.add(prompt=[0, 1] * 5, max_tokens=3, priority=0, copies=1)
-        machine.run_to_the_end()
-        assert machine.block_manager.reset_prefix_cache()
-    assert machine.block_manager.num_loaded == 9  # of the prompt's ten tokens the last is computed
-    assert len(machine.store.entries) == 6
-    machine.teardown()

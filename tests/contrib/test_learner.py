@@ -1,6 +1,5 @@
 """A learner beside the engine: log-probabilities to sample from, weights by HTTP, trl itself."""
 
-import asyncio
 import json
 import math
 import os
@@ -8,7 +7,6 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 
 import pytest
 import torch
@@ -18,7 +16,7 @@ from nanoengine import LLM, AsyncLLM, SamplingParams
 from nanoengine.contrib.transfer import LEARNER, WeightGroup
 from tests.contrib.test_reload import SETTINGS, answers, other
 from tests.helpers import DEMO, checkpoint, table_checkpoint
-from tests.serving import command, free_port, held_steps, http, served, until, wait_until
+from tests.serving import command, free_port, held_steps, http, served, wait_until
 
 # ---- Log-probabilities that tokens are sampled from ----
 
@@ -51,44 +49,35 @@ def test_processed_logprobs_are_those_that_tokens_are_sampled_from(enforce_eager
         drawn, entry = output.outputs[0].token_ids[0], output.outputs[0].logprobs[0]
         assert [drawn] == of_model.outputs[0].token_ids  # the same token, reported otherwise
         assert output.prompt_logprobs == of_model.prompt_logprobs
-        expected = processed(logits[65].clone(), [1, 65], **one)
+        expected = processed(logits[65].clone(), [1, 65], SamplingParams(**one))
         found = torch.tensor([entry[token_id].logprob for token_id in range(260)])
         torch.testing.assert_close(found, expected, atol=2e-3, rtol=1e-3)
         assert output.outputs[0].cumulative_logprob == entry[drawn].logprob > -math.inf
         assert entry[drawn].rank == 1 + int((expected > expected[drawn]).sum())
 
 
-def processed(
-    logits,
-    prompt,
-    temperature,
-    top_k=0,
-    top_p=1.0,
-    min_p=0.0,
-    repetition_penalty=1.0,
-    logit_bias=None,
-    allowed_token_ids=None,
-    bad_words=None,
-    presence_penalty=0.0,  # of the output, which is empty
-):
-    """Return processed log-probabilities, in vLLM's documented order and without nanoengine's code."""
-    for token_id, bias in (logit_bias or {}).items():
+def processed(logits, prompt, params):
+    """Return processed log-probabilities, in vLLM's documented order and without nanoengine's code.
+
+    There is no output yet whose tokens a presence penalty could count.
+    """
+    for token_id, bias in (params.logit_bias or {}).items():
         logits[token_id] += bias
     for token_id in prompt:
-        logits[token_id] *= repetition_penalty if logits[token_id] < 0 else 1 / repetition_penalty
-    if allowed_token_ids:
-        logits[[i for i in range(len(logits)) if i not in allowed_token_ids]] = -math.inf
-    for word in bad_words or ():
+        logits[token_id] *= params.repetition_penalty ** (1 if logits[token_id] < 0 else -1)
+    if params.allowed_token_ids:
+        logits[[i for i in range(len(logits)) if i not in params.allowed_token_ids]] = -math.inf
+    for word in params.bad_words or ():
         logits[ord(word)] = -math.inf
-    logits /= temperature or 1.0
+    logits /= params.temperature or 1.0
     probs = logits.softmax(-1)
-    if min_p:
-        logits[probs < min_p * probs.max()] = -math.inf
-    if top_k:
-        logits[logits < logits.topk(top_k).values[-1]] = -math.inf
+    if params.min_p:
+        logits[probs < params.min_p * probs.max()] = -math.inf
+    if params.top_k > 0:
+        logits[logits < logits.topk(params.top_k).values[-1]] = -math.inf
     order = logits.argsort(descending=True)
     sums = logits[order].softmax(-1).cumsum(-1)
-    logits[order[1:][sums[:-1] >= top_p]] = -math.inf
+    logits[order[1:][sums[:-1] >= params.top_p]] = -math.inf
     return logits.log_softmax(-1)
 
 
@@ -132,45 +121,6 @@ def test_collective_rpc_calls_a_method_of_the_worker_or_a_function(tmp_path_fact
         for method in ("init_device", "call", "engine"):
             with pytest.raises(ValueError, match="method must be a function or one of"):
                 llm.collective_rpc(method)
-
-
-def test_coroutines_change_weights_and_sleep_between_requests(qwen3):
-    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-    with LLM(qwen3, **SETTINGS) as llm:
-        before = llm.generate([[1, 2, 3]], params, use_tqdm=False)[0].outputs[0].token_ids
-        llm.update_weights(other("qwen3").named_parameters())
-        after = llm.generate([[1, 2, 3]], params, use_tqdm=False)[0].outputs[0].token_ids
-
-    async def main():
-        async with AsyncLLM(str(qwen3), **SETTINGS) as engine:
-
-            async def ask(name, num_tokens=6):
-                asked = replace(params, max_tokens=num_tokens)
-                outputs = [output async for output in engine.generate([1, 2, 3], asked, name)]
-                return outputs[-1].outputs[0].token_ids
-
-            assert await ask("a") == before
-            await engine.update_weights(list(other("qwen3").named_parameters()))
-            assert await ask("b") == after
-            await engine.sleep()
-            assert await engine.is_sleeping()
-            with pytest.raises(RuntimeError, match="the engine sleeps"):
-                await ask("c")
-            await engine.wake_up()
-            assert not await engine.is_sleeping()
-            assert await engine.reset_prefix_cache()
-            assert await engine.collective_rpc(lambda worker: worker.rank) == [0]
-            with held_steps(engine) as steps:
-                running = asyncio.create_task(ask("d", 20))
-                await until(lambda: steps.is_held)
-                refused = asyncio.create_task(engine.collective_rpc(lambda worker: worker.sleep()))
-                await asyncio.sleep(0)  # it is asked
-                steps.permit()
-                with pytest.raises(RuntimeError, match="unfinished requests"):
-                    await refused
-            assert (await running)[:6] == after
-
-    asyncio.run(main())
 
 
 # ---- By HTTP ----
@@ -342,13 +292,9 @@ def with_trl(tmp_path_factory):
 
     def run(script, *arguments):
         search = os.pathsep.join([*sys.path, path])
+        installed = f"from nanoengine.contrib import vllm_module\nvllm_module.install()\n{script}"
         done = subprocess.run(
-            [
-                sys.executable,
-                "-c",
-                f"from nanoengine.contrib import vllm_module\nvllm_module.install()\n{script}",
-                *arguments,
-            ],
+            [sys.executable, "-c", installed, *arguments],
             capture_output=True,
             text=True,
             timeout=300,

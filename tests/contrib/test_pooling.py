@@ -1,6 +1,5 @@
 """Pooling models give transformers' vectors and scores, for any batch, chunks and prefix hits."""
 
-import asyncio
 import json
 import re
 from pathlib import Path
@@ -13,12 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from nanoengine import (
     LLM,
-    AsyncLLM,
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
     PoolingParams,
     PoolingRequestOutput,
-    SamplingParams,
     ScoringRequestOutput,
 )
 from nanoengine.contrib.pooling_model import Pooling, read_pooling
@@ -192,13 +189,19 @@ def test_a_cross_encoder_reads_both_texts_of_a_pair(tmp_path):
     tokenizer = transformers.AutoTokenizer.from_pretrained(DEMO)
     model = classifier("Qwen3", 1, tmp_path, vocab_size=len(tokenizer), head_dim=16)
     tokenizer.save_pretrained(tmp_path)
-    ids = [tokenizer("a query", text).input_ids for text in ("one text", "another")]
-    with torch.no_grad():
-        expected = [float(model(torch.tensor([one])).logits.sigmoid()) for one in ids]
+    template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}, {% endfor %}"
+    texts = ["one text", "another"]
+    ids_of = {
+        None: [tokenizer("a query", text).input_ids for text in texts],
+        template: [tokenizer(f"query: a query, document: {text}, ").input_ids for text in texts],
+    }
     with LLM(tmp_path, **SMALL) as llm:
-        scores = llm.score("a query", ["one text", "another"], **QUIET)
-    assert [one.outputs.score for one in scores] == pytest.approx(expected, abs=1e-4)
-    assert [one.prompt_token_ids for one in scores] == ids
+        for chat_template, ids in ids_of.items():
+            with torch.no_grad():
+                expected = [float(model(torch.tensor([one])).logits.sigmoid()) for one in ids]
+            scores = llm.score("a query", texts, chat_template=chat_template, **QUIET)
+            assert [one.outputs.score for one in scores] == pytest.approx(expected, abs=1e-4)
+            assert [one.prompt_token_ids for one in scores] == ids
 
 
 def test_a_model_saved_without_a_head_can_pool(tmp_path, tmp_path_factory):
@@ -213,24 +216,6 @@ def test_a_model_saved_without_a_head_can_pool(tmp_path, tmp_path_factory):
         with LLM(tmp_path, runner="pooling", **SMALL, **settings) as llm:
             (output,) = llm.embed(PROMPTS[3], **QUIET)
         torch.testing.assert_close(torch.tensor(output.outputs.embedding), expected, **close)
-
-
-def test_coroutines_can_pool_and_cannot_generate(demo):
-    async def ask() -> list[Any]:
-        async with AsyncLLM(str(DEMO), runner="pooling", **SMALL) as engine:
-
-            async def one(i: int) -> Any:
-                async for output in engine.encode(PROMPTS[i], PoolingParams(), f"r{i}"):
-                    return output
-
-            with pytest.raises(ValueError, match="this model embeds its prompts; set runner"):
-                async for _ in engine.generate("a", SamplingParams(), "g"):
-                    pass
-            return await asyncio.gather(*(one(i) for i in range(len(PROMPTS))))
-
-    expected = [one.outputs.data for one in demo.encode(PROMPTS, **QUIET)]
-    for output, vector in zip(asyncio.run(ask()), expected, strict=True):
-        torch.testing.assert_close(output.outputs.data, vector, **close)
 
 
 def test_an_embedding_is_cut_only_if_the_checkpoint_allows_it():
@@ -304,42 +289,3 @@ def test_pooling_modules_are_read_from_the_checkpoint_files(files, expected, tmp
             read_pooling(tmp_path, config, None)
     else:
         assert read_pooling(tmp_path, config, None) == expected
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["LAST", "MEAN", "CLS"])
-def test_embeddings_equal_sentence_transformers(kind, tmp_path):
-    sentence_transformers = pytest.importorskip("sentence_transformers")
-    transformers.AutoModelForCausalLM.from_pretrained(DEMO).save_pretrained(tmp_path)
-    transformers.AutoTokenizer.from_pretrained(DEMO).save_pretrained(tmp_path)
-    write_modules(tmp_path, kind, normalize=True)
-    texts = ["What is 27 + 58?", "Who are you?", "Spell the word attention backwards."]
-    theirs = sentence_transformers.SentenceTransformer(
-        str(tmp_path), device="cpu", model_kwargs={"dtype": "float32"}
-    )
-    with LLM(tmp_path, dtype="float32", **SMALL) as llm:
-        ours = torch.tensor([one.outputs.embedding for one in llm.embed(texts, **QUIET)])
-    torch.testing.assert_close(ours, theirs.encode(texts, convert_to_tensor=True), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("by_template", [False, True])
-def test_scores_equal_sentence_transformers_cross_encoder(by_template, tmp_path):
-    sentence_transformers = pytest.importorskip("sentence_transformers")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(DEMO)
-    tokenizer.pad_token = tokenizer.eos_token
-    if not by_template:  # where there is one, they take it
-        tokenizer.chat_template = None
-    classifier(
-        "Qwen3", 1, tmp_path, vocab_size=len(tokenizer), head_dim=16, pad_token_id=tokenizer.pad_token_id
-    )
-    tokenizer.save_pretrained(tmp_path)
-    texts = ["27 + 58 = 85", "I am a model", "noitnetta"]
-    theirs = sentence_transformers.CrossEncoder(str(tmp_path), device="cpu").predict(
-        [("What is 27 + 58?", text) for text in texts]
-    )
-    with LLM(tmp_path, **SMALL) as llm:
-        template = tokenizer.chat_template
-        scores = llm.score("What is 27 + 58?", texts, chat_template=template, **QUIET)
-        ours = [one.outputs.score for one in scores]
-    assert ours == pytest.approx(theirs.tolist(), abs=1e-4)

@@ -2,7 +2,6 @@
 
 import random
 import re
-from typing import ClassVar
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from nanoengine import LLM, SamplingParams
 from nanoengine.contrib.processors import (
     AdapterLogitsProcessor,
     Batch,
+    BatchUpdate,
     LogitsProcessor,
     Member,
     MoveDirectionality,
@@ -234,8 +234,8 @@ def test_an_engine_s_processor_has_each_request_at_its_index(given, is_async):
             token_ids(llm, SamplingParams(extra_args={"wish": "x"}))
 
 
-class Halved(LogitsProcessor):
-    """Keeps tokens with at least half of the highest probability, after temperature."""
+class Quiet(LogitsProcessor):
+    """Does nothing, until a test lets it."""
 
     def __init__(self, vllm_config, device, is_pin_memory):
         pass
@@ -247,54 +247,42 @@ class Halved(LogitsProcessor):
         pass
 
     def apply(self, logits):
+        return logits
+
+
+def test_an_argmax_invariant_processor_gets_logits_after_temperature(llm, monkeypatch):
+    """It keeps tokens with at least half of the highest probability, as min_p does."""
+
+    def apply(self, logits):
         probs = logits.softmax(-1)
         return logits.masked_fill(probs < 0.5 * probs.amax(-1, keepdim=True), -torch.inf)
 
-
-def test_an_argmax_invariant_processor_gets_logits_after_temperature(llm):
+    monkeypatch.setattr(Quiet, "apply", apply)
     params = [SamplingParams(temperature=3.0, seed=i, max_tokens=9, min_p=0.5) for i in range(8)]
     plain = [SamplingParams(temperature=3.0, seed=i, max_tokens=9) for i in range(8)]
-    with LLM(DEMO, num_kv_blocks=100, logits_processors=[Halved]) as other:
+    with LLM(DEMO, num_kv_blocks=100, logits_processors=[Quiet]) as other:
         assert token_ids(other, plain, ["Hello"] * 8) == token_ids(llm, params, ["Hello"] * 8)
         assert token_ids(other, SamplingParams(**GREEDY)) == token_ids(llm, SamplingParams(**GREEDY))
 
 
-class Returns(LogitsProcessor):
-    """Returns what the request's `extra_args` name. It expects one request at a time."""
+def test_an_engine_s_processor_must_return_real_numbers_of_the_right_shape(monkeypatch):
+    monkeypatch.setattr(Quiet, "is_argmax_invariant", lambda self: False)
+    with LLM(DEMO, num_kv_blocks=100, logits_processors=[Quiet]) as llm:
 
-    made: ClassVar = {
-        "int64": lambda logits: (logits * 8).long(),
-        "float64": lambda logits: (logits * 8).long().double(),
-        "bool": lambda logits: logits > 0,
-        "None": lambda logits: None,
-        "row": lambda logits: logits[0],
-    }
-
-    def __init__(self, vllm_config, device, is_pin_memory):
-        self.kinds = {}
-
-    def is_argmax_invariant(self):
-        return False
-
-    def update_state(self, batch_update):
-        process_dict_updates(self.kinds, batch_update, lambda params, *_: params.extra_args["kind"])
-
-    def apply(self, logits):
-        return self.made[self.kinds[0]](logits)
-
-
-def test_an_engine_s_processor_must_return_real_numbers_of_the_right_shape(llm):
-    with LLM(DEMO, num_kv_blocks=100, logits_processors=[Returns]) as other:
-
-        def outcome(kind):
-            params = SamplingParams(**GREEDY, extra_args={"kind": kind})
-            (out,) = other.generate("Hello", params, use_tqdm=False)[0].outputs
+        def outcome(make):
+            monkeypatch.setattr(Quiet, "apply", lambda self, logits: make(logits))
+            (out,) = llm.generate("Hello", SamplingParams(**GREEDY), use_tqdm=False)[0].outputs
             return out.stop_reason if out.finish_reason == "error" else out.token_ids
 
-        assert outcome("int64") == outcome("float64")
-        assert len(outcome("int64")) == 12
-        for kind, found in (("bool", "torch.bool"), ("None", "NoneType"), ("row", r"\(\d+,\)")):
-            assert re.search(f"the logits processor Returns must return .* got {found}", outcome(kind))
+        whole = outcome(lambda logits: (logits * 8).long())
+        assert whole == outcome(lambda logits: (logits * 8).long().double())
+        assert len(whole) == 12
+        for make, found in (
+            (lambda logits: logits > 0, "torch.bool"),
+            (lambda logits: None, "NoneType"),
+            (lambda logits: logits[0], r"\(\d+,\)"),
+        ):
+            assert re.search(f"the logits processor Quiet must return .* got {found}", outcome(make))
 
 
 @pytest.mark.parametrize(
@@ -329,25 +317,51 @@ def test_batch_updates_keep_every_request_at_an_index(seed):
         }
         before = list(batch.members)
         update = batch.update(rows)
-        assert (update is None) == (before == batch.members)
-        apply_update(held, update, lambda added: added)
+        is_changed = process_dict_updates(held, update, lambda params, *token_ids: token_ids)
+        assert is_changed == (update is not None) == (before != batch.members)
         assert set(batch.members) == set(present)
+        assert held.keys() == set(range(len(present)))
         for index, member in enumerate(batch.members):
-            assert held[index][2] == [7]
-            assert held[index][3] is member.output_ids
+            assert held[index][0] == [7]
+            assert held[index][1] is member.output_ids
             assert member.output_ids == outputs[member], "the list that a processor holds grows"
 
 
-class RaisesForOne(AdapterLogitsProcessor):
+def test_states_are_kept_by_index_where_a_request_needs_one():
+    def odd(params, prompt_ids, output_ids):
+        return prompt_ids[0] if prompt_ids[0] % 2 else None
+
+    states: dict = {}
+    swap, move = MoveDirectionality.SWAP, MoveDirectionality.UNIDIRECTIONAL
+    added = [(index, SamplingParams(), [index + 1], []) for index in range(4)]
+    for update, expected in (
+        (BatchUpdate(4, [], added, []), {0: 1, 2: 3}),
+        (BatchUpdate(4, [], [], [(0, 2, swap), (3, 2, swap)]), {0: 3, 3: 1}),
+        (BatchUpdate(3, [1], [], [(3, 1, move)]), {0: 3, 1: 1}),
+        (BatchUpdate(3, [0], [(0, SamplingParams(), [6], [])], [(2, 1, move)]), {}),
+    ):
+        assert process_dict_updates(states, update, odd)
+        assert states == expected
+    assert not process_dict_updates(states, None, odd)
+    assert not process_dict_updates(states, BatchUpdate(2, [1], [], []), odd)
+
+
+class ByRequest(AdapterLogitsProcessor):
+    """Does to each request what its extra_args say."""
+
     def is_argmax_invariant(self):
         return False
 
     def new_req_logits_processor(self, params):
-        return (lambda output_ids, logits: 1 / 0) if params.extra_args else None
+        made = {None: None, "raise": lambda output_ids, logits: 1 / 0}
+        made["60"] = lambda output_ids, logits: torch.where(torch.arange(len(logits)) == 60, 0.0, -torch.inf)
+        return made[params.extra_args and params.extra_args["do"]]
 
 
-def test_a_function_of_an_adapter_that_raises_fails_only_its_own_request():
-    many = [SamplingParams(max_tokens=3, ignore_eos=True, extra_args=one) for one in ({"a": 1}, None)]
-    with LLM(DEMO, num_kv_blocks=20, logits_processors=[RaisesForOne]) as llm:
-        outputs = llm.generate(["a", "b"], many, use_tqdm=False)
-    assert [output.outputs[0].finish_reason for output in outputs] == ["error", "length"]
+def test_a_function_of_an_adapter_concerns_only_its_own_request():
+    asked = {"do": "raise"}, None, {"do": "60"}
+    params = [SamplingParams(max_tokens=3, ignore_eos=True, extra_args=one) for one in asked]
+    with LLM(DEMO, num_kv_blocks=20, logits_processors=[ByRequest]) as llm:
+        outputs = [output.outputs[0] for output in llm.generate(["a", "b", "c"], params, use_tqdm=False)]
+    assert [output.finish_reason for output in outputs] == ["error", "length", "length"]
+    assert outputs[1].token_ids != outputs[2].token_ids == [60] * 3

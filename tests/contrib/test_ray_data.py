@@ -16,7 +16,7 @@ import torch
 from examples import train_demo as train
 from nanoengine import LLM, SamplingParams
 from nanoengine.contrib.ray_data import ANSWER, Predictor
-from tests.helpers import DEMO
+from tests.helpers import DEMO, failing_calls
 from tests.serving import free_port, http, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -101,30 +101,23 @@ def test_prompts_may_be_token_ids_or_conversations_and_parameters_a_row_s_own(pr
     assert drawn[0] == SamplingParams(max_tokens=8, seed=0)  # the user's own is not touched
 
 
-def failing(predictor, monkeypatch, times):
+def failing(predictor, times):
     """Make the next `times` steps raise."""
-    launch, left = predictor.llm.llm_engine.runner.launch, iter(range(times))
-
-    def sometimes(*args):
-        if next(left, None) is not None:
-            raise RuntimeError("a planted fault")
-        return launch(*args)
-
-    monkeypatch.setattr(predictor.llm.llm_engine.runner, "launch", sometimes)
+    return failing_calls(predictor.llm.llm_engine.runner, "launch", range(times))
 
 
-def test_a_step_that_fails_once_changes_no_answer(predictor, monkeypatch):
+def test_a_step_that_fails_once_changes_no_answer(predictor):
     expected = tokens_of(predictor.llm, PROMPTS)
-    failing(predictor, monkeypatch, 1)
-    assert predictor(table(PROMPTS))["generated_tokens"].to_pylist() == expected
+    with failing(predictor, 1):
+        assert predictor(table(PROMPTS))["generated_tokens"].to_pylist() == expected
 
 
-def test_rows_whose_step_keeps_failing_are_marked_and_the_rest_answered(monkeypatch):
+def test_rows_whose_step_keeps_failing_are_marked_and_the_rest_answered():
     predictor = Predictor(str(DEMO), GREEDY, max_num_seqs=1, **SMALL)
-    failing(predictor, monkeypatch, 2)
-    rows = predictor(table(PROMPTS)).to_pylist()
+    with failing(predictor, 2):
+        rows = predictor(table(PROMPTS)).to_pylist()
     assert [row["prompt"] for row in rows if row["error"]] == [min(PROMPTS)]
-    assert "a planted fault" in next(row["error"] for row in rows if row["error"])
+    assert "flaky" in next(row["error"] for row in rows if row["error"])
     served = [row for row in rows if row["error"] is None]
     assert [row["generated_tokens"] for row in served] == tokens_of(
         predictor.llm, [row["prompt"] for row in served]
@@ -132,9 +125,8 @@ def test_rows_whose_step_keeps_failing_are_marked_and_the_rest_answered(monkeypa
     predictor.llm.close()
 
 
-def test_a_dead_engine_raises_instead_of_marking_every_row(predictor, monkeypatch):
-    failing(predictor, monkeypatch, 10**6)
-    with pytest.raises(RuntimeError, match="a planted fault"):
+def test_a_dead_engine_raises_instead_of_marking_every_row(predictor):
+    with failing(predictor, 10**6), pytest.raises(RuntimeError, match="flaky"):
         predictor(table(PROMPTS))
 
 
@@ -162,13 +154,12 @@ def test_other_batch_formats_and_taken_columns_are_refused(predictor):
 class Watched(Predictor):
     """Writes each engine's number of threads to a file of a directory. May kill itself once."""
 
-    def __init__(self, directory, *args, fatal_step=None, **settings):
+    def __init__(self, directory, *args, fatal_step, **settings):
         super().__init__(*args, **settings)
         self.directory, self.fatal_step = Path(directory), fatal_step
         (self.directory / str(os.getpid())).write_text(str(torch.get_num_threads()))
-        if fatal_step is not None:
-            self.launch, self.num_steps = self.llm.llm_engine.runner.launch, 0
-            self.llm.llm_engine.runner.launch = self.counted
+        self.launch, self.num_steps = self.llm.llm_engine.runner.launch, 0
+        self.llm.llm_engine.runner.launch = self.counted
 
     def counted(self, *args):
         self.num_steps += 1
@@ -222,20 +213,19 @@ def over_the_cluster(ray, items, directory, **settings):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fatal_step", [None, 30])
-def test_two_workers_give_the_tokens_of_one_engine_even_if_one_is_killed(ray, tmp_path, fatal_step):
+def test_two_workers_give_the_tokens_of_one_engine_even_if_one_is_killed(ray, tmp_path):
     chats = questions(120)
     with LLM(str(DEMO), **SMALL) as llm:
         expected = tokens_of(llm, llm.render_chat(chats), SamplingParams(temperature=0, max_tokens=40))
     items = [{"key": key, "prompt": chat} for key, chat in enumerate(chats)]
     items.insert(60, {"key": -1, "prompt": []})
-    failed, *rows = over_the_cluster(ray, items, tmp_path, fatal_step=fatal_step)
+    failed, *rows = over_the_cluster(ray, items, tmp_path, fatal_step=30)
     assert "empty" in failed["error"]
     assert [row["key"] for row in rows] == list(range(120))
     assert [row["generated_tokens"] for row in rows] == expected
     engines = {path.name: path.read_text() for path in tmp_path.glob("[0-9]*")}
-    assert len(engines) == (2 if fatal_step is None else 3)
-    assert (tmp_path / "killed").exists() == (fatal_step is not None)
+    assert len(engines) == 3  # the killed one was replaced
+    assert (tmp_path / "killed").exists()
     assert set(engines.values()) == {"1"}  # threads
     assert {str(row["engine"]) for row in rows} <= engines.keys()
     assert len({row["engine"] for row in rows}) >= 2

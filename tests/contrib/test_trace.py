@@ -15,10 +15,8 @@ from hypothesis.stateful import invariant
 from nanoengine import LLM, SamplingParams
 from nanoengine.contrib import trace, viewer
 from nanoengine.contrib.trace import Tracer
-from nanoengine.engine import Scheduler
 from nanoengine.extensions.speculate import DraftingScheduler
-from nanoengine.extensions.windows import WindowedBlockManager
-from tests.helpers import DEMO, checkpoint, make_scheduler, make_sequence, run_step
+from tests.helpers import DEMO, make_scheduler, make_sequence, run_step
 from tests.laws import chain, tables_of
 from tests.test_scheduling_machine import BRIEFLY, CoreMachine, ExtendedMachine
 
@@ -360,76 +358,6 @@ def test_a_preemption_names_the_sequence_that_needed_the_block():
         change("schedule", num_tokens=1, chunks=[chunk]),
         change("tokens", of_step=2, tokens=[{"seq": 0, "token_ids": [9], "num_accepted": 0}], discarded=[]),
     ]
-
-
-def test_an_admission_names_hits_that_were_free_and_blocks_whose_content_was_lost():
-    """Blocks of 2, 4 of them. 0 has ended; 1 begins like it; 2 is 0's first block and no more."""
-    scheduler = make_scheduler(num_blocks=4, block_size=2)
-    scheduler.add(make_sequence(0, [1, 2, 3, 4, 5, 6, 7, 8], max_tokens=1))
-    (first,) = steps_of(scheduler, 9)
-    assert first[-1] == change("free", seq=0, why="length", for_seq=None, freed=[4, 3, 2, 1], shared=[])
-    scheduler.add(make_sequence(1, [1, 2, 3, 4, 6]))
-    scheduler.add(make_sequence(2, [1, 2]))
-    ((one, two, _, _),) = steps_of(scheduler, 9)
-    lost = {"revived": [1, 2], "taken": [[4]], "evicted": [4]}
-    assert one == change("admit", seq=1, hits=[[1, 2]], **lost, num_computed_tokens=4)
-    # A full hit, on a block that 1 holds: one token is computed all the same, and no free block is used.
-    nothing = {"revived": [], "taken": [[]], "evicted": []}
-    assert two == change("admit", seq=2, hits=[[1]], **nothing, num_computed_tokens=1)
-
-
-def test_blocks_that_leave_a_window_are_recorded_before_those_that_replace_them():
-    """WindowedBlockManager's example, after a group that sees all: blocks of 2, a window of 3, steps of 4."""
-    events: list = []
-    blocks = WindowedBlockManager(20, 2, windows=(None, 3), max_chunk_tokens=4)
-    scheduler = Scheduler(blocks, max_num_batched_tokens=4)
-    tracer = Tracer(scheduler, events.append)
-    scheduler.add(make_sequence(0, [*range(11)]))
-    for _ in range(3):
-        run_step(scheduler, 9)
-        tracer.end_step()
-    start, first, second, third = events
-    assert start["windows"] == [None, 3]
-    assert first["changes"][1]["taken"] == [[1, 2, 3, 4, 5, 6], [7, 8, 9]]
-    skip, append = second["changes"][:2]
-    assert skip == change("skip", seq=0, freed=[7], shared=[])
-    assert append == change("append", seq=0, taken=[[], [10]], evicted=[])
-    assert third["changes"][0] == change("skip", seq=0, freed=[9, 8], shared=[])
-    assert third["block_tables"] == [{"seq": 0, "tables": [[1, 2, 3, 4, 5, 6], [0, 0, 0, 10, 11, 12]]}]
-
-
-def test_drafts_are_recorded_with_their_tokens_and_how_many_were_accepted():
-    scheduler = make_scheduler(
-        num_blocks=4, block_size=4, scheduler=DraftingScheduler, propose=lambda seq, num_tokens: [9, 9, 5]
-    )
-    scheduler.add(make_sequence(0, [1, 2]))
-    _, second = steps_of(scheduler, 9, 9)
-    _, schedule, tokens, register = second
-    assert [(one["start"], one["draft"]) for one in schedule["chunks"]] == [(2, None), (3, 9), (4, 9), (5, 5)]
-    assert tokens["tokens"] == [{"seq": 0, "token_ids": [9, 9, 9], "num_accepted": 2}]
-    assert register == change("register", seq=0, first=0, blocks=[[1]], prefix_ids=[1])
-    assert second[0] == change("append", seq=0, taken=[[2]], evicted=[])
-
-
-def test_a_real_engine_with_windows_and_drafts_replays(tmp_path_factory):
-    path, _ = checkpoint("qwen2 sliding from layer 1", tmp_path_factory)
-    prompts = [[5, 6, 7, 8] * 12, [5, 6, 7, 8] * 12, [9, 8] * 20]
-    replay, changes = Replay(), []
-    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
-    sizes = {"num_kv_blocks": 34, "block_size": 4, "max_num_batched_tokens": 16}
-
-    def take(event):
-        replay.take(event)
-        changes.extend(event.get("changes", []))
-
-    with LLM(str(path), **sizes, speculative_config=ngram, trace=take) as llm:
-        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=30), use_tqdm=False)
-        compare(replay, llm.scheduler)
-        assert llm.metrics()["spec_decode_num_accepted_tokens"] == replay.num_accepted > 0
-    assert {"skip", "append", "register"} <= {one["change"] for one in changes}
-    assert replay.start["windows"] == [None, 24]
-    for seq, output in enumerate(outputs):
-        assert replay.tokens[seq] == output.prompt_token_ids + output.outputs[0].token_ids
 
 
 def test_a_failed_step_is_in_the_trace_with_its_reason(tmp_path, monkeypatch):

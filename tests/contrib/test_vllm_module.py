@@ -4,24 +4,17 @@
 """
 
 import argparse
-import asyncio
 import importlib
 import importlib.metadata
 import os
-import random
 import subprocess
 import sys
 from importlib.util import find_spec
 
 import pytest
-import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from nanoengine import LLM, compat
 from nanoengine.contrib import vllm_module
-from nanoengine.contrib.processors import BatchUpdate, MoveDirectionality, process_dict_updates
-from nanoengine.sampling_params import SamplingParams
 from tests.helpers import DEMO, byte_tokenizer, chain_checkpoint
 
 ROOT = DEMO.parent.parent
@@ -230,8 +223,8 @@ def test_command_line_settings_take_effect_or_are_refused_by_name(vllm_installed
 # ---- vLLM's examples ----
 
 
-def run_generate(argv):
-    """Run generate.py and chat.py: flags in a group, and parameters that flags change."""
+def test_the_generate_example(vllm_installed, alphabet):
+    """Flags in a group, and parameters that flags change."""
     from vllm import LLM, EngineArgs
     from vllm.utils import FlexibleArgumentParser
 
@@ -239,134 +232,16 @@ def run_generate(argv):
     engine_group = parser.add_argument_group("Engine arguments")
     EngineArgs.add_cli_args(engine_group)
     engine_group.set_defaults(model="another/model")
-    sampling_group = parser.add_argument_group("Sampling parameters")
-    sampling_group.add_argument("--max-tokens", type=int)
-    sampling_group.add_argument("--temperature", type=float)
-    args = vars(parser.parse_args(argv))
-    asked = {name: args.pop(name) for name in ("max_tokens", "temperature")}
+    parser.add_argument_group("Sampling parameters").add_argument("--max-tokens", type=int)
+    args = vars(parser.parse_args(["--model", alphabet, "--max-tokens", "3"]))
+    max_tokens = args.pop("max_tokens")
     llm = LLM(**args)
     params = llm.get_default_sampling_params()
-    for name, value in asked.items():
-        if value is not None:
-            setattr(params, name, value)
-    return llm, params
-
-
-def test_the_basic_and_generate_examples(vllm_installed, alphabet):
-    llm, params = run_generate(["--model", alphabet, "--max-tokens", "3", "--temperature", "0"])
+    params.max_tokens, params.temperature = max_tokens, 0
     outputs = llm.generate(PROMPTS, params)
     llm.shutdown()
     assert [output.prompt for output in outputs] == PROMPTS
     assert [output.outputs[0].text for output in outputs] == ["tuv", "ghi", "def", "\x00" * 3]
-
-
-def test_the_chat_example(vllm_installed, alphabet):
-    llm, params = run_generate(["--model", alphabet, "--max-tokens", "4"])
-    conversation = [{"role": "system", "content": "You help."}, {"role": "user", "content": "Hello"}]
-    outputs = llm.chat(conversation, params, use_tqdm=False)
-    outputs += llm.chat([conversation] * 3, params, use_tqdm=True)
-    outputs += llm.chat([conversation], params, use_tqdm=False, chat_template="x")
-    llm.shutdown()
-    assert [output.outputs[0].text for output in outputs] == ["bcde"] * 4 + ["yzab"]
-
-
-def test_the_async_streaming_example(vllm_installed, alphabet):
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.sampling_params import RequestOutputKind, SamplingParams
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    async def main():
-        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=alphabet, enforce_eager=True))
-        said = []
-        try:
-            for number, prompt in enumerate(PROMPTS[:3]):
-                params = SamplingParams(max_tokens=9, seed=42, output_kind=RequestOutputKind.DELTA)
-                pieces = []
-                async for output in engine.generate(
-                    request_id=f"stream-{number}", prompt=prompt, sampling_params=params
-                ):
-                    pieces += [completion.text for completion in output.outputs]
-                    if output.finished:
-                        break
-                said.append("".join(pieces))
-        finally:
-            engine.shutdown()
-        return said
-
-    assert asyncio.run(main()) == ["tuvwxyzab", "ghijklmno", "defghijkl"]
-
-
-def test_the_structured_outputs_example(vllm_installed, alphabet):
-    from vllm import LLM, SamplingParams
-    from vllm.sampling_params import StructuredOutputsParams
-
-    regex = StructuredOutputsParams(regex=r"\w+@\w+\.com\n")
-    bias = {ord("@"): 20.0, ord("."): 20.0}
-    params = SamplingParams(structured_outputs=regex, max_tokens=50, stop=["\n"], logit_bias=bias)
-    llm = LLM(model=alphabet, max_model_len=200)
-    answer = llm.generate("Classify this: ", sampling_params=params)[0].outputs[0].text
-    llm.shutdown()
-    assert answer.endswith(".com")
-
-
-@pytest.mark.parametrize("kind", ["request", "request, if its engine is on a GPU"])
-def test_the_logits_processor_examples(kind, vllm_installed, alphabet):
-    """Half of the requests name a token, and get nothing else."""
-    from vllm import LLM, SamplingParams
-    from vllm.config import VllmConfig
-    from vllm.v1.sample.logits_processor import AdapterLogitsProcessor, RequestLogitsProcessor
-
-    def target(params: SamplingParams):
-        token_id = params.extra_args and params.extra_args.get("target_token")
-        if token_id is not None and not isinstance(token_id, int):
-            raise ValueError(f"target_token {token_id} is not an int")
-        return token_id
-
-    class OfRequest(AdapterLogitsProcessor):
-        @classmethod
-        def validate_params(cls, params: SamplingParams):
-            target(params)
-
-        def is_argmax_invariant(self) -> bool:
-            return False
-
-        def new_req_logits_processor(self, params: SamplingParams) -> RequestLogitsProcessor | None:
-            token_id = target(params)
-            if token_id is None:
-                return None
-
-            def keep(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-                kept = logits[token_id].item()
-                logits[:] = float("-inf")
-                logits[token_id] = kept
-                return logits
-
-            return keep
-
-    class OnGPU(OfRequest):
-        def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool):
-            super().__init__(vllm_config, device, is_pin_memory)
-            self.is_cuda = device.type == "cuda"
-
-        def new_req_logits_processor(self, params: SamplingParams) -> RequestLogitsProcessor | None:
-            return super().new_req_logits_processor(params) if self.is_cuda else None
-
-    made = OfRequest if kind == "request" else OnGPU
-    greedy = {"temperature": 0.0, "max_tokens": 4}
-    params = [
-        SamplingParams(**greedy, extra_args={"target_token": ord("!")}),
-        SamplingParams(**greedy),
-        SamplingParams(**greedy, extra_args={"target_token": ord("?")}),
-        SamplingParams(**greedy),
-    ]
-    llm = LLM(model=alphabet, logits_processors=[made], device="cpu")
-    texts = [output.outputs[0].text for output in llm.generate(["a", "b", "c", "d"], params)]
-    with pytest.raises(ValueError, match="target_token x is not an int"):
-        llm.generate("a", SamplingParams(extra_args={"target_token": "x"}))
-    llm.shutdown()
-    assert texts == (["bcde"] if made is OnGPU else ["!!!!"]) + ["cdef"] + (
-        ["defg"] if made is OnGPU else ["????"]
-    ) + ["efgh"]
 
 
 def test_the_embed_and_score_examples(vllm_installed, capsys):
@@ -411,40 +286,3 @@ def test_the_llm_engine_example(vllm_installed, babbler):
         finished += [output for output in engine.step() if output.finished]
     engine.shutdown()
     assert {output.request_id: len(output.outputs) for output in finished} == {"0": 1, "1": 1, "2": 2}
-
-
-# ---- states of requests, by their index ----
-
-
-@settings(max_examples=20, deadline=None)
-@given(st.randoms(use_true_random=False))
-def test_per_request_state_follows_requests_through_a_batch(rng: random.Random):
-    """Against a list of who stands where; every other request needs no state."""
-
-    def odd(params, prompt_ids, output_ids):
-        return str(prompt_ids[0]) if prompt_ids[0] % 2 else None
-
-    batch: list[int | None] = [None] * 6
-    states: dict[int, str] = {}
-    names = iter(range(1, 1000))
-    for _ in range(12):
-        before = dict(states)
-        removed = [i for i, one in enumerate(batch) if one is not None and rng.random() < 0.3]
-        for index in removed:
-            batch[index] = None
-        added: list = []
-        for index in [i for i, one in enumerate(batch) if one is None and rng.random() < 0.5]:
-            batch[index] = next(names)
-            added.append((index, SamplingParams(), [batch[index]], []))
-        moved = []
-        for _ in range(rng.randrange(3)):
-            source, target = rng.sample(range(6), 2)
-            how = rng.choice(list(MoveDirectionality))
-            batch[target], there = batch[source], batch[target]
-            batch[source] = there if how is MoveDirectionality.SWAP else None
-            moved.append((source, target, how))
-        update = BatchUpdate(6, removed, added, moved)
-        changed = process_dict_updates(states, update, odd)
-        assert states == {i: str(one) for i, one in enumerate(batch) if one is not None and one % 2}
-        assert changed == (states != before)
-    assert not process_dict_updates(states, None, lambda *_: None)
