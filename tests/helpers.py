@@ -57,6 +57,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+MSCALE = {"mscale": 1.3, "mscale_all_dim": 0.6, "beta_fast": 20.0, "beta_slow": 0.5}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 
 # name -> (architecture, changes to TINY)
@@ -77,18 +78,7 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
     "llama3 rope": ("Llama", {"rope_parameters": LLAMA3}),
     "llama linear rope": ("Llama", {"rope_parameters": LINEAR}),
     "llama yarn rope": ("Llama", {"rope_parameters": YARN}),
-    "llama yarn rope with mscale": (
-        "Llama",
-        {
-            "rope_parameters": {
-                **YARN,
-                "mscale": 1.3,
-                "mscale_all_dim": 0.6,
-                "beta_fast": 20.0,
-                "beta_slow": 0.5,
-            }
-        },
-    ),
+    "llama yarn rope with mscale": ("Llama", {"rope_parameters": {**YARN, **MSCALE}}),
     "llama odd sizes": (
         "Llama",
         {"hidden_size": 60, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 22},
@@ -112,7 +102,11 @@ GEMMA3N: dict[str, Any] = {
     "num_kv_shared_layers": 2,  # the last two attend to the keys and values of the first two
 }
 GEMMA4: dict[str, Any] = {**GEMMA3N, "global_head_dim": 32}
+GRANITE = {"embedding_multiplier": 3.0, "logits_scaling": 2.0}
+GRANITE |= {"residual_multiplier": 0.7, "attention_multiplier": 0.1}
 MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+IN_GROUPS = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}  # experts
+LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16}
 # The same for those that go through transformers' own code: name -> (config class, changes to TINY)
 HF_ARCHITECTURES: dict[str, tuple[str, dict]] = {
     "gemma": ("Gemma", {"head_dim": 16}),
@@ -123,15 +117,7 @@ HF_ARCHITECTURES: dict[str, tuple[str, dict]] = {
     "olmo": ("Olmo", {"clip_qkv": 1.5}),
     "olmo2": ("Olmo2", {}),
     "olmo3": ("Olmo3", ALTERNATING),
-    "granite": (
-        "Granite",
-        {
-            "embedding_multiplier": 3.0,
-            "logits_scaling": 2.0,
-            "residual_multiplier": 0.7,
-            "attention_multiplier": 0.1,
-        },
-    ),
+    "granite": ("Granite", GRANITE),
     "cohere": ("Cohere", {"logit_scale": 0.3, "use_qk_norm": True}),
     "cohere2": ("Cohere2", ALTERNATING),
     "stablelm": ("StableLm", {"use_qkv_bias": True}),
@@ -158,19 +144,7 @@ HF_ARCHITECTURES: dict[str, tuple[str, dict]] = {
     "granite-moe": ("GraniteMoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "deepseek-v3": (
         "DeepseekV3",
-        {
-            **MOE,
-            "num_key_value_heads": 4,
-            "n_routed_experts": 4,
-            "n_group": 2,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
-            "q_lora_rank": 24,
-            "kv_lora_rank": 16,
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 16,
-            "v_head_dim": 12,
-        },
+        {**MOE, **IN_GROUPS, **LATENT, "num_key_value_heads": 4, "v_head_dim": 12},
     ),
     "persimmon": ("Persimmon", {}),
     "exaone4": ("Exaone4", ALTERNATING),
@@ -204,9 +178,14 @@ def hf_model(name: str) -> Any:
     # Eager, since it alone computes soft-capping and sinks. Falcon's adds ALiBi twice.
     attention = "sdpa" if family == "Falcon" else "eager"
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+    return with_random_norms(model)
+
+
+def with_random_norms(model: Any) -> Any:
+    """Change a new model's norms and biases, which are all 1 or 0."""
     with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            if key.endswith("norm.weight") or key.endswith(".bias"):
+        for name, parameter in model.named_parameters():
+            if name.endswith(("norm.weight", ".bias")):
                 parameter.add_(torch.randn_like(parameter) * 0.2)
     return model
 
@@ -284,19 +263,11 @@ VARIED_SETTINGS: dict[str, dict[str, Any]] = {
     "roomy": {"num_kv_blocks": 200, "block_size": 8},
     "with preemption": {"num_kv_blocks": 24, "block_size": 4, "max_num_seqs": 9},
     "in chunks": {"num_kv_blocks": 90, "block_size": 1, "max_num_batched_tokens": 5},
-    "without cache": {
-        "num_kv_blocks": 60,
-        "block_size": 3,
-        "enable_prefix_caching": False,
-        "max_num_seqs": 3,
-    },
-    "by priority": {
-        "num_kv_blocks": 30,
-        "block_size": 4,
-        "scheduling_policy": "priority",
-        "max_model_len": 50,
-    },
+    "without cache": {"num_kv_blocks": 60, "block_size": 3, "max_num_seqs": 3},
+    "by priority": {"num_kv_blocks": 30, "block_size": 4, "max_model_len": 50},
 }
+VARIED_SETTINGS["without cache"]["enable_prefix_caching"] = False
+VARIED_SETTINGS["by priority"]["scheduling_policy"] = "priority"
 
 
 def random_params(rng: random.Random) -> SamplingParams:

@@ -19,7 +19,17 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from nanoengine.models.checkpoint import open_checkpoint
 from nanoengine.models.files import UnsupportedModelError
 from nanoengine.models.hf_config import language_part
-from tests.helpers import GEMMA, GEMMA3N, GEMMA4, TINY, check_served, composite_of
+from tests.helpers import (
+    GEMMA,
+    GEMMA3N,
+    GEMMA4,
+    IN_GROUPS,
+    LATENT,
+    TINY,
+    check_served,
+    composite_of,
+    with_random_norms,
+)
 
 PAGE = Path(__file__).parent.parent / "docs" / "guide" / "models.md"
 MARKS = "<!-- models -->\n", "<!-- end of models -->\n"
@@ -38,15 +48,9 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
     "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "head_dim": 16,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
+    **IN_GROUPS,
+    **LATENT,
+    **dict.fromkeys(("head_dim", "v_head_dim"), 16),
     "unpadded_vocab_size": TINY["vocab_size"],
     "is_decoder": True,
 }
@@ -168,12 +172,7 @@ def small_model(config: Any) -> Any:
     if num_parameters > MAX_PARAMETERS:
         raise UnsupportedModelError("is not supported: not tested, because it cannot be made small")
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith(("norm.weight", ".bias")):
-                parameter.add_(torch.randn_like(parameter) * 0.2)
-    return model
+    return with_random_norms(AutoModelForCausalLM.from_config(config).eval())
 
 
 def outcome(model_type: str) -> str:

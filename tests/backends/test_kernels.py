@@ -398,16 +398,10 @@ LENGTHS = [(1, 1), (1, 40), (7, 7), (5, 33), (1, 300), (16, 16), (1, 17), (50, 9
 def layer_and_inputs(dtype, lengths, head_dim, has_bias=False, has_norms=True, bits=(0, 0), window=None):
     """Return a packed layer, its inputs, the cache, and a batch's metadata."""
     config = DecoderConfig(
-        **{
-            "vocab_size": 1,
-            "hidden_size": 48,
-            "intermediate_size": 80,
-            "num_layers": 1,
-            "rms_norm_eps": 1e-3,
-        },
+        **{"vocab_size": 1, "hidden_size": 48, "intermediate_size": 80, "num_layers": 1},
         **{"num_heads": 4, "num_kv_heads": 2, "head_dim": head_dim, "qk_norm": has_norms, "rope": {}},
         **dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias"), has_bias),
-        **{"windows": (window,), "tie_word_embeddings": False},
+        **{"windows": (window,), "tie_word_embeddings": False, "rms_norm_eps": 1e-3},
     )
     layer, num_tokens = DecoderLayer(config, window), sum(new for new, _ in lengths)
     shapes = [(num_tokens, 48)] * 2, [(num_tokens, 1, head_dim)] * 2, [(90, 8, 2, head_dim)] * 2

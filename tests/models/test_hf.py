@@ -3,6 +3,7 @@
 import copy
 import json
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,8 @@ from tests.helpers import (
     GEMMA3N,
     GEMMA4,
     HF_ARCHITECTURES,
+    IN_GROUPS,
+    LATENT,
     MOE,
     TINY,
     WINDOW,
@@ -199,34 +202,20 @@ def test_an_unsupported_model_is_refused_with_the_reason(family, changes, reason
         LLM(str(tmp_path), load_format="dummy", num_kv_blocks=4)
 
 
-VISION = {
-    "hidden_size": 64,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 28,
-    "patch_size": 14,
-    "depth": 1,
-    "embed_dim": 64,
-    "num_heads": 2,
-    "out_hidden_size": 64,
-    "fullatt_block_indexes": [0],
-    "deepstack_visual_indexes": [0],
-}
+VISION: dict[str, Any] = dict.fromkeys(("hidden_size", "embed_dim", "out_hidden_size"), 64)
+VISION |= {"num_hidden_layers": 1, "depth": 1, "num_attention_heads": 2, "num_heads": 2}
+VISION |= {"intermediate_size": 32, "image_size": 28, "patch_size": 14}
+VISION |= {"fullatt_block_indexes": [0], "deepstack_visual_indexes": [0]}
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
 SIGLIP = {"model_type": "siglip_vision_model"}
 COHERE2 = {"model_type": "cohere2", **ALTERNATING}
 GLM_ROPE = {**MROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
-EXPERTS = {**MOE, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+EXPERTS = {**MOE, **IN_GROUPS}
 GLM4V_MOE = {**EXPERTS, "head_dim": 16, "rope_parameters": GLM_ROPE}
 MISTRAL4 = {
     **EXPERTS,
-    "num_key_value_heads": 4,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
+    **LATENT,
+    **{"num_key_value_heads": 4, "v_head_dim": 16},
     "rope_parameters": {
         **YARN,
         "original_max_position_embeddings": 16,  # beyond which queries are scaled by their positions

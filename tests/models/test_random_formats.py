@@ -20,7 +20,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from nanoengine import LLM, SamplingParams
-from tests.helpers import TINY, random_prompts
+from tests.helpers import TINY, random_prompts, with_random_norms
 from tests.models import test_formats as formats
 
 NUM_CASES = int(os.environ.get("CASES", 240))
@@ -91,11 +91,7 @@ class Case:
             settings["sliding_window"] = None if self.container == "gguf" else rng.choice([None, 8])
         config = getattr(transformers, f"{self.family}Config")(**settings)
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if name.endswith(("norm.weight", ".bias")):
-                    parameter.add_(torch.randn_like(parameter) * 0.2)
-        return model
+        return with_random_norms(model)
 
     def _write_gguf(self, path):
         blocks = {kind: gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0] for kind in KINDS}
