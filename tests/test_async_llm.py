@@ -72,12 +72,6 @@ def collect_all(engine, prompts, params=GREEDY, name="r"):
 
 
 @with_engine
-async def test_many_coroutines_get_the_tokens_of_generate(engine, prompts, tokens):
-    for params in (GREEDY, DELTA):
-        assert await collect_all(engine, prompts, params) == tokens
-
-
-@with_engine
 async def test_outputs_of_a_step_reach_an_event_loop_in_one_call(engine, prompts, tokens):
     loop, calls = asyncio.get_running_loop(), []
     send = loop.call_soon_threadsafe

@@ -3,12 +3,10 @@
 `python tests/fetch_model.py` fetches the file.
 """
 
-import json
 import pydoc_data.topics
 import subprocess
 import sys
 
-import jsonschema
 import openai
 import pytest
 import torch
@@ -82,29 +80,6 @@ def test_tokens_and_the_template_are_those_of_transformers(llm):
     rendered = ours.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     assert rendered == theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     assert rendered.endswith("What is the capital of France?<|im_end|>\n<|im_start|>assistant\n")
-
-
-def test_answers_with_a_json_schema_validate_at_temperature_1(llm):
-    schema = {
-        "type": "object",
-        "properties": {
-            "city": {"type": "string", "maxLength": 20},
-            "size": {"enum": ["small", "large"]},
-            "rank": {"type": "integer", "minimum": 1, "maximum": 99},
-            "is_capital": {"type": "boolean"},
-        },
-        "required": ["city", "size", "rank", "is_capital"],
-        "additionalProperties": False,
-    }
-    params = [
-        SamplingParams(temperature=1, seed=seed, max_tokens=300, structured_outputs={"json": schema})
-        for seed in range(30)
-    ]
-    outputs = llm.chat([QUESTION] * 30, params, use_tqdm=False)
-    for output in outputs:
-        assert output.outputs[0].finish_reason == "stop"
-        jsonschema.validate(json.loads(output.outputs[0].text), schema)
-    assert len({output.outputs[0].text for output in outputs}) > 5
 
 
 def test_chat_and_server_give_the_answer_of_the_engine(tmp_path):

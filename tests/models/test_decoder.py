@@ -95,17 +95,6 @@ def test_packing_the_weights_for_the_cpu_changes_no_result(name, tmp_path_factor
         assert layouts[0] is PackedLinear
 
 
-def test_a_tied_embedding_is_read_from_the_packed_head(tmp_path_factory):
-    path, reference = checkpoint("qwen3 tied, one kv head", tmp_path_factory)
-    with LLM(str(path), dtype="bfloat16", num_kv_blocks=20) as llm:
-        model = llm.llm_engine.runner.model
-        if not isinstance(model.lm_head, PackedLinear):
-            pytest.skip("the head is not packed by our kernels here")
-        assert not any(name.startswith("embed") for name, _ in model.named_parameters())
-        ids = torch.tensor([0, 5, 5, reference.config.vocab_size - 1])
-        assert torch.equal(model.embed_tokens(ids), reference.get_input_embeddings().weight[ids].bfloat16())
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

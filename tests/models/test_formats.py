@@ -604,6 +604,8 @@ def test_gguf_file_has_its_own_tokenizer_chat_template_and_eos(tmp_path):
         assert ours.chat_template == tokenizer.chat_template
         assert llm.llm_engine.checkpoint.eos_token_ids == (tokenizer.eos_token_id,)
         output = llm.chat([{"role": "user", "content": "Hello"}], GREEDY, use_tqdm=False)[0]
+        asked = SamplingParams(structured_outputs={"regex": "the the [0-9]{3}"})
+        assert re.fullmatch("the the [0-9]{3}", llm.generate("a", asked, use_tqdm=False)[0].outputs[0].text)
     said = output.outputs[0].token_ids
     assert said == greedy(model, output.prompt_token_ids, 12)[: len(said)]
     whole = ours.decode(said, skip_special_tokens=True)

@@ -80,19 +80,6 @@ def tokenizer_of(path, vocabulary, pre, **fields):
     return load_byte_level(GGUFFile(tokenizer_file(path, vocabulary, pre, **fields)))
 
 
-def test_smollm_pre_tokenizer_splits_digits_first(vocabulary, tmp_path):
-    tokenizer = tokenizer_of(tmp_path / "model.gguf", vocabulary, "smollm")
-    expected = tokenizers.Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-    digits = pre_tokenizers.Digits(individual_digits=True)
-    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    expected.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
-    for text in texts(500):
-        assert tokenizer(text).input_ids == expected.encode(text).ids, text
-        assert tokenizer.decode(tokenizer(text).input_ids) == text
-    expected.pre_tokenizer = words
-    assert sum(tokenizer(text).input_ids != expected.encode(text).ids for text in texts(500)) > 100
-
-
 TEXT = "Don't 12345 fooBar  \n\n日本"
 SPLIT = {
     "gpt-2": "Don|'t| 12345| fooBar|  \n|\n|日本",
