@@ -43,7 +43,7 @@ def test_running_sequences_are_served_before_waiting_ones_are_admitted():
         assert chunks_of(batch)[0] == (0, arrival + 1, arrival + 2)  # it gets its token anyway
         assert batch.num_tokens == 5
     scheduler.max_num_batched_tokens = 2  # fewer than run
-    assert [(seq_id, end - start) for seq_id, start, end in chunks_of(run_step(scheduler))] == [(0, 1), (1, 1)]
+    assert [(i, end - start) for i, start, end in chunks_of(run_step(scheduler))] == [(0, 1), (1, 1)]
 
 
 def test_the_long_prefill_threshold_caps_each_sequence():
