@@ -2,6 +2,8 @@
 
 import random
 
+import pytest
+
 from nanoengine.engine import BlockManager
 from tests.helpers import Lines, admit, make_sequence
 from tests.laws import check_blocks
@@ -96,26 +98,17 @@ def test_tails_are_evicted_before_prefixes():
     assert [b.block_id for b in manager.find_prefix(make_sequence(2, list(range(12))))] == [1, 2]
 
 
-def test_the_least_recently_used_prefix_is_evicted_first():
+@pytest.mark.parametrize(("second", "hits_the_first"), [([2] * 4, True), ([2] * 3, False)])
+def test_a_block_that_is_not_full_or_was_hit_longer_ago_is_reused_first(second, hits_the_first):
     manager = manager_of(num_blocks=2)
-    old, new = make_sequence(0, [1] * 4), make_sequence(1, [2] * 4)
-    for seq in (old, new):
+    seqs = make_sequence(0, [1] * 4), make_sequence(1, second)
+    for seq in seqs:
         compute(manager, seq)
-    manager.free(old)
-    manager.free(new)
-    hit = make_sequence(2, [1] * 4)  # touches the old one, which makes it the recent one
-    admit(manager, hit)
-    manager.free(hit)
-    assert admit(manager, make_sequence(3, [9])) == [2]
-
-
-def test_unregistered_blocks_are_reused_before_registered_ones():
-    manager = manager_of(num_blocks=2)
-    cached, partial = make_sequence(0, [1] * 4), make_sequence(1, [2] * 3)
-    for seq in (cached, partial):
-        compute(manager, seq)
-    manager.free(cached)
-    manager.free(partial)
+    for seq in seqs:
+        manager.free(seq)
+    if hits_the_first:
+        admit(manager, seqs[0])
+        manager.free(seqs[0])
     assert admit(manager, make_sequence(2, [9])) == [2]
 
 

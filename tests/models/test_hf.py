@@ -10,9 +10,10 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.models import hf
+from nanoengine.models import hf, hf_config
 from nanoengine.models.eager import _slopes_of, alibi_slopes
 from nanoengine.models.files import UnsupportedModelError
 from nanoengine.models.hf import HFModel, _Waits
@@ -207,8 +208,6 @@ VISION |= {"num_hidden_layers": 1, "depth": 1, "num_attention_heads": 2, "num_he
 VISION |= {"intermediate_size": 32, "image_size": 28, "patch_size": 14}
 VISION |= {"fullatt_block_indexes": [0], "deepstack_visual_indexes": [0]}
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
-SIGLIP = {"model_type": "siglip_vision_model"}
-COHERE2 = {"model_type": "cohere2", **ALTERNATING}
 GLM_ROPE = {**MROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
 EXPERTS = {**MOE, **IN_GROUPS}
 GLM4V_MOE = {**EXPERTS, "head_dim": 16, "rope_parameters": GLM_ROPE}
@@ -240,19 +239,16 @@ WITH_IMAGES = [
     ("Qwen2_5_VL", {"rope_parameters": MROPE}, {}, "nanoengine's"),
     ("Qwen3VL", {"head_dim": 16, **INTERLEAVED}, {}, "nanoengine's"),
 ]
-WITH_IMAGES_SLOW = [
-    ("Gemma4Unified", {**GEMMA, **GEMMA4}, {}, "transformers'"),
-    ("LlavaNext", {"model_type": "llama"}, {"model_type": "clip_vision_model"}, "nanoengine's"),
-    ("Idefics3", {"model_type": "llama"}, {}, "nanoengine's"),
-    ("LlavaOnevision", {"model_type": "qwen2"}, SIGLIP, "nanoengine's"),
-    ("AyaVision", COHERE2, SIGLIP, "transformers'"),
-    ("Cohere2Vision", COHERE2, SIGLIP, "transformers'"),
-    ("Exaone4_5_", {"model_type": "exaone4", **ALTERNATING}, {}, "transformers'"),
+WITH_IMAGES_SLOW = [  # the others of `WITH_CAUSAL_LM` are laid out like one of those above
     ("Glm4v", {"rope_parameters": GLM_ROPE}, {}, "transformers'"),
     ("Glm4vMoe", GLM4V_MOE, {}, "transformers'"),
     ("Mistral3", {"model_type": "mistral4", **MISTRAL4}, {"model_type": "pixtral"}, "transformers'"),
     ("Qwen3VLMoe", {**QWEN3_VL_MOE, **INTERLEAVED}, {}, "transformers'"),
 ]
+
+
+def test_multimodal_models_have_the_names_of_transformers():
+    assert {*hf_config.WITH_CAUSAL_LM, *hf_config.LANGUAGE_PARTS} <= {*CONFIG_MAPPING.keys()}
 
 
 @pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
