@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import openai
@@ -164,11 +165,8 @@ class Watched(Predictor):
     def counted(self, *args):
         self.num_steps += 1
         if self.num_steps == self.fatal_step:
-            try:
+            with suppress(FileExistsError):
                 (self.directory / "killed").touch(exist_ok=False)
-            except FileExistsError:
-                pass
-            else:
                 os.kill(os.getpid(), signal.SIGKILL)
         return self.launch(*args)
 

@@ -48,24 +48,21 @@ def check_replaced(name, tmp_path_factory, tmp_path, one_by_one=False, **setting
         assert answers(llm) == wanted  # from the prefix cache, too
 
 
-@pytest.mark.parametrize("one_by_one", [False, True])
+ROUNDED = "qwen3", "qwen3 tied, one kv head", "gemma3", "mixtral"
+OTHERS = "llama with biases", "llama odd sizes", "phi3", "gpt2", "gpt-oss", "deepseek-v3", "falcon new"
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    "name",
-    ["qwen3", "qwen3 tied, one kv head", "llama with biases", "llama odd sizes", "gemma3", "phi3", "gpt2",
-     "mixtral", "gpt-oss", "deepseek-v3", "falcon new"],
-)  # fmt: skip
+    ("name", "settings"),
+    [
+        *((name, {"one_by_one": each}) for name in ROUNDED + OTHERS for each in (False, True)),
+        *((name, {"quantization": bits}) for name in ROUNDED for bits in ("int8", "int4")),
+    ],
+)
 @pytest.mark.slow
-def test_new_weights_give_the_answers_of_loaded_ones(name, dtype, one_by_one, tmp_path_factory, tmp_path):
-    check_replaced(name, tmp_path_factory, tmp_path, one_by_one, dtype=dtype)
-
-
-@pytest.mark.parametrize("bits", ["int8", "int4"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["qwen3", "qwen3 tied, one kv head", "gemma3", "mixtral"])
-@pytest.mark.slow
-def test_new_weights_are_rounded_like_loaded_ones(name, dtype, bits, tmp_path_factory, tmp_path):
-    check_replaced(name, tmp_path_factory, tmp_path, dtype=dtype, quantization=bits)
+def test_new_weights_give_the_answers_of_loaded_ones(name, settings, dtype, tmp_path_factory, tmp_path):
+    check_replaced(name, tmp_path_factory, tmp_path, dtype=dtype, **settings)
 
 
 def test_new_weights_of_a_small_model_give_the_same_answers_as_loaded_ones(tmp_path_factory, tmp_path):

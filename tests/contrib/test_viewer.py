@@ -440,15 +440,6 @@ def test_five_thousand_steps_stay_responsive(open_page):
     assert text_of(browser, "use-now") == f"{128 - seen['num_free_blocks']} of 128"
 
 
-@pytest.mark.parametrize("width", [1280, 390])
-def test_nothing_is_wider_than_the_screen(open_page, width):
-    browser = open_page(small_run())
-    with seen_at(browser, width):
-        assert browser.execute_script("return document.documentElement.scrollWidth") <= width
-        buttons = browser.find_elements(By.CSS_SELECTOR, "button, input, select, canvas[role]")
-        assert all(button.accessible_name for button in buttons if button.is_displayed())
-
-
 def test_the_line_of_the_engine_that_acted_is_a_line_of_the_engine():
     words = json.loads(viewer.PAGE.joinpath("words.json").read_text())
     for symbol, line, *_ in [*words["code"].values(), *words["inputs"].values()]:
