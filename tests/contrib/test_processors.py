@@ -185,28 +185,14 @@ class Wish(LogitsProcessor):
         return False
 
     def update_state(self, batch_update):
-        apply_update(self.wishes, batch_update, lambda added: (added[1].extra_args or {}).get("wish"))
+        process_dict_updates(
+            self.wishes, batch_update, lambda params, *_: (params.extra_args or {}).get("wish")
+        )
 
     def apply(self, logits):
-        assert len(logits) == len(self.wishes)
         for index, wish in self.wishes.items():
-            if wish is not None:
-                logits[index] = only(wish)([], logits[index])
+            logits[index] = only(wish)([], logits[index])
         return logits
-
-
-def apply_update(held, update, make):
-    """Update a processor's state per index, in vLLM's order."""
-    if update is None:
-        return
-    for index in update.removed:
-        del held[index]
-    for added in update.added:
-        held[added[0]] = make(added)
-    for source, target, how in update.moved:
-        assert how is MoveDirectionality.UNIDIRECTIONAL
-        held[target] = held.pop(source)
-    assert held.keys() == set(range(update.batch_size))
 
 
 def banish(output_ids, logits):

@@ -330,17 +330,6 @@ def test_a_real_engine_s_file_replays_and_its_tokens_are_the_answers(tmp_path, a
 # ---- by hand -------------------------------------------------------------------------------------
 
 
-def steps_of(scheduler, *tokens):
-    """Return the changes of each step, in which every sampled sequence gets that step's token."""
-    events: list = []
-    tracer = Tracer(scheduler, events.append)
-    for token in tokens:
-        run_step(scheduler, token)
-        tracer.end_step()
-    tracer.close()
-    return [event["changes"] for event in events[1:]]
-
-
 def change(kind, **fields):
     return {"change": kind, **fields}
 
@@ -350,7 +339,12 @@ def test_a_preemption_names_the_sequence_that_needed_the_block():
     scheduler = make_scheduler(num_blocks=3, block_size=2)
     scheduler.add(make_sequence(0, [1, 2]))
     scheduler.add(make_sequence(1, [5, 6, 7]))
-    _, second = steps_of(scheduler, 9, 9)
+    events: list = []
+    tracer = Tracer(scheduler, events.append)
+    for _ in range(2):
+        run_step(scheduler, 9)
+        tracer.end_step()
+    second = events[2]["changes"]
     chunk = {"seq": 0, "start": 2, "end": 3, "samples": True, "draft": None}
     assert second == [
         change("free", seq=1, why="preempted", for_seq=0, freed=[3, 2], shared=[]),

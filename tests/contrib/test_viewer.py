@@ -496,14 +496,10 @@ def test_the_page_replays_what_the_engine_does(open_page):
     browser.execute_script("blocks.value = '13'; blocks.dispatchEvent(new Event('input'))")
     assert text_of(browser, "pool-count").endswith("empty")
     assert len(labels(browser)) == 13
-    assert f"preemptions {summary_of(browser)} {small['preemptions']}" in text_of(browser, "compared")
+    before = browser.execute_script("return summary(recorded).preemptions")
+    assert f"preemptions {before} {small['preemptions']}" in text_of(browser, "compared")
     browser.find_element(By.ID, "recorded").click()
     assert len(labels(browser)) == 24
-
-
-def summary_of(browser) -> int:
-    """Return the number of preemptions that were recorded."""
-    return int(browser.execute_script("return summary(recorded).preemptions"))
 
 
 # ---- the page that lessons link to, and the command that makes it -------------------------------
