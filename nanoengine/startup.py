@@ -1,4 +1,4 @@
-"""Startup: chooses a device, loads the weights onto it, and sizes the KV cache and the steps."""
+"""Startup: chooses a device, loads the weights onto it, and sets the KV cache's size and the token budget."""
 
 import logging
 from collections.abc import Callable, Iterator
