@@ -127,7 +127,7 @@ def engine_without_device(num_seqs: int, max_model_len: int = 1024) -> Iterator[
     runner.model.compute_logits = lambda hidden: logits[: len(hidden)]
     runner.sample = partial(sample_rows, draw=draw)
     event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
-    with patch.multiple(cuda, host_memory=plain_memory, new_event=lambda: event):  # no GPU copies anything
+    with patch.object(cuda, "host_memory", plain_memory), patch("torch.cuda.Event", lambda: event):  # no GPU
         runner.device.send = cuda.Staging(1 << 20, torch.device("cpu")).send
     try:
         yield engine

@@ -265,7 +265,7 @@ def install(monkeypatch) -> Counter[str]:
     """Install the doubles in place of the originals. Returns the count of calls by path."""
     monkeypatch.setattr("nanoengine.backends.cuda.GraphRecorder", GraphRecorder)
     monkeypatch.setattr("nanoengine.backends.cuda.fuse", lambda function: function)
-    monkeypatch.setattr("nanoengine.backends.cuda.new_event", Event)
+    monkeypatch.setattr("torch.cuda.Event", Event)
     monkeypatch.setattr("nanoengine.backends.cuda.host_memory", host_memory)
     monkeypatch.setattr("nanoengine.backends.cpu.device.CPU", FakeGPU)
     memory = {  # of a card of 1 GiB, of which something else holds 64 MiB, and this process 30 MiB

@@ -12,7 +12,7 @@ import torch
 from tests.ptx import Cta, GlobalMemory, Kernel
 
 TYPES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
-TYPES |= {torch.int32: "*i32", torch.int64: "*i64"}
+TYPES |= {torch.int8: "*i8", torch.int32: "*i32", torch.int64: "*i64"}
 # What compiles for it, and its shared memory, of the smallest GPU of the generation.
 TARGETS: dict[str, tuple[tuple[Any, ...], int]] = {
     "sm75": (("cuda", 75, 32), 64 << 10),
@@ -24,6 +24,12 @@ TARGETS: dict[str, tuple[tuple[Any, ...], int]] = {
 
 
 OPTIONS: list[str] = ["num_stages", "num_warps"]
+# Patterns of what orders memory in PTX, and what replaces them in a mutant.
+MUTATIONS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "no barrier": (r"\tbar\.(warp\.)?sync[^;]*;", lambda match: ""),
+    "no fence": (r"\t(fence\.proxy\.async\.shared::cta|wgmma\.fence\.sync\.aligned);", lambda match: ""),
+    "a group too few": (r"(\.wait_group\S*\s+)(\d)", lambda match: f"{match[1]}{int(match[2]) + 1}"),
+}
 
 
 def obstacle() -> str | None:

@@ -305,7 +305,7 @@ class Cta:
             return value.view(dtype)
         if operand.startswith("%"):
             raise Fault(f"{operand} is read before it is written")
-        bits = int(operand.replace("0f", "0x"), 0) % (1 << 8 * dtype.itemsize)
+        bits = int(operand.replace("0f", "0x").rstrip("U"), 0) % (1 << 8 * dtype.itemsize)
         return np.full(self.kernel.num_threads, bits, f"u{dtype.itemsize}").view(dtype)
 
     def put(self, register: Operand, value: Lanes, *, extend: bool = False) -> None:
@@ -350,7 +350,7 @@ class Cta:
         else:
             self.put(to, self.get(source, kind))
 
-    @opcode(r"ld\.(param|global|shared)(?:\.v[24])?\.([bsuf](?:16|32|64))", MOVE + "ld")
+    @opcode(r"ld\.(param|global|shared)(?:\.v[24])?\.([bsuf](?:8|16|32|64))", MOVE + "ld")
     def _load(self, operands: list[Operand], space: str, kind: str) -> None:
         """Load an argument, or a register or several from consecutive bytes of memory."""
         registers = operands[0] if isinstance(operands[0], tuple) else (operands[0],)
@@ -368,7 +368,7 @@ class Cta:
         for register, column in zip(registers, values.T, strict=True):
             self.put(register, column.copy(), extend=True)
 
-    @opcode(r"st\.(global|shared)(?:\.v[24])?\.([bsuf](?:16|32|64))", MOVE + "st")
+    @opcode(r"st\.(global|shared)(?:\.v[24])?\.([bsuf](?:8|16|32|64))", MOVE + "st")
     def _store(self, operands: list[Operand], space: str, kind: str) -> None:
         registers = operands[1] if isinstance(operands[1], tuple) else (operands[1],)
         values = np.stack([self.get(x, kind)[self.active] for x in registers], 1).view(np.uint8)

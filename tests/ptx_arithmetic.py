@@ -51,6 +51,15 @@ def extract(a: Lanes, start: Lanes, length: Lanes) -> Lanes:
     return np.where(is_negative, field - (1 << length), field).astype(a.dtype)
 
 
+def permute(a: Lanes, b: Lanes, selector: Lanes) -> Lanes:
+    """Pick four of the eight bytes of a, the lower ones, and b. A digit above 7 picks a sign."""
+    held = np.stack([a, b], 1).view(np.uint8).astype(np.int8)
+    digits = selector[:, None].astype(np.int64) >> 4 * np.arange(4) & 15
+    chosen = np.take_along_axis(held, digits & 7, 1)
+    picked = np.where(digits & 8, chosen >> 7, chosen).astype(np.uint8)
+    return np.ascontiguousarray(picked).view(np.uint32)[:, 0]
+
+
 def shift(shift: Any) -> Any:
     """Return a shift by at most the width, after which only the sign is left, as in NumPy."""
     return lambda a, by: shift(a, np.minimum(by, 64).astype(a.dtype))
@@ -98,6 +107,9 @@ TABLE: list[tuple[str, str, str, Any]] = [
     ("setp.le." + ANY, "tt", SELECT + "setp", np.less_equal),
     ("setp.gt." + ANY, "tt", SELECT + "setp", np.greater),
     ("setp.ge." + ANY, "tt", SELECT + "setp", np.greater_equal),
+    ("prmt.b32()", "uuu", MOVE + "prmt", permute),
+    ("cvt.s8.s32()", "u", MOVE + "cvt", lambda a: a.astype(np.int8).astype(np.int16)),
+    ("cvt.s16.s8()", "h", MOVE + "cvt", lambda a: a.astype(np.int8).astype(np.int16)),
     ("cvt.f32.f16()", "h", MOVE + "cvt", lambda a: from_half(a, "f16")),
     ("cvt.f32.bf16()", "h", MOVE + "cvt", lambda a: from_half(a, "bf16")),
     ("cvt.rn.f16.(f32)", "t", MOVE + "cvt", lambda a: to_half(a, "f16")),

@@ -21,6 +21,17 @@ from nanoengine.backends.cuda import CUDA
 CUDA._memory = lambda self: None
 CUDA(torch.device("cuda"), EngineConfig(model="demo", enforce_eager=True)).backends
 """
+QUANTIZED_ON_A_GPU = """
+import torch
+from nanoengine import EngineConfig
+from nanoengine.backends.cuda import CUDA
+from nanoengine.backends.quantized import Quantized
+CUDA._memory = lambda self: None
+gpu = CUDA(torch.device("cuda"), EngineConfig(model="demo", enforce_eager=True))
+gpu.no_linear = None
+gpu.pack(Quantized(torch.zeros(16, 16, dtype=torch.int8), torch.ones(16, 1), None, 8), None, torch.float16)
+message = gpu.notes[0]
+"""
 ON_A_CPU = """
 import logging
 lines = []
@@ -50,6 +61,7 @@ USES = {
     "backends.cuda": 'import torch; torch.cuda.is_available = lambda: True; LLM("demo", device="cuda:0")',
     "backends.flash": ON_A_GPU,
     "backends.triton": ON_A_GPU,
+    "backends.triton_linear": QUANTIZED_ON_A_GPU,
     "contrib": 'LLM("demo", kv_store=tmp, **SETTINGS)',
     "contrib.drafts": """
 LLM("demo", speculative_config={"model": "demo", "num_speculative_tokens": 2}, **SETTINGS)
@@ -58,6 +70,7 @@ LLM("demo", speculative_config={"model": "demo", "num_speculative_tokens": 2}, *
     "contrib.lab": 'main(["lab"])',
     "contrib.lab_command": 'main(["lab"])',
     "contrib.learner": 'main(["serve", "demo", "--port", "0", "--dev-mode"])',
+    "contrib.lora": 'LLM("demo", lora=tmp, **SETTINGS)',
     "contrib.parallel": 'LLM("demo", tensor_parallel_size=2, **SETTINGS)',
     "contrib.pooling": 'LLM("demo", runner="pooling", **SETTINGS)',
     "contrib.pooling_model": 'LLM("demo", runner="pooling", **SETTINGS)',
@@ -92,7 +105,6 @@ LLM("demo", hf_overrides=windows, **SETTINGS)
     "models.gguf_tokenizer": 'LLM("demo", tokenizer=gguf, **SETTINGS)',
     "models.hf": 'LLM("demo", model_impl="transformers", **SETTINGS)',
     "models.linear": 'LLM("demo", model_impl="transformers", **SETTINGS)',
-    "models.lora": 'LLM("demo", lora=tmp, **SETTINGS)',
     "models.states": LLM_OF_STATES,
 }
 BY_DEFAULT = {

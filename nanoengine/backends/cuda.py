@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanoengine.backends.attention import PagedAttention, TorchAttention
 from nanoengine.backends.device import (
@@ -35,6 +35,7 @@ from nanoengine.backends.device import (
 )
 from nanoengine.backends.inputs import AttentionMetadata, ModelInputs, send_inputs
 from nanoengine.backends.kv_cache import KVCache, KVSpec
+from nanoengine.backends.quantized import Quantized
 from nanoengine.config import EngineConfig
 
 # ---- Trying out attention backends ---------------------------------------------------------------
@@ -60,67 +61,51 @@ def try_out(
     """Run a backend on that device. Return why it cannot compute such layers there, or None if it can.
 
     All values are one, so all results must be one. The backend may use different kernels for prompts, chunks
-    mixed with decodes, and decodes alone.
+    mixed with decodes, and decodes alone. The block tables are wide enough for split keys.
     """
+    int32 = functools.partial(torch.tensor, dtype=torch.int32, device=device)
+    width = -(-4096 // block_size)
+
+    def attend_to_ones(spec: KVSpec, query_lens: tuple[int, int], seq_lens: tuple[int, int]) -> Tensor:
+        """Attend for two sequences of one block each, given the numbers of their new and of all tokens."""
+        ends = [(1 + i) * block_size + seq_len for i, seq_len in enumerate(seq_lens)]
+        slots = [slot for n, end in zip(query_lens, ends, strict=True) for slot in range(end - n, end)]
+        metadata = AttentionMetadata(
+            cu_seqlens_q=int32([0, query_lens[0], sum(query_lens)]),
+            cu_seqlens_k=int32([0, seq_lens[0], sum(seq_lens)]),
+            seq_lens=int32(seq_lens),
+            block_tables=int32([[block_id] + [0] * (width - 1) for block_id in (1, 2)]),
+            slot_mapping=torch.tensor(slots, device=device),
+            max_query_len=max(query_lens),
+            max_seq_len=width * block_size,
+            has_cached_tokens=query_lens != seq_lens,
+            num_leading_decodes=0 if query_lens[0] > 1 else query_lens.count(1),
+        )
+        cache, num_heads = KVCache.zeros(spec, 3, block_size, device), spec.num_kv_heads
+        cache.v.fill_(1)
+        k = torch.zeros(len(slots), num_heads, spec.k_head_dim, dtype=spec.dtype, device=device)
+        v = torch.ones(len(slots), num_heads, spec.v_head_dim, dtype=spec.dtype, device=device)
+        return backend(metadata, block_size)(
+            *(k, k, v, cache),
+            scale=1.0,
+            window=2 if "window" in settings else None,
+            softcap=1.0 if "softcap" in settings else None,
+            sinks=torch.full((num_heads,), -torch.inf, device=device) if "sinks" in settings else None,
+            alibi_slopes=torch.ones(num_heads, device=device) if "alibi_slopes" in settings else None,
+        )
+
     for spec in dict.fromkeys(specs):
         for lens in (((2, 1), (2, 1)), ((1, 2), (3, 3)), ((1, 1), (2, 1))):
             try:
-                out = _attend_to_ones(backend, spec, settings, block_size, device, lens)
-            except Exception as error:  # no such kernel, no C compiler, too little shared memory, ...
+                out = attend_to_ones(spec, *lens)
+            except Exception as error:  # not installed, no C compiler, too little shared memory, ...
                 return f"it failed when tried: {first_line(error)}"
             if not bool((out - 1).abs().max() < 0.01):
                 return "it computed wrong results when tried"
     return None
 
 
-def _attend_to_ones(
-    backend: type[PagedAttention],
-    spec: KVSpec,
-    settings: frozenset[str],
-    block_size: int,
-    device: torch.device,
-    lens: tuple[tuple[int, int], tuple[int, int]],
-) -> Tensor:
-    """Attend for two sequences of one block each, given the numbers of their new tokens and of all tokens.
-
-    The block tables are wide enough for split keys.
-    """
-    query_lens, seq_lens = lens
-    int32 = functools.partial(torch.tensor, dtype=torch.int32, device=device)
-    width, num_heads = -(-4096 // block_size), spec.num_kv_heads
-    ends = [(1 + i) * block_size + seq_len for i, seq_len in enumerate(seq_lens)]
-    slots = [slot for n, end in zip(query_lens, ends, strict=True) for slot in range(end - n, end)]
-    metadata = AttentionMetadata(
-        cu_seqlens_q=int32([0, query_lens[0], sum(query_lens)]),
-        cu_seqlens_k=int32([0, seq_lens[0], sum(seq_lens)]),
-        seq_lens=int32(seq_lens),
-        block_tables=int32([[block_id] + [0] * (width - 1) for block_id in (1, 2)]),
-        slot_mapping=torch.tensor(slots, device=device),
-        max_query_len=max(query_lens),
-        max_seq_len=width * block_size,
-        has_cached_tokens=query_lens != seq_lens,
-        num_leading_decodes=0 if query_lens[0] > 1 else query_lens.count(1),
-    )
-    cache = KVCache.zeros(spec, 3, block_size, device)
-    cache.v.fill_(1)
-    k = torch.zeros(len(slots), num_heads, spec.k_head_dim, dtype=spec.dtype, device=device)
-    v = torch.ones(len(slots), num_heads, spec.v_head_dim, dtype=spec.dtype, device=device)
-    return backend(metadata, block_size)(
-        *(k, k, v, cache),
-        scale=1.0,
-        window=2 if "window" in settings else None,
-        softcap=1.0 if "softcap" in settings else None,
-        sinks=torch.full((num_heads,), -torch.inf, device=device) if "sinks" in settings else None,
-        alibi_slopes=torch.ones(num_heads, device=device) if "alibi_slopes" in settings else None,
-    )
-
-
 # ---- Transfers -----------------------------------------------------------------------------------
-
-
-def new_event() -> Any:
-    """Return a CUDA event, which can be waited for once the GPU has reached it."""
-    return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
 class PinnedDownload(Download):
@@ -130,7 +115,7 @@ class PinnedDownload(Download):
         memory, self._array = host_memory(tensor.shape, tensor.dtype)
         super().__init__(memory)
         memory.copy_(tensor, non_blocking=True)
-        self._arrived = new_event()
+        self._arrived: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._arrived.record()
 
     def read(self) -> Tensor:
@@ -149,25 +134,23 @@ class Staging:
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self._device = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self._host, self._array = host_memory([num_bytes], torch.uint8)
-        self._copied = new_event()
+        self._copied: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         # The shapes of the previous arrays, and their layout. It is reused: decode steps follow decode steps.
         self._shapes: list[tuple[np.dtype, tuple[int, ...]]] = []
-        self._places: list[np.ndarray] = []
-        self._tensors: list[Tensor] = []
-        self._end = 0
+        self._layout: tuple[list[np.ndarray], list[Tensor], int] = [], [], 0
 
     def send(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
         """Copy the arrays to the device. The tensors are valid until the next call."""
         self._copied.synchronize()  # the previous copy, finished long ago
         shapes = [(array.dtype, array.shape) for array in arrays]
         if shapes != self._shapes:
-            self._places, self._tensors, self._end = self._lay_out(arrays)
-            self._shapes = shapes
-        for place, array in zip(self._places, arrays, strict=True):
+            self._layout, self._shapes = self._lay_out(arrays), shapes
+        places, tensors, end = self._layout
+        for place, array in zip(places, arrays, strict=True):
             place[...] = array
-        self._device[: self._end].copy_(self._host[: self._end], non_blocking=True)
+        self._device[:end].copy_(self._host[:end], non_blocking=True)
         self._copied.record()
-        return self._tensors
+        return tensors
 
     def _lay_out(self, arrays: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list[Tensor], int]:
         """Return views of such arrays on host and device, and the byte where the last one ends."""
@@ -411,6 +394,7 @@ class CUDA(Device):
         self.living.add(self)
         self.before = self._memory()  # without this engine
         self.no_fusion = "enforce_eager" if config.enforce_eager else fusion_obstacle(device)
+        self.no_linear = self.no_fusion  # why no weight can stay quantized
 
     @functools.cached_property
     def capability(self) -> tuple[int, int]:
@@ -449,6 +433,23 @@ class CUDA(Device):
         if model.replaceable and self.no_fusion is None:
             model.use_kernels(FusedKernels(model.kernels))
 
+    def pack(self, weight: Quantized, bias: Tensor | None, dtype: torch.dtype) -> nn.Module | None:
+        """See the base class. The first weight of each form is tried out."""
+        fitted = None if self.no_linear else weight.fitted(dtype)
+        reason = self.no_linear or f"groups of {weight.group} inputs, or scales that float16 cannot hold"
+        if fitted is not None:
+            try:
+                from nanoengine.backends.triton_linear import TritonLinear, try_out
+
+                layer = TritonLinear(fitted, bias, dtype, self.device)
+                with self.running():
+                    try_out(layer.form, dtype, self.device)
+                return layer
+            except Exception as error:  # as for attention backends
+                reason = self.no_linear = f"triton_linear failed when tried: {first_line(error)}"
+        self.notes += {f"weights dequantized: {reason}"}.difference(self.notes)
+        return None
+
     def fuse(self, function: Function) -> Function:
         """See the base class."""
         return function if self.no_fusion else fuse(function)
@@ -478,10 +479,9 @@ class CUDA(Device):
             return self.no_fusion
         reason = super().obstacle(backend, specs, settings)
         is_undivided = backend.name == "varlen" and bool(settings & {"window", "ungrouped"})
-        if reason is None and is_undivided and self.config.attn_backend == "auto":
+        may_choose = reason is None and self.config.attn_backend == "auto"
+        if may_choose and is_undivided and self.obstacle(TritonAttention, specs, settings) is None:
             reason = "it does not divide the keys of such layers among processors, which triton does"
-            if self.obstacle(TritonAttention, specs, settings) is not None:
-                reason = None
         if reason is None and backend is not TorchAttention:
             block_size = self.config.block_size or self.block_size
             reason = try_out(backend, specs, settings, block_size, self.device)
@@ -536,8 +536,7 @@ class CUDA(Device):
     def _memory(self) -> tuple[int, int, int]:
         """Return the GPU's free bytes, and those that this process has allocated and holds."""
         free_bytes, _ = torch.cuda.mem_get_info(self.device)
-        allocated_bytes = torch.cuda.memory_allocated(self.device)
-        return free_bytes, allocated_bytes, torch.cuda.memory_reserved(self.device)
+        return free_bytes, torch.cuda.memory_allocated(self.device), torch.cuda.memory_reserved(self.device)
 
     def free_bytes(self, trial: Trial) -> int:
         """Return what gpu_memory_utilization leaves after the weights, the largest steps and the graphs.

@@ -1,6 +1,5 @@
 """Paged attention on CUDA with flash-attn's kernels, from the flash-attn package or from PyTorch itself."""
 
-import inspect
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -69,12 +68,7 @@ class FlashKernels(PagedAttention):
                 )
         if missing := settings - cls.settings - {"ungrouped"}:
             return f"it does not support {', '.join(sorted(missing))}"
-        return cls._import_obstacle()
-
-    @classmethod
-    @abstractmethod
-    def _import_obstacle(cls) -> str | None:
-        """Return why the kernels cannot be imported, or None if they can."""
+        return None  # whether the kernels exist is found out by trying them
 
     def _write(self, k: Tensor, v: Tensor, cache: KVCache) -> None:
         if self._use_triton:
@@ -104,14 +98,6 @@ class FlashAttention(FlashKernels):
 
     name = "flash"
     settings = frozenset(("window", "softcap", "alibi_slopes"))
-
-    @classmethod
-    def _import_obstacle(cls) -> str | None:
-        try:  # import the functions: with only flash-attn 4 installed, the package lacks them
-            from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache  # noqa: F401
-        except Exception as error:  # missing, or built for another PyTorch
-            return f"flash-attn cannot be imported: {error}"
-        return None
 
     def _attend_to(
         self, meta: Metadata, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, settings: Settings
@@ -147,16 +133,6 @@ class VarlenAttention(FlashKernels):
 
     name = "varlen"
     settings = frozenset(("window",))
-
-    @classmethod
-    def _import_obstacle(cls) -> str | None:
-        try:
-            from torch.nn.attention.varlen import varlen_attn
-        except ImportError:
-            return f"PyTorch {torch.__version__} has no varlen_attn"
-        if not {"block_table", "num_splits"} <= inspect.signature(varlen_attn).parameters.keys():
-            return f"varlen_attn of PyTorch {torch.__version__} takes no block table"
-        return None
 
     def _attend_to(
         self, meta: Metadata, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, settings: Settings

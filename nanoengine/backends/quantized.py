@@ -16,6 +16,15 @@ from torch import Tensor, nn
 GROUPS = (128, 64, 32, 16)  # the group sizes that the kernels support
 
 
+class Form(NamedTuple):
+    """Describes how a packed weight is stored: in the dtype of the input x, or as quantized integers."""
+
+    bits: int = 0  # 0: in the dtype of x
+    group: int = 0
+    has_zeros: int = 0
+    activation_bits: int = 0  # 8: the kernel rounds the rows of x, and multiplies integers. 0: floats
+
+
 class Quantized(NamedTuple):
     """Holds a quantized weight (N, I)."""
 
@@ -56,22 +65,23 @@ class Quantized(NamedTuple):
         integers, scales = torch.cat([x.integers for x in parts]), torch.cat([x.scales for x in parts])
         return Quantized(integers, scales, zeros, max(part.bits for part in parts))
 
-    def fits(self, dtype: torch.dtype) -> bool:
-        """Return whether kernels can compute with it as exactly as with a weight of this dtype.
+    def fitted(self, dtype: torch.dtype) -> "Quantized | None":
+        """Return the same weight as kernels take it. None: a weight of this dtype would be more exact.
 
-        Kernels keep scales and zeros in float16. Its rounding error is negligible compared with that of a
-        16-bit dtype, except for scales below 6e-5, which are subnormal and have fewer bits. Those scales must
-        be small compared with the layer's largest scale.
+        Kernels support certain group sizes, and keep scales and zeros in float16. Its rounding error is
+        negligible compared with that of a 16-bit dtype, except for scales below 6e-5, which are subnormal and
+        have fewer bits. Those scales must be small compared with the layer's largest scale.
         """
-        if self.group not in GROUPS:
-            return False
+        group = grouped(self.group)
+        if group is None:
+            return None
         for kept in (self.scales, self.zeros):
             if kept is not None:
                 size = kept.abs()
                 tolerance = 0.0 if dtype == torch.float32 else 2**-9 * size + 2**-16 * size.max()
                 if not ((kept.half().float() - kept).abs() <= tolerance).all():
-                    return False
-        return True
+                    return None
+        return self.regrouped(group)
 
 
 # `Device.pack`: returns a layer that computes with quantized weights, or None if they must be dequantized.

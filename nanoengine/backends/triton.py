@@ -13,14 +13,14 @@ from __future__ import annotations  # Triton's types do not exist without Triton
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nanoengine.backends.attention import PagedAttention, Settings, whole_rows
-from nanoengine.backends.kv_cache import KVCache, KVSpec
+from nanoengine.backends.kv_cache import KVCache
 
 try:
     import triton
@@ -44,24 +44,16 @@ def kernel(function: Callable[..., Any]) -> Any:
     if triton is None:
         return function
     return triton.jit(
-        do_not_specialize=("num_seqs", "table_stride", "num_splits"),
+        do_not_specialize=("num_seqs", "num_tokens", "table_stride", "num_splits"),
         do_not_specialize_on_alignment=("block_tables", "cu_seqlens_q", "seq_lens", "slots"),
     )(function)
 
 
 @kernel
 def _write_kv_kernel(  # type: ignore[no-untyped-def]
-    k_cache,
-    v_cache,
-    k,
-    v,
-    slots,
-    k_stride,
-    v_stride,
-    K_WIDTH: tl.constexpr,
-    V_WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    k_cache, v_cache, k, v, slots, k_stride, v_stride,
+    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Copy one token's K and V per program. BLOCK is the next power of two of the larger width."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
@@ -110,25 +102,17 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     scale,  # turns dot products into exponents of two; with a soft-cap, into the argument of the soft-cap
     softcap,  # bound of the exponents, or None
     window,  # number of positions, or None
-    num_seqs,
-    num_splits,
-    table_stride,
-    H: tl.constexpr,
-    K: tl.constexpr,
+    num_seqs, num_splits, table_stride,
+    H: tl.constexpr, K: tl.constexpr,
     GROUP: tl.constexpr,  # how many of the query heads that share a KV head are in a tile
-    K_DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
+    K_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     DECODE: tl.constexpr,  # True: this launch handles sequences with one new token; False: the others
     ROWS: tl.constexpr,  # rows of a query tile; each row is one head of one token
     TOKENS: tl.constexpr,  # tokens of a query tile
     KEYS: tl.constexpr,  # keys of a key tile
-    K_PAD: tl.constexpr,  # K_DIM and V_DIM, rounded up to powers of two for Triton
-    V_PAD: tl.constexpr,
-    MIN_SPAN: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
+    K_PAD: tl.constexpr, V_PAD: tl.constexpr,  # K_DIM and V_DIM, rounded up to powers of two for Triton
+    MIN_SPAN: tl.constexpr, MAX_SPLITS: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
     """Attend with one program per query tile and KV head. Several programs share the splits of a decode."""
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     first_head = 0  # first of the tile's query heads among those that share the KV head
@@ -236,20 +220,10 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
 
 @kernel
 def _combine_kernel(  # type: ignore[no-untyped-def]
-    out,
-    parts,
-    sums,
-    cu_seqlens_q,
-    seq_lens,
-    sinks,
-    window,
-    num_splits,
-    H: tl.constexpr,
-    V_DIM: tl.constexpr,
-    V_PAD: tl.constexpr,
-    MIN_SPAN: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-):
+    out, parts, sums, cu_seqlens_q, seq_lens, sinks, window, num_splits,
+    H: tl.constexpr, V_DIM: tl.constexpr, V_PAD: tl.constexpr,
+    MIN_SPAN: tl.constexpr, MAX_SPLITS: tl.constexpr,
+):  # fmt: skip
     """Combine the splits of a decode, weighted by their sums, with one program per sequence and head."""
     seq, head = tl.program_id(0), tl.program_id(1)
     start = tl.load(cu_seqlens_q + seq)
@@ -337,15 +311,6 @@ class TritonAttention(PagedAttention):
 
     name = "triton"
     capturable = True
-
-    @classmethod
-    def obstacle(cls, specs: Sequence[KVSpec], settings: frozenset[str]) -> str | None:
-        """See the base class."""
-        if triton is None:
-            return "Triton is not installed"
-        if not (torch.cuda.is_available() or triton.knobs.runtime.interpret):
-            return "Triton needs a GPU"
-        return None
 
     def _write(self, k: Tensor, v: Tensor, cache: KVCache) -> None:
         write_kv(cache.k, cache.v, whole_rows(k), whole_rows(v), self.metadata.slot_mapping)

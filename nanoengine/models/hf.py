@@ -418,7 +418,7 @@ def _load_transformers(
     refuse_misfit(path, missing=missing, unexpected=unexpected)
     changed: set[str] = set()
     if config.lora is not None:
-        adapter = load("models.lora", "lora").Adapter(Path(config.lora))
+        adapter = load("contrib.lora", "lora").Adapter(Path(config.lora))
         names = {module: f"{name}.weight" for name, module in causal_lm.named_modules()}
         ends = causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()
         tied = [names[end] for end in ends if end is not None and end.weight is ends[0].weight]

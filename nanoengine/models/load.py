@@ -21,7 +21,6 @@ from nanoengine.optional import load
 
 if TYPE_CHECKING:  # at run time each is imported only for a model that needs it
     from nanoengine.models.hf import HFModel
-    from nanoengine.models.lora import Adapter
 
 
 @torch.no_grad()
@@ -81,14 +80,14 @@ def _load_decoder(
         if shard is not None:
             model = Decoder(shard.config).to(dtype)
     files = None if config.load_format == "dummy" else checkpoint.open_files()
-    adapter: Adapter | None = None
+    adapter: Any = None
     if config.lora is not None:
-        adapter = load("models.lora", "lora").Adapter(Path(config.lora))
+        adapter = load("contrib.lora", "lora").Adapter(Path(config.lora))
     shapes = {} if files is None else check_fit(whole, files.headers, checkpoint.path)
     is_tied = model.config.tie_word_embeddings
     # If the files hold both a head and an embedding, the two may differ, so each is read by its own name.
     tied = TIED_TO if is_tied and (files is None or not TIED_TO.keys() <= files.headers.keys()) else {}
-    changed = set() if adapter is None else adapter.names(tied)
+    changed: set[str] = set() if adapter is None else adapter.names(tied)
     quantized: dict[str, list[str]] = {}  # layer -> names of its quantized weights
     if files is not None and shard is None and any(map(files.is_quantized, files.headers)):
         formats = load("models.formats", "a quantized checkpoint")

@@ -23,7 +23,7 @@ def describe_weights(checkpoint: Checkpoint, config: EngineConfig, dtype: torch.
             auto: Any = transformers.AutoModelForCausalLM
             model = auto.from_config(checkpoint.hf_config, trust_remote_code=config.trust_remote_code)
     num_bytes = sum(x.numel() for x in model.parameters()) * dtype.itemsize
-    form = ", dequantized to " if checkpoint.quant_method is not None else " in "
+    form = " if dequantized to " if checkpoint.quant_method is not None else " in "
     return f"they take {num_bytes / 2**30:.1f} GiB{form}{str(dtype).removeprefix('torch.')}"
 
 

@@ -10,7 +10,7 @@ import torch
 
 from nanoengine.backends import triton as backend
 from tests.attention import ALL_DECODES, MIXED, SINKS, SLOPES, case_id, check_attention
-from tests.launches import Emulated, obstacle
+from tests.launches import MUTATIONS, Emulated, obstacle
 from tests.ptx import Cta, Fault, GlobalMemory, Kernel
 
 if reason := obstacle():
@@ -198,17 +198,17 @@ def test_kernels_with_all_barriers_and_waits_have_no_faults():
         (["setp.neu.f32 %p2, 0f7FC00000, 0f7FC00000", "selp.b32 %r5, 1, 0, %p2"], lambda i: 1),
         (["max.f32 %r5, 0f7FC00000, 0f3F800000"], lambda i: 0x3F800000),
         (["cvt.u16.u32 %rs1, %r1", "mov.b32 %r5, {%rs1, %rs1}"], lambda i: i << 16 | i),
+        (["neg.s32 %r4, %r1", "prmt.b32 %r5, %r4, 0, 0x8880U"], lambda i: -i),
+        (["prmt.b32 %r5, 0x03020100, %r1, 0x4321"], lambda i: i << 24 | 0x030201),
+        (["cvt.u16.u32 %rs1, %r2", "cvt.s16.s8 %rs2, %rs1", "cvt.s32.s16 %r5, %rs2"],
+         lambda i: 4 * i - 256 * (i > 31)),
+        (["cvt.s8.s32 %rs1, %r2", "cvt.s32.s16 %r5, %rs1"], lambda i: 4 * i - 256 * (i > 31)),
     ],
 )  # fmt: skip
 def test_an_instruction_computes_what_the_manual_says(body, expected):
     assert run_ptx(*body, "st.global.b32 [%rd4], %r5").tolist() == [expected(i) for i in range(64)]
 
 
-MUTATIONS = {
-    "no barrier": (r"\tbar\.(warp\.)?sync[^;]*;", lambda match: ""),
-    "no fence": (r"\t(fence\.proxy\.async\.shared::cta|wgmma\.fence\.sync\.aligned);", lambda match: ""),
-    "a group too few": (r"(\.wait_group\S*\s+)(\d)", lambda match: f"{match[1]}{int(match[2]) + 1}"),
-}
 # What may be missing, by the line of the kernel that it was compiled from.
 REDUNDANT = {
     # After the loop nothing reads the shared memory that the last copies, all of zeros, write.

@@ -16,7 +16,7 @@ from nanoengine.backends.cpu.threads import PinnedThreads
 from nanoengine.backends.device import Attention, Device
 from nanoengine.backends.kv_cache import KVSpec
 from nanoengine.backends.memory import keep_freed_memory
-from nanoengine.backends.quantized import Quantized, grouped
+from nanoengine.backends.quantized import Quantized
 from nanoengine.config import ONLINE_FORMATS, EngineConfig
 
 
@@ -54,13 +54,11 @@ class CPU(Device):
 
     def pack(self, weight: Quantized, bias: Tensor | None, dtype: torch.dtype) -> nn.Module | None:
         """See the base class."""
-        group = grouped(weight.group)
-        if self.kernels is None or not self.kernels.serves(dtype) or group is None:
+        if self.kernels is None or not self.kernels.serves(dtype):
             return None
-        weight = weight.regrouped(group)
-        if not weight.fits(dtype):
+        if (fitted := weight.fitted(dtype)) is None:
             return None
-        return PackedLinear(weight, bias, self.kernels, dtype, self._activation_bits(dtype))
+        return PackedLinear(fitted, bias, self.kernels, dtype, self._activation_bits(dtype))
 
     def _activation_bits(self, dtype: torch.dtype) -> int:
         """Return 8 if products with quantized weights round activations to 8 bits, else 0."""

@@ -4,7 +4,7 @@ import ctypes
 import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,18 +14,8 @@ from nanoengine.backends.cpu.build import load_library
 from nanoengine.backends.inputs import SamplingMetadata
 from nanoengine.backends.kv_cache import KVCache
 from nanoengine.backends.memory import zeros_on_large_pages
-from nanoengine.backends.quantized import Quantized
+from nanoengine.backends.quantized import Form, Quantized
 from nanoengine.steps import unwound_by_sigterm
-
-
-class Form(NamedTuple):
-    """Describes how a packed weight is stored: in the dtype of the input x, or as quantized integers."""
-
-    bits: int = 0  # 0: in the dtype of x
-    group: int = 0
-    has_zeros: int = 0
-    activation_bits: int = 0  # 8: the kernel rounds the rows of x, and multiplies integers. 0: floats
-
 
 PLAIN = Form()
 TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 4}  # the values of TYPES in kernels.cpp

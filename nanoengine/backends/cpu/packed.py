@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from nanoengine.backends.attention import GroupedAttention, PagedAttention
 from nanoengine.backends.cores import on_all_cores
 from nanoengine.backends.cpu.attention import CompiledAttention
-from nanoengine.backends.cpu.kernels import PLAIN, Form, Kernels, as_int64
+from nanoengine.backends.cpu.kernels import PLAIN, Kernels, as_int64
 from nanoengine.backends.kv_cache import KVCache
-from nanoengine.backends.quantized import PackedEmbedding, Quantized, grouped
+from nanoengine.backends.quantized import Form, PackedEmbedding, Quantized, grouped
 
 
 class PackedLinear(nn.Module):

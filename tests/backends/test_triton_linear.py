@@ -1,0 +1,310 @@
+"""Linear layers with quantized weights, as a GPU runs them where there is one, else by Triton's interpreter.
+
+Their kernel is also compiled for GPUs, and executed by tests/ptx.py. See test_triton.py.
+"""
+
+import functools
+import importlib.util
+import re
+import types
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanoengine import LLM, EngineConfig
+from tests.backends.test_integers import quantized
+from tests.backends.test_triton import DEVICE, INTERPRETED, compiles, interpreted, runs_kernels, stack_bytes
+from tests.launches import MUTATIONS, TARGETS, Emulated, Recorder, compile_launch, obstacle
+from tests.models.test_formats import CHECKPOINTS, check_equal, write
+from tests.ptx import Fault
+
+from nanoengine.backends import triton_linear as backend  # isort: skip  # test_triton skips without Triton
+
+slow, HALF, BRAIN, FULL = pytest.mark.slow, torch.float16, torch.bfloat16, torch.float32
+executed = pytest.mark.skipif(bool(obstacle()), reason=str(obstacle()))
+# Outputs, inputs, bits, group, zeros; 96 inputs of 4 bits fill one and a half pairs of tiles.
+ODD, WIDE, BYTES = (70, 96, 4, 32, True), (33, 256, 4, 128, False), (65, 128, 8, 128, True)
+SMALL_GROUPS, LONG, BYTES_OF_32 = (20, 48, 4, 16, True), (16, 1280, 4, 64, True), (70, 96, 8, 32, False)
+
+
+def check_product(num_tokens, shape, dtype, module=backend, has_bias=True, device="cpu"):
+    """Compare a layer's outputs with the products of its dequantized weight, in double precision."""
+    torch.manual_seed(0)
+    weight = quantized(*shape)
+    bias = torch.randn(shape[0]).to(dtype) if has_bias else None
+    x = torch.randn(num_tokens, shape[1]).to(dtype)
+    plain = weight.dequantize(dtype)
+    expected = x.double() @ plain.double().T + (0 if bias is None else bias.double())
+    where = torch.device(device)
+    layer = module.TritonLinear(weight, None if bias is None else bias.to(where), dtype, where)
+    assert torch.equal(layer.weight.cpu(), plain)
+    out = layer(x.to(where)).cpu()
+    assert out.dtype == dtype
+    rounding = 1e-6 if dtype == FULL else torch.finfo(dtype).eps
+    if INTERPRETED and dtype == BRAIN:
+        rounding *= 2  # Triton's interpreter cuts off the bits that bfloat16 lacks
+    assert (out.double() - expected).abs().max() <= rounding * expected.abs().max()
+
+
+def execute(generation, num_tokens, shape, dtype, edit=None, module=backend, **settings):
+    """Check a product computed by the emulated kernel. Memory that nobody has written is NaN."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_linear_kernel", Emulated(module._linear_kernel, generation, edit))
+        patch.setattr(module, "generation", lambda device: generation)
+        unwritten = functools.partial(torch.full, fill_value=torch.nan)
+        patch.setattr(torch, "empty", lambda *shape, **kwargs: unwritten(shape, **kwargs))
+        check_product(num_tokens, shape, dtype, module, **settings)
+
+
+CASES = [
+    ("sm80", 3, ODD, BRAIN),
+    ("sm80", 17, WIDE, HALF),
+    ("sm90", 2, LONG, BRAIN),
+    ("sm90", 70, BYTES, BRAIN),
+]
+SLOW_CASES = [
+    *(
+        (generation, num_tokens, shape, dtype)
+        for generation in ("sm75", "sm80", "sm89", "sm90")
+        for num_tokens in (1, 16, 130)
+        for shape in (ODD, WIDE, BYTES, SMALL_GROUPS, LONG, BYTES_OF_32)
+        for dtype in ([HALF] if generation == "sm75" else [HALF, BRAIN])
+    ),
+    *(("sm80", num_tokens, shape, FULL) for num_tokens in (1, 17) for shape in (ODD, BYTES, LONG)),
+]
+
+
+@executed
+@pytest.mark.parametrize(
+    ("generation", "num_tokens", "shape", "dtype"),
+    [*CASES, *(pytest.param(*case, marks=slow) for case in SLOW_CASES)],
+)
+def test_what_triton_compiles_for_a_gpu_equals_the_dequantized_product(generation, num_tokens, shape, dtype):
+    execute(generation, num_tokens, shape, dtype)
+
+
+@runs_kernels
+@pytest.mark.parametrize("dtype", [HALF, BRAIN, FULL])
+@pytest.mark.parametrize("shape", [ODD, WIDE, BYTES, SMALL_GROUPS, LONG, BYTES_OF_32])
+@pytest.mark.parametrize("num_tokens", [0, 1, 16, 17, 130])
+def test_any_layer_and_number_of_tokens_equals_the_dequantized_product(num_tokens, shape, dtype):
+    if num_tokens:
+        check_product(num_tokens, shape, dtype, has_bias=num_tokens % 2 == 0, device=DEVICE)
+    layer = backend.TritonLinear(quantized(*shape), None, dtype, torch.device(DEVICE))
+    x = torch.randn(2, num_tokens, 2 * shape[1], device=DEVICE).to(dtype)[..., : shape[1]]
+    out = layer(x)  # rows that lie apart
+    assert out.shape == (2, num_tokens, shape[0])
+    assert torch.equal(out, layer(x.contiguous()))
+
+
+@pytest.mark.parametrize("shape", [ODD, WIDE, BYTES, SMALL_GROUPS, BYTES_OF_32])
+def test_rows_and_bytes_are_those_of_the_quantized_weight(shape):
+    num_outputs, num_inputs, bits, group, has_zeros = shape
+    weight = quantized(*shape)
+    layer = backend.TritonLinear(weight, None, BRAIN, torch.device("cpu"))
+    rows = torch.tensor([[3, 0], [num_outputs - 1, 3]])
+    assert torch.equal(layer.rows(rows), weight.dequantize(BRAIN)[rows])
+    padded = -(-num_inputs // (2 * layer.step)) * 2 * layer.step if bits == 4 else num_inputs
+    scales = num_outputs * num_inputs // group * 2 * (1 + has_zeros)
+    assert sum(x.nbytes for x in layer.buffers()) == num_outputs * padded * bits // 8 + scales
+
+
+# ---- Through the engine --------------------------------------------------------------------------
+
+ON_A_GPU = {"attn_backend": "triton", "block_size": 16, "max_num_seqs": 2, "max_model_len": 64}
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("awq", {"dtype": "bfloat16"}),
+        ("gptq in 8 bits", {"dtype": "bfloat16", "model_impl": "transformers"}),
+        pytest.param("gptq", {}, marks=slow),
+        pytest.param("compressed, int8", {"dtype": "bfloat16"}, marks=slow),
+    ],
+)
+def test_weights_stay_quantized_on_a_gpu(name, settings, flash_doubles, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # Triton's interpreter needs it
+    stated, writer, bits = CHECKPOINTS[name]
+    model = write(tmp_path, stated, writer)
+    assert check_equal(model, tmp_path, **ON_A_GPU, **settings) == {bits}
+    assert f"weights in {bits} bits on cpu" in caplog.text
+    assert "dequantized" not in caplog.text
+    assert flash_doubles["replay"] > 0  # in CUDA graphs, for all that the kernel knows
+
+
+def line_of(weight, dtype=BRAIN):
+    """Return what a GPU makes of a weight, and its notes for the user."""
+    from tests.doubles import FakeGPU
+
+    gpu = FakeGPU(torch.device("cpu"), EngineConfig(model="demo"))
+    return [gpu.pack(weight, None, dtype) for _ in range(2)], gpu.notes
+
+
+def test_what_cannot_stay_quantized_is_in_the_first_line(flash_doubles, tmp_path, caplog, monkeypatch):
+    wrong = quantized(16, 40, 4, 20, False)
+    assert line_of(wrong) == (
+        [None, None],
+        ["weights dequantized: groups of 20 inputs, or scales that float16 cannot hold"],
+    )
+
+    class Idle:
+        def __getitem__(self, grid):
+            return lambda out, *args, **kwargs: out.fill_(0)
+
+    monkeypatch.setattr(backend, "_linear_kernel", Idle())
+    backend.try_out.cache_clear()
+    reason = "weights dequantized: triton_linear failed when tried: RuntimeError: it computed wrong results"
+    assert line_of(quantized(*ODD)) == ([None, None], [reason])
+    model = write(tmp_path, *CHECKPOINTS["awq"][:2])
+    with LLM(str(tmp_path), num_kv_blocks=40, max_num_seqs=2, dtype="bfloat16") as llm:
+        assert llm.generate([[1]], use_tqdm=False)
+    assert f"({reason})" in caplog.messages[-1]
+    assert "awq weights, dequantized," in caplog.messages[-1]
+    assert model is not None
+
+
+@runs_kernels
+def test_a_kernel_that_works_is_used(flash_doubles):
+    backend.try_out.cache_clear()
+    for shape in (ODD, BYTES):
+        backend.try_out(backend.Form(shape[2], shape[3], int(shape[4])), BRAIN, torch.device(DEVICE))
+
+
+# ---- What the tests notice -----------------------------------------------------------------------
+
+MUTANTS = [
+    ("outputs < N, tokens", "outputs <= N, tokens"),
+    ("tokens < num_tokens", "tokens <= num_tokens"),
+    ("tokens < num_tokens", "tokens < num_tokens - 1"),
+    ("split * SPAN + SPAN, BYTES", "split * SPAN + SPAN, BYTES - STEP"),
+    ("split * SPAN + SPAN", "split * SPAN + 2 * SPAN"),
+    ("(first < I)  # past", "(first <= I)  # past"),
+    ("is_token[:, None] & (first < I)", "is_token[:, None]"),
+    ("(held << 4) >> 4 if part == 0 else held >> 4", "held >> 4 if part == 0 else (held << 4) >> 4"),
+    ("(held << 4) >> 4 if part == 0", "held & 15 if part == 0"),
+    ("byte * PARTS + part * STEP", "byte * PARTS"),
+    ("first // GROUP * N", "(first // GROUP + 1) * N"),
+    ("first // GROUP * N", "first // (2 * GROUP) * N"),
+    ("zeros + at", "scales + at"),
+    ("& (split == 0), other=0.0", ", other=0.0"),
+    ("(split * num_tokens + tokens)", "(split * num_tokens + tokens + 1)"),
+    ("steps[None, :]\n", "steps[None, :] + 1\n"),
+    ("low & 15 | high << 4", "high & 15 | low << 4"),
+]
+
+
+@slow
+@executed
+@pytest.mark.parametrize(("correct", "wrong"), MUTANTS)
+def test_a_mask_or_an_index_that_is_wrong_is_noticed(correct, wrong, tmp_path):
+    source = Path(backend.__file__).read_text()
+    assert correct in source
+    (tmp_path / "mutant.py").write_text(source.replace(correct, wrong))
+    spec = importlib.util.spec_from_file_location("mutant", tmp_path / "mutant.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    run = functools.partial(execute, "sm80", dtype=BRAIN, module=module)
+    with pytest.raises((Fault, AssertionError)):
+        run(3, ODD), run(2, LONG)
+
+
+# ---- Compiling, which needs no GPU ---------------------------------------------------------------
+
+
+def launch_of(num_tokens, shape, dtype, generation, monkeypatch):
+    recorder = Recorder(backend._linear_kernel)
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "_linear_kernel", recorder)
+        patch.setattr(backend, "generation", lambda device: generation)
+        bias = torch.zeros(shape[0], dtype=dtype)
+        layer = backend.TritonLinear(quantized(*shape), bias, dtype, torch.device("cpu"))
+        layer(torch.zeros(num_tokens, shape[1], dtype=dtype))
+    return recorder.kernel, *recorder.launches[0]
+
+
+@compiles
+@pytest.mark.parametrize(
+    ("generation", "dtype", "num_tokens", "bits"),
+    [
+        *(("sm80", BRAIN, n, 4) for n in (1, 100)),
+        ("sm90", BRAIN, 100, 4),
+        *(
+            pytest.param(generation, dtype, n, bits, marks=slow)
+            for generation in TARGETS
+            for dtype in (HALF, FULL)
+            for n in (1, 100)
+            for bits in (4, 8)
+        ),
+    ],
+)
+def test_the_kernel_compiles_without_spilling_and_uses_tensor_cores(
+    generation, dtype, num_tokens, bits, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # compiled, not found
+    for group in (32, 128):
+        shape = 4096, 1024, bits, group, True
+        kernel, named, options, grid = launch_of(num_tokens, shape, dtype, generation, monkeypatch)
+        compiled = compile_launch(kernel, named, options, generation)
+        assert grid[0] * grid[1] * grid[2] <= backend.MAX_PROGRAMS or grid[2] == 1
+        assert compiled.metadata.shared <= TARGETS[generation][1]
+        assert stack_bytes(compiled, tmp_path / "kernel.cubin") == 0
+        if dtype != FULL and generation != "sm75":
+            code = compiled.asm.get("ptx") or compiled.asm["amdgcn"]
+            names = {"gfx942": "mfma", "sm90": "wgmma" if num_tokens > 16 else "mma.sync"}
+            assert names.get(generation, "mma.sync") in code
+
+
+@compiles
+def test_the_kernel_is_not_compiled_again_for_another_step(monkeypatch):
+    steps = [launch_of(n, (64, 64, 4, 32, True), BRAIN, "sm80", monkeypatch) for n in (17, 113)]
+    for param in steps[0][0].params:
+        a, b = (named[param.name] for _, named, _, _ in steps)
+        assert isinstance(a, torch.Tensor) or a == b or param.do_not_specialize, param.name
+
+
+HELD, INPUTS = "held = tl.load(columns", "inputs = tl.load(rows + first"
+# What may be missing, by the line of the kernel that it was compiled from, and how often.
+REDUNDANT = Counter(
+    {
+        # Before the loop, copies go to memory that nobody has read. On Hopper, a thread reads the integers
+        # that it has copied itself, and the barrier before the product orders the copies of the inputs.
+        ("no barrier", HELD): 2,
+        # Copies for the next step go to memory that was read one step before, and a barrier came in between.
+        ("no barrier", INPUTS): 1,
+        # No instruction accesses the sums between the products of a byte's two halves.
+        ("no fence", "acc += _dot(inputs"): 1,
+        # After the loop nothing reads or writes what the last copies write.
+        ("no barrier", "for byte in range("): 1,
+        ("a group too few", "for byte in range("): 1,
+    }
+)
+
+
+@slow
+@executed
+@pytest.mark.parametrize(
+    ("generation", "num_tokens", "shape"),
+    [("sm80", 3, LONG), ("sm80", 20, LONG), ("sm90", 20, LONG), ("sm90", 20, (70, 512, 8, 64, True))],
+)
+def test_every_barrier_fence_and_wait_is_missed_if_it_is_missing(generation, num_tokens, shape):
+    run = functools.partial(execute, generation, num_tokens, shape, BRAIN)
+    seen, survivors = types.SimpleNamespace(ptx=""), []
+    run(lambda ptx, named: setattr(seen, "ptx", ptx) or ptx)
+    lines = Path(backend.__file__).read_text().splitlines()
+    for kind, (pattern, replacement) in MUTATIONS.items():
+        for match in re.finditer(pattern, seen.ptx):
+            mutant = seen.ptx[: match.start()] + replacement(match) + seen.ptx[match.end() :]
+            try:
+                run(lambda ptx, named, mutant=mutant: mutant)
+            except Fault:
+                continue
+            place = re.findall(r"triton_linear\.py:(\d+):\d+(?: \])*$", mutant[: match.start()], re.MULTILINE)
+            line = lines[int(place[-1]) - 1].strip()
+            survivors += [(kind, start) for _, start in REDUNDANT if line.startswith(start)][:1] or [
+                (kind, line)
+            ]
+    assert not Counter(survivors) - REDUNDANT
