@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoengine.models.files import open_tensors, read_json
+from nanoengine.models.files import as_value_error, open_tensors, read_json
 
 PREFIX = "base_model.model."
 # Field of adapter_config.json -> its supported values. Other values would change the merged weights.
@@ -103,7 +103,7 @@ class Adapter:
             return self.config.get(default)
 
         alpha, stated = own("alpha_pattern", "lora_alpha"), own("rank_pattern", "r")
-        if not isinstance(alpha, int | float) or stated != rank:
+        if not isinstance(alpha, int | float) or not math.isfinite(alpha) or stated != rank:
             raise ValueError(
                 f"{self.path}: {module} has rank {rank}, but the config has {stated} and alpha {alpha!r}"
             )
@@ -148,7 +148,8 @@ class Adapter:
         if a.dim() != 2 or b.dim() != 2 or len(a) != b.shape[1] or (len(b), a.shape[1]) != shape:
             found = f"{tuple(b.shape)} and {tuple(a.shape)}"
             raise ValueError(f"{self.path}: {found} do not make {name!r} of shape {shape}")
-        scaling = self.scaling(name.removesuffix(".weight"), len(a))
+        with as_value_error(self.path):  # the patterns may not be expressions
+            scaling = self.scaling(name.removesuffix(".weight"), len(a))
         weight = weight + scaling * (b @ a).to(weight.device)
         if magnitude is None:
             return weight

@@ -360,11 +360,22 @@ class Decoder(nn.Module):
                 module.kernels = kernels
 
     def build_rope_table(self, num_positions: int) -> None:
-        """Compute cos and sin for positions [0, num_positions), each (num_positions, 1, D) float32."""
-        inv_freq, factor = rope_frequencies(self.config.rope, self.config.head_dim)
+        """Compute cos and sin for positions [0, num_positions), each (num_positions, 1, D) float32.
+
+        Raises:
+            ValueError: the checkpoint's rope settings are not numbers, or give no finite angles.
+        """
+        rope = self.config.rope
+        try:
+            inv_freq, factor = rope_frequencies(rope, self.config.head_dim)
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+            raise ValueError(f"the rope settings {rope!r:.200} cannot be used: {error!r}") from error
         angles = torch.outer(torch.arange(num_positions).float(), inv_freq).repeat(1, 2).unsqueeze(1)
+        cos, sin = angles.cos() * factor, angles.sin() * factor
+        if not cos.isfinite().all():
+            raise ValueError(f"the rope settings {rope!r:.200} give angles that are not finite")
         device = self.norm.weight.device
-        self.rope_table = (angles.cos() * factor).to(device), (angles.sin() * factor).to(device)
+        self.rope_table = cos.to(device), sin.to(device)
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, caches: Sequence[KVCache], attention: PagedAttention

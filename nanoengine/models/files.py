@@ -102,9 +102,10 @@ def _tensor_files(path: Path) -> list[Path]:
         if not isinstance(file, str) or Path(file).name != file:
             raise ValueError(f"{index}: weight_map must name a file beside it for {tensor!r}, got {file!r}")
     files = sorted({path / file for file in weight_map.values()})
-    for file in files:
-        if not file.is_file():
-            raise ValueError(f"{path} lacks the shard {file.name}, which {index.name} names")
+    with as_value_error(index):  # a name may be too long for the system
+        for file in files:
+            if not file.is_file():
+                raise ValueError(f"{path} lacks the shard {file.name}, which {index.name} names")
     return files
 
 
@@ -134,6 +135,8 @@ SIZES = {
 def check_fields(path: Path, hf_config: Any) -> None:
     """Raise ValueError if an architecture or a size in a config, or in its text config, is invalid."""
     for config in (hf_config, hf_config.get_text_config(decoder=True)):
+        if not hasattr(config, "attribute_map"):
+            raise ValueError(f"{path}: the language model's config must be an object, got {config!r:.99}")
         names = getattr(config, "architectures", None)
         if not isinstance(names, list | None) or not all(isinstance(name, str) for name in names or ()):
             raise ValueError(f"{path}: architectures must be a list of names, got {names!r:.99}")

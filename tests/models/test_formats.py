@@ -770,6 +770,9 @@ def test_adapter_that_is_not_plain_or_does_not_fit_is_refused(tmp_path):
         ({"init_lora_weights": "pissa"}, "init_lora_weights must be one of .*, got 'pissa'"),
         ({"r": 5}, "q_proj has rank 4, but the config has 5"),
         ({"lora_alpha": "x"}, "alpha 'x'"),
+        ({"lora_alpha": float("inf")}, "alpha inf"),
+        ({"rank_pattern": True}, "adapter cannot be loaded: AttributeError"),
+        ({"alpha_pattern": {"(": 1}}, "adapter cannot be loaded: .*unterminated subpattern"),
     ):
         config_path.write_text(json.dumps({**config, **change}))
         refuse_adapter(words)

@@ -20,7 +20,16 @@ from nanoengine.backends.quantized import PackedEmbedding
 from nanoengine.models.checkpoint import Checkpoint, open_checkpoint, resolve_dtype
 from nanoengine.models.decoder import Decoder
 from nanoengine.models.hf import HFModel, _load_transformers
-from tests.helpers import HF_ARCHITECTURES, TINY, YARN, checkpoint, greedy, hf_model, random_prompts
+from tests.helpers import (
+    HF_ARCHITECTURES,
+    TINY,
+    YARN,
+    byte_tokenizer,
+    checkpoint,
+    greedy,
+    hf_model,
+    random_prompts,
+)
 
 NAME = "qwen3"
 
@@ -70,6 +79,10 @@ def rope_of(kind="yarn", **changes):
     return {"rope_parameters": rope, "rope_scaling": rope}
 
 
+def theta_of(value):
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": value}}
+
+
 SIZES = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
 SIZES += "head_dim"
 POSITIONS, ROPE = "max_position_embeddings", r"config\.json: rope's factor.* must be above 0"
@@ -80,6 +93,8 @@ BAD_CONFIGS = [
     *(({POSITIONS: n}, rf"config\.json: {POSITIONS} must .*, got {n}$") for n in (-5, 0, 10**12)),
     *((rope_of(factor=x), ROPE) for x in (1e9, -1.0, 0.0, float("nan"), "4")),
     (rope_of("helix"), "helix"),
+    *((theta_of(x), "the rope settings .*rope_theta|cannot be loaded: TypeError") for x in ("x", None)),
+    *(({"text_config": x}, "config.json: the language model's config must be an object") for x in ([1], 2.0)),
     *(
         (
             {"quantization_config": {"quant_method": x, "bits": 4}},
@@ -160,9 +175,19 @@ def test_a_checkpoint_that_cannot_be_served_is_refused_by_field_tensor_or_file(c
     refuse(copy, message, model_impl=impl, runner="generate")
 
 
+@pytest.mark.parametrize("theta", [0, -1.0, float("nan")])
+def test_rope_settings_that_give_no_finite_angles_are_refused(copy, theta):
+    edit_config(copy, **theta_of(theta))
+    refuse(copy, "the rope settings .* give angles that are not finite")
+
+
 @pytest.mark.parametrize("content", ["[]", "[" * 10**5, '{"model": null}', "\xff", ""])
 def test_unreadable_tokenizer_is_refused_with_its_path(copy, content):
     (copy / "tokenizer.json").write_text(content, encoding="latin-1")
+    refuse(copy, "the tokenizer in .*model cannot be used: ")
+    byte_tokenizer().save_pretrained(copy)
+    settings = {**json.loads((copy / "tokenizer_config.json").read_text()), "model_max_length": content}
+    (copy / "tokenizer_config.json").write_text(json.dumps(settings))
     refuse(copy, "the tokenizer in .*model cannot be used: ")
 
 
@@ -357,6 +382,7 @@ BROKEN = [
     (INDEX, b'{"weight_map": {"a": null}}', "for 'a', got None"),
     (INDEX, b'{"weight_map": {"a": "../model.safetensors"}}', "must name a file beside it for 'a'"),
     (INDEX, b'{"weight_map": {"a": "."}}', "must name a file beside it for 'a'"),
+    (INDEX, b'{"weight_map": {"a": "%s"}}' % (b"x" * 999), "OSError: .*too long"),
     (GENERATION, b'{"temperature": "hot"}', "temperature must be"),
     (GENERATION, b'{"temperature": -1}', "temperature must be"),
     (GENERATION, b'{"top_k": 0.5}', "top_k must be"),
