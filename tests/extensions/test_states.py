@@ -257,10 +257,18 @@ def test_at_the_end_of_a_block_a_sequence_gives_its_slot_to_the_prefix_cache():
     assert spans == [(8, 9, 3, 5)]
 
 
-@pytest.mark.parametrize(("num_state_slots", "num_kept"), [(4, 2), (2, 1)])
-def test_a_finished_request_keeps_its_last_state_and_that_of_the_prompt(num_state_slots, num_kept):
+def test_a_prompt_in_chunks_keeps_its_states_where_it_branches_and_at_its_last_block():
+    manager = manager_of()
+    for _ in spans_of(manager, sequence(0, range(10))):
+        pass
+    steps = spans_of(manager, sequence(1, [*range(4), *range(50, 56)]), budget=6)
+    assert [[span[:2] for span in spans] for spans in steps] == [[(0, 4), (4, 6)], [(6, 8), (8, 10)]]
+
+
+@pytest.mark.parametrize(("num_state_slots", "length", "num_kept"), [(4, 10, 2), (4, 8, 2), (2, 10, 1)])
+def test_a_finished_request_keeps_its_last_state_and_that_of_the_prompt(num_state_slots, length, num_kept):
     manager = manager_of(num_state_slots)
-    for _ in spans_of(manager, sequence(0, range(10), max_tokens=30)):
+    for _ in spans_of(manager, sequence(0, range(length), max_tokens=30)):
         assert len(manager.kept_slots) <= num_kept
     assert len(manager.kept_slots) == num_kept
 

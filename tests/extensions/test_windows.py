@@ -123,6 +123,14 @@ def test_a_hit_in_a_hybrid_counts_the_blocks_after_its_window():
     assert seq.num_computed_tokens == 12
 
 
+def test_a_group_that_needs_no_block_does_not_stop_another_from_growing():
+    manager, seq = manager_of(num_blocks=9, windows=(None, 3)), sequence(0, range(11))
+    assert manager.allocate(seq)
+    seq.num_computed_tokens = 4  # frees one block of the second group, which needs one
+    assert manager.may_append(seq, 11)
+    assert manager.tables_of(seq) == [[1, 2, 3, 4, 5, 6], [0, 8, 9, 7]]
+
+
 def test_a_prompt_longer_than_the_pool_is_admitted_if_all_layers_have_windows():
     manager = manager_of(num_blocks=4)  # (3 - 1 + 4) / 2 + 1: what the window and a step span
     assert manager.max_computable_tokens > 10**6
