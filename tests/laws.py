@@ -75,7 +75,9 @@ def check_laws(scheduler: Scheduler) -> None:
         assert not any(seq.is_finished for seq in queue)
         orders = [seq.order for seq in queue]
         assert all(before < after for before, after in itertools.pairwise(orders))
-    assert not any(seq.block_table or seq.capacity for seq in scheduler.waiting)
+    for seq in scheduler.waiting:
+        assert (seq.block_table, seq.capacity, seq.num_computed_tokens, seq.num_hit_tokens) == ([], 0, 0, 0)
+        assert (seq.num_registered_blocks, seq.prefix_id) == (0, 0)
     assert all(seq.block_table for seq in scheduler.running)
     assert len(scheduler.running) <= scheduler.max_num_seqs, "more sequences run than max_num_seqs"
     check_blocks(scheduler.block_manager, scheduler.running)

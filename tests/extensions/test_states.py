@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.backends.inputs import NUM_RESERVED_SLOTS, ZERO_SLOT
-from nanoengine.extensions.states import StatefulBlockManager, StatefulScheduler
+from nanoengine.backends.device import Attention
+from nanoengine.backends.inputs import BIN_SLOT, NUM_RESERVED_SLOTS, ZERO_SLOT
+from nanoengine.extensions.states import StatefulBlockManager, StatefulRunner, StatefulScheduler
 from nanoengine.models.states import _scan_of_mamba
-from tests.helpers import VARIED_SETTINGS, greedy, make_sequence, random_prompts, run_step
+from tests.helpers import VARIED_SETTINGS, batch_of, greedy, make_sequence, random_prompts, run_step
 from tests.laws import check_laws
 from tests.model_table import small_config, small_model
 from tests.test_sampling import LiveBytes
@@ -325,6 +326,16 @@ def test_a_recomputed_output_is_a_span_of_its_own():
     seq.token_ids += [7, 7, 7]
     first = next(spans_of(manager_of(enable_prefix_caching=False), seq))
     assert first == [(0, 6, 0, 2), (6, 9, 2, 2)]
+
+
+def test_a_trial_batch_reads_zeros_and_discards_its_states():
+    runner = StatefulRunner(1, None, None, Attention(None, None, []), None, 4)
+    decode, prompt = make_sequence(0, [1]), make_sequence(1, [1, 2, 3])
+    decode.block_table = prompt.block_table = [0]
+    rows, sources, targets, parts = runner.build_inputs(batch_of((decode, 0, 1), (prompt, 0, 3))).states
+    assert (rows.tolist(), sources.tolist(), targets.tolist()) == ([0], [ZERO_SLOT], [BIN_SLOT])
+    assert parts == [(1, 4, ZERO_SLOT, BIN_SLOT, False)]
+    assert runner.build_inputs(batch_of((prompt, 0, 3))).states.decode_rows.dtype == rows.dtype
 
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
