@@ -31,6 +31,9 @@ def test_a_long_prompt_is_chunked_by_the_budget_and_samples_only_at_its_end():
     batches = [run_step(scheduler) for _ in range(4)]
     assert [chunks_of(batch) for batch in batches] == [[(0, 0, 4)], [(0, 4, 8)], [(0, 8, 10)], [(0, 10, 11)]]
     assert [len(batch.sampled_seqs) for batch in batches] == [0, 0, 1, 1]
+    scheduler.max_num_batched_tokens = 2
+    scheduler.add(make_sequence(1, [1, 2]))
+    assert chunks_of(run_step(scheduler)) == [(0, 11, 12), (1, 0, 1)]
 
 
 def test_running_sequences_are_served_before_waiting_ones_are_admitted():

@@ -329,13 +329,15 @@ def test_a_recomputed_output_is_a_span_of_its_own():
 
 
 def test_a_trial_batch_reads_zeros_and_discards_its_states():
-    runner = StatefulRunner(1, None, None, Attention(None, None, []), None, 4)
-    decode, prompt = make_sequence(0, [1]), make_sequence(1, [1, 2, 3])
-    decode.block_table = prompt.block_table = [0]
-    rows, sources, targets, parts = runner.build_inputs(batch_of((decode, 0, 1), (prompt, 0, 3))).states
+    runner = StatefulRunner(2, None, None, Attention(None, None, []), None, 4)
+    decode, chunk = make_sequence(0, [1]), make_sequence(1, [1, 2])
+    decode.block_table = chunk.block_table = [0]
+    inputs = runner.build_inputs(batch_of((decode, 0, 1), (chunk, 0, 2)))
+    rows, sources, targets, parts = inputs.states
     assert (rows.tolist(), sources.tolist(), targets.tolist()) == ([0], [ZERO_SLOT], [BIN_SLOT])
-    assert parts == [(1, 4, ZERO_SLOT, BIN_SLOT, False)]
-    assert runner.build_inputs(batch_of((prompt, 0, 3))).states.decode_rows.dtype == rows.dtype
+    assert parts == [(1, 3, ZERO_SLOT, BIN_SLOT, False)]
+    assert inputs.metadata.block_tables.tolist() == [[[0], [0]]] * 2  # all groups use the same
+    assert runner.build_inputs(batch_of((chunk, 0, 2))).states.decode_rows.dtype == rows.dtype
 
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
