@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.nn.attention.varlen import varlen_attn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import nanoengine.sampling
@@ -32,7 +31,7 @@ from tests import doubles
 from tests.helpers import checkpoint, random_prompts
 from tests.model_table import small_config, small_model
 
-REAL_VARLEN_ATTN = varlen_attn
+REAL_VARLEN_ATTN = pytest.importorskip("torch.nn.attention.varlen", reason="PyTorch 2.9").varlen_attn
 GUARD = """
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 namespace c10::impl { C10_REGISTER_GUARD_IMPL(CUDA, NoOpDeviceGuardImpl<DeviceType::CUDA>) }
