@@ -11,7 +11,7 @@ from nanoengine.backends.kv_cache import KVSpec, group_layers, new_caches
 from nanoengine.engine import Scheduler
 from nanoengine.extensions.windows import WindowedBlockManager, describe_windows
 from tests.helpers import checkpoint, greedy, make_sequence, random_prompts
-from tests.laws import check_laws
+from tests.laws import check_blocks, check_laws
 
 BLOCK_SIZE = 8
 BUDGET = 16
@@ -129,6 +129,8 @@ def test_a_group_that_needs_no_block_does_not_stop_another_from_growing():
     seq.num_computed_tokens = 4  # frees one block of the second group, which needs one
     assert manager.may_append(seq, 11)
     assert manager.tables_of(seq) == [[1, 2, 3, 4, 5, 6], [0, 8, 9, 7]]
+    manager.free(seq)
+    check_blocks(manager, [])
 
 
 def test_a_prompt_longer_than_the_pool_is_admitted_if_all_layers_have_windows():
