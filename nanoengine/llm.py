@@ -167,11 +167,11 @@ class LLM(Reloadable, AbstractContextManager["LLM"]):
 
     def metrics(self) -> dict[str, int | float]:
         """Return the values of `LLMEngine.metrics`."""
-        return self.llm_engine.metrics()
+        return dict(self.llm_engine.metrics())
 
     def get_metrics(self) -> list["Metric"]:
         """Return the metrics of `LLMEngine.get_metrics`."""
-        return self.llm_engine.get_metrics()
+        return list(self.llm_engine.get_metrics())
 
     @property
     def scheduler(self) -> Scheduler:
