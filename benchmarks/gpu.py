@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def run_tests(device: str) -> dict[str, Any]:
 
 # ---- Attention -----------------------------------------------------------------------------------
 
-BLOCK_SIZE, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 256, 16, 8, 128  # Qwen3-0.6B's
+BLOCK_SIZE, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, CALLS = 256, 16, 8, 128, 20  # Qwen3-0.6B's
 BATCHES = {  # (new tokens, all tokens) of each sequence
     "64 decodes at 2k": [(1, 2000)] * 64,
     "256 decodes at 1k": [(1, 1000)] * 256,
@@ -53,6 +54,7 @@ BATCHES = {  # (new tokens, all tokens) of each sequence
 def attention_ms(backend: Any, lens: list[tuple[int, int]], device: Any, repeats: int = 5) -> float:
     """Return the milliseconds of one layer's attention, the least of `repeats` runs."""
     import torch
+    from torch.utils.benchmark import Timer
 
     from nanoengine import SamplingParams
     from nanoengine.backends.inputs import send_inputs
@@ -73,14 +75,16 @@ def attention_ms(backend: Any, lens: list[tuple[int, int]], device: Any, repeats
     cache = KVCache.zeros(spec, num_blocks, BLOCK_SIZE, device)
     q = torch.zeros(num_tokens, NUM_HEADS, HEAD_DIM, dtype=spec.dtype, device=device)
     kv = q[:, :NUM_KV_HEADS].contiguous()
-    seconds = []
-    for _ in range(1 + repeats):  # the first run is a warm-up
-        start = time.perf_counter()
-        attention(q, kv, kv, cache, scale=HEAD_DIM**-0.5)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    return 1e3 * min(seconds[1:])
+    run: Any = partial(attention, q, kv, kv, cache, scale=HEAD_DIM**-0.5)
+    num_calls = CALLS if device.type == "cuda" and backend.capturable else 1
+    if num_calls > 1:
+        run()  # what is done once must not be captured, and Python takes longer than some kernels
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            _ = [run() for _ in range(CALLS)]
+        run = graph.replay
+    timer = Timer("run()", globals={"run": run})  # it warms up, and waits for the GPU
+    return 1e3 * min(timer.timeit(1).mean for _ in range(repeats)) / num_calls
 
 
 def measure_attention(device: str, batches: dict[str, list[tuple[int, int]]] = BATCHES) -> dict[str, Any]:
@@ -92,9 +96,8 @@ def measure_attention(device: str, batches: dict[str, list[tuple[int, int]]] = B
     where, none = torch.device(device), frozenset[str]()
     specs = [kv_cache.KVSpec(NUM_KV_HEADS, HEAD_DIM, HEAD_DIM, torch.bfloat16)]
     found: dict[str, Any] = {}
-    kinds: list[Any] = [flash.FlashAttention, flash.VarlenAttention]
-    kinds += [triton.TritonAttention, attention.TorchAttention]
-    for backend in kinds:
+    kinds: list[Any] = [flash.FlashAttention, flash.VarlenAttention, triton.TritonAttention]
+    for backend in (*kinds, attention.TorchAttention):
         reason = backend.obstacle(specs, none) or cuda.try_out(backend, specs, none, BLOCK_SIZE, where)
         times = {} if reason else {name: attention_ms(backend, lens, where) for name, lens in batches.items()}
         found[backend.name] = times or {"error": reason}
@@ -169,8 +172,7 @@ def main() -> None:
     if unknown := set(args.pieces).difference(PIECES):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(PIECES)}")
     if args.piece:
-        print(json.dumps(HERE[args.piece](args.device)))
-        return
+        return print(json.dumps(HERE[args.piece](args.device)))
     import torch
 
     if args.device == "cuda" and not torch.cuda.is_available():

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import statistics
 import subprocess
 import sys
@@ -41,10 +40,8 @@ def bench_load(model: str, repeats: int) -> dict[str, Any]:
     """Load a model in `repeats` new processes. Prints and returns the medians of the phases' seconds."""
     runs = []
     for _ in range(repeats):
-        command = [sys.executable, "-m", "benchmarks.load", model]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=os.environ)
-        if done.returncode:
-            sys.exit(done.returncode)
+        command = [sys.executable, "-m", __name__, model]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         runs.append(json.loads(done.stdout.splitlines()[-1]))
     names = dict.fromkeys(name for run in runs for name in run)
     medians = {name: statistics.median(run.get(name, 0.0) for run in runs) for name in names}

@@ -36,12 +36,13 @@ def machine(threads: int, device: str) -> dict[str, Any]:
     flags = set(f"{found.get('flags', '')} {found.get('Features', '')}".split())
     if platform.machine() == "arm64":  # macOS has no /proc/cpuinfo
         flags.add("asimd")
+    driver = torch._C._cuda_getDriverVersion() if device == "cuda" else None  # type: ignore[attr-defined]
     return {
         "cpu": found.get("model name") or platform.processor(),
         "instructions": instruction_sets(flags),
         "cores": os.cpu_count(),
         "threads": threads,
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-        "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
+        "gpu": driver and f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}, driver {driver}",
         "system": platform.platform(),
     }

@@ -1,5 +1,6 @@
 """The benchmark: its workloads, its arithmetic, and short runs of the engines beside each other."""
 
+import contextlib
 import itertools
 import json
 import re
@@ -476,12 +477,39 @@ def test_every_attention_backend_is_timed(flash_doubles):
     batches = {"decodes": [(1, 300), (1, 20)], "mixed": [(1, 300), (5, 400)]}
     found = gpu.measure_attention("cpu", batches)
     assert list(found) == ["flash", "varlen", "triton", "torch"]
-    assert flash_doubles["with_kvcache"] == 2 + 2 * 6  # two decodes of the trial, then both batches
-    assert flash_doubles["varlen packed"] == 2 * 6
+    assert flash_doubles["with_kvcache"] == 2 + 2 * 15  # two decodes of the trial, then both batches
+    assert flash_doubles["varlen packed"] == 2 * 15
     for name in ("flash", "varlen", "torch"):
         assert found[name].keys() == batches.keys()
         assert min(found[name].values()) > 0
-    assert "needs a GPU" in found["triton"]["error"]
+    assert "failed when tried" in found["triton"]["error"]
+
+
+def test_on_a_gpu_a_graph_of_twenty_calls_is_timed(monkeypatch):
+    calls, plain = [], {"tensor": torch.tensor, "zeros": torch.zeros}
+
+    class Backend:
+        capturable = True
+
+        def __init__(self, *_):
+            pass
+
+        def __call__(self, *_, scale):
+            calls.append("call")
+
+    class GPU(str):
+        type = "cuda"
+
+    for name, function in plain.items():
+        patched = lambda *args, device=None, function=function, **kwargs: function(*args, **kwargs)  # noqa: E731
+        monkeypatch.setattr(f"torch.{name}", patched)
+    monkeypatch.setattr("nanoengine.backends.kv_cache.zeros_on_large_pages", lambda *_: None)
+    graph = SimpleNamespace(replay=lambda: calls.append("replay"))
+    monkeypatch.setattr("torch.cuda.CUDAGraph", lambda: graph)
+    monkeypatch.setattr("torch.cuda.graph", lambda _: contextlib.nullcontext())
+    assert gpu.attention_ms(Backend, [(1, 30)], GPU("cuda"), repeats=2) > 0
+    assert calls[:21] == ["call"] * 21  # one before the capture
+    assert set(calls[21:]) == {"replay"}
 
 
 def benched(*rows):
