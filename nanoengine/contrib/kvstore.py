@@ -40,7 +40,7 @@ from xxhash import xxh3_128
 from nanoengine.backends.device import Download, upload
 from nanoengine.backends.kv_cache import KVGroup, KVSpec
 from nanoengine.config import EngineConfig
-from nanoengine.contrib.stores import Store, open_store
+from nanoengine.contrib.stores import DirectoryStore, Store, open_store
 from nanoengine.engine import Collected, EngineCore, Launch, ModelRunner, ScheduledBatch, Scheduler, Sequence
 from nanoengine.extensions.windows import WindowedBlockManager
 from nanoengine.startup import Started
@@ -188,6 +188,8 @@ class KVConnector:
             sum(specs[layer].bytes_per_token for layer in layers) * runner.block_size
             for layers in self.layers
         ]
+        if isinstance(store, DirectoryStore):  # K and V, the tokens, and safetensors' header
+            store.max_entry_bytes = sum(self.sizes) + (1 << 24)
         self._reading, self._writing = RetryGate("read"), RetryGate("written")
         self._copying = RetryGate("copied to")  # fails when memory is short
         self._lock = threading.Lock()

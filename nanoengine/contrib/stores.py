@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import os
 import shutil
+import stat
 import tempfile
 import time
 from collections import abc
@@ -48,6 +49,8 @@ class DirectoryStore:
     for all files together, by default a tenth of the file system.
     """
 
+    max_entry_bytes = 1 << 30  # larger files are ignored; an engine sets the size of its own entries
+
     def __init__(self, path: str | Path, max_bytes: int | None = None) -> None:
         if max_bytes is not None:
             check_integer("max_bytes", max_bytes, 1, 2**62)
@@ -62,9 +65,8 @@ class DirectoryStore:
     def get(self, keys: abc.Sequence[str]) -> Iterable[bytes]:
         """See `Store`."""
         for key in keys:
-            try:
-                data = self._file(key).read_bytes()
-            except FileNotFoundError:
+            data = self._read(self._file(key))
+            if data is None:
                 return
             yield data
 
@@ -96,6 +98,24 @@ class DirectoryStore:
 
     def _file(self, key: str) -> Path:
         return self.path / key[:2] / f"{key}.safetensors"
+
+    def _read(self, file: Path) -> bytes | None:
+        """Return a file's content, or None if it does not exist or cannot be an engine's file.
+
+        Reading a pipe could block forever, and a sparse file may claim any size.
+        """
+        try:
+            handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        try:
+            status = os.fstat(handle)
+            if not stat.S_ISREG(status.st_mode) or status.st_size > self.max_entry_bytes:
+                return None
+            with open(handle, "rb", closefd=False) as stream:
+                return stream.read(self.max_entry_bytes)
+        finally:
+            os.close(handle)
 
     @staticmethod
     def _touch(file: Path, time_ns: int) -> bool:
