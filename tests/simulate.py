@@ -5,10 +5,11 @@ the shutdown. `run` plays it in the bottle of bottle.py, from the bytes of the r
 answers, and raises `Broken` if a law does not hold:
 
     answers     each is the one that the same request gets alone, or an error that has a cause in the script
+    shutdown    a request that is sent after the signal to stop is refused
     progress    the first running sequence is computed in each step, and every client gets an answer
     leftovers   no block, queue entry, task, timer, place or sequence is left when all clients have gone
     the key     a request without the key neither gets an answer nor reaches the engine
-    memory      no step is larger than planned, and no more samples wait than are allowed
+    memory      no step is larger than planned or admits after a preemption, and not too many samples wait
 
 A script that breaks a law is shrunk: what can be left out of it while a law still breaks is left out.
 """
@@ -129,11 +130,6 @@ def truth(index: int) -> tuple[list[dict[str, Any]], int, int]:
             choices.append(plain(body.choice(number * params.n + one.index, one, outputs[-1], tokenizer)))
     engine.close()
     return choices, num_prompt, num_new
-
-
-def num_samples(index: int) -> int:
-    """Return how many places a request takes."""
-    return len(truth(index)[0])
 
 
 def plain(choice: dict[str, Any]) -> dict[str, Any]:
@@ -265,11 +261,6 @@ def write(seed: int) -> Script:
 # ---- Clients -----------------------------------------------------------------------------------------
 
 
-def request_bytes(path: str, body: bytes, headers: str) -> bytes:
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\n{headers}Content-Type: application/json\r\n"
-    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
-
-
 def responses(data: bytes) -> Iterator[tuple[int, bytes, bool]]:
     """Yield the responses in what a connection received: status, body, and whether it is complete."""
     while data:
@@ -277,10 +268,8 @@ def responses(data: bytes) -> Iterator[tuple[int, bytes, bool]]:
         if not found:
             yield 0, b"", False
             return
-        status, headers = (
-            int(head[9:12]),
-            dict(line.split(b": ", 1) for line in head.lower().split(b"\r\n")[1:]),
-        )
+        status = int(head[9:12])
+        headers = dict(line.split(b": ", 1) for line in head.lower().split(b"\r\n")[1:])
         body = b""
         if b"content-length" in headers:
             length = int(headers[b"content-length"])
@@ -309,6 +298,7 @@ class Client:
         self.done = world.loop.create_future()
         self.pipe: Any = None
         self.num_sent = 0
+        self.late: set[int] = set()  # requests that were begun after the signal to stop
 
     def begin(self) -> None:
         loop, visit = self.world.loop, self.visit
@@ -323,6 +313,7 @@ class Client:
 
     def send_next(self) -> None:
         visit, data = self.visit, self.request(self.num_sent)
+        self.late |= {self.num_sent} if self.world.drained else set()
         self.num_sent += 1
         cuts = sorted(self.world.loop.rng.randrange(len(data) + 1) for _ in range(visit.cuts))
         for i, (start, end) in enumerate(zip([0, *cuts], [*cuts, len(data)], strict=True)):
@@ -357,7 +348,8 @@ class Client:
         body = json.dumps(fields).encode()
         if visit.kind in ("not json", "too large"):
             body = body[:-1] if visit.kind == "not json" else body + b" " * (1 << 16)
-        data = request_bytes(path, body, authorization)
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\n{authorization}Content-Type: application/json\r\n"
+        data = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
         return data[: -len(body) // 2] if visit.kind == "stalls" else data
 
     def look(self) -> None:
@@ -385,11 +377,15 @@ class Client:
         stays = visit.leaves is None and visit.rate > 0
         if stays and visit.kind not in ("silent", "good", "stalls") and not world.drained and not found:
             raise Broken(f"a client got no answer: {visit.kind}")
-        for (index, _), (status, body, is_complete) in zip(visit.asks, found, strict=False):
+        sends_slowly = visit.cuts > 0 or visit.kind in ("silent", "stalls")
+        for number, (status, body, is_complete) in enumerate(found[: len(visit.asks)]):
+            index = visit.asks[number][0]
+            if number in self.late and status == 200:
+                raise Broken("a request was served that was sent after the signal to stop")
             if not is_complete:
                 if stays and not world.drained:
                     raise Broken(f"an answer with status {status} was cut off: {body[-200:]!r}")
-            elif world.drained and body == b"Internal Server Error":
+            elif world.drained and body == b"Internal Server Error" and sends_slowly:
                 pass  # uvicorn cancels what still runs CLOSE_SECONDS after the engine is closed
             elif visit.kind != "good":
                 if status != must_be.get(visit.kind) and not (
@@ -415,7 +411,7 @@ class Client:
             return
         if status == 503 and world.is_refusing("good"):
             return
-        is_large = num_samples(index) > world.service.max_samples
+        is_large = len(truth(index)[0]) > world.service.max_samples
         if status == 400 and message.startswith("prompt and n must ask for") and is_large:
             return
         raise Broken(f"an error without a cause: {status} {message}")
@@ -464,11 +460,7 @@ class World:
         self.service.__init__(self.engine, name="demo", api_key=KEY, **limits)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("nanoengine.apps.server.make_app", lambda *_: app)
-            quick: dict[str, Any] = {
-                "log_config": None,
-                "ws": "none",
-                "timeout_graceful_shutdown": CLOSE_SECONDS,
-            }
+            quick: Any = {"log_config": None, "ws": "none", "timeout_graceful_shutdown": CLOSE_SECONDS}
             self.server = Server(self.service, script.drain, host="x", port=1, **quick)
         self.failures, self.num_forwards, self.num_stuck = dict(script.failures), -1, 0
         self.drained = False  # whether a shutdown may have cut answers off
@@ -476,7 +468,7 @@ class World:
         self.seqs: weakref.WeakSet[Any] = weakref.WeakSet()
         wheres = [where for number, where in script.failures]
         self.may_fail = "logits" in wheres or len(wheres) > 1
-        self.samples = sum(num_samples(i) for v in script.visits if v.kind == "good" for i, _ in v.asks)
+        self.samples = sum(len(truth(i)[0]) for v in script.visits if v.kind == "good" for i, _ in v.asks)
         self.watch()
 
     def is_refusing(self, kind: str) -> bool:
@@ -489,6 +481,14 @@ class World:
         llm: Any = self.engine.llm_engine
         runner, scheduler, core = llm.runner, llm.scheduler, llm.core
         launch, recover, add = runner.launch, core.recover, scheduler.add
+        schedule = scheduler.schedule
+
+        def watched_schedule() -> Any:
+            before = {seq: seq.num_preemptions for seq in scheduler.running}
+            total, batch = scheduler.num_preemptions, schedule()
+            is_new = any(before.get(chunk.seq) != chunk.seq.num_preemptions for chunk in batch.chunks)
+            self.law(not is_new or scheduler.num_preemptions == total, "a step preempts and admits")
+            return batch
 
         def watched_launch(batch: Any, before: Any = None) -> Any:
             self.num_forwards += 1
@@ -518,6 +518,7 @@ class World:
             return asked
 
         runner.launch, core.recover, scheduler.add = watched_launch, watched_recover, watched_add
+        scheduler.schedule = watched_schedule
         runner.model.fails = runner.device.fails = fails
 
     def law(self, holds: bool, what: str) -> None:
@@ -655,13 +656,11 @@ def shrink(script: Script) -> Script:
             for change in changes:
                 changed = (*script.visits[:i], replace(visit, **change), *script.visits[i + 1 :])
                 options.append(replace(script, visits=changed))
-        for name, value in script.settings.items():
-            if name not in ROOMY:
-                options.append(
-                    replace(script, settings={k: v for k, v in script.settings.items() if k != name})
-                )
-            elif value != ROOMY[name] and "block" not in name:
-                options.append(replace(script, settings={**script.settings, name: ROOMY[name]}))
+        for name in script.settings:
+            rest = {k: v for k, v in script.settings.items() if k != name}
+            if name not in ROOMY or "block" not in name:
+                more = {name: ROOMY[name]} if name in ROOMY else {}
+                options.append(replace(script, settings=rest | more))
         shorter = next((one for one in options if one != script and str(breaks(one)).startswith(kind)), None)
         if shorter is None:
             return script
