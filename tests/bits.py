@@ -30,7 +30,7 @@ def requests(number: int = 40) -> tuple[list[list[int]], list[SamplingParams]]:
     rng = random.Random(0)
     prompts = random_prompts([130, *(rng.randint(1, 130) for _ in range(number - 1))])
     for i in range(0, number, 3):
-        prompts[i][:60] = prompts[0][: min(60, len(prompts[i]))]
+        prompts[i][:100] = prompts[0][: min(100, len(prompts[i]))]
         prompts[i - 1] = (prompts[i][-7:] * 9)[: len(prompts[i - 1])]
     settings = [(rng.choice([0, 1]), rng.choice([None, None, 1]), i) for i in range(number)]
     return prompts, [

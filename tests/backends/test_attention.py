@@ -1,6 +1,7 @@
 """Paged attention against dense attention, sequence by sequence."""
 
 import functools
+import random
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from tests.attention import (
     WITH_SINKS,
     case_id,
     check_attention,
+    dense,
     metadata_of,
 )
 
@@ -82,26 +84,60 @@ def test_a_long_prompt_s_scores_are_computed_in_slices(check, monkeypatch):
     check([(50, 90), (1, 40), (90, 90)], 8, softcap=2.0, sinks=SINKS, alibi_slopes=SLOPES)
 
 
+@pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_decode_s_result_does_not_depend_on_the_batch(dtype):
-    """To the last bit, so that no sampled token can."""
-    generator = torch.Generator().manual_seed(0)
-    lens = [1, 40, 256, 700, 300]
-    q = torch.randn(len(lens), 4, 32, generator=generator).to(dtype)
-    cache = KVCache(*(torch.randn(50, 32, 2, 32, generator=generator).to(dtype) for _ in "kv"))
-    tables = torch.stack([torch.randperm(50, generator=generator)[:22] for _ in lens]).int()
-    kernels = Kernels()
+@pytest.mark.parametrize(
+    ("block_size", "kv_heads", "head_dim"), [(1, 1, 16), (3, 2, 20), (16, 4, 32), (96, 2, 64)]
+)
+@pytest.mark.parametrize("settings", [{}, {"window": 300}, {"window": 70, **BOTH, **WITH_ALIBI}], ids=case_id)
+def test_a_decode_s_result_does_not_depend_on_who_shares_its_blocks(
+    exact, dtype, block_size, kv_heads, head_dim, settings, request
+):
+    """To the last bit, so that no sampled token can. Sequences share nothing, a beginning, or everything."""
+    if exact:
+        request.getfixturevalue("exact_kernels")
+    rng, generator = random.Random(block_size), torch.Generator().manual_seed(0)
+    lens = [rng.choice([1, 16, 40, 256, 257, 300, 513, 700]) for _ in range(40)]
+    num_blocks = 1 + sum(-(-n // block_size) for n in lens)
+    unused = iter(range(1, num_blocks))
+    tables = torch.zeros(len(lens), -(-700 // block_size), dtype=torch.int32)
+    for i, n in enumerate(lens):
+        shared = rng.choice([0, 64, 200, 256, 600, 700]) // block_size  # with any sequence before it
+        if i:
+            tables[i, :shared] = tables[rng.choice([0, 1, rng.randrange(i)]) % i, :shared]
+        for column in range(-(-n // block_size)):
+            tables[i, column] = tables[i, column] or next(unused)
+    k, v = (torch.randn(num_blocks, block_size, kv_heads, head_dim, generator=generator) for _ in "kv")
+    q = torch.randn(len(lens), 4, head_dim, generator=generator).to(dtype)
+    cache = KVCache(k.to(dtype), v.to(dtype))
+    window = settings.get("window") or 1000
+    of_all = Settings(**{"scale": 0.2, "window": None, "softcap": None, "sinks": None, **settings})
+    kernels = Kernels(dtype)
 
     def attend(rows):
         out = torch.zeros_like(q)
-        lengths = torch.tensor([lens[i] for i in rows], dtype=torch.int32)
-        settings = Settings(0.2, None, None, None)
-        kernels.decode_attention(out, q, cache, (tables[rows], lengths, torch.tensor(rows)), settings)
+        of_rows = tables[rows].clone()
+        for table, n in zip(of_rows, (lens[i] for i in rows), strict=True):
+            table[: max(0, n - window) // block_size] = 0  # the null block, of NaN
+        sequences = of_rows, torch.tensor([lens[i] for i in rows], dtype=torch.int32), torch.tensor(rows)
+        kernels.decode_attention(out, q, cache, sequences, of_all)
         return out
 
-    together = attend([0, 1, 2, 3, 4])
-    for i in range(len(lens)):
+    for x in cache.k, cache.v:
+        x[0] = torch.nan
+    together = attend(range(len(lens)))
+    shuffled = attend(rng.sample(range(len(lens)), len(lens)))
+    assert torch.equal(shuffled, together)
+    for i, n in enumerate(lens):
         assert torch.equal(attend([i])[i], together[i])
+        if i % 2:
+            continue
+        slots = tables[i, torch.arange(n) // block_size].long() * block_size + torch.arange(n) % block_size
+        held = (x.flatten(0, 1)[slots] for x in (cache.k, cache.v))
+        expected = dense(q[i : i + 1], *held, **of_all._asdict())[0]
+        torch.testing.assert_close(
+            together[i].double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
+        )
 
 
 def test_a_discarded_write_leaves_shared_blocks_untouched():

@@ -1,5 +1,5 @@
-// Attention over cache blocks, for one new token of each of many sequences, or for many new tokens of one sequence.
-// backends/attention.py does the same in PyTorch.
+// Attention over cache blocks, for many new tokens of one sequence. decode.h has it for one new token of each of many
+// sequences. backends/attention.py does the same in PyTorch.
 // Shape letters: T tokens, S sequences, H query heads, K key/value heads, G = H / K, D head_dim (Dv for the values),
 // B block_size.
 
@@ -79,57 +79,11 @@ static inline void transpose(floats* rows) {
   }
 }
 
-// Returns the sums of LANES registers, in one register.
-static inline floats sum_each(const floats* parts) {
-  floats sums[LANES];
-  memcpy(sums, parts, sizeof sums);
-  for (int n = LANES / 2; n; n /= 2)
-    for (int i = 0; i < n; i++)
-      sums[i] = add_pairs(sums[2 * i], sums[2 * i + 1], EachLane());
-  return sums[0];
-}
-
-// Returns a dot product as a register that remains to be summed. D is a multiple of LANES, or of 2 LANES for bf16.
-static inline floats dot_parts(const float* a, const float* b, int64_t n) {
-  floats sum{};
-  for (int64_t i = 0; i < n; i += LANES) sum += load_as<floats>(a + i) * load_as<floats>(b + i);
-  return sum;
-}
-
-// Prefetches n elements into the L2 cache.
-template <class X>
-static inline void fetch(const X* from, int64_t n) {
-  for (int64_t i = 0; i < n; i += 64 / sizeof(X)) __builtin_prefetch(from + i, 0, 2);
-}
-
-#ifdef __AVX512BF16__
-static inline floats dot_parts(const bf16* a, const bf16* b, int64_t n) {
-  floats sum{};
-  for (int64_t i = 0; i < n; i += 32)
-    sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(a + i), (__m512bh)_mm512_loadu_si512(b + i));
-  return sum;
-}
-
-// Interleaves 32 elements of each of two rows, a0 b0 a1 b1 ..., in two registers.
-static inline std::pair<__m512bh, __m512bh> interleaved(const bf16* a, const bf16* b) {
-  alignas(64) static constexpr auto ORDER = [] {
-    std::array<uint16_t, 64> order{};
-    for (int i = 0; i < 64; i++) order[i] = i / 2 + i % 2 * 32;
-    return order;
-  }();
-  __m512i low = _mm512_load_si512(ORDER.data()), high = _mm512_load_si512(ORDER.data() + 32);
-  __m512i first = _mm512_loadu_si512(a), second = _mm512_loadu_si512(b);
-  return {(__m512bh)_mm512_permutex2var_epi16(first, low, second),
-          (__m512bh)_mm512_permutex2var_epi16(first, high, second)};
-}
-#endif
-
-template <class X>
-static inline float dot(const X* a, const X* b, int64_t n) {
-  float sum = 0;
-#pragma omp simd reduction(+ : sum)
-  for (int64_t i = 0; i < n; i++) sum += load(a[i]) * load(b[i]);
-  return sum;
+// Adds neighboring lanes of N registers until one register is left, which it returns.
+template <int N>
+static inline floats add_neighbors(const floats* parts) {
+  if constexpr (N == 1) return parts[0];
+  else return add_pairs(add_neighbors<N / 2>(parts), add_neighbors<N / 2>(parts + N / 2), EachLane());
 }
 
 static void add_scaled(float* __restrict sum, const float* __restrict row, float factor, int64_t n) {
@@ -171,156 +125,6 @@ ONE_COPY std::pair<float, float> exponentials(float* row, int64_t n, float scale
   }
   return {peak, add_up(sum)};
 }
-
-// Computes scores[head][t] = q[head] . keys[t][head / G] for q (H, D) and the keys (count, K, D) of up to 16 tokens. The
-// scores of consecutive heads are ROW apart. Keys are read in memory order, and those of the `next` tokens are
-// prefetched.
-template <class X>
-static void write_scores(float* scores, const Input<X>* q, const X* keys, const X* next, int64_t count, int64_t H,
-                         int64_t K, int64_t D) {
-  int64_t G = H / K;
-  static thread_local std::vector<float> room;
-  static thread_local std::vector<floats> parts;  // (H, 16 tokens)
-  parts.resize(H * 16);
-  bool is_whole = D % (LANES * STEP<Input<X>>) == 0;
-  for (int64_t t = 0; t < count; t++) {
-    fetch(next + t * K * D, K * D);
-    const Input<X>* key = as_inputs<Input<X>>(room, keys + t * K * D, K * D);
-    for (int64_t head = 0; head < H; head++)
-      if (is_whole) parts[head * 16 + t] = dot_parts(q + head * D, key + head / G * D, D);
-      else scores[head * ROW + t] = dot(q + head * D, key + head / G * D, D);
-  }
-  if (!is_whole) return;
-  for (int64_t head = 0; head < H; head++)
-    for (int64_t t = 0; t < 16; t += LANES) {
-      floats sums = sum_each(&parts[head * 16 + t]);
-      memcpy(scores + head * ROW + t, &sums, sizeof sums);
-    }
-}
-
-// Computes sums[head] += weights[head][t] * values[t][head / G] for sums (H, D) and values (count, K, D); `next` as
-// above. Values are multiplied as V: as stored, with bfloat16 instructions, or as floats. Four tokens are added at a
-// time, so that sums are read and written once for four tokens.
-template <class V, class X>
-static void add_values(float* sums, const X* weights, const X* values, const X* next, int64_t count, int64_t H,
-                       int64_t K, int64_t D) {
-  int64_t G = H / K;
-  static thread_local std::vector<float> room;
-  for (int64_t t = 0; t < count; t += 4) {
-    const V* four = as_inputs<V>(room, values + t * K * D, std::min<int64_t>(4, count - t) * K * D);
-    for (int64_t head = 0; head < H; head++) {
-      fetch(next + (t * H + head * 4) * K * D / H, 4 * K * D / H);
-      X weight[4];
-      const V* value[4];
-      for (int64_t j = 0; j < 4; j++) {
-        bool is_there = t + j < count;
-        weight[j] = is_there ? weights[head * ROW + t + j] : narrow<X>(0);
-        value[j] = four + ((is_there ? j : 0) * K + head / G) * D;
-      }
-      float* sum = sums + head * D;
-#ifdef __AVX512BF16__
-      if constexpr (std::is_same_v<V, bf16>) {  // one instruction adds two tokens to a sum
-        __m512bh first = (__m512bh)_mm512_set1_epi32(weight[0].bits | uint32_t(weight[1].bits) << 16);
-        __m512bh second = (__m512bh)_mm512_set1_epi32(weight[2].bits | uint32_t(weight[3].bits) << 16);
-        for (int64_t i = 0; i < D; i += 32) {
-          auto [a, b] = interleaved(value[0] + i, value[1] + i);
-          auto [c, d] = interleaved(value[2] + i, value[3] + i);
-          __m512 low = _mm512_dpbf16_ps(_mm512_loadu_ps(sum + i), first, a);
-          __m512 high = _mm512_dpbf16_ps(_mm512_loadu_ps(sum + i + 16), first, b);
-          _mm512_storeu_ps(sum + i, _mm512_dpbf16_ps(low, second, c));
-          _mm512_storeu_ps(sum + i + 16, _mm512_dpbf16_ps(high, second, d));
-        }
-        continue;
-      }
-#endif
-      float scale[4];
-      widen_row(scale, weight, 4);
-#pragma omp simd
-      for (int64_t i = 0; i < D; i++)
-        sum[i] += scale[0] * load(value[0][i]) + scale[1] * load(value[1][i]) + scale[2] * load(value[2][i]) +
-                  scale[3] * load(value[3][i]);
-    }
-  }
-}
-
-#ifndef EXACT  // else see exact.h
-// The new token of sequence i, row rows[i] of q (T, H, D), attends to the last `window` (0: all) of the sequence's
-// seq_lens[i] tokens. K and V are read in place. A long sequence is divided into tasks of SPAN tokens each, with weights
-// of their own, and the results are combined at the end: flash-decoding (https://pytorch.org/blog/flash-decoding). Spans
-// depend only on the sequence, so its result does not depend on the batch.
-template <class X>
-static void decode_attention(X* out, const X* q, const X* k_cache, const X* v_cache, const int32_t* block_tables,
-                             const int32_t* seq_lens, const int64_t* rows, int64_t S, int64_t blocks, int64_t H,
-                             int64_t K, int64_t D, int64_t Dv, int64_t B, float scale, int64_t window,
-                             float softcap, const float* sinks, const float* slopes) {
-  struct Task {
-    int64_t sequence, begin, end;
-  };
-  std::vector<Task> tasks;
-  std::vector<int64_t> first_task{0};
-  for (int64_t s = 0; s < S; s++) {
-    int64_t length = seq_lens[s], start = window ? std::max<int64_t>(0, length - window) : 0;
-    for (; start < length; start += SPAN) tasks.push_back({s, start, std::min(start + SPAN, length)});
-    first_task.push_back(tasks.size());
-  }
-  // For each task: the sum of values per head, then the largest score and the sum of weights per head.
-  int64_t size = H * (Dv + 2);
-  static thread_local std::vector<float> kept;  // kept between calls: new memory takes longer than the work
-  if (kept.size() < tasks.size() * size) kept.resize(tasks.size() * size);
-  float* results = kept.data();
-#pragma omp parallel
-  {
-    std::vector<float> scores(H * ROW), query_room;
-    std::vector<X> weights(H * ROW);
-#pragma omp for schedule(dynamic)
-    for (size_t i = 0; i < tasks.size(); i++) {
-      int64_t s = tasks[i].sequence, begin = tasks[i].begin, end = tasks[i].end;
-      // Calls use(offset in the span, slot, slot of the tokens after these, count) for up to 16 consecutive tokens of
-      // a block.
-      auto each_run = [&](auto use) {
-        const int32_t* table = block_tables + s * blocks;
-        auto slot = [&](int64_t position) { return table[position / B] * B + position % B; };
-        for (int64_t position = begin, next; position < end; position = next) {
-          next = std::min({(position / B + 1) * B, position + 16, end});
-          use(position - begin, slot(position), slot(std::min(next, end - 1)), next - position);
-        }
-      };
-      const Input<X>* query = as_inputs<Input<X>>(query_room, q + rows[s] * H * D, H * D);
-      each_run([&](int64_t offset, int64_t slot, int64_t next, int64_t count) {
-        const X *keys = k_cache + slot * K * D, *next_keys = k_cache + next * K * D;
-        write_scores(&scores[offset], query, keys, next_keys, count, H, K, D);
-      });
-      float *sums = &results[i * size], *totals = sums + H * Dv;
-      std::fill(sums, totals, 0.0f);
-      for (int64_t head = 0; head < H; head++) {
-        float* mine = &scores[head * ROW];
-        std::tie(totals[2 * head], totals[2 * head + 1]) = exponentials(
-            mine, end - begin, scale, softcap, slopes ? slopes + head : nullptr, seq_lens[s] - 1 - begin);
-        narrow_row(&weights[head * ROW], mine, end - begin);
-      }
-      each_run([&](int64_t offset, int64_t slot, int64_t next, int64_t count) {
-        const X *values = v_cache + slot * K * Dv, *next_values = v_cache + next * K * Dv;
-        if (Dv % 32 == 0) add_values<Input<X>>(sums, &weights[offset], values, next_values, count, H, K, Dv);
-        else add_values<float>(sums, &weights[offset], values, next_values, count, H, K, Dv);
-      });
-    }
-    std::vector<float> row(Dv);
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < S * H; i++) {
-      int64_t s = i / H, head = i % H, first = first_task[s], last = first_task[s + 1];
-      auto totals = [&](int64_t task) { return &results[task * size + H * Dv + 2 * head]; };
-      float peak = sinks ? sinks[head] : totals(first)[0];
-      for (int64_t task = first; task < last; task++) peak = std::max(peak, totals(task)[0]);
-      float sum = sinks ? fast_exp(sinks[head] - peak) : 0;
-      for (int64_t task = first; task < last; task++) sum += fast_exp(totals(task)[0] - peak) * totals(task)[1];
-      std::fill(row.begin(), row.end(), 0.0f);
-      for (int64_t task = first; task < last; task++)
-        add_scaled(row.data(), &results[task * size + head * Dv], fast_exp(totals(task)[0] - peak) / sum, Dv);
-      narrow_row(out + (rows[s] * H + head) * Dv, row.data(), Dv);
-    }
-  }
-}
-#endif
 
 // These pack K and V like the weights of a product: K as a weight with tokens as outputs, V with tokens as inputs.
 template <class A, class X>

@@ -17,7 +17,7 @@ from nanoengine.steps import phase, uninterrupted
 SOURCE = Path(__file__).parent / "kernels.cpp"
 HEADERS = [
     SOURCE.with_name(name)
-    for name in ("attention.h", "exact.h", "integers.h", "linear.h", "products.h", "states.h")
+    for name in ("attention.h", "decode.h", "integers.h", "linear.h", "products.h", "states.h")
 ]
 # The parts of -ffast-math that preserve NaN, infinity, and the order of sums, which decides the last bit.
 FLAGS = (

@@ -1,0 +1,357 @@
+// Attention from one new token each of many sequences over their cache blocks. Blocks that several sequences share, as
+// after prefix hits, are read once for several of them. Shape letters as in attention.h; n sequences are in a task.
+
+#pragma once
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+#include "attention.h"
+
+// Rows of queries in a tile, whose sums fit in the registers.
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int TALL = 4;
+#else
+constexpr int TALL = 2;
+#endif
+
+// Calls use(row, constant height) for tiles of `rows` rows.
+template <class Use>
+static inline void each_tile(int64_t rows, Use use) {
+  int64_t row = 0;
+  for (; row + TALL <= rows; row += TALL) use(row, std::integral_constant<int, TALL>());
+  if constexpr (TALL > 2)
+    if (row + 3 == rows) return use(row, std::integral_constant<int, 3>());
+  if (row + 2 == rows && TALL > 2) use(row, std::integral_constant<int, 2>());
+  else if (row < rows) use(row, std::integral_constant<int, 1>());
+}
+
+// The slots of a span's tokens [low, high), and what surrounds these tokens in their sixteens: copies of the first or last.
+struct Slots {
+  int64_t low, high;
+  std::array<int64_t, SPAN> of;
+
+  Slots(const int32_t* table, int64_t begin, int64_t low, int64_t high, int64_t B) : low(low), high(high) {
+    int64_t block = (begin + low) / B, place = (begin + low) % B;
+    for (int64_t t = low; t < high; t++) {
+      of[t] = table[block] * B + place;
+      if (++place == B) block++, place = 0;
+    }
+    std::fill(&of[low / 16 * 16], &of[low], of[low]);
+    for (int64_t t = high; t % 16; t++) of[t] = of[high - 1];
+  }
+
+  // Returns the addresses of K or V (K, D) of N tokens as A: in place, or copied, with heads `width` apart.
+  template <int N, class A, class X>
+  std::array<const A*, N> read(std::vector<A>& room, const X* cache, int64_t t, int64_t K, int64_t D, int64_t width) const {
+    std::array<const A*, N> tokens;
+    for (int64_t j = 0; j < N; j++) {
+      const X* token = cache + of[t + j] * K * D;
+      if constexpr (std::is_same_v<A, X>)
+        if (width == D) {
+          tokens[j] = token;
+          continue;
+        }
+      room.resize(N * K * width);
+      tokens[j] = &room[j * K * width];
+      for (int64_t k = 0; k < K; k++) {
+        A* copy = &room[(j * K + k) * width];
+        convert_row(copy, token + k * D, D);
+        std::fill(copy + D, copy + width, narrow<A>(0));
+      }
+    }
+    return tokens;
+  }
+
+  // Prefetches a head of n tokens from t on.
+  template <class X>
+  void prefetch(const X* cache, int64_t t, int64_t n, int64_t head, int64_t K, int64_t D) const {
+    for (int64_t next = t; next < std::min(t + n, high); next++)
+      for (int64_t i = 0; i < D; i += 64 / sizeof(X)) __builtin_prefetch(cache + (of[next] * K + head) * D + i, 0, 3);
+  }
+};
+
+#ifndef EXACT
+static inline floats add_products(floats sum, const float* a, const float* b) {
+  return sum + load_as<floats>(a) * load_as<floats>(b);
+}
+#ifdef __AVX512BF16__
+static inline floats add_products(floats sum, const bf16* a, const bf16* b) {
+  return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(a), (__m512bh)_mm512_loadu_si512(b));
+}
+#endif
+
+// Computes scores[row] = q[row] . key for tokens of a span, `rows` rows of each K/V head: the first ones of `stride`. Rows
+// of q are `width` apart, and those of scores ROW.
+constexpr int64_t SCORES = 16;  // computed at a time
+template <class A, class X>
+static void write_scores(float* scores, const A* q, const X* cache, const Slots& slots, int64_t rows, int64_t stride,
+                         int64_t K, int64_t D, int64_t width) {
+  static thread_local std::vector<A> room;
+  static thread_local std::vector<floats> parts;  // (K, stride, 4): of four tokens each
+  parts.resize(K * stride * 4);
+  for (int64_t t = slots.low / 16 * 16; t < slots.high; t += 16) {
+    auto keys = slots.read<16>(room, cache, t, K, D, width);
+    for (int64_t j = 0; j < std::min<int64_t>(16, slots.high - t); j += 4)
+      for (int64_t head = 0; head < K; head++) {
+        slots.prefetch(cache, t + j + 16, 4, head, K, D);
+        each_tile(rows, [&](int64_t row, auto height) {
+          constexpr int R = decltype(height)::value;
+          const A* of_tile = q + (head * stride + row) * width;
+          floats sum[R][4] = {};
+          for (int64_t d = 0; d < width; d += LANES * STEP<A>)
+#pragma GCC unroll 4
+            for (int r = 0; r < R; r++)
+              for (int i = 0; i < 4; i++)
+                sum[r][i] = add_products(sum[r][i], of_tile + r * width + d, keys[j + i] + head * width + d);
+#pragma GCC unroll 4
+          for (int r = 0; r < R; r++) parts[(head * stride + row + r) * 4 + j / 4] = add_neighbors<4>(sum[r]);
+        });
+      }
+    for (int64_t head = 0; head < K; head++)
+      for (int64_t row = head * stride; row < head * stride + rows; row++)
+        for (int64_t j = 0; j < 16; j += LANES) {
+          floats sums = add_neighbors<LANES / 4>(&parts[row * 4 + j / 4]);
+          memcpy(scores + row * ROW + t + j, &sums, sizeof sums);
+        }
+  }
+}
+#else
+// Computes the same in the order of sums of prefill_attention (docs/guide/bits.md).
+constexpr int64_t SCORES = OUTPUTS;
+template <class A, class X>
+static void write_scores(float* scores, const A* q, const X* cache, const Slots& slots, int64_t rows, int64_t stride,
+                         int64_t K, int64_t D, int64_t width) {
+  static thread_local std::vector<A> keys;
+  keys.resize(OUTPUTS * width);
+  for (int64_t block = slots.low / OUTPUTS * OUTPUTS; block < slots.high; block += OUTPUTS)
+    for (int64_t head = 0; head < K; head++) {
+      auto key = [&](int64_t t) { return cache + (slots.of[block + t] * K + head) * D; };
+      int64_t last = std::min(slots.high - block, OUTPUTS);
+      slots.prefetch(cache, block + OUTPUTS, OUTPUTS, head, K, D);
+      pack_keys(keys.data(), key, std::max<int64_t>(slots.low - block, 0), last, D);
+      for (int64_t tile = 0; tile < num_tiles_of(rows); tile++) {
+        auto [row, end] = tile_of(rows, tile);
+        float* to = scores + (head * stride + row) * ROW + block;
+        for (int64_t r = 0; r < end - row; r++) std::fill_n(to + r * ROW, OUTPUTS, 0.0f);
+        TILES<A, A, false>[end - row - 1](to, ROW, q + (head * stride + row) * width, width, keys.data(),
+                                          plain((D + STEP<A> - 1) / STEP<A> * STEP<A>), nullptr, 0);
+      }
+    }
+}
+#endif
+
+#ifdef __AVX512BF16__
+// Interleaves 32 elements of each of two rows, a0 b0 a1 b1 ..., in two registers.
+static inline std::pair<__m512bh, __m512bh> interleaved(const bf16* a, const bf16* b) {
+  alignas(64) static constexpr auto ORDER = [] {
+    std::array<uint16_t, 64> order{};
+    for (int i = 0; i < 64; i++) order[i] = i / 2 + i % 2 * 32;
+    return order;
+  }();
+  __m512i low = _mm512_load_si512(ORDER.data()), high = _mm512_load_si512(ORDER.data() + 32);
+  __m512i first = _mm512_loadu_si512(a), second = _mm512_loadu_si512(b);
+  return {(__m512bh)_mm512_permutex2var_epi16(first, low, second),
+          (__m512bh)_mm512_permutex2var_epi16(first, high, second)};
+}
+#endif
+
+// Computes sums[row] += weights[row][t] * value for tokens of a span, token after token as a product adds its inputs.
+// Rows of sums are `width` apart, which is a multiple of 2 LANES.
+template <class A, class X>
+static void add_values(float* sums, const A* weights, const X* cache, const Slots& slots, int64_t rows, int64_t stride,
+                       int64_t K, int64_t D, int64_t width) {
+  constexpr int64_t TOKENS = 32 / sizeof(A);  // whose values stay in the L1 cache for all rows
+  static thread_local std::vector<A> room;
+  for (int64_t t = slots.low / TOKENS * TOKENS; t < slots.high; t += TOKENS) {
+    auto values = slots.read<TOKENS>(room, cache, t, K, D, width);
+    int64_t first = std::max(slots.low, t) / STEP<A> * STEP<A>, last = std::min(slots.high, t + TOKENS);
+    for (int64_t head = 0; head < K; head++) {
+      slots.prefetch(cache, t + 16, TOKENS, head, K, D);
+      for (int64_t d = 0; d < width; d += 2 * LANES)
+        each_tile(rows, [&](int64_t row, auto height) {
+          constexpr int R = decltype(height)::value;
+          const A* weight = weights + (head * stride + row) * ROW;
+          float* to = sums + (head * stride + row) * width + d;
+          floats sum[R][2];
+          for (int r = 0; r < R; r++)
+            for (int i = 0; i < 2; i++) sum[r][i] = load_as<floats>(to + r * width + i * LANES);
+          for (int64_t j = first; j < last; j += STEP<A>) {
+            const A* value = values[j - t] + head * width + d;
+#ifdef __AVX512BF16__
+            if constexpr (std::is_same_v<A, bf16>) {  // one instruction adds two tokens to a sum
+              auto [a, b] = interleaved(value, values[j - t + 1] + head * width + d);
+              for (int r = 0; r < R; r++) {
+                int32_t pair;
+                memcpy(&pair, weight + r * ROW + j, 4);
+                sum[r][0] = _mm512_dpbf16_ps(sum[r][0], (__m512bh)_mm512_set1_epi32(pair), a);
+                sum[r][1] = _mm512_dpbf16_ps(sum[r][1], (__m512bh)_mm512_set1_epi32(pair), b);
+              }
+              continue;
+            }
+#endif
+            for (int r = 0; r < R; r++)
+              for (int i = 0; i < 2; i++) sum[r][i] += load(weight[r * ROW + j]) * load_as<floats>(value + i * LANES);
+          }
+          for (int r = 0; r < R; r++)
+            for (int i = 0; i < 2; i++) memcpy(to + r * width + i * LANES, &sum[r][i], sizeof sum[r][i]);
+        });
+    }
+  }
+}
+
+// What several sequences, the members [from, to), have to do in a span: attend to its tokens from `low` on. Up to `common`
+// these are the same for all.
+struct Task {
+  int64_t begin, low, common;
+  size_t from, to;
+};
+struct Member {
+  int64_t sequence, result, low, high;  // attends to [low, high) of the span
+  const int32_t *blocks, *end;          // of these tokens
+};
+
+// Divides the attention of sequences, each to positions [starts, seq_lens), into tasks of up to `most` sequences. Members of
+// a task are neighbors when the members of a span are sorted by their blocks.
+static void plan(std::vector<Task>& tasks, std::vector<Member>& members, std::vector<int64_t>& first_result,
+                 const int32_t* block_tables, const int32_t* seq_lens, int64_t S, int64_t blocks, int64_t B,
+                 int64_t window, int64_t most) {
+  auto start_of = [&](int64_t s) { return window ? std::max<int64_t>(0, seq_lens[s] - window) : 0; };
+  int64_t longest = 0, threads = 1, num_results = 0;
+  for (int64_t s = 0; s < S; s++) {
+    longest = std::max<int64_t>(longest, seq_lens[s]);
+    first_result.push_back(num_results);
+    num_results += (seq_lens[s] + SPAN - 1) / SPAN - start_of(s) / SPAN;
+  }
+  first_result.push_back(num_results);
+#ifdef _OPENMP
+  threads = omp_get_max_threads();
+#endif
+  most = std::clamp<int64_t>(num_results / (2 * threads), 1, most);  // there is work for all threads
+  for (int64_t begin = 0; begin < longest; begin += SPAN) {
+    size_t from = members.size();
+    for (int64_t s = 0; s < S; s++) {
+      int64_t start = start_of(s), first = std::max(begin, start), last = std::min<int64_t>(begin + SPAN, seq_lens[s]);
+      if (first >= last) continue;
+      const int32_t* table = block_tables + s * blocks;
+      members.push_back({s, first_result[s] + begin / SPAN - start / SPAN, first - begin, last - begin,
+                         table + first / B, table + (last - 1) / B + 1});
+    }
+    if (most > 1)
+      std::sort(members.begin() + from, members.end(), [](const Member& a, const Member& b) {
+        return std::tie(*a.blocks, a.low) != std::tie(*b.blocks, b.low)
+                   ? std::tie(*a.blocks, a.low) < std::tie(*b.blocks, b.low)
+                   : std::lexicographical_compare(a.blocks, a.end, b.blocks, b.end);
+      });
+    // Returns the end of what a member and the next one share, at a multiple of SCORES, or 0.
+    auto shared = [&](size_t i) -> int64_t {
+      if (most == 1 || i + 1 >= members.size()) return 0;
+      const Member &a = members[i], &b = members[i + 1];
+      if (a.low != b.low || *a.blocks != *b.blocks) return 0;
+      int64_t same = std::mismatch(a.blocks, a.end, b.blocks, b.end).first - a.blocks;
+      int64_t end = std::min({((begin + a.low) / B + same) * B - begin, a.high, b.high}) / SCORES * SCORES;
+      return end > a.low ? end : 0;
+    };
+    while (from < members.size()) {
+      size_t to = from + 1;
+      int64_t common = shared(from);
+      for (; int64_t(to - from) < most && common && shared(to - 1) == common && shared(to) <= common; to++) {}
+      if (to - from == 1) common = 0;
+      tasks.push_back({begin, members[from].low, std::max(common, members[from].low), from, to});
+      from = to;
+    }
+  }
+}
+
+// The new token of sequence i, row rows[i] of q (T, H, D), attends to the last `window` (0: all) of the sequence's
+// seq_lens[i] tokens. A long sequence is divided into spans of SPAN tokens, with weights of their own, and the results are
+// merged at the end: flash-decoding (https://pytorch.org/blog/flash-decoding). Spans and the order of sums depend only on
+// the positions, so a result does not depend on the batch or on who shares its blocks. With -DEXACT they are those of
+// prefill_attention, so results are equal to the last bit, but with AMX, which has another order.
+template <class X>
+static void decode_attention(X* out, const X* q, const X* k_cache, const X* v_cache, const int32_t* block_tables,
+                             const int32_t* seq_lens, const int64_t* rows, int64_t S, int64_t blocks, int64_t H,
+                             int64_t K, int64_t D, int64_t Dv, int64_t B, float scale, int64_t window,
+                             float softcap, const float* sinks, const float* slopes) {
+  using A = Input<X>;
+  auto padded = [](int64_t n, int64_t to) { return (n + to - 1) / to * to; };
+  int64_t G = H / K, query_width = padded(D, LANES * STEP<A>), width = padded(Dv, 2 * LANES);
+  std::vector<Task> tasks;
+  std::vector<Member> members;
+  std::vector<int64_t> first_result;
+  plan(tasks, members, first_result, block_tables, seq_lens, S, blocks, B, window, std::clamp<int64_t>(128 / H, 2, 8));
+  size_t most = 1;
+  for (const Task& task : tasks) most = std::max(most, task.to - task.from);
+  // For each sequence and span: the sum of values per head, then the largest score and the sum of weights per head.
+  int64_t size = H * (width + 2);
+  static thread_local std::vector<float> kept;  // kept between calls: new memory takes longer than the work
+  if (int64_t(kept.size()) < first_result[S] * size) kept.resize(first_result[S] * size);
+  float* results = kept.data();
+#pragma omp parallel
+  {
+    // Their rows are (K, n, G).
+    std::vector<float> scores(most * H * ROW), sums(most * H * width);
+    std::vector<A> queries(most * H * query_width), weights(std::is_same_v<A, float> ? 0 : most * H * ROW);
+#pragma omp for schedule(dynamic)
+    for (size_t i = 0; i < tasks.size(); i++) {
+      const auto& [begin, low, common, from, to] = tasks[i];
+      int64_t n = to - from;
+      const Member* all = &members[from];
+      auto row_of = [&](int64_t m, int64_t head) { return (head / G * n + m) * G + head % G; };
+      // Calls use(slots, first member, number of members) for what all share, then for the rest of each.
+      auto each_part = [&](auto use) {
+        auto call = [&](int64_t m, int64_t count, int64_t low, int64_t high) {
+          const int32_t* table = block_tables + all[m].sequence * blocks;
+          if (low < high) use(Slots(table, begin, low, high, B), m, count);
+        };
+        call(0, n, low, common);
+        for (int64_t m = 0; m < n; m++) call(m, 1, common, all[m].high);
+      };
+      for (int64_t m = 0; m < n; m++)
+        for (int64_t head = 0; head < H; head++) {
+          const X* query = q + (rows[all[m].sequence] * H + head) * D;
+          convert_row(&queries[row_of(m, head) * query_width], query, D);
+        }
+      each_part([&](const Slots& slots, int64_t m, int64_t count) {
+        write_scores(&scores[m * G * ROW], &queries[m * G * query_width], k_cache, slots, count * G, n * G, K, D,
+                     query_width);
+      });
+      for (int64_t m = 0; m < n; m++) {
+        auto [sequence, result, low, high, _, __] = all[m];
+        float* totals = results + result * size + H * width;
+        for (int64_t head = 0; head < H; head++) {
+          float* mine = &scores[row_of(m, head) * ROW];
+          std::tie(totals[2 * head], totals[2 * head + 1]) =
+              exponentials(mine + low, high - low, scale, softcap, slopes ? slopes + head : nullptr,
+                           seq_lens[sequence] - 1 - begin - low);
+          std::fill(mine, mine + low, 0.0f);
+          mine[high] = 0;
+          if constexpr (!std::is_same_v<A, float>) narrow_row(&weights[row_of(m, head) * ROW], mine, high + 1);
+        }
+      }
+      std::fill_n(sums.data(), n * H * width, 0.0f);
+      each_part([&](const Slots& slots, int64_t m, int64_t count) {
+        const A* of_first;
+        if constexpr (std::is_same_v<A, float>) of_first = &scores[m * G * ROW];
+        else of_first = &weights[m * G * ROW];
+        add_values(&sums[m * G * width], of_first, v_cache, slots, count * G, n * G, K, Dv, width);
+      });
+      for (int64_t m = 0; m < n; m++)
+        for (int64_t head = 0; head < H; head++)
+          memcpy(results + all[m].result * size + head * width, &sums[row_of(m, head) * width], width * 4);
+    }
+    std::vector<float> row(Dv);
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < S * H; i++) {
+      int64_t s = i / H, head = i % H;
+      float peak = sinks ? sinks[head] : -INFINITY, total = sinks ? 1 : 0;
+      std::fill(row.begin(), row.end(), 0.0f);
+      for (int64_t index = first_result[s]; index < first_result[s + 1]; index++) {
+        const float *result = &results[index * size], *totals = result + H * width + 2 * head;
+        merge(row.data(), peak, total, result + head * width, totals[0], totals[1], Dv);
+      }
+      write_mean(out + (rows[s] * H + head) * Dv, row.data(), total, Dv);
+    }
+  }
+}
