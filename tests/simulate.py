@@ -385,8 +385,9 @@ class Client:
             if not is_complete:
                 if stays and not world.drained:
                     raise Broken(f"an answer with status {status} was cut off: {body[-200:]!r}")
-            elif world.drained and body == b"Internal Server Error" and sends_slowly:
-                pass  # uvicorn cancels what still runs CLOSE_SECONDS after the engine is closed
+            elif world.drained and body == b"Internal Server Error":
+                if not sends_slowly:  # uvicorn cancels what runs CLOSE_SECONDS after the engine is closed
+                    raise Broken("a request did not end with the engine")
             elif visit.kind != "good":
                 if status != must_be.get(visit.kind) and not (
                     status == 503 and world.is_refusing(visit.kind)
