@@ -303,7 +303,7 @@ def _load_tokenizer(path: Path, trust_remote_code: bool) -> Any:
         return None
     try:
         loaded = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-        loaded("a", text_pair="b")  # raise errors of its settings now
+        loaded("", text_pair="")  # raise errors of its settings now
     except Exception as error:
         needs_model = (path / "tokenizer.model").is_file() and not (path / "tokenizer.json").is_file()
         if needs_model and find_spec("sentencepiece") is None:

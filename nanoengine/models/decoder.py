@@ -58,6 +58,8 @@ class DecoderConfig:
         if config.hidden_act != "silu":
             raise ValueError(f"hidden_act {config.hidden_act!r} is not supported; supported: silu")
         family = architecture.removesuffix("ForCausalLM")
+        if config.model_type != family.lower():  # transformers follows model_type, and would build another
+            raise ValueError(f"model_type {config.model_type!r} does not belong to {architecture}")
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         attention_bias = bool(getattr(config, "attention_bias", False))
         window = getattr(config, "sliding_window", None)

@@ -129,6 +129,13 @@ DAMAGES = [
         config(hidden_act="gulu"),
         ("'gulu' is not supported; supported: silu", r"json's hidden_act 'gulu' is unkn"),
     ),
+    (
+        config(architectures=["LlamaForCausalLM"]),
+        (
+            "'qwen3' does not belong to Llama",
+            "LlamaForCausalLM is not supported: its config belongs to Qwen3",
+        ),
+    ),
     *(
         (
             config(architectures=[name]),
