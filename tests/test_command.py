@@ -104,7 +104,7 @@ def test_serve_refuses_an_address_in_use_before_it_loads_the_model(monkeypatch, 
     assert (ended.value.code, capsys.readouterr().err) == (2, expected)
 
 
-def test_ctrl_c_ends_a_command_with_130_while_it_loads_and_while_it_runs(monkeypatch):
+def test_ctrl_c_ends_a_command_with_130_while_it_loads_and_while_it_runs(monkeypatch, default_sigint):
     """While it loads, at once: inside an import, Python may print a KeyboardInterrupt and go on."""
     before = signal.getsignal(signal.SIGINT)
     press = Mock(side_effect=lambda *_: signal.raise_signal(signal.SIGINT))

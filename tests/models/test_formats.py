@@ -404,7 +404,7 @@ def test_quantization_setting_must_match_a_quantized_checkpoint(tmp_path):
     stated, writer, _ = CHECKPOINTS["awq"]
     write(tmp_path, stated, writer)
     for name in ("int8", "gptq"):
-        refuse(tmp_path, f"quantization='{name}' does not fit .* whose weights are awq", quantization=name)
+        refuse(tmp_path, f"quantization='{name}' does not match .* whose weights are awq", quantization=name)
     LLM(str(tmp_path), num_kv_blocks=4, quantization="awq").close()
 
 
