@@ -18,7 +18,7 @@ constexpr int TALL = 2;
 
 // Calls use(row, constant height) for tiles of `rows` rows.
 template <class Use>
-static inline void each_tile(int64_t rows, Use use) {
+static inline void for_each_tile(int64_t rows, Use use) {
   int64_t row = 0;
   for (; row + TALL <= rows; row += TALL) use(row, std::integral_constant<int, TALL>());
   if constexpr (TALL > 2)
@@ -96,7 +96,7 @@ static void write_scores(float* scores, const A* q, const X* cache, const Slots&
     for (int64_t j = 0; j < std::min<int64_t>(16, slots.high - t); j += 4)
       for (int64_t head = 0; head < K; head++) {
         slots.prefetch(cache, t + j + 16, 4, head, K, D);
-        each_tile(rows, [&](int64_t row, auto height) {
+        for_each_tile(rows, [&](int64_t row, auto height) {
           constexpr int R = decltype(height)::value;
           const A* of_tile = q + (head * stride + row) * width;
           floats sum[R][4] = {};
@@ -170,7 +170,7 @@ static void add_values(float* sums, const A* weights, const X* cache, const Slot
     for (int64_t head = 0; head < K; head++) {
       slots.prefetch(cache, t + 16, TOKENS, head, K, D);
       for (int64_t d = 0; d < width; d += 2 * LANES)
-        each_tile(rows, [&](int64_t row, auto height) {
+        for_each_tile(rows, [&](int64_t row, auto height) {
           constexpr int R = decltype(height)::value;
           const A* weight = weights + (head * stride + row) * ROW;
           float* to = sums + (head * stride + row) * width + d;
