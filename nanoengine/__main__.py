@@ -41,7 +41,9 @@ def main(arguments: list[str] | None = None) -> None:
         parser.print_help()
         return
     module, function, extra, _ = COMMANDS[command]
-    handler = signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # an import may lose a KeyboardInterrupt
+    handler = signal.getsignal(signal.SIGINT)  # a shell's background job ignores Ctrl-C
+    if handler is signal.default_int_handler:
+        signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # an import may lose a KeyboardInterrupt
     try:
         app = load(module, f"nanoengine {command}")
     except MissingFileError as error:

@@ -119,6 +119,15 @@ def test_ctrl_c_ends_a_command_with_130_while_it_loads_and_while_it_runs(monkeyp
         assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_a_command_in_the_background_of_a_shell_ignores_ctrl_c_while_it_loads(monkeypatch, default_sigint):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    load = Mock(side_effect=lambda *_: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr("nanoengine.__main__.load", Mock(side_effect=lambda *_: load() or Mock()))
+    monkeypatch.setattr("os._exit", Mock(side_effect=AssertionError))
+    main(["lab"])
+    assert (load.call_count, signal.getsignal(signal.SIGINT)) == (1, signal.SIG_IGN)
+
+
 def test_demo_is_the_bundled_model_in_any_folder(tmp_path, monkeypatch):
     (tmp_path / "demo").mkdir()
     monkeypatch.chdir(tmp_path)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from nanoengine.backends.attention import PagedAttention
 from nanoengine.backends.kv_cache import KVCache, KVSpec
@@ -58,7 +59,7 @@ class DecoderConfig:
         if config.hidden_act != "silu":
             raise ValueError(f"hidden_act {config.hidden_act!r} is not supported; supported: silu")
         family = architecture.removesuffix("ForCausalLM")
-        if config.model_type != family.lower():  # transformers follows model_type, and would build another
+        if MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type) != architecture:
             raise ValueError(f"model_type {config.model_type!r} does not belong to {architecture}")
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         attention_bias = bool(getattr(config, "attention_bias", False))
