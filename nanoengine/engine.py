@@ -8,7 +8,7 @@ Each `EngineCore.step` does the following:
     advanced = scheduler.update(batch, sampled)  # append tokens, finish sequences, free their blocks
 
 With async scheduling, a step is collected only after the next step is launched, so that the device does not
-wait for the host. The next step then takes any token that the host does not have yet from the device.
+wait for the host. If an input token has not reached the host yet, the next step reads it on the device.
 
 Read top to bottom: Sequence, BlockManager, Scheduler, build_inputs, ModelRunner, EngineCore. Only the
 scheduler and its block manager (or their subclasses) change sequences, queues and blocks, and neither
@@ -117,7 +117,7 @@ class Sequence:
     block_table: list[int] = field(init=False, default_factory=list)  # empty while waiting
     capacity: int = field(init=False, default=0)  # number of tokens its blocks have room for
     num_computed_tokens: int = field(init=False, default=0)
-    num_hit_tokens: int = field(init=False, default=0)  # never write to their slots: the blocks may be shared
+    num_hit_tokens: int = field(init=False, default=0)  # in hit blocks, which may be shared: never overwrite
     num_registered_blocks: int = field(init=False, default=0)  # counted from the start of block_table
     prefix_id: int = field(init=False, default=0)  # prefix_id of the last registered block: see Block
     block_keys: list["BlockKey"] = field(init=False, default_factory=list)  # one per full block hashed so far
@@ -133,7 +133,7 @@ class Sequence:
     def num_tokens(self) -> int:
         """Prompt and output, including pending tokens.
 
-        Once all known tokens are computed, exactly one token after the computed ones is pending.
+        Once all known tokens are computed, the last pending token is at position num_computed_tokens.
         After a preemption, num_computed_tokens is 0, so a token that is still pending is not counted.
         """
         num_known, num_computed = len(self.token_ids), self.num_computed_tokens
@@ -151,7 +151,7 @@ class Sequence:
 
     @property
     def order(self) -> tuple[int, int]:
-        """The sort key of both queues, smallest first. Within a priority, first come is first served."""
+        """The sort key of both queues: by priority, lowest first, then in order of arrival."""
         return self.priority, self.seq_id
 
 
@@ -178,7 +178,7 @@ class Block:
         1        a b c d    -              0            1
         2        e f g h    1              1            2
         3        a b c d    -              0            1            twin of 1
-        4        e f g h    3              1            2            twin of 2, as 3 is of 1
+        4        e f g h    3              1            2            twin of 2: their parents are twins
         5        e f g h    -              0            3            the same tokens after another prefix
     """
 
@@ -335,7 +335,7 @@ class BlockManager:
         return self.num_blocks * self.block_size
 
     def _hold(self, hits: list[Block], num_new: int) -> bool:
-        """Add a reference to each hit if that leaves at least num_new free blocks. Return whether it does."""
+        """Add a reference to each hit, or return False if fewer than num_new free blocks would remain."""
         num_revived = sum(block.ref_count == 0 for block in hits)  # free now, in use afterwards
         if num_new + num_revived > self.num_free_blocks:
             return False
@@ -424,10 +424,10 @@ class Chunk(NamedTuple):
     seq: Sequence
     start: int
     end: int
-    # Whether a token is sampled: true if `end` was num_tokens when this chunk was scheduled.
+    # Whether a token is sampled: true if the chunk ended at num_tokens when scheduled, or is a draft.
     samples: bool
-    # The list that [start, end) refers to: the sequence's own token_ids, which lack pending tokens.
-    # With draft tokens, it is a copy with the drafts appended (extensions/speculate.py).
+    # [start, end) indexes this list: the sequence's own token_ids, which do not include pending tokens. For a
+    # draft, it is a copy with the draft tokens appended (extensions/speculate.py).
     token_ids: list[int]
 
 
@@ -452,7 +452,7 @@ class Scheduler:
     Both queues are sorted by `Sequence.order`. Only the head of the waiting queue may be admitted; the others
     wait behind it. When a running sequence needs a block and none is free, the last running sequence is
     preempted (recomputation preemption). A waiting sequence never preempts a running one, regardless of
-    priority. Equal priorities run first come, first served (FCFS).
+    priority. Sequences of equal priority run first come, first served (FCFS).
     """
 
     def __init__(
@@ -498,7 +498,7 @@ class Scheduler:
         while i < len(self.running) and budget > 0:
             seq = self.running[i]
             num_tokens = seq.num_tokens
-            if num_tokens < seq.max_num_tokens:  # else its final token is pending; no step has to compute it
+            if num_tokens < seq.max_num_tokens:  # else the final token is pending: nothing to compute
                 if num_tokens > seq.capacity and not self._make_room(seq):
                     break
                 chunk = self._schedule_chunk(seq, num_tokens, budget)
@@ -506,8 +506,8 @@ class Scheduler:
                 budget -= chunk.end - chunk.start
             i += 1
 
-        # Admit nothing after a preemption: blocks are scarce. And a preempted sequence may have a pending
-        # token, which is appended before the next call. Readmitted now, it would sample that token again.
+        # Admit nothing after a preemption: blocks are scarce. Also, a preempted sequence may have a pending
+        # token, appended before the next call. If readmitted now, the sequence would sample that token again.
         may_admit = num_preemptions == self.num_preemptions
         while may_admit and self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             seq = self.waiting[0]
@@ -608,7 +608,7 @@ class Scheduler:
         Nothing that the step wrote can be trusted. A sequence finishes with "error" if it was running in two
         failed steps in a row and got no new token, or if it already has its last token but was not finished.
         """
-        failed = self.running or self.waiting[:1]  # if none ran, scheduling the head of the queue failed
+        failed = self.running or self.waiting[:1]  # none running: admitting the head of the queue failed
         again = [seq for seq in failed if self.length_at_failure.get(seq.seq_id) == len(seq.token_ids)]
         self.length_at_failure = {seq.seq_id: len(seq.token_ids) for seq in failed}
         unfinished = {seq.seq_id: seq for seq in self.running + self.waiting if not seq.is_finished}
@@ -628,7 +628,7 @@ class Scheduler:
 def build_inputs(
     batch: ScheduledBatch, block_size: int, before: ScheduledBatch | None = None
 ) -> ModelInputs[np.ndarray]:
-    """Lay a batch out as arrays. It changes nothing, touches no tensor, and has no Python loop over tokens.
+    """Lay out a batch as arrays, without side effects, tensors or a Python loop over tokens.
 
     backends/inputs.py documents each array. Example with blocks of 4: a sequence with block table [7, 2]
     decodes token 31 at position 4, and one with block table [3] computes tokens 22, 23 at positions 2, 3.
@@ -741,11 +741,11 @@ class Sampled(NamedTuple):
 class ModelRunner:
     """Owns the model, the KV cache and the device, and turns a batch into sampled tokens.
 
-    Device-specific parts are methods of the device, and of `forward`, which the device makes at startup:
+    These calls depend on the device, which creates `forward` at startup:
 
         device.running()          a `with` block around all computation: it may pin threads to cores
         device.send(arrays)       returns a step's arrays as device tensors, without waiting for the copy
-        device.download(tensor)   starts a copy to the host; its `read()` waits for that copy alone
+        device.download(tensor)   starts a copy to the host; `read()` on the result waits for that copy only
         forward.pad(inputs)       pads a batch of decodes to a size that has a CUDA graph: 13 become 16.
                                   Padding rows write to the null block. Other steps are not padded
         forward(compute, inputs)  replays the graph of that size, or calls `compute(inputs)` if there is none
@@ -753,7 +753,7 @@ class ModelRunner:
     Args:
         model: maps (input ids, positions, caches, a step's attention) to hidden states, (T, E). Its method
             compute_logits turns hidden states into logits. See models/decoder.py and models/hf.py.
-        device: the processor that computes.
+        device: the CPU or GPU that runs the model.
         attention: builds a step's attention from its metadata. See backends/attention.py.
         sample: samples one token from each row of logits, as sampling.py's `sample_rows` does.
         block_size: number of tokens per block.
@@ -765,9 +765,9 @@ class ModelRunner:
         self.model, self.device, self.attention = model, device, attention
         self.sample, self.block_size = sample, block_size
         self.report = report_prompts  # prompt log-probabilities; contrib/pooling.py replaces it
-        # startup.py sets both. It sizes caches from num_kv_blocks, kv_cache_bytes or gpu_memory_utilization.
+        # startup.py makes the caches. Their size: num_kv_blocks, kv_cache_bytes or gpu_memory_utilization.
         self.caches: list[KVCache] = []  # one per layer
-        self.forward = Forward()
+        self.forward = Forward()  # startup.py replaces it
         self.rows = CachedRows()
         self.stopwatch = Stopwatch()
 
@@ -830,7 +830,7 @@ class ModelRunner:
         self.device.release()
 
 
-# ---- EngineCore: step after step -----------------------------------------------------------------
+# ---- EngineCore: one step at a time --------------------------------------------------------------
 
 
 class Collected(NamedTuple):
@@ -855,7 +855,7 @@ class EngineCore:
     def step(self) -> Iterator[Collected]:
         """Launch one step, and collect steps until at most `max_in_flight` are in flight.
 
-        This is a generator, so that results collected before a launch that raises still reach the caller.
+        This is a generator: if the launch raises, the caller already has the results collected before it.
         Iterate it to the end. After an exception, call `recover`.
         """
         before = self.in_flight[-1] if self.in_flight else None  # at most one step is in flight here

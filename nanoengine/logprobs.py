@@ -88,7 +88,7 @@ class PromptReport(NamedTuple):
         return self.first, list(read_tables(self.tables, self.token_ids).values())
 
 
-LOGPROB_ROWS = 256  # prompt rows turned into logits at a time: a row is as wide as the vocabulary
+LOGPROB_ROWS = 256  # prompt rows to compute logits for at a time: each is as wide as the vocabulary
 
 
 def report_prompts(

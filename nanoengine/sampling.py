@@ -27,15 +27,15 @@ class SamplingRow:
     params: SamplingParams
     seed: int  # 64 bits; seed and position together determine the row's random number
     position: int  # position of the token to sample
-    # The sequence's tokens, possibly beyond position. The one just before position may be pending and then
-    # is missing. It is never missing if there are bad words or processors.
+    # The sequence's tokens. They may extend past position. The token just before position may be pending, and
+    # is then not in the list. This does not happen if there are bad words or processors.
     token_ids: Sequence[int]
     num_prompt_tokens: int
     stop_ids: frozenset[int] = frozenset()  # banned until min_tokens
     bad_words: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
     processors: tuple["RowProcessor", ...] = ()  # applied to the row's logits after the edits in params
     depth: int = 0  # number of the sequence's draft tokens before position
-    seq: Any = None  # the sequence; None: the row has none, and all tokens before position are known
+    seq: Any = None  # the Sequence; None outside an engine, where all tokens before position are known
 
     @property
     def output_ids(self) -> Sequence[int]:
@@ -97,7 +97,7 @@ class RowSettings:
         return SamplingMetadata(self.temperature, self.top_k, self.top_p, self.min_p, u)
 
 
-SAMPLED_ROWS = 256  # rows turned into logits and sampled at a time: a row is as wide as the vocabulary
+SAMPLED_ROWS = 256  # rows to compute logits for and sample at a time: each is as wide as the vocabulary
 
 
 class CachedRows:
@@ -167,7 +167,7 @@ def sort_keys(logits: Tensor) -> Tensor:
     The upper 32 bits are those of the float32, mapped so that they sort as integers. The lower 32 bits
     contain the index, inverted so that a lower index gives a larger key.
     """
-    bits = (logits + 0.0).view(torch.int32)  # + 0.0 turns -0.0 into 0.0: its bits would sort below
+    bits = (logits + 0.0).view(torch.int32)  # turns -0.0 into 0.0, because the bits of -0.0 sort lower
     keys = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
     keys.bitwise_left_shift_(32)  # in place: this is the largest tensor of a step
     return keys.add_(0x7FFFFFFF - torch.arange(logits.shape[1], device=logits.device))
@@ -255,8 +255,8 @@ def _draw_part(logits: Tensor, metadata: SamplingMetadata, scale: Scale, rank: R
 def process_logits(logits: Tensor, metadata: SamplingMetadata, tokens: Tensor) -> Tensor:
     """Return the logits that tokens are sampled from: divided by temperature, with excluded tokens at -inf.
 
-    Greedy rows are divided by 1. `tokens`, (R,) int64, are the sampled ones. They are never excluded here, as
-    they could be if a kernel adds probabilities in another order. Shapes: (R, V) -> (R, V) float32.
+    Greedy rows are divided by 1. The sampled `tokens`, (R,) int64, are never excluded: the kernel that
+    sampled them may add probabilities in another order. Shapes: (R, V) -> (R, V) float32.
     """
     divisors = np.where(metadata.temperature == 0, np.float32(1), metadata.temperature)
     scaled, _ = scale_logits(logits, upload(divisors, logits.device).unsqueeze(1))
@@ -297,7 +297,7 @@ Sample = Callable[[Tensor, Sequence[SamplingRow], RowSettings, Transfer], tuple[
 
 
 def uniform(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Return one number in [0, 1) per (seed, position): the splitmix64 generator, indexed.
+    """Return one number in [0, 1) per seed and position: splitmix64, indexed by position.
 
     The numbers are keyed by position and not taken from a stream, so that they survive preemption and do
     not depend on the batch. Shapes: (R,) uint64 each -> (R,) float64.
@@ -329,7 +329,7 @@ def _pick(weights: Tensor, u: Tensor) -> Tensor:
     thirty times. A token of weight 0 is never sampled. `weights` (R, V) float32, `u` (R,) float64.
     """
     num_rows, vocab_size = weights.shape
-    # Most vocabulary sizes are divisible by a power of two from 64 up. Others are padded, which takes a copy.
+    # Most vocabulary sizes are divisible by 64. Others are padded, which takes a copy.
     divisor = math.gcd(vocab_size, 512)
     chunk_size = divisor if divisor >= 64 else max(1, math.isqrt(vocab_size))
     if missing := -vocab_size % chunk_size:
@@ -339,7 +339,7 @@ def _pick(weights: Tensor, u: Tensor) -> Tensor:
 
     def pick(sums: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """Return the first index whose running sum exceeds `target`, and the rest of `target`."""
-        # Rounding may bring the target up to the total. The clamp keeps it inside the last weight.
+        # Rounding may make the target equal to the total. Clamp it to stay within the last nonzero weight.
         below_total = torch.nextafter(sums[:, -1], torch.zeros_like(sums[:, -1]))
         target = torch.minimum(target, below_total)
         index = (sums <= target.unsqueeze(1)).sum(-1)

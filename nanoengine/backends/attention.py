@@ -1,7 +1,7 @@
 """Paged attention: write a batch's keys and values into cache blocks, then attend over the blocks.
 
-`TorchAttention` is the backend to read: plain PyTorch, on any device. The fast backends compute the same with
-kernels: those of this repository (cpu/attention.py, triton.py) or flash-attn's (flash.py).
+`TorchAttention` is the backend to read: plain PyTorch, on any device. The fast backends compute the same
+attention with kernels from this repository (cpu/attention.py, triton.py) or from flash-attn (flash.py).
 
 Shape letters: T tokens in the batch, S sequences, H query heads, K key/value heads, D head_dim (D' for the
 values, if different), L cached tokens of a sequence (padded to whole blocks), B block_size.
@@ -21,12 +21,12 @@ from nanoengine.backends.kv_cache import KVCache, KVSpec
 
 # How many sequences one padded call decodes. They are sorted by length first, to keep the padding small.
 DECODE_GROUP_SIZE = 16
-# How many attention scores exist at a time when SDPA cannot be used and the scores are materialized.
+# About how many attention scores to hold in memory at a time when SDPA cannot be used.
 SCORES_PER_SLICE = 1 << 24
 
 
 class Settings(NamedTuple):
-    """Holds how a layer attends: the keyword arguments of `PagedAttention.__call__`."""
+    """Holds a layer's attention settings: the keyword arguments of `PagedAttention.__call__`."""
 
     scale: float
     window: int | None
@@ -90,7 +90,7 @@ class PagedAttention(ABC):
     # The optional settings that it can compute.
     settings: ClassVar[frozenset[str]] = frozenset(("window", "softcap", "sinks", "alibi_slopes"))
     block_multiple: ClassVar[int] = 1  # block_size has to be a multiple of this
-    capturable: ClassVar[bool] = False  # whether a CUDA graph can hold it: it never waits for the device
+    capturable: ClassVar[bool] = False  # whether CUDA graphs can capture it: true if it never waits
 
     def __init__(self, metadata: AttentionMetadata[Tensor], block_size: int) -> None:
         self.metadata = metadata
@@ -124,7 +124,7 @@ class PagedAttention(ABC):
             window: how many positions a token sees, including its own; None: all.
             softcap: a tanh bounds the scores to (-softcap, softcap); None: no bound (Gemma 2).
             sinks: (H,), one extra score per head that joins the softmax but has no value (gpt-oss).
-            alibi_slopes: (H,) float32, subtracted from a score per position of distance (Bloom).
+            alibi_slopes: (H,) float32; slope * distance is subtracted from each score (Bloom).
 
         Returns:
             (T, H, D'), dtype of q.
@@ -134,7 +134,7 @@ class PagedAttention(ABC):
         return self._attend(q.contiguous(), k, v, cache, settings)
 
     def _write(self, k: Tensor, v: Tensor, cache: KVCache) -> None:
-        # K and V to be discarded have slots in the null block, which nothing reads.
+        # Unwanted K and V have slots in the null block, which nothing reads.
         cache.k.view(-1, *k.shape[1:]).index_copy_(0, self.metadata.slot_mapping, k)
         cache.v.view(-1, *v.shape[1:]).index_copy_(0, self.metadata.slot_mapping, v)
 
@@ -238,7 +238,7 @@ class TorchAttention(PagedAttention):
                 distance = positions[-length:].unsqueeze(1) - positions
                 self._masks[key] = _Mask.of(distance, settings.window)  # (length, L)
             mask = self._masks[key]
-        # KV heads are SDPA's batch, and the query heads that share one are its heads, with K and V expanded.
+        # SDPA's batch dimension is the KV heads. Its head dimension is the query heads that share a KV head.
         attended = _scaled_dot_product(
             q.reshape(length, num_kv_heads, group_size, head_dim).permute(1, 2, 0, 3),
             k.unsqueeze(1).expand(-1, group_size, -1, -1),
@@ -285,5 +285,5 @@ def _scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, mask: _Mask | None, set
 
 
 def _of_rows(x: Tensor, rows: slice) -> Tensor:
-    """Return some rows of (.., queries, ..), which may have size 1 for all queries."""
+    """Slice the queries dimension of (.., queries, ..), unless its size is 1: then it broadcasts."""
     return x if x.shape[-2] == 1 else x[..., rows, :]

@@ -75,8 +75,8 @@ class DraftingScheduler(Scheduler):
 
     def room_for(self, chunk: Chunk, num_drafts: int) -> int:
         """Make room in the block table for drafts after a chunk, and return how many fit."""
-        # With windows, may_append frees the blocks that no token from num_computed_tokens on sees. This chunk
-        # already counts as computed, but its token still needs those blocks: set the count back for the call.
+        # With windows, may_append frees the blocks that no uncomputed token sees. This chunk already counts
+        # as computed, but its token still needs those blocks: set the count back for the call.
         chunk.seq.num_computed_tokens = chunk.start
         while num_drafts and not self.block_manager.may_append(chunk.seq, chunk.end + num_drafts):
             num_drafts -= 1

@@ -38,9 +38,9 @@ class WindowedBlockManager(BlockManager):
     """Manages blocks with a block table per group.
 
     When a sequence needs room (`may_append`), a group with a window first frees the blocks that no future
-    token sees, and puts the null block in their places in the table. The table of such a group grows by the
-    largest possible step, not by the whole prompt. Example: blocks of 2, a window of 3, steps of at most 4
-    tokens, and a prompt of 11. Block 3 is allocated at admission because a step that begins at 2 reaches it:
+    token sees, and replaces them in the table with the null block. Such a group's table grows enough for the
+    largest possible step, not for the whole prompt. Example: blocks of 2, a window of 3, steps of at most 4
+    tokens, and a prompt of 11. Block 3 is allocated at admission, although the first step does not reach it:
     see `_table_lengths`.
 
         step        computes  sees from  block table
@@ -66,8 +66,8 @@ class WindowedBlockManager(BlockManager):
         more_tables: MoreTables | None = None,
         **settings: Any,
     ) -> None:
-        # With a window of 1, no token of a hit would be seen, and none of its blocks held. But a hit's last
-        # block must be held: its prefix_id identifies the tokens so far (`_note_hits`).
+        # With a window of 1, the next token would see no hit, so no hit would be held. But the last hit must
+        # be held: its prefix_id identifies the tokens so far (`_note_hits`).
         self.windows = tuple(window and max(window, 2) for window in windows)
         self.max_chunk_tokens = max_chunk_tokens
         self.more_tables: MoreTables = {} if more_tables is None else more_tables
@@ -130,7 +130,7 @@ class WindowedBlockManager(BlockManager):
     # -- growth
 
     def may_append(self, seq: Sequence, num_tokens: int) -> bool:
-        """See the base class. First, this frees the blocks that no token from num_computed_tokens on sees."""
+        """See the base class. First, this frees the blocks that no uncomputed token sees."""
         self._remove_skipped_blocks(seq)
         lengths = self._table_lengths(seq.num_computed_tokens, num_tokens)
         pairs = zip(lengths, self.tables_of(seq), strict=True)
@@ -186,8 +186,8 @@ class WindowedBlockManager(BlockManager):
     def _table_lengths(self, num_computed_tokens: int, num_tokens: int) -> list[int]:
         """Return how long each group's block table must be before the next step.
 
-        With a window, the table covers the computed tokens, at least window - 1 positions, and one step. So a
-        group starts with as many blocks as it ever holds, except one more if a step begins inside a block.
+        With a window, the table covers max(num_computed_tokens, window - 1) positions plus one step. So
+        a group starts with all blocks it ever holds at a time, or one fewer if a step begins inside a block.
         """
         limits = (
             num_tokens if window is None else max(num_computed_tokens, window - 1) + self.max_chunk_tokens
@@ -266,9 +266,9 @@ class WindowedRunner(ModelRunner):
 
 
 def describe_windows(windows: list[int | None]) -> str:
-    """Describe to the user the windows of a model's groups, in which some layer has a window."""
+    """Return a description, for the user, of the groups' windows. At least one layer must have a window."""
     if windows == [None]:
-        return "no blocks freed outside a window (the layers' shapes differ)"
+        return "sliding windows free no blocks (the layers' shapes differ)"
     if len(windows) == 1:
         return f"a window of {windows[0]}"
     groups = (

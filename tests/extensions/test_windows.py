@@ -253,6 +253,6 @@ def test_the_first_line_names_the_windows(tmp_path_factory, caplog):
     ):
         LLM(str(checkpoint(name, tmp_path_factory)[0]), num_kv_blocks=20, block_size=8).close()
         assert caplog.messages[-1].endswith(ending)
-    assert describe_windows([None]) == "no blocks freed outside a window (the layers' shapes differ)"
+    assert describe_windows([None]) == "sliding windows free no blocks (the layers' shapes differ)"
     groups = describe_windows([None, 24, 24, 8])
     assert groups == "layers in groups: 1 full, 2 with a window of 24, 1 with a window of 8"
