@@ -117,7 +117,7 @@ class Sequence:
     block_table: list[int] = field(init=False, default_factory=list)  # empty while waiting
     capacity: int = field(init=False, default=0)  # number of tokens its blocks have room for
     num_computed_tokens: int = field(init=False, default=0)
-    num_hit_tokens: int = field(init=False, default=0)  # in hit blocks, which may be shared: never overwrite
+    num_hit_tokens: int = field(init=False, default=0)  # never overwrite these: hit blocks may be shared
     num_registered_blocks: int = field(init=False, default=0)  # counted from the start of block_table
     prefix_id: int = field(init=False, default=0)  # prefix_id of the last registered block: see Block
     block_keys: list["BlockKey"] = field(init=False, default_factory=list)  # one per full block hashed so far
@@ -331,7 +331,7 @@ class BlockManager:
 
     @property
     def max_computable_tokens(self) -> int:
-        """The number of tokens of one sequence that fit in the cache when it runs alone."""
+        """The number of tokens of one sequence that fit in the cache if no other sequence is running."""
         return self.num_blocks * self.block_size
 
     def _hold(self, hits: list[Block], num_new: int) -> bool:
@@ -387,7 +387,7 @@ class BlockManager:
         self.registered_blocks.setdefault(key.hash, {})[block.block_id] = block
 
     def _hash_full_blocks(self, seq: Sequence) -> None:
-        """Extend seq.block_keys to all full blocks. Each block of a sequence is hashed only once."""
+        """Extend seq.block_keys to cover all full blocks. Each block of a sequence is hashed only once."""
         first, last = len(seq.block_keys), len(seq.token_ids) // self.block_size
         if first == last:
             return
@@ -608,7 +608,7 @@ class Scheduler:
         Nothing that the step wrote can be trusted. A sequence finishes with "error" if it was running in two
         failed steps in a row and got no new token, or if it already has its last token but was not finished.
         """
-        failed = self.running or self.waiting[:1]  # none running: admitting the head of the queue failed
+        failed = self.running or self.waiting[:1]  # if none is running, admitting the queue's head failed
         again = [seq for seq in failed if self.length_at_failure.get(seq.seq_id) == len(seq.token_ids)]
         self.length_at_failure = {seq.seq_id: len(seq.token_ids) for seq in failed}
         unfinished = {seq.seq_id: seq for seq in self.running + self.waiting if not seq.is_finished}
@@ -668,7 +668,7 @@ def build_inputs(
     slot_mapping[positions < num_hit_tokens[seq_of_row]] %= block_size
 
     sample_rows = (cu_seqlens_q[1:] - 1)[np.fromiter(samples, bool)]
-    # Rows whose final hidden state is used. For all others, the last layer may stop after K and V.
+    # Rows whose final hidden state is used. For all others, the last layer may stop after writing K and V.
     is_needed = np.fromiter([seq.prompt_logprobs is not None for seq in seqs], bool)[seq_of_row]
     is_needed[sample_rows] = True
     sample_index_of = dict(zip(before.sampled_seqs, itertools.count())) if before and pending_seqs else {}
