@@ -3,7 +3,7 @@
 Each `EngineCore.step` does the following:
 
     batch    = scheduler.schedule()              # choose which tokens to compute, in which cache blocks
-    launch   = runner.launch(batch, before)      # run a forward pass, and sample; before: the previous launch
+    launch   = runner.launch(batch, before)      # run a forward pass and sample (before: the previous launch)
     sampled  = runner.collect(launch)            # wait for the tokens
     advanced = scheduler.update(batch, sampled)  # append tokens, finish sequences, free their blocks
 
