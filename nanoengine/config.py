@@ -104,7 +104,7 @@ class EngineConfig:
     async_scheduling: bool | None = None  # schedule a step while another runs; by default on a GPU only
     # speculative decoding: "method", "num_speculative_tokens" and the other fields of `SpeculativeConfig`
     speculative_config: dict[str, Any] | None = None
-    # int8, int4: quantize the weights of linear layers, on a CPU; others assert the checkpoint's own format
+    # int8, int4: quantize the weights of linear layers; others assert the checkpoint's own format
     quantization: Online | InFiles | None = None
     # inputs of quantized layers, on a CPU: rounded to 8 bits by groups ("int8"), or as they are ("float");
     # "auto": int8 in 16-bit dtypes, if the processor is faster with integers

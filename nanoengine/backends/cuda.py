@@ -35,6 +35,7 @@ from nanoengine.backends.device import (
 )
 from nanoengine.backends.inputs import AttentionMetadata, ModelInputs, send_inputs
 from nanoengine.backends.kv_cache import KVCache, KVSpec
+from nanoengine.backends.quantize import round_weights
 from nanoengine.backends.quantized import Quantized
 from nanoengine.config import EngineConfig
 
@@ -190,8 +191,7 @@ def fusion_obstacle(device: torch.device) -> str | None:
         fuse(torch.square)(torch.zeros(1, device=device))
     except Exception as error:  # any failure will do: plain PyTorch computes the same
         header = Path(sysconfig.get_paths()["include"], "Python.h")
-        missing = "" if header.is_file() else f"; {header} is missing: install python3-dev"
-        return first_line(error) + missing
+        return first_line(error) + ("" if header.is_file() else f"; {header} is missing: install python3-dev")
     return None
 
 
@@ -369,8 +369,7 @@ class DecodeGraphs(Forward):
 
     def __call__(self, compute: Compute, inputs: ModelInputs[Tensor]) -> Tensor:
         """See the base class. The hidden states of a graph are valid until the next call."""
-        shape = self.shape_for(inputs)
-        if shape is None:
+        if (shape := self.shape_for(inputs)) is None:
             return super().__call__(compute, inputs)
         self.replays[shape]()
         assert self.hidden is not None
@@ -385,7 +384,7 @@ class CUDA(Device):
 
     block_size = 256
     max_num_batched_tokens = 8192
-    async_scheduling = True
+    async_scheduling = rounds_weights = True
     living: ClassVar["weakref.WeakSet[CUDA]"] = weakref.WeakSet()  # devices whose engine is not closed
 
     def __init__(self, device: torch.device, config: EngineConfig) -> None:
@@ -430,14 +429,15 @@ class CUDA(Device):
 
     def prepare(self, model: Any) -> None:
         """See the base class."""
+        if self.bits:
+            round_weights(model, self.bits, self.pack, self.device)
         if model.replaceable and self.no_fusion is None:
             model.use_kernels(FusedKernels(model.kernels))
 
     def pack(self, weight: Quantized, bias: Tensor | None, dtype: torch.dtype) -> nn.Module | None:
         """See the base class. The first weight of each form is tried out."""
-        fitted = None if self.no_linear else weight.fitted(dtype)
         reason = self.no_linear or f"groups of {weight.group} inputs, or scales that float16 cannot hold"
-        if fitted is not None:
+        if not self.no_linear and (fitted := weight.fitted(dtype)) is not None:
             try:
                 from nanoengine.backends.triton_linear import TritonLinear, try_out
 
@@ -447,6 +447,8 @@ class CUDA(Device):
                 return layer
             except Exception as error:  # as for attention backends
                 reason = self.no_linear = f"triton_linear failed when tried: {first_line(error)}"
+        if self.bits and self.no_linear:
+            raise ValueError(f"quantization={self.config.quantization!r} cannot be used: {reason}")
         self.notes += {f"weights dequantized: {reason}"}.difference(self.notes)
         return None
 
@@ -483,8 +485,7 @@ class CUDA(Device):
         if may_choose and is_undivided and self.obstacle(TritonAttention, specs, settings) is None:
             reason = "it does not divide the keys of such layers among processors, which triton does"
         if reason is None and backend is not TorchAttention:
-            block_size = self.config.block_size or self.block_size
-            reason = try_out(backend, specs, settings, block_size, self.device)
+            reason = try_out(backend, specs, settings, self.config.block_size or self.block_size, self.device)
         return reason
 
     def running(self) -> AbstractContextManager[object]:

@@ -18,7 +18,7 @@ from nanoengine.backends.inputs import ModelInputs, SamplingMetadata
 from nanoengine.backends.kv_cache import KVSpec
 from nanoengine.backends.memory import Available, available_memory
 from nanoengine.backends.quantized import Pack
-from nanoengine.config import ONLINE_FORMATS, EngineConfig
+from nanoengine.config import EngineConfig
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -105,7 +105,8 @@ class Device:
 
     # Attention backends, the fastest first.
     backends: ClassVar[tuple[type[PagedAttention], ...]] = (TorchAttention,)
-    quantizations: ClassVar[tuple[str, ...]] = ()  # the `ONLINE_FORMATS` that it can quantize weights to
+    rounds_weights: ClassVar[bool] = False  # for quantization="int8" and "int4"
+    rounds_activations: ClassVar[bool] = False
     # Defaults for settings of the user. A larger step is not faster on a CPU: it overflows the CPU's caches.
     block_size: ClassVar[int] = 32
     max_num_batched_tokens: ClassVar[int] = 1024
@@ -117,11 +118,10 @@ class Device:
     draw: Callable[[Tensor, SamplingMetadata], tuple[Tensor, Tensor]] | None = None
 
     def __init__(self, device: torch.device, config: EngineConfig) -> None:
-        if config.quantization in ONLINE_FORMATS and config.quantization not in self.quantizations:
-            raise ValueError(
-                f"quantization={config.quantization!r} is supported on a CPU only, not on {device.type}"
-            )
-        if config.activations == "int8" and not self.quantizations:
+        self.bits = {"int4": 4, "int8": 8}.get(config.quantization or "", 0)  # to which it rounds weights
+        if self.bits and not self.rounds_weights:
+            raise ValueError(f"quantization={config.quantization!r} needs kernels, which {device.type} lacks")
+        if config.activations == "int8" and not self.rounds_activations:
             raise ValueError(f"activations='int8' is supported on a CPU only, not on {device.type}")
         self.device = device
         self.config = config

@@ -8,10 +8,13 @@ Shape letters: N outputs of a linear layer, I inputs, G groups of inputs.
 import copy
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from nanoengine.backends.cores import on_all_cores
 
 GROUPS = (128, 64, 32, 16)  # the group sizes that the kernels support
 
@@ -40,7 +43,7 @@ class Quantized(NamedTuple):
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return the weight, (N, I): computed in float32, then rounded to dtype."""
-        by_group = self.integers.view(*self.scales.shape, -1).float()
+        by_group = self.integers.view(*self.scales.shape, self.group).float()
         if self.zeros is not None:
             by_group -= self.zeros.unsqueeze(2)
         return (by_group * self.scales.unsqueeze(2)).to(dtype).flatten(1)
@@ -121,3 +124,54 @@ class PackedEmbedding(nn.Embedding):
         """Look up embeddings: (..) -> (.., E)."""
         rows: Tensor = self.head[0].rows(input)
         return rows
+
+
+def pack_embedding(embedding: nn.Embedding, head: Any) -> nn.Embedding:
+    """Return an embedding that reads its rows from a packed head, or itself if the results would differ."""
+    result = PackedEmbedding.of(embedding, head)
+    ids = torch.arange(min(64, head.out_features), device=head.packed.device)
+    plain: Any = copy.copy(embedding)  # with the head's weights, which may be quantized
+    plain._parameters = {"weight": nn.Parameter(head.rows(ids), requires_grad=False)}
+    plain.padding_idx = None  # may be out of range here, and matters only in training
+    with suppress(IndexError, RuntimeError):  # raised if its class reads the weight itself
+        if torch.equal(result(ids), plain(ids)):
+            return result
+    return embedding
+
+
+# Names of routers, which are not quantized, and of heads, which are quantized to 8 bits but not to 4. Other
+# 4-bit formats also keep more bits for them.
+ROUTERS = ("float32_linear", "gate", "router", "shared_expert_gate")
+HEADS = ("lm_head", "embed_out", "output_projection")
+
+
+def replace_linears(model: nn.Module, pack: Callable[[nn.Linear, int], nn.Module], bits: int = 0) -> None:
+    """Replace a model's linear layers with what `pack` returns, and embeddings that are tied to one of them.
+
+    `pack` gets a layer, and to how many bits its weight is to be rounded; 0: it is not, like a router's, or
+    one that cannot be divided into groups. Each plain weight is freed before the next layer is packed.
+    """
+    # The parent modules of each layer, its name in each, and the parent's name; those of embeddings by the
+    # id of their weight.
+    linears: dict[nn.Linear, list[tuple[nn.Module, str, str]]] = {}
+    embeddings: dict[int, list[tuple[nn.Module, str]]] = {}
+    for path, parent in model.named_modules():
+        for name, child in parent.named_children():
+            if type(child) is nn.Linear:
+                linears.setdefault(child, []).append((parent, name, path.rpartition(".")[2]))
+            elif isinstance(child, nn.Embedding):
+                embeddings.setdefault(id(child.weight), []).append((parent, name))
+    parent = child = model  # the last ones would keep a plain weight in memory
+
+    def replace(_: int) -> None:
+        layer, places = linears.popitem()
+        names = {name for place in places for name in place[1:]}
+        is_kept = bool(names & {*ROUTERS}) or grouped(layer.in_features) is None
+        packed = pack(layer, 0 if is_kept or not bits else 8 if names & {*HEADS} else bits)
+        for parent, name, _outer in places:
+            setattr(parent, name, packed)
+        if hasattr(packed, "rows"):
+            for parent, name in embeddings.get(id(layer.weight), ()):
+                setattr(parent, name, pack_embedding(getattr(parent, name), packed))
+
+    on_all_cores("packing weights", replace, range(len(linears)))

@@ -108,10 +108,12 @@ class TritonLinear(nn.Module):
         """Return rows (..) of the weight: (.., in)."""
         held, ids = self.packed[rows.flatten()], rows.flatten()
         parts = [held << 4 >> 4, held >> 4] if self.form.bits == 4 else [held]
-        integers = torch.stack([part.view(len(ids), -1, self.step) for part in parts], 2).flatten(1)
+        integers = torch.stack(
+            [part.view(len(ids), held.shape[1] // self.step, self.step) for part in parts], 2
+        ).flatten(1)
         of_rows: Any = [None if x is None else x.T[ids].float() for x in (self.scales, self.zeros)]
         chosen = Quantized._make((integers[:, : self.in_features], *of_rows, self.form.bits))
-        return chosen.dequantize(self.dtype).view(*rows.shape, -1)
+        return chosen.dequantize(self.dtype).view(*rows.shape, self.in_features)
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer: (.., in) -> (.., out)."""

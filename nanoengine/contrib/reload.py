@@ -26,7 +26,7 @@ from transformers.pytorch_utils import Conv1D
 from nanoengine.async_llm import AsyncLLM
 from nanoengine.backends.cpu.onednn import OneDNNLinear
 from nanoengine.backends.cpu.packed import CompiledLayer, PackedLinear
-from nanoengine.backends.cpu.quantize import quantize
+from nanoengine.backends.quantize import quantize
 from nanoengine.backends.quantized import PackedEmbedding
 from nanoengine.config import EngineConfig
 from nanoengine.engine import BlockManager, ModelRunner
@@ -353,9 +353,18 @@ class Worker:
 # ---- Reading and writing packed layers -----------------------------------------------------------
 
 
-def load(layer: PackedLinear | OneDNNLinear, weight: Tensor, first: int = 0) -> None:
+def is_on_gpu(layer: nn.Module) -> bool:
+    """Return whether a layer is a `TritonLinear`. Its file can be deleted, so it is not imported here."""
+    return type(layer).__name__ == "TritonLinear"
+
+
+def load(layer: Any, weight: Tensor, first: int = 0) -> None:
     """Replace rows of a layer's weight from `first` on. Rows of a quantized weight are quantized."""
     end = first + len(weight)
+    if is_on_gpu(layer):
+        new = _rounded(layer, weight)
+        layer.packed[first:end], layer.scales[:, first:end] = new.packed, new.scales
+        return
     if isinstance(layer, OneDNNLinear):
         whole = layer.weight.new_zeros(layer.shape) if layer.packed is None else layer.packed.to_dense()
         whole[first:end] = weight
@@ -377,8 +386,10 @@ def can_load(layer: PackedLinear, first: int, num_rows: int) -> bool:
     return not layer.form.bits or _are_blocks(layer, first, first + num_rows)
 
 
-def holds(layer: PackedLinear | OneDNNLinear, weight: Tensor) -> bool:
+def holds(layer: Any, weight: Tensor) -> bool:
     """Return whether a layer was made from that weight, (out, in)."""
+    if is_on_gpu(layer):
+        return all(map(torch.equal, layer.buffers(), _rounded(layer, weight).buffers()))
     if isinstance(layer, OneDNNLinear):
         return torch.equal(layer.packed.to_dense(), weight)
     return torch.equal(layer.packed, _pack(layer, weight))
@@ -394,6 +405,12 @@ def _pack(layer: PackedLinear, weight: Tensor) -> Tensor:
     if not form.bits:
         return layer.kernels.pack(weight)
     return layer.kernels.pack_integers(quantize(weight, form.bits), form.activation_bits)
+
+
+def _rounded(layer: Any, weight: Tensor) -> Any:
+    """Return a `TritonLinear` like this one, with another weight (out, in)."""
+    rounded = quantize(weight.to("cpu", layer.dtype), layer.form.bits)
+    return type(layer)(rounded, None, layer.dtype, layer.packed.device)
 
 
 def drop_pages(tensor: Tensor) -> None:
@@ -429,7 +446,7 @@ def _is_shared(one: Place, other: Place) -> bool:
     if one.module is other.module:
         return True
     held, packed = getattr(one.module, one.name), other.module
-    if isinstance(packed, PackedLinear | OneDNNLinear):
+    if isinstance(packed, PackedLinear | OneDNNLinear) or is_on_gpu(packed):
         return holds(packed, held)
     return held.data_ptr() == getattr(packed, other.name).data_ptr()  # type: ignore[no-any-return]
 
@@ -441,7 +458,7 @@ def _load(module: Any, name: str, tensor: Tensor, first: int = 0) -> None:
         is_transposed = getattr(module, "is_transposed", False)
         for layer, weight in zip(held, tensor.transpose(1, 2) if is_transposed else tensor, strict=True):
             _load(layer, "weight", weight)
-    elif isinstance(module, PackedLinear | OneDNNLinear) and name == "weight":
+    elif name == "weight" and (isinstance(module, PackedLinear | OneDNNLinear) or is_on_gpu(module)):
         load(module, tensor, first)
     else:
         rows = held[first : first + len(tensor)] if tensor.dim() else held

@@ -362,7 +362,7 @@ class Decoder(nn.Module):
             if isinstance(module, RMSNorm | Attention | MLP):
                 module.kernels = kernels
 
-    def build_rope_table(self, num_positions: int) -> None:
+    def build_rope_table(self, num_positions: int, device: torch.device) -> None:
         """Compute cos and sin for positions [0, num_positions), each (num_positions, 1, D) float32.
 
         Raises:
@@ -377,7 +377,6 @@ class Decoder(nn.Module):
         cos, sin = angles.cos() * factor, angles.sin() * factor
         if not cos.isfinite().all():
             raise ValueError(f"the rope settings {rope!r:.200} give angles that are not finite")
-        device = self.norm.weight.device
         self.rope_table = cos.to(device), sin.to(device)
 
     def forward(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from nanoengine.backends.cores import on_all_cores
 from nanoengine.backends.quantized import Pack, Quantized, floats
-from nanoengine.config import EngineConfig
+from nanoengine.config import ONLINE_FORMATS, EngineConfig
 from nanoengine.models.checkpoint import Checkpoint
 from nanoengine.models.decoder import Decoder
 from nanoengine.models.files import Reader
@@ -92,7 +92,8 @@ def _load_decoder(
     if files is not None and shard is None and any(map(files.is_quantized, files.headers)):
         formats = load("models.formats", "a quantized checkpoint")
         quantized = formats.find_quantized(model, files, changed)
-    model = model.to_empty(device=device).eval().requires_grad_(False)  # this unties the weights
+    home = torch.device("cpu") if config.quantization in ONLINE_FORMATS else device  # to be rounded there
+    model = model.to_empty(device=home).eval().requires_grad_(False)  # this unties the weights
     if tied and (adapter is None or not adapter.unties(tied)):
         model.lm_head.weight = model.embed_tokens.weight
     if files is None:
@@ -107,7 +108,7 @@ def _load_decoder(
     is_plain = not {"lm_head", "embed_tokens"} & quantized.keys()
     if is_tied and is_plain and torch.equal(model.lm_head.weight, model.embed_tokens.weight):
         model.lm_head.weight = model.embed_tokens.weight
-    model.build_rope_table(max_model_len)
+    model.build_rope_table(max_model_len, device)
     return model
 
 

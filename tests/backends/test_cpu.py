@@ -21,6 +21,7 @@ from nanoengine.backends.cpu.kernels import TYPES, Kernels
 from nanoengine.backends.cpu.packed import pack_weights
 from nanoengine.backends.cpu.threads import place
 from nanoengine.backends.cuda import CUDA
+from nanoengine.backends.device import Device
 from nanoengine.config import EngineConfig
 from tests.helpers import DEMO
 from tests.serving import TIMEOUT, wait_until
@@ -489,8 +490,8 @@ def test_activations_are_rounded_if_it_is_faster_and_the_log_says_so(settings, b
 def test_int8_is_refused_without_kernels():
     with pytest.raises(ValueError, match="quantization='int8' needs compiled kernels: enforce_eager"):
         LLM(str(DEMO), quantization="int8", enforce_eager=True)
-    with pytest.raises(ValueError, match="quantization='int8' is supported on a CPU only, not on cuda"):
-        CUDA(torch.device("cuda"), EngineConfig(model="m", quantization="int8"))
+    with pytest.raises(ValueError, match="quantization='int8' needs kernels, which cpu lacks"):
+        Device(torch.device("cpu"), EngineConfig(model="m", quantization="int8"))
     with pytest.raises(ValueError, match="activations='int8' needs compiled kernels: enforce_eager"):
         LLM(str(DEMO), activations="int8", enforce_eager=True)
     with pytest.raises(ValueError, match="activations='int8' is supported on a CPU only, not on cuda"):

@@ -11,6 +11,7 @@ import itertools
 import subprocess
 import sys
 import types
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -78,13 +79,14 @@ def on_the_gpu(model, device):
 
     def move(x):
         if id(x) not in moved:
-            moved[id(x)] = x, torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+            like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+            moved[id(x)] = x, torch.nn.Parameter(like, False) if isinstance(x, torch.nn.Parameter) else like
         return moved[id(x)][1]
 
     for module in {*model.modules(), *(getattr(model, "head", model).modules())}:
         for name, x in module._parameters.items():
             if x is not None:
-                module._parameters[name] = torch.nn.Parameter(move(x), requires_grad=False)
+                module._parameters[name] = move(x)
         for name, x in module._buffers.items():
             if x is not None:
                 module._buffers[name] = move(x)
@@ -245,6 +247,61 @@ def test_models_of_any_kind_do_not_wait_for_the_gpu(name, expected, fake_gpu, tm
         path, _ = checkpoint(name, tmp_path_factory)
     with fake_gpu:
         assert expected in walk(path, SETTINGS[:3])
+
+
+@pytest.mark.parametrize("name", ["qwen3 tied, one kv head", "gpt2"])
+def test_layers_rounded_at_load_do_not_wait_for_the_gpu(name, fake_gpu, monkeypatch, tmp_path_factory):
+    linear = pytest.importorskip("nanoengine.backends.triton_linear")
+    path, _ = checkpoint(name, tmp_path_factory)
+    models, prepare, to_the_gpu = [], CUDA.prepare, on_the_gpu
+
+    def on_the_host(model, device):
+        """Leave the weights of decoder.py on the host, as it loads them to be rounded."""
+        if not model.replaceable:
+            return to_the_gpu(model, device)
+        table = tuple(torch.empty_like(x, device=device) for x in model.rope_table)
+        model = to_the_gpu(model, torch.device("cpu"))
+        model.rope_table = table
+        return model
+
+    def moved(model, device):
+        """Do what PyTorch's own method cannot do to fake parameters."""
+        for module in model.modules():
+            for held in (module._parameters, module._buffers):
+                for key, x in held.items():
+                    held[key] = x if x is None else x.to(device)
+
+    def prepared(gpu, model):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.nn.Module, "to", moved)
+            prepare(gpu, model)
+        models.append(model)
+
+    class Launch:
+        def __getitem__(self, grid):
+            return lambda out, x, *tensors, **_: attend(
+                x, out, *(t for t in tensors if isinstance(t, torch.Tensor))
+            )
+
+    monkeypatch.setitem(globals(), "on_the_gpu", on_the_host)
+    monkeypatch.setattr(CUDA, "prepare", prepared)
+    monkeypatch.setattr(linear, "_linear_kernel", Launch())
+    monkeypatch.setattr(linear, "generation", lambda device: "sm90")
+    # These look at numbers, of which there are none.
+    monkeypatch.setattr(linear, "try_out", lambda *_: None)
+    monkeypatch.setattr("nanoengine.backends.quantized.Quantized.fitted", lambda self, dtype: self)
+    monkeypatch.setattr(torch, "equal", lambda *_: True)
+    with fake_gpu:
+        line = walk(path, SETTINGS[:3], quantization="int4")
+    assert "bfloat16 with int4 weights on cuda:0" in line
+    (model,) = models
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    assert {x.device for _, x in tensors} == {torch.device("cuda", 0)}
+    assert not [name for name, x in tensors if x.dim() == 2 and "proj" in name and x.dtype == torch.bfloat16]
+    kinds = Counter(type(module).__name__ for module in model.modules())
+    assert kinds["TritonLinear"] == 9
+    assert kinds["Linear"] == 0
+    assert kinds["PackedEmbedding"] == ("tied" in name)
 
 
 def test_saving_to_a_kv_store_and_loading_do_not_wait_for_the_gpu(fake_gpu, tmp_path_factory, monkeypatch):

@@ -20,9 +20,9 @@ from nanoengine.backends.attention import GroupedAttention, Settings
 from nanoengine.backends.cpu.attention import CompiledAttention
 from nanoengine.backends.cpu.kernels import PLAIN, Kernels
 from nanoengine.backends.cpu.packed import CompiledLayer, PackedLinear, pack_weights
-from nanoengine.backends.cpu.quantize import quantize
 from nanoengine.backends.cpu.scans import StateKernels
 from nanoengine.backends.kv_cache import KVCache
+from nanoengine.backends.quantize import quantize
 from nanoengine.backends.quantized import Quantized
 from nanoengine.models.decoder import DecoderConfig, DecoderLayer, RMSNorm, rotate
 from tests.attention import metadata_of

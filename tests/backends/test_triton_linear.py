@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanoengine import LLM, EngineConfig
+from nanoengine import LLM, EngineConfig, SamplingParams
+from tests import doubles
 from tests.backends.test_integers import quantized
 from tests.backends.test_triton import DEVICE, INTERPRETED, compiles, interpreted, runs_kernels, stack_bytes
+from tests.helpers import checkpoint, random_prompts
 from tests.launches import MUTATIONS, TARGETS, Emulated, Recorder, compile_launch, obstacle
 from tests.models.test_formats import CHECKPOINTS, check_equal, write
 from tests.ptx import Fault
@@ -106,6 +108,7 @@ def test_rows_and_bytes_are_those_of_the_quantized_weight(shape):
     layer = backend.TritonLinear(weight, None, BRAIN, torch.device("cpu"))
     rows = torch.tensor([[3, 0], [num_outputs - 1, 3]])
     assert torch.equal(layer.rows(rows), weight.dequantize(BRAIN)[rows])
+    assert layer.rows(rows[:0]).shape == (0, 2, num_inputs)  # an embedding's, for its dtype
     padded = -(-num_inputs // (2 * layer.step)) * 2 * layer.step if bits == 4 else num_inputs
     scales = num_outputs * num_inputs // group * 2 * (1 + has_zeros)
     assert sum(x.nbytes for x in layer.buffers()) == num_outputs * padded * bits // 8 + scales
@@ -134,6 +137,57 @@ def test_weights_stay_quantized_on_a_gpu(name, settings, flash_doubles, tmp_path
     assert f"weights in {bits} bits on cpu" in caplog.text
     assert "dequantized" not in caplog.text
     assert flash_doubles["replay"] > 0  # in CUDA graphs, for all that the kernel knows
+
+
+def rounded(path, **settings):
+    """Return tokens, log-probabilities, the quantized layers by name, and the first line."""
+    params, prompts = SamplingParams(temperature=0, max_tokens=6, prompt_logprobs=0), random_prompts([9, 17])
+    with LLM(path, num_kv_blocks=20, max_num_seqs=2, max_model_len=64, **settings) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        modules = llm.llm_engine.runner.model.named_modules()
+        layers = {
+            name.replace(".layer.", "."): x for name, x in modules if hasattr(x, "form") and x.form.bits
+        }
+        held = {name: (x.form.bits, x.form.group, x.weight) for name, x in layers.items()}
+        line = llm.llm_engine.describe()
+    entries = [entry for out in outputs for entry in out.prompt_logprobs[1:]]
+    logprobs = torch.tensor([x.logprob for entry in entries for x in entry.values()])
+    return [out.outputs[0].token_ids for out in outputs], logprobs, held, line
+
+
+@pytest.mark.parametrize("form", ["int4", "int8"])
+@pytest.mark.parametrize(
+    "name", ["qwen3", "qwen3 tied, one kv head", "llama odd sizes", "gpt2", "mixtral", "gemma3"]
+)
+def test_weights_rounded_at_load_are_those_of_a_cpu(name, form, monkeypatch, tmp_path_factory):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # Triton's interpreter needs it
+    path, settings = checkpoint(name, tmp_path_factory)[0], {"dtype": "float32", "quantization": form}
+    on_cpu, logprobs, layers, line = rounded(path, **settings)
+    doubles.install(monkeypatch)
+    if INTERPRETED:
+        settings |= ON_A_GPU
+    else:
+        doubles.install_linear(monkeypatch)
+        monkeypatch.setattr("nanoengine.backends.flash.FlashKernels.dtypes", (torch.float32,))
+    on_gpu, their_logprobs, their_layers, their_line = rounded(path, **settings)
+    assert their_layers.keys() == layers.keys()
+    assert all((x[0] == 8) == (form == "int8" or "lm_head" in place) for place, x in layers.items())
+    for place, (bits, group, weight) in their_layers.items():
+        assert (bits, group) == layers[place][:2], place
+        assert torch.equal(weight, layers[place][2]), place
+    assert on_gpu == on_cpu
+    assert their_logprobs == pytest.approx(logprobs, abs=2e-4)
+    assert all(f"float32 with {form} weights on cpu" in text for text in (line, their_line))
+
+
+def test_weights_are_not_rounded_at_load_if_nothing_could_multiply_them(flash_doubles, monkeypatch):
+    with pytest.raises(ValueError, match="quantization='int4' cannot be used: enforce_eager"):
+        LLM("demo", quantization="int4", enforce_eager=True)
+    monkeypatch.setattr(backend, "try_out", lambda *_: 1 / 0)
+    with pytest.raises(
+        ValueError, match="quantization='int8' cannot be used: triton_linear failed when tried"
+    ):
+        LLM("demo", quantization="int8")
 
 
 def line_of(weight, dtype=BRAIN):

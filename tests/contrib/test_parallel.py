@@ -32,6 +32,7 @@ from nanoengine.engine import build_inputs
 from nanoengine.models.checkpoint import open_checkpoint
 from nanoengine.models.decoder import DecoderConfig
 from nanoengine.steps import EngineDeadError
+from tests import doubles
 from tests.helpers import DEMO, TINY, batch_of, checkpoint, make_sequence, random_prompts
 from tests.laws import check_laws
 from tests.serving import TIMEOUT, wait_until
@@ -317,6 +318,25 @@ def test_ranks_give_the_same_tokens_for_all_settings(settings, path_of, in_threa
 def test_ranks_give_the_same_tokens_on_the_gpu_path(async_scheduling, path_of, in_threads, in_float32):
     check_ranks(path_of("qwen3"), 2, block_size=256, max_num_seqs=4, async_scheduling=async_scheduling)
     assert in_float32["replay"] > 0
+
+
+def test_ranks_round_weights_at_load_on_the_gpu_path_as_on_a_cpu(path_of, in_threads, monkeypatch):
+    found, held = [], []
+    for install in (lambda _: None, doubles.install):
+        install(monkeypatch)
+        doubles.install_linear(monkeypatch)
+        monkeypatch.setattr("nanoengine.backends.flash.FlashKernels.dtypes", (torch.float32,))
+        settings = {"num_kv_blocks": 40, "max_num_seqs": 4, "dtype": "float32", "quantization": "int4"}
+        with LLM(path_of("uneven, tied"), tensor_parallel_size=2, **settings) as llm:
+            found.append(everything(llm))
+            modules = dict(llm.llm_engine.runner.model.named_modules())
+        held.append({name: x for name, x in modules.items() if hasattr(x, "form") and x.form.bits})
+    assert found[0][:2] == found[1][:2]
+    assert found[0][2] == pytest.approx(found[1][2], abs=1e-4)
+    assert held[0].keys() == held[1].keys() > {"lm_head.layer", "layers.0.self_attn.o_proj.layer"}
+    for name, layer in held[1].items():
+        assert layer.form.bits == held[0][name].form.bits == (8 if "lm_head" in name else 4), name
+        assert torch.equal(layer.weight, held[0][name].weight), name
 
 
 def test_ranks_compute_in_bfloat16_with_packed_weights(path_of, in_threads):

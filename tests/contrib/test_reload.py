@@ -10,6 +10,7 @@ import transformers
 from safetensors.torch import save_file
 
 from nanoengine import LLM, SamplingParams
+from tests import doubles
 from tests.helpers import TINY, checkpoint, hf_model, random_prompts
 
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, prompt_logprobs=1, logprobs=1)
@@ -35,9 +36,10 @@ def answers(llm):
 def check_replaced(name, tmp_path_factory, tmp_path, one_by_one=False, **settings):
     model = other(name)
     model.save_pretrained(tmp_path / "other")
-    with LLM(tmp_path / "other", **SETTINGS, **settings) as llm:
+    settings = {**SETTINGS, **settings}
+    with LLM(tmp_path / "other", **settings) as llm:
         wanted = answers(llm)
-    with LLM(checkpoint(name, tmp_path_factory)[0], **SETTINGS, **settings) as llm:
+    with LLM(checkpoint(name, tmp_path_factory)[0], **settings) as llm:
         assert answers(llm) != wanted
         if one_by_one:
             for pair in model.named_parameters():
@@ -142,6 +144,16 @@ def test_a_store_that_outlives_the_weights_is_refused(tmp_path_factory, tmp_path
         for act in (lambda: llm.update_weights([]), llm.sleep):
             with pytest.raises(ValueError, match="kv_store"):
                 act()
+
+
+@pytest.mark.parametrize("name", [*ROUNDED, "gpt2"])
+@pytest.mark.parametrize("form", ["int4", "int8"])
+def test_weights_rounded_at_load_are_replaced_on_a_gpu_too(
+    name, form, in_float32, monkeypatch, tmp_path_factory, tmp_path
+):
+    doubles.install_linear(monkeypatch)
+    settings = {"dtype": "float32", "num_kv_blocks": 8, "max_model_len": 64, "quantization": form}
+    check_replaced(name, tmp_path_factory, tmp_path, one_by_one=True, **settings)
 
 
 @pytest.mark.slow

@@ -17,14 +17,14 @@ from nanoengine.backends.device import Attention, Device
 from nanoengine.backends.kv_cache import KVSpec
 from nanoengine.backends.memory import keep_freed_memory
 from nanoengine.backends.quantized import Quantized
-from nanoengine.config import ONLINE_FORMATS, EngineConfig
+from nanoengine.config import EngineConfig
 
 
 class CPU(Device):
     """Describes a CPU. The compiled kernels require a C++ compiler, and enforce_eager disables them."""
 
     backends = (CompiledAttention, TorchAttention)
-    quantizations = ONLINE_FORMATS
+    rounds_weights = rounds_activations = True
 
     def __init__(self, device: torch.device, config: EngineConfig) -> None:
         super().__init__(device, config)
@@ -77,15 +77,14 @@ class CPU(Device):
             from nanoengine.backends.cpu.scans import StateKernels
 
             model.states.kernels = self.kernels and StateKernels(self.kernels)
-        quantization = self.config.quantization if self.config.quantization in ONLINE_FORMATS else None
-        if quantization is not None and self.kernels is None:
-            raise ValueError(f"quantization={quantization!r} needs compiled kernels: {self._no_kernels}")
+        if self.bits and self.kernels is None:
+            asked = f"quantization={self.config.quantization!r}"
+            raise ValueError(f"{asked} needs compiled kernels: {self._no_kernels}")
         if self.config.activations == "int8" and self.kernels is None:
             raise ValueError(f"activations='int8' needs compiled kernels: {self._no_kernels}")
         if not model.replaceable:
             model.use_linear_layers()
-        bits = int((quantization or "int0").removeprefix("int"))
-        pack_weights(model, self.kernels, bits, self._activation_bits(next(model.parameters()).dtype))
+        pack_weights(model, self.kernels, self.bits, self._activation_bits(next(model.parameters()).dtype))
         if model.replaceable and self.kernels is not None:
             model.use_kernels(self.kernels)
             for i, layer in enumerate(model.layers):

@@ -1,18 +1,15 @@
 """Linear layers and embeddings with weights packed for the kernels, and decoder layers made of them."""
 
-import copy
-from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from nanoengine.backends.attention import GroupedAttention, PagedAttention
-from nanoengine.backends.cores import on_all_cores
 from nanoengine.backends.cpu.attention import CompiledAttention
 from nanoengine.backends.cpu.kernels import PLAIN, Kernels, as_int64
 from nanoengine.backends.kv_cache import KVCache
-from nanoengine.backends.quantized import Form, PackedEmbedding, Quantized, grouped
+from nanoengine.backends.quantized import Form, Quantized, replace_linears
 
 
 class PackedLinear(nn.Module):
@@ -62,29 +59,16 @@ class PackedLinear(nn.Module):
         return self.kernels.linear(x, self.packed, self.bias, self.out_features, self.form)
 
 
-def pack_embedding(embedding: nn.Embedding, head: PackedLinear) -> nn.Embedding:
-    """Return an embedding that reads its rows from a packed head, or itself if the results would differ."""
-    result, ids = PackedEmbedding.of(embedding, head), torch.arange(min(64, head.out_features))
-    plain: Any = copy.copy(embedding)  # with the head's weights, which may be quantized
-    plain._parameters = {"weight": nn.Parameter(head.rows(ids), requires_grad=False)}
-    plain.padding_idx = None  # may be out of range here, and matters only in training
-    with suppress(IndexError, RuntimeError):  # raised if its class reads the weight itself
-        if torch.equal(result(ids), plain(ids)):
-            return result
-    return embedding
-
-
 def pack_linear(
     layer: nn.Linear, kernels: Kernels | None, bits: int = 0, activation_bits: int = 0
 ) -> nn.Module:
     """Return the layer with its weight in the fastest layout, which may be the layer itself.
 
-    Results are equal up to rounding. The weight is quantized if `bits` is 4 or 8 and the number of inputs
-    can be divided into groups.
+    Results are equal up to rounding. The weight is quantized if `bits` is 4 or 8.
     """
     weight: Tensor = layer.weight
-    if kernels is not None and bits and grouped(layer.in_features) is not None:
-        from nanoengine.backends.cpu.quantize import quantize
+    if kernels is not None and bits:
+        from nanoengine.backends.quantize import quantize
 
         return PackedLinear(quantize(weight, bits), layer.bias, kernels, weight.dtype, activation_bits)
     if kernels is not None and kernels.can_multiply(weight):
@@ -96,40 +80,9 @@ def pack_linear(
     return layer
 
 
-# Names of routers, which are not quantized, and of heads, which are quantized to 8 bits but not to 4. Other
-# 4-bit formats also keep more bits for them.
-ROUTERS = ("float32_linear", "gate", "router", "shared_expert_gate")
-HEADS = ("lm_head", "embed_out", "output_projection")
-
-
 def pack_weights(model: nn.Module, kernels: Kernels | None, bits: int = 0, activation_bits: int = 0) -> None:
-    """Replace a model's linear layers with packed ones, and embeddings that are tied to one of them.
-
-    Layers are replaced one at a time, and each plain weight is freed before the next layer is packed.
-    """
-    # The parent modules of each layer, and its name in each; those of embeddings by the id of their weight.
-    linears: dict[nn.Linear, list[tuple[nn.Module, str]]] = {}
-    embeddings: dict[int, list[tuple[nn.Module, str]]] = {}
-    for parent in model.modules():
-        for name, child in parent.named_children():
-            if type(child) is nn.Linear:
-                linears.setdefault(child, []).append((parent, name))
-            elif isinstance(child, nn.Embedding):
-                embeddings.setdefault(id(child.weight), []).append((parent, name))
-    parent = child = model  # the last ones would keep a plain weight in memory
-
-    def replace(_: int) -> None:
-        layer, places = linears.popitem()
-        names = {name for _, name in places}
-        max_bits = 0 if names & {*ROUTERS} else 8 if names & {*HEADS} else bits
-        packed = pack_linear(layer, kernels, bits and max_bits, activation_bits)
-        for parent, name in places:
-            setattr(parent, name, packed)
-        if isinstance(packed, PackedLinear):
-            for parent, name in embeddings.get(id(layer.weight), ()):
-                setattr(parent, name, pack_embedding(getattr(parent, name), packed))
-
-    on_all_cores("packing weights", replace, range(len(linears)))
+    """Replace a model's linear layers with those that `pack_linear` returns: see `replace_linears`."""
+    replace_linears(model, lambda layer, own: pack_linear(layer, kernels, own, activation_bits), bits)
 
 
 class CompiledLayer(nn.Module):

@@ -1,9 +1,11 @@
 """Quantizes weights while a model is loaded, or replaced: quantization="int8" or "int4"."""
 
-import torch
-from torch import Tensor
+from typing import Any
 
-from nanoengine.backends.quantized import Quantized, grouped
+import torch
+from torch import Tensor, nn
+
+from nanoengine.backends.quantized import Pack, Quantized, grouped, replace_linears
 
 
 def quantize(weight: Tensor, bits: int) -> Quantized:
@@ -50,3 +52,19 @@ def _nearest(weight: Tensor, bits: int, divisors: Tensor) -> tuple[Tensor, Tenso
     best = error.argmin(0, keepdim=True)  # (1, N, G)
     integers = integers.gather(0, best.unsqueeze(3).expand(-1, *weight.shape))
     return integers[0].to(torch.int8), scales.gather(0, best)[0]
+
+
+def round_weights(model: Any, bits: int, pack: Pack, device: torch.device) -> None:
+    """Quantize a model's linear layers on the host, one at a time, and move everything else to the device.
+
+    The host rounds as it does for itself. A layer that `pack` refuses keeps its weight.
+    """
+
+    def replace(layer: nn.Linear, bits: int) -> nn.Module:
+        packed = pack(quantize(layer.weight.cpu(), bits), layer.bias, layer.weight.dtype) if bits else None
+        return packed or layer
+
+    if not model.replaceable:
+        model.use_linear_layers()
+    replace_linears(model, replace, bits)
+    model.to(device)
