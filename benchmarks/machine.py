@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-# What matters to matrix products, and its flag in /proc/cpuinfo.
+# Flag in /proc/cpuinfo -> instruction set that speeds up matrix products.
 INSTRUCTIONS = {"avx2": "AVX2", "avx512f": "AVX-512", "avx512_bf16": "AVX-512 bfloat16"}
 INSTRUCTIONS |= {"avx_vnni": "AVX VNNI", "avx512_vnni": "AVX-512 VNNI", "amx_bf16": "AMX"}
 INSTRUCTIONS |= {"asimd": "NEON", "bf16": "NEON bfloat16"}

@@ -66,7 +66,7 @@ def is_noop_value(value: Any) -> bool:
 
 
 def without_unserved(
-    whose: str,
+    owner: str,
     given: Mapping[str, Any],
     served: Iterable[str],
     ignored: Iterable[str] = (),
@@ -80,14 +80,14 @@ def without_unserved(
     """
     served, left = {*served, *renamed}, dict[str, Any]()
     if len(given.keys() - served) > MAX_UNSERVED:
-        raise TypeError(f"{whose} has more than {MAX_UNSERVED} unknown arguments")
+        raise TypeError(f"{owner} has more than {MAX_UNSERVED} unknown arguments")
     for name, value in given.items():
         if name in renamed and value is None:
             continue
         if name in served:
             name = renamed.get(name, name)
             if name in left:
-                raise TypeError(f"{whose} got {name} under two names")
+                raise TypeError(f"{owner} got {name} under two names")
             left[name] = value
         elif name in INSTEAD:
             instead, *accepted = INSTEAD[name]
@@ -97,9 +97,9 @@ def without_unserved(
                 raise ValueError(f"{name}={value!r:.80} is not supported; {instead}")
         elif name not in ignored:
             if near := difflib.get_close_matches(str(name)[:100], served, 1, 0.8):
-                raise TypeError(f"{whose} has no argument {name!r}; did you mean {near[0]!r}?")
+                raise TypeError(f"{owner} has no argument {name!r}; did you mean {near[0]!r}?")
             if not is_noop_value(value):
-                raise TypeError(f"{whose} has no argument {name!r}; {name}={value!r:.80} is not supported")
+                raise TypeError(f"{owner} has no argument {name!r}; {name}={value!r:.80} is not supported")
     return left
 
 

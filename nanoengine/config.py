@@ -113,7 +113,7 @@ class EngineConfig:
     tensor_parallel_size: int = 1  # number of processes that split the weights of every layer
     # "dummy": random weights, from config.json alone; "auto" and "safetensors": the checkpoint's
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
-    # whose code runs the model; "auto" and "vllm": nanoengine's if it supports the model, else transformers'
+    # the model code to run; "auto" and "vllm": nanoengine's if it supports the model, else transformers'
     model_impl: Literal["auto", "vllm", "nanoengine", "transformers"] = "auto"
     trust_remote_code: bool = False  # run Python code from the checkpoint
     # generate text, or embed, classify and score ("pooling"); "auto": decided by the checkpoint

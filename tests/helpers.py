@@ -463,7 +463,7 @@ def check_served(path: Path, reference: Any, lengths: list[int], num_new: int) -
     """Assert that greedy tokens are the reference's: in chunks, with preemptions, and from the prefix cache.
 
     Returns:
-        Whose code computed them.
+        The implementation that computed them.
     """
     prompts = random_prompts(lengths)
     expected = [greedy(reference, prompt, num_new) for prompt in prompts]

@@ -13,7 +13,7 @@ from tests.ptx import Cta, GlobalMemory, Kernel
 
 TYPES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
 TYPES |= {torch.int8: "*i8", torch.int32: "*i32", torch.int64: "*i64"}
-# What compiles for it, and its shared memory, of the smallest GPU of the generation.
+# Architecture -> Triton's target, and the shared memory of the smallest GPU of the generation.
 TARGETS: dict[str, tuple[tuple[Any, ...], int]] = {
     "sm75": (("cuda", 75, 32), 64 << 10),
     "sm80": (("cuda", 80, 32), 99 << 10),  # of sm86

@@ -35,7 +35,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "guide" / "models.md"
 MARKS = "<!-- models -->\n", "<!-- end of models -->\n"
 TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 MAX_PARAMETERS = 30_000_000
-# What configs call their sizes: a config is given those that it has names for.
+# Sizes under all names that configs use. A config is given those that it has.
 SMALL: dict[str, Any] = {
     **TINY,
     **dict.fromkeys(("d_model", "n_embd", "dim"), 64),
@@ -54,7 +54,7 @@ SMALL: dict[str, Any] = {
     "unpadded_vocab_size": TINY["vocab_size"],
     "is_decoder": True,
 }
-# What those do not fit.
+# Settings for models that these sizes do not fit.
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
 SMALL_VISION = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 LINEAR = {

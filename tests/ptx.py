@@ -9,8 +9,8 @@ It raises `Fault` where a kernel breaks one:
 
 - Every access is aligned, and inside a tensor or the shared memory that the kernel asked for.
 - Shared memory is written before it is read. Between two barriers, no thread touches a byte that another
-  thread writes. Between threads of a warp, bar.warp.sync is a barrier. Until cp.async.wait_group nobody
-  touches what cp.async writes. Until wgmma.wait_group nobody writes what wgmma reads. A fence.proxy.async
+  thread writes. Between threads of a warp, bar.warp.sync is a barrier. Until cp.async.wait_group no thread
+  touches what cp.async writes. Until wgmma.wait_group no thread writes what wgmma reads. A fence.proxy.async
   stands between writing and wgmma.
 - No register of a wgmma is accessed between wgmma.fence and wgmma, or from there to wgmma.wait_group.
 - A launch stores each byte of global memory once and does not load it, because programs run in any order.
@@ -59,7 +59,7 @@ def rows(addresses: Lanes, size: int, end: int) -> Lanes:
 # ---- Memory --------------------------------------------------------------------------------------
 
 WRITTEN, COPYING, MULTIPLYING, UNPUBLISHED = 1, 2, 4, 8  # flags of a byte of shared memory
-# Who used a byte since the last barrier: nobody, threads of several warps, one thread (its number), or
+# The users of a byte since the last barrier: none, threads of several warps, one thread (its number), or
 # threads of warp w: OF_WARP + w, and SYNCED + w if bar.warp.sync came afterwards.
 NOBODY, SEVERAL, OF_WARP, SYNCED = -1, -2, 2000, 3000
 
@@ -70,7 +70,7 @@ def warp_of(users: Lanes) -> Lanes:
 
 
 def clash(before: Lanes, users: Lanes) -> bool:
-    """Return whether anybody else used the bytes before, without a barrier since."""
+    """Return whether another thread used the bytes before, without a barrier since."""
     is_same = (before == users[:, None]) & (users[:, None] < OF_WARP) & (users[:, None] >= 0)
     return not (is_same | (before == NOBODY) | (before == SYNCED + warp_of(users)[:, None])).all()
 

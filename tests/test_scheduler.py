@@ -120,7 +120,7 @@ def test_a_preempted_sequence_keeps_its_tokens_and_starts_over_from_its_cached_p
     while first.finish_reason is None:
         run_step(scheduler, token=9)
     batch = run_step(scheduler, token=9)
-    # Of its two full blocks the tail was evicted for the first sequence, the head is hit.
+    # Its second full block was evicted for the first sequence. Its first block is hit.
     assert chunks_of(batch) == [(1, 4, 9)]
     scheduler._preempt_last()
     assert second.num_preemptions == scheduler.num_preemptions == 2

@@ -140,7 +140,7 @@ class World:
 
     def step(self) -> None:
         must_launch, self.num_launched = not self.core.in_flight, 0
-        self.readers: dict[tuple[int, int], list[Sequence]] = {}  # (slot, position) -> who computed it
+        self.readers: dict[tuple[int, int], list[Sequence]] = {}  # (slot, position) -> its sequences
         for seq in self.scheduler.running:
             for table, i in itertools.product(tables_of(self.blocks, seq), range(seq.num_computed_tokens)):
                 slot = table[i // BLOCK_SIZE] * BLOCK_SIZE + i % BLOCK_SIZE

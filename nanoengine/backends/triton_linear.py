@@ -25,7 +25,7 @@ with suppress(ImportError):  # Windows, and PyTorch for the CPU
 
 MAX_STEP = 64  # how many bytes of a row of packed weights are loaded at once
 MAX_PROGRAMS, MIN_TURNS = 512, 4  # limit on programs that share the inputs; the least steps of each
-# What a program holds: outputs and tokens, how many steps are loaded at once, and its warps.
+# The size of a program: outputs, tokens, steps that are loaded at once, and warps.
 FEW, MANY = (64, 16, 4, 4), (64, 128, 2, 8)  # up to 16 tokens, and more
 HOPPER = (64, 128, 2, 4)  # four warps issue a product together
 SMALL = (16, 16, 2, 4)  # where Triton does not use tensor cores

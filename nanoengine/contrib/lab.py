@@ -343,7 +343,7 @@ def serve(server: Simulation | RealEngine, arrivals: Iterable[Arrival], policy: 
     queries_before = scheduler.block_manager.num_query_tokens
     prefixes: dict[str | None, int] = {}
     unfinished: dict[int, tuple[int, Arrival]] = {}  # seq_id -> place in the order of arrival, request
-    # By seq_id: when it got its first and its latest token.
+    # seq_id -> when the sequence got its first, and its latest, token
     first_times: dict[int, float] = {}
     token_times: dict[int, float] = {}
     ttft, tpot, latency = array("d"), array("d"), array("d")

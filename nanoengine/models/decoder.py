@@ -319,7 +319,7 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """The whole model. Parameters have Hugging Face's names without `model.`, except for the fused layers."""
 
-    code = "nanoengine's"  # shown to the user: whose code runs the model
+    code = "nanoengine's"  # shown to the user: which implementation runs the model
     replaceable = True  # a device may replace the element-wise operations with faster ones
     capturable = True  # a forward pass never waits for the device, so a CUDA graph can capture it
     kernels: Any = PlainKernels

@@ -42,7 +42,7 @@ LANGUAGE_PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_vl": ("Qwen2Config", {}),
     "qwen2_5_vl": ("Qwen2Config", {}),
     "qwen3_vl": ("Qwen3Config", {}),
-    # By this model_type transformers knows how the files store the experts.
+    # This model_type tells transformers how the files store the experts.
     "qwen3_vl_moe": ("Qwen3MoeConfig", {"norm_topk_prob": True, "model_type": "qwen3_vl_moe"}),
 }
 

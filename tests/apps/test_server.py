@@ -657,7 +657,7 @@ def test_a_reader_that_stops_reading_is_disconnected(monkeypatch, caplog):
     caplog.set_level(logging.INFO, "nanoengine.requests")
     asked = json.dumps({**ENDLESS, "max_tokens": 100, "logprobs": 20, "stream": True}).encode()
     with served(AsyncLLM(str(DEMO), num_kv_blocks=50)) as (url, service), socket.socket() as client:
-        # What is sent fills these and the server's own buffer of 64 KiB.
+        # The response fills these buffers and the server's own buffer of 64 KiB.
         service.server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(("127.0.0.1", int(url.rpartition(":")[2])))

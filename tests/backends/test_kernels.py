@@ -473,7 +473,7 @@ def flags():
     return info.read_text() if info.exists() else ""
 
 
-# What GCC calls an instruction set, and what a processor that has it says.
+# GCC's name of an instruction set -> its flag in /proc/cpuinfo.
 INSTRUCTION_SETS = {
     "x86-64": "sse2",
     "x86-64-v3": "avx2",

@@ -24,7 +24,7 @@ ALL = {"window": 70, "softcap": 2.0, "sinks": SINKS.repeat(2), "alibi_slopes": S
 
 def execute(generation, lens, dtype, edit=None, module=backend, **settings):
     """Check attention computed by emulated kernels. Splits are small, a program computes several of them, and
-    memory that nobody has written is NaN.
+    memory that has not been written is NaN.
     """
     emulated = [Emulated(getattr(module, name), generation, edit) for name in KERNELS]
     with pytest.MonkeyPatch.context() as patch:
@@ -209,7 +209,7 @@ def test_an_instruction_computes_what_the_manual_says(body, expected):
     assert run_ptx(*body, "st.global.b32 [%rd4], %r5").tolist() == [expected(i) for i in range(64)]
 
 
-# What may be missing, by the line of the kernel that it was compiled from.
+# Instructions that may be missing, by the line of the kernel that they were compiled from.
 REDUNDANT = {
     # After the loop nothing reads the shared memory that the last copies, all of zeros, write.
     ("a group too few", "for first in range(begin, end, KEYS):"),

@@ -51,7 +51,7 @@ def check_product(num_tokens, shape, dtype, module=backend, has_bias=True, devic
 
 
 def execute(generation, num_tokens, shape, dtype, edit=None, module=backend, **settings):
-    """Check a product computed by the emulated kernel. Memory that nobody has written is NaN."""
+    """Check a product computed by the emulated kernel. Memory that has not been written is NaN."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_linear_kernel", Emulated(module._linear_kernel, generation, edit))
         patch.setattr(module, "generation", lambda device: generation)
@@ -321,10 +321,10 @@ def test_the_kernel_is_not_compiled_again_for_another_step(monkeypatch):
 
 
 HELD, INPUTS = "held = tl.load(columns", "inputs = tl.load(rows + first"
-# What may be missing, by the line of the kernel that it was compiled from, and how often.
+# Instructions that may be missing, by the line of the kernel that they were compiled from, and how often.
 REDUNDANT = Counter(
     {
-        # Before the loop, copies go to memory that nobody has read. On Hopper, a thread reads the integers
+        # Before the loop, copies go to memory that has not been read. On Hopper, a thread reads the integers
         # that it has copied itself, and the barrier before the product orders the copies of the inputs.
         ("no barrier", HELD): 2,
         # Copies for the next step go to memory that was read one step before, and a barrier came in between.

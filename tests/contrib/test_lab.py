@@ -177,7 +177,8 @@ class FakeClock(RealEngine):
 @pytest.mark.parametrize("policy", [fcfs, priority, shortest_first_with_ageing(0.1)])
 def test_the_lab_makes_the_same_decisions_as_a_real_engine(policy):
     settings = {"max_num_batched_tokens": 24, "long_prefill_token_threshold": 16, "max_num_seqs": 6}
-    # Of the block in which a prompt leaves its prefix two tokens are its own: one may be another's by chance.
+    # Blocks of 4: a prompt's second block holds two tokens of the prefix and two of its own. One alone could
+    # equal another prompt's by chance.
     arrivals = random_arrivals(40, 0.6, num_prefixes=2, num_prefix_tokens=6)
     # The first prefix is number -1, and request 1 must not begin with it.
     arrivals[1] = arrivals[1]._replace(prefix=None, num_prefix_tokens=0, num_prompt_tokens=10)

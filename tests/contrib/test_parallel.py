@@ -475,7 +475,7 @@ def test_a_killed_rank_is_an_error_that_names_it():
         answer_until_lost(llm, psutil.Process.kill)
     with pytest.raises(EngineDeadError, match=said):
         answer(llm)
-    wait_until_gone(others)  # all of them, before anybody closed
+    wait_until_gone(others)  # all of them, before `close` is called
     llm.close()
 
 

@@ -103,7 +103,7 @@ def seen_at(browser, width: int, scheme: str = "light"):
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
-# Of what is on the page: texts larger than the box they stand in, whether it cuts them off or scrolls.
+# Find the texts on the page that are larger than their box, which cuts them off or scrolls.
 CLIPPED = """
     return [...document.querySelectorAll("body *")].filter(one =>
         one.clientWidth && one.textContent.trim() && !["SELECT", "OPTION", "SCRIPT"].includes(one.tagName)
@@ -139,7 +139,7 @@ def queue(browser, element_id: str) -> list[str]:
     return [chip.text for chip in browser.find_elements(By.CSS_SELECTOR, f"#{element_id} .seq")]
 
 
-# By hand: the headline, each block, who runs, who waits
+# By hand: the headline, each block, the running sequences, the waiting ones
 STEPS: dict[int, tuple[str, list[str], list[str], list[str]]] = {
     1: (
         "B's prompt hits block 1, which A computed: 1 of its 2 tokens need not be computed. All of it is "

@@ -27,7 +27,7 @@ TWO_KINDS = [
     *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("lfm2", "jamba")),
     ZAMBA2,
 ]
-# By default the settings that make the most of states: preempted, and in small chunks.
+# Only the settings that stress states most run by default: preemption and small chunks.
 SETTINGS = [
     pytest.param(
         settings, marks=() if name in ("with preemption", "in chunks") else pytest.mark.slow, id=name

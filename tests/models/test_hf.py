@@ -227,7 +227,7 @@ MISTRAL4 = {
 
 QWEN3_VL_MOE = {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 INTERLEAVED = {"rope_parameters": {**MROPE, "mrope_interleaved": True}}
-# Family, changes to its text config and to its vision config, whose code runs it
+# Family, changes to its text config and to its vision config, the implementation that runs it
 WITH_IMAGES = [
     ("Gemma3", {**GEMMA, **ALTERNATING}, {}, "transformers'"),
     ("Gemma4", {**GEMMA, **GEMMA4}, {"head_dim": 32}, "transformers'"),

@@ -121,7 +121,7 @@ def content(name, holds):
     return lambda path: (path / name).write_text(json.dumps(holds))
 
 
-# What is done to a checkpoint, and the error, or both errors where implementations differ
+# A change to a checkpoint, and the error, or both errors where implementations differ
 DAMAGES = [
     *((config(**changes), message) for changes, message in BAD_CONFIGS),
     (config(num_attention_heads=0), "the config requires|cannot be loaded: ZeroDivisionError"),

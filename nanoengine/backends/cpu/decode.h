@@ -201,8 +201,8 @@ static void add_values(float* sums, const A* weights, const X* cache, const Slot
   }
 }
 
-// What several sequences, the members [from, to), have to do in a span: attend to its tokens from `low` on. Up to `common`
-// these are the same for all.
+// The work of several sequences, the members [from, to), in a span: attend to its tokens from `low` on. Up to `common`,
+// the tokens are the same for all members.
 struct Task {
   int64_t begin, low, common;
   size_t from, to;
@@ -267,7 +267,7 @@ static void plan(std::vector<Task>& tasks, std::vector<Member>& members, std::ve
 // The new token of sequence i, row rows[i] of q (T, H, D), attends to the last `window` (0: all) of the sequence's
 // seq_lens[i] tokens. A long sequence is divided into spans of SPAN tokens, with weights of their own, and the results are
 // merged at the end: flash-decoding (https://pytorch.org/blog/flash-decoding). Spans and the order of sums depend only on
-// the positions, so a result does not depend on the batch or on who shares its blocks. With -DEXACT they are those of
+// the positions, so a result does not depend on the batch or on shared blocks. With -DEXACT they are those of
 // prefill_attention, so results are equal to the last bit, but with AMX, which has another order.
 template <class X>
 static void decode_attention(X* out, const X* q, const X* k_cache, const X* v_cache, const int32_t* block_tables,

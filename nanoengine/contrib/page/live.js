@@ -111,9 +111,9 @@ function drawAsked() {
 }
 /** The arrays of the step that is shown, beside the lines of engine.py that make them. */
 function drawInside() {
-  const {inputs, seqs = []} = steps[now]?.inside ?? {}, chosen = $("whose").value;
-  $("whose").replaceChildren(...seqs.map(({seq}) => make("option", {value: seq}, nameOf(seq))));
-  $("whose").value = seqs.some(({seq}) => String(seq) === chosen) ? chosen : String(seqs[0]?.seq ?? "");
+  const {inputs, seqs = []} = steps[now]?.inside ?? {}, chosen = $("inspected").value;
+  $("inspected").replaceChildren(...seqs.map(({seq}) => make("option", {value: seq}, nameOf(seq))));
+  $("inspected").value = seqs.some(({seq}) => String(seq) === chosen) ? chosen : String(seqs[0]?.seq ?? "");
   if (!inputs) { for (const id of ["arrays", "top", "heads"]) $(id).replaceChildren(); $("drawn").textContent = "This step computes nothing."; return; }
   const cu = inputs.cu_seqlens_q, cut = (all, n) => all.length > n ? [...all.slice(0, n - 3), "…", ...all.slice(-2)] : all;
   const groupsOf = {block_tables: i => cut(inputs.block_tables[i], 16), seq_lens: i => [inputs.seq_lens[i]], cu_seqlens_q: i => i ? [cu[i + 1]] : [0, cu[1]]};
@@ -123,13 +123,13 @@ function drawInside() {
   openSequence();
 }
 function openSequence() {
-  const one = steps[now].inside.seqs.find(({seq}) => String(seq) === $("whose").value);
+  const one = steps[now].inside.seqs.find(({seq}) => String(seq) === $("inspected").value);
   [$("heat").value, $("nucleus").value] = [one.params.temperature, one.params.top_p].map(String);
   drawTop(); drawHeads();
 }
 /** The ten most probable next tokens of the chosen sequence, with the sliders' temperature and top-p. */
 function drawTop() {
-  const {seq, position, logits, params} = steps[now].inside.seqs.find(({seq}) => String(seq) === $("whose").value);
+  const {seq, position, logits, params} = steps[now].inside.seqs.find(({seq}) => String(seq) === $("inspected").value);
   const temperature = Number($("heat").value), top_p = Number($("nucleus").value);
   write({"heat-now": temperature ? temperature.toFixed(2) : "0: always the most probable", "nucleus-now": top_p.toFixed(2)});
   const weights = weigh(logits, {temperature, top_p}), all = weigh(logits, {temperature, top_p: 1}), sum = weights.reduce((a, b) => a + b), total = all.reduce((a, b) => a + b);
@@ -145,7 +145,7 @@ function drawTop() {
 const tokenizer = new Tokenizer(packed.tokenizer), runnerText = id => tokenizer.decode([id]);
 /** How much each head of the chosen layer attends to each block: the shades are the tokens in it. */
 function drawHeads() {
-  const {inputs, seqs} = steps[now].inside, i = seqs.findIndex(({seq}) => String(seq) === $("whose").value), {seq, attention} = seqs[i];
+  const {inputs, seqs} = steps[now].inside, i = seqs.findIndex(({seq}) => String(seq) === $("inspected").value), {seq, attention} = seqs[i];
   const length = inputs.seq_lens[i], heads = packed.config.num_attention_heads, layer = Number($("layer").value), table = inputs.block_tables[i].filter(id => id);
   $("heads").replaceChildren(...Array.from({length: heads}, (_, h) => {
     const row = attention.subarray((layer * heads + h) * length, (layer * heads + h + 1) * length), largest = Math.max(...row);
@@ -195,7 +195,7 @@ $("ask").onsubmit = event => {
 };
 for (const id of ["blocks", "budget", "size", "seqs", "chunk", "caching", "policy"]) $(id).onchange = () => restart(now + 1);
 for (const id of ["blocks", "budget"]) $(id).oninput = () => { $(`${id}-now`).textContent = $(id).value; };
-$("whose").onchange = openSequence;
+$("inspected").onchange = openSequence;
 $("layer").onchange = () => { drawHeads(); drawDetail(pointed ?? pinned); };
 for (const id of ["heat", "nucleus"]) $(id).oninput = drawTop;
 for (const [id, min] of [["blocks", 4], ["budget", 1]]) Object.assign($(id), {min, max: 128});

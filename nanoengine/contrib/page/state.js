@@ -1,5 +1,5 @@
 "use strict";
-// What a run shows: the names of its sequences, the texts of its tokens, and its state after any step, replayed from events.
+// The data of a run: the names of its sequences, the texts of its tokens, and its state after any step, replayed from events.
 const words = JSON.parse(document.getElementById("words").textContent), recorded = JSON.parse(document.getElementById("trace").textContent);
 const packed = JSON.parse(document.getElementById("model").textContent), isLive = packed !== null;  // the live page has a model, and no trace
 const lessons = "/* lessons */";  // the suffix of the lessons beside this page: ".md" or ".html"; "" if there are none
