@@ -458,7 +458,7 @@ def test_captures_use_one_stream_of_the_engine_s_own_gpu(flash_doubles, streams)
 
 @pytest.mark.parametrize("failing", ["what waits", "the capture"])
 def test_a_failed_capture_restores_the_thread_s_stream(failing, streams):
-    """Where it waits, before it is captured: not every PyTorch works on after a capture that failed."""
+    """A run that waits fails before its capture: not every PyTorch recovers from a failed capture."""
     main, expected = torch.cuda.current_stream(), ("waits", "error")
     if failing == "the capture":
         expected = ("capture", None, "thread_local")

@@ -69,7 +69,7 @@ def with_drafts(path: str, **more: Any) -> dict[str, Any]:
 
 
 def counts(llm: LLM) -> tuple[int, int]:
-    """How many drafts were computed, and how many of them were right."""
+    """Return how many drafts were computed, and how many of them were accepted."""
     scheduler: Any = llm.scheduler
     return scheduler.num_drafted.total(), scheduler.num_accepted.total()
 
