@@ -92,7 +92,7 @@ class Sequence:
         step 1 updated              11            11                   12          11
     """
 
-    # Set by the request.
+    # Set when the sequence is created.
     seq_id: int  # increases in order of arrival
     token_ids: list[int]  # prompt, then output; only the scheduler appends
     params: SamplingParams
@@ -103,7 +103,7 @@ class Sequence:
     bad_words: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
     prompt_logprobs: int | None = None  # how many to report per prompt token; None: not requested
     detokenizer: Detokenizer | None = None  # makes the output text and finds stop strings; None: no text
-    processors: tuple[RowProcessor, ...] = ()  # applied to the logits after the edits that params asks for
+    processors: tuple[RowProcessor, ...] = ()  # applied to the logits after the edits in params
     num_prompt_tokens: int = field(init=False)
 
     # Written by the scheduler.
@@ -117,7 +117,7 @@ class Sequence:
     block_table: list[int] = field(init=False, default_factory=list)  # empty while waiting
     capacity: int = field(init=False, default=0)  # number of tokens its blocks have room for
     num_computed_tokens: int = field(init=False, default=0)
-    num_hit_tokens: int = field(init=False, default=0)  # never overwrite these: hit blocks may be shared
+    num_hit_tokens: int = field(init=False, default=0)  # never write their K and V: hit blocks may be shared
     num_registered_blocks: int = field(init=False, default=0)  # counted from the start of block_table
     prefix_id: int = field(init=False, default=0)  # prefix_id of the last registered block: see Block
     block_keys: list["BlockKey"] = field(init=False, default_factory=list)  # one per full block hashed so far
@@ -179,7 +179,7 @@ class Block:
         2        e f g h    1              1            2
         3        a b c d    -              0            1            twin of 1
         4        e f g h    3              1            2            twin of 2: their parents are twins
-        5        e f g h    -              0            3            the same tokens after another prefix
+        5        e f g h    -              0            3            not a twin of 2: nothing comes before it
     """
 
     block_id: int
@@ -424,10 +424,10 @@ class Chunk(NamedTuple):
     seq: Sequence
     start: int
     end: int
-    # Whether a token is sampled: true if the chunk ended at num_tokens when scheduled, or is a draft.
+    # Whether a token is sampled: true if the chunk computes all tokens that were left, or is a draft.
     samples: bool
-    # [start, end) indexes this list: the sequence's own token_ids, which do not include pending tokens. For a
-    # draft, it is a copy with the draft tokens appended (extensions/speculate.py).
+    # The list to take [start, end) from: the sequence's own token_ids, without pending tokens. For a draft, a
+    # guessed token (extensions/speculate.py), it is a copy of that list with the draft tokens appended.
     token_ids: list[int]
 
 
@@ -506,8 +506,8 @@ class Scheduler:
                 budget -= chunk.end - chunk.start
             i += 1
 
-        # Admit nothing after a preemption: blocks are scarce. Also, a preempted sequence may have a pending
-        # token, appended before the next call. If readmitted now, the sequence would sample that token again.
+        # Admit nothing after a preemption: blocks are scarce, and a preempted sequence may have a pending
+        # token, appended by `update` before the next call. If admitted now, it would sample that token again.
         may_admit = num_preemptions == self.num_preemptions
         while may_admit and self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             seq = self.waiting[0]
@@ -741,7 +741,7 @@ class Sampled(NamedTuple):
 class ModelRunner:
     """Owns the model, the KV cache and the device, and turns a batch into sampled tokens.
 
-    These calls depend on the device, which creates `forward` at startup:
+    What these calls do depends on the device. Its `capture` makes `forward` at startup:
 
         device.running()          a `with` block around all computation: it may pin threads to cores
         device.send(arrays)       returns a step's arrays as device tensors, without waiting for the copy
@@ -765,7 +765,7 @@ class ModelRunner:
         self.model, self.device, self.attention = model, device, attention
         self.sample, self.block_size = sample, block_size
         self.report = report_prompts  # prompt log-probabilities; contrib/pooling.py replaces it
-        # startup.py makes the caches. Their size: num_kv_blocks, kv_cache_bytes or gpu_memory_utilization.
+        # startup.py makes the caches, sized by num_kv_blocks, kv_cache_bytes or gpu_memory_utilization.
         self.caches: list[KVCache] = []  # one per layer
         self.forward = Forward()  # startup.py replaces it
         self.rows = CachedRows()
@@ -781,7 +781,7 @@ class ModelRunner:
             if len(arrays.pending_rows):
                 assert before is not None
                 assert before.tokens is not None
-                # -1: no token could be sampled. The sequence will fail, and its result is dropped.
+                # -1 (no token could be sampled) becomes 0. The sequence will fail, and its result is dropped.
                 sampled = before.tokens[inputs.pending_samples].clamp(min=0)
                 inputs.input_ids[inputs.pending_rows] = sampled
             self.stopwatch.lap("inputs")
