@@ -360,7 +360,8 @@ def _load_transformers(
     """Return a transformers causal LM with its parameters read from files, or random (load_format "dummy").
 
     The model is filled on the device, one tensor at a time, so that the host never holds all of it. Without
-    accelerate, transformers fills it on the host first.
+    accelerate, transformers fills it on the host first. The weights of quantized linear layers are zeros at
+    first, which take no memory. Then each is read once, and packed for the device or dequantized.
     """
     path, pooling = checkpoint.path, checkpoint.pooling
     has_labels = pooling is not None and bool(pooling.labels)
@@ -375,20 +376,32 @@ def _load_transformers(
         with as_value_error(path), torch.random.fork_rng(devices), device:
             torch.manual_seed(config.seed)
             return auto.from_config(checkpoint.hf_config, **settings)
-    if device.type != "cpu" and find_spec("accelerate") is not None:  # transformers requires it
-        settings["device_map"] = {"": device}
     files = checkpoint.open_files()  # its errors are clearer than transformers'
     headers = files.headers
     source: str | None = str(path)
+    quantized: dict[str, tuple[int, ...]] = {}  # linear layers -> the shapes of their weights
     if has_labels and checkpoint.quant_method is not None:
         raise UnsupportedModelError("quantized classifiers are not supported on transformers' code")
     if getattr(files, "is_known", True) is False:  # a GGUF file of a family that transformers reads
         source, settings["gguf_file"] = str(path.parent), path.name
     elif path.suffix == ".gguf" or checkpoint.quantization is not None:
         auto, source = MODEL_FOR_CAUSAL_LM_MAPPING[type(checkpoint.hf_config)], None  # headers use its names
-        settings["state_dict"] = {name: floats(files.read(name), dtype) for name in headers}
+        with as_value_error(path), torch.device("meta"):
+            shell = auto(copy.deepcopy(checkpoint.hf_config))
+        for name, layer in shell.named_modules():
+            is_own = type(layer) is nn.Linear and layer.weight is not shell.get_input_embeddings().weight
+            if is_own and f"{name}.weight" in headers and files.is_quantized(f"{name}.weight"):
+                quantized[name] = tuple(layer.weight.shape)
+        zero = torch.zeros((), dtype=dtype)
+        tensors = {f"{name}.weight": zero.expand(shape) for name, shape in quantized.items()}
+        read = ((name, files.read(name)) for name in headers if name not in tensors)
+        settings["state_dict"] = {name: floats(tensor, dtype) for name, tensor in read} | tensors
     elif checkpoint.is_part:
         settings["key_mapping"] = PART_NAMES
+    if (
+        device.type != "cpu" and not quantized and find_spec("accelerate") is not None
+    ):  # transformers needs it
+        settings["device_map"] = {"": device}
     with as_value_error(path), _without_report():
         causal_lm, report = auto.from_pretrained(
             source,
@@ -417,6 +430,7 @@ def _load_transformers(
         missing -= {f"{name}.weight" for name, module in causal_lm.named_modules() if module is head}
     refuse_misfit(path, missing=missing, unexpected=unexpected)
     changed: set[str] = set()
+    adapter: Any = None
     if config.lora is not None:
         adapter = load("contrib.lora", "lora").Adapter(Path(config.lora))
         names = {module: f"{name}.weight" for name, module in causal_lm.named_modules()}
@@ -424,21 +438,21 @@ def _load_transformers(
         tied = [names[end] for end in ends if end is not None and end.weight is ends[0].weight]
         if len(tied) == 2 and adapter.unties(tied):
             ends[1].weight = nn.Parameter(ends[1].weight.clone(), requires_grad=False)
-            parameters = dict(causal_lm.named_parameters())
-        adapter.merge(parameters, tied)
         changed = adapter.names(tied)
-    if pack is None:
-        return causal_lm
-    layers = dict(causal_lm.named_modules())
-    for name in filter(files.is_quantized, () if "gguf_file" in settings else headers):
-        layer_name = name.removesuffix(".weight")
-        layer = layers.get(layer_name)
-        if (
-            type(layer) is nn.Linear
-            and name not in changed
-            and isinstance(weight := files.read(name), Quantized)
-        ):
-            causal_lm.set_submodule(layer_name, pack(weight, layer.bias, dtype) or layer)
+    for name, shape in quantized.items():
+        layer, weight, packed = causal_lm.get_submodule(name), files.read(f"{name}.weight"), None
+        if (weight.integers if isinstance(weight, Quantized) else weight).shape != shape:
+            raise ValueError(
+                f"{path} holds a tensor of another shape than the config requires: {name}.weight"
+            )
+        if pack is not None and isinstance(weight, Quantized) and f"{name}.weight" not in changed:
+            packed = pack(weight, layer.bias, dtype)
+        if packed is None:
+            layer.weight = nn.Parameter(floats(weight, dtype), requires_grad=False)
+        else:
+            causal_lm.set_submodule(name, packed)
+    if adapter is not None:
+        adapter.merge(dict(causal_lm.named_parameters()), tied)
     return causal_lm
 
 

@@ -3,6 +3,7 @@
 The oracle is transformers with the weights that the integers stand for.
 """
 
+import gc
 import json
 import re
 from copy import deepcopy
@@ -16,6 +17,7 @@ import tokenizers
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import AutoTokenizer
 
 from benchmarks.llama_cpp import write_gguf as write_for_llama_cpp
@@ -262,14 +264,39 @@ def test_quantized_checkpoint_computes_with_its_dequantized_weights(name, settin
     assert (f"weights in {bits} bits on cpu" if bits else "dequantized, on cpu") in caplog.text
 
 
-def test_quantized_weights_are_read_once_where_all_are_dequantized(tmp_path, monkeypatch):
-    """No layer computes with integers here, as on a GPU."""
+@pytest.mark.parametrize("packs", [False, True])
+def test_quantized_weights_are_read_once_on_transformers_code(packs, tmp_path, monkeypatch):
+    """Before one is packed, it takes no memory."""
     model = write(tmp_path, *CHECKPOINTS["gptq"][:2])
-    names, read = [], QuantizedFiles.read
-    monkeypatch.setattr(CPU, "pack", None)
+    names, stored, read, pack = [], [], QuantizedFiles.read, CPU.pack
+
+    def spy(*args):
+        known = {id(layer) for layer in model.modules()}
+        layers = [
+            x
+            for x in gc.get_objects()
+            if type(x) is nn.Linear and id(x) not in known and not x.weight.is_meta
+        ]
+        stored.append((len(layers), sum(layer.weight.untyped_storage().nbytes() for layer in layers)))
+        return pack(*args)
+
+    monkeypatch.setattr(CPU, "pack", spy if packs else None)
     monkeypatch.setattr(QuantizedFiles, "read", lambda self, name: names.append(name) or read(self, name))
-    assert check_equal(model, tmp_path, model_impl="transformers") == set()
+    gc.collect()  # models of other tests
+    assert check_equal(model, tmp_path, model_impl="transformers") == ({4} if packs else set())
     assert len(names) == len(set(names)) > 14
+    if packs:
+        num_layers, num_bytes = stored[0]
+        assert num_layers == 15
+        assert num_bytes < 2 * model.lm_head.weight.nbytes  # the head is not quantized
+
+
+def test_a_quantized_weight_of_another_shape_is_refused_on_transformers_code(tmp_path):
+    write(tmp_path, *CHECKPOINTS["awq"][:2])
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 64}))
+    with pytest.raises(ValueError, match=r"of another shape than the config requires: .*(gate|up|down)_proj"):
+        LLM(str(tmp_path), model_impl="transformers", num_kv_blocks=20)
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
