@@ -332,10 +332,12 @@ def admit(manager: BlockManager, seq: Sequence) -> list[int]:
 
 
 class Lines:
-    """Counts the Python lines that run inside `with` in files named like `where`, and strikes at one."""
+    """Counts the package's lines that run inside `with`, and strikes at one of them."""
 
-    def __init__(self, where: str = "/nanoengine/", at: int = 0, strike: Callable[[], object] = int) -> None:
-        self.where, self.at, self.strike = where, at, strike
+    where = str(Path(nanoengine.__file__).parent)
+
+    def __init__(self, at: int = 0, strike: Callable[[], object] = int) -> None:
+        self.at, self.strike = at, strike
         self.count = 0
 
     def __enter__(self) -> "Lines":

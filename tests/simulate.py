@@ -48,7 +48,6 @@ from tests.laws import check_laws
 KEY = "open sesame"
 FORBIDDEN = 7  # a token that only requests without the key have in their prompts
 FAST = 1 << 30
-OPEN_PATHS = "/", "/health", "/ping"
 LENGTH = 160  # max_model_len
 ROOMY: dict[str, Any] = {
     "block_size": 16,

@@ -37,22 +37,26 @@ from tests.helpers import Lines, is_busy
 from tests.laws import chain, check_laws, tables_of
 
 EOS, UNDRAWN, POISON = 3, None, 9  # POISON: samples that must be discarded
-BLOCK_SIZE = 2
 STATE = -1  # in the ledger, a slot (STATE, n) is the n-th state slot
 key_of = cache(chain)
+NO_LIMIT = SamplingParams(max_tokens=None)
 
 
 class Size(NamedTuple):
     """Describes a world."""
 
     num_blocks: int = 3
+    block_size: int = 2
     max_len: int = 5  # prompt and output, if the blocks have room for it
     num_seqs: int = 2  # unfinished at a time
     budget: int = 3
+    max_num_seqs: int = 3
+    threshold: int = 0
+    caching: bool = True
     prompts: tuple[tuple[int, ...], ...] = ((0,), (0, 1, 0))
     priorities: tuple[int, ...] = (0,)
     max_in_flight: int = 0
-    windows: tuple[int | None, ...] = (None,)
+    windows: tuple[int | None, ...] | None = None  # None: without the extension
     num_drafts: int = 0
     num_state_slots: int = 0
     draws: tuple[int | None, ...] = (0, 1, EOS)
@@ -85,30 +89,38 @@ class World:
     """Holds a scheduler, and checks it. Operations are methods; `choose` decides what the model samples."""
 
     def __init__(self, size: Size) -> None:
-        self.size, self.stopwatch, self.choose = size, Stopwatch(), Choices()
-        parts: list[Any] = [None, None, Attention(None, None, []), None, BLOCK_SIZE]  # type: ignore[arg-type]
+        self.size, self.block_size = size, size.block_size
+        self.stopwatch, self.choose = Stopwatch(), Choices()
+        parts: list[Any] = [None, None, Attention(None, None, []), None, size.block_size]  # type: ignore[arg-type]
         runner: type = StatefulRunner if size.num_state_slots else WindowedRunner
-        settings: dict[str, Any] = {"max_num_seqs": 3, "max_model_len": size.max_len}
+        settings: dict[str, Any] = {"max_num_seqs": size.max_num_seqs, "max_model_len": size.max_len}
+        settings["long_prefill_token_threshold"] = size.threshold
         make_blocks: Any = BlockManager
         make_scheduler: Any = Scheduler
         self.runner: Any = ModelRunner(*parts)
-        groups: dict[str, Any] = {"hash_function": size.hash_function}
-        if size.windows != (None,) or size.num_state_slots:
-            self.runner = runner(len(size.windows), *parts)
-            groups |= {"windows": size.windows, "max_chunk_tokens": size.budget}
+        self.windows = size.windows or (None,)
+        groups: dict[str, Any] = {"hash_function": size.hash_function, "enable_prefix_caching": size.caching}
+        if size.windows or size.num_state_slots:
+            self.runner = runner(len(self.windows), *parts)
+            groups |= {"windows": self.windows, "max_chunk_tokens": size.budget}
             groups["more_tables"], make_blocks = self.runner.more_tables, WindowedBlockManager
         if size.num_state_slots:
             make_blocks, make_scheduler = StatefulBlockManager, StatefulScheduler
             groups["num_state_slots"], settings["spans"] = size.num_state_slots, self.runner.spans
         if size.num_drafts:
             make_scheduler, settings["propose"] = DraftingScheduler, self.propose
-        self.blocks = make_blocks(size.num_blocks, BLOCK_SIZE, **groups)
+        self.blocks = self.make_blocks(make_blocks, size.num_blocks, size.block_size, **groups)
         del self.runner.rows  # weak references, which cannot be copied
         self.windows = getattr(self.blocks, "windows", (None,))
         self.scheduler = make_scheduler(self.blocks, max_num_batched_tokens=size.budget, **settings)
-        self.core = EngineCore(self.scheduler, self, size.max_in_flight)  # type: ignore[arg-type]
+        self.core = self.make_core(self.scheduler, self, size.max_in_flight)
         self.num_added, self.num_launched, self.failures = 0, 0, dict[int, int]()
         self.forget_cache()
+
+    make_core: Any = EngineCore
+
+    def make_blocks(self, kind: Any, *sizes: int, **settings: Any) -> Any:
+        return kind(*sizes, **settings)
 
     def forget_cache(self) -> None:
         # slot -> the group that wrote it, and the tokens up to and including its own
@@ -125,10 +137,12 @@ class World:
 
     # -- operations
 
-    def add(self, prompt: tuple[int, ...], priority: int) -> None:
+    def add(self, prompt: tuple[int, ...], priority: int, params: SamplingParams = NO_LIMIT) -> Sequence:
         self.num_added += 1
         ends: dict[str, Any] = {"priority": priority, "stop_ids": frozenset({EOS})}
-        self.scheduler.add(Sequence(self.num_added, [*prompt], NO_LIMIT, **ends))
+        seq = Sequence(self.num_added, [*prompt], params, **ends)
+        self.scheduler.add(seq)
+        return seq
 
     def abort(self, number: int) -> None:
         self.scheduler.finish(self.seqs[number], "abort")
@@ -143,12 +157,12 @@ class World:
         self.readers: dict[tuple[int, int], list[Sequence]] = {}  # (slot, position) -> its sequences
         for seq in self.scheduler.running:
             for table, i in itertools.product(tables_of(self.blocks, seq), range(seq.num_computed_tokens)):
-                slot = table[i // BLOCK_SIZE] * BLOCK_SIZE + i % BLOCK_SIZE
+                slot = table[i // self.block_size] * self.block_size + i % self.block_size
                 self.readers.setdefault((slot, i), []).append(seq)
         for collected in self.core.step():
             self.check_collected(collected.advanced)
         assert self.num_launched or not must_launch, "work is left but nothing was scheduled"
-        assert len(self.core.in_flight) <= (self.size.max_in_flight if self.num_launched else 0)
+        assert len(self.core.in_flight) <= (self.core.max_in_flight if self.num_launched else 0)
 
     def fail(self, line: int) -> bool:
         """Raise at a line of a step, and recover. Returns False if the step has fewer lines."""
@@ -157,11 +171,15 @@ class World:
             raise TimeoutError
 
         try:
-            with Lines("/nanoengine/", line, time_out):
+            with Lines(at=line, strike=time_out):
                 self.step()
             return False
         except TimeoutError:
-            pass
+            self.recover()
+            return True
+
+    def recover(self) -> None:
+        """Recover from a failed step."""
         failed = self.scheduler.running or self.scheduler.waiting[:1]
         again = [seq for seq in failed if self.failures.get(seq.seq_id) == len(seq.token_ids)]
         again += [seq for seq in self.seqs if self.is_complete(seq)]
@@ -173,17 +191,15 @@ class World:
         assert {*self.scheduler.waiting} == others, "a sequence is lost"
         assert self.blocks.num_free_blocks == self.blocks.num_blocks
         assert not self.core.in_flight
-        return True
 
     # -- the runner
 
     def propose(self, seq: Sequence, num_tokens: int) -> list[int]:
         assert num_tokens > 0
         assert seq.num_computed_tokens == len(seq.token_ids)
-        lengths = range(min(num_tokens, self.size.num_drafts) + 1)
-        return [
-            *self.choose([d for length in lengths for d in itertools.product((0, 1, EOS), repeat=length)])
-        ]
+        lengths = range(self.size.num_drafts + 1)  # perhaps more than there is room for
+        drafts = [one for length in lengths for one in itertools.product((0, 1, EOS), repeat=length)]
+        return [*self.choose(drafts)]
 
     def launch(self, batch: Any, before: Launch | None = None) -> Launch:
         assert not any(chunk.seq.is_finished for chunk in batch.chunks)
@@ -207,14 +223,16 @@ class World:
             for (chunk, token_id, position), slot in zip(rows, slots, strict=True):
                 known = tuple(chunk.token_ids)
                 assert position == len(known) or token_id == known[position], "not the token of that position"
-                if slot < BLOCK_SIZE:  # the null block
+                if slot < self.block_size:  # the null block
                     assert position < chunk.seq.num_hit_tokens, "the K and V of a token are lost"
                     continue
                 assert slot not in written, "two tokens of a step write the same slot"
                 written.add(slot)
                 readers = [seq for seq in self.readers.get((slot, position), ()) if seq is not chunk.seq]
                 tables = [table for seq in readers for table in tables_of(self.blocks, seq)]
-                assert not any(slot // BLOCK_SIZE in table for table in tables), "another sequence reads it"
+                assert not any(slot // self.block_size in table for table in tables), (
+                    "another sequence reads it"
+                )
                 self.put(slot, group, chunk, position + 1)
         shape = len(self.windows), len(batch.chunks), -1
         for group, tables in enumerate(inputs.metadata.block_tables.reshape(shape).tolist()):
@@ -258,6 +276,7 @@ class World:
             return POISON
         if is_draft(chunk) and (len(known) != chunk.end or known[-1] != chunk.token_ids[chunk.start]):
             return POISON
+        assert is_draft(chunk) or chunk.end == len(known), "a token is sampled for another position"
         token_id = self.choose(self.size.draws)
         known = [*known, *([] if token_id is None else [token_id])]
         reasons = {UNDRAWN: "error", EOS: "stop"}
@@ -284,7 +303,7 @@ class World:
         known, window = tuple(token_ids), self.windows[group]
         first = 0 if window is None else max(0, start - window + 1)
         for position in range(first, min(end, len(known))):
-            slot = table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+            slot = table[position // self.block_size] * self.block_size + position % self.block_size
             assert self.cache[slot] == (group, known[: position + 1]), "wrong K and V"
 
     def check_cache(self) -> None:
@@ -293,15 +312,18 @@ class World:
             end = seq.num_computed_tokens
             for group, table in enumerate(tables_of(self.blocks, seq)):
                 self.check_read(group, table, end, end, seq.token_ids)
+                most = (self.windows[group] or self.size.max_len) - 1 + self.size.budget
+                num_held = sum(block_id != 0 for block_id in table)
+                assert num_held <= -(-most // self.block_size) + 1, "blocks outside the window are held"
         prefixes: dict[int, tuple[int, ...]] = {0: ()}
         for block in self.blocks.blocks:
             if block.key is not None:
-                last = block.block_id * BLOCK_SIZE + BLOCK_SIZE - 1
+                last = block.block_id * self.block_size + self.block_size - 1
                 group, tokens = self.cache[last]
-                key = key_of(tokens, BLOCK_SIZE, self.size.hash_function)
+                key = key_of(tokens, self.block_size, self.size.hash_function)
                 assert block.key == key._replace(hash=key.hash + group), "a hit would be wrong"
                 assert prefixes.setdefault(block.prefix_id, tokens) == tokens, "a prefix_id has two meanings"
-                for i in range(1, BLOCK_SIZE):
+                for i in range(1, self.block_size):
                     assert self.cache[last - i] == (group, tokens[:-i]), "a hit would be wrong"
         if isinstance(self.blocks, StatefulBlockManager):
             for seq, held in self.blocks.held.items():
@@ -348,7 +370,7 @@ class World:
         for block_id in [*blocks]:
             block = manager.blocks[block_id]
             if block.key is not None:
-                group, content = self.cache[block_id * BLOCK_SIZE + BLOCK_SIZE - 1]
+                group, content = self.cache[block_id * self.block_size + self.block_size - 1]
                 state += [blocks[block_id], group, [tokens[token] for token in content]]
                 state += [prefixes[block.parent_id], prefixes[block.prefix_id]]
         state += [[prefixes[seq.prefix_id] for seq in seqs]]
@@ -379,8 +401,6 @@ class Names(dict):
         self[key] = len(self)
         return len(self) - 1
 
-
-NO_LIMIT = SamplingParams(max_tokens=None)
 
 # ---- The search ----------------------------------------------------------------------------------
 

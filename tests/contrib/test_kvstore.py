@@ -26,13 +26,21 @@ from nanoengine import LLM, EngineConfig, SamplingParams
 from nanoengine.backends.device import Download
 from nanoengine.backends.kv_cache import KVGroup, KVSpec
 from nanoengine.contrib import kvstore
-from nanoengine.contrib.kvstore import KVConnector, Snapshot, StoringBlockManager, decode, encode
+from nanoengine.contrib.kvstore import (
+    KVConnector,
+    Snapshot,
+    StoringBlockManager,
+    StoringCore,
+    decode,
+    encode,
+)
 from nanoengine.contrib.stores import DirectoryStore, RedisStore
 from nanoengine.engine import Sequence
 from tests.helpers import DEMO, checkpoint, greedy, random_prompts
 from tests.laws import check_blocks, check_laws
 from tests.serving import free_port, wait_until
 from tests.test_scheduling_machine import AT_LENGTH, BRIEFLY, ExtendedMachine
+from tests.worlds import World
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 SETTINGS = {"num_kv_blocks": 60, "block_size": 8, "max_num_batched_tokens": 30}
@@ -678,16 +686,16 @@ def test_a_redis_store_works_and_its_end_fails_no_request(qwen3, tmp_path, caplo
 
 
 class LedgerConnector(KVConnector):
-    """Copies between the store and the machine's ledger, in which a number stands for what a slot holds."""
+    """Copies between the store and a world's ledger, in which a number stands for what a slot holds."""
 
-    def __init__(self, store, machine, windows, block_size):
+    def __init__(self, store, world, windows, block_size):
         specs = [KVSpec(1, 1, 1, torch.float32, window) for window in windows]
         groups = [KVGroup([layer], spec.window) for layer, spec in enumerate(specs)]
         device = SimpleNamespace(running=nullcontext, device=torch.device("cpu"))
         super().__init__(
             store, SimpleNamespace(block_size=block_size, device=device), specs, groups, b"f" * 32
         )
-        self.machine = machine
+        self.world = world
         self.contents: list[tuple] = []  # number -> what a slot holds
 
     def _copy_out(self, filled):
@@ -695,7 +703,7 @@ class LedgerConnector(KVConnector):
         groups = []
         for tables in zip(*(one.tables for one in filled), strict=True):
             ids = list(itertools.chain(*tables))
-            slots = [[self.machine.slots[i * size + j] for j in range(size)] for i in ids]
+            slots = [[self.world.cache[i * size + j] for j in range(size)] for i in ids]
             numbers = [[len(self.contents) + i * size + j for j in range(size)] for i in range(len(ids))]
             self.contents += [held for row in slots for held in row]
             rows = torch.tensor(numbers, dtype=torch.float32).view(-1, size, 1, 1)
@@ -707,7 +715,7 @@ class LedgerConnector(KVConnector):
         size = self.runner.block_size
         assert numbers[:size] == numbers[size:]
         for offset, number in enumerate(numbers[:size]):
-            self.machine.slots[block_id * size + offset] = self.contents[int(number)]
+            self.world.cache[block_id * size + offset] = self.contents[int(number)]
 
     def _submit(self, function, *arguments):
         function(*arguments)
@@ -731,52 +739,50 @@ class WatchedBlockManager(StoringBlockManager):
         assert before <= seq.num_computed_tokens
 
 
+class StoreWorld(World):
+    make_core = StoringCore
+
+    def make_blocks(self, kind, *sizes, **settings):
+        self.store = MemoryStore()
+        self.connector = LedgerConnector(self.store, self, settings["windows"], self.block_size)
+        return WatchedBlockManager(*sizes, connector=self.connector, **settings)
+
+
 class StoreMachine(ExtendedMachine):
     """The same random walk, with a store from which entries vanish."""
 
-    def make_blocks(self, num_blocks, block_size, *, enable_prefix_caching, **settings):
-        self.store, self.snapshots = MemoryStore(), {}
-        self.connector = LedgerConnector(self.store, self, settings["windows"], block_size)
-        return WatchedBlockManager(num_blocks, block_size, connector=self.connector, **settings)
+    make_world = StoreWorld
 
-    def launch(self):
-        batch, before = super().launch()
-        filled = self.block_manager.take_filled(batch, self.connector.room)
-        self.snapshots[id(batch)] = self.connector.snapshot(filled)
-        return batch, before
+    def begin(self, size):
+        super().begin(size._replace(caching=True))
 
-    def collect(self, batch, tokens):
-        super().collect(batch, tokens)
-        self.connector.save(self.snapshots.pop(id(batch)))
-
-    @precondition(lambda self: hasattr(self, "store") and self.store.entries)
+    @precondition(lambda self: self.world.store.entries)
     @rule(data=st.data())
     def lose(self, data):
-        for key in data.draw(st.sets(st.sampled_from(sorted(self.store.entries)), max_size=3)):
-            del self.store.entries[key]
+        for key in data.draw(st.sets(st.sampled_from(sorted(self.world.store.entries)), max_size=3)):
+            del self.world.store.entries[key]
 
-    @precondition(lambda self: hasattr(self, "store"))
     @rule(is_full=st.booleans())
     def fill_the_queue(self, is_full):
-        self.connector._num_queued_bytes = 1 << 60 if is_full else 0
+        self.world.connector._num_queued_bytes = 1 << 60 if is_full else 0
 
     def teardown(self):
         """Check that the same sequences, without a prefix cache, hit all of their blocks in the store."""
-        if not hasattr(self, "connector"):
+        if not hasattr(self, "world"):
             return
         self.run_to_the_end()
-        size = self.block_manager.block_size
-        for said in [seq for seq in self.seqs if len(seq.token_ids) < self.scheduler.max_num_tokens]:
+        blocks, connector, size = self.world.blocks, self.world.connector, self.world.block_size
+        for said in [seq for seq in self.seqs if len(seq.token_ids) < self.world.scheduler.max_num_tokens]:
             data = array("i", said.token_ids).tobytes()
             contents = [data[i : i + 4 * size] for i in range(0, len(data) - 4 * size + 1, 4 * size)]
-            if self.store.entries.keys() >= set(kvstore.chain_keys(self.connector.fingerprint, contents)):
-                assert self.block_manager.reset_prefix_cache()
-                again = Sequence(len(self.seqs), said.token_ids, SamplingParams(max_tokens=1))
-                assert self.block_manager.allocate(again)
+            if self.world.store.entries.keys() >= {*kvstore.chain_keys(connector.fingerprint, contents)}:
+                assert blocks.reset_prefix_cache()
+                again = Sequence(0, said.token_ids, SamplingParams(max_tokens=1))
+                assert blocks.allocate(again)
                 assert again.num_hit_tokens == len(contents) * size
-                self.block_manager.free(again)
+                blocks.free(again)
         super().teardown()
-        self.connector.close()
+        connector.close()
 
 
 @pytest.mark.parametrize(

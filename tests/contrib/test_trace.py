@@ -265,23 +265,22 @@ def compare(replay: Replay, scheduler) -> None:
 class Traced(CoreMachine):
     """A random walk that replays its trace: the state is compared before each step, and after each rule."""
 
-    def begin(self, *arguments, **settings):
-        super().begin(*arguments, **settings)
+    def begin(self, size):
+        super().begin(size)
         self.replay = Replay()
-        self.tracer = Tracer(self.scheduler, self.replay.take)
+        self.tracer = Tracer(self.world.scheduler, self.replay.take)
 
-    def launch(self):
+    def step_once(self):
         self.replay_agrees()
-        return super().launch()
+        super().step_once()
 
     @invariant()
     def replay_agrees(self):
         if hasattr(self, "tracer"):
             self.tracer.end_step()
-            compare(self.replay, self.scheduler)
-            assert {
-                seq.seq_id: seq.finish_reason for seq in self.seqs if seq.is_finished
-            } == self.replay.ended
+            compare(self.replay, self.world.scheduler)
+            ends = {seq.seq_id: seq.finish_reason for seq in self.seqs if seq.is_finished}
+            assert ends == self.replay.ended
 
     def teardown(self):
         super().teardown()
