@@ -37,9 +37,7 @@ def test_script_that_once_broke_a_law_keeps_all_laws(name):
     run(FOUND[name])
 
 
-@pytest.mark.parametrize(
-    "seeds", [range(100), pytest.param(range(100, 1100), marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.parametrize("seeds", [range(60), pytest.param(range(60, 1100), marks=pytest.mark.slow)], ids=str)
 def test_simulated_servers_keep_all_laws(seeds):
     broken = {seed: law for seed in seeds if (law := breaks(write(seed)))}
     assert not broken
@@ -61,10 +59,8 @@ def test_the_expected_answers_follow_the_definition():
 
 
 def test_seed_replays_the_same_bytes_in_another_process():
-    digests = []
-    for hash_seed in "1", "2":
-        command = [sys.executable, "-m", "tests.simulate", "--seed", "12"]
-        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-        digests.append(done.stdout.splitlines()[1])
-    assert digests[0] == digests[1] == run(write(12))
+    other = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"  # sets have another order there
+    command = [sys.executable, "-m", "tests.simulate", "--seed", "12"]
+    environment = {**os.environ, "PYTHONHASHSEED": other}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[1] == run(write(12))

@@ -427,8 +427,18 @@ def ranks_in_processes(**settings):
     return LLM(DEMO, **{"tensor_parallel_size": 2, "num_kv_blocks": 50, **settings})
 
 
-def test_processes_end_with_close(demo_answer):
-    num_threads = torch.get_num_threads()
+def threads_of_gloo():
+    """Return the ids of Gloo's threads, where Linux tells and PyTorch names them."""
+    threads = set()
+    for task in Path("/proc/self/task").glob("*"):
+        with contextlib.suppress(OSError):  # it has just ended
+            if "gloo" in (task / "comm").read_text():
+                threads.add(task.name)
+    return threads
+
+
+def test_processes_and_threads_end_with_close(demo_answer):
+    num_threads, before = torch.get_num_threads(), threads_of_gloo()
     with ranks_in_processes(distributed_executor_backend="mp") as llm:
         ranks = ranks_of()
         assert len(ranks) == 1
@@ -436,8 +446,12 @@ def test_processes_end_with_close(demo_answer):
             sockets = [at for at in process.net_connections() if at.status == psutil.CONN_LISTEN]
             assert {at.laddr.ip for at in sockets} <= {"127.0.0.1"}  # not reachable from outside
         assert answer(llm) == demo_answer
+        can_tell = sys.platform == "linux" and torch.__version__ >= "2.10"
+        assert not can_tell or len(threads_of_gloo() - before) > 1
     assert not ranks_of()
     assert torch.get_num_threads() == num_threads
+    wait_until(lambda: threads_of_gloo() <= before)  # a thread that was joined is listed a moment longer
+    del llm  # the threads must end while it is still referenced
 
 
 @pytest.mark.slow
@@ -654,24 +668,6 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), answer(12))
         assert process.communicate(timeout=TIMEOUT)[0] == f"ready\n7 {demo_answer}\n"
         assert process.returncode == 0
         wait_until_gone(ranks)
-
-
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's /proc")
-@pytest.mark.skipif(torch.__version__ < "2.10", reason="the threads of Gloo have other names")
-def test_threads_of_gloo_end_with_the_engine():
-    def threads_of_gloo():
-        threads = set()
-        for task in Path("/proc/self/task").iterdir():
-            with contextlib.suppress(OSError):  # it has just ended
-                if "gloo" in (task / "comm").read_text():
-                    threads.add(task.name)
-        return threads
-
-    before = threads_of_gloo()
-    with ranks_in_processes() as llm:
-        assert len(threads_of_gloo() - before) > 1
-    wait_until(lambda: threads_of_gloo() <= before)  # a thread that was joined is listed a moment longer
-    del llm  # the threads must end while it is still referenced
 
 
 @pytest.mark.slow
