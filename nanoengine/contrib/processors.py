@@ -19,9 +19,11 @@ from enum import Enum, auto
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from nanoengine.backends.device import upload
 from nanoengine.sampling import SamplingRow
 from nanoengine.sampling_params import SamplingParams
 
@@ -74,7 +76,7 @@ class FunctionProcessor:
 
 
 @contextmanager
-def failing(logits: Tensor, rows: Sequence[int], processors: Iterable[Any]) -> Iterator[None]:
+def failing(logits: Tensor, rows: Sequence[int] | Tensor, processors: Iterable[Any]) -> Iterator[None]:
     """Turn an exception in the block into a failure of these rows and processors. They get no token."""
     try:
         yield
@@ -268,9 +270,11 @@ class Member:
         places = {member: i for i, member, _ in items}
         rows = {member: row for _, member, row in items}
         update = batch.update(rows)
-        order = [places[member] for member in batch.members]
-        temperatures = [rows[member].params.temperature for member in batch.members]
-        scale = logits.new_tensor([temperature or 1.0 for temperature in temperatures]).unsqueeze(1)
+        # A list as an index or a tensor's values would make the host wait for a GPU.
+        order = upload(np.array([places[member] for member in batch.members]), logits.device)
+        temperatures = np.array([rows[member].params.temperature for member in batch.members])
+        divisors = np.where(temperatures == 0, 1.0, temperatures)
+        scale = upload(divisors, logits.device).to(logits.dtype).unsqueeze(1)
         mine = logits[order]
         with failing(logits, order, rows):
             for processor in batch.processors:
@@ -278,7 +282,7 @@ class Member:
             for processor in batch.processors:
                 if not processor.is_argmax_invariant():
                     mine = as_logits(processor.apply(mine), mine, processor)
-                elif any(temperatures):
+                elif temperatures.any():
                     mine = as_logits(processor.apply(mine / scale), mine, processor) * scale
             logits[order] = mine
 
