@@ -143,8 +143,7 @@ class Staging:
     def send(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
         """Copy the arrays to the device. The tensors are valid until the next call."""
         self._copied.synchronize()  # the previous copy, finished long ago
-        shapes = [(array.dtype, array.shape) for array in arrays]
-        if shapes != self._shapes:
+        if (shapes := [(array.dtype, array.shape) for array in arrays]) != self._shapes:
             self._layout, self._shapes = self._lay_out(arrays), shapes
         places, tensors, end = self._layout
         for place, array in zip(places, arrays, strict=True):
@@ -332,8 +331,7 @@ class DecodeGraphs(Forward):
     ) -> None:
         super().__init__()
         start = time.perf_counter()
-        self.sizes = graph_sizes(decodes.largest)
-        self.block_size = decodes.block_size
+        self.sizes, self.block_size = graph_sizes(decodes.largest), decodes.block_size
         self.widths = {size: graph_widths(size, decodes.table_width, self.block_size) for size in self.sizes}
         self.hidden: Tensor | None = None  # (largest size, E)
         self.replays: dict[tuple[int, int], Callable[[], None]] = {}  # by size and width
@@ -445,6 +443,8 @@ class CUDA(Device):
                 with self.running():
                     try_out(layer.form, dtype, self.device)
                 return layer
+            except torch.OutOfMemoryError:
+                raise
             except Exception as error:  # as for attention backends
                 reason = self.no_linear = f"triton_linear failed when tried: {first_line(error)}"
         if self.bits and self.no_linear:

@@ -55,9 +55,9 @@ def _nearest(weight: Tensor, bits: int, divisors: Tensor) -> tuple[Tensor, Tenso
 
 
 def round_weights(model: Any, bits: int, pack: Pack, device: torch.device) -> None:
-    """Quantize a model's linear layers on the host, one at a time, and move everything else to the device.
+    """Quantize a model's linear layers on the host, and move everything else to the device.
 
-    The host rounds as it does for itself. A layer that `pack` refuses keeps its weight.
+    The integers are those of a CPU. A layer that `pack` refuses keeps its weight.
     """
 
     def replace(layer: nn.Linear, bits: int) -> nn.Module:
@@ -66,5 +66,8 @@ def round_weights(model: Any, bits: int, pack: Pack, device: torch.device) -> No
 
     if not model.replaceable:
         model.use_linear_layers()
-    replace_linears(model, replace, bits)
-    model.to(device)
+    try:
+        replace_linears(model, replace, bits)
+        model.to(device)
+    except torch.OutOfMemoryError as error:
+        raise ValueError(f"no room on {device} for the weights, rounded to {bits} bits: {error}") from error

@@ -200,6 +200,25 @@ def test_weights_are_not_rounded_at_load_if_nothing_could_multiply_them(flash_do
         LLM("demo", quantization="int8")
 
 
+@pytest.mark.parametrize("settings", [{}, {"model_impl": "transformers"}])
+def test_too_little_memory_for_integers_is_an_error_about_memory(
+    settings, flash_doubles, monkeypatch, tmp_path
+):
+    def refuse(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(backend, "TritonLinear", refuse)
+    with pytest.raises(
+        ValueError, match=r"no room on cpu for the weights, rounded to 4 bits: CUDA out of mem"
+    ):
+        LLM("demo", quantization="int4", **settings)
+    write(tmp_path, *CHECKPOINTS["awq"][:2])
+    with pytest.raises(
+        ValueError, match=r"no room on cpu for the weights: they take 0\.0 GiB if dequantized"
+    ):
+        LLM(str(tmp_path), **settings)
+
+
 def line_of(weight, dtype=BRAIN):
     """Return what a GPU makes of a weight, and its notes for the user."""
     from tests.doubles import FakeGPU

@@ -20,6 +20,7 @@ from nanoengine.backends.quantized import PackedEmbedding
 from nanoengine.models.checkpoint import Checkpoint, open_checkpoint, resolve_dtype
 from nanoengine.models.decoder import Decoder
 from nanoengine.models.hf import HFModel, _load_transformers
+from nanoengine.models.load import load_model
 from tests.helpers import (
     HF_ARCHITECTURES,
     TINY,
@@ -612,3 +613,11 @@ def test_model_without_positions_needs_max_model_len(copy, monkeypatch):
     refuse(copy, "max_model_len must be given")
     with LLM(str(copy), num_kv_blocks=4, max_model_len=100) as llm:
         assert llm.llm_engine.max_model_len == 100
+
+
+def test_weights_that_are_rounded_at_load_never_lie_on_a_gpu():
+    config = EngineConfig(model="demo", quantization="int4")
+    where = {"dtype": torch.bfloat16, "device": torch.device("meta"), "max_model_len": 64}
+    model = load_model(open_checkpoint("demo"), config, **where)
+    assert {x.device.type for x in model.parameters()} == {"cpu"}
+    assert {x.device.type for x in model.rope_table} == {"meta"}
