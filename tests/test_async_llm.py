@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from nanoengine import LLM, AsyncEngineArgs, AsyncLLM, RequestOutputKind, SamplingParams, requests
-from tests.helpers import DEMO, failing_calls, random_prompts
+from tests.helpers import DEMO, random_prompts
 from tests.serving import TIMEOUT, held_steps, until
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
@@ -225,69 +225,6 @@ async def test_bad_requests_and_duplicate_ids_raise_in_their_caller(engine, prom
             with pytest.raises(ValueError, match="'a' is already in use"):
                 await job
     assert await running == tokens[0]
-
-
-@pytest.mark.parametrize("async_scheduling", [False, True])
-def test_step_that_fails_once_is_computed_again(async_scheduling, qwen3, expected, caplog):
-    # A processor requires the previous step to be collected first: its outputs exist when the launch fails.
-    processed = SamplingParams(temperature=0, max_tokens=20, logits_processors=[lambda ids, logits: logits])
-
-    async def main():
-        async with AsyncLLM(qwen3, async_scheduling=async_scheduling, **SETTINGS) as engine:
-            step = engine._step
-
-            def wait_or_step():
-                if len(engine.llm_engine.requests) == 7:  # all requests have arrived
-                    engine._step = step
-
-            engine._step = wait_or_step
-            with failing_calls(engine.llm_engine.runner, "launch", {0, 2, 5}):
-                answers = collect_all(engine, expected[0])
-                *_, other = await asyncio.gather(answers, collect(engine, [1, 2], processed, "processed"))
-            assert await answers == expected[1]
-            assert len(other) == 20
-            assert caplog.text.count("RuntimeError: flaky") == 3
-
-    asyncio.run(main())
-
-
-@with_engine(max_num_seqs=2)
-async def test_step_that_fails_twice_ends_only_the_requests_it_computed(engine, prompts, tokens):
-    launch, poison = engine.llm_engine.runner.launch, prompts[1]
-
-    def fails_on_poison(batch, before):
-        if any(chunk.seq.token_ids[: len(poison)] == poison for chunk in batch.chunks):
-            raise RuntimeError("poison")
-        return launch(batch, before)
-
-    async def last_output(i):
-        return [output async for output in engine.generate(prompts[i], GREEDY, f"r{i}")][-1].outputs[0]
-
-    engine.llm_engine.runner.launch = fails_on_poison
-    with held_steps(engine) as steps:  # until all requests are queued; the first and the poison run
-        jobs = [asyncio.create_task(last_output(i)) for i in range(5)]
-        await until(lambda: steps.is_held and engine._commands.qsize() == 4)
-    outputs = await asyncio.gather(*jobs)
-    assert [o.finish_reason for o in outputs] == ["error", "error", "length", "length", "length"]
-    assert outputs[0].stop_reason == outputs[1].stop_reason == "two steps failed while computing it"
-    assert [o.token_ids for o in outputs[2:]] == tokens[2:5]
-    assert engine.llm_engine.metrics()["num_free_blocks"] == 60
-
-
-@with_engine(max_num_batched_tokens=20)
-async def test_last_chunk_that_always_fails_ends_its_request(engine, prompts, tokens):
-    """The chunks before it succeed, and other requests receive tokens in between."""
-    launch, poison = engine.llm_engine.runner.launch, prompts[4]  # 60 tokens: several chunks
-
-    def fails_on_poison(batch, before):
-        if any(chunk.seq.token_ids == poison and chunk.is_last for chunk in batch.chunks):
-            raise RuntimeError("poison")
-        return launch(batch, before)
-
-    engine.llm_engine.runner.launch = fails_on_poison
-    poisoned = asyncio.create_task(collect(engine, poison, GREEDY, "poison"))
-    assert await collect_all(engine, prompts[:3]) == tokens[:3]
-    assert await asyncio.wait_for(poisoned, TIMEOUT) == []
 
 
 def test_engine_serves_several_event_loops(qwen3, expected):

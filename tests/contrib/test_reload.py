@@ -54,21 +54,18 @@ ROUNDED = "qwen3", "qwen3 tied, one kv head", "gemma3", "mixtral"
 OTHERS = "llama with biases", "llama odd sizes", "phi3", "gpt2", "gpt-oss", "deepseek-v3", "falcon new"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+CASES = [
+    *((name, {"one_by_one": each}) for name in ROUNDED + OTHERS for each in (False, True)),
+    *((name, {"quantization": bits}) for name in ROUNDED for bits in ("int8", "int4")),
+]
+CASES = [(name, {"dtype": dtype, **more}) for dtype in ("float32", "bfloat16") for name, more in CASES]
+
+
 @pytest.mark.parametrize(
-    ("name", "settings"),
-    [
-        *((name, {"one_by_one": each}) for name in ROUNDED + OTHERS for each in (False, True)),
-        *((name, {"quantization": bits}) for name in ROUNDED for bits in ("int8", "int4")),
-    ],
+    ("name", "settings"), [CASES[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[1:])]
 )
-@pytest.mark.slow
-def test_new_weights_give_the_answers_of_loaded_ones(name, settings, dtype, tmp_path_factory, tmp_path):
-    check_replaced(name, tmp_path_factory, tmp_path, dtype=dtype, **settings)
-
-
-def test_new_weights_of_a_small_model_give_the_same_answers_as_loaded_ones(tmp_path_factory, tmp_path):
-    check_replaced("qwen3", tmp_path_factory, tmp_path, dtype="float32")
+def test_new_weights_give_the_answers_of_loaded_ones(name, settings, tmp_path_factory, tmp_path):
+    check_replaced(name, tmp_path_factory, tmp_path, **settings)
 
 
 @pytest.mark.slow

@@ -17,10 +17,8 @@ from nanoengine.extensions.speculate import MAX_PAUSE, DraftingScheduler, Lookup
 from tests.helpers import (
     DEMO,
     VARIED_SETTINGS,
-    VOCAB,
     chain_checkpoint,
     checkpoint,
-    failing_calls,
     greedy,
     make_scheduler,
     make_sequence,
@@ -233,30 +231,6 @@ def test_tokens_from_bursts_are_found_by_the_prefix_cache(tmp_path):
 
 
 # ---- Failures ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("where", ["collect", "propose"])
-def test_a_failed_step_with_drafts_loses_nothing(where, tmp_path_factory):
-    path, reference = checkpoint("qwen3", tmp_path_factory)
-    prompts = random_prompts([3, 20])
-    expected = [greedy(reference, prompt, 50) for prompt in prompts]
-    with LLM(path, num_kv_blocks=60, block_size=4, speculative_config=NGRAM) as llm:
-        llm.scheduler.propose = Oracle(dict(enumerate(expected)), VOCAB, 0.2)
-        owner = llm.scheduler if where == "propose" else llm.llm_engine.runner
-        for i, prompt in enumerate(prompts):
-            llm.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=50))
-        answers, failures = {}, 0
-        with failing_calls(owner, where, range(6, 999, 7), at_end=True):
-            while llm.has_unfinished_requests():
-                try:
-                    answers |= {int(out.request_id): out.outputs[0].token_ids for out in llm.step()}
-                except RuntimeError:
-                    failures += 1
-                    check_laws(llm.scheduler)
-        assert failures >= 2
-        assert llm.metrics()["num_free_blocks"] == 60
-        assert llm.metrics()["spec_decode_num_accepted_tokens"] > 0
-    assert answers == dict(enumerate(expected))
 
 
 # ---- Settings and metrics ------------------------------------------------------------------------
