@@ -31,9 +31,9 @@ from typing import Any
 
 from benchmarks.ablation import TRICKS
 from benchmarks.engines import ENGINES
-from benchmarks.load import bench_load
 from benchmarks.runs import CORES
 from examples.bits import main as print_bits
+from examples.load import bench_load
 from nanoengine.apps.workloads import SHAPES, WORKLOADS, parse_custom
 
 

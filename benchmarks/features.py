@@ -1,7 +1,6 @@
 """Measure one feature of nanoengine. No download; the last line printed is one JSON object.
 
 python -m benchmarks.features speculate     # draft tokens, with and without, in turns
-python -m benchmarks.features kvstore       # the first token of a long prompt: computed, from a store, cached
 python -m benchmarks.features quality       # what quantized weights change in log-probabilities
 
 The model is a published shape with random weights, unless --model names a checkpoint; for passages and for
@@ -98,52 +97,6 @@ def speculate(model: str, settings: dict[str, Any], args: argparse.Namespace) ->
         with LLM(model, **settings) as off, LLM(model, speculative_config=config, **settings) as on:
             results += [compare_drafts(off, on, text, batch, args.repeats) for batch in args.batch]
     return results
-
-
-# ---- The KV store --------------------------------------------------------------------------------
-
-
-def first_tokens(model: str, settings: dict[str, Any], args: argparse.Namespace, run: int) -> dict[str, Any]:
-    """Return the seconds to a new prompt's first token, and how many of its tokens were not computed.
-
-    Each row but the last has an engine of its own, so that only a store can hold K and V from before:
-
-        cold          the prompt is computed, and saved to the store in the background
-        memory        loaded from a store in /dev/shm
-        disk          loaded from a store on disk, after its files were dropped from the page cache
-        prefix cache  the engine of "memory" again: K and V are still in its blocks
-    """
-    params = SamplingParams(temperature=0, max_tokens=1, detokenize=False, ignore_eos=True)
-    rng, rows = random.Random(run), dict[str, dict[str, Any]]()
-    (warm_up,), (prompt,) = random_prompts(rng, 1, 64), random_prompts(rng, 1, args.prompt)
-    make = tempfile.TemporaryDirectory
-    with make(dir=args.memory) as memory, make(dir=args.disk) as disk:
-        for row, store in ("cold", memory), ("saved to disk", disk), ("memory", memory), ("disk", disk):
-            with LLM(model, kv_store=store, **settings) as llm:
-                llm.generate([warm_up], params, use_tqdm=False)
-                os.sync()
-                for file in Path(disk).rglob("*.safetensors"):
-                    with file.open("rb") as stream:
-                        os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-                for name in (row, "prefix cache") if row == "memory" else (row,):
-                    start = time.perf_counter()
-                    (output,) = llm.generate([prompt], params, use_tqdm=False)
-                    seconds = time.perf_counter() - start
-                    rows[name] = {"seconds": seconds, "cached": output.num_cached_tokens}
-                    rows[name]["answer"] = output.outputs[0].token_ids
-    return rows
-
-
-def kvstore(model: str, settings: dict[str, Any], args: argparse.Namespace) -> Any:
-    """Measure the time to a long prompt's first token."""
-    settings |= {"max_model_len": args.prompt + 64}
-    runs = [first_tokens(model, settings, args, run) for run in range(args.repeats)]
-    print(f"{'':14} first token  min to max      not computed, of {args.prompt} tokens")
-    for name in ("cold", "memory", "disk", "prefix cache"):
-        seconds = sorted(run[name]["seconds"] for run in runs)
-        spread = f"{statistics.median(seconds):9.3f} s  {seconds[0]:.3f} to {seconds[-1]:.3f}"
-        print(f"{name:14}{spread}  {runs[0][name]['cached']:9}")
-    return runs
 
 
 # ---- The quality of quantized weights ------------------------------------------------------------
@@ -254,10 +207,6 @@ def main(arguments: list[str] | None = None) -> None:
     feature.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16], help="requests served at once")
     feature.add_argument("--tokens", type=int, default=4, help="num_speculative_tokens")
     feature.add_argument("--config", type=json.loads, default=NGRAM, help="speculative_config, as JSON")
-    feature = add(kvstore, repeats=3)
-    feature.add_argument("--prompt", type=int, default=4096, help="tokens")
-    feature.add_argument("--memory", default="/dev/shm", help="a directory in memory")
-    feature.add_argument("--disk", default=".", help="a directory on a disk")
     feature = add(quality, repeats=1)
     feature.add_argument("--text", help="a file; default: Python's documentation")
     feature.add_argument("--tokens", type=int, default=8_000, help="of the text")

@@ -9,7 +9,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from functools import partial
 from io import StringIO
@@ -35,7 +35,7 @@ SIZES = [(1, 1_000), (16, 1_000), (64, 10_000), (256, 20_000), (256, 100_000), (
 NUM_SEQS = 256
 
 
-def spread(times: list[float]) -> dict[str, float]:
+def spread(times: Iterable[float]) -> dict[str, float]:
     """Return the median, minimum and maximum."""
     return {"median": statistics.median(times), "min": min(times), "max": max(times)}
 
@@ -105,8 +105,7 @@ class NoForward(Forward):
 def engine_without_device(num_seqs: int, max_model_len: int = 1024) -> Iterator[LLMEngine]:
     """Yield an engine that is set up as on a GPU, with a stubbed forward pass and stubbed sampling.
 
-    The engine runs at most `num_seqs` sequences. It samples the tokens of a text, some of which end inside a
-    character.
+    The engine runs at most `num_seqs` sequences.
     """
     block_size = 256
     settings: dict[str, Any] = {"max_num_seqs": num_seqs, "max_model_len": max_model_len}
@@ -114,6 +113,20 @@ def engine_without_device(num_seqs: int, max_model_len: int = 1024) -> Iterator[
     with redirect_stderr(StringIO()):  # hides the engine's startup message
         config = EngineConfig(model="demo", max_num_batched_tokens=8192, async_scheduling=True, **settings)
         engine = LLMEngine(config)
+    stub_sampling(engine, num_seqs)
+    runner: Any = engine.runner
+    runner.forward = NoForward(max_model_len // block_size, block_size)
+    event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
+    with patch.object(cuda, "host_memory", plain_memory), patch("torch.cuda.Event", lambda: event):  # no GPU
+        runner.device.send = cuda.Staging(1 << 20, torch.device("cpu")).send
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def stub_sampling(engine: LLMEngine, num_seqs: int) -> None:
+    """Let an engine's next tokens be those of a text, some of which end inside a character."""
     runner: Any = engine.runner
     text = "A cat sat on the mat, and 3 dogs came by: naïve, 日本 ones. "
     written = engine.checkpoint.tokenizer(text, add_special_tokens=False).input_ids
@@ -123,16 +136,8 @@ def engine_without_device(num_seqs: int, max_model_len: int = 1024) -> Iterator[
     def draw(logits: Tensor, metadata: Any) -> tuple[Tensor, Tensor]:
         return tokens[next(steps) % len(written) :][: len(logits)], logits[:, 0]
 
-    runner.forward = NoForward(max_model_len // block_size, block_size)
     runner.model.compute_logits = lambda hidden: logits[: len(hidden)]
     runner.sample = partial(sample_rows, draw=draw)
-    event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
-    with patch.object(cuda, "host_memory", plain_memory), patch("torch.cuda.Event", lambda: event):  # no GPU
-        runner.device.send = cuda.Staging(1 << 20, torch.device("cpu")).send
-    try:
-        yield engine
-    finally:
-        engine.close()
 
 
 def plain_memory(shape: list[int], dtype: torch.dtype) -> tuple[Tensor, Any]:

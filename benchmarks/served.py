@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -38,28 +38,22 @@ FIGURES = {"TTFT": "time_to_first_token_ms", "between tokens": "inter_token_late
 
 
 @contextmanager
-def serving(engine: str, python: str, model: str) -> Iterator[str]:
-    """Start a server, and yield its URL. If it does not start, exit and show its output."""
+def serving(command: list[str], env: Mapping[str, str] | None = None) -> Iterator[int]:
+    """Start a server, and yield its port. If it does not start, exit and show its output."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
-    command = [python, "-m", "nanoengine", "serve", model]
-    if engine == "vllm":
-        command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
-    command += ["--load-format", "dummy", "--port", str(port), "--served-model-name", "model"]
-    command += ["--max-model-len", "2048"]
     with tempfile.TemporaryFile() as log:
-        env = os.environ | environment(engine, python, len(CORES))
+        command = [*command, "--port", str(port)]
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env)
         try:
             deadline = time.monotonic() + START_SECONDS
-            while not answers(f"{url}/health"):
+            while not answers(f"http://127.0.0.1:{port}/health"):
                 if process.poll() is not None or time.monotonic() > deadline:
                     log.seek(0)
-                    sys.exit(f"{engine} did not start:\n{log.read().decode(errors='replace')[-2000:]}")
+                    sys.exit(f"{command[0]} did not start:\n{log.read().decode(errors='replace')[-2000:]}")
                 time.sleep(0.2)
-            yield url
+            yield port
         finally:
             process.terminate()
             process.wait(60)
@@ -157,7 +151,13 @@ def main() -> None:
         write_shape(args.model, model, dtype=args.dtype)
         write_tokenizer(SHAPES[args.model]["vocab_size"], model)
         for engine in engines:
-            with serving(engine, pythons.get(engine, sys.executable), model) as url:
+            python = pythons.get(engine, sys.executable)
+            command = [python, "-m", "nanoengine", "serve", model]
+            if engine == "vllm":
+                command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+            command += ["--load-format", "dummy", "--served-model-name", "model", "--max-model-len", "2048"]
+            with serving(command, os.environ | environment(engine, python, len(CORES))) as port:
+                url = f"http://127.0.0.1:{port}"
                 load(url, model, args, None, 0)  # a warm-up
                 for seed, rate in enumerate(rates, 1):
                     row = {"engine": engine, "rate": rate, **load(url, model, args, rate, seed)}

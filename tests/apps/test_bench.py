@@ -19,7 +19,7 @@ from torch import nn
 import benchmarks.__main__ as command
 import nanoengine
 import tests.nanovllm
-from benchmarks import features, gpu, gpu_report, host, served
+from benchmarks import features, gpu, gpu_report, host, served, streams
 from benchmarks.ablation import TRICKS, WITHOUT
 from benchmarks.compare import bench_model
 from benchmarks.engines import load_stepped
@@ -624,6 +624,15 @@ def test_the_scheduler_benchmark_prints_what_it_returns(monkeypatch, capsys):
         for name, row in rows.items():
             assert 0 < row["min"] <= row["median"] <= row["max"]
             assert f"| {name} | {row['median']:.2f} | {row['min']:.2f} |" in printed
+
+
+@pytest.mark.slow
+def test_the_streams_benchmark_counts_each_token_of_a_stubbed_server(capsys):
+    streams.main([2], num_tokens=50, repeats=1)
+    (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+    assert row["streams"] == 2
+    assert 0 < row["median"] < 2 / 0.004  # two tokens in each step of 4 ms
+    assert 0.5 < row["events per token"] <= 1
 
 
 @pytest.mark.slow
