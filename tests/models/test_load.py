@@ -532,11 +532,15 @@ def test_code_in_a_checkpoint_runs_only_if_trusted(copy):
 
 
 def test_a_failed_load_keeps_no_memory(copy):
+    def models():
+        gc.collect()
+        return {id(x) for x in gc.get_objects() if type(x) in (Decoder, HFModel)}
+
     edit(copy, lambda t: t.pop("lm_head.weight"))
+    before = models()  # other tests' caches hold some
     for impl in ("nanoengine", "transformers"):
         refuse(copy, "lacks 1 tensors", model_impl=impl)
-    gc.collect()
-    assert not [x for x in gc.get_objects() if type(x) in (Decoder, HFModel)]
+    assert models() <= before
 
 
 def test_dummy_weights_need_only_a_config(copy):
