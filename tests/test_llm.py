@@ -337,6 +337,8 @@ def test_outputs_of_added_requests_survive_a_failed_generate(qwen3):
 def test_ids_may_be_aborted_twice_or_after_they_finished(llm):
     llm.add_request("a", [1], SamplingParams(max_tokens=9))
     llm.add_request("b", [2], SamplingParams(max_tokens=1))
+    with pytest.raises(ValueError, match="'a' is already in use"):
+        llm.add_request("a", [1])
     llm.generate([3], SamplingParams(max_tokens=3), use_tqdm=False)  # "b" finishes meanwhile
     outputs = llm.abort_request(["a", "a", "b"])
     assert [o.outputs[0].finish_reason for o in outputs] == ["abort", "length"]

@@ -90,7 +90,7 @@ def test_a_state_that_a_layer_returns_is_not_taken_for_its_output(served):
 
 
 @pytest.mark.parametrize("num_state_slots", [1, 2, 3])
-@pytest.mark.parametrize("kind", ["qwen3_5_text", "mamba2"])
+@pytest.mark.parametrize("kind", ["qwen3_5_text", pytest.param("mamba2", marks=pytest.mark.slow)])
 def test_no_more_sequences_run_than_there_are_slots(kind, num_state_slots, served):
     path, prompts, expected = served(kind)
     with LLM(path, num_kv_blocks=200, block_size=4, num_state_slots=num_state_slots) as llm:
