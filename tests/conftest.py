@@ -1,5 +1,6 @@
 """Fixtures and settings that all tests share."""
 
+import gc
 import os
 import signal
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from tests import doubles
-from tests.helpers import checkpoint, table_checkpoint
+from tests.helpers import byte_tokenizer, chain_checkpoint, checkpoint, table_checkpoint
 
 # The models are tiny, and threads that share a busy core make each step wait milliseconds.
 torch.set_num_threads(1)
@@ -37,6 +38,24 @@ def qwen3(tmp_path_factory):
     return checkpoint("qwen3", tmp_path_factory)[0]
 
 
+# Renders strings, not lists of parts. The answer continues from the "a".
+CHAT_TEMPLATE = (
+    "{% if tools %}{{ tools[0]['function']['name'] }}|{% endif %}"
+    "{% for m in messages %}{{ m['role'] + ':' + m['content'] + ';' }}{% endfor %}"
+    "{% if add_generation_prompt %}a{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def alphabet(tmp_path_factory):
+    """Return a model that continues the alphabet from the last letter of the prompt."""
+    path = chain_checkpoint(tmp_path_factory.mktemp("alphabet"), "abcdefghijklmnopqrstuvwxyz")
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
 @pytest.fixture
 def exact_kernels(monkeypatch):
     """Compile kernels with which log-probabilities are equal to the bit under any schedule."""
@@ -49,6 +68,15 @@ def default_sigint():
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, previous)
+
+
+@pytest.fixture
+def no_gc():
+    """Turn the garbage collector off: no reference cycle may hold what the test expects to be freed."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ import tokenizers.models
 import tokenizers.pre_tokenizers
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import nanoengine
 from nanoengine import LLM
@@ -202,6 +202,14 @@ def checkpoint(name: str, factory: pytest.TempPathFactory) -> tuple[Path, Any]:
         model.answers = {}  # the cache of `greedy`: the model does not change any more
         _checkpoints[name] = path, model
     return _checkpoints[name]
+
+
+def change_tensors(path: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    """Change the tensors of a checkpoint's one file. Those that become None are left out."""
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    kept = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
+    save_file(kept, path / "model.safetensors")
 
 
 def composite_of(text_model: Any, config: Any, names: tuple[str, str], path: Path) -> None:

@@ -1,6 +1,5 @@
 """The whole engine: no schedule changes a token, and no request affects another one."""
 
-import gc
 import time
 import weakref
 from types import SimpleNamespace
@@ -482,10 +481,7 @@ def test_two_engines_share_nothing(qwen3, prompts, expected):
 
 
 @pytest.mark.parametrize("how", ["del", "close", "with"])
-def test_memory_of_an_engine_is_released_at_once(how, qwen3, request):
-    gc.collect()
-    gc.disable()  # no reference cycle may hold the memory
-    request.addfinalizer(gc.enable)
+def test_memory_of_an_engine_is_released_at_once(how, qwen3, no_gc):
     llm = LLM(qwen3, num_kv_blocks=50)
     llm.generate([1, 2], use_tqdm=False)
     cache = weakref.ref(llm.llm_engine.runner.caches[0].k)

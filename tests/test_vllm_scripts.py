@@ -20,29 +20,13 @@ from nanoengine import (
     SamplingParams,
 )
 from nanoengine.extensions.metrics import Counter, Gauge, Histogram
-from tests.helpers import byte_tokenizer, chain_checkpoint, finish
+from tests.helpers import finish
 
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
 GREEDY = SamplingParams(temperature=0, max_tokens=3)
-# Renders strings, not lists of parts. The answer continues from the "a".
-TEMPLATE = (
-    "{% if tools %}{{ tools[0]['function']['name'] }}|{% endif %}"
-    "{% for m in messages %}{{ m['role'] + ':' + m['content'] + ';' }}{% endfor %}"
-    "{% if add_generation_prompt %}a{% endif %}"
-)
 OF_PARTS = (
     "{% for m in messages %}{{ m['role'] }}:{% for part in m['content'] %}<{{ part['text'] }}>{% endfor %}"
     "{% endfor %}a"
 )
-
-
-@pytest.fixture(scope="module")
-def alphabet(tmp_path_factory) -> str:
-    path = chain_checkpoint(tmp_path_factory.mktemp("alphabet"), LETTERS)
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(path)
-    return str(path)
 
 
 @pytest.fixture(scope="module")

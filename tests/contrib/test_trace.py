@@ -1,6 +1,5 @@
 """A replay of a trace has every block table, count and queue of the engine."""
 
-import gc
 import itertools
 import json
 import re
@@ -417,11 +416,8 @@ def test_an_unusable_target_is_refused(tmp_path):
         LLM(DEMO, num_kv_blocks=8, trace=tmp_path / "nowhere" / "run.jsonl")
 
 
-def test_the_memory_of_a_traced_engine_is_released_at_once(request):
+def test_the_memory_of_a_traced_engine_is_released_at_once(no_gc):
     """The tracer and what it wraps hold each other, but nothing of the device."""
-    gc.collect()
-    gc.disable()
-    request.addfinalizer(gc.enable)
     llm = LLM(DEMO, num_kv_blocks=8, trace=lambda event: None)
     llm.generate("a", use_tqdm=False)
     cache = weakref.ref(llm.llm_engine.runner.caches[0].k)

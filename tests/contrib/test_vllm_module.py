@@ -15,10 +15,9 @@ import pytest
 
 from nanoengine import LLM, compat
 from nanoengine.contrib import vllm_module
-from tests.helpers import DEMO, byte_tokenizer, chain_checkpoint
+from tests.helpers import DEMO, byte_tokenizer
 
 ROOT = DEMO.parent.parent
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
 PROMPTS = ["Hello, my name is", "The president of", "The capital of Franc", "The future of A"]
 NAMES = {
     "vllm": "LLM SamplingParams EngineArgs AsyncEngineArgs LLMEngine AsyncLLMEngine RequestOutput TextPrompt",
@@ -68,15 +67,6 @@ def no_vllm(monkeypatch):
 @pytest.fixture
 def vllm_installed(no_vllm):
     vllm_module.install()
-
-
-@pytest.fixture(scope="module")
-def alphabet(tmp_path_factory) -> str:
-    path = chain_checkpoint(tmp_path_factory.mktemp("alphabet"), LETTERS)
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] + ':' + m['content'] + ';' }}{% endfor %}a"
-    tokenizer.save_pretrained(path)
-    return str(path)
 
 
 # ---- the place ----

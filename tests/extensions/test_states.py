@@ -1,6 +1,5 @@
 """States: models whose layers hand a state from token to token, beside paged K and V or without any."""
 
-import gc
 import types
 import weakref
 from functools import cache, partial
@@ -386,13 +385,10 @@ def test_settings_that_states_do_not_support_are_refused(settings, reason, serve
 
 
 @pytest.mark.parametrize("kind", TWO_KINDS)
-def test_memory_is_released_at_once(kind, served, request):
+def test_memory_is_released_at_once(kind, served, no_gc):
     path, prompts, _ = served(kind)
     with LLM(path, num_kv_blocks=100, block_size=8) as llm:
         answers(llm, prompts[:2])
-        gc.collect()
-        gc.disable()  # no cycle may hold the memory until the garbage collector comes
-        request.addfinalizer(gc.enable)
         model = llm.llm_engine.runner.model
         held = [weakref.ref(x) for x in (*model.parameters(), *model.states.memory[0].values())]
         del model

@@ -26,7 +26,7 @@ from nanoengine.backends.cpu.device import CPU
 from nanoengine.models.checkpoint import open_checkpoint
 from nanoengine.models.formats import QuantizedFiles
 from nanoengine.models.gguf import READERS
-from tests.helpers import DEMO, TINY, checkpoint, greedy, hf_model, random_prompts
+from tests.helpers import DEMO, TINY, change_tensors, checkpoint, greedy, hf_model, random_prompts
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, logprobs=0)
 
@@ -334,12 +334,6 @@ def test_quantized_head_is_not_written_into_the_embedding(name, tied, impl, tmp_
 # ---- Files that are not sound --------------------------------------------------------------------
 
 
-def change(path, edit):
-    tensors = load_file(path / "model.safetensors")
-    edit(tensors)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors")
-
-
 def refuse(path, message, **settings):
     with pytest.raises(ValueError, match=message):
         LLM(str(path), num_kv_blocks=4, **settings)
@@ -361,10 +355,7 @@ UNSOUND = {  # part -> its new value, given all parts
 def test_weight_whose_parts_do_not_fit_is_refused_by_name(name, tmp_path):
     part, edit, message = UNSOUND[name]
     write(tmp_path, GPTQ, gptq)
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors[f"{UP}.{part}"] = edit(lambda part: tensors[f"{UP}.{part}"])
-    kept = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
-    save_file(kept, tmp_path / "model.safetensors")
+    change_tensors(tmp_path, lambda t: t.update({f"{UP}.{part}": edit(lambda part: t[f"{UP}.{part}"])}))
     refuse(tmp_path, message)
 
 
@@ -382,14 +373,14 @@ def test_bitsandbytes_state_that_does_not_fit_its_weight_is_refused(nested, tmp_
         *([({"nested_blocksize": 64}, "is invalid: 1 scales do not fit 96 numbers")] if nested else []),
     ):
         text = torch.tensor(list(json.dumps({**state, **change_to}).encode()), dtype=torch.uint8)
-        change(tmp_path, lambda t, text=text: t.update({name: text}))
+        change_tensors(tmp_path, lambda t, text=text: t.update({name: text}))
         refuse(tmp_path, f"tensor '{UP}.weight'.* {message}")
-    change(tmp_path, lambda t: t.update({name: t[name][:-3]}))
+    change_tensors(tmp_path, lambda t: t.update({name: t[name][:-3]}))
     refuse(tmp_path, f"tensor '{UP}.weight', bitsandbytes, is invalid")
     if nested:
         text = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
-        change(tmp_path, lambda t: t.update({name: text}))
-        change(tmp_path, lambda t: t.pop(f"{UP}.weight.nested_absmax"))
+        change_tensors(tmp_path, lambda t: t.update({name: text}))
+        change_tensors(tmp_path, lambda t: t.pop(f"{UP}.weight.nested_absmax"))
         refuse(tmp_path, "is invalid: absmax is torch.uint8; uint8 needs nested_absmax")
 
 
@@ -397,9 +388,9 @@ def test_bitsandbytes_state_that_does_not_fit_its_weight_is_refused(nested, tmp_
 def test_bitsandbytes_int8_in_another_order_than_rows_is_refused(impl, tmp_path):
     stated, writer, _ = CHECKPOINTS["int8 of bitsandbytes"]
     write(tmp_path, stated, writer)
-    change(tmp_path, lambda t: t.update({f"{UP}.weight_format": torch.tensor(0, dtype=torch.uint8)}))
+    change_tensors(tmp_path, lambda t: t.update({f"{UP}.weight_format": torch.tensor(0, dtype=torch.uint8)}))
     LLM(str(tmp_path), num_kv_blocks=4, model_impl=impl).close()
-    change(tmp_path, lambda t: t.update({f"{UP}.weight_format": torch.tensor(2, dtype=torch.uint8)}))
+    change_tensors(tmp_path, lambda t: t.update({f"{UP}.weight_format": torch.tensor(2, dtype=torch.uint8)}))
     refuse(tmp_path, f"tensor '{UP}.weight', bitsandbytes, is invalid: weight_format is 2", model_impl=impl)
 
 

@@ -26,6 +26,7 @@ from tests.helpers import (
     TINY,
     YARN,
     byte_tokenizer,
+    change_tensors,
     checkpoint,
     greedy,
     hf_model,
@@ -43,12 +44,6 @@ def copy(tmp_path, tmp_path_factory):
     """Return a checkpoint directory to damage."""
     shutil.copytree(checkpoint(NAME, tmp_path_factory)[0], tmp_path / "model")
     return tmp_path / "model"
-
-
-def edit(path, change):
-    tensors = load_file(path / "model.safetensors")
-    change(tensors)
-    save_file({k: v.contiguous() for k, v in tensors.items()}, path / "model.safetensors")
 
 
 def edit_config(path, **changes):
@@ -111,7 +106,7 @@ WEIGHTS, NORM, GPTQ = "model.safetensors", "model.norm.weight", "quantize_config
 
 
 def tensors(change):
-    return lambda path: edit(path, change)
+    return lambda path: change_tensors(path, change)
 
 
 def config(**changes):
@@ -210,7 +205,7 @@ def test_config_without_architectures_has_that_of_its_class(copy):
     "names", [["model.layers.2.mlp.up_proj.weight"], ["mtp.norm.weight", "model.mtp.0.x"]]
 )
 def test_draft_layers_are_ignored_and_logged(copy, names, impl, caplog, tmp_path_factory):
-    edit(copy, lambda t: t.update((name, torch.zeros(2)) for name in names))
+    change_tensors(copy, lambda t: t.update((name, torch.zeros(2)) for name in names))
     check_served(copy, checkpoint(NAME, tmp_path_factory)[1], model_impl=impl)
     said = f"ignoring {len(names)} tensors of layers that the config does not have, .* '{min(names)}'"
     assert re.search(said, caplog.text)
@@ -218,7 +213,7 @@ def test_draft_layers_are_ignored_and_logged(copy, names, impl, caplog, tmp_path
 
 def test_tensorflow_names_of_norms_are_read_as_transformers_does(copy, tmp_path):
     """It renames `LayerNorm.gamma` alone: a Llama's `norm.gamma` it leaves out, and makes the norm up."""
-    edit(copy, lambda t: t.update({"model.norm.gamma": t.pop("model.norm.weight")}))
+    change_tensors(copy, lambda t: t.update({"model.norm.gamma": t.pop("model.norm.weight")}))
     report = transformers.AutoModelForCausalLM.from_pretrained(copy, output_loading_info=True)[1]
     assert set(report["missing_keys"]) == {"model.norm.weight"}
     refuse(copy, r"lacks 1 tensors, the first is 'model\.norm\.weight'")
@@ -346,9 +341,9 @@ def test_tied_model_uses_the_head_in_its_files_as_transformers_does(held, impl, 
     shutil.copytree(path, tmp_path / "model")
     embedding = tied.get_input_embeddings().weight.detach()
     head = torch.randn_like(embedding) if held == "another head" else embedding.clone()
-    edit(tmp_path / "model", lambda t: t.update({"lm_head.weight": head}))
+    change_tensors(tmp_path / "model", lambda t: t.update({"lm_head.weight": head}))
     if held == "the head alone":
-        edit(tmp_path / "model", lambda t: t.pop("model.embed_tokens.weight"))
+        change_tensors(tmp_path / "model", lambda t: t.pop("model.embed_tokens.weight"))
     reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert (greedy(reference, [7, 8], 10) == greedy(tied, [7, 8], 10)) == (held != "another head")
     model = check_served(tmp_path / "model", reference, model_impl=impl)
@@ -434,7 +429,7 @@ def test_mxfp4_weights_are_served_dequantized(tmp_path):
         tensors.update(quantized)
 
     assert len(quantized) == 8
-    edit(tmp_path, quantize)
+    change_tensors(tmp_path, quantize)
     edit_config(tmp_path, quantization_config={"quant_method": "mxfp4"})
     check_served(tmp_path, model)
 
@@ -514,7 +509,9 @@ def test_the_host_never_holds_a_model_that_is_loaded_elsewhere(load_format, tmp_
 def test_boolean_mask_in_an_old_checkpoint_is_ignored(tmp_path, tmp_path_factory):
     path, model = checkpoint("gpt2", tmp_path_factory)
     shutil.copytree(path, tmp_path / "model")
-    edit(tmp_path / "model", lambda t: t.update({"transformer.h.0.attn.bias": torch.ones(1, 1, 8, 8).bool()}))
+    change_tensors(
+        tmp_path / "model", lambda t: t.update({"transformer.h.0.attn.bias": torch.ones(1, 1, 8, 8).bool()})
+    )
     check_served(tmp_path / "model", model)
 
 
@@ -536,7 +533,7 @@ def test_a_failed_load_keeps_no_memory(copy):
         gc.collect()
         return {id(x) for x in gc.get_objects() if type(x) in (Decoder, HFModel)}
 
-    edit(copy, lambda t: t.pop("lm_head.weight"))
+    change_tensors(copy, lambda t: t.pop("lm_head.weight"))
     before = models()  # other tests' caches hold some
     for impl in ("nanoengine", "transformers"):
         refuse(copy, "lacks 1 tensors", model_impl=impl)
