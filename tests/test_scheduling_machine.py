@@ -3,6 +3,7 @@
 The same walk serves the core alone and what extends it.
 """
 
+import random
 from contextlib import suppress
 from typing import Any
 from unittest.mock import patch
@@ -33,11 +34,6 @@ SIZES: dict[str, Any] = {
     "hash_function": st.sampled_from([xxh3_64_intdigest, collide]),
 }
 is_busy = precondition(lambda self: not self.world.is_idle)
-
-
-def first_and_longest(options):
-    """Sample 0, after as many right drafts as there may be."""
-    return (0,) * len(options[-1]) if isinstance(options[0], tuple) else options[0]
 
 
 class CoreMachine(RuleBasedStateMachine):
@@ -106,7 +102,15 @@ class CoreMachine(RuleBasedStateMachine):
             assert self.world.blocks.num_free_blocks == self.world.blocks.num_blocks
 
     def run_to_the_end(self):
-        self.world.choose = first_and_longest
+        rng = random.Random(len(self.seqs))
+
+        def choose(options):
+            """Mostly sample 0, after as many right drafts as there may be."""
+            if rng.random() < 0.2:
+                return rng.choice(options)
+            return (0,) * len(options[-1]) if isinstance(options[0], tuple) else options[0]
+
+        self.world.choose = choose
         for _ in range(5000):
             if not self.world.is_idle:
                 self.step_once()

@@ -2,6 +2,7 @@
 
 import gc
 import sys
+from typing import Any
 
 import psutil
 import pytest
@@ -54,11 +55,11 @@ ROUNDED = "qwen3", "qwen3 tied, one kv head", "gemma3", "mixtral"
 OTHERS = "llama with biases", "llama odd sizes", "phi3", "gpt2", "gpt-oss", "deepseek-v3", "falcon new"
 
 
-CASES = [
+HOW: list[tuple[str, dict[str, Any]]] = [
     *((name, {"one_by_one": each}) for name in ROUNDED + OTHERS for each in (False, True)),
     *((name, {"quantization": bits}) for name in ROUNDED for bits in ("int8", "int4")),
 ]
-CASES = [(name, {"dtype": dtype, **more}) for dtype in ("float32", "bfloat16") for name, more in CASES]
+CASES = [(name, {"dtype": dtype, **how}) for dtype in ("float32", "bfloat16") for name, how in HOW]
 
 
 @pytest.mark.parametrize(
