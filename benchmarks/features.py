@@ -1,7 +1,7 @@
 """Measure one feature of nanoengine. No download; the last line printed is one JSON object.
 
 python -m benchmarks.features speculate     # draft tokens, with and without, in turns
-python -m benchmarks.features quality       # what quantized weights change in log-probabilities
+python -m benchmarks.features quality       # what quantized weights and KV caches change in log-probabilities
 
 The model is a published shape with random weights, unless --model names a checkpoint; for passages and for
 quality it is the bundled one.
@@ -101,15 +101,15 @@ def speculate(model: str, settings: dict[str, Any], args: argparse.Namespace) ->
 
 # ---- The quality of quantized weights ------------------------------------------------------------
 
-# Quantized weights are computed with in float32, so that only rounding differs. "+a8": activations in 8 bits.
+# Computed in float32, so that only rounding differs. "+a8": activations in 8 bits. "kv8": the KV cache.
 PRECISIONS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
-    "int8": {"dtype": "float32", "quantization": "int8"},
-    "int4": {"dtype": "float32", "quantization": "int4"},
+    "kv8": {"dtype": "float32", "kv_cache_dtype": "int8"},
 }
+PRECISIONS |= {name: {"dtype": "float32", "quantization": name} for name in ("int8", "int4")}
 PRECISIONS |= {f"{name}+a8": PRECISIONS[name] | {"activations": "int8"} for name in ("int8", "int4")}
-OF_GGUF = {"float32": PRECISIONS["float32"], "16": {"activations": "float"}, "16+a8": {"activations": "int8"}}
+OF_GGUF = {x: PRECISIONS[x] for x in ("float32", "kv8")} | {"16": {}, "16+a8": {"activations": "int8"}}
 Text = tuple[list[int], int]  # token ids, and how many of the first ones are not scored
 
 
@@ -176,8 +176,8 @@ def quality(model: str, settings: dict[str, Any], args: argparse.Namespace) -> A
             for text, pieces in texts.items():
                 found = log_probabilities(llm, pieces)
                 changes = [abs(x - y) for x, y in zip(found, exact.setdefault(text, found), strict=True)]
-                row: dict[str, Any] = {"text": text, "precision": precision}
-                row["weight_bytes"] = weight_bytes(llm.llm_engine.runner.model)
+                num_bytes = weight_bytes(llm.llm_engine.runner.model)
+                row: dict[str, Any] = {"text": text, "precision": precision, "weight_bytes": num_bytes}
                 row |= {"logprob": statistics.fmean(found), "change": statistics.fmean(changes)}
                 row["right"] = num_right(llm, asked) if text == "answers" else "-"
                 figures = f"{row['logprob']:15.4g}  {row['change']:10.2g}  {row['right']:>5}"

@@ -26,7 +26,6 @@ INSTEAD: dict[str, tuple[Any, ...]] = {
     "enable_chunked_prefill": ("set max_num_batched_tokens to at least the longest prompt's length", True),
     "enable_lora": ("pass lora=...; the adapter is merged into the weights", False),
     "include_reasoning": ("read only content", True),
-    "kv_cache_dtype": ("set dtype, which the cache shares with the model", "auto"),
     "kv_transfer_config": ("set kv_store",),
     "limit_mm_per_prompt": ("prompts are text only",),
     "lora_request": ("pass lora=...; the adapter is merged into the weights",),

@@ -357,7 +357,8 @@ class LLMEngine(Reloadable):
             weights = f" with {written} weights" + (f" in {bits} bits" if bits else ", dequantized,")
         weights += " and int8 activations" if is_rounded else ""
         weights += "" if config.lora is None else f" and the adapter {Path(config.lora).name}"
-        cache = f"KV cache of {started.num_blocks} blocks of {runner.block_size} tokens"
+        kind = config.kv_cache_dtype.replace("auto", "")
+        cache = f"{kind} KV cache of {started.num_blocks} blocks of {runner.block_size} tokens".lstrip()
         states = f"{started.num_state_slots} states of {started.state_bytes:,} bytes"
         windows = ""
         if any(spec.window and spec.window < self.max_model_len for spec in started.kv_specs):

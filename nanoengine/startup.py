@@ -15,6 +15,7 @@ from nanoengine.config import FILE_FORMATS, EngineConfig
 from nanoengine.engine import Chunk, ModelRunner, ScheduledBatch, Sequence
 from nanoengine.models.checkpoint import Checkpoint, resolve_dtype
 from nanoengine.models.load import load_model
+from nanoengine.optional import load
 from nanoengine.sampling import draw_rows, sample_rows, scale_logits, sort_keys
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.steps import Stopwatch, phase, uninterrupted
@@ -84,6 +85,8 @@ def start_runner(
 
         digest = digest_weights(model)  # before `prepare` packs them
     specs = model.kv_specs
+    if config.kv_cache_dtype == "int8":
+        specs = load("contrib.int8_cache", "kv_cache_dtype").in_int8(specs)
     groups = group(specs, max_model_len)
     states = getattr(model, "states", None)
     has_states, state_bytes = states is not None, 0 if states is None else states.slot_bytes

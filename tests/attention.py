@@ -6,7 +6,9 @@ import torch
 
 from nanoengine.backends.inputs import AttentionMetadata
 from nanoengine.backends.kv_cache import KVCache
+from nanoengine.optional import load
 
+INT8 = load("contrib.int8_cache", "a test")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 # Batches: (new tokens, tokens in all) per sequence.
 MIXED = [(1, 1), (1, 40), (7, 7), (5, 33), (1, 16), (16, 16), (2, 17), (1, 100), (50, 90)]
@@ -70,11 +72,13 @@ def check_attention(
     dtype=torch.float32,
     stale=None,
     device="cpu",
+    int8=False,
     **settings,
 ):
     """Blocks are scattered at random; `stale` fills the slots that hold no token of these sequences.
 
     Blocks of which a window sees nothing have fallen out of the tables, and the null block holds NaN.
+    With an int8 cache, attention is that over what the rounded K and V stand for, of new tokens too.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -106,6 +110,8 @@ def check_attention(
     k, v = (rand(num_tokens, kv_heads, dim) for dim in dims)
     new_slots = torch.cat([held[total - new :] for held, (new, total) in zip(slots, lens, strict=True)])
     metadata = metadata_of(lens, tables, new_slots, device)
+    if int8:
+        caches = [INT8.quantize(cache) for cache in caches]
     cache = KVCache(*(cache.to(device) for cache in caches))
     attention = backend(metadata, block_size)
     there = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in settings.items()}
@@ -117,6 +123,8 @@ def check_attention(
         rows = slice(starts[i], starts[i + 1])
         full_k, full_v = past[i]
         full_k[-new:], full_v[-new:] = k[rows], v[rows]
+        if int8:
+            full_k, full_v = (INT8.dequantize(INT8.quantize(x), torch.float32) for x in (full_k, full_v))
         expected = dense(q[rows], full_k, full_v, head_dim**-0.5, **settings)
         tolerance = TOLERANCE[dtype]
         torch.testing.assert_close(out[rows].cpu().double(), expected, atol=tolerance, rtol=tolerance)

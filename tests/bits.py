@@ -18,6 +18,8 @@ KINDS = "qwen3", "llama3 rope"
 FORMS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
+    "int8 cache": {"dtype": "float32", "kv_cache_dtype": "int8"},
+    "int8 cache of bfloat16": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
     "int8": {"dtype": "float32", "quantization": "int8"},
     "int4": {"dtype": "float32", "quantization": "int4"},
     "int4 over bfloat16": {"dtype": "bfloat16", "quantization": "int4"},

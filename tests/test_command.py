@@ -69,7 +69,7 @@ def test_command_gets_the_arguments_after_its_name(monkeypatch, capsys):
         ("serve demo --prot 80", "did you mean --port?"),
         ("serve demo --attn_backend=falsh", "did you mean flash?"),
         ("serve demo --model demo", "give the model once"),
-        ("serve demo --kv-cache-dtype fp8", "kv_cache_dtype='fp8' is not supported; set dtype"),
+        ("serve demo --kv-cache-dtype fp8", "argument --kv-cache-dtype: invalid choice: 'fp8'"),
         ("serve demo --ssl_keyfile=key.pem", "ssl_keyfile='key.pem' is not supported"),
         ("serve demo --enable-lora", "enable_lora=True is not supported; pass lora=..."),
         ("serve demo --such-flag", "such_flag=True is not supported"),

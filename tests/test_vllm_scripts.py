@@ -300,7 +300,7 @@ def test_metrics_count_by_reason_label_and_bucket(alphabet):
     [
         ({"quantization": "awq"}, "'awq' does not match the checkpoint, whose weights are unquantized"),
         ({"quantization": "hqq"}, r"quantization must be one of \('int8', 'int4', .*\), got 'hqq'"),
-        ({"kv_cache_dtype": "fp8"}, "set dtype"),
+        ({"kv_cache_dtype": "fp8"}, r"kv_cache_dtype must be one of \('auto', 'int8'\), got 'fp8'"),
         ({"enable_chunked_prefill": False}, "max_num_batched_tokens"),
         ({"limit_mm_per_prompt": {"image": 1}}, "prompts are text only"),
         ({"enable_lora": True}, "pass lora=...; the adapter is merged"),
@@ -327,7 +327,7 @@ def test_misspelled_argument_of_a_call_is_a_type_error_with_a_suggestion(llm):
 
 @pytest.mark.parametrize(
     "setting",
-    [{"enable_lorra": True}, {"kv_cache_dtyp": "fp8"}, {"kv_connector": "x"}, {"worker_use_ray": True}],
+    [{"enable_lorra": True}, {"kv_transfer_confi": "x"}, {"kv_connector": "x"}, {"worker_use_ray": True}],
 )
 def test_only_similar_names_are_suggested(setting):
     with pytest.raises(TypeError, match=r"EngineConfig has no argument '(\w+)'; \1=\S+ is not supported$"):

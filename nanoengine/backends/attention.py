@@ -206,9 +206,12 @@ class TorchAttention(PagedAttention):
         for group in self._groups:
             out[group.rows] = self._decode(group, q[group.rows], cache, settings)
 
+    def _read(self, cache: KVCache, block_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return cache.k[block_ids], cache.v[block_ids]
+
     def _decode(self, group: _DecodeGroup, q: Tensor, cache: KVCache, settings: Settings) -> Tensor:
         num_seqs, num_heads, head_dim = q.shape
-        k, v = (x[group.block_tables].flatten(1, 2) for x in (cache.k, cache.v))  # (S', L, K, D)
+        k, v = (x.flatten(1, 2) for x in self._read(cache, group.block_tables, q.dtype))  # (S', L, K, D)
         # A mask is not enough: the padding may contain NaN from another sequence, and 0 * NaN is NaN.
         k[group.padding], v[group.padding] = 0, 0
         k, v = k.transpose(1, 2), v.transpose(1, 2)
@@ -227,7 +230,7 @@ class TorchAttention(PagedAttention):
         length, num_heads, head_dim = q.shape
         table = chunk.block_table[chunk.first // self.block_size :]
         num_keys = chunk.seq_len - chunk.first
-        k, v = (x[table].flatten(0, 1)[:num_keys].transpose(0, 1) for x in (cache.k, cache.v))  # (K, L, D)
+        k, v = (x.flatten(0, 1)[:num_keys].transpose(0, 1) for x in self._read(cache, table, q.dtype))
         num_kv_heads, group_size = k.shape[0], num_heads // k.shape[0]
         mask = None
         is_plain = all(x is None for x in settings[1:])

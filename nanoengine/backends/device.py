@@ -19,6 +19,7 @@ from nanoengine.backends.kv_cache import KVSpec
 from nanoengine.backends.memory import Available, available_memory
 from nanoengine.backends.quantized import Pack
 from nanoengine.config import EngineConfig
+from nanoengine.optional import load
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -123,6 +124,8 @@ class Device:
             raise ValueError(f"quantization={config.quantization!r} needs kernels, which {device.type} lacks")
         if config.activations == "int8" and not self.rounds_activations:
             raise ValueError(f"activations='int8' is supported on a CPU only, not on {device.type}")
+        if config.kv_cache_dtype == "int8" and device.type != "cpu":
+            raise ValueError(f"kv_cache_dtype='int8' is supported on a CPU only, not on {device.type}")
         self.device = device
         self.config = config
         self.notes: list[str] = []  # for the user: what was chosen for this processor, and why
@@ -184,6 +187,8 @@ class Device:
                 continue
             obstacle = self.obstacle(backend, specs, settings)
             if obstacle is None:
+                if backend is TorchAttention and self.config.kv_cache_dtype == "int8":
+                    backend = load("contrib.int8_cache", "kv_cache_dtype").Int8Attention
                 return Attention(backend, backend, notes + self.notes)
             if asked != "auto":
                 raise ValueError(f"attn_backend={asked!r} cannot be used: {obstacle}")

@@ -13,6 +13,7 @@ from nanoengine.backends.kv_cache import KVCache
 from tests.attention import (
     BOTH,
     CAPPED,
+    INT8,
     MIXED,
     SINKS,
     SLOPES,
@@ -26,14 +27,13 @@ from tests.attention import (
 )
 
 
-@pytest.fixture(params=["torch", "compiled"])
+@pytest.fixture(params=["torch", "compiled", "torch int8", "compiled int8"])
 def check(request):
-    """Return a function that checks one of the CPU's two backends."""
-    return functools.partial(check_attention, on_cpu if request.param == "compiled" else TorchAttention)
-
-
-def on_cpu(metadata, block_size):
-    return CompiledAttention(metadata, block_size, Kernels())
+    """Return a function that checks one of the CPU's two backends, with K and V as they are or in int8."""
+    name, int8 = request.param.split()[0], "int8" in request.param
+    in_torch = INT8.Int8Attention if int8 else TorchAttention
+    on_cpu = functools.partial(CompiledAttention, kernels=Kernels(int8_cache=int8))
+    return functools.partial(check_attention, on_cpu if name == "compiled" else in_torch, int8=int8)
 
 
 LONG = [(1, 255), (1, 256), (1, 257), (1, 700), (9, 300), (1, 1), (1, 33)]  # of several spans of keys
@@ -85,13 +85,14 @@ def test_a_long_prompt_s_scores_are_computed_in_slices(check, monkeypatch):
 
 
 @pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("block_size", "kv_heads", "head_dim"), [(1, 1, 16), (3, 2, 20), (16, 4, 32), (96, 2, 64)]
 )
 @pytest.mark.parametrize("settings", [{}, {"window": 300}, {"window": 70, **BOTH, **WITH_ALIBI}], ids=case_id)
 def test_a_decode_s_result_does_not_depend_on_who_shares_its_blocks(
-    exact, dtype, block_size, kv_heads, head_dim, settings, request
+    exact, int8, dtype, block_size, kv_heads, head_dim, settings, request
 ):
     """To the last bit, so that no sampled token can. Sequences share nothing, a beginning, or everything."""
     if exact:
@@ -109,10 +110,9 @@ def test_a_decode_s_result_does_not_depend_on_who_shares_its_blocks(
             tables[i, column] = tables[i, column] or next(unused)
     k, v = (torch.randn(num_blocks, block_size, kv_heads, head_dim, generator=generator) for _ in "kv")
     q = torch.randn(len(lens), 4, head_dim, generator=generator).to(dtype)
-    cache = KVCache(k.to(dtype), v.to(dtype))
     window = settings.get("window") or 1000
     of_all = Settings(**{"scale": 0.2, "window": None, "softcap": None, "sinks": None, **settings})
-    kernels = Kernels(dtype)
+    kernels = Kernels(dtype, int8)
 
     def attend(rows):
         out = torch.zeros_like(q)
@@ -123,8 +123,8 @@ def test_a_decode_s_result_does_not_depend_on_who_shares_its_blocks(
         kernels.decode_attention(out, q, cache, sequences, of_all)
         return out
 
-    for x in cache.k, cache.v:
-        x[0] = torch.nan
+    k[0] = v[0] = torch.nan  # the null block
+    cache = KVCache(*((INT8.quantize(x) if int8 else x) for x in (k.to(dtype), v.to(dtype))))
     together = attend(range(len(lens)))
     shuffled = attend(rng.sample(range(len(lens)), len(lens)))
     assert torch.equal(shuffled, together)
@@ -134,6 +134,7 @@ def test_a_decode_s_result_does_not_depend_on_who_shares_its_blocks(
             continue
         slots = tables[i, torch.arange(n) // block_size].long() * block_size + torch.arange(n) % block_size
         held = (x.flatten(0, 1)[slots] for x in (cache.k, cache.v))
+        held = (INT8.dequantize(x, torch.float32) if int8 else x for x in held)
         expected = dense(q[i : i + 1], *held, **of_all._asdict())[0]
         torch.testing.assert_close(
             together[i].double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]

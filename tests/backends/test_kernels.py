@@ -25,7 +25,7 @@ from nanoengine.backends.kv_cache import KVCache
 from nanoengine.backends.quantize import quantize
 from nanoengine.backends.quantized import Quantized
 from nanoengine.models.decoder import DecoderConfig, DecoderLayer, RMSNorm, rotate
-from tests.attention import metadata_of
+from tests.attention import INT8, metadata_of
 
 
 def kernels_and_inputs(dtype, *shapes):
@@ -340,11 +340,12 @@ PLAINLY = Settings(0.3, None, None, None)
 
 
 @DTYPES
+@pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("settings", [{}, {"window": 70}, {"window": 300}])
-def test_a_prompt_s_attention_does_not_depend_on_how_it_is_divided(dtype, settings):
+def test_a_prompt_s_attention_does_not_depend_on_how_it_is_divided(dtype, settings, int8):
     """To the last bit: chunks come from how busy the engine is."""
-    kernels, q, *kv = kernels_and_inputs(dtype, (600, 4, 22), (45, 16, 2, 22), (45, 16, 2, 30))
-    cache = KVCache(*kv)
+    _, q, *kv = kernels_and_inputs(dtype, (600, 4, 22), (45, 16, 2, 22), (45, 16, 2, 30))
+    kernels, cache = Kernels(dtype, int8), KVCache(*map(INT8.quantize, kv) if int8 else kv)
     table = torch.randperm(45, generator=torch.Generator().manual_seed(1))[:38].int()
 
     def attend(*ends):
@@ -395,7 +396,9 @@ def test_a_nan_value_reaches_only_tiles_that_see_its_token(dtype, length, token,
 LENGTHS = [(1, 1), (1, 40), (7, 7), (5, 33), (1, 300), (16, 16), (1, 17), (50, 90)]  # new tokens, all tokens
 
 
-def layer_and_inputs(dtype, lengths, head_dim, has_bias=False, has_norms=True, bits=(0, 0), window=None):
+def layer_and_inputs(
+    dtype, lengths, head_dim, has_bias=False, has_norms=True, bits=(0, 0), window=None, int8=False
+):
     """Return a packed layer, its inputs, the cache, and a batch's metadata."""
     config = DecoderConfig(
         **{"vocab_size": 1, "hidden_size": 48, "intermediate_size": 80, "num_layers": 1},
@@ -405,7 +408,8 @@ def layer_and_inputs(dtype, lengths, head_dim, has_bias=False, has_norms=True, b
     )
     layer, num_tokens = DecoderLayer(config, window), sum(new for new, _ in lengths)
     shapes = [(num_tokens, 48)] * 2, [(num_tokens, 1, head_dim)] * 2, [(90, 8, 2, head_dim)] * 2
-    kernels, *inputs, k, v = kernels_and_inputs(dtype, *itertools.chain(*shapes))
+    _, *inputs, k, v = kernels_and_inputs(dtype, *itertools.chain(*shapes))
+    kernels, kv = Kernels(dtype, int8), (INT8.quantize(k), INT8.quantize(v)) if int8 else (k, v)
     for weight in layer.to(dtype).requires_grad_(False).parameters():
         weight.normal_(std=0.2)
     pack_weights(layer, kernels, *bits)
@@ -414,18 +418,21 @@ def layer_and_inputs(dtype, lengths, head_dim, has_bias=False, has_norms=True, b
         module.kernels = kernels
     tables = (torch.arange(len(lengths) * 38) % 89 + 1).view(len(lengths), 38).int()
     metadata = metadata_of(lengths, tables, torch.randperm(90 * 8)[:num_tokens])
-    return kernels, layer, inputs, (k, v), metadata
+    return kernels, layer, inputs, kv, metadata
 
 
 @DTYPES
+@pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("lengths", [LENGTHS, LENGTHS[:2], LENGTHS[2:4]])
 @pytest.mark.parametrize(
     ("has_bias", "has_norms", "bits"),  # of weights and of activations
     [(False, True, (0, 0)), (True, False, (8, 0)), (True, True, (4, 0)), (True, True, (4, 8))],
 )
-def test_a_layer_in_one_call_equals_separate_calls_bit_for_bit(dtype, lengths, has_bias, has_norms, bits):
+def test_a_layer_in_one_call_equals_separate_calls_bit_for_bit(
+    dtype, lengths, has_bias, has_norms, bits, int8
+):
     kernels, layer, (x, residual, *rope), kv, metadata = layer_and_inputs(
-        dtype, lengths, 12 if any(bits) else 10, has_bias, has_norms, bits, window=20
+        dtype, lengths, 12 if any(bits) else 10, has_bias, has_norms, bits, window=20, int8=int8
     )
     attention = CompiledAttention(metadata, 8, kernels)
     by_group = metadata._replace(block_tables=[None] * 2, slot_mapping=[None, metadata.slot_mapping])
@@ -482,12 +489,15 @@ INSTRUCTION_SETS = {
 }
 
 
+OTHER_FILES = "test_attention.py", "../contrib/test_int8_cache.py", "test_integers.py"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", INSTRUCTION_SETS)
 def test_the_kernels_are_right_when_compiled_for_another_instruction_set(name):
     if INSTRUCTION_SETS[name] not in flags() or not shutil.which("g++"):
         pytest.skip(f"needs g++ and a processor with {INSTRUCTION_SETS[name]}")
-    files = [__file__, *map(str, map(Path(__file__).with_name, ("test_attention.py", "test_integers.py")))]
+    files = [__file__, *map(str, map(Path(__file__).with_name, OTHER_FILES))]
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *files],
         env={**os.environ, "CXX": f"g++ -march={name}"},

@@ -347,6 +347,7 @@ def test_prompt_logprobs_are_computed_and_not_loaded(qwen3):
     [
         {"seed": 1},
         {"dtype": "bfloat16"},
+        {"kv_cache_dtype": "int8"},
         {"block_size": 16},
         {"model_impl": "transformers"},
         {"rope_theta": 500.0},

@@ -8,7 +8,7 @@
 #include <cmath>
 #include <tuple>
 
-#include "products.h"
+#include "cache.h"
 
 // Returns e^x, for a number or a register, to about one unit in the last place: x = n ln 2 + r, a polynomial for e^r,
 // and n added to the exponent. A register is rounded by adding a constant so large that the last bit is a one. A number
@@ -44,27 +44,27 @@ static inline F fast_exp(F x) {
 // room for the 16 scores that are written at a time.
 constexpr int64_t SPAN = 256, ROW = SPAN + 16;
 
-template <int... I>
-static inline floats pick_lanes(floats a, floats b) {  // b's lanes are numbered after a's
+template <int... I, class V>
+static inline V pick_lanes(V a, V b) {  // b's lanes are numbered after a's
 #if defined(__clang__) || __GNUC__ >= 12
   return __builtin_shufflevector(a, b, I...);
 #else
-  typedef int32_t lanes __attribute__((vector_size(LANES * 4)));
-  return __builtin_shuffle(a, b, lanes{I...});
+  return __builtin_shuffle(a, b, decltype(a < b){I...});
 #endif
 }
 using EachLane = std::make_integer_sequence<int, LANES>;
 
 // Adds neighboring lanes: returns the sums of a's pairs, then of b's.
-template <int... I>
-static inline floats add_pairs(floats a, floats b, std::integer_sequence<int, I...>) {
+template <class V, int... I>
+static inline V add_pairs(V a, V b, std::integer_sequence<int, I...>) {
   return pick_lanes<2 * I...>(a, b) + pick_lanes<2 * I + 1 ...>(a, b);
 }
 
 // Interleaves the first or the second halves of a and b: a0 b0 a1 b1 ...
-template <int HALF, int... I>
-static inline floats interleave(floats a, floats b, std::integer_sequence<int, I...>) {
-  return pick_lanes<(I + HALF * LANES) / 2 + I % 2 * LANES...>(a, b);
+template <int HALF, class V, int... I>
+static inline V interleave(V a, V b, std::integer_sequence<int, I...>) {
+  constexpr int N = sizeof...(I);
+  return pick_lanes<(I + HALF * N) / 2 + I % 2 * N...>(a, b);
 }
 
 // Transposes a matrix of LANES registers. Each pass rotates the bits of (row, lane) by one place.
@@ -80,8 +80,8 @@ static inline void transpose(floats* rows) {
 }
 
 // Adds neighboring lanes of N registers until one register is left, which it returns.
-template <int N>
-static inline floats add_neighbors(const floats* parts) {
+template <int N, class V>
+static inline V add_neighbors(const V* parts) {
   if constexpr (N == 1) return parts[0];
   else return add_pairs(add_neighbors<N / 2>(parts), add_neighbors<N / 2>(parts + N / 2), EachLane());
 }
@@ -101,8 +101,11 @@ static inline float add_up(floats lanes) {
 // Turns a row of products q . k into weights e^(scale * product - peak), in place. Returns `peak`, which is the largest of
 // these scores, and the sum of the weights. The first key is `distance` positions before the query, and ALiBi subtracts
 // *slope per position. The row is overwritten up to a multiple of LANES.
+// With an int8 cache, products are multiplied by the keys' scales, and weights, after they are summed, by the values'.
 ONE_COPY std::pair<float, float> exponentials(float* row, int64_t n, float scale, float softcap, const float* slope,
-                                              int64_t distance) {
+                                              int64_t distance, const float* key_scales, const float* value_scales) {
+  if (key_scales)
+    for (int64_t i = 0; i < n; i++) row[i] *= key_scales[i];
   if (softcap > 0 || slope) {
     for (int64_t i = 0; i < n; i++) row[i] *= scale;
     if (softcap > 0)
@@ -123,6 +126,8 @@ ONE_COPY std::pair<float, float> exponentials(float* row, int64_t n, float scale
     memcpy(row + i, &weights, sizeof weights);
     sum += weights;
   }
+  if (value_scales)
+    for (int64_t i = 0; i < n; i++) row[i] *= value_scales[i];
   return {peak, add_up(sum)};
 }
 
@@ -172,6 +177,35 @@ static void pack_keys(A* keys, Token token, int64_t first, int64_t end, int64_t 
   }
 }
 
+// K or V of one head, for tokens [first, end) of a span, as packing reads them: in place, or converted from integers to A.
+template <class A, class X>
+struct HeadRows {
+  using Row = std::conditional_t<HAS_SCALES, A, X>;
+  int64_t D;
+  std::vector<A> rows;  // (SPAN, D)
+  std::vector<float> scales;
+
+  explicit HeadRows(int64_t D) : D(D), rows(HAS_SCALES ? SPAN * D : 0), scales(HAS_SCALES ? SPAN : 0) {}
+
+  template <class Slot>
+  void read(const Cached<X>* cache, Slot slot, int64_t first, int64_t end, int64_t head, int64_t K) {
+    if constexpr (HAS_SCALES)
+      for (int64_t i = first; i < end; i++) {
+        const int8_t* row = cache + slot(i) * row_size(K, D);
+        convert_row(&rows[i * D], row + head * D, D);
+        scales[i] = scale_of(row, head, K, D);
+      }
+  }
+
+  template <class Slot>
+  const Row* at(const Cached<X>* cache, Slot slot, int64_t i, int64_t head, int64_t K) const {
+    if constexpr (HAS_SCALES) return &rows[i * D];
+    else return cache + slot(i) * row_size(K, D) + head * D;
+  }
+
+  const float* scales_from(int64_t i) const { return HAS_SCALES ? &scales[i] : nullptr; }
+};
+
 // Adds the values of a span, weighted relative to the span's own peak, to the sums of earlier spans. The one with the
 // smaller peak is scaled down first: flash-attention (https://arxiv.org/abs/2205.14135).
 ONE_COPY void merge(float* sums, float& peak, float& total, const float* of_span, float span_peak, float span_total,
@@ -196,9 +230,10 @@ static void write_mean(X* out, const float* sums, float total, int64_t n) {
 // spans, packed like the weights of a product. Spans begin at the same positions for every chunk, and keys that a query does
 // not see add 0, so the result does not depend on how the prompt was divided.
 template <class X>
-static void prefill_attention(X* out, const X* q, const X* k_cache, const X* v_cache, const int32_t* table, int64_t T,
-                              int64_t length, int64_t H, int64_t K, int64_t D, int64_t Dv, int64_t B, float scale,
-                              int64_t window, float softcap, const float* sinks, const float* slopes) {
+static void prefill_attention(X* out, const X* q, const Cached<X>* k_cache, const Cached<X>* v_cache,
+                              const int32_t* table, int64_t T, int64_t length, int64_t H, int64_t K, int64_t D,
+                              int64_t Dv, int64_t B, float scale, int64_t window, float softcap, const float* sinks,
+                              const float* slopes) {
   using A = Input<X>;  // type of q, K, weights and V in the products
   constexpr int64_t QUERIES = 128, PAIR = STEP<A>;
   const bool by_amx = HAS_AMX && std::is_same_v<A, bf16>;
@@ -214,7 +249,8 @@ static void prefill_attention(X* out, const X* q, const X* k_cache, const X* v_c
     std::vector<float> peak(G * QUERIES), total(G * QUERIES), of_span(HEIGHT * value_width);
     std::array<std::pair<float, float>, HEIGHT> span_totals;  // each row's peak and sum of weights
     std::array<bool, HEIGHT> sees;                            // whether a row sees any of the span's tokens
-    std::vector<X> zeros(Dv);
+    HeadRows<A, X> key_rows(D), value_rows(Dv);
+    std::vector<typename HeadRows<A, X>::Row> zeros(Dv);
 #ifdef MAY_HAVE_AMX
     std::optional<Amx> amx;
     if (by_amx) amx.emplace(HEIGHT, DEPTH, query_width % DEPTH);
@@ -250,16 +286,17 @@ static void prefill_attention(X* out, const X* q, const X* k_cache, const X* v_c
       int64_t lowest = window ? std::max<int64_t>(0, first + 1 - window) : 0;
       for (int64_t begin = lowest / SPAN * SPAN; begin < last; begin += SPAN) {
         int64_t end = std::min(begin + SPAN, last), start = std::max(begin, lowest);
-        auto token = [&](const X* cache, int64_t position, int64_t width) {
-          int64_t slot = int64_t(table[position / B]) * B + position % B;
-          return cache + (slot * K + kv_head) * width;
-        };
-        pack_keys(keys.data(), [&](int64_t i) { return token(k_cache, begin + i, D); }, start - begin, end - begin, D);
+        auto slot = [&](int64_t i) { return int64_t(table[(begin + i) / B]) * B + (begin + i) % B; };
+        key_rows.read(k_cache, slot, start - begin, end - begin, kv_head, K);
+        value_rows.read(v_cache, slot, start - begin, end - begin, kv_head, K);
+        auto value = [&](int64_t i) { return value_rows.at(v_cache, slot, i, kv_head, K); };
+        pack_keys(keys.data(), [&](int64_t i) { return key_rows.at(k_cache, slot, i, kv_head, K); }, start - begin,
+                  end - begin, D);
         if (start > begin) std::fill(values.begin(), values.end(), narrow<A>(0));  // their weight is 0
         for (int64_t i = (start - begin) / PAIR * PAIR; i < padded(end - begin, together); i += PAIR) {
           bool is_there = start <= begin + i && begin + i < end;
-          const X* one = is_there ? token(v_cache, begin + i, Dv) : zeros.data();
-          const X* other = begin + i + 1 < end ? token(v_cache, begin + i + 1, Dv) : zeros.data();
+          const auto* one = is_there ? value(i) : zeros.data();
+          const auto* other = begin + i + 1 < end ? value(i + 1) : zeros.data();
           for (int64_t d = 0; d < Dv; d += OUTPUTS)
             pack_row(&values[d * SPAN + i * OUTPUTS], one + d, other + d, std::min(OUTPUTS, Dv - d));
         }
@@ -281,7 +318,8 @@ static void prefill_attention(X* out, const X* q, const X* k_cache, const X* v_c
               continue;
             }
             span_totals[r] = exponentials(weight + low, high - low, scale, softcap,
-                                          slopes ? slopes + kv_head * G + g : nullptr, position + r - begin - low);
+                                          slopes ? slopes + kv_head * G + g : nullptr, position + r - begin - low,
+                                          key_rows.scales_from(low), value_rows.scales_from(low));
             std::fill(weight, weight + low, 0.0f);
             std::fill(weight + high, weight + SPAN, 0.0f);
           }

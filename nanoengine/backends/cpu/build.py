@@ -15,10 +15,7 @@ from pathlib import Path
 from nanoengine.steps import phase, uninterrupted
 
 SOURCE = Path(__file__).parent / "kernels.cpp"
-HEADERS = [
-    SOURCE.with_name(name)
-    for name in ("attention.h", "decode.h", "integers.h", "linear.h", "products.h", "states.h")
-]
+HEADERS = sorted(SOURCE.parent.glob("*.h"))
 # The parts of -ffast-math that preserve NaN, infinity, and the order of sums, which decides the last bit.
 FLAGS = (
     "-O3 -march=native -std=c++17 -fopenmp -shared -fPIC -fno-math-errno -fno-trapping-math -fno-signed-zeros"
@@ -26,7 +23,7 @@ FLAGS = (
 
 
 def load_library(types: int) -> tuple[ctypes.CDLL, bool]:
-    """Load the kernels for some of `kernels.TYPES`. Compile them first unless the cache has the same build.
+    """Load the kernels for some of `kernels.TYPES` (8: with an int8 KV cache), which are compiled if needed.
 
     A library's name contains its own digest, so that a truncated file is not loaded.
 

@@ -42,13 +42,13 @@ struct Slots {
     for (int64_t t = high; t % 16; t++) of[t] = of[high - 1];
   }
 
-  // Returns the addresses of K or V (K, D) of N tokens as A: in place, or copied, with heads `width` apart.
-  template <int N, class A, class X>
-  std::array<const A*, N> read(std::vector<A>& room, const X* cache, int64_t t, int64_t K, int64_t D, int64_t width) const {
-    std::array<const A*, N> tokens;
+  // Returns the addresses of K or V (K, D) of N tokens as R: in place, or copied, with heads `width` apart.
+  template <int N, class R, class C>
+  std::array<const R*, N> read(std::vector<R>& room, const C* cache, int64_t t, int64_t K, int64_t D, int64_t width) const {
+    std::array<const R*, N> tokens;
     for (int64_t j = 0; j < N; j++) {
-      const X* token = cache + of[t + j] * K * D;
-      if constexpr (std::is_same_v<A, X>)
+      const C* token = cache + of[t + j] * row_size(K, D);
+      if constexpr (std::is_same_v<R, C>)
         if (width == D) {
           tokens[j] = token;
           continue;
@@ -56,40 +56,122 @@ struct Slots {
       room.resize(N * K * width);
       tokens[j] = &room[j * K * width];
       for (int64_t k = 0; k < K; k++) {
-        A* copy = &room[(j * K + k) * width];
+        R* copy = &room[(j * K + k) * width];
         convert_row(copy, token + k * D, D);
-        std::fill(copy + D, copy + width, narrow<A>(0));
+        std::fill(copy + D, copy + width, R{});
       }
     }
     return tokens;
   }
 
   // Prefetches a head of n tokens from t on.
-  template <class X>
-  void prefetch(const X* cache, int64_t t, int64_t n, int64_t head, int64_t K, int64_t D) const {
+  template <class C>
+  void prefetch(const C* cache, int64_t t, int64_t n, int64_t head, int64_t K, int64_t D) const {
     for (int64_t next = t; next < std::min(t + n, high); next++)
-      for (int64_t i = 0; i < D; i += 64 / sizeof(X)) __builtin_prefetch(cache + (of[next] * K + head) * D + i, 0, 3);
+      for (int64_t i = 0; i < D; i += 64 / sizeof(C))
+        __builtin_prefetch(cache + of[next] * row_size(K, D) + head * D + i, 0, 3);
+  }
+
+  // Copies the tokens' scales to their places in (K, SPAN).
+  template <class C>
+  void read_scales(float* scales, const C* cache, int64_t K, int64_t D) const {
+    for (int64_t t = low; t < high; t++)
+      for (int64_t head = 0; head < K; head++)
+        scales[head * SPAN + t] = scale_of(cache + of[t] * row_size(K, D), head, K, D);
   }
 };
+
+// The type F of queries and weights. In 16-bit dtypes with an int8 cache, a row of them is rounded to 16-bit integers, with
+// a scale, because multiplying integers takes half the instructions of converting K and V. Otherwise these are converted
+// to F.
+#ifdef EXACT
+template <class X>
+using Factor = Input<X>;
+#else
+template <class X>
+using Factor = std::conditional_t<HAS_SCALES && sizeof(X) == 2, int16_t, Input<X>>;
+#endif
+template <class F>
+constexpr bool IS_INTEGER = std::is_same_v<F, int16_t>;
+template <class F>
+using Read = std::conditional_t<IS_INTEGER<F>, int8_t, F>;
+template <class F>
+using Sums = std::conditional_t<IS_INTEGER<F>, integers, floats>;
+template <class F>
+using Sum = std::conditional_t<IS_INTEGER<F>, int32_t, float>;
+constexpr int QUERY_LIMIT = 16383, WEIGHT_LIMIT = 32767;  // so that sums of D < 1032 or SPAN products fit in 32 bits
+
+// Converts a row, and returns its scale.
+template <int LIMIT, class F, class X>
+static float convert_factors(F* out, const X* row, int64_t n) {
+  static thread_local std::vector<float> room;
+  float scale = 1;
+  int32_t sum;
+  if constexpr (IS_INTEGER<F>) round_floats<LIMIT>(out, scale, sum, as_inputs<float>(room, row, n), n);
+  else convert_row(out, row, n);
+  return scale;
+}
+
+// These add two products to each lane, in pairs of neighbors.
+typedef int8_t bytes __attribute__((vector_size(LANES * 2)));
+typedef int16_t pairs __attribute__((vector_size(LANES * 4)));
+static inline integers widened(bytes narrow) { return (integers)__builtin_convertvector(narrow, pairs); }
+static inline integers add_two(integers sum, integers a, integers b) {
+#if defined(__AVX512VNNI__)
+  return (integers)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+#elif defined(__AVX512BW__)
+  return sum + (integers)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+  return sum + (integers)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#else
+  return sum + (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
+#endif
+}
+static inline std::pair<integers, integers> interleaved(const int8_t* a, const int8_t* b) {
+  bytes first = load_as<bytes>(a), second = load_as<bytes>(b);
+  std::make_integer_sequence<int, 2 * LANES> each;
+  return {widened(interleave<0>(first, second, each)), widened(interleave<1>(first, second, each))};
+}
+#ifdef __AVX512BF16__
+static inline floats add_two(floats sum, integers a, integers b) {
+  return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+}
+
+// Interleaves 32 elements of each of two rows, a0 b0 a1 b1 ..., in two registers.
+static inline std::pair<integers, integers> interleaved(const bf16* a, const bf16* b) {
+  alignas(64) static constexpr auto ORDER = [] {
+    std::array<uint16_t, 64> order{};
+    for (int i = 0; i < 64; i++) order[i] = i / 2 + i % 2 * 32;
+    return order;
+  }();
+  __m512i low = _mm512_load_si512(ORDER.data()), high = _mm512_load_si512(ORDER.data() + 32);
+  __m512i first = _mm512_loadu_si512(a), second = _mm512_loadu_si512(b);
+  return {(integers)_mm512_permutex2var_epi16(first, low, second),
+          (integers)_mm512_permutex2var_epi16(first, high, second)};
+}
+#endif
 
 #ifndef EXACT
 static inline floats add_products(floats sum, const float* a, const float* b) {
   return sum + load_as<floats>(a) * load_as<floats>(b);
 }
+static inline integers add_products(integers sum, const int16_t* a, const int8_t* b) {
+  return add_two(sum, load_as<integers>(a), widened(load_as<bytes>(b)));
+}
 #ifdef __AVX512BF16__
 static inline floats add_products(floats sum, const bf16* a, const bf16* b) {
-  return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(a), (__m512bh)_mm512_loadu_si512(b));
+  return add_two(sum, load_as<integers>(a), load_as<integers>(b));
 }
 #endif
 
 // Computes scores[row] = q[row] . key for tokens of a span, `rows` rows of each K/V head: the first ones of `stride`. Rows
 // of q are `width` apart, and those of scores ROW.
 constexpr int64_t SCORES = 16;  // computed at a time
-template <class A, class X>
-static void write_scores(float* scores, const A* q, const X* cache, const Slots& slots, int64_t rows, int64_t stride,
-                         int64_t K, int64_t D, int64_t width) {
-  static thread_local std::vector<A> room;
-  static thread_local std::vector<floats> parts;  // (K, stride, 4): of four tokens each
+template <class X, class F>
+static void write_scores(float* scores, const F* q, const Cached<X>* cache, const Slots& slots, int64_t rows,
+                         int64_t stride, int64_t K, int64_t D, int64_t width) {
+  static thread_local std::vector<Read<F>> room;
+  static thread_local std::vector<Sums<F>> parts;  // (K, stride, 4): of four tokens each
   parts.resize(K * stride * 4);
   for (int64_t t = slots.low / 16 * 16; t < slots.high; t += 16) {
     auto keys = slots.read<16>(room, cache, t, K, D, width);
@@ -98,9 +180,9 @@ static void write_scores(float* scores, const A* q, const X* cache, const Slots&
         slots.prefetch(cache, t + j + 16, 4, head, K, D);
         for_each_tile(rows, [&](int64_t row, auto height) {
           constexpr int R = decltype(height)::value;
-          const A* of_tile = q + (head * stride + row) * width;
-          floats sum[R][4] = {};
-          for (int64_t d = 0; d < width; d += LANES * STEP<A>)
+          const F* of_tile = q + (head * stride + row) * width;
+          Sums<F> sum[R][4] = {};
+          for (int64_t d = 0; d < width; d += LANES * STEP<F>)
 #pragma GCC unroll 4
             for (int r = 0; r < R; r++)
               for (int i = 0; i < 4; i++)
@@ -112,7 +194,7 @@ static void write_scores(float* scores, const A* q, const X* cache, const Slots&
     for (int64_t head = 0; head < K; head++)
       for (int64_t row = head * stride; row < head * stride + rows; row++)
         for (int64_t j = 0; j < 16; j += LANES) {
-          floats sums = add_neighbors<LANES / 4>(&parts[row * 4 + j / 4]);
+          floats sums = __builtin_convertvector(add_neighbors<LANES / 4>(&parts[row * 4 + j / 4]), floats);
           memcpy(scores + row * ROW + t + j, &sums, sizeof sums);
         }
   }
@@ -120,17 +202,20 @@ static void write_scores(float* scores, const A* q, const X* cache, const Slots&
 #else
 // Computes the same in the order of sums of prefill_attention (docs/guide/bits.md).
 constexpr int64_t SCORES = OUTPUTS;
-template <class A, class X>
-static void write_scores(float* scores, const A* q, const X* cache, const Slots& slots, int64_t rows, int64_t stride,
-                         int64_t K, int64_t D, int64_t width) {
+template <class X, class A>
+static void write_scores(float* scores, const A* q, const Cached<X>* cache, const Slots& slots, int64_t rows,
+                         int64_t stride, int64_t K, int64_t D, int64_t width) {
   static thread_local std::vector<A> keys;
   keys.resize(OUTPUTS * width);
+  HeadRows<A, X> key_rows(D);
   for (int64_t block = slots.low / OUTPUTS * OUTPUTS; block < slots.high; block += OUTPUTS)
     for (int64_t head = 0; head < K; head++) {
-      auto key = [&](int64_t t) { return cache + (slots.of[block + t] * K + head) * D; };
-      int64_t last = std::min(slots.high - block, OUTPUTS);
+      int64_t first = std::max<int64_t>(slots.low - block, 0), last = std::min(slots.high - block, OUTPUTS);
+      auto slot = [&](int64_t t) { return slots.of[block + t]; };
+      auto key = [&](int64_t t) { return key_rows.at(cache, slot, t, head, K); };
       slots.prefetch(cache, block + OUTPUTS, OUTPUTS, head, K, D);
-      pack_keys(keys.data(), key, std::max<int64_t>(slots.low - block, 0), last, D);
+      key_rows.read(cache, slot, first, last, head, K);
+      pack_keys(keys.data(), key, first, last, D);
       for (int64_t tile = 0; tile < num_tiles_of(rows); tile++) {
         auto [row, end] = tile_of(rows, tile);
         float* to = scores + (head * stride + row) * ROW + block;
@@ -142,57 +227,39 @@ static void write_scores(float* scores, const A* q, const X* cache, const Slots&
 }
 #endif
 
-#ifdef __AVX512BF16__
-// Interleaves 32 elements of each of two rows, a0 b0 a1 b1 ..., in two registers.
-static inline std::pair<__m512bh, __m512bh> interleaved(const bf16* a, const bf16* b) {
-  alignas(64) static constexpr auto ORDER = [] {
-    std::array<uint16_t, 64> order{};
-    for (int i = 0; i < 64; i++) order[i] = i / 2 + i % 2 * 32;
-    return order;
-  }();
-  __m512i low = _mm512_load_si512(ORDER.data()), high = _mm512_load_si512(ORDER.data() + 32);
-  __m512i first = _mm512_loadu_si512(a), second = _mm512_loadu_si512(b);
-  return {(__m512bh)_mm512_permutex2var_epi16(first, low, second),
-          (__m512bh)_mm512_permutex2var_epi16(first, high, second)};
-}
-#endif
-
 // Computes sums[row] += weights[row][t] * value for tokens of a span, token after token as a product adds its inputs.
 // Rows of sums are `width` apart, which is a multiple of 2 LANES.
-template <class A, class X>
-static void add_values(float* sums, const A* weights, const X* cache, const Slots& slots, int64_t rows, int64_t stride,
+template <class F, class C>
+static void add_values(Sum<F>* sums, const F* weights, const C* cache, const Slots& slots, int64_t rows, int64_t stride,
                        int64_t K, int64_t D, int64_t width) {
-  constexpr int64_t TOKENS = 32 / sizeof(A);  // whose values stay in the L1 cache for all rows
-  static thread_local std::vector<A> room;
+  constexpr int64_t TOKENS = 32 / sizeof(F);  // whose values stay in the L1 cache for all rows
+  static thread_local std::vector<Read<F>> room;
   for (int64_t t = slots.low / TOKENS * TOKENS; t < slots.high; t += TOKENS) {
     auto values = slots.read<TOKENS>(room, cache, t, K, D, width);
-    int64_t first = std::max(slots.low, t) / STEP<A> * STEP<A>, last = std::min(slots.high, t + TOKENS);
+    int64_t first = std::max(slots.low, t) / STEP<F> * STEP<F>, last = std::min(slots.high, t + TOKENS);
     for (int64_t head = 0; head < K; head++) {
       slots.prefetch(cache, t + 16, TOKENS, head, K, D);
       for (int64_t d = 0; d < width; d += 2 * LANES)
         for_each_tile(rows, [&](int64_t row, auto height) {
           constexpr int R = decltype(height)::value;
-          const A* weight = weights + (head * stride + row) * ROW;
-          float* to = sums + (head * stride + row) * width + d;
-          floats sum[R][2];
+          const F* weight = weights + (head * stride + row) * ROW;
+          Sum<F>* to = sums + (head * stride + row) * width + d;
+          Sums<F> sum[R][2];
           for (int r = 0; r < R; r++)
-            for (int i = 0; i < 2; i++) sum[r][i] = load_as<floats>(to + r * width + i * LANES);
-          for (int64_t j = first; j < last; j += STEP<A>) {
-            const A* value = values[j - t] + head * width + d;
-#ifdef __AVX512BF16__
-            if constexpr (std::is_same_v<A, bf16>) {  // one instruction adds two tokens to a sum
+            for (int i = 0; i < 2; i++) sum[r][i] = load_as<Sums<F>>(to + r * width + i * LANES);
+          for (int64_t j = first; j < last; j += STEP<F>) {
+            const Read<F>* value = values[j - t] + head * width + d;
+            if constexpr (STEP<F> == 2) {  // one instruction adds two tokens to a sum
               auto [a, b] = interleaved(value, values[j - t + 1] + head * width + d);
               for (int r = 0; r < R; r++) {
-                int32_t pair;
-                memcpy(&pair, weight + r * ROW + j, 4);
-                sum[r][0] = _mm512_dpbf16_ps(sum[r][0], (__m512bh)_mm512_set1_epi32(pair), a);
-                sum[r][1] = _mm512_dpbf16_ps(sum[r][1], (__m512bh)_mm512_set1_epi32(pair), b);
+                integers pair = integers{} + load_as<int32_t>(weight + r * ROW + j);
+                sum[r][0] = add_two(sum[r][0], pair, a);
+                sum[r][1] = add_two(sum[r][1], pair, b);
               }
-              continue;
+            } else {
+              for (int r = 0; r < R; r++)
+                for (int i = 0; i < 2; i++) sum[r][i] += weight[r * ROW + j] * load_as<floats>(value + i * LANES);
             }
-#endif
-            for (int r = 0; r < R; r++)
-              for (int i = 0; i < 2; i++) sum[r][i] += load(weight[r * ROW + j]) * load_as<floats>(value + i * LANES);
           }
           for (int r = 0; r < R; r++)
             for (int i = 0; i < 2; i++) memcpy(to + r * width + i * LANES, &sum[r][i], sizeof sum[r][i]);
@@ -270,13 +337,13 @@ static void plan(std::vector<Task>& tasks, std::vector<Member>& members, std::ve
 // the positions, so a result does not depend on the batch or on shared blocks. With -DEXACT they are those of
 // prefill_attention, so results are equal to the last bit, but with AMX, which has another order.
 template <class X>
-static void decode_attention(X* out, const X* q, const X* k_cache, const X* v_cache, const int32_t* block_tables,
-                             const int32_t* seq_lens, const int64_t* rows, int64_t S, int64_t blocks, int64_t H,
-                             int64_t K, int64_t D, int64_t Dv, int64_t B, float scale, int64_t window,
-                             float softcap, const float* sinks, const float* slopes) {
-  using A = Input<X>;
+static void decode_attention(X* out, const X* q, const Cached<X>* k_cache, const Cached<X>* v_cache,
+                             const int32_t* block_tables, const int32_t* seq_lens, const int64_t* rows, int64_t S,
+                             int64_t blocks, int64_t H, int64_t K, int64_t D, int64_t Dv, int64_t B, float scale,
+                             int64_t window, float softcap, const float* sinks, const float* slopes) {
+  using F = Factor<X>;
   auto padded = [](int64_t n, int64_t to) { return (n + to - 1) / to * to; };
-  int64_t G = H / K, query_width = padded(D, LANES * STEP<A>), width = padded(Dv, 2 * LANES);
+  int64_t G = H / K, query_width = padded(D, LANES * STEP<F>), width = padded(Dv, 2 * LANES);
   std::vector<Task> tasks;
   std::vector<Member> members;
   std::vector<int64_t> first_result;
@@ -291,8 +358,10 @@ static void decode_attention(X* out, const X* q, const X* k_cache, const X* v_ca
 #pragma omp parallel
   {
     // Their rows are (K, n, G).
-    std::vector<float> scores(most * H * ROW), sums(most * H * width);
-    std::vector<A> queries(most * H * query_width), weights(std::is_same_v<A, float> ? 0 : most * H * ROW);
+    std::vector<float> scores(most * H * ROW), query_scales(most * H), weight_scales(most * H, 1);
+    std::vector<Sum<F>> sums(most * H * width);
+    std::vector<F> queries(most * H * query_width), weights(std::is_same_v<F, float> ? 0 : most * H * ROW);
+    std::vector<float> scales(HAS_SCALES ? most * 2 * K * SPAN : 0);  // of each member: the keys', then the values'
 #pragma omp for schedule(dynamic)
     for (size_t i = 0; i < tasks.size(); i++) {
       const auto& [begin, low, common, from, to] = tasks[i];
@@ -311,35 +380,47 @@ static void decode_attention(X* out, const X* q, const X* k_cache, const X* v_ca
       for (int64_t m = 0; m < n; m++)
         for (int64_t head = 0; head < H; head++) {
           const X* query = q + (rows[all[m].sequence] * H + head) * D;
-          convert_row(&queries[row_of(m, head) * query_width], query, D);
+          int64_t row = row_of(m, head);
+          query_scales[row] = convert_factors<QUERY_LIMIT>(&queries[row * query_width], query, D);
         }
       each_part([&](const Slots& slots, int64_t m, int64_t count) {
-        write_scores(&scores[m * G * ROW], &queries[m * G * query_width], k_cache, slots, count * G, n * G, K, D,
-                     query_width);
+        write_scores<X>(&scores[m * G * ROW], &queries[m * G * query_width], k_cache, slots, count * G, n * G, K, D,
+                        query_width);
+        if constexpr (HAS_SCALES)
+          for (float* to = &scales[m * 2 * K * SPAN]; count--; to += 2 * K * SPAN) {
+            slots.read_scales(to, k_cache, K, D);
+            slots.read_scales(to + K * SPAN, v_cache, K, Dv);
+          }
       });
       for (int64_t m = 0; m < n; m++) {
         auto [sequence, result, low, high, _, __] = all[m];
         float* totals = results + result * size + H * width;
         for (int64_t head = 0; head < H; head++) {
-          float* mine = &scores[row_of(m, head) * ROW];
+          int64_t row = row_of(m, head);
+          float* mine = &scores[row * ROW];
+          const float* of_keys = HAS_SCALES ? &scales[(m * 2 * K + head / G) * SPAN + low] : nullptr;
           std::tie(totals[2 * head], totals[2 * head + 1]) =
-              exponentials(mine + low, high - low, scale, softcap, slopes ? slopes + head : nullptr,
-                           seq_lens[sequence] - 1 - begin - low);
+              exponentials(mine + low, high - low, scale * query_scales[row], softcap, slopes ? slopes + head : nullptr,
+                           seq_lens[sequence] - 1 - begin - low, of_keys, HAS_SCALES ? of_keys + K * SPAN : nullptr);
           std::fill(mine, mine + low, 0.0f);
           mine[high] = 0;
-          if constexpr (!std::is_same_v<A, float>) narrow_row(&weights[row_of(m, head) * ROW], mine, high + 1);
+          if constexpr (!std::is_same_v<F, float>)
+            weight_scales[row] = convert_factors<WEIGHT_LIMIT>(&weights[row * ROW], mine, high + 1);
         }
       }
-      std::fill_n(sums.data(), n * H * width, 0.0f);
+      std::fill_n(sums.data(), n * H * width, Sum<F>(0));
       each_part([&](const Slots& slots, int64_t m, int64_t count) {
-        const A* of_first;
-        if constexpr (std::is_same_v<A, float>) of_first = &scores[m * G * ROW];
+        const F* of_first;
+        if constexpr (std::is_same_v<F, float>) of_first = &scores[m * G * ROW];
         else of_first = &weights[m * G * ROW];
         add_values(&sums[m * G * width], of_first, v_cache, slots, count * G, n * G, K, Dv, width);
       });
       for (int64_t m = 0; m < n; m++)
-        for (int64_t head = 0; head < H; head++)
-          memcpy(results + all[m].result * size + head * width, &sums[row_of(m, head) * width], width * 4);
+        for (int64_t head = 0; head < H; head++) {
+          int64_t row = row_of(m, head);
+          float* to = results + all[m].result * size + head * width;
+          for (int64_t i = 0; i < width; i++) to[i] = sums[row * width + i] * weight_scales[row];
+        }
     }
     std::vector<float> row(Dv);
 #pragma omp for schedule(static)

@@ -47,7 +47,7 @@ class CPU(Device):
         try:
             if self.config.enforce_eager:
                 raise RuntimeError("enforce_eager")
-            self.kernels, self._no_kernels = Kernels(dtype), None
+            self.kernels, self._no_kernels = Kernels(dtype, self.config.kv_cache_dtype == "int8"), None
         except RuntimeError as error:
             self._no_kernels = str(error)
         return self.kernels is not None

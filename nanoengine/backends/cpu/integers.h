@@ -97,36 +97,40 @@ struct Rounded {
   }
 };
 
-// Rounds a group to multiples of its largest absolute value / 127. A group whose values are not all finite gets the scale
+// Rounds a group to multiples of its largest absolute value / LIMIT, which is 127 for 8 bits. A group whose values are not all finite gets the scale
 // NaN. One whose values are all below TINY is 0: the reciprocal of its scale could be infinite.
 constexpr float TINY = 0x1p-100f;
-template <class X>
-static void round_group(int8_t* __restrict out, float& scale, int32_t& sum, const X* __restrict x, int64_t n) {
-  float wide[128];
-  widen_row(wide, x, n);
+template <int LIMIT, class I>
+static void round_floats(I* __restrict out, float& scale, int32_t& sum, const float* __restrict x, int64_t n) {
   int32_t largest = 0;  // compared as bits: absolute values have the same order as their bits, and NaN is the largest
 #pragma omp simd reduction(max : largest)
   for (int64_t i = 0; i < n; i++) {
     int32_t bits;
-    memcpy(&bits, wide + i, 4);
+    memcpy(&bits, x + i, 4);
     largest = std::max(largest, bits & 0x7fffffff);
   }
   float size;
   memcpy(&size, &largest, 4);
   bool is_finite = largest < 0x7f800000, is_zero = !is_finite || size < TINY;
-  scale = is_finite ? is_zero ? 0 : size / 127 : NAN;
-  float inverse = is_zero ? 0 : 127 / size;
+  scale = is_finite ? is_zero ? 0 : size / LIMIT : NAN;
+  float inverse = is_zero ? 0 : LIMIT / size;
   sum = 0;
   if (is_zero) {
-    memset(out, 0, n);
+    memset(out, 0, n * sizeof(I));
     return;
   }
 #pragma omp simd reduction(+ : sum)
   for (int64_t i = 0; i < n; i++) {
-    int32_t integer = int32_t(std::nearbyint(wide[i] * inverse));
+    int32_t integer = int32_t(std::nearbyint(x[i] * inverse));
     out[i] = integer;
     sum += integer;
   }
+}
+template <class X>
+static void round_group(int8_t* __restrict out, float& scale, int32_t& sum, const X* __restrict x, int64_t n) {
+  float wide[128];
+  widen_row(wide, x, n);
+  round_floats<127>(out, scale, sum, wide, n);
 }
 
 // Adds to R rows of sums, OUTPUTS wide, the product of rows of x from `first` on and a block's weights. Meanwhile, for

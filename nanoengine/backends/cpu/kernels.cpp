@@ -16,15 +16,14 @@
 
 // ---- Between attention and products --------------------------------------------------------------
 
-// Writes the K and V of tokens to their slots. Rows have k_width and v_width elements and are k_stride and v_stride
-// apart.
+// Writes k (T, K, D) and v (T, K, Dv), whose tokens are k_stride and v_stride apart, to their slots.
 template <class X>
-static void write_kv(X* k_cache, X* v_cache, const X* k, const X* v, const int64_t* slots, int64_t T, int64_t k_width,
-                     int64_t v_width, int64_t k_stride, int64_t v_stride) {
+static void write_kv(const X* k, const X* v, Cached<X>* k_cache, Cached<X>* v_cache, const int64_t* slots, int64_t T,
+                     int64_t K, int64_t D, int64_t Dv, int64_t k_stride, int64_t v_stride) {
 #pragma omp parallel for schedule(static)
   for (int64_t t = 0; t < T; t++) {
-    memcpy(k_cache + slots[t] * k_width, k + t * k_stride, k_width * sizeof(X));
-    memcpy(v_cache + slots[t] * v_width, v + t * v_stride, v_width * sizeof(X));
+    write_token(k_cache + slots[t] * row_size(K, D), k + t * k_stride, K, D);
+    write_token(v_cache + slots[t] * row_size(K, Dv), v + t * v_stride, K, Dv);
   }
 }
 
@@ -256,8 +255,9 @@ struct Batch {  // built by CompiledAttention
 // Computes DecoderLayer of models/decoder.py in one call: with separate calls, Python would take as long as a small
 // batch's layer. All T rows write their K and V. out and total contain only the needed rows.
 template <class X>
-static void decoder_layer(X* out, X* total, const X* x, const X* residual, const X* cos, const X* sin, X* k_cache,
-                          X* v_cache, const Layer<X>* layer, const Batch* batch, int64_t T, float eps, float scale) {
+static void decoder_layer(X* out, X* total, const X* x, const X* residual, const X* cos, const X* sin,
+                          Cached<X>* k_cache, Cached<X>* v_cache, const Layer<X>* layer, const Batch* batch, int64_t T,
+                          float eps, float scale) {
   auto [qkv_proj, o_proj, gate_up_proj, down_proj, input_norm, q_norm, k_norm, post_norm, E, H, K, D, M, window] =
       *layer;
   auto [slots, tables, seq_lens, rows, S, blocks, B, num_chunks, chunks, needed, num_needed] = *batch;
@@ -275,7 +275,7 @@ static void decoder_layer(X* out, X* total, const X* x, const X* residual, const
   multiply(qkv, normed, qkv_proj, E, width);
   norm_rotate(q, qkv, width, q_norm, eps, cos, sin, T, H, D);
   norm_rotate(k, qkv + H * D, width, k_norm, eps, cos, sin, T, K, D);
-  write_kv(k_cache, v_cache, k, qkv + (H + K) * D, slots, T, K * D, K * D, K * D, width);
+  write_kv(k, qkv + (H + K) * D, k_cache, v_cache, slots, T, K, D, D, K * D, width);
   decode_attention(attended, q, k_cache, v_cache, tables, seq_lens, rows, S, blocks, H, K, D, D, B, scale, window, 0,
                    nullptr, nullptr);
   for (int64_t i = 0; i < num_chunks; i++) {
@@ -299,7 +299,8 @@ static void decoder_layer(X* out, X* total, const X* x, const X* residual, const
 }
 
 // kernels.py finds each function through a variable with its address, because a template has no C name. build.py compiles
-// for one type at a time (TYPES is 1, 2 or 4), which takes less than half the time of compiling for all.
+// for one type at a time (TYPES is 1, 2 or 4; 8 more for an int8 cache), which takes less than half the time of compiling
+// for all.
 #ifndef TYPES
 #define TYPES 7
 #endif

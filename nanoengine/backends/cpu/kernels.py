@@ -25,14 +25,15 @@ class Kernels:
     """Calls the functions of kernels.cpp, compiled for this machine's processor and cached between runs.
 
     The constructor compiles them for one dtype, and `serves` for any other when it is first requested.
+    The KV cache has the same dtype, or is an int8 cache (contrib/int8_cache.py).
     Source of the idea: vLLM's `csrc/cpu`.
 
     Raises:
         RuntimeError: there is no C++ compiler, or the compiler fails. The message gives the reason.
     """
 
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        self.was_compiled, self.seconds = False, 0.0
+    def __init__(self, dtype: torch.dtype = torch.float32, int8_cache: bool = False) -> None:
+        self.was_compiled, self.seconds, self.int8_cache = False, 0.0, int8_cache
         self._functions: dict[tuple[str, torch.dtype], Callable[..., None]] = {}
         self.library = self._load(dtype)
         self.has_one_thread = ctypes.c_bool.in_dll(self.library, "one_thread").value  # no OpenMP
@@ -43,7 +44,7 @@ class Kernels:
             raise RuntimeError(f"there are no kernels for {dtype_name(dtype)}")
         start = time.perf_counter()
         with unwound_by_sigterm():  # SIGTERM would otherwise leave the compiler running, and its files
-            library, was_compiled = load_library(TYPES[dtype])
+            library, was_compiled = load_library(TYPES[dtype] | 8 * self.int8_cache)
         self.seconds += time.perf_counter() - start
         self.was_compiled |= was_compiled
         if not hasattr(library, f"linear_{dtype_name(dtype)}"):
@@ -78,8 +79,8 @@ class Kernels:
 
     def write_kv(self, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """Write k (T, K, D) and v (T, K, D') to their slots, (T,) int64."""
-        widths = k[0].numel(), v[0].numel()
-        self.call("write_kv", k_cache, v_cache, k, v, slots, len(k), *widths, k.stride(0), v.stride(0))
+        sizes = *k.shape, v.shape[2], k.stride(0), v.stride(0)
+        self.call("write_kv", k, v, k_cache, v_cache, slots, *sizes)
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None

@@ -142,7 +142,7 @@ struct int4x8 {
   uint32_t all;
 };
 template <class W>
-constexpr int64_t STEP = std::is_same_v<W, bf16> || std::is_same_v<W, int8_t> ? 2 : 1;
+constexpr int64_t STEP = std::is_same_v<W, bf16> || std::is_same_v<W, int8_t> || std::is_same_v<W, int16_t> ? 2 : 1;
 template <>
 constexpr int64_t STEP<int4x8> = 8 / VECTORS;
 template <class W>  // number of W per step

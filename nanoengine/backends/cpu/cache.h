@@ -1,0 +1,43 @@
+// What the KV cache holds: K and V as they are, or in an int8 cache, which a library is compiled for with TYPES & 8, each
+// head's numbers rounded to 8 bits. A token's row, of K or of V, then has the integers of its K heads, followed by their
+// scales in float: K * (D + SCALE) bytes. A number is integer * scale. Scores are multiplied by K's scale, and weights by
+// V's, so integers are multiplied as they are: bf16 represents them exactly.
+// contrib/int8_cache.py has the definition in PyTorch.
+
+#pragma once
+
+#include "integers.h"
+
+#if TYPES & 8
+constexpr int64_t SCALE = sizeof(float);
+template <class X>
+using Cached = int8_t;
+#else
+constexpr int64_t SCALE = 0;
+template <class X>
+using Cached = X;
+#endif
+constexpr bool HAS_SCALES = SCALE > 0;
+
+static inline int64_t row_size(int64_t K, int64_t D) { return K * (D + SCALE); }
+
+// Returns the scale of a head in a token's row.
+static inline float scale_of(const int8_t* row, int64_t head, int64_t K, int64_t D) {
+  return load_as<float>(row + K * D + head * SCALE);
+}
+
+// Writes a token's K or V (K, D) to its row.
+template <class X>
+static void write_token(X* row, const X* token, int64_t K, int64_t D) { memcpy(row, token, K * D * sizeof(X)); }
+template <class X>
+static void write_token(int8_t* row, const X* token, int64_t K, int64_t D) {
+  static thread_local std::vector<float> wide;
+  wide.resize(D);
+  for (int64_t head = 0; head < K; head++) {
+    float scale;
+    int32_t sum;
+    widen_row(wide.data(), token + head * D, D);
+    round_floats<127>(row + head * D, scale, sum, wide.data(), D);
+    memcpy(row + K * D + head * SCALE, &scale, SCALE);
+  }
+}
