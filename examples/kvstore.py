@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from benchmarks.models import write_shape
 from nanoengine import LLM, SamplingParams
@@ -26,7 +27,11 @@ def seconds_to_first_token(model: str, num_tokens: int, run: int) -> dict[str, f
     make = tempfile.TemporaryDirectory
     with make(dir="/dev/shm") as memory, make(dir=".") as disk:
         for row, store in ("computed", memory), ("saved to disk", disk), ("memory", memory), ("disk", disk):
-            settings = {"load_format": "dummy", "max_model_len": num_tokens + 64, "kv_store": store}
+            settings: dict[str, Any] = {
+                "load_format": "dummy",
+                "max_model_len": num_tokens + 64,
+                "kv_store": store,
+            }
             with LLM(model, **settings) as llm:
                 llm.generate([warm_up], PARAMS, use_tqdm=False)
                 os.sync()
