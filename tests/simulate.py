@@ -579,6 +579,8 @@ class World:
         self.law(not is_left, "a command is left")
         self.law(service.num_samples == 0, f"{service.num_samples} places are left")
         known = set(llm.runner.rows._seqs)  # a cache of the last step's
+        # A step that was in flight when the last request finished stays there until the next one.
+        known |= {chunk.seq for launch in llm.core.in_flight for chunk in launch.batch.chunks}
         if set(self.seqs) - known:
             gc.collect()  # an exception of a callback refers to the frames below it, the engine's
         self.law(not set(self.seqs) - known, "a finished sequence is still referred to")

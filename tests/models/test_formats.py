@@ -270,19 +270,18 @@ def test_quantized_weights_are_read_once_on_transformers_code(packs, tmp_path, m
     model = write(tmp_path, *CHECKPOINTS["gptq"][:2])
     names, stored, read, pack = [], [], QuantizedFiles.read, CPU.pack
 
+    def linear_layers():
+        return [x for x in gc.get_objects() if type(x) is nn.Linear and not x.weight.is_meta]
+
+    known = linear_layers()  # of `model`, and of models that other tests keep
+
     def spy(*args):
-        known = {id(layer) for layer in model.modules()}
-        layers = [
-            x
-            for x in gc.get_objects()
-            if type(x) is nn.Linear and id(x) not in known and not x.weight.is_meta
-        ]
+        layers = [x for x in linear_layers() if not any(x is one for one in known)]
         stored.append((len(layers), sum(layer.weight.untyped_storage().nbytes() for layer in layers)))
         return pack(*args)
 
     monkeypatch.setattr(CPU, "pack", spy if packs else None)
     monkeypatch.setattr(QuantizedFiles, "read", lambda self, name: names.append(name) or read(self, name))
-    gc.collect()  # models of other tests
     assert check_equal(model, tmp_path, model_impl="transformers") == ({4} if packs else set())
     assert len(names) == len(set(names)) > 14
     if packs:
