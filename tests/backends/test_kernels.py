@@ -497,7 +497,7 @@ OTHER_FILES = "test_attention.py", "../contrib/test_int8_cache.py", "test_intege
 def test_the_kernels_are_right_when_compiled_for_another_instruction_set(name):
     if INSTRUCTION_SETS[name] not in flags() or not shutil.which("g++"):
         pytest.skip(f"needs g++ and a processor with {INSTRUCTION_SETS[name]}")
-    files = [__file__, *map(str, map(Path(__file__).with_name, OTHER_FILES))]
+    files = [__file__, *(str(Path(__file__).parent / other) for other in OTHER_FILES)]
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *files],
         env={**os.environ, "CXX": f"g++ -march={name}"},
