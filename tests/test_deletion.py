@@ -72,6 +72,9 @@ LLM("demo", speculative_config={"model": "demo", "num_speculative_tokens": 2}, *
     "contrib.lab_command": 'main(["lab"])',
     "contrib.learner": 'main(["serve", "demo", "--port", "0", "--dev-mode"])',
     "contrib.lora": 'LLM("demo", lora=tmp, **SETTINGS)',
+    "contrib.pace": """
+LLM("demo", speculative_config={"model": "demo", "num_speculative_tokens": 2}, **SETTINGS)
+""",
     "contrib.parallel": 'LLM("demo", tensor_parallel_size=2, **SETTINGS)',
     "contrib.pooling": 'LLM("demo", runner="pooling", **SETTINGS)',
     "contrib.pooling_model": 'LLM("demo", runner="pooling", **SETTINGS)',

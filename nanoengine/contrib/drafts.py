@@ -15,98 +15,28 @@ grammar. So a draft is often right if the two models' probabilities are close, a
 Source: https://arxiv.org/abs/2211.17192
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise, takewhile
-from typing import Any, NamedTuple, Self
+from itertools import takewhile
+from typing import Any, Self
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 
 from nanoengine.backends.kv_cache import KVGroup, block_bytes
 from nanoengine.config import EngineConfig
+from nanoengine.contrib.pace import Costs, Offer, Planner
 from nanoengine.engine import Block, Chunk, ModelRunner, ScheduledBatch, Sequence
 from nanoengine.extensions.speculate import DraftingScheduler
 from nanoengine.extensions.structured import Constraint
 from nanoengine.models.checkpoint import Checkpoint, open_checkpoint
-from nanoengine.sampling_params import SamplingParams
-from nanoengine.startup import Started, start_runner, trial_batch
-from nanoengine.steps import Stopwatch
+from nanoengine.startup import Started, start_runner
 
 FIRST_ODDS = 0.8  # how likely a draft is to be right, before any was tested
-LOWEST_ODDS = 0.4  # a draft that is less likely to be right is not computed
+AVERAGE_RATE = 1 / 64  # of the odds of all sequences, with which new sequences start
 LEARNING_RATE = 0.1  # of the odds, per tested draft
-RECOVERY_RATE = 1 / 128  # of the odds, per step without drafts: so drafting is tried again after a while
-NUM_ALWAYS = 2  # up to this many sequences have drafts regardless of the cost
-MARGIN = 1.5  # for more sequences: drafts cost more than was measured, with longer texts and scheduling
-FAR = 1 << 20  # more rows than any pass has
-SAVING = 0.25  # the share of a sequence's remaining time that drafts are assumed to save
-
-# ---- How many drafts to compute ------------------------------------------------------------------
-
-
-class Costs(NamedTuple):
-    """Holds how many seconds a pass takes for different numbers of decodes, measured at startup."""
-
-    num_rows: list[int]  # ascending
-    seconds: list[float]
-
-    @classmethod
-    def measure(cls, runner: ModelRunner, largest: int) -> "Costs":
-        """Time passes of 1, 2, 4, ... decodes, until one takes twice as long as the first."""
-        costs = cls([0], [0.0])
-        while (last := costs.num_rows[-1]) < largest and costs.seconds[-1] <= 2 * costs.seconds[:2][-1]:
-            batch, times = trial_batch([1] * max(1, 2 * last), SamplingParams(), [0]), [time.perf_counter()]
-            for _ in range(3):
-                runner.collect(runner.launch(batch))
-                times.append(time.perf_counter())
-            costs.num_rows.append(batch.num_tokens)
-            costs.seconds.append(min(after - before for before, after in pairwise(times)))
-        (*_, x, last), (*_, y, longest) = costs  # larger passes are extrapolated from the last two
-        costs.num_rows.append(FAR)
-        costs.seconds.append(longest + (FAR - last) * (longest - y) / (last - x))
-        runner.stopwatch = Stopwatch()  # these passes do not count as steps
-        return costs
-
-    def of(self, num_rows: int) -> float:
-        """Return the seconds of a pass, interpolated between the two nearest measurements."""
-        return float(np.interp(num_rows, *self))
-
-
-def choose_sizes(
-    odds: list[float], limits: list[int], num_rows: int, budget: int, costs: tuple[Costs, Costs]
-) -> list[int]:
-    """Return how many drafts to compute for each of the sequences that decode.
-
-    Drafts of one more depth cost a pass of the draft model and rows of the target model. They are computed
-    if the tokens that they are expected to add would take longer without them. For one or two sequences, the
-    cost is ignored.
-
-    Args:
-        odds: by sequence, how likely a draft is to be right if the drafts before it are right.
-        limits: by sequence, the most drafts that it may have.
-        num_rows: rows that the target model computes in any case.
-        budget: the most drafts for all sequences together.
-        costs: the costs of the target model, and of the draft model.
-    """
-    target, draft = costs
-    sizes, tokens, seconds = [0] * len(odds), float(len(odds)), target.of(len(odds))
-    for depth in range(1, max(limits, default=0) + 1):
-        deeper = [i for i, limit in enumerate(limits) if sizes[i] == depth - 1 < limit]
-        deeper = [i for i in deeper if odds[i] ** depth >= LOWEST_ODDS][:budget]
-        gain = sum(odds[i] ** depth for i in deeper)
-        cost = target.of(num_rows + len(deeper)) - target.of(num_rows) + draft.of(len(deeper))
-        if not deeper or (len(odds) > NUM_ALWAYS and gain * seconds < MARGIN * cost * tokens):
-            break
-        for i in deeper:
-            sizes[i] = depth
-        num_rows, budget = num_rows + len(deeper), budget - len(deeper)
-        tokens, seconds = tokens + gain, seconds + cost
-    return sizes
-
+RECOVERY_RATE = 1 / 128  # of the odds, per choice of no drafts: so drafting is tried again after a while
 
 # ---- The draft model -----------------------------------------------------------------------------
 
@@ -116,19 +46,19 @@ class Shadow:
     """Holds the draft model's state for one sequence."""
 
     view: Sequence  # given to the runner: the same blocks and settings, and tokens that may end in drafts
+    odds: float  # how likely a draft is to be right if the drafts before it are right
     num_computed: int = 0  # view.block_table has the draft model's K and V of this many tokens
     num_known: int = 0  # the number of known tokens when the last drafts were computed
     drafts: list[int] = field(default_factory=list)  # the last drafts, which follow those tokens
-    odds: float = FIRST_ODDS  # how likely a draft is to be right if the drafts before it are right
 
     @classmethod
-    def of(cls, seq: Sequence) -> Self:
+    def of(cls, seq: Sequence, odds: float) -> Self:
         """Return a new shadow. Its view has its own copy of the grammar, and no other processors."""
         grammars = [Constraint(x.grammars, x.grammar) for x in seq.processors if isinstance(x, Constraint)]
         same = {name: getattr(seq, name) for name in ("seed", "stop_ids", "bad_words")}
         view = Sequence(seq.seq_id, [], replace(seq.params, logprobs=None), processors=(*grammars,), **same)
         view.num_prompt_tokens = seq.num_prompt_tokens
-        return cls(view)
+        return cls(view, odds)
 
     def compare(self, token_ids: list[int]) -> None:
         """Compare the last drafts with the sampled tokens, and discard the K and V of wrong drafts."""
@@ -165,7 +95,8 @@ class DraftModel:
         self.max_model_len = max_model_len  # longer sequences have no drafts
         self.max_drafts = max_drafts  # limit per sequence and step
         self.block_bytes = block_bytes(started.kv_specs, started.kv_groups, started.runner.block_size)
-        self.costs: tuple[Costs, Costs]  # the costs of the target model, and of this one
+        self.planner: Planner  # chooses how many drafts to compute
+        self.odds = FIRST_ODDS  # an average over the sequences
         self.shadows: WeakKeyDictionary[Sequence, Shadow] = WeakKeyDictionary()
         self.blocks: list[Block] = []  # the block manager's
         self.computed_blocks: dict[int, int] = {}  # block_id -> prefix_id of its K and V
@@ -182,7 +113,9 @@ class DraftModel:
             raise ValueError(f"a draft model needs tensor_parallel_size=1, got {config.tensor_parallel_size}")
         own: dict[str, Any] = {"revision": asked.revision, "quantization": asked.quantization}
         own |= {"model": str(asked.model), "dtype": asked.dtype or config.dtype, "num_kv_blocks": 1}
-        names = "tokenizer gguf_file kv_cache_bytes lora kv_store trace speculative_config hf_overrides"
+        # Two decodes per sequence: see `draft`.
+        own["speculative_config"] = {"method": "ngram", "num_speculative_tokens": 1}
+        names = "tokenizer gguf_file kv_cache_bytes lora kv_store trace hf_overrides"
         config = replace(config, **{name: None for name in names.split()} | own)
         same = {name: getattr(config, name) for name in ("model_impl", "trust_remote_code", "load_format")}
         checkpoint = open_checkpoint(own["model"], revision=asked.revision, generation_config="vllm", **same)
@@ -202,15 +135,17 @@ class DraftModel:
         """Allocate K and V for the target model's blocks, time both models, and return the scheduler."""
         self.started.allocate(target.num_blocks)
         most = min(max_num_seqs, target.max_num_batched_tokens)
-        self.costs = Costs.measure(target.runner, most), Costs.measure(self.runner, most)
+        self.planner = Planner(Costs.measure(target.runner, most), Costs.measure(self.runner, most))
         return partial(ModelDraftingScheduler, draft_model=self)
 
     def follow(self, seq: Sequence, blocks: list[Block]) -> Shadow:
         """Return a sequence's shadow, up to date with its tokens and blocks."""
         if blocks is not self.blocks:  # the block manager was cleared, and its prefix_ids start again at 1
             self.blocks, self.computed_blocks = blocks, {}
-        shadow = self.shadows.get(seq) or self.shadows.setdefault(seq, Shadow.of(seq))
-        shadow.compare(seq.token_ids)
+        shadow = self.shadows.get(seq) or self.shadows.setdefault(seq, Shadow.of(seq, self.odds))
+        if shadow.drafts:
+            shadow.compare(seq.token_ids)
+            self.odds += AVERAGE_RATE * (shadow.odds - self.odds)
         if shadow.view.block_table is not seq.block_table:  # it was admitted, perhaps after a preemption
             shadow.view.block_table, shadow.num_computed = seq.block_table, 0
         size = self.runner.block_size
@@ -221,13 +156,6 @@ class DraftModel:
         # Compute at least one token: its logits choose the first draft.
         shadow.num_computed = min(shadow.num_computed, len(seq.token_ids) - 1)
         return shadow
-
-    def pays(self, seq: Sequence, num_seqs: int) -> bool:
-        """Return whether drafts will save more time than it takes to compute a sequence's known tokens."""
-        (target, draft), num_tokens = self.costs, len(seq.token_ids)
-        cost = (num_tokens - self.shadows[seq].num_computed) * draft.of(FAR) / FAR
-        saved = SAVING * (seq.max_num_tokens - num_tokens) * target.of(num_seqs) / num_seqs
-        return num_seqs <= NUM_ALWAYS or cost <= saved
 
     def draft(self, sizes: dict[Sequence, int]) -> dict[Sequence, list[int]]:
         """Return drafts for each sequence, at most `sizes` of them.
@@ -252,8 +180,11 @@ class DraftModel:
             shadow.num_computed, shadow.num_known, shadow.drafts = end, num_known, []
             shadow.view.token_ids = list(seq.token_ids)
             self.runner.rows.counts.forget(shadow.view)  # the last drafts may be wrong
-            chunks.append(Chunk(shadow.view, start, end, end == num_known, shadow.view.token_ids))
             budget -= end - start
+            if end - start == 2 == num_known - start:  # as two decodes: kernels are faster for decodes
+                chunks.append(Chunk(shadow.view, start, start + 1, False, shadow.view.token_ids))
+                start += 1
+            chunks.append(Chunk(shadow.view, start, end, end == num_known, shadow.view.token_ids))
             if end == num_known:
                 drafts[seq] = shadow.drafts
         while chunks:
@@ -292,22 +223,38 @@ class ModelDraftingScheduler(DraftingScheduler):
         super().__init__(block_manager, propose=lambda seq, _: drafts.get(seq, []), **settings)
         self.draft_model, self.drafts = draft_model, drafts
 
-    def prepare(self, chunks: list[Chunk], budget: int) -> None:
+    def schedule(self) -> ScheduledBatch:
+        """See the base class. The step is timed from here until `update` returns."""
+        self.draft_model.planner.begin()
+        return super().schedule()
+
+    def update(self, batch: ScheduledBatch, token_ids: list[int | None]) -> list[Sequence]:
+        """See the base class."""
+        advanced = super().update(batch, token_ids)
+        self.draft_model.planner.end()
+        return advanced
+
+    def prepare(self, chunks: list[Chunk], budget: int) -> bool:
         """See the base class. The drafts are computed here."""
-        model, decodes, limits = self.draft_model, dict[Sequence, Chunk](), list[int]()
-        for chunk in chunks:
-            limit = min(self.limit_of(chunk, budget), model.max_drafts, model.max_model_len - chunk.end)
-            grammars = [one.grammar for one in chunk.seq.processors if isinstance(one, Constraint)]
-            if limit > 0 and all(one.takes_back and not one.is_slow for one in grammars):
-                decodes[chunk.seq] = chunk
-                limits.append(limit)
-        shadows = [model.follow(seq, self.block_manager.blocks) for seq in decodes]
-        limits = [n * model.pays(seq, len(decodes)) for n, seq in zip(limits, decodes, strict=True)]
-        num_rows, odds = self.max_num_batched_tokens - budget, [shadow.odds for shadow in shadows]
-        sizes = choose_sizes(odds, limits, num_rows, budget, model.costs)
-        for shadow, size in zip(shadows, sizes, strict=True):
-            shadow.odds += 0 if size else RECOVERY_RATE * (FIRST_ODDS - shadow.odds)
-        pairs = zip(decodes.values(), sizes, strict=True)
-        fitting = {chunk.seq: self.room_for(chunk, size) for chunk, size in pairs}
+        model, planner = self.draft_model, self.draft_model.planner
+        num_rows = self.max_num_batched_tokens - budget
         self.drafts.clear()
+        if planner.rests(len(chunks), num_rows):
+            return False
+        decodes, offers = dict[Sequence, Chunk](), list[Offer]()
+        for chunk in chunks:
+            seq, limit = chunk.seq, min(self.limit_of(chunk, budget), model.max_drafts)
+            grammars = [one.grammar for one in seq.processors if isinstance(one, Constraint)]
+            limit = min(limit, model.max_model_len - chunk.end)
+            if limit > 0 and all(one.takes_back and not one.is_slow for one in grammars):
+                shadow, num_known = model.follow(seq, self.block_manager.blocks), len(seq.token_ids)
+                num_behind = max(0, num_known - shadow.num_computed - 2)
+                offers.append(Offer(shadow.odds, limit, num_behind, seq.max_num_tokens - num_known))
+                decodes[seq] = chunk
+        sizes = planner.choose(offers, num_rows, budget)
+        for seq, size in zip(decodes, sizes, strict=True):
+            model.shadows[seq].odds += 0 if size else RECOVERY_RATE * (FIRST_ODDS - model.shadows[seq].odds)
+        pairs = zip(decodes.items(), sizes, strict=True)
+        fitting = {seq: self.room_for(chunk, size) for (seq, chunk), size in pairs if size}
         self.drafts.update(model.draft({seq: size for seq, size in fitting.items() if size}))
+        return bool(self.drafts)

@@ -44,8 +44,10 @@ class DraftingScheduler(Scheduler):
 
     def schedule(self) -> ScheduledBatch:
         """See the base class. The chunk of a decode is followed by the chunks of its drafts."""
-        chunks, _, num_tokens = super().schedule()
-        self.prepare(chunks, self.max_num_batched_tokens - num_tokens)
+        batch = super().schedule()
+        chunks, _, num_tokens = batch
+        if not self.prepare(chunks, self.max_num_batched_tokens - num_tokens):
+            return batch
         with_drafts: list[Chunk] = []
         for chunk in chunks:
             with_drafts.append(chunk)
@@ -58,8 +60,9 @@ class DraftingScheduler(Scheduler):
         sampled_seqs = [chunk.seq for chunk in with_drafts if chunk.samples]
         return ScheduledBatch(with_drafts, sampled_seqs, num_tokens)
 
-    def prepare(self, chunks: list[Chunk], budget: int) -> None:
-        """Get ready to propose up to `budget` drafts after these chunks. Subclasses may override this."""
+    def prepare(self, chunks: list[Chunk], budget: int) -> bool:
+        """Get ready to propose up to `budget` drafts after these chunks. Return False if there are none."""
+        return True
 
     def _draft(self, chunk: Chunk, budget: int) -> list[int]:
         """Return the drafts to compute after a chunk, and make room for them in the block table."""

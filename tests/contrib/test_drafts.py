@@ -1,6 +1,7 @@
 """Draft models: drafts change the speed, never the tokens; and equal models agree about every draft."""
 
 import json
+import random
 import weakref
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 import transformers
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.contrib.drafts import Costs, choose_sizes
+from nanoengine.contrib.pace import FAR, Costs, Offer, Planner
 from tests.extensions.test_speculate import mixed_requests
 from tests.helpers import (
     TINY,
@@ -244,7 +245,7 @@ def test_the_draft_model_computes_each_token_once(target):
         passes = computed(llm)
         (output,) = llm.generate([prompt], params, use_tqdm=False)
         # The first token comes with the prompt, then five a step, and the twelfth needs no draft.
-        assert passes[:5] == [[(0, 11)], [(11, 12)], [(12, 13)], [(13, 14)], [(14, 16)]]
+        assert passes[:5] == [[(0, 11)], [(11, 12)], [(12, 13)], [(13, 14)], [(14, 15), (15, 16)]]
         passes.clear()
         again = [*prompt, *output.outputs[0].token_ids]
         llm.generate([again, again], params, use_tqdm=False)
@@ -277,8 +278,10 @@ def test_no_drafts_follow_the_end_of_a_sequence(target):
         assert counts(llm)[0] - before == 1
 
 
-FLAT, STEEP = Costs([1, 64], [1.0, 1.0]), Costs([0, 64], [0.0, 64.0])
-CHEAP = Costs([1, 64], [0.05, 0.05])
+# ---- How many drafts are computed ------------------------------------------------------------------
+
+FLAT, STEEP = Costs([0, 1, 64], [0.0, 1.0, 1.0]), Costs([0, 64], [0.0, 64.0])
+CHEAP = Costs([0, 1, 64], [0.0, 0.05, 0.05])
 
 
 @pytest.mark.parametrize(
@@ -288,14 +291,96 @@ CHEAP = Costs([1, 64], [0.05, 0.05])
         ([0.9] * 8, [4] * 8, 10, (FLAT, CHEAP), [2, 2, 1, 1, 1, 1, 1, 1]),
         ([0.9] * 8, [4] * 8, 99, (STEEP, CHEAP), [0] * 8),  # each row costs what a token saves
         ([0.9] * 8, [4] * 8, 99, (FLAT, FLAT), [0] * 8),  # a draft costs what it saves
-        ([0.9] * 2, [4] * 2, 99, (STEEP, FLAT), [4] * 2),  # few always draft
+        ([0.9], [4], 99, (STEEP, FLAT), [0]),  # one sequence is no exception
         ([0.9, 0.7, 0.3], [4] * 3, 99, (FLAT, CHEAP), [4, 2, 0]),  # each by its own odds
         ([0.9, 0.9, 0.9], [0, 1, 4], 99, (FLAT, CHEAP), [0, 1, 4]),
         ([], [], 99, (FLAT, CHEAP), []),
     ],
 )
 def test_as_many_drafts_are_computed_as_save_time(odds, limits, budget, costs, expected):
-    assert choose_sizes(odds, limits, len(odds), budget, costs) == expected
+    planner = Planner(*costs)
+    assert not planner.rests(len(odds), len(odds))
+    offers = [Offer(*pair) for pair in zip(odds, limits, strict=True)]
+    assert planner.choose(offers, len(odds), budget) == expected
+
+
+@pytest.mark.parametrize(("num_behind", "num_left", "expected"), [(50, 400, 4), (50, 20, 0), (900, 9000, 0)])
+def test_a_sequence_has_no_drafts_if_catching_up_takes_longer_than_they_save(num_behind, num_left, expected):
+    planner = Planner(FLAT, Costs([0, FAR], [0.0, FAR * 0.1]))
+    planner.rests(2, 2)
+    offers = [Offer(0.9, 4, num_behind, num_left), Offer(0.9, 4)]
+    assert planner.choose(offers, 2, 99) == [expected, 4]
+
+
+class Machine:
+    """Serves sequences on a virtual clock. The host's work for a draft pass is in no estimate."""
+
+    def __init__(self, num_seqs: int, draft_seconds: float, odds: float) -> None:
+        self.target = Costs([0, 1, FAR], [0.0, 2.0, 2.0 + 0.05 * FAR])
+        self.draft = Costs([0, 1, FAR], [0.0, draft_seconds, 0.01 * FAR])
+        self.num_seqs, self.odds, self.now, self.rng = num_seqs, odds, 0.0, random.Random(0)
+        self.planner = Planner(self.target, self.draft, clock=lambda: self.now)
+        self.num_behind, self.step_seconds = [200] * num_seqs, 0.5  # of the host, with and without drafts
+
+    def speed(self, num_steps: int, host_seconds: float) -> float:
+        """Run steps, and return how many times as fast they are as without drafts."""
+        started, num, num_tokens = self.now, self.num_seqs, 0
+        for step in range(num_steps):
+            self.num_behind[step % num] = (
+                100 if step % 100 < num else self.num_behind[step % num]
+            )  # a new one
+            self.planner.begin()
+            sizes, offers = [0] * num, [Offer(self.odds, 4, behind) for behind in self.num_behind]
+            if not self.planner.rests(num, num):
+                sizes = self.planner.choose(offers, num, 1000)
+            drafting = [sum(size > depth for size in sizes) for depth in range(max(sizes))]
+            self.now += self.step_seconds + self.target.of(num + sum(sizes))
+            self.now += sum(host_seconds + self.draft.of(n) for n in drafting)
+            self.now += sum(0.01 * behind for behind, n in zip(self.num_behind, sizes, strict=True) if n)
+            self.num_behind = [
+                0 if n else behind + 1 for behind, n in zip(self.num_behind, sizes, strict=True)
+            ]
+            num_right = [
+                next(i for i in range(n + 1) if i == n or self.rng.random() > self.odds) for n in sizes
+            ]
+            num_tokens += num + sum(num_right)
+            self.planner.end()
+        return num_tokens / num * (self.step_seconds + self.target.of(num)) / (self.now - started)
+
+
+@pytest.mark.parametrize("num_seqs", [1, 4, 16])
+@pytest.mark.parametrize("host_seconds", [0.0, 0.5, 2.0])
+@pytest.mark.parametrize("odds", [0.1, 0.5, 0.8])
+def test_drafts_never_cost_more_than_three_percent(num_seqs, host_seconds, odds):
+    """Also where the host's work decides, which no measurement at startup contains."""
+    assert Machine(num_seqs, 0.4, odds).speed(3000, host_seconds) > 0.97
+
+
+@pytest.mark.parametrize(("num_seqs", "gain"), [(1, 1.5), (4, 1.35)])
+def test_drafts_save_what_they_can(num_seqs, gain):
+    """The drafts of one sequence take a fifth of the target model's time, and four of five are right."""
+    assert Machine(num_seqs, 0.4, 0.8).speed(1000, 0.1) > gain
+
+
+def test_drafts_end_when_steps_without_them_become_cheap():
+    """Such steps have to be measured while drafts pay, too."""
+    machine = Machine(1, 0.4, 0.8)
+    machine.step_seconds = 8.0
+    assert machine.speed(300, 2.0) > 1.35
+    machine.step_seconds = 0.0
+    machine.speed(1000, 2.0)
+    assert machine.speed(500, 2.0) > 0.97
+
+
+@pytest.mark.parametrize("num_seqs", [1, 4])
+def test_drafts_are_tried_again_after_they_did_not_pay(num_seqs):
+    """The machine was busy for a while, for example."""
+    machine = Machine(num_seqs, 0.4, 0.8)
+    machine.speed(500, 3.0)
+    assert machine.speed(200, 3.0) > 0.97
+    assert not any(not machine.planner.rests(num_seqs, num_seqs) for _ in range(2))
+    machine.speed(1500, 0.1)
+    assert machine.speed(500, 0.1) > 1.25
 
 
 def test_a_model_that_is_never_right_drafts_less_and_less(target, tmp_path):
