@@ -97,8 +97,9 @@ struct Rounded {
   }
 };
 
-// Rounds a group to multiples of its largest absolute value / LIMIT, which is 127 for 8 bits. A group whose values are not all finite gets the scale
-// NaN. One whose values are all below TINY is 0: the reciprocal of its scale could be infinite.
+// Rounds a group to multiples of its largest absolute value / LIMIT, which is 127 for 8 bits. A group whose values are
+// not all finite gets the scale NaN. One whose values are all below TINY is 0: the reciprocal of its scale could be
+// infinite.
 constexpr float TINY = 0x1p-100f;
 template <int LIMIT, class I>
 static void round_floats(I* __restrict out, float& scale, int32_t& sum, const float* __restrict x, int64_t n) {
