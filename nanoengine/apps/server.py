@@ -191,6 +191,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     # every few thousand steps, and no request would get a token for 0.1 s.
     gc.collect()
     gc.freeze()
+    # The event loop would keep the interpreter lock for 5 ms, while a step waits for it after each kernel.
+    sys.setswitchinterval(0.001)
     try:
         server.run()
     finally:
