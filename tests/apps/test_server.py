@@ -960,15 +960,17 @@ def test_on_sigterm_the_command_finishes_running_requests_and_refuses_new_ones(l
 
 
 @pytest.mark.slow
-def test_the_garbage_collector_skips_what_the_command_loaded():
+def test_the_garbage_collector_skips_what_the_command_loaded_and_threads_switch_sooner():
     code = "import gc, sys; from nanoengine.apps import server; "
-    code += "server.Server.run = lambda self: print(gc.get_freeze_count(), len(gc.get_objects())); "
+    code += "server.Server.run = lambda self: "
+    code += "print(gc.get_freeze_count(), len(gc.get_objects()), sys.getswitchinterval()); "
     code += "server.main(sys.argv[1:])"
     command = [sys.executable, "-c", code, *COMMON]
     printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=TIMEOUT).stdout
-    num_frozen, num_watched = map(int, printed.split())
+    num_frozen, num_watched, interval = map(float, printed.split())
     assert num_frozen > 100_000
     assert num_watched < 1000
+    assert interval == 0.001
 
 
 def is_closed(url):

@@ -184,7 +184,7 @@ def test_drafts_use_only_the_budget_that_other_sequences_leave():
     for i in range(3):
         scheduler.add(make_sequence(i, [i]))
     prepared = []
-    scheduler.prepare = lambda chunks, budget: prepared.append((len(chunks), budget))
+    scheduler.prepare = lambda chunks, budget: prepared.append((len(chunks), budget)) or True
     assert counts(run_step(scheduler)) == {0: 6, 1: 1, 2: 1}
     assert prepared == [(3, 5)]
     scheduler.add(make_sequence(3, [3] * 4))
