@@ -398,9 +398,8 @@ def _load_transformers(
         settings["state_dict"] = {name: floats(tensor, dtype) for name, tensor in read} | tensors
     elif checkpoint.is_part:
         settings["key_mapping"] = PART_NAMES
-    if (
-        device.type != "cpu" and not quantized and find_spec("accelerate") is not None
-    ):  # transformers needs it
+    has_accelerate = find_spec("accelerate") is not None  # transformers requires it to fill a device
+    if device.type != "cpu" and not quantized and has_accelerate:
         settings["device_map"] = {"": device}
     with as_value_error(path), _without_report():
         causal_lm, report = auto.from_pretrained(
