@@ -148,7 +148,6 @@ class Planner:
             price = TRIAL_STEPS * pace.extra.value * self.cost(tried, num_rows) + sum(map(self.delay, offers))
             if not pace.num_trials and 0 < price <= pace.credit:
                 pace.num_trials, pace.credit = TRIAL_STEPS, price
-                pace.extra.num = FEW  # so that these steps count
             self.is_trial = bool(pace.num_trials and self.num_rows and sum(tried) <= budget)
             if self.is_trial:
                 pace.num_trials -= 1
