@@ -211,7 +211,8 @@ def test_engines_run_side_by_side_on_the_same_requests(tmp_path, monkeypatch):
     assert ours["ttft_ms"] == sorted(ours["ttft_ms"])
     seconds = output_tokens / ours["output_tokens_per_s"]["median"]
     assert min(ours["phases_s"].values()) > 0
-    assert sum(ours["phases_s"].values()) < seconds * 1.01  # beside them only what waits for the processor
+    rounding = 0.5e-4 * len(ours["phases_s"])  # each is rounded to 0.1 ms, of runs that take about 6 ms
+    assert sum(ours["phases_s"].values()) < seconds * 1.01 + rounding
     assert rows["transformers"]["ttft_ms"] is rows["nano-vllm"]["ttft_ms"] is None
     assert report["machine"] == machine(1, "cpu")
     assert report["machine"]["instructions"] in hardware(report["machine"])
