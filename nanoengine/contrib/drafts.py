@@ -181,7 +181,7 @@ class DraftModel:
             shadow.view.token_ids = list(seq.token_ids)
             self.runner.rows.counts.forget(shadow.view)  # the last drafts may be wrong
             budget -= end - start
-            if end - start == 2 == num_known - start:  # as two decodes: kernels are faster for decodes
+            if end - start == 2:  # as two decodes: kernels are faster for decodes
                 chunks.append(Chunk(shadow.view, start, start + 1, False, shadow.view.token_ids))
                 start += 1
             chunks.append(Chunk(shadow.view, start, end, end == num_known, shadow.view.token_ids))
