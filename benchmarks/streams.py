@@ -5,6 +5,7 @@ python -m benchmarks.streams [STREAMS ...]    # the last line printed is one JSO
 The forward pass is a sleep of 4 ms, so that only the host's work remains: the server's and the engine's. An
 event should hold one token. It holds more when the server lags. The client reads plain sockets, because an
 HTTP library takes longer to read an event than the server to write it. It shares the last core with it.
+The host's time per step is printed beside that of the same step without a server.
 """
 
 import json
@@ -19,13 +20,16 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from benchmarks.host import spread, stub_sampling
+from benchmarks.host import spread, start_decodes, stub_sampling
 from benchmarks.machine import machine
 from benchmarks.runs import CORES
 from benchmarks.served import serving
 from nanoengine.apps import server
 from nanoengine.async_llm import AsyncLLM
 from nanoengine.backends.device import Forward
+from nanoengine.config import EngineConfig
+from nanoengine.llm_engine import LLMEngine
+from nanoengine.sampling_params import RequestOutputKind
 
 STEP_SECONDS, NUM_TOKENS, REPEATS = 0.004, 300, 5
 
@@ -75,6 +79,21 @@ def stream(port: int, num_streams: int, num_tokens: int) -> tuple[float, float]:
     return (last - first) / (end - start), num_events / (num_streams * num_tokens)
 
 
+def alone(num_seqs: int) -> float:
+    """Return the host's milliseconds per step of this many decodes without a server."""
+    settings: dict[str, Any] = {"max_num_seqs": num_seqs, "num_kv_blocks": 32 * num_seqs}
+    engine = LLMEngine(EngineConfig(model="demo", max_model_len=1024, **settings))
+    engine.runner.forward = Sleep()
+    stub_sampling(engine, num_seqs)
+    start_decodes(engine, num_seqs, 2, output_kind=RequestOutputKind.DELTA, ignore_eos=True)
+    start = time.perf_counter()
+    for _ in range(NUM_TOKENS):
+        engine.step()
+    seconds = (time.perf_counter() - start) / NUM_TOKENS
+    engine.close()
+    return 1e3 * (seconds - STEP_SECONDS)
+
+
 def main(numbers: list[int], num_tokens: int = NUM_TOKENS, repeats: int = REPEATS) -> None:
     """Measure each number of streams, and print a table and a JSON line."""
     most, rows = max(numbers), []
@@ -84,9 +103,17 @@ def main(numbers: list[int], num_tokens: int = NUM_TOKENS, repeats: int = REPEAT
         for number in numbers:
             stream(port, number, num_tokens)  # a warm-up
             rates, shares = zip(*(stream(port, number, num_tokens) for _ in range(repeats)), strict=True)
-            rows.append({"streams": number, **spread(rates), "events per token": min(shares)})
-            figures = "{streams} streams: {median:.0f} events/s ({min:.0f} to {max:.0f})".format(**rows[-1])
-            print(f"{figures}, at least {min(shares):.3f} events per token", flush=True)
+            row = {
+                "streams": number,
+                **spread(rates),
+                "events per token": min(shares),
+                "alone": alone(number),
+            }
+            row["host"] = 1e3 * (number / row["median"] - STEP_SECONDS)
+            rows.append(row)
+            figures = "{streams} streams: {median:.0f} events/s ({min:.0f} to {max:.0f})".format(**row)
+            host = "{host:.1f} ms of the host per step, {alone:.1f} ms without a server".format(**row)
+            print(f"{figures}, at least {min(shares):.3f} events per token; {host}", flush=True)
     os.sched_setaffinity(0, CORES)
     print(json.dumps({"machine": machine(len(CORES), "cpu"), "results": rows}))
 

@@ -90,6 +90,8 @@ class AsyncLLM(Reloadable, AbstractAsyncContextManager["AsyncLLM"]):
         self._closed, self._lock = False, threading.Lock()
         self._waiting: deque[Callable[[], None]] = deque()  # requests beyond the limit; only for the thread
         self._outgoing: dict[Any, Any] = {}  # outputs that `_deliver` will send; only for the thread
+        self._num_deliveries = 0
+        self.llm_engine.runner.before_forward = self._deliver
         self._thread = threading.Thread(target=self._run, name="nanoengine", daemon=True)
         self._thread.start()
         atexit.register(self.close)  # a thread that computes during interpreter shutdown would crash
@@ -231,6 +233,8 @@ class AsyncLLM(Reloadable, AbstractAsyncContextManager["AsyncLLM"]):
     def _run_commands(self) -> bool:
         """Run the queued commands, and wait for one if the engine is idle. Returns False at the end mark."""
         is_idle = not (self._waiting or self.llm_engine.has_unfinished_requests())
+        if is_idle or not self._commands.empty():  # the next forward pass may be far off
+            self._deliver()
         # Run only those queued now, so that a flood of commands cannot keep the engine from stepping.
         for _ in range(max(is_idle, self._commands.qsize())):
             command = self._commands.get()
@@ -240,20 +244,26 @@ class AsyncLLM(Reloadable, AbstractAsyncContextManager["AsyncLLM"]):
         num_places = self._max_concurrent_requests - len(self.llm_engine.requests)
         for _ in range(min(len(self._waiting), num_places)):
             self._waiting.popleft()()
-        self._deliver()
         return True
 
     def _step(self) -> None:
+        before = self._num_deliveries
         try:
             self.llm_engine.advance()
         except EngineDeadError:
             raise  # ends all requests and the thread
         except BaseException:  # including panics, as in `_call`
             logging.getLogger(__name__).exception("a step failed and is computed again")
-        self._deliver()
+        if self._num_deliveries == before:  # there was no forward pass
+            self._deliver()
 
     def _deliver(self) -> None:
-        """Send the outputs since the last call to their consumers, with one callback per event loop."""
+        """Send the outputs since the last call to their consumers, with one callback per event loop.
+
+        The runner calls this just before each forward pass, in which the event loop has the interpreter lock
+        for itself. If outputs were sent after each step, the two threads would compete for it.
+        """
+        self._num_deliveries += 1
         for loop, outputs in self._outgoing.items():
             with suppress(RuntimeError):  # the event loop is closed: drop its outputs
                 loop.call_soon_threadsafe(_Mailbox.receive, outputs)

@@ -768,8 +768,8 @@ class ModelRunner:
         # startup.py makes the caches, sized by num_kv_blocks, kv_cache_bytes or gpu_memory_utilization.
         self.caches: list[KVCache] = []  # one per layer
         self.forward = Forward()  # startup.py replaces it
-        self.rows = CachedRows()
-        self.stopwatch = Stopwatch()
+        self.before_forward: Callable[[], object] = lambda: None  # AsyncLLM replaces it
+        self.rows, self.stopwatch = CachedRows(), Stopwatch()
 
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch, before: Launch | None = None) -> Launch:
@@ -785,6 +785,7 @@ class ModelRunner:
                 sampled = before.tokens[inputs.pending_samples].clamp(min=0)
                 inputs.input_ids[inputs.pending_rows] = sampled
             self.stopwatch.lap("inputs")
+            self.before_forward()
             hidden = self.forward(self.compute, inputs)
             compute_logits, download = self.model.compute_logits, self.device.download
             prompt_reports = self.report(batch.chunks, hidden, compute_logits, download)

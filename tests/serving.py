@@ -113,16 +113,17 @@ class Steps:
 
 @contextmanager
 def before_each_step(engine, function):
-    """Call a function with each step's batch before the step is launched."""
+    """Call a function with each step's batch before its forward pass. The last step's outputs are sent."""
     runner = engine.llm_engine.runner
-    launch = runner.launch
+    launch, deliver = runner.launch, runner.before_forward
 
-    def called(batch, *args):
-        function(batch)
+    def launch_noted(batch, *args):
+        runner.before_forward = lambda: (deliver(), function(batch))
         return launch(batch, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "launch", called)
+        patch.setattr(runner, "launch", launch_noted)
+        patch.setattr(runner, "before_forward", deliver)  # the former one is back at the end
         yield
 
 

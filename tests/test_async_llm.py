@@ -81,6 +81,28 @@ async def test_outputs_of_a_step_reach_an_event_loop_in_one_call(engine, prompts
     assert 20 <= calls.count("receive") <= engine.llm_engine.core.num_steps - before
 
 
+@with_engine(max_num_seqs=4)
+async def test_outputs_are_sent_when_the_next_forward_pass_begins_or_when_none_follows(
+    engine, prompts, tokens
+):
+    """Only then does the event loop have the interpreter lock for itself."""
+    events, runner, scheduler = [], engine.llm_engine.runner, engine.llm_engine.scheduler
+
+    def note(name, call):
+        def noted(*args):
+            if name != "send" or engine._outgoing:
+                events.append(name)
+            return call(*args)
+
+        return noted
+
+    scheduler.schedule = note("schedule", scheduler.schedule)
+    runner.compute = note("forward", runner.compute)
+    runner.before_forward = engine._deliver = note("send", engine._deliver)
+    assert len(await collect(engine, prompts[0], DELTA, "a")) == 20
+    assert events == ["schedule", "forward", *["schedule", "send", "forward"] * 19, "send"]
+
+
 class Listener:
     """Records what it is given as a logits processor or a trace. Its lock forbids copies."""
 

@@ -35,10 +35,12 @@ GUIDED = {f"guided_{name}": name for name in ("json", "regex", "choice", "gramma
 # ---- JSON, and errors in OpenAI's shape ----------------------------------------------------------
 
 
+ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
 def to_json(content: Any) -> bytes:
     """Encode as JSON in UTF-8. A lone surrogate, which UTF-8 cannot encode, becomes a JSON escape."""
-    text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return text.encode(errors="backslashreplace")
+    return ENCODER.encode(content).encode(errors="backslashreplace")
 
 
 class JSON(JSONResponse):

@@ -302,14 +302,17 @@ class Service:
         self, body: Body, head: dict[str, Any], choices: Choices, ticket: Ticket
     ) -> AsyncGenerator[bytes]:
         """Yield the answer as server-sent events."""
+        opening = b"data: " + to_json(head)[:-1] + b',"choices":['  # encoded once, because streams are many
         options = body.stream_options or StreamOptions()
         with_usage, is_continuous = options.include_usage, options.continuous_usage_stats
         try:
             async with aclosing(choices):
                 async for choice in choices:
-                    so_far = {"usage": ticket.usage() if is_continuous else None} if with_usage else {}
+                    end = b"]}\n\n"
+                    if with_usage:
+                        end = b'],"usage":' + to_json(ticket.usage() if is_continuous else None) + b"}\n\n"
                     for piece in pieces_of(choice):
-                        yield event({**head, "choices": [piece], **so_far})
+                        yield opening + to_json(piece) + end
             if with_usage:
                 yield event({**head, "choices": [], "usage": ticket.usage()})
         except APIError as error:

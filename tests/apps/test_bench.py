@@ -634,6 +634,7 @@ def test_the_streams_benchmark_counts_each_token_of_a_stubbed_server(capsys):
     assert row["streams"] == 2
     assert 0 < row["median"] < 2 / 0.004  # two tokens in each step of 4 ms
     assert 0.5 < row["events per token"] <= 1
+    assert row["host"] > 0 < row["alone"]
 
 
 @pytest.mark.slow
