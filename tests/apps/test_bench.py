@@ -19,7 +19,7 @@ from torch import nn
 import benchmarks.__main__ as command
 import nanoengine
 import tests.nanovllm
-from benchmarks import features, gpu, gpu_report, host, served, streams
+from benchmarks import gpu, gpu_report, host, served
 from benchmarks.ablation import TRICKS, WITHOUT
 from benchmarks.compare import bench_model
 from benchmarks.engines import load_stepped
@@ -27,6 +27,7 @@ from benchmarks.machine import instruction_sets, machine
 from benchmarks.models import write_shape, write_tokenizer
 from benchmarks.report import hardware, print_tricks
 from benchmarks.runs import measurements
+from examples import features, streams
 from nanoengine import LLM, SamplingParams
 from nanoengine.apps.bench import percentiles
 from nanoengine.apps.roofline import measure_limits, roofline_seconds
@@ -349,6 +350,7 @@ def test_the_engine_without_a_trick_gives_the_same_tokens(trick):
     program = f"""
 import json
 from benchmarks.ablation import settings_of
+from examples import features, streams
 from nanoengine import LLM, SamplingParams
 with LLM("demo", dtype="float32", num_kv_blocks=50, **settings_of({WITHOUT + trick!r})) as llm:
     kinds = [type(module).__name__ for module in llm.llm_engine.runner.model.modules()]

@@ -1,7 +1,7 @@
 """Measure one feature of nanoengine. No download; the last line printed is one JSON object.
 
-python -m benchmarks.features speculate     # draft tokens, with and without, in turns
-python -m benchmarks.features quality       # what quantized weights and KV caches change in log-probabilities
+python -m examples.features speculate     # draft tokens, with and without, in turns
+python -m examples.features quality       # what quantized weights and KV caches change in log-probabilities
 
 The model is a published shape with random weights, unless --model names a checkpoint; for passages and for
 quality it is the bundled one.

@@ -1,6 +1,6 @@
 """Measure how many events a second `nanoengine serve` streams.
 
-python -m benchmarks.streams [STREAMS ...]    # the last line printed is one JSON object
+python -m examples.streams [STREAMS ...]    # the last line printed is one JSON object
 
 The forward pass is a sleep of 4 ms, so that only the host's work remains: the server's and the engine's. An
 event should hold one token. It holds more when the server lags. The client reads plain sockets, because an
@@ -97,7 +97,7 @@ def alone(num_seqs: int) -> float:
 def main(numbers: list[int], num_tokens: int = NUM_TOKENS, repeats: int = REPEATS) -> None:
     """Measure each number of streams, and print a table and a JSON line."""
     most, rows = max(numbers), []
-    command = [sys.executable, "-m", "benchmarks.streams", "serve", "demo", "--max-num-seqs", str(most)]
+    command = [sys.executable, "-m", "examples.streams", "serve", "demo", "--max-num-seqs", str(most)]
     with serving([*command, "--max-model-len", "1024", "--num-kv-blocks", str(32 * most)]) as port:
         os.sched_setaffinity(0, CORES[-1:])
         for number in numbers:
