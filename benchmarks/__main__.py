@@ -6,6 +6,7 @@ python -m benchmarks --engine nanoengine,vllm --python vllm=/path/to/its/venv/bi
 python -m benchmarks --engine nanoengine-int4,llama.cpp-q4_0 --custom 1:32:128  # 4-bit weights
 python -m benchmarks --custom 64:32-256:16-64:512  # 64 requests, prompts of 32 to 256 tokens after 512 shared
 python -m benchmarks --ablate                      # nanoengine without each of its tricks
+python -m benchmarks --what kernels                # each CPU kernel's share of the machine's peak
 python -m benchmarks --what load --model MODEL     # where the time goes before the first token
 python -m benchmarks --what bits --dtype float32   # whether schedules change a log-probability
 
@@ -73,9 +74,11 @@ def parse_arguments() -> argparse.Namespace:
     def add_names(option: str, known: Collection[str], text: str, **settings: Any) -> None:
         parser.add_argument(option, type=names_of(known), help=f"{text} {', '.join(known)}", **settings)
 
-    parser.add_argument("--what", choices=["engines", "load", "bits"], default="engines")
+    parser.add_argument("--what", choices=["engines", "kernels", "load", "bits"], default="engines")
     add_names("--workload", WORKLOADS, "default: small, on a GPU nano; of", default=[])
-    parser.add_argument("--custom", type=parse_custom, metavar="REQUESTS:PROMPT:OUTPUT[:SHARED]")
+    parser.add_argument(
+        "--custom", type=parse_custom, action="append", default=[], metavar="REQUESTS:PROMPT:OUTPUT[:SHARED]"
+    )
     parser.add_argument("--model", help=f"{', '.join(SHAPES)} (random weights), a directory or a hub id")
     add_names("--engine", ENGINES, "one or more of", default=["nanoengine"])
     parser.add_argument("--python", type=interpreter, action="append", default=[], metavar="ENGINE=PATH")
@@ -102,7 +105,7 @@ def parse_arguments() -> argparse.Namespace:
     if not args.workload and not args.custom:
         default_names = ["decode", "prefill", "prefix"] if args.ablate else ["small"]
         args.workload = ["nano"] if args.device == "cuda" else default_names
-    args.workload = [WORKLOADS[name] for name in args.workload] + ([args.custom] if args.custom else [])
+    args.workload = [WORKLOADS[name] for name in args.workload] + args.custom
     return args
 
 
@@ -113,6 +116,10 @@ def main() -> None:
         return print(json.dumps(bench_load(args.model or "demo", args.repeats)))
     if args.what == "bits":
         return print_bits(args.model or "demo", args.dtype)
+    if args.what == "kernels":
+        from benchmarks.kernels import bench_kernels
+
+        return print(json.dumps(bench_kernels(args.threads, args.dtype, args.repeats)))
     started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     # Imported late, so that a wrong option is refused at once, and huggingface_hub reads HF_HUB_OFFLINE.
     from benchmarks.compare import bench_engines

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
-from benchmarks import llama_cpp, nano_vllm
+from benchmarks import llama_cpp, nano_vllm, openvino
 from benchmarks.ablation import WITHOUT
 from benchmarks.machine import machine
 from benchmarks.models import write_shape
@@ -21,7 +21,7 @@ from nanoengine.apps.workloads import SHAPES, Workload
 
 LATENCIES = ("ttft", "tpot", "itl")
 # Engine -> the function that converts the checkpoint and the settings for it.
-PREPARE = {"llama.cpp": llama_cpp.prepare, "nano-vllm": nano_vllm.prepare}
+PREPARE = {"llama.cpp": llama_cpp.prepare, "nano-vllm": nano_vllm.prepare, "openvino": openvino.prepare}
 # Bits per weight in the layers and in the head, including scales. Other engines' weights have the dtype.
 BITS = {"int8": (8.125, 8.125), "int4": (4.5, 8.125), "q8_0": (8.5, 8.5), "q4_0": (4.5, 8.5)}
 COUNTERS = ("steps", "prefix_hit_rate", "preemptions")
@@ -151,7 +151,7 @@ def bench_model(model: str, workloads: list[Workload], args: argparse.Namespace)
             python = args.pythons.get(engine) or args.pythons.get(name) or sys.executable
             worker = start_worker(engine, python, args.threads)
             until.callback(worker.close)
-            given = settings | {"gguf_type": kind or None}
+            given = settings | {"weight_type": kind or None}
             reply = worker.ask(PREPARE[name](checkpoint, given, scratch) if name in PREPARE else given)
             worker.error, worker.versions = reply.get("error"), reply.get("versions", {})
             return worker

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks import llama_cpp, nano_vllm
+from benchmarks import llama_cpp, nano_vllm, openvino
 from benchmarks.ablation import TRICKS, WITHOUT, settings_of
 from benchmarks.runs import (
     MAX_NUM_BATCHED_TOKENS,
@@ -127,6 +127,7 @@ LOADERS: dict[str, tuple[str, Callable[[dict[str, Any]], Run]]] = {
     "vllm": ("vllm", load_stepped),
     "nano-vllm": ("nanovllm", nano_vllm.load),
     **{f"llama.cpp{kind}": ("llama_cpp", llama_cpp.load) for kind in ("", "-q8_0", "-q4_0")},
+    **{f"openvino{kind}": ("openvino_genai", openvino.load) for kind in ("", "-int8", "-int4")},
     "limits": ("torch", load_limits),
 }
 ENGINES = [name for name in LOADERS if name != "limits"]

@@ -31,7 +31,7 @@ def prepare(checkpoint: "Checkpoint", settings: dict[str, Any], directory: str) 
         raise ValueError(f"{checkpoint.architecture} is not written for llama.cpp, only {known}")
     token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 2  # float16
     num_tokens = min(KV_CACHE_BYTES // token_bytes, MAX_NUM_SEQS * settings["max_model_len"])
-    kind = settings.get("gguf_type")
+    kind = settings.get("weight_type")
     path = Path(directory, f"{kind or 'model'}.gguf")
     write_gguf(checkpoint, settings, path, kind)
     return settings | {"model": str(path), "cache_tokens": num_tokens // 256 * 256}

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.runs import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, TEMPERATURE, Run, transformers_model
+from benchmarks.runs import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, TEMPERATURE, Run, write_weights
 
 if TYPE_CHECKING:
     from nanoengine.models.checkpoint import Checkpoint
@@ -31,15 +31,9 @@ def prepare(checkpoint: "Checkpoint", settings: dict[str, Any], directory: str) 
     if settings["load_format"] != "dummy":
         return settings
     import tokenizers
-    from safetensors.torch import save_file
 
     path = Path(directory, "nano-vllm")
-    path.mkdir()
-    model = transformers_model(settings | {"device": "cpu"})
-    weights = {name: parameter.contiguous() for name, parameter in model.named_parameters()}  # no tied copies
-    save_file(weights, path / "model.safetensors")
-    # Copied unchanged: transformers would write field names that its older versions do not know.
-    (path / "config.json").write_bytes((checkpoint.path / "config.json").read_bytes())
+    write_weights(settings, path)
     word = "<eos>"
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: 0}, unk_token=word))
     tokenizer.save(str(path / "tokenizer.json"))

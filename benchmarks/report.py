@@ -24,8 +24,18 @@ def table(head: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
     return "\n".join([f"| {padded[0]} |", f"|{rule}|", *(f"| {line} |" for line in padded[1:])])
 
 
-def cells(row: dict[str, Any]) -> dict[str, str]:
-    """Return a result's figures as text, by label. "-" marks figures that the engine does not report."""
+def pair_ratios(row: dict[str, Any], other: dict[str, Any]) -> str:
+    """Return the median ratio of the pairs of runs that two engines had in turns, the least and the most."""
+    pairs = zip(row["runs_tokens_per_s"], other["runs_tokens_per_s"], strict=True)
+    ratios = [ours / theirs for ours, theirs in pairs]
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+
+
+def cells(row: dict[str, Any], first: dict[str, Any]) -> dict[str, str]:
+    """Return a result's figures as text, by label, some beside those of the `first` engine.
+
+    "-" marks figures that the engine does not report.
+    """
 
     def text(name: str, form: str, scale: float = 1.0) -> str:
         return "-" if row.get(name) is None else format(row[name] * scale, form)
@@ -36,6 +46,7 @@ def cells(row: dict[str, Any]) -> dict[str, str]:
     labels = {
         "output tokens/s (min to max)": spread("output_tokens_per_s"),
         "total tokens/s (min to max)": spread("total_tokens_per_s"),
+        f"times {first['engine']}'s": pair_ratios(row, first),
         "share of the roofline": text("roofline_share", ".0%"),
     }
     for name in LATENCIES:
@@ -65,8 +76,10 @@ def versions_of(about: dict[str, Any]) -> str:
 def print_tables(report: dict[str, Any]) -> None:
     """Print each model's tables, one per workload, then the engines' versions and the limits."""
     for result in report["models"]:
-        for workload, rows in itertools.groupby(result["results"], lambda row: row["workload"]):
-            columns = {row["engine"]: {} if "error" in row else cells(row) for row in rows}
+        for workload, group in itertools.groupby(result["results"], lambda row: row["workload"]):
+            rows = list(group)
+            done = [row for row in rows if "error" not in row]
+            columns = {row["engine"]: cells(row, done[0]) if row in done else {} for row in rows}
             labels = dict.fromkeys(itertools.chain(*columns.values()))
             lines = [[label, *(column.get(label, "-") for column in columns.values())] for label in labels]
             print(f"\n{result['model']}, {workload}\n\n{table(('', *columns), lines)}\n")
@@ -107,9 +120,7 @@ def compare_tricks(report: dict[str, Any]) -> list[list[str]]:
             before = with_it[row["workload"]]
             figures = [row.get("error") or before.get("error"), ""]
             if figures[0] is None:
-                speeds = [each["runs_tokens_per_s"] for each in (before, row)]
-                ratios = [fast / slow for fast, slow in zip(*speeds, strict=True)]
-                gain = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-                figures = [", ".join(f"{statistics.median(runs):.1f}" for runs in speeds), gain]
+                medians = [statistics.median(each["runs_tokens_per_s"]) for each in (before, row)]
+                figures = [", ".join(f"{median:.1f}" for median in medians), pair_ratios(before, row)]
             lines.append([row["engine"].removeprefix(WITHOUT), row["workload"], *figures])
     return lines

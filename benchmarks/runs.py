@@ -8,6 +8,7 @@ import os
 import statistics
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 # Serves prompts with these output lengths, all at once, and returns the measurements as JSON.
@@ -50,3 +51,15 @@ def transformers_model(settings: dict[str, Any]) -> Any:
         do_sample=True, temperature=TEMPERATURE, top_k=0, top_p=1.0, pad_token_id=0, eos_token_id=None
     )
     return model.to(settings["device"]).eval()
+
+
+def write_weights(settings: dict[str, Any], path: Path) -> None:
+    """Write a checkpoint of random weights, without a tokenizer, for a model that is only a config."""
+    from safetensors.torch import save_file
+
+    path.mkdir()
+    model = transformers_model(settings | {"device": "cpu"})
+    weights = {name: parameter.contiguous() for name, parameter in model.named_parameters()}  # no tied copies
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    # Copied unchanged: transformers would write field names that its older versions do not know.
+    (path / "config.json").write_bytes(Path(settings["model"], "config.json").read_bytes())

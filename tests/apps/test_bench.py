@@ -25,7 +25,7 @@ from benchmarks.compare import bench_model
 from benchmarks.engines import load_stepped
 from benchmarks.machine import instruction_sets, machine
 from benchmarks.models import write_shape, write_tokenizer
-from benchmarks.report import hardware, print_tricks
+from benchmarks.report import hardware, pair_ratios, print_tricks
 from benchmarks.runs import measurements
 from examples import features, streams
 from nanoengine import LLM, SamplingParams
@@ -189,7 +189,7 @@ def test_engines_run_side_by_side_on_the_same_requests(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     printed, report = run_bench(
         *("--model", "tiny", "--custom", "3:4-8:2-5", "--repeats", "1"),
-        *("--engine", "nanoengine,transformers,nano-vllm,vllm,llama.cpp"),
+        *("--engine", "nanoengine,transformers,nano-vllm,vllm,llama.cpp,openvino-int8"),
     )
     workload = Workload("", 3, (4, 8), (2, 5))
     prompt_tokens, output_tokens = map(sum, workload.lengths())
@@ -222,7 +222,8 @@ def test_engines_run_side_by_side_on_the_same_requests(tmp_path, monkeypatch):
     assert result["limits"]["bandwidth_gb_per_s"] > 0
     assert "tiny, 3:4-8:2-5\n" in printed
     assert "| steps | 5 | 5 | " in squeezed(printed)
-    for engine in ("vllm", "llama.cpp"):
+    assert "| times nanoengine's | 1.00 (1.00 to 1.00) | 0." in squeezed(printed)
+    for engine in ("vllm", "llama.cpp", "openvino-int8"):
         if result["engines"][engine]["error"] is not None:  # where it is not, and it belongs elsewhere
             assert rows[engine]["error"] == "not installed"
             assert f"{engine}, 3:4-8:2-5: not measured, not installed" in printed
@@ -417,6 +418,18 @@ def test_without_guidellm_served_says_how_to_install_it(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         served.main()
     assert "pip install guidellm" in capsys.readouterr().err
+
+
+def test_a_pair_of_engines_has_the_median_the_least_and_the_most_of_their_runs_ratios():
+    slow, fast = ({"runs_tokens_per_s": runs} for runs in ([10.0, 20.0, 10.0], [20.0, 30.0, 10.0]))
+    assert pair_ratios(fast, slow) == "1.50 (1.00 to 2.00)"
+
+
+def test_several_custom_workloads_are_measured_in_one_run(monkeypatch):
+    monkeypatch.setattr(
+        sys, "argv", ["benchmarks", "--custom", "1:24:64", "--custom", "2:8:4", "--workload", "tiny"]
+    )
+    assert [workload.name for workload in command.parse_arguments().workload] == ["tiny", "1:24:64", "2:8:4"]
 
 
 @pytest.mark.parametrize(
