@@ -2,6 +2,7 @@
 
 import argparse
 import itertools
+import math
 import statistics
 import sys
 import tempfile
@@ -77,22 +78,22 @@ class Limits:
         self.bandwidth = max(self.bandwidth, reply["bandwidth"])
         self.flops = {rows: max(rate, self.flops.get(rows, 0.0)) for rows, rate in reply["flops"].items()}
 
+    def ideal_seconds(self, engine: str, lens: tuple[list[int], list[int]], **limits: Any) -> float:
+        """Return the seconds of an ideal engine with as many weight bits as `engine`."""
+        bits = BITS.get(engine.rpartition("-")[2])
+        return roofline_seconds(self.config, *lens, itemsize=self.itemsize, weight_bits=bits, **limits)
+
     def roofline(self, workload: Workload, engine: str = "") -> float | None:
-        """Return an ideal engine's output tokens per second here, with as many weight bits as `engine`."""
+        """Return an ideal engine's output tokens per second here."""
         if self.config is None:  # it runs on transformers' code, which the roofline does not cover
             return None
-        prompt_lens, output_lens = workload.lengths()
-        seconds = roofline_seconds(
-            self.config,
-            prompt_lens,
-            output_lens,
-            workload.shared,
-            bandwidth=self.bandwidth,
-            flops=max(self.flops.values()),
-            itemsize=self.itemsize,
-            weight_bits=BITS.get(engine.rpartition("-")[2]),
-        )
-        return round(sum(output_lens) / seconds, 2)
+        lens, flops = workload.lengths(), max(self.flops.values())
+        limits = {"shared": workload.shared, "bandwidth": self.bandwidth, "flops": flops}
+        return round(sum(lens[1]) / self.ideal_seconds(engine, lens, **limits), 2)
+
+    def weight_bytes(self, engine: str) -> float:
+        """Return the bytes of the weights that each step reads."""
+        return self.ideal_seconds(engine, ([0], [1]), bandwidth=1.0, flops=math.inf)
 
 
 def measure(
@@ -121,7 +122,10 @@ def measure(
         row |= summarize(replies[worker.engine], prompt_tokens, sum(output_lens))
         if "error" not in row:
             ideal = limits.roofline(workload, worker.engine)
-            row["roofline_share"] = ideal and round(row["output_tokens_per_s"]["median"] / ideal, 4)
+            rate = row["output_tokens_per_s"]["median"]
+            row["roofline_share"] = ideal and round(rate / ideal, 4)
+            if ideal and len(prompt_lens) == 1:
+                row["gb_per_s"] = round(rate * limits.weight_bytes(worker.engine) / 1e9, 4)
         yield row
 
 

@@ -48,6 +48,7 @@ def cells(row: dict[str, Any], first: dict[str, Any]) -> dict[str, str]:
         "total tokens/s (min to max)": spread("total_tokens_per_s"),
         f"times {first['engine']}'s": pair_ratios(row, first),
         "share of the roofline": text("roofline_share", ".0%"),
+        "GB/s of weights, one sequence": text("gb_per_s", ".1f"),
     }
     for name in LATENCIES:
         percentiles = " / ".join(f"{value:.1f}" for value in row[f"{name}_ms"] or ())

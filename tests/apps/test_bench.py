@@ -277,6 +277,19 @@ def test_engines_run_one_by_one_on_a_gpu_and_side_by_side_on_a_cpu(device, ablat
     assert list(result["engines"]) == list(dict.fromkeys(engines))
 
 
+def test_one_sequence_s_tokens_are_also_counted_in_bytes_of_weights(monkeypatch):
+    monkeypatch.setattr("benchmarks.compare.start_worker", lambda name, *_: FakeWorker(name, [], []))
+    args = SimpleNamespace(engine=["nanoengine", "nanoengine-int4"], pythons={}, threads=1, dtype="bfloat16")
+    args.repeats, args.ablate, args.device = 1, None, "cpu"
+    workloads = [Workload("one", 1, (4, 4), (500, 500)), Workload("two", 2, (4, 4), (2, 2))]
+    monkeypatch.setattr(FakeWorker, "close", lambda worker: None)
+    plain, int4, *others = bench_model("tiny", workloads, args)["results"]
+    layers, head = 4 * (256 * (2 * 8 * 64 + 2 * 4 * 64) + 3 * 256 * 768), 256 * 4096
+    assert plain["gb_per_s"] == round(500 * 2 * (layers + head) / 1e9, 4)  # a run takes a second
+    assert int4["gb_per_s"] == round(500 * (4.5 * layers + 8.125 * head) / 8 / 1e9, 4)
+    assert not any("gb_per_s" in row for row in others)
+
+
 @pytest.mark.slow
 def test_a_model_on_transformers_code_is_measured_without_a_roofline(tmp_path):
     """From its config alone, as one measures a shape."""
