@@ -26,6 +26,7 @@ from benchmarks.runs import (
 )
 
 STATIC_BATCH = 64  # number of requests in one `generate` call
+QUANTIZED = ("int8", "int4", "int8+a8", "int4+a8")  # +a8: activations are rounded to 8 bits too
 ATTENTION = ("flash", "varlen", "triton")  # backends on a GPU
 
 
@@ -58,7 +59,9 @@ def load_stepped(settings: dict[str, Any]) -> Run:
     else:
         own = {"device": settings["device"], **settings_of(settings["engine"])}
         kind = settings["engine"].partition("-")[2]
-        own |= {"quantization": kind} if kind in ("int8", "int4") else {}
+        weights, _, activations = kind.partition("+")
+        own |= {"quantization": weights} if weights in ("int8", "int4") else {}
+        own |= {"activations": "int8"} if activations else {}
         own |= {"attn_backend": kind} if kind in ATTENTION else {}
     names = ("model", "dtype", "load_format", "max_model_len")
     llm = LLM(**{name: settings[name] for name in names}, **own)
@@ -122,7 +125,7 @@ def load_limits(settings: dict[str, Any]) -> Run:
 # name -> the package that the engine needs, and the function that loads it
 LOADERS: dict[str, tuple[str, Callable[[dict[str, Any]], Run]]] = {
     "nanoengine": ("nanoengine", load_stepped),
-    **{f"nanoengine-{kind}": ("nanoengine", load_stepped) for kind in ("int8", "int4", *ATTENTION)},
+    **{f"nanoengine-{kind}": ("nanoengine", load_stepped) for kind in (*QUANTIZED, *ATTENTION)},
     "transformers": ("transformers", load_transformers),
     "vllm": ("vllm", load_stepped),
     "nano-vllm": ("nanovllm", nano_vllm.load),

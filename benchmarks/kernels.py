@@ -32,6 +32,7 @@ from nanoengine.backends.quantized import Form, Quantized
 LINEARS = (1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024)
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 16, 8, 128, 32
 ROWS = (1, 16, 512)
+INTEGERS = (8, 0), (8, 8), (4, 0), (4, 8)  # bits of weights, and of activations if they are rounded ("+a8")
 MANY_BYTES = 256 << 20  # larger than the processor's caches
 # Sequences, their new tokens and all their tokens.
 PROMPTS, DECODES = ((1, 512, 512), (1, 512, 4096)), ((1, 1, 8192), (16, 1, 2048))
@@ -86,11 +87,10 @@ def measure_peaks(repeats: int, rounds: int = 200_000, num_bytes: int = MANY_BYT
 
 
 def measure_linears(
-    kernels: Kernels, dtype: torch.dtype, bits: int, sizes: Any, repeats: int
+    kernels: Kernels, dtype: torch.dtype, bits: int, activation_bits: int, sizes: Any, repeats: int
 ) -> Iterator[Measured]:
     """Measure a layer's four products: plain weights of that dtype, or integers of that many bits."""
     many_bytes, linears, all_rows, *_ = sizes
-    activation_bits = 8 if kernels.are_integers_fast and dtype != torch.float32 else 0
     group = 128 if bits == 8 else 32  # as in quantization="int8" and "int4"
     layers: list[list[Any]] = []
     form = Form(bits, group, 0, activation_bits) if bits else PLAIN
@@ -106,8 +106,8 @@ def measure_linears(
                 packed = kernels.pack(torch.full((num_outputs, num_inputs), 0.01, dtype=dtype))
             layers[-1].append((num_inputs, num_outputs, packed))
         layer_bytes = sum(packed.nbytes for *_, packed in layers[-1])
-    label = f"int{bits}" if bits else dtype_name(dtype)
-    numbers = "integers" if bits and activation_bits else dtype_name(dtype)
+    label = (f"int{bits}" if bits else dtype_name(dtype)) + ("+a8" if activation_bits else "")
+    numbers = "integers" if activation_bits else dtype_name(dtype)
     for rows in all_rows:
         inputs = {n: torch.randn(rows, n).to(dtype) for n, _ in linears}
         some = layers if rows == 1 else layers[: max(2, len(layers) // (1 + rows // 64))]
@@ -174,8 +174,8 @@ def bench_kernels(
     with PinnedThreads(), torch.inference_mode():
         plain, int8_cache = Kernels(dtype), Kernels(dtype, int8_cache=True)
         peaks = measure_peaks(repeats, rounds, sizes[0])
-        for each, bits in ((dtype, 0), (torch.float32, 0), (dtype, 8), (dtype, 4)):
-            measured += measure_linears(plain, each, bits, sizes, repeats)
+        for weights in ((dtype, 0, 0), (torch.float32, 0, 0), *((dtype, *bits) for bits in INTEGERS)):
+            measured += measure_linears(plain, *weights, sizes, repeats)
         for kernels in (plain, int8_cache):
             measured += measure_attention(kernels, dtype, sizes, repeats)
         again = measure_peaks(repeats, rounds, sizes[0])

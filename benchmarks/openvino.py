@@ -4,6 +4,7 @@ nanoengine's Python writes the checkpoint. The engine's own Python exports it wi
 of its own, and runs it, so import only the standard library at the top of this file.
 """
 
+import os
 import subprocess
 import sys
 import time
@@ -55,6 +56,10 @@ def load(settings: dict[str, Any]) -> Run:
     scheduler.cache_size = KV_CACHE_BYTES >> 30
     scheduler.max_num_seqs, scheduler.max_num_batched_tokens = MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS
     properties = {"INFERENCE_NUM_THREADS": settings["threads"]}
+    if (
+        os.environ.get("ONEDNN_MAX_CPU_ISA") == "AVX2"
+    ):  # OpenVINO still chooses by the processor, and then fails
+        properties |= {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0}
     pipeline = openvino_genai.ContinuousBatchingPipeline(settings["exported"], scheduler, "CPU", properties)
 
     def run(prompts: list[list[int]], output_lens: list[int]) -> dict[str, Any]:

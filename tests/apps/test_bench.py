@@ -279,7 +279,9 @@ def test_engines_run_one_by_one_on_a_gpu_and_side_by_side_on_a_cpu(device, ablat
 
 def test_one_sequence_s_tokens_are_also_counted_in_bytes_of_weights(monkeypatch):
     monkeypatch.setattr("benchmarks.compare.start_worker", lambda name, *_: FakeWorker(name, [], []))
-    args = SimpleNamespace(engine=["nanoengine", "nanoengine-int4"], pythons={}, threads=1, dtype="bfloat16")
+    args = SimpleNamespace(
+        engine=["nanoengine", "nanoengine-int4+a8"], pythons={}, threads=1, dtype="bfloat16"
+    )
     args.repeats, args.ablate, args.device = 1, None, "cpu"
     workloads = [Workload("one", 1, (4, 4), (500, 500)), Workload("two", 2, (4, 4), (2, 2))]
     monkeypatch.setattr(FakeWorker, "close", lambda worker: None)
@@ -695,6 +697,7 @@ def test_log_probabilities_are_those_of_the_tokens_looked_at():
     [
         ("nanoengine", {}),
         ("nanoengine-int8", {"quantization": "int8"}),
+        ("nanoengine-int4+a8", {"quantization": "int4", "activations": "int8"}),
         ("nanoengine-triton", {"attn_backend": "triton"}),
         (f"{WITHOUT}prefix caching", {"enable_prefix_caching": False}),
     ],

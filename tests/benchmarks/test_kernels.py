@@ -22,10 +22,14 @@ def test_each_kernel_s_operations_and_bytes_are_those_of_its_sizes(capsys):
         for name, row in rows.items()
     }
     weights = 2 * 128 * 256
-    for label, bits in (("bfloat16", 16), ("float32", 32), ("int8", 8 + 16 / 128), ("int4", 4 + 16 / 32)):
+    bits = {"bfloat16": 16, "float32": 32, "int8": 8 + 16 / 128, "int4": 4 + 16 / 32}
+    for label in (*bits, "int8+a8", "int4+a8"):
         itemsize = 4 if label == "float32" else 2
         for num_rows in (1, 3):
-            own = [2 * weights * num_rows, weights * bits / 8 + num_rows * itemsize * 2 * (128 + 256)]
+            own = [
+                2 * weights * num_rows,
+                weights * bits[label.partition("+")[0]] / 8 + num_rows * itemsize * 2 * (128 + 256),
+            ]
             assert counts.pop(f"products, {label}, {num_rows} rows") == pytest.approx(own)
     pairs = sum(range(96 - 64 + 1, 96 + 1))
     for label, head_bytes in (("bfloat16", 2 * 128), ("int8", 128 + 4)):
@@ -34,6 +38,9 @@ def test_each_kernel_s_operations_and_bytes_are_those_of_its_sizes(capsys):
         own = [4 * 16 * 128 * 2 * 64, 2 * 64 * 2 * 8 * head_bytes + 2 * 2 * 16 * 128 * 2]
         assert counts.pop(f"decode attention, {label} cache, 2 x 64 tokens") == pytest.approx(own)
     assert not counts
+    numbers = {name: row["numbers"] for name, row in rows.items()}
+    assert numbers["products, int8, 3 rows"] == numbers["products, bfloat16, 1 rows"] == "bfloat16"
+    assert numbers["products, int4+a8, 1 rows"] == "integers"
     for row in rows.values():
         assert row["of_peak"] == pytest.approx(row["gop_per_s"] / report["peaks"][row["numbers"]], rel=0.1)
         assert row["of_memory"] == pytest.approx(row["gb_per_s"] / report["peaks"]["memory"], rel=0.1)

@@ -81,6 +81,11 @@ def test_each_weight_format_is_exported_from_one_checkpoint_and_serves_the_same_
         assert len(measured["itl"]) == 22
 
 
+def test_openvino_limited_to_avx2_gets_the_settings_with_which_it_runs(shape, monkeypatch):
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    assert load(prepared(shape, shape))([[1, 2]], [3])["output_tokens"] == 3
+
+
 def test_a_checkpoint_is_exported_as_it_is(tmp_path, qwen3):
     settings = prepared(qwen3, tmp_path, load_format="auto", dtype="float32")
     assert (settings["model"], settings["weight_format"]) == (str(qwen3), "fp32")
