@@ -7,9 +7,10 @@ of 1, 2 to 3, 4 to 7, ... chunks:
     without drafts    plain * target.of(rows)
     drafts add        extra * (target.of(rows + drafts) - target.of(rows) + draft.of(sequences) per depth)
 
-`plain` and `extra` are averages over measured steps. While drafts pay, a step without them now and then keeps
-`plain` up to date. While they do not, trials of a few steps keep `extra` and the odds up to date. Trials may
-cost at most TRIAL_SHARE of the time.
+`plain` and `extra` are averages over measured steps. The first steps have no drafts. While drafts pay, a few
+steps without them now and then keep `plain` up to date. The first of these does not count, because it takes
+longer than the others. While drafts do not pay, trials of a few steps keep `extra` and the odds up to date.
+Trials may cost at most TRIAL_SHARE of the time.
 """
 
 import time
@@ -30,8 +31,13 @@ FAR = 1 << 20  # more rows than any pass has
 FIRST_EXTRA = 1.5  # the costs of drafts before a step with drafts was measured, per estimated second
 SMALLEST = 0.1  # of both averages: a smaller one would take long to grow again
 GAIN = 1.1  # drafts have to save this many times as many seconds as they cost
+LASTING_GAIN = 2.0  # and all drafts of a sequence this many times as many as it takes to catch up
+# With more than two sequences, drafts have to make a step this many times as fast per token. They make
+# sequences end at different times, and the remaining small batches are slower per token.
+BATCH_GAIN = 1.25
 FEW, WINDOW = 4, 8  # a measured step moves an average by 1/8, and by 1/5 at first
 NUM_PLAIN = 16  # steps without drafts before drafts are considered again
+NUM_DRAFTED, NUM_CHECKED = 64, 4  # steps with drafts, and then without, while drafts pay
 TRIAL_STEPS, TRIAL_DEPTH = 4, 2
 TRIAL_SHARE = 0.01  # of the time
 FORESEEN = 256  # how many more tokens a sequence is assumed to sample at most
@@ -81,7 +87,7 @@ class Average:
     """Averages what was measured, relative to what was estimated. A single outlier counts at most double."""
 
     value: float
-    num: int = FEW  # measurements, at most WINDOW. The estimate counts as a few
+    num: int = FEW  # measurements, at most WINDOW. The estimate counts as one or a few
 
     def add(self, seconds: float, estimate: float) -> None:
         """Add a measurement."""
@@ -95,10 +101,10 @@ class Pace:
     """Holds what was learned from steps with similarly many chunks."""
 
     # Measured seconds per estimated second: of a step without drafts, and of what drafts add to a step.
-    plain: Average = field(default_factory=lambda: Average(1.0))
+    plain: Average = field(default_factory=lambda: Average(1.0, 1))
     extra: Average = field(default_factory=lambda: Average(FIRST_EXTRA))
     num_drafted: int = 0  # steps with drafts since the last one without
-    num_rests: int = 0  # the next steps have no drafts
+    num_rests: int = field(default_factory=lambda: NUM_CHECKED)  # the next steps have no drafts
     num_trials: int = 0  # the next steps have drafts although they may not pay
     credit: float = 0.0  # how many seconds trials may cost
 
@@ -141,8 +147,8 @@ class Planner:
         """
         pace, sizes = self.pace, self.worthwhile(offers, num_rows, budget)
         if any(sizes) and not pace.num_trials:
-            if pace.num_drafted >= 4 * pace.plain.num:
-                sizes = [0] * len(offers)
+            if pace.num_drafted >= NUM_DRAFTED:
+                sizes, pace.num_rests = [0] * len(offers), NUM_CHECKED - 1
         else:
             tried = [min(TRIAL_DEPTH, offer.limit) for offer in offers]
             price = TRIAL_STEPS * pace.extra.value * self.cost(tried, num_rows) + sum(map(self.delay, offers))
@@ -192,9 +198,11 @@ class Planner:
             tokens, seconds = tokens + gain, seconds + cost
         if not offers or not seconds:
             return sizes
+        if len(offers) > 2 and plain / len(offers) < BATCH_GAIN * seconds / tokens:
+            return [0] * len(offers)
         saved = plain / len(offers) - seconds / tokens  # per token
         fitting = [
-            offer.limit if self.delay(offer) <= saved * min(offer.num_left, FORESEEN) else 0
+            offer.limit if LASTING_GAIN * self.delay(offer) <= saved * min(offer.num_left, FORESEEN) else 0
             for offer in offers
         ]
         if all(fits or not size for fits, size in zip(fitting, sizes, strict=True)):
@@ -209,7 +217,8 @@ class Planner:
         pace, elapsed = self.pace, self.clock() - self.started
         more = elapsed - pace.plain.value * plain
         if not self.estimate:
-            pace.plain.add(elapsed, plain)
+            if not pace.num_drafted:
+                pace.plain.add(elapsed, plain)
             pace.credit += TRIAL_SHARE * elapsed
             pace.num_drafted = 0
         else:
