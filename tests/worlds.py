@@ -110,7 +110,8 @@ class World:
         if size.num_drafts:
             make_scheduler, settings["propose"] = DraftingScheduler, self.propose
         self.blocks = self.make_blocks(make_blocks, size.num_blocks, size.block_size, **groups)
-        del self.runner.rows  # weak references, which cannot be copied
+        # Weak references and a lambda: neither can be copied.
+        del self.runner.rows, self.runner.before_forward
         self.windows = getattr(self.blocks, "windows", (None,))
         self.scheduler = make_scheduler(self.blocks, max_num_batched_tokens=size.budget, **settings)
         self.core = self.make_core(self.scheduler, self, size.max_in_flight)
