@@ -7,6 +7,7 @@ make of the same files, or it is refused with a ValueError. It takes at most a s
 
 import argparse
 import contextlib
+import copy
 import json
 import logging
 import math
@@ -87,7 +88,7 @@ def change_json(tree: Any, rng: random.Random) -> None:
         if key is None or rng.random() < 0.4 or not isinstance(tree[key], dict | list) or not tree[key]:
             break
         tree = tree[key]
-    kind, value = rng.randrange(5), rng.choice(VALUES)
+    kind, value = rng.randrange(5), copy.deepcopy(rng.choice(VALUES))
     if isinstance(tree, list) and (kind == 2 or key is None):
         tree.insert(rng.randrange(len(tree) + 1), value)
     elif key is None or kind == 2:

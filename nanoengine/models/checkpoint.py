@@ -90,7 +90,7 @@ class Checkpoint:
         if self.gguf is not None:
             return "gguf"
         stated = self.quantization or getattr(self.hf_config, "quantization_config", None)
-        return None if stated is None else str(stated["quant_method"])
+        return str(stated["quant_method"]) if stated else None
 
     @property
     def architecture(self) -> str:
@@ -304,7 +304,9 @@ def _load_tokenizer(path: Path, trust_remote_code: bool) -> Any:
     try:
         loaded = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         loaded("", text_pair="")  # raise errors of its settings now
-    except Exception as error:
+    except BaseException as error:  # also a panic in Rust, which is no Exception
+        if isinstance(error, KeyboardInterrupt):
+            raise
         needs_model = (path / "tokenizer.model").is_file() and not (path / "tokenizer.json").is_file()
         if needs_model and find_spec("sentencepiece") is None:
             hint = "pip install 'nanoengine[sentencepiece]'"

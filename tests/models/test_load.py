@@ -194,6 +194,22 @@ def test_unreadable_tokenizer_is_refused_with_its_path(copy, content):
     refuse(copy, "the tokenizer in .*model cannot be used: ")
 
 
+def test_a_panic_of_the_tokenizer_library_is_an_error_with_the_path(copy):
+    """Its panics are no Exceptions. Here a single text is asked for its second part."""
+    byte_tokenizer().save_pretrained(copy)
+    parts = [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"]
+    post_processor = {"type": "TemplateProcessing", "single": parts, "pair": parts, "special_tokens": {}}
+    content = json.loads((copy / "tokenizer.json").read_text())
+    (copy / "tokenizer.json").write_text(json.dumps({**content, "post_processor": post_processor}))
+    refuse(copy, "the tokenizer in .*model cannot be used: index out of bounds")
+
+
+def test_an_empty_quantization_config_is_ignored(copy):
+    edit_config(copy, quantization_config={})
+    with LLM(copy, num_kv_blocks=4) as llm:
+        assert "quant" not in llm.llm_engine.describe()
+
+
 def test_config_without_architectures_has_that_of_its_class(copy):
     edit_config(copy, architectures=None)
     with LLM(str(copy), num_kv_blocks=4) as llm:

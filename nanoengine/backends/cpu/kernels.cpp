@@ -90,7 +90,7 @@ static void silu_and_mul(X* out, const X* gate_up, int64_t T, int64_t I) {
   for (int64_t t = 0; t < T; t++) {
     const X *gate = gate_up + t * 2 * I, *up = gate + I;
     for (int64_t i = 0; i < I; i++) {
-      float x = load(gate[i]);
+      float x = std::max(float(load(gate[i])), -88.0f);  // fast_exp grows no further, so x may not either
       out[t * I + i] = narrow<X>(rounded<X>(x / (1 + fast_exp(-x))) * load(up[i]));
     }
   }

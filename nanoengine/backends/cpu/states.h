@@ -19,7 +19,8 @@ static void conv_step(X* out, const X* x, const X* weight, const X* bias, X* sta
     }
     to[W - 1] = x[i];
     sum = rounded<X>(sum + load(x[i]) * load(w[W - 1]) + (bias ? load(bias[c]) : 0));
-    out[i] = narrow<X>(silu ? sum / (1 + fast_exp(-sum)) : sum);
+    if (silu) sum = std::max(sum, -88.0f) / (1 + fast_exp(-sum));  // see silu_and_mul
+    out[i] = narrow<X>(sum);
   }
 }
 
