@@ -56,9 +56,8 @@ def load(settings: dict[str, Any]) -> Run:
     scheduler.cache_size = KV_CACHE_BYTES >> 30
     scheduler.max_num_seqs, scheduler.max_num_batched_tokens = MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS
     properties = {"INFERENCE_NUM_THREADS": settings["threads"]}
-    if (
-        os.environ.get("ONEDNN_MAX_CPU_ISA") == "AVX2"
-    ):  # OpenVINO still chooses by the processor, and then fails
+    # With this limit OpenVINO still chooses by the processor, and then fails.
+    if os.environ.get("ONEDNN_MAX_CPU_ISA") == "AVX2":
         properties |= {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0}
     pipeline = openvino_genai.ContinuousBatchingPipeline(settings["exported"], scheduler, "CPU", properties)
 

@@ -18,6 +18,7 @@ from nanoengine.detokenizer import Vocabulary
 from nanoengine.models.checkpoint import Checkpoint
 from nanoengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from nanoengine.sampling_params import RequestOutputKind, SamplingParams
+from nanoengine.steps import is_panic
 
 
 class TextPrompt(TypedDict):
@@ -221,11 +222,11 @@ def check_unicode(name: str, text: str) -> str:
 
 @contextmanager
 def panics_as_errors(name: str) -> Iterator[None]:
-    """Turn a tokenizer's panic into ValueError. Rust's panic is a BaseException that cannot be imported."""
+    """Turn a tokenizer's panic into ValueError."""
     try:
         yield
     except BaseException as error:
-        if type(error).__module__ != "pyo3_runtime":
+        if not is_panic(error):
             raise
         raise ValueError(f"{name} cannot be read by the model's tokenizer: {error}") from error
 

@@ -302,7 +302,7 @@ class Service:
         self, body: Body, head: dict[str, Any], choices: Choices, ticket: Ticket
     ) -> AsyncGenerator[bytes]:
         """Yield the answer as server-sent events."""
-        opening = b"data: " + to_json(head)[:-1] + b',"choices":['  # encoded once, because streams are many
+        opening = b"data: " + to_json(head)[:-1] + b',"choices":['  # encoded once per stream
         options = body.stream_options or StreamOptions()
         with_usage, is_continuous = options.include_usage, options.continuous_usage_stats
         try:

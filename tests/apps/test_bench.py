@@ -366,7 +366,6 @@ def test_the_engine_without_a_trick_gives_the_same_tokens(trick):
     program = f"""
 import json
 from benchmarks.ablation import settings_of
-from examples import features, streams
 from nanoengine import LLM, SamplingParams
 with LLM("demo", dtype="float32", num_kv_blocks=50, **settings_of({WITHOUT + trick!r})) as llm:
     kinds = [type(module).__name__ for module in llm.llm_engine.runner.model.modules()]

@@ -204,6 +204,17 @@ def test_a_panic_of_the_tokenizer_library_is_an_error_with_the_path(copy):
     refuse(copy, "the tokenizer in .*model cannot be used: index out of bounds")
 
 
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])
+def test_a_signal_while_the_tokenizer_loads_is_no_error_of_the_tokenizer(interrupt, copy, monkeypatch):
+    def interrupted(*_, **__):
+        raise interrupt
+
+    byte_tokenizer().save_pretrained(copy)
+    monkeypatch.setattr("nanoengine.models.checkpoint.AutoTokenizer.from_pretrained", interrupted)
+    with pytest.raises(interrupt):
+        LLM(copy, num_kv_blocks=4)
+
+
 def test_an_empty_quantization_config_is_ignored(copy):
     edit_config(copy, quantization_config={})
     with LLM(copy, num_kv_blocks=4) as llm:
