@@ -90,7 +90,6 @@ class AsyncLLM(Reloadable, AbstractAsyncContextManager["AsyncLLM"]):
         self._closed, self._lock = False, threading.Lock()
         self._waiting: deque[Callable[[], None]] = deque()  # requests beyond the limit; only for the thread
         self._outgoing: dict[Any, Any] = {}  # outputs that `_deliver` will send; only for the thread
-        self._num_deliveries = 0
         self.llm_engine.runner.before_forward = self._deliver
         self._thread = threading.Thread(target=self._run, name="nanoengine", daemon=True)
         self._thread.start()
@@ -247,15 +246,12 @@ class AsyncLLM(Reloadable, AbstractAsyncContextManager["AsyncLLM"]):
         return True
 
     def _step(self) -> None:
-        before = self._num_deliveries
         try:
             self.llm_engine.advance()
         except EngineDeadError:
             raise  # ends all requests and the thread
         except BaseException:  # including panics, as in `_call`
             logging.getLogger(__name__).exception("a step failed and is computed again")
-        if self._num_deliveries == before:  # there was no forward pass
-            self._deliver()
 
     def _deliver(self) -> None:
         """Send the outputs since the last call to their consumers, with one callback per event loop.
@@ -263,7 +259,6 @@ class AsyncLLM(Reloadable, AbstractAsyncContextManager["AsyncLLM"]):
         The runner calls this just before each forward pass, in which the event loop has the interpreter lock
         for itself. If outputs were sent after each step, the two threads would compete for it.
         """
-        self._num_deliveries += 1
         for loop, outputs in self._outgoing.items():
             with suppress(RuntimeError):  # the event loop is closed: drop its outputs
                 loop.call_soon_threadsafe(_Mailbox.receive, outputs)

@@ -258,6 +258,8 @@ def run_states(kernel, arguments, states):
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_conv_step_computes_the_convolution_s_next_output(dtype, silu, has_bias):
     kernels, x, weight, bias, states = kernels_and_inputs(dtype, (3, 40), (40, 4), (40,), (6, 40, 4))
+    x[0, 0], bias[0] = torch.finfo(dtype).min, 0
+    weight[0] = torch.tensor([0.0, 0, 0, 1]).to(dtype)
     before, last = states.clone(), bias if has_bias else None
     out = StateKernels(kernels).conv_step(x, weight, last, states, (SOURCES, TARGETS), silu)
     inputs = torch.cat((before[SOURCES], x.unsqueeze(-1)), -1)

@@ -308,6 +308,15 @@ def test_as_many_drafts_are_computed_as_save_time(odds, limits, budget, costs, e
     assert planner.choose(offers, len(odds), budget) == expected
 
 
+@pytest.mark.parametrize(("num_seqs", "expected"), [(1, 1), (2, 1), (3, 0), (16, 0)])
+def test_drafts_that_save_little_are_left_out_in_batches(num_seqs, expected):
+    """A draft costs 0.6 of a step and is right with 0.8: tokens take 0.89 of their time."""
+    planner = Planner(FLAT, Costs([0, 1, 64], [0.0, 0.4, 0.4]))
+    while planner.rests(num_seqs, num_seqs):
+        pass
+    assert planner.choose([Offer(0.8, 1)] * num_seqs, num_seqs, 99) == [expected] * num_seqs
+
+
 @pytest.mark.parametrize(("num_behind", "num_left", "expected"), [(50, 400, 4), (50, 20, 0), (900, 9000, 0)])
 def test_a_sequence_has_no_drafts_if_catching_up_takes_longer_than_they_save(num_behind, num_left, expected):
     planner = Planner(FLAT, Costs([0, FAR], [0.0, FAR * 0.1]))
@@ -375,6 +384,15 @@ def test_steps_right_after_drafts_do_not_make_drafts_look_cheap(num_seqs):
     machine = Machine(num_seqs, 0.4, 0.8)
     machine.surcharge = 1.0
     assert min(machine.speed(1000, 1.0) for _ in range(3)) > 0.97
+
+
+def test_only_steps_in_a_row_without_drafts_are_measured():
+    machine = Machine(1, 0.4, 0.8)
+    machine.surcharge = 1.0
+    machine.speed(1000, 0.1)
+    (pace_of_one,) = machine.planner.paces.values()
+    seconds = machine.target.of(1)
+    assert pace_of_one.plain.value == pytest.approx((machine.step_seconds + seconds) / seconds, abs=0.01)
 
 
 @pytest.mark.parametrize(("num_seqs", "gain"), [(1, 1.5), (4, 1.35)])
