@@ -18,7 +18,6 @@ from nanoengine.detokenizer import Vocabulary
 from nanoengine.models.checkpoint import Checkpoint
 from nanoengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from nanoengine.sampling_params import RequestOutputKind, SamplingParams
-from nanoengine.steps import is_panic
 
 
 class TextPrompt(TypedDict):
@@ -222,11 +221,11 @@ def check_unicode(name: str, text: str) -> str:
 
 @contextmanager
 def panics_as_errors(name: str) -> Iterator[None]:
-    """Turn a tokenizer's panic into ValueError."""
+    """Turn a tokenizer's panic into ValueError. Rust's panic is a BaseException that cannot be imported."""
     try:
         yield
     except BaseException as error:
-        if not is_panic(error):
+        if type(error).__module__ != "pyo3_runtime":
             raise
         raise ValueError(f"{name} cannot be read by the model's tokenizer: {error}") from error
 

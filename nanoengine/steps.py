@@ -17,11 +17,6 @@ Item = TypeVar("Item")
 log = logging.getLogger("nanoengine")
 
 
-def is_panic(error: BaseException) -> bool:
-    """Return whether a library in Rust panicked. The exception is no Exception and cannot be imported."""
-    return type(error).__module__ == "pyo3_runtime"
-
-
 @contextmanager
 def uninterrupted(number: int = signal.SIGINT) -> Iterator[Callable[[], None]]:
     """Delay Ctrl-C, or another signal, until the block (or the decorated call) ends.

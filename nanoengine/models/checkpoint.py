@@ -24,7 +24,7 @@ from nanoengine.models.files import (
 )
 from nanoengine.optional import load
 from nanoengine.sampling_params import SamplingParams
-from nanoengine.steps import is_panic, phase
+from nanoengine.steps import phase
 
 if TYPE_CHECKING:  # at run time each is imported only for a checkpoint that needs it
     from nanoengine.models.gguf import GGUFFile
@@ -304,8 +304,8 @@ def _load_tokenizer(path: Path, trust_remote_code: bool) -> Any:
     try:
         loaded = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         loaded("", text_pair="")  # raise errors of its settings now
-    except BaseException as error:
-        if not isinstance(error, Exception) and not is_panic(error):
+    except BaseException as error:  # a panic in Rust is no Exception: see requests.panics_as_errors
+        if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
             raise
         needs_model = (path / "tokenizer.model").is_file() and not (path / "tokenizer.json").is_file()
         if needs_model and find_spec("sentencepiece") is None:
