@@ -46,6 +46,11 @@ def served(engine, origins=(), **settings):
         thread.join()
 
 
+def post(url, path="completions", **asked):
+    """Return the answer to a POST as JSON."""
+    return http.post(f"{url}/v1/{path}", json=asked).json()
+
+
 def connected(url):
     """Return a socket that is connected to the server."""
     return socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=TIMEOUT)
