@@ -10,7 +10,7 @@ from glob import glob
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 
@@ -42,13 +42,6 @@ class Config:
         assert self.kvcache_block_size % 256 == 0
 
 
-def parameters_of(config) -> dict[str, torch.Size]:
-    """Return every parameter's shape. Parameters that nano-vllm packs are listed by their parts."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    return {name: parameter.shape for name, parameter in model.named_parameters()}
-
-
 class LLM:
     def __init__(self, model, **kwargs):
         self.config = Config(model, **kwargs)
@@ -56,13 +49,12 @@ class LLM:
         assert self.hf_config.model_type == "qwen3"
         assert self.config.max_model_len <= self.hf_config.max_position_embeddings  # else it takes the less
         assert self.hf_config.dtype in (torch.float16, torch.bfloat16)  # for flash-attn
-        unfilled = parameters_of(self.hf_config)
+        with torch.device("meta"):
+            unfilled = dict(AutoModelForCausalLM.from_config(self.hf_config).named_parameters())
         for file in glob(f"{model}/*.safetensors"):
-            with safe_open(file, "pt", "cpu") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 (not a dict)
-                    tensor = tensors.get_tensor(name)
-                    assert tensor.shape == unfilled.pop(name)
-                    assert tensor.dtype == self.hf_config.dtype
+            for name, tensor in load_file(file).items():
+                assert tensor.shape == unfilled.pop(name).shape
+                assert tensor.dtype == self.hf_config.dtype
         assert not unfilled  # what the real one would leave as it was allocated
         self.tokenizer = AutoTokenizer.from_pretrained(model, use_fast=True)
         assert isinstance(self.tokenizer.eos_token_id, int)

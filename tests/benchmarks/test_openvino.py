@@ -1,6 +1,5 @@
 """OpenVINO as an engine of the benchmarks: the checkpoint that it exports, and what it is asked."""
 
-import argparse
 import json
 import subprocess
 import sys
@@ -16,28 +15,25 @@ from nanoengine.apps.workloads import SHAPES
 from nanoengine.models.checkpoint import open_checkpoint
 
 SHAPE = SHAPES["tiny"] | {"dtype": "bfloat16", "vocab_size": 512}
+FORMATS = {"fp32", "fp16", "int8", "int4", "mxfp4", "nf4", "cb4"}  # that `optimum-cli` knows
 
 
 def optimum_cli(command, check):
     """Stand in for `optimum-cli`: refuse other options than its own, and write the files that it writes."""
     assert check
-    program, *arguments = command
-    assert Path(program) == Path(sys.executable).parent / "optimum-cli"
-    parser = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
-    parser.add_argument("command", choices=["export"])
-    parser.add_argument("backend", choices=["openvino"])
-    parser.add_argument("output", type=Path)
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--task", choices=["text-generation", "text-generation-with-past"])
-    parser.add_argument("--weight-format", choices=tests.openvino_genai.FORMATS)
-    args = parser.parse_args(arguments)
-    assert json.loads((args.model / "config.json").read_text())["model_type"] == "qwen3"
-    with safe_open(args.model / "model.safetensors", "pt") as file:
+    program, export, backend, output, *options = command
+    assert (Path(program), export) == (Path(sys.executable).parent / "optimum-cli", "export")
+    assert (backend, options[::2]) == ("openvino", ["--model", "--task", "--weight-format"])
+    model, task, weight_format = options[1::2]
+    assert task == "text-generation-with-past"
+    assert weight_format in FORMATS
+    assert json.loads(Path(model, "config.json").read_text())["model_type"] == "qwen3"
+    with safe_open(Path(model, "model.safetensors"), "pt") as file:
         assert file.metadata() == {"format": "pt"}  # transformers refuses files without it
         assert "model.layers.0.mlp.up_proj.weight" in file.keys()  # noqa: SIM118 (not a dict)
-    args.output.mkdir()  # an error if two engines export to one directory
+    Path(output).mkdir()  # an error if two engines export to one directory
     for name in ("model", "tokenizer", "detokenizer"):
-        (args.output / f"openvino_{name}.xml").write_text(args.weight_format)
+        Path(output, f"openvino_{name}.xml").write_text(weight_format)
 
 
 @pytest.fixture
@@ -53,13 +49,7 @@ def shape(tmp_path, monkeypatch):
 
 def prepared(model, directory, **changes):
     """Prepare a model for OpenVINO as the benchmark does."""
-    settings = {
-        "model": str(model),
-        "load_format": "dummy",
-        "dtype": "bfloat16",
-        "threads": 2,
-        "weight_type": None,
-    }
+    settings = {"model": str(model), "load_format": "dummy", "dtype": "bfloat16", "threads": 2}
     return prepare(open_checkpoint(str(model)), settings | {"device": "cpu"} | changes, str(directory))
 
 
@@ -76,9 +66,7 @@ def test_each_weight_format_is_exported_from_one_checkpoint_and_serves_the_same_
         assert not pipeline.scheduler_config.enable_prefix_caching
         assert pipeline.scheduler_config.max_num_seqs == 256
         assert pipeline.num_steps == 12
-        assert measured["output_tokens"] == 25
-        assert len(measured["ttft"]) == 3
-        assert len(measured["itl"]) == 22
+        assert [measured["output_tokens"], len(measured["ttft"]), len(measured["itl"])] == [25, 3, 22]
 
 
 def test_openvino_limited_to_avx2_gets_the_settings_with_which_it_runs(shape, monkeypatch):
