@@ -158,20 +158,6 @@ def test_a_prompt_that_leaves_no_room_for_an_output_token_is_not_queued(settings
         scheduler.add(make_sequence(0, list(range(length - 1))))
 
 
-def test_every_stop_id_ends_a_sequence_and_only_stop_token_ids_are_a_stop_reason():
-    scheduler = make_scheduler()
-    seqs = [
-        Sequence(i, [1], SamplingParams(stop_token_ids=[7], max_tokens=9), stop_ids=frozenset({7, 8, 9}))
-        for i in range(3)
-    ]
-    for seq in seqs:
-        scheduler.add(seq)
-    batch = scheduler.schedule()
-    scheduler.update(batch, [7, 8, 9])
-    assert [(s.finish_reason, s.stop_reason) for s in seqs] == [("stop", 7), ("stop", None), ("stop", None)]
-    assert not is_busy(scheduler)
-
-
 def test_the_memory_of_a_step_does_not_depend_on_the_pool():
     scheduler = make_scheduler(num_blocks=20_000, block_size=4)
     for i in range(4):

@@ -181,6 +181,20 @@ def test_kernels_with_all_barriers_and_waits_have_no_faults():
     assert run_ptx(*body).tolist() == [i ^ 1 for i in range(64)]
 
 
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (["sub.s32 %r4, %r1, 9", "div.s32 %r5, %r4, 4"], lambda i: int((i - 9) / 4)),
+        (["neg.s32 %r4, %r1", "shr.s32 %r5, %r4, 40"], lambda i: -1 if i else 0),
+        (["shl.b32 %r5, %r1, 32"], lambda i: 0),
+        (["setp.neu.f32 %p2, 0f7FC00000, 0f7FC00000", "selp.b32 %r5, 1, 0, %p2"], lambda i: 1),
+        (["max.f32 %r5, 0f7FC00000, 0f3F800000"], lambda i: 0x3F800000),
+    ],
+)
+def test_an_instruction_gives_the_manual_s_result_where_numpy_s_is_another(body, expected):
+    assert run_ptx(*body, "st.global.b32 [%rd4], %r5").tolist() == [expected(i) for i in range(64)]
+
+
 # Instructions that may be missing, by the line of the kernel that they were compiled from.
 REDUNDANT = {
     # After the loop nothing reads the shared memory that the last copies, all of zeros, write.
