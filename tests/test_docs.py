@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import textwrap
-import xml.etree.ElementTree as ElementTree
 from dataclasses import fields
 from pathlib import Path
 
@@ -195,37 +194,14 @@ def test_each_picture_is_what_the_script_draws():
         assert (DOCS / name).read_text() == draw().svg(), f"{name}: python -m docs.figures"
 
 
-def test_the_glossary_is_in_order_and_names_lessons_by_their_numbers():
-    rows = re.findall(
-        r"^\| ([^|]+) \| .+ \| \[(\d+)\]\((\d+)-", (DOCS / "glossary.md").read_text(), re.MULTILINE
-    )
-    words = [word.lower() for word, _, _ in rows]
-    assert len(words) > 30
-    assert words == sorted(words)
-    assert all(int(said) == int(file) for _, said, file in rows)
-
-
-def test_each_picture_is_shown_says_what_it_is_and_is_drawn_for_light_and_dark():
-    shown = [name for page in LESSONS for name in re.findall(r"!\[[^\]]+\]\(([^)]+)\)", page.read_text())]
-    assert sorted(shown) == sorted(path.name for path in DOCS.glob("*.svg"))
-    for name in shown:
-        picture = ElementTree.parse(DOCS / name).getroot()
-        assert picture.findtext("{http://www.w3.org/2000/svg}title")
-        assert "prefers-color-scheme: dark" in (picture.findtext("{http://www.w3.org/2000/svg}style") or "")
-
-
 # ---- README and the guide ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("readme", READMES, ids=lambda readme: readme.name)
-def test_readme_is_one_page_and_its_first_screen_has_two_commands_a_real_model_and_a_picture(readme):
+def test_readme_is_one_page(readme):
     lines = readme.read_text().splitlines()
     assert len(lines) <= 110
     assert max(map(len, lines)) <= 120
-    first_screen = "\n".join(lines[:32])
-    for what in ("vLLM", "transformers", "make run", "make test", "run HuggingFaceTB/", "\nA: ", "!["):
-        assert what in first_screen
-    assert not re.search(r"`[0-9a-f]{7}`", "\n".join(lines)), "a commit is no version"
 
 
 def test_readme_shows_a_step_as_engine_py_does():

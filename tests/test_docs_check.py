@@ -60,18 +60,11 @@ def test_mistakes_in_a_lesson_fail_no_other_lesson(lesson):
     for _, _, function in reversed(functions_of(RIGHT)):
         if ast.get_docstring(function).startswith(f"Lesson {lesson}:"):
             lines = student.splitlines()
-            lines[function.body[1].lineno - 1 : function.end_lineno] = [
-                " " * function.body[0].col_offset + "1 / 0"
-            ]
+            body = slice(function.body[1].lineno - 1, function.end_lineno)
+            lines[body] = [" " * function.body[0].col_offset + "1 / 0"]
             student = "\n".join(lines)
     assert len(failures(student, lesson)) == len(CHECKS[lesson])
     assert not any(failures(student, other) for other in BY_LETTERS if other != lesson)
-
-
-def test_each_lesson_knows_five_mistakes_for_each_of_its_functions():
-    for lesson in BY_LETTERS:
-        functions = sum(where == lesson for where, _, _ in functions_of(RIGHT))
-        assert sum(where == lesson for where, *_ in MISTAKES) >= 5 * functions
 
 
 def test_the_command_explains_what_is_wrong(tmp_path, capsys):
@@ -139,7 +132,7 @@ def test_a_student_s_kernel_is_checked_in_another_process(right, wrong, what, tm
     student, source = tmp_path / "my_matvec.cpp", matvec.SOLUTION.read_text()
     assert right in source
     student.write_text(source.replace(right, wrong) if right else source)
-    most = 3 if "loop" in what else 8
+    most = 1 if "loop" in what else 8
     assert matvec.main(student, most) == (1 if right else 0)
     printed = capfd.readouterr()
     assert what in printed.out + printed.err
@@ -191,10 +184,3 @@ def test_a_check_that_a_lesson_quotes_exists(lesson):
     (page,) = SOLUTION.parent.glob(f"{int(lesson):02}-*.md")
     for quote in re.findall(r'The check should fail at "([^"]+)"', " ".join(page.read_text().split())):
         assert any(quote in sentence for sentence, _ in CHECKS[lesson])
-
-
-def test_the_help_lists_the_lessons(capsys):
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    printed = capsys.readouterr().out
-    assert all(what in printed for what in LESSONS.values())
