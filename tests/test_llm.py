@@ -446,6 +446,18 @@ def test_seconds_of_the_phases_add_up(qwen3, monkeypatch):
         assert 0.3 * elapsed < sum(seconds.values()) < elapsed
 
 
+def test_two_engines_share_nothing(qwen3, prompts, expected):
+    with LLM(qwen3, num_kv_blocks=60) as one, LLM(qwen3, block_size=4, num_kv_blocks=90) as two:
+        last = {}
+        for llm, prompt in ((one, prompts[6]), (two, prompts[7])):
+            llm.add_request("x", prompt, GREEDY)
+        while one.has_unfinished_requests() or two.has_unfinished_requests():
+            for llm in (one, two):
+                for output in llm.step():
+                    last[llm] = output.outputs[0].token_ids
+        assert (last[one], last[two]) == (expected[0][6], expected[0][7])
+
+
 @pytest.mark.parametrize("how", ["del", "close", "with"])
 def test_memory_of_an_engine_is_released_at_once(how, qwen3, no_gc):
     llm = LLM(qwen3, num_kv_blocks=50)

@@ -26,14 +26,7 @@ from nanoengine import LLM, EngineConfig, SamplingParams
 from nanoengine.backends.device import Download
 from nanoengine.backends.kv_cache import KVGroup, KVSpec
 from nanoengine.contrib import kvstore
-from nanoengine.contrib.kvstore import (
-    KVConnector,
-    Snapshot,
-    StoringBlockManager,
-    StoringCore,
-    decode,
-    encode,
-)
+from nanoengine.contrib.kvstore import KVConnector, Snapshot, StoringBlockManager, StoringCore, decode, encode
 from nanoengine.contrib.stores import DirectoryStore, RedisStore
 from nanoengine.engine import Sequence
 from tests.helpers import DEMO, checkpoint, greedy, random_prompts
@@ -79,13 +72,6 @@ def serve(path, store, prompts, params=GREEDY, **more):
     return [out.outputs[0].token_ids for out in outputs], [out.num_cached_tokens for out in outputs], counts
 
 
-@pytest.fixture(scope="module")
-def redis_url(tmp_path_factory):
-    """Yield the address of a new Redis server."""
-    with redis_server(tmp_path_factory.mktemp("redis")) as (url, _):
-        yield url
-
-
 @contextmanager
 def redis_server(path):
     if shutil.which("redis-server") is None:
@@ -112,8 +98,10 @@ def is_up(port):
 @pytest.fixture(params=["directory", "redis"])
 def store(request, tmp_path):
     if request.param == "directory":
-        return DirectoryStore(tmp_path / "kv")
-    return RedisStore(request.getfixturevalue("redis_url"))
+        yield DirectoryStore(tmp_path / "kv")
+    else:
+        with redis_server(tmp_path) as (url, _):
+            yield RedisStore(url)
 
 
 def test_get_returns_entries_up_to_the_first_missing_one(store):
@@ -260,15 +248,10 @@ def test_a_damaged_entry_is_noticed_wherever_it_is_damaged():
 # ---- Engines -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        ("qwen3", "float32"),
-        ("qwen3", "bfloat16"),
-        ("mistral sliding", "float32"),
-        ("gemma3", "float32"),
-    ],
-)
+NAMES = "qwen3", "mistral sliding", "gemma3"
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("qwen3", "bfloat16"), *((name, "float32") for name in NAMES)])
 def test_a_store_changes_no_answer_and_only_the_tail_is_computed(name, dtype, tmp_path_factory, tmp_path):
     path, reference = checkpoint(name, tmp_path_factory)
     prompts = random_prompts([100, 33, 64, 7])
@@ -342,20 +325,14 @@ def test_prompt_logprobs_are_computed_and_not_loaded(qwen3):
     assert serve(qwen3, fresh, prompts)[1] == [39]
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"seed": 1},
-        {"dtype": "bfloat16"},
-        {"kv_cache_dtype": "int8"},
-        {"block_size": 16},
-        {"model_impl": "transformers"},
-        {"rope_theta": 500.0},
-    ],
-    ids=lambda other: next(iter(other)),
-)
-def test_another_model_dtype_or_block_size_finds_nothing(other, qwen3, tmp_path):
+OTHERS = {"seed": 1, "dtype": "bfloat16", "kv_cache_dtype": "int8", "block_size": 16}
+OTHERS |= {"model_impl": "transformers", "rope_theta": 500.0}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_model_dtype_or_block_size_finds_nothing(name, qwen3, tmp_path):
     """Only what is the same in all that K and V depend on."""
+    other = {name: OTHERS[name]}
     copied = shutil.copytree(qwen3, tmp_path / "elsewhere")
     settings = {"load_format": "dummy", "seed": 0, "dtype": "float32", "max_model_len": 64}
     store, prompts = MemoryStore(), random_prompts([40])
@@ -365,9 +342,8 @@ def test_another_model_dtype_or_block_size_finds_nothing(other, qwen3, tmp_path)
     assert len(store.entries) == num_entries
     if "rope_theta" in other:
         config = json.loads((copied / "config.json").read_text())
-        (config.get("rope_parameters") or config)["rope_theta"] = other["rope_theta"]
+        (config.get("rope_parameters") or config)["rope_theta"] = other.pop("rope_theta")
         (copied / "config.json").write_text(json.dumps(config))
-        other = {}
     plain, _, _ = serve(copied, None, prompts, **{**settings, **other})
     answers, cached, _ = serve(copied, store, prompts, **{**settings, **other})
     assert (answers, cached) == (plain, [0])
@@ -471,22 +447,19 @@ def test_no_request_fails_if_the_store_cannot_be_read(name, method, tmp_path_fac
     assert 1 <= len(caplog.records) <= 2  # one for reading, and one for writing where that fails too
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
-def test_an_entry_that_vanishes_while_it_is_read_ends_the_hits(name, tmp_path_factory):
+@pytest.mark.parametrize(
+    ("name", "vanished", "num_cached"), [("qwen3", 11, 88), ("gemma3", 11, 88), ("mistral sliding", 0, 96)]
+)
+def test_an_entry_that_vanishes_ends_the_hits_unless_no_window_sees_it(
+    name, vanished, num_cached, tmp_path_factory
+):
     path, _ = checkpoint(name, tmp_path_factory)
     store, prompts = MemoryStore(), random_prompts([100])
     plain, _, _ = serve(path, store, prompts)
-    del store.entries[stored_keys(path, prompts[0])[11]]
-    store.touch = lambda keys: [True] * len(keys)
-    assert serve(path, store, prompts)[:2] == (plain, [88])
-
-
-def test_blocks_that_no_window_sees_need_not_be_in_the_store(tmp_path_factory):
-    path, _ = checkpoint("mistral sliding", tmp_path_factory)
-    store, prompts = MemoryStore(), random_prompts([100])
-    plain, _, _ = serve(path, store, prompts)
-    del store.entries[stored_keys(path, prompts[0])[0]]
-    assert serve(path, store, prompts)[:2] == (plain, [96])
+    del store.entries[stored_keys(path, prompts[0])[vanished]]
+    if vanished:  # while it is read
+        store.touch = lambda keys: [True] * len(keys)
+    assert serve(path, store, prompts)[:2] == (plain, [num_cached])
 
 
 def test_a_step_that_failed_is_not_saved(qwen3, monkeypatch):
@@ -536,14 +509,10 @@ def test_the_last_blocks_of_a_failed_request_are_not_saved(qwen3):
     assert len(store.entries) == 3
 
 
-@pytest.mark.parametrize(
-    ("name", "more"),
-    [
-        ("qwen3", {"scheduling_policy": "priority"}),
-        ("mistral sliding", {}),
-        ("gemma3", {"speculative_config": NGRAM}),
-    ],
-)
+MORE = {"scheduling_policy": "priority"}, {}, {"speculative_config": NGRAM}
+
+
+@pytest.mark.parametrize(("name", "more"), zip(NAMES, MORE, strict=True))
 def test_preempted_sequences_come_back_from_the_store(name, more, tmp_path_factory):
     path, reference = checkpoint(name, tmp_path_factory)
     prompts = random_prompts([50, 61, 40, 70])
@@ -552,8 +521,7 @@ def test_preempted_sequences_come_back_from_the_store(name, more, tmp_path_facto
     with LLM(str(path), kv_store=MemoryStore(), **SETTINGS, **more) as llm:
         engine, scheduler = llm.llm_engine, llm.scheduler
         for i, prompt in enumerate(prompts):
-            priority = -i if "scheduling_policy" in more else 0
-            engine.add_request(str(i), {"prompt_token_ids": prompt}, params, priority=priority)
+            engine.add_request(str(i), prompt, params, priority=-i if "scheduling_policy" in more else 0)
         for _ in range(12):
             engine.step()
         num_blocks = {seq: len(seq.token_ids) // 8 for seq in scheduler.running}
@@ -693,9 +661,8 @@ class LedgerConnector(KVConnector):
         specs = [KVSpec(1, 1, 1, torch.float32, window) for window in windows]
         groups = [KVGroup([layer], spec.window) for layer, spec in enumerate(specs)]
         device = SimpleNamespace(running=nullcontext, device=torch.device("cpu"))
-        super().__init__(
-            store, SimpleNamespace(block_size=block_size, device=device), specs, groups, b"f" * 32
-        )
+        runner = SimpleNamespace(block_size=block_size, device=device)
+        super().__init__(store, runner, specs, groups, b"f" * 32)
         self.world = world
         self.contents: list[tuple] = []  # number -> what a slot holds
 

@@ -59,27 +59,18 @@ def gptq(shape, bits=4, group=32, version="gptq", order=None, has_groups=True):
     groups = torch.arange(shape[1]) // group
     weight = stands_for(numbers, zeros, scales, group)
     if order is not None:  # inputs of a group lie anywhere
-        groups, weight, numbers = (
-            groups[order(shape[1])],
-            weight[:, order(shape[1])],
-            numbers[:, order(shape[1])],
-        )
-    parts = {
-        "qweight": pack_rows(numbers, bits).T,
-        "qzeros": pack_rows(zeros.T - int(version == "gptq"), bits),
-        "scales": scales.T,
-    }
+        places = order(shape[1])
+        groups, weight, numbers = groups[places], weight[:, places], numbers[:, places]
+    parts = {"qweight": pack_rows(numbers, bits).T, "scales": scales.T}
+    parts["qzeros"] = pack_rows(zeros.T - int(version == "gptq"), bits)
     return {**parts, "g_idx": groups.int()} if has_groups else parts, weight
 
 
 def awq(shape, group=32):
     numbers, zeros, scales = random_parts(shape, 4, group)
     order = [0, 2, 4, 6, 1, 3, 5, 7]
-    return {
-        "qweight": pack_rows(numbers.T, 4, order),
-        "qzeros": pack_rows(zeros.T, 4, order),
-        "scales": scales.T,
-    }, stands_for(numbers, zeros, scales, group)
+    parts = {"qweight": pack_rows(numbers.T, 4, order), "qzeros": pack_rows(zeros.T, 4, order)}
+    return {**parts, "scales": scales.T}, stands_for(numbers, zeros, scales, group)
 
 
 def packed(shape, bits=4, group=32, symmetric=True):
@@ -87,11 +78,8 @@ def packed(shape, bits=4, group=32, symmetric=True):
     numbers, zeros, scales = random_parts(shape, bits, group)
     if symmetric:
         zeros = torch.full_like(zeros, 1 << (bits - 1))
-    parts = {
-        "weight_packed": pack_rows(numbers, bits),
-        "weight_scale": scales,
-        "weight_shape": torch.tensor(shape),
-    }
+    parts = {"weight_packed": pack_rows(numbers, bits), "weight_scale": scales}
+    parts["weight_shape"] = torch.tensor(shape)
     if not symmetric:
         parts["weight_zero_point"] = pack_rows(zeros.T, bits).T
     return parts, stands_for(numbers, zeros, scales, group)
@@ -109,10 +97,8 @@ def packed_whole(shape, bits=4, symmetric=True):
 def int_quantized(shape, group=None):
     numbers, _, scales = random_parts(shape, 8, group or shape[1])
     integers = (numbers - 128).to(torch.int8)
-    zeros = torch.zeros_like(scales)
-    return {"weight": integers, "weight_scale": scales, "input_scale": torch.ones(1)}, stands_for(
-        integers, zeros, scales, group or shape[1]
-    )
+    parts = {"weight": integers, "weight_scale": scales, "input_scale": torch.ones(1)}
+    return parts, stands_for(integers, torch.zeros_like(scales), scales, group or shape[1])
 
 
 def float_quantized(shape, block=None, scale_name="weight_scale"):
@@ -130,10 +116,8 @@ def nf4(shape, nested=True, block=64):
     numbers = torch.randint(0, 16, (shape[0] * shape[1],))
     blocks = -(-numbers.numel() // block)
     padded = torch.nn.functional.pad(numbers, (0, numbers.numel() % 2))
-    parts = {
-        "weight": (padded[::2] << 4 | padded[1::2]).to(torch.uint8).unsqueeze(1),
-        "weight.quant_map": table,
-    }
+    bytes_of_pairs = (padded[::2] << 4 | padded[1::2]).to(torch.uint8).unsqueeze(1)
+    parts = {"weight": bytes_of_pairs, "weight.quant_map": table}
     state = {"blocksize": block, "shape": list(shape), "quant_type": "nf4", "dtype": "float32"}
     if nested:
         codes, of_codes = torch.randint(0, 256, (blocks,)), torch.rand(256)
@@ -155,13 +139,9 @@ def int8_of_bitsandbytes(shape):
 
 
 def compressed(form, bits, weights=None, **fields):
-    weights = {"num_bits": bits, "type": "int", **(weights or {})}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": form,
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
-        **fields,
-    }
+    group = {"targets": ["Linear"], "weights": {"num_bits": bits, "type": "int", **(weights or {})}}
+    stated = {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}}
+    return stated | fields
 
 
 def in_groups(size):
@@ -175,6 +155,7 @@ def scattered(num_inputs):
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc_act": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
 PACKED, FLOAT8 = compressed("pack-quantized", 4), compressed("float-quantized", 8)
+WHOLE = compressed("pack-quantized", 8, {"strategy": "tensor"})
 FP8 = {"quant_method": "fp8", "weight_block_size": [32, 32]}
 write_fp8 = partial(float_quantized, scale_name="weight_scale_inv")
 NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
@@ -191,11 +172,7 @@ CHECKPOINTS = {
     "compressed": (PACKED, packed, 4),
     "compressed, zeros": (PACKED, partial(packed, symmetric=False), 4),
     "compressed in 8 bits": (compressed("pack-quantized", 8), partial(packed, bits=8, group=0), 8),
-    "compressed, one scale and zero": (
-        compressed("pack-quantized", 8, {"strategy": "tensor"}),
-        partial(packed_whole, bits=8, symmetric=False),
-        None,
-    ),
+    "compressed, one scale and zero": (WHOLE, partial(packed_whole, bits=8, symmetric=False), None),
     "compressed, int8": (compressed("int-quantized", 8), int_quantized, 8),
     "compressed, fp8 of rows": (FLOAT8, partial(float_quantized, block=(1, None)), None),
     "compressed, fp8": (FLOAT8, float_quantized, None),
@@ -434,13 +411,14 @@ NAMES |= {"q_norm": "attn_q_norm", "k_norm": "attn_k_norm"}
 NAMES |= {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
 
 
+OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
 def gguf_name(name):
     if ".layers." in name:
         _, _, layer, *_, part, end = name.split(".")
         return f"blk.{layer}.{NAMES[part]}.{end}"
-    return {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}[
-        name[:-7]
-    ] + ".weight"
+    return OUTER[name.removesuffix(".weight")] + ".weight"
 
 
 # Where a block has its float16 scales, of the types that gguf reads and cannot write
@@ -513,7 +491,7 @@ def write_gguf(path, model, kind, family, tied=False, tokenizer=None, **fields):
             continue
         chosen = kind if isinstance(kind, str) else kind(name)
         data, value = raw_blocks(weight, chosen)
-        parameter.copy_(from_pairs(value, num_heads))
+        parameter.copy_(in_pairs(value, num_heads, back=True))
         writer.add_tensor(gguf_name(name), data, raw_dtype=gguf.GGMLQuantizationType[chosen])
     close(writer, path)
     return model
@@ -532,10 +510,8 @@ def merging_tokenizer():
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    template = AutoTokenizer.from_pretrained(DEMO).chat_template
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", chat_template=template
-    )
+    settings = {"eos_token": "<|im_end|>", "chat_template": AutoTokenizer.from_pretrained(DEMO).chat_template}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **settings)
 
 
 def add_tokenizer(writer, tokenizer):
@@ -551,32 +527,23 @@ def add_tokenizer(writer, tokenizer):
     writer.add_chat_template(tokenizer.chat_template)
 
 
-def in_pairs(weight, num_heads):
-    """Permute rows as llama.cpp does: the halves of a head become pairs of neighbors."""
+def in_pairs(weight, num_heads, back=False):
+    """Permute rows as llama.cpp does: the halves of a head become pairs of neighbors, or back."""
     if num_heads is None:
         return weight
-    return weight.unflatten(0, (num_heads, 2, -1)).transpose(1, 2).reshape(weight.shape)
-
-
-def from_pairs(weight, num_heads):
-    if num_heads is None:
-        return weight
-    return weight.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).reshape(weight.shape)
+    parts = (num_heads, -1, 2) if back else (num_heads, 2, -1)
+    return weight.unflatten(0, parts).transpose(1, 2).reshape(weight.shape)
 
 
 def gguf_of(path, name, kind, family, **settings):
     """Return a file of a tiny model whose inputs are multiples of 256 where a type's blocks are."""
-    is_large = isinstance(kind, str) and kind.endswith("_K")
-    if is_large:
-        sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
-        sizes |= {"initializer_range": 0.1}
-    else:
-        sizes = {"head_dim": 32} if family == "qwen3" else {}
+    sizes = {"head_dim": 32} if family == "qwen3" else {}
+    if isinstance(kind, str) and kind.endswith("_K"):
+        sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "initializer_range": 0.1}
     torch.manual_seed(2)
-    config = {**TINY, **sizes, "tie_word_embeddings": settings.get("tied", False)}
-    model = getattr(transformers, f"{name}ForCausalLM")(
-        getattr(transformers, f"{name}Config")(**config)
-    ).eval()
+    sizes = {**TINY, **sizes, "tie_word_embeddings": settings.get("tied", False)}
+    config = getattr(transformers, f"{name}Config")(**sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
     return write_gguf(path, model, kind, family, **settings)
 
 
@@ -664,36 +631,30 @@ def test_unsupported_setting_of_a_gguf_file_is_named(tmp_path):
 # ---- Adapters ------------------------------------------------------------------------------------
 
 BIASED, TIED = "qwen3 with attention bias", "qwen2 tied"
-ADAPTERS: dict[str, tuple[str, dict]] = {  # the base, and PEFT's settings
-    "attention": (BIASED, {"r": 4, "lora_alpha": 12, "target_modules": ["q_proj", "v_proj"]}),
+
+
+def lora(base, *targets, **settings):
+    """Return a base model, and PEFT's settings for an adapter of these layers."""
+    return base, {"target_modules": [*targets], **settings}
+
+
+RANKS = {"layers.1.mlp.down_proj": 2, "q_proj": 6}
+ADAPTERS: dict[str, tuple[str, dict]] = {
+    "attention": lora(BIASED, "q_proj", "v_proj", r=4, lora_alpha=12),
     "all layers, scaled by the root": (BIASED, {"r": 8, "use_rslora": True, "target_modules": "all-linear"}),
-    "ranks of their own": (
-        BIASED,
-        {
-            "target_modules": ["q_proj", "down_proj"],
-            "rank_pattern": {"layers.1.mlp.down_proj": 2, "q_proj": 6},
-            "alpha_pattern": {"down_proj": 3},
-        },
+    "ranks of their own": lora(
+        BIASED, "q_proj", "down_proj", rank_pattern=RANKS, alpha_pattern={"down_proj": 3}
     ),
-    "dora": (BIASED, {"lora_alpha": 12, "target_modules": ["q_proj", "down_proj"], "use_dora": True}),
-    "head and biases": (
-        BIASED,
-        {"target_modules": ["o_proj"], "modules_to_save": ["lm_head"], "bias": "all"},
-    ),
-    "embedding for another": (TIED, {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}),
-    "head for another": (TIED, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
-    "both for others": (
-        TIED,
-        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
-    ),
-    "lora of the embedding": (TIED, {"target_modules": ["embed_tokens", "k_proj"], "lora_alpha": 3}),
-    "lora of the head": (TIED, {"target_modules": ["lm_head"]}),
-    "lora of both": (TIED, {"target_modules": ["embed_tokens", "lm_head"]}),
-    "lora of both, tied": (
-        TIED,
-        {"target_modules": ["embed_tokens", "lm_head"], "ensure_weight_tying": True},
-    ),
-    "dora of both": (TIED, {"target_modules": ["embed_tokens", "lm_head", "down_proj"], "use_dora": True}),
+    "dora": lora(BIASED, "q_proj", "down_proj", lora_alpha=12, use_dora=True),
+    "head and biases": lora(BIASED, "o_proj", modules_to_save=["lm_head"], bias="all"),
+    "embedding for another": lora(TIED, "q_proj", modules_to_save=["embed_tokens"]),
+    "head for another": lora(TIED, "q_proj", modules_to_save=["lm_head"]),
+    "both for others": lora(TIED, "q_proj", modules_to_save=["embed_tokens"], ensure_weight_tying=True),
+    "lora of the embedding": lora(TIED, "embed_tokens", "k_proj", lora_alpha=3),
+    "lora of the head": lora(TIED, "lm_head"),
+    "lora of both": lora(TIED, "embed_tokens", "lm_head"),
+    "lora of both, tied": lora(TIED, "embed_tokens", "lm_head", ensure_weight_tying=True),
+    "dora of both": lora(TIED, "embed_tokens", "lm_head", "down_proj", use_dora=True),
 }
 
 

@@ -34,8 +34,6 @@ from tests.helpers import (
 )
 
 NAME = "qwen3"
-
-
 IMPLS = pytest.mark.parametrize("impl", ["nanoengine", "transformers"])
 
 
@@ -79,6 +77,10 @@ def theta_of(value):
     return {"rope_parameters": {"rope_type": "default", "rope_theta": value}}
 
 
+def quantized_with(method):
+    return {"quantization_config": {"quant_method": method, "bits": 4}}
+
+
 SIZES = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
 SIZES += "head_dim"
 POSITIONS, ROPE = "max_position_embeddings", r"config\.json: rope's factor.* must be above 0"
@@ -91,13 +93,7 @@ BAD_CONFIGS = [
     (rope_of("helix"), "helix"),
     *((theta_of(x), "the rope settings .*rope_theta|cannot be loaded: TypeError") for x in ("x", None)),
     *(({"text_config": x}, "config.json: the language model's config must be an object") for x in ([1], 2.0)),
-    *(
-        (
-            {"quantization_config": {"quant_method": x, "bits": 4}},
-            f"is not supported: .* are quantized with {x}; supported: gptq, awq",
-        )
-        for x in ("hqq", "aqlm", "modelopt", "never heard of")
-    ),
+    *((quantized_with(x), f" quantized with {x}; supported: gptq, awq") for x in ("hqq", "aqlm", "modelopt")),
 ]
 
 
@@ -117,53 +113,30 @@ def content(name, holds):
     return lambda path: (path / name).write_text(json.dumps(holds))
 
 
+def typed(dtype):
+    return tensors(lambda t: t.update({UP: t[UP].to(dtype)}))
+
+
+ELSE = "{}.* is not supported: its config belongs to Qwen3"
+UNFIT = rf"of another shape than the config requires: .*{NORM}"
+NO_WEIGHTS = torch.int32, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn
 # A change to a checkpoint, and the error, or both errors where implementations differ
 DAMAGES = [
     *((config(**changes), message) for changes, message in BAD_CONFIGS),
     (config(num_attention_heads=0), "the config requires|cannot be loaded: ZeroDivisionError"),
-    (
-        config(hidden_act="gulu"),
-        ("'gulu' is not supported; supported: silu", r"json's hidden_act 'gulu' is unkn"),
-    ),
-    (
-        config(architectures=["LlamaForCausalLM"]),
-        (
-            "'qwen3' does not belong to Llama",
-            "LlamaForCausalLM is not supported: its config belongs to Qwen3",
-        ),
-    ),
+    (config(hidden_act="gulu"), ("'gulu' is not supported; supported: silu", "hidden_act 'gulu' is unkn")),
+    (config(architectures=["LlamaForCausalLM"]), ("'qwen3' does not belong to Llama", ELSE.format("Llama"))),
     *(
-        (
-            config(architectures=[name]),
-            (
-                f"'{name}' is not supported; supported: Llama",
-                f"{name} is not supported: its config belongs to Q",
-            ),
-        )
+        (config(architectures=[name]), (f"'{name}' is not supported; supported: Llama", ELSE.format(name)))
         for name in ("GemmaForCausalLM", "Qwen3ForSequenceClassification")
     ),
     (tensors(lambda t: t.pop(MISSING)), rf"lacks 1 tensors, the first is '{MISSING}'"),
     (tensors(lambda t: t.update(mystery=torch.zeros(2))), "'mystery' which the architecture does not have"),
-    (
-        tensors(lambda t: t.update({NORM: torch.zeros(63)})),
-        (
-            rf"'{NORM}' has shape \(63,\), the config requires \(64,\)",
-            rf"of another shape than the config requires: .*{NORM}",
-        ),
-    ),
-    *(
-        (
-            tensors(lambda t, dtype=dtype: t.update({UP: t[UP].to(dtype)})),
-            rf"holds tensor '{UP}' as .*; a weight must be one of F64, F32",
-        )
-        for dtype in (torch.int32, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn)
-    ),
+    (tensors(lambda t: t.update({NORM: torch.zeros(63)})), (rf"'{NORM}' has shape \(63,\)", UNFIT)),
+    *((typed(x), rf"holds tensor '{UP}' as .*; a weight must be one of F64, F32") for x in NO_WEIGHTS),
     (lambda path: save_file({}, path / WEIGHTS), "lacks 25 tensors"),
     (lambda path: (path / WEIGHTS).write_bytes((path / WEIGHTS).read_bytes()[:-9000]), "is damaged"),
-    (
-        lambda path: (path / WEIGHTS).rename(path / "pytorch_model.bin"),
-        r"holds no \*\.safetensors; pickled weights",
-    ),
+    (lambda path: (path / WEIGHTS).rename(path / "model.bin"), r"holds no \*\.safetensors; pickled weights"),
     (content(GPTQ, {"bits": 4, "group_size": 128}), "config.json says gptq, but no"),
     (content(GPTQ, {"bits": 3}), "quantized with gptq, and its bits is 3; supported: 4, 8"),
     (content("hf_quant_config.json", {"quantization": {"quant_algo": "NVFP4"}}), "quantized with NVFP4;"),
@@ -417,10 +390,7 @@ BROKEN = [
     (GENERATION, b'{"temperature": -1}', "temperature must be"),
     (GENERATION, b'{"top_k": 0.5}', "top_k must be"),
     (GENERATION, b'{"max_new_tokens": 0}', "max_tokens must be"),
-    *(
-        (GENERATION, b'{"eos_token_id": %s}' % x, "eos_token_id must be")
-        for x in (b'"x"', b"[null]", b"true", b"{}")
-    ),
+    *((GENERATION, b'{"eos_token_id": %s}' % x, "eos_token_id must be") for x in (b'"x"', b"[null]", b"{}")),
 ]
 
 
@@ -477,10 +447,8 @@ def test_transformers_fills_a_model_on_its_device(name, load_format, tmp_path_fa
     path, model = checkpoint(name, tmp_path_factory)
     loaded = loaded_on(ELSEWHERE, path, load_format=load_format)
     assert {x.device for x in (*loaded.parameters(), *loaded.buffers())} == {ELSEWHERE}
-    assert {name: x.shape for name, x in loaded.named_parameters()} == {
-        name: x.shape
-        for name, x in model.named_parameters()  # tied ones once
-    }
+    ours, theirs = ({name: x.shape for name, x in m.named_parameters()} for m in (loaded, model))
+    assert ours == theirs  # tied ones once
 
 
 def test_without_accelerate_a_model_is_filled_on_the_host(tmp_path_factory, monkeypatch):
@@ -536,9 +504,8 @@ def test_the_host_never_holds_a_model_that_is_loaded_elsewhere(load_format, tmp_
 def test_boolean_mask_in_an_old_checkpoint_is_ignored(tmp_path, tmp_path_factory):
     path, model = checkpoint("gpt2", tmp_path_factory)
     shutil.copytree(path, tmp_path / "model")
-    change_tensors(
-        tmp_path / "model", lambda t: t.update({"transformer.h.0.attn.bias": torch.ones(1, 1, 8, 8).bool()})
-    )
+    mask = {"transformer.h.0.attn.bias": torch.ones(1, 1, 8, 8).bool()}
+    change_tensors(tmp_path / "model", lambda t: t.update(mask))
     check_served(tmp_path / "model", model)
 
 
