@@ -259,6 +259,7 @@ def test_generation_stops_at_max_model_len(qwen3):
         ({"max_model_len": 513}, ValueError, "max_model_len"),
         ({"max_model_len": 1}, ValueError, "max_model_len"),
         ({"scheduling_policy": "lifo"}, ValueError, "scheduling_policy"),
+        *(({"logprobs_mode": mode}, ValueError, "logprobs_mode") for mode in ("raw_logits", None)),
         ({"load_format": "pickle"}, ValueError, "load_format"),
         ({"dtype": "int8"}, ValueError, "dtype"),
         ({"long_prefill_token_threshold": -1}, ValueError, "long_prefill_token_threshold"),

@@ -37,15 +37,14 @@ from tests.helpers import DEMO, TINY, batch_of, checkpoint, make_sequence, rando
 from tests.laws import check_laws
 from tests.serving import TIMEOUT, wait_until
 
+SLOW = pytest.mark.slow
 TINY_CACHE = {"num_kv_blocks": 60, "block_size": 8}
+SIX = {"num_attention_heads": 6, "head_dim": 16}
 # name -> changes to TINY of a Llama or Qwen3 whose sizes no number of ranks divides
 UNEVEN = {
     "uneven": ("Llama", {"vocab_size": 127, "intermediate_size": 97, "mlp_bias": True}),
     "uneven, tied": ("Qwen3", {"vocab_size": 127, "intermediate_size": 97, "tie_word_embeddings": True}),
-    "six heads, one kv head": (
-        "Qwen3",
-        {"num_attention_heads": 6, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 125},
-    ),
+    "six heads, one kv head": ("Qwen3", {**SIX, "num_key_value_heads": 1, "vocab_size": 125}),
 }
 
 
@@ -170,11 +169,13 @@ def test_with_fewer_kv_heads_than_ranks_several_ranks_share_one():
     assert firsts == [slice(0, 3), slice(0, 3), slice(3, 6), slice(3, 6)]
 
 
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "size"), [(4, 2, 3), (6, 2, 3), (12, 4, 6), (4, 4, 8)])
-def test_indivisible_heads_are_refused_and_the_error_has_the_numbers(num_heads, num_kv_heads, size):
-    numbers = f"{num_heads} attention heads and {num_kv_heads} key/value heads .* tensor_parallel_size={size}"
-    with pytest.raises(ValueError, match=numbers):
-        shard_of(0, size, num_heads=num_heads, num_kv_heads=num_kv_heads)
+def test_indivisible_heads_are_refused_and_the_error_has_the_numbers():
+    for num_heads, num_kv_heads, size in (4, 2, 3), (6, 2, 3), (12, 4, 6), (4, 4, 8):
+        said = (
+            f"{num_heads} attention heads and {num_kv_heads} key/value heads .* tensor_parallel_size={size}"
+        )
+        with pytest.raises(ValueError, match=said):
+            shard_of(0, size, num_heads=num_heads, num_kv_heads=num_kv_heads)
 
 
 @pytest.mark.parametrize(
@@ -202,15 +203,12 @@ def test_more_ranks_than_gpus_are_refused_and_the_error_has_both_numbers(monkeyp
 class FakeGroup:
     """A process group that returns nothing to wait for, as NCCL's on the current stream."""
 
-    def broadcast(self, tensors, options):
-        assert (options.rootRank, options.rootTensor) == (0, 0)
+    def broadcast(self, *arguments):
+        options = arguments[-1]
         assert not options.asyncOp
+        assert getattr(options, "rootRank", 0) == getattr(options, "rootTensor", 0) == 0
 
-    def allreduce(self, tensors, options):
-        assert not options.asyncOp
-
-    def _allgather_base(self, out, x, options):
-        assert not options.asyncOp
+    allreduce = _allgather_base = broadcast
 
 
 def ranks_between(group, connections=()):
@@ -281,16 +279,15 @@ def test_each_rank_reads_its_own_part_and_all_parts_are_the_whole(name, path_of,
 # ---- The same tokens -----------------------------------------------------------------------------
 
 
+SIZES = {"llama odd sizes": 3, "qwen3 tied, one kv head": 4, "six heads, one kv head": 3}
+SIZES |= {"uneven": 2, "uneven, tied": 4}
+
+
 @pytest.mark.parametrize(
     ("name", "size"),
     [
-        ("llama with biases", 2),
-        ("qwen2 sliding from layer 1", 2),
-        pytest.param("llama odd sizes", 3, marks=pytest.mark.slow),
-        pytest.param("qwen3 tied, one kv head", 4, marks=pytest.mark.slow),
-        pytest.param("six heads, one kv head", 3, marks=pytest.mark.slow),
-        pytest.param("uneven", 2, marks=pytest.mark.slow),
-        pytest.param("uneven, tied", 4, marks=pytest.mark.slow),
+        *(("llama with biases", 2), ("qwen2 sliding from layer 1", 2)),
+        *(pytest.param(*one, marks=SLOW) for one in SIZES.items()),
     ],
 )
 def test_ranks_give_the_same_tokens_as_one(name, size, path_of, in_threads):
@@ -300,10 +297,10 @@ def test_ranks_give_the_same_tokens_as_one(name, size, path_of, in_threads):
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({"max_num_batched_tokens": 7, "num_kv_blocks": 14}, marks=pytest.mark.slow),
+        pytest.param({"max_num_batched_tokens": 7, "num_kv_blocks": 14}, marks=SLOW),
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}},
-        pytest.param({"async_scheduling": True}, marks=pytest.mark.slow),
-        pytest.param({"enforce_eager": True, "max_num_seqs": 2}, marks=pytest.mark.slow),
+        pytest.param({"async_scheduling": True}, marks=SLOW),
+        pytest.param({"enforce_eager": True, "max_num_seqs": 2}, marks=SLOW),
     ],
     ids=["in chunks, preempted", "with draft tokens", "async", "eager"],
 )
@@ -314,7 +311,7 @@ def test_ranks_give_the_same_tokens_for_all_settings(settings, path_of, in_threa
     assert (metrics["spec_decode_num_drafts"] > 0) == ("speculative_config" in settings)
 
 
-@pytest.mark.parametrize("async_scheduling", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("async_scheduling", [pytest.param(False, marks=SLOW), True])
 def test_ranks_give_the_same_tokens_on_the_gpu_path(async_scheduling, path_of, in_threads, in_float32):
     check_ranks(path_of("qwen3"), 2, block_size=256, max_num_seqs=4, async_scheduling=async_scheduling)
     assert in_float32["replay"] > 0
@@ -454,7 +451,7 @@ def test_processes_and_threads_end_with_close(demo_answer):
     del llm  # the threads must end while it is still referenced
 
 
-@pytest.mark.slow
+@SLOW
 def test_engines_with_ranks_run_side_by_side_when_the_thread_that_started_one_has_ended(demo_answer):
     with ThreadPoolExecutor(1) as pool:
         started = pool.submit(ranks_in_processes).result()
@@ -480,7 +477,7 @@ def answer_until_lost(llm, act):
     llm.generate([[1, 2, 3]] * 4, SamplingParams(temperature=0, max_tokens=900, ignore_eos=True))
 
 
-@pytest.mark.slow
+@SLOW
 def test_a_killed_rank_is_an_error_that_names_it():
     llm = ranks_in_processes(tensor_parallel_size=4)
     others = ranks_of()
@@ -493,7 +490,7 @@ def test_a_killed_rank_is_an_error_that_names_it():
     llm.close()
 
 
-@pytest.mark.slow
+@SLOW
 def test_a_rank_that_dies_between_requests_fails_the_next_request():
     with ranks_in_processes() as llm:
         answer(llm)
@@ -523,7 +520,7 @@ def serve_a_failing_pass(*arguments):
     parallel.serve(*arguments)
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.parametrize(
     ("planted", "said"),
     [
@@ -539,7 +536,7 @@ def test_a_failed_rank_is_an_error_that_states_the_cause(planted, said, monkeypa
     assert not ranks_of()
 
 
-@pytest.mark.slow
+@SLOW
 def test_a_rank_that_hangs_at_startup_is_an_error_after_a_while(monkeypatch):
     monkeypatch.setattr(parallel, "serve", serve_nothing)
     monkeypatch.setattr(processes, "STARTING", 1.0)
@@ -548,7 +545,7 @@ def test_a_rank_that_hangs_at_startup_is_an_error_after_a_while(monkeypatch):
     assert not ranks_of()
 
 
-@pytest.mark.slow
+@SLOW
 def test_a_forward_pass_that_fails_on_rank_0_ends_the_engine(monkeypatch):
     llm = ranks_in_processes()
     with monkeypatch.context() as broken:
@@ -561,7 +558,7 @@ def test_a_forward_pass_that_fails_on_rank_0_ends_the_engine(monkeypatch):
     assert not ranks_of()
 
 
-@pytest.mark.slow
+@SLOW
 def test_no_rank_outlives_a_constructor_that_raises():
     with pytest.raises(OSError, match="no-such-directory"):
         ranks_in_processes(trace="/no-such-directory/trace.jsonl")
@@ -611,7 +608,7 @@ def script(code):
         process.wait()
 
 
-@pytest.mark.slow
+@SLOW
 def test_ctrl_c_reaches_only_rank_0_and_the_engine_keeps_working(demo_answer):
     code = """
 try:
@@ -630,7 +627,7 @@ except KeyboardInterrupt:
         wait_until_gone(ranks)
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.parametrize("is_stopped", [False, True])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_no_rank_outlives_rank_0(number, is_stopped):
@@ -642,11 +639,8 @@ def test_no_rank_outlives_rank_0(number, is_stopped):
         wait_until_gone(ranks)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("number", "seconds"),
-    [(signal.SIGINT, 0.2), (signal.SIGKILL, 3)],
-)
+@SLOW
+@pytest.mark.parametrize(("number", "seconds"), [(signal.SIGINT, 0.2), (signal.SIGKILL, 3)])
 def test_no_rank_outlives_rank_0_if_it_ends_during_startup(number, seconds):
     with script("signal.pause()") as (process, ranks):  # a standard input may be at its end
         time.sleep(seconds)
@@ -655,7 +649,7 @@ def test_no_rank_outlives_rank_0_if_it_ends_during_startup(number, seconds):
         wait_until_gone(ranks)  # one that is about to import PyTorch hears of it after that
 
 
-@pytest.mark.slow
+@SLOW
 def test_a_fork_of_an_engine_with_ranks_ends_without_stopping_them(demo_answer):
     code = """
 import os
@@ -670,7 +664,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), answer(12))
         wait_until_gone(ranks)
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.parametrize("is_closed", [True, False])
 def test_processes_of_torchrun_join_in_one_script(is_closed, demo_answer, tmp_path):
     again = f"""

@@ -68,11 +68,9 @@ def test_a_function_gets_float32_from_a_model_in_bfloat16():
         seen.append((logits.dtype, logits.clone()))
         return logits
 
-    params = SamplingParams(
-        temperature=0, max_tokens=2, logits_processors=[look], structured_outputs={"regex": "a*"}
-    )
+    fields = {"temperature": 0, "max_tokens": 2, "structured_outputs": {"regex": "a*"}}
     with LLM(DEMO, num_kv_blocks=20, dtype="bfloat16") as llm:
-        token_ids(llm, params)
+        token_ids(llm, SamplingParams(**fields, logits_processors=[look]))
     assert [dtype for dtype, _ in seen] == [torch.float32] * 2
     assert all(logits.isfinite().all() for _, logits in seen), "the grammar is applied after it"
 
@@ -81,19 +79,16 @@ def test_a_function_with_three_parameters_gets_the_prompt_first(llm):
     def echo(prompt_ids, output_ids, logits):
         return only(prompt_ids[len(output_ids) % len(prompt_ids)])(output_ids, logits)
 
-    prompt = [50, 60, 70]
-    assert token_ids(llm, SamplingParams(logits_processors=[echo], max_tokens=7), [prompt]) == [
-        [50, 60, 70, 50, 60, 70, 50]
-    ]
+    (said,) = token_ids(llm, SamplingParams(logits_processors=[echo], max_tokens=7), [[50, 60, 70]])
+    assert said == [50, 60, 70, 50, 60, 70, 50]
 
 
 def test_functions_are_called_in_order_and_before_the_grammar(llm):
     eos = llm.llm_engine.checkpoint.eos_token_ids[0]
     b = llm.get_tokenizer().convert_tokens_to_ids("b")
     wishes = [only(eos), lambda ids, logits: logits.clamp(min=-5.0) + 9 * (torch.arange(len(logits)) == b)]
-    params = SamplingParams(
-        temperature=0, logits_processors=wishes, structured_outputs={"regex": "(aa|bb){2}"}
-    )
+    grammar = {"regex": "(aa|bb){2}"}
+    params = SamplingParams(temperature=0, logits_processors=wishes, structured_outputs=grammar)
     (ids,) = token_ids(llm, params)
     assert ids[:-1] == [b, b, b, b]
     assert ids[-1] in llm.llm_engine.checkpoint.eos_token_ids

@@ -25,33 +25,27 @@ def test_a_response_is_the_chat_s_answer(client):
     assert response.temperature == 0
 
 
+ASKED = {"role": "user", "content": QUESTION}
+SAID = {"role": "assistant", "id": "msg_1", "status": "completed", "type": "message"}
+SAID["content"] = [{"type": "output_text", "text": "Ho", "annotations": []}]
+GIVEN = [
+    {"role": "developer", "content": "Be short."},
+    {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
+    *(SAID, ASKED),
+]
+
+
 @pytest.mark.parametrize(
-    ("given", "instructions", "messages"),
+    ("given", "instructions", "texts"),
     [
-        ([{"role": "user", "content": QUESTION}], None, [("user", QUESTION)]),
-        (QUESTION, "Be short.", [("system", "Be short."), ("user", QUESTION)]),
-        (
-            [
-                {"role": "developer", "content": "Be short."},
-                {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
-                {
-                    "type": "message",
-                    "role": "assistant",
-                    "id": "msg_1",
-                    "status": "completed",
-                    "content": [{"type": "output_text", "text": "Ho", "annotations": []}],
-                },
-                {"role": "user", "content": QUESTION},
-            ],
-            None,
-            [("system", "Be short."), ("user", "Hi"), ("assistant", "Ho"), ("user", QUESTION)],
-        ),
+        ([ASKED], None, {}),
+        (QUESTION, "Be short.", {"system": "Be short."}),
+        (GIVEN, None, {"system": "Be short.", "user": "Hi", "assistant": "Ho"}),
     ],
 )
-def test_an_input_in_each_form_is_a_conversation(given, instructions, messages, client):
-    chat = client.chat.completions.create(
-        model="demo", messages=[{"role": role, "content": text} for role, text in messages], temperature=0
-    )
+def test_an_input_in_each_form_is_a_conversation(given, instructions, texts, client):
+    messages = [*({"role": role, "content": text} for role, text in texts.items()), ASKED]
+    chat = client.chat.completions.create(model="demo", messages=messages, temperature=0)
     response = client.responses.create(model="demo", input=given, instructions=instructions, temperature=0)
     assert response.output_text == chat.choices[0].message.content
     assert response.usage.input_tokens == chat.usage.prompt_tokens
@@ -80,25 +74,14 @@ def test_a_stream_s_events_are_in_order_and_end_with_the_whole_response(max_outp
     whole = client.responses.create(**asked)
     assert (whole.usage.output_tokens == 3) == (max_output_tokens == 3)
     reason = whole.incomplete_details and whole.incomplete_details.reason
-    assert (whole.status, reason) == (
-        ("incomplete", "max_output_tokens") if max_output_tokens else ("completed", None)
-    )
+    ends = ("incomplete", "max_output_tokens") if max_output_tokens else ("completed", None)
+    assert (whole.status, reason) == ends
     with paced_steps(serving[1].engine):
         events = list(client.responses.create(**asked, stream=True))
-    kinds = [event.type for event in events]
-    assert kinds[:4] == [
-        "response.created",
-        "response.in_progress",
-        "response.output_item.added",
-        "response.content_part.added",
-    ]
-    assert set(kinds[4:-4]) == {"response.output_text.delta"}
-    assert kinds[-4:] == [
-        "response.output_text.done",
-        "response.content_part.done",
-        "response.output_item.done",
-        f"response.{whole.status}",
-    ]
+    kinds = [event.type.removeprefix("response.") for event in events]
+    assert kinds[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
+    assert set(kinds[4:-4]) == {"output_text.delta"}
+    assert kinds[-4:] == ["output_text.done", "content_part.done", "output_item.done", whole.status]
     assert [event.sequence_number for event in events] == list(range(len(events)))
     deltas = [event.delta for event in events[4:-4]]
     assert len(deltas) > 1
@@ -172,20 +155,10 @@ def test_the_items_of_a_stream_are_text_and_calls_in_order():
 
 
 def test_noop_values_are_accepted(client):
-    off = {
-        "top_p": 1.0,
-        "background": False,
-        "include": [],
-        "metadata": {"a": "b"},
-        "store": False,
-        "tools": [],
-    }
+    off = {"top_p": 1.0, "background": False, "include": [], "metadata": {"a": "b"}, "store": False}
     off |= {"parallel_tool_calls": True, "previous_response_id": None, "reasoning": {}, "tool_choice": "auto"}
-    off |= {
-        "text": {"format": {"type": "text"}, "verbosity": "medium"},
-        "truncation": "disabled",
-        "user": "me",
-    }
+    off |= {"text": {"format": {"type": "text"}, "verbosity": "medium"}, "truncation": "disabled"}
+    off |= {"tools": [], "user": "me"}
     response = client.responses.create(model="demo", input=QUESTION, temperature=0, **off)
     assert response.output_text == ANSWER
 

@@ -49,27 +49,21 @@ def is_json_of(schema):
 
 
 # kind -> what is asked for, and whether a text conforms, by other means than llguidance's
+CHOICES = ["yes", "yes, of course", "né", '"\\']
+F = {"begin": "<f>", "schema": {"enum": [1, [2]]}, "end": "</f>"}
 KINDS: dict[str, tuple[dict, Any]] = {
     "json": ({"json": PERSON, "disable_any_whitespace": True}, is_json_of(PERSON)),
     "json text": ({"json": json.dumps(PERSON), "whitespace_pattern": " ?"}, is_json_of(PERSON)),
     "json_object": ({"json_object": True, "disable_any_whitespace": True}, is_json_of({"type": "object"})),
     "regex": ({"regex": r"[a-c]{3}-[0-9]{1,3}"}, re.compile(r"[a-c]{3}-[0-9]{1,3}").fullmatch),
-    "choice": (
-        {"choice": ["yes", "yes, of course", "né", '"\\']},
-        ["yes", "yes, of course", "né", '"\\'].count,
-    ),
+    "choice": ({"choice": CHOICES}, CHOICES.count),
     "lark": (
         {"grammar": 'start: "<" NUM ["," NUM] ">"\nNUM: /[0-9]{1,2}/'},
         re.compile(r"<\d\d?(,\d\d?)?>").fullmatch,
     ),
     "gbnf": ({"grammar": 'root ::= item+ "!"\nitem ::= [xy] "."'}, re.compile(r"([xy]\.)+!").fullmatch),
     "tags": (
-        {
-            "structural_tag": {
-                "structures": [{"begin": "<f>", "schema": {"enum": [1, [2]]}, "end": "</f>"}],
-                "triggers": ["<f"],
-            }
-        },
+        {"structural_tag": {"structures": [F], "triggers": ["<f"]}},
         re.compile(r"(?s)(?:(?!<f).)*(<f>(1|\[\s*2\s*\])</f>(?:(?!<f).)*)*(<f?)?").fullmatch,
     ),
 }
@@ -87,9 +81,8 @@ SAMPLING: dict[str, dict] = {
 
 
 def asking(kind, seed=0, **others):
-    return SamplingParams(
-        **{"temperature": 1.0, "max_tokens": 80, "seed": seed, "structured_outputs": KINDS[kind][0]} | others
-    )
+    fields = {"temperature": 1.0, "max_tokens": 80, "seed": seed, "structured_outputs": KINDS[kind][0]}
+    return SamplingParams(**fields | others)
 
 
 def compiled(llm, kind):
@@ -170,9 +163,8 @@ def test_log_probabilities_are_the_model_s_own(llm):
     token_ids = output.prompt_token_ids + output.outputs[0].token_ids
     (prompted,) = llm.generate([token_ids], SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
     of_prompt = [one[i].logprob for i, one in zip(token_ids, prompted.prompt_logprobs, strict=True) if one]
-    drawn = [
-        e[i].logprob for i, e in zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True)
-    ]
+    said = output.outputs[0]
+    drawn = [entry[i].logprob for i, entry in zip(said.token_ids, said.logprobs, strict=True)]
     assert drawn == pytest.approx(of_prompt[-len(drawn) :], abs=1e-3)
     assert min(drawn) < -3, "the grammar forbade what the model would have said"
 
@@ -318,18 +310,9 @@ def test_ranks_give_the_same_tokens(expected):
 
 def test_stop_tokens_occur_only_where_the_answer_may_end(llm):
     (one,) = llm.get_tokenizer().encode("1", add_special_tokens=False)
-    params = [
-        SamplingParams(
-            temperature=2.0,
-            seed=seed,
-            max_tokens=40,
-            ignore_eos=True,
-            stop_token_ids=[one],
-            structured_outputs={"regex": "[01]{3,20}"},
-        )
-        for seed in range(20)
-    ]
-    found = answers(llm, params)
+    fields = {"temperature": 2.0, "max_tokens": 40, "ignore_eos": True, "stop_token_ids": [one]}
+    fields["structured_outputs"] = {"regex": "[01]{3,20}"}
+    found = answers(llm, [SamplingParams(**fields, seed=seed) for seed in range(20)])
     ended = [text for text, _, reason in found if reason == "stop"]
     assert len(ended) > 10
     assert all(re.fullmatch("0{3,20}", text) for text in ended), "a 1 ends the answer, and is no part of it"
@@ -372,16 +355,16 @@ NAMES = st.sampled_from(["a", "b", "name", "é", "x y", 'q"'])
 
 
 def objects(schemas):
-    return st.builds(
-        lambda properties, required, others: {
-            "type": "object",
-            "properties": properties,
-            "required": sorted(required & properties.keys()),
-            "additionalProperties": others,
-        },
-        *(st.dictionaries(NAMES, schemas, max_size=3), st.sets(NAMES)),
+    def build(properties, required, others):
+        required = sorted(required & properties.keys())
+        schema = {"type": "object", "properties": properties, "required": required}
+        return schema | {"additionalProperties": others}
+
+    properties, others = (
+        st.dictionaries(NAMES, schemas, max_size=3),
         st.sampled_from([False, {"type": "null"}]),
     )
+    return st.builds(build, properties, st.sets(NAMES), others)
 
 
 def ranges(kind, lowest, highest, more, names):
@@ -394,23 +377,22 @@ def ranges(kind, lowest, highest, more, names):
 
 TEXTS = [{"format": name} for name in ("date", "time", "ipv4", "uuid", "date-time")]
 TEXTS += [{"pattern": text} for text in ("^[a-f]{2,4}$", "^(ab|cd)*e$", r"^\\d{3}-\\d$")]
+PLAIN = [{"type": "boolean"}, {"type": "null"}, {"const": -0.5}, {"enum": [1, "one", [1], {"a": None}]}]
+MULTIPLE = {"type": "integer", "minimum": 0, "maximum": 1000}
 SCHEMAS = st.recursive(
     st.one_of(
-        st.sampled_from([{"type": "boolean"}, {"type": "null"}, {"const": -0.5}]),
-        st.sampled_from(
-            [{"enum": [1, "one", [1], {"a": None}]}, *({"type": "string"} | one for one in TEXTS)]
-        ),
+        st.sampled_from(PLAIN),
+        st.sampled_from([{"type": "string"} | one for one in TEXTS]),
         ranges("string", 0, 3, 5, ("minLength", "maxLength")),
         ranges("integer", -200, 200, 500, ("minimum", "maximum")),
         ranges("number", -5, 5, 9, ("exclusiveMinimum", "maximum")),
-        st.integers(1, 50).map(
-            lambda by: {"type": "integer", "multipleOf": by, "minimum": 0, "maximum": 1000}
-        ),
+        st.integers(1, 50).map(lambda by: MULTIPLE | {"multipleOf": by}),
     ),
     lambda schemas: st.one_of(
         objects(schemas),
-        ranges("array", 0, 2, 2, ("minItems", "maxItems")).flatmap(
-            lambda array: schemas.map(lambda items: {**array, "items": items})
+        st.builds(
+            lambda array, items: {**array, "items": items},
+            *(ranges("array", 0, 2, 2, ("minItems", "maxItems")), schemas),
         ),
         st.lists(schemas, min_size=1, max_size=3).map(lambda many: {"anyOf": many}),
     ),
@@ -423,12 +405,10 @@ def test_answers_to_random_schemas_conform(num_examples, llm):
     @settings(max_examples=num_examples, deadline=None, suppress_health_check=list(HealthCheck))
     @given(schemas=st.lists(SCHEMAS, min_size=4, max_size=4), seed=st.integers(0, 2**31))
     def check(schemas, seed):
+        asked = [{"json": schema, "disable_any_whitespace": True} for schema in schemas]
+        fields = {"temperature": 2.0, "max_tokens": 120}
         params = [
-            SamplingParams(
-                **{"temperature": 2.0, "seed": seed + i, "max_tokens": 120},
-                structured_outputs={"json": schema, "disable_any_whitespace": True},
-            )
-            for i, schema in enumerate(schemas)
+            SamplingParams(**fields, seed=seed + i, structured_outputs=one) for i, one in enumerate(asked)
         ]
         for schema, (text, _, reason) in zip(schemas, answers(llm, params), strict=True):
             assert reason == "length" or is_json_of(schema)(text)
@@ -602,12 +582,9 @@ def test_a_class_without_a_quote_or_a_backslash_holds_for_the_decoded_string(pat
         {"type": "object", "patternProperties": {pattern: {}}, "minProperties": 1}
         | {"additionalProperties": False, "maxProperties": 1},
     ):
-        asked = {"json": schema, "disable_any_whitespace": True}
-        params = [
-            SamplingParams(temperature=100.0, seed=seed, max_tokens=30, structured_outputs=asked)
-            for seed in range(40)
-        ]
-        found = answers(llm, params)
+        fields = {"structured_outputs": {"json": schema, "disable_any_whitespace": True}}
+        fields |= {"temperature": 100.0, "max_tokens": 30}
+        found = answers(llm, [SamplingParams(**fields, seed=seed) for seed in range(40)])
         finished = [text for text, _, reason in found if reason == "stop"]
         assert len(finished) > 5
         assert [text for text in finished if not is_json_of(schema)(text)] == []
@@ -640,22 +617,17 @@ def test_a_grammar_that_becomes_too_costly_ends_only_its_request(llm, monkeypatc
     limits = grammars.compiler.llguidance.LLParserLimits(step_max_items=20)
     monkeypatch.setattr(grammars.compiler, "limits", limits)  # not those of the process that tries it out
     costly = {"grammar": 'start: "x" a\na: "x" | "y" a | a a a'}
-    params = [
-        SamplingParams(temperature=0, max_tokens=30),
-        SamplingParams(max_tokens=60, structured_outputs=costly),
-    ]
-    assert [reason for *_, reason in answers(llm, params)] == ["length", "error"]
+    costly_params = SamplingParams(max_tokens=60, structured_outputs=costly)
+    found = answers(llm, [SamplingParams(temperature=0, max_tokens=30), costly_params])
+    assert [reason for *_, reason in found] == ["length", "error"]
     assert check("json", answers(llm, [asking("json")] * 2)) == 2
 
 
 def test_large_schemas_and_choices_are_supported(llm):
     many = [f"c{i}" for i in range(4000)]
     members = {f"p{i}": {"type": "boolean"} for i in range(900)}
-    large: list[dict] = [
-        {"choice": many},
-        {"json": {"properties": members, "additionalProperties": False, "type": "object"}},
-    ]
-    for asked in large:
+    schema = {"properties": members, "additionalProperties": False, "type": "object"}
+    for asked in ({"choice": many}, {"json": schema}):
         params = SamplingParams(temperature=2.0, seed=1, max_tokens=200, structured_outputs=asked)
         ((text, _, reason),) = answers(llm, [params])
         assert reason == "length" or text in many or json.loads(text).keys() <= members.keys()
@@ -666,13 +638,12 @@ def test_grammars_that_cannot_be_rolled_back_get_no_drafts():
     speculative = {"method": "ngram", "num_speculative_tokens": 4}
     asked = {"grammar": 'start: a "!"\na[max_tokens=3]: /.*/'}
     params = [SamplingParams(seed=i, max_tokens=40, structured_outputs=asked) for i in range(4)]
-    with (
-        LLM(DEMO, num_kv_blocks=100, speculative_config=speculative) as drafting,
-        LLM(DEMO, num_kv_blocks=99) as llm,
-    ):
-        found = answers(drafting, params)
-        assert found == answers(llm, params)
-        assert {reason for *_, reason in found} == {"stop"}
+    found = []
+    for more in ({}, {"speculative_config": speculative}):
+        with LLM(DEMO, num_kv_blocks=100, **more) as llm:
+            found.append(answers(llm, params))
+    assert found[0] == found[1]
+    assert {reason for *_, reason in found[0]} == {"stop"}
 
 
 def test_older_names_are_accepted():
