@@ -60,29 +60,23 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max
 MSCALE = {"mscale": 1.3, "mscale_all_dim": 0.6, "beta_fast": 20.0, "beta_slow": 0.5}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 
+ODD = {"hidden_size": 60, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 22}
+ONE_KV_HEAD = {"num_key_value_heads": 1}
+SLIDING = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}
 # name -> (architecture, changes to TINY)
 ARCHITECTURES: dict[str, tuple[str, dict]] = {
     "qwen3": ("Qwen3", {"head_dim": 32}),
-    "qwen3 tied, one kv head": (
-        "Qwen3",
-        {"head_dim": 16, "num_key_value_heads": 1, "tie_word_embeddings": True},
-    ),
+    "qwen3 tied, one kv head": ("Qwen3", {"head_dim": 16, **ONE_KV_HEAD, "tie_word_embeddings": True}),
     "qwen3 with attention bias": ("Qwen3", {"head_dim": 16, "attention_bias": True}),
     "qwen2 tied": ("Qwen2", {"tie_word_embeddings": True}),
-    "qwen2 sliding from layer 1": (
-        "Qwen2",
-        {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
-    ),
+    "qwen2 sliding from layer 1": ("Qwen2", SLIDING),
     "llama without gqa": ("Llama", {"num_key_value_heads": 4}),
     "llama with biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "llama3 rope": ("Llama", {"rope_parameters": LLAMA3}),
     "llama linear rope": ("Llama", {"rope_parameters": LINEAR}),
     "llama yarn rope": ("Llama", {"rope_parameters": YARN}),
     "llama yarn rope with mscale": ("Llama", {"rope_parameters": {**YARN, **MSCALE}}),
-    "llama odd sizes": (
-        "Llama",
-        {"hidden_size": 60, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 22},
-    ),
+    "llama odd sizes": ("Llama", ODD),
     "qwen3 yarn rope": ("Qwen3", {"head_dim": 32, "rope_parameters": YARN}),
     "qwen2 linear rope": ("Qwen2", {"rope_parameters": LINEAR}),
     "mistral llama3 rope": ("Mistral", {"sliding_window": None, "rope_parameters": LLAMA3}),
@@ -107,6 +101,9 @@ GRANITE |= {"residual_multiplier": 0.7, "attention_multiplier": 0.1}
 MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 IN_GROUPS = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}  # experts
 LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16}
+DEEPSEEK = {**MOE, **IN_GROUPS, **LATENT, "num_key_value_heads": 4, "v_head_dim": 12}
+LONG: dict[str, Any] = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 128}
+LONG |= {"short_factor": [1.0 + i / 4 for i in range(8)], "long_factor": [2.0 + i for i in range(8)]}
 # The same for those that go through transformers' own code: name -> (config class, changes to TINY)
 HF_ARCHITECTURES: dict[str, tuple[str, dict]] = {
     "gemma": ("Gemma", {"head_dim": 16}),
@@ -142,30 +139,12 @@ HF_ARCHITECTURES: dict[str, tuple[str, dict]] = {
     "glm": ("Glm", {"head_dim": 16}),
     "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
     "granite-moe": ("GraniteMoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "deepseek-v3": (
-        "DeepseekV3",
-        {**MOE, **IN_GROUPS, **LATENT, "num_key_value_heads": 4, "v_head_dim": 12},
-    ),
+    "deepseek-v3": ("DeepseekV3", DEEPSEEK),
     "persimmon": ("Persimmon", {}),
     "exaone4": ("Exaone4", ALTERNATING),
     "phimoe": ("Phimoe", {"num_local_experts": 4}),
-    "phi3 longrope": (
-        "Phi3",
-        {
-            "original_max_position_embeddings": 128,
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "rope_theta": 1e4,
-                "original_max_position_embeddings": 128,
-                "short_factor": [1.0 + i / 4 for i in range(8)],
-                "long_factor": [2.0 + i for i in range(8)],
-            },
-        },
-    ),
-    "llama, dynamic rope": (
-        "Llama",
-        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-    ),
+    "phi3 longrope": ("Phi3", {"original_max_position_embeddings": 128, "rope_parameters": LONG}),
+    "llama, dynamic rope": ("Llama", {"rope_parameters": {**LINEAR, "rope_type": "dynamic"}}),
 }
 
 

@@ -20,11 +20,13 @@ from nanoengine.models.checkpoint import open_checkpoint
 from nanoengine.models.files import UnsupportedModelError
 from nanoengine.models.hf_config import language_part
 from tests.helpers import (
+    ALTERNATING,
     GEMMA,
     GEMMA3N,
     GEMMA4,
     IN_GROUPS,
     LATENT,
+    MOE,
     TINY,
     check_served,
     composite_of,
@@ -57,35 +59,18 @@ SMALL: dict[str, Any] = {
 # Settings for models that these sizes do not fit.
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
 SMALL_VISION = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-LINEAR = {
-    "num_hidden_layers": 3,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 8,
-}
-FEW_EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-}
-LLAMA4 = {
-    "num_local_experts": 4,
-    "intermediate_size_mlp": 96,
-    "head_dim": 16,
-    "attention_chunk_size": 128,
-    "no_rope_layers": [1, 0],  # the second scales its queries by position
-    "floor_scale": 16,
-    "attn_scale": 0.5,
-}
+HYBRID = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+LINEAR = {**HYBRID, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+LINEAR |= {"linear_key_head_dim": 16, "linear_value_head_dim": 8}
+FEW_EXPERTS = {"num_experts": 4, **MOE, "shared_expert_intermediate_size": 32}
+LLAMA4: dict[str, Any] = {"num_local_experts": 4, "intermediate_size_mlp": 96, "head_dim": 16}
+LLAMA4 |= {"attention_chunk_size": 128, "floor_scale": 16, "attn_scale": 0.5}
+LLAMA4["no_rope_layers"] = [1, 0]  # the second scales its queries by position
+WITHOUT_INPUTS = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16}
+ROPES = {"rope_parameters": {"sliding_attention": ROPE, "full_attention": ROPE}}
 CHANGES: dict[str, dict[str, Any]] = {
-    "cohere_compass_text": {
-        "layer_types": ["sliding_attention", "full_attention"],
-        "sliding_window": 24,
-        "rope_parameters": {"sliding_attention": ROPE, "full_attention": ROPE},
-    },
+    "cohere_compass_text": {**ALTERNATING, **ROPES},
     "cwm": {"bos_token_id": 1, "eos_token_id": 2},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
@@ -102,14 +87,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gemma4": {"text_config": {**TINY, **GEMMA, **GEMMA4, "pad_token_id": 0}, "vision_config": SMALL_VISION},
     "gemma4_unified": {"text_config": {**TINY, **GEMMA, **GEMMA4, "pad_token_id": 0}},
     "gemma3n_text": {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": 128},
-    "gemma4_assistant": {
-        "text_config": {
-            **TINY,
-            "hidden_size_per_layer_input": 0,
-            "vocab_size_per_layer_input": 0,
-            "num_kv_shared_layers": 2,
-        }
-    },
+    "gemma4_assistant": {"text_config": {**TINY, **WITHOUT_INPUTS, "num_kv_shared_layers": 2}},
     "bloom": {"seq_length": 512},
     "qwen4_exp_text": {"layer_types": ["linear_attention", "full_attention"]},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"], "max_position_embeddings": 512},
@@ -122,30 +100,17 @@ CHANGES: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
     "zamba": {"num_hidden_layers": 3},
     "zamba2": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
-    "granitemoehybrid": {
-        "num_hidden_layers": 3,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-        "mamba_n_heads": 8,
-        "mamba_d_head": 16,
-    },
-    "bamba": {"num_hidden_layers": 3, "attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 16},
+    "granitemoehybrid": {**HYBRID, **MAMBA},
+    "bamba": {"num_hidden_layers": 3, "attn_layer_indices": [1], **MAMBA},
     "jamba": {"num_hidden_layers": 3, "attn_layer_period": 3, "attn_layer_offset": 1},
 }
-for _types, _changes in (
-    (
-        ("lfm2", "lfm2_moe", "lfm3"),
-        {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
-    ),
-    (
-        ("bailing_hybrid", "kimi_linear", "olmo_hybrid", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"),
-        LINEAR,
-    ),
-    (
-        ("qwen3_5", "qwen3_5_moe"),
-        {"text_config": {**TINY, "head_dim": 16, **LINEAR, **FEW_EXPERTS}, "vision_config": SMALL_VISION},
-    ),
-):
-    CHANGES.update({name: _changes for name in _types})
+CONVOLUTIONS = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
+WITH_LINEAR = "bailing_hybrid kimi_linear olmo_hybrid qwen3_5_text qwen3_5_moe_text qwen3_next"
+QWEN35 = {"text_config": {**TINY, "head_dim": 16, **LINEAR, **FEW_EXPERTS}, "vision_config": SMALL_VISION}
+CHANGES |= {name: CONVOLUTIONS for name in ("lfm2", "lfm2_moe", "lfm3")}
+CHANGES |= {name: LINEAR for name in WITH_LINEAR.split()} | {
+    name: QWEN35 for name in ("qwen3_5", "qwen3_5_moe")
+}
 SERVED = "`decoder.py`", "`hf.py`"
 LENGTHS = [1, 13, 40, 75, 20]
 NUM_NEW = 16

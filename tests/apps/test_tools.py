@@ -21,19 +21,17 @@ from tests.helpers import DEMO
 from tests.serving import http, served
 
 NUMBER = {"type": "integer", "minimum": 0, "maximum": 99}
-ADD: dict = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "Adds two numbers.",
-        "parameters": {
-            "type": "object",
-            "properties": {"a": NUMBER, "b": NUMBER, "note": {"type": "string", "maxLength": 9}},
-            "required": ["a", "b"],
-            "additionalProperties": False,
-        },
-    },
-}
+
+
+def function_of(name, properties, required, **more):
+    """Return a function with these parameters, as a tool."""
+    parameters = {"type": "object", "properties": properties, "required": required}
+    parameters |= {"additionalProperties": False, **more}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+NUMBERS = {"a": NUMBER, "b": NUMBER, "note": {"type": "string", "maxLength": 9}}
+ADD: dict = function_of("add", NUMBERS, ["a", "b"])
 CALL = ("tool_calls", {"name": "add", "arguments": {"a": 5, "b": 6}})
 LATER = ("tool_calls", {"name": "add", "arguments": {"note": "7 \u00b5\n"}})
 
@@ -48,7 +46,7 @@ BROKEN = (
 )
 NAN = '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>'
 CUT = CODER + "<parameter=a>\n5\n</parameter>\n<parameter=b>\n6"
-HARMONY = ("harmony", "harmony", "")
+HARMONY, THINKS = ("harmony", "harmony", ""), ("hermes", "deepseek_r1", "<think>\n")
 HM = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>"
 # (format of calls, format of reasoning, end of the prompt), the model's text, and the parts of the answer
 WRITTEN: list[tuple[tuple[str | None, str | None, str], str, list]] = [
@@ -59,12 +57,8 @@ WRITTEN: list[tuple[tuple[str | None, str | None, str], str, list]] = [
         f"<tool_call>{ADD_5_6}</tool_call>\n<tool_call>\n{ADD_NOTE}\n</tool_call>\n",
         [("reasoning", "Hm."), ("content", "So:"), CALL, LATER],
     ),
-    (
-        ("hermes", "deepseek_r1", "<think>\n"),
-        "a < b\n</think>\nYes",
-        [("reasoning", "a < b"), ("content", "Yes")],
-    ),
-    (("hermes", "deepseek_r1", "<think>\n"), "never ends", [("reasoning", "never ends")]),
+    (THINKS, "a < b\n</think>\nYes", [("reasoning", "a < b"), ("content", "Yes")]),
+    (THINKS, "never ends", [("reasoning", "never ends")]),
     (("hermes", "deepseek_r1", ""), "No <b>tags</b>, 1 < 2", [("content", "No <b>tags</b>, 1 < 2")]),
     *((("hermes", None, ""), text, [("content", text)]) for text in (*BROKEN, NAN)),
     (("qwen3_coder", None, ""), CUT, [("content", CUT)]),
@@ -166,21 +160,11 @@ def test_only_tags_and_calls_are_removed_from_the_text(words, calls):
 
 
 def test_a_tokenizer_s_own_template_takes_precedence():
-    own = {
-        "defaults": {"role": "assistant"},
-        "start_anchor": "<bot>",
-        "fields": {
-            "thinking": {"open": "[think]", "close": "[/think]"},
-            "tool_calls": {
-                "open_pattern": r"\[call (?P<name>\w+)\]",
-                "close": "[/call]",
-                "repeats": True,
-                "content": "json",
-                "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
-            },
-            "content": {"close": "[end]"},
-        },
-    }
+    function = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+    calls = {"open_pattern": r"\[call (?P<name>\w+)\]", "close": "[/call]", "repeats": True}
+    fields = {"thinking": {"open": "[think]", "close": "[/think]"}, "content": {"close": "[end]"}}
+    fields["tool_calls"] = calls | {"content": "json", "transform": function}
+    own = {"defaults": {"role": "assistant"}, "start_anchor": "<bot>", "fields": fields}
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     tokenizer.response_template = own
     formats = choose_formats(tokenizer)
@@ -188,12 +172,8 @@ def test_a_tokenizer_s_own_template_takes_precedence():
     assert formats.keeps_special_tokens
     text = 'Hm[/think]Yes[call add]{"a": 5, "b": 6}[/call][call add]{no[/call]'
     parser = AnswerParser(formats, "a [think] from long ago <bot>[think]", [ADD])
-    assert taken_apart(parser, text) == [
-        ("reasoning", "Hm"),
-        ("content", "Yes"),
-        CALL,
-        ("content", "[call add]{no[/call]"),
-    ]
+    said = [("reasoning", "Hm"), ("content", "Yes"), CALL, ("content", "[call add]{no[/call]")]
+    assert taken_apart(parser, text) == said
     text = '[call add]{"a": 5}[/call]'
     assert taken_apart(AnswerParser(formats, "<bot>", []), text) == [("content", text)], "no tools were shown"
     assert choose_formats(tokenizer, "hermes").template is None
@@ -440,19 +420,8 @@ def test_with_tool_choice_none_tools_are_not_shown_and_calls_not_parsed(client, 
     assert shown.usage.prompt_tokens > plain.usage.prompt_tokens
 
 
-OTHER: dict = {
-    "type": "function",
-    "function": {
-        "name": "tell",
-        "parameters": {
-            "$defs": {"word": {"enum": ["yes", "no"]}},
-            "type": "object",
-            "properties": {"what": {"$ref": "#/$defs/word"}},
-            "required": ["what"],
-            "additionalProperties": False,
-        },
-    },
-}
+WORD = {"word": {"enum": ["yes", "no"]}}
+OTHER: dict = function_of("tell", {"what": {"$ref": "#/$defs/word"}}, ["what"], **{"$defs": WORD})
 SCHEMAS: dict = {tool["function"]["name"]: tool["function"]["parameters"] for tool in (ADD, OTHER)}
 
 
@@ -491,15 +460,10 @@ def test_a_pydantic_model_is_parsed_by_the_client(thinking, client, script):
     found = 0
     for seed in range(3):
         try:
-            answer = client.chat.completions.parse(
-                model="demo",
-                messages=[{"role": "user", "content": "Hello"}],
-                response_format=Person,
-                temperature=2.0,
-                seed=seed,
-                max_tokens=200,
-                extra_body={"chat_template_kwargs": {"enable_thinking": thinking}},
-            ).choices[0]
+            asked = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}]}
+            asked |= {"temperature": 2.0, "seed": seed, "max_tokens": 200, "response_format": Person}
+            asked["extra_body"] = {"chat_template_kwargs": {"enable_thinking": thinking}}
+            answer = client.chat.completions.parse(**asked).choices[0]
         except openai.LengthFinishReasonError:
             continue
         found += 1

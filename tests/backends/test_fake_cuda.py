@@ -163,25 +163,15 @@ class PlusOne:
 
 
 SETTINGS = [
-    {"temperature": 0},
-    {},
-    {"temperature": 0.5, "seed": 3, "n": 2},
-    {"top_k": 5},
-    {"top_p": 0.9},
-    {"min_p": 0.1},
-    {"top_k": 7, "top_p": 0.5, "min_p": 0.01},
-    {"presence_penalty": 0.5, "frequency_penalty": 0.1},
-    {"repetition_penalty": 1.2},
-    {"logit_bias": {3: 2.0}},
-    {"allowed_token_ids": [0, 5]},
-    {"bad_words": ["b"]},
+    *({"temperature": 0}, {}, {"temperature": 0.5, "seed": 3, "n": 2}),
+    *({"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 7, "top_p": 0.5, "min_p": 0.01}),
+    *({"presence_penalty": 0.5, "frequency_penalty": 0.1}, {"repetition_penalty": 1.2}),
+    *({"logit_bias": {3: 2.0}}, {"allowed_token_ids": [0, 5]}, {"bad_words": ["b"]}),
     {"min_tokens": 2, "stop_token_ids": [9]},
     {"structured_outputs": {"regex": "(?s:.*)"}, "stop_token_ids": [9]},
     {"logits_processors": [PlusOne()]},
-    {"logprobs": 3},
-    {"logprobs": -1, "top_k": 3},
-    {"prompt_logprobs": 2},
-    {"prompt_logprobs": -1, "logprobs": 0},
+    *({"logprobs": 3}, {"logprobs": -1, "top_k": 3}),
+    *({"prompt_logprobs": 2}, {"prompt_logprobs": -1, "logprobs": 0}),
 ]
 
 

@@ -509,7 +509,7 @@ def test_the_last_blocks_of_a_failed_request_are_not_saved(qwen3):
     assert len(store.entries) == 3
 
 
-MORE = {"scheduling_policy": "priority"}, {}, {"speculative_config": NGRAM}
+MORE: tuple[dict, ...] = {"scheduling_policy": "priority"}, {}, {"speculative_config": NGRAM}
 
 
 @pytest.mark.parametrize(("name", "more"), zip(NAMES, MORE, strict=True))

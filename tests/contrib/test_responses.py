@@ -26,7 +26,7 @@ def test_a_response_is_the_chat_s_answer(client):
 
 
 ASKED = {"role": "user", "content": QUESTION}
-SAID = {"role": "assistant", "id": "msg_1", "status": "completed", "type": "message"}
+SAID: dict = {"role": "assistant", "id": "msg_1", "status": "completed", "type": "message"}
 SAID["content"] = [{"type": "output_text", "text": "Ho", "annotations": []}]
 GIVEN = [
     {"role": "developer", "content": "Be short."},
@@ -96,17 +96,9 @@ def test_the_client_s_own_stream_helper_gathers_the_text(client):
         assert stream.get_final_response().output_text == text == ANSWER
 
 
-ADD = {
-    "type": "function",
-    "name": "add",
-    "description": None,
-    "strict": True,
-    "parameters": {
-        "type": "object",
-        "properties": {name: {"type": "integer", "minimum": 0, "maximum": 9} for name in "ab"},
-        "required": ["a", "b"],
-    },
-}
+NUMBERS = {name: {"type": "integer", "minimum": 0, "maximum": 9} for name in "ab"}
+ADD: dict = {"type": "function", "name": "add", "description": None, "strict": True}
+ADD["parameters"] = {"type": "object", "properties": NUMBERS, "required": ["a", "b"]}
 
 
 def test_a_function_is_called_and_its_output_is_part_of_the_next_input(client):
