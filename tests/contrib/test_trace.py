@@ -297,12 +297,8 @@ TestCore.settings = TestExtended.settings = settings(BRIEFLY, max_examples=30)
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_a_real_engine_s_file_replays_and_its_tokens_are_the_answers(tmp_path, async_scheduling):
     path, replay = tmp_path / "run.jsonl", Replay()
-    texts = [
-        "What is 27 + 58?",
-        "Count from 8 to 21.",
-        "What is 27 + 58?",
-        "Spell the word attention backwards.",
-    ]
+    texts = ["What is 27 + 58?", "Count from 8 to 21."] * 2
+    texts[3] = "Spell the word attention backwards."
     sizes = {"num_kv_blocks": 14, "block_size": 4, "max_num_batched_tokens": 16}
     with LLM(DEMO, **sizes, async_scheduling=async_scheduling, trace=path) as llm:
         chats = [[{"role": "user", "content": text}] for text in texts]
@@ -474,7 +470,7 @@ def test_a_file_that_is_not_a_trace_is_refused_in_one_line(tmp_path, content, me
 
 
 def test_a_last_line_cut_off_by_a_crash_is_ignored(tmp_path):
-    whole, cut, again = tmp_path / "run.jsonl", tmp_path / "cut.jsonl", tmp_path / "again.jsonl"
+    whole, cut, again = (tmp_path / f"{name}.jsonl" for name in ("run", "cut", "again"))
     with LLM(DEMO, num_kv_blocks=12, trace=whole) as llm:
         llm.generate("a", SamplingParams(max_tokens=3), use_tqdm=False)
     cut.write_text(whole.read_text()[:-20])

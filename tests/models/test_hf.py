@@ -70,9 +70,8 @@ def test_both_implementations_of_a_model_give_the_same_tokens(name, tmp_path_fac
 @pytest.mark.parametrize("intermediate_size", [33, 98])
 def test_experts_may_have_any_size(intermediate_size, tmp_path):
     torch.manual_seed(0)
-    config = transformers.MixtralConfig(
-        **{**TINY, "intermediate_size": intermediate_size}, num_local_experts=4
-    )
+    sizes = {**TINY, "intermediate_size": intermediate_size, "num_local_experts": 4}
+    config = transformers.MixtralConfig(**sizes)
     model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="eager").eval()
     model.save_pretrained(tmp_path)
     assert check_served(tmp_path, model, LENGTHS, NUM_NEW) == "transformers'"
@@ -142,10 +141,8 @@ def paged_model(tmp_path_factory):
 
     def make(name, **settings):
         config = copy.deepcopy(checkpoint(name, tmp_path_factory)[1].config)
-        implementation = attention_implementation(config)
-        return transformers.AutoModelForCausalLM.from_config(
-            config, attn_implementation=implementation, **settings
-        )
+        settings["attn_implementation"] = attention_implementation(config)
+        return transformers.AutoModelForCausalLM.from_config(config, **settings)
 
     return make
 
@@ -164,11 +161,9 @@ def test_positions_that_differ_from_the_trained_ones_are_logged(family, is_warne
     settings = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     settings |= {"num_attention_heads": 2, "max_position_embeddings": 40, "is_decoder": True}
     config = getattr(transformers, f"{family}Config")(**settings)
-    HFModel(
-        transformers.AutoModelForCausalLM.from_config(
-            config, attn_implementation=attention_implementation(config)
-        ).eval()
-    )
+    implementation = attention_implementation(config)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+    HFModel(model.eval())
     assert ("trained from pad_token_id + 1" in caplog.text) == is_warned
 
 
@@ -211,20 +206,10 @@ MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
 GLM_ROPE = {**MROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
 EXPERTS = {**MOE, **IN_GROUPS}
 GLM4V_MOE = {**EXPERTS, "head_dim": 16, "rope_parameters": GLM_ROPE}
-MISTRAL4 = {
-    **EXPERTS,
-    **LATENT,
-    **{"num_key_value_heads": 4, "v_head_dim": 16},
-    "rope_parameters": {
-        **YARN,
-        "original_max_position_embeddings": 16,  # beyond which queries are scaled by their positions
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "llama_4_scaling_beta": 0.5,
-    },
-}
-
-
+MISTRAL4: dict[str, Any] = {**EXPERTS, **LATENT, "num_key_value_heads": 4, "v_head_dim": 16}
+MISTRAL4["rope_parameters"] = {**YARN, "beta_fast": 32.0, "beta_slow": 1.0, "llama_4_scaling_beta": 0.5}
+# Beyond this length queries are scaled by their positions.
+MISTRAL4["rope_parameters"]["original_max_position_embeddings"] = 16
 QWEN3_VL_MOE = {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 INTERLEAVED = {"rope_parameters": {**MROPE, "mrope_interleaved": True}}
 # Family, changes to its text config and to its vision config, the implementation that runs it
@@ -258,11 +243,9 @@ def test_multimodal_models_have_the_names_of_transformers():
 )
 def test_the_language_part_of_multimodal_models_is_served(family, text, vision, code, tied, tmp_path, capsys):
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(
-        text_config={**TINY, "pad_token_id": 0, **text, "tie_word_embeddings": tied},
-        vision_config={**VISION, **vision},
-        tie_word_embeddings=tied,
-    )
+    of_text = {**TINY, "pad_token_id": 0, **text, "tie_word_embeddings": tied}
+    parts = {"text_config": of_text, "vision_config": {**VISION, **vision}}
+    config = getattr(transformers, f"{family}Config")(**parts, tie_word_embeddings=tied)
     model = transformers.AutoModelForImageTextToText.from_config(config).eval()
     model.save_pretrained(tmp_path)
     prompts = random_prompts(LENGTHS)
