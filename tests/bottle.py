@@ -302,10 +302,10 @@ class Chain:
 
 def expected_token(token_ids: list[int]) -> int:
     """Return the most probable token after these, by the definition."""
-    links = list(
-        itertools.accumulate(token_ids, lambda link, one: crc32(one.to_bytes(4, "little"), link), initial=0)
-    )
-    digest = crc32(np.array(links[1:], dtype=np.int64).tobytes()) % NUM_ROWS
+    links: list[int] = []
+    for one in token_ids:
+        links.append(crc32(one.to_bytes(4, "little"), links[-1] if links else 0))
+    digest = crc32(np.array(links, dtype=np.int64).tobytes()) % NUM_ROWS
     return int(table()[digest].argmax())
 
 

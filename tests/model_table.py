@@ -108,9 +108,8 @@ CONVOLUTIONS = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention"
 WITH_LINEAR = "bailing_hybrid kimi_linear olmo_hybrid qwen3_5_text qwen3_5_moe_text qwen3_next"
 QWEN35 = {"text_config": {**TINY, "head_dim": 16, **LINEAR, **FEW_EXPERTS}, "vision_config": SMALL_VISION}
 CHANGES |= {name: CONVOLUTIONS for name in ("lfm2", "lfm2_moe", "lfm3")}
-CHANGES |= {name: LINEAR for name in WITH_LINEAR.split()} | {
-    name: QWEN35 for name in ("qwen3_5", "qwen3_5_moe")
-}
+CHANGES |= {name: LINEAR for name in WITH_LINEAR.split()}
+CHANGES |= {name: QWEN35 for name in ("qwen3_5", "qwen3_5_moe")}
 SERVED = "`decoder.py`", "`hf.py`"
 LENGTHS = [1, 13, 40, 75, 20]
 NUM_NEW = 16

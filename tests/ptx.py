@@ -258,9 +258,8 @@ class Cta:
         self.shared = SharedMemory(kernel.shared)
         self.next: int | None = 0
         self.active: Any = ...  # the threads that execute the instruction: all, or a mask
-        self.copies: list[list[tuple[Lanes, int, Lanes]]] = [
-            []
-        ]  # groups of cp.async: addresses, size, threads
+        # groups of cp.async: addresses, size, threads
+        self.copies: list[list[tuple[Lanes, int, Lanes]]] = [[]]
         self.products: list[list[Lanes]] = [[]]  # groups of wgmma: addresses that they read
         self.busy: set[str] = set()  # registers of wgmma in flight
         self.accessed: set[str] | None = None  # registers, since wgmma.fence; None before the first

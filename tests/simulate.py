@@ -109,9 +109,8 @@ def truth(index: int) -> tuple[list[dict[str, Any]], int, int]:
     """Return what a request gets alone, without a server: its choices, and how many tokens they have."""
     path, fields = pool()[index]
     with virtual(Loop(random.Random(0))):
-        engine = LLMEngine(
-            EngineConfig(model="demo", max_model_len=LENGTH, enable_prefix_caching=False, **ROOMY)
-        )
+        settings = {"max_model_len": LENGTH, "enable_prefix_caching": False, **ROOMY}
+        engine = LLMEngine(EngineConfig(model="demo", **settings))
     tokenizer = demo().tokenizer
     body: Any = (ChatRequest if "chat" in path else CompletionRequest)(**fields)
     params = body.params(demo().default_sampling_params(), None)
@@ -332,10 +331,9 @@ class Client:
         authorization = f"Authorization: Bearer {KEY}\r\n"
         match visit.kind:
             case "no key" | "wrong key" | "two keys":
-                wrong = self.world.rng.choice(
-                    ["Bearer open", f"bearer {KEY}", f"Bearer {KEY}x", "Bearer é", KEY]
-                )
-                first = "" if visit.kind == "no key" else f"Authorization: {wrong}\r\n"
+                wrong = ["Bearer open", f"bearer {KEY}", f"Bearer {KEY}x", "Bearer é", KEY]
+                said = f"Authorization: {self.world.rng.choice(wrong)}\r\n"
+                first = "" if visit.kind == "no key" else said
                 authorization = first + (authorization if visit.kind == "two keys" else "")
                 path, fields = "/v1/completions", {"prompt": [FORBIDDEN], "max_tokens": 3}
             case "no model":
@@ -536,9 +534,8 @@ class World:
         num_rows = sum(chunk.end - chunk.start for chunk in batch.chunks)
         self.law(num_rows == batch.num_tokens <= started.max_num_batched_tokens, "a step is over its budget")
         num_drafts = settings.get("speculative_config", {}).get("num_speculative_tokens", 0)
-        self.law(
-            len(batch.sampled_seqs) <= settings["max_num_seqs"] * (1 + num_drafts), "a step has too many rows"
-        )
+        max_rows = settings["max_num_seqs"] * (1 + num_drafts)
+        self.law(len(batch.sampled_seqs) <= max_rows, "a step has too many rows")
         head = min(map(BY_ORDER, scheduler.running or scheduler.waiting), default=None)
         is_served = head != self.head or any(chunk.seq.order == head for chunk in batch.chunks)
         self.head, self.num_stuck = head, 0 if is_served else self.num_stuck + 1

@@ -38,9 +38,8 @@ def test_answers_are_the_same_as_step_by_step(settings, babbler):
     prompts = [[rng.randrange(256) for _ in range(rng.randint(1, 30))] for _ in range(30)]
     params = [random_params(rng) for _ in prompts]
     for i in range(0, 30, 7):  # some whose next token depends on those before
-        params[i] = SamplingParams(
-            temperature=0.8, seed=i, repetition_penalty=1.3, min_tokens=4, max_tokens=12
-        )
+        fields = {"temperature": 0.8, "repetition_penalty": 1.3, "min_tokens": 4, "max_tokens": 12}
+        params[i] = SamplingParams(**fields, seed=i)
     more = {"priority": [i % 3 for i in range(30)]} if "scheduling_policy" in settings else {}
     answers, preemptions = [], []
     for async_scheduling in (False, True):

@@ -197,9 +197,8 @@ def test_later_python_compiles_all_sources_without_warnings(version):
 def built(tmp_path_factory):
     """Return a folder with a wheel and a source distribution of the files under version control."""
     where = tmp_path_factory.mktemp("built")
-    files = subprocess.run(
-        ["git", "ls-files", "-coz", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
-    )
+    command = ["git", "ls-files", "-coz", "--exclude-standard"]
+    files = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if files.returncode != 0:
         pytest.skip("no git checkout to build from")
     for name in files.stdout.split("\0"):
@@ -238,9 +237,8 @@ def installed(built, tmp_path_factory):
     subprocess.run([*command, "--no-index", wheel], check=True, capture_output=True)
     (site,) = path.glob("lib/python*/site-packages")
     # Not a .pth file, which would also add an editable installation of this checkout.
-    (site / "sitecustomize.py").write_text(
-        f"import sys; sys.path.append({sysconfig.get_path('purelib')!r})\n"
-    )
+    outer = sysconfig.get_path("purelib")
+    (site / "sitecustomize.py").write_text(f"import sys; sys.path.append({outer!r})\n")
     return path / "bin"
 
 
@@ -254,9 +252,8 @@ def clean(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_wheel_has_a_working_command(installed, tmp_path, clean):
     def run(*command):
-        done = subprocess.run(
-            [installed / command[0], *command[1:]], capture_output=True, check=True, **clean
-        )
+        command = [installed / command[0], *command[1:]]
+        done = subprocess.run(command, capture_output=True, check=True, **clean)
         return done.stdout + done.stderr
 
     for arguments in ([], ["--help"]):

@@ -108,10 +108,9 @@ def test_a_lesson_that_says_something_else_fails(tmp_path):
 def test_the_mini_engine_is_the_code_of_the_first_three_lessons():
     taught = [block for lesson in LESSONS[:3] for block in code_blocks(lesson) if ">>>" not in block]
     lines = (DOCS / "mini.py").read_text().splitlines()
-    assert [line for block in taught for line in block.splitlines() if line] == [
-        line for line in lines if line
-    ]
-    assert len([line for line in lines if line]) < 100
+    lines = [line for line in lines if line]
+    assert [line for block in taught for line in block.splitlines() if line] == lines
+    assert len(lines) < 100
 
 
 def test_the_mini_engine_gives_the_tokens_of_transformers():
@@ -181,9 +180,8 @@ def test_a_lesson_has_code_pointers_an_exercise_and_its_answer(lesson):
 
 
 def test_the_contents_list_every_lesson_in_order_under_its_title():
-    listed = re.findall(
-        r"^\| (\d+) \| \[([^\]]+)\]\(([^)]+)\)", (DOCS / "README.md").read_text(), re.MULTILINE
-    )
+    text = (DOCS / "README.md").read_text()
+    listed = re.findall(r"^\| (\d+) \| \[([^\]]+)\]\(([^)]+)\)", text, re.MULTILINE)
     assert [name for _, _, name in listed] == [lesson.name for lesson in LESSONS]
     for (number, title, _), lesson in zip(listed, LESSONS, strict=True):
         assert lesson.read_text().startswith(f"# {number}. {title}")
@@ -212,9 +210,8 @@ def test_readme_shows_a_step_as_engine_py_does():
 
 def test_the_chinese_readme_has_the_code_the_links_and_the_numbers_of_the_other():
     ours, theirs = (readme.read_text() for readme in READMES)
-    assert re.findall(r"^```.*?^```$", ours, re.MULTILINE | re.DOTALL) == re.findall(
-        r"^```.*?^```$", theirs, re.MULTILINE | re.DOTALL
-    )
+    blocks = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+    assert blocks.findall(ours) == blocks.findall(theirs)
     for what in r"`[^`\n]+`", r"\d+(?:\.\d+)*", r"\]\(([^)]+)\)", r"^\|.*?\|", r"^#+ ":
         of_ours, of_theirs = (re.findall(what, text, re.MULTILINE) for text in (ours, theirs))
         if what.startswith("^"):  # rows and headings, each in words of its own
@@ -255,9 +252,8 @@ def test_the_guide_s_list_of_files_is_whole_and_each_row_needs_only_rows_below_i
             inside = re.findall(r"`(\w+\.py)`", what) if place.endswith("/") else [""]
             floor_of |= {place + file: floor for file in inside}
     files = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py")}
-    assert floor_of.keys() == {
-        file for file in files if not file.endswith("__init__.py") and "demo/" not in file
-    }
+    listed = {file for file in files if not file.endswith("__init__.py") and "demo/" not in file}
+    assert floor_of.keys() == listed
     for file, floor in floor_of.items():
         for name in imports_of(PACKAGE / file, "nanoengine"):
             assert floor_of[name.replace(".", "/") + ".py"] >= floor, f"{file} imports {name}"

@@ -91,9 +91,8 @@ def test_the_student_s_own_line_is_shown_and_an_endless_loop_is_stopped(wrong, l
     shown = failures(student, "3", most=0.9)[0].splitlines()
     number = student.splitlines().index("        " + wrong) + 1
     assert shown[1].strip() == line
-    assert shown[2:] == (
-        [] if "written" in line else [f"    my_mini.py, line {number}, in num_blocks_for: {wrong}"]
-    )
+    where = f"    my_mini.py, line {number}, in num_blocks_for: {wrong}"
+    assert shown[2:] == ([] if "written" in line else [where])
 
 
 def test_a_file_that_does_not_compile_is_reported_once(tmp_path, capsys):

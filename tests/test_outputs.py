@@ -20,9 +20,8 @@ def tokenizer() -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, initial_alphabet=alphabet, special_tokens=["<eos>"], show_progress=False
-    )
+    settings: dict = {"vocab_size": 300, "special_tokens": ["<eos>"], "show_progress": False}
+    trainer = trainers.BpeTrainer(initial_alphabet=alphabet, **settings)
     tokenizer.train_from_iterator([TEXT], trainer)
     return tokenizer
 

@@ -45,10 +45,9 @@ def test_simulated_servers_keep_all_laws(seeds):
 
 def test_the_expected_answers_follow_the_definition():
     greedy = {"prompt", "max_tokens", "temperature", "seed", "ignore_eos", "return_token_ids"}
-    plain = [
-        i for i, (_, body) in enumerate(pool()) if body.get("temperature") == 0 and body.keys() <= greedy
-    ]
-    plain = [i for i in plain if isinstance(pool()[i][1]["prompt"][0], int)]
+    bodies = [(i, body) for i, (_, body) in enumerate(pool()) if body.keys() <= greedy]
+    bodies = [(i, body) for i, body in bodies if body["temperature"] == 0]
+    plain = [i for i, body in bodies if isinstance(body["prompt"][0], int)]
     assert plain
     for index in plain:
         tokens = list(pool()[index][1]["prompt"])

@@ -201,9 +201,8 @@ def test_engines_run_side_by_side_on_the_same_requests(tmp_path, monkeypatch):
         assert (row["prompt_tokens"], row["output_tokens"]) == (prompt_tokens, output_tokens)
         speed = row["output_tokens_per_s"]
         assert 0 < speed["min"] == speed["median"] == speed["max"]
-        assert row["total_tokens_per_s"]["median"] == pytest.approx(
-            speed["median"] * (prompt_tokens + output_tokens) / output_tokens, rel=1e-3
-        )
+        of_all = speed["median"] * (prompt_tokens + output_tokens) / output_tokens
+        assert row["total_tokens_per_s"]["median"] == pytest.approx(of_all, rel=1e-3)
         assert row["steps"] == max(workload.lengths()[1])
         assert row["roofline_share"] > 0
         assert {"python", "torch", engine} <= result["engines"][engine]["versions"].keys()
@@ -297,10 +296,8 @@ def test_a_model_on_transformers_code_is_measured_without_a_roofline(tmp_path):
     config = hf_model("gemma3").config
     config.max_position_embeddings = 2048
     config.save_pretrained(tmp_path)
-    printed, report = run_bench(
-        *("--model", str(tmp_path), "--custom", "3:4-8:2-5", "--repeats", "1"),
-        *("--engine", "nanoengine,transformers"),
-    )
+    flags = f"--model {tmp_path} --custom 3:4-8:2-5 --repeats 1 --engine nanoengine,transformers"
+    printed, report = run_bench(*flags.split())
     (result,) = report["models"]
     for row in result["results"]:
         assert "error" not in row, row
@@ -325,9 +322,8 @@ def test_the_command_bench_serves_its_workload_and_reports_rates_latencies_and_r
 def test_a_machine_names_its_instruction_sets_and_what_limits_them():
     x86, limits = {"avx2", "avx512f", "avx512_bf16", "amx_bf16"}, {"ONEDNN_MAX_CPU_ISA": "AVX2", "HOME": "/"}
     assert instruction_sets(x86, {}) == "AVX2, AVX-512, AVX-512 bfloat16, AMX"
-    assert instruction_sets({"asimd", "bf16"}, limits) == (
-        "NEON, NEON bfloat16, limited by ONEDNN_MAX_CPU_ISA=AVX2"
-    )
+    limited = instruction_sets({"asimd", "bf16"}, limits)
+    assert limited == "NEON, NEON bfloat16, limited by ONEDNN_MAX_CPU_ISA=AVX2"
 
 
 PLACE = {"cpu": "A CPU", "instructions": "AVX2", "gpu": None, "cores": 2, "threads": 2, "memory_gib": 8.0}

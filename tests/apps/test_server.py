@@ -106,9 +106,8 @@ def test_every_kind_of_prompt_gets_the_offline_answer(kind, client, llm):
     if "ids" in kind:
         prompt = [tokenizer(text).input_ids for text in prompts]
         prompt = prompt if kind == "several ids" else prompt[0]
-    answer = client.completions.create(
-        model="demo", prompt=prompt, temperature=0, max_tokens=12, extra_body=WITH_IDS
-    )
+    asked = {"model": "demo", "prompt": prompt, "temperature": 0, "max_tokens": 12}
+    answer = client.completions.create(**asked, extra_body=WITH_IDS)
     assert [choice.text for choice in answer.choices] == [output.outputs[0].text for output in expected]
     assert [choice.token_ids for choice in answer.choices] == [out.outputs[0].token_ids for out in expected]
     assert [c.finish_reason for c in answer.choices] == [out.outputs[0].finish_reason for out in expected]
@@ -121,9 +120,8 @@ def test_every_kind_of_prompt_gets_the_offline_answer(kind, client, llm):
 def test_a_chat_gets_the_offline_answer(content, client, llm):
     messages = [{"role": "user", "content": content}]
     expected = llm.chat(messages, SamplingParams(temperature=0, max_tokens=None), use_tqdm=False)[0]
-    answer = client.chat.completions.create(
-        model="demo", messages=messages, temperature=0, extra_body=WITH_IDS
-    )
+    asked = {"model": "demo", "messages": messages, "temperature": 0}
+    answer = client.chat.completions.create(**asked, extra_body=WITH_IDS)
     assert answer.choices[0].message.content == expected.outputs[0].text == "27 + 58 = 85"
     assert answer.choices[0].token_ids == expected.outputs[0].token_ids
     assert answer.choices[0].message.role == "assistant"
@@ -875,9 +873,7 @@ def test_on_sigterm_the_command_finishes_running_requests_and_refuses_new_ones(l
     with held_command(tmp_path, *flags, NANOENGINE_API_KEY="k") as (process, url, release):
         curl = ["curl", "-sS", "-H", "Authorization: Bearer k", "-H", "Content-Type: application/json"]
         asked = json.dumps({"model": "demo", "messages": QUESTION, "temperature": 0})
-        printed = subprocess.run(
-            [*curl, f"{url}/v1/chat/completions", "-d", asked], check=True, capture_output=True, text=True
-        ).stdout
+        printed = subprocess.check_output([*curl, f"{url}/v1/chat/completions", "-d", asked], text=True)
         assert json.loads(printed)["choices"][0]["message"]["content"] == "27 + 58 = 85"
         with (
             httpx.Client(headers={"Authorization": "Bearer k"}, timeout=TIMEOUT) as client,

@@ -191,10 +191,8 @@ def test_a_required_call_is_json_where_a_format_has_no_grammar():
 
 def test_references_in_a_tool_s_schema_stay_within_it(client, script):
     script.says = {"Hello": '<tool_call>\n{"name": "f"'}
-    parameters = {
-        "properties": {"name": {"enum": [1, 2]}, "b": {"$ref": "#/properties/name"}, "c": {"$ref": "#"}},
-        "required": ["name", "b"],
-    }
+    properties = {"name": {"enum": [1, 2]}, "b": {"$ref": "#/properties/name"}, "c": {"$ref": "#"}}
+    parameters = {"properties": properties, "required": ["name", "b"]}
     tool: dict = {"type": "function", "function": {"name": "f", "parameters": parameters}}
     answer = client.chat.completions.create(
         **{"model": "demo", "messages": [{"role": "user", "content": "Hello"}], "tools": [tool]},
@@ -261,16 +259,13 @@ def test_an_argument_that_is_not_json_stays_text():
     array = {"function": {"name": "f", "parameters": {"properties": {"x": {"type": "array"}}}}}
     for value in ("{1,2}", "b'x'", "...", "1e999", "{[1]}", "{(1, 2): 3}", "[1, b'x']"):
         text = f"<tool_call>\n<function=f>\n<parameter=x>\n{value}\n</parameter>\n</function>\n</tool_call>"
-        assert taken_apart(parser_of("qwen3_coder", tools=[array]), [text]) == [
-            ("tool_calls", {"name": "f", "arguments": {"x": value}})
-        ]
+        found = taken_apart(parser_of("qwen3_coder", tools=[array]), [text])
+        assert found == [("tool_calls", {"name": "f", "arguments": {"x": value}})]
 
 
 def test_a_template_whose_regions_open_and_close_without_text_ends():
-    own = {
-        "start_anchor": "<bot>",
-        "fields": {"thinking": {"open_pattern": "(?=x)", "close_pattern": "(?=x)"}, "content": {}},
-    }
+    thinking = {"open_pattern": "(?=x)", "close_pattern": "(?=x)"}
+    own = {"start_anchor": "<bot>", "fields": {"thinking": thinking, "content": {}}}
     parser = AnswerParser(Formats(None, None, own, {}), "<bot>", [])
     assert "".join(value for _, value in taken_apart(parser, "axb")) == "axb"
 

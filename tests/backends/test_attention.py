@@ -136,9 +136,8 @@ def test_a_decode_s_result_does_not_depend_on_who_shares_its_blocks(
         held = (x.flatten(0, 1)[slots] for x in (cache.k, cache.v))
         held = (INT8.dequantize(x, torch.float32) if int8 else x for x in held)
         expected = dense(q[i : i + 1], *held, **of_all._asdict())[0]
-        torch.testing.assert_close(
-            together[i].double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
-        )
+        tolerance = TOLERANCE[dtype]
+        torch.testing.assert_close(together[i].double(), expected, atol=tolerance, rtol=tolerance)
 
 
 def test_a_discarded_write_leaves_shared_blocks_untouched():

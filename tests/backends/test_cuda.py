@@ -203,9 +203,8 @@ def test_the_next_backend_says_what_faster_ones_lack(
 def test_triton_precedes_varlen_where_varlen_would_not_split_keys(
     setting, asked, chosen, flash_doubles, monkeypatch
 ):
-    monkeypatch.setattr(
-        "nanoengine.backends.cuda.try_out", lambda backend, *_: "missing" if backend.name == "flash" else None
-    )
+    tried = {"flash": "missing"}
+    monkeypatch.setattr("nanoengine.backends.cuda.try_out", lambda backend, *_: tried.get(backend.name))
     device = FakeGPU(torch.device("cpu"), EngineConfig(model=".", attn_backend=asked))
     assert device.choose_attention([SPEC], frozenset([setting])).backend.name == chosen
     assert asked != "auto" or device.choose_attention([SPEC], frozenset()).backend.name == "varlen"
@@ -721,9 +720,8 @@ def test_without_triton_the_flash_backends_write_with_pytorch(monkeypatch):
 # ---- Compiled functions --------------------------------------------------------------------------
 
 # aot_eager traces as inductor does, and compiles nothing.
-COMPILERS = pytest.mark.parametrize(
-    "compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
-)
+INDUCTOR = pytest.param("inductor", marks=pytest.mark.slow)
+COMPILERS = pytest.mark.parametrize("compiler", ["aot_eager", INDUCTOR])
 
 
 @COMPILERS

@@ -46,9 +46,8 @@ def test_greedy_tokens_of_the_bundled_model_equal_transformers():
         answers = [out.outputs[0].token_ids for out in llm.generate(prompts, GREEDY, use_tqdm=False)]
     for prompt, answer in zip(prompts, answers, strict=True):
         ids = torch.tensor([prompt], device="cuda")
-        theirs = reference.generate(
-            ids, max_new_tokens=32, min_new_tokens=32, do_sample=False, pad_token_id=0
-        )
+        settings = {"max_new_tokens": 32, "min_new_tokens": 32, "do_sample": False, "pad_token_id": 0}
+        theirs = reference.generate(ids, **settings)
         assert answer == theirs[0, len(prompt) :].tolist()
 
 

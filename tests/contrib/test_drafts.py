@@ -346,9 +346,8 @@ class Machine:
         """Run steps, and return how many times as fast they are as without drafts."""
         started, num, num_tokens = self.now, self.num_seqs, 0
         for step in range(num_steps):
-            self.num_behind[step % num] = (
-                100 if step % 100 < num else self.num_behind[step % num]
-            )  # a new one
+            if step % 100 < num:  # a new one
+                self.num_behind[step % num] = 100
             self.planner.begin()
             sizes, offers = [0] * num, [Offer(self.odds, 4, behind) for behind in self.num_behind]
             if not self.planner.rests(num, num):
@@ -359,14 +358,12 @@ class Machine:
             self.drafted = any(sizes)
             self.num_drafted += self.drafted
             self.now += sum(host_seconds + self.draft.of(n) for n in drafting)
-            self.now += sum(0.01 * behind for behind, n in zip(self.num_behind, sizes, strict=True) if n)
-            self.num_behind = [
-                0 if n else behind + 1 for behind, n in zip(self.num_behind, sizes, strict=True)
-            ]
-            num_right = [
-                next(i for i in range(n + 1) if i == n or self.rng.random() > self.odds) for n in sizes
-            ]
-            num_tokens += num + sum(num_right)
+            pairs = [*zip(self.num_behind, sizes, strict=True)]
+            self.now += sum(0.01 * behind for behind, n in pairs if n)
+            self.num_behind = [0 if n else behind + 1 for behind, n in pairs]
+            num_tokens += num
+            for n in sizes:  # those that are right
+                num_tokens += next(i for i in range(n + 1) if i == n or self.rng.random() > self.odds)
             self.planner.end()
         return num_tokens / num * (self.step_seconds + self.target.of(num)) / (self.now - started)
 
@@ -450,10 +447,7 @@ def test_the_draft_model_has_a_dtype_and_a_quantization_of_its_own(target, caplo
 
 def test_blocks_are_counted_with_the_k_and_v_of_both_models(target):
     sizes = {"kv_cache_bytes": 1 << 20, "block_size": 8}
-    with (
-        LLM(target, **sizes) as alone,
-        LLM(target, **with_drafts(target), **sizes) as llm,
-    ):
+    with LLM(target, **sizes) as alone, LLM(target, **with_drafts(target), **sizes) as llm:
         assert llm.metrics()["num_blocks"] == (alone.metrics()["num_blocks"] + 1) // 2 - 1
 
 

@@ -60,11 +60,9 @@ def node(expression: str, data: Any, model: Any = None) -> Any:
     if shutil.which("node") is None:
         pytest.skip("needs Node")
     code = "".join(viewer.PAGE.joinpath(name).read_text() for name in ("engine.js", "model.js"))
-    script, given = (
-        code + SCRIPT.replace("EXPRESSION", expression),
-        json.dumps({"model": model, "data": data}),
-    )
-    result = subprocess.run(["node", "-e", script], input=given, capture_output=True, text=True, timeout=600)
+    command = ["node", "-e", code + SCRIPT.replace("EXPRESSION", expression)]
+    given = json.dumps({"model": model, "data": data})
+    result = subprocess.run(command, input=given, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr[-2000:]
     return json.loads(result.stdout)
 
@@ -86,16 +84,12 @@ def random_workload(seed: int) -> dict:
     starts = [question[: rng.randrange(8, 40)] for question in rng.sample(QUESTIONS, 2)]
     arrivals: list = []
     for _ in range(rng.randrange(3, 8)):
-        text = rng.choice(starts) + "".join(
-            rng.choice("abc 12?é\n") for _ in range(rng.choice([0, 0, 4, 11]))
-        )
+        text = rng.choice(starts)
+        text += "".join(rng.choice("abc 12?é\n") for _ in range(rng.choice([0, 0, 4, 11])))
         choices = {"temperature": (0, 0.7, 1.3), "top_p": (1, 0.8), "top_k": (0, 5), "min_p": (0, 0.05)}
         params = {name: rng.choice(choice) for name, choice in choices.items()}
-        params |= {
-            "max_tokens": rng.randrange(1, 32),
-            "seed": rng.choice([3, 12345]),
-            "priority": rng.choice([0, 0, 1]),
-        }
+        params |= {"max_tokens": rng.randrange(1, 32), "seed": rng.choice([3, 12345])}
+        params["priority"] = rng.choice([0, 0, 1])
         arrivals.append((1 + rng.randrange(8), f"<|im_start|>user\n{text}<|im_end|>\n", params))
     block_size, budget = rng.choice([1, 2, 4, 8]), rng.choice([3, 9, 40])
     settings: dict[str, Any] = {"max_num_batched_tokens": budget, "max_chunk_tokens": rng.choice([budget, 2])}

@@ -128,9 +128,8 @@ def test_class_probabilities_equal_transformers(family, labels, changes, tmp_pat
     torch.testing.assert_close(torch.stack([one.outputs.data for one in raw]), logits, **close)
     got = torch.tensor([output.outputs.probs for output in outputs])
     torch.testing.assert_close(got, logits.sigmoid() if is_sigmoid else logits.softmax(-1), **close)
-    assert {(type(one), one.outputs.num_classes) for one in outputs} == {
-        (ClassificationRequestOutput, labels)
-    }
+    kinds = {(type(one), one.outputs.num_classes) for one in outputs}
+    assert kinds == {(ClassificationRequestOutput, labels)}
 
 
 @pytest.mark.parametrize(("kind", "num_hits"), [("LAST", 11), ("MEAN", 0), ("CLS", 0)])
@@ -179,9 +178,8 @@ def test_texts_are_scored_by_the_cosine_of_their_embeddings(demo):
         demo.score(texts[:2], texts, **QUIET)
     expected = [float(vectors[0] @ vector) for vector in vectors]
     assert [one.outputs.score for one in scores] == pytest.approx(expected, abs=1e-5)
-    assert [one.outputs.score for one in pairs] == pytest.approx(
-        [float(vectors[0] @ vectors[1]), float(vectors[1] @ vectors[2])], abs=1e-5
-    )
+    expected = [float(vectors[0] @ vectors[1]), float(vectors[1] @ vectors[2])]
+    assert [one.outputs.score for one in pairs] == pytest.approx(expected, abs=1e-5)
     assert {type(one) for one in scores} == {ScoringRequestOutput}
 
 

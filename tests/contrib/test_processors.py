@@ -180,9 +180,8 @@ class Wish(LogitsProcessor):
         return False
 
     def update_state(self, batch_update):
-        process_dict_updates(
-            self.wishes, batch_update, lambda params, *_: (params.extra_args or {}).get("wish")
-        )
+        wish_of = lambda params, *_: (params.extra_args or {}).get("wish")  # noqa: E731
+        process_dict_updates(self.wishes, batch_update, wish_of)
 
     def apply(self, logits):
         for index, wish in self.wishes.items():

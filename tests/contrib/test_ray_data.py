@@ -120,9 +120,8 @@ def test_rows_whose_step_keeps_failing_are_marked_and_the_rest_answered():
     assert [row["prompt"] for row in rows if row["error"]] == [min(PROMPTS)]
     assert "flaky" in next(row["error"] for row in rows if row["error"])
     served = [row for row in rows if row["error"] is None]
-    assert [row["generated_tokens"] for row in served] == tokens_of(
-        predictor.llm, [row["prompt"] for row in served]
-    )
+    expected = tokens_of(predictor.llm, [row["prompt"] for row in served])
+    assert [row["generated_tokens"] for row in served] == expected
     predictor.llm.close()
 
 

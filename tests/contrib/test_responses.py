@@ -103,9 +103,8 @@ ADD["parameters"] = {"type": "object", "properties": NUMBERS, "required": ["a", 
 
 def test_a_function_is_called_and_its_output_is_part_of_the_next_input(client):
     asked = {"model": "demo", "temperature": 0, "tools": [ADD]}
-    first = client.responses.create(
-        **asked, input=QUESTION, tool_choice="required", parallel_tool_calls=False
-    )
+    once = {"tool_choice": "required", "parallel_tool_calls": False}
+    first = client.responses.create(**asked, input=QUESTION, **once)
     (call,) = first.output
     assert (call.type, call.name) == ("function_call", "add")
     assert call.status == first.status == "completed"

@@ -130,9 +130,8 @@ def text_of(browser, element_id: str) -> str:
 
 def labels(browser) -> list[str]:
     """Return the label of each block, from block 1 on."""
-    return [
-        cell.get_attribute("aria-label") for cell in browser.find_elements(By.CSS_SELECTOR, "#pool .cell")
-    ]
+    cells = browser.find_elements(By.CSS_SELECTOR, "#pool .cell")
+    return [cell.get_attribute("aria-label") for cell in cells]
 
 
 def queue(browser, element_id: str) -> list[str]:
@@ -525,9 +524,7 @@ def test_each_step_shows_its_text_together_with_the_blocks(browser, recorded_pag
 def test_run_shows_preemptions_of_any_model_in_a_small_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     path = str(tmp_path / "run.jsonl")
-    prompts = [
-        word for question in ("Count from 8 to 60.", "Count from 9 to 60.") for word in ("--prompt", question)
-    ]
+    prompts = ["--prompt", "Count from 8 to 60.", "--prompt", "Count from 9 to 60."]
     ask.run([str(DEMO), "--trace", path, "--block-size", "4", "--num-kv-blocks", "30", *prompts])
     whys = [change.get("why") for event in viewer.load(path)[1:] for change in event["changes"]]
     assert "preempted" in whys

@@ -360,11 +360,8 @@ def objects(schemas):
         schema = {"type": "object", "properties": properties, "required": required}
         return schema | {"additionalProperties": others}
 
-    properties, others = (
-        st.dictionaries(NAMES, schemas, max_size=3),
-        st.sampled_from([False, {"type": "null"}]),
-    )
-    return st.builds(build, properties, st.sets(NAMES), others)
+    others = st.sampled_from([False, {"type": "null"}])
+    return st.builds(build, st.dictionaries(NAMES, schemas, max_size=3), st.sets(NAMES), others)
 
 
 def ranges(kind, lowest, highest, more, names):

@@ -493,9 +493,8 @@ MERGES = ["Ġ t", "h e", "Ġt he"]
 def merging_tokenizer():
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     words = [*alphabet, *(merge.replace(" ", "") for merge in MERGES)]
-    model = tokenizers.models.BPE(
-        vocab={word: i for i, word in enumerate(words)}, merges=[tuple(merge.split()) for merge in MERGES]
-    )
+    merges = [tuple(merge.split()) for merge in MERGES]
+    model = tokenizers.models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=merges)
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()

@@ -46,9 +46,8 @@ def vocabulary():
     """Return tokens and merges that were learned without splitting, so that each split changes the tokens."""
     learner = tokenizers.Tokenizer(models.BPE())
     learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=2500, initial_alphabet=ALPHABET, show_progress=False, max_token_length=12
-    )
+    settings = {"vocab_size": 2500, "show_progress": False, "max_token_length": 12}
+    trainer = trainers.BpeTrainer(initial_alphabet=ALPHABET, **settings)
     learner.train_from_iterator(texts(600), trainer)
     content = json.loads(learner.to_str())["model"]
     tokens = sorted(content["vocab"], key=content["vocab"].get)
