@@ -41,12 +41,9 @@ def test_streams_add_up_to_the_outputs_of_generate(llm):
         order.append(i := int(output.request_id))
         assert i not in finished, "an output after the last one"
         for new in output.outputs:
-            old = streamed[i].setdefault(new.index, ["", [], 0])
-            streamed[i][new.index] = [
-                old[0] + new.text,
-                old[1] + new.token_ids,
-                old[2] + len(new.logprobs or []),
-            ]
+            text, ids, num_logprobs = streamed[i].get(new.index, ("", [], 0))
+            parts = [text + new.text, ids + new.token_ids, num_logprobs + len(new.logprobs or [])]
+            streamed[i][new.index] = parts
         finished += [i] * output.finished
     assert not llm.has_unfinished_requests()
     assert len([i for i, _ in itertools.groupby(order)]) > 100, "the streams are interleaved"
@@ -289,11 +286,8 @@ def test_logprobs_decode_each_token_once_per_engine(monkeypatch):
     with LLM(DEMO, num_kv_blocks=200, logprobs_mode="raw_logprobs") as llm:
         monkeypatch.setattr(PreTrainedTokenizerFast, "decode", counting)
         outputs = [llm.generate(["Hello", "What is 2 + 2?"] * 4, params, use_tqdm=False) for _ in range(2)]
-        entries = [
-            entry
-            for output in outputs[0] + outputs[1]
-            for entry in output.outputs[0].logprobs + output.prompt_logprobs[1:]
-        ]
+        tables = [one.outputs[0].logprobs + one.prompt_logprobs[1:] for one in outputs[0] + outputs[1]]
+        entries = [entry for table in tables for entry in table]
         assert sum(map(len, entries)) > 20 * len(decoded) / 2
         assert set(decoded.values()) == {1}
         monkeypatch.undo()

@@ -63,13 +63,9 @@ def run(python, tmp_path):
     """Return a function that runs a command with the tools' interpreter and returns its stdout."""
 
     def run(*arguments):
-        environment = os.environ | {
-            "PYTHONPATH": str(ROOT),
-            "HF_HUB_OFFLINE": "1",
-            "HF_HOME": str(tmp_path / "hf"),
-            "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # it is fetched from elsewhere else
-            "OMP_NUM_THREADS": "1",
-        }
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        environment |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
+        environment["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # it is fetched from elsewhere else
         command = [python, *map(str, arguments)]
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]

@@ -38,6 +38,7 @@ from tests.laws import check_laws
 from tests.serving import TIMEOUT, wait_until
 
 SLOW = pytest.mark.slow
+ROOT = Path(nanoengine.__file__).parents[1]
 TINY_CACHE = {"num_kv_blocks": 60, "block_size": 8}
 SIX = {"num_attention_heads": 6, "head_dim": 16}
 # name -> changes to TINY of a Llama or Qwen3 whose sizes no number of ranks divides
@@ -588,13 +589,8 @@ llm.llm_engine.runner.launch = announced
 @contextlib.contextmanager
 def script(code):
     """Start a script without multiprocessing's guard, in a session of its own. Yields it and its ranks."""
-    process = psutil.Popen(
-        [sys.executable, "-c", BEGIN + code],
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        cwd=Path(nanoengine.__file__).parents[1],
-    )
+    settings = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True, "cwd": ROOT}
+    process = psutil.Popen([sys.executable, "-c", BEGIN + code], **settings)
     try:
         ranks = []
         while not ranks:
@@ -676,13 +672,9 @@ except ValueError as error:
 """
     (tmp_path / "script.py").write_text(f"{BEGIN}print(answer(12)){again if is_closed else ''}")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*torchrun, str(tmp_path / "script.py")],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        env={**os.environ, "PYTHONPATH": str(Path(nanoengine.__file__).parents[1])},
-    )
+    settings = {"timeout": TIMEOUT, "env": {**os.environ, "PYTHONPATH": str(ROOT)}}
+    command = [*torchrun, str(tmp_path / "script.py")]
+    done = subprocess.run(command, capture_output=True, text=True, **settings)
     assert done.returncode == 0, done.stderr
     ready, answered, *more = done.stdout.splitlines()  # of rank 0 alone
     assert (ready, answered) == ("ready", str(demo_answer))

@@ -197,15 +197,11 @@ def questions(number):
 
 
 def over_the_cluster(ray, items, directory, **settings):
-    made = ray.data.from_items(items, override_num_blocks=4).map_batches(
-        Watched,
-        batch_format="pyarrow",
-        batch_size=10,
-        num_cpus=1,
-        compute=ray.data.ActorPoolStrategy(size=2),
-        fn_constructor_args=[str(directory), str(DEMO), SamplingParams(temperature=0, max_tokens=40)],
-        fn_constructor_kwargs={**SMALL, **settings},
-    )
+    arguments = [str(directory), str(DEMO), SamplingParams(temperature=0, max_tokens=40)]
+    constructor = {"fn_constructor_args": arguments, "fn_constructor_kwargs": {**SMALL, **settings}}
+    sizes = {"batch_size": 10, "num_cpus": 1, "compute": ray.data.ActorPoolStrategy(size=2)}
+    blocks = ray.data.from_items(items, override_num_blocks=4)
+    made = blocks.map_batches(Watched, batch_format="pyarrow", **sizes, **constructor)
     return sorted(made.take_all(), key=lambda row: row["key"])
 
 

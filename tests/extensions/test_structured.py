@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,15 +26,11 @@ from nanoengine.extensions.schemas import closed
 from nanoengine.extensions.structured import Constraint
 from tests.helpers import DEMO, failing_calls, finish, table_checkpoint
 
-PERSON = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 9},
-        "age": {"type": "integer", "minimum": 0, "maximum": 120},
-        "tags": {"type": "array", "items": {"enum": ["a", "bc", None]}, "maxItems": 3},
-    },
-    "required": ["name", "age"],
-    "additionalProperties": False,
+PERSON: dict = {"type": "object", "required": ["name", "age"], "additionalProperties": False}
+PERSON["properties"] = {
+    "name": {"type": "string", "maxLength": 9},
+    "age": {"type": "integer", "minimum": 0, "maximum": 120},
+    "tags": {"type": "array", "items": {"enum": ["a", "bc", None]}, "maxItems": 3},
 }
 
 
@@ -529,13 +526,12 @@ def test_the_trial_process_ends_with_its_engine():
 
 def definitions(num, targets_of):
     """Return definitions d0, d1, ..., each an object around one of its targets. The first may be null too."""
-    objects = {
-        f"d{i}": {
-            **{"type": "object", "required": ["a"]},
-            "properties": {"a": {"anyOf": [{"$ref": f"#/$defs/d{j}"} for j in targets_of(i)]}},
-        }
-        for i in range(num)
-    }
+
+    def around(targets):
+        properties = {"a": {"anyOf": [{"$ref": f"#/$defs/d{j}"} for j in targets]}}
+        return {"type": "object", "required": ["a"], "properties": properties}
+
+    objects = {f"d{i}": around(targets_of(i)) for i in range(num)}
     first = {"anyOf": [objects["d0"], {"type": "null"}]}
     return {"$ref": "#/$defs/d0", "$defs": objects | {"d0": first}}
 
@@ -560,15 +556,8 @@ def test_recursion_with_a_base_case_and_what_backtracks_elsewhere_are_fast(asked
     assert time.process_time() - start < 10 * second
 
 
-PATTERNS = [
-    '^[^"]{3}$',
-    r'^[^<>:"/\\|?*]{1,8}$',
-    r"^[^\\]{2}$",
-    r'^([^"\\]|\\.){2}$',
-    r'^[^"\n]{2}[^"&&][^"[]$',
-    r"^[\x00-!#-~]{3}$",
-    r'^.[^\s"].$',
-]
+PATTERNS = ['^[^"]{3}$', r'^[^<>:"/\\|?*]{1,8}$', r"^[^\\]{2}$", r'^([^"\\]|\\.){2}$']
+PATTERNS += [r'^[^"\n]{2}[^"&&][^"[]$', r"^[\x00-!#-~]{3}$", r'^.[^\s"].$']
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -652,23 +641,14 @@ def test_older_names_are_accepted():
 
 
 def test_objects_are_closed_by_default():
-    schema = {
-        "properties": {
-            "properties": {"type": "object", "properties": {"x": {}}},
-            "open": {"patternProperties": {}, "additionalProperties": True},
-        },
-        "items": [{"properties": {}}],
-        "const": {"properties": 1},
-    }
-    assert closed(schema) == {
-        "additionalProperties": False,
-        "properties": {
-            "properties": {"type": "object", "additionalProperties": False, "properties": {"x": {}}},
-            "open": {"patternProperties": {}, "additionalProperties": True},
-        },
-        "items": [{"additionalProperties": False, "properties": {}}],
-        "const": {"properties": 1},
-    }
+    inner = {"type": "object", "properties": {"x": {}}}
+    opened = {"patternProperties": {}, "additionalProperties": True}
+    schema: dict = {"properties": {"properties": inner, "open": opened}, "items": [{"properties": {}}]}
+    schema["const"] = {"properties": 1}
+    expected: dict = deepcopy(schema)
+    for one in (expected, expected["properties"]["properties"], expected["items"][0]):
+        one["additionalProperties"] = False
+    assert closed(schema) == expected
 
 
 # ---- the extra, and the cache ----

@@ -112,9 +112,8 @@ def test_only_configs_tokenizer_and_weights_are_fetched(hub):
 def test_files_that_the_index_names_are_fetched(hub):
     split_in_shards(hub.root)
     files = open_checkpoint(MODEL).open_files()
-    assert hub.fetched == {
-        *(*CONFIGS, "model.safetensors.index.json", "weights-0.safetensors", "weights-1.safetensors")
-    }
+    weights = "model.safetensors.index.json", "weights-0.safetensors", "weights-1.safetensors"
+    assert hub.fetched == {*CONFIGS, *weights}
     assert files.headers.keys() == open_checkpoint(str(DEMO)).open_files().headers.keys()
 
 
@@ -142,10 +141,8 @@ def test_only_the_tokenizer_of_another_model_is_fetched(hub):
 def test_modules_of_a_pooling_model_are_fetched(hub):
     (hub.root / "1_Pooling").mkdir()
     (hub.root / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_mean_tokens": True}))
-    modules = [
-        {"path": "", "type": "sentence_transformers.models.Transformer"},
-        {"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
-    ]
+    places, kind = {"": "Transformer", "1_Pooling": "Pooling"}, "sentence_transformers.models."
+    modules = [{"path": path, "type": kind + name} for path, name in places.items()]
     (hub.root / "modules.json").write_text(json.dumps(modules))
     assert open_checkpoint(MODEL, runner="pooling").pooling.kind == "MEAN"
     assert hub.fetched == {*CONFIGS, "modules.json", "1_Pooling/config.json", "model.safetensors"}

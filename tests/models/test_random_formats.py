@@ -146,12 +146,8 @@ class Case:
         bits, group = self.rng.choice([4, 8]), self._group()
         order = self.rng.choice(["none", "in turn", "scattered"])
         version = self.rng.choice(["gptq", "gptq_v2"])
-        stated = {
-            "quant_method": "gptq",
-            "bits": bits,
-            "group_size": group or -1,
-            "checkpoint_format": version,
-        }
+        stated = {"quant_method": "gptq", "bits": bits, "group_size": group or -1}
+        stated["checkpoint_format"] = version
 
         def write(shape):
             if any(size % (32 // bits) for size in shape):
@@ -243,15 +239,10 @@ class Case:
         rng, ends = self.rng, ["embed_tokens", "lm_head"]
         saved = rng.sample(ends, rng.choice([0, 0, 0, 1, 1, 2]))
         targets = [name for name in (*PROJECTIONS, *ends) if name not in saved and rng.random() < 0.3]
-        self.adapter = {
-            "target_modules": targets or ["q_proj"],
-            "modules_to_save": saved or None,
-            "r": rng.choice([1, 4]),
-            "lora_alpha": rng.choice([2, 8]),
-            "use_rslora": rng.random() < 0.3,
-            "use_dora": rng.random() < 0.3,
-            "bias": rng.choice(["none", "all"]),
-        }
+        self.adapter = {"target_modules": targets or ["q_proj"], "modules_to_save": saved or None}
+        self.adapter |= {"r": rng.choice([1, 4]), "lora_alpha": rng.choice([2, 8])}
+        self.adapter |= {"use_rslora": rng.random() < 0.3, "use_dora": rng.random() < 0.3}
+        self.adapter["bias"] = rng.choice(["none", "all"])
         tuned = formats.adapter_of(self.model, self.lora, self.adapter, is_merged=False)
         if rng.random() < 0.5:  # PEFT saves the weights of adapted ends too, which are the base's
             file = self.lora / "adapter_model.safetensors"
