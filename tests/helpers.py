@@ -48,14 +48,8 @@ TINY: dict[str, Any] = {
     "pad_token_id": None,
     "tie_word_embeddings": False,
 }
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0}
+LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
 MSCALE = {"mscale": 1.3, "mscale_all_dim": 0.6, "beta_fast": 20.0, "beta_slow": 0.5}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}

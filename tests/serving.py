@@ -161,13 +161,10 @@ def paced_steps(engine):
 @contextmanager
 def command(*flags, stdout=subprocess.PIPE, **environment):
     """Run the command in a process of its own. Yields the process and its address."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "nanoengine", "serve", *COMMON, *flags],
-        stdout=stdout,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1", **environment},
-    )
+    arguments = [sys.executable, "-m", "nanoengine", "serve", *COMMON, *flags]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    pipes = {"stdout": stdout, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(arguments, env=environment, **pipes)
     try:
         for line in process.stderr:
             if found := re.search(r"running on (http://127.0.0.1:\d+)", line):

@@ -49,12 +49,8 @@ KEY = "open sesame"
 FORBIDDEN = 7  # a token that only requests without the key have in their prompts
 FAST = 1 << 30
 LENGTH = 160  # max_model_len
-ROOMY: dict[str, Any] = {
-    "block_size": 16,
-    "num_kv_blocks": 40,
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 64,
-}
+ROOMY: dict[str, Any] = {"block_size": 16, "num_kv_blocks": 40, "max_num_seqs": 8}
+ROOMY["max_num_batched_tokens"] = 64
 
 
 # ---- Requests and their true answers -----------------------------------------------------------------
@@ -86,12 +82,8 @@ def pool() -> list[tuple[str, dict[str, Any]]]:
     ]
     chat = [{"role": "user", "content": "Count from 3 to 12."}]
     number = {"type": "integer", "minimum": 0, "maximum": 99}
-    schema: dict[str, Any] = {
-        "type": "object",
-        "properties": {"a": number, "b": number},
-        "required": ["a", "b"],
-    }
-    schema["additionalProperties"] = False
+    schema: dict[str, Any] = {"type": "object", "properties": {"a": number, "b": number}}
+    schema |= {"required": ["a", "b"], "additionalProperties": False}
     tool = {"type": "function", "function": {"name": "add", "parameters": schema}}
     for more in (
         {},

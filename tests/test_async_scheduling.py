@@ -23,13 +23,12 @@ from tests.laws import check_laws
 
 def seen(llm, prompts, params, **more):
     """Return everything that users see of the answers."""
-    return [
-        [
-            (c.text, c.token_ids, c.finish_reason, c.stop_reason, c.cumulative_logprob, c.logprobs)
-            for c in output.outputs
-        ]
-        for output in llm.generate(prompts, params, use_tqdm=False, **more)
-    ]
+
+    def of(c):
+        return c.text, c.token_ids, c.finish_reason, c.stop_reason, c.cumulative_logprob, c.logprobs
+
+    outputs = llm.generate(prompts, params, use_tqdm=False, **more)
+    return [[of(one) for one in output.outputs] for output in outputs]
 
 
 @pytest.mark.parametrize("settings", VARIED_SETTINGS.values(), ids=VARIED_SETTINGS)
@@ -107,13 +106,9 @@ class Penalize(transformers.LogitsProcessor):
         return scores - self.params.presence_penalty * (counts > 0) - self.params.frequency_penalty * counts
 
 
-PENALTIES = [
-    {"repetition_penalty": 1.8},
-    {"presence_penalty": 1.5},
-    {"frequency_penalty": -0.4},
-    {"repetition_penalty": 0.7, "presence_penalty": -0.5, "frequency_penalty": 1.1},
-    {},
-]
+ALL_PENALTIES = {"repetition_penalty": 0.7, "presence_penalty": -0.5, "frequency_penalty": 1.1}
+PENALTIES = [{"repetition_penalty": 1.8}, {"presence_penalty": 1.5}, {"frequency_penalty": -0.4}]
+PENALTIES += [ALL_PENALTIES, {}]
 
 
 @pytest.fixture(scope="module")
@@ -125,13 +120,8 @@ def penalized(tmp_path_factory):
     expected = []
     for prompt, one in zip(prompts, params, strict=True):
         ids, settings = torch.tensor([prompt]), {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
-        out = reference.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            repetition_penalty=one.repetition_penalty,
-            logits_processor=[Penalize(one, len(prompt))],
-            **settings,
-        )
+        settings["attention_mask"], settings["logits_processor"] = ids >= 0, [Penalize(one, len(prompt))]
+        out = reference.generate(ids, repetition_penalty=one.repetition_penalty, **settings)
         expected.append(out[0, len(prompt) :].tolist())
     return path, prompts, params, expected
 

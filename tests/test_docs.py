@@ -116,13 +116,8 @@ def test_the_mini_engine_is_the_code_of_the_first_three_lessons():
 def test_the_mini_engine_gives_the_tokens_of_transformers():
     from docs.mini import STOP, Engine, ask, generate, generate_cached
 
-    questions = [
-        "Who are you?",
-        "What is 62 + 19?",
-        "Count from 3 to 11.",
-        "Spell the word paging backwards.",
-    ]
-    prompts = [ask(question) for question in questions]
+    questions = "Who are you?|What is 62 + 19?|Count from 3 to 11.|Spell the word paging backwards."
+    prompts = [ask(question) for question in questions.split("|")]
     model = AutoModelForCausalLM.from_pretrained(DEMO)
     expected = [
         model.generate(torch.tensor([prompt]), max_new_tokens=60, do_sample=False)[0, len(prompt) :].tolist()
@@ -144,12 +139,9 @@ def test_beam_search_equals_transformers(num_beams):
         for question in "Who are you?", "Spell the word paging backwards.":
             (chat,) = llm.render_chat([{"role": "user", "content": question}])
             prompt = chat["prompt_token_ids"]
-            expected = model.generate(
-                torch.tensor([prompt]),
-                attention_mask=torch.ones(1, len(prompt)),
-                **{"max_new_tokens": 12, "num_beams": num_beams, "num_return_sequences": num_beams},
-                do_sample=False,
-            )
+            beams = {"num_beams": num_beams, "num_return_sequences": num_beams, "do_sample": False}
+            ids = torch.tensor([prompt])
+            expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, **beams)
             outputs = beam_search(llm, prompt, num_beams, 12)
             for output, row in zip(outputs, expected[:, len(prompt) :].tolist(), strict=True):
                 assert output + [row[-1]] * (len(row) - len(output)) == row  # with what fills it up

@@ -165,34 +165,22 @@ def test_end_of_sequence_stop_tokens_and_min_tokens(tmp_path):
 
 # ---- bad requests ----
 
-BAD_REQUESTS = [
-    ("", "prompt is empty"),
-    ([[]], "prompt is empty"),
-    ([[1, 2], []], "prompt is empty"),
-    (["ok", ""], "prompt is empty"),
-    ([1, VOCAB * 3], r"token ids in \[0, 257\), got 384"),
-    ([257], r"token ids in \[0, 257\), got 257"),
-    ({"prompt": None}, "prompt must be"),
-    ([None], "prompt must be"),
-    ({"prompt_token_ids": None}, "prompt must be"),
-    ({1: 2, "a": 3}, "prompt dict"),
-    (b"abc", "prompts must be"),
-    ([b"abc"], "prompt must be"),
-    ("\ud800", "valid Unicode"),
-    ((i for i in [1]), "prompts must be"),
-    ([1, -1], "token ids in"),
-    ([1, 2.5], "integer token ids"),
-    ([1, True], "integer token ids"),
-    ([[1], 5], "prompt must be a string"),
-    (5, "prompts must be"),
-    (None, "prompts must be"),
-    ({}, "prompt dict"),
-    ({"text": "a"}, "prompt dict"),
-    ({"prompt": 5}, "prompt must be a string"),
-    ({"prompt_token_ids": "ab"}, "prompt must be a string, token ids"),
-    ([1] * 64, r"64 tokens but max_model_len is 64"),
-    ("x" * 100, r"100 tokens but max_model_len is 64"),
-]
+BAD_PROMPTS: dict[str, list] = {
+    "prompt is empty": ["", [[]], [[1, 2], []], ["ok", ""]],
+    r"token ids in \[0, 257\), got 384": [[1, VOCAB * 3]],
+    r"token ids in \[0, 257\), got 257": [[257]],
+    "token ids in": [[1, -1]],
+    "integer token ids": [[1, 2.5], [1, True]],
+    "prompt must be": [{"prompt": None}, [None], {"prompt_token_ids": None}, [b"abc"]],
+    "prompt must be a string": [[[1], 5], {"prompt": 5}],
+    "prompt must be a string, token ids": [{"prompt_token_ids": "ab"}],
+    "prompt dict": [{1: 2, "a": 3}, {}, {"text": "a"}],
+    "prompts must be": [b"abc", (i for i in [1]), 5, None],
+    "valid Unicode": ["\ud800"],
+    "64 tokens but max_model_len is 64": [[1] * 64],
+    "100 tokens but max_model_len is 64": ["x" * 100],
+}
+BAD_REQUESTS = [(prompt, message) for message, prompts in BAD_PROMPTS.items() for prompt in prompts]
 
 
 @pytest.mark.parametrize(("prompt", "message"), BAD_REQUESTS, ids=range(len(BAD_REQUESTS)))

@@ -387,11 +387,8 @@ def test_prompt_of_megabytes_is_rejected_before_it_is_tokenized(beginning, monke
 def test_text_of_usual_length_is_tokenized_once(monkeypatch):
     calls = []
     encode = PreTrainedTokenizerFast._encode_plus
-    monkeypatch.setattr(
-        PreTrainedTokenizerFast,
-        "_encode_plus",
-        lambda self, text, *rest, **settings: calls.append(text) or encode(self, text, *rest, **settings),
-    )
+    noted = lambda self, text, **named: calls.append(text) or encode(self, text, **named)  # noqa: E731
+    monkeypatch.setattr(PreTrainedTokenizerFast, "_encode_plus", noted)
     tokenizer, text = TOKENIZERS["bytes"], "ab" * 2**16
     assert len(checker_of(tokenizer, 2**15).encode(text)) == 2**16
     assert calls == [text]

@@ -66,9 +66,8 @@ class Watch(TorchDispatchMode):
         if func.namespace == "aten":
             found = [x for x in torch.utils._pytree.tree_leaves((args, kwargs, out))]
             devices = {x.device.type for x in found if isinstance(x, torch.Tensor)}
-            is_queued = kwargs.get("non_blocking") or (
-                func is torch.ops.aten.copy_.default and len(args) > 2 and args[2]
-            )
+            is_copy = func is torch.ops.aten.copy_.default and len(args) > 2
+            is_queued = kwargs.get("non_blocking") or (is_copy and args[2])
             assert len(devices) < 2 or is_queued, f"{func} has tensors on {sorted(devices)}: the host waits"
         return out
 
@@ -218,12 +217,8 @@ def test_batches_with_any_parameters_do_not_wait_for_the_gpu(backend, fields, se
 @pytest.mark.parametrize("is_argmax_invariant", [False, True])
 def test_processors_of_an_engine_do_not_wait_for_the_gpu(is_argmax_invariant, fake_gpu, babbler):
     processors = pytest.importorskip("nanoengine.contrib.processors")
-    members = {
-        "__init__": lambda *_: None,
-        "is_argmax_invariant": lambda _: is_argmax_invariant,
-        "update_state": lambda *_: None,
-        "apply": lambda _, logits: logits + 1,
-    }
+    members = dict.fromkeys(("__init__", "update_state"), lambda *_: None)
+    members |= {"is_argmax_invariant": lambda _: is_argmax_invariant, "apply": lambda _, logits: logits + 1}
     plus_one = type("PlusOne", (processors.LogitsProcessor,), members)
     with fake_gpu:
         walk(babbler, SETTINGS[:3], logits_processors=[plus_one])
@@ -284,9 +279,7 @@ def test_layers_rounded_at_load_do_not_wait_for_the_gpu(name, fake_gpu, monkeypa
 
     class Launch:
         def __getitem__(self, grid):
-            return lambda out, x, *tensors, **_: attend(
-                x, out, *(t for t in tensors if isinstance(t, torch.Tensor))
-            )
+            return lambda out, *given, **_: attend(given[0], out, *filter(torch.is_tensor, given[1:]))
 
     monkeypatch.setitem(globals(), "on_the_gpu", on_the_host)
     monkeypatch.setattr(CUDA, "prepare", prepared)
