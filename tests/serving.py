@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
+from nanoengine import requests
 from nanoengine.apps.server import Server
 from nanoengine.apps.service import Service
 from tests.helpers import DEMO
@@ -49,6 +50,24 @@ def served(engine, origins=(), **settings):
 def post(url, path="completions", **asked):
     """Return the answer to a POST as JSON."""
     return http.post(f"{url}/v1/{path}", json=asked).json()
+
+
+def threads_of_checks(monkeypatch, checker):
+    """Return lists that grow by the threads which tokenize and check prompts."""
+    threads: dict = {"tokenized": [], "checked": []}
+
+    def note(what, owner, name):
+        function = getattr(owner, name)
+
+        def noted(*arguments, **settings):
+            threads[what].append(threading.current_thread())
+            return function(*arguments, **settings)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    note("tokenized", checker, "encode")
+    note("checked", requests, "read_prompt")
+    return threads
 
 
 def connected(url):

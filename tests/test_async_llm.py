@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from nanoengine import LLM, AsyncEngineArgs, AsyncLLM, RequestOutputKind, SamplingParams, requests
+from nanoengine import LLM, AsyncEngineArgs, AsyncLLM, RequestOutputKind, SamplingParams
 from tests.helpers import DEMO, random_prompts
-from tests.serving import TIMEOUT, held_steps, until
+from tests.serving import TIMEOUT, held_steps, threads_of_checks, until
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
 ENDLESS = SamplingParams(temperature=0, max_tokens=400)
@@ -143,20 +143,9 @@ def test_objects_in_engine_args_are_not_copied(qwen3, expected):
 @pytest.mark.parametrize("asked", [{}, {"structured_outputs": {"regex": "a+"}}])
 @pytest.mark.parametrize("prompt", ["Hello", {"prompt": "Hello"}, [5, 6]])
 def test_prompt_is_checked_once_in_a_thread_of_its_own(prompt, asked, monkeypatch):
-    threads: dict = {"tokenized": [], "checked": []}
-
-    def noting(what, function):
-        def wrapper(*arguments, **settings):
-            threads[what].append(threading.current_thread())
-            return function(*arguments, **settings)
-
-        return wrapper
-
     async def main():
         async with AsyncLLM(str(DEMO), num_kv_blocks=100) as engine:
-            checker = engine.llm_engine.checker
-            monkeypatch.setattr(checker, "encode", noting("tokenized", checker.encode))
-            monkeypatch.setattr(requests, "read_prompt", noting("checked", requests.read_prompt))
+            threads = threads_of_checks(monkeypatch, engine.llm_engine.checker)
             await collect(engine, prompt, SamplingParams(max_tokens=3, **asked), "x")
             assert [len(threads["checked"]), len(threads["tokenized"])] == [1, int(prompt != [5, 6])]
             others = {engine._thread, threading.current_thread()}

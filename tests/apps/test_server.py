@@ -25,7 +25,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 import nanoengine
-from nanoengine import LLM, AsyncLLM, EngineConfig, SamplingParams, requests
+from nanoengine import LLM, AsyncLLM, EngineConfig, SamplingParams
 from nanoengine.apps import server
 from nanoengine.apps.openai_api import ChatRequest, to_json
 from nanoengine.apps.server import make_parser
@@ -44,6 +44,7 @@ from tests.serving import (
     post,
     post_in_bytes,
     served,
+    threads_of_checks,
     wait_until,
 )
 
@@ -59,23 +60,13 @@ def llm():
 
 
 def test_a_prompt_is_tokenized_and_checked_once_in_a_thread_of_the_service(client, service, monkeypatch):
-    threads: dict = {"tokenized": [], "checked": []}
-
-    def noting(what, function):
-        def wrapper(*arguments, **settings):
-            threads[what].append(threading.current_thread().name)
-            return function(*arguments, **settings)
-
-        return wrapper
-
-    checker = service.engine.llm_engine.checker
-    monkeypatch.setattr(checker, "encode", noting("tokenized", checker.encode))
-    monkeypatch.setattr("nanoengine.requests.read_prompt", noting("checked", requests.read_prompt))
+    threads = threads_of_checks(monkeypatch, service.engine.llm_engine.checker)
     for prompt, num_tokenized in (("Hello", 1), ([5, 6], 0), (["Hello", "you"], 2)):
         client.completions.create(model="demo", prompt=prompt, max_tokens=2)
         assert len(threads["tokenized"]) == num_tokenized
         assert len(threads["checked"]) == max(1, num_tokenized)
-        assert all(one.startswith("ThreadPoolExecutor") for one in threads["tokenized"] + threads["checked"])
+        for thread in threads["tokenized"] + threads["checked"]:
+            assert thread.name.startswith("ThreadPoolExecutor")
         threads |= {"tokenized": [], "checked": []}
     client.chat.completions.create(model="demo", messages=[{"role": "user", "content": "Hi"}], max_tokens=2)
     assert list(map(len, threads.values())) == [1, 1]
