@@ -16,11 +16,11 @@ BY_LETTERS = [lesson for lesson in LESSONS if lesson != "all"]
 
 
 def mistakes():
-    """Yield (lesson, what is wrong, the right code, the wrong code) from docs/mistakes.diff."""
-    for item in re.split("^@@ ", SOLUTION.with_name("mistakes.diff").read_text(), flags=re.MULTILINE)[1:]:
-        head, *lines = item.rstrip("\n").splitlines()
-        right, wrong = ("\n".join(line[1:] for line in lines if line[0] == sign) for sign in "-+")
-        yield *head.split(" ", 1), right, wrong
+    """Yield (lesson, what is wrong, the right code, the wrong code) from docs/mistakes.md."""
+    for section in SOLUTION.with_name("mistakes.md").read_text().split("\n## Lesson ")[1:]:
+        for what, diff in re.findall(r"^### (.*?)\n\n```diff\n(.*?)^```$", section, re.MULTILINE | re.DOTALL):
+            right, wrong = ("\n".join(re.findall(rf"^\{sign}(.*)", diff, re.MULTILINE)) for sign in "-+")
+            yield section.split()[0], what, right, wrong
 
 
 MISTAKES = list(mistakes())
