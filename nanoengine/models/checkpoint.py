@@ -2,26 +2,16 @@
 
 import logging
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 
 from nanoengine.models.decoder import SUPPORTED_ARCHITECTURES, DecoderConfig, architecture_of, rope_settings
-from nanoengine.models.files import (
-    Files,
-    Reader,
-    UnsupportedModelError,
-    as_value_error,
-    check_fields,
-    read_json,
-)
+from nanoengine.models.files import Files, Reader, UnsupportedModelError, read_config, read_json
 from nanoengine.optional import load
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.steps import phase
@@ -59,7 +49,7 @@ class Checkpoint:
     def open_files(self) -> Reader:
         """Return a reader of the tensors, without those that only draft tokens."""
         if self.gguf is not None:
-            return self.gguf if self.gguf.is_current() else _open_gguf(self.path)
+            return self.gguf if self.gguf.is_current() else type(self.gguf)(self.path)
         rename = load("models.hf_config", "a multimodal model").name_in_part if self.is_part else None
         if self.quantization is None:
             files = Files(self.path, rename)
@@ -188,68 +178,57 @@ def open_checkpoint(
         OSError: a hub id cannot be found, or the hub cannot be reached.
     """
     path = _resolve(model, revision, gguf_file, with_weights=load_format != "dummy")
-    with phase("header"):
-        gguf = _open_gguf(path) if _is_gguf(path) else None
-    with phase("config"):
-        hf_config = _read_config(path, trust_remote_code) if gguf is None else gguf.read_config()
-    if hf_overrides:
-        from nanoengine.models.hf_config import override
+    fields, generation = (read_json(path / name, default={}) for name in ("config.json", GENERATION_CONFIG))
+    if path.is_dir():
+        with phase("config"):
+            gguf, config = None, read_config(path, trust_remote_code)
+    else:
+        with phase("header"):
+            gguf = load("models.gguf", GGUF).GGUFFile(path)
+        with phase("config"):
+            config = gguf.read_config()
+    part = None  # the language model's config, if the model is multimodal
+    is_text_only = config.get_text_config(decoder=True) is config
+    if hf_overrides or architecture_of(config) not in SUPPORTED_ARCHITECTURES or not is_text_only:
+        from nanoengine.models.hf_config import adapt
 
-        fields = hf_config.to_dict() if gguf is not None else read_json(path / "config.json")
-        fields = override(fields, deepcopy(hf_overrides), hf_config)  # transformers edits its argument
-        with as_value_error(path):
-            hf_config = type(hf_config).from_dict({**fields, "name_or_path": str(path)})
-    whole_config, part = hf_config, None
-    is_text_only = hf_config.get_text_config(decoder=True) is hf_config
-    if architecture_of(hf_config) not in SUPPORTED_ARCHITECTURES or not is_text_only:
-        from nanoengine.models.hf_config import language_part, name_causal_lm
-
-        name_causal_lm(hf_config)
-        part = language_part(hf_config)
-    pooling, is_classifier = None, architecture_of(hf_config).endswith("ForSequenceClassification")
-    pools = is_classifier or (path / "modules.json").is_file()
-    if runner == "pooling" or (runner == "auto" and pools):
-        with naming(hf_config):
+        config, part = adapt(config, fields, hf_overrides or {})
+    architecture, hf_config = architecture_of(config), config if part is None else part
+    pools = architecture.endswith("ForSequenceClassification") or (path / "modules.json").is_file()
+    pooling = quantization = decoder_config = None
+    try:
+        if runner == "pooling" or (runner == "auto" and pools):
             read_pooling = load("contrib.pooling_model", "a model that pools").read_pooling
-            pooling = read_pooling(path, hf_config, pooler_config)
-    if part is not None:
-        hf_config = part
-    with naming(whole_config):
-        quantization, is_quantized = _choose_reader(path, whole_config, model_impl)
-        if is_quantized and part is not None:
-            raise UnsupportedModelError("quantized multimodal models are not supported")
-        if quantization is not None:
-            for config in (whole_config, hf_config):  # else transformers would use the format's own package
-                config.__dict__.pop("quantization_config", None)
-    generation_path = path / GENERATION_CONFIG
-    generation = read_json(generation_path) if generation_path.is_file() else {}
-    decoder_config = None
-    if model_impl != "transformers" and not is_quantized:
-        try:
-            with as_value_error(path):
+            pooling = read_pooling(path, config, pooler_config)
+        if stated := getattr(config, "quantization_config", None):
+            choose_reader = load("models.formats", "a quantized checkpoint").choose_reader
+            quantization = choose_reader(stated, config, part, model_impl)
+        if model_impl != "transformers" and (quantization is not None or not stated):
+            try:
                 decoder_config = DecoderConfig.from_hf(hf_config)
-                if pooling is not None:
-                    decoder_config = replace(decoder_config, tie_word_embeddings=False)
-        except ValueError:
-            if model_impl == "nanoengine":
-                raise
-    if decoder_config is None:
-        from nanoengine.models.hf_config import check_config
+            except Exception as error:
+                if model_impl == "nanoengine":
+                    raise ValueError(f"{path} cannot be loaded: {error}") from error
+        if decoder_config is None:
+            from nanoengine.models.hf_config import check_config
 
-        with naming(hf_config):
             check_config(hf_config)
+        elif pooling is not None:
+            decoder_config = replace(decoder_config, tie_word_embeddings=False)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{architecture} is not supported: {error}") from error
     if tokenizer is not None:
         loaded = _load_tokenizer(_resolve(tokenizer, None, for_tokenizer=True), trust_remote_code)
         if loaded is None:
             raise ValueError(f"tokenizer {tokenizer!r} holds none of {', '.join(TOKENIZER_FILES)}")
     else:
         with phase("tokenizer"):
-            loaded = _load_tokenizer(path, trust_remote_code) if gguf is None else _load_gguf_tokenizer(gguf)
+            loaded = _load_tokenizer(path, trust_remote_code, gguf)
     eos: list[int] = []
     for name, ids in (
         ("the tokenizer", getattr(loaded, "eos_token_id", None)),
         ("config.json", getattr(hf_config, "eos_token_id", None)),
-        ("config.json", getattr(whole_config, "eos_token_id", None)),
+        ("config.json", getattr(config, "eos_token_id", None)),
         (GENERATION_CONFIG, generation.get("eos_token_id")),
     ):
         ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
@@ -267,38 +246,11 @@ def open_checkpoint(
     return checkpoint
 
 
-def _is_gguf(path: Path) -> bool:
-    return path.suffix == ".gguf" and path.is_file()
-
-
-def _open_gguf(path: Path) -> "GGUFFile":
-    return load("models.gguf", GGUF).GGUFFile(path)  # type: ignore[no-any-return]
-
-
-def _load_gguf_tokenizer(file: "GGUFFile") -> Any:
-    return load("models.gguf_tokenizer", GGUF).load_gguf_tokenizer(file)
-
-
-def _read_config(path: Path, trust_remote_code: bool) -> Any:
-    if not (path / "config.json").is_file():
-        if (path / "adapter_config.json").is_file():
-            base = read_json(path / "adapter_config.json").get("base_model_name_or_path")
-            raise ValueError(
-                f"{path} holds a LoRA adapter and no model; load {base!r} with lora={str(path)!r}"
-            )
-        raise ValueError(f"{path} holds no config.json; a model directory in Hugging Face format is needed")
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except Exception as error:
-        raise ValueError(f"{path / 'config.json'} cannot be used: {error}") from error
-    check_fields(path / "config.json", config)
-    return config
-
-
-def _load_tokenizer(path: Path, trust_remote_code: bool) -> Any:
+def _load_tokenizer(path: Path, trust_remote_code: bool, gguf: "GGUFFile | None" = None) -> Any:
     """Return the tokenizer of a directory or a GGUF file, or None if there is none."""
-    if _is_gguf(path):
-        return _load_gguf_tokenizer(_open_gguf(path))
+    if path.is_file():
+        gguf = load("models.gguf", GGUF).GGUFFile(path) if gguf is None else gguf
+        return load("models.gguf_tokenizer", GGUF).load_gguf_tokenizer(gguf)
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
         return None
     try:
@@ -317,28 +269,6 @@ def _load_tokenizer(path: Path, trust_remote_code: bool) -> Any:
     return loaded
 
 
-def _choose_reader(path: Path, hf_config: Any, model_impl: str) -> tuple[dict[str, Any] | None, bool]:
-    """Return the quantization settings for formats.py, or None, and whether transformers dequantizes."""
-    stated = getattr(hf_config, "quantization_config", None)
-    for name in ("quantize_config.json", "hf_quant_config.json"):  # written by GPTQ and ModelOpt
-        if not stated and (path / name).is_file():
-            content = read_json(path / name)
-            stated = content.get("quantization") or {"quant_method": "gptq", **content}
-    if not stated:
-        return None, False
-    choose = load("models.formats", "a quantized checkpoint").choose_reader
-    return choose(stated, hf_config, model_impl)  # type: ignore[no-any-return]
-
-
-@contextmanager
-def naming(hf_config: Any) -> Iterator[None]:
-    """Add the architecture's name to an UnsupportedModelError raised inside."""
-    try:
-        yield
-    except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"{architecture_of(hf_config)} is not supported: {error}") from error
-
-
 def _resolve(
     model: str,
     revision: str | None,
@@ -354,10 +284,11 @@ def _resolve(
         return DEMO
     path = Path(model).expanduser()
     if path.is_dir():
-        if gguf_file is not None and not _is_gguf(path / gguf_file):
+        file = path if gguf_file is None else path / gguf_file
+        if gguf_file is not None and not (file.suffix == ".gguf" and file.is_file()):
             raise ValueError(f"gguf_file must be a .gguf file in {path}, got {gguf_file!r}")
-        return path if gguf_file is None else path / gguf_file
-    if _is_gguf(path) and gguf_file is None:
+        return file
+    if path.suffix == ".gguf" and path.is_file() and gguf_file is None:
         return path
     if path.exists():
         raise ValueError(f"a model must be a directory, a hub id or a .gguf file, got the file {model!r}")

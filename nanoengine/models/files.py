@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from transformers import AutoConfig
 
 from nanoengine.backends.quantized import Quantized
 
@@ -109,12 +110,14 @@ def _tensor_files(path: Path) -> list[Path]:
     return files
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file.
+def read_json(path: Path, default: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return the JSON object in a file, or the default if one is given and there is no file.
 
     Raises:
         ValueError: the file does not hold a JSON object.
     """
+    if default is not None and not path.is_file():
+        return default
     try:
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -122,6 +125,32 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object, got {content!r:.40}")
     return content
+
+
+def read_config(path: Path, trust_remote_code: bool) -> Any:
+    """Return the transformers config of a directory, with the quantization settings of other files.
+
+    Raises:
+        ValueError: the directory holds no config.json, or it cannot be used.
+    """
+    file = path / "config.json"
+    if not file.is_file():
+        if (path / "adapter_config.json").is_file():
+            base = read_json(path / "adapter_config.json").get("base_model_name_or_path")
+            raise ValueError(
+                f"{path} holds a LoRA adapter and no model; load {base!r} with lora={str(path)!r}"
+            )
+        raise ValueError(f"{path} holds no config.json; a model directory in Hugging Face format is needed")
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        raise ValueError(f"{file} cannot be used: {error}") from error
+    check_fields(file, config)
+    for name in ("quantize_config.json", "hf_quant_config.json"):  # written by GPTQ and ModelOpt
+        if not getattr(config, "quantization_config", None) and (path / name).is_file():
+            stated = read_json(path / name)
+            config.quantization_config = stated.get("quantization") or {"quant_method": "gptq", **stated}
+    return config
 
 
 # Config fields that determine tensor sizes -> their limits, far above any real model's, so that

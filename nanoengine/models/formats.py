@@ -346,12 +346,18 @@ DEQUANTIZED = ("mxfp4",)  # schemes that transformers dequantizes while loading
 # ---- Checkpoints and layers with quantized weights -----------------------------------------------
 
 
-def choose_reader(stated: Any, hf_config: Any, model_impl: str) -> tuple[dict[str, Any] | None, bool]:
-    """Return the settings if this file reads the weights, else None, and whether transformers dequantizes."""
+def choose_reader(stated: Any, config: Any, part: Any, model_impl: str) -> dict[str, Any] | None:
+    """Return the settings if this file reads the weights, or None if transformers dequantizes them.
+
+    Changes the configs, of the model and of its language model (None: it is not multimodal), so that
+    transformers does not use the format's own package.
+    """
     scheme = stated.get("quant_method") or stated.get("quant_algo") or "an unnamed scheme"
     try:
         if choose_format(stated) is not None:
-            return stated, False
+            for one in filter(None, (config, part)):
+                vars(one).pop("quantization_config", None)
+            return stated  # type: ignore[no-any-return]
     except ValueError as error:
         raise UnsupportedModelError(f"its weights are quantized with {scheme}, and {error}") from None
     if scheme not in DEQUANTIZED:
@@ -361,8 +367,10 @@ def choose_reader(stated: Any, hf_config: Any, model_impl: str) -> tuple[dict[st
         raise UnsupportedModelError(
             f'its weights are quantized with {scheme}, which needs model_impl="transformers"'
         )
-    hf_config.quantization_config = {**stated, "dequantize": True}
-    return None, True
+    if part is not None:
+        raise UnsupportedModelError("quantized multimodal models are not supported")
+    config.quantization_config = {**stated, "dequantize": True}
+    return None
 
 
 class QuantizedFiles(Files):

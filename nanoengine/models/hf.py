@@ -27,7 +27,7 @@ from nanoengine.backends.attention import PagedAttention
 from nanoengine.backends.kv_cache import KVCache, KVSpec
 from nanoengine.backends.quantized import Pack, Quantized, floats
 from nanoengine.config import EngineConfig
-from nanoengine.models.checkpoint import SERVED_DTYPES, Checkpoint, naming
+from nanoengine.models.checkpoint import SERVED_DTYPES, Checkpoint
 from nanoengine.models.eager import METHODS, replace_attention
 from nanoengine.models.files import UnsupportedModelError, as_value_error
 from nanoengine.models.hf_config import (
@@ -344,14 +344,16 @@ def load_hf(
     Raises:
         ValueError: the files do not fit the config, or the model is not supported.
     """
-    with naming(checkpoint.hf_config):
+    try:
         check_config(checkpoint.hf_config)  # `open_checkpoint` has not if decoder.py was to run it
         causal_lm = _load_transformers(checkpoint, config, dtype, device, pack).to(device)
         model: Any = HFModel(causal_lm, max_model_len)
-        if checkpoint.pooling is not None:
-            has_labels = bool(checkpoint.pooling.labels)
-            model.compute_logits = lambda hidden: causal_lm.score(hidden) if has_labels else hidden
-        return model  # type: ignore[no-any-return]
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{checkpoint.architecture} is not supported: {error}") from error
+    if checkpoint.pooling is not None:
+        has_labels = bool(checkpoint.pooling.labels)
+        model.compute_logits = lambda hidden: causal_lm.score(hidden) if has_labels else hidden
+    return model  # type: ignore[no-any-return]
 
 
 def _load_transformers(

@@ -6,6 +6,7 @@ for a config that decoder.py does not support, or that is overridden.
 
 import re
 import sys
+from copy import deepcopy
 from typing import Any
 
 import transformers
@@ -55,7 +56,25 @@ PART_NAMES = {
 }
 
 
-def name_causal_lm(config: Any) -> None:
+def adapt(config: Any, fields: dict[str, Any], overrides: dict[str, Any]) -> tuple[Any, Any | None]:
+    """Return a config with overrides applied, and that of its language model, if it is multimodal.
+
+    `fields` are those of config.json, empty for a GGUF file.
+    """
+    if overrides:
+        fields = fields or config.to_dict()
+        if hasattr(config, "quantization_config"):  # another file may hold it
+            fields = {"quantization_config": config.quantization_config, **fields}
+        fields = _override(fields, deepcopy(overrides), config)  # transformers edits its argument
+        try:
+            config = type(config).from_dict({**fields, "name_or_path": config.name_or_path})
+        except Exception as error:
+            raise ValueError(f"hf_overrides cannot be applied: {type(error).__name__}: {error}") from error
+    _name_causal_lm(config)
+    return config, language_part(config)
+
+
+def _name_causal_lm(config: Any) -> None:
     """Set the causal LM in a config that names only its body, or that transformers' table of models lacks."""
     model_type = config.model_type
     if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and getattr(config, "architectures", None) == [
@@ -167,7 +186,7 @@ def attention_implementation(config: Any) -> str:
     raise UnsupportedModelError("its attention does not use transformers' interface and cannot be replaced")
 
 
-def override(fields: dict[str, Any], overrides: dict[str, Any], config: Any) -> dict[str, Any]:
+def _override(fields: dict[str, Any], overrides: dict[str, Any], config: Any) -> dict[str, Any]:
     """Return the fields of a config.json with overrides applied. Overrides of an object are merged into it.
 
     `config` is transformers' config of the same file. It also has the fields that the file leaves out.
@@ -179,7 +198,7 @@ def override(fields: dict[str, Any], overrides: dict[str, Any], config: Any) -> 
             raise ValueError(f"hf_overrides has {name!r}, which is not a field of {type(config).__name__}")
         if isinstance(value, dict) and isinstance(fields.get(name), dict):
             is_config = isinstance(part, PretrainedConfig)
-            value = override(fields[name], value, part) if is_config else {**fields[name], **value}
+            value = _override(fields[name], value, part) if is_config else {**fields[name], **value}
         fields[name] = value
     return fields
 

@@ -301,7 +301,7 @@ def test_overrides_of_a_part_keep_the_rest_of_it(tmp_path):
     assert before.hidden_size == config.text_config.hidden_size
     with pytest.raises(ValueError, match=r"has 'no_such', which is not a field of \w+TextConfig"):
         open_checkpoint(str(tmp_path), hf_overrides={"text_config": {"no_such": 1}})
-    with pytest.raises(ValueError, match="cannot be loaded"):
+    with pytest.raises(ValueError, match="hf_overrides cannot be applied"):
         open_checkpoint(str(tmp_path), hf_overrides={"text_config": {"hidden_size": "x"}})
     with pytest.raises(TypeError, match="hf_overrides must be a dict"):
         LLM(str(tmp_path), hf_overrides=lambda config: config)
