@@ -26,7 +26,7 @@ from nanoengine.backends.device import Forward
 from nanoengine.config import EngineConfig
 from nanoengine.engine import BlockManager, Scheduler, Sequence
 from nanoengine.llm_engine import LLMEngine
-from nanoengine.sampling import sample_rows
+from nanoengine.sampling.sampler import sample_rows
 from nanoengine.sampling_params import RequestOutputKind, SamplingParams
 
 BLOCK_SIZE = 16

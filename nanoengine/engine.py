@@ -58,8 +58,8 @@ from nanoengine.backends.device import Attention, Device, Download, Forward
 from nanoengine.backends.inputs import AttentionMetadata, ModelInputs, send_inputs
 from nanoengine.backends.kv_cache import KVCache
 from nanoengine.detokenizer import Detokenizer
-from nanoengine.logprobs import Logprobs, Reports, report_prompts
-from nanoengine.sampling import SAMPLED_ROWS, CachedRows, RowProcessor, Sample, read_tokens, why_undrawn
+from nanoengine.sampling.logprobs import Logprobs, Reports, report_prompts
+from nanoengine.sampling.sampler import MAX_ROWS, CachedRows, RowProcessor, Sample, read_tokens, why_undrawn
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.steps import Stopwatch
 
@@ -755,7 +755,7 @@ class ModelRunner:
             compute_logits turns hidden states into logits. See models/decoder.py and models/hf.py.
         device: the CPU or GPU that runs the model.
         attention: builds a step's attention from its metadata. See backends/attention.py.
-        sample: samples one token from each row of logits, as sampling.py's `sample_rows` does.
+        sample: samples one token from each row of logits, as sampler.py's `sample_rows` does.
         block_size: number of tokens per block.
     """
 
@@ -793,7 +793,7 @@ class ModelRunner:
                 self.stopwatch.lap("forward")
                 return Launch(batch, None, None, Reports([], prompt_reports))
             results = []
-            parts = torch.split(hidden[inputs.sample_rows], SAMPLED_ROWS)
+            parts = torch.split(hidden[inputs.sample_rows], MAX_ROWS)
             for part, of_part in zip(parts, self.rows.of(batch, inputs), strict=True):
                 logits = compute_logits(part)
                 self.stopwatch.lap("forward")

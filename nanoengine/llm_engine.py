@@ -23,11 +23,10 @@ from nanoengine.detokenizer import Vocabulary
 from nanoengine.engine import BlockManager, Collected, EngineCore, ModelRunner, Scheduler, Sequence
 from nanoengine.models.checkpoint import open_checkpoint
 from nanoengine.optional import OptionalMethod, Reloadable, load
-from nanoengine.outputs import Inbox, RequestOutput
+from nanoengine.outputs import Inbox, RequestOutput, RequestStats
 from nanoengine.requests import CheckedRequest, Prompt, Request, RequestChecker, random_seed
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.startup import Started, start_runner
-from nanoengine.stats import RequestStats
 from nanoengine.steps import Owner, log, uninterrupted
 
 # ---- The engine ----------------------------------------------------------------------------------

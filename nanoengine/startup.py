@@ -16,7 +16,7 @@ from nanoengine.engine import Chunk, ModelRunner, ScheduledBatch, Sequence
 from nanoengine.models.checkpoint import Checkpoint, resolve_dtype
 from nanoengine.models.load import load_model
 from nanoengine.optional import load
-from nanoengine.sampling import draw_rows, sample_rows, scale_logits, sort_keys
+from nanoengine.sampling.sampler import draw_rows, sample_rows, scale_logits, sort_keys
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.steps import Stopwatch, phase, uninterrupted
 

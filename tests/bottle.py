@@ -30,11 +30,11 @@ import torch
 from nanoengine.backends.attention import TorchAttention
 from nanoengine.backends.device import Attention, Device, Download
 from nanoengine.backends.kv_cache import KVSpec, group_layers
-from nanoengine.edits import TokenCounts
 from nanoengine.engine import ModelRunner
 from nanoengine.extensions.structured import Grammars
 from nanoengine.models.checkpoint import open_checkpoint
-from nanoengine.sampling import sample_rows
+from nanoengine.sampling.edits import TokenCounts
+from nanoengine.sampling.sampler import sample_rows
 from nanoengine.startup import Started
 from tests.helpers import DEMO
 

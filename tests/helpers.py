@@ -26,8 +26,8 @@ from nanoengine import LLM
 from nanoengine.backends.cpu.kernels import Kernels
 from nanoengine.backends.device import Download
 from nanoengine.engine import BlockManager, Chunk, ScheduledBatch, Scheduler, Sequence
-from nanoengine.logprobs import read_tables, report_samples
-from nanoengine.sampling import draw_tokens, read_tokens
+from nanoengine.sampling.logprobs import read_tables, report_samples
+from nanoengine.sampling.sampler import draw_tokens, read_tokens
 from nanoengine.sampling_params import SamplingParams
 from tests.laws import check_laws
 

@@ -140,9 +140,9 @@ ENGINES |= {f"{name}, async": {**one, "async_scheduling": True} for name, one in
 )
 def test_penalized_tokens_are_those_of_transformers(settings, penalized, monkeypatch):
     path, prompts, params, expected = penalized
-    for module in ("sampling", "engine"):
-        monkeypatch.setattr(f"nanoengine.{module}.SAMPLED_ROWS", 4)  # a sequence's drafts fall into two parts
-    monkeypatch.setattr("nanoengine.edits.MAX_ENTRIES", 60)
+    for module in ("sampling.sampler", "engine"):
+        monkeypatch.setattr(f"nanoengine.{module}.MAX_ROWS", 4)  # a sequence's drafts fall into two parts
+    monkeypatch.setattr("nanoengine.sampling.edits.MAX_ENTRIES", 60)
     rng, answers = random.Random(1), {tuple(p): e for p, e in zip(prompts, expected, strict=True)}
 
     def guess(seq, num_tokens):

@@ -30,7 +30,7 @@ from nanoengine.engine import BlockManager, EngineCore, Launch, ModelRunner, Sam
 from nanoengine.extensions.speculate import DraftingScheduler, is_draft
 from nanoengine.extensions.states import StatefulBlockManager, StatefulRunner, StatefulScheduler
 from nanoengine.extensions.windows import WindowedBlockManager, WindowedRunner
-from nanoengine.logprobs import Reports
+from nanoengine.sampling.logprobs import Reports
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.steps import Stopwatch
 from tests.helpers import Lines, is_busy

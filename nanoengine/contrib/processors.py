@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from nanoengine.backends.device import upload
-from nanoengine.sampling import SamplingRow
+from nanoengine.sampling.sampler import SamplingRow
 from nanoengine.sampling_params import SamplingParams
 
 T = TypeVar("T")

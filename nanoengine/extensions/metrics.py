@@ -1,4 +1,4 @@
-"""Reads an engine's counters, and turns them and what stats.py collects into the metrics of vLLM's reader.
+"""Reads an engine's counters, and turns them and what outputs.py collects into the metrics of vLLM's reader.
 
 Source of names and types: vllm/v1/metrics/reader.py.
 """
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, cast
 
-from nanoengine.stats import Observations, RequestStats
+from nanoengine.outputs import Observations, RequestStats
 
 
 @dataclass

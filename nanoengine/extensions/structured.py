@@ -33,7 +33,7 @@ from nanoengine import engine
 from nanoengine.backends.device import upload
 from nanoengine.engine import ScheduledBatch, Scheduler
 from nanoengine.extensions.grammars import SLOW_SECONDS, Compiler, Trials
-from nanoengine.sampling import SamplingRow
+from nanoengine.sampling.sampler import SamplingRow
 from nanoengine.sampling_params import StructuredOutputsParams
 
 MAX_GRAMMARS = 128  # size of the cache of compiled grammars

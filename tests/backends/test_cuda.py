@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import nanoengine.engine
-import nanoengine.sampling
+import nanoengine.sampling.sampler
 from nanoengine import LLM, EngineConfig, SamplingParams
 from nanoengine.backends import flash, triton
 from nanoengine.backends.attention import TorchAttention
@@ -33,7 +33,7 @@ from nanoengine.backends.flash import FlashAttention, VarlenAttention
 from nanoengine.backends.kv_cache import KVCache, KVSpec
 from nanoengine.engine import ModelRunner, build_inputs
 from nanoengine.models.decoder import PlainKernels
-from nanoengine.sampling import SamplingRow, draw_rows, draw_tokens, scale_logits, sort_keys
+from nanoengine.sampling.sampler import SamplingRow, draw_rows, draw_tokens, scale_logits, sort_keys
 from nanoengine.startup import open_device
 from tests.attention import (
     ALL_DECODES,
@@ -498,13 +498,13 @@ def tried_out(monkeypatch):
 
 def test_the_cache_gets_the_memory_that_weights_and_batches_leave(in_float32, tried_out, qwen3, monkeypatch):
     """The card of `doubles.install`: 1 GiB, 100 MiB at the trial's peak, 30 MiB of them from before."""
-    drawn, draw = [], nanoengine.sampling.draw_tokens
+    drawn, draw = [], nanoengine.sampling.sampler.draw_tokens
 
     def noted(logits, rows, *args):
         drawn.append((len(rows), rows[0].params))
         return draw(logits, rows, *args)
 
-    monkeypatch.setattr("nanoengine.sampling.draw_tokens", noted)
+    monkeypatch.setattr("nanoengine.sampling.sampler.draw_tokens", noted)
     settings = {"max_num_seqs": 20, "max_num_batched_tokens": 1100}
     with LLM(qwen3, attn_backend="flash", gpu_memory_utilization=0.0773, **settings) as llm:
         block_bytes = 2 * 2 * 256 * 2 * 32 * 4  # k and v, layers, tokens, kv heads, head_dim, float32

@@ -21,7 +21,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import nanoengine.sampling
+import nanoengine.sampling.sampler
 import nanoengine.startup
 from nanoengine import LLM, SamplingParams
 from nanoengine.backends.cpu.device import CPU
@@ -347,12 +347,12 @@ def test_saving_to_a_kv_store_and_loading_do_not_wait_for_the_gpu(fake_gpu, tmp_
     ],
 )
 def test_a_wait_or_a_tensor_on_the_cpu_is_noticed(wait, fake_gpu, babbler, monkeypatch):
-    draw = nanoengine.sampling.draw_tokens
+    draw = nanoengine.sampling.sampler.draw_tokens
 
     def waiting(logits, *args):
         wait(logits)
         return draw(logits, *args)
 
-    monkeypatch.setattr("nanoengine.sampling.draw_tokens", waiting)
+    monkeypatch.setattr("nanoengine.sampling.sampler.draw_tokens", waiting)
     with fake_gpu, pytest.raises(Exception, match=r"waits|aten\.|device"):
         walk(babbler, [{}])

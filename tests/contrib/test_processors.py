@@ -18,7 +18,7 @@ from nanoengine.contrib.processors import (
     MoveDirectionality,
     process_dict_updates,
 )
-from nanoengine.sampling import SamplingRow
+from nanoengine.sampling.sampler import SamplingRow
 from tests.helpers import DEMO
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}

@@ -15,7 +15,7 @@ from nanoengine.models.states import _scan_of_mamba
 from tests.helpers import VARIED_SETTINGS, batch_of, greedy, make_sequence, random_prompts, run_step
 from tests.laws import check_laws
 from tests.model_table import small_config, small_model
-from tests.test_sampling import LiveBytes
+from tests.sampling.test_sampler import LiveBytes
 
 # A gated delta rule, convolutions alone, Mamba2, Mamba beside attention, and Mamba2 that limits time steps.
 ZAMBA2 = pytest.param("zamba2", marks=pytest.mark.slow)

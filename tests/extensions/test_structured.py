@@ -674,7 +674,7 @@ def test_every_bit_of_a_mask_is_right(llm):
     make = grammars.compile(StructuredOutputsParams(regex="ab|abc"))
     one, other, third = make(), make(), make()
 
-    from nanoengine.sampling import SamplingRow
+    from nanoengine.sampling.sampler import SamplingRow
 
     def row(token_ids, position):
         return SamplingRow(SamplingParams(), 0, position, [7, *token_ids], 1, frozenset([eos]))

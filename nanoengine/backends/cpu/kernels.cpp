@@ -3,7 +3,7 @@
 // (attention.h for prompts, decode.h for decodes), and layers with recurrent state (states.h). This file has the
 // element-wise work between two products, each in one pass over memory, a whole layer in one call, and sampling.
 // build.py compiles this file if there is a compiler, and kernels.py calls it through ctypes. Everything here also
-// exists in plain PyTorch, in backends/attention.py, models/decoder.py and sampling.py, or in transformers.
+// exists in plain PyTorch, in backends/attention.py, models/decoder.py and sampling/sampler.py, or in transformers.
 //
 // Shape letters: T tokens, S sequences, H query heads, K key/value heads, D head_dim, B block_size, E hidden size, R rows
 // of logits, V vocabulary. X is float, bf16 or fp16; arithmetic is in float, rounded to X where PyTorch rounds.
@@ -187,7 +187,7 @@ static int64_t draw_from_all(std::vector<float>& sums, const float* weight, doub
   return begin + pick(std::min(CHUNK, V - begin), target, [&](int64_t i) { return weight[begin + i]; });
 }
 
-// Implements draw_rows of sampling.py: a token per row of logits (R, V), and the row's largest logit, or NaN if the row
+// Implements draw_rows of sampler.py: a token per row of logits (R, V), and the row's largest logit, or NaN if the row
 // has a NaN.
 template <class X>
 static void sample(const X* logits, int64_t* tokens, float* largest, const float* temperature, const int64_t* top_k,

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from nanoengine.backends.cpu.kernels import Kernels
 from nanoengine.backends.device import Download
-from nanoengine.sampling import (
+from nanoengine.sampling.sampler import (
     FILTERED_ROWS,
     RowSettings,
     SamplingRow,
@@ -211,7 +211,7 @@ def test_a_row_with_nan_or_inf_samples_nothing_and_does_not_affect_others(bad, t
 
 @pytest.mark.parametrize("u", [0.0, 1 - 2**-53, 0.5])
 def test_random_numbers_at_the_ends_of_their_interval_draw_a_possible_token(u, monkeypatch):
-    monkeypatch.setattr("nanoengine.sampling.uniform", lambda s, p: np.full(len(s), u))
+    monkeypatch.setattr("nanoengine.sampling.sampler.uniform", lambda s, p: np.full(len(s), u))
     logits = torch.full((1, 1000), -INF)
     logits[0, [3, 700]] = 0.0
     assert sample(logits, [row()])[0][0] in (3, 700)
@@ -366,7 +366,7 @@ class LiveBytes(TorchDispatchMode):
 def test_no_mix_of_parameters_takes_more_memory_than_the_trial_pass(monkeypatch):
     """Filters run 64 rows at a time, as on a GPU: 256 rows of 152k logits take half a GiB, counts 78 MB."""
     num_rows, vocab_size = 256, 4096
-    monkeypatch.setattr("nanoengine.sampling.CACHED_LOGITS", FILTERED_ROWS * vocab_size)
+    monkeypatch.setattr("nanoengine.sampling.sampler.CACHED_LOGITS", FILTERED_ROWS * vocab_size)
     logits = torch.randn(num_rows, vocab_size).bfloat16()
 
     def peak(processed=False, **settings):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nanoengine.backends.device import upload
 from nanoengine.backends.inputs import ModelInputs, SamplingMetadata
-from nanoengine.logprobs import LogprobTable, Transfer, report_samples
+from nanoengine.sampling.logprobs import LogprobTable, Transfer, report_samples
 from nanoengine.sampling_params import SamplingParams
 
 
@@ -97,7 +97,7 @@ class RowSettings:
         return SamplingMetadata(self.temperature, self.top_k, self.top_p, self.min_p, u)
 
 
-SAMPLED_ROWS = 256  # rows to compute logits for and sample at a time: each is as wide as the vocabulary
+MAX_ROWS = 256  # rows to compute logits for and sample at a time: each is as wide as the vocabulary
 
 
 class CachedRows:
@@ -112,17 +112,17 @@ class CachedRows:
     @cached_property
     def counts(self) -> Any:
         """The token counts of all sequences, created when the first penalty needs them."""
-        from nanoengine.edits import TokenCounts  # most requests edit nothing
+        from nanoengine.sampling.edits import TokenCounts  # most requests edit nothing
 
         return TokenCounts(self.max_num_seqs, self.max_model_len)
 
     def of(self, batch: Any, inputs: ModelInputs[Tensor]) -> Iterator[tuple[list[SamplingRow], RowSettings]]:
-        """Yield rows and their settings, SAMPLED_ROWS rows at a time. They are valid until the next call.
+        """Yield rows and their settings, MAX_ROWS rows at a time. They are valid until the next call.
 
         `inputs` is the batch on the device, with pending tokens filled in.
         """
         sampled = [chunk for chunk in batch.chunks if chunk.samples]
-        starts = range(0, len(sampled), SAMPLED_ROWS)
+        starts = range(0, len(sampled), MAX_ROWS)
         if self._seqs != batch.sampled_seqs:  # sequences compare by identity
             self._seqs, self._rows, before = batch.sampled_seqs, [], None
             for s in self._seqs:
@@ -131,7 +131,7 @@ class CachedRows:
                 row.depth = 1 + self._rows[-1].depth if s is before else 0
                 self._rows.append(row)
                 before = s
-            parts = [self._rows[start : start + SAMPLED_ROWS] for start in starts]
+            parts = [self._rows[start : start + MAX_ROWS] for start in starts]
             self._settings = [RowSettings(part) for part in parts]
         for row, chunk in zip(self._rows, sampled, strict=True):
             row.position, row.token_ids = chunk.end, chunk.token_ids
@@ -139,7 +139,7 @@ class CachedRows:
             settings.first = first
             if settings.penalizes:
                 settings.counts, settings.last = self.counts, inputs.input_ids[inputs.sample_rows]
-            yield self._rows[first : first + SAMPLED_ROWS], settings
+            yield self._rows[first : first + MAX_ROWS], settings
 
 
 Scale = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -224,7 +224,7 @@ def draw_tokens(
     if needs_float32 or processors:
         logits = logits.to(torch.float32 if needs_float32 else logits.dtype, copy=True)
         if settings.edit_logits:
-            from nanoengine.edits import edit_logits
+            from nanoengine.sampling.edits import edit_logits
 
             edit_logits(logits, rows, settings)
         for kind in sorted(processors, key=lambda kind: kind.is_mask):
@@ -313,7 +313,7 @@ def uniform(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray
 def _filter(scaled: Tensor, metadata: SamplingMetadata, rank: Rank = sort_keys) -> None:
     """Set the logits that min_p, top_k and top_p exclude to -inf, in place."""
     if _filters(metadata):
-        from nanoengine.edits import filter_logits
+        from nanoengine.sampling.edits import filter_logits
 
         filter_logits(scaled, metadata, rank)
 

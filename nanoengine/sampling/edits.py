@@ -213,7 +213,7 @@ def filter_logits(scaled: Tensor, metadata: SamplingMetadata, rank: Callable[[Te
     """Set the logits that min_p, top_k and top_p exclude to -inf, in place. The most probable token stays.
 
     Each row's largest logit must be 0. Equal logits rank by index, as in a stable sort, so that the other
-    rows of the batch cannot change which of them stay. `rank` is sampling.py's `sort_keys` or an equivalent.
+    rows of the batch cannot change which of them stay. `rank` is sampler.py's `sort_keys` or an equivalent.
     """
     temperature, top_k, top_p, min_p, _ = metadata
 

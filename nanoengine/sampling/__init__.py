@@ -1,0 +1,1 @@
+"""Sampling: edits of the logits, one token per row, and log-probabilities."""
