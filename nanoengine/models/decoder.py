@@ -94,13 +94,13 @@ def architecture_of(config: Any) -> str:
 
 def rope_settings(config: Any) -> list[dict[str, Any]]:
     """Return a config's rope settings, each with its rope_type: none, one, or one per layer type."""
-    # transformers 5 calls the field `rope_parameters`, older versions `rope_scaling`. Old checkpoints call
-    # the rope_type `type`.
+    # Before transformers 5 the field is `rope_scaling`. Old checkpoints call the rope_type `type`.
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
     if not isinstance(rope, dict):
         return []
-    nested = [value for value in rope.values() if isinstance(value, dict)] or [rope]
-    return [{"rope_type": one.get("type", "default"), **one} for one in nested]
+    nested = [value for value in rope.values() if isinstance(value, dict)]
+    whole = [rope] if not nested or {"rope_type", "type"} & rope.keys() else []
+    return [{"rope_type": one.get("type", "default"), **one} for one in whole + nested]
 
 
 def _rope_parameters(config: Any) -> dict[str, Any]:

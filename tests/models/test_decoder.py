@@ -123,6 +123,12 @@ def test_rope_settings_in_the_format_of_transformers_4_are_understood():
     assert (rope["rope_type"], rope["rope_theta"], rope["factor"]) == ("linear", 5000.0, 4.0)
 
 
+def test_a_stray_dict_beside_a_rope_type_is_not_the_setting_of_a_layer_type():
+    rope = {"rope_type": "linear", "factor": 4.0, "head_dim": {"rope_type": "yarn", "factor": 2.0}}
+    config = LlamaConfig(**{**TINY, "architectures": ["LlamaForCausalLM"], "rope_parameters": rope})
+    assert DecoderConfig.from_hf(config).rope["rope_type"] == "linear"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_norm_rounds_where_transformers_does(dtype):
     ours, theirs = RMSNorm(64, 1e-6).to(dtype), LlamaRMSNorm(64, 1e-6).to(dtype)
