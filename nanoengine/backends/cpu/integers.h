@@ -102,7 +102,8 @@ struct Rounded {
 // infinite.
 constexpr float TINY = 0x1p-100f;
 template <int LIMIT, class I>
-static void round_floats(I* __restrict out, float& scale, int32_t& sum, const float* __restrict x, int64_t n) {
+static inline __attribute__((always_inline)) void round_floats(I* __restrict out, float& scale, int32_t& sum,
+                                                               const float* __restrict x, int64_t n) {
   int32_t largest = 0;  // compared as bits: absolute values have the same order as their bits, and NaN is the largest
 #pragma omp simd reduction(max : largest)
   for (int64_t i = 0; i < n; i++) {
@@ -120,18 +121,23 @@ static void round_floats(I* __restrict out, float& scale, int32_t& sum, const fl
     memset(out, 0, n * sizeof(I));
     return;
   }
+  // Two loops: in one, the compiler would only vectorize for as many numbers as a register has room for I.
+  for (int64_t i = 0; i < n; i++) out[i] = int32_t(std::nearbyint(x[i] * inverse));
 #pragma omp simd reduction(+ : sum)
-  for (int64_t i = 0; i < n; i++) {
-    int32_t integer = int32_t(std::nearbyint(x[i] * inverse));
-    out[i] = integer;
-    sum += integer;
-  }
+  for (int64_t i = 0; i < n; i++) sum += int32_t(std::nearbyint(x[i] * inverse));
 }
 template <class X>
 static void round_group(int8_t* __restrict out, float& scale, int32_t& sum, const X* __restrict x, int64_t n) {
-  float wide[128];
-  widen_row(wide, x, n);
-  round_floats<127>(out, scale, sum, wide, n);
+  auto round = [&](int64_t n) __attribute__((always_inline)) {
+    float room[128];
+    const float* numbers = room;
+    if constexpr (std::is_same_v<X, float>) numbers = x;
+    else widen_row(room, x, n);
+    round_floats<127>(out, scale, sum, numbers, n);
+  };
+  if (n == 32) round(32);  // of constant numbers the compiler makes faster code
+  else if (n == 128) round(128);
+  else round(n);
 }
 
 // Adds to R rows of sums, OUTPUTS wide, the product of rows of x from `first` on and a block's weights. Meanwhile, for
@@ -208,14 +214,10 @@ static void integer_product(X* out, const X* x, const char* packed, const Form& 
       int64_t t = place / rows.groups, i = place % rows.groups * form.group;
       round_group(&rows.integers[t * rows.stride + i], rows.scales[place], rows.sums[place], x + t * I + i, form.group);
     }
-    static thread_local std::vector<float> sums;
-    sums.resize(T * OUTPUTS);
-    for_each_block(out, bias, sums.data(), T, N, [&](int64_t block) {
-      const char *from = packed + block * block_bytes, *next = from + block_bytes;
-      for (int64_t i = 0; i < num_tiles; i++, next += lines * rows.groups * 64) {
-        auto [begin, end] = tile_of(T, i);
-        multiply[end - begin - 1](&sums[begin * OUTPUTS], rows, begin, from, form, next, i < fetching ? lines : 0);
-      }
+    alignas(64) float sums[ROWS * OUTPUTS];
+    for_each_block(out, bias, sums, T, N, num_tiles, [&](int64_t block, int64_t i, int64_t begin, int64_t end) {
+      const char *from = packed + block * block_bytes, *next = from + block_bytes + i * lines * rows.groups * 64;
+      multiply[end - begin - 1](sums, rows, begin, from, form, next, i < fetching ? lines : 0);
     });
   }
 }

@@ -543,19 +543,24 @@ struct Form {
 // fewer rows, memory is the bottleneck, and each thread gets consecutive blocks.
 constexpr int64_t TURNS_FROM = 64;
 
-// Calls add(block) for each block of OUTPUTS outputs, in a parallel region. `add` adds to the thread's sums (T, OUTPUTS),
-// which start as the bias, and are copied to out (T, N) afterwards.
+// Calls add(block, part, begin, end) for each block of OUTPUTS outputs and each part [begin, end) of the T rows, in a
+// parallel region. `add` adds to the thread's sums (end - begin, OUTPUTS), which start as the bias, and are copied to out
+// (T, N) afterwards.
 template <class X, class Add>
-static void for_each_block(X* out, const X* bias, float* sums, int64_t T, int64_t N, Add add) {
+static void for_each_block(X* out, const X* bias, float* sums, int64_t T, int64_t N, int64_t parts, Add add) {
   auto compute = [&](int64_t first) {
     int64_t width = std::min(OUTPUTS, N - first);
     float start[OUTPUTS] = {};
     if (bias) widen_row(start, bias + first, width);
-    for (int64_t t = 0; t < T; t++) memcpy(&sums[t * OUTPUTS], start, sizeof start);
-    add(first / OUTPUTS);
-    for (int64_t t = 0; t < T; t++) {
-      if (width == OUTPUTS) narrow_row(out + t * N + first, &sums[t * OUTPUTS], OUTPUTS);
-      else narrow_row(out + t * N + first, &sums[t * OUTPUTS], width);
+    for (int64_t part = 0; part < parts; part++) {
+      int64_t begin = T * part / parts, end = T * (part + 1) / parts;
+      for (int64_t t = begin; t < end; t++) memcpy(&sums[(t - begin) * OUTPUTS], start, sizeof start);
+      add(first / OUTPUTS, part, begin, end);
+      for (int64_t t = begin; t < end; t++) {
+        const float* row = &sums[(t - begin) * OUTPUTS];
+        if (width == OUTPUTS) narrow_row(out + t * N + first, row, OUTPUTS);
+        else narrow_row(out + t * N + first, row, width);
+      }
     }
   };
   if (T < TURNS_FROM) {
@@ -616,7 +621,7 @@ static void product(X* out, const X* x, const W* packed, Form form, const X* bia
     std::optional<Amx> amx;
     if (IN_AMX_ORDER) amx.emplace(height, std::min(group, DEPTH), group % DEPTH);
 #endif
-    for_each_block(out, bias, sums.data(), T, N, [&](int64_t index) {
+    for_each_block(out, bias, sums.data(), T, N, 1, [&](int64_t index, auto...) {
       const char* block = (const char*)packed + index * block_bytes;
       for (int64_t input = 0; input < I; input += part) {
         int64_t inputs = std::min(part, I - input), bytes = block_bytes * inputs / I;
