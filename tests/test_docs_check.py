@@ -67,6 +67,12 @@ def test_mistakes_in_a_lesson_fail_no_other_lesson(lesson):
     assert not any(failures(student, other) for other in BY_LETTERS if other != lesson)
 
 
+def test_each_lesson_knows_five_mistakes_for_each_of_its_functions():
+    for lesson in BY_LETTERS:
+        functions = sum(where == lesson for where, _, _ in functions_of(RIGHT))
+        assert sum(where == lesson for where, *_ in MISTAKES) >= 5 * functions
+
+
 def test_the_command_explains_what_is_wrong(tmp_path, capsys):
     student = tmp_path / "my_mini.py"
     student.write_text(RIGHT.replace("in reversed(seq.block_table)", "in seq.block_table"))
