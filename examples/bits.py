@@ -55,10 +55,12 @@ def main(model: str, dtype: str) -> None:
     params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=16, logprobs=2) for i in range(16)]
     expected: list[str] = []
     for name, settings in VARIATIONS.items():
-        for cache, given in zip(
-            ("cold", "warm"), answer(model, prompts, params, dtype=dtype, **settings), strict=True
-        ):
-            expected = expected or given
-            print(
-                f"{name}, {cache}: {sum(a != b for a, b in zip(given, expected, strict=True))} of 16 differ"
-            )
+        try:
+            answers = list(answer(model, prompts, params, dtype=dtype, **settings))
+        except ValueError as error:  # a model with states supports no drafts
+            print(f"{name}: {error}")
+            continue
+        expected = expected or answers[0]
+        for cache, given in zip(("cold", "warm"), answers, strict=True):
+            differing = sum(a != b for a, b in zip(given, expected, strict=True))
+            print(f"{name}, {cache}: {differing} of 16 differ")

@@ -1,6 +1,7 @@
 """Gives the same requests to engines with random schedules, and compares all log-probabilities bit for bit.
 
 python -m tests.bits --schedules 10000
+python -m tests.bits --schedules 100 --start 700 --kind gemma2 --form int8   # a part of it
 """
 
 import argparse
@@ -13,8 +14,10 @@ from typing import Any
 from examples.bits import answer
 from nanoengine import SamplingParams
 from tests.helpers import hf_model, random_prompts
+from tests.model_table import small_config, small_model
 
-KINDS = "qwen3", "llama3 rope"
+WITH_STATES = "granitemoehybrid"  # Mamba2 layers, attention and a mixture of experts
+KINDS = "qwen3", "llama3 rope", "gemma2", WITH_STATES
 FORMS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
@@ -43,18 +46,26 @@ def requests(number: int = 40) -> tuple[list[list[int]], list[SamplingParams]]:
     ]
 
 
-def schedule(rng: random.Random, store: Path) -> dict[str, Any]:
-    """Return settings of an engine that must not change any log-probability."""
+def schedule(rng: random.Random, store: Path, kind: str) -> dict[str, Any]:
+    """Return settings of an engine that must not change any log-probability.
+
+    Models with states support neither drafts nor a KV store.
+    """
     block_size = rng.choice([1, 3, 8, 16, 64])
     extra: dict[str, Any] = rng.choice([{"async_scheduling": True}, DRAFTS, {"kv_store": str(store)}])
-    return {
+    settings = {
         "block_size": block_size,
         "num_kv_blocks": -(-512 // block_size) + rng.choice([1, 500]),
         "max_num_seqs": rng.choice([1, 2, 7, 64]),
         "max_num_batched_tokens": rng.choice([3, 7, 33, 1024]),
         "enable_prefix_caching": "kv_store" in extra or rng.random() < 0.7,
         "num_threads": rng.choice([1, 2]),
-        **extra,
+    }
+    if kind != WITH_STATES:
+        return settings | extra
+    return settings | {
+        "async_scheduling": "async_scheduling" in extra,
+        "num_state_slots": rng.choice([3, 50]),
     }
 
 
@@ -64,12 +75,13 @@ def find_difference(
     """Return the first of these schedules under which a log-probability differs, or None if none does."""
     model = directory / kind
     if not model.exists():
-        hf_model(kind).save_pretrained(model)
+        made = small_model(small_config(kind)) if kind == WITH_STATES else hf_model(kind)
+        made.save_pretrained(model)
     prompts, params = requests(num_requests)
     common = {**FORMS[form], "pin_threads": False}
     expected = next(answer(str(model), prompts, params, **common))
     for number in numbers:
-        settings = schedule(random.Random(number), directory / f"store of {kind} in {form}")
+        settings = schedule(random.Random(number), directory / f"store of {kind} in {form}", kind)
         for cache, given in zip(
             ("cold", "warm"), answer(str(model), prompts, params, **common, **settings), strict=True
         ):
@@ -83,11 +95,17 @@ def main() -> None:
     """Run the schedules, shared among all kinds and forms. Exit with the first that differs."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--schedules", type=int, default=1000)
-    share = -(-parser.parse_args().schedules // (len(KINDS) * len(FORMS)))
+    parser.add_argument("--start", type=int, default=0, help="the first schedule")
+    parser.add_argument("--kind", action="append", choices=KINDS)
+    parser.add_argument("--form", action="append", choices=list(FORMS))
+    args = parser.parse_args()
+    kinds, forms = args.kind or KINDS, args.form or FORMS
+    share = -(-args.schedules // (len(kinds) * len(forms)))
     with tempfile.TemporaryDirectory() as directory:
-        for kind in KINDS:
-            for form in FORMS:
-                if found := find_difference(kind, form, range(share), Path(directory)):
+        for kind in kinds:
+            for form in forms:
+                numbers = range(args.start, args.start + share)
+                if found := find_difference(kind, form, numbers, Path(directory)):
                     sys.exit(f"{kind}, {form}: {found}")
                 print(f"{kind}, {form}: {share} schedules, one answer", flush=True)
 

@@ -66,6 +66,11 @@ USES = {
     "contrib.drafts": """
 LLM("demo", speculative_config={"model": "demo", "num_speculative_tokens": 2}, **SETTINGS)
 """,
+    "contrib.exact": """
+import os
+os.environ["CXX"] = "g++ -DEXACT"
+LLM("demo", model_impl="transformers", **SETTINGS)
+""",
     "contrib.int8_cache": 'LLM("demo", kv_cache_dtype="int8", **SETTINGS)',
     "contrib.kvstore": 'LLM("demo", kv_store=tmp, **SETTINGS)',
     "contrib.lab": 'main(["lab"])',

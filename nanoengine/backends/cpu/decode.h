@@ -85,9 +85,11 @@ struct Slots {
 // a scale, because multiplying integers takes half the instructions of converting K and V. Otherwise these are converted
 // to F.
 #ifdef EXACT
+constexpr bool IS_EXACT = true;
 template <class X>
 using Factor = Input<X>;
 #else
+constexpr bool IS_EXACT = false;
 template <class X>
 using Factor = std::conditional_t<HAS_SCALES && sizeof(X) == 2, int16_t, Input<X>>;
 #endif

@@ -83,7 +83,7 @@ class CPU(Device):
         if self.config.activations == "int8" and self.kernels is None:
             raise ValueError(f"activations='int8' needs compiled kernels: {self._no_kernels}")
         if not model.replaceable:
-            model.use_linear_layers()
+            model.use_linear_layers(self.kernels)
         pack_weights(model, self.kernels, self.bits, self._activation_bits(next(model.parameters()).dtype))
         if model.replaceable and self.kernels is not None:
             model.use_kernels(self.kernels)

@@ -36,6 +36,7 @@ class Kernels:
         self.was_compiled, self.seconds, self.int8_cache = False, 0.0, int8_cache
         self._functions: dict[tuple[str, torch.dtype], Callable[..., None]] = {}
         self.library = self._load(dtype)
+        self.are_exact = ctypes.c_bool.in_dll(self.library, "exact").value  # see docs/guide/bits.md
         self.has_one_thread = ctypes.c_bool.in_dll(self.library, "one_thread").value  # no OpenMP
         self._libraries: dict[torch.dtype, ctypes.CDLL | None] = {dtype: self.library}  # None: not available
 
@@ -86,8 +87,7 @@ class Kernels:
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return the norm of x + residual, (T, E), and the sum. Without a residual the sum is x."""
-        out = torch.empty_like(x)
-        total = x if residual is None else torch.empty_like(x)
+        out, total = torch.empty_like(x), x if residual is None else torch.empty_like(x)
         self.call("rms_norm", out, total, x, residual, weight, float(eps), *x.shape)
         return out, total
 
