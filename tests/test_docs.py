@@ -188,10 +188,13 @@ def test_each_picture_is_what_the_script_draws():
 
 
 @pytest.mark.parametrize("readme", READMES, ids=lambda readme: readme.name)
-def test_readme_is_one_page(readme):
+def test_readme_is_one_page_and_its_first_screen_has_two_commands_a_real_model_and_a_picture(readme):
     lines = readme.read_text().splitlines()
     assert len(lines) <= 110
     assert max(map(len, lines)) <= 120
+    first_screen = "\n".join(lines[:32])
+    for what in ("vLLM", "transformers", "make run", "make test", "run HuggingFaceTB/", "\nA: ", "!["):
+        assert what in first_screen
 
 
 def test_readme_shows_a_step_as_engine_py_does():

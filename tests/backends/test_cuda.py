@@ -5,12 +5,15 @@ import functools
 import importlib.util
 import re
 import sys
+import tomllib
 import types
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from packaging.requirements import Requirement
 
 import nanoengine.engine
 import nanoengine.sampling.sampler
@@ -682,6 +685,15 @@ def late_gpu(monkeypatch):
     monkeypatch.setattr("torch.Tensor.copy_", lambda *args, **settings: gpu.copy_(*args, **settings))
     monkeypatch.setattr("torch.cuda.Event", gpu.event)
     return gpu
+
+
+def test_only_releases_of_flash_attn_whose_sources_were_read_are_required():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    extras = map(Requirement, project["optional-dependencies"]["cuda"])
+    (wanted,) = (extra for extra in extras if extra.name == "flash-attn")
+    known = {"2.8.3", "2.8.3.post1", "2.8.3.post2"}
+    others = {"2.7.4.post1", "2.8.2", "2.8.3.post3", "2.8.4", "2.9", "4.0"}
+    assert set(wanted.specifier.filter(known | others)) == known
 
 
 def test_a_download_is_read_when_it_has_arrived(late_gpu):

@@ -390,7 +390,10 @@ BROKEN = [
     (GENERATION, b'{"temperature": -1}', "temperature must be"),
     (GENERATION, b'{"top_k": 0.5}', "top_k must be"),
     (GENERATION, b'{"max_new_tokens": 0}', "max_tokens must be"),
-    *((GENERATION, b'{"eos_token_id": %s}' % x, "eos_token_id must be") for x in (b'"x"', b"[null]", b"{}")),
+    *(
+        (GENERATION, b'{"eos_token_id": %s}' % x, "eos_token_id must be")
+        for x in (b'"x"', b"[null]", b"true", b"{}")
+    ),
 ]
 
 
