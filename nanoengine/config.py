@@ -84,7 +84,7 @@ class EngineConfig:
     max_model_len: int | None = None  # limit on prompt plus output, in tokens; by default the model's maximum
     block_size: int | None = None  # tokens per block of the KV cache; by default 32 on a CPU, 256 on a GPU
     num_kv_blocks: int | None = None  # blocks of the KV cache; by default as many as the memory holds
-    kv_cache_dtype: Literal["auto", "int8"] = "auto"  # "int8": round K and V to 8 bits, on a CPU
+    kv_cache_dtype: Literal["auto", "int8"] = "auto"  # "int8": round K and V to 8 bits
     kv_cache_bytes: int | None = None  # size of the KV cache in bytes, in place of num_kv_blocks
     # recurrent states to hold, of running and cached sequences; by default twice max_num_seqs, if they fit
     num_state_slots: int | None = None

@@ -101,7 +101,7 @@ def start_runner(
     max_num_chunks = config.max_num_seqs * rows_per_seq
     table_width = -(-max_model_len // block_size)  # blocks of the longest sequence
     with uninterrupted(), device.running():  # a backend may run a trial on the GPU
-        attention = device.choose_attention(specs, model.attention_settings)
+        attention = device.choose_attention(model.kv_specs, model.attention_settings)
         device.reserve(max_num_tokens, max_num_chunks, len(groups), table_width)
         runner = choose_runner(groups, states is not None)(model, device, attention, sample, block_size)
         runner.rows.max_num_seqs, runner.rows.max_model_len = config.max_num_seqs, max_model_len

@@ -23,7 +23,7 @@ TARGETS: dict[str, tuple[tuple[Any, ...], int]] = {
 }
 
 
-OPTIONS: list[str] = ["num_stages", "num_warps"]
+OPTIONS: list[str] = ["num_stages", "num_warps", "enable_fp_fusion"]
 # Patterns of what orders memory in PTX, and what replaces them in a mutant.
 MUTATIONS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "no barrier": (r"\tbar\.(warp\.)?sync[^;]*;", lambda match: ""),

@@ -370,7 +370,9 @@ class Cta:
     @opcode(r"st\.(global|shared)(?:\.v[24])?\.([bsuf](?:8|16|32|64))", MOVE + "st")
     def _store(self, operands: list[Operand], space: str, kind: str) -> None:
         registers = operands[1] if isinstance(operands[1], tuple) else (operands[1],)
-        values = np.stack([self.get(x, kind)[self.active] for x in registers], 1).view(np.uint8)
+        wide = kind.replace("8", "16")  # no register has 8 bits
+        values = np.stack([self.get(x, wide)[self.active].astype(dtype_of(kind)) for x in registers], 1)
+        values = values.view(np.uint8)
         if space == "global":
             self.memory.access(self.addresses(operands[0]), values.shape[1], values)
         else:
@@ -385,6 +387,14 @@ class Cta:
         b = self.get(by, "u32").astype(np.int64)
         lane = self.lane ^ b if mode == "bfly" else b % WARP
         self.put(to, self.get(source, "b32")[np.arange(len(b)) - self.lane + lane])
+
+    @opcode(r"redux\.sync\.max\.s32", SYNC + "redux-sync")
+    def _warp_max(self, operands: list[Operand]) -> None:
+        """Write the largest number of a warp to all its threads. The mask comes from a register."""
+        if (self.get(operands[2], "b32") != 0xFFFFFFFF).any():
+            raise Fault("a maximum of a part of a warp is not supported")
+        largest = self.get(operands[1], "s32").reshape(-1, WARP).max(1)
+        self.put(operands[0], largest.repeat(WARP))
 
     # ---- Control and synchronization
 

@@ -69,6 +69,7 @@ INTEGER, FLOAT = "integer-arithmetic-instructions-", "floating-point-instruction
 LOGIC, SELECT = "logic-and-shift-instructions-", "comparison-and-selection-instructions-"
 MOVE = "data-movement-and-conversion-instructions-"
 INT, BIT, ANY = "([su](?:16|32|64))", "(pred|b16|b32|b64)", "([bsuf](?:16|32|64))"
+INT32 = -(2**31), 2**31 - 1
 TINY = np.finfo(np.float32).tiny  # .ftz flushes smaller numbers to zero
 # Opcode, the types of its inputs (t is the opcode's, w is widened, W is wide), section, meaning.
 TABLE: list[tuple[str, str, str, Any]] = [
@@ -85,11 +86,12 @@ TABLE: list[tuple[str, str, str, Any]] = [
     ("max." + INT, "tt", INTEGER + "max", np.maximum),
     ("neg.(s32|s64)", "t", INTEGER + "neg", np.negative),
     ("bfe.([su]32)", "tuu", INTEGER + "bfe", extract),
-    ("add.(f32)", "tt", FLOAT + "add", np.add),
-    ("sub.(f32)", "tt", FLOAT + "sub", np.subtract),
-    ("mul.(f32)", "tt", FLOAT + "mul", np.multiply),
+    ("add(?:.rn)?.(f32)", "tt", FLOAT + "add", np.add),
+    ("sub(?:.rn)?.(f32)", "tt", FLOAT + "sub", np.subtract),
+    ("mul(?:.rn)?.(f32)", "tt", FLOAT + "mul", np.multiply),
     ("fma.rn.(f32)", "ttt", FLOAT + "fma", lambda a, b, c: (a.astype(float) * b + c).astype(np.float32)),
-    ("div.full.(f32)", "tt", FLOAT + "div", np.divide),
+    ("div.rn.(f32)", "tt", FLOAT + "div", np.divide),
+    ("div.full.(f32)", "tt", FLOAT + "div", lambda a, b: a * (np.float32(1) / b)),  # not rounded correctly
     ("min.(f32)", "tt", FLOAT + "min", np.fmin),  # the other one, if one is NaN
     ("max.(f32)", "tt", FLOAT + "max", np.fmax),
     ("neg.(f32)", "t", FLOAT + "neg", np.negative),
@@ -103,6 +105,7 @@ TABLE: list[tuple[str, str, str, Any]] = [
     ("selp." + ANY, "ttp", SELECT + "selp", lambda a, b, p: np.where(p, a, b)),
     ("setp.eq." + ANY, "tt", SELECT + "setp", np.equal),  # of floats, false for NaN
     ("setp.(?:ne.([bsu](?:16|32|64))|neu.(f32))", "tt", SELECT + "setp", np.not_equal),  # neu: true for NaN
+    ("setp.ne.(f32)", "tt", SELECT + "setp", lambda a, b: (a < b) | (a > b)),  # false for NaN
     ("setp.lt." + ANY, "tt", SELECT + "setp", np.less),
     ("setp.le." + ANY, "tt", SELECT + "setp", np.less_equal),
     ("setp.gt." + ANY, "tt", SELECT + "setp", np.greater),
@@ -117,6 +120,12 @@ TABLE: list[tuple[str, str, str, Any]] = [
     ("cvt.rn.f16x2.(f32)", "tt", MOVE + "cvt", lambda a, b: pack(to_half(b, "f16"), to_half(a, "f16"))),
     ("cvt.rn.bf16x2.(f32)", "tt", MOVE + "cvt", lambda a, b: pack(to_half(b, "bf16"), to_half(a, "bf16"))),
     ("cvt.rn.f32." + INT, "t", MOVE + "cvt", lambda a: a.astype(np.float32)),
+    (
+        "cvt.rzi.s32.(f32)",
+        "t",
+        MOVE + "cvt",
+        lambda a: np.nan_to_num(a.astype(float)).clip(*INT32).astype("i4"),
+    ),
     *(
         (f"cvt.{to}{8 * size}." + INT, "t", MOVE + "cvt", lambda a, dtype=f"{kind}{size}": a.astype(dtype))
         for to, kind in ("ui", "si")

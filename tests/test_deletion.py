@@ -32,6 +32,11 @@ gpu.no_linear = None
 gpu.pack(Quantized(torch.zeros(16, 16, dtype=torch.int8), torch.ones(16, 1), None, 8), None, torch.float16)
 message = gpu.notes[0]
 """
+INT8_ON_A_GPU = """
+from nanoengine.backends.triton import TritonAttention
+from nanoengine.contrib.int8_cache import of_backends
+list(of_backends([TritonAttention]))
+"""
 ON_A_CPU = """
 import logging
 lines = []
@@ -72,6 +77,7 @@ os.environ["CXX"] = "g++ -DEXACT"
 LLM("demo", model_impl="transformers", **SETTINGS)
 """,
     "contrib.int8_cache": 'LLM("demo", kv_cache_dtype="int8", **SETTINGS)',
+    "contrib.int8_triton": INT8_ON_A_GPU,
     "contrib.kvstore": 'LLM("demo", kv_store=tmp, **SETTINGS)',
     "contrib.lab": 'main(["lab"])',
     "contrib.lab_command": 'main(["lab"])',

@@ -135,8 +135,13 @@ class PagedAttention(ABC):
 
     def _write(self, k: Tensor, v: Tensor, cache: KVCache) -> None:
         # Unwanted K and V have slots in the null block, which nothing reads.
-        cache.k.view(-1, *k.shape[1:]).index_copy_(0, self.metadata.slot_mapping, k)
-        cache.v.view(-1, *v.shape[1:]).index_copy_(0, self.metadata.slot_mapping, v)
+        for held, x in ((cache.k, k), (cache.v, v)):
+            held.view(-1, *held.shape[2:]).index_copy_(0, self.metadata.slot_mapping, self.stored(x))
+
+    @staticmethod
+    def stored(x: Tensor) -> Tensor:
+        """Return K or V as the cache holds it."""
+        return x
 
     @abstractmethod
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, settings: Settings) -> Tensor:

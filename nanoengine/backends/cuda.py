@@ -84,8 +84,8 @@ def try_out(
         )
         cache, num_heads = KVCache.zeros(spec, 3, block_size, device), spec.num_kv_heads
         cache.v.fill_(1)
-        k = torch.zeros(len(slots), num_heads, spec.k_head_dim, dtype=spec.dtype, device=device)
-        v = torch.ones(len(slots), num_heads, spec.v_head_dim, dtype=spec.dtype, device=device)
+        k, v = (x.flatten(0, 1)[: len(slots)].clone() for x in (cache.k, cache.v))
+        cache = KVCache(backend.stored(cache.k), backend.stored(cache.v))
         return backend(metadata, block_size)(
             *(k, k, v, cache),
             scale=1.0,
@@ -484,7 +484,7 @@ class CUDA(Device):
         may_choose = reason is None and self.config.attn_backend == "auto"
         if may_choose and is_undivided and self.obstacle(TritonAttention, specs, settings) is None:
             reason = "it does not divide the keys of such layers among processors, which triton does"
-        if reason is None and backend is not TorchAttention:
+        if reason is None and not issubclass(backend, TorchAttention):
             reason = try_out(backend, specs, settings, self.config.block_size or self.block_size, self.device)
         return reason
 

@@ -124,8 +124,6 @@ class Device:
             raise ValueError(f"quantization={config.quantization!r} needs kernels, which {device.type} lacks")
         if config.activations == "int8" and not self.rounds_activations:
             raise ValueError(f"activations='int8' is supported on a CPU only, not on {device.type}")
-        if config.kv_cache_dtype == "int8" and device.type != "cpu":
-            raise ValueError(f"kv_cache_dtype='int8' is supported on a CPU only, not on {device.type}")
         self.device = device
         self.config = config
         self.notes: list[str] = []  # for the user: what was chosen for this processor, and why
@@ -181,14 +179,17 @@ class Device:
         Raises:
             ValueError: the backend chosen by attn_backend cannot.
         """
-        asked, notes = self.config.attn_backend, list[str]()
-        for backend in self.backends:
+        asked, notes, backends = self.config.attn_backend, list[str](), iter(self.backends)
+        if self.config.kv_cache_dtype == "int8":
+            backends, settings = (
+                load("contrib.int8_cache", "kv_cache_dtype").of_backends(backends),
+                settings | {"an int8 cache"},
+            )
+        for backend in backends:
             if asked not in ("auto", backend.name):
                 continue
             obstacle = self.obstacle(backend, specs, settings)
             if obstacle is None:
-                if backend is TorchAttention and self.config.kv_cache_dtype == "int8":
-                    backend = load("contrib.int8_cache", "kv_cache_dtype").Int8Attention
                 return Attention(backend, backend, notes + self.notes)
             if asked != "auto":
                 raise ValueError(f"attn_backend={asked!r} cannot be used: {obstacle}")

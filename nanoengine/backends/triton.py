@@ -79,6 +79,20 @@ def _dot(a, b, UPCAST: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @kernel
+def _load(cache, rows, is_key, head, dims, K, DIM, dtype):  # type: ignore[no-untyped-def]
+    """Load a tile of K or V, (keys, dims) or transposed. An int8 cache has scales after the heads."""
+    mask = is_key & (dims < DIM)
+    if cache.dtype.element_ty == tl.int8:
+        tokens = cache + (rows - head) * (DIM + 4)
+        scales = (tokens + (K * DIM + head * 4)).to(tl.pointer_type(tl.float32), bitcast=True)
+        integers = tl.load(tokens + head * DIM + dims, mask=mask, other=0)
+        x = (integers * tl.load(scales, mask=is_key, other=0)).to(dtype)
+    else:
+        x = tl.load(cache + rows * DIM + dims, mask=mask, other=0)
+    return x
+
+
+@kernel
 def _with_sink(total, top, sinks, head):  # type: ignore[no-untyped-def]
     """Add the weight of the head's sink, if any, to the sum of weights. Weights are relative to 2^top."""
     if sinks is not None:
@@ -92,8 +106,8 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     parts,  # (S, num_splits, H, D') float32: weighted sums of values, for the splits of decodes
     sums,  # (S, num_splits, H, 2) float32: the largest score, and the sum of weights relative to it
     q,  # (T, H, D)
-    k_cache,  # (num_blocks, B, K, D)
-    v_cache,  # (num_blocks, B, K, D')
+    k_cache,  # (num_blocks, B, K, D), or an int8 cache (contrib/int8_cache.py)
+    v_cache,  # (num_blocks, B, K, D'), or an int8 cache
     block_tables,  # (S, longest table) int32
     cu_seqlens_q,  # (S + 1,) int32
     seq_lens,  # (S,) int32
@@ -152,6 +166,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
         other=0.0,
     )
 
+    dtype: tl.constexpr = q.dtype.element_ty
     if alibi_slopes is not None:
         slopes = tl.load(alibi_slopes + heads, mask=is_row, other=0.0) * 1.4426950408889634
 
@@ -178,10 +193,8 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
                 block_tables + seq * table_stride + positions // BLOCK_SIZE, mask=is_key, other=0
             )  # the masked positions also do not read the block table
             cache_rows = (blocks.to(tl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE) * K + kv_head
-            keys = tl.load(
-                k_cache + cache_rows[None, :] * K_DIM + k_dims[:, None],
-                mask=is_key[None, :] & (k_dims < K_DIM)[:, None],
-                other=0.0,
+            keys = _load(
+                k_cache, cache_rows[None, :], is_key[None, :], kv_head, k_dims[:, None], K, K_DIM, dtype
             )
             scores = _dot(queries, keys, UPCAST) * scale
             if softcap is not None:
@@ -198,12 +211,10 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
             weights = tl.exp2(scores - base[:, None])
             fade = tl.exp2(top - base)
             total = total * fade + tl.sum(weights, 1)
-            values = tl.load(
-                v_cache + cache_rows[:, None] * V_DIM + v_dims[None, :],
-                mask=is_key[:, None] & (v_dims < V_DIM)[None, :],
-                other=0.0,
+            values = _load(
+                v_cache, cache_rows[:, None], is_key[:, None], kv_head, v_dims[None, :], K, V_DIM, dtype
             )
-            acc = acc * fade[:, None] + _dot(weights.to(values.dtype), values, UPCAST)
+            acc = acc * fade[:, None] + _dot(weights.to(dtype), values, UPCAST)
             top = new_top
 
         is_value = is_row[:, None] & (v_dims < V_DIM)[None, :]

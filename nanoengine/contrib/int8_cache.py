@@ -4,11 +4,14 @@ Each token's K and V are rounded per head. Code that copies, stores or counts bl
 compiled kernels read the same layout (cpu/cache.h). Shape letters are as in kv_cache.py.
 """
 
+from collections.abc import Iterator, Sequence
+
 import torch
 from torch import Tensor
 
-from nanoengine.backends.attention import TorchAttention
+from nanoengine.backends.attention import PagedAttention, TorchAttention
 from nanoengine.backends.kv_cache import KVCache, KVSpec
+from nanoengine.optional import load
 
 SCALE_BYTES = 4  # of a head's float32 scale
 TINY = 2.0**-100  # heads with only smaller numbers become 0: the scale's reciprocal could be infinite
@@ -42,11 +45,19 @@ def dequantize(rows: Tensor, dtype: torch.dtype) -> Tensor:
     return (integers.reshape(*rows.shape[:-1], -1) * scales.unsqueeze(-1)).to(dtype)
 
 
+def of_backends(backends: Sequence[type[PagedAttention]]) -> Iterator[type[PagedAttention]]:
+    """Yield the backends, those of PyTorch and Triton for an int8 cache."""
+    for backend in backends:
+        if backend.name == "triton":
+            yield load("contrib.int8_triton", "kv_cache_dtype").Int8TritonAttention
+        else:
+            yield Int8Attention if backend is TorchAttention else backend
+
+
 class Int8Attention(TorchAttention):
     """Attends in plain PyTorch, over K and V that are dequantized first."""
 
-    def _write(self, k: Tensor, v: Tensor, cache: KVCache) -> None:
-        super()._write(quantize(k), quantize(v), cache)
+    stored = staticmethod(quantize)
 
     def _read(self, cache: KVCache, block_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return dequantize(cache.k[block_ids], dtype), dequantize(cache.v[block_ids], dtype)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from nanoengine.backends import triton as backend
+from nanoengine.optional import load
 from tests.attention import ALL_DECODES, MIXED, SINKS, SLOPES, case_id, check_attention
 from tests.launches import MUTATIONS, Emulated, obstacle
 from tests.ptx import Cta, Fault, GlobalMemory, Kernel
@@ -15,6 +16,7 @@ from tests.ptx import Cta, Fault, GlobalMemory, Kernel
 if reason := obstacle():
     pytest.skip(reason, allow_module_level=True)
 
+INT8 = load("contrib.int8_triton", "a test")
 KERNELS = "_attend_kernel", "_combine_kernel", "_write_kv_kernel"
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
 BATCH = [(1, 100), (3, 3), (20, 90)]
@@ -29,6 +31,7 @@ def execute(generation, lens, dtype, edit=None, module=backend, **settings):
     """
     emulated = [Emulated(getattr(module, name), generation, edit) for name in KERNELS]
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(INT8, "_write_int8_kernel", Emulated(INT8._write_int8_kernel, generation, edit))
         for name, kernel in zip(KERNELS, emulated, strict=True):
             patch.setattr(module, name, kernel)
         patch.setattr(module, "generation", lambda device: generation)
@@ -38,7 +41,8 @@ def execute(generation, lens, dtype, edit=None, module=backend, **settings):
         patch.setattr(torch, "empty", lambda *shape, **kwargs: unwritten(shape, **kwargs))
         patch.setattr(torch.Tensor, "new_empty", lambda x, *shape: unwritten(shape, dtype=x.dtype))
         settings = {"heads": 8, "head_dim": 64, "stale": torch.nan, **settings}
-        check_attention(module.TritonAttention, lens, settings.pop("block_size", 16), dtype=dtype, **settings)
+        attention = INT8.Int8TritonAttention if settings.get("int8") else module.TritonAttention
+        check_attention(attention, lens, settings.pop("block_size", 16), dtype=dtype, **settings)
     return emulated
 
 
@@ -56,6 +60,9 @@ SHARED = {"heads": 71, "kv_heads": 1}
         ("sm90", [(1, 200), (1, 31)], HALF, ALL),
         *(("sm80", EDGES, BRAIN, {**NO_POWERS_OF_2, **more}) for more in ({}, {"window": 70})),
         ("sm80", EDGES, BRAIN, SHARED),
+        *((generation, EDGES, BRAIN, {**NO_POWERS_OF_2, "int8": True}) for generation in ("sm80", "sm90")),
+        ("sm75", BATCH, HALF, {**ALL, "int8": True}),
+        ("sm80", BATCH, FULL, {"int8": True}),
         *(
             pytest.param(*case, settings, marks=pytest.mark.slow)
             for case in [
@@ -201,7 +208,7 @@ REDUNDANT = {
     ("a group too few", "for first in range(begin, end, KEYS):"),
     # The queries lie apart from what the first copies write. The loop has a barrier and a fence of its own
     # between copies and products, and these also follow the stores of the queries.
-    ("no barrier", "k_cache + cache_rows[None, :] * K_DIM + k_dims[:, None],"),
+    ("no barrier", "keys = _load("),
     ("no fence", "scores = _dot(queries, keys, UPCAST) * scale"),
 }
 

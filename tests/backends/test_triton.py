@@ -21,6 +21,7 @@ from nanoengine.backends.attention import Settings
 from nanoengine.backends.cuda import try_out
 from nanoengine.backends.kv_cache import KVCache, KVSpec
 from nanoengine.backends.triton import FLOAT32, MAX_PROGRAMS, MAX_SPLITS, MIN_SPAN, TILES, TritonAttention
+from nanoengine.optional import load
 from tests.attention import (
     ALL_DECODES,
     ALL_FRESH,
@@ -43,6 +44,10 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
+
+
+INT8 = {"int8": True}
+Int8TritonAttention = load("contrib.int8_triton", "a test").Int8TritonAttention
 
 
 def runs_kernels(test):
@@ -108,6 +113,11 @@ CASES = [
     *((FEW, {"block_size": 8, **settings}) for settings in (CAPPED, WITH_SINKS, BOTH)),
     *((FEW, {"window": 9, **settings}) for settings in (WITH_SINKS, WITH_ALIBI)),
     (FEW, {**WITH_ALIBI, **BOTH}),
+    *(
+        (FEW, {**INT8, "stale": torch.nan, **x})
+        for x in ({"dtype": HALF}, {"head_dim": 20, "v_head_dim": 12})
+    ),
+    (FEW, {**INT8, "window": 9, **BOTH}),
     *((FEW, {"block_size": size, "window": 9, "stale": torch.nan}) for size in (3, 16)),
     *(([(1, n) for n in (31, 32, 33, 64, 65, 129, 300)], {"stale": torch.nan, **x}) for x in ({}, SPLIT)),
 ]
@@ -141,7 +151,8 @@ SLOW_CASES = [
     ids=case_id,
 )
 def test_any_batch_and_layer_equals_dense_attention(lens, settings):
-    check_attention(TritonAttention, lens, device=DEVICE, **{"block_size": 16, **settings})
+    backend = Int8TritonAttention if settings.get("int8") else TritonAttention
+    check_attention(backend, lens, device=DEVICE, **{"block_size": 16, **settings})
 
 
 # ---- A result does not depend on the batch -------------------------------------------------------
@@ -278,6 +289,32 @@ def test_greedy_tokens_equal_transformers(model, settings, in_float32, tmp_path_
     assert in_float32["replay"] > 0
 
 
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
+
+
+@interpreted
+@pytest.mark.parametrize("more", [CHUNKS, {"speculative_config": NGRAM, "kv_store": {}}])
+def test_an_int8_cache_gives_pytorch_s_tokens(more, in_float32, tmp_path_factory):
+    """With windows, chunks, preemption and hits in the prefix cache, or with draft tokens and a KV store."""
+    path, _ = checkpoint("qwen2 sliding from layer 1", tmp_path_factory)
+    prompts = random_prompts([25, 15, 16, 1])
+    prompts.append(prompts[0][:20])
+    settings = {"num_kv_blocks": 40, "max_num_seqs": 4, "block_size": 16, "kv_cache_dtype": "int8", **more}
+    answers = []
+    for asked in ("torch", "auto"):
+        if "kv_store" in more:
+            settings["kv_store"] = str(tmp_path_factory.mktemp(asked))
+        for _ in range(2):  # the second engine loads blocks from the store
+            with LLM(path, attn_backend=asked, **settings) as llm:
+                outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
+                used = llm.llm_engine.runner.attention.backend
+                hits = llm.metrics().get("external_prefix_cache_hits", 0)
+            answers.append([out.outputs[0].token_ids for out in outputs])
+    assert used is Int8TritonAttention
+    assert (hits > 0) == ("kv_store" in more)
+    assert answers[1:] == answers[:1] * 3
+
+
 # ---- Whether it can run --------------------------------------------------------------------------
 
 SPEC = KVSpec(2, 20, 24, torch.bfloat16)
@@ -285,8 +322,9 @@ EVERYTHING = frozenset(("window", "softcap", "sinks", "alibi_slopes"))
 
 
 @runs_kernels
-def test_it_can_be_used_wherever_its_kernels_run():
-    assert try_out(TritonAttention, [SPEC, SPEC], EVERYTHING, 16, torch.device(DEVICE)) is None
+@pytest.mark.parametrize("backend", [TritonAttention, Int8TritonAttention])
+def test_it_can_be_used_wherever_its_kernels_run(backend):
+    assert try_out(backend, [SPEC, SPEC], EVERYTHING, 16, torch.device(DEVICE)) is None
 
 
 @runs_kernels
@@ -310,7 +348,7 @@ def test_kernels_that_fail_or_compute_wrong_numbers_are_skipped(monkeypatch):
 
 
 def launches_of(
-    monkeypatch, lens, dtype, dim, settings, generation="sm80", heads=8, kv_heads=2, max_tokens=0
+    monkeypatch, lens, dtype, dim, settings, generation="sm80", heads=8, kv_heads=2, max_tokens=0, int8=False
 ):
     """Return the kernels that attend to a batch, each with its arguments, options and grid.
 
@@ -327,7 +365,8 @@ def launches_of(
         metadata = metadata._replace(max_seq_len=max(metadata.max_seq_len, max_tokens))
         q = torch.zeros(num_tokens, heads, dim, dtype=dtype)
         kv = torch.zeros(num_tokens, kv_heads, dim, dtype=dtype)
-        cache = KVCache.zeros(KVSpec(kv_heads, dim, dim, dtype), 2, 16, torch.device("cpu"))
+        spec = KVSpec(kv_heads, dim + 4 * int8, dim + 4 * int8, torch.int8 if int8 else dtype)
+        cache = KVCache.zeros(spec, 2, 16, torch.device("cpu"))
         TritonAttention(metadata, 16)._attend(q, kv, kv, cache, settings)
     return [(recorder.kernel, *launch) for recorder in recorders for launch in recorder.launches]
 
@@ -351,6 +390,7 @@ def stack_bytes(compiled, path):
 DENSE, WIDE = (torch.bfloat16, 128, 8, 2, ALL_SETTINGS), (torch.bfloat16, 256, 8, 2, PLAIN)
 NARROW, FULL = (torch.float16, 64, 8, 2, PLAIN), (torch.float32, 128, 8, 2, ALL_SETTINGS)
 ONE_KV_HEAD, TURING = (torch.float16, 64, 71, 1, PLAIN), (torch.float16, 128, 8, 2, ALL_SETTINGS)
+ROUNDED = [(*case, INT8) for case in (DENSE, FULL, TURING)]
 
 
 @compiles
@@ -361,10 +401,11 @@ ONE_KV_HEAD, TURING = (torch.float16, 64, 71, 1, PLAIN), (torch.float16, 128, 8,
         ("sm80", DENSE),
         ("sm90", DENSE),
         ("gfx942", DENSE),
+        ("sm90", ROUNDED[0]),
         *(
             pytest.param(generation, case, marks=at_length)
             for generation in TILES
-            for case in (DENSE, WIDE, NARROW, FULL, ONE_KV_HEAD, TURING)
+            for case in (DENSE, WIDE, NARROW, FULL, ONE_KV_HEAD, TURING, *ROUNDED)
             if (generation, case[0]) != ("sm75", torch.bfloat16)  # float16 there
         ),
     ],
@@ -373,8 +414,8 @@ def test_the_kernels_compile_for_gpus_without_spilling_and_use_their_tensor_core
     generation, case, monkeypatch, tmp_path
 ):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # compiled, not found
-    dtype, dim, heads, kv_heads, settings = case
-    sizes = {"heads": heads, "kv_heads": kv_heads, "generation": generation}
+    dtype, dim, heads, kv_heads, settings, *rounding = case
+    sizes = dict(*rounding, heads=heads, kv_heads=kv_heads, generation=generation)
     launches = launches_of(monkeypatch, [(1, 1000), (3, 3)], dtype, dim, settings, **sizes)
     assert len(launches) == 3
     for kernel, named, options, _ in launches:
