@@ -7,13 +7,13 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
+from docs.ptx import Cta, GlobalMemory, Instruction
+from docs.ptx_arithmetic import from_half
 from nanoengine.backends import triton as backend
 from nanoengine.backends.attention import Settings
 from nanoengine.backends.kv_cache import KVCache
 from tests.attention import metadata_of
 from tests.launches import Emulated, Recorder
-from tests.ptx import Cta, GlobalMemory, Instruction
-from tests.ptx_arithmetic import from_half
 
 Edit = Callable[[str], str]
 

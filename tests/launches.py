@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.ptx import Cta, GlobalMemory, Kernel
+from docs.ptx import Cta, GlobalMemory, Kernel
 
 TYPES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
 TYPES |= {torch.int8: "*i8", torch.int32: "*i32", torch.int64: "*i64"}

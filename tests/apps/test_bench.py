@@ -24,12 +24,10 @@ from benchmarks.ablation import TRICKS, WITHOUT
 from benchmarks.compare import bench_model
 from benchmarks.engines import load_stepped
 from benchmarks.machine import instruction_sets, machine
-from benchmarks.models import write_shape, write_tokenizer
 from benchmarks.report import hardware, pair_ratios, print_tricks
 from benchmarks.runs import measurements
 from examples import features, streams
 from nanoengine import LLM, SamplingParams
-from nanoengine.apps.bench import percentiles
 from nanoengine.apps.roofline import measure_limits, roofline_seconds
 from nanoengine.apps.workloads import SHAPES, WORKLOADS, Workload, parse_custom
 from tests.helpers import DEMO, hf_model
@@ -87,12 +85,6 @@ def test_a_custom_workload_is_read_or_refused():
     for text in ("0:1:1", "1:0:1", "1:9-8:1", "1:1", "x:1:1", "1:1:1:1:1", "1:1:1:-1"):
         with pytest.raises(ValueError):  # noqa: PT011 (argparse words it)
             parse_custom(text)
-
-
-def test_percentiles_interpolate():
-    assert percentiles([7.0]) == [7.0, 7.0, 7.0]
-    assert percentiles([float(i) for i in range(100, -1, -1)]) == [50, 90, 99]
-    assert percentiles([0.0, 10.0]) == pytest.approx([5.0, 9.0, 9.9])
 
 
 def test_latencies_are_counted_from_the_start():
@@ -403,24 +395,9 @@ def test_a_run_of_guidellm_becomes_a_row_unless_a_request_failed():
         served.summarize({"metrics": metrics})
 
 
-def test_a_random_tokenizer_has_a_token_for_each_byte_and_words_for_the_rest(tmp_path):
-    write_shape("tiny", tmp_path)
-    write_tokenizer(4096, tmp_path)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    assert len(tokenizer("A prompt of 26 characters.").input_ids) == 26
-    assert len(tokenizer) == SHAPES["tiny"]["vocab_size"]
-    assert tokenizer.decode([300, 4095]) == " w44 w3839"
-
-
 def test_a_pair_of_engines_has_the_median_the_least_and_the_most_of_their_runs_ratios():
     slow, fast = ({"runs_tokens_per_s": runs} for runs in ([10.0, 20.0, 10.0], [20.0, 30.0, 10.0]))
     assert pair_ratios(fast, slow) == "1.50 (1.00 to 2.00)"
-
-
-def test_several_custom_workloads_are_measured_in_one_run(monkeypatch):
-    arguments = ["--custom", "1:24:64", "--custom", "2:8:4", "--workload", "tiny"]
-    monkeypatch.setattr(sys, "argv", ["benchmarks", *arguments])
-    assert [workload.name for workload in command.parse_arguments().workload] == ["tiny", "1:24:64", "2:8:4"]
 
 
 @pytest.mark.parametrize(
@@ -611,14 +588,6 @@ def test_each_sequence_adds_few_python_calls_to_a_step(kind, max_calls):
     with host.engine_without_device(32, max_model_len=256) as engine:
         few, many = calls_of_a_step(0, 8), calls_of_a_step(8, 24)  # of 8 sequences, then of 32
     assert (many - few) / 24 <= max_calls
-
-
-def test_the_scheduler_benchmark_measures_each_size(monkeypatch):
-    monkeypatch.setattr(host, "SIZES", [(1, 100), (4, 100)])
-    monkeypatch.setattr(host, "NUM_SEQS", 4)
-    report = host.bench_scheduler(1)
-    assert set(report["decode_us"]) == {"1 running, 100 blocks", "4 running, 100 blocks"}
-    assert all(0 < row["min"] <= row["median"] for rows in report.values() for row in rows.values())
 
 
 @pytest.mark.slow

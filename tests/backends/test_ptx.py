@@ -1,4 +1,4 @@
-"""Triton's kernels, compiled for GPUs and executed by tests/ptx.py, which needs no GPU."""
+"""Triton's kernels, compiled for GPUs and executed by docs/ptx.py, which needs no GPU."""
 
 import functools
 import re
@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from docs.ptx import Cta, Fault, GlobalMemory, Kernel
 from nanoengine.backends import triton as backend
 from nanoengine.optional import load
 from tests.attention import ALL_DECODES, MIXED, SINKS, SLOPES, case_id, check_attention
 from tests.launches import MUTATIONS, Emulated, obstacle
-from tests.ptx import Cta, Fault, GlobalMemory, Kernel
 
 if reason := obstacle():
     pytest.skip(reason, allow_module_level=True)

@@ -1,6 +1,6 @@
 """Linear layers with quantized weights, as a GPU runs them where there is one, else by Triton's interpreter.
 
-Their kernel is also compiled for GPUs, and executed by tests/ptx.py. See test_triton.py.
+Their kernel is also compiled for GPUs, and executed by docs/ptx.py. See test_triton.py.
 """
 
 import functools

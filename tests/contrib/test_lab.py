@@ -288,16 +288,6 @@ def test_other_lengths_are_refused(text):
         parse_lengths(text)
 
 
-def test_generated_prompts_begin_with_one_of_the_prefixes():
-    lengths = parse_lengths("3-9"), parse_lengths("2")
-    arrivals = list(generate_arrivals(300, 1.0, *lengths, num_prefixes=3, num_prefix_tokens=20, seed=5))
-    assert {arrival.prefix for arrival in arrivals} == {"0", "1", "2"}
-    assert {arrival.num_prefix_tokens for arrival in arrivals} == {20}
-    assert {arrival.num_prompt_tokens for arrival in arrivals} == set(range(23, 30))
-    for arrival in arrivals:
-        arrival.check()
-
-
 def test_a_file_of_arrivals_is_read_in_order_of_time(tmp_path):
     arrivals = random_arrivals(20, 1.0, num_prefixes=2, num_prefix_tokens=3)
     path = tmp_path / "arrivals.jsonl"

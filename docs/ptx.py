@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from tests.ptx_arithmetic import MOVE, TABLE, Lanes, from_half, pack
+from docs.ptx_arithmetic import MOVE, TABLE, Lanes, from_half, pack
 
 Operand = str | tuple[str, ...]
 WARP = 32
