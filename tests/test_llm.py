@@ -1,13 +1,15 @@
 """The whole engine: no schedule changes a token, and no request affects another one."""
 
+import io
 import logging
+import sys
 import time
 import weakref
 from types import SimpleNamespace
 
 import pytest
 
-from nanoengine import LLM, RequestOutputKind, SamplingParams, TextPrompt, TokensPrompt
+from nanoengine import LLM, RequestOutputKind, SamplingParams, TextPrompt, TokensPrompt, steps
 from tests.helpers import (
     VOCAB,
     Lines,
@@ -496,6 +498,19 @@ def test_chat_renders_the_template_once(alphabet):
         alphabet.chat([], params, **kwargs)
     with pytest.raises(ValueError, match="each of messages"):
         alphabet.chat([{"content": "a"}], params, **kwargs)
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_bar_is_shown_only_on_a_terminal_and_only_if_it_takes_long(is_terminal, monkeypatch):
+    screen, now = io.StringIO(), [0.0]
+    screen.isatty = lambda: is_terminal
+    monkeypatch.setattr(sys, "stderr", screen)
+    assert [*steps.bar("packing", range(9))] == [*range(9)]
+    assert screen.getvalue() == ""
+    monkeypatch.setattr("tqdm.std.time", lambda: now[0])
+    for _ in steps.bar("packing", range(9)):
+        now[0] += 0.6
+    assert ("packing:" in screen.getvalue()) == is_terminal
 
 
 def test_startup_logs_one_line_and_the_seconds_of_its_phases_at_level_debug(caplog):

@@ -179,14 +179,10 @@ def open_checkpoint(
     """
     path = _resolve(model, revision, gguf_file, with_weights=load_format != "dummy")
     fields, generation = (read_json(path / name, default={}) for name in ("config.json", GENERATION_CONFIG))
-    if path.is_dir():
-        with phase("config"):
-            gguf, config = None, read_config(path, trust_remote_code)
-    else:
-        with phase("header"):
-            gguf = load("models.gguf", GGUF).GGUFFile(path)
-        with phase("config"):
-            config = gguf.read_config()
+    with phase("header"):
+        gguf = None if path.is_dir() else load("models.gguf", GGUF).GGUFFile(path)
+    with phase("config"):
+        config = read_config(path, trust_remote_code) if gguf is None else gguf.read_config()
     part = None  # the language model's config, if the model is multimodal
     is_text_only = config.get_text_config(decoder=True) is config
     if hf_overrides or architecture_of(config) not in SUPPORTED_ARCHITECTURES or not is_text_only:
