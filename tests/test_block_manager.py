@@ -48,6 +48,23 @@ def test_a_repeated_prompt_of_whole_blocks_recomputes_one_token_and_stores_nothi
     check_blocks(manager, [first, second])
 
 
+def test_evicting_one_of_two_equal_blocks_leaves_the_other_findable():
+    manager = manager_of(num_blocks=4)
+    # Both are admitted before either is computed, so each holds its own copy of the same block.
+    first, second = (make_sequence(i, [1, 2, 3, 4]) for i in range(2))
+    admit(manager, first)
+    admit(manager, second)
+    manager.register_full_blocks(first, 4)
+    manager.register_full_blocks(second, 4)
+    manager.free(first)
+    filler = make_sequence(2, [9] * 12)
+    assert first.block_table == []
+    assert 1 in admit(manager, filler)  # evicts the first copy
+    late = make_sequence(3, [1, 2, 3, 4])
+    assert [block.block_id for block in manager.find_prefix(late)] == [2]
+    check_blocks(manager, [second, filler])
+
+
 def test_children_of_either_copy_are_found_after_the_other():
     manager = manager_of()
     first, second = (make_sequence(i, [1, 2, 3, 4, 5, 6, 7, 8]) for i in range(2))
@@ -57,6 +74,18 @@ def test_children_of_either_copy_are_found_after_the_other():
     manager.register_full_blocks(second, 8)  # ... and both of the other
     manager.free(second)
     assert [b.block_id for b in manager.find_prefix(make_sequence(2, list(range(1, 9))))] == [1, 4]
+
+
+def test_a_hash_collision_costs_a_miss_and_never_a_wrong_block():
+    manager = manager_of(hash_function=lambda content, parent: 42)
+    first, second = make_sequence(0, [1, 1, 1, 1, 7, 7, 7, 7]), make_sequence(1, [2, 2, 2, 2, 7, 7, 7, 7])
+    for seq in (first, second):
+        compute(manager, seq)
+    assert second.block_table == [3, 4]
+    for original in (first, second):
+        again = make_sequence(5, original.token_ids)
+        assert [b.block_id for b in manager.find_prefix(again)] == original.block_table
+    assert manager.find_prefix(make_sequence(6, [7, 7, 7, 7])) == []
 
 
 def test_tails_are_evicted_before_prefixes():
@@ -127,6 +156,30 @@ def test_a_hit_among_the_free_blocks_costs_the_same_in_any_pool():
             manager.free(seq)
         lines.append(admission.count)
     assert lines[0] == lines[1] < 100
+
+
+def state(manager):
+    """Return everything that an operation may change."""
+    return (
+        [block.block_id for block in manager.empty_blocks],
+        list(manager.evictable_blocks),
+        {key: list(blocks) for key, blocks in manager.registered_blocks.items()},
+        [(block.ref_count, block.key, block.prefix_id, block.parent_id) for block in manager.blocks],
+    )
+
+
+def test_refused_allocation_changes_nothing():
+    manager = manager_of(num_blocks=2)
+    first = make_sequence(0, [1] * 4)
+    compute(manager, first)
+    manager.free(first)
+    before = state(manager)
+    big = make_sequence(1, [1] * 12)
+    assert len(manager.find_prefix(big)) == 1
+    assert not manager.allocate(big)
+    assert before == state(manager)
+    assert (big.block_table, big.num_computed_tokens, big.num_cached_tokens) == ([], 0, None)
+    assert (manager.num_query_tokens, manager.num_query_hits) == (4, 0)
 
 
 def test_nothing_is_hashed_or_found_with_prefix_caching_off():

@@ -21,8 +21,11 @@ from nanoengine.compat import (
 from nanoengine.llm import LLM
 from nanoengine.optional import load
 from nanoengine.requests import read_prompt
-from tests import vllm_names
 
+VLLM_NAMES: dict[str, list[str]] = {
+    section.partition("]")[0]: section.partition("]")[2].split()
+    for section in Path(__file__).with_name("vllm_names.txt").read_text().split("[")[1:]
+}
 NOOP: tuple[object, ...] = None, False, 0, "", [], {}
 MEANINGFUL = True, 7, "unheard-of", ["x"], {"x": 1}
 IGNORED = {*ENGINE_IGNORES, *SAMPLING_IGNORES, *SERVER_IGNORES, *REQUEST_IGNORES}
@@ -65,7 +68,7 @@ REFUSALS = TypeError, ValueError, APIError, SystemExit
 
 @pytest.mark.parametrize("of", USES)
 def test_vllm_name_with_a_meaningful_value_is_never_accepted_silently(of):
-    for name in getattr(vllm_names, of).split():
+    for name in VLLM_NAMES[of]:
         accepted = []
         for value in MEANINGFUL:
             with suppress(*REFUSALS):
@@ -77,7 +80,7 @@ def test_vllm_name_with_a_meaningful_value_is_never_accepted_silently(of):
 
 @pytest.mark.parametrize("of", USES)
 def test_vllm_name_with_noop_value_is_accepted(of):
-    for name in getattr(vllm_names, of).split():
+    for name in VLLM_NAMES[of]:
         if name in TYPOS:
             continue
         row = INSTEAD.get(name, ())

@@ -208,7 +208,10 @@ REDUNDANT = {
     ("a group too few", "for first in range(begin, end, KEYS):"),
     # The queries lie apart from what the first copies write. The loop has a barrier and a fence of its own
     # between copies and products, and these also follow the stores of the queries.
-    ("no barrier", "keys = _load("),
+    (
+        "no barrier",
+        "k_cache, cache_rows[None, :], is_key[None, :], kv_head, k_dims[:, None], K, K_DIM, dtype",
+    ),
     ("no fence", "scores = _dot(queries, keys, UPCAST) * scale"),
 }
 
