@@ -61,12 +61,9 @@ def schedule(rng: random.Random, store: Path, kind: str) -> dict[str, Any]:
         "enable_prefix_caching": "kv_store" in extra or rng.random() < 0.7,
         "num_threads": rng.choice([1, 2]),
     }
-    if kind != WITH_STATES:
-        return settings | extra
-    return settings | {
-        "async_scheduling": "async_scheduling" in extra,
-        "num_state_slots": rng.choice([3, 50]),
-    }
+    if kind == WITH_STATES:
+        extra = {"async_scheduling": "async_scheduling" in extra, "num_state_slots": rng.choice([3, 50])}
+    return settings | extra
 
 
 def find_difference(
@@ -101,10 +98,10 @@ def main() -> None:
     args = parser.parse_args()
     kinds, forms = args.kind or KINDS, args.form or FORMS
     share = -(-args.schedules // (len(kinds) * len(forms)))
+    numbers = range(args.start, args.start + share)
     with tempfile.TemporaryDirectory() as directory:
         for kind in kinds:
             for form in forms:
-                numbers = range(args.start, args.start + share)
                 if found := find_difference(kind, form, numbers, Path(directory)):
                     sys.exit(f"{kind}, {form}: {found}")
                 print(f"{kind}, {form}: {share} schedules, one answer", flush=True)

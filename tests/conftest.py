@@ -63,6 +63,12 @@ def exact_kernels(monkeypatch):
 
 
 @pytest.fixture
+def at_the_root(monkeypatch, pytestconfig):
+    """Run a test in the root, where readers run the code."""
+    monkeypatch.chdir(pytestconfig.rootpath)
+
+
+@pytest.fixture
 def default_sigint():
     """Handle Ctrl-C as a program does: a shell's background jobs, such as a test run, ignore it."""
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)

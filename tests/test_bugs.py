@@ -13,15 +13,11 @@ from tests.test_scheduling_machine import AT_LENGTH
 
 BUGS = read_page()
 by_title = pytest.mark.parametrize("bug", BUGS, ids=lambda bug: f"{bug.number}")
+pytestmark = pytest.mark.usefixtures("at_the_root")
 # A walk that fails is not made shorter here: it only has to fail.
 FIRST_FAILURE = settings(AT_LENGTH, phases=[Phase.generate], report_multiple_bugs=False)
 WALKS = [(bug, ledger) for bug in BUGS for ledger in bug.ledgers]
 TESTS = [(bug, test) for bug in BUGS for test in bug.tests]
-
-
-@pytest.fixture(autouse=True)
-def at_the_root(monkeypatch):
-    monkeypatch.chdir(ROOT)
 
 
 def test_the_page_numbers_its_bugs_and_names_what_catches_each():

@@ -22,10 +22,7 @@ from nanoengine.llm import LLM
 from nanoengine.optional import load
 from nanoengine.requests import read_prompt
 
-VLLM_NAMES: dict[str, list[str]] = {
-    section.partition("]")[0]: section.partition("]")[2].split()
-    for section in Path(__file__).with_name("vllm_names.txt").read_text().split("[")[1:]
-}
+VLLM_NAMES = dict(re.findall(r"\[(\w+)\]([^[]*)", Path(__file__).with_name("vllm_names.txt").read_text()))
 NOOP: tuple[object, ...] = None, False, 0, "", [], {}
 MEANINGFUL = True, 7, "unheard-of", ["x"], {"x": 1}
 IGNORED = {*ENGINE_IGNORES, *SAMPLING_IGNORES, *SERVER_IGNORES, *REQUEST_IGNORES}
@@ -68,7 +65,7 @@ REFUSALS = TypeError, ValueError, APIError, SystemExit
 
 @pytest.mark.parametrize("of", USES)
 def test_vllm_name_with_a_meaningful_value_is_never_accepted_silently(of):
-    for name in VLLM_NAMES[of]:
+    for name in VLLM_NAMES[of].split():
         accepted = []
         for value in MEANINGFUL:
             with suppress(*REFUSALS):
@@ -80,11 +77,10 @@ def test_vllm_name_with_a_meaningful_value_is_never_accepted_silently(of):
 
 @pytest.mark.parametrize("of", USES)
 def test_vllm_name_with_noop_value_is_accepted(of):
-    for name in VLLM_NAMES[of]:
+    for name in VLLM_NAMES[of].split():
         if name in TYPOS:
             continue
-        row = INSTEAD.get(name, ())
-        for value in row[1:] or NOOP:
+        for value in INSTEAD.get(name, ())[1:] or NOOP:
             USES[of](**{name: value})
 
 

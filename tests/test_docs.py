@@ -31,6 +31,7 @@ LESSONS = sorted(DOCS.glob("[0-9]*.md"))
 AT_LENGTH = ("16-a-policy",)  # seconds
 KERNEL, READABLE_GPU = DOCS / "19-a-kernel.md", DOCS / "21-a-gpu-you-can-read.md"  # need Triton
 GUIDE = sorted((DOCS / "guide").glob("*.md"))
+pytestmark = pytest.mark.usefixtures("at_the_root")
 READMES = [ROOT / "README.md", ROOT / "README.zh.md"]
 ARTICLE = DOCS / "one-evening.md"
 BUILT = DOCS / "run.html", DOCS / "live.html"  # by commands that docs/README.md names
@@ -38,12 +39,6 @@ COURSE = [DOCS / "README.md", DOCS / "glossary.md", DOCS / "bugs.md", ARTICLE, *
 PAGES = [*READMES, *COURSE, *GUIDE, ROOT / "benchmarks" / "gpu.md"]
 by_name = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 each_lesson = pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.stem)
-
-
-@pytest.fixture(autouse=True)
-def at_the_root(monkeypatch):
-    """Run each test in the root, where readers run the code."""
-    monkeypatch.chdir(ROOT)
 
 
 def run(page: Path) -> None:

@@ -13,7 +13,7 @@ import re
 import pytest
 
 from nanoengine import LLM, AsyncLLM, EngineArgs, RequestOutput, SamplingParams
-from nanoengine.extensions.metrics import Histogram
+from nanoengine.extensions.metrics import Counter, Gauge, Histogram
 from tests.helpers import finish
 
 GREEDY = SamplingParams(temperature=0, max_tokens=3)
@@ -34,6 +34,25 @@ def texts(outputs: list[RequestOutput]) -> list[str]:
 
 
 # ---- LLM.generate ----
+
+
+def test_settings_of_vllm_that_change_nothing_are_accepted():
+    """The old signature's arguments at their defaults, and what offline benchmarks pass."""
+    settings = {
+        **dict.fromkeys(("tokenizer", "quantization", "revision", "tokenizer_revision", "seed", "hf_token")),
+        **dict.fromkeys(("enforce_eager", "hf_overrides", "mm_processor_kwargs", "compilation_config")),
+        **dict.fromkeys(("max_num_seqs", "enable_prefix_caching", "download_dir", "speculative_config")),
+        **dict.fromkeys(("skip_tokenizer_init", "trust_remote_code", "disable_async_output_proc"), False),
+        **dict.fromkeys(("disable_custom_all_reduce", "enable_lora", "enable_expert_parallel"), False),
+        **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"), 1),
+        **dict.fromkeys(("tokenizer_mode", "dtype", "task", "kv_cache_dtype", "generation_config"), "auto"),
+        **{"swap_space": 4, "cpu_offload_gb": 0, "max_seq_len_to_capture": 8192, "disable_log_stats": True},
+        **{"gpu_memory_utilization": 0.9, "allowed_local_media_path": "", "enable_chunked_prefill": True},
+        **{"max_logprobs": 20, "limit_mm_per_prompt": {"image": 0, "video": 0}, "max_loras": 1},
+    }
+    assert EngineArgs(model="m", **settings) == EngineArgs(model="m")
+    assert EngineArgs(model="m", runner="generate", load_format="safetensors").runner == "generate"
+    assert EngineArgs(model="m", num_gpu_blocks_override=7).num_kv_blocks == 7
 
 
 def test_changed_fields_take_effect(llm):
@@ -89,6 +108,13 @@ def test_params_can_be_copied(copied):
     assert params.max_tokens == 16
     for name in ("stop", "stop_token_ids", "bad_words", "logit_bias"):
         assert (getattr(twin, name) is getattr(params, name)) == (copied is copy.copy)
+
+
+def test_params_of_vllm_that_change_nothing_are_accepted():
+    off = dict.fromkeys(("best_of", "structured_outputs", "guided_decoding", "truncate_prompt_tokens"))
+    off |= dict.fromkeys(("extra_args", "logits_processors", "thinking_token_budget"))
+    params = SamplingParams(spaces_between_special_tokens=True, flat_logprobs=False, **off)
+    assert params == SamplingParams()
 
 
 def test_no_prompts_give_no_outputs(llm):
@@ -211,6 +237,25 @@ def test_bad_async_request_does_not_affect_others(alphabet):
 
 
 # ---- metrics ----
+
+
+def test_metrics_example(llm):
+    shown = []
+    for _ in range(2):
+        values = {}
+        for metric in llm.get_metrics():
+            if isinstance(metric, (Gauge, Counter)):
+                values[metric.name] = values.get(metric.name, 0) + metric.value
+            elif isinstance(metric, Histogram):
+                assert metric.count == metric.buckets["+Inf"]
+                values[metric.name] = metric.count
+        shown.append(values)
+        llm.generate(["a", "b", "c"], SamplingParams(temperature=0, max_tokens=4))
+    change = {name.removeprefix("vllm:"): shown[1][name] - shown[0][name] for name in shown[0]}
+    assert (change["prompt_tokens"], change["generation_tokens"], change["request_success"]) == (3, 12, 3)
+    assert change["request_prompt_tokens"] == change["request_generation_tokens"] == 3
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        assert shown[1][f"vllm:{name}"] == 0
 
 
 def test_metrics_count_by_reason_label_and_bucket(alphabet):

@@ -4,7 +4,7 @@ The subclasses `cpu.device.CPU` and `cuda.CUDA` override what can be faster ther
 has to distinguish processors.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -179,12 +179,11 @@ class Device:
         Raises:
             ValueError: the backend chosen by attn_backend cannot.
         """
-        asked, notes, backends = self.config.attn_backend, list[str](), iter(self.backends)
+        asked, notes = self.config.attn_backend, list[str]()
+        backends: Iterable[type[PagedAttention]] = self.backends
         if self.config.kv_cache_dtype == "int8":
-            backends, settings = (
-                load("contrib.int8_cache", "kv_cache_dtype").of_backends(backends),
-                settings | {"an int8 cache"},
-            )
+            backends = load("contrib.int8_cache", "kv_cache_dtype").of_backends(backends)
+            settings |= {"an int8 cache"}
         for backend in backends:
             if asked not in ("auto", backend.name):
                 continue

@@ -4,7 +4,7 @@ Each token's K and V are rounded per head. Code that copies, stores or counts bl
 compiled kernels read the same layout (cpu/cache.h). Shape letters are as in kv_cache.py.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ def dequantize(rows: Tensor, dtype: torch.dtype) -> Tensor:
     return (integers.reshape(*rows.shape[:-1], -1) * scales.unsqueeze(-1)).to(dtype)
 
 
-def of_backends(backends: Sequence[type[PagedAttention]]) -> Iterator[type[PagedAttention]]:
+def of_backends(backends: Iterable[type[PagedAttention]]) -> Iterator[type[PagedAttention]]:
     """Yield the backends, those of PyTorch and Triton for an int8 cache."""
     for backend in backends:
         if backend.name == "triton":

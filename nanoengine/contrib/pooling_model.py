@@ -114,7 +114,7 @@ def _embedding(path: Path, hf_config: Any, pooler_config: dict[str, Any]) -> Poo
         for name, folder in modules:
             if name == "Transformer":
                 settings = path / "sentence_bert_config.json"
-                if settings.is_file() and read_json(settings).get("do_lower_case"):
+                if read_json(settings, default={}).get("do_lower_case"):
                     raise UnsupportedModelError(f"{settings} sets do_lower_case, which is not supported")
             elif name == "Pooling":
                 kind = _kind(folder / "config.json")

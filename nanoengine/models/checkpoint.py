@@ -11,7 +11,14 @@ import torch
 from transformers import AutoTokenizer
 
 from nanoengine.models.decoder import SUPPORTED_ARCHITECTURES, DecoderConfig, architecture_of, rope_settings
-from nanoengine.models.files import Files, Reader, UnsupportedModelError, read_config, read_json
+from nanoengine.models.files import (
+    Files,
+    Reader,
+    UnsupportedModelError,
+    as_value_error,
+    read_config,
+    read_json,
+)
 from nanoengine.optional import load
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.steps import phase
@@ -178,7 +185,8 @@ def open_checkpoint(
         OSError: a hub id cannot be found, or the hub cannot be reached.
     """
     path = _resolve(model, revision, gguf_file, with_weights=load_format != "dummy")
-    fields, generation = (read_json(path / name, default={}) for name in ("config.json", GENERATION_CONFIG))
+    fields = read_json(path / "config.json", default={}) if hf_overrides else {}
+    generation = read_json(path / GENERATION_CONFIG, default={})
     with phase("header"):
         gguf = None if path.is_dir() else load("models.gguf", GGUF).GGUFFile(path)
     with phase("config"):
@@ -201,10 +209,11 @@ def open_checkpoint(
             quantization = choose_reader(stated, config, part, model_impl)
         if model_impl != "transformers" and (quantization is not None or not stated):
             try:
-                decoder_config = DecoderConfig.from_hf(hf_config)
-            except Exception as error:
+                with as_value_error(path):
+                    decoder_config = DecoderConfig.from_hf(hf_config)
+            except ValueError:
                 if model_impl == "nanoengine":
-                    raise ValueError(f"{path} cannot be loaded: {error}") from error
+                    raise
         if decoder_config is None:
             from nanoengine.models.hf_config import check_config
 
@@ -281,10 +290,10 @@ def _resolve(
     path = Path(model).expanduser()
     if path.is_dir():
         file = path if gguf_file is None else path / gguf_file
-        if gguf_file is not None and not (file.suffix == ".gguf" and file.is_file()):
+        if gguf_file is not None and not _is_gguf(file):
             raise ValueError(f"gguf_file must be a .gguf file in {path}, got {gguf_file!r}")
         return file
-    if path.suffix == ".gguf" and path.is_file() and gguf_file is None:
+    if _is_gguf(path) and gguf_file is None:
         return path
     if path.exists():
         raise ValueError(f"a model must be a directory, a hub id or a .gguf file, got the file {model!r}")
@@ -293,6 +302,10 @@ def _resolve(
     from nanoengine.models.download import fetch  # only hub models need it
 
     return fetch(model, revision, gguf_file, with_weights, for_tokenizer)
+
+
+def _is_gguf(path: Path) -> bool:
+    return path.suffix == ".gguf" and path.is_file()
 
 
 def resolve_dtype(dtype: str | torch.dtype, hf_config: Any) -> torch.dtype:

@@ -181,10 +181,10 @@ class UnsupportedModelError(ValueError):
 
 
 @contextmanager
-def as_value_error(path: Path) -> Iterator[None]:
-    """Turn transformers' errors about a malformed checkpoint into a ValueError that names the cause."""
+def as_value_error(source: Path | str) -> Iterator[None]:
+    """Turn transformers' errors about a malformed file into a ValueError that names its cause."""
     try:
         yield
     except Exception as error:
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        raise ValueError(f"{path} cannot be loaded: {kind}{error}") from error
+        raise ValueError(f"{source} cannot be loaded: {kind}{error}") from error

@@ -229,11 +229,9 @@ class HFModel(nn.Module):
         logits: Tensor = self.head(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits
         return logits[0]
 
-    def use_linear_layers(self, kernels: Any = None) -> None:
+    def use_linear_layers(self) -> None:
         """Replace modules that multiply by a weight with linear layers, which a device can pack."""
         use_linear_layers(self.causal_lm)
-        if kernels is not None and kernels.are_exact:
-            load("contrib.exact", "-DEXACT").make_exact(self)
 
     def _run(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         inputs: dict[str, Any] = {

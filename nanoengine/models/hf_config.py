@@ -19,7 +19,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from nanoengine.models.decoder import rope_settings
-from nanoengine.models.files import UnsupportedModelError
+from nanoengine.models.files import UnsupportedModelError, as_value_error
 
 ATTENTION_TYPES = ("full_attention", "sliding_attention")  # layer types
 # Types of layers with a state (states.py), with a state and attention, and with neither.
@@ -66,10 +66,8 @@ def adapt(config: Any, fields: dict[str, Any], overrides: dict[str, Any]) -> tup
         if hasattr(config, "quantization_config"):  # another file may hold it
             fields = {"quantization_config": config.quantization_config, **fields}
         fields = _override(fields, deepcopy(overrides), config)  # transformers edits its argument
-        try:
+        with as_value_error("config.json with hf_overrides"):
             config = type(config).from_dict({**fields, "name_or_path": config.name_or_path})
-        except Exception as error:
-            raise ValueError(f"hf_overrides cannot be applied: {type(error).__name__}: {error}") from error
     _name_causal_lm(config)
     return config, language_part(config)
 

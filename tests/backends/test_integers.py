@@ -12,7 +12,7 @@ import torch
 
 from nanoengine.backends.cpu.kernels import Kernels
 from nanoengine.backends.cpu.packed import PackedLinear
-from nanoengine.backends.quantized import Quantized
+from tests.backends.test_kernels import quantized
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 
@@ -38,16 +38,6 @@ def product(x, weight, bias):
             exact = exact - integers[:, g].sum(1).astype(np.float32)[:, None] * weight.zeros[:, g].numpy()
         total = total + exact * (weight.scales[:, g].numpy() * scales[:, g, None])
     return torch.from_numpy(total)
-
-
-def quantized(num_outputs, num_inputs, bits, group, has_zeros):
-    """Return any integers, with scales and zeros in float16. The first two rows have the extremes."""
-    low, shape = -(1 << (bits - 1)), (num_outputs, num_inputs // group)
-    integers = torch.randint(low, -low, (num_outputs, num_inputs), dtype=torch.int8)
-    integers[0], integers[1] = low, -low - 1
-    scales = ((torch.rand(shape) - 0.5) * 0.1).half().float()
-    zeros = ((torch.rand(shape) - 0.5) * -2 * low).half().float() if has_zeros else None
-    return Quantized(integers, scales, zeros, bits)
 
 
 @DTYPES

@@ -133,13 +133,13 @@ def test_a_row_of_subnormal_numbers_does_not_depend_on_the_other_rows(bits):
 
 
 def quantized(num_outputs, num_inputs, bits, group, has_zeros):
-    """Return random integers and scales, and the extreme ones in one place."""
+    """Return random integers, scales and zeros. Two rows have the extreme integers, another the scale 0."""
     low, shape = -(1 << (bits - 1)), (num_outputs, num_inputs // group)
     integers = torch.randint(low, -low, (num_outputs, num_inputs), dtype=torch.int8)
-    integers[0, :2] = torch.tensor([low, -low - 1])
-    scales = (torch.rand(shape) * 0.1).half().float()
-    scales[num_outputs // 2] = 0
-    zeros = torch.randint(low, -low, shape).float() if has_zeros else None
+    integers[-2:] = torch.tensor([[low], [-low - 1]])[-num_outputs:]
+    scales = ((torch.rand(shape) - 0.5) * 0.1).half().float()
+    scales[num_outputs // 3] = 0
+    zeros = ((torch.rand(shape) - 0.5) * -2 * low).half().float() if has_zeros else None
     return Quantized(integers, scales, zeros, bits)
 
 
@@ -501,12 +501,9 @@ def test_the_kernels_are_right_when_compiled_for_another_instruction_set(name):
     if INSTRUCTION_SETS[name] not in flags() or not shutil.which("g++"):
         pytest.skip(f"needs g++ and a processor with {INSTRUCTION_SETS[name]}")
     files = [__file__, *(str(Path(__file__).parent / other) for other in OTHER_FILES)]
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *files],
-        env={**os.environ, "CXX": f"g++ -march={name}"},
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *files]
+    env = {**os.environ, "CXX": f"g++ -march={name}"}
+    result = subprocess.run(command, env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-3000:]
     assert " passed" in result.stdout
 

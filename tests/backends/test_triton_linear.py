@@ -10,7 +10,7 @@ import torch
 
 from nanoengine import LLM, EngineConfig, SamplingParams
 from tests import doubles
-from tests.backends.test_integers import quantized
+from tests.backends.test_kernels import quantized
 from tests.backends.test_triton import DEVICE, INTERPRETED, compiles, interpreted, runs_kernels, stack_bytes
 from tests.helpers import checkpoint, hf_model, random_prompts
 from tests.launches import TARGETS, Emulated, Recorder, compile_launch, obstacle

@@ -188,6 +188,23 @@ def test_a_signal_while_the_tokenizer_loads_is_no_error_of_the_tokenizer(interru
         LLM(copy, num_kv_blocks=4)
 
 
+def test_overrides_keep_the_quantization_that_another_file_states(copy):
+    content(GPTQ, {"bits": 3})(copy)
+    with pytest.raises(ValueError, match="quantized with gptq"):
+        open_checkpoint(str(copy), hf_overrides={"vocab_size": 200})
+
+
+def test_a_quantized_multimodal_model_is_read_here_or_refused_by_its_own_name(tmp_path):
+    name = "Gemma3ForConditionalGeneration"
+    for method in "gptq", "mxfp4":
+        stated = {"quantization_config": {"quant_method": method, "bits": 4, "group_size": 16}}
+        config = transformers.Gemma3Config(text_config={**TINY, **stated}, architectures=[name], **stated)
+        config.save_pretrained(tmp_path)
+        if method == "gptq":
+            assert not hasattr(open_checkpoint(str(tmp_path)).hf_config, "quantization_config")
+    refuse(tmp_path, f"{name} is not supported: quantized multimodal")
+
+
 def test_an_empty_quantization_config_is_ignored(copy):
     edit_config(copy, quantization_config={})
     with LLM(copy, num_kv_blocks=4) as llm:
@@ -301,7 +318,7 @@ def test_overrides_of_a_part_keep_the_rest_of_it(tmp_path):
     assert before.hidden_size == config.text_config.hidden_size
     with pytest.raises(ValueError, match=r"has 'no_such', which is not a field of \w+TextConfig"):
         open_checkpoint(str(tmp_path), hf_overrides={"text_config": {"no_such": 1}})
-    with pytest.raises(ValueError, match="hf_overrides cannot be applied"):
+    with pytest.raises(ValueError, match="hf_overrides cannot be loaded"):
         open_checkpoint(str(tmp_path), hf_overrides={"text_config": {"hidden_size": "x"}})
     with pytest.raises(TypeError, match="hf_overrides must be a dict"):
         LLM(str(tmp_path), hf_overrides=lambda config: config)

@@ -18,6 +18,7 @@ from nanoengine.backends.kv_cache import KVSpec
 from nanoengine.backends.memory import keep_freed_memory
 from nanoengine.backends.quantized import Quantized
 from nanoengine.config import EngineConfig
+from nanoengine.optional import load
 
 
 class CPU(Device):
@@ -83,7 +84,9 @@ class CPU(Device):
         if self.config.activations == "int8" and self.kernels is None:
             raise ValueError(f"activations='int8' needs compiled kernels: {self._no_kernels}")
         if not model.replaceable:
-            model.use_linear_layers(self.kernels)
+            model.use_linear_layers()
+            if self.kernels is not None and self.kernels.are_exact:
+                load("contrib.exact", "-DEXACT").make_exact(model)
         pack_weights(model, self.kernels, self.bits, self._activation_bits(next(model.parameters()).dtype))
         if model.replaceable and self.kernels is not None:
             model.use_kernels(self.kernels)

@@ -87,7 +87,8 @@ class Kernels:
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return the norm of x + residual, (T, E), and the sum. Without a residual the sum is x."""
-        out, total = torch.empty_like(x), x if residual is None else torch.empty_like(x)
+        out = torch.empty_like(x)
+        total = x if residual is None else torch.empty_like(x)
         self.call("rms_norm", out, total, x, residual, weight, float(eps), *x.shape)
         return out, total
 
