@@ -29,6 +29,7 @@ def machine(threads: int, device: str) -> dict[str, Any]:
     """Describe this machine."""
     import psutil
     import torch
+    from torch.utils.collect_env import get_nvidia_driver_version, run
 
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
@@ -36,13 +37,16 @@ def machine(threads: int, device: str) -> dict[str, Any]:
     flags = set(f"{found.get('flags', '')} {found.get('Features', '')}".split())
     if platform.machine() == "arm64":  # macOS has no /proc/cpuinfo
         flags.add("asimd")
-    driver = torch._C._cuda_getDriverVersion() if device == "cuda" else None  # type: ignore[attr-defined]
+    gpu = None
+    if device == "cuda":
+        driver = get_nvidia_driver_version(run)  # type: ignore[no-untyped-call]
+        gpu = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}, driver {driver}"
     return {
         "cpu": found.get("model name") or platform.processor(),
         "instructions": instruction_sets(flags),
         "cores": os.cpu_count(),
         "threads": threads,
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-        "gpu": driver and f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}, driver {driver}",
+        "gpu": gpu,
         "system": platform.platform(),
     }
