@@ -17,6 +17,11 @@ from tests.helpers import byte_tokenizer, chain_checkpoint, checkpoint, table_ch
 torch.set_num_threads(1)
 
 
+def pytest_configure(config):
+    if config.option.markexpr != "gpu":  # the other tests are about the CPU, on any machine
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+
+
 def pytest_collection_modifyitems(items):
     if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
         for item in items:

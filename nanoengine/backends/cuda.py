@@ -182,10 +182,7 @@ def fuse(function: Function) -> Function:
 
 
 def fusion_obstacle(device: torch.device) -> str | None:
-    """Return why nothing can be compiled for this GPU, or None if it can.
-
-    Possible reasons are a missing Triton or C compiler, and a GPU that is too old.
-    """
+    """Return why nothing can be compiled for this GPU, such as a missing C compiler, or None if it can."""
     try:
         fuse(torch.square)(torch.zeros(1, device=device))
     except Exception as error:  # any failure will do: plain PyTorch computes the same
@@ -559,13 +556,15 @@ class CUDA(Device):
             trial.compute()
             peak_bytes = torch.cuda.max_memory_allocated(self.device) - cache_bytes - allocated_before
             torch.cuda.empty_cache()
-            before, _, _ = self._memory()
+            *_, held_without = self._memory()
             graphs = trial.capture()
-            graph_bytes = before - self._memory()[0]
+            free_bytes, _, held_bytes = self._memory()
             del graphs
         torch.cuda.empty_cache()
-        free_bytes, _, held_bytes = self._memory()
-        beside = max(0, free_before - free_bytes - (held_bytes - held_before))  # not PyTorch's: libraries
+        graph_bytes = held_bytes - held_without
+        beside = free_before - free_bytes - (held_bytes - held_before)  # libraries, and the graphs' nodes
+        # They take less than 2 GiB. If more is missing, another process took it in the meantime.
+        beside = min(max(0, beside), 2 << 30)
         self.more_memory = (
             f"{figures}, gpu_memory_utilization={share} is {gib(usable_bytes)}, weights and the largest step "
             f"take {gib(peak_bytes)}, graphs {gib(graph_bytes)}, libraries {gib(beside)}; raise "
