@@ -41,7 +41,8 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     zeros,  # (G, N) float16, or None
     bias,  # (N,), or None
     num_tokens,
-    SPAN: tl.constexpr, PARTS: tl.constexpr,  # bytes of a row that a program reads; integers in a byte
+    num_steps,  # how many steps of a row a program reads
+    PARTS: tl.constexpr,  # integers in a byte
     I: tl.constexpr, N: tl.constexpr, BYTES: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr,  # noqa: E741
     OUTPUTS: tl.constexpr, TOKENS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -54,7 +55,9 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     columns = packed + outputs.to(tl.int64)[None, :] * BYTES + steps[:, None]
     rows = x + tokens.to(tl.int64)[:, None] * I + steps[None, :]
     acc = tl.zeros((TOKENS, OUTPUTS), tl.float32)
-    for byte in range(split * SPAN, tl.minimum(split * SPAN + SPAN, BYTES), STEP):
+    first_step = split * num_steps
+    for step in range(first_step, tl.minimum(first_step + num_steps, BYTES // STEP)):
+        byte = step * STEP
         held = tl.load(columns + byte, mask=is_output[None, :], other=0)
         for part in tl.static_range(PARTS):
             integers = held
@@ -130,12 +133,13 @@ class TritonLinear(nn.Module):
         out_dtype = torch.float32 if num_splits > 1 else x.dtype
         out = torch.empty(num_splits, num_tokens, num_outputs, dtype=out_dtype, device=x.device)
         sizes: dict[str, Any] = {"I": self.in_features, "N": num_outputs, "BYTES": num_bytes}
-        sizes |= {"SPAN": span * self.step, "GROUP": self.form.group, "PARTS": 8 // self.form.bits}
-        sizes |= {"STEP": self.step, "OUTPUTS": outputs, "TOKENS": tokens}
+        sizes |= {"GROUP": self.form.group, "PARTS": 8 // self.form.bits, "STEP": self.step}
+        sizes |= {"OUTPUTS": outputs, "TOKENS": tokens}
         # Triton's interpreter would multiply the bits of bfloat16 as integers.
         sizes["UPCAST"] = x.dtype == torch.bfloat16 and triton.knobs.runtime.interpret
         tensors = out, flat, self.packed, self.scales, self.zeros, self.bias
-        _linear_kernel[(*grid, num_splits)](*tensors, num_tokens, **sizes, num_stages=stages, num_warps=warps)
+        numbers = num_tokens, span
+        _linear_kernel[(*grid, num_splits)](*tensors, *numbers, **sizes, num_stages=stages, num_warps=warps)
         return (out[0] if num_splits == 1 else out.sum(0).to(x.dtype)).view(*x.shape[:-1], num_outputs)
 
 

@@ -210,7 +210,7 @@ REDUNDANT = {
     # between copies and products, and these also follow the stores of the queries.
     (
         "no barrier",
-        "k_cache, cache_rows[None, :], is_key[None, :], kv_head, k_dims[:, None], K, K_DIM, dtype",
+        "keys = _load(k_cache, slots[None, :], is_key[None, :], kv_head, k_dims[:, None], K, K_DIM, dtype)",
     ),
     ("no fence", "scores = _dot(queries, keys, UPCAST) * scale"),
 }

@@ -424,6 +424,7 @@ def test_the_kernels_compile_for_gpus_without_spilling_and_use_their_tensor_core
         if "ROWS" in named and dtype != torch.float32 and generation != "sm75":
             code = compiled.asm.get("ptx") or compiled.asm["amdgcn"]
             assert "mfma" in code if generation == "gfx942" else "mma.sync" in code or "wgmma" in code
+            assert generation == "gfx942" or "cp.async.cg" in code  # keys are loaded 16 bytes at a time
 
 
 @compiles

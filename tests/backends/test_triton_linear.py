@@ -95,6 +95,22 @@ def test_any_layer_and_number_of_tokens_equals_the_dequantized_product(num_token
     assert torch.equal(out, layer(x.contiguous()))
 
 
+def test_a_layer_compiles_few_kernels_for_any_number_of_tokens(monkeypatch):
+    """A request must not wait for the compiler because nobody has sent as many tokens before."""
+    recorder = Recorder(backend._linear_kernel)
+    monkeypatch.setattr(backend, "_linear_kernel", recorder)
+    monkeypatch.setattr(backend, "generation", lambda device: "sm90")
+    layer = backend.TritonLinear(quantized(1024, 2048, 4, 32, False), None, BRAIN, torch.device("cpu"))
+    for num_tokens in (1, 2, 16, 17, 100, *range(129, 2000, 128)):
+        layer(torch.zeros(num_tokens, 2048, dtype=BRAIN))
+    fixed = [param.name for param in recorder.kernel.params if param.is_constexpr]
+    launches = recorder.launches
+    kinds = {
+        (named["out"].dtype, *(named[x] for x in fixed), *options.values()) for named, options, _ in launches
+    }
+    assert len(kinds) <= 3
+
+
 @pytest.mark.parametrize("shape", [ODD, WIDE, BYTES, SMALL_GROUPS, BYTES_OF_32])
 def test_rows_and_bytes_are_those_of_the_quantized_weight(shape):
     num_outputs, num_inputs, bits, group, has_zeros = shape
