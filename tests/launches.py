@@ -79,7 +79,12 @@ def compile_launch(kernel: Any, named: dict[str, Any], options: dict[str, int], 
     aligned = {
         (param.num,): [["tt.divisibility", 16]]
         for param in kernel.params
-        if isinstance(named[param.name], torch.Tensor) and not param.do_not_specialize_on_alignment
+        if param.name not in constants
+        and (
+            not param.do_not_specialize_on_alignment
+            if isinstance(x := named[param.name], torch.Tensor)
+            else type(x) is int and x % 16 == 0 and not param.do_not_specialize
+        )
     }
     source = ASTSource(kernel, signature, constants, aligned)
     return compile(source, target=GPUTarget(*TARGETS[generation][0]), options=options)

@@ -42,8 +42,8 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     bias,  # (N,), or None
     num_tokens,
     num_steps,  # how many steps of a row a program reads
-    PARTS: tl.constexpr,  # integers in a byte
-    I: tl.constexpr, N: tl.constexpr, BYTES: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr,  # noqa: E741
+    I, N, BYTES,  # noqa: E741 (arguments, so that layers of different sizes share a kernel)
+    PARTS: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr,  # PARTS: integers in a byte
     OUTPUTS: tl.constexpr, TOKENS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Multiply a tile of tokens and outputs, over the inputs of one split."""
@@ -132,13 +132,12 @@ class TritonLinear(nn.Module):
         num_splits = -(-turns // span)
         out_dtype = torch.float32 if num_splits > 1 else x.dtype
         out = torch.empty(num_splits, num_tokens, num_outputs, dtype=out_dtype, device=x.device)
-        sizes: dict[str, Any] = {"I": self.in_features, "N": num_outputs, "BYTES": num_bytes}
-        sizes |= {"GROUP": self.form.group, "PARTS": 8 // self.form.bits, "STEP": self.step}
+        sizes: dict[str, Any] = {"PARTS": 8 // self.form.bits, "GROUP": self.form.group, "STEP": self.step}
         sizes |= {"OUTPUTS": outputs, "TOKENS": tokens}
         # Triton's interpreter would multiply the bits of bfloat16 as integers.
         sizes["UPCAST"] = x.dtype == torch.bfloat16 and triton.knobs.runtime.interpret
         tensors = out, flat, self.packed, self.scales, self.zeros, self.bias
-        numbers = num_tokens, span
+        numbers = num_tokens, span, self.in_features, num_outputs, num_bytes
         _linear_kernel[(*grid, num_splits)](*tensors, *numbers, **sizes, num_stages=stages, num_warps=warps)
         return (out[0] if num_splits == 1 else out.sum(0).to(x.dtype)).view(*x.shape[:-1], num_outputs)
 

@@ -424,7 +424,15 @@ def test_the_kernels_compile_for_gpus_without_spilling_and_use_their_tensor_core
         if "ROWS" in named and dtype != torch.float32 and generation != "sm75":
             code = compiled.asm.get("ptx") or compiled.asm["amdgcn"]
             assert "mfma" in code if generation == "gfx942" else "mma.sync" in code or "wgmma" in code
-            assert generation == "gfx942" or "cp.async.cg" in code  # keys are loaded 16 bytes at a time
+
+
+@compiles
+def test_an_int8_cache_is_loaded_16_bytes_at_a_time(monkeypatch):
+    launches = launches_of(
+        monkeypatch, [(1, 1000)], torch.bfloat16, 128, PLAIN, "sm90", kv_heads=4, int8=True
+    )
+    kernel, named, options, _ = launches[0]
+    assert "cp.async.cg" in compile_launch(kernel, named, options, "sm90").asm["ptx"]  # not of 4 or 8 bytes
 
 
 @compiles

@@ -95,18 +95,19 @@ def test_any_layer_and_number_of_tokens_equals_the_dequantized_product(num_token
     assert torch.equal(out, layer(x.contiguous()))
 
 
-def test_a_layer_compiles_few_kernels_for_any_number_of_tokens(monkeypatch):
+def test_layers_compile_few_kernels_for_any_number_of_tokens(monkeypatch):
     """A request must not wait for the compiler because nobody has sent as many tokens before."""
     recorder = Recorder(backend._linear_kernel)
     monkeypatch.setattr(backend, "_linear_kernel", recorder)
     monkeypatch.setattr(backend, "generation", lambda device: "sm90")
-    layer = backend.TritonLinear(quantized(1024, 2048, 4, 32, False), None, BRAIN, torch.device("cpu"))
-    for num_tokens in (1, 2, 16, 17, 100, *range(129, 2000, 128)):
-        layer(torch.zeros(num_tokens, 2048, dtype=BRAIN))
+    for shape in ((1024, 2048), (512, 1024)):
+        layer = backend.TritonLinear(quantized(*shape, 4, 32, False), None, BRAIN, torch.device("cpu"))
+        for num_tokens in (1, 2, 16, 17, 100, *range(129, 2000, 128)):
+            layer(torch.zeros(num_tokens, shape[1], dtype=BRAIN))
     fixed = [param.name for param in recorder.kernel.params if param.is_constexpr]
-    launches = recorder.launches
     kinds = {
-        (named["out"].dtype, *(named[x] for x in fixed), *options.values()) for named, options, _ in launches
+        (named["out"].dtype, *(named[name] for name in fixed), *options.values())
+        for named, options, _ in recorder.launches
     }
     assert len(kinds) <= 3
 
