@@ -19,7 +19,7 @@ torch.set_num_threads(1)
 
 def pytest_configure(config):
     if config.option.markexpr != "gpu":  # the other tests are about the CPU, on any machine
-        os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def pytest_collection_modifyitems(items):
