@@ -39,13 +39,13 @@ def summarize(replies: list[dict[str, Any]], prompt_tokens: int, output_tokens: 
 
     def spread(values: list[float]) -> dict[str, float]:
         numbers = {"median": statistics.median(values), "min": min(values), "max": max(values)}
-        return {name: round(value, 2) for name, value in numbers.items()}
+        return {name: round(value, 4) for name, value in numbers.items()}
 
     row: dict[str, Any] = {
         "prompt_tokens": prompt_tokens,
         "output_tokens": output_tokens,
         "output_tokens_per_s": spread([output_tokens / r["seconds"] for r in replies]),
-        "runs_tokens_per_s": [round(output_tokens / r["seconds"], 2) for r in replies],
+        "runs_tokens_per_s": [round(output_tokens / r["seconds"], 4) for r in replies],
         "total_tokens_per_s": spread([(prompt_tokens + output_tokens) / r["seconds"] for r in replies]),
     }
     for name in LATENCIES:
