@@ -528,7 +528,7 @@ def test_the_gpu_s_report_says_which_piece_failed_or_did_not_end(tmp_path):
     assert f"{hardware(PLACE)}\n" in page
     assert "- nanoengine-flash: torch 2.13" in page
     assert "| flash | 21,600 | 20,000 | 0.93 | 50% | 2.0 |" in page
-    assert "| varlen | 21,900 | it ended with 1, see varlen.log | - | - | - |" in page
+    assert "| varlen | 20,600 | it ended with 1, see varlen.log | - | - | - |" in page
     assert "no such thing" in (tmp_path / "varlen.log").read_text()
     assert "| triton | 17,300 | it did not end in 1 s | - | - | - |" in page
     assert "| vllm | 26,000 | not run | - | - | - |" in page
