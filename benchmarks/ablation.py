@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+EXACT = {"CXX": f"{os.environ.get('CXX') or 'g++'} -DEXACT"}  # docs/guide/bits.md
 WITHOUT = "nanoengine without "  # prefix of an engine's name, before the trick's name
 
 
@@ -58,7 +59,7 @@ TRICKS = {
     "one call per layer": Trick(("cpu",), switch_off=_calls_per_layer),
     "large pages": Trick(("cpu",), switch_off=_small_pages),
     "pinned threads": Trick(("cpu",), {"pin_threads": False}),
-    "inexact sums": Trick(("cpu",), switch_off=lambda: os.environ.update(CXX="g++ -DEXACT")),
+    "inexact sums": Trick(("cpu",), switch_off=lambda: os.environ.update(EXACT)),
     "graphs": Trick(("cuda",), switch_off=_no_graphs),
     "fusion": Trick(("cuda",), switch_off=_no_fusion),
     "async scheduling": Trick(("cuda",), {"async_scheduling": False}),

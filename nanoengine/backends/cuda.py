@@ -561,10 +561,10 @@ class CUDA(Device):
             free_bytes, _, held_bytes = self._memory()
             del graphs
         torch.cuda.empty_cache()
-        graph_bytes = held_bytes - held_without
+        graph_bytes = max(0, held_bytes - held_without)
         beside = free_before - free_bytes - (held_bytes - held_before)  # libraries, and the graphs' nodes
-        # They take less than 2 GiB. If more is missing, another process took it in the meantime.
-        beside = min(max(0, beside), 2 << 30)
+        # They take less than 2 GiB per rank. If more is missing, another process took it in the meantime.
+        beside = min(max(0, beside), self.config.tensor_parallel_size * (2 << 30))
         self.more_memory = (
             f"{figures}, gpu_memory_utilization={share} is {gib(usable_bytes)}, weights and the largest step "
             f"take {gib(peak_bytes)}, graphs {gib(graph_bytes)}, libraries {gib(beside)}; raise "

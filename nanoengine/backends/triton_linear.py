@@ -146,8 +146,8 @@ class TritonLinear(nn.Module):
 def try_out(form: Form, dtype: torch.dtype, device: torch.device) -> None:
     """Compute a small layer for one token and for many. Raises RuntimeError if the results are wrong."""
     middle = 1 << (form.bits - 1)
-    integers = torch.arange(40 * 3 * form.group).view(40, -1) * 7 % (2 * middle) - middle
-    scales, zeros = torch.full((40, 3), 0.25), torch.ones(40, 3) if form.has_zeros else None
+    integers = torch.arange(48 * 3 * form.group).view(48, -1) * 7 % (2 * middle) - middle
+    scales, zeros = torch.full((48, 3), 0.25), torch.ones(48, 3) if form.has_zeros else None
     layer = TritonLinear(Quantized(integers.to(torch.int8), scales, zeros, form.bits), None, dtype, device)
     for num_tokens in (1, FEW[1] + 1):
         x = torch.arange(num_tokens * layer.in_features, device=device).sin().view(num_tokens, -1).to(dtype)

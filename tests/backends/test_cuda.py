@@ -532,18 +532,31 @@ def test_the_cache_gets_the_memory_that_weights_and_batches_leave(in_float32, tr
 
 
 @pytest.mark.parametrize(
-    ("others", "here", "share", "expected"),
+    ("others", "here", "meanwhile", "share", "expected"),
     [
-        (0, 0, 0.9, 90 - 20),  # another process takes 9 GiB during the capture: at most 2 are for libraries
-        (0, 45, 0.45, 45 - 19),  # beside an engine of the same size in this process
-        (45, 0, 0.45, 45 - 19),  # and in another process
-        (30, 0, 0.6, 60 - 19),
-        (30, 5, 0.7, r"GiB: cuda:0 has 100.0 GiB, of which 65.0 GiB were free .* at most 0.65"),
-        (0, 0, 0.2, "one block takes .* step take 17.0 GiB, graphs 1.0 GiB, libraries 1.0 GiB; raise gpu_"),
+        (0, 0, 0, 0.9, 90 - 19),
+        (
+            0,
+            0,
+            9,
+            0.9,
+            90 - 20,
+        ),  # another process takes 9 GiB during the capture: at most 2 are for libraries
+        (9, 0, -9, 0.9, 90 - 18),  # it gives them back
+        (0, 45, 0, 0.45, 45 - 19),  # beside an engine of the same size in this process
+        (45, 0, 0, 0.45, 45 - 19),  # and in another process
+        (30, 5, 0, 0.7, r"GiB: cuda:0 has 100.0 GiB, of which 65.0 GiB were free .* at most 0.65"),
+        (
+            0,
+            0,
+            0,
+            0.2,
+            "one block takes .* step take 17.0 GiB, graphs 1.0 GiB, libraries 1.0 GiB; raise gpu_",
+        ),
     ],
 )
 def test_an_engine_is_charged_for_what_it_takes_itself(
-    others, here, share, expected, flash_doubles, monkeypatch
+    others, here, meanwhile, share, expected, flash_doubles, monkeypatch
 ):
     """A card of 100 GiB, weights of 15, 2 for the largest step, 1 for graphs and 1 for cuBLAS and others."""
     taken = {"others": others, "allocated": here, "libraries": 0, "graphs": 0, "peak": 0}
@@ -570,7 +583,7 @@ def test_an_engine_is_charged_for_what_it_takes_itself(
         yield 4 << 30
         take(allocated=-4)
 
-    capture = lambda: take(graphs=1, others=9 if share == 0.9 else 0) or Graphs()  # noqa: E731
+    capture = lambda: take(graphs=1, others=meanwhile) or Graphs()  # noqa: E731
     trial = Trial("prompts", caches, lambda: take(peak=2, libraries=1), capture)
     Graphs = type("Graphs", (), {"__del__": lambda _: take(graphs=-1)})
     if isinstance(expected, int):

@@ -104,12 +104,15 @@ def test_layers_compile_few_kernels_for_any_number_of_tokens(monkeypatch):
         layer = backend.TritonLinear(quantized(*shape, 4, 32, False), None, BRAIN, torch.device("cpu"))
         for num_tokens in (1, 2, 16, 17, 100, *range(129, 2000, 128)):
             layer(torch.zeros(num_tokens, shape[1], dtype=BRAIN))
-    fixed = [param.name for param in recorder.kernel.params if param.is_constexpr]
-    kinds = {
-        (named["out"].dtype, *(named[name] for name in fixed), *options.values())
-        for named, options, _ in recorder.launches
-    }
-    assert len(kinds) <= 3
+    numbers = [param for param in recorder.kernel.params if not param.do_not_specialize]
+
+    def kind(named, options):
+        """Return what Triton compiles a kernel for: of an integer, whether it is 1 or a multiple of 16."""
+        values = ((param.is_constexpr, named[param.name]) for param in numbers)
+        kept = (x if fixed else (x == 1, x % 16 == 0) for fixed, x in values if isinstance(x, int))
+        return named["out"].dtype, *kept, *options.values()
+
+    assert len({kind(named, options) for named, options, _ in recorder.launches}) <= 3
 
 
 @pytest.mark.parametrize("shape", [ODD, WIDE, BYTES, SMALL_GROUPS, BYTES_OF_32])
@@ -312,11 +315,3 @@ def test_the_kernel_compiles_without_spilling_and_uses_tensor_cores(
             code = compiled.asm.get("ptx") or compiled.asm["amdgcn"]
             names = {"gfx942": "mfma", "sm90": "wgmma" if num_tokens > 16 else "mma.sync"}
             assert names.get(generation, "mma.sync") in code
-
-
-@compiles
-def test_the_kernel_is_not_compiled_again_for_another_step(monkeypatch):
-    steps = [launch_of(n, (64, 64, 4, 32, True), BRAIN, "sm80", monkeypatch) for n in (17, 113)]
-    for param in steps[0][0].params:
-        a, b = (named[param.name] for _, named, _, _ in steps)
-        assert isinstance(a, torch.Tensor) or a == b or param.do_not_specialize, param.name
