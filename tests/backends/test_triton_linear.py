@@ -104,11 +104,11 @@ def test_layers_compile_few_kernels_for_any_number_of_tokens(monkeypatch):
         layer = backend.TritonLinear(quantized(*shape, 4, 32, False), None, BRAIN, torch.device("cpu"))
         for num_tokens in (1, 2, 16, 17, 100, *range(129, 4100, 128)):
             layer(torch.zeros(num_tokens, shape[1], dtype=BRAIN))
-    numbers = [param for param in recorder.kernel.params if not param.do_not_specialize]
+    params = [param for param in recorder.kernel.params if param.is_constexpr or not param.do_not_specialize]
 
     def kind(named, options):
         """Return what Triton compiles a kernel for: of an integer, whether it is 1 or a multiple of 16."""
-        values = ((param.is_constexpr, named[param.name]) for param in numbers)
+        values = ((param.is_constexpr, named[param.name]) for param in params)
         kept = (x if fixed else (x == 1, x % 16 == 0) for fixed, x in values if isinstance(x, int))
         return named["out"].dtype, *kept, *options.values()
 
