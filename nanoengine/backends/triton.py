@@ -82,16 +82,16 @@ def _dot(a, b, UPCAST: tl.constexpr):  # type: ignore[no-untyped-def]
 def _load(cache, slots, is_key, head, dims, K, DIM, dtype):  # type: ignore[no-untyped-def]
     """Load a tile of K or V, (keys, dims) or transposed. An int8 cache has scales after the heads.
 
-    A slot is multiplied by a constant alone, from which Triton sees that 16 bytes can be loaded at once.
+    There a slot is multiplied by a constant alone, so that Triton sees how many bytes it can load at once.
     """
     mask = is_key & (dims < DIM)
     if cache.dtype.element_ty == tl.int8:
         tokens = cache + slots * (K * (DIM + 4))
-        scales = (tokens + (K * DIM + head * 4)).to(tl.pointer_type(tl.float32), bitcast=True)
-        integers = tl.load(tokens + head * DIM + dims, mask=mask, other=0)
+        scales = tokens.to(tl.pointer_type(tl.float32), bitcast=True) + (K * DIM // 4 + head)
+        integers = tl.load(tokens + (head * DIM + dims), mask=mask, other=0)
         x = (integers * tl.load(scales, mask=is_key, other=0)).to(dtype)
     else:
-        x = tl.load(cache + slots * (K * DIM) + head * DIM + dims, mask=mask, other=0)
+        x = tl.load(cache + (slots * K + head) * DIM + dims, mask=mask, other=0)
     return x
 
 

@@ -95,6 +95,7 @@ def test_any_layer_and_number_of_tokens_equals_the_dequantized_product(num_token
     assert torch.equal(out, layer(x.contiguous()))
 
 
+@compiles
 def test_layers_compile_few_kernels_for_any_number_of_tokens(monkeypatch):
     """A request must not wait for the compiler because nobody has sent as many tokens before."""
     recorder = Recorder(backend._linear_kernel)
