@@ -363,6 +363,12 @@ with LLM("demo", dtype="float32", num_kv_blocks=50, **settings_of({WITHOUT + tri
         assert is_packed == (trick not in ("compiled kernels", "packed weights"))
 
 
+def test_the_machine_of_a_measurement_names_its_gpu(monkeypatch):
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "H200")
+    monkeypatch.setattr("torch.utils.collect_env.get_nvidia_driver_version", lambda run: "580.1")
+    assert machine(2, "cuda")["gpu"] == f"H200, CUDA {torch.version.cuda}, driver 580.1"
+
+
 SERVED = {"model": "tiny", "dtype": "float32", "prompt": 32, "output": 8, "requests": 4, "shared": 0}
 
 
