@@ -29,7 +29,6 @@ def machine(threads: int, device: str) -> dict[str, Any]:
     """Describe this machine."""
     import psutil
     import torch
-    from torch.utils.collect_env import get_nvidia_driver_version, run
 
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
@@ -39,6 +38,8 @@ def machine(threads: int, device: str) -> dict[str, Any]:
         flags.add("asimd")
     gpu = None
     if device == "cuda":
+        from torch.utils.collect_env import get_nvidia_driver_version, run
+
         driver = get_nvidia_driver_version(run)  # type: ignore[no-untyped-call]
         gpu = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}, driver {driver}"
     return {

@@ -18,9 +18,8 @@ torch.set_num_threads(1)
 
 
 def pytest_configure(config):
-    if "gpu" not in config.option.markexpr.replace(
-        "not gpu", ""
-    ):  # the other tests are about the CPU, on any machine
+    # Without `-m gpu`, tests are about the CPU, on any machine.
+    if "gpu" not in config.option.markexpr.replace("not gpu", ""):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 

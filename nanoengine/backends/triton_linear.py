@@ -24,7 +24,7 @@ with suppress(ImportError):  # Windows, and PyTorch for the CPU
     import triton.language as tl
 
 MAX_STEP = 64  # how many bytes of a row of packed weights are loaded at once
-MAX_PROGRAMS, MIN_TURNS = 512, 4  # limit on programs that share the inputs; the least steps of each
+MAX_PROGRAMS, MIN_STEPS = 512, 4  # limit on programs that share the inputs; the least steps of each
 # The size of a program: outputs, tokens, steps that are loaded at once, and warps.
 FEW, MANY = (64, 16, 4, 4), (64, 128, 2, 8)  # up to 16 tokens, and more
 HOPPER = (64, 128, 2, 4)  # four warps issue a product together
@@ -50,10 +50,10 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     tokens = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     split = tl.program_id(2)
-    steps = tl.arange(0, STEP)
+    offsets = tl.arange(0, STEP)
     is_output, is_token = outputs < N, tokens < num_tokens
-    columns = packed + outputs.to(tl.int64)[None, :] * BYTES + steps[:, None]
-    rows = x + tokens.to(tl.int64)[:, None] * I + steps[None, :]
+    columns = packed + outputs.to(tl.int64)[None, :] * BYTES + offsets[:, None]
+    rows = x + tokens.to(tl.int64)[:, None] * I + offsets[None, :]
     acc = tl.zeros((TOKENS, OUTPUTS), tl.float32)
     first_step = split * num_steps
     for step in range(first_step, tl.minimum(first_step + num_steps, BYTES // STEP)):
@@ -126,10 +126,10 @@ class TritonLinear(nn.Module):
         tiles = FEW if num_tokens <= FEW[1] else HOPPER if gpu == "sm90" else MANY
         outputs, tokens, stages, warps = SMALL if x.dtype == torch.float32 or gpu == "sm75" else tiles
         grid = -(-num_outputs // outputs), max(1, -(-num_tokens // tokens))
-        turns = num_bytes // self.step
-        num_splits = max(1, min(MAX_PROGRAMS // (grid[0] * grid[1]), turns // MIN_TURNS))
-        span = -(-turns // num_splits)
-        num_splits = -(-turns // span)
+        all_steps = num_bytes // self.step
+        num_splits = max(1, min(MAX_PROGRAMS // (grid[0] * grid[1]), all_steps // MIN_STEPS))
+        num_steps = -(-all_steps // num_splits)
+        num_splits = -(-all_steps // num_steps)
         out_dtype = torch.float32 if num_splits > 1 else x.dtype
         out = torch.empty(num_splits, num_tokens, num_outputs, dtype=out_dtype, device=x.device)
         sizes: dict[str, Any] = {"PARTS": 8 // self.form.bits, "GROUP": self.form.group, "STEP": self.step}
@@ -137,7 +137,7 @@ class TritonLinear(nn.Module):
         # Triton's interpreter would multiply the bits of bfloat16 as integers.
         sizes["UPCAST"] = x.dtype == torch.bfloat16 and triton.knobs.runtime.interpret
         tensors = out, flat, self.packed, self.scales, self.zeros, self.bias
-        numbers = num_tokens, span, self.in_features, num_outputs, num_bytes
+        numbers = num_tokens, num_steps, self.in_features, num_outputs, num_bytes
         _linear_kernel[(*grid, num_splits)](*tensors, *numbers, **sizes, num_stages=stages, num_warps=warps)
         return (out[0] if num_splits == 1 else out.sum(0).to(x.dtype)).view(*x.shape[:-1], num_outputs)
 

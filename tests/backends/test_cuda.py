@@ -531,32 +531,24 @@ def test_the_cache_gets_the_memory_that_weights_and_batches_leave(in_float32, tr
     assert in_float32["with_kvcache"] >= 2  # the most rows, once, beside the captures
 
 
+NO_ROOM = "one block takes .* step take 17.0 GiB, graphs 1.0 GiB, libraries 1.0 GiB; raise gpu_"
+
+
 @pytest.mark.parametrize(
-    ("others", "here", "meanwhile", "share", "expected"),
+    ("others", "here", "meanwhile", "ranks", "share", "expected"),
     [
-        (0, 0, 0, 0.9, 90 - 19),
-        (
-            0,
-            0,
-            9,
-            0.9,
-            90 - 20,
-        ),  # another process takes 9 GiB during the capture: at most 2 are for libraries
-        (9, 0, -9, 0.9, 90 - 18),  # it gives them back
-        (0, 45, 0, 0.45, 45 - 19),  # beside an engine of the same size in this process
-        (45, 0, 0, 0.45, 45 - 19),  # and in another process
-        (30, 5, 0, 0.7, r"GiB: cuda:0 has 100.0 GiB, of which 65.0 GiB were free .* at most 0.65"),
-        (
-            0,
-            0,
-            0,
-            0.2,
-            "one block takes .* step take 17.0 GiB, graphs 1.0 GiB, libraries 1.0 GiB; raise gpu_",
-        ),
+        (0, 0, 0, 1, 0.9, 90 - 19),
+        (0, 0, 9, 1, 0.9, 90 - 20),  # another process takes 9 GiB: at most 2 are charged, for libraries
+        (0, 0, 9, 4, 0.9, 90 - 26),  # at most 8 for those of four ranks
+        (9, 0, -9, 1, 0.9, 90 - 18),  # another process gives back 9 GiB: libraries are not charged
+        (0, 45, 0, 1, 0.45, 45 - 19),  # beside an engine of the same size in this process
+        (45, 0, 0, 1, 0.45, 45 - 19),  # and in another process
+        (30, 5, 0, 1, 0.7, r"GiB: cuda:0 has 100.0 GiB, of which 65.0 GiB were free .* at most 0.65"),
+        (0, 0, 0, 1, 0.2, NO_ROOM),
     ],
 )
 def test_an_engine_is_charged_for_what_it_takes_itself(
-    others, here, meanwhile, share, expected, flash_doubles, monkeypatch
+    others, here, meanwhile, ranks, share, expected, flash_doubles, monkeypatch
 ):
     """A card of 100 GiB, weights of 15, 2 for the largest step, 1 for graphs and 1 for cuBLAS and others."""
     taken = {"others": others, "allocated": here, "libraries": 0, "graphs": 0, "peak": 0}
@@ -573,8 +565,8 @@ def test_an_engine_is_charged_for_what_it_takes_itself(
     monkeypatch.setattr(f"{cuda}max_memory_allocated", lambda _: gibs("allocated", "peak"))
     monkeypatch.setattr(f"{cuda}memory_allocated", lambda _: gibs("allocated"))
     monkeypatch.setattr(f"{cuda}memory_reserved", lambda _: gibs("allocated", "graphs"))
-    config = EngineConfig(model=".", gpu_memory_utilization=share, enforce_eager=True)
-    device = CUDA(torch.device("cuda", 0), config)
+    settings = {"gpu_memory_utilization": share, "tensor_parallel_size": ranks, "enforce_eager": True}
+    device = CUDA(torch.device("cuda", 0), EngineConfig(model=".", **settings))
     take(allocated=15)
 
     @contextlib.contextmanager
