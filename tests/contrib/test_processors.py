@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nanoengine import LLM, SamplingParams
@@ -282,6 +282,7 @@ def test_an_invalid_processor_of_an_engine_is_refused(settings, message):
 
 @settings(max_examples=50, deadline=None)
 @given(seed=st.integers(0, 2**31))
+@example(seed=175817)  # a sample is replaced by another whose tokens are equal so far
 def test_batch_updates_keep_every_request_at_an_index(seed):
     """A processor that applies each update in vLLM's order knows the request at each index."""
     rng, batch, held = random.Random(seed), Batch([]), {}
