@@ -156,6 +156,12 @@ class Sequence:
 
 
 BY_ORDER = attrgetter("order")
+Tell = Callable[..., None]  # an observer: `tell(event, *details)`. contrib/trace.py lists the events
+
+
+def tell_nobody(event: str, *details: object) -> None:
+    """Ignore an event."""
+
 
 # ---- BlockManager: which sequence holds which block, and what each block contains ----------------
 
@@ -216,6 +222,7 @@ class BlockManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.hash_function = hash_function
+        self.tell: Tell = tell_nobody  # `Scheduler.observe` replaces it
         self.num_query_tokens = 0  # prefix cache statistics: only first admissions count
         self.num_query_hits = 0
         self.clear()
@@ -228,6 +235,7 @@ class BlockManager:
         # hash -> the blocks with that hash, by id: twins, and blocks whose hashes collide.
         self.registered_blocks: dict[int, dict[int, Block]] = {}
         self.next_prefix_id = 1
+        self.tell("cleared")
 
     # -- admission
 
@@ -237,7 +245,7 @@ class BlockManager:
         Returns False and takes no block if there are too few free blocks.
         """
         hits = self.find_prefix(seq)
-        if not self._hold(hits, self.num_blocks_for(seq.num_tokens) - len(hits)):
+        if not self._hold(seq, hits, self.num_blocks_for(seq.num_tokens) - len(hits)):
             return False
         seq.block_table = [block.block_id for block in hits]
         self._grow(seq, seq.num_tokens)
@@ -282,7 +290,8 @@ class BlockManager:
         if not self.enable_prefix_caching:
             return
         self._hash_full_blocks(seq)
-        for i in range(seq.num_registered_blocks, num_tokens // self.block_size):
+        first = seq.num_registered_blocks
+        for i in range(first, num_tokens // self.block_size):
             parent_id = seq.prefix_id
             twin = self._find(seq.block_keys[i], parent_id)
             if twin is None:
@@ -292,6 +301,7 @@ class BlockManager:
                 seq.prefix_id = twin.prefix_id
             self._register(seq, i, parent_id)
             seq.num_registered_blocks = i + 1
+        self.tell("registered", seq, first)
 
     # -- release
 
@@ -334,10 +344,11 @@ class BlockManager:
         """The number of tokens of one sequence that fit in the cache if no other sequence is running."""
         return self.num_blocks * self.block_size
 
-    def _hold(self, hits: list[Block], num_new: int) -> bool:
+    def _hold(self, seq: Sequence, hits: list[Block], num_new: int) -> bool:
         """Add a reference to each hit, or return False if fewer than num_new free blocks would remain."""
         num_revived = sum(block.ref_count == 0 for block in hits)  # free now, in use afterwards
         if num_new + num_revived > self.num_free_blocks:
+            self.tell("refused", seq, num_new + num_revived)
             return False
         for block in hits:
             if block.ref_count == 0:
@@ -475,6 +486,11 @@ class Scheduler:
         self.num_preemptions = 0
         # The sequences running at the last failure, for `recover`: seq_id -> number of known tokens.
         self.length_at_failure: dict[int, int] = {}
+        self.observe(tell_nobody)
+
+    def observe(self, tell: Tell) -> None:
+        """Call `tell(event, ...)` after each change from now on. contrib/trace.py lists the events."""
+        self.tell = self.block_manager.tell = tell
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence. Its prompt must be shorter than max_num_tokens: one output token has to fit."""
@@ -482,6 +498,7 @@ class Scheduler:
         wanted, limit = seq.params.max_tokens, self.max_num_tokens
         seq.max_num_tokens = limit if wanted is None else min(limit, seq.num_prompt_tokens + wanted)
         bisect.insort(self.waiting, seq, key=BY_ORDER)
+        self.tell("added", seq)
 
     # -- before the forward pass
 
@@ -516,13 +533,21 @@ class Scheduler:
             bisect.insort(self.running, seq, key=BY_ORDER)
             # Insert, then delete: if a signal handler raises in between, `recover` still finds the sequence.
             del self.waiting[0]
+            self.tell("admitted", seq)
             if seq.first_scheduled_time is None:
                 seq.first_scheduled_time = time.monotonic()
             chunk = self._schedule_chunk(seq, seq.num_tokens, budget)
             chunks.append(chunk)
             budget -= chunk.end - chunk.start
+        budget -= self.add_drafts(chunks, budget)
         sampled_seqs = [chunk.seq for chunk in chunks if chunk.samples]
-        return ScheduledBatch(chunks, sampled_seqs, self.max_num_batched_tokens - budget)
+        batch = ScheduledBatch(chunks, sampled_seqs, self.max_num_batched_tokens - budget)
+        self.tell("scheduled", batch)
+        return batch
+
+    def add_drafts(self, chunks: list[Chunk], budget: int) -> int:
+        """Add chunks of draft tokens to a step, and return how many. extensions/speculate.py overrides it."""
+        return 0
 
     def _make_room(self, seq: Sequence) -> bool:
         """Grow a running sequence's block table, preempting from the tail while too few blocks are free.
@@ -531,19 +556,21 @@ class Scheduler:
         if this sequence itself was preempted.
         """
         while not self.block_manager.may_append(seq, seq.num_tokens):
-            if self._preempt_last() is seq:
+            victim = self.running[-1]
+            self._preempt(victim, seq)
+            if victim is seq:
                 return False
+        self.tell("grew", seq)
         return True
 
-    def _preempt_last(self) -> Sequence:
-        """Move the last running sequence back to the waiting queue. It keeps its tokens, not its blocks."""
-        seq = self.running[-1]
+    def _preempt(self, seq: Sequence, for_seq: Sequence) -> None:
+        """Move a running sequence back to the waiting queue. It keeps its tokens, not its blocks."""
         self.block_manager.free(seq)
         bisect.insort(self.waiting, seq, key=BY_ORDER)
         del self.running[-1]
         seq.num_preemptions += 1
         self.num_preemptions += 1
-        return seq
+        self.tell("freed", seq, for_seq)
 
     def _schedule_chunk(self, seq: Sequence, num_tokens: int, budget: int) -> Chunk:
         """Schedule uncomputed tokens, up to max_chunk_tokens and the budget, which must be above 0."""
@@ -568,6 +595,7 @@ class Scheduler:
             if seq.finish_reason is None:
                 self.append_token(seq, token_id)
                 advanced.append(seq)
+        self.tell("updated", batch)
         return advanced
 
     def append_token(self, seq: Sequence, token_id: int | None) -> None:
@@ -575,6 +603,7 @@ class Scheduler:
 
         None means that no token could be sampled: the sequence finishes with "error".
         """
+        self.tell("sampled", seq, token_id)
         if token_id is None:
             self.finish(seq, "error", why_undrawn(seq.processors))
             return
@@ -601,6 +630,7 @@ class Scheduler:
         queue = self.running if seq.block_table else self.waiting
         del queue[bisect.bisect_left(queue, seq.order, key=BY_ORDER)]
         self.block_manager.free(seq)
+        self.tell("freed", seq, None)
 
     def recover(self) -> None:
         """After a failed step, clear the cache and put every unfinished sequence back into the waiting queue.
@@ -608,6 +638,7 @@ class Scheduler:
         Nothing that the step wrote can be trusted. A sequence finishes with "error" if it was running in two
         failed steps in a row and got no new token, or if it already has its last token but was not finished.
         """
+        self.tell("failed")
         failed = self.running or self.waiting[:1]  # if none is running, admitting the queue's head failed
         again = [seq for seq in failed if self.length_at_failure.get(seq.seq_id) == len(seq.token_ids)]
         self.length_at_failure = {seq.seq_id: len(seq.token_ids) for seq in failed}

@@ -96,7 +96,15 @@ class LLMEngine(Reloadable):
         self._is_closed, self._owner = False, Owner()
         self._tracer: Any = None
         if config.trace is not None:
-            self._tracer = load("contrib.trace", "trace").trace_engine(self)
+            requests = self._request_of
+            self._tracer = load("contrib.trace", "trace").Tracer(
+                self.scheduler,
+                config.trace,
+                model=config.model,
+                request_of=lambda seq_id: str(requests[seq_id].request_id),
+                tokenizer=self.checkpoint.tokenizer,
+                seconds=self.runner.stopwatch.seconds,
+            )
         self._rest()
         log.info(self.describe())
 

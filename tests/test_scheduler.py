@@ -122,7 +122,7 @@ def test_a_preempted_sequence_keeps_its_tokens_and_starts_over_from_its_cached_p
     batch = run_step(scheduler, token=9)
     # Its second full block was evicted for the first sequence. Its first block is hit.
     assert chunks_of(batch) == [(1, 4, 9)]
-    scheduler._preempt_last()
+    scheduler._preempt(scheduler.running[-1], scheduler.running[0])
     assert second.num_preemptions == scheduler.num_preemptions == 2
 
 

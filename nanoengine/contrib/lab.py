@@ -16,7 +16,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -254,18 +254,13 @@ class RealEngine:
         self.vocabulary = range(engine.checkpoint.vocab_size)
         self.seq_ids = itertools.count()  # the same as the engine's
         self.steps: list[Step] = []
-        schedule, update = self.scheduler.schedule, self.scheduler.update
+        self.scheduler.observe(self._note)
 
-        def watched_schedule() -> ScheduledBatch:
-            self.batch = schedule()
-            return self.batch
-
-        def watched_update(batch: ScheduledBatch, token_ids: list[int | None]) -> list[Sequence]:
-            self.advanced = update(batch, token_ids)
-            return self.advanced
-
-        self.scheduler.schedule = watched_schedule  # type: ignore[method-assign]
-        self.scheduler.update = watched_update  # type: ignore[method-assign]
+    def _note(self, event: str, *details: Any) -> None:
+        if event == "scheduled":
+            self.batch: ScheduledBatch = details[0]
+        elif event == "sampled":
+            self.advanced.append(details[0])
 
     def add(self, arrival: Arrival, prefix: int, priority: int) -> int:
         """Queue a request of random tokens, seeded by the prefix and by the seq_id."""
@@ -280,6 +275,7 @@ class RealEngine:
 
     def step(self) -> Served:
         """Run one step, and record its time."""
+        self.advanced: list[Sequence] = []
         start = time.perf_counter()
         self.engine.step()
         seconds = time.perf_counter() - start

@@ -8,22 +8,22 @@ the order of eviction. `version` increases when a field is removed or changes it
 added.
 
 One call of `schedule` may free a block, evict it and give it to another sequence. The states before and after
-a step would not show that, so a few methods of the scheduler and the block manager are wrapped while tracing
-is on.
+a step would not show that, so the scheduler and the block manager tell the tracer about each change as soon
+as it is made (`Scheduler.observe`). The tracer compares the sequence's block tables with its copy of them to
+find the blocks that were taken or released.
 """
 
+import itertools
 import json
 import logging
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nanoengine.engine import Block, Chunk, ScheduledBatch, Scheduler, Sequence
-from nanoengine.llm_engine import LLMEngine
+from nanoengine.engine import Chunk, ScheduledBatch, Scheduler, Sequence, tell_nobody
 
 VERSION = 1
 
@@ -110,7 +110,7 @@ class Tracer:
         scheduler: must not have been used yet.
         target: a callable that takes events, or the path of a file of JSON lines, each written as soon as its
             step ends.
-        model: the model's name.
+        model: the model's name. If it is a directory, the trace has only the last part of the path.
         request_of: returns the request_id of a sequence, from its seq_id.
         tokenizer: a transformers tokenizer. None: there is none.
         seconds: the running total of each phase in seconds, as in `Stopwatch`.
@@ -124,7 +124,7 @@ class Tracer:
         scheduler: Scheduler,
         target: str | Path | Callable[[Any], Any],
         *,
-        model: str = "",
+        model: str | Path = "",
         request_of: Callable[[int], str] = str,
         tokenizer: Any = None,
         seconds: dict[str, float] | None = None,
@@ -144,27 +144,17 @@ class Tracer:
         self._began = time.perf_counter()
         self._step = 1
         self._changes: list[Event] = []  # since the last step
-        self._touched: dict[int, Sequence] = {}  # sequences whose block table changed, by seq_id
+        self._tables: dict[int, list[list[int]]] = {}  # block tables of running sequences, by seq_id
+        self._touched: dict[int, None] = {}  # the seq_ids whose block tables changed, in order
+        self._registered: set[int] = set()  # ids of registered blocks, in use or free
         self._in_flight: list[tuple[ScheduledBatch, int]] = []  # batches, with the step that scheduled each
-        # Blocks that the current call of `allocate`, `may_append` or `free` evicted or released:
-        self._evicted: list[int] = []
-        self._freed: list[int] = []
-        self._shared: list[int] = []  # released, but still held by other sequences
-        self._num_needed = 0  # free blocks needed by the current call of `allocate`
-        self._num_draws: Counter[int] = Counter()  # seq_id -> tokens appended by the current `update`
-        self._short: int | None = None  # the last sequence that found too few free blocks
+        self._tokens: Event | None = None  # the "tokens" change of the current call of `update`
         self._new_token_ids: set[int] = set()  # since the last step
         self._known_token_ids: set[int] = set()  # token ids whose texts are already written
-        names = "add", "schedule", "update", "append_token", "recover"
-        self._wrapped: list[tuple[object, str]] = [(scheduler, name) for name in names]
-        names = "allocate", "may_append", "register_full_blocks", "free", "clear"
-        self._wrapped += [(self.blocks, name) for name in (*names, "_hold", "_take_free_block", "_release")]
-        for owner, name in self._wrapped:
-            setattr(owner, name, partial(getattr(self, f"_on_{name.strip('_')}"), getattr(owner, name)))
         start = {
             "event": "start",
             "version": VERSION,
-            "model": model,
+            "model": Path(model).resolve().name if str(model) and Path(model).exists() else str(model),
             "block_size": self.blocks.block_size,
             "num_blocks": self.blocks.num_blocks,
             "windows": list(getattr(self.blocks, "windows", (None,))),
@@ -173,6 +163,7 @@ class Tracer:
             "max_chunk_tokens": scheduler.max_chunk_tokens,
             "enable_prefix_caching": self.blocks.enable_prefix_caching,
         }
+        scheduler.observe(self._on_event)
         self._emit(lambda: start)
 
     def end_step(self) -> None:
@@ -198,8 +189,7 @@ class Tracer:
             "seconds": {phase: round(total - before[phase], 7) for phase, total in self._seconds.items()},
             "changes": self._changes,
             "block_tables": [
-                {"seq": seq_id, "tables": [list(table) for table in self._tables_of(seq)]}
-                for seq_id, seq in self._touched.items()
+                {"seq": seq_id, "tables": self._tables.get(seq_id, [])} for seq_id in self._touched
             ],
             "num_free_blocks": self.blocks.num_free_blocks,
             "num_running": len(self.scheduler.running),
@@ -220,9 +210,7 @@ class Tracer:
             self._detach()
 
     def _detach(self) -> None:
-        for owner, name in self._wrapped:
-            delattr(owner, name)
-        self._wrapped = []
+        self.scheduler.observe(tell_nobody)
         self._write = lambda event: None
 
     def _note(self, change: str, **fields: Any) -> None:
@@ -230,9 +218,10 @@ class Tracer:
         self._changes.append({"change": change, **fields})
 
     def _note_blocks(self, change: str, seq: Sequence, **fields: Any) -> None:
-        """Add a change of a sequence's block tables to the step."""
+        """Add a change of a sequence's block tables to the step, and copy the tables."""
         self._note(change, seq=seq.seq_id, **fields)
-        self._touched[seq.seq_id] = seq
+        self._tables[seq.seq_id] = [list(table) for table in self._tables_of(seq)]
+        self._touched[seq.seq_id] = None
 
     def _tables_of(self, seq: Sequence) -> list[list[int]]:
         """Return a sequence's block tables, one per group, or [] if it is not running."""
@@ -240,10 +229,27 @@ class Tracer:
             return self.blocks.tables_of(seq)  # type: ignore[no-any-return]
         return [seq.block_table] if seq.block_table else []
 
-    # -- the wrappers: each takes the wrapped method as its first argument
+    def _take(self, tables: list[list[int]]) -> list[int]:
+        """Return which newly allocated blocks were registered before, and so were evicted."""
+        evicted = [block_id for table in tables for block_id in table if block_id in self._registered]
+        self._registered.difference_update(evicted)
+        return evicted
 
-    def _on_add(self, add: Callable[..., None], seq: Sequence) -> None:
-        add(seq)
+    def _release(self, block_ids: Iterable[int]) -> dict[str, list[int]]:
+        """Divide released blocks into those that are free now, and those that other sequences hold."""
+        ids, blocks = list(block_ids), self.blocks.blocks
+        is_shared = [blocks[block_id].ref_count > 0 for block_id in ids]
+        return {
+            "freed": [block_id for block_id, shared in zip(ids, is_shared, strict=True) if not shared],
+            "shared": [block_id for block_id, shared in zip(ids, is_shared, strict=True) if shared],
+        }
+
+    # -- the events that the scheduler and the block manager tell, by name
+
+    def _on_event(self, event: str, *details: Any) -> None:
+        getattr(self, f"_on_{event}")(*details)
+
+    def _on_added(self, seq: Sequence) -> None:
         self._note(
             "add",
             seq=seq.seq_id,
@@ -254,111 +260,38 @@ class Tracer:
         )
         self._new_token_ids.update(seq.token_ids)
 
-    def _on_schedule(self, schedule: Callable[[], ScheduledBatch]) -> ScheduledBatch:
-        batch = schedule()
-        if batch.chunks:
-            if batch.sampled_seqs:
-                self._in_flight.append((batch, self._step))
-            drafts = [draft_of(chunk) for chunk in batch.chunks]
-            chunks = [
-                {"seq": seq.seq_id, "start": start, "end": end, "samples": samples, "draft": draft}
-                for (seq, start, end, samples, _), draft in zip(batch.chunks, drafts, strict=True)
-            ]
-            self._new_token_ids.update(draft for draft in drafts if draft is not None)
-            self._note("schedule", num_tokens=batch.num_tokens, chunks=chunks)
-        return batch
+    def _on_refused(self, seq: Sequence, num_needed: int) -> None:
+        self._note("refuse", seq=seq.seq_id, num_needed=num_needed, num_free=self.blocks.num_free_blocks)
 
-    def _on_update(
-        self, update: Callable[..., list[Sequence]], batch: ScheduledBatch, *arguments: Any
-    ) -> list[Sequence]:
-        of_step = next((step for one, step in self._in_flight if one is batch), None)
-        if of_step is None:  # no sequence of the batch samples
-            return update(batch, *arguments)
-        self._in_flight = [entry for entry in self._in_flight if entry[0] is not batch]
-        before = {seq: len(seq.token_ids) for seq in batch.sampled_seqs}
-        self._num_draws.clear()
-        position = len(self._changes)
-        try:
-            return update(batch, *arguments)
-        finally:
-            new = {seq.seq_id: seq.token_ids[length:] for seq, length in before.items()}
-            tokens = [
-                {"seq": i, "token_ids": ids, "num_accepted": max(0, self._num_draws[i] - 1)}
-                for i, ids in new.items()
-                if ids
-            ]
-            discarded = [i for i, ids in new.items() if not ids]
-            self._note("tokens", of_step=of_step, tokens=tokens, discarded=discarded)
-            self._changes.insert(position, self._changes.pop())  # before the changes that it causes
-            self._new_token_ids.update(*new.values())
-
-    def _on_append_token(
-        self, append_token: Callable[..., None], seq: Sequence, token_id: int | None
-    ) -> None:
-        self._num_draws[seq.seq_id] += 1
-        append_token(seq, token_id)
-
-    def _on_recover(self, recover: Callable[[], None]) -> None:
-        self._in_flight.clear()
-        self._touched |= {seq.seq_id: seq for seq in self.scheduler.running}
-        self._note("fail", error=repr(sys.exception()))
-        recover()
-
-    def _on_allocate(self, allocate: Callable[[Sequence], bool], seq: Sequence) -> bool:
-        self._evicted = []
-        blocks = self.blocks
-        if not allocate(seq):
-            self._note("refuse", seq=seq.seq_id, num_needed=self._num_needed, num_free=blocks.num_free_blocks)
-            return False
-        num_hits = seq.num_hit_tokens // blocks.block_size
+    def _on_admitted(self, seq: Sequence) -> None:
+        num_hits = seq.num_hit_tokens // self.blocks.block_size
         tables = self._tables_of(seq)
-        held = [block_id for table in tables for block_id in table[:num_hits] if block_id]
+        hits, taken = [table[:num_hits] for table in tables], [table[num_hits:] for table in tables]
+        held = [block_id for table in hits for block_id in table if block_id]
         self._note_blocks(
             "admit",
             seq,
-            hits=[table[:num_hits] for table in tables],
-            revived=[block_id for block_id in held if blocks.blocks[block_id].ref_count == 1],
-            taken=[table[num_hits:] for table in tables],
-            evicted=self._evicted,
+            hits=hits,
+            revived=[block_id for block_id in held if self.blocks.blocks[block_id].ref_count == 1],
+            taken=taken,
+            evicted=self._take(taken),
             num_computed_tokens=seq.num_computed_tokens,
         )
-        return True
 
-    def _on_may_append(self, may_append: Callable[..., bool], seq: Sequence, num_tokens: int) -> bool:
-        self._evicted, self._freed, self._shared = [], [], []
-        tables = self._tables_of(seq)
-        lengths = [len(table) for table in tables]
-        has_room = may_append(seq, num_tokens)
-        if self._freed or self._shared:
-            self._note_blocks("skip", seq, freed=self._freed, shared=self._shared)
-        taken = [table[length:] for table, length in zip(tables, lengths, strict=True)]
-        if not has_room:
-            self._short = seq.seq_id
-        elif any(taken):
-            self._note_blocks("append", seq, taken=taken, evicted=self._evicted)
-        return has_room
+    def _on_skipped(self, seq: Sequence) -> None:
+        pairs = zip(self._tables[seq.seq_id], self._tables_of(seq), strict=True)
+        gone = [
+            one for old, new in pairs for one, left in reversed([*zip(old, new, strict=False)]) if one != left
+        ]
+        self._note_blocks("skip", seq, **self._release(gone))
 
-    def _on_hold(self, hold: Callable[..., bool], hits: list[Block], num_new: int) -> bool:
-        self._num_needed = num_new + sum(block.ref_count == 0 for block in hits)
-        return hold(hits, num_new)
+    def _on_grew(self, seq: Sequence) -> None:
+        lengths = map(len, self._tables[seq.seq_id])
+        taken = [table[length:] for table, length in zip(self._tables_of(seq), lengths, strict=True)]
+        if any(taken):
+            self._note_blocks("append", seq, taken=taken, evicted=self._take(taken))
 
-    def _on_take_free_block(self, take_free_block: Callable[[], int]) -> int:
-        num_evictable = len(self.blocks.evictable_blocks)
-        block_id = take_free_block()
-        if len(self.blocks.evictable_blocks) < num_evictable:
-            self._evicted.append(block_id)
-        return block_id
-
-    def _on_release(self, release: Callable[[int], None], block_id: int) -> None:
-        release(block_id)
-        is_shared = self.blocks.blocks[block_id].ref_count > 0
-        (self._shared if is_shared else self._freed).append(block_id)
-
-    def _on_register_full_blocks(
-        self, register_full_blocks: Callable[..., None], seq: Sequence, num_tokens: int
-    ) -> None:
-        first = seq.num_registered_blocks
-        register_full_blocks(seq, num_tokens)
+    def _on_registered(self, seq: Sequence, first: int) -> None:
         tables = [table[first : seq.num_registered_blocks] for table in self._tables_of(seq)]
         # All blocks at one index share a prefix_id, except the null block, which has 0.
         prefix_ids = [
@@ -366,16 +299,64 @@ class Tracer:
             for block_ids in zip(*tables, strict=True)
         ]
         if prefix_ids:
+            self._registered.update(block_id for table in tables for block_id in table)
             self._note("register", seq=seq.seq_id, first=first, blocks=tables, prefix_ids=prefix_ids)
 
-    def _on_free(self, free: Callable[[Sequence], None], seq: Sequence) -> None:
-        self._freed, self._shared = [], []
-        free(seq)
-        why, for_seq = seq.finish_reason or "preempted", None if seq.finish_reason else self._short
-        self._note_blocks("free", seq, why=why, for_seq=for_seq, freed=self._freed, shared=self._shared)
+    def _on_scheduled(self, batch: ScheduledBatch) -> None:
+        if not batch.chunks:
+            return
+        if batch.sampled_seqs:
+            self._in_flight.append((batch, self._step))
+        drafts = [draft_of(chunk) for chunk in batch.chunks]
+        chunks = [
+            {"seq": seq.seq_id, "start": start, "end": end, "samples": samples, "draft": draft}
+            for (seq, start, end, samples, _), draft in zip(batch.chunks, drafts, strict=True)
+        ]
+        self._new_token_ids.update(draft for draft in drafts if draft is not None)
+        self._note("schedule", num_tokens=batch.num_tokens, chunks=chunks)
 
-    def _on_clear(self, clear: Callable[[], None]) -> None:
-        clear()
+    def _on_sampled(self, seq: Sequence, token_id: int | None) -> None:
+        """Add a token to the "tokens" change, which precedes the changes that it causes."""
+        change, seq_id = self._tokens or self._begin_tokens(), seq.seq_id
+        entry = next((one for one in change["tokens"] if one["seq"] == seq_id), None)
+        if entry is not None:
+            entry["num_accepted"] += 1  # a second token is only sampled after an accepted draft
+        elif token_id is not None:
+            entry = {"seq": seq_id, "token_ids": [], "num_accepted": 0}
+            change["tokens"].append(entry)
+            change["discarded"].remove(seq_id)
+        if entry is not None and token_id is not None:
+            entry["token_ids"].append(token_id)
+            self._new_token_ids.add(token_id)
+
+    def _begin_tokens(self) -> Event:
+        """Note that the tokens of the oldest step in flight arrive."""
+        batch, of_step = self._in_flight.pop(0)
+        seq_ids = list(dict.fromkeys(seq.seq_id for seq in batch.sampled_seqs))
+        self._note("tokens", of_step=of_step, tokens=[], discarded=seq_ids)
+        self._tokens = self._changes[-1]
+        return self._tokens
+
+    def _on_updated(self, batch: ScheduledBatch) -> None:
+        if self._tokens is None and batch.sampled_seqs:  # all of its sequences finished before
+            self._begin_tokens()
+        self._tokens = None
+
+    def _on_freed(self, seq: Sequence, for_seq: Sequence | None) -> None:
+        tables = self._tables.get(seq.seq_id, [])
+        columns = [*itertools.zip_longest(*tables, fillvalue=0)]
+        released = self._release(block_id for column in reversed(columns) for block_id in column if block_id)
+        needed_by = None if for_seq is None else for_seq.seq_id
+        self._note_blocks("free", seq, why=seq.finish_reason or "preempted", for_seq=needed_by, **released)
+        del self._tables[seq.seq_id]
+
+    def _on_failed(self) -> None:
+        self._in_flight, self._tokens = [], None
+        self._note("fail", error=repr(sys.exception()))
+
+    def _on_cleared(self) -> None:
+        self._touched |= dict.fromkeys(self._tables)
+        self._tables, self._registered = {}, set()
         self._note("clear")
 
 
@@ -394,18 +375,3 @@ def _token_text(backend: Any, token_id: int) -> str:
     text = str(backend.decode([token_id], skip_special_tokens=False))
     starts_word = str(backend.id_to_token(token_id)).startswith("▁")
     return " " + text if starts_word and not text.startswith(" ") else text
-
-
-def trace_engine(engine: LLMEngine) -> Tracer:
-    """Return the tracer that `EngineConfig.trace` asks for."""
-    assert engine.config.trace is not None
-    model, requests = Path(engine.config.model), engine._request_of
-    target: Any = engine.config.trace
-    return Tracer(
-        engine.scheduler,
-        target,
-        model=model.resolve().name if model.exists() else str(model),
-        request_of=lambda seq_id: str(requests[seq_id].request_id),
-        tokenizer=engine.checkpoint.tokenizer,
-        seconds=engine.runner.stopwatch.seconds,
-    )

@@ -42,23 +42,22 @@ class DraftingScheduler(Scheduler):
         # How many drafts were computed and accepted, by the draft's index in its sequence's step, from 0.
         self.num_drafted, self.num_accepted = Counter[int](), Counter[int]()
 
-    def schedule(self) -> ScheduledBatch:
+    def add_drafts(self, chunks: list[Chunk], budget: int) -> int:
         """See the base class. The chunk of a decode is followed by the chunks of its drafts."""
-        batch = super().schedule()
-        chunks, _, num_tokens = batch
-        if not self.prepare(chunks, self.max_num_batched_tokens - num_tokens):
-            return batch
+        if not self.prepare(chunks, budget):
+            return 0
         with_drafts: list[Chunk] = []
+        num_drafts = 0
         for chunk in chunks:
             with_drafts.append(chunk)
-            drafts = self._draft(chunk, self.max_num_batched_tokens - num_tokens)
+            drafts = self._draft(chunk, budget - num_drafts)
             if drafts:
                 token_ids = chunk.seq.token_ids + drafts
                 for position in range(chunk.end, chunk.end + len(drafts)):
                     with_drafts.append(Chunk(chunk.seq, position, position + 1, True, token_ids))
-                num_tokens += len(drafts)
-        sampled_seqs = [chunk.seq for chunk in with_drafts if chunk.samples]
-        return ScheduledBatch(with_drafts, sampled_seqs, num_tokens)
+                num_drafts += len(drafts)
+        chunks[:] = with_drafts
+        return num_drafts
 
     def prepare(self, chunks: list[Chunk], budget: int) -> bool:
         """Get ready to propose up to `budget` drafts after these chunks. Return False if there are none."""
@@ -84,6 +83,7 @@ class DraftingScheduler(Scheduler):
         while num_drafts and not self.block_manager.may_append(chunk.seq, chunk.end + num_drafts):
             num_drafts -= 1
         chunk.seq.num_computed_tokens = chunk.end
+        self.tell("grew", chunk.seq)
         return num_drafts
 
     def update(self, batch: ScheduledBatch, token_ids: list[int | None]) -> list[Sequence]:
@@ -107,6 +107,7 @@ class DraftingScheduler(Scheduler):
             if seq.finish_reason is None:
                 self.append_token(seq, token_id)
                 advanced[seq] = None
+        self.tell("updated", batch)
         return list(advanced)
 
     @staticmethod

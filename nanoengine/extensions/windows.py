@@ -92,7 +92,7 @@ class WindowedBlockManager(BlockManager):
         num_computed = min(num_hits * self.block_size, seq.num_tokens - 1)
         # Null blocks are counted both in the table lengths and in the hits, so they cancel out.
         num_new = sum(self._table_lengths(num_computed, seq.num_tokens)) - num_hits * len(hits)
-        if not self._hold([block for blocks in hits for block in blocks if block.block_id], num_new):
+        if not self._hold(seq, [block for blocks in hits for block in blocks if block.block_id], num_new):
             return False
         seq.block_table, *more = ([block.block_id for block in blocks] for blocks in hits)
         self.more_tables[seq] = more
@@ -209,6 +209,7 @@ class WindowedBlockManager(BlockManager):
 
     def _remove_skipped_blocks(self, seq: Sequence) -> None:
         """Free the blocks that no future token sees, the last block first. The name is vLLM's."""
+        num_released = 0
         for window, table in zip(self.windows, self.tables_of(seq), strict=True):
             first = self._first_seen(window, seq.num_computed_tokens)
             index = min(first, len(table))
@@ -216,8 +217,11 @@ class WindowedBlockManager(BlockManager):
                 index -= 1
                 self._release(table[index])
                 table[index] = 0
+                num_released += 1
             # With kvstore.py, tokens loaded from a store may move the start of the window past the table.
             table += [0] * (first - len(table))
+        if num_released:
+            self.tell("skipped", seq)
 
     def _key(self, key: BlockKey, group: int) -> BlockKey:
         """Return the key of a group for these tokens: each group stores different K and V for them."""

@@ -526,7 +526,7 @@ def test_preempted_sequences_come_back_from_the_store(name, more, tmp_path_facto
             engine.step()
         num_blocks = {seq: len(seq.token_ids) // 8 for seq in scheduler.running}
         while scheduler.running:
-            scheduler._preempt_last()
+            scheduler._preempt(scheduler.running[-1], scheduler.running[0])
         assert engine.reset_prefix_cache()
         wait_for_writer(llm)
         engine.step()  # too short to compute them again
