@@ -44,7 +44,7 @@ import logging
 import time
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -875,7 +875,7 @@ class Collected(NamedTuple):
 class EngineCore:
     """Runs the scheduler and the runner step by step. It is named after vLLM V1's EngineCore.
 
-    After a complete `step`, at most `max_in_flight` steps are in flight: 0, or 1 with async scheduling.
+    After each `step`, at most `max_in_flight` steps are in flight: 0, or 1 with async scheduling.
     """
 
     def __init__(self, scheduler: Scheduler, runner: ModelRunner, max_in_flight: int) -> None:
@@ -884,26 +884,25 @@ class EngineCore:
         self.in_flight: deque[Launch] = deque()  # launched and not yet collected
         self.num_steps = 0  # number of collected steps
 
-    def step(self) -> Iterator[Collected]:
-        """Launch one step, and collect steps until at most `max_in_flight` are in flight.
+    def step(self) -> Collected | None:
+        """Launch a step, and collect the oldest one if more than `max_in_flight` are in flight then.
 
-        This is a generator: if the launch raises, the caller already has the results collected before it.
-        Iterate it to the end. After an exception, call `recover`.
+        A call that has to collect before it can launch does not launch: nothing is collected in a call whose
+        launch fails. After an exception, call `recover`.
         """
         before = self.in_flight[-1] if self.in_flight else None  # at most one step is in flight here
-        # Bad words and processors need all earlier tokens on the host: wait for the tokens of `before`.
+        # Bad words and processors need all earlier tokens on the host.
         if before is not None and any(seq.bad_words or seq.processors for seq in before.batch.sampled_seqs):
-            yield self.collect()
-            before = None
+            return self.collect()
         stopwatch = self.runner.stopwatch
         stopwatch.start()
         batch = self.scheduler.schedule()
         stopwatch.lap("schedule")
         if batch.chunks:
             self.launch(batch, before)
-        # If nothing was launched, there is nothing to overlap with: collect everything.
-        while len(self.in_flight) > (self.max_in_flight if batch.chunks else 0):
-            yield self.collect()
+        # If nothing was launched, there is nothing to overlap with.
+        is_due = len(self.in_flight) > (self.max_in_flight if batch.chunks else 0)
+        return self.collect() if is_due else None
 
     def launch(self, batch: ScheduledBatch, before: Launch | None) -> None:
         """Launch a step after `before`. It is a method so that an extension can override it."""

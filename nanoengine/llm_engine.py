@@ -297,7 +297,8 @@ class LLMEngine(Reloadable):
         """Run one step like `step`, and put the outputs into the inboxes of their requests."""
         self._owner.claim()
         try:
-            for collected in self.core.step():
+            collected = self.core.step()
+            if collected is not None:
                 self._take(collected)
         except BaseException:
             self.core.recover()

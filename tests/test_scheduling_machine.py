@@ -65,6 +65,7 @@ class CoreMachine(RuleBasedStateMachine):
         """Run steps. The last may stay in flight, its tokens unknown, unless there are drafts."""
         self.world.choose = lambda options: data.draw(st.sampled_from(options))
         self.world.core.max_in_flight = int(overlap and not self.world.size.num_drafts)
+        self.world.collect_surplus()
         for _ in range(repeat):
             if not self.world.is_idle:
                 self.step_once()

@@ -160,10 +160,16 @@ class World:
             for table, i in itertools.product(tables_of(self.blocks, seq), range(seq.num_computed_tokens)):
                 slot = table[i // self.block_size] * self.block_size + i % self.block_size
                 self.readers.setdefault((slot, i), []).append(seq)
-        for collected in self.core.step():
+        collected = self.core.step()
+        if collected is not None:
             self.check_collected(collected.advanced)
         assert self.num_launched or not must_launch, "work is left but nothing was scheduled"
         assert len(self.core.in_flight) <= (self.core.max_in_flight if self.num_launched else 0)
+
+    def collect_surplus(self) -> None:
+        """Collect what is in flight beyond a limit that was lowered."""
+        while len(self.core.in_flight) > self.core.max_in_flight:
+            self.check_collected(self.core.collect().advanced)
 
     def fail(self, line: int) -> bool:
         """Raise at a line of a step, and recover. Returns False if the step has fewer lines."""
