@@ -486,11 +486,16 @@ class Scheduler:
         self.num_preemptions = 0
         # The sequences running at the last failure, for `recover`: seq_id -> number of known tokens.
         self.length_at_failure: dict[int, int] = {}
+        self.is_ready: Callable[[Sequence], bool] | None = None  # None: all sequences are
         self.observe(tell_nobody)
 
     def observe(self, tell: Tell) -> None:
         """Call `tell(event, ...)` after each change from now on. contrib/trace.py lists the events."""
         self.tell = self.block_manager.tell = tell
+
+    def skip_unless(self, is_ready: Callable[[Sequence], bool]) -> None:
+        """Leave out of each step from now on the sequences that are not ready. They keep their blocks."""
+        self.is_ready = is_ready
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence. Its prompt must be shorter than max_num_tokens: one output token has to fit."""
@@ -505,7 +510,7 @@ class Scheduler:
     def schedule(self) -> ScheduledBatch:
         """Choose the chunks of the next step, and count their tokens as computed.
 
-        The batch is never empty while sequences are unfinished and no step is in flight.
+        The batch is never empty while ready sequences are unfinished and no step is in flight.
         """
         num_preemptions, budget = self.num_preemptions, self.max_num_batched_tokens
         chunks: list[Chunk] = []
@@ -515,7 +520,8 @@ class Scheduler:
         while i < len(self.running) and budget > 0:
             seq = self.running[i]
             num_tokens = seq.num_tokens
-            if num_tokens < seq.max_num_tokens:  # else the final token is pending: nothing to compute
+            # Nothing to compute if the final token is pending.
+            if num_tokens < seq.max_num_tokens and (self.is_ready is None or self.is_ready(seq)):
                 if num_tokens > seq.capacity and not self._make_room(seq):
                     break
                 chunk = self._schedule_chunk(seq, num_tokens, budget)
@@ -526,13 +532,16 @@ class Scheduler:
         # Admit nothing after a preemption: blocks are scarce, and a preempted sequence may have a pending
         # token, appended by `update` before the next call. If admitted now, it would sample that token again.
         may_admit = num_preemptions == self.num_preemptions
-        while may_admit and self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
-            seq = self.waiting[0]
+        waiting = self.waiting if self.is_ready is None else [*filter(self.is_ready, self.waiting)]
+        while may_admit and waiting and budget > 0 and len(self.running) < self.max_num_seqs:
+            seq = waiting[0]
             if not self.block_manager.allocate(seq):
                 break
             bisect.insort(self.running, seq, key=BY_ORDER)
             # Insert, then delete: if a signal handler raises in between, `recover` still finds the sequence.
-            del self.waiting[0]
+            remove(self.waiting, seq)
+            if waiting is not self.waiting:
+                del waiting[0]
             self.tell("admitted", seq)
             if seq.first_scheduled_time is None:
                 seq.first_scheduled_time = time.monotonic()
@@ -627,8 +636,7 @@ class Scheduler:
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         """Finish a waiting or running sequence, and free its blocks."""
         seq.finish_reason, seq.stop_reason = reason, stop_reason
-        queue = self.running if seq.block_table else self.waiting
-        del queue[bisect.bisect_left(queue, seq.order, key=BY_ORDER)]
+        remove(self.running if seq.block_table else self.waiting, seq)
         self.block_manager.free(seq)
         self.tell("freed", seq, None)
 
@@ -651,6 +659,13 @@ class Scheduler:
             if seq in again or has_stopped or len(seq.token_ids) >= seq.max_num_tokens:
                 num_steps = "two steps" if seq in again else "a step"
                 self.finish(seq, "error", f"{num_steps} failed while computing it")
+
+
+def remove(queue: list[Sequence], seq: Sequence) -> None:
+    """Remove a sequence from a sorted queue."""
+    index = bisect.bisect_left(queue, seq.order, key=BY_ORDER)
+    assert queue[index] is seq
+    del queue[index]
 
 
 # ---- build_inputs: a scheduled batch as arrays ---------------------------------------------------

@@ -216,10 +216,10 @@ class LLMEngine(Reloadable):
     @cached_property
     def _grammars(self) -> Any:
         """The compiler of structured outputs, created when the first request needs it."""
-        from nanoengine.extensions.structured import Grammars, sit_out_slow_masks
+        from nanoengine.extensions.structured import Grammars
 
         grammars = Grammars(self.checkpoint.tokenizer, self.checkpoint.vocab_size)
-        sit_out_slow_masks(self.scheduler, grammars)
+        self.scheduler.skip_unless(grammars.is_ready)
         return grammars
 
     def add_request(
@@ -300,6 +300,10 @@ class LLMEngine(Reloadable):
             collected = self.core.step()
             if collected is not None:
                 self._take(collected)
+            elif self.scheduler.is_ready is not None and not self.core.in_flight:
+                from nanoengine.extensions.structured import wait_for_mask
+
+                wait_for_mask([*self.scheduler.running, *self.scheduler.waiting])
         except BaseException:
             self.core.recover()
             self._hand_over([request for request in self.requests.values() if request.has_news])

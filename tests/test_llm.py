@@ -359,10 +359,10 @@ def test_failed_launch_loses_no_output_of_the_previous_step(babbler):
         expected = tokens(llm, [[1], [2]], params)
         for i in range(2):
             llm.add_request(str(i), [i + 1], params[i])
-        outputs = []
-        with failing_calls(llm.llm_engine.runner, "launch", {2}), pytest.raises(RuntimeError, match="flaky"):
-            while True:
-                outputs += llm.step()
+        with failing_calls(llm.llm_engine.runner, "launch", {2}):
+            outputs = [output for _ in range(4) for output in llm.step()]
+            with pytest.raises(RuntimeError, match="flaky"):
+                llm.step()
         finished = {output.request_id: output for output in outputs if output.finished}
         assert [*finished] == ["0"]
         finished |= finish(llm)

@@ -195,3 +195,19 @@ def test_a_sequence_ends_if_a_step_fails_between_its_last_token_and_its_end(toke
     assert (len(stopping.token_ids), stopping.finish_reason) == (length, "error")
     assert stopping.stop_reason == "a step failed while computing it"
     assert not is_busy(scheduler)
+
+
+def test_a_sequence_that_is_not_ready_is_left_out_and_delays_no_other():
+    scheduler, late = make_scheduler(num_blocks=8, max_num_seqs=2), {1, 2}
+    for seq_id in range(4):
+        scheduler.add(make_sequence(seq_id, [1] * 4, max_tokens=9))
+    run_step(scheduler)
+    scheduler.skip_unless(lambda seq: seq.seq_id not in late)  # 1 runs, 2 waits at the head of the queue
+    assert chunks_of(run_step(scheduler)) == [(0, 4, 5)]
+    assert [seq.seq_id for seq in scheduler.running] == [0, 1], "it keeps its blocks"
+    scheduler.finish(scheduler.running[0], "abort")
+    assert chunks_of(run_step(scheduler)) == [(3, 3, 4)], "3 overtakes 2"
+    late.update(range(4))
+    assert not scheduler.schedule().chunks
+    late.clear()
+    assert chunks_of(run_step(scheduler)) == [(1, 4, 5), (3, 4, 5)]

@@ -16,7 +16,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -31,7 +31,6 @@ from torch import Tensor
 
 from nanoengine import engine
 from nanoengine.backends.device import upload
-from nanoengine.engine import ScheduledBatch, Scheduler
 from nanoengine.extensions.grammars import SLOW_SECONDS, Compiler, Trials
 from nanoengine.sampling.sampler import SamplingRow
 from nanoengine.sampling_params import StructuredOutputsParams
@@ -178,6 +177,10 @@ class Grammars:
         self.has_slow = self.has_slow or tried.is_slow
         return Grammar(matcher, self.mask_of(matcher), tried.takes_back, tried.is_slow)
 
+    def is_ready(self, seq: engine.Sequence) -> bool:
+        """Return whether a sequence can be computed now, without waiting for a slow mask."""
+        return not self.has_slow or late_mask(seq) is None
+
     def mask_of(self, matcher: Any) -> NDArray[np.uint32]:
         """Return the mask of the tokens that may come next, (words,)."""
         return np.frombuffer(matcher.compute_bitmask(), np.uint32)[: self.num_words]
@@ -298,39 +301,9 @@ def compute_masks(jobs: Sequence[tuple[Constraint, int, list[int]]], masks: NDAr
 # ---- Sequences that wait for their masks ---------------------------------------------------------
 
 
-def sit_out_slow_masks(scheduler: Scheduler, grammars: Grammars) -> None:
-    """Make a scheduler leave out sequences whose slow masks are not ready.
-
-    The first structured output calls this. The scheduler is already in use then, so its method is wrapped.
-    """
-    schedule = scheduler.schedule
-
-    def schedule_ready() -> ScheduledBatch:
-        while True:
-            seqs = [*scheduler.running, *scheduler.waiting] if grammars.has_slow else []
-            late = {seq: job for seq in seqs if (job := late_mask(seq)) is not None}
-            if not late:
-                return schedule()
-            if len(late) < len(seqs):
-                batch = schedule_without(late)
-                if batch.chunks:
-                    return batch
-            wait(late.values(), return_when=FIRST_COMPLETED)
-
-    def schedule_without(late: Collection[engine.Sequence]) -> ScheduledBatch:
-        limits = [(seq, seq.max_num_tokens) for seq in late]
-        waiting = [seq for seq in scheduler.waiting if seq in late]
-        scheduler.waiting = [seq for seq in scheduler.waiting if seq not in late]
-        for seq in late:
-            seq.max_num_tokens = 0  # a running sequence then has nothing to compute
-        try:
-            return schedule()
-        finally:
-            scheduler.waiting = sorted(scheduler.waiting + waiting, key=engine.BY_ORDER)
-            for seq, limit in limits:
-                seq.max_num_tokens = limit
-
-    scheduler.schedule = schedule_ready  # type: ignore[method-assign]
+def wait_for_mask(seqs: Iterable[engine.Sequence]) -> None:
+    """Wait until the mask of one of these sequences is ready, unless none of them waits for its mask."""
+    wait([job for seq in seqs if (job := late_mask(seq)) is not None], return_when=FIRST_COMPLETED)
 
 
 def late_mask(seq: engine.Sequence) -> Future[Any] | None:
