@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from nanoengine.compat import ENGINE_IGNORES, RENAMED, accepts, takes
 from nanoengine.config import NULLABLE, EngineConfig
 from nanoengine.llm_engine import LLMEngine
-from nanoengine.optional import OptionalMethod, Reloadable
+from nanoengine.optional import Reloadable
 from nanoengine.outputs import RequestOutput
 from nanoengine.requests import CheckedRequest, Prompt
 from nanoengine.steps import EngineDeadError
@@ -152,8 +152,6 @@ class AsyncLLM(Reloadable, AbstractAsyncContextManager["AsyncLLM"]):
             if not finished:
                 with suppress(RuntimeError):  # the engine is closed, so the request is aborted already
                     self._send(lambda: self._abort(request_id, mailbox))
-
-    encode = OptionalMethod("contrib.pooling", "encode_async")  # for models that pool
 
     async def abort(self, request_id: str) -> None:
         """Abort a request. Its consumer gets a last output with finish_reason "abort"."""

@@ -117,9 +117,6 @@ class EngineConfig:
     # the model code to run; "auto" and "vllm": nanoengine's if it supports the model, else transformers'
     model_impl: Literal["auto", "vllm", "nanoengine", "transformers"] = "auto"
     trust_remote_code: bool = False  # run Python code from the checkpoint
-    # generate text, or embed, classify and score ("pooling"); "auto": decided by the checkpoint
-    runner: Literal["auto", "generate", "pooling"] = "auto"
-    pooler_config: dict[str, Any] | None = None  # "pooling_type": LAST, MEAN or CLS; "use_activation"
     hf_overrides: dict[str, Any] | None = None  # fields that override the checkpoint's config.json
     # default sampling parameters: "auto": the checkpoint's; "vllm": vLLM's
     generation_config: Literal["auto", "vllm"] = "auto"
@@ -161,8 +158,6 @@ class EngineConfig:
             raise TypeError(
                 f"hf_overrides must be a dict of fields of config.json, got {self.hf_overrides!r}"
             )
-        if self.pooler_config is not None:
-            load("contrib.pooling_model", "pooler_config").check_pooler_config(self.pooler_config)
         if self.kv_store is not None:
             load("contrib.stores", "kv_store").check_config(self)
         if self.lora is not None and (not isinstance(self.lora, str | Path) or not str(self.lora)):

@@ -14,7 +14,7 @@ from nanoengine.compat import refuse_unserved, takes
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Scheduler
 from nanoengine.llm_engine import LLMEngine
-from nanoengine.optional import OptionalMethod, Reloadable
+from nanoengine.optional import Reloadable
 from nanoengine.outputs import Inbox, RequestOutput
 from nanoengine.requests import CheckedRequest, Prompt, split_prompts
 from nanoengine.sampling_params import RequestOutputKind, SamplingParams
@@ -123,12 +123,6 @@ class LLM(Reloadable, AbstractContextManager["LLM"]):
 
         settings = {"add_generation_prompt": True, **template_settings}
         return render_chats(messages, self.get_tokenizer(), self.llm_engine.checker.encode, **settings)
-
-    # For models that pool instead of generating text
-    encode = OptionalMethod("contrib.pooling")
-    embed = OptionalMethod("contrib.pooling")
-    classify = OptionalMethod("contrib.pooling")
-    score = OptionalMethod("contrib.pooling")
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the sampling parameters of the checkpoint's generation_config, else vLLM's defaults."""

@@ -57,14 +57,11 @@ class LLMEngine(Reloadable):
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        names = "revision gguf_file model_impl trust_remote_code hf_overrides generation_config runner "
-        names += "pooler_config load_format"
+        names = "revision gguf_file model_impl trust_remote_code hf_overrides generation_config "
+        names += "load_format"
         settings = {name: getattr(config, name) for name in names.split()}
         tokenizer = None if config.tokenizer is None else str(config.tokenizer)
         self.checkpoint = open_checkpoint(str(config.model), tokenizer=tokenizer, **settings)
-        self.pooler: Any = None  # None: the model generates
-        if self.checkpoint.pooling is not None:
-            self.pooler = load("contrib.pooling", "a pooling model").Pooler(self.checkpoint, config)
         self.max_model_len = self.checkpoint.choose_length(config.max_model_len)
         start: Callable[..., Started] = partial(start_runner, choose_runner=choose_runner)
         if config.tensor_parallel_size > 1:
@@ -77,8 +74,6 @@ class LLMEngine(Reloadable):
         self.started = start(config, self.checkpoint, self.max_model_len)
         self.core = self._assemble()
         self.runner, self.scheduler = self.core.runner, self.core.scheduler
-        if self.pooler is not None:
-            self.runner.report = self.pooler.report
         blocks = self.scheduler.block_manager
         self.checker = RequestChecker(self.checkpoint, config, self.max_model_len, blocks)
         self.requests: dict[Any, Request] = {}  # unfinished, by request_id. Read it only
@@ -150,7 +145,7 @@ class LLMEngine(Reloadable):
             blocks,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=started.max_num_batched_tokens,
-            max_model_len=self.max_model_len + (self.pooler is not None),  # pooling has no output
+            max_model_len=self.max_model_len,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
         )
         is_async = is_async if config.async_scheduling is None else config.async_scheduling
@@ -177,14 +172,10 @@ class LLMEngine(Reloadable):
     def check(self, prompt: Prompt, params: Any, priority: int = 0) -> CheckedRequest:
         """Validate a request completely, without changing anything.
 
-        The params are SamplingParams, or PoolingParams for a model that pools.
-
         Raises:
             ValueError, TypeError: the request cannot be served.
         """
         self._check_ready()
-        if self.pooler is not None:
-            params = self.pooler.sampling_params(params)
         checked = self.checker.check(prompt, params, priority)
         return checked._replace(processors=tuple(self._processors_of(checked)))
 

@@ -51,7 +51,7 @@ def test_settings_of_vllm_that_change_nothing_are_accepted():
         **{"max_logprobs": 20, "limit_mm_per_prompt": {"image": 0, "video": 0}, "max_loras": 1},
     }
     assert EngineArgs(model="m", **settings) == EngineArgs(model="m")
-    assert EngineArgs(model="m", runner="generate", load_format="safetensors").runner == "generate"
+    assert EngineArgs(model="m", runner="generate", task="auto") == EngineArgs(model="m")
     assert EngineArgs(model="m", num_gpu_blocks_override=7).num_kv_blocks == 7
 
 

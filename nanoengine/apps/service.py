@@ -58,10 +58,6 @@ PAGE_POLICY = (
 # (module of contrib/, its class) -> the paths that it serves if it is installed.
 CONTRIB = {
     ("responses", "ResponsesAPI"): ["/v1/responses"],
-    ("pooling_api", "PoolingAPI"): [
-        *("/v1/embeddings", "/classify", "/score", "/v1/score"),
-        *("/rerank", "/v1/rerank", "/v2/rerank"),
-    ],
 }
 
 
