@@ -60,7 +60,7 @@ SIZES = "max_num_seqs", "max_num_batched_tokens", "block_size", "num_kv_blocks",
 LOWEST = dict.fromkeys((*SIZES, "num_state_slots", "tensor_parallel_size", "max_concurrent_requests"), 1)
 LOWEST |= {"max_model_len": 2, "max_logprobs": -1, "long_prefill_token_threshold": 0}
 # Settings for which None, the default in vLLM, stands for the default here
-NULLABLE = "enable_prefix_caching", "enforce_eager", "generation_config", "max_num_seqs", "runner", "seed"
+NULLABLE = "enable_prefix_caching", "enforce_eager", "generation_config", "max_num_seqs", "seed"
 
 
 @accepts(ENGINE_IGNORES, RENAMED, NULLABLE)

@@ -16,13 +16,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
 
+from torch import Tensor
+
 from nanoengine.backends.kv_cache import KVGroup
 from nanoengine.compat import refuse_unserved
 from nanoengine.config import ONLINE_FORMATS, EngineConfig
 from nanoengine.detokenizer import Vocabulary
 from nanoengine.engine import BlockManager, Collected, EngineCore, ModelRunner, Scheduler, Sequence
 from nanoengine.models.checkpoint import open_checkpoint
-from nanoengine.optional import OptionalMethod, Reloadable, load
+from nanoengine.optional import OptionalMethod, load
 from nanoengine.outputs import Inbox, RequestOutput, RequestStats
 from nanoengine.requests import CheckedRequest, Prompt, Request, RequestChecker, random_seed
 from nanoengine.sampling_params import SamplingParams
@@ -45,7 +47,7 @@ def choose_runner(groups: list[KVGroup], has_states: bool = False) -> Callable[.
     return partial(WindowedRunner, len(groups))
 
 
-class LLMEngine(Reloadable):
+class LLMEngine:
     """Queues requests and returns their outputs, one step at a time. Names are vLLM's.
 
     Only one thread may use it at a time: use `AsyncLLM` for several threads. `LLM` generates, chats and
@@ -87,7 +89,7 @@ class LLMEngine(Reloadable):
         if config.logits_processors:
             make = load("contrib.processors", "logits_processors").EngineProcessors
             self._processors = make(config.logits_processors, config, self.runner.device.device)
-        self.reloader: Any = None  # set by contrib/reload.py when weights are replaced or the engine sleeps
+        self._reloader: Any = None  # set when weights are replaced
         self._is_closed, self._owner = False, Owner()
         self._tracer: Any = None
         if config.trace is not None:
@@ -182,8 +184,6 @@ class LLMEngine(Reloadable):
     def _check_ready(self) -> None:
         if self._is_closed:
             raise RuntimeError("the engine is closed")
-        if self.reloader is not None:
-            self.reloader.check_ready()
 
     def _processors_of(self, checked: CheckedRequest) -> Iterator[Callable[[], Any]]:
         """Yield a factory per logits processor of a sample: the request's, the engine's, the grammar's."""
@@ -238,7 +238,7 @@ class LLMEngine(Reloadable):
     def submit(self, request_id: Any, checked: CheckedRequest, inbox: Any) -> None:
         """Queue a checked request. `add_request` documents `inbox`."""
         self._owner.claim()
-        self._check_ready()  # the engine may have been put to sleep since the check
+        self._check_ready()  # the engine may have been closed since the check
         params = checked.params
         seqs = [
             Sequence(
@@ -323,10 +323,27 @@ class LLMEngine(Reloadable):
         """Forget all cached prefixes. Returns False and does nothing while requests are running."""
         return self.scheduler.block_manager.reset_prefix_cache()
 
-    @cached_property
-    def model_executor(self) -> Any:
-        """A stand-in for vLLM's executor, with the attributes that trainers use."""
-        return load("contrib.reload", "model_executor").Worker(self)
+    @uninterrupted()
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Replace all or some weights with tensors of the same names and shapes, and clear the prefix cache.
+
+        Names are the checkpoint's. For models on transformers' code, they are those of transformers'
+        parameters. All tensors are checked before the first is written.
+
+        Raises:
+            ValueError, TypeError: a tensor is unknown, has another shape or is not floating point, or the
+                engine's weights cannot be replaced. Nothing was changed.
+            RuntimeError: there are unfinished requests.
+        """
+        self._check_ready()
+        if self.has_unfinished_requests():
+            raise RuntimeError("there are unfinished requests: finish or abort them first")
+        if self._reloader is None:
+            from nanoengine.contrib.reload import Reloader
+
+            self._reloader = Reloader(self.config, self.checkpoint, self.runner.model)
+        self._reloader.update_weights(weights)
+        self.reset_prefix_cache()
 
     metrics = OptionalMethod("extensions.metrics")
     get_metrics = OptionalMethod("extensions.metrics")
