@@ -1,5 +1,6 @@
 """Defines `EngineConfig`, all settings of an engine, validated once."""
 
+import sys
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,7 +20,7 @@ P = TypeVar("P")
 @accepts()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """Holds the settings of speculative decoding. Names and defaults are vLLM's."""
+    """Holds the settings of speculative decoding. Names and defaults are vLLM's, but max_num_seqs is our own."""
 
     num_speculative_tokens: int  # limit on draft tokens per sequence and step
     # "ngram": draft what followed the last tokens at an earlier occurrence (prompt lookup). "draft_model",
@@ -29,6 +30,9 @@ class SpeculativeConfig:
     revision: str | None = None  # of the draft model, like the two below. None: as in `EngineConfig`
     dtype: str | torch.dtype | None = None  # None: the dtype setting of the target model
     quantization: str | None = None
+    # no drafts while more sequences run. None: 1 with a draft model, because drafts did not pay in larger
+    # batches, and no limit for n-grams, which cost little
+    max_num_seqs: int | None = None
     prompt_lookup_min: int | None = None  # shortest n-gram to look up; None: prompt_lookup_max, or 5
     prompt_lookup_max: int | None = None  # longest n-gram to look up; None: prompt_lookup_min, or 5
 
@@ -38,12 +42,17 @@ class SpeculativeConfig:
             wanted = '"ngram", or "draft_model" with a model' if self.model is None else '"draft_model"'
             raise ValueError(f'speculative_config["method"] must be {wanted}, got {self.method!r}')
         check_integer("num_speculative_tokens", self.num_speculative_tokens, 1)
-        for name in ("prompt_lookup_min", "prompt_lookup_max"):
+        for name in ("max_num_seqs", "prompt_lookup_min", "prompt_lookup_max"):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), 1)
         low, high = self.lookup_lengths
         if low > high:
             raise ValueError(f"prompt_lookup_min must be at most prompt_lookup_max, got {low} and {high}")
+
+    @property
+    def max_drafting_seqs(self) -> int:
+        """The number of running sequences above which there are no drafts."""
+        return self.max_num_seqs or (sys.maxsize if self.model is None else 1)
 
     @property
     def lookup_lengths(self) -> tuple[int, int]:

@@ -136,13 +136,14 @@ class LLMEngine:
 
         is_async = runner.device.async_scheduling and config.speculation is None
         if self.draft_model is not None:
-            make_scheduler = self.draft_model.make_scheduler(started, config.max_num_seqs)
+            make_scheduler = self.draft_model.make_scheduler(started)
         elif config.speculation is not None:
             from nanoengine.extensions.speculate import DraftingScheduler, NgramProposer
             from nanoengine.extensions.structured import GrammarProposer
 
             propose = GrammarProposer(NgramProposer(config.speculation), config.num_speculative_tokens)
-            make_scheduler = partial(DraftingScheduler, propose=propose)
+            most = config.speculation.max_drafting_seqs
+            make_scheduler = partial(DraftingScheduler, propose=propose, max_drafting_seqs=most)
         scheduler = make_scheduler(
             blocks,
             max_num_seqs=config.max_num_seqs,

@@ -11,6 +11,7 @@ A proposer is any function of a sequence and a number n that returns at most n t
 Source: https://arxiv.org/abs/2211.17192. There drafts have probabilities; here a draft is right or wrong.
 """
 
+import sys
 from collections import Counter, abc
 from collections.abc import Callable
 from itertools import takewhile
@@ -32,13 +33,18 @@ class DraftingScheduler(Scheduler):
     Args:
         block_manager, settings: as in the base class.
         propose: proposes draft tokens.
+        max_drafting_seqs: while more sequences run, there are no drafts.
     """
 
     def __init__(
-        self, block_manager: BlockManager, propose: Callable[[Sequence, int], list[int]], **settings: Any
+        self,
+        block_manager: BlockManager,
+        propose: Callable[[Sequence, int], list[int]],
+        max_drafting_seqs: int = sys.maxsize,
+        **settings: Any,
     ) -> None:
         super().__init__(block_manager, **settings)
-        self.propose = propose
+        self.propose, self.max_drafting_seqs = propose, max_drafting_seqs
         # How many drafts were computed and accepted, by the draft's index in its sequence's step, from 0.
         self.num_drafted, self.num_accepted = Counter[int](), Counter[int]()
 
@@ -46,8 +52,9 @@ class DraftingScheduler(Scheduler):
         """See the base class. The chunk of a decode is followed by the chunks of its drafts."""
         batch = super().schedule()
         chunks, _, num_tokens = batch
-        if not self.prepare(chunks, self.max_num_batched_tokens - num_tokens):
+        if len(self.running) > self.max_drafting_seqs:
             return batch
+        self.prepare(chunks, self.max_num_batched_tokens - num_tokens)
         with_drafts: list[Chunk] = []
         for chunk in chunks:
             with_drafts.append(chunk)
@@ -60,9 +67,8 @@ class DraftingScheduler(Scheduler):
         sampled_seqs = [chunk.seq for chunk in with_drafts if chunk.samples]
         return ScheduledBatch(with_drafts, sampled_seqs, num_tokens)
 
-    def prepare(self, chunks: list[Chunk], budget: int) -> bool:
-        """Get ready to propose up to `budget` drafts after these chunks. Return False if there are none."""
-        return True
+    def prepare(self, chunks: list[Chunk], budget: int) -> None:
+        """Get ready to propose up to `budget` drafts after these chunks."""
 
     def _draft(self, chunk: Chunk, budget: int) -> list[int]:
         """Return the drafts to compute after a chunk, and make room for them in the block table."""
