@@ -20,7 +20,7 @@ P = TypeVar("P")
 @accepts()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """Holds the settings of speculative decoding. Names and defaults are vLLM's, but max_num_seqs is our own."""
+    """Holds the settings of speculative decoding. Names and defaults are vLLM's, but max_num_seqs is ours."""
 
     num_speculative_tokens: int  # limit on draft tokens per sequence and step
     # "ngram": draft what followed the last tokens at an earlier occurrence (prompt lookup). "draft_model",
@@ -129,7 +129,7 @@ class EngineConfig:
     hf_overrides: dict[str, Any] | None = None  # fields that override the checkpoint's config.json
     # default sampling parameters: "auto": the checkpoint's; "vllm": vLLM's
     generation_config: Literal["auto", "vllm"] = "auto"
-    # for every request: functions as in SamplingParams, or classes as in vLLM V1 (contrib/processors.py)
+    # for every request: functions as in SamplingParams, or "module:function"
     logits_processors: list[Any] | None = None
     # record what each step did: a file for JSON lines, or a function to call with each event
     trace: str | Path | Callable[[Any], Any] | None = None
@@ -156,11 +156,8 @@ class EngineConfig:
                 "speculative_config needs async_scheduling=False: draft tokens depend on the tokens of the "
                 "previous step"
             )
-        if self.logits_processors is not None:
-            if not isinstance(self.logits_processors, list | tuple):
-                raise TypeError(f"logits_processors must be a list, got {self.logits_processors!r}")
-            if self.logits_processors and self.speculative_config:
-                raise ValueError("logits_processors of the engine cannot be combined with speculative_config")
+        if self.logits_processors is not None and not isinstance(self.logits_processors, list | tuple):
+            raise TypeError(f"logits_processors must be a list, got {self.logits_processors!r}")
         if not (self.trace is None or isinstance(self.trace, (str, Path)) or callable(self.trace)):
             raise TypeError(f"trace must be a path or a function, got {self.trace!r}")
         if self.hf_overrides is not None and not isinstance(self.hf_overrides, dict):

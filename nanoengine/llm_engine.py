@@ -85,10 +85,10 @@ class LLMEngine:
         self._seq_ids = itertools.count()
         self.num_prompt_tokens = self.num_generation_tokens = 0
         self._stats = RequestStats(self.max_model_len)  # counts finished requests
-        self._processors: Any = None  # the engine's logits processors; a request may add its own
+        self._processors: list[Any] = []  # the engine's logits processors; a request may add its own
         if config.logits_processors:
-            make = load("contrib.processors", "logits_processors").EngineProcessors
-            self._processors = make(config.logits_processors, config, self.runner.device.device)
+            find = load("contrib.processors", "logits_processors").find_functions
+            self._processors = find(config.logits_processors)
         self._reloader: Any = None  # set when weights are replaced
         self._is_closed, self._owner = False, Owner()
         self._tracer: Any = None
@@ -189,11 +189,9 @@ class LLMEngine:
     def _processors_of(self, checked: CheckedRequest) -> Iterator[Callable[[], Any]]:
         """Yield a factory per logits processor of a sample: the request's, the engine's, the grammar's."""
         params = checked.params
-        if params.logits_processors:
-            processors = load("contrib.processors", "logits_processors")
-            yield from (partial(processors.FunctionProcessor, one) for one in params.logits_processors)
-        if self._processors is not None:
-            yield from self._processors.of_request(params)
+        if functions := [*(params.logits_processors or ()), *self._processors]:
+            make = load("contrib.processors", "logits_processors").FunctionProcessor
+            yield from (partial(make, one) for one in functions)
         if params.structured_outputs is not None:
             yield self._grammars.compile(params.structured_outputs)
 

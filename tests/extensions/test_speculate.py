@@ -214,7 +214,7 @@ def test_no_sequence_is_preempted_for_a_draft():
 
 
 @pytest.mark.parametrize(
-    ("limit", "expected"), [({}, 4), ({"max_drafting_seqs": 2}, 4), ({"max_drafting_seqs": 1}, 1)]
+    ("limit", "expected"), [({}, 8), ({"max_drafting_seqs": 2}, 8), ({"max_drafting_seqs": 1}, 1)]
 )
 def test_there_are_no_drafts_while_too_many_sequences_run(limit, expected):
     scheduler = drafting_scheduler(num_blocks=9, block_size=4, propose=nines, **limit)
