@@ -338,9 +338,8 @@ class LLMEngine:
         if self.has_unfinished_requests():
             raise RuntimeError("there are unfinished requests: finish or abort them first")
         if self._reloader is None:
-            from nanoengine.contrib.reload import Reloader
-
-            self._reloader = Reloader(self.config, self.checkpoint, self.runner.model)
+            reloader = load("contrib.reload", "update_weights").Reloader
+            self._reloader = reloader(self.config, self.checkpoint, self.runner.model)
         self._reloader.update_weights(weights)
         self.reset_prefix_cache()
 

@@ -134,7 +134,7 @@ def test_only_commands_print():
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "print"
     }
     assert printing <= {f"apps/{name}.py" for name in ("ask", "bench")} | {
-        f"contrib/{name}.py" for name in ("lab", "lab_command", "vllm_module")
+        f"contrib/{name}.py" for name in ("lab", "lab_command")
     }
 
 
